@@ -1,0 +1,150 @@
+"""How a configuration dataclass describes its command-line flags, and the one error type for wrong input.
+
+Every subsystem owns a frozen, keyword-only dataclass derived from `Config`. Each field is made by `flag()`,
+which records the help line, the choices and the range. `megatron.arguments` turns the fields into flags; the
+checks here run wherever the dataclass is built, so a library user meets the same messages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+
+class InputError(ValueError):
+    """Something the user gave is wrong: a flag, a file, a checkpoint.
+
+    The message names the flag or file (and line), the value, and what would be right. Entry points print it
+    as one line and exit with status 2; every other exception is a fault of ours and keeps its traceback.
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """What the command line needs to know of one field. Made by `flag()`."""
+
+    help: str
+    choices: tuple[Any, ...] | None = None
+    low: float | None = None
+    above: float | None = None
+    high: float | None = None
+    nargs: str | None = None
+    name: str | None = None
+    aliases: tuple[str, ...] = ()
+    metavar: str | None = None
+
+
+def flag(
+    default: Any,
+    help: str,
+    *,
+    choices: Sequence[Any] | None = None,
+    low: float | None = None,
+    above: float | None = None,
+    high: float | None = None,
+    nargs: str | None = None,
+    name: str | None = None,
+    aliases: Sequence[str] = (),
+    metavar: str | None = None,
+) -> Any:
+    """A dataclass field that is also a command-line flag.
+
+    `low` and `high` are inclusive bounds, `above` an exclusive lower bound. `name` replaces the flag name
+    made from the field name (`--no-...` for booleans that default to true); `aliases` are further names.
+    """
+    spec = Flag(
+        help=help,
+        choices=tuple(choices) if choices is not None else None,
+        low=low,
+        above=above,
+        high=high,
+        nargs=nargs,
+        name=name,
+        aliases=tuple(aliases),
+        metavar=metavar,
+    )
+    return dataclasses.field(default=default, metadata={"flag": spec})
+
+
+def flag_name(field: dataclasses.Field) -> str:
+    """The flag that sets `field`: `--num-layers` for `num_layers`, `--no-x` for a boolean x that is true."""
+    spec: Flag = field.metadata["flag"]
+    if spec.name:
+        return spec.name
+    dashed = field.name.replace("_", "-")
+    return f"--no-{dashed}" if field.default is True else f"--{dashed}"
+
+
+def value_type(annotation: Any) -> type:
+    """The scalar type inside an annotation: `int` for `int | None`, `str` for `tuple[str, ...] | None`."""
+    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
+        annotation = next(a for a in typing.get_args(annotation) if a is not type(None))
+    if typing.get_origin(annotation) is tuple:
+        annotation = typing.get_args(annotation)[0]
+    return annotation
+
+
+def field_types(cls: type) -> dict[str, type]:
+    """Scalar type of each flag of a config class, by field name."""
+    hints = typing.get_type_hints(cls)
+    return {f.name: value_type(hints[f.name]) for f in dataclasses.fields(cls) if "flag" in f.metadata}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Base of all configuration dataclasses: checks types, choices and ranges when built.
+
+    Raises:
+        InputError: naming the flag, the value and what would be right.
+    """
+
+    def __post_init__(self) -> None:
+        scalar_types = field_types(type(self))
+        for field in dataclasses.fields(self):
+            if "flag" not in field.metadata:
+                continue
+            value = getattr(self, field.name)
+            if value is None:
+                continue
+            if field.metadata["flag"].nargs:
+                if isinstance(value, str) or not isinstance(value, Sequence):
+                    raise InputError(f"{flag_name(field)}: {value!r} is not a list of values")
+                value = tuple(_checked(field, v, scalar_types[field.name]) for v in value)
+            else:
+                value = _checked(field, value, scalar_types[field.name])
+            object.__setattr__(self, field.name, value)
+
+    def require(self, *names: str) -> None:
+        """Raise `InputError` unless each of these fields has a value."""
+        by_name = {f.name: f for f in dataclasses.fields(self)}
+        for name in names:
+            if getattr(self, name) is None:
+                field = by_name[name]
+                raise InputError(f"{flag_name(field)} is required: {field.metadata['flag'].help}")
+
+
+def _checked(field: dataclasses.Field, value: Any, scalar: type) -> Any:
+    spec: Flag = field.metadata["flag"]
+    name = flag_name(field)
+    if scalar is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if type(value) is not scalar:
+        raise InputError(f"{name}: {value!r} is not {_type_words[scalar]}")
+    if spec.choices is not None and value not in spec.choices:
+        raise InputError(f"{name}: {value!r} is not one of {', '.join(map(str, spec.choices))}")
+    if scalar in (int, float):
+        if value != value or value in (float("inf"), float("-inf")):
+            raise InputError(f"{name}: {value} is not a finite number")
+        if spec.low is not None and value < spec.low:
+            raise InputError(f"{name}: {value} is too small; it must be at least {spec.low}")
+        if spec.above is not None and value <= spec.above:
+            raise InputError(f"{name}: {value} is too small; it must be greater than {spec.above}")
+        if spec.high is not None and value > spec.high:
+            raise InputError(f"{name}: {value} is too large; it must be at most {spec.high}")
+    return value
+
+
+_type_words = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}

@@ -1,0 +1,38 @@
+"""Flags of the tokenizers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron.flags import Config, flag
+
+TOKENIZER_TYPES = (
+    "GPT2BPETokenizer",
+    "BertWordPieceLowerCase",
+    "BertWordPieceCase",
+    "SentencePieceTokenizer",
+    "HuggingFaceTokenizer",
+    "NullTokenizer",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenizerConfig(Config):
+    """Which tokenizer, and where its files are."""
+
+    tokenizer_type: str | None = flag(None, "kind of tokenizer", choices=TOKENIZER_TYPES)
+    vocab_file: str | None = flag(
+        None, "vocabulary: vocab.json of a GPT-2 BPE, vocab.txt of a BERT WordPiece", metavar="FILE"
+    )
+    merge_file: str | None = flag(None, "merges.txt of a GPT-2 BPE", metavar="FILE")
+    tokenizer_model: str | None = flag(
+        None,
+        "SentencePiece .model file, or a tokenizer.json or the directory holding one (HuggingFaceTokenizer)",
+        metavar="PATH",
+    )
+    vocab_size: int | None = flag(
+        None, "number of ids of a NullTokenizer; for the others, checked against the files", low=1
+    )
+    make_vocab_size_divisible_by: int = flag(
+        128, "pad the vocabulary to a multiple of this times the tensor-parallel size", low=1
+    )
