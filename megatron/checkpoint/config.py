@@ -1,0 +1,30 @@
+"""Flags of saving and loading."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron.flags import Config, flag
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig(Config):
+    """Where checkpoints go, how often, and what a run starts from."""
+
+    save: str | None = flag(None, "folder that checkpoints are written to", metavar="DIR")
+    save_interval: int | None = flag(
+        None, "iterations between checkpoints; the last iteration is always saved", low=1
+    )
+    keep_last: int | None = flag(
+        None, "keep this many of the newest checkpoints and delete the others", low=1
+    )
+    load: str | None = flag(
+        None,
+        "folder to start from, at its newest checkpoint; may be that of --save, and then may be empty",
+        metavar="DIR",
+    )
+    finetune: bool = flag(False, "load the weights alone and begin at iteration 0")
+    load_optim: bool = flag(True, "do not load the state of the optimizer")
+    save_optim: bool = flag(
+        True, "do not save the state of the optimizer; such a run cannot be resumed exactly"
+    )

@@ -1,0 +1,105 @@
+"""Folders of checkpoints: where they lie, and how one comes to be there whole or not at all.
+
+    DIR/latest_checkpointed_iteration.txt    the tracker: the number of the newest iteration
+    DIR/iter_0000100/...                     one folder a checkpoint
+
+A checkpoint is written under a temporary name, every file is synced to disk, the folder is renamed, and the
+tracker is replaced last. Whatever stops this in between leaves the earlier checkpoints and the tracker whole.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron.flags import InputError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def folder_of(root: Path, iteration: int) -> Path:
+    """Folder of the checkpoint of an iteration."""
+    return root / f"iter_{iteration:07d}"
+
+
+def newest_iteration(root: Path) -> int | None:
+    """The iteration that the tracker of `root` names; None if there is no tracker.
+
+    Raises:
+        InputError: the tracker is not a number, or names a checkpoint that is not there.
+    """
+    tracker = root / TRACKER
+    try:
+        text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise InputError(f"{tracker}: cannot be read ({error.strerror})") from None
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        raise InputError(f"{tracker}: {text[:40]!r} is not the number of an iteration")
+    if not folder_of(root, int(text)).is_dir():
+        raise InputError(
+            f"{tracker}: names iteration {int(text)}, but there is no {folder_of(root, int(text))}"
+        )
+    return int(text)
+
+
+@contextmanager
+def write_checkpoint(root: Path, iteration: int) -> Iterator[Path]:
+    """A temporary folder to write into, which becomes the newest checkpoint when the block ends well."""
+    folder = folder_of(root, iteration)
+    temporary = root / f".writing-{folder.name}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        for path in sorted(temporary.rglob("*"), reverse=True):
+            sync(path)
+        sync(temporary)
+        if folder.exists():
+            discard(folder)
+        temporary.rename(folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    sync(root)
+    replace_text(root / TRACKER, str(iteration))
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Give `path` this content in one step that a crash cannot split."""
+    temporary = path.with_name(f".writing-{path.name}")
+    temporary.write_text(text, encoding="utf-8")
+    sync(temporary)
+    temporary.rename(path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def discard(folder: Path) -> None:
+    """Delete a checkpoint; under another name, so that half of one is never mistaken for a whole."""
+    doomed = folder.with_name(f".deleting-{folder.name}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    folder.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def discard_all_but(root: Path, keep_last: int) -> None:
+    """Delete all but the newest `keep_last` checkpoints of `root`."""
+    folders = sorted(
+        (f for f in root.iterdir() if re.fullmatch(r"iter_[0-9]{7,}", f.name)), key=lambda f: int(f.name[5:])
+    )
+    for folder in folders[:-keep_last]:
+        discard(folder)

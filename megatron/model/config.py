@@ -1,0 +1,94 @@
+"""Flags of the network itself."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron.flags import Config, InputError, flag
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig(Config):
+    """Sizes and variants of the transformer. What is left out is filled in from the rest when built."""
+
+    num_layers: int | None = flag(None, "number of transformer layers", low=1)
+    hidden_size: int | None = flag(None, "width of the residual stream", low=1)
+    num_attention_heads: int | None = flag(None, "number of attention (query) heads", low=1)
+    ffn_hidden_size: int | None = flag(
+        None, "width of the MLP (default: 4 times hidden, or 8/3 times with --swiglu)", low=1
+    )
+    kv_channels: int | None = flag(None, "width of one head (default: hidden / heads)", low=1)
+    group_query_attention: bool = flag(False, "share each key and value head among a group of query heads")
+    num_query_groups: int | None = flag(
+        None, "number of key and value heads, with --group-query-attention (default: 1)", low=1
+    )
+    max_position_embeddings: int | None = flag(
+        None, "longest sequence, and rows of the table of learned positions", low=1
+    )
+    position_embedding_type: str = flag(
+        "learned_absolute", "how positions enter", choices=("learned_absolute", "rope", "none")
+    )
+    rotary_base: float = flag(10000.0, "base of the RoPE frequencies", above=0)
+    rotary_percent: float = flag(1.0, "share of each head that RoPE turns", above=0, high=1)
+    normalization: str = flag("LayerNorm", "kind of normalisation", choices=("LayerNorm", "RMSNorm"))
+    norm_epsilon: float = flag(
+        1e-5, "added to the variance in the normalisation", above=0, aliases=("--layernorm-epsilon",)
+    )
+    swiglu: bool = flag(False, "gated MLP: silu(gate) * up, in place of GELU")
+    bias_gelu_fusion: bool = flag(
+        True, "exact (erf) GELU in place of the tanh form, as when NVIDIA's fused kernel is turned off"
+    )
+    openai_gelu: bool = flag(False, "tanh form of GELU, even with --no-bias-gelu-fusion")
+    add_bias_linear: bool = flag(True, "no biases in the linear layers", name="--disable-bias-linear")
+    untie_embeddings_and_output_weights: bool = flag(
+        False, "give the output layer a weight of its own instead of the word embeddings"
+    )
+    attention_dropout: float = flag(0.1, "dropout on attention probabilities", low=0, high=1)
+    hidden_dropout: float = flag(0.1, "dropout on embeddings and on the output of each block", low=0, high=1)
+    init_method_std: float = flag(0.02, "standard deviation of the initial weights", low=0)
+    init_method_xavier_uniform: bool = flag(
+        False, "Xavier uniform initial weights, but for the layers that write to the residual stream"
+    )
+    mask_padded_vocab: bool = flag(
+        True, "let the padding of the vocabulary take part in the softmax, as NVIDIA's code does"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
+        h, heads = self.hidden_size, self.num_attention_heads
+        if self.kv_channels is None:
+            if h % heads:
+                raise InputError(
+                    f"--num-attention-heads: {heads} does not divide --hidden-size {h}; "
+                    "choose a divisor, or give --kv-channels"
+                )
+            object.__setattr__(self, "kv_channels", h // heads)
+        if self.ffn_hidden_size is None:
+            # With a gate the MLP has three matrices; two thirds of the width keep its size (as NVIDIA's).
+            object.__setattr__(
+                self, "ffn_hidden_size", max(1, 8 * h // 3 // 64) * 64 if self.swiglu else 4 * h
+            )
+        groups = self.num_query_groups or (1 if self.group_query_attention else heads)
+        if groups != heads and not self.group_query_attention:
+            raise InputError(f"--num-query-groups: {groups} has an effect only with --group-query-attention")
+        object.__setattr__(self, "num_query_groups", groups)
+        if heads % groups:
+            raise InputError(
+                f"--num-query-groups: {groups} does not divide --num-attention-heads {heads}; choose a divisor"
+            )
+        if self.position_embedding_type == "rope" and self.rotary_channels < 2:
+            raise InputError(
+                f"--rotary-percent: {self.rotary_percent} of a head of {self.kv_channels} channels leaves "
+                "RoPE fewer than the two it turns together"
+            )
+
+    @property
+    def rotary_channels(self) -> int:
+        """Channels of a head that RoPE turns, an even number."""
+        return int(self.kv_channels * self.rotary_percent) // 2 * 2
+
+    @property
+    def tanh_gelu(self) -> bool:
+        """Whether GELU takes its tanh form."""
+        return self.bias_gelu_fusion or self.openai_gelu

@@ -1,0 +1,44 @@
+"""Softmax attention over heads.
+
+Names end in their shape: b batch, n query heads, g key/value heads (groups), s queries, t keys, d head width.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def attention(
+    q_bnsd: Tensor, k_bgtd: Tensor, v_bgtd: Tensor, *, mask_bst: Tensor | None, dropout: float
+) -> Tensor:
+    """softmax(q kᵀ / √d) v, each query head reading the key and value head of its group.
+
+    Args:
+        mask_bst: true where a query may attend to a key; None means causal, and needs s = t.
+        dropout: probability of dropping an attention weight.
+
+    Returns:
+        [b, n, s, d]
+    """
+    return F.scaled_dot_product_attention(
+        q_bnsd,
+        k_bgtd,
+        v_bgtd,
+        attn_mask=None if mask_bst is None else mask_bst.unsqueeze(1),
+        dropout_p=dropout,
+        is_causal=mask_bst is None,
+        enable_gqa=q_bnsd.shape[1] != k_bgtd.shape[1],
+    )
+
+
+def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
+    """[1, s, t], true where the query, one of the last `queries` of `keys` positions, may see the key."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries).unsqueeze(0)
+
+
+def document_mask(document_ids_bs: Tensor) -> Tensor:
+    """[b, s, s], true where query and key belong to one document and the key does not come later."""
+    same = document_ids_bs.unsqueeze(2) == document_ids_bs.unsqueeze(1)
+    return same & causal_mask(same.shape[1], same.shape[1], same.device)

@@ -1,0 +1,74 @@
+"""Flags of the optimizer and of the schedules of learning rate and weight decay."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron.flags import Config, InputError, flag
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(Config):
+    """Optimizer, clipping, and schedules. Lengths in iterations are counted in whole global batches."""
+
+    optimizer: str = flag("adam", "optimizer: AdamW, or SGD with momentum", choices=("adam", "sgd"))
+    lr: float | None = flag(None, "peak learning rate", above=0)
+    min_lr: float = flag(0.0, "learning rate at the end of the decay, and its floor", low=0)
+    lr_decay_style: str = flag(
+        "linear",
+        "shape of the decay",
+        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+    )
+    lr_decay_iters: int | None = flag(None, "iterations of the decay (default: all of training)", low=1)
+    lr_decay_samples: int | None = flag(None, "the same in samples, with --train-samples", low=1)
+    lr_warmup_fraction: float | None = flag(None, "warm-up as a share of the decay's length", low=0, high=1)
+    lr_warmup_iters: int = flag(0, "iterations of linear warm-up", low=0)
+    lr_warmup_samples: int = flag(0, "the same in samples, with --train-samples", low=0)
+    lr_warmup_init: float = flag(0.0, "learning rate at the start of the warm-up", low=0)
+    lr_wsd_decay_style: str = flag(
+        "exponential",
+        "shape of the last phase of WSD",
+        choices=("exponential", "linear", "cosine", "minus_sqrt"),
+    )
+    lr_wsd_decay_iters: int | None = flag(None, "iterations of the last phase of WSD", low=1)
+    lr_wsd_decay_samples: int | None = flag(None, "the same in samples, with --train-samples", low=1)
+    weight_decay: float = flag(0.01, "decoupled weight decay, of matrices and embeddings alone", low=0)
+    start_weight_decay: float | None = flag(None, "weight decay at the start of training", low=0)
+    end_weight_decay: float | None = flag(None, "weight decay at the end of training", low=0)
+    weight_decay_incr_style: str = flag(
+        "constant", "how weight decay goes from start to end", choices=("constant", "linear", "cosine")
+    )
+    clip_grad: float = flag(1.0, "longest gradient, by its L2 norm; 0 does not clip", low=0)
+    adam_beta1: float = flag(0.9, "decay of Adam's mean of gradients", low=0, high=1)
+    adam_beta2: float = flag(0.999, "decay of Adam's mean of squared gradients", low=0, high=1)
+    adam_eps: float = flag(1e-8, "added to Adam's denominator", above=0)
+    sgd_momentum: float = flag(0.9, "momentum of SGD", low=0)
+    use_checkpoint_opt_param_scheduler: bool = flag(
+        False,
+        "on loading, take the schedules from the checkpoint and not from the command line",
+        name="--use-checkpoint-opt_param-scheduler",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require("lr")
+        if self.min_lr > self.lr:
+            raise InputError(f"--min-lr: {self.min_lr} is above --lr {self.lr}")
+        if self.lr_warmup_init > self.lr:
+            raise InputError(f"--lr-warmup-init: {self.lr_warmup_init} is above --lr {self.lr}")
+        if self.lr_warmup_fraction is not None and (self.lr_warmup_iters or self.lr_warmup_samples):
+            raise InputError(
+                f"--lr-warmup-fraction: {self.lr_warmup_fraction} was given together with "
+                "--lr-warmup-iters or --lr-warmup-samples; give one of them"
+            )
+        ends = (self.start_weight_decay, self.end_weight_decay)
+        if self.weight_decay_incr_style == "constant":
+            if ends != (None, None):
+                raise InputError(
+                    "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine"
+                )
+        elif None in ends:
+            raise InputError(
+                f"--weight-decay-incr-style: {self.weight_decay_incr_style} needs both "
+                "--start-weight-decay and --end-weight-decay"
+            )

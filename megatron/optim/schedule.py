@@ -1,0 +1,105 @@
+"""Learning rate and weight decay as functions of the number of samples consumed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from megatron.flags import InputError
+from megatron.optim.config import OptimizerConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The schedules of one run, with every length in samples. Saved with a checkpoint as it stands."""
+
+    max_lr: float
+    min_lr: float
+    init_lr: float
+    warmup: int
+    decay: int
+    decay_style: str
+    wsd_decay: int
+    wsd_decay_style: str
+    start_weight_decay: float
+    end_weight_decay: float
+    weight_decay_style: str
+
+    @classmethod
+    def from_config(cls, config: OptimizerConfig, *, global_batch_size: int, train_samples: int) -> Schedule:
+        """Lengths given in iterations are turned into samples at the full global batch size.
+
+        Raises:
+            InputError: the lengths do not fit into each other.
+        """
+
+        def samples(iters: int | None, in_samples: int | None) -> int | None:
+            return in_samples or (iters * global_batch_size if iters else None)
+
+        decay = samples(config.lr_decay_iters, config.lr_decay_samples) or train_samples
+        if config.lr_warmup_fraction is not None:
+            warmup = config.lr_warmup_fraction * decay
+        else:
+            warmup = samples(config.lr_warmup_iters, config.lr_warmup_samples) or 0
+        if warmup > decay or (warmup == decay and config.lr_decay_style != "constant"):
+            raise InputError(
+                f"the warm-up of the learning rate ({warmup:g} samples) leaves nothing of its decay "
+                f"({decay} samples); shorten --lr-warmup-iters or lengthen --lr-decay-iters"
+            )
+        wsd_decay = samples(config.lr_wsd_decay_iters, config.lr_wsd_decay_samples) or 0
+        if config.lr_decay_style == "WSD" and not 0 < wsd_decay <= decay - warmup:
+            raise InputError(
+                f"--lr-decay-style WSD: its last phase must be given by --lr-wsd-decay-iters and fit between "
+                f"warm-up and end of decay; it has {wsd_decay} samples of {decay - warmup:g}"
+            )
+        constant = config.weight_decay_incr_style == "constant"
+        return cls(
+            max_lr=config.lr,
+            min_lr=config.min_lr,
+            init_lr=config.lr_warmup_init,
+            warmup=warmup,
+            decay=decay,
+            decay_style=config.lr_decay_style,
+            wsd_decay=wsd_decay,
+            wsd_decay_style=config.lr_wsd_decay_style,
+            start_weight_decay=config.weight_decay if constant else config.start_weight_decay,
+            end_weight_decay=config.weight_decay if constant else config.end_weight_decay,
+            weight_decay_style=config.weight_decay_incr_style,
+        )
+
+    def lr(self, consumed_samples: int) -> float:
+        """Learning rate of the step that follows on `consumed_samples`."""
+        n, span = consumed_samples, self.max_lr - self.min_lr
+        if self.warmup and n <= self.warmup:
+            return self.init_lr + (self.max_lr - self.init_lr) * n / self.warmup
+        if self.decay_style == "constant":
+            return self.max_lr
+        if n > self.decay:
+            return self.min_lr
+        if self.decay_style == "inverse-square-root":
+            return max(self.min_lr, self.max_lr * math.sqrt(max(self.warmup, 1) / max(n, 1)))
+        if self.decay_style == "WSD":
+            return self.min_lr + span * self._wsd_share(n)
+        progress = (n - self.warmup) / (self.decay - self.warmup)
+        share = 1 - progress if self.decay_style == "linear" else 0.5 * (math.cos(math.pi * progress) + 1)
+        return self.min_lr + span * share
+
+    def _wsd_share(self, n: int) -> float:
+        start = self.decay - self.wsd_decay
+        if n <= start:
+            return 1.0
+        progress = (n - start) / self.wsd_decay
+        return {
+            "exponential": 2 * 0.5**progress - 1,
+            "linear": 1 - progress,
+            "cosine": 0.5 * (math.cos(math.pi * progress) + 1),
+            "minus_sqrt": 1 - math.sqrt(progress),
+        }[self.wsd_decay_style]
+
+    def weight_decay(self, consumed_samples: int) -> float:
+        """Weight decay of the step that follows on `consumed_samples`."""
+        start, span = self.start_weight_decay, self.end_weight_decay - self.start_weight_decay
+        progress = min(1.0, consumed_samples / self.decay)
+        if self.weight_decay_style == "cosine":
+            progress = 0.5 * (math.cos(math.pi * (1 - progress)) + 1)
+        return start + span * progress

@@ -1,0 +1,27 @@
+"""Collectives over an axis of the mesh; over an axis of size 1 each does nothing."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from megatron.parallel.mesh import Axis
+
+
+def all_reduce_sum(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Replace `x`, any shape, by its sum over the processes of `axis`, in place."""
+    if axis.size > 1:
+        dist.all_reduce(x, dist.ReduceOp.SUM, group=axis.group)
+    return x
+
+
+def all_reduce_max(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Replace `x`, any shape, by its maximum over the processes of `axis`, in place."""
+    if axis.size > 1:
+        dist.all_reduce(x, dist.ReduceOp.MAX, group=axis.group)
+    return x
+
+
+def barrier(axis: Axis) -> None:
+    """Wait until every process of `axis` has come here."""
+    all_reduce_sum(torch.zeros(1), axis)
