@@ -9,11 +9,21 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import os
 import sys
+import typing
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+import yaml
+
+from megatron import __version__
 from megatron.flags import Config, Flag, InputError, field_types, flag_name
+from megatron.nvidia_flags import NVIDIA_FLAGS, NvidiaFlag
+
+if typing.TYPE_CHECKING:
+    from megatron.training.config import RunConfig
 
 C = TypeVar("C", bound=Config)
 
@@ -98,6 +108,130 @@ def make_config(config: type[C], values: dict[str, Any]) -> C:
     """Build `config` from the values that name its fields; others are left alone."""
     names = {f.name for f in dataclasses.fields(config)}
     return config(**{k: v for k, v in values.items() if k in names})
+
+
+def parse_run_config(argv: Sequence[str], *, description: str, defaults: dict[str, Any]) -> RunConfig:
+    """The configuration of a training run, from the command line and the file that `--config` names.
+
+    Args:
+        defaults: values, by field, that an entry point chooses where neither gives one.
+
+    Raises:
+        InputError: a flag, a value, or a combination of values is wrong.
+    """
+    from megatron.training.config import RunConfig
+
+    configs = typing.get_type_hints(RunConfig)
+    parser = run_parser(description)
+    namespace = argparse.Namespace(notices=[])
+    # What the file says is parsed as if it stood before the command line, which so has the last word.
+    config_file = _config_file(argv)
+    if config_file is not None:
+        try:
+            parser.parse_args(_read_settings(config_file, parser), namespace)
+        except InputError as error:
+            raise InputError(f"{config_file}: {error}") from None
+    values = defaults | vars(parser.parse_args(argv, namespace))
+    for notice in dict.fromkeys(values.pop("notices")):
+        if os.environ.get("RANK", "0") == "0":
+            print(f"note: {notice}", file=sys.stderr)
+    if values.get("seq_length") is None:
+        raise InputError("--seq-length is required: tokens in a training sample")
+    values.setdefault("max_position_embeddings", values["seq_length"])
+    config = RunConfig(**{name: make_config(kind, values) for name, kind in configs.items()})
+    _check_across(config)
+    return config
+
+
+def run_parser(description: str) -> Parser:
+    """The parser of a training run: a group of flags for each part of `RunConfig`, and NVIDIA's other flags."""
+    from megatron.training.config import RunConfig
+
+    parser = Parser(description=description)
+    parser.add_argument("--version", action="version", version=f"megatron {__version__}")
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="YAML file of flags, without their dashes in front; the command line wins over it",
+    )
+    for name, kind in typing.get_type_hints(RunConfig).items():
+        add_flags(parser, kind, name)
+    for nvidia in NVIDIA_FLAGS:
+        parser.add_argument(nvidia.name, action=_NvidiaAction, flag=nvidia, nargs=nvidia.nargs)
+    return parser
+
+
+class _NvidiaAction(argparse.Action):
+    """A flag of NVIDIA's that has no meaning here: noted in one line, or refused in one."""
+
+    def __init__(self, option_strings: list[str], dest: str, flag: NvidiaFlag, nargs: int | str) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=nargs, help=argparse.SUPPRESS)
+        self.flag = flag
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        if self.flag.refused:
+            raise InputError(f"{self.flag.name} is not supported: {self.flag.note}")
+        namespace.notices.append(f"{self.flag.name} has no effect: {self.flag.note}")
+
+
+def _config_file(argv: Sequence[str]) -> Path | None:
+    finder = Parser(add_help=False)
+    finder.add_argument("--config")
+    found, _ = finder.parse_known_args(argv)
+    return None if found.config is None else Path(found.config)
+
+
+def _read_settings(path: Path, parser: Parser) -> list[str]:
+    """The settings of a YAML file as the arguments they stand for."""
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"--config: cannot be read ({error.strerror})") from None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        where = getattr(error, "problem_mark", None)
+        raise InputError(f"line {where.line + 1}: is not YAML" if where else "is not YAML") from None
+    if not isinstance(settings, dict):
+        raise InputError("must hold 'name: value' lines, the names those of flags")
+    names = {name.replace("_", "-"): name for name in parser._option_string_actions}
+    arguments: list[str] = []
+    for key, value in settings.items():
+        dashed = "--" + str(key).replace("_", "-")
+        name = names.get(dashed, dashed)
+        if value is True:
+            arguments.append(name)
+        elif isinstance(value, list):
+            arguments += [name, *map(str, value)]
+        elif isinstance(value, str | int | float) and value is not False:
+            arguments += [name, str(value)]
+        elif value is not False and value is not None:
+            raise InputError(f"{key}: {value!r} is not a value or a list of values")
+    return arguments
+
+
+def _check_across(config: RunConfig) -> None:
+    """What spans two parts of the configuration."""
+    training, optimizer = config.training, config.optimizer
+    if config.data.seq_length > config.model.max_position_embeddings:
+        raise InputError(
+            f"--seq-length: {config.data.seq_length} is longer than --max-position-embeddings "
+            f"{config.model.max_position_embeddings}"
+        )
+    by_samples = {
+        "--lr-decay-samples": optimizer.lr_decay_samples,
+        "--lr-warmup-samples": optimizer.lr_warmup_samples,
+        "--lr-wsd-decay-samples": optimizer.lr_wsd_decay_samples,
+    }
+    by_iters = {
+        "--lr-decay-iters": optimizer.lr_decay_iters,
+        "--lr-warmup-iters": optimizer.lr_warmup_iters,
+        "--lr-wsd-decay-iters": optimizer.lr_wsd_decay_iters,
+    }
+    unit, other = ("iters", by_samples) if training.train_iters is not None else ("samples", by_iters)
+    for name, value in other.items():
+        if value:
+            fitting = name.replace("samples", unit).replace("iters", unit)
+            raise InputError(f"{name}: {value} does not go with --train-{unit}; use {fitting}")
 
 
 def run_command(main: Callable[[], int | None]) -> NoReturn:

@@ -23,7 +23,7 @@ class ModelConfig(Config):
         None, "number of key and value heads, with --group-query-attention (default: 1)", low=1
     )
     max_position_embeddings: int | None = flag(
-        None, "longest sequence, and rows of the table of learned positions", low=1
+        None, "longest sequence, and rows of the table of learned positions (default: --seq-length)", low=1
     )
     position_embedding_type: str = flag(
         "learned_absolute", "how positions enter", choices=("learned_absolute", "rope", "none")

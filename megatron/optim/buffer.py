@@ -35,6 +35,7 @@ class ParamBuffer:
         grads: [size] fp32; backward adds to it.
         master: [size] fp32; `params` itself when the model computes in fp32.
         places: where each parameter lies, by its name.
+        num_elements: elements of all parameters; the flat tensors are a little longer, for alignment.
         decayed: the first elements, those of the parameters that weight decay applies to (matrices and
             embeddings; not biases and scales of normalisations).
     """
@@ -50,6 +51,7 @@ class ParamBuffer:
             end += -(-p.numel() // ALIGNMENT) * ALIGNMENT
             if p.dim() >= 2:
                 self.decayed = end
+        self.num_elements = sum(p.numel() for _, p in named)
         self.params = torch.zeros(end, dtype=dtype, device=device)
         self.grads = torch.zeros(end, dtype=torch.float32, device=device)
         fp32 = dtype == torch.float32

@@ -43,6 +43,7 @@ class OptimizerConfig(Config):
     adam_beta2: float = flag(0.999, "decay of Adam's mean of squared gradients", low=0, high=1)
     adam_eps: float = flag(1e-8, "added to Adam's denominator", above=0)
     sgd_momentum: float = flag(0.9, "momentum of SGD", low=0)
+    log_num_zeros_in_grad: bool = flag(False, "log how many elements of the gradient are zero")
     use_checkpoint_opt_param_scheduler: bool = flag(
         False,
         "on loading, take the schedules from the checkpoint and not from the command line",

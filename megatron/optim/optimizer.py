@@ -17,13 +17,12 @@ class Optimizer:
 
     Attributes:
         moments: the optimizer's running means, each [size] fp32 in the buffer's layout, by torch's name.
-        skipped: number of steps left out since the run began, on the device.
     """
 
     def __init__(self, buffer: ParamBuffer, config: OptimizerConfig) -> None:
         self.buffer = buffer
         self.clip_grad = config.clip_grad
-        self.skipped = torch.zeros((), device=buffer.grads.device)
+        self.count_zeros = config.log_num_zeros_in_grad
         parts = [slice(0, buffer.decayed), slice(buffer.decayed, buffer.master.numel())]
         groups = [
             {"params": [self._part(part)], "decays": part.stop <= buffer.decayed}
@@ -61,21 +60,22 @@ class Optimizer:
         for state in self.inner.state.values():
             state["step"].fill_(value)
 
-    def step(self, *, lr: float, weight_decay: float) -> Tensor:
+    def step(self, *, lr: float, weight_decay: float) -> dict[str, Tensor]:
         """Clip the gradients, update master weights and parameters, and clear the gradients.
 
         Returns:
-            The norm of the gradients before clipping, a scalar on the device. Where it is not finite, nothing
-            has been updated.
+            Scalars on the device: "grad norm", the norm before clipping; where it is not finite, nothing has
+            been updated. With `count_zeros` also "num zeros", the elements of the gradient that are zero.
         """
         grads = self.buffer.grads
         norm = torch.linalg.vector_norm(grads)
+        stats = {"grad norm": norm}
+        if self.count_zeros:
+            stats["num zeros"] = self.buffer.num_elements - torch.count_nonzero(grads)
         if self.clip_grad > 0:
-            # A norm that is not finite must not reach the gradients: the step is left out below.
             grads.mul_((self.clip_grad / (norm + 1e-6)).clamp(max=1.0))
-        skip = (~norm.isfinite()).float()
-        self.skipped += skip
-        self.inner.found_inf = skip
+        # torch's fused optimizers do nothing where found_inf is 1, and the host need not know.
+        self.inner.found_inf = (~norm.isfinite()).float()
         self.inner.grad_scale = None
         for group in self.inner.param_groups:
             group["lr"] = lr
@@ -83,4 +83,4 @@ class Optimizer:
         self.inner.step()
         self.buffer.copy_master_to_params()
         grads.zero_()
-        return norm
+        return stats

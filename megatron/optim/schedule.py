@@ -67,6 +67,11 @@ class Schedule:
             weight_decay_style=config.weight_decay_incr_style,
         )
 
+    def differences(self, other: Schedule) -> list[str]:
+        """Each setting in which another schedule differs, as text with both values."""
+        pairs = [(f.name, getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self)]
+        return [f"{name} {mine} there, {theirs} here" for name, mine, theirs in pairs if mine != theirs]
+
     def lr(self, consumed_samples: int) -> float:
         """Learning rate of the step that follows on `consumed_samples`."""
         n, span = consumed_samples, self.max_lr - self.min_lr

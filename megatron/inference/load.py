@@ -1,0 +1,57 @@
+"""A trained model and its tokenizer, from a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+
+from megatron.checkpoint.checkpoint import Checkpoint, find_checkpoint, load_weights, model_config
+from megatron.flags import InputError
+from megatron.model.gpt import GPTModel
+from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.tokenizer.config import TokenizerConfig
+
+
+def load_gpt(load: str, tokenizer: TokenizerConfig, device: torch.device) -> tuple[GPTModel, Tokenizer]:
+    """The GPT of the newest checkpoint in the folder `load`, in the dtype it was saved in.
+
+    Args:
+        tokenizer: if it names a type, used in place of the tokenizer saved with the checkpoint.
+
+    Raises:
+        InputError: there is no such checkpoint, it holds no GPT, or the tokenizer does not fit.
+    """
+    checkpoint = find_checkpoint(load, save=None)
+    if checkpoint.state.get("task") != "GPT":
+        raise InputError(f"--load: {checkpoint.folder} holds {checkpoint.state.get('task')!r}, not a GPT")
+    chosen = build_tokenizer(tokenizer if tokenizer.tokenizer_type else saved_tokenizer(checkpoint))
+    vocab_size = checkpoint.state["vocab_size"]
+    if chosen.vocab_size != vocab_size:
+        raise InputError(
+            f"--load: {checkpoint.folder} has a vocabulary of {vocab_size} ids, but the tokenizer has "
+            f"{chosen.vocab_size}; give the tokenizer that the checkpoint was trained with"
+        )
+    model = GPTModel(
+        model_config(checkpoint),
+        vocab_size=vocab_size,
+        padded_vocab_size=checkpoint.state["padded_vocab_size"],
+    )
+    dtype = torch.bfloat16 if checkpoint.state["config"]["training"]["bf16"] else torch.float32
+    model.to(device, dtype)
+    load_weights(checkpoint, model)
+    return model, chosen
+
+
+def saved_tokenizer(checkpoint: Checkpoint) -> TokenizerConfig:
+    """The configuration of the tokenizer that was saved with a checkpoint, reading the files beside it."""
+    saved = checkpoint.state["config"].get("tokenizer", {})
+    folder = checkpoint.folder / "tokenizer"
+    for name in ("vocab_file", "merge_file", "tokenizer_model"):
+        if saved.get(name) is not None:
+            file = folder / Path(saved[name]).name
+            # A tokenizer given as a directory was saved as the files in it.
+            saved[name] = str(file if file.exists() else folder)
+    fields = {f.name for f in dataclasses.fields(TokenizerConfig)}
+    return TokenizerConfig(**{name: value for name, value in saved.items() if name in fields})

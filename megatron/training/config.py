@@ -1,0 +1,86 @@
+"""Flags of the training loop, of what it reports, and the bundle of all a run's configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron.checkpoint.config import CheckpointConfig
+from megatron.data.config import DataConfig
+from megatron.flags import Config, InputError, flag
+from megatron.model.config import ModelConfig
+from megatron.optim.config import OptimizerConfig
+from megatron.parallel.config import ParallelConfig
+from megatron.tokenizer.config import TokenizerConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingConfig(Config):
+    """How long, in what steps, on what device and in what precision."""
+
+    micro_batch_size: int | None = flag(None, "samples that one process works on at once", low=1)
+    global_batch_size: int | None = flag(
+        None, "samples in one step of the optimizer (default: one microbatch on every replica)", low=1
+    )
+    rampup_batch_size: tuple[int, ...] | None = flag(
+        None,
+        "START INCREMENT SAMPLES: begin with a global batch of START and add INCREMENT at a time until "
+        "--global-batch-size is reached after SAMPLES samples; with --train-samples",
+        low=0,
+        nargs="*",
+        metavar="N",
+    )
+    train_iters: int | None = flag(None, "steps to train for", low=1)
+    train_samples: int | None = flag(None, "samples to train for, in place of --train-iters", low=1)
+    eval_interval: int = flag(1000, "iterations between evaluations", low=1)
+    eval_iters: int = flag(100, "global batches in an evaluation; 0 does not evaluate", low=0)
+    exit_interval: int | None = flag(None, "save and leave when the iteration is a multiple of this", low=1)
+    exit_duration_in_mins: int | None = flag(None, "save and leave after this many minutes", low=1)
+    seed: int = flag(1234, "seed of initial weights, order of the data and dropout", low=0, high=2**32 - 1)
+    device: str = flag(
+        "auto", "where to compute; 'auto' takes a GPU if there is one", choices=("auto", "cpu", "cuda")
+    )
+    bf16: bool = flag(False, "compute in bfloat16, with fp32 master weights and gradient accumulation")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require("micro_batch_size")
+        if (self.train_iters is None) == (self.train_samples is None):
+            raise InputError("give --train-iters or --train-samples, and not both")
+        if self.rampup_batch_size is not None and self.train_samples is None:
+            raise InputError("--rampup-batch-size needs --train-samples in place of --train-iters")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoggingConfig(Config):
+    """What is reported, and where to."""
+
+    log_interval: int = flag(100, "iterations between lines of the log", low=1)
+    log_params_norm: bool = flag(False, "log the L2 norm of the parameters")
+    metrics_path: str | None = flag(
+        None, "append one JSON object per logged iteration and evaluation, at full precision", metavar="FILE"
+    )
+    tensorboard_dir: str | None = flag(None, "write TensorBoard events to this folder", metavar="DIR")
+    tensorboard_log_interval: int = flag(1, "iterations between points in TensorBoard", low=1)
+    tensorboard_queue_size: int = flag(1000, "events held back before they are written", low=1)
+    wandb_project: str | None = flag(None, "report to this Weights & Biases project", metavar="NAME")
+    wandb_exp_name: str | None = flag(None, "name of the run at Weights & Biases", metavar="NAME")
+    progress: bool = flag(True, "no progress bar on a terminal")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.wandb_exp_name is not None and self.wandb_project is None:
+            raise InputError("--wandb-exp-name needs --wandb-project")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything a training run is configured by. Made by `megatron.arguments`, which has checked it."""
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    data: DataConfig
+    tokenizer: TokenizerConfig
+    optimizer: OptimizerConfig
+    training: TrainingConfig
+    checkpoint: CheckpointConfig
+    logging: LoggingConfig

@@ -1,0 +1,272 @@
+"""What a run tells: log lines in NVIDIA's format, TensorBoard, Weights & Biases, a file of metrics."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from megatron.flags import InputError
+from megatron.parallel.collectives import all_reduce_sum
+from megatron.parallel.mesh import Mesh
+from megatron.training.config import LoggingConfig
+
+
+class History:
+    """Losses and statistics of every iteration since the last line of the log.
+
+    Values stay on the device until they are asked for, so that noting them does not make the host wait. What
+    has been collected goes into checkpoints: a line logged after a resume averages what it would have.
+
+    Attributes:
+        rows: one dict an iteration: "iteration", "consumed samples", and each value by its name.
+    """
+
+    def __init__(self, loss_names: tuple[str, ...], rows: list[dict[str, float]]) -> None:
+        self.loss_names = loss_names
+        self.rows = rows
+        self.pending: list[tuple[dict[str, int], Tensor, dict[str, Tensor]]] = []
+
+    def add(self, iteration: int, consumed_samples: int, losses: Tensor, stats: dict[str, Tensor]) -> None:
+        """Note an iteration: [terms] this replica's share of the mean losses, and scalars that all share."""
+        self.pending.append(({"iteration": iteration, "consumed samples": consumed_samples}, losses, stats))
+
+    def collect(self, mesh: Mesh) -> None:
+        """Bring all that is pending into `rows`. Every process must take part; the host waits."""
+        if not self.pending:
+            return
+        losses = all_reduce_sum(torch.stack([losses for _, losses, _ in self.pending]), mesh.dp).tolist()
+        stats = torch.stack([torch.stack(list(stats.values())) for _, _, stats in self.pending]).tolist()
+        for (row, _, named), loss_row, stats_row in zip(self.pending, losses, stats, strict=True):
+            row.update(zip(self.loss_names, loss_row, strict=True))
+            row.update(zip(named, stats_row, strict=True))
+            self.rows.append(row)
+        self.pending.clear()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Interval:
+    """The iterations between two lines of the log."""
+
+    rows: list[dict[str, float]]  # of a `History`
+    loss_names: tuple[str, ...]
+    train_iters: int
+    lr: float
+    batch_size: int
+    seconds: float  # of one iteration
+    tokens_per_second: float
+    tflops: float  # per device
+    params_norm: float | None
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """Mean over the iterations of each loss."""
+        return {name: math.fsum(row[name] for row in self.rows) / len(self.rows) for name in self.loss_names}
+
+    @property
+    def bad(self) -> int:
+        """Iterations that changed no weights, because a loss or gradient was not finite."""
+        return sum(not math.isfinite(row["grad norm"]) for row in self.rows)
+
+    def record(self) -> dict[str, Any]:
+        """Every value at full precision, for the file of metrics and Weights & Biases."""
+        last = dict(self.rows[-1])
+        record = {"iteration": last.pop("iteration"), "consumed samples": last.pop("consumed samples")}
+        record |= self.losses | {name: value for name, value in last.items() if name not in self.loss_names}
+        record |= {
+            "learning rate": self.lr,
+            "global batch size": self.batch_size,
+            "skipped iterations": self.bad,
+        }
+        if self.params_norm is not None:
+            record["params norm"] = self.params_norm
+        record |= {"seconds per iteration": self.seconds, "tokens per second": self.tokens_per_second}
+        return record | {"TFLOP/s per device": self.tflops}
+
+    def points(self) -> list[dict[str, float]]:
+        """The values of each iteration by their names in TensorBoard; the last has those of the interval too."""
+        renamed = {"grad norm": "grad-norm", "num zeros": "num-zeros"}
+        points = [{renamed.get(name, name): value for name, value in row.items()} for row in self.rows]
+        points[-1] |= {
+            "learning-rate": self.lr,
+            "batch-size": self.batch_size,
+            "iteration-time": self.seconds,
+        }
+        points[-1] |= {"tokens-per-second": self.tokens_per_second, "throughput": self.tflops}
+        if self.params_norm is not None:
+            points[-1]["params-norm"] = self.params_norm
+        return points
+
+    def line(self) -> str:
+        """The line of the log, in the format of Megatron-LM v2.5 with throughput appended."""
+        last = self.rows[-1]
+        parts = [
+            f" iteration {last['iteration']:8d}/{self.train_iters:8d}",
+            f"consumed samples: {last['consumed samples']:12d}",
+            f"elapsed time per iteration (ms): {1000 * self.seconds:.1f}",
+            f"learning rate: {self.lr:.3E}",
+            f"global batch size: {self.batch_size:5d}",
+            *(f"{name}: {loss:.6E}" for name, loss in self.losses.items()),
+            "loss scale: 1.0",
+            f"grad norm: {last['grad norm']:.3f}",
+        ]
+        if "num zeros" in last:
+            parts.append(f"num zeros: {last['num zeros']:.1f}")
+        if self.params_norm is not None:
+            parts.append(f"params norm: {self.params_norm:.3f}")
+        parts += [
+            f"number of skipped iterations: {self.bad:3d}",
+            f"number of nan iterations: {self.bad:3d}",
+            f"tokens per second: {self.tokens_per_second:.1f}",
+            f"TFLOP/s per device: {self.tflops:.3g}",
+        ]
+        return " | ".join(parts) + " |"
+
+
+class Reporter:
+    """Writes what the first process of a run reports. On the others every method does nothing."""
+
+    def __init__(self, config: LoggingConfig, mesh: Mesh, *, settings: dict[str, Any]) -> None:
+        """`settings` is the run's whole configuration, for those who keep it with the results.
+
+        Raises:
+            InputError: a package or a place that was asked for is not there.
+        """
+        self.config = config
+        self.active = mesh.is_first
+        self.bar: tqdm | None = None
+        self.tensorboard = self.wandb = self.metrics = None
+        if not self.active:
+            return
+        if config.tensorboard_dir is not None:
+            self.tensorboard = _open_tensorboard(config)
+        if config.wandb_project is not None:
+            self.wandb = _open_wandb(config, settings)
+
+    def start(self, iteration: int, train_iters: int) -> None:
+        """Begin after `iteration`: what an earlier try reported of later ones is taken back."""
+        if not self.active:
+            return
+        if self.config.metrics_path is not None:
+            self.metrics = _open_metrics(Path(self.config.metrics_path), iteration)
+        if self.config.progress and sys.stderr.isatty():
+            self.bar = tqdm(
+                total=train_iters, initial=iteration, unit="it", dynamic_ncols=True, smoothing=0.1
+            )
+
+    def say(self, text: str) -> None:
+        """Print a line for people."""
+        if self.active:
+            tqdm.write(text) if self.bar is not None else print(text, flush=True)
+
+    def advance(self) -> None:
+        """An iteration is done."""
+        if self.bar is not None:
+            self.bar.update()
+
+    def training(self, interval: Interval) -> None:
+        """Report an interval of training."""
+        if not self.active:
+            return
+        self.say(interval.line())
+        record = interval.record()
+        self._write_metrics(record)
+        if self.tensorboard is not None:
+            for point in interval.points():
+                iteration, samples = point.pop("iteration"), point.pop("consumed samples")
+                if iteration % self.config.tensorboard_log_interval == 0:
+                    for name, value in point.items():
+                        self.tensorboard.add_scalar(name, value, iteration)
+                        self.tensorboard.add_scalar(f"{name} vs samples", value, samples)
+        if self.wandb is not None:
+            self.wandb.log(record, step=record["iteration"])
+
+    def evaluation(
+        self, where: str, split: str, losses: dict[str, float], iteration: int, samples: int
+    ) -> None:
+        """Report the losses of an evaluation on the `split` 'validation' or 'test'."""
+        if not self.active:
+            return
+        ppl = {name: math.exp(min(20.0, loss)) for name, loss in losses.items()}
+        line = f" validation loss at {where} | " + "".join(
+            f"{name} value: {loss:.6E} | {name} PPL: {ppl[name]:.6E} | " for name, loss in losses.items()
+        )
+        self.say("-" * len(line) + "\n" + line + "\n" + "-" * len(line))
+        record: dict[str, Any] = {"iteration": iteration, "consumed samples": samples}
+        for name, loss in losses.items():
+            record[f"{name} {split}"] = loss
+            record[f"{name} {split} ppl"] = ppl[name]
+            if self.tensorboard is not None:
+                self.tensorboard.add_scalar(f"{name} {split}", loss, iteration)
+                self.tensorboard.add_scalar(f"{name} {split} vs samples", loss, samples)
+                self.tensorboard.add_scalar(f"{name} {split} ppl", ppl[name], iteration)
+        self._write_metrics(record)
+        if self.wandb is not None:
+            self.wandb.log(record, step=iteration)
+
+    def _write_metrics(self, record: dict[str, Any]) -> None:
+        if self.metrics is not None:
+            # JSON has no NaN and no infinity; null stands for both.
+            finite = {
+                k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()
+            }
+            self.metrics.write(json.dumps(finite) + "\n")
+            self.metrics.flush()
+
+    def close(self) -> None:
+        """End all reports."""
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
+        if self.tensorboard is not None:
+            self.tensorboard.close()
+        if self.metrics is not None:
+            self.metrics.close()
+        if self.wandb is not None:
+            self.wandb.finish()
+
+
+def _open_tensorboard(config: LoggingConfig):
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise InputError("--tensorboard-dir needs TensorBoard: pip install tensorboard") from None
+    try:
+        return SummaryWriter(config.tensorboard_dir, max_queue=config.tensorboard_queue_size)
+    except OSError as error:
+        raise InputError(f"--tensorboard-dir: {config.tensorboard_dir}: {error.strerror}") from None
+
+
+def _open_wandb(config: LoggingConfig, settings: dict[str, Any]):
+    try:
+        import wandb
+    except ImportError:
+        raise InputError("--wandb-project needs Weights & Biases: pip install wandb") from None
+    return wandb.init(project=config.wandb_project, name=config.wandb_exp_name, config=settings)
+
+
+def _open_metrics(path: Path, iteration: int):
+    """The file of metrics, open for appending, without records of iterations after `iteration`."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        # A run that was killed may have left half a line.
+        lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        kept = [line for line in lines if json.loads(line)["iteration"] <= iteration]
+        temporary = path.with_name(f".writing-{path.name}")
+        temporary.write_text("".join(kept), encoding="utf-8")
+        temporary.rename(path)
+        return open(path, "a", encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--metrics-path: {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise InputError(
+            f"--metrics-path: {path} holds something else than metrics; choose another file"
+        ) from None

@@ -1,0 +1,153 @@
+"""Flat parameter memory and its optimizer, against torch's own on separate tensors."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from megatron.model.config import ModelConfig
+from megatron.model.gpt import GPTModel, position_ids
+from megatron.optim.buffer import ALIGNMENT, ParamBuffer
+from megatron.optim.config import OptimizerConfig
+from megatron.optim.optimizer import Optimizer
+
+CPU = torch.device("cpu")
+
+
+def make(dtype: torch.dtype = torch.float32) -> tuple[GPTModel, ParamBuffer]:
+    config = ModelConfig(
+        num_layers=2,
+        hidden_size=36,
+        num_attention_heads=3,
+        max_position_embeddings=16,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+    )
+    model = GPTModel(config, vocab_size=50, padded_vocab_size=64)
+    buffer = ParamBuffer(model, dtype=dtype, device=CPU)
+    buffer.initialize(3)
+    return model, buffer
+
+
+def loss_of(model: torch.nn.Module, step: int) -> torch.Tensor:
+    tokens = torch.randint(50, (2, 16), generator=torch.Generator().manual_seed(step))
+    return model(tokens, position_ids(0, 2, 16, CPU), labels_bs=tokens.roll(-1, 1)).mean()
+
+
+def test_parameters_and_gradients_are_views() -> None:
+    model, buffer = make()
+    for name, p in model.named_parameters():
+        place = buffer.places[name]
+        assert p.data_ptr() == buffer.params[place.start :].data_ptr()
+        assert p.grad.data_ptr() == buffer.grads[place.start :].data_ptr()
+        assert place.start % ALIGNMENT == 0
+        assert (place.start < buffer.decayed) == (p.dim() >= 2)
+    assert buffer.num_elements == sum(p.numel() for p in model.parameters())
+    loss_of(model, 0).backward()
+    model.decoder.layers[0].mlp.linear_fc1.weight.data.fill_(2.0)
+    assert (buffer.named(buffer.params)["decoder.layers.0.mlp.linear_fc1.weight"] == 2.0).all()
+    assert buffer.grads.norm() > 0
+
+
+@pytest.mark.parametrize("kind", ["adam", "sgd"])
+@pytest.mark.parametrize("clip", [0.0, 0.1])
+def test_equals_torch_on_separate_tensors(kind: str, clip: float) -> None:
+    model, buffer = make()
+    other = copy.deepcopy(model)
+    for p in other.parameters():
+        p.data, p.grad = p.data.clone(), None
+    groups = [
+        {"params": [p for p in other.parameters() if p.dim() >= 2], "weight_decay": 0.1},
+        {"params": [p for p in other.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    if kind == "adam":
+        theirs = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, foreach=False)
+    else:
+        theirs = torch.optim.SGD(groups, lr=1e-2, momentum=0.8, foreach=False)
+    config = OptimizerConfig(
+        optimizer=kind, lr=1.0, adam_beta2=0.95, sgd_momentum=0.8, clip_grad=clip, log_num_zeros_in_grad=True
+    )
+    ours = Optimizer(buffer, config)
+    for step in range(5):
+        loss_of(model, step).backward()
+        loss_of(other, step).backward()
+        norm = torch.nn.utils.clip_grad_norm_(other.parameters(), clip or 1e9)
+        zeros = sum(int((p.grad == 0).sum()) for p in model.parameters())
+        stats = ours.step(lr=1e-2, weight_decay=0.1)
+        theirs.step()
+        theirs.zero_grad()
+        assert stats["grad norm"].item() == pytest.approx(norm.item(), rel=1e-5)
+        assert stats["num zeros"].item() == zeros
+    for name, p in other.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name), p, rtol=1e-4, atol=1e-5, msg=name)
+    assert kind == "sgd" or ours.steps == 5
+    assert not buffer.grads.any()
+
+
+@pytest.mark.parametrize("kind", ["adam", "sgd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_changes_nothing(kind: str, dtype: torch.dtype, value: float) -> None:
+    model, buffer = make(dtype)
+    optimizer = Optimizer(buffer, OptimizerConfig(optimizer=kind, lr=1.0))
+    loss_of(model, 0).backward()
+    optimizer.step(lr=1e-2, weight_decay=0.1)
+    before = [x.clone() for x in (buffer.params, buffer.master, *optimizer.moments.values())]
+    loss_of(model, 1).backward()
+    buffer.grads[5] = value
+    norm = optimizer.step(lr=1e-2, weight_decay=0.1)["grad norm"]
+    assert not norm.isfinite()
+    after = [buffer.params, buffer.master, *optimizer.moments.values()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    if kind == "adam":
+        assert optimizer.steps == 1
+    loss_of(model, 2).backward()
+    optimizer.step(lr=1e-2, weight_decay=0.1)
+    assert buffer.master.isfinite().all()
+    assert not torch.equal(before[1], buffer.master)
+
+
+def test_bf16_keeps_fp32_master_weights_and_gradients() -> None:
+    model, buffer = make(torch.bfloat16)
+    assert buffer.master.dtype == buffer.grads.dtype == torch.float32
+    torch.testing.assert_close(buffer.params, buffer.master.bfloat16(), rtol=0, atol=0)
+    for step in range(3):
+        loss_of(model, step).backward()
+    assert all(p.grad is None for p in model.parameters())
+    single = copy.deepcopy(buffer.grads)
+    buffer.grads.zero_()
+    sums = torch.zeros_like(single)
+    for step in range(3):
+        loss_of(model, step).backward()
+        sums += buffer.grads
+        buffer.grads.zero_()
+    torch.testing.assert_close(single, sums)
+    buffer.grads.copy_(single)
+    # Steps far below the resolution of bf16 add up in the master weights.
+    optimizer = Optimizer(buffer, OptimizerConfig(lr=1.0))
+    before = buffer.master.clone()
+    optimizer.step(lr=1e-6, weight_decay=0.0)
+    assert not torch.equal(before, buffer.master)
+    torch.testing.assert_close(buffer.params, buffer.master.bfloat16(), rtol=0, atol=0)
+
+
+def test_initial_values() -> None:
+    """As GPT-2's: N(0, 0.02²), layers that write to the residual stream scaled by 1/√(2 layers)."""
+    model, _ = make()
+    again, _ = make()
+    for (name, p), q in zip(model.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(p, q), name
+        if name.endswith("bias"):
+            assert not p.any()
+        elif "layernorm" in name:
+            assert (p == 1).all()
+        else:
+            std = 0.02 / 2 if name.endswith(("linear_proj.weight", "linear_fc2.weight")) else 0.02
+            assert p.std().item() == pytest.approx(std, rel=0.1), name
+            assert abs(p.mean().item()) < 4 * std / p.numel() ** 0.5
+    weights = [p.flatten()[:100] for p in model.parameters() if p.dim() >= 2]
+    for i, a in enumerate(weights):
+        for b in weights[:i]:
+            assert abs(torch.corrcoef(torch.stack((a, b)))[0, 1].item()) < 0.4

@@ -1,0 +1,63 @@
+"""Random numbers that depend on their purpose alone."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.parallel.random import TILE, fill_normal_, fill_uniform_, key, seed_dropout
+
+
+def test_keys_depend_on_every_part() -> None:
+    keys = {
+        key(*parts, bits=64) for parts in (("a", 1), ("a", 2), ("b", 1), ("a1",), ("a", "1", 1), (1, "a"))
+    }
+    assert len(keys) == 6
+    assert key("init", 1234, "x", 0, 0, bits=128) < 2**128
+
+
+def test_rows_do_not_depend_on_how_many_follow() -> None:
+    """The padding of a vocabulary must not change the rows of its words."""
+    short, long = torch.empty(1500, 20), torch.empty(2600, 20)
+    fill_normal_(short, 0.5, seed=1, name="w")
+    fill_normal_(long, 0.5, seed=1, name="w")
+    assert torch.equal(short, long[:1500])
+    assert abs(long.std().item() - 0.5) < 0.01
+    assert not torch.equal(long[:100], long[TILE : TILE + 100])
+
+
+def test_names_and_seeds_give_other_values() -> None:
+    tensors = [torch.empty(8, 8) for _ in range(3)]
+    for tensor, (seed, name) in zip(tensors, ((1, "a"), (1, "b"), (2, "a")), strict=True):
+        fill_normal_(tensor, 1.0, seed=seed, name=name)
+    assert not torch.equal(tensors[0], tensors[1])
+    assert not torch.equal(tensors[0], tensors[2])
+
+
+def test_uniform_keeps_its_bound() -> None:
+    tensor = torch.empty(300, 300)
+    fill_uniform_(tensor, 0.25, seed=1, name="u")
+    assert tensor.abs().max() <= 0.25
+    assert abs(tensor.std().item() - 0.25 / 3**0.5) < 0.002
+
+
+def test_values_are_pinned() -> None:
+    """A change of these would change every run's initial weights."""
+    tensor = torch.empty(4)
+    fill_normal_(tensor, 1.0, seed=1234, name="embedding.word_embeddings.weight")
+    assert tensor.tolist() == [
+        -1.3430126905441284,
+        -0.3162780702114105,
+        1.1118078231811523,
+        -0.8760310411453247,
+    ]
+
+
+def test_dropout_is_a_function_of_seed_and_sample() -> None:
+    def draw(seed: int, sample: int) -> torch.Tensor:
+        seed_dropout(seed, sample)
+        return torch.rand(5)
+
+    first = draw(1, 0)
+    assert not torch.equal(first, draw(1, 1))
+    assert not torch.equal(first, draw(2, 0))
+    assert torch.equal(first, draw(1, 0))

@@ -1,0 +1,52 @@
+"""Continue a prompt with a trained GPT.
+
+python tools/generate_text.py --load checkpoints --prompt "Once upon a time"
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.arguments import Parser, add_flags, make_config, run_command
+from megatron.inference.generate import SamplingConfig, generate
+from megatron.inference.load import load_gpt
+from megatron.parallel.mesh import choose_device
+from megatron.tokenizer.config import TokenizerConfig
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--load", required=True, metavar="DIR", help="folder of checkpoints; the newest is used"
+    )
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="text to continue")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to compute")
+    add_flags(parser, SamplingConfig, "sampling")
+    add_flags(parser, TokenizerConfig, "tokenizer (default: the one saved with the checkpoint)")
+    args = vars(parser.parse_args(argv))
+
+    sampling = make_config(SamplingConfig, args)
+    model, tokenizer = load_gpt(
+        args["load"], make_config(TokenizerConfig, args), choose_device(args["device"])
+    )
+    prompt = tokenizer.tokenize(args["prompt"])
+    tokens: list[int] = []
+    shown = ""
+    sys.stdout.write(args["prompt"])
+    for token in generate(model, prompt, sampling, tokenizer.eod):
+        tokens.append(token)
+        text = tokenizer.detokenize(prompt + tokens)[len(tokenizer.detokenize(prompt)) :]
+        # A character can take several tokens; until it is whole it decodes to the replacement character.
+        if not text.endswith("\ufffd"):
+            sys.stdout.write(text[len(shown) :])
+            sys.stdout.flush()
+            shown = text
+    print()
+
+
+if __name__ == "__main__":
+    run_command(main)
