@@ -21,7 +21,11 @@ def build_model(config: RunConfig, vocab_size: int, padded_vocab_size: int) -> G
 
 def build_datasets(config: RunConfig, tokenizer: Tokenizer, samples: tuple[int, int, int]) -> tuple:
     return build_gpt_datasets(
-        config.data, samples=samples, seed=config.training.seed, vocab_size=tokenizer.vocab_size
+        config.data,
+        samples=samples,
+        seed=config.training.seed,
+        vocab_size=tokenizer.vocab_size,
+        eod=tokenizer.eod if config.data.needs_eod else None,
     )
 
 

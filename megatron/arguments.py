@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TypeVar
 import yaml
 
 from megatron import __version__
-from megatron.flags import Config, Flag, InputError, field_types, flag_name
+from megatron.flags import Config, Flag, InputError, TrainingFault, field_types, flag_name
 from megatron.nvidia_flags import NVIDIA_FLAGS, NvidiaFlag
 
 if typing.TYPE_CHECKING:
@@ -235,12 +235,13 @@ def _check_across(config: RunConfig) -> None:
 
 
 def run_command(main: Callable[[], int | None]) -> NoReturn:
-    """Run a command's `main` and exit: 0 when done, 2 with one line on wrong input, 130 on Ctrl-C."""
+    """Run a command's `main` and exit: with what it returns (None for 0), with one line and 2 on wrong input,
+    with one line and 1 if training has become useless, with 130 on Ctrl-C."""
     try:
         code = main()
-    except InputError as error:
+    except (InputError, TrainingFault) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        code = 2
+        code = 2 if isinstance(error, InputError) else 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         code = 130

@@ -22,6 +22,10 @@ class InputError(ValueError):
     """
 
 
+class TrainingFault(RuntimeError):
+    """Training cannot go on, and starting it again as it is would not help. Exit status 1."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Flag:
     """What the command line needs to know of one field. Made by `flag()`."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,3 +19,20 @@ def shared() -> Path:
     if not folder.is_dir():
         pytest.skip("needs ../shared (real text, vocabularies and reference numbers)")
     return folder
+
+
+@pytest.fixture(scope="session")
+def command() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs a Python command of the repository, `command("tools/x.py", "--flag", 1)`, and gives its output.
+
+    With `replicas` it is started by torchrun as that many processes; with `status` (default 0) it must end so.
+    """
+
+    def run(*words: object, replicas: int = 1, status: int = 0) -> subprocess.CompletedProcess[str]:
+        launch = ["-m", "torch.distributed.run", f"--nproc-per-node={replicas}"] if replicas > 1 else []
+        arguments = [sys.executable, *launch, *map(str, words)]
+        result = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
+        assert result.returncode == status, result.stdout + result.stderr
+        return result
+
+    return run

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from megatron import __version__
 from megatron.checkpoint.checkpoint import save_checkpoint
 from megatron.data.loader import eval_batches, train_batches
+from megatron.flags import TrainingFault
 from megatron.optim.buffer import ParamBuffer
 from megatron.optim.optimizer import Optimizer
 from megatron.optim.schedule import Schedule
@@ -29,10 +30,6 @@ from megatron.training.report import History, Interval, Reporter
 from megatron.training.step import evaluate, train_step
 from megatron.training.stop import StopRequests
 from megatron.training.task import Batch, Task
-
-
-class TrainingFault(RuntimeError):
-    """Training cannot go on, and starting it again as it is would not help."""
 
 
 @dataclasses.dataclass
@@ -81,7 +78,7 @@ class Trainer:
     schedule: Schedule
     batch_schedule: BatchSchedule
     train_iters: int
-    datasets: dict[str, Dataset]  # by "train", "validation" and "test"; those that are wanted
+    datasets: dict[str, Dataset]  # by "train", "validation" and "test"; those there are
     reporter: Reporter
     progress: Progress
 
@@ -96,7 +93,6 @@ class Trainer:
             self.datasets["train"],
             self.config.data,
             consumed_samples=progress.consumed_samples,
-            seed=self.config.training.seed,
             **self.loader_arguments(),
         )
         while progress.iteration < self.train_iters:
@@ -125,13 +121,11 @@ class Trainer:
 
     def loader_arguments(self) -> dict[str, Any]:
         """What every loader of this process has in common."""
-        data = self.config.data
-        marks = data.reset_position_ids or data.reset_attention_mask or data.eod_mask_loss
         return {
             "micro_batch_size": self.config.training.micro_batch_size,
             "dp_rank": self.mesh.dp.rank,
             "dp_size": self.mesh.dp.size,
-            "eod": self.tokenizer.eod if marks else None,
+            "eod": self.tokenizer.eod if self.config.data.needs_eod else None,
             "pin_memory": self.mesh.device.type == "cuda",
         }
 
@@ -194,8 +188,13 @@ class Trainer:
             )
 
     def evaluate(self, split: str, where: str) -> None:
-        """Evaluate on the first samples of a split, always the same ones, and report the losses."""
-        samples = self.config.training.eval_iters * self.batch_schedule.global_batch_size
+        """Evaluate on the first samples of a split, always the same ones, and report the losses.
+
+        Without data of that split there is nothing to do.
+        """
+        if split not in self.datasets:
+            return
+        samples = range(self.config.training.eval_iters * self.batch_schedule.global_batch_size)
         batches = eval_batches(
             self.datasets[split], self.config.data, samples=samples, **self.loader_arguments()
         )

@@ -91,7 +91,10 @@ def build_trainer(
     eval_samples = training.eval_iters * batch_size
     # As many validation samples as NVIDIA's code asks for: the order of samples depends on the number.
     wanted = (train_samples, (train_iters // training.eval_interval + 1) * eval_samples, eval_samples)
-    datasets = task.build_datasets(config, tokenizer, wanted)
+    named = zip(("train", "validation", "test"), task.build_datasets(config, tokenizer, wanted), strict=True)
+    datasets = {name: dataset for name, dataset in named if dataset is not None}
+    if "train" not in datasets:
+        raise InputError(f"--split: {config.data.split} leaves no documents to train on")
 
     model = task.build_model(config, tokenizer.vocab_size, padded)
     dtype = torch.bfloat16 if training.bf16 else torch.float32
@@ -108,7 +111,7 @@ def build_trainer(
         schedule=schedule,
         batch_schedule=batch_schedule,
         train_iters=train_iters,
-        datasets=dict(zip(("train", "validation", "test"), datasets, strict=True)),
+        datasets=datasets,
         reporter=reporter,
         progress=Progress(0, 0, History(task.loss_names, [])),
     )
@@ -182,7 +185,6 @@ def run(trainer: Trainer, stop: StopRequests) -> int:
         )
         say(f"stopped after iteration {progress.iteration} of {trainer.train_iters}: {reason}; {kept}")
         return stop.exit_code
-    if config.training.eval_iters:
-        trainer.evaluate("validation", "the end of training for val data")
-        trainer.evaluate("test", "the end of training for test data")
+    trainer.evaluate("validation", "the end of training for val data")
+    trainer.evaluate("test", "the end of training for test data")
     return 0

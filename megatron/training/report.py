@@ -68,7 +68,7 @@ class Interval:
     @property
     def losses(self) -> dict[str, float]:
         """Mean over the iterations of each loss."""
-        return {name: math.fsum(row[name] for row in self.rows) / len(self.rows) for name in self.loss_names}
+        return {name: sum(row[name] for row in self.rows) / len(self.rows) for name in self.loss_names}
 
     @property
     def bad(self) -> int:
@@ -113,7 +113,7 @@ class Interval:
             f"elapsed time per iteration (ms): {1000 * self.seconds:.1f}",
             f"learning rate: {self.lr:.3E}",
             f"global batch size: {self.batch_size:5d}",
-            *(f"{name}: {loss:.6E}" for name, loss in self.losses.items()),
+            *(f"{name}: {loss:.6E}".replace("NAN", "nan") for name, loss in self.losses.items()),
             "loss scale: 1.0",
             f"grad norm: {last['grad norm']:.3f}",
         ]

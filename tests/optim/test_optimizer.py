@@ -63,11 +63,17 @@ def test_equals_torch_on_separate_tensors(kind: str, clip: float) -> None:
         {"params": [p for p in other.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
     if kind == "adam":
-        theirs = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, foreach=False)
+        theirs = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-4, foreach=False)
     else:
         theirs = torch.optim.SGD(groups, lr=1e-2, momentum=0.8, foreach=False)
     config = OptimizerConfig(
-        optimizer=kind, lr=1.0, adam_beta2=0.95, sgd_momentum=0.8, clip_grad=clip, log_num_zeros_in_grad=True
+        optimizer=kind,
+        lr=1.0,
+        adam_beta2=0.95,
+        adam_eps=1e-4,
+        sgd_momentum=0.8,
+        clip_grad=clip,
+        log_num_zeros_in_grad=True,
     )
     ours = Optimizer(buffer, config)
     for step in range(5):

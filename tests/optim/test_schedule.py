@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -60,10 +61,10 @@ def test_shapes(fields: dict, samples: int, expected: float) -> None:
 def test_stays_between_its_bounds(style: str, warmup: int) -> None:
     wsd = {"lr_wsd_decay_iters": 20} if style == "WSD" else {}
     schedule = make(lr_decay_style=style, lr_warmup_iters=warmup, min_lr=1e-5, lr_decay_iters=80, **wsd)
-    rates = [schedule.lr(n) for n in range(0, 401)]
+    rates = [schedule.lr(n) for n in range(401)]
     assert all(0 <= rate <= 1e-3 for rate in rates)
     after = rates[4 * warmup + 1 :]
-    assert all(a >= b for a, b in zip(after, after[1:], strict=False))
+    assert all(a >= b for a, b in itertools.pairwise(after))
     assert min(after) >= 1e-5
 
 

@@ -1,0 +1,228 @@
+"""Whole runs of pretrain_gpt.py: resumed, interrupted, replicated, refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+TINY = """
+    pretrain_gpt.py --device cpu --mock-data --tokenizer-type NullTokenizer --vocab-size 300 --num-workers 0
+    --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2
+    --global-batch-size 8 --train-iters 12 --lr 1e-2 --lr-warmup-iters 2 --weight-decay 0.1
+    --log-interval 3 --eval-interval 6 --eval-iters 1
+""".split()
+
+
+def records(path: Path) -> list[dict]:
+    """The metrics of a run, without what depends on the clock."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{k: v for k, v in line.items() if "second" not in k and "FLOP" not in k} for line in lines]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in folder.rglob("*.safetensors")}
+
+
+@pytest.mark.parametrize("precision", [[], ["--bf16"]], ids=["fp32", "bf16"])
+def test_a_resumed_run_continues_bit_for_bit(command, tmp_path: Path, precision: list[str]) -> None:
+    """With dropout, and stopped between two lines of the log."""
+    whole = [*TINY, *precision, "--save", tmp_path / "a", "--metrics-path", tmp_path / "a.jsonl"]
+    command(*whole)
+    parts = [*TINY, *precision, "--save", tmp_path / "b", "--load", tmp_path / "b"]
+    parts += ["--metrics-path", tmp_path / "b.jsonl"]
+    assert "training starts from the beginning" in command(*parts, "--exit-interval", 5).stdout
+    assert "stopped after iteration 10 of 12" in command(*parts, "--exit-interval", 5).stdout
+    command(*parts)
+    assert records(tmp_path / "a.jsonl") == records(tmp_path / "b.jsonl")
+    assert files(tmp_path / "a" / "iter_0000012") == files(tmp_path / "b" / "iter_0000012")
+    assert "nothing is left to train" in command(*parts).stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_signal_saves_and_leaves(command, tmp_path: Path, number: int, replicas: int) -> None:
+    flags = [
+        *TINY,
+        "--train-iters",
+        100000,
+        "--lr-decay-iters",
+        100,
+        "--log-interval",
+        1,
+        "--eval-interval",
+        9999,
+    ]
+    flags += [
+        "--save",
+        tmp_path / "run",
+        "--load",
+        tmp_path / "run",
+        "--metrics-path",
+        tmp_path / "metrics.jsonl",
+    ]
+    launch = ["-m", "torch.distributed.run", f"--nproc-per-node={replicas}"] if replicas > 1 else []
+    process = subprocess.Popen(
+        [sys.executable, *launch, *map(str, flags)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    deadline = time.monotonic() + 60
+    while (
+        len((tmp_path / "metrics.jsonl").read_bytes() if (tmp_path / "metrics.jsonl").exists() else b"")
+        < 1000
+    ):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(number)
+    output, errors = process.communicate(timeout=60)
+    assert b"stopped after iteration" in output, errors.decode()
+    if replicas == 1:
+        assert process.returncode == 128 + number
+        assert b"Traceback" not in errors
+    else:
+        assert process.returncode != 0
+    stopped = int((tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text())
+    seen = records(tmp_path / "metrics.jsonl")
+    assert [r["iteration"] for r in seen] == list(range(1, stopped + 1))
+    result = command(*flags, "--exit-interval", stopped + 3, replicas=replicas)
+    assert f"stopped after iteration {stopped + 3}" in result.stdout
+    resumed = records(tmp_path / "metrics.jsonl")
+    assert [r["iteration"] for r in resumed] == list(range(1, stopped + 4))
+
+
+def test_replicas_train_the_same_model(command, tmp_path: Path) -> None:
+    """With dropout too: the masks belong to the samples, not to the processes."""
+    for replicas in (1, 2, 4):
+        command(*TINY, "--metrics-path", tmp_path / f"{replicas}.jsonl", replicas=replicas)
+    one = records(tmp_path / "1.jsonl")
+    for replicas in (2, 4):
+        for a, b in zip(one, records(tmp_path / f"{replicas}.jsonl"), strict=True):
+            assert a.keys() == b.keys()
+            for name in a:
+                assert b[name] == pytest.approx(a[name], rel=1e-5), (replicas, a["iteration"], name)
+
+
+def test_masked_losses_do_not_depend_on_the_layout(command, tmp_path: Path) -> None:
+    """Where positions are masked, microbatches hold unlike numbers of tokens; the mean is over all of them."""
+    text = tmp_path / "text.jsonl"
+    text.write_text(
+        "".join(json.dumps({"text": " ".join(map(str, range(n % 23 + 1)))}) + "\n" for n in range(400))
+    )
+    tokenizer = ["--tokenizer-type", "NullTokenizer", "--vocab-size", 300]
+    command(
+        "tools/preprocess_data.py",
+        "--input",
+        text,
+        "--output-prefix",
+        tmp_path / "d",
+        "--append-eod",
+        *tokenizer,
+    )
+    masks = ["--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss"]
+    flags = [f for f in TINY if f != "--mock-data"] + ["--data-path", tmp_path / "d_text_document", *masks]
+    flags += ["--hidden-dropout", 0, "--attention-dropout", 0]
+    found = []
+    for micro, replicas in ((8, 1), (1, 1), (2, 2)):
+        metrics = tmp_path / f"{micro}-{replicas}.jsonl"
+        command(*flags, "--micro-batch-size", micro, "--metrics-path", metrics, replicas=replicas)
+        found.append([r["lm loss"] for r in records(metrics) if "lm loss" in r])
+    assert len(found[0]) == 4
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert found[2] == pytest.approx(found[0], rel=1e-5)
+
+
+def test_finetune_takes_the_weights_alone(command, tmp_path: Path) -> None:
+    command(*TINY, "--save", tmp_path / "a")
+    result = command(*TINY, "--load", tmp_path / "a", "--finetune", "--metrics-path", tmp_path / "m.jsonl")
+    assert "iterations 1 to 12" in result.stdout
+    command(*TINY, "--metrics-path", tmp_path / "scratch.jsonl")
+    finetuned, scratch = records(tmp_path / "m.jsonl"), records(tmp_path / "scratch.jsonl")
+    assert finetuned[0]["lm loss"] < scratch[0]["lm loss"] - 0.1
+
+
+def test_another_schedule_is_said(command, tmp_path: Path) -> None:
+    run = [*TINY, "--save", tmp_path / "a", "--load", tmp_path / "a"]
+    command(*run, "--exit-interval", 3)
+    result = command(*run, "--exit-interval", 3, "--lr", 2e-2)
+    assert "going on with the schedule of the command line: max_lr 0.01 there, 0.02 here" in result.stdout
+    result = command(*run, "--exit-interval", 3, "--use-checkpoint-opt_param-scheduler")
+    assert "schedule of the checkpoint" in result.stdout
+
+
+def test_training_that_became_useless_stops(command, tmp_path: Path) -> None:
+    flags = [
+        *TINY,
+        "--lr",
+        1e30,
+        "--clip-grad",
+        0,
+        "--lr-warmup-iters",
+        0,
+        "--optimizer",
+        "sgd",
+        "--eval-iters",
+        0,
+    ]
+    result = command(*flags, "--save", tmp_path / "a", status=1)
+    assert "lm loss: nan" in result.stdout
+    assert "Traceback" not in result.stderr
+    assert result.stderr.startswith("error: not one of the 3 gradients up to iteration")
+    assert not list((tmp_path / "a").glob("iter_*"))
+
+
+def test_exit_duration(command, tmp_path: Path, monkeypatch) -> None:
+    from megatron.parallel.mesh import Mesh
+    from megatron.training.config import TrainingConfig
+    from megatron.training.stop import StopRequests
+
+    import torch
+
+    config = TrainingConfig(micro_batch_size=1, train_iters=10, exit_duration_in_mins=2)
+    stop = StopRequests(config, Mesh(device=torch.device("cpu")))
+    assert stop.reason(1) is None
+    stop.started -= 121
+    assert "--exit-duration-in-mins 2" in stop.reason(2)
+    assert stop.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--load", "/nowhere"], "--load: /nowhere is not a folder"),
+        (["--save", "/proc/nowhere"], "--save: /proc/nowhere"),
+        (["--device", "cuda"], "--device: cuda"),
+        (["--micro-batch-size", "3"], "--global-batch-size"),
+        (["--lr-warmup-iters", "12"], "--lr-warmup-iters"),
+        (["--metrics-path", "/proc/nowhere/m"], "--metrics-path"),
+        (["--distributed-backend", "nccl"], ""),
+    ],
+)
+def test_what_cannot_be_is_one_line(command, flags: list[str], words: str) -> None:
+    if flags == ["--device", "cuda"] and os.path.exists("/dev/nvidia0"):
+        pytest.skip("this machine has a GPU")
+    if not words:
+        result = command(*TINY, *flags, replicas=2, status=1)
+        assert "error: --distributed-backend: nccl needs GPUs" in result.stderr
+        return
+    result = command(*TINY, *flags, status=2)
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith("error: ") and words in result.stderr
+
+
+def test_an_occupied_folder_is_not_overwritten(command, tmp_path: Path) -> None:
+    command(*TINY, "--save", tmp_path / "a", "--exit-interval", 2)
+    before = files(tmp_path / "a")
+    for extra in ([], ["--load", tmp_path / "a", "--finetune"]):
+        result = command(*TINY, "--save", tmp_path / "a", *extra, status=2)
+        assert "already holds a run, at iteration 2" in result.stderr
+    result = command(*TINY, "--load", tmp_path / "a", "--num-layers", 3, status=2)
+    assert "--num-layers (checkpoint: 2, given: 3)" in result.stderr
+    result = command(*TINY, "--load", tmp_path / "a", "--vocab-size", 301, status=2)
+    assert "vocabulary" in result.stderr
+    assert files(tmp_path / "a") == before

@@ -1,0 +1,154 @@
+"""The log line, TensorBoard, and the file of metrics."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.flags import InputError
+from megatron.parallel.mesh import Mesh
+from megatron.training.config import LoggingConfig
+from megatron.training.report import History, Interval, Reporter
+
+MESH = Mesh(device=torch.device("cpu"))
+
+
+def interval(rows: list[tuple[int, float, float]], **fields) -> Interval:
+    return Interval(
+        **{
+            "rows": [
+                {"iteration": i, "consumed samples": 8 * i, "lm loss": loss, "grad norm": norm}
+                for i, loss, norm in rows
+            ],
+            "loss_names": ("lm loss",),
+            "train_iters": 500,
+            "lr": 1.5e-4,
+            "batch_size": 8,
+            "seconds": 0.1234,
+            "tokens_per_second": 12345.6,
+            "tflops": 0.5,
+            "params_norm": None,
+            **fields,
+        }
+    )
+
+
+def test_line_has_nvidias_format() -> None:
+    line = interval([(9, 2.5, 1.0), (10, 3.5, 2.0)]).line()
+    assert line == (
+        " iteration       10/     500 | consumed samples:           80 | elapsed time per iteration (ms): 123.4 | "
+        "learning rate: 1.500E-04 | global batch size:     8 | lm loss: 3.000000E+00 | loss scale: 1.0 | "
+        "grad norm: 2.000 | number of skipped iterations:   0 | number of nan iterations:   0 | "
+        "tokens per second: 12345.6 | TFLOP/s per device: 0.5 |"
+    )
+    # The expression by which people's scripts take the loss out of NVIDIA's logs.
+    assert re.search(r"lm loss: ([0-9.E+-]+) \|", line).group(1) == "3.000000E+00"
+
+
+def test_nan_is_printed_and_counted() -> None:
+    nan = float("nan")
+    line = interval([(9, 2.5, 1.0), (10, nan, nan)], params_norm=3.0).line()
+    assert "lm loss: nan |" in line
+    assert "grad norm: nan" in line
+    assert "number of nan iterations:   1 |" in line
+    assert "params norm: 3.000" in line
+
+
+def test_history_averages_over_a_resume() -> None:
+    history = History(("lm loss",), [])
+    for i in (1, 2):
+        history.add(i, 8 * i, torch.tensor([float(i)], dtype=torch.float64), {"grad norm": torch.tensor(0.5)})
+    history.collect(MESH)
+    resumed = History(("lm loss",), json.loads(json.dumps(history.rows)))
+    resumed.add(3, 24, torch.tensor([0.1], dtype=torch.float64), {"grad norm": torch.tensor(0.25)})
+    resumed.collect(MESH)
+    assert [row["iteration"] for row in resumed.rows] == [1, 2, 3]
+    assert resumed.rows[-1] == {"iteration": 3, "consumed samples": 24, "lm loss": 0.1, "grad norm": 0.25}
+
+
+def report(config: LoggingConfig, start: int, iterations: range) -> None:
+    reporter = Reporter(config, MESH, settings={})
+    reporter.start(start, 500)
+    for i in iterations:
+        reporter.training(interval([(i, 1.0 / i, float(i))]))
+    reporter.evaluation(f"iteration {i}", "validation", {"lm loss": 2.0}, i, 8 * i)
+    reporter.close()
+
+
+def test_metrics_of_a_resumed_run_join_without_a_seam(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "new" / "metrics.jsonl"
+    config = LoggingConfig(metrics_path=str(path))
+    report(config, 0, range(1, 6))
+    with path.open("a") as file:
+        file.write('{"iteration": 6, "lm lo')  # killed in the middle of a line
+    report(config, 3, range(4, 7))
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    training = [r for r in records if "lm loss" in r]
+    assert [r["iteration"] for r in training] == [1, 2, 3, 4, 5, 6]
+    assert training[2]["lm loss"] == 1 / 3
+    assert [r for r in records if "lm loss validation" in r][0]["lm loss validation ppl"] == pytest.approx(
+        7.389056
+    )
+    assert " validation loss at iteration 6 | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00 | " in (
+        capsys.readouterr().out
+    )
+    report(config, 0, range(1, 3))  # from the beginning: nothing of the old run stays
+    assert len(path.read_text().splitlines()) == 3
+
+
+def test_nan_in_metrics_is_null(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    reporter = Reporter(LoggingConfig(metrics_path=str(path)), MESH, settings={})
+    reporter.start(0, 5)
+    reporter.training(interval([(1, float("nan"), float("inf"))]))
+    reporter.close()
+    record = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert record["lm loss"] is None and record["grad norm"] is None
+
+
+@pytest.mark.parametrize("content", ["my thesis\n", '{"a": 1}\n', "[1]\n", "\xff\n"])
+def test_a_file_of_something_else_is_not_overwritten(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text(content, encoding="latin-1")
+    with pytest.raises(InputError, match="--metrics-path"):
+        Reporter(LoggingConfig(metrics_path=str(path)), MESH, settings={}).start(0, 5)
+    assert path.read_text(encoding="latin-1") == content
+
+
+def test_tensorboard_has_nvidias_names(tmp_path: Path) -> None:
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    report(LoggingConfig(tensorboard_dir=str(tmp_path)), 0, range(1, 4))
+    events = event_accumulator.EventAccumulator(str(tmp_path))
+    events.Reload()
+    tags = set(events.Tags()["scalars"])
+    assert {
+        "lm loss",
+        "lm loss vs samples",
+        "grad-norm",
+        "learning-rate",
+        "batch-size",
+        "iteration-time",
+        "lm loss validation",
+        "lm loss validation vs samples",
+        "lm loss validation ppl",
+    } <= tags
+    assert [(e.step, e.value) for e in events.Scalars("lm loss")] == pytest.approx(
+        [(1, 1.0), (2, 0.5), (3, 1 / 3)]
+    )
+    assert [e.step for e in events.Scalars("lm loss vs samples")] == [8, 16, 24]
+
+
+def test_missing_packages_are_named(monkeypatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(InputError, match="pip install wandb"):
+        Reporter(LoggingConfig(wandb_project="p"), MESH, settings={})
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(InputError, match="pip install tensorboard"):
+        Reporter(LoggingConfig(tensorboard_dir="p"), MESH, settings={})
