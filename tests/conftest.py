@@ -36,3 +36,20 @@ def command() -> Callable[..., subprocess.CompletedProcess[str]]:
         return result
 
     return run
+
+
+@pytest.fixture
+def pretrain(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Runs pretrain_gpt.py within the test's process, which is faster; gives what it printed."""
+    monkeypatch.syspath_prepend(ROOT)
+
+    def run(*flags: object) -> str:
+        from megatron.arguments import parse_run_config
+        from megatron.training.pretrain import pretrain
+        from pretrain_gpt import DEFAULTS, GPT
+
+        config = parse_run_config([str(flag) for flag in flags], description="", defaults=DEFAULTS)
+        assert pretrain(config, GPT) == 0
+        return capsys.readouterr().out
+
+    return run

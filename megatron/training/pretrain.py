@@ -37,7 +37,8 @@ def pretrain(config: RunConfig, task: Task) -> int:
         TrainingFault: gradients have become useless.
     """
     device = choose_device(config.training.device)
-    with init_mesh(config.parallel, device) as mesh, StopRequests(config.training, mesh) as stop:
+    with init_mesh(config.parallel, device) as mesh:
+        stop = StopRequests(config.training, mesh)
         checkpoint = find_start(config.checkpoint)
         reporter = Reporter(config.logging, mesh, settings=dataclasses.asdict(config))
         try:
@@ -176,7 +177,8 @@ def run(trainer: Trainer, stop: StopRequests) -> int:
         say(f"--load: {config.checkpoint.load} holds no checkpoint yet; training starts from the beginning")
     say(describe(trainer))
     trainer.reporter.start(progress.iteration, trainer.train_iters)
-    reason = trainer.train(stop)
+    with stop:
+        reason = trainer.train(stop)
     if reason is not None:
         kept = (
             f"saved in {config.checkpoint.save}"

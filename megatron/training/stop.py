@@ -21,15 +21,15 @@ SAME_REQUEST_SECONDS = 3.0
 class StopRequests:
     """Notices SIGINT and SIGTERM, and agrees with all processes on stopping at the same iteration.
 
-    The first signal lets the iteration end and the run save; a second one leaves at once.
+    Within a `with` block the first signal lets the iteration end and the run save; a second one leaves at once.
     """
 
     def __init__(self, config: TrainingConfig, mesh: Mesh) -> None:
         self.config = config
         self.mesh = mesh
         self.started = time.monotonic()
-        self.signal = 0
-        self.signalled = 0.0
+        self.signal = 0  # the first one that came, here or on another process
+        self.since: float | None = None  # when this process learnt of it
 
     def __enter__(self) -> StopRequests:
         self.previous = {
@@ -42,26 +42,28 @@ class StopRequests:
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        now = time.monotonic()
-        if self.signal and now - self.signalled > SAME_REQUEST_SECONDS:
+        if self.since is not None and time.monotonic() - self.since > SAME_REQUEST_SECONDS:
             raise KeyboardInterrupt
-        if not self.signal:
-            self.signal, self.signalled = number, now
-            if self.mesh.is_first:
-                name = signal.Signals(number).name
-                text = (
-                    f"\n{name} received: stopping after this iteration; a second one stops at once, unsaved\n"
-                )
-                sys.stderr.write(text)
+        if self.since is None and self.mesh.is_first:
+            name = signal.Signals(number).name
+            sys.stderr.write(
+                f"\n{name} received: stopping after this iteration; a second one stops at once, unsaved\n"
+            )
+        self._note(number)
+
+    def _note(self, number: int) -> None:
+        if self.since is None:
+            self.signal, self.since = number, time.monotonic()
 
     def reason(self, iteration: int) -> str | None:
         """Why to stop after `iteration`, the same on every process; None to go on. Every process must ask."""
         minutes = self.config.exit_duration_in_mins
         over = minutes is not None and time.monotonic() - self.started > 60 * minutes
         # On the CPU, so that agreeing does not wait for the GPU.
-        self.signal, over = all_reduce_max(torch.tensor([self.signal, int(over)]), self.mesh.world).tolist()
-        if self.signal:
-            return f"{signal.Signals(self.signal).name} was received"
+        number, over = all_reduce_max(torch.tensor([self.signal, int(over)]), self.mesh.world).tolist()
+        if number:
+            self._note(number)
+            return f"{signal.Signals(number).name} was received"
         if over:
             return f"--exit-duration-in-mins {minutes} is over"
         if self.config.exit_interval and iteration % self.config.exit_interval == 0:

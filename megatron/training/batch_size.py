@@ -1,0 +1,97 @@
+"""How many samples each step of the optimizer takes, as training goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from megatron.flags import InputError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchSchedule:
+    """The global batch size by samples consumed: constant, or ramped up.
+
+    Attributes:
+        global_batch_size: samples in a step once the ramp is over.
+        micro_batch_size: samples that one replica works on at once.
+        data_parallel_size: replicas.
+        rampup: START, INCREMENT and SAMPLES of --rampup-batch-size: from START the batch grows by INCREMENT at a
+            time, at even distances, to reach `global_batch_size` after SAMPLES samples.
+
+    Raises:
+        InputError: a batch size on the way does not divide into microbatches on all replicas, or START and
+            INCREMENT do not lead to `global_batch_size`.
+    """
+
+    global_batch_size: int
+    micro_batch_size: int
+    data_parallel_size: int
+    rampup: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.rampup is not None:
+            self._check_rampup()
+        step = self.micro_batch_size * self.data_parallel_size
+        for size in self._sizes():
+            if size % step:
+                source = (
+                    "--global-batch-size"
+                    if size == self.global_batch_size
+                    else f"--rampup-batch-size {_words(self.rampup)}: its batch size"
+                )
+                raise InputError(
+                    f"{source} {size} is not a multiple of {step}, the --micro-batch-size of "
+                    f"{self.micro_batch_size} times {self.data_parallel_size} data-parallel replicas"
+                )
+
+    def batch_size(self, consumed: int) -> int:
+        """Samples in the step that starts when `consumed` samples have been."""
+        if self.rampup is None or consumed > self.rampup[2]:
+            return self.global_batch_size
+        start, increment, samples = self.rampup
+        # In floating point, so that the sizes change at the same samples as Megatron-LM's.
+        samples_per_increment = samples / ((self.global_batch_size - start) // increment)
+        return start + int(consumed / samples_per_increment) * increment
+
+    def num_microbatches(self, consumed: int) -> int:
+        """Microbatches on each replica in that step."""
+        return self.batch_size(consumed) // (self.micro_batch_size * self.data_parallel_size)
+
+    def iterations(self, train_samples: int) -> int:
+        """Whole steps in `train_samples` samples."""
+        consumed = steps = 0
+        while self.batch_size(consumed) < self.global_batch_size:
+            consumed += self.batch_size(consumed)
+            if consumed > train_samples:
+                return steps
+            steps += 1
+        return steps + (train_samples - consumed) // self.global_batch_size
+
+    def _sizes(self) -> range:
+        """Every batch size on the way."""
+        if self.rampup is None:
+            return range(self.global_batch_size, self.global_batch_size + 1)
+        return range(self.rampup[0], self.global_batch_size + 1, self.rampup[1])
+
+    def _check_rampup(self) -> None:
+        said = f"--rampup-batch-size {_words(self.rampup)}:"
+        if len(self.rampup) != 3:
+            raise InputError(f"{said} three numbers are wanted, START INCREMENT SAMPLES")
+        start, increment, samples = self.rampup
+        if min(start, increment, samples) < 1:
+            raise InputError(f"{said} START, INCREMENT and SAMPLES must be at least 1")
+        if start >= self.global_batch_size:
+            raise InputError(
+                f"{said} START must be less than --global-batch-size {self.global_batch_size}; "
+                "without a ramp, leave the flag out"
+            )
+        if (self.global_batch_size - start) % increment:
+            raise InputError(
+                f"{said} steps of {increment} do not lead from {start} to --global-batch-size "
+                f"{self.global_batch_size}; INCREMENT must divide their difference, {self.global_batch_size - start}"
+            )
+
+
+def _words(numbers: Sequence[int]) -> str:
+    return " ".join(map(str, numbers))
