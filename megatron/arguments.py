@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import difflib
 import os
+import re
 import sys
 import typing
 from collections.abc import Callable, Sequence
@@ -34,9 +35,12 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **kwargs: Any) -> None:
         kwargs.setdefault("formatter_class", HelpFormatter)
         super().__init__(allow_abbrev=False, **kwargs)
+        # Left to itself, argparse takes -1 for a value but -1e-4 and -inf for flags.
+        self._negative_number_matcher = re.compile(r"-(\.?\d|inf|nan)", re.IGNORECASE)
 
     def error(self, message: str) -> NoReturn:
-        raise InputError(message.replace("argument -", "-", 1))
+        message = message.replace("argument -", "-", 1)
+        raise InputError(message.replace("ignored explicit argument", "takes no value, but was given"))
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:
         namespace, unknown = self.parse_known_args(args, namespace)
@@ -44,7 +48,8 @@ class Parser(argparse.ArgumentParser):
             name = unknown[0].split("=", 1)[0]
             if not name.startswith("-"):
                 raise InputError(f"{name!r} is not expected here; every value follows its flag")
-            near = difflib.get_close_matches(name, self._option_string_actions, n=1)
+            ours = [n for n, a in self._option_string_actions.items() if a.help != argparse.SUPPRESS]
+            near = difflib.get_close_matches(name, ours, n=1)
             hint = f"did you mean {near[0]}?" if near else "--help lists the flags"
             raise InputError(f"{name} is not a flag of this command; {hint}")
         return namespace
@@ -86,7 +91,7 @@ def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field, scalar: 
     if spec.choices is not None:
         common["help"] += f"; one of {', '.join(map(str, spec.choices))}"
     metavar = spec.metavar or {int: "N", float: "X", str: "TEXT"}[scalar]
-    convert = {int: _whole, float: _number, str: str}[scalar]
+    convert = {int: _whole, float: _number, str: _text}[scalar]
     group.add_argument(*names, type=convert, nargs=spec.nargs, metavar=metavar, **common)
 
 
@@ -102,6 +107,12 @@ def _number(text: str) -> float:
         return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+def _text(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("is empty; give a value, or leave the flag out")
+    return text
 
 
 def make_config(config: type[C], values: dict[str, Any]) -> C:
@@ -130,14 +141,14 @@ def parse_run_config(argv: Sequence[str], *, description: str, defaults: dict[st
         try:
             parser.parse_args(_read_settings(config_file, parser), namespace)
         except InputError as error:
-            raise InputError(f"{config_file}: {error}") from None
+            raise InputError(f"--config {config_file}: {error}") from None
     values = defaults | vars(parser.parse_args(argv, namespace))
     for notice in dict.fromkeys(values.pop("notices")):
         if os.environ.get("RANK", "0") == "0":
             print(f"note: {notice}", file=sys.stderr)
-    if values.get("seq_length") is None:
-        raise InputError("--seq-length is required: tokens in a training sample")
-    values.setdefault("max_position_embeddings", values["seq_length"])
+    data = make_config(configs["data"], values)
+    data.require("seq_length")
+    values.setdefault("max_position_embeddings", data.seq_length)
     config = RunConfig(**{name: make_config(kind, values) for name, kind in configs.items()})
     _check_across(config)
     return config
@@ -170,14 +181,17 @@ class _NvidiaAction(argparse.Action):
         self.flag = flag
 
     def __call__(self, parser, namespace, values, option_string=None) -> None:
+        if values and values[0] in self.flag.harmless:
+            return
+        given = " ".join([self.flag.name, *values])
         if self.flag.refused:
-            raise InputError(f"{self.flag.name} is not supported: {self.flag.note}")
-        namespace.notices.append(f"{self.flag.name} has no effect: {self.flag.note}")
+            raise InputError(f"{given} is not supported: {self.flag.note}")
+        namespace.notices.append(f"{given} has no effect: {self.flag.note}")
 
 
 def _config_file(argv: Sequence[str]) -> Path | None:
     finder = Parser(add_help=False)
-    finder.add_argument("--config")
+    finder.add_argument("--config", type=_text)
     found, _ = finder.parse_known_args(argv)
     return None if found.config is None else Path(found.config)
 
@@ -187,8 +201,8 @@ def _read_settings(path: Path, parser: Parser) -> list[str]:
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise InputError(f"--config: cannot be read ({error.strerror})") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise InputError(f"cannot be read ({error.strerror})") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         where = getattr(error, "problem_mark", None)
         raise InputError(f"line {where.line + 1}: is not YAML" if where else "is not YAML") from None
     if not isinstance(settings, dict):
@@ -197,16 +211,27 @@ def _read_settings(path: Path, parser: Parser) -> list[str]:
     arguments: list[str] = []
     for key, value in settings.items():
         dashed = "--" + str(key).replace("_", "-")
-        name = names.get(dashed, dashed)
-        if value is True:
-            arguments.append(name)
-        elif isinstance(value, list):
-            arguments += [name, *map(str, value)]
-        elif isinstance(value, str | int | float) and value is not False:
-            arguments += [name, str(value)]
-        elif value is not False and value is not None:
-            raise InputError(f"{key}: {value!r} is not a value or a list of values")
+        if dashed in ("--config", "--help", "--version"):
+            raise InputError(f"{key}: belongs on the command line")
+        name = names.get(dashed)
+        # An unknown name is left to the parser, which suggests another.
+        arguments += [dashed] if name is None else _setting(name, value, parser._option_string_actions[name])
     return arguments
+
+
+def _setting(name: str, value: Any, action: argparse.Action) -> list[str]:
+    """One setting of a file as the arguments it stands for; null means that it is not given."""
+    if value is None:
+        return []
+    if action.nargs == 0:
+        if not isinstance(value, bool):
+            raise InputError(f"{name}: {value!r} is not true or false")
+        return [name] if value else []
+    several = action.nargs in ("+", "*")
+    values = value if several and isinstance(value, list) else [value]
+    if any(isinstance(v, bool) or not isinstance(v, str | int | float) for v in values):
+        raise InputError(f"{name}: {value!r} is not {'a list of values' if several else 'a single value'}")
+    return [name, *map(str, values)] if several else [f"{name}={value}"]
 
 
 def _check_across(config: RunConfig) -> None:

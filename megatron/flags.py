@@ -13,6 +13,9 @@ import typing
 from collections.abc import Sequence
 from typing import Any
 
+# No whole number of a flag is larger, so that products of two do not overflow a float.
+LARGEST = 2**53
+
 
 class InputError(ValueError):
     """Something the user gave is wrong: a flag, a file, a checkpoint.
@@ -35,6 +38,7 @@ class Flag:
     low: float | None = None
     above: float | None = None
     high: float | None = None
+    below: float | None = None
     nargs: str | None = None
     name: str | None = None
     aliases: tuple[str, ...] = ()
@@ -49,6 +53,7 @@ def flag(
     low: float | None = None,
     above: float | None = None,
     high: float | None = None,
+    below: float | None = None,
     nargs: str | None = None,
     name: str | None = None,
     aliases: Sequence[str] = (),
@@ -56,7 +61,7 @@ def flag(
 ) -> Any:
     """A dataclass field that is also a command-line flag.
 
-    `low` and `high` are inclusive bounds, `above` an exclusive lower bound. `name` replaces the flag name
+    `low` and `high` are inclusive bounds, `above` and `below` exclusive ones. `name` replaces the flag name
     made from the field name (`--no-...` for booleans that default to true); `aliases` are further names.
     """
     spec = Flag(
@@ -65,6 +70,7 @@ def flag(
         low=low,
         above=above,
         high=high,
+        below=below,
         nargs=nargs,
         name=name,
         aliases=tuple(aliases),
@@ -146,8 +152,11 @@ def _checked(field: dataclasses.Field, value: Any, scalar: type) -> Any:
             raise InputError(f"{name}: {value} is too small; it must be at least {spec.low}")
         if spec.above is not None and value <= spec.above:
             raise InputError(f"{name}: {value} is too small; it must be greater than {spec.above}")
-        if spec.high is not None and value > spec.high:
-            raise InputError(f"{name}: {value} is too large; it must be at most {spec.high}")
+        if spec.below is not None and value >= spec.below:
+            raise InputError(f"{name}: {value} is too large; it must be less than {spec.below}")
+        high = LARGEST if spec.high is None and scalar is int else spec.high
+        if high is not None and value > high:
+            raise InputError(f"{name}: {value} is too large; it must be at most {high}")
     return value
 
 

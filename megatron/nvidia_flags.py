@@ -1,0 +1,465 @@
+"""Flags of Megatron-LM's that this code base does not have, and what it does about each.
+
+A flag is accepted, with one line that says so, where leaving it out cannot change what is trained: at most the
+time or the memory that it takes. Every other one is refused, with what to use instead. One table serves the
+parser and `docs/nvidia-flags.md`. It covers v2.5, v3.0 and what the examples of 2026 use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class NvidiaFlag:
+    """A flag that is known but not ours.
+
+    Attributes:
+        usage: the flag and, where it takes a value, a word for it, which ends in "..." if it takes several.
+        refused: leaving it out could change what is trained, so the run must not start.
+        note: why it has no effect, or what to use in its place.
+        harmless: values that ask for nothing, accepted without a word.
+    """
+
+    usage: str
+    refused: bool
+    note: str
+    harmless: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.usage.split()[0]
+
+    @property
+    def nargs(self) -> int | str:
+        """How many values follow, as argparse counts them."""
+        return "*" if self.usage.endswith("...") else len(self.usage.split()) - 1
+
+
+def _accept(note: str, *usages: str) -> tuple[NvidiaFlag, ...]:
+    return tuple(NvidiaFlag(usage, False, note) for usage in usages)
+
+
+def _refuse(note: str, *usages: str, harmless: Sequence[str] = ()) -> tuple[NvidiaFlag, ...]:
+    return tuple(NvidiaFlag(usage, True, note, tuple(harmless)) for usage in usages)
+
+
+_NO_TP = "tensor parallelism is not available in this version"
+_NO_PP = "pipeline parallelism is not available in this version"
+_NO_CP = "context parallelism is not available in this version"
+_NO_RECOMPUTE = "not available in this version; activations are kept, the same results for more memory"
+_NO_SHARDING = "not available in this version; replicas keep everything, the same results for more memory"
+_NOT_SUPPORTED = "this code base does not have it"
+
+NVIDIA_FLAGS: tuple[NvidiaFlag, ...] = (
+    # Names that Megatron-LM itself has given up.
+    *_refuse("use --micro-batch-size, and --global-batch-size", "--batch-size N"),
+    *_refuse("use --lr-warmup-fraction, --lr-warmup-iters or --lr-warmup-samples", "--warmup N"),
+    *_refuse("use --tensor-model-parallel-size", "--model-parallel-size N"),
+    *_refuse("use --use-checkpoint-opt_param-scheduler", "--use-checkpoint-lr-scheduler"),
+    *_accept(
+        "the command line's schedule wins already when a run resumes",
+        "--override-lr-scheduler",
+        "--override-opt_param-scheduler",
+        "--override-opt-param-scheduler",
+    ),
+    *_refuse("use --rampup-batch-size START INCREMENT SAMPLES", "--step-batch-size-schedule TEXT"),
+    *_refuse("use --position-embedding-type rope", "--use-rotary-position-embeddings"),
+    *_refuse("use --position-embedding-type rope, or none", "--no-position-embedding"),
+    *_refuse("use --load DIR --finetune", "--pretrained-checkpoint DIR"),
+    *_refuse("use --keep-last, which keeps the newest checkpoints", "--save-retain-interval N"),
+    *_refuse("use --config", "--yaml-cfg FILE"),
+    *_refuse("use --data-path, in the file of --config if it is long", "--data-args-path FILE"),
+    *_refuse(
+        "use --train-data-path, --valid-data-path and --test-data-path",
+        "--per-split-data-args-path FILE",
+    ),
+    *_refuse("use --metrics-path", "--log-progress"),
+    *_refuse("set the environment variable WANDB_DIR", "--wandb-save-dir DIR"),
+    # Kernels and fusions: the same mathematics, faster or slower.
+    *_accept(
+        "PyTorch chooses the kernel of attention",
+        "--attention-backend NAME",
+        "--use-flash-attn",
+        "--no-masked-softmax-fusion",
+    ),
+    *_accept(
+        "there is one implementation of each operation",
+        "--transformer-impl NAME",
+        "--use-mcore-models",
+        "--use-legacy-models",
+        "--no-bias-dropout-fusion",
+        "--no-bias-swiglu-fusion",
+        "--no-rope-fusion",
+        "--no-persist-layer-norm",
+        "--no-gradient-accumulation-fusion",
+        "--cross-entropy-loss-fusion",
+        "--cross-entropy-fusion-impl NAME",
+    ),
+    *_accept("attention is causal without a mask being made", "--no-create-attention-mask-in-dataloader"),
+    *_accept(
+        "no CUDA graphs are captured", "--cuda-graph-impl NAME", "--enable-cuda-graph", "--te-rng-tracker"
+    ),
+    *_accept("there are no experimental features to admit", "--enable-experimental"),
+    # Number formats.
+    *_refuse("use --bf16; fp16 is not available in this version", "--fp16"),
+    *_refuse("fp16 is not available in this version", "--fp16-lm-cross-entropy"),
+    *_accept(
+        "only fp16 needs its loss scaled",
+        "--loss-scale X",
+        "--initial-loss-scale X",
+        "--min-loss-scale X",
+        "--loss-scale-window X",
+        "--hysteresis N",
+    ),
+    *_accept(
+        "the factor cancels out; it only guards fp16 against overflow",
+        "--no-query-key-layer-scaling",
+        "--apply-query-key-layer-scaling",
+    ),
+    *_accept("it is always so", "--attention-softmax-in-fp32", "--accumulate-allreduce-grads-in-fp32"),
+    *_refuse("gradients are always reduced in fp32", "--grad-reduce-in-bf16"),
+    *_refuse(
+        "with --bf16 the residual stream is bf16 too; without it all is fp32", "--fp32-residual-connection"
+    ),
+    *_refuse(
+        "use --bf16; fp8 is not available in this version",
+        "--fp8-format NAME",
+        "--fp8-recipe NAME",
+        "--fp8-margin N",
+        "--fp8-interval N",
+        "--fp8-amax-history-len N",
+        "--fp8-amax-compute-algo NAME",
+        "--fp8-param-gather",
+    ),
+    *_refuse(
+        "master weights, gradients and the optimizer's state are always fp32",
+        "--main-grads-dtype NAME",
+        "--main-params-dtype NAME",
+        "--exp-avg-dtype NAME",
+        "--exp-avg-sq-dtype NAME",
+        harmless=("fp32",),
+    ),
+    # Parallel layouts.
+    *_refuse(f"{_NO_TP}; leave it at 1", "--tensor-model-parallel-size N", harmless=("1",)),
+    *_refuse(f"{_NO_PP}; leave it at 1", "--pipeline-model-parallel-size N", harmless=("1",)),
+    *_refuse(f"{_NO_CP}; leave it at 1", "--context-parallel-size N", harmless=("1",)),
+    *_accept(
+        _NO_TP, "--sequence-parallel", "--no-async-tensor-model-parallel-allreduce", "--tp-comm-overlap"
+    ),
+    *_accept(_NO_CP, "--cp-comm-type NAME..."),
+    *_refuse(
+        _NO_PP,
+        "--num-layers-per-virtual-pipeline-stage N",
+        "--num-virtual-stages-per-pipeline-rank N",
+        "--standalone-embedding-stage",
+        "--decoder-first-pipeline-num-layers N",
+        "--decoder-last-pipeline-num-layers N",
+        "--pipeline-model-parallel-layout TEXT",
+    ),
+    *_accept(
+        _NO_PP,
+        "--no-scatter-gather-tensors-in-pipeline",
+        "--no-overlap-p2p-communication",
+        "--use-ring-exchange-p2p",
+    ),
+    *_accept(
+        "gradients lie in one contiguous buffer and are reduced in one call",
+        "--DDP-impl NAME",
+        "--use-contiguous-buffers-in-ddp",
+        "--no-contiguous-buffers-in-local-ddp",
+        "--overlap-grad-reduce",
+        "--overlap-param-gather",
+        "--ddp-bucket-size N",
+        "--ddp-num-buckets N",
+        "--ddp-average-in-collective",
+        "--use-nccl-ub",
+    ),
+    *_accept(
+        _NO_SHARDING,
+        "--use-distributed-optimizer",
+        "--use-megatron-fsdp",
+        "--use-torch-fsdp2",
+        "--data-parallel-sharding-strategy NAME",
+        "--fsdp-double-buffer",
+        "--init-model-with-meta-device",
+        "--optimizer-cpu-offload",
+    ),
+    *_accept("a process learns its rank from the environment", "--local_rank N", "--local-rank N"),
+    *_accept("process groups are always set up at the start", "--lazy-mpu-init X"),
+    *_accept("the gloo group carries a few numbers of the host alone", "--disable-gloo-process-groups"),
+    # Memory.
+    *_accept(
+        _NO_RECOMPUTE,
+        "--checkpoint-activations",
+        "--checkpoint-num-layers N",
+        "--distribute-checkpointed-activations",
+        "--recompute-activations",
+        "--recompute-granularity NAME",
+        "--recompute-method NAME",
+        "--recompute-num-layers N",
+        "--recompute-modules NAME...",
+        "--distribute-saved-activations",
+    ),
+    *_accept(
+        "memory is left to PyTorch and Python",
+        "--empty-unused-memory-level N",
+        "--manual-gc",
+        "--manual-gc-interval N",
+    ),
+    # Initial weights and random numbers.
+    *_accept("initial weights are the same on every device and layout", "--use-cpu-initialization"),
+    *_accept("weights are always initialised, then loaded if --load says so", "--no-initialization"),
+    *_refuse("all replicas start from the same weights", "--data-parallel-random-init"),
+    *_accept(
+        "random numbers follow from the seed and the sample; there is no state",
+        "--no-save-rng",
+        "--no-load-rng",
+    ),
+    *_refuse("runs are reproducible on CPUs; on GPUs it is not promised", "--deterministic-mode"),
+    # Loss and optimizer.
+    *_accept("the loss is always a mean over tokens", "--calculate-per-token-loss"),
+    *_accept(
+        "a step that is not finite changes no weights and is counted in the log",
+        "--no-check-for-nan-in-loss-and-grad",
+    ),
+    *_refuse(
+        "all parameters share one learning rate",
+        "--decoupled-lr X",
+        "--decoupled-min-lr X",
+        "--head-lr-mult X",
+    ),
+    *_refuse(_NOT_SUPPORTED, "--use-precision-aware-optimizer", "--iterations-to-skip N..."),
+    # Variants of the model.
+    *_refuse(
+        _NOT_SUPPORTED,
+        "--apply-residual-connection-post-layernorm",
+        "--apply-layernorm-1p",
+        "--squared-relu",
+        "--quick-geglu",
+        "--add-qkv-bias",
+        "--qk-layernorm",
+        "--window-size TEXT",
+        "--window-attn-skip-freq TEXT",
+        "--rotary-interleaved",
+        "--use-rope-scaling",
+        "--rope-scaling-factor X",
+        "--rope-type NAME",
+    ),
+    *_refuse(_NOT_SUPPORTED, "--rotary-seq-len-interpolation-factor N", harmless=("1",)),
+    *_refuse("use --no-bias-gelu-fusion for its exact GELU", "--onnx-safe X"),
+    *_refuse(
+        "multi-latent attention is not part of this code base",
+        "--multi-latent-attention",
+        "--q-lora-rank N",
+        "--kv-lora-rank N",
+        "--qk-head-dim N",
+        "--qk-pos-emb-head-dim N",
+        "--v-head-dim N",
+    ),
+    *_refuse(
+        "multi-token prediction is not part of this code base",
+        "--mtp-num-layers N",
+        "--mtp-loss-scaling-factor X",
+    ),
+    *_refuse(
+        "only transformers can be built",
+        "--spec NAME...",
+        "--hybrid-layer-pattern TEXT",
+        "--hybrid-override-pattern TEXT",
+    ),
+    *_refuse(
+        "mixture of experts is not part of this code base",
+        "--num-experts N",
+        "--moe-layer-freq TEXT",
+        "--moe-ffn-hidden-size N",
+        "--moe-shared-expert-intermediate-size N",
+        "--moe-shared-expert-overlap",
+        "--moe-grouped-gemm",
+        "--moe-layer-recompute",
+        "--moe-permute-fusion",
+        "--moe-router-topk N",
+        "--moe-router-load-balancing-type NAME...",
+        "--moe-router-num-groups N",
+        "--moe-router-group-topk N",
+        "--moe-router-topk-scaling-factor X",
+        "--moe-router-score-function NAME",
+        "--moe-router-enable-expert-bias",
+        "--moe-router-bias-update-rate X",
+        "--moe-router-dtype NAME",
+        "--moe-router-pre-softmax",
+        "--moe-aux-loss-coeff X...",
+        "--moe-z-loss-coeff X",
+        "--moe-token-dispatcher-type NAME",
+        "--moe-token-drop-policy NAME",
+        "--moe-expert-capacity-factor X",
+        "--moe-pad-expert-input-to-capacity",
+    ),
+    *_refuse(
+        "mixture of experts is not part of this code base; leave it at 1",
+        "--expert-model-parallel-size N",
+        "--expert-tensor-parallel-size N",
+        harmless=("1",),
+    ),
+    *_refuse(
+        "BERT is not available in this version",
+        "--mask-prob X",
+        "--short-seq-prob X",
+        "--bert-no-binary-head",
+    ),
+    *_refuse("T5 is not available in this version; GPT takes --num-layers", "--encoder-num-layers N"),
+    *_refuse(
+        "T5 is not available in this version",
+        "--decoder-num-layers N",
+        "--decoder-seq-length N",
+        "--pipeline-model-parallel-split-rank N",
+    ),
+    *_refuse("T5 is not available in this version", "--vocab-extra-ids N", harmless=("0",)),
+    *_refuse(
+        "retrieval models are not part of this code base",
+        "--ict-head-size N",
+        "--biencoder-projection-dim N",
+        "--biencoder-shared-query-context-model",
+        "--ict-load DIR",
+        "--bert-load DIR",
+        "--titles-data-path PREFIX",
+        "--query-in-block-prob X",
+        "--use-one-sent-docs",
+        "--evidence-data-path FILE",
+        "--retriever-seq-length N",
+        "--retriever-report-topk-accuracies N...",
+        "--retriever-score-scaling",
+        "--block-data-path FILE",
+        "--embedding-path FILE",
+        "--indexer-batch-size N",
+        "--indexer-log-interval N",
+    ),
+    *_refuse(
+        "vision models are not part of this code base",
+        "--num-classes N",
+        "--img-dim N",
+        "--img-h N",
+        "--img-w N",
+        "--num-channels N",
+        "--patch-dim N",
+        "--classes-fraction X",
+        "--data-per-class-fraction X",
+        "--vision-pretraining",
+        "--vision-pretraining-type NAME",
+        "--vision-backbone-type NAME",
+        "--swin-backbone-type NAME",
+        "--mask-type NAME",
+        "--mask-factor X",
+        "--iter-per-epoch N",
+        "--dino-local-img-size N",
+        "--dino-local-crops-number N",
+        "--dino-head-hidden-size N",
+        "--dino-bottleneck-size N",
+        "--dino-freeze-last-layer X",
+        "--dino-norm-last-layer",
+        "--dino-warmup-teacher-temp X",
+        "--dino-teacher-temp X",
+        "--dino-warmup-teacher-temp-epochs N",
+    ),
+    # Data and tokenizers.
+    *_refuse(
+        "only .idx and .bin of the mmap kind are read; tools/preprocess_data.py makes them",
+        "--data-impl NAME",
+        harmless=("mmap", "infer"),
+    ),
+    *_accept("files are mapped and left to the system's cache", "--mmap-warmup", "--no-mmap-bin-files"),
+    *_accept("sample indices are built by one process of a node", "--num-dataset-builder-threads N"),
+    *_refuse("with --dataloader-type cyclic each replica shuffles its own share", "--no-data-sharding"),
+    *_refuse("all samples are read", "--sample-rate X", harmless=("1", "1.0")),
+    *_refuse("fill-in-the-middle data is not supported", "--fim-data"),
+    *_refuse("supervised fine-tuning is not supported", "--sft"),
+    *_refuse("use --tokenizer-type HuggingFaceTokenizer with a tokenizer.json", "--tiktoken-pattern NAME"),
+    *_refuse("use --make-vocab-size-divisible-by", "--padded-vocab-size N"),
+    # Checkpoints.
+    *_refuse(
+        "checkpoints are always safetensors and JSON; leave it out",
+        "--ckpt-format NAME",
+        "--dist-ckpt-format NAME",
+        "--use-dist-ckpt",
+        "--auto-detect-ckpt-format",
+        "--dist-ckpt-strictness NAME",
+    ),
+    *_accept(
+        "a checkpoint is the same however it is written, and is there before training goes on",
+        "--async-save",
+        "--ckpt-fully-parallel-save",
+        "--no-ckpt-fully-parallel-save",
+        "--ckpt-fully-parallel-load",
+        "--ckpt-assume-constant-structure",
+    ),
+    *_refuse("--load takes the newest checkpoint", "--ckpt-step N"),
+    *_refuse(
+        "--load without a checkpoint is an error already, unless it names the folder of --save",
+        "--exit-on-missing-checkpoint",
+    ),
+    *_refuse(
+        "give the model's own flags; only tools/generate_text.py takes them from it", "--use-checkpoint-args"
+    ),
+    # Logs, timers and the way a run ends.
+    *_accept(
+        "TensorBoard and the log always have it",
+        "--log-batch-size-to-tensorboard",
+        "--no-log-learnig-rate-to-tensorboard",
+        "--no-log-learning-rate-to-tensorboard",
+        "--log-validation-ppl-to-tensorboard",
+        "--log-throughput",
+    ),
+    *_accept("there is no loss scale to log", "--no-log-loss-scale-to-tensorboard"),
+    *_accept(
+        "not available in this version; TensorBoard gets the time of an iteration",
+        "--log-timers-to-tensorboard",
+        "--log-memory-to-tensorboard",
+        "--log-world-size-to-tensorboard",
+    ),
+    *_accept(
+        "there are no timers but that of an iteration",
+        "--timing-log-level N",
+        "--timing-log-option NAME",
+        "--no-barrier-with-level-1-timing",
+    ),
+    *_accept(
+        "there is one level of logging, and nothing is reported to NVIDIA",
+        "--logging-level N",
+        "--no-one-logger",
+    ),
+    *_refuse(
+        "not available in this version; run under nsys profile or py-spy",
+        "--profile",
+        "--use-pytorch-profiler",
+        "--profile-step-start N",
+        "--profile-step-end N",
+        "--profile-ranks N...",
+        "--record-memory-history",
+    ),
+    *_refuse("runs are not validated by doing steps twice", "--rerun-mode NAME", harmless=("disabled",)),
+    *_refuse("there is no run without training", "--skip-train"),
+    *_accept("SIGTERM and Ctrl-C always save and leave", "--exit-signal-handler"),
+    *_refuse(
+        "it needs NVIDIA's own cluster; SIGTERM saves and leaves, --load continues",
+        "--adlr-autoresume",
+        "--adlr-autoresume-interval N",
+    ),
+    # Generation, which has a tool of its own.
+    *_accept(
+        "it is about generation, and this is training; see tools/generate_text.py",
+        "--inference-batch-times-seqlen-threshold N",
+        "--inference-max-seq-length N",
+        "--inference-max-requests N",
+        "--inference-dynamic-batching",
+        "--inference-dynamic-batching-buffer-size-gb X",
+        "--inference-dynamic-batching-block-size N",
+        "--inference-dynamic-batching-max-requests N",
+        "--inference-dynamic-batching-max-tokens N",
+        "--inference-dynamic-batching-num-cuda-graphs N",
+        "--inference-dynamic-batching-unified-memory-level N",
+        "--inference-rng-tracker",
+        "--enable-chunked-prefill",
+        "--return-log-probs",
+    ),
+)

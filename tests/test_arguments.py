@@ -1,0 +1,501 @@
+"""The command line of a training run: Megatron-LM's names and defaults, files of settings, and clear errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron.arguments import Parser, parse_run_config, run_command, run_parser
+from megatron.flags import Flag, InputError, field_types, flag_name
+from megatron.training.config import RunConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# The least that a run must be told.
+BASE = (
+    "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 16 "
+    "--micro-batch-size 1 --train-iters 10 --lr 1e-3"
+)
+
+# Megatron-LM v2.5, examples/pretrain_gpt.sh, but for its last flag, --fp16.
+GPT_345M = """
+    --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --micro-batch-size 4 --global-batch-size 8
+    --seq-length 1024 --max-position-embeddings 1024 --train-iters 500000 --lr-decay-iters 320000
+    --save checkpoints/gpt --load checkpoints/gpt --data-path my-gpt2_text_document
+    --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt --data-impl mmap --split 949,50,1
+    --distributed-backend nccl --lr 0.00015 --min-lr 1.0e-5 --lr-decay-style cosine --weight-decay 1e-2
+    --clip-grad 1.0 --lr-warmup-fraction .01 --checkpoint-activations --log-interval 100
+    --save-interval 10000 --eval-interval 1000 --eval-iters 10 --bf16
+"""
+
+
+def parse(*flags: str, base: str = BASE) -> RunConfig:
+    """The configuration of `base` and `flags`, each of which may hold several words."""
+    words = [word for flag in (base, *flags) for word in flag.split()]
+    return parse_run_config(words, description="a test", defaults={})
+
+
+def error_of(*words: str) -> str:
+    """What the command line of `BASE` and `words` is told."""
+    with pytest.raises(InputError) as error:
+        parse_run_config([*BASE.split(), *words], description="a test", defaults={})
+    return str(error.value)
+
+
+def all_flags() -> Iterator[tuple[str, dataclasses.Field, type]]:
+    """Each flag of a run: the part of the configuration that it belongs to, its field and its scalar type."""
+    for part, config in typing.get_type_hints(RunConfig).items():
+        scalar_types = field_types(config)
+        for field in dataclasses.fields(config):
+            yield part, field, scalar_types[field.name]
+
+
+VALUED = {
+    flag_name(field): (field.metadata["flag"], kind) for _, field, kind in all_flags() if kind is not bool
+}
+NUMBERS = {name: (spec, kind) for name, (spec, kind) in VALUED.items() if kind in (int, float)}
+CHOICES = {name: spec for name, (spec, _) in VALUED.items() if spec.choices is not None}
+
+
+# ---- what is understood
+
+
+def test_the_example_of_gpt_345m(capsys: pytest.CaptureFixture[str]) -> None:
+    config = parse(base=GPT_345M)
+    model, optimizer, training = config.model, config.optimizer, config.training
+    assert (model.num_layers, model.hidden_size, model.num_attention_heads) == (24, 1024, 16)
+    assert (model.ffn_hidden_size, model.kv_channels, model.num_query_groups) == (4096, 64, 16)
+    assert (config.data.seq_length, model.max_position_embeddings) == (1024, 1024)
+    assert (training.micro_batch_size, training.global_batch_size) == (4, 8)
+    assert (training.train_iters, training.train_samples) == (500_000, None)
+    assert (training.bf16, training.eval_interval, training.eval_iters) == (True, 1000, 10)
+    assert (optimizer.lr, optimizer.min_lr, optimizer.lr_decay_style) == (1.5e-4, 1e-5, "cosine")
+    assert (optimizer.lr_decay_iters, optimizer.lr_warmup_fraction) == (320_000, 0.01)
+    assert (optimizer.weight_decay, optimizer.clip_grad) == (0.01, 1.0)
+    assert config.data.data_path == ("my-gpt2_text_document",)
+    assert config.data.split == "949,50,1"
+    assert config.tokenizer.vocab_file == "gpt2-vocab.json"
+    assert config.tokenizer.merge_file == "gpt2-merges.txt"
+    assert (config.checkpoint.save, config.checkpoint.load) == ("checkpoints/gpt", "checkpoints/gpt")
+    assert (config.checkpoint.save_interval, config.logging.log_interval) == (10_000, 100)
+    assert config.parallel.distributed_backend == "nccl"
+    notices = capsys.readouterr().err.splitlines()
+    assert len(notices) == 1
+    assert notices[0].startswith("note: --checkpoint-activations has no effect: ")
+
+
+# What Megatron-LM v2.5 takes where a flag is not given (v3.0 and later for those that came later). It stores
+# the opposite of each --no-... flag; here False says that the flag is not given.
+NVIDIA_DEFAULTS = """
+    --num-layers None, --hidden-size None, --ffn-hidden-size None, --num-attention-heads None, --kv-channels None,
+    --max-position-embeddings None, --make-vocab-size-divisible-by 128, --layernorm-epsilon 1e-5,
+    --openai-gelu False, --log-params-norm False, --log-num-zeros-in-grad False, --tensorboard-log-interval 1,
+    --tensorboard-queue-size 1000, --attention-dropout 0.1, --hidden-dropout 0.1, --weight-decay 0.01,
+    --clip-grad 1.0, --adam-beta1 0.9, --adam-beta2 0.999, --adam-eps 1e-8, --sgd-momentum 0.9,
+    --micro-batch-size None, --global-batch-size None, --rampup-batch-size None, --train-iters None,
+    --train-samples None, --log-interval 100, --exit-interval None, --exit-duration-in-mins None,
+    --tensorboard-dir None, --no-bias-gelu-fusion False, --optimizer adam, --seed 1234, --init-method-std 0.02,
+    --init-method-xavier-uniform False, --lr None, --lr-decay-style linear, --lr-decay-iters None,
+    --lr-decay-samples None, --lr-warmup-fraction None, --lr-warmup-iters 0, --lr-warmup-samples 0, --min-lr 0.0,
+    --save None, --save-interval None, --no-save-optim False, --load None, --no-load-optim False,
+    --finetune False, --bf16 False, --eval-iters 100, --eval-interval 1000, --data-path None, --vocab-file None,
+    --merge-file None, --seq-length None, --encoder-seq-length None, --num-workers 2, --tokenizer-type None,
+    --reset-position-ids False, --reset-attention-mask False, --eod-mask-loss False,
+    --use-checkpoint-opt_param-scheduler False, --start-weight-decay None, --end-weight-decay None,
+    --weight-decay-incr-style constant, --disable-bias-linear False, --normalization LayerNorm,
+    --norm-epsilon 1e-5, --position-embedding-type learned_absolute, --rotary-base 10000, --rotary-percent 1.0,
+    --swiglu False, --untie-embeddings-and-output-weights False, --group-query-attention False,
+    --tokenizer-model None, --vocab-size None, --mock-data False, --data-cache-path None,
+    --distributed-timeout-minutes 10, --lr-warmup-init 0.0, --lr-wsd-decay-style exponential,
+    --lr-wsd-decay-iters None, --lr-wsd-decay-samples None, --train-data-path None, --valid-data-path None,
+    --test-data-path None
+"""
+# Defaults that are written differently and mean the same, or that depart on purpose.
+OTHER_DEFAULTS = {
+    "--split": None,  # '969, 30, 1'; None tells --train-data-path that none was given
+    "--dataloader-type": "single",  # None, which becomes 'single'
+    "--distributed-backend": None,  # 'nccl'; here gloo where there is no GPU
+    "--num-query-groups": None,  # 1; here too, with --group-query-attention
+    "--wandb-project": None,  # '', which is the same
+    "--wandb-exp-name": None,
+}
+OURS_ALONE = {"--device", "--keep-last", "--metrics-path", "--no-progress", "--no-mask-padded-vocab"}
+# As the README of v2.5 calls --vocab-file, and HEAD the flag that v3.0 spells with an underscore.
+ALIASES = {"--vocab", "--use-checkpoint-opt-param-scheduler"}
+
+
+def test_defaults_are_nvidias() -> None:
+    expected = dict(line.split() for line in NVIDIA_DEFAULTS.replace("\n", " ").split(","))
+    seen = set()
+    for _, field, kind in all_flags():
+        for name in (flag_name(field), *field.metadata["flag"].aliases):
+            seen.add(name)
+            if kind is bool:
+                assert expected.get(name, "False") == "False", name
+            elif name in OTHER_DEFAULTS:
+                assert field.default == OTHER_DEFAULTS[name], name
+            elif name not in OURS_ALONE | ALIASES:
+                value = expected[name]
+                assert field.default == (None if value == "None" else kind(value)), name
+    assert seen == set(expected) | set(OTHER_DEFAULTS) | OURS_ALONE | ALIASES
+
+
+def test_what_is_not_given_follows_from_the_rest() -> None:
+    config = parse()
+    assert config.model.max_position_embeddings == 16
+    assert (config.model.ffn_hidden_size, config.model.kv_channels) == (32, 4)
+    assert parse("--group-query-attention").model.num_query_groups == 1
+
+
+def test_a_switch_that_is_given_changes_its_default() -> None:
+    for part, field, kind in all_flags():
+        if kind is bool:
+            config = parse(flag_name(field))
+            assert getattr(getattr(config, part), field.name) is not field.default, field.name
+
+
+def test_aliases_lists_negative_numbers_and_equals_signs() -> None:
+    config = parse("--layernorm-epsilon 1e-6 --data-path 0.3 a 0.7 b --lr=2e-3 --encoder-seq-length 4")
+    assert config.model.norm_epsilon == 1e-6
+    assert config.data.data_path == ("0.3", "a", "0.7", "b")
+    assert (config.optimizer.lr, config.data.seq_length) == (2e-3, 4)
+
+
+def test_entry_points_choose_defaults_that_the_command_line_overrides() -> None:
+    defaults = {"tokenizer_type": "GPT2BPETokenizer"}
+    words = BASE.split()
+    config = parse_run_config(words, description="a test", defaults=defaults)
+    assert config.tokenizer.tokenizer_type == "GPT2BPETokenizer"
+    words += ["--tokenizer-type", "NullTokenizer"]
+    config = parse_run_config(words, description="a test", defaults=defaults)
+    assert config.tokenizer.tokenizer_type == "NullTokenizer"
+
+
+# ---- what is wrong with a value, flag by flag
+
+
+def out_of_range(spec: Flag, kind: type) -> Iterator[str]:
+    step = 1 if kind is int else 0.5
+    if spec.low is not None:
+        yield str(kind(spec.low) - step)
+    if spec.above is not None:
+        yield str(kind(spec.above))
+        yield str(kind(spec.above) - step)
+        yield "-1e-4"
+    if spec.high is not None:
+        yield str(kind(spec.high) + step)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_bad_numbers(name: str) -> None:
+    spec, kind = NUMBERS[name]
+    assert spec.low is not None or spec.above is not None, "no number here may be as small as one likes"
+    words = ["x", "", "1,5", "nan", "inf", "-inf", "0x10", *out_of_range(spec, kind)]
+    for word in words + (["1.5", "1e3"] if kind is int else []):
+        message = error_of(name, word)
+        assert message.startswith(name), message
+        assert "\n" not in message
+        assert (repr(word) in message) or (str(kind(word)) in message), message
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_bad_choices(name: str) -> None:
+    spec = CHOICES[name]
+    for word in ("nonsense", spec.choices[0] + "x", spec.choices[0].swapcase()):
+        if word not in spec.choices:
+            assert error_of(name, word) == f"{name}: {word!r} is not one of {', '.join(spec.choices)}"
+
+
+@pytest.mark.parametrize("name", VALUED)
+def test_missing_values(name: str) -> None:
+    needs = "expected at least one argument" if VALUED[name][0].nargs else "expected one argument"
+    for following in ([], ["--bf16"], ["--bf16", "--seed", "3"]):
+        message = error_of(name, *following)
+        assert name in message.split(": ")[0].split("/"), message
+        assert message.endswith(needs)
+    message = error_of(name, "")
+    assert message.startswith(name), message
+
+
+def test_a_switch_takes_no_value() -> None:
+    assert error_of("--bf16=1") == "--bf16: takes no value, but was given '1'"
+    assert error_of("--bf16", "true") == "'true' is not expected here; every value follows its flag"
+
+
+@pytest.mark.parametrize("word", ["-1", "-1e-4", "-.5", "-inf", "-nan"])
+def test_a_negative_number_is_a_value_and_not_a_flag(word: str) -> None:
+    assert error_of("--lr", word).startswith("--lr: ")
+
+
+@pytest.mark.parametrize(
+    ("word", "nearest"),
+    [
+        ("--num-layer", "--num-layers"),
+        ("--hiden-size", "--hidden-size"),
+        ("--num_layers", "--num-layers"),
+        ("--learning-rate=3", None),
+        ("--micro-batch", "--micro-batch-size"),
+        ("--bfloat16", "--bf16"),
+        ("-x", None),
+    ],
+)
+def test_an_unknown_flag_suggests_the_nearest(word: str, nearest: str | None) -> None:
+    hint = f"did you mean {nearest}?" if nearest else "--help lists the flags"
+    assert error_of(word, "3") == f"{word.split('=')[0]} is not a flag of this command; {hint}"
+
+
+# ---- what does not go together
+
+CROSS = [
+    ("--train-samples 100", "give --train-iters or --train-samples, and not both"),
+    ("--max-position-embeddings 8", "--seq-length: 16 is longer than --max-position-embeddings 8"),
+    ("--num-attention-heads 3", "--num-attention-heads: 3 does not divide --hidden-size 8"),
+    (
+        "--group-query-attention --num-query-groups 3",
+        "--num-query-groups: 3 does not divide --num-attention-heads 2",
+    ),
+    ("--num-query-groups 1", "--num-query-groups: 1 has an effect only with --group-query-attention"),
+    ("--position-embedding-type rope --rotary-percent 0.1", "--rotary-percent: 0.1 of a head of 4 channels"),
+    ("--min-lr 1", "--min-lr: 1.0 is above --lr 0.001"),
+    ("--lr-warmup-init 1", "--lr-warmup-init: 1.0 is above --lr 0.001"),
+    ("--lr-warmup-fraction .1 --lr-warmup-iters 1", "--lr-warmup-fraction: 0.1 was given together with"),
+    ("--lr-decay-samples 5", "--lr-decay-samples: 5 does not go with --train-iters; use --lr-decay-iters"),
+    ("--lr-warmup-samples 5", "--lr-warmup-samples: 5 does not go with --train-iters; use --lr-warmup-iters"),
+    (
+        "--lr-wsd-decay-samples 5",
+        "--lr-wsd-decay-samples: 5 does not go with --train-iters; use --lr-wsd-decay-iters",
+    ),
+    ("--rampup-batch-size 1 1 5", "--rampup-batch-size needs --train-samples in place of --train-iters"),
+    (
+        "--start-weight-decay 0.1",
+        "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style",
+    ),
+    ("--weight-decay-incr-style linear", "--weight-decay-incr-style: linear needs both"),
+    ("--mock-data --data-path a", "--data-path and --mock-data exclude each other"),
+    ("--train-data-path a --data-path a", "--train-data-path and --data-path exclude each other"),
+    ("--valid-data-path a --split 9,1", "--valid-data-path and --split exclude each other"),
+    ("--split 1,2,3,4", "--split: '1,2,3,4' does not divide the data"),
+    ("--split -1,2", "--split: '-1,2' does not divide the data"),
+    ("--split one", "--split: 'one' is not a list of numbers"),
+    ("--wandb-exp-name a", "--wandb-exp-name needs --wandb-project"),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), CROSS, ids=[flags for flags, _ in CROSS])
+def test_what_does_not_go_together(flags: str, message: str) -> None:
+    assert error_of(*flags.split()).startswith(message)
+
+
+@pytest.mark.parametrize("name", BASE.split()[::2])
+def test_what_is_required(name: str) -> None:
+    words = BASE.split()
+    at = words.index(name)
+    message = "give --train-iters or --train-samples" if name == "--train-iters" else f"{name} is required: "
+    with pytest.raises(InputError) as error:
+        parse(base=" ".join(words[:at] + words[at + 2 :]))
+    assert str(error.value).startswith(message)
+
+
+def test_runs_that_count_in_samples_take_no_lengths_in_iterations() -> None:
+    base = BASE.replace("--train-iters 10", "--train-samples 100")
+    config = parse("--lr-warmup-samples 5 --lr-decay-samples 90 --rampup-batch-size 1 1 5", base=base)
+    assert config.training.rampup_batch_size == (1, 1, 5)
+    with pytest.raises(
+        InputError, match=r"^--lr-decay-iters: 5 does not go with --train-samples; use --lr-decay-sam"
+    ):
+        parse("--lr-decay-iters 5", base=base)
+
+
+# ---- a file of settings
+
+
+def file_of(folder: Path, text: str) -> str:
+    path = folder / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_a_file_gives_values_and_the_command_line_wins(tmp_path: Path) -> None:
+    path = file_of(
+        tmp_path,
+        """
+        # names with dashes or underscores
+        num-layers: 3
+        hidden_size: 12
+        lr: 2e-4
+        min-lr: 1.0e-5
+        data-path: [0.3, a, 0.7, b]
+        bf16: true
+        swiglu: false
+        disable-bias-linear: true
+        use_checkpoint_opt_param_scheduler: true
+        layernorm-epsilon: 1.0e-6
+        split: 9,1
+        save: null
+        rampup_batch_size:
+        """,
+    )
+    words = "--seq-length 16 --num-attention-heads 2 --micro-batch-size 1 --train-iters 10".split()
+    config = parse_run_config(
+        [*words, "--config", path, "--hidden-size", "16"], description="a test", defaults={"num_layers": 9}
+    )
+    assert (config.model.num_layers, config.model.hidden_size) == (3, 16)
+    assert (config.optimizer.lr, config.optimizer.min_lr) == (2e-4, 1e-5)
+    assert config.data.data_path == ("0.3", "a", "0.7", "b")
+    assert (config.training.bf16, config.model.swiglu, config.model.add_bias_linear) == (True, False, False)
+    assert config.optimizer.use_checkpoint_opt_param_scheduler
+    assert (config.model.norm_epsilon, config.data.split) == (1e-6, "9,1")
+    assert (config.checkpoint.save, config.training.rampup_batch_size) == (None, None)
+
+
+def test_a_list_on_the_command_line_replaces_that_of_the_file(tmp_path: Path) -> None:
+    path = file_of(tmp_path, "data-path: [a, b]\n")
+    assert parse(f"--config={path} --data-path c").data.data_path == ("c",)
+    assert parse(f"--config={file_of(tmp_path, 'data-path: a')}").data.data_path == ("a",)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("num-layer: 3", "--num-layer is not a flag of this command; did you mean --num-layers?"),
+        ("num-layer: false", "--num-layer is not a flag of this command; did you mean --num-layers?"),
+        ("progress: false", "--progress is not a flag of this command; did you mean --no-progress?"),
+        ("num-layers: three", "--num-layers: 'three' is not a whole number"),
+        ("num-layers: 2.0", "--num-layers: '2.0' is not a whole number"),
+        ("num-layers: true", "--num-layers: True is not a single value"),
+        ("num-layers: false", "--num-layers: False is not a single value"),
+        ("num-layers: [1, 2]", "--num-layers: [1, 2] is not a single value"),
+        ("num-layers: {a: 1}", "--num-layers: {'a': 1} is not a single value"),
+        ("lr: fast", "--lr: 'fast' is not a number"),
+        ("bf16: 1", "--bf16: 1 is not true or false"),
+        ("bf16: 'true'", "--bf16: 'true' is not true or false"),
+        ("data-path: []", "--data-path: expected at least one argument"),
+        ("data-path: [a, [b]]", "--data-path: ['a', ['b']] is not a list of values"),
+        ("data-path: true", "--data-path: True is not a list of values"),
+        ("merge-file: ''", "--merge-file: is empty; give a value, or leave the flag out"),
+        ("config: other.yaml", "config: belongs on the command line"),
+        ("help: true", "help: belongs on the command line"),
+        ("fp16: true", "--fp16 is not supported: use --bf16; fp16 is not available in this version"),
+        ("lr: 1\nlr = 2", "line 2: is not YAML"),
+        ("a: [1, 2", "line 1: is not YAML"),
+        ("x: !!python/object:os.system {}", "line 1: is not YAML"),
+        ("", "must hold 'name: value' lines, the names those of flags"),
+        ("- num-layers", "must hold 'name: value' lines, the names those of flags"),
+        ("just text", "must hold 'name: value' lines, the names those of flags"),
+        ("\x00", "is not YAML"),
+        ("seed: " + "9" * 5000, "is not YAML"),
+        ("[" * 1000, "is not YAML"),
+    ],
+)
+def test_what_is_wrong_with_a_file(tmp_path: Path, text: str, message: str) -> None:
+    path = file_of(tmp_path, text)
+    assert error_of("--config", path) == f"--config {path}: {message}"
+
+
+def test_values_of_a_file_are_held_to_their_range(tmp_path: Path) -> None:
+    path = file_of(tmp_path, "lr: -1e-4\nclip-grad: .nan\nseed: -1\n")
+    assert error_of("--config", path, "--lr", "1", "--seed", "1") == "--clip-grad: nan is not a finite number"
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    missing = str(tmp_path / "none.yaml")
+    assert error_of("--config", missing) == f"--config {missing}: cannot be read (No such file or directory)"
+    assert error_of("--config", str(tmp_path)) == f"--config {tmp_path}: cannot be read (Is a directory)"
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"lr: \xff\xfe")
+    assert error_of("--config", str(binary)) == f"--config {binary}: is not YAML"
+    assert error_of("--config") == "--config: expected one argument"
+
+
+# ---- help, exit codes, imports
+
+
+def test_help_is_grouped_and_complete() -> None:
+    text = run_parser("Train a thing.").format_help()
+    lines = text.splitlines()
+    for part in typing.get_type_hints(RunConfig):
+        assert f"{part}:" in lines
+    words = set(text.replace(",", " ").split())
+    for _, field, _ in all_flags():
+        assert {flag_name(field), *field.metadata["flag"].aliases} <= words
+    assert "--fp16" not in words
+    assert "Train a thing." in lines
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "said"),
+    [
+        (InputError("--lr: is odd"), 2, "error: --lr: is odd\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (None, 0, ""),
+    ],
+)
+def test_exit_codes(
+    raised: BaseException | None, code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def main() -> int:
+        if raised is not None:
+            raise raised
+        return 0
+
+    with pytest.raises(SystemExit) as exit:
+        run_command(main)
+    assert exit.value.code == code
+    assert capsys.readouterr().err == said
+
+
+def test_our_own_faults_keep_their_traceback() -> None:
+    with pytest.raises(ZeroDivisionError):
+        run_command(lambda: 1 // 0)
+
+
+def test_tools_refuse_what_they_do_not_know() -> None:
+    parser = Parser()
+    parser.add_argument("--input")
+    with pytest.raises(InputError, match=r"^--inptu is not a flag of this command; did you mean --input\?$"):
+        parser.parse_args(["--inptu", "a"])
+    with pytest.raises(InputError, match=r"^'a' is not expected here; every value follows its flag$"):
+        parser.parse_args(["a"])
+
+
+def test_reading_the_command_line_needs_no_torch() -> None:
+    probe = (
+        "import sys; from megatron.arguments import parse_run_config as parse; "
+        f"parse({BASE.split()!r}, description='', defaults={{}}); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", probe], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--lr x", "error: --lr: 'x' is not a number"),
+        ("--tensor-model-parallel-size 8", "error: --tensor-model-parallel-size 8 is not supported: "),
+        ("--config none.yaml", "error: --config none.yaml: cannot be read (No such file or directory)"),
+    ],
+)
+def test_pretrain_gpt_says_what_is_wrong_in_one_line(flags: str, said: str) -> None:
+    done = pretrain_gpt(*BASE.split(), *flags.split())
+    assert done.returncode == 2
+    assert done.stderr.startswith(said)
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+
+
+def test_pretrain_gpt_helps() -> None:
+    done = pretrain_gpt("--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Pretrain GPT." in done.stdout and "--micro-batch-size N" in done.stdout
+
+
+def pretrain_gpt(*words: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "pretrain_gpt.py", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)

@@ -1,0 +1,117 @@
+"""Write docs/flags.md and docs/nvidia-flags.md, the references of the command line, from the code.
+
+python tools/document_flags.py [--check]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from megatron.arguments import Parser, run_command
+from megatron.flags import Config, Flag, InputError, field_types, flag_name
+from megatron.nvidia_flags import NVIDIA_FLAGS, NvidiaFlag
+from megatron.training.config import RunConfig
+
+FLAGS_HEADER = """\
+# Flags
+
+Every flag of `pretrain_gpt.py`. Names, meanings and defaults are Megatron-LM's where it has the flag; its other flags
+are in [nvidia-flags.md](nvidia-flags.md). Where no default is shown, leaving the flag out means what its text says, or
+that a run needs it.
+
+Flags can also stand in a YAML file that `--config` names, without the dashes in front: `num-layers: 24`, `bf16: true`,
+`data-path: [0.3, wiki, 0.7, books]`. The command line wins over the file.
+
+This page is made by `python tools/document_flags.py`.
+"""
+
+NVIDIA_HEADER = """\
+# Flags of Megatron-LM that are not here
+
+A flag is **accepted**, with one line that says so, where leaving it out cannot change what is trained: at most the time
+or the memory it takes. Every other one is **refused**, so that no run is silently a different one. The table covers
+Megatron-LM v2.5 and v3.0 and what its examples of 2026 use; flags that work are in [flags.md](flags.md).
+
+This page is made by `python tools/document_flags.py`.
+
+| Flag | | Why, or what to use instead |
+|---|---|---|
+"""
+
+
+def flags_page() -> str:
+    """The flags of a training run, a table for each part of its configuration."""
+    return FLAGS_HEADER + "".join(
+        _table(name, config) for name, config in typing.get_type_hints(RunConfig).items()
+    )
+
+
+def _table(title: str, config: type[Config]) -> str:
+    scalar_types = field_types(config)
+    rows = [_row(field, scalar_types[field.name]) for field in dataclasses.fields(config)]
+    return f"\n## {title}\n\n| Flag | Values | Default | Meaning |\n|---|---|---|---|\n" + "".join(rows)
+
+
+def _row(field: dataclasses.Field, scalar: type) -> str:
+    spec: Flag = field.metadata["flag"]
+    names = " ".join(f"`{name}`" for name in (flag_name(field), *spec.aliases))
+    if scalar is bool:
+        default = "off"
+    else:
+        default = "" if field.default is None else f"`{field.default}`"
+    return f"| {names} | {_values(spec, scalar)} | {default} | {spec.help} |\n"
+
+
+def _values(spec: Flag, scalar: type) -> str:
+    """What a flag takes: its choices, or its type and range."""
+    if spec.choices is not None:
+        return ", ".join(f"`{choice}`" for choice in spec.choices)
+    if scalar is str:
+        return f"`{spec.metavar or 'TEXT'}{'...' if spec.nargs else ''}`"
+    words = {bool: "switch", int: "whole number", float: "number"}[scalar] + ("s" if spec.nargs else "")
+    bounds = [
+        f"{sign} {bound}"
+        for sign, bound in (("≥", spec.low), (">", spec.above), ("≤", spec.high), ("<", spec.below))
+        if bound is not None
+    ]
+    return " ".join([words, ", ".join(bounds)]).strip()
+
+
+def nvidia_page() -> str:
+    """The flags of Megatron-LM's that are not ours, in the order of the alphabet."""
+    flags = sorted(NVIDIA_FLAGS, key=lambda flag: flag.name.lower())
+    return NVIDIA_HEADER + "".join(
+        f"| `{flag.usage}` | {_what_happens(flag)} | {flag.note} |\n" for flag in flags
+    )
+
+
+def _what_happens(flag: NvidiaFlag) -> str:
+    if not flag.refused:
+        return "accepted"
+    harmless = ", ".join(f"`{value}`" for value in flag.harmless)
+    return f"refused, but for {harmless}" if harmless else "refused"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; fail if a page is not up to date"
+    )
+    check = parser.parse_args(argv).check
+    for name, page in (("flags.md", flags_page()), ("nvidia-flags.md", nvidia_page())):
+        path = ROOT / "docs" / name
+        if not check:
+            path.write_text(page, encoding="utf-8")
+        elif not path.exists() or path.read_text(encoding="utf-8") != page:
+            raise InputError(f"docs/{name} is not up to date; run python tools/document_flags.py")
+
+
+if __name__ == "__main__":
+    run_command(main)
