@@ -39,9 +39,8 @@ def command() -> Callable[..., subprocess.CompletedProcess[str]]:
 
 
 @pytest.fixture
-def pretrain(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+def pretrain(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Runs pretrain_gpt.py within the test's process, which is faster; gives what it printed."""
-    monkeypatch.syspath_prepend(ROOT)
 
     def run(*flags: object) -> str:
         from megatron.arguments import parse_run_config

@@ -39,8 +39,8 @@ class OptimizerConfig(Config):
         "constant", "how weight decay goes from start to end", choices=("constant", "linear", "cosine")
     )
     clip_grad: float = flag(1.0, "longest gradient, by its L2 norm; 0 does not clip", low=0)
-    adam_beta1: float = flag(0.9, "decay of Adam's mean of gradients", low=0, high=1)
-    adam_beta2: float = flag(0.999, "decay of Adam's mean of squared gradients", low=0, high=1)
+    adam_beta1: float = flag(0.9, "decay of Adam's mean of gradients", low=0, below=1)
+    adam_beta2: float = flag(0.999, "decay of Adam's mean of squared gradients", low=0, below=1)
     adam_eps: float = flag(1e-8, "added to Adam's denominator", above=0)
     sgd_momentum: float = flag(0.9, "momentum of SGD", low=0)
     log_num_zeros_in_grad: bool = flag(False, "log how many elements of the gradient are zero")
@@ -48,6 +48,7 @@ class OptimizerConfig(Config):
         False,
         "on loading, take the schedules from the checkpoint and not from the command line",
         name="--use-checkpoint-opt_param-scheduler",
+        aliases=("--use-checkpoint-opt-param-scheduler",),
     )
 
     def __post_init__(self) -> None:

@@ -19,14 +19,17 @@ class TrainingConfig(Config):
 
     micro_batch_size: int | None = flag(None, "samples that one process works on at once", low=1)
     global_batch_size: int | None = flag(
-        None, "samples in one step of the optimizer (default: one microbatch on every replica)", low=1
+        None,
+        "samples in one step of the optimizer (default: one microbatch on every replica)",
+        low=1,
+        high=10**7,
     )
     rampup_batch_size: tuple[int, ...] | None = flag(
         None,
         "START INCREMENT SAMPLES: begin with a global batch of START and add INCREMENT at a time until "
         "--global-batch-size is reached after SAMPLES samples; with --train-samples",
         low=0,
-        nargs="*",
+        nargs="+",
         metavar="N",
     )
     train_iters: int | None = flag(None, "steps to train for", low=1)

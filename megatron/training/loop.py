@@ -25,7 +25,7 @@ from megatron.parallel.mesh import Mesh
 from megatron.tokenizer import Tokenizer
 from megatron.training.batch_size import BatchSchedule
 from megatron.training.config import RunConfig
-from megatron.training.flops import flops_per_sample
+from megatron.training.costs import flops_per_sample
 from megatron.training.report import History, Interval, Reporter
 from megatron.training.step import evaluate, train_step
 from megatron.training.stop import StopRequests

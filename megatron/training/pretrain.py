@@ -19,6 +19,7 @@ from megatron.parallel.mesh import Mesh, choose_device, init_mesh
 from megatron.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.training.batch_size import BatchSchedule
 from megatron.training.config import RunConfig
+from megatron.training.costs import check_memory, parameter_count
 from megatron.training.loop import Progress, Trainer
 from megatron.training.report import History, Reporter
 from megatron.training.stop import StopRequests
@@ -42,8 +43,15 @@ def pretrain(config: RunConfig, task: Task) -> int:
         checkpoint = find_start(config.checkpoint)
         reporter = Reporter(config.logging, mesh, settings=dataclasses.asdict(config))
         try:
-            trainer = build_trainer(config, task, mesh, reporter, checkpoint)
-            return run(trainer, stop)
+            return run(build_trainer(config, task, mesh, reporter, checkpoint), stop)
+        except RuntimeError as error:
+            # A CPU's allocator has no exception of its own.
+            if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
+                raise InputError(
+                    f"{device} has too little memory for this run; lower --micro-batch-size "
+                    f"{config.training.micro_batch_size}, --seq-length {config.data.seq_length} or the model's size"
+                ) from error
+            raise
         finally:
             reporter.close()
 
@@ -77,6 +85,7 @@ def build_trainer(
     padded = padded_vocab_size(
         tokenizer.vocab_size, config.tokenizer.make_vocab_size_divisible_by, mesh.tp.size
     )
+    check_memory(parameter_count(config.model, padded), bf16=training.bf16, device=mesh.device)
     batch_schedule = BatchSchedule(
         global_batch_size=training.global_batch_size or training.micro_batch_size * mesh.dp.size,
         micro_batch_size=training.micro_batch_size,

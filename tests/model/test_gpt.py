@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from nvidia import v25_weights
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -190,27 +190,9 @@ def test_equals_megatron_core(shared: Path, kind: str) -> None:
 def test_equals_megatron_v25(shared: Path) -> None:
     """Logits of a model of 2021, from a checkpoint of its own."""
     folder = shared / "vectors" / "gpt-v2.5" / "init_tp1"
-    with torch.serialization.safe_globals([argparse.Namespace]):
-        saved = torch.load(folder / "release" / "mp_rank_00" / "model_optim_rng.pt", weights_only=True)
-    language_model = saved["model"]["language_model"]
-    names = {
-        ".attention.": ".self_attention.",
-        ".query_key_value.": ".linear_qkv.",
-        ".dense.": ".linear_proj.",
-        "post_attention_layernorm": "pre_mlp_layernorm",
-        "dense_h_to_4h": "linear_fc1",
-        "dense_4h_to_h": "linear_fc2",
-    }
-    state = {
-        f"embedding.{k}.weight": v["weight"] for k, v in language_model["embedding"].items() if "weight" in v
-    }
-    for name, tensor in language_model["encoder"].items():
-        for theirs, ours in names.items():
-            name = name.replace(theirs, ours)
-        state[f"decoder.{name}"] = tensor
     config = ModelConfig(**SMALL, max_position_embeddings=64, bias_gelu_fusion=False)
     model = GPTModel(config, vocab_size=5000, padded_vocab_size=5120)
-    model.load_state_dict(state)
+    model.load_state_dict(v25_weights(folder))
     tokens = torch.from_numpy(np.load(folder / "ref_input.npy")).long()
     expected = torch.from_numpy(np.load(folder / "ref_logits.npy"))
     logits = model(tokens, position_ids(0, *tokens.shape, CPU))

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from plain_gpt import PlainGPT, train
 from safetensors.torch import load_file
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from plain_gpt import PlainGPT, train
-
-from megatron.data.config import DataConfig
 from megatron.data.build import build_gpt_datasets
+from megatron.data.config import DataConfig
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 SIZES = {"vocab_size": 5000, "width": 64, "heads": 4, "layers": 2, "length": 64}
 STEPS = 100
 FLAGS = f"""
@@ -31,13 +26,8 @@ FLAGS = f"""
 """.split()
 
 
-def run(*command: object) -> None:
-    result = subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-
-
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_equals_a_plain_loop(shared: Path, tmp_path: Path, replicas: int) -> None:
+def test_equals_a_plain_loop(command, shared: Path, tmp_path: Path, replicas: int) -> None:
     tokenizer = [
         *("--tokenizer-type", "GPT2BPETokenizer"),
         *("--vocab-file", shared / "data" / "gpt2-tiny-vocab.json"),
@@ -46,20 +36,19 @@ def test_equals_a_plain_loop(shared: Path, tmp_path: Path, replicas: int) -> Non
     text = shared / "data" / "wt2-train.txt"
     prefix = tmp_path / "wt2"
     preprocess = ["tools/preprocess_data.py", "--input", text, "--output-prefix", prefix, "--append-eod"]
-    run(*preprocess, *tokenizer)
+    command(*preprocess, *tokenizer)
     prefix = tmp_path / "wt2_text_document"
-    launch = ["-m", "torch.distributed.run", f"--nproc-per-node={replicas}"] if replicas > 1 else []
     metrics = tmp_path / "metrics.jsonl"
-    common = [*launch, "pretrain_gpt.py", *FLAGS, *tokenizer, "--data-path", prefix]
-    run(*common, "--metrics-path", metrics)
+    common = ["pretrain_gpt.py", *FLAGS, *tokenizer, "--data-path", prefix]
+    command(*common, "--metrics-path", metrics, replicas=replicas)
     ours = [json.loads(line) for line in metrics.read_text().splitlines()]
     # The first step has learning rate 0: a checkpoint after it holds the initial weights.
-    run(*common, "--save", tmp_path / "start", "--exit-interval", 1)
+    command(*common, "--save", tmp_path / "start", "--exit-interval", 1)
     model = PlainGPT(**SIZES)
     model.take_weights(load_file(tmp_path / "start" / "iter_0000001" / "model.safetensors"))
 
     config = DataConfig(data_path=(str(prefix),), split="1,0,0", seq_length=SIZES["length"])
-    dataset = build_gpt_datasets(config, samples=(8 * STEPS, 0, 0), seed=1234, vocab_size=5000)[0]
+    dataset = build_gpt_datasets(config, samples=(8 * STEPS, 0, 0), seed=1234, vocab_size=5000, eod=None)[0]
     batches = (
         torch.from_numpy(np.stack([dataset[8 * step + i]["text"] for i in range(8)])) for step in range(STEPS)
     )

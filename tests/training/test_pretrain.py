@@ -80,15 +80,16 @@ def test_a_signal_saves_and_leaves(command, tmp_path: Path, number: int, replica
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-    deadline = time.monotonic() + 60
-    while (
-        len((tmp_path / "metrics.jsonl").read_bytes() if (tmp_path / "metrics.jsonl").exists() else b"")
-        < 1000
-    ):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
-    process.send_signal(number)
-    output, errors = process.communicate(timeout=60)
+    try:
+        deadline = time.monotonic() + 120
+        metrics = tmp_path / "metrics.jsonl"
+        while not metrics.exists() or metrics.stat().st_size < 1000:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(number)
+        output, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert b"stopped after iteration" in output, errors.decode()
     if replicas == 1:
         assert process.returncode == 128 + number
