@@ -1,0 +1,118 @@
+# Sourced by the scripts beside it: finds or makes a Python with the packages, prints what it runs, launches training.
+# shellcheck shell=bash
+
+if [[ ${1:-} == -h || ${1:-} == --help ]]; then
+  sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" # the comment that the script opens with
+  exit
+fi
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# In front of the repository's files: nothing where that is the current folder, so that printed commands stay short.
+repo=$root/
+[[ $PWD -ef $root ]] && repo=
+
+: "${GPUS_PER_NODE:=1}" "${NNODES:=1}" "${NODE_RANK:=0}" "${MASTER_ADDR:=localhost}" "${MASTER_PORT:=6000}"
+
+fail() {
+  echo "error: $*" >&2
+  exit 2
+}
+
+# On SIGINT and SIGTERM, which come to the whole job: leave after what is running, not before, for the training saves
+# then; say that nothing is lost; and exit with 130 or 143, where torchrun would with 1.
+be_interruptible() {
+  trap 'interrupted=130' INT
+  trap 'interrupted=143' TERM
+  trap '((! $? || ! interrupted)) || { echo "Interrupted. The same command continues."; exit "$interrupted"; }' EXIT
+}
+interrupted=0
+
+# Print a command, in a form that can be copied, then run it.
+run() {
+  local word
+  printf '+'
+  for word; do
+    if [[ $word =~ ^[[:alnum:]_./:=,@%+-]+$ ]]; then
+      printf ' %s' "$word"
+    else
+      printf ' %q' "$word"
+    fi
+  done
+  printf '\n'
+  "$@"
+}
+
+# step FILE COMMAND...: run the command unless FILE, which it writes last or in one go, is there.
+step() {
+  local output=$1
+  shift
+  if [[ -e $output ]]; then
+    echo "$output is there; nothing to do"
+  else
+    run "$@"
+  fi
+}
+
+# setup_python FILE...: set `python` to one that has torch and the packages of these requirements files.
+# If python3 has torch, it is used as it is, and packages it lacks go to .venv, which then sees its packages too.
+# If not, they all go to .venv.
+setup_python() {
+  local venv=${repo}.venv file missing package packages=() inherited
+  python=python3
+  [[ -x $venv/bin/python ]] && python=$venv/bin/python
+  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+    fail "$python is not Python 3.10 or newer; put one that is first on the PATH"
+  if ! "$python" -c 'import torch' 2>/dev/null; then
+    echo "torch cannot be imported by $python; installing everything into $venv"
+    make_venv "$venv"
+    for file; do
+      run "$python" -m pip install -r "$file"
+    done
+    return
+  fi
+  missing=$(missing_packages "$@")
+  [[ -z $missing ]] && return
+  echo "$python has torch, but not all packages; installing the others into $venv"
+  if [[ $python == python3 ]]; then
+    # Not venv's --system-site-packages: that hides the packages of an active virtual environment.
+    inherited=$("$python" -c 'import sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")')
+    make_venv "$venv"
+    echo "$inherited" >"$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/inherited.pth"
+  fi
+  while IFS= read -r package; do
+    packages+=("$package")
+  done <<<"$missing"
+  run "$python" -m pip install "${packages[@]}"
+}
+
+make_venv() {
+  "$1/bin/python" -c 'import pip' 2>/dev/null || run python3 -m venv "$1"
+  python=$1/bin/python
+}
+
+# Print the lines of requirements files whose package is not installed, torch's aside.
+missing_packages() {
+  "$python" - "$@" <<'EOF'
+import importlib.metadata
+import re
+import sys
+
+for path in sys.argv[1:]:
+    for line in open(path, encoding="utf-8"):
+        name = re.match(r"[\w-]*", line)[0]
+        try:
+            name in ("", "-r", "torch") or importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            print(line.strip())
+EOF
+}
+
+# launch SCRIPT FLAGS...: run a training script, as GPUS_PER_NODE processes on each of NNODES machines.
+launch() {
+  if ((GPUS_PER_NODE * NNODES == 1)); then
+    run "$python" "$@"
+  else
+    run "$python" -m torch.distributed.run --nproc-per-node "$GPUS_PER_NODE" --nnodes "$NNODES" \
+      --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" "$@"
+  fi
+}

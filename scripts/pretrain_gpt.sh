@@ -1,0 +1,81 @@
+#!/usr/bin/env bash
+# Pretrain a GPT on whatever this machine has: packages, corpus, tokenizer, data, training, a sample of its text.
+#
+#   bash scripts/pretrain_gpt.sh [flags of pretrain_gpt.py]
+#
+# What is there already is kept, so the same command continues after an interruption. Flags given here win over
+# those below. Environment variables:
+#
+#   QUICKSTART_DIR    folder for everything that is made (default: quickstart, in the repository)
+#   CHECKPOINT_PATH   folder for checkpoints, and then for logs too (default: $QUICKSTART_DIR/checkpoints)
+#   DATA_PATH         your own data in place of the corpus: prefix of .bin and .idx, or a blend (no spaces in names)
+#   VOCAB_FILE, MERGE_FILE                         tokenizer that DATA_PATH was made with
+#   GPUS_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   processes, as torchrun has them (default: one)
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+out=${QUICKSTART_DIR:-${repo}quickstart}
+logs=${CHECKPOINT_PATH:-$out}
+CHECKPOINT_PATH=${CHECKPOINT_PATH:-$out/checkpoints}
+if [[ -n ${DATA_PATH:-} ]]; then
+  [[ -n ${VOCAB_FILE:-} && -n ${MERGE_FILE:-} ]] ||
+    fail "with DATA_PATH, VOCAB_FILE and MERGE_FILE must name the tokenizer that the data was made with"
+  read -ra data <<<"$DATA_PATH"
+  prompt=The
+else
+  [[ -z ${VOCAB_FILE:-} && -z ${MERGE_FILE:-} ]] ||
+    fail "VOCAB_FILE and MERGE_FILE go with DATA_PATH, the data that was made with them"
+  ((NNODES == 1)) || fail "several machines need DATA_PATH, data that all of them see"
+  data=("$out/corpus_text_document")
+  prompt=def
+fi
+
+be_interruptible
+setup_python "${repo}requirements.txt"
+
+if [[ -z ${DATA_PATH:-} ]]; then
+  VOCAB_FILE=$out/tokenizer/vocab.json
+  MERGE_FILE=$out/tokenizer/merges.txt
+  step "$out/corpus.jsonl" "$python" "${repo}tools/make_corpus.py" --output "$out/corpus.jsonl"
+  step "$VOCAB_FILE" "$python" "${repo}tools/train_tokenizer.py" \
+    --input "$out/corpus.jsonl" --type bpe --vocab-size 8192 --output "$out/tokenizer"
+  step "${data[0]}.idx" "$python" "${repo}tools/preprocess_data.py" \
+    --input "$out/corpus.jsonl" --output-prefix "$out/corpus" --append-eod \
+    --tokenizer-type GPT2BPETokenizer --vocab-file "$VOCAB_FILE" --merge-file "$MERGE_FILE"
+fi
+
+if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+  size=(
+    --num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024
+    --micro-batch-size 16 --global-batch-size 32 --train-iters 500 --lr 6e-4 --min-lr 6e-5 --bf16
+  )
+else
+  size=(
+    --num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 256
+    --micro-batch-size 8 --global-batch-size 16 --train-iters 250 --lr 1e-3 --min-lr 1e-4
+    --attention-dropout 0 --hidden-dropout 0
+  )
+fi
+launch "${repo}pretrain_gpt.py" "${size[@]}" \
+  --lr-decay-style cosine --lr-warmup-fraction 0.05 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 \
+  --data-path "${data[@]}" --split 949,50,1 \
+  --tokenizer-type GPT2BPETokenizer --vocab-file "$VOCAB_FILE" --merge-file "$MERGE_FILE" \
+  --device auto --log-interval 10 --eval-interval 50 --eval-iters 5 \
+  --save "$CHECKPOINT_PATH" --load "$CHECKPOINT_PATH" --save-interval 50 \
+  --tensorboard-dir "$logs/tensorboard" --metrics-path "$logs/metrics.jsonl" "$@"
+
+((NODE_RANK == 0)) || exit 0
+sample=("$python" "${repo}tools/generate_text.py" --load "$CHECKPOINT_PATH")
+run "${sample[@]}" --prompt "$prompt" --top-p 0.9
+
+cat <<END
+
+Done.
+  checkpoints  $CHECKPOINT_PATH
+  loss curves  $python -m tensorboard.main --logdir $logs/tensorboard
+  raw numbers  $logs/metrics.jsonl
+Next:
+  more text    ${sample[*]} --prompt "The"
+  longer       the same command, and --train-iters 2000
+  your text    README.md, "Your own text"
+END

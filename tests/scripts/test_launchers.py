@@ -1,0 +1,237 @@
+"""The launch scripts, run against a stand-in for Python that records what it is asked to do."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Answers the questions that scripts ask of Python, and takes everything else for done.
+PYTHON = """#!/usr/bin/env bash
+case "$*" in
+  *"import torch") exit "${NO_TORCH:-0}" ;;
+  *cuda.is_available*) exit "${NO_GPU:-1}" ;;
+  "- "*) printf '%s' "${MISSING:-}" ;;
+  "-c import sys; print"*) echo /elsewhere/site-packages ;;
+  *purelib*) mkdir -p "$VENV_PACKAGES"; echo "$VENV_PACKAGES" ;;
+  "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+  *pretrain_gpt.py*) [[ -z ${SIGNAL:-} ]] || kill -s "$SIGNAL" "$PPID"; exit "${STATUS:-0}" ;;
+esac
+"""
+
+OURS = {
+    "CHECKPOINT_PATH",
+    "DATA_PATH",
+    "GPUS_PER_NODE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "MERGE_FILE",
+    "NNODES",
+    "NODE_RANK",
+    "QUICKSTART_DIR",
+    "VOCAB_FILE",
+}
+TOKENIZER = {"VOCAB_FILE": "v.json", "MERGE_FILE": "m.txt"}
+
+
+class Checkout:
+    """The scripts in a folder of their own, whose name holds a space."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "my clone"
+        shutil.copytree(ROOT / "scripts", self.root / "scripts")
+        self.python = folder / "bin" / "python3"
+        self.python.parent.mkdir()
+        self.python.write_text(PYTHON)
+        self.python.chmod(0o755)
+
+    def run(
+        self, script: str, *flags: str, cwd: Path | None = None, **env: str
+    ) -> subprocess.CompletedProcess:
+        kept = {k: v for k, v in os.environ.items() if k not in OURS}
+        path = f"{self.python.parent}{os.pathsep}{os.environ['PATH']}"
+        packages = str(self.root / ".venv" / "packages")
+        return subprocess.run(
+            ["bash", str(self.root / "scripts" / script), *flags],
+            cwd=cwd or self.root,
+            env=kept | {"PATH": path, "VENV_PACKAGES": packages} | env,
+            capture_output=True,
+            text=True,
+        )
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    return Checkout(tmp_path)
+
+
+def commands(done: subprocess.CompletedProcess) -> list[list[str]]:
+    """The commands that a script printed before it ran them."""
+    assert done.stderr == ""
+    return [shlex.split(line[2:]) for line in done.stdout.splitlines() if line.startswith("+ ")]
+
+
+def value(command: list[str], flag: str) -> str:
+    return command[command.index(flag) + 1]
+
+
+def test_quickstart_takes_every_step(checkout):
+    done = checkout.run("pretrain_gpt.sh", "--train-iters", "7")
+    assert done.returncode == 0, done.stderr
+    corpus, tokenizer, data, training, sample = commands(done)
+    assert corpus == ["python3", "tools/make_corpus.py", "--output", "quickstart/corpus.jsonl"]
+    assert tokenizer[1] == "tools/train_tokenizer.py"
+    assert data[1] == "tools/preprocess_data.py" and "--append-eod" in data
+    assert training[1] == "pretrain_gpt.py" and training[-2:] == ["--train-iters", "7"]
+    assert sample[1] == "tools/generate_text.py"
+
+    assert value(tokenizer, "--input") == value(data, "--input") == value(corpus, "--output")
+    assert value(training, "--data-path") == value(data, "--output-prefix") + "_text_document"
+    for flag in ("--vocab-file", "--merge-file", "--tokenizer-type"):
+        assert value(training, flag) == value(data, flag)
+    assert value(data, "--vocab-file") == value(tokenizer, "--output") + "/vocab.json"
+    assert value(training, "--save") == value(training, "--load") == value(sample, "--load")
+    assert "--bf16" not in training
+
+
+def test_quickstart_skips_what_is_there(checkout):
+    out = checkout.root / "quickstart"
+    (out / "tokenizer").mkdir(parents=True)
+    for name in ("corpus.jsonl", "tokenizer/vocab.json", "corpus_text_document.idx"):
+        (out / name).touch()
+    done = checkout.run("pretrain_gpt.sh")
+    assert [c[1] for c in commands(done)] == ["pretrain_gpt.py", "tools/generate_text.py"]
+    assert "quickstart/corpus.jsonl is there" in done.stdout
+
+
+def test_runs_from_any_folder(checkout, tmp_path):
+    done = checkout.run("pretrain_gpt.sh", cwd=tmp_path, QUICKSTART_DIR="mine")
+    made = commands(done)
+    assert made[0] == [
+        "python3",
+        f"{checkout.root}/tools/make_corpus.py",
+        "--output",
+        "mine/corpus.jsonl",
+    ]
+    assert value(made[3], "--save") == "mine/checkpoints"
+
+
+def test_own_data_and_checkpoint_folder(checkout):
+    done = checkout.run("pretrain_gpt.sh", DATA_PATH="0.3 a 0.7 b", CHECKPOINT_PATH="run 1", **TOKENIZER)
+    training, sample = commands(done)
+    at = training.index("--data-path")
+    assert training[at + 1 : at + 6] == ["0.3", "a", "0.7", "b", "--split"]
+    assert value(training, "--vocab-file") == "v.json" and value(training, "--merge-file") == "m.txt"
+    assert value(training, "--save") == value(sample, "--load") == "run 1"
+    assert value(training, "--metrics-path") == "run 1/metrics.jsonl"
+
+
+def test_a_gpu_gets_a_larger_model_in_bf16(checkout):
+    training = commands(checkout.run("pretrain_gpt.sh", NO_GPU="0"))[3]
+    assert "--bf16" in training and int(value(training, "--hidden-size")) >= 768
+
+
+def test_several_processes_use_torchrun(checkout):
+    env = {
+        "GPUS_PER_NODE": "2",
+        "NNODES": "3",
+        "NODE_RANK": "1",
+        "MASTER_ADDR": "node0",
+        "MASTER_PORT": "777",
+    }
+    done = checkout.run("pretrain_gpt.sh", **env, DATA_PATH="a", **TOKENIZER)
+    (training,) = commands(done)  # text is sampled by the first machine only
+    assert training[1:3] == ["-m", "torch.distributed.run"]
+    expected = {"nproc-per-node": "2", "nnodes": "3", "node-rank": "1", "master-addr": "node0"}
+    for flag, number in (expected | {"master-port": "777"}).items():
+        assert value(training, f"--{flag}") == number
+    assert training.index("--master-port") + 2 == training.index("pretrain_gpt.py")
+
+
+@pytest.mark.parametrize(
+    ("script", "env", "message"),
+    [
+        ("pretrain_gpt.sh", {"DATA_PATH": "a"}, "VOCAB_FILE and MERGE_FILE must name the tokenizer"),
+        ("pretrain_gpt.sh", {"DATA_PATH": "a", "VOCAB_FILE": "v"}, "VOCAB_FILE and MERGE_FILE must name"),
+        ("pretrain_gpt.sh", TOKENIZER, "VOCAB_FILE and MERGE_FILE go with DATA_PATH"),
+        ("pretrain_gpt.sh", {"NNODES": "2"}, "several machines need DATA_PATH"),
+        ("pretrain_gpt_345m.sh", {}, "DATA_PATH is not set"),
+        ("pretrain_gpt_345m.sh", {"DATA_PATH": "a"} | TOKENIZER, "CHECKPOINT_PATH is not set"),
+    ],
+)
+def test_wrong_variables_are_one_line(checkout, script, env, message):
+    done = checkout.run(script, **env)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert message in done.stderr
+
+
+@pytest.mark.parametrize("status", [0, 1, 2])
+def test_status_of_training_is_the_scripts(checkout, status):
+    done = checkout.run("pretrain_gpt.sh", STATUS=str(status))
+    assert done.returncode == status
+    assert ("Done." in done.stdout) == (status == 0)
+    assert "The same command continues" not in done.stdout
+
+
+@pytest.mark.parametrize(("signal", "status"), [("INT", 130), ("TERM", 143)])
+def test_interruption(checkout, signal, status):
+    # As under torchrun, which has the status of an error when a signal stops it.
+    done = checkout.run("pretrain_gpt.sh", SIGNAL=signal, STATUS="1")
+    assert done.returncode == status
+    assert "Done." not in done.stdout
+    assert "The same command continues" in done.stdout
+
+
+def test_without_torch_everything_is_installed(checkout):
+    done = checkout.run("pretrain_gpt.sh", NO_TORCH="1")
+    venv, install, corpus = commands(done)[:3]
+    assert venv == ["python3", "-m", "venv", ".venv"]
+    assert install == [".venv/bin/python", "-m", "pip", "install", "-r", "requirements.txt"]
+    assert corpus[0] == ".venv/bin/python"
+
+
+def test_with_torch_only_what_is_missing_is_installed(checkout):
+    missing = 'tqdm==1.2; python_version >= "3.11"\ntiktoken==0.1'
+    done = checkout.run("pretrain_gpt.sh", MISSING=missing)
+    venv, install, corpus = commands(done)[:3]
+    assert venv == ["python3", "-m", "venv", ".venv"]
+    assert install == [".venv/bin/python", "-m", "pip", "install", *missing.split("\n")]
+    assert corpus[0] == ".venv/bin/python"
+    # The environment sees the packages, torch among them, of the Python that made it.
+    assert (checkout.root / ".venv/packages/inherited.pth").read_text() == "/elsewhere/site-packages\n"
+
+
+def test_tests_pass_arguments_on(checkout):
+    (command,) = commands(checkout.run("test.sh", "-m", "slow", "tests/a b"))
+    assert command == ["python3", "-m", "pytest", "-m", "slow", "tests/a b"]
+
+
+def test_345m_has_the_published_settings(checkout):
+    env = {"DATA_PATH": "a", "CHECKPOINT_PATH": "run"} | TOKENIZER
+    (training,) = commands(checkout.run("pretrain_gpt_345m.sh", "--lr", "1", **env))
+    published = (
+        "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 "
+        "--max-position-embeddings 1024 --micro-batch-size 4 --global-batch-size 8 --lr 0.00015 "
+        "--train-iters 500000 --lr-decay-iters 320000 --lr-decay-style cosine --min-lr 1e-5 "
+        "--weight-decay 1e-2 --clip-grad 1.0 --lr-warmup-fraction .01 --log-interval 100 "
+        "--save-interval 10000 --eval-interval 1000 --eval-iters 10 --split 949,50,1"
+    )
+    for flag, number in re.findall(r"(--\S+) (\S+)", published):
+        assert value(training, flag) == number
+    assert training[-2:] == ["--lr", "1"]
+
+
+@pytest.mark.parametrize("script", ["pretrain_gpt.sh", "pretrain_gpt_345m.sh", "test.sh"])
+def test_help_is_the_opening_comment(checkout, script):
+    done = checkout.run(script, "--help")
+    assert done.returncode == 0 and done.stderr == ""
+    assert f"bash scripts/{script} [" in done.stdout
+    assert "#" not in done.stdout and "set -e" not in done.stdout

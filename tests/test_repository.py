@@ -1,0 +1,72 @@
+"""What holds of the repository as a whole: imports run downwards, scripts parse, documents agree."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = sorted([*ROOT.glob("scripts/*.sh"), ROOT / ".ci/run"])
+
+
+def source_files() -> Iterator[Path]:
+    """Every file of the repository that is not made by running it."""
+    made = {".git", ".venv", "quickstart", "__pycache__", "build", "dist"}
+    for folder, subfolders, names in os.walk(ROOT):
+        subfolders[:] = [s for s in subfolders if s not in made and not s.endswith(("_cache", ".egg-info"))]
+        yield from (Path(folder, name) for name in names)
+
+
+def test_imports_run_downwards(monkeypatch):
+    cli = pytest.importorskip("importlinter.cli")
+    monkeypatch.chdir(ROOT)
+    assert cli.lint_imports(no_cache=True, no_logo=True) == 0
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_shell_script_parses(script):
+    done = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_no_file_names_a_machine_or_a_package_host():
+    stray = re.compile(r"/(work|root|opt)/[\w.]|\bpypi\.org|\b(extra-)?index-url\b")
+    here = Path(__file__)
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in source_files()
+        if path != here
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if stray.search(line)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_requirements_are_pinned():
+    for name in ("requirements.txt", "requirements-dev.txt"):
+        for line in (ROOT / name).read_text().splitlines():
+            assert re.fullmatch(
+                r'#.*|-r requirements\.txt|[\w-]+==[\w.]+(; python_version \S+ "[\d.]+")?', line
+            )
+
+
+def test_container_takes_the_steps_of_the_readme():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    steps = re.findall(r"^RUN (bash .*)$", dockerfile, re.M)
+    steps += [" ".join(re.findall(r'"([^"]*)"', line)) for line in re.findall(r"^CMD .*$", dockerfile, re.M)]
+    assert steps == ["bash scripts/test.sh", "bash scripts/pretrain_gpt.sh"]
+    for step in steps:
+        assert re.search(rf"^{re.escape(step)}\b", readme, re.M), step
+
+
+def test_files_that_documents_link_to_exist():
+    for document in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
+        for target in re.findall(r"\]\(([^)#\s]+)", document.read_text(encoding="utf-8")):
+            if "://" not in target:
+                assert (document.parent / target).exists(), f"{document.name} links to {target}"
