@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron.flags import Config, flag
+from megatron.data.split import parse_split
+from megatron.flags import Config, InputError, flag
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -14,21 +15,21 @@ class DataConfig(Config):
     data_path: tuple[str, ...] | None = flag(
         None,
         "prefix of the .idx and .bin files; or a blend, 'weight prefix weight prefix ...'",
-        nargs="*",
+        nargs="+",
         metavar="PREFIX",
     )
     split: str | None = flag(None, "shares of train, validation and test documents (default: 969, 30, 1)")
     train_data_path: tuple[str, ...] | None = flag(
         None,
         "prefix or blend for training alone, in place of --data-path and --split",
-        nargs="*",
+        nargs="+",
         metavar="PREFIX",
     )
     valid_data_path: tuple[str, ...] | None = flag(
-        None, "prefix or blend for validation alone", nargs="*", metavar="PREFIX"
+        None, "prefix or blend for validation alone", nargs="+", metavar="PREFIX"
     )
     test_data_path: tuple[str, ...] | None = flag(
-        None, "prefix or blend for testing alone", nargs="*", metavar="PREFIX"
+        None, "prefix or blend for testing alone", nargs="+", metavar="PREFIX"
     )
     mock_data: bool = flag(False, "train on synthetic tokens; no files are read")
     data_cache_path: str | None = flag(
@@ -50,3 +51,26 @@ class DataConfig(Config):
     eod_mask_loss: bool = flag(
         False, "leave out of the loss what follows directly on an end-of-document token"
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        own = [
+            f"--{part}-data-path"
+            for part in ("train", "valid", "test")
+            if getattr(self, f"{part}_data_path") is not None
+        ]
+        if own and self.data_path is not None:
+            raise InputError(
+                f"{own[0]} and --data-path exclude each other; --data-path is divided by --split"
+            )
+        if own and self.split is not None:
+            raise InputError(f"{own[0]} and --split exclude each other; --split divides --data-path")
+        if self.mock_data and (own or self.data_path is not None):
+            raise InputError(f"{(own or ['--data-path'])[0]} and --mock-data exclude each other")
+        if self.split is not None:
+            parse_split(self.split)
+
+    @property
+    def needs_eod(self) -> bool:
+        """Whether a flag asks for what only an end-of-document token can tell."""
+        return self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss

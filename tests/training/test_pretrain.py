@@ -134,7 +134,13 @@ def test_masked_losses_do_not_depend_on_the_layout(command, tmp_path: Path) -> N
         *tokenizer,
     )
     masks = ["--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss"]
-    flags = [f for f in TINY if f != "--mock-data"] + ["--data-path", tmp_path / "d_text_document", *masks]
+    flags = [f for f in TINY if f != "--mock-data"] + [
+        "--data-path",
+        tmp_path / "d_text_document",
+        "--split",
+        "8,1,1",
+        *masks,
+    ]
     flags += ["--hidden-dropout", 0, "--attention-dropout", 0]
     found = []
     for micro, replicas in ((8, 1), (1, 1), (2, 2)):

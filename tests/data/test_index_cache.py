@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import fcntl
+import logging
+import multiprocessing
+import os
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.data import index_cache
+from megatron.data.index_cache import cached_arrays, file_fingerprint
+from megatron.flags import InputError
+
+
+def slow_build(log: Path) -> list[np.ndarray]:
+    with open(log, "a") as file:
+        file.write(f"{os.getpid()}\n")
+    time.sleep(0.3)
+    return [np.arange(5), np.arange(3, dtype=np.uint16)]
+
+
+def open_arrays(folder: Path, log: Path, key: int = 0) -> list[list[int]]:
+    arrays = cached_arrays(
+        str(folder),
+        "label",
+        {"key": key},
+        ("one", "two"),
+        lambda: slow_build(log),
+        lambda found: len(found[0]) == 5,
+    )
+    return [values.tolist() for values in arrays]
+
+
+def test_processes_that_start_together_build_once(tmp_path: Path) -> None:
+    folder, log = tmp_path / "cache", tmp_path / "log"
+    with multiprocessing.get_context("fork").Pool(4) as pool:
+        results = pool.starmap(open_arrays, [(folder, log)] * 4, chunksize=1)
+    assert results == [[[0, 1, 2, 3, 4], [0, 1, 2]]] * 4
+    assert len(log.read_text().splitlines()) == 1
+    assert not list(folder.glob("*.tmp"))
+    open_arrays(folder, log, key=1)
+    assert len(log.read_text().splitlines()) == 2
+
+
+def test_waiting_says_what_for(tmp_path: Path, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(index_cache, "PATIENCE", 0.2)
+    folder, log = tmp_path / "cache", tmp_path / "log"
+    open_arrays(folder, log)
+    for array in folder.glob("*.npy"):
+        array.unlink()
+    (lock,) = folder.glob("*.lock")
+    with open(lock) as held, caplog.at_level(logging.INFO, "megatron"):
+        fcntl.flock(held, fcntl.LOCK_EX)
+        threading.Timer(0.6, fcntl.flock, (held, fcntl.LOCK_UN)).start()
+        open_arrays(folder, log)
+    assert caplog.text.count("waiting for another process") == 1
+    assert str(lock) in caplog.text
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert open_arrays(tmp_path, tmp_path / "log") == [[0, 1, 2, 3, 4], [0, 1, 2]]
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"cannot be written to .*file/cache: .*--data-cache-path"):
+        open_arrays(tmp_path / "file" / "cache", tmp_path / "log")
+
+
+def test_a_finished_cache_needs_no_writing(tmp_path: Path, monkeypatch) -> None:
+    first = open_arrays(tmp_path, tmp_path / "log")
+    monkeypatch.setattr(index_cache, "_lock", None)
+    monkeypatch.setattr(os, "makedirs", None)
+    assert open_arrays(tmp_path, tmp_path / "log") == first
+
+
+def test_fingerprint(tmp_path: Path) -> None:
+    file = tmp_path / "x"
+    file.write_bytes(bytes(3 << 20))
+    first = file_fingerprint(str(file))
+    assert file_fingerprint(str(file)) == first
+    for content in (bytes((3 << 20) - 1), bytes((3 << 20) - 1) + b"1", b"1" + bytes((3 << 20) - 1)):
+        status = file.stat()
+        file.write_bytes(content)
+        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+        assert file_fingerprint(str(file)) != first
+    file.write_bytes(bytes(3 << 20))
+    os.utime(file, ns=(0, first["mtime_ns"] + 1))
+    assert file_fingerprint(str(file)) != first

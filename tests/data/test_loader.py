@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.data.build import build_gpt_datasets
+from megatron.data.config import DataConfig
+from megatron.data.gpt_dataset import MockDataset
+from megatron.data.loader import eval_batches, train_batches
+from megatron.flags import InputError
+
+LAYOUT = {"micro_batch_size": 2, "dp_rank": 1, "dp_size": 2, "eod": None, "pin_memory": False}
+
+
+def mock(samples: int = 60) -> MockDataset:
+    return MockDataset(samples, seq_length=8, vocab_size=50, seed=(1, 0))
+
+
+def config(workers: int = 0, **flags) -> DataConfig:
+    return DataConfig(seq_length=8, num_workers=workers, **flags)
+
+
+def equal(ours, theirs) -> bool:
+    return all(
+        set(a) == set(b) and all(torch.equal(a[k], b[k]) for k in a)
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+@pytest.mark.parametrize("kind", ["single", "cyclic"])
+def test_batches_do_not_depend_on_workers(kind: str) -> None:
+    def first(workers: int) -> list:
+        batches = train_batches(mock(), config(workers, dataloader_type=kind), consumed_samples=8, **LAYOUT)
+        return list(itertools.islice(batches, 12))
+
+    expected = first(0)
+    assert expected[0]["tokens"].shape == (2, 8)
+    assert {k: v.dtype for k, v in expected[0].items()} == {
+        "tokens": torch.int64,
+        "labels": torch.int64,
+        "loss_mask": torch.float32,
+        "position_ids": torch.int64,
+    }
+    if kind == "single":
+        assert expected[0]["tokens"][0].tolist() == mock()[8 + 2]["text"][:-1].tolist()
+        assert expected[0]["labels"][0].tolist() == mock()[8 + 2]["text"][1:].tolist()
+    for workers in (1, 2):
+        assert equal(first(workers), expected)
+
+
+def test_training_goes_on_where_it_was() -> None:
+    batches = train_batches(mock(), config(), consumed_samples=0, **LAYOUT)
+    whole = list(itertools.islice(batches, 15))
+    later = train_batches(mock(), config(), consumed_samples=5 * 4, **LAYOUT)
+    assert equal(itertools.islice(later, 10), whole[5:])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_when_the_data_run_out(workers: int) -> None:
+    batches = train_batches(mock(19), config(workers), consumed_samples=4, **LAYOUT)
+    for _ in range(3):
+        next(batches)
+    with pytest.raises(
+        InputError, match="no samples left: the training data holds 19, this run began at sample 4"
+    ):
+        next(batches)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_in_a_worker_is_the_users_line(corpus, workers: int) -> None:
+    flags = config(workers, data_path=[corpus.prefix], split="1")
+    dataset = build_gpt_datasets(flags, samples=(40, 0, 0), seed=1, vocab_size=300)[0]
+    with pytest.raises(InputError, match=r"corpus\.bin: token .* the vocabulary has 300 ids") as caught:
+        list(itertools.islice(train_batches(dataset, flags, consumed_samples=0, **LAYOUT), 20))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_evaluation_counts_every_sample_once(workers: int) -> None:
+    dataset, samples = mock(), range(3, 16)
+    expected = sorted(tuple(dataset[i]["text"][:-1].tolist()) for i in samples)
+    seen, lengths = [], set()
+    for rank in range(3):
+        layout = LAYOUT | {"dp_rank": rank, "dp_size": 3}
+        batches = list(eval_batches(dataset, config(workers), samples=samples, **layout))
+        lengths.add(len(batches))
+        assert all(batch["tokens"].shape[1] == 8 for batch in batches)
+        seen += [tuple(row) for batch in batches for row in batch["tokens"].tolist()]
+    assert sorted(seen) == expected
+    assert lengths == {3}
+
+
+def test_evaluation_beyond_the_data() -> None:
+    with pytest.raises(InputError, match="samples 50 to 61 are to be evaluated, but the data holds 60"):
+        eval_batches(mock(), config(), samples=range(50, 61), **LAYOUT)
+
+
+def test_the_random_stream_is_left_alone() -> None:
+    before = torch.get_rng_state()
+    for workers in (0, 1):
+        list(eval_batches(mock(), config(workers), samples=range(8), **LAYOUT))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_document_ids_where_attention_is_reset() -> None:
+    flags = config(reset_attention_mask=True)
+    batch = next(train_batches(mock(), flags, consumed_samples=0, **LAYOUT | {"eod": 3}))
+    assert batch["document_ids"].shape == (2, 8)
+
+
+SIGNALLED = """
+import itertools, signal, sys, time
+from megatron.data.config import DataConfig
+from megatron.data.gpt_dataset import MockDataset
+from megatron.data.loader import train_batches
+
+if __name__ == "__main__":
+    received = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda n, _: received.append(n))
+    dataset = MockDataset(10_000, seq_length=8, vocab_size=50, seed=(1, 0))
+    layout = {"micro_batch_size": 2, "dp_rank": 0, "dp_size": 1, "eod": None, "pin_memory": False}
+    batches = train_batches(dataset, DataConfig(seq_length=8, num_workers=2), consumed_samples=0, **layout)
+    next(batches)
+    print("reading", flush=True)
+    while len(received) < 2:
+        time.sleep(0.01)
+    for _ in itertools.islice(batches, 500):
+        pass
+    print("read on after", len(received), "signals", flush=True)
+    if sys.argv[1] == "killed":
+        sys.stdin.read()
+    raise RuntimeError("left by an error")
+"""
+
+
+@pytest.mark.parametrize("end", ["killed", "by an error"])
+def test_workers_outlive_signals_to_the_group_but_not_the_training(tmp_path: Path, end: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SIGNALLED)
+    process = subprocess.Popen(
+        [sys.executable, script, end],
+        start_new_session=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert process.stdout.readline() == "reading\n"
+    os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.stdout.readline() == "read on after 2 signals\n"
+    if end == "killed":
+        process.kill()
+    # The pipes are at their ends only when every process that holds them has ended.
+    _, errors = process.communicate(timeout=10)
+    assert "left by an error" in errors or end == "killed"
+    assert errors.count("Traceback") == (0 if end == "killed" else 1)

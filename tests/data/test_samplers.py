@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from megatron.data.samplers import cyclic, sequential
+from megatron.flags import InputError
+
+
+def megatron_cyclic(total: int, consumed: int, mbs: int, rank: int, dp: int):
+    """One epoch's microbatches of Megatron-LM's random sampler, from the description of it."""
+    active = total - total % (mbs * dp)
+    epoch, current = consumed // active, consumed % active
+    bucket = (total // (mbs * dp)) * mbs
+    generator = torch.Generator()
+    generator.manual_seed(epoch)
+    order = torch.randperm(bucket, generator=generator)[current // dp :] + rank * bucket
+    for start in range(0, len(order), mbs):
+        yield order[start : start + mbs].tolist()
+
+
+@pytest.mark.parametrize(("mbs", "dp"), [(1, 1), (2, 3), (4, 2)])
+def test_cyclic_is_megatron_s(mbs: int, dp: int) -> None:
+    total, step = 53, mbs * dp
+    for consumed in (0, step, 3 * step, total // step * step, 5 * (total // step * step) + 2 * step):
+        for rank in range(dp):
+            expected = []
+            at = consumed
+            while len(expected) < 100:
+                for batch in megatron_cyclic(total, at, mbs, rank, dp):
+                    expected.append(batch)
+                    at += step
+            ours = cyclic(total, consumed=consumed, micro_batch_size=mbs, dp_rank=rank, dp_size=dp)
+            assert list(itertools.islice(ours, 100)) == expected[:100]
+
+
+def test_cyclic_sees_every_sample_once_an_epoch() -> None:
+    ranks = [cyclic(24, consumed=0, micro_batch_size=2, dp_rank=r, dp_size=3) for r in range(3)]
+    for _ in range(3):
+        epoch = [sample for rank in ranks for batch in itertools.islice(rank, 4) for sample in batch]
+        assert sorted(epoch) == list(range(24))
+
+
+def test_cyclic_refuses() -> None:
+    with pytest.raises(InputError, match="5 samples do not fill one microbatch of 2 samples on 3 replicas"):
+        next(cyclic(5, consumed=0, micro_batch_size=2, dp_rank=0, dp_size=3))
+    with pytest.raises(
+        InputError, match="7 samples have been consumed, which is not a whole number of steps of 6"
+    ):
+        next(cyclic(60, consumed=7, micro_batch_size=2, dp_rank=0, dp_size=3))
+
+
+@pytest.mark.parametrize("consumed", [0, 12, 13])
+def test_sequential_order(consumed: int) -> None:
+    """Microbatch m of replica r is samples [m * mbs * dp + r * mbs, + mbs) of those not yet consumed."""
+    mbs, dp, total = 2, 3, 40
+    for rank in range(dp):
+        ours = sequential(
+            range(consumed, total), micro_batch_size=mbs, dp_rank=rank, dp_size=dp, drop_last=True
+        )
+        expected = [
+            list(range(start + rank * mbs, start + rank * mbs + mbs))
+            for start in range(consumed, total - mbs * dp + 1, mbs * dp)
+        ]
+        assert [list(batch) for batch in ours] == expected
+
+
+def test_sequential_to_the_last_sample() -> None:
+    for total, mbs, dp in itertools.product(range(14), (1, 2, 3), (1, 2, 4)):
+        ranks = [
+            list(sequential(range(total), micro_batch_size=mbs, dp_rank=r, dp_size=dp, drop_last=False))
+            for r in range(dp)
+        ]
+        assert {len(batches) for batches in ranks} == {-(-total // (mbs * dp))}
+        assert sorted(i for batches in ranks for batch in batches for i in batch) == list(range(total))
+        assert all(len(batch) <= mbs for batches in ranks for batch in batches)

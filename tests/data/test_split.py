@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import pytest
+
+from megatron.data.config import DataConfig
+from megatron.data.split import parse_split, split_bounds
+from megatron.flags import InputError
+
+
+@pytest.mark.parametrize(
+    ("split", "size", "bounds"),
+    [
+        # What Megatron-LM v2.5 gives.
+        ("969, 30, 1", 1000, [0, 969, 999, 1000]),
+        ("949,50,1", 999, [0, 948, 998, 999]),
+        ("98,2,0", 7, [0, 7, 7, 7]),
+        ("1,1,1", 10, [0, 4, 7, 10]),
+        ("900,50,50", 60, [0, 54, 57, 60]),
+        ("949/50/1", 999, [0, 948, 998, 999]),
+        ("1", 10, [0, 10, 10, 10]),
+        ("3,1", 4, [0, 3, 4, 4]),
+        # Both halves round up and train has nothing to give back; Megatron-LM's bound would be -1.
+        ("0,1.5,3.5", 5, [0, 0, 1, 5]),
+    ],
+)
+def test_bounds(split: str, size: int, bounds: list[int]) -> None:
+    assert split_bounds(parse_split(split), size) == bounds
+
+
+def test_bounds_cover_everything_once() -> None:
+    for split in ("969,30,1", "1,1,1", "0,1,1", "2,3,5", "0.3,0.3,0.4"):
+        for size in range(200):
+            bounds = split_bounds(parse_split(split), size)
+            assert bounds == sorted(bounds)
+            assert (bounds[0], bounds[-1]) == (0, size)
+
+
+@pytest.mark.parametrize("split", ["", "a,b", "1,2,3,4", "-1,2", "0,0,0", "nan,1,1", "inf,1,1", "1;2;3"])
+def test_wrong_splits_name_the_flag(split: str) -> None:
+    with pytest.raises(InputError, match=r"^--split: ") as caught:
+        DataConfig(split=split)
+    assert repr(split) in str(caught.value)
