@@ -22,7 +22,10 @@ class TokenizerConfig(Config):
 
     tokenizer_type: str | None = flag(None, "kind of tokenizer", choices=TOKENIZER_TYPES)
     vocab_file: str | None = flag(
-        None, "vocabulary: vocab.json of a GPT-2 BPE, vocab.txt of a BERT WordPiece", metavar="FILE"
+        None,
+        "vocabulary: vocab.json of a GPT-2 BPE, vocab.txt of a BERT WordPiece",
+        aliases=("--vocab",),
+        metavar="FILE",
     )
     merge_file: str | None = flag(None, "merges.txt of a GPT-2 BPE", metavar="FILE")
     tokenizer_model: str | None = flag(

@@ -105,7 +105,7 @@ def test_several_keys(tmp_path):
 def test_what_is_not_a_line_of_text(tmp_path):
     lines = {
         b'{"text": "good"}': None,
-        b'{"text": "cut': "is not JSON: Unterminated string starting at at column 10; each line must",
+        b'{"text": "cut': "is not JSON: Unterminated string starting at (column 10); each line",
         b"": None,
         b"  \t": None,
         b"plain text": "is not JSON: Expecting value",

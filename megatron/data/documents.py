@@ -1,0 +1,305 @@
+"""Documents out of text files.
+
+A file's name says what it holds; names not listed here are taken for JSON lines:
+
+    *.txt           plain text, its documents separated by blank lines
+    *.parquet       a table with a column for each key (needs pyarrow)
+    *.jsonl, ...    JSON lines: one object on each, with a text for each key
+
+Text and JSON lines may be compressed, with .gz or .zst added to the name.
+
+Files are cut into batches of about a megabyte, at the borders of documents, which is cheap; what is inside a batch
+is looked at by whoever gets it, be it another process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import io
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, BinaryIO, NamedTuple
+
+from megatron.flags import InputError
+
+BLOCK_BYTES = 1 << 18  # read at once
+BATCH_BYTES = 1 << 20  # of text, decompressed
+BATCH_ROWS = 256  # of a table
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Some documents, one after the other, of one file.
+
+    Attributes:
+        kind: "jsonl", "txt" or "parquet".
+        data: whole lines of text; of a table, a dict for each row.
+        first: number of the first line or row, counted from 1.
+        read: bytes of the files, as they lie on disk, that have been read to come here.
+    """
+
+    file: str
+    kind: str
+    data: bytes | list[dict[str, Any]]
+    first: int
+    read: int
+
+
+class Document(NamedTuple):
+    """The text under each key, and where it stands (FILE:LINE)."""
+
+    place: str
+    texts: tuple[str, ...]
+
+
+class _Unusable(Exception):
+    """Why a record is not a document."""
+
+
+def find_files(patterns: Sequence[str]) -> list[str]:
+    """The files that `--input` names, in its order; those of one glob pattern sorted by name.
+
+    Raises:
+        InputError: there is no such file.
+    """
+    files = []
+    for pattern in patterns:
+        if os.path.isdir(pattern):
+            raise InputError(f"--input: {pattern} is a folder; name the files, as in '{pattern}/*.jsonl'")
+        found = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
+        found = [path for path in found if not os.path.isdir(path)]
+        if not found:
+            is_glob = glob.has_magic(pattern)
+            raise InputError(f"--input: {pattern} {'matches no file' if is_glob else 'does not exist'}")
+        files += found
+    return files
+
+
+def read_batches(files: Sequence[str], keys: Sequence[str]) -> Iterator[Batch]:
+    """Yield the batches of all files, in order. `keys` are the columns wanted of tables.
+
+    Raises:
+        InputError: a file cannot be read, is not of the format its name announces, or was cut short.
+    """
+    before = 0
+    for path in files:
+        stem, compression = os.path.splitext(path)
+        if compression not in DECOMPRESSORS:
+            stem, compression = path, ""
+        kind = {".txt": "txt", ".parquet": "parquet"}.get(os.path.splitext(stem)[1], "jsonl")
+        if kind == "txt" and len(keys) > 1:
+            raise InputError(f"--json-keys: {path} is plain text, which has one text a document and no keys")
+        try:
+            with open(path, "rb") as file:
+                if kind == "parquet":
+                    if compression:
+                        raise InputError(f"{path}: a compressed table is not read; decompress it first")
+                    batches = _table_batches(path, file, keys)
+                else:
+                    batches = _text_batches(path, kind, file, compression)
+                for batch in batches:
+                    yield dataclasses.replace(batch, read=before + batch.read)
+                before += os.path.getsize(path)
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def documents(batch: Batch, keys: Sequence[str]) -> tuple[list[Document], list[str]]:
+    """The documents of a batch, and a message (FILE:LINE: ...) for each that cannot be used."""
+    read = {"jsonl": _json_records, "txt": _paragraphs, "parquet": _rows}[batch.kind]
+    found, bad = [], []
+    for number, record in read(batch):
+        place = f"{batch.file}:{number}"
+        try:
+            found.append(Document(place, _texts(record, batch.kind, keys)))
+        except _Unusable as error:
+            bad.append(f"{place}: {error}")
+    return found, bad
+
+
+def _texts(record: Any, kind: str, keys: Sequence[str]) -> tuple[str, ...]:
+    """The texts of a record; raises _Unusable, with the reason, if it has none."""
+    if isinstance(record, bytes):
+        try:
+            record = record.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise _Unusable(f"is not UTF-8 text: byte 0x{error.object[error.start]:02x}") from None
+        if kind == "txt":
+            return (record.replace("\r\n", "\n"),)
+        record = _parsed(record)
+        if not isinstance(record, dict):
+            raise _Unusable(f"is not a JSON object but {_in_words(record)}")
+    return tuple(_text(record, key) for key in keys)
+
+
+def _parsed(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        reason = f"{error.msg} (column {error.colno})"
+    except (ValueError, RecursionError) as error:  # a number too long, brackets too deep
+        reason = str(error)
+    raise _Unusable(f"is not JSON: {reason}; each line must be one object (plain text: *.txt)")
+
+
+def _text(record: dict[str, Any], key: str) -> str:
+    if key not in record:
+        raise _Unusable(f"has no key {key!r}; it has {', '.join(map(repr, record)) or 'none'} (--json-keys)")
+    text = record[key]
+    if not isinstance(text, str):
+        raise _Unusable(f"{key!r} is not text but {_in_words(text)}")
+    if not text.isascii():
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise _Unusable(
+                f"{key!r} holds half of a surrogate pair, U+{ord(text[error.start]):04X}"
+            ) from None
+    return text
+
+
+def _in_words(value: Any) -> str:
+    return {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}.get(
+        type(value), "a number"
+    )
+
+
+def _json_records(batch: Batch) -> Iterator[tuple[int, bytes]]:
+    for number, line in enumerate(batch.data.split(b"\n"), start=batch.first):
+        if line.strip():
+            yield number, line
+
+
+def _paragraphs(batch: Batch) -> Iterator[tuple[int, bytes]]:
+    """The runs of lines that are not blank, each with the number of its first, without the last line's end."""
+    start, lines = batch.first, []
+    for number, line in enumerate(io.BytesIO(batch.data), start=batch.first):
+        if not line.isspace():
+            start = start if lines else number
+            lines.append(line)
+        elif lines:
+            yield start, b"".join(lines).rstrip(b"\r\n")
+            lines = []
+    if lines:
+        yield start, b"".join(lines).rstrip(b"\r\n")
+
+
+def _rows(batch: Batch) -> Iterator[tuple[int, dict[str, Any]]]:
+    return enumerate(batch.data, start=batch.first)
+
+
+def _text_batches(path: str, kind: str, file: BinaryIO, compression: str) -> Iterator[Batch]:
+    blocks: Iterator[bytes] = iter(lambda: file.read(BLOCK_BYTES), b"")
+    if compression:
+        blocks = _decompressed(path, blocks, DECOMPRESSORS[compression])
+    chunks = _whole_lines(blocks)
+    if kind == "txt":
+        chunks = _whole_paragraphs(chunks)
+    first = 1
+    for chunk in chunks:
+        yield Batch(
+            path, kind, chunk.removeprefix(b"\xef\xbb\xbf") if first == 1 else chunk, first, file.tell()
+        )
+        first += chunk.count(b"\n")
+
+
+def _whole_lines(blocks: Iterator[bytes]) -> Iterator[bytes]:
+    """Join and cut blocks so that each holds BATCH_BYTES or a little more, and ends where a line ends."""
+    held: list[bytes] = []
+    size = 0
+    for block in blocks:
+        end = block.rfind(b"\n") + 1 if size + len(block) >= BATCH_BYTES else 0
+        if end:
+            yield b"".join([*held, block[:end]])
+            held, size = [], 0
+        held.append(block[end:])
+        size += len(block) - end
+    if size:
+        yield b"".join(held)
+
+
+def _whole_paragraphs(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """Move what follows the last blank line of each chunk of whole lines to the next."""
+    held: list[bytes] = []
+    for chunk in chunks:
+        end = _end_of_last_blank_line(chunk)
+        if end:
+            yield b"".join([*held, chunk[:end]])
+            held = []
+        held.append(chunk[end:])
+    if any(held):
+        yield b"".join(held)
+
+
+def _end_of_last_blank_line(chunk: bytes) -> int:
+    """Where the last line of white space alone ends; 0 if there is none."""
+    end = len(chunk)
+    while end:
+        start = chunk.rfind(b"\n", 0, end - 1) + 1
+        if chunk[start:end].isspace():
+            return end
+        end = start
+    return 0
+
+
+def _gzip() -> Any:
+    return zlib.decompressobj(wbits=31)
+
+
+def _zstd() -> Any:
+    try:
+        from compression.zstd import ZstdDecompressor  # Python 3.14
+
+        return ZstdDecompressor()
+    except ImportError:
+        pass
+    try:
+        from zstandard import ZstdDecompressor
+    except ImportError:
+        raise InputError(".zst files need a library: pip install zstandard") from None
+    return ZstdDecompressor().decompressobj()
+
+
+DECOMPRESSORS: dict[str, Callable[[], Any]] = {".gz": _gzip, ".zst": _zstd}
+
+
+def _decompressed(path: str, blocks: Iterator[bytes], new: Callable[[], Any]) -> Iterator[bytes]:
+    """Decompress a file that holds any number of streams, one after the other."""
+    stream = None
+    for block in blocks:
+        while block:
+            stream = stream or new()
+            try:
+                data = stream.decompress(block)
+            except Exception as error:  # each library has its own
+                raise InputError(f"{path}: cannot be decompressed: {error}") from None
+            yield data
+            block = stream.unused_data if stream.eof else b""
+            stream = None if stream.eof else stream
+    if stream:
+        raise InputError(f"{path}: the compressed data ends in the middle; the file was cut short")
+
+
+def _table_batches(path: str, file: BinaryIO, keys: Sequence[str]) -> Iterator[Batch]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise InputError(f"{path}: parquet files need a library: pip install pyarrow") from None
+    try:
+        table = pyarrow.parquet.ParquetFile(file)
+        columns = table.schema_arrow.names
+        missing = [key for key in keys if key not in columns]
+        size, rows, first = os.path.getsize(path), table.metadata.num_rows, 1
+        parts = [] if missing else table.iter_batches(batch_size=BATCH_ROWS, columns=list(keys))
+        for part in parts:
+            last = first + part.num_rows - 1
+            yield Batch(path, "parquet", part.to_pylist(), first, size * last // rows)
+            first = last + 1
+    except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
+        raise InputError(f"{path}: cannot be read as parquet: {' '.join(str(error).split())}") from None
+    if missing:
+        raise InputError(f"{path}: has no column {missing[0]!r}; it has {', '.join(columns)} (--json-keys)")

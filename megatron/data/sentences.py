@@ -1,0 +1,56 @@
+"""Sentences out of text, by rules for English and other languages that end them with . ! ? or 。！？"""
+
+from __future__ import annotations
+
+import re
+
+# A full stop does not end a sentence after these, a name or a number being likely to follow; after "No", a number.
+ABBREVIATIONS = frozenset(
+    "adm al approx apr aug ave ca capt cf cmdr co col corp dec dept dr ed eds eg esp est feb fig figs fr gen gov "
+    "hon ie inc jan jr jul jun lt ltd maj mar messrs mr mrs ms mt nos nov oct op pp pres prof pt rep rev sen sep "
+    "sept sgt sr st ste vol vols vs".split()
+)
+STOP = re.compile(r"([.!?…。！？])[.!?…。！？]*[\"'”’»)\]」』）]*")
+BLANK_LINE = re.compile(r"\n\s*\n")
+SPACE = re.compile(r"\s*")
+CONTINUATION = re.compile(r"\s+[\"'“‘«(\[]*[a-z,;:]")
+NUMBER = re.compile(r"\s+\d")
+LAST_WORD = re.compile(r"(\w[\w.]*)\.$")
+LONGEST_ABBREVIATION = 16  # characters, with dots between them
+
+
+def split_sentences(text: str, *, keep_newlines: bool = False) -> list[str]:
+    """The sentences of `text`, in order, none of them empty. A blank line ends a sentence too.
+
+    Args:
+        keep_newlines: leave the white space around a sentence on it.
+    """
+    ends = {match.end() for match in STOP.finditer(text) if _ends_sentence(text, match)}
+    ends.update(match.start() for match in BLANK_LINE.finditer(text))
+    sentences = []
+    start = 0
+    for end in [*sorted(ends), len(text)]:
+        end = SPACE.match(text, end).end()
+        sentence = text[start:end]
+        if not sentence.isspace() and sentence:
+            sentences.append(sentence if keep_newlines else sentence.strip())
+            start = end
+    return sentences
+
+
+def _ends_sentence(text: str, stop: re.Match[str]) -> bool:
+    sign, end = stop.group(1), stop.end()
+    if sign in "。！？":
+        return True  # Chinese and Japanese set no space behind it
+    if not text[end : end + 1].isspace() or CONTINUATION.match(text, end):
+        return False
+    if sign != ".":
+        return True
+    word = LAST_WORD.search(text, max(0, stop.start() - LONGEST_ABBREVIATION), stop.start() + 1)
+    if word is None:
+        return True
+    name = word.group(1)
+    if name in ("No", "no"):
+        return not NUMBER.match(text, end)
+    is_initial = len(name) == 1 and name.isupper()
+    return not is_initial and name.lower().replace(".", "") not in ABBREVIATIONS

@@ -1,0 +1,96 @@
+"""What every tokenizer can do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.flags import InputError
+
+
+class SpecialToken:
+    """A token with a role in training, such as `tokenizer.eod`: its id, or `InputError` if there is none."""
+
+    def __init__(self, description: str) -> None:
+        self.description = description
+
+    def __set_name__(self, owner: type, role: str) -> None:
+        self.role = role
+
+    def __get__(self, tokenizer: Tokenizer | None, owner: type) -> Any:
+        if tokenizer is None:
+            return self
+        if self.role not in tokenizer.special_ids:
+            raise InputError(f"{tokenizer} has no {self.description} token")
+        return tokenizer.special_ids[self.role]
+
+
+class Tokenizer:
+    """Base of the tokenizers.
+
+    Attributes:
+        name: the value of `--tokenizer-type`.
+        files: absolute paths of the files it was made from; copies of them make the same tokenizer.
+        vocab_size: number of ids, special tokens among them; every id is below it.
+        special_ids: ids of the special tokens there are, by role.
+    """
+
+    eod = SpecialToken("end-of-document")
+    bos = SpecialToken("beginning-of-sequence")
+    eos = SpecialToken("end-of-sequence")
+    pad = SpecialToken("padding")
+    cls = SpecialToken("classification ([CLS])")
+    sep = SpecialToken("separator ([SEP])")
+    mask = SpecialToken("mask")
+
+    def __init__(
+        self, name: str, *, files: Sequence[Path], vocab_size: int, special_ids: Mapping[str, int]
+    ) -> None:
+        self.name = name
+        self.files = [file.absolute() for file in files]
+        self.vocab_size = vocab_size
+        self.special_ids = dict(special_ids)
+
+    def __str__(self) -> str:
+        return " ".join([self.name, *(f"({file})" for file in self.files[:1])])
+
+    def tokenize(self, text: str) -> list[int]:
+        """The ids of `text`, with no special tokens around them."""
+        return self.tokenize_batch([text])[0]
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text, as `tokenize` gives them. The texts hold no lone surrogates."""
+        raise NotImplementedError
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of `ids`; bytes that are not UTF-8, as when a character is cut, become U+FFFD."""
+        raise NotImplementedError
+
+
+def read_text(path: str) -> str:
+    """The content of a tokenizer's file.
+
+    Raises:
+        InputError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        return Path(path).read_bytes().decode("utf-8")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: is not UTF-8 text (byte {error.start})") from None
+
+
+def read_json(path: str) -> Any:
+    """The value that a JSON file holds.
+
+    Raises:
+        InputError: it cannot be read, or is not JSON.
+    """
+    text = read_text(path)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: is not JSON: {error}") from None

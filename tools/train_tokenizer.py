@@ -1,0 +1,96 @@
+"""Train a tokenizer on text: a byte-level BPE for GPT, or a WordPiece vocabulary for BERT.
+
+python tools/train_tokenizer.py --input 'my/*.jsonl' --type bpe --vocab-size 32000 --output my/tokenizer
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.arguments import Parser, add_flags, make_config, run_command
+from megatron.data.documents import documents, find_files, read_batches
+from megatron.data.progress import Progress
+from megatron.flags import Config, InputError, flag
+from megatron.tokenizer.train import train_bpe, train_wordpiece
+
+LOG_INTERVAL = 100_000  # documents
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainTokenizerConfig(Config):
+    """What to learn from, and what."""
+
+    input: tuple[str, ...] | None = flag(
+        None, "files or glob patterns, as tools/preprocess_data.py reads them", nargs="+", metavar="FILE"
+    )
+    json_key: str = flag("text", "key (or column) whose texts are taken", metavar="KEY")
+    type: str | None = flag(None, "kind of tokenizer", choices=("bpe", "wordpiece"))
+    vocab_size: int | None = flag(None, "number of token ids, special tokens among them", low=1)
+    cased: bool = flag(False, "wordpiece: tell upper from lower case (for BertWordPieceCase)")
+    output: str | None = flag(None, "folder to write the files to", metavar="DIR")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser(description=__doc__.splitlines()[0])
+    add_flags(parser, TrainTokenizerConfig, "training")
+    config = make_config(TrainTokenizerConfig, vars(parser.parse_args(argv)))
+    config.require("input", "type", "vocab_size", "output")
+    if config.cased and config.type == "bpe":
+        raise InputError("--cased: a BPE always tells upper from lower case; leave the flag out")
+    files = find_files(config.input)
+    if config.type == "bpe":
+        contents = train_bpe(read_texts(files, config.json_key), config.vocab_size)
+    else:
+        contents = train_wordpiece(
+            lambda: read_texts(files, config.json_key), config.vocab_size, lowercase=not config.cased
+        )
+    write_files(Path(config.output), contents)
+    print(f"{config.output}: {', '.join(contents)}; {config.vocab_size:,} ids")
+
+
+def read_texts(files: Sequence[str], key: str) -> Iterator[str]:
+    """Yield the text of all documents.
+
+    Raises:
+        InputError: a file or a line is not as it should be.
+    """
+    total = sum(map(os.path.getsize, files))
+    # On a terminal the trainer draws bars of its own.
+    with Progress(total, LOG_INTERVAL) as progress:
+        for batch in read_batches(files, [key]):
+            found, bad = documents(batch, [key])
+            if bad:
+                raise InputError(bad[0])
+            texts = [text for document in found for text in document.texts]
+            yield from texts
+            progress.update(len(texts), sum(map(len, texts)), batch.read)
+
+
+def write_files(folder: Path, contents: dict[str, str]) -> None:
+    """Write files under temporary names, and rename them when all are on disk."""
+    partial = {folder / name: folder / f"{name}.partial" for name in contents}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            for path, temporary in partial.items():
+                with open(temporary, "w", encoding="utf-8") as file:
+                    file.write(contents[path.name])
+                    file.flush()
+                    os.fsync(file.fileno())
+            for path, temporary in partial.items():
+                os.replace(temporary, path)
+        finally:
+            for temporary in partial.values():
+                temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise InputError(f"--output: {folder} cannot be written: {error.strerror}") from None
+
+
+if __name__ == "__main__":
+    run_command(main)
