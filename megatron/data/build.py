@@ -101,13 +101,14 @@ def _parts(config: DataConfig) -> list[Part | None]:
         split = config.split or DEFAULT_SPLIT
         shares = parse_split(split)
         bounds = [split_bounds(shares, len(dataset)) for dataset in datasets]
-        return [
-            Part(name, f"--split {split}", datasets, [range(b[i], b[i + 1]) for b in bounds], weights)
-            if shares[i] > 0
-            else None
-            for i, name in enumerate(NAMES)
-        ]
-    parts: list[Part | None] = []
+        parts: list[Part | None] = []
+        for i, name in enumerate(NAMES):
+            documents = [range(b[i], b[i + 1]) for b in bounds]
+            # The default split may leave a small data set nothing to test on; a split that was given may not.
+            wanted = shares[i] > 0 and (i == 0 or config.split is not None or any(documents))
+            parts.append(Part(name, f"--split {split}", datasets, documents, weights) if wanted else None)
+        return parts
+    parts = []
     paths = (config.train_data_path, config.valid_data_path, config.test_data_path)
     for name, values in zip(NAMES, paths, strict=True):
         if values is None:

@@ -21,7 +21,7 @@ from megatron.training.batch_size import BatchSchedule
 from megatron.training.config import RunConfig
 from megatron.training.costs import check_memory, parameter_count
 from megatron.training.loop import Progress, Trainer
-from megatron.training.report import History, Reporter
+from megatron.training.report import History, Reporter, show_log
 from megatron.training.stop import StopRequests
 from megatron.training.task import Task
 
@@ -39,6 +39,7 @@ def pretrain(config: RunConfig, task: Task) -> int:
     """
     device = choose_device(config.training.device)
     with init_mesh(config.parallel, device) as mesh:
+        show_log(mesh)
         stop = StopRequests(config.training, mesh)
         checkpoint = find_start(config.checkpoint)
         reporter = Reporter(config.logging, mesh, settings=dataclasses.asdict(config))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import sys
 from pathlib import Path
@@ -17,6 +18,15 @@ from megatron.flags import InputError
 from megatron.parallel.collectives import all_reduce_sum
 from megatron.parallel.mesh import Mesh
 from megatron.training.config import LoggingConfig
+
+
+def show_log(mesh: Mesh) -> None:
+    """Print what the package's other parts log, once for the run; warnings and errors by every process."""
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setLevel(logging.INFO if mesh.is_first else logging.WARNING)
+    logger = logging.getLogger("megatron")
+    logger.handlers = [handler]
+    logger.setLevel(logging.INFO)
 
 
 class History:

@@ -40,12 +40,20 @@ def test_parts_that_nothing_is_wanted_of(corpus: IndexedDataset, caplog) -> None
     assert "no valid data" in caplog.text
 
 
+def test_the_default_split_of_a_small_file(write: Callable, caplog) -> None:
+    data = write([[1, 2, 3]] * 20)
+    with caplog.at_level(logging.INFO, "megatron"):
+        train, valid, test = build(data_path=[data.prefix], samples=(1, 1, 5))
+    assert train and valid and test is None
+    assert "no test data" in caplog.text
+
+
 def test_an_empty_part_that_something_is_wanted_of(write: Callable, tmp_path: Path) -> None:
     data = write([[1, 2, 3]] * 20)
     with pytest.raises(
-        InputError, match=r"--split 969, 30, 1: .* holds 20 documents, of which 0 .*'test'.* 5 s"
+        InputError, match=r"--split 969,30,1: .* holds 20 documents, of which 0 .*'test'.* 5 s"
     ):
-        build(data_path=[data.prefix], samples=(1, 1, 5))
+        build(data_path=[data.prefix], split="969,30,1", samples=(1, 1, 5))
     empty = write([[]], "empty")
     with pytest.raises(InputError, match=r"--train-data-path: .*empty holds 1 documents.* with 0 tokens"):
         build(train_data_path=[empty.prefix], samples=(1, 0, 0))
