@@ -155,7 +155,8 @@ def load_or_build(
         cache: folder of the cache.
 
     Raises:
-        InputError: there is not a single token in `documents`, or the cache cannot be written.
+        InputError: there is not a single token in `documents`, the index would not fit in memory, or the cache
+            cannot be written.
     """
     tokens = int(dataset.sizes[documents.start : documents.stop].sum(dtype=np.int64))
     if tokens == 0:
@@ -164,6 +165,7 @@ def load_or_build(
             f"but {samples} samples are wanted"
         )
     plan = plan_epochs(tokens, seq_length, samples)
+    _check_memory(dataset.prefix, len(documents), plan)
     logger.info(
         "%s data %s: %d documents of %d tokens; %d epochs give %d samples of %d tokens, of which %d are wanted%s",
         name,
@@ -206,6 +208,18 @@ def load_or_build(
         lambda: build_indices(dataset.sizes, documents, seq_length, plan, seed),
         check,
     )
+
+
+def _check_memory(prefix: str, documents: int, plan: EpochPlan) -> None:
+    """Refuse to build what this machine cannot hold, as when a flag has some zeros too many."""
+    needed = 16 * plan.epochs * documents + 24 * plan.samples
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > available:
+        raise InputError(
+            f"{prefix}: {plan.samples:,} samples, {plan.epochs:,} epochs of this data, need an index of "
+            f"{needed / 1e9:,.1f} GB, and this machine has {available / 1e9:,.1f} GB; lower --train-iters "
+            "or --train-samples"
+        )
 
 
 def _within(values: np.ndarray, start: int, stop: int) -> bool:

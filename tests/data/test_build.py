@@ -40,6 +40,12 @@ def test_parts_that_nothing_is_wanted_of(corpus: IndexedDataset, caplog) -> None
     assert "no valid data" in caplog.text
 
 
+def test_more_samples_than_an_index_can_hold(write: Callable) -> None:
+    data = write([[1, 2, 3]] * 20)
+    with pytest.raises(InputError, match=r"epochs of this data, need an index of .* lower --train-iters"):
+        build(data_path=[data.prefix], split="1", samples=(10**13, 0, 0))
+
+
 def test_the_default_split_of_a_small_file(write: Callable, caplog) -> None:
     data = write([[1, 2, 3]] * 20)
     with caplog.at_level(logging.INFO, "megatron"):
