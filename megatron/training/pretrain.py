@@ -11,6 +11,7 @@ import torch
 from megatron.checkpoint.checkpoint import Checkpoint, check_architecture, find_checkpoint, load_into
 from megatron.checkpoint.config import CheckpointConfig
 from megatron.checkpoint.storage import newest_iteration
+from megatron.data.loader import start_fork_server
 from megatron.flags import InputError
 from megatron.optim.buffer import ParamBuffer
 from megatron.optim.optimizer import Optimizer
@@ -37,6 +38,8 @@ def pretrain(config: RunConfig, task: Task) -> int:
         InputError: the configuration does not fit what it names: files, checkpoints, devices, processes.
         TrainingFault: gradients have become useless.
     """
+    if config.data.num_workers:
+        start_fork_server()
     device = choose_device(config.training.device)
     with init_mesh(config.parallel, device) as mesh:
         show_log(mesh)
