@@ -27,7 +27,7 @@ else
     fail "VOCAB_FILE and MERGE_FILE go with DATA_PATH, the data that was made with them"
   ((NNODES == 1)) || fail "several machines need DATA_PATH, data that all of them see"
   data=("$out/corpus_text_document")
-  prompt=def
+  prompt=class
 fi
 
 be_interruptible
@@ -52,13 +52,13 @@ if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; th
 else
   size=(
     --num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 256
-    --micro-batch-size 8 --global-batch-size 16 --train-iters 250 --lr 1e-3 --min-lr 1e-4
+    --micro-batch-size 8 --global-batch-size 16 --train-iters 200 --lr 1e-3 --min-lr 1e-4
     --attention-dropout 0 --hidden-dropout 0
   )
 fi
 launch "${repo}pretrain_gpt.py" "${size[@]}" \
   --lr-decay-style cosine --lr-warmup-fraction 0.05 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 \
-  --data-path "${data[@]}" --split 949,50,1 \
+  --data-path "${data[@]}" --split 90,5,5 \
   --tokenizer-type GPT2BPETokenizer --vocab-file "$VOCAB_FILE" --merge-file "$MERGE_FILE" \
   --device auto --log-interval 10 --eval-interval 50 --eval-iters 5 \
   --save "$CHECKPOINT_PATH" --load "$CHECKPOINT_PATH" --save-interval 50 \
@@ -66,7 +66,7 @@ launch "${repo}pretrain_gpt.py" "${size[@]}" \
 
 ((NODE_RANK == 0)) || exit 0
 sample=("$python" "${repo}tools/generate_text.py" --load "$CHECKPOINT_PATH")
-run "${sample[@]}" --prompt "$prompt" --top-p 0.9
+run "${sample[@]}" --prompt "$prompt" --temperature 0.7 --top-p 0.9
 
 cat <<END
 

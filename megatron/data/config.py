@@ -44,7 +44,7 @@ class DataConfig(Config):
         choices=("single", "cyclic"),
     )
     num_workers: int = flag(
-        2, "processes that prepare batches; 0 prepares them in the training process", low=0
+        2, "processes that prepare batches; 0 prepares them in the training process", low=0, high=256
     )
     reset_position_ids: bool = flag(False, "count positions from 0 again after each end-of-document token")
     reset_attention_mask: bool = flag(False, "keep tokens from attending across an end-of-document token")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -28,10 +29,12 @@ def choose_engine(tokenizer: Tokenizer, sample: Sequence[str]) -> tuple[str, str
     except ImportError:
         return "tokenize_batch", "tokenizers (pip install tiktoken for one several times faster)"
     pieces = [piece_bytes(piece).decode("utf-8", errors="replace") for piece in tokenizer.reachable]
-    texts = [*sample, *pieces]
-    for text, ids, right in zip(texts, encode(texts), tokenizer.tokenize_batch(texts), strict=True):
+    texts = [*sample, "\n".join(pieces)]
+    for ids, right in zip(encode(texts), tokenizer.tokenize_batch(texts), strict=True):
         if ids.tolist() != right:
-            shown = text if len(text) <= 40 else text[:40] + "..."
+            pairs = zip(ids.tolist(), right, strict=False)
+            at = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+            shown = tokenizer.detokenize(right[max(0, at - 3) : at + 3])
             return "tokenize_batch", f"tokenizers, because the ids of tiktoken differ, as for {shown!r}"
     return "tiktoken", f"tiktoken, with the ids of tokenizers on {len(sample)} texts and {len(pieces)} pieces"
 
