@@ -12,6 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.arguments import Parser, add_flags, make_config, run_command
+from megatron.flags import InputError
 from megatron.inference.generate import SamplingConfig, generate
 from megatron.inference.load import load_gpt
 from megatron.parallel.mesh import choose_device
@@ -29,15 +30,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_flags(parser, TokenizerConfig, "tokenizer (default: the one saved with the checkpoint)")
     args = vars(parser.parse_args(argv))
 
-    sampling = make_config(SamplingConfig, args)
-    model, tokenizer = load_gpt(
-        args["load"], make_config(TokenizerConfig, args), choose_device(args["device"])
-    )
+    sampling, chosen = make_config(SamplingConfig, args), make_config(TokenizerConfig, args)
+    if chosen.tokenizer_type is None and chosen != TokenizerConfig():
+        raise InputError("--tokenizer-type is required with other flags of the tokenizer")
+    model, tokenizer = load_gpt(args["load"], chosen, choose_device(args["device"]))
     prompt = tokenizer.tokenize(args["prompt"])
     tokens: list[int] = []
     shown = ""
-    sys.stdout.write(args["prompt"])
-    for token in generate(model, prompt, sampling, tokenizer.eod):
+    for token in generate(model, prompt, sampling, tokenizer.special_ids.get("eod")):
+        if not tokens:
+            sys.stdout.write(args["prompt"])
         tokens.append(token)
         text = tokenizer.detokenize(prompt + tokens)[len(tokenizer.detokenize(prompt)) :]
         # A character can take several tokens; until it is whole it decodes to the replacement character.

@@ -14,18 +14,27 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.storage import discard_all_but, folder_of, newest_iteration, write_checkpoint
-from megatron.flags import InputError, flag_name
+from megatron.checkpoint.storage import (
+    discard_older,
+    folder_of,
+    iterations,
+    newest_iteration,
+    replace_text,
+    write_checkpoint,
+)
+from megatron.flags import LARGEST, Config, InputError, flag_name
 from megatron.model.config import ModelConfig
 from megatron.optim.buffer import ParamBuffer
 from megatron.optim.optimizer import Optimizer
+
+C = TypeVar("C", bound=Config)
 
 FORMAT = "megatron-checkpoint"
 VERSION = 1
@@ -66,6 +75,11 @@ def find_checkpoint(load: str, save: str | None) -> Checkpoint | None:
     if iteration is not None:
         folder = folder_of(root, iteration)
         return Checkpoint(folder, read_state(folder))
+    if root.is_dir() and iterations(root):
+        raise InputError(
+            f"--load: {load} holds {folder_of(root, iterations(root)[-1]).name}, but no "
+            "latest_checkpointed_iteration.txt to say that it is whole; write the number there to load it"
+        )
     if save is not None and root.resolve() == Path(save).resolve():
         return None
     why = (
@@ -91,10 +105,47 @@ def read_state(folder: Path) -> dict[str, Any]:
         raise InputError(
             f"{path}: has format version {state.get('version')}; this program reads version {VERSION}"
         )
-    for name, kind in (("iteration", int), ("consumed_samples", int), ("vocab_size", int), ("config", dict)):
-        if not isinstance(state.get(name), kind):
-            raise InputError(f"{path}: {name!r} is missing or not {kind.__name__}")
+    for name, right in STATE_FIELDS.items():
+        if not right(state.get(name)):
+            raise InputError(f"{path}: {name!r} is missing or wrong: {str(state.get(name))[:60]}")
+    if folder_of(folder.parent, state["iteration"]).name != folder.name:
+        raise InputError(f"{path}: is of iteration {state['iteration']}, but lies in {folder.name}")
     return state
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= LARGEST
+
+
+def _is_history(value: Any) -> bool:
+    numbers = (int, float, type(None))
+    return isinstance(value, list) and all(
+        isinstance(row, dict) and all(type(x) in numbers for x in row.values()) for row in value
+    )
+
+
+# What state.json must hold, and how a value is told to be right.
+STATE_FIELDS = {
+    "task": lambda value: isinstance(value, str),
+    "iteration": _is_count,
+    "consumed_samples": _is_count,
+    "train_samples": _is_count,
+    "evaluation_due": lambda value: isinstance(value, bool),
+    "bad_steps": _is_count,
+    "history": _is_history,
+    "vocab_size": _is_count,
+    "padded_vocab_size": _is_count,
+    "optimizer_steps": lambda value: value is None or _is_count(value),
+    "schedule": lambda value: isinstance(value, dict),
+    "config": lambda value: isinstance(value, dict) and all(isinstance(v, dict) for v in value.values()),
+}
+
+
+def mark_evaluated(root: Path, iteration: int) -> None:
+    """Note in the checkpoint of an iteration that the evaluation which was due when it was saved is done."""
+    folder = folder_of(root, iteration)
+    state = read_state(folder) | {"evaluation_due": False}
+    replace_text(folder / "state.json", json.dumps(state, indent=1, allow_nan=False) + "\n")
 
 
 def save_checkpoint(
@@ -111,7 +162,7 @@ def save_checkpoint(
     Args:
         optimizer: None to leave its state out.
     """
-    state = {"format": FORMAT, "version": VERSION, **state}
+    state = {"format": FORMAT, "version": VERSION, "optimizer_steps": None, **state}
     with write_checkpoint(root, state["iteration"]) as folder:
         _save_tensors(folder / "model.safetensors", buffer.named(buffer.params))
         if optimizer is not None:
@@ -121,9 +172,11 @@ def save_checkpoint(
             (folder / "tokenizer").mkdir()
             for file in tokenizer_files:
                 shutil.copyfile(file, folder / "tokenizer" / file.name)
-        (folder / "state.json").write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+        (folder / "state.json").write_text(
+            json.dumps(state, indent=1, allow_nan=False) + "\n", encoding="utf-8"
+        )
     if keep_last is not None:
-        discard_all_but(root, keep_last)
+        discard_older(root, state["iteration"], keep_last)
 
 
 def load_into(checkpoint: Checkpoint, buffer: ParamBuffer, optimizer: Optimizer | None) -> None:
@@ -135,7 +188,7 @@ def load_into(checkpoint: Checkpoint, buffer: ParamBuffer, optimizer: Optimizer 
     tensors = _load_tensors(checkpoint.folder / "model.safetensors")
     _copy_tensors(checkpoint, "model.safetensors", tensors, buffer.named(buffer.master))
     if optimizer is not None:
-        if "optimizer_steps" not in checkpoint.state:
+        if checkpoint.state.get("optimizer_steps") is None:
             raise InputError(
                 f"{checkpoint.folder}: was saved without the state of the optimizer (--no-save-optim); "
                 "load it with --no-load-optim or --finetune"
@@ -185,9 +238,8 @@ def _copy_tensors(
             raise InputError(f"{path}: {what} {len(names)} tensor(s): {shown}")
     for name, tensor in target.items():
         given = source[name]
-        rows = checkpoint.state["vocab_size"]
-        if name.endswith(VOCABULARY_TABLES) and min(len(given), len(tensor)) >= rows:
-            rows = min(len(given), len(tensor))
+        if name.endswith(VOCABULARY_TABLES) and given.dim() == 2:
+            rows = max(checkpoint.state["vocab_size"], min(len(given), len(tensor)))
             given, tensor = given[:rows], tensor[:rows]
         if given.shape != tensor.shape:
             raise InputError(
@@ -198,11 +250,17 @@ def _copy_tensors(
 
 def model_config(checkpoint: Checkpoint) -> ModelConfig:
     """The architecture that a checkpoint was saved with."""
-    saved = checkpoint.state["config"].get("model")
-    if not isinstance(saved, dict):
-        raise InputError(f"{checkpoint.folder / 'state.json'}: has no configuration of the model")
-    fields = {f.name for f in dataclasses.fields(ModelConfig)}
-    return ModelConfig(**{name: value for name, value in saved.items() if name in fields})
+    return saved_config(checkpoint, "model", ModelConfig)
+
+
+def saved_config(checkpoint: Checkpoint, part: str, config: type[C]) -> C:
+    """A part of the configuration of the run that saved a checkpoint."""
+    saved = checkpoint.state["config"].get(part, {})
+    fields = {f.name for f in dataclasses.fields(config)}
+    try:
+        return config(**{name: value for name, value in saved.items() if name in fields})
+    except InputError as error:
+        raise InputError(f"{checkpoint.folder / 'state.json'}: {error}") from None
 
 
 def check_architecture(checkpoint: Checkpoint, config: ModelConfig) -> None:

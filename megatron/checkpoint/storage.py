@@ -53,7 +53,8 @@ def write_checkpoint(root: Path, iteration: int) -> Iterator[Path]:
     """A temporary folder to write into, which becomes the newest checkpoint when the block ends well."""
     folder = folder_of(root, iteration)
     temporary = root / f".writing-{folder.name}"
-    shutil.rmtree(temporary, ignore_errors=True)
+    for left in (*root.glob(".writing-iter_*"), *root.glob(".deleting-iter_*")):  # by a run that was killed
+        shutil.rmtree(left)
     temporary.mkdir(parents=True)
     try:
         yield temporary
@@ -96,10 +97,17 @@ def discard(folder: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def discard_all_but(root: Path, keep_last: int) -> None:
-    """Delete all but the newest `keep_last` checkpoints of `root`."""
-    folders = sorted(
-        (f for f in root.iterdir() if re.fullmatch(r"iter_[0-9]{7,}", f.name)), key=lambda f: int(f.name[5:])
-    )
-    for folder in folders[:-keep_last]:
-        discard(folder)
+def iterations(root: Path) -> list[int]:
+    """The iterations of which `root` has checkpoints, rising."""
+    matches = (re.fullmatch(r"iter_([0-9]{7,})", path.name) for path in root.glob("iter_*"))
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def discard_older(root: Path, iteration: int, keep_last: int) -> None:
+    """Delete checkpoints older than that of `iteration`, until `keep_last` are left of these and it.
+
+    Later ones stay: they are of a run that was taken back to an earlier checkpoint, and not this run's to delete.
+    """
+    older = [i for i in iterations(root) if i < iteration]
+    for i in older[: max(0, len(older) + 1 - keep_last)]:
+        discard(folder_of(root, i))

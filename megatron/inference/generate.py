@@ -67,7 +67,7 @@ def choose(logits_v: Tensor, config: SamplingConfig, generator: torch.Generator)
     """The next token: the most probable one, or drawn after temperature, top-k and top-p, in this order."""
     if config.greedy:
         return int(logits_v.argmax())
-    logits, ids = (logits_v / config.temperature).sort(descending=True, stable=True)
+    logits, ids = ((logits_v - logits_v.max()) / config.temperature).sort(descending=True, stable=True)
     if config.top_k:
         logits = logits[: config.top_k]
     probabilities = logits.softmax(0)

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.checkpoint import Checkpoint, find_checkpoint, load_weights, model_config
+from megatron.checkpoint.checkpoint import (
+    Checkpoint,
+    find_checkpoint,
+    load_weights,
+    model_config,
+    saved_config,
+)
 from megatron.flags import InputError
 from megatron.model.gpt import GPTModel
 from megatron.tokenizer import Tokenizer, build_tokenizer
@@ -24,8 +30,8 @@ def load_gpt(load: str, tokenizer: TokenizerConfig, device: torch.device) -> tup
         InputError: there is no such checkpoint, it holds no GPT, or the tokenizer does not fit.
     """
     checkpoint = find_checkpoint(load, save=None)
-    if checkpoint.state.get("task") != "GPT":
-        raise InputError(f"--load: {checkpoint.folder} holds {checkpoint.state.get('task')!r}, not a GPT")
+    if checkpoint.state["task"] != "GPT":
+        raise InputError(f"--load: {checkpoint.folder} holds a {checkpoint.state['task']}, not a GPT")
     chosen = build_tokenizer(tokenizer if tokenizer.tokenizer_type else saved_tokenizer(checkpoint))
     vocab_size = checkpoint.state["vocab_size"]
     if chosen.vocab_size != vocab_size:
@@ -38,7 +44,7 @@ def load_gpt(load: str, tokenizer: TokenizerConfig, device: torch.device) -> tup
         vocab_size=vocab_size,
         padded_vocab_size=checkpoint.state["padded_vocab_size"],
     )
-    dtype = torch.bfloat16 if checkpoint.state["config"]["training"]["bf16"] else torch.float32
+    dtype = torch.bfloat16 if checkpoint.state["config"].get("training", {}).get("bf16") else torch.float32
     model.to(device, dtype)
     load_weights(checkpoint, model)
     return model, chosen
@@ -46,12 +52,13 @@ def load_gpt(load: str, tokenizer: TokenizerConfig, device: torch.device) -> tup
 
 def saved_tokenizer(checkpoint: Checkpoint) -> TokenizerConfig:
     """The configuration of the tokenizer that was saved with a checkpoint, reading the files beside it."""
-    saved = checkpoint.state["config"].get("tokenizer", {})
+    saved = saved_config(checkpoint, "tokenizer", TokenizerConfig)
     folder = checkpoint.folder / "tokenizer"
+    files = {}
     for name in ("vocab_file", "merge_file", "tokenizer_model"):
-        if saved.get(name) is not None:
-            file = folder / Path(saved[name]).name
+        path = getattr(saved, name)
+        if path is not None:
+            file = folder / Path(path).name
             # A tokenizer given as a directory was saved as the files in it.
-            saved[name] = str(file if file.exists() else folder)
-    fields = {f.name for f in dataclasses.fields(TokenizerConfig)}
-    return TokenizerConfig(**{name: value for name, value in saved.items() if name in fields})
+            files[name] = str(file if file.exists() else folder)
+    return dataclasses.replace(saved, **files)

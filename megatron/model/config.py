@@ -47,7 +47,7 @@ class ModelConfig(Config):
     hidden_dropout: float = flag(0.1, "dropout on embeddings and on the output of each block", low=0, high=1)
     init_method_std: float = flag(0.02, "standard deviation of the initial weights", low=0)
     init_method_xavier_uniform: bool = flag(
-        False, "Xavier uniform initial weights, but for the layers that write to the residual stream"
+        False, "Xavier uniform initial weights for the layers that read the residual stream"
     )
     mask_padded_vocab: bool = flag(
         True, "let the padding of the vocabulary take part in the softmax, as NVIDIA's code does"

@@ -14,6 +14,7 @@ from megatron.model.parameters import normal, parameter
 from megatron.model.transformer import AttentionContext, KVCache, Transformer, input_init
 from megatron.ops.attention import causal_mask, document_mask
 from megatron.ops.cross_entropy import cross_entropy
+from megatron.ops.embedding import embedding
 from megatron.ops.rotary import rotary_angles
 
 
@@ -42,7 +43,7 @@ class Table(nn.Module):
         self.weight = parameter(rows, config.hidden_size, init=normal(config.init_method_std))
 
     def forward(self, index: Tensor) -> Tensor:
-        return F.embedding(index, self.weight)
+        return embedding(index, self.weight)
 
 
 class OutputLayer(nn.Module):

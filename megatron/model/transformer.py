@@ -81,7 +81,7 @@ class Norm(nn.Module):
 
 
 def input_init(config: ModelConfig) -> Init:
-    """Initial values of the layers that read the residual stream, and of the embeddings."""
+    """Initial values of the layers that read the residual stream."""
     return xavier_uniform if config.init_method_xavier_uniform else normal(config.init_method_std)
 
 

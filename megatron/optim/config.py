@@ -32,7 +32,9 @@ class OptimizerConfig(Config):
     )
     lr_wsd_decay_iters: int | None = flag(None, "iterations of the last phase of WSD", low=1)
     lr_wsd_decay_samples: int | None = flag(None, "the same in samples, with --train-samples", low=1)
-    weight_decay: float = flag(0.01, "decoupled weight decay, of matrices and embeddings alone", low=0)
+    weight_decay: float = flag(
+        0.01, "weight decay (decoupled with adam), of matrices and embeddings alone", low=0
+    )
     start_weight_decay: float | None = flag(None, "weight decay at the start of training", low=0)
     end_weight_decay: float | None = flag(None, "weight decay at the end of training", low=0)
     weight_decay_incr_style: str = flag(

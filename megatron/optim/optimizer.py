@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.optim.buffer import ParamBuffer
+from megatron.optim.buffer import ParamBuffer, norm
 from megatron.optim.config import OptimizerConfig
 
 
@@ -68,14 +68,14 @@ class Optimizer:
             been updated. With `count_zeros` also "num zeros", the elements of the gradient that are zero.
         """
         grads = self.buffer.grads
-        norm = torch.linalg.vector_norm(grads)
-        stats = {"grad norm": norm}
+        grad_norm = norm(grads)
+        stats = {"grad norm": grad_norm}
         if self.count_zeros:
             stats["num zeros"] = self.buffer.num_elements - torch.count_nonzero(grads)
         if self.clip_grad > 0:
-            grads.mul_((self.clip_grad / (norm + 1e-6)).clamp(max=1.0))
+            grads.mul_((self.clip_grad / (grad_norm + 1e-6)).clamp(max=1.0))
         # torch's fused optimizers do nothing where found_inf is 1, and the host need not know.
-        self.inner.found_inf = (~norm.isfinite()).float()
+        self.inner.found_inf = (~grad_norm.isfinite()).float()
         self.inner.grad_scale = None
         for group in self.inner.param_groups:
             group["lr"] = lr

@@ -16,7 +16,7 @@ class Schedule:
     max_lr: float
     min_lr: float
     init_lr: float
-    warmup: int
+    warmup: float
     decay: int
     decay_style: str
     wsd_decay: int
@@ -24,6 +24,7 @@ class Schedule:
     start_weight_decay: float
     end_weight_decay: float
     weight_decay_style: str
+    train_samples: int  # over which weight decay changes
 
     @classmethod
     def from_config(cls, config: OptimizerConfig, *, global_batch_size: int, train_samples: int) -> Schedule:
@@ -65,6 +66,7 @@ class Schedule:
             start_weight_decay=config.weight_decay if constant else config.start_weight_decay,
             end_weight_decay=config.weight_decay if constant else config.end_weight_decay,
             weight_decay_style=config.weight_decay_incr_style,
+            train_samples=train_samples,
         )
 
     def differences(self, other: Schedule) -> list[str]:
@@ -104,7 +106,7 @@ class Schedule:
     def weight_decay(self, consumed_samples: int) -> float:
         """Weight decay of the step that follows on `consumed_samples`."""
         start, span = self.start_weight_decay, self.end_weight_decay - self.start_weight_decay
-        progress = min(1.0, consumed_samples / self.decay)
+        progress = min(1.0, consumed_samples / self.train_samples)
         if self.weight_decay_style == "cosine":
             progress = 0.5 * (math.cos(math.pi * (1 - progress)) + 1)
         return start + span * progress

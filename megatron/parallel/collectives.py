@@ -22,6 +22,12 @@ def all_reduce_max(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return x
 
 
+def all_equal(value: int, axis: Axis) -> bool:
+    """Whether the processes of `axis` came with the same value, of less than 63 bits."""
+    largest, smallest = all_reduce_max(torch.tensor([value, -value]), axis).tolist()
+    return largest == -smallest
+
+
 def barrier(axis: Axis) -> None:
     """Wait until every process of `axis` has come here."""
     all_reduce_sum(torch.zeros(1), axis)

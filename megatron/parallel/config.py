@@ -15,5 +15,5 @@ class ParallelConfig(Config):
         None, "communication library (default: nccl on GPUs, gloo on CPUs)", choices=("nccl", "gloo")
     )
     distributed_timeout_minutes: int = flag(
-        10, "how long a process waits in a collective for the others before it stops", low=1
+        10, "how long a process waits in a collective for the others before it stops", low=1, high=10**6
     )

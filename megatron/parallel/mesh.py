@@ -56,13 +56,23 @@ def choose_device(name: str) -> torch.device:
         return torch.device("cpu")
     if not available:
         raise InputError("--device: cuda was asked for, but torch sees no CUDA device; use --device cpu")
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    local_rank = _environment("LOCAL_RANK", 0)
     count = torch.cuda.device_count()
     if local_rank >= count:
         raise InputError(f"torchrun started local rank {local_rank}, but this machine has {count} GPU(s)")
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def _environment(name: str, default: int | None = None) -> int:
+    """A number that torchrun passes to the processes it starts."""
+    text = os.environ.get(name, "" if default is None else str(default))
+    if not text.isdecimal():
+        raise InputError(
+            f"{name}: the environment has {text!r}, not a number; start the processes by torchrun"
+        )
+    return int(text)
 
 
 @contextmanager
@@ -72,13 +82,15 @@ def init_mesh(config: ParallelConfig, device: torch.device) -> Iterator[Mesh]:
     Raises:
         InputError: the backend cannot serve the device.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    world_size = _environment("WORLD_SIZE", 1)
     if world_size == 1:
         yield Mesh(device=device)
         return
     backend = config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
     if backend == "nccl" and device.type != "cuda":
         raise InputError("--distributed-backend: nccl needs GPUs; on CPUs use gloo")
+    for name in ("RANK", "MASTER_PORT"):
+        _environment(name)
     dist.init_process_group(
         # Small values that the host acts on travel over gloo, so that agreeing on them never waits for a GPU.
         backend="gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl",
@@ -86,9 +98,7 @@ def init_mesh(config: ParallelConfig, device: torch.device) -> Iterator[Mesh]:
         device_id=device if backend == "nccl" else None,
     )
     try:
-        shape = (1, world_size, 1, 1)
-        axes = dist.init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp", "cp", "tp"))
-        dp = Axis(axes.get_local_rank("dp"), world_size, axes.get_group("dp"))
-        yield Mesh(device=device, world=Axis(dist.get_rank(), world_size, dist.group.WORLD), dp=dp)
+        world = Axis(dist.get_rank(), world_size, dist.group.WORLD)
+        yield Mesh(device=device, world=world, dp=world)
     finally:
         dist.destroy_process_group()

@@ -58,15 +58,15 @@ class BatchSchedule:
         """Microbatches on each replica in that step."""
         return self.batch_size(consumed) // (self.micro_batch_size * self.data_parallel_size)
 
-    def iterations(self, train_samples: int) -> int:
-        """Whole steps in `train_samples` samples."""
-        consumed = steps = 0
+    def iterations(self, train_samples: int, consumed: int = 0) -> int:
+        """Whole steps that are left of `train_samples` samples when `consumed` have been."""
+        steps = 0
         while self.batch_size(consumed) < self.global_batch_size:
             consumed += self.batch_size(consumed)
             if consumed > train_samples:
                 return steps
             steps += 1
-        return steps + (train_samples - consumed) // self.global_batch_size
+        return steps + max(0, train_samples - consumed) // self.global_batch_size
 
     def _sizes(self) -> range:
         """Every batch size on the way."""

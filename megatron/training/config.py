@@ -60,7 +60,10 @@ class LoggingConfig(Config):
     log_interval: int = flag(100, "iterations between lines of the log", low=1)
     log_params_norm: bool = flag(False, "log the L2 norm of the parameters")
     metrics_path: str | None = flag(
-        None, "append one JSON object per logged iteration and evaluation, at full precision", metavar="FILE"
+        None,
+        "write one JSON object per logged iteration and evaluation, at full precision; a run that resumes "
+        "continues the file",
+        metavar="FILE",
     )
     tensorboard_dir: str | None = flag(None, "write TensorBoard events to this folder", metavar="DIR")
     tensorboard_log_interval: int = flag(1, "iterations between points in TensorBoard", low=1)

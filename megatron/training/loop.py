@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import torch
 from torch import nn
 from torch.utils.data import Dataset
 
 from megatron import __version__
-from megatron.checkpoint.checkpoint import save_checkpoint
+from megatron.checkpoint.checkpoint import mark_evaluated, save_checkpoint
 from megatron.data.loader import eval_batches, train_batches
 from megatron.flags import TrainingFault
-from megatron.optim.buffer import ParamBuffer
+from megatron.optim.buffer import ParamBuffer, norm
 from megatron.optim.optimizer import Optimizer
 from megatron.optim.schedule import Schedule
 from megatron.parallel.collectives import barrier
@@ -31,28 +33,39 @@ from megatron.training.step import evaluate, train_step
 from megatron.training.stop import StopRequests
 from megatron.training.task import Batch, Task
 
+# After so many gradients in a row that are not finite, training does not recover by itself.
+MOST_BAD_STEPS = 10
+
 
 @dataclasses.dataclass
 class Progress:
     """How far a run has come. Saved with every checkpoint."""
 
-    iteration: int
-    consumed_samples: int
     history: History
+    iteration: int = 0
+    consumed_samples: int = 0
+    evaluation_due: bool = False  # the run stopped where it should have evaluated
+    bad_steps: int = 0  # the last so many reported iterations had gradients that were not finite
 
 
 class Clock:
-    """Measures iterations: seconds and number since they were last taken, without the time in `paused`."""
+    """Measures training since it was last taken, without the time in `paused`."""
 
     def __init__(self) -> None:
         self.begin = time.perf_counter()
-        self.iterations = 0
+        self.iterations = self.samples = self.last = 0
 
-    def take(self) -> tuple[float, int]:
-        """Seconds and iterations since this was last called."""
+    def count(self, samples: int) -> None:
+        """An iteration over so many samples is done."""
+        self.iterations += 1
+        self.samples += samples
+        self.last = samples
+
+    def take(self) -> tuple[float, int, int]:
+        """Seconds, iterations and samples since this was last called."""
         now = time.perf_counter()
-        taken = now - self.begin, self.iterations
-        self.begin, self.iterations = now, 0
+        taken = now - self.begin, self.iterations, self.samples
+        self.begin, self.iterations, self.samples = now, 0, 0
         return taken
 
     @contextmanager
@@ -78,6 +91,7 @@ class Trainer:
     schedule: Schedule
     batch_schedule: BatchSchedule
     train_iters: int
+    train_samples: int  # that the order of the training data was made for
     datasets: dict[str, Dataset]  # by "train", "validation" and "test"; those there are
     reporter: Reporter
     progress: Progress
@@ -95,25 +109,39 @@ class Trainer:
             consumed_samples=progress.consumed_samples,
             **self.loader_arguments(),
         )
+        if progress.evaluation_due:
+            self.evaluate_in_between()
         while progress.iteration < self.train_iters:
-            self.step(batches)
-            clock.iterations += 1
-            if progress.iteration % self.config.logging.log_interval == 0:
-                self.report(*clock.take())
+            clock.count(self.step(batches))
+            end = progress.iteration == self.train_iters
+            if end or self.due(self.config.logging.log_interval):
+                self.report(clock)
             reason = stop.reason(progress.iteration)
-            last = reason is not None or progress.iteration == self.train_iters
+            # What is due at the end, `finish` does; what is due when the run stops, the run that resumes does.
+            progress.evaluation_due = end or self.due(self.config.training.eval_interval)
             with clock.paused():
-                if (
-                    self.config.training.eval_iters
-                    and not last
-                    and self.due(self.config.training.eval_interval)
-                ):
-                    self.evaluate("validation", f"iteration {progress.iteration}")
-                if self.config.checkpoint.save and (last or self.due(self.config.checkpoint.save_interval)):
+                if progress.evaluation_due and not end and reason is None:
+                    self.evaluate_in_between()
+                if end or reason is not None or self.due(self.config.checkpoint.save_interval):
                     self.save()
-            if reason is not None and progress.iteration < self.train_iters:
+            if reason is not None and not end:
                 return reason
         return None
+
+    def evaluate_in_between(self) -> None:
+        """Evaluate where --eval-interval says so."""
+        if self.due(self.config.training.eval_interval):
+            self.evaluate("validation", f"iteration {self.progress.iteration}")
+        self.progress.evaluation_due = False
+
+    def finish(self) -> None:
+        """Evaluate at the end of training, unless an earlier try has."""
+        if not self.progress.evaluation_due:
+            return
+        self.evaluate("validation", "the end of training for val data")
+        self.evaluate("test", "the end of training for test data")
+        if self.config.checkpoint.save is not None and self.mesh.is_first:
+            mark_evaluated(Path(self.config.checkpoint.save), self.progress.iteration)
 
     def due(self, interval: int | None) -> bool:
         """Whether something that is done every `interval` iterations, if at all, is to be done now."""
@@ -129,8 +157,8 @@ class Trainer:
             "pin_memory": self.mesh.device.type == "cuda",
         }
 
-    def step(self, batches: Iterator[Batch]) -> None:
-        """One iteration: a global batch, a step of the optimizer."""
+    def step(self, batches: Iterator[Batch]) -> int:
+        """One iteration: a global batch, a step of the optimizer. Gives the number of samples."""
         progress, consumed = self.progress, self.progress.consumed_samples
         losses, stats = train_step(
             self.model,
@@ -146,49 +174,47 @@ class Trainer:
             lr=self.schedule.lr(consumed),
             weight_decay=self.schedule.weight_decay(consumed),
         )
+        batch_size = self.batch_schedule.batch_size(consumed)
         progress.iteration += 1
-        progress.consumed_samples += self.batch_schedule.batch_size(consumed)
+        progress.consumed_samples += batch_size
         progress.history.add(progress.iteration, progress.consumed_samples, losses, stats)
         self.reporter.advance()
+        return batch_size
 
-    def report(self, seconds: float, timed: int) -> None:
-        """Report the iterations since the last report; stop if not one of them could be used.
-
-        Args:
-            seconds: how long the last `timed` iterations took. After a resume there may be older ones.
-        """
+    def report(self, clock: Clock) -> None:
+        """Report the iterations since the last report; stop if too many of the last could not be used."""
         progress = self.progress
-        progress.history.collect(self.mesh)
+        progress.history.collect(self.mesh)  # waits for the device, so before the clock is read
+        seconds, iterations, samples = clock.take()
         rows, progress.history.rows = progress.history.rows, []
-        log_params = self.config.logging.log_params_norm
-        batch_size = self.batch_schedule.batch_size(progress.consumed_samples)
         flops = flops_per_sample(
             self.config.model,
             seq_length=self.config.data.seq_length,
             padded_vocab_size=self.padded_vocab_size,
         )
-        samples_per_second = batch_size * timed / seconds
         interval = Interval(
             rows=rows,
             loss_names=self.task.loss_names,
             train_iters=self.train_iters,
             # As NVIDIA's log has it: the learning rate of the step to come.
             lr=self.schedule.lr(progress.consumed_samples),
-            batch_size=batch_size,
-            seconds=seconds / timed,
-            tokens_per_second=samples_per_second * self.config.data.seq_length,
-            tflops=samples_per_second * flops / self.mesh.world.size / 1e12,
-            params_norm=torch.linalg.vector_norm(self.buffer.master).item() if log_params else None,
+            batch_size=clock.last,
+            seconds=seconds / iterations,
+            tokens_per_second=samples * self.config.data.seq_length / seconds,
+            tflops=samples * flops / seconds / self.mesh.world.size / 1e12,
+            params_norm=norm(self.buffer.master).item() if self.config.logging.log_params_norm else None,
         )
         self.reporter.training(interval)
-        if interval.bad == len(rows):
+        for row in rows:
+            progress.bad_steps = 0 if math.isfinite(row["grad norm"]) else progress.bad_steps + 1
+        if progress.bad_steps >= MOST_BAD_STEPS:
             raise TrainingFault(
-                f"not one of the {len(rows)} gradients up to iteration {progress.iteration} was finite; they "
+                f"the last {progress.bad_steps} gradients, up to iteration {progress.iteration}, were not finite; they "
                 "changed no weights. Continue from the last checkpoint with a lower --lr or a longer warm-up"
             )
 
     def evaluate(self, split: str, where: str) -> None:
-        """Evaluate on the first samples of a split, always the same ones, and report the losses.
+        """Evaluate on the first samples of a split, the same ones each time, and report the losses.
 
         Without data of that split there is nothing to do.
         """
@@ -204,28 +230,50 @@ class Trainer:
         )
 
     def save(self) -> None:
-        """Save a checkpoint of where the run stands. Every process must take part; the first one writes."""
-        progress, saving = self.progress, self.config.checkpoint
-        progress.history.collect(self.mesh)
+        """Save a checkpoint of where the run stands, if it saves any.
+
+        Every process must take part; the first one writes.
+
+        Raises:
+            TrainingFault: it cannot be written. Those before it are whole.
+        """
+        root = self.config.checkpoint.save
+        if root is None:
+            return
+        self.progress.history.collect(self.mesh)
         if self.mesh.is_first:
-            state = {
-                "task": self.task.name,
-                "iteration": progress.iteration,
-                "consumed_samples": progress.consumed_samples,
-                "history": progress.history.rows,
-                "vocab_size": self.tokenizer.vocab_size,
-                "padded_vocab_size": self.padded_vocab_size,
-                "schedule": dataclasses.asdict(self.schedule),
-                "config": dataclasses.asdict(self.config),
-                "versions": {"megatron": __version__, "torch": str(torch.__version__)},
-            }
-            save_checkpoint(
-                Path(saving.save),
-                state,
-                buffer=self.buffer,
-                optimizer=self.optimizer if saving.save_optim else None,
-                tokenizer_files=self.tokenizer.files,
-                keep_last=saving.keep_last,
-            )
-            self.reporter.say(f"saved checkpoint at iteration {progress.iteration} to {saving.save}")
+            try:
+                save_checkpoint(
+                    Path(root),
+                    self.state(),
+                    buffer=self.buffer,
+                    optimizer=self.optimizer if self.config.checkpoint.save_optim else None,
+                    tokenizer_files=self.tokenizer.files,
+                    keep_last=self.config.checkpoint.keep_last,
+                )
+            except (OSError, safetensors.SafetensorError) as error:
+                raise TrainingFault(
+                    f"--save: the checkpoint of iteration {self.progress.iteration} cannot be written to {root}: "
+                    f"{error}; the checkpoints before it are whole"
+                ) from None
+            self.reporter.say(f"saved checkpoint at iteration {self.progress.iteration} to {root}")
         barrier(self.mesh.world)
+
+    def state(self) -> dict[str, Any]:
+        """All of a checkpoint that is not tensors, as JSON has it; a loss that is not finite is null."""
+        progress = self.progress
+        rows = [{k: v if math.isfinite(v) else None for k, v in row.items()} for row in progress.history.rows]
+        return {
+            "task": self.task.name,
+            "iteration": progress.iteration,
+            "consumed_samples": progress.consumed_samples,
+            "train_samples": self.train_samples,
+            "evaluation_due": progress.evaluation_due,
+            "bad_steps": progress.bad_steps,
+            "history": rows,
+            "vocab_size": self.tokenizer.vocab_size,
+            "padded_vocab_size": self.padded_vocab_size,
+            "schedule": dataclasses.asdict(self.schedule),
+            "config": dataclasses.asdict(self.config),
+            "versions": {"megatron": __version__, "torch": str(torch.__version__)},
+        }

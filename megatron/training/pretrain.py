@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 import os
 from pathlib import Path
 
@@ -16,7 +18,9 @@ from megatron.flags import InputError
 from megatron.optim.buffer import ParamBuffer
 from megatron.optim.optimizer import Optimizer
 from megatron.optim.schedule import Schedule
+from megatron.parallel.collectives import all_equal
 from megatron.parallel.mesh import Mesh, choose_device, init_mesh
+from megatron.parallel.random import key
 from megatron.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.training.batch_size import BatchSchedule
 from megatron.training.config import RunConfig
@@ -45,6 +49,12 @@ def pretrain(config: RunConfig, task: Task) -> int:
         show_log(mesh)
         stop = StopRequests(config.training, mesh)
         checkpoint = find_start(config.checkpoint)
+        found = -1 if checkpoint is None else key(json.dumps(checkpoint.state), bits=32)
+        if not all_equal(found, mesh.world):
+            raise InputError(
+                f"--load: the processes do not find the same checkpoint in {config.checkpoint.load}; every machine "
+                "must see the same folder"
+            )
         reporter = Reporter(config.logging, mesh, settings=dataclasses.asdict(config))
         try:
             return run(build_trainer(config, task, mesh, reporter, checkpoint), stop)
@@ -75,9 +85,13 @@ def find_start(config: CheckpointConfig) -> Checkpoint | None:
         if done is not None and not (continues and not config.finetune):
             raise InputError(
                 f"--save: {root} already holds a run, at iteration {done}; "
-                f"continue it with --load {root}, or choose another folder"
+                f"continue it with --load {root} and without --finetune, or choose another folder"
             )
-    return find_checkpoint(config.load, config.save) if config.load is not None else None
+    if config.finetune and config.load is None:
+        raise InputError("--finetune needs --load, the checkpoint whose weights it starts from")
+    if config.load is None:
+        return None
+    return find_checkpoint(config.load, None if config.finetune else config.save)
 
 
 def build_trainer(
@@ -96,12 +110,20 @@ def build_trainer(
         data_parallel_size=mesh.dp.size,
         rampup=training.rampup_batch_size,
     )
-    batch_size = batch_schedule.global_batch_size
-    train_iters = training.train_iters or batch_schedule.iterations(training.train_samples)
-    train_samples = training.train_samples or train_iters * batch_size
+    progress = saved_progress(task, checkpoint, config.checkpoint)
+    batch_size, consumed = batch_schedule.global_batch_size, progress.consumed_samples
+    if training.train_samples is not None:
+        train_samples = training.train_samples
+        train_iters = progress.iteration + batch_schedule.iterations(train_samples, consumed)
+    else:
+        train_iters = training.train_iters
+        train_samples = consumed + max(0, train_iters - progress.iteration) * batch_size
     schedule = Schedule.from_config(
         config.optimizer, global_batch_size=batch_size, train_samples=train_samples
     )
+    if checkpoint is not None and progress.iteration > 0:
+        # The order of the data depends on how many samples were asked for.
+        train_samples = max(train_samples, checkpoint.state["train_samples"])
     eval_samples = training.eval_iters * batch_size
     # As many validation samples as NVIDIA's code asks for: the order of samples depends on the number.
     wanted = (train_samples, (train_iters // training.eval_interval + 1) * eval_samples, eval_samples)
@@ -125,9 +147,10 @@ def build_trainer(
         schedule=schedule,
         batch_schedule=batch_schedule,
         train_iters=train_iters,
+        train_samples=train_samples,
         datasets=datasets,
         reporter=reporter,
-        progress=Progress(0, 0, History(task.loss_names, [])),
+        progress=progress,
     )
     if checkpoint is None:
         buffer.initialize(training.seed)
@@ -138,8 +161,10 @@ def build_trainer(
 
 def load(trainer: Trainer, checkpoint: Checkpoint) -> None:
     """Fill weights, optimizer, schedule and progress from a checkpoint; with --finetune the weights alone."""
-    config, state = trainer.config.checkpoint, checkpoint.state
+    config, state, say = trainer.config.checkpoint, checkpoint.state, trainer.reporter.say
     check_architecture(checkpoint, trainer.config.model)
+    if state["task"] != trainer.task.name:
+        raise InputError(f"--load: {checkpoint.folder} holds a {state['task']}, not a {trainer.task.name}")
     if state["vocab_size"] != trainer.tokenizer.vocab_size:
         raise InputError(
             f"--load: {checkpoint.folder} has a vocabulary of {state['vocab_size']} ids, but the tokenizer has "
@@ -149,20 +174,61 @@ def load(trainer: Trainer, checkpoint: Checkpoint) -> None:
     load_into(checkpoint, trainer.buffer, trainer.optimizer if with_optimizer else None)
     if config.finetune:
         return
-    trainer.progress = Progress(
-        checkpoint.iteration,
-        state["consumed_samples"],
-        History(trainer.task.loss_names, state["history"]),
-    )
-    saved = Schedule(**state["schedule"])
+    try:
+        saved = Schedule(**state["schedule"])
+    except TypeError:
+        raise InputError(f"{checkpoint.folder / 'state.json'}: 'schedule' is not a schedule") from None
     if saved != trainer.schedule:
         keeps = trainer.config.optimizer.use_checkpoint_opt_param_scheduler
-        trainer.reporter.say(
+        say(
             "learning rate or weight decay is scheduled otherwise by the checkpoint than by the command line; "
             f"going on with the schedule of the {'checkpoint' if keeps else 'command line'}: "
             + ", ".join(saved.differences(trainer.schedule))
         )
         trainer.schedule = saved if keeps else trainer.schedule
+    changed = order_changes(trainer, checkpoint)
+    if changed:
+        say(f"from here on the training data comes in another order than before: {', '.join(changed)}")
+
+
+def saved_progress(task: Task, checkpoint: Checkpoint | None, config: CheckpointConfig) -> Progress:
+    """Where the run goes on, which without a checkpoint and with --finetune is the beginning."""
+    if checkpoint is None or config.finetune:
+        return Progress(History(task.loss_names, []))
+    state = checkpoint.state
+    rows = [{k: math.nan if v is None else v for k, v in row.items()} for row in state["history"]]
+    if any(
+        not {"iteration", "consumed samples", "grad norm", *task.loss_names} <= row.keys() for row in rows
+    ):
+        raise InputError(f"{checkpoint.folder / 'state.json'}: 'history' lacks a loss or the gradient's norm")
+    return Progress(
+        History(task.loss_names, rows),
+        checkpoint.iteration,
+        state["consumed_samples"],
+        state["evaluation_due"],
+        state["bad_steps"],
+    )
+
+
+def order_changes(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
+    """What differs from the run that saved a checkpoint and decides which samples come next."""
+    now, saved = dataclasses.asdict(trainer.config), checkpoint.state["config"]
+    pairs = [("--seed", "training", "seed")]
+    pairs += [
+        (f"--{name.replace('_', '-')}", "data", name)
+        for name in ("data_path", "train_data_path", "split", "seq_length", "dataloader_type", "mock_data")
+    ]
+    changed = []
+    for flag, part, name in pairs:
+        before, after = saved.get(part, {}).get(name), now[part][name]
+        after = list(after) if isinstance(after, tuple) else after
+        if before != after:
+            changed.append(f"{flag} {before} there, {after} here")
+    if trainer.train_samples != checkpoint.state["train_samples"]:
+        changed.append(
+            f"{checkpoint.state['train_samples']} samples in all there, {trainer.train_samples} here"
+        )
+    return changed
 
 
 def describe(trainer: Trainer) -> str:
@@ -180,18 +246,20 @@ def describe(trainer: Trainer) -> str:
 def run(trainer: Trainer, stop: StopRequests) -> int:
     """Train and evaluate; gives the status to exit with."""
     config, progress, say = trainer.config, trainer.progress, trainer.reporter.say
-    if progress.iteration >= trainer.train_iters:
+    done = progress.iteration >= trainer.train_iters
+    if done:
         say(
             f"{config.checkpoint.load} is at iteration {progress.iteration} of {trainer.train_iters}: "
-            "nothing is left to train; raise --train-iters to go on"
+            "nothing is left to train; raise --train-iters or --train-samples to go on"
         )
-        return 0
-    if config.checkpoint.load is not None and progress.iteration == 0 and not config.checkpoint.finetune:
+        if not progress.evaluation_due:
+            return 0
+    elif config.checkpoint.load is not None and progress.iteration == 0 and not config.checkpoint.finetune:
         say(f"--load: {config.checkpoint.load} holds no checkpoint yet; training starts from the beginning")
     say(describe(trainer))
     trainer.reporter.start(progress.iteration, trainer.train_iters)
     with stop:
-        reason = trainer.train(stop)
+        reason = None if done else trainer.train(stop)
     if reason is not None:
         kept = (
             f"saved in {config.checkpoint.save}"
@@ -200,6 +268,5 @@ def run(trainer: Trainer, stop: StopRequests) -> int:
         )
         say(f"stopped after iteration {progress.iteration} of {trainer.train_iters}: {reason}; {kept}")
         return stop.exit_code
-    trainer.evaluate("validation", "the end of training for val data")
-    trainer.evaluate("test", "the end of training for test data")
-    return 0
+    trainer.finish()
+    return stop.exit_code

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -155,8 +156,6 @@ class Reporter:
         self.tensorboard = self.wandb = self.metrics = None
         if not self.active:
             return
-        if config.tensorboard_dir is not None:
-            self.tensorboard = _open_tensorboard(config)
         if config.wandb_project is not None:
             self.wandb = _open_wandb(config, settings)
 
@@ -164,6 +163,8 @@ class Reporter:
         """Begin after `iteration`: what an earlier try reported of later ones is taken back."""
         if not self.active:
             return
+        if self.config.tensorboard_dir is not None:
+            self.tensorboard = _open_tensorboard(self.config, iteration)
         if self.config.metrics_path is not None:
             self.metrics = _open_metrics(Path(self.config.metrics_path), iteration)
         if self.config.progress and sys.stderr.isatty():
@@ -174,7 +175,12 @@ class Reporter:
     def say(self, text: str) -> None:
         """Print a line for people."""
         if self.active:
-            tqdm.write(text) if self.bar is not None else print(text, flush=True)
+            try:
+                tqdm.write(text) if self.bar is not None else print(text, flush=True)
+            except BrokenPipeError:
+                # Who read our output (head, tee, a terminal) has gone. That is no reason to lose the run.
+                sys.stdout = open(os.devnull, "w")  # noqa: SIM115, for as long as the process lives
+                sys.stderr.write("nobody reads the output any more; the run goes on\n")
 
     def advance(self) -> None:
         """An iteration is done."""
@@ -191,7 +197,7 @@ class Reporter:
         if self.tensorboard is not None:
             for point in interval.points():
                 iteration, samples = point.pop("iteration"), point.pop("consumed samples")
-                if iteration % self.config.tensorboard_log_interval == 0:
+                if iteration % self.config.tensorboard_log_interval == 0 or "learning-rate" in point:
                     for name, value in point.items():
                         self.tensorboard.add_scalar(name, value, iteration)
                         self.tensorboard.add_scalar(f"{name} vs samples", value, samples)
@@ -243,13 +249,14 @@ class Reporter:
             self.wandb.finish()
 
 
-def _open_tensorboard(config: LoggingConfig):
+def _open_tensorboard(config: LoggingConfig, iteration: int):
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise InputError("--tensorboard-dir needs TensorBoard: pip install tensorboard") from None
     try:
-        return SummaryWriter(config.tensorboard_dir, max_queue=config.tensorboard_queue_size)
+        queue = config.tensorboard_queue_size
+        return SummaryWriter(config.tensorboard_dir, max_queue=queue, purge_step=iteration + 1)
     except OSError as error:
         raise InputError(f"--tensorboard-dir: {config.tensorboard_dir}: {error.strerror}") from None
 
@@ -265,7 +272,10 @@ def _open_wandb(config: LoggingConfig, settings: dict[str, Any]):
 def _open_metrics(path: Path, iteration: int):
     """The file of metrics, open for appending, without records of iterations after `iteration`."""
     try:
+        path = path.resolve()  # of a link, what it points to
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():  # a pipe, a device
+            return open(path, "a", encoding="utf-8")
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         # A run that was killed may have left half a line.
         lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]

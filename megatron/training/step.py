@@ -17,7 +17,7 @@ from megatron.training.task import Batch, Task
 
 
 def to_device(batch: Batch, mesh: Mesh) -> Batch:
-    """The batch on the mesh's device; from pinned memory the copy runs beside the computation."""
+    """The batch on the mesh's device; from pinned memory the host does not wait for the copy."""
     return {name: tensor.to(mesh.device, non_blocking=True) for name, tensor in batch.items()}
 
 

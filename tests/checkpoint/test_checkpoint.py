@@ -51,6 +51,13 @@ def save(root: Path, buffer, optimizer, iteration: int = 3, keep_last: int | Non
         "iteration": iteration,
         "consumed_samples": 4 * iteration,
         "vocab_size": 50,
+        "padded_vocab_size": 64,
+        "task": "GPT",
+        "train_samples": 100,
+        "evaluation_due": False,
+        "bad_steps": 0,
+        "history": [],
+        "schedule": {},
         "config": {"model": dataclasses.asdict(CONFIG)},
     }
     save_checkpoint(
@@ -123,9 +130,22 @@ def test_files_are_plain(tmp_path: Path) -> None:
 
 def test_keep_last(tmp_path: Path) -> None:
     buffer, optimizer, _ = make()
-    for iteration in (1, 2, 30, 4):
+    for iteration in (1, 2, 30):
         save(tmp_path, buffer, optimizer, iteration, keep_last=2)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000004", "iter_0000030", storage.TRACKER]
+    assert storage.iterations(tmp_path) == [2, 30]
+    # A run that was taken back to an earlier checkpoint deletes neither what it saves nor what it may regret.
+    storage.replace_text(tmp_path / storage.TRACKER, "2")
+    for iteration in (3, 4):
+        save(tmp_path, buffer, optimizer, iteration, keep_last=1)
+        assert storage.newest_iteration(tmp_path) == iteration
+        assert storage.iterations(tmp_path) == [iteration, 30]
+
+
+def test_a_lost_tracker_does_not_start_from_the_beginning(tmp_path: Path) -> None:
+    save(tmp_path, *make()[:2])
+    (tmp_path / storage.TRACKER).unlink()
+    with pytest.raises(InputError, match="iter_0000003, but no latest_checkpointed_iteration"):
+        find_checkpoint(str(tmp_path), str(tmp_path))
 
 
 def test_an_interrupted_save_leaves_the_last_one_whole(tmp_path: Path, monkeypatch) -> None:
@@ -184,6 +204,15 @@ def test_where_a_run_starts(tmp_path: Path) -> None:
         (lambda f: (f / "state.json").write_text("{}"), "state.json"),
         (lambda f: edit(f, "version", 99), "version 99"),
         (lambda f: edit(f, "iteration", "three"), "'iteration'"),
+        (lambda f: edit(f, "iteration", 4), "of iteration 4, but lies in iter_0000003"),
+        (lambda f: edit(f, "consumed_samples", -8), "'consumed_samples'"),
+        (lambda f: edit(f, "consumed_samples", True), "'consumed_samples'"),
+        (lambda f: edit(f, "history", [1]), "'history'"),
+        (lambda f: edit(f, "history", [{"lm loss": "x"}]), "'history'"),
+        (lambda f: edit(f, "schedule", []), "'schedule'"),
+        (lambda f: edit(f, "config", {"model": 3}), "'config'"),
+        (lambda f: edit(f, "optimizer_steps", "x"), "'optimizer_steps'"),
+        (lambda f: edit(f, "padded_vocab_size", None), "'padded_vocab_size'"),
         (lambda f: (f / "model.safetensors").unlink(), "model.safetensors"),
         (lambda f: (f / "optimizer.safetensors").unlink(), "optimizer.safetensors"),
         (lambda f: (f / "model.safetensors").write_bytes(b"junk"), "model.safetensors"),

@@ -9,7 +9,7 @@ import torch
 
 from megatron.model.config import ModelConfig
 from megatron.model.gpt import GPTModel, position_ids
-from megatron.optim.buffer import ALIGNMENT, ParamBuffer
+from megatron.optim.buffer import ALIGNMENT, ParamBuffer, norm
 from megatron.optim.config import OptimizerConfig
 from megatron.optim.optimizer import Optimizer
 
@@ -157,3 +157,11 @@ def test_initial_values() -> None:
     for i, a in enumerate(weights):
         for b in weights[:i]:
             assert abs(torch.corrcoef(torch.stack((a, b)))[0, 1].item()) < 0.4
+
+
+def test_norm_of_a_long_tensor() -> None:
+    flat = torch.randn(3_000_001, generator=torch.Generator().manual_seed(0))
+    assert norm(flat).item() == pytest.approx(flat.double().norm().item(), rel=1e-6)
+    assert norm(flat[:5]).item() == pytest.approx(flat[:5].double().norm().item(), rel=1e-6)
+    flat[7] = float("nan")
+    assert norm(flat).isnan()

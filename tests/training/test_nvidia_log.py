@@ -41,7 +41,14 @@ def test_equals_nvidias_log(pretrain, shared: Path, tmp_path: Path) -> None:
     model = GPTModel(config, vocab_size=5000, padded_vocab_size=5120)
     buffer = ParamBuffer(model, dtype=torch.float32, device=torch.device("cpu"))
     model.load_state_dict(v25_weights(vectors / "init_tp1"))
-    state = {"iteration": 0, "consumed_samples": 0, "vocab_size": 5000, "task": "GPT"}
+    state = {
+        "iteration": 0,
+        "consumed_samples": 0,
+        "vocab_size": 5000,
+        "padded_vocab_size": 5120,
+        "task": "GPT",
+    }
+    state |= {"train_samples": 0, "evaluation_due": False, "bad_steps": 0, "history": [], "schedule": {}}
     state["config"] = {"model": dataclasses.asdict(config)}
     save_checkpoint(tmp_path, state, buffer=buffer, optimizer=None, tokenizer_files=[], keep_last=None)
 

@@ -147,4 +147,4 @@ def test_missing_packages_are_named(monkeypatch) -> None:
         Reporter(LoggingConfig(wandb_project="p"), MESH, settings={})
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(InputError, match="pip install tensorboard"):
-        Reporter(LoggingConfig(tensorboard_dir="p"), MESH, settings={})
+        Reporter(LoggingConfig(tensorboard_dir="p"), MESH, settings={}).start(0, 5)
