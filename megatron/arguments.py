@@ -164,7 +164,8 @@ def run_parser(description: str) -> Parser:
         "--config",
         metavar="FILE",
         default=argparse.SUPPRESS,
-        help="YAML file of flags, without their dashes in front; the command line wins over it",
+        help="YAML file of flags, without their dashes in front; the value on the command line wins over it, "
+        "but a switch that the file turns on stays on",
     )
     for name, kind in typing.get_type_hints(RunConfig).items():
         add_flags(parser, kind, name)

@@ -27,7 +27,8 @@ are in [nvidia-flags.md](nvidia-flags.md). Where no default is shown, leaving th
 that a run needs it.
 
 Flags can also stand in a YAML file that `--config` names, without the dashes in front: `num-layers: 24`, `bf16: true`,
-`data-path: [0.3, wiki, 0.7, books]`. The command line wins over the file.
+`data-path: [0.3, wiki, 0.7, books]`. A value on the command line wins over the file's; a
+switch that the file turns on stays on.
 
 This page is made by `python tools/document_flags.py`.
 """

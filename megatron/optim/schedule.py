@@ -45,7 +45,8 @@ class Schedule:
         if warmup > decay or (warmup == decay and config.lr_decay_style != "constant"):
             raise InputError(
                 f"the warm-up of the learning rate ({warmup:g} samples) leaves nothing of its decay "
-                f"({decay} samples); shorten --lr-warmup-iters or lengthen --lr-decay-iters"
+                f"({decay} samples); shorten the one (--lr-warmup-iters, -samples or -fraction) "
+                "or lengthen the other (--lr-decay-iters or -samples)"
             )
         wsd_decay = samples(config.lr_wsd_decay_iters, config.lr_wsd_decay_samples) or 0
         if config.lr_decay_style == "WSD" and not 0 < wsd_decay <= decay - warmup:
