@@ -275,4 +275,10 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
         # The reader of our output (head, less) has gone; what it asked for is done.
         sys.stderr.close()
         code = 0
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        # All is closed and written by now. Threads of torch's communication that still run while the interpreter
+        # is taken down abort a process now and then, which torchrun would take for a failed run.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code or 0)
     sys.exit(code)

@@ -22,7 +22,10 @@ from megatron.parallel.config import ParallelConfig
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """This process's place among the processes that differ from it in one coordinate alone."""
+    """This process's place among the processes that differ from it in one coordinate alone.
+
+    `group` is None where these are all processes of the run.
+    """
 
     rank: int = 0
     size: int = 1
@@ -98,7 +101,9 @@ def init_mesh(config: ParallelConfig, device: torch.device) -> Iterator[Mesh]:
         device_id=device if backend == "nccl" else None,
     )
     try:
-        world = Axis(dist.get_rank(), world_size, dist.group.WORLD)
+        # No group is named, which means all processes: a reference kept here would outlive the communication,
+        # and gloo's threads abort a process that ends before they are joined.
+        world = Axis(dist.get_rank(), world_size)
         yield Mesh(device=device, world=world, dp=world)
     finally:
         dist.destroy_process_group()
