@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterable, Iterator
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
@@ -70,6 +71,7 @@ def _start(make: Callable, settings: Any) -> tuple[Connection, BaseProcess]:
     context = multiprocessing.get_context("spawn")  # a fork would copy the threads' locks of the tokenizers
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs, make, settings), daemon=True)
+    resource_tracker.ensure_running()  # else starting the process does this, which would lift the block below
     # Ctrl-C reaches every process of a terminal. A worker inherits this mask: it leaves the answer to its parent.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     process.start()
