@@ -1,0 +1,268 @@
+"""Pipeline schedules as data: which microbatch each rank works on, in which order.
+
+A schedule is one list of actions per pipeline rank, made by a pure function of (stages, chunks per rank,
+microbatches). The executor walks the lists and moves tensors, `simulate` walks them with a clock, and
+`megatron.parallel.draw` draws what the clock says. No torch here.
+
+Names: a rank's place in the pipeline is its stage. With more than one chunk per rank (virtual stages), the
+layers are cut into `stages * chunks` parts, and chunk c of rank p is part `c * stages + p`.
+
+Sources: GPipe 1811.06965; 1F1B (PipeDream-Flush) and the interleaved schedule 2104.04473 section 2.2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megatron.flags import InputError
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Run the layers of one chunk forward on one microbatch."""
+
+    microbatch: int
+    chunk: int
+
+
+@dataclass(frozen=True)
+class Backward:
+    """Run the layers of one chunk backward on one microbatch."""
+
+    microbatch: int
+    chunk: int
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send to rank `peer` what `chunk` of this rank made: its output if `forward`, else its input's gradient."""
+
+    microbatch: int
+    chunk: int
+    peer: int
+    forward: bool
+
+
+@dataclass(frozen=True)
+class Receive:
+    """Receive from rank `peer` what `chunk` of this rank needs: its input if `forward`, else its output's gradient."""
+
+    microbatch: int
+    chunk: int
+    peer: int
+    forward: bool
+
+
+Compute = Forward | Backward
+Action = Forward | Backward | Send | Receive
+
+
+def forward_only(stages: int, chunks: int, microbatches: int) -> list[list[Compute]]:
+    """Evaluation: microbatches in groups of `stages`, each group through one chunk after the other.
+
+    A group keeps every rank busy until its first microbatch comes around to rank 0 for the next chunk.
+    """
+    return [
+        [
+            Forward(microbatch, chunk)
+            for first in range(0, microbatches, stages)
+            for chunk in range(chunks)
+            for microbatch in range(first, min(first + stages, microbatches))
+        ]
+        for _ in range(stages)
+    ]
+
+
+def gpipe(stages: int, chunks: int, microbatches: int) -> list[list[Compute]]:
+    """All forwards, then all backwards: every rank holds the activations of all microbatches at once.
+
+    Raises:
+        InputError: more than one chunk per rank.
+    """
+    _require_one_chunk("gpipe", chunks)
+    return [
+        [*forwards, *(Backward(f.microbatch, f.chunk) for f in forwards)]
+        for forwards in forward_only(stages, chunks, microbatches)
+    ]
+
+
+def one_forward_one_backward(stages: int, chunks: int, microbatches: int) -> list[list[Compute]]:
+    """1F1B: as many forwards as there are later stages, then one forward and one backward in turn.
+
+    Rank p holds the activations of at most `stages - p` microbatches; the bubble is GPipe's.
+
+    Raises:
+        InputError: more than one chunk per rank.
+    """
+    _require_one_chunk("1f1b", chunks)
+    forwards = [Forward(microbatch, 0) for microbatch in range(microbatches)]
+    backwards = [Backward(microbatch, 0) for microbatch in range(microbatches)]
+    return [_alternate(forwards, backwards, warmup=stages - rank - 1) for rank in range(stages)]
+
+
+def interleaved(stages: int, chunks: int, microbatches: int) -> list[list[Compute]]:
+    """Interleaved 1F1B (2104.04473 section 2.2): several chunks per rank divide the bubble by their number.
+
+    Rank p runs `2 * (stages - p - 1) + (chunks - 1) * stages` forwards before its first backward: the last
+    chunk's first input reaches it after `(chunks - 1) * stages` of its own forwards, and its gradient comes
+    back `2 * (stages - p - 1)` later.
+
+    Raises:
+        InputError: the microbatches do not divide into groups of `stages`.
+    """
+    if microbatches % stages:
+        raise InputError(
+            f"--pipeline-schedule interleaved: {microbatches} microbatches per step is not a multiple of "
+            f"--pipeline-model-parallel-size {stages}; change --global-batch-size or --micro-batch-size"
+        )
+    schedule = []
+    for rank, forwards in enumerate(forward_only(stages, chunks, microbatches)):
+        backwards = [Backward(f.microbatch, chunks - 1 - f.chunk) for f in forwards]
+        warmup = 2 * (stages - rank - 1) + (chunks - 1) * stages
+        schedule.append(_alternate(forwards, backwards, warmup))
+    return schedule
+
+
+SCHEDULES: dict[str, Callable[[int, int, int], list[list[Compute]]]] = {
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+    "interleaved": interleaved,
+}
+
+
+def _require_one_chunk(name: str, chunks: int) -> None:
+    if chunks != 1:
+        raise InputError(
+            f"--pipeline-schedule {name}: has one chunk of layers per rank, not {chunks}; leave out "
+            "--num-layers-per-virtual-pipeline-stage or use --pipeline-schedule interleaved"
+        )
+
+
+def _alternate(forwards: Sequence[Compute], backwards: Sequence[Compute], warmup: int) -> list[Compute]:
+    """`warmup` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    actions = list(forwards[:warmup])
+    steady = forwards[warmup:]
+    for forward, backward in zip(steady, backwards, strict=False):
+        actions += (forward, backward)
+    actions += backwards[len(steady) :]
+    return actions
+
+
+def bubble_fraction(stages: int, chunks: int, microbatches: int) -> float:
+    """Idle time over useful time of each schedule here, transfers taken as free: (p - 1) / (v m)."""
+    return (stages - 1) / (chunks * microbatches)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What happens when, in the unit of the times given to `simulate`.
+
+    Attributes:
+        makespan: from the first start to the last end.
+        ranks: per rank (action, start, end), in order.
+        bubble: idle time over useful time, on the rank with the most useful time.
+        peak_in_flight: per rank, the most forwards whose backward is still to come.
+    """
+
+    makespan: float
+    ranks: list[list[tuple[Compute, float, float]]]
+    bubble: float
+    peak_in_flight: list[int]
+
+
+def simulate(
+    schedule: Sequence[Sequence[Action]],
+    stages: int,
+    forward_time: float = 1.0,
+    backward_time: float = 2.0,
+    transfer_time: float = 0.0,
+) -> Timeline:
+    """Run a schedule with a clock: each compute starts once its rank is free and its input has arrived.
+
+    Args:
+        schedule: actions per rank; `Send` and `Receive` are passed over, for where they stand does not delay
+            a rank whose transfers run beside its computation.
+        forward_time: of one chunk and microbatch; likewise `backward_time`.
+        transfer_time: from the end of a compute to the arrival of its result on another rank.
+    """
+    todo = [[a for a in actions if isinstance(a, Forward | Backward)] for actions in schedule]
+    chunks = 1 + max(action.chunk for actions in todo for action in actions)
+    ranks: list[list[tuple[Compute, float, float]]] = [[] for _ in todo]
+    arrival: dict[tuple[int, Compute], float] = {}  # (consuming rank, consuming compute) -> time
+    waiting: dict[tuple[int, Compute], int] = {}
+    ready = list(range(stages))
+    while ready:
+        rank = ready.pop()
+        row = ranks[rank]
+        while len(row) < len(todo[rank]):
+            action = todo[rank][len(row)]
+            if _has_producer(action, rank, stages, chunks) and (rank, action) not in arrival:
+                waiting[rank, action] = rank
+                break
+            start = max(arrival.get((rank, action), 0.0), row[-1][2] if row else 0.0)
+            end = start + (forward_time if isinstance(action, Forward) else backward_time)
+            row.append((action, start, end))
+            consumer = _consumer(action, rank, stages, chunks)
+            if consumer is not None:
+                arrival[consumer] = end + (transfer_time if consumer[0] != rank else 0.0)
+                if consumer in waiting:
+                    ready.append(waiting.pop(consumer))
+    assert not waiting, f"the schedule deadlocks: {waiting} are never reached"
+    makespan = max(row[-1][2] for row in ranks)
+    busy = max(sum(end - start for _, start, end in row) for row in ranks)
+    return Timeline(makespan, ranks, makespan / busy - 1, [_peak_in_flight(actions) for actions in todo])
+
+
+def with_transfers(schedule: Sequence[Sequence[Compute]], stages: int) -> list[list[Action]]:
+    """A schedule with the point-to-point transfers that it needs, in an order that cannot deadlock.
+
+    All transfers and computes of all ranks are put in one order, by the simulator's clock, and each rank's
+    list is its part of that order. A transfer stands at the end of the compute that makes it, before the
+    computes that start at that moment. So whatever is first in the order among what is left can always go
+    on: even if a send blocks until its receive is reached, no rank waits in a circle. For the same reason
+    both ends of a pair list their transfers, in either direction, in the same order.
+
+    Chunks that follow one another on the same rank (`stages` is 1) need no transfer.
+    """
+    timeline = simulate(schedule, stages)
+    chunks = 1 + max(action.chunk for actions in schedule for action in actions)
+    # The keys (time, transfers first, rank) differ: a rank starts and ends one compute at a time.
+    events: list[list[tuple[tuple[float, int, int], Action]]] = [[] for _ in schedule]
+    for rank, row in enumerate(timeline.ranks):
+        for action, start, end in row:
+            events[rank].append(((start, 1, rank), action))
+            consumer = _consumer(action, rank, stages, chunks)
+            if consumer is None or consumer[0] == rank:
+                continue
+            peer, use = consumer
+            forward = isinstance(action, Forward)
+            send = Send(action.microbatch, action.chunk, peer, forward)
+            receive = Receive(use.microbatch, use.chunk, rank, forward)
+            events[rank].append(((end, 0, rank), send))
+            events[peer].append(((end, 0, rank), receive))
+    return [[action for _, action in sorted(row, key=lambda event: event[0])] for row in events]
+
+
+def _consumer(action: Compute, rank: int, stages: int, chunks: int) -> tuple[int, Compute] | None:
+    """The rank and the compute that need the result of `action`, or None at the pipeline's ends."""
+    step = 1 if isinstance(action, Forward) else -1
+    part = action.chunk * stages + rank + step
+    if not 0 <= part < stages * chunks:
+        return None
+    return part % stages, dataclasses.replace(action, chunk=part // stages)
+
+
+def _has_producer(action: Compute, rank: int, stages: int, chunks: int) -> bool:
+    """Whether `action` needs a neighbour's result: all but the ends of the pipeline do."""
+    part = action.chunk * stages + rank
+    return part != (0 if isinstance(action, Forward) else stages * chunks - 1)
+
+
+def _peak_in_flight(actions: Sequence[Compute]) -> int:
+    peak = held = 0
+    for action in actions:
+        held += 1 if isinstance(action, Forward) else -1
+        peak = max(peak, held)
+    return peak
