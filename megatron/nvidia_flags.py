@@ -45,11 +45,7 @@ def _refuse(note: str, *usages: str, harmless: Sequence[str] = ()) -> tuple[Nvid
     return tuple(NvidiaFlag(usage, True, note, tuple(harmless)) for usage in usages)
 
 
-_NO_TP = "tensor parallelism is not available in this version"
-_NO_PP = "pipeline parallelism is not available in this version"
 _NO_CP = "context parallelism is not available in this version"
-_NO_RECOMPUTE = "not available in this version; activations are kept, the same results for more memory"
-_NO_SHARDING = "not available in this version; replicas keep everything, the same results for more memory"
 _NOT_SUPPORTED = "this code base does not have it"
 
 NVIDIA_FLAGS: tuple[NvidiaFlag, ...] = (
@@ -119,7 +115,6 @@ NVIDIA_FLAGS: tuple[NvidiaFlag, ...] = (
         "--apply-query-key-layer-scaling",
     ),
     *_accept("it is always so", "--attention-softmax-in-fp32", "--accumulate-allreduce-grads-in-fp32"),
-    *_refuse("gradients are always reduced in fp32", "--grad-reduce-in-bf16"),
     *_refuse(
         "with --bf16 the residual stream is bf16 too; without it all is fp32", "--fp32-residual-connection"
     ),
@@ -142,66 +137,50 @@ NVIDIA_FLAGS: tuple[NvidiaFlag, ...] = (
         harmless=("fp32",),
     ),
     # Parallel layouts.
-    *_refuse(f"{_NO_TP}; leave it at 1", "--tensor-model-parallel-size N", harmless=("1",)),
-    *_refuse(f"{_NO_PP}; leave it at 1", "--pipeline-model-parallel-size N", harmless=("1",)),
     *_refuse(f"{_NO_CP}; leave it at 1", "--context-parallel-size N", harmless=("1",)),
     *_accept(
-        _NO_TP, "--sequence-parallel", "--no-async-tensor-model-parallel-allreduce", "--tp-comm-overlap"
-    ),
-    *_accept(_NO_CP, "--cp-comm-type NAME..."),
-    *_refuse(
-        _NO_PP,
-        "--num-layers-per-virtual-pipeline-stage N",
-        "--num-virtual-stages-per-pipeline-rank N",
-        "--standalone-embedding-stage",
-        "--decoder-first-pipeline-num-layers N",
-        "--decoder-last-pipeline-num-layers N",
-        "--pipeline-model-parallel-layout TEXT",
-    ),
-    *_accept(
-        _NO_PP,
-        "--no-scatter-gather-tensors-in-pipeline",
+        "communication runs beside computation wherever it can",
+        "--no-async-tensor-model-parallel-allreduce",
+        "--tp-comm-overlap",
         "--no-overlap-p2p-communication",
+        "--overlap-p2p-communication-warmup-flush",
         "--use-ring-exchange-p2p",
     ),
+    *_accept(_NO_CP, "--cp-comm-type NAME..."),
     *_accept(
-        "gradients lie in one contiguous buffer and are reduced in one call",
+        "use --num-layers-per-virtual-pipeline-stage for the same schedule",
+        "--num-virtual-stages-per-pipeline-rank N",
+    ),
+    *_accept(
+        "stages are divided by --decoder-first- and --decoder-last-pipeline-num-layers",
+        "--standalone-embedding-stage",
+        "--pipeline-model-parallel-layout TEXT",
+        "--account-for-embedding-in-pipeline-split",
+        "--account-for-loss-in-pipeline-split",
+    ),
+    *_accept(
+        "gradients lie in one contiguous buffer, whose buckets have --ddp-bucket-size elements",
         "--DDP-impl NAME",
         "--use-contiguous-buffers-in-ddp",
         "--no-contiguous-buffers-in-local-ddp",
-        "--overlap-grad-reduce",
-        "--overlap-param-gather",
-        "--ddp-bucket-size N",
         "--ddp-num-buckets N",
         "--ddp-average-in-collective",
         "--use-nccl-ub",
     ),
     *_accept(
-        _NO_SHARDING,
-        "--use-distributed-optimizer",
+        "not available; use --use-distributed-optimizer, the same results for more memory",
         "--use-megatron-fsdp",
         "--use-torch-fsdp2",
         "--data-parallel-sharding-strategy NAME",
         "--fsdp-double-buffer",
-        "--init-model-with-meta-device",
         "--optimizer-cpu-offload",
     ),
+    *_accept("models are always laid out before memory is taken", "--init-model-with-meta-device"),
     *_accept("a process learns its rank from the environment", "--local_rank N", "--local-rank N"),
     *_accept("process groups are always set up at the start", "--lazy-mpu-init X"),
     *_accept("the gloo group carries a few numbers of the host alone", "--disable-gloo-process-groups"),
     # Memory.
-    *_accept(
-        _NO_RECOMPUTE,
-        "--checkpoint-activations",
-        "--checkpoint-num-layers N",
-        "--distribute-checkpointed-activations",
-        "--recompute-activations",
-        "--recompute-granularity NAME",
-        "--recompute-method NAME",
-        "--recompute-num-layers N",
-        "--recompute-modules NAME...",
-        "--distribute-saved-activations",
-    ),
+    *_accept("selective recomputation recomputes attention, and nothing else", "--recompute-modules NAME..."),
     *_accept(
         "memory is left to PyTorch and Python",
         "--empty-unused-memory-level N",

@@ -86,9 +86,10 @@ def test_the_example_of_gpt_345m(capsys: pytest.CaptureFixture[str]) -> None:
     assert (config.checkpoint.save, config.checkpoint.load) == ("checkpoints/gpt", "checkpoints/gpt")
     assert (config.checkpoint.save_interval, config.logging.log_interval) == (10_000, 100)
     assert config.parallel.distributed_backend == "nccl"
-    notices = capsys.readouterr().err.splitlines()
-    assert len(notices) == 1
-    assert notices[0].startswith("note: --checkpoint-activations has no effect: ")
+    parallel = config.parallel
+    assert (parallel.recompute_granularity, parallel.recompute_method) == ("full", "uniform")
+    assert parallel.recompute_num_layers == 1
+    assert capsys.readouterr().err == ""
 
 
 # What Megatron-LM v2.5 takes where a flag is not given (v3.0 and later for those that came later). It stores
@@ -115,7 +116,13 @@ NVIDIA_DEFAULTS = """
     --tokenizer-model None, --vocab-size None, --mock-data False, --data-cache-path None,
     --distributed-timeout-minutes 10, --lr-warmup-init 0.0, --lr-wsd-decay-style exponential,
     --lr-wsd-decay-iters None, --lr-wsd-decay-samples None, --train-data-path None, --valid-data-path None,
-    --test-data-path None
+    --test-data-path None, --tensor-model-parallel-size 1, --sequence-parallel False,
+    --pipeline-model-parallel-size 1, --num-layers-per-virtual-pipeline-stage None,
+    --decoder-first-pipeline-num-layers None, --decoder-last-pipeline-num-layers None,
+    --no-scatter-gather-tensors-in-pipeline False, --use-distributed-optimizer False, --overlap-grad-reduce False,
+    --overlap-param-gather False, --grad-reduce-in-bf16 False, --recompute-activations False,
+    --recompute-granularity None, --recompute-method None, --checkpoint-activations False,
+    --distribute-saved-activations False, --distribute-checkpointed-activations False
 """
 # Defaults that are written differently and mean the same, or that depart on purpose.
 OTHER_DEFAULTS = {
@@ -125,8 +132,12 @@ OTHER_DEFAULTS = {
     "--num-query-groups": None,  # 1; here too, with --group-query-attention
     "--wandb-project": None,  # '', which is the same
     "--wandb-exp-name": None,
+    "--ddp-bucket-size": 40_000_000,  # None, which becomes 40 million, or more with many replicas
+    "--recompute-num-layers": None,  # 1; here too, with full recomputation
+    "--checkpoint-num-layers": None,
 }
 OURS_ALONE = {"--device", "--keep-last", "--metrics-path", "--no-progress", "--no-mask-padded-vocab"}
+OURS_ALONE |= {"--pipeline-schedule"}
 # As the README of v2.5 calls --vocab-file, and HEAD the flag that v3.0 spells with an underscore.
 ALIASES = {"--vocab", "--use-checkpoint-opt-param-scheduler"}
 
@@ -155,9 +166,14 @@ def test_what_is_not_given_follows_from_the_rest() -> None:
 
 
 def test_a_switch_that_is_given_changes_its_default() -> None:
+    needs = {
+        "sequence_parallel": "--tensor-model-parallel-size 2",
+        "overlap_param_gather": "--use-distributed-optimizer",
+        "distribute_saved_activations": "--tensor-model-parallel-size 2 --recompute-granularity full",
+    }
     for part, field, kind in all_flags():
         if kind is bool:
-            config = parse(flag_name(field))
+            config = parse(f"{flag_name(field)} {needs.get(field.name, '')}")
             assert getattr(getattr(config, part), field.name) is not field.default, field.name
 
 
@@ -477,7 +493,8 @@ def test_reading_the_command_line_needs_no_torch() -> None:
     ("flags", "said"),
     [
         ("--lr x", "error: --lr: 'x' is not a number"),
-        ("--tensor-model-parallel-size 8", "error: --tensor-model-parallel-size 8 is not supported: "),
+        ("--tensor-model-parallel-size 8", "error: --tensor-model-parallel-size 8 times "),
+        ("--context-parallel-size 2", "error: --context-parallel-size 2 is not supported: "),
         ("--config none.yaml", "error: --config none.yaml: cannot be read (No such file or directory)"),
     ],
 )

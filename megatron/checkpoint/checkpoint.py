@@ -3,6 +3,7 @@
     state.json               iteration, position in the data, configuration, schedule, vocabulary
     model.safetensors        every parameter by its global name, in the dtype of the model
     optimizer.safetensors    `master/NAME` (fp32 weights, where the model is not fp32), `exp_avg/NAME`, ...
+                             (where several processes share the model: model-00001-of-00004.safetensors, ...)
     tokenizer/               the tokenizer's files, so that the folder can be used on its own
 
 Nothing in it can run code when loaded: tensors are safetensors, everything else is JSON.
@@ -16,23 +17,28 @@ import shutil
 from pathlib import Path
 from typing import Any, TypeVar
 
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.pieces import Pieces, file_name, write_pieces
 from megatron.checkpoint.storage import (
+    begin_checkpoint,
     discard_older,
+    finish_checkpoint,
     folder_of,
     iterations,
     newest_iteration,
     replace_text,
-    write_checkpoint,
+    temporary_folder,
 )
 from megatron.flags import LARGEST, Config, InputError, flag_name
 from megatron.model.config import ModelConfig
 from megatron.optim.buffer import ParamBuffer
+from megatron.optim.layout import Entry
 from megatron.optim.optimizer import Optimizer
+from megatron.parallel.collectives import all_reduce_max, together
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.slices import GlobalSlice
 
 C = TypeVar("C", bound=Config)
 
@@ -48,8 +54,6 @@ FREE = {
     "mask_padded_vocab",
     "max_position_embeddings",  # free without a table of positions; with one its rows are compared
 }
-# Tables with a row for every id; how many rows of padding follow is not part of the model.
-VOCABULARY_TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +66,10 @@ class Checkpoint:
     @property
     def iteration(self) -> int:
         return self.state["iteration"]
+
+    def pieces(self, kind: str) -> Pieces:
+        """The tensors of the `kind` "model" or "optimizer"."""
+        return Pieces(self.folder, kind, self.state["files"])
 
 
 def find_checkpoint(load: str, save: str | None) -> Checkpoint | None:
@@ -135,6 +143,7 @@ STATE_FIELDS = {
     "history": _is_history,
     "vocab_size": _is_count,
     "padded_vocab_size": _is_count,
+    "files": lambda value: _is_count(value) and value > 0,
     "optimizer_steps": lambda value: value is None or _is_count(value),
     "schedule": lambda value: isinstance(value, dict),
     "config": lambda value: isinstance(value, dict) and all(isinstance(v, dict) for v in value.values()),
@@ -152,6 +161,7 @@ def save_checkpoint(
     root: Path,
     state: dict[str, Any],
     *,
+    mesh: Mesh,
     buffer: ParamBuffer,
     optimizer: Optimizer | None,
     tokenizer_files: list[Path],
@@ -159,93 +169,118 @@ def save_checkpoint(
 ) -> None:
     """Write a checkpoint of `state["iteration"]`, and delete the oldest beyond `keep_last`.
 
+    Every process must take part: of each replica's processes those of the first write, each what it holds.
+
     Args:
         optimizer: None to leave its state out.
+
+    Raises:
+        OSError: it cannot be written; raised by all processes if by one.
     """
-    state = {"format": FORMAT, "version": VERSION, "optimizer_steps": None, **state}
-    with write_checkpoint(root, state["iteration"]) as folder:
-        _save_tensors(folder / "model.safetensors", buffer.named(buffer.params))
-        if optimizer is not None:
-            state["optimizer_steps"] = optimizer.steps
-            _save_tensors(folder / "optimizer.safetensors", _optimizer_tensors(buffer, optimizer))
-        if tokenizer_files:
-            (folder / "tokenizer").mkdir()
-            for file in tokenizer_files:
-                shutil.copyfile(file, folder / "tokenizer" / file.name)
-        (folder / "state.json").write_text(
-            json.dumps(state, indent=1, allow_nan=False) + "\n", encoding="utf-8"
-        )
-    if keep_last is not None:
-        discard_older(root, state["iteration"], keep_last)
+    iteration, files = state["iteration"], mesh.pp.size * mesh.tp.size
+    state = {"format": FORMAT, "version": VERSION, "files": files, "optimizer_steps": None, **state}
+    tensors = {"model": _model_tensors(buffer)}
+    if optimizer is not None:
+        state["optimizer_steps"] = optimizer.steps
+        tensors["optimizer"] = _optimizer_tensors(buffer, optimizer)
+    folder, number = temporary_folder(root, iteration), mesh.pp.rank * mesh.tp.size + mesh.tp.rank
+    try:
+        with together(mesh.world):
+            if mesh.is_first:
+                begin_checkpoint(root, iteration)
+        with together(mesh.world):
+            if mesh.dp.rank == 0:
+                for kind, pieces in tensors.items():
+                    write_pieces(folder / file_name(kind, number, files), pieces)
+            if mesh.is_first:
+                _write_rest(folder, state, tokenizer_files)
+        with together(mesh.world):
+            if mesh.is_first:
+                finish_checkpoint(root, iteration)
+    except BaseException:
+        if mesh.is_first:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    if keep_last is not None and mesh.is_first:
+        discard_older(root, iteration, keep_last)
+
+
+def _write_rest(folder: Path, state: dict[str, Any], tokenizer_files: list[Path]) -> None:
+    if tokenizer_files:
+        (folder / "tokenizer").mkdir()
+        for file in tokenizer_files:
+            shutil.copyfile(file, folder / "tokenizer" / file.name)
+    (folder / "state.json").write_text(json.dumps(state, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _model_tensors(buffer: ParamBuffer) -> dict[str, tuple[GlobalSlice, Tensor]]:
+    tensors = {}
+    for entry in buffer.entries:
+        _add_piece(tensors, entry.name, entry, entry.view(buffer.params), buffer)
+    return tensors
+
+
+def _optimizer_tensors(buffer: ParamBuffer, optimizer: Optimizer) -> dict[str, tuple[GlobalSlice, Tensor]]:
+    kinds = optimizer.moments if buffer.is_fp32 else {"master": buffer.masters, **optimizer.moments}
+    tensors = {}
+    for kind, owned in kinds.items():
+        for entry, values in buffer.named(owned):
+            _add_piece(tensors, f"{kind}/{entry.name}", entry, values, buffer)
+    return tensors
+
+
+def _add_piece(tensors: dict, name: str, entry: Entry, values: Tensor, buffer: ParamBuffer) -> None:
+    """Add what this process is to write of a parameter's values: what no other process of its replica does."""
+    rows = entry.counted(buffer.mesh.tp)
+    if buffer.mesh.dp.rank > 0 or not rows:
+        return
+    place = entry.place
+    if place.dim == 0:
+        place, values = place.part(rows), torch.cat([values[begin:end] for begin, end in rows])
+    tensors[name] = place, values.detach().cpu()
 
 
 def load_into(checkpoint: Checkpoint, buffer: ParamBuffer, optimizer: Optimizer | None) -> None:
-    """Fill weights, and with `optimizer` its state, from a checkpoint.
+    """Fill weights, and with `optimizer` its state, from a checkpoint of any layout. Every process must take part.
 
     Raises:
         InputError: a file is missing or torn, or a tensor is missing, unknown or of another shape.
     """
-    tensors = _load_tensors(checkpoint.folder / "model.safetensors")
-    _copy_tensors(checkpoint, "model.safetensors", tensors, buffer.named(buffer.master))
-    if optimizer is not None:
-        if checkpoint.state.get("optimizer_steps") is None:
-            raise InputError(
-                f"{checkpoint.folder}: was saved without the state of the optimizer (--no-save-optim); "
-                "load it with --no-load-optim or --finetune"
-            )
-        tensors = _load_tensors(checkpoint.folder / "optimizer.safetensors")
-        # Where the file has no master weights the model was fp32, and its parameters are the masters.
-        wanted = _optimizer_tensors(buffer, optimizer)
-        if not any(name.startswith("master/") for name in tensors):
-            wanted = {name: t for name, t in wanted.items() if not name.startswith("master/")}
-        elif buffer.master is buffer.params:
-            wanted |= {f"master/{name}": t for name, t in buffer.named(buffer.master).items()}
-        _copy_tensors(checkpoint, "optimizer.safetensors", tensors, wanted)
-        optimizer.steps = checkpoint.state["optimizer_steps"]
-    buffer.copy_master_to_params()
+    weights = checkpoint.pieces("model")
+    _check_known(weights, {entry.name for entry in buffer.entries}, buffer.mesh)
+    if optimizer is None:
+        for entry in buffer.entries:
+            buffer.set_weights(entry, weights.read(entry.name, entry.place))
+        return
+    if checkpoint.state["optimizer_steps"] is None:
+        raise InputError(
+            f"{checkpoint.folder}: was saved without the state of the optimizer (--no-save-optim); "
+            "load it with --no-load-optim or --finetune"
+        )
+    state = checkpoint.pieces("optimizer")
+    # Where the files have no master weights the model was fp32, and its parameters are the masters.
+    has_master = any(name.startswith("master/") for name in state.pieces)
+    kinds = (*optimizer.moments, "master") if has_master else tuple(optimizer.moments)
+    names = {f"{kind}/{entry.name}" for kind in kinds for entry in buffer.entries}
+    _check_known(state, names, buffer.mesh)
+    for entry in buffer.entries:
+        source, name = (state, f"master/{entry.name}") if has_master else (weights, entry.name)
+        buffer.set_weights(entry, source.read(name, entry.place))
+        for kind, owned in optimizer.moments.items():
+            buffer.put(entry, state.read(f"{kind}/{entry.name}", entry.place), owned)
+    optimizer.steps = checkpoint.state["optimizer_steps"]
 
 
-def _optimizer_tensors(buffer: ParamBuffer, optimizer: Optimizer) -> dict[str, Tensor]:
-    flats = dict(optimizer.moments)
-    if buffer.master is not buffer.params:
-        flats["master"] = buffer.master
-    return {f"{kind}/{name}": t for kind, flat in flats.items() for name, t in buffer.named(flat).items()}
-
-
-def _save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    safetensors.torch.save_file({name: t.detach().cpu() for name, t in tensors.items()}, path)
-
-
-def _load_tensors(path: Path) -> dict[str, Tensor]:
-    try:
-        return safetensors.torch.load_file(path)
-    except FileNotFoundError:
-        raise InputError(f"{path}: is missing; the checkpoint is not whole") from None
-    except (safetensors.SafetensorError, OSError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read ({error})") from None
-
-
-def _copy_tensors(
-    checkpoint: Checkpoint, file: str, source: dict[str, Tensor], target: dict[str, Tensor]
-) -> None:
-    path = checkpoint.folder / file
-    for what, names in (
-        ("lacks", target.keys() - source.keys()),
-        ("has unknown", source.keys() - target.keys()),
-    ):
-        if names:
-            shown = ", ".join(sorted(names)[:10]) + (", ..." if len(names) > 10 else "")
-            raise InputError(f"{path}: {what} {len(names)} tensor(s): {shown}")
-    for name, tensor in target.items():
-        given = source[name]
-        if name.endswith(VOCABULARY_TABLES) and given.dim() == 2:
-            rows = max(checkpoint.state["vocab_size"], min(len(given), len(tensor)))
-            given, tensor = given[:rows], tensor[:rows]
-        if given.shape != tensor.shape:
-            raise InputError(
-                f"{path}: {name} has shape {tuple(given.shape)}, but the model has {tuple(tensor.shape)}"
-            )
-        tensor.copy_(given)
+def _check_known(pieces: Pieces, wanted: set[str], mesh: Mesh) -> None:
+    """Make sure that the files hold no tensor that no stage of the model has."""
+    names = sorted(pieces.pieces)
+    known = all_reduce_max(torch.tensor([name in wanted for name in names], dtype=torch.int32), mesh.pp)
+    unknown = [name for name, yes in zip(names, known.tolist(), strict=True) if not yes]
+    if unknown:
+        shown = ", ".join(unknown[:10]) + (", ..." if len(unknown) > 10 else "")
+        raise InputError(
+            f"{pieces.folder / pieces.kind}*.safetensors: has unknown {len(unknown)} tensor(s): {shown}"
+        )
 
 
 def model_config(checkpoint: Checkpoint) -> ModelConfig:
@@ -277,6 +312,7 @@ def check_architecture(checkpoint: Checkpoint, config: ModelConfig) -> None:
 
 def load_weights(checkpoint: Checkpoint, model: torch.nn.Module) -> None:
     """Fill a model that is not trained further (evaluation, generation) from a checkpoint."""
-    tensors = _load_tensors(checkpoint.folder / "model.safetensors")
+    weights = checkpoint.pieces("model")
     with torch.no_grad():
-        _copy_tensors(checkpoint, "model.safetensors", tensors, dict(model.named_parameters()))
+        for name, p in model.named_parameters():
+            p.copy_(weights.read(name, p.place))

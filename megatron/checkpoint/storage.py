@@ -12,8 +12,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from megatron.flags import InputError
@@ -48,25 +46,27 @@ def newest_iteration(root: Path) -> int | None:
     return int(text)
 
 
-@contextmanager
-def write_checkpoint(root: Path, iteration: int) -> Iterator[Path]:
-    """A temporary folder to write into, which becomes the newest checkpoint when the block ends well."""
-    folder = folder_of(root, iteration)
-    temporary = root / f".writing-{folder.name}"
+def begin_checkpoint(root: Path, iteration: int) -> None:
+    """Make the temporary folder that a checkpoint is written into."""
     for left in (*root.glob(".writing-iter_*"), *root.glob(".deleting-iter_*")):  # by a run that was killed
         shutil.rmtree(left)
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary
-        for path in sorted(temporary.rglob("*"), reverse=True):
-            sync(path)
-        sync(temporary)
-        if folder.exists():
-            discard(folder)
-        temporary.rename(folder)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    temporary_folder(root, iteration).mkdir(parents=True)
+
+
+def temporary_folder(root: Path, iteration: int) -> Path:
+    """Where the checkpoint of an iteration is written."""
+    return root / f".writing-{folder_of(root, iteration).name}"
+
+
+def finish_checkpoint(root: Path, iteration: int) -> None:
+    """Make the temporary folder, whose files are written and synced, the newest checkpoint."""
+    folder, temporary = folder_of(root, iteration), temporary_folder(root, iteration)
+    for path in sorted(temporary.rglob("*"), reverse=True):
+        sync(path)
+    sync(temporary)
+    if folder.exists():
+        discard(folder)
+    temporary.rename(folder)
     sync(root)
     replace_text(root / TRACKER, str(iteration))
 

@@ -1,24 +1,29 @@
 """The transformer that GPT and BERT are made of.
 
 Shapes in names: s sequence, b batch, h hidden, n query heads, g key/value heads (groups), d head width,
-f MLP width, t keys, which with a cache are more than the queries.
+f MLP width, t keys, which with a cache are more than the queries. With tensor parallelism n, g and f count those
+of this process; with sequence parallelism the s of what lies between attention and MLP does too.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.model.config import ModelConfig
-from megatron.model.parameters import Init, normal, ones, parameter, xavier_uniform, zeros
+from megatron.model.layers import ColumnParallelLinear, RowParallelLinear, TensorParallel
 from megatron.ops.activation import gelu, swiglu
 from megatron.ops.attention import attention
 from megatron.ops.norm import layer_norm, rms_norm
 from megatron.ops.rotary import rotate
+from megatron.parallel.parameters import Init, normal, ones, parameter, xavier_uniform, zeros
+from megatron.parallel.random import DropoutKey, dropout, seed_dropout
+from megatron.parallel.recompute import Recompute, rerun, rerun_attention
+from megatron.parallel.slices import Range
 
 
 class KVCache:
@@ -45,34 +50,24 @@ class KVCache:
 
 
 @dataclasses.dataclass
-class AttentionContext:
-    """What every layer's attention needs beside its input."""
+class Context:
+    """What every layer needs beside its input."""
 
     rotary: tuple[Tensor, Tensor] | None = None  # cosine and sine, each [b, 1, s, channels]
     mask_bst: Tensor | None = None  # true where attention is allowed; None means causal
     cache: KVCache | None = None
-
-
-class Linear(nn.Module):
-    """x Wᵀ + b, with W [outputs, inputs] as in torch."""
-
-    def __init__(self, inputs: int, outputs: int, *, bias: bool, init: Init) -> None:
-        super().__init__()
-        self.weight = parameter(outputs, inputs, init=init)
-        self.bias = parameter(outputs, init=zeros) if bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+    dropout_key: DropoutKey = None
 
 
 class Norm(nn.Module):
     """LayerNorm or RMSNorm, after `--normalization`."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
         self.epsilon = config.norm_epsilon
-        self.weight = parameter(config.hidden_size, init=ones)
-        self.bias = parameter(config.hidden_size, init=zeros) if config.normalization == "LayerNorm" else None
+        place = tp.replicated(config.hidden_size)
+        self.weight = parameter(place, ones)
+        self.bias = parameter(place, zeros) if config.normalization == "LayerNorm" else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bias is None:
@@ -80,9 +75,11 @@ class Norm(nn.Module):
         return layer_norm(x, self.weight, self.bias, self.epsilon)
 
 
-def input_init(config: ModelConfig) -> Init:
-    """Initial values of the layers that read the residual stream."""
-    return xavier_uniform if config.init_method_xavier_uniform else normal(config.init_method_std)
+def input_init(config: ModelConfig, outputs: int) -> Init:
+    """Initial values of the layers that read the residual stream and have so many outputs."""
+    if config.init_method_xavier_uniform:
+        return xavier_uniform(config.hidden_size, outputs)
+    return normal(config.init_method_std)
 
 
 def output_init(config: ModelConfig) -> Init:
@@ -92,61 +89,114 @@ def output_init(config: ModelConfig) -> Init:
 
 
 class SelfAttention(nn.Module):
-    """Multi-head attention, with heads of keys and values shared among groups of query heads."""
+    """Multi-head attention, with heads of keys and values shared among groups of query heads.
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    Tensor parallelism divides the query heads. It divides the groups too where there are enough of them;
+    otherwise every process holds the keys and values of all groups, and uses those of the one that its queries
+    belong to.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, recompute: Recompute) -> None:
         super().__init__()
-        self.layer = layer
-        self.config = config
-        heads, groups, width = config.num_attention_heads, config.num_query_groups, config.kv_channels
-        # Rows of the joint projection: for each group its query heads, its key, its value.
-        self.linear_qkv = Linear(
+        self.layer, self.tp = layer, tp
+        self.dropout = config.attention_dropout
+        self.recompute = recompute.granularity == "selective"
+        self.width = config.kv_channels
+        self.groups = max(config.num_query_groups // tp.axis.size, 1)
+        heads = config.num_attention_heads // tp.axis.size
+        self.queries = heads // self.groups  # of each group
+        outputs = (config.num_attention_heads + 2 * config.num_query_groups) * config.kv_channels
+        # Rows of the whole projection: for each group its query heads, its key, its value.
+        ranges = shared = None
+        self.own_group: Range | None = None
+        if config.num_query_groups < tp.axis.size:
+            ranges, shared, self.own_group = self._shared_groups(config, heads)
+        self.linear_qkv = ColumnParallelLinear(
             config.hidden_size,
-            (heads + 2 * groups) * width,
+            outputs,
             bias=config.add_bias_linear,
-            init=input_init(config),
+            init=input_init(config, outputs),
+            tp=tp,
+            ranges=ranges,
+            shared=shared or (),
         )
-        self.linear_proj = Linear(
-            heads * width, config.hidden_size, bias=config.add_bias_linear, init=output_init(config)
+        self.linear_proj = RowParallelLinear(
+            config.num_attention_heads * config.kv_channels,
+            config.hidden_size,
+            bias=config.add_bias_linear,
+            init=output_init(config),
+            tp=tp,
         )
 
-    def forward(self, x_sbh: Tensor, context: AttentionContext) -> Tensor:
-        q_bnsd, k_bgsd, v_bgsd = self.split_heads(self.linear_qkv(x_sbh))
+    def _shared_groups(
+        self, config: ModelConfig, heads: int
+    ) -> tuple[tuple[Range, ...], tuple[Range, ...], Range]:
+        """Rows of the projection here: `heads` queries, then keys and values of all groups; which of these rows
+        all processes hold, and which are the keys and values that the queries here go with."""
+        d, per_group = self.width, config.num_attention_heads // config.num_query_groups
+        stride = (per_group + 2) * d
+        group, first = divmod(self.tp.axis.rank * heads, per_group)
+        begin = group * stride + first * d
+        keys_values = tuple(
+            (g * stride + per_group * d, (g + 1) * stride) for g in range(config.num_query_groups)
+        )
+        rows = heads * d
+        own = (rows + 2 * d * group, rows + 2 * d * (group + 1))
+        return ((begin, begin + rows), *keys_values), ((rows, rows + 2 * d * len(keys_values)),), own
+
+    def forward(self, x_sbh: Tensor, context: Context) -> Tensor:
+        q_bnsd, k_bgsd, v_bgsd = self.split_heads(self.linear_qkv(x_sbh, self._used))
         if context.rotary is not None:
             q_bnsd, k_bgsd = rotate(q_bnsd, *context.rotary), rotate(k_bgsd, *context.rotary)
         if context.cache is not None:
             k_bgsd, v_bgsd = context.cache.extend(self.layer, k_bgsd, v_bgsd)
-        out_bnsd = attention(
-            q_bnsd,
-            k_bgsd,
-            v_bgsd,
-            mask_bst=context.mask_bst,
-            dropout=self.config.attention_dropout if self.training else 0.0,
-        )
+        attend = functools.partial(self._attend, context=context)
+        if self.recompute:
+            out_bnsd = rerun_attention(attend, q_bnsd, k_bgsd, v_bgsd)
+        else:
+            out_bnsd = attend(q_bnsd, k_bgsd, v_bgsd)
         return self.linear_proj(out_bnsd.permute(2, 0, 1, 3).flatten(2))
 
+    def _attend(self, q_bnsd: Tensor, k_bgsd: Tensor, v_bgsd: Tensor, context: Context) -> Tensor:
+        dropping = context.dropout_key is not None and self.dropout > 0
+        if dropping:
+            seed_dropout(context.dropout_key, self.layer, "attention", self.tp.axis.rank)
+        return attention(
+            q_bnsd, k_bgsd, v_bgsd, mask_bst=context.mask_bst, dropout=self.dropout if dropping else 0.0
+        )
+
+    def _used(self, rows: Tensor) -> Tensor:
+        """Of the rows of the projection held here those that are used here."""
+        if self.own_group is None:
+            return rows
+        queries = rows[: self.queries * self.width]
+        return torch.cat((queries, rows[slice(*self.own_group)]))
+
     def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[s, b, (n + 2g) d] to q [b, n, s, d], k and v [b, g, s, d]."""
+        """[s, b, (n + 2g) d] to q [b, n, s, d] and k, v [b, g, s, d]."""
         s, b, _ = qkv.shape
-        groups, width = self.config.num_query_groups, self.config.kv_channels
-        queries = self.config.num_attention_heads // groups
-        grouped = qkv.view(s, b, groups, queries + 2, width)
-        q, k, v = grouped.split((queries, 1, 1), dim=3)
+        grouped = qkv.view(s, b, self.groups, self.queries + 2, self.width)
+        q, k, v = grouped.split((self.queries, 1, 1), dim=3)
         return tuple(x.flatten(2, 3).permute(1, 2, 0, 3) for x in (q, k, v))
 
 
 class MLP(nn.Module):
     """Two linear layers with GELU between, or the gated form with SiLU (SwiGLU, arXiv 2002.05202)."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
         self.config = config
         h, f = config.hidden_size, config.ffn_hidden_size
+        begin, end = tp.part(f)
         # With a gate, the rows of the first layer are those of the gate and then those of the values.
-        self.linear_fc1 = Linear(
-            h, 2 * f if config.swiglu else f, bias=config.add_bias_linear, init=input_init(config)
+        ranges = ((begin, end), (f + begin, f + end)) if config.swiglu else ((begin, end),)
+        outputs = 2 * f if config.swiglu else f
+        self.linear_fc1 = ColumnParallelLinear(
+            h, outputs, bias=config.add_bias_linear, init=input_init(config, outputs), tp=tp, ranges=ranges
         )
-        self.linear_fc2 = Linear(f, h, bias=config.add_bias_linear, init=output_init(config))
+        self.linear_fc2 = RowParallelLinear(
+            f, h, bias=config.add_bias_linear, init=output_init(config), tp=tp
+        )
 
     def forward(self, x_sbh: Tensor) -> Tensor:
         x = self.linear_fc1(x_sbh)
@@ -157,30 +207,47 @@ class MLP(nn.Module):
 class TransformerLayer(nn.Module):
     """Pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x)), with dropout before each addition."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, recompute: Recompute) -> None:
         super().__init__()
+        self.layer, self.tp = layer, tp
         self.hidden_dropout = config.hidden_dropout
-        self.input_layernorm = Norm(config)
-        self.self_attention = SelfAttention(config, layer)
-        self.pre_mlp_layernorm = Norm(config)
-        self.mlp = MLP(config)
+        self.input_layernorm = Norm(config, tp)
+        self.self_attention = SelfAttention(config, layer, tp, recompute)
+        self.pre_mlp_layernorm = Norm(config, tp)
+        self.mlp = MLP(config, tp)
 
-    def forward(self, x_sbh: Tensor, context: AttentionContext) -> Tensor:
-        attended = self.self_attention(self.input_layernorm(x_sbh), context)
-        x_sbh = x_sbh + F.dropout(attended, self.hidden_dropout, self.training)
-        processed = self.mlp(self.pre_mlp_layernorm(x_sbh))
-        return x_sbh + F.dropout(processed, self.hidden_dropout, self.training)
+    def forward(self, x_sbh: Tensor, context: Context) -> Tensor:
+        x_sbh = x_sbh + self._drop(
+            self.self_attention(self.input_layernorm(x_sbh), context), context, "attended"
+        )
+        return x_sbh + self._drop(self.mlp(self.pre_mlp_layernorm(x_sbh)), context, "mlp")
+
+    def _drop(self, x: Tensor, context: Context, site: str) -> Tensor:
+        return dropout(x, self.hidden_dropout, context.dropout_key, self.layer, site, self.tp.stream)
 
 
 class Transformer(nn.Module):
-    """The layers, one after the other, and the final normalisation."""
+    """Layers one after the other, all of the model's or those of one chunk of it, and the final normalisation
+    after the last."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(
+        self, config: ModelConfig, layers: range, *, last: bool, tp: TensorParallel, recompute: Recompute
+    ) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(TransformerLayer(config, i) for i in range(config.num_layers))
-        self.final_layernorm = Norm(config)
+        # By their numbers in the whole model, so that names are the same in every layout.
+        self.layers = nn.ModuleDict({str(i): TransformerLayer(config, i, tp, recompute) for i in layers})
+        self.groups = recompute.groups(len(layers))
+        self.recompute = recompute
+        self.final_layernorm = Norm(config, tp) if last else None
 
-    def forward(self, x_sbh: Tensor, context: AttentionContext) -> Tensor:
-        for layer in self.layers:
-            x_sbh = layer(x_sbh, context)
-        return self.final_layernorm(x_sbh)
+    def forward(self, x_sbh: Tensor, context: Context) -> Tensor:
+        layers = list(self.layers.values())
+        for group, again in self.groups:
+
+            def run(x: Tensor, group: range = group) -> Tensor:
+                for i in group:
+                    x = layers[i](x, context)
+                return x
+
+            x_sbh = rerun(run, x_sbh, self.recompute.axis) if again else run(x_sbh)
+        return x_sbh if self.final_layernorm is None else self.final_layernorm(x_sbh)

@@ -1,25 +1,112 @@
-"""Collectives over an axis of the mesh; over an axis of size 1 each does nothing."""
+"""Collectives over an axis of the mesh, plain and differentiable; over an axis of size 1 each does nothing.
+
+The differentiable ones are g of arXiv 1909.08053 section 3 and its form along the sequence of arXiv 2205.05198
+section 4.2. Their conjugates, which communicate backward, are part of the column-parallel layer (`layers.py`),
+where that communication overlaps with work.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from megatron.parallel.mesh import Axis
+from megatron.flags import TrainingFault
+from megatron.parallel.mesh import ALONE, Axis
+
+# torch 2.13 has renamed these, and warns of the old names at every use.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def all_reduce_sum(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+@contextmanager
+def named(what: str, axis: Axis) -> Iterator[None]:
+    """Say of a communication that failed which it was, and among which processes."""
+    try:
+        yield
+    except RuntimeError as error:
+        ranks = ", ".join(map(str, axis.ranks[:16])) + (", ..." if len(axis.ranks) > 16 else "")
+        raise TrainingFault(
+            f"rank {dist.get_rank()} waited in {what} over the {axis.name} axis for the others of ranks {ranks}, "
+            f"and one of them is gone or did not come within --distributed-timeout-minutes: "
+            f"{str(error).splitlines()[0][:200]}"
+        ) from error
+
+
+@dataclasses.dataclass
+class Pending:
+    """A communication that has been started. `wait` gives its result."""
+
+    result: Tensor
+    work: dist.Work | None = None
+    what: str = ""
+    axis: Axis = ALONE
+
+    def done(self) -> bool:
+        """Whether it has ended; an error shows when it is waited for."""
+        return self.work is None or self.work.is_completed()
+
+    def wait(self) -> Tensor:
+        if self.work is not None:
+            with named(self.what, self.axis):
+                self.work.wait()
+            self.work = None
+        return self.result
+
+
+def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
+    """Begin to replace `x`, any shape, by its sum over the processes of `axis`, in place."""
+    if axis.size == 1:
+        return Pending(x)
+    with named("all-reduce", axis):
+        return Pending(x, dist.all_reduce(x, group=axis.group, async_op=True), "all-reduce", axis)
+
+
+def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pending:
+    """Begin to join `x` [n, ...] of all processes of `axis`, in order: [n · size, ...]. `out` may contain `x`."""
+    if axis.size == 1:
+        return Pending(x)
+    if out is None:
+        out = x.new_empty(x.shape[0] * axis.size, *x.shape[1:])
+    with named("all-gather", axis):
+        work = _gather(out, x.contiguous(), group=axis.group, async_op=True)
+    return Pending(out, work, "all-gather", axis)
+
+
+def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pending:
+    """Begin to sum `x` [n · size, ...] over `axis` and give this process its part [n, ...].
+
+    `out` may be that part of `x` itself.
+    """
+    if axis.size == 1:
+        return Pending(x)
+    if out is None:
+        out = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
+    with named("reduce-scatter", axis):
+        work = _reduce_scatter(out, x.contiguous(), group=axis.group, async_op=True)
+    return Pending(out, work, "reduce-scatter", axis)
+
+
+def all_reduce_sum(x: Tensor, axis: Axis) -> Tensor:
     """Replace `x`, any shape, by its sum over the processes of `axis`, in place."""
-    if axis.size > 1:
-        dist.all_reduce(x, dist.ReduceOp.SUM, group=axis.group)
-    return x
+    return start_all_reduce(x, axis).wait()
 
 
-def all_reduce_max(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:
     """Replace `x`, any shape, by its maximum over the processes of `axis`, in place."""
     if axis.size > 1:
-        dist.all_reduce(x, dist.ReduceOp.MAX, group=axis.group)
+        with named("all-reduce", axis):
+            dist.all_reduce(x, dist.ReduceOp.MAX, group=axis.group)
     return x
+
+
+def all_gather(x: Tensor, axis: Axis) -> Tensor:
+    """Join `x` [n, ...] of all processes of `axis`, in order: [n · size, ...]."""
+    return start_all_gather(x, axis).wait()
 
 
 def all_equal(value: int, axis: Axis) -> bool:
@@ -28,6 +115,52 @@ def all_equal(value: int, axis: Axis) -> bool:
     return largest == -smallest
 
 
-def barrier(axis: Axis) -> None:
-    """Wait until every process of `axis` has come here."""
-    all_reduce_sum(torch.zeros(1), axis)
+@contextmanager
+def together(axis: Axis) -> Iterator[None]:
+    """A block that every process of `axis` runs, and that an `OSError` ends on all if it ends it on one."""
+    failure: OSError | None = None
+    try:
+        yield
+    except OSError as error:
+        failure = error
+    failed = int(all_reduce_max(torch.tensor([0 if failure is None else axis.rank + 1]), axis))
+    if failure is not None:
+        raise failure
+    if failed:
+        raise OSError(f"rank {axis.ranks[failed - 1]} could not do its part")
+
+
+def share(x: Tensor, axis: Axis) -> Tensor:
+    """This process's part of `x` [n · size, ...] that all of `axis` hold: [n, ...]."""
+    return x if axis.size == 1 else x.chunk(axis.size)[axis.rank].contiguous()
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, axis: Axis) -> Tensor:
+        return all_reduce_sum(x.contiguous(), axis)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _ReduceScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return start_reduce_scatter(x, axis).wait()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return all_gather(grad, ctx.axis), None
+
+
+def reduce_from(x: Tensor, axis: Axis) -> Tensor:
+    """g of the paper: the sum of `x` over `axis`; backward passes the gradient on."""
+    return x if axis.size == 1 else _Reduce.apply(x, axis)
+
+
+def reduce_scatter_sequence(x: Tensor, axis: Axis) -> Tensor:
+    """[s, ...] of each to [s / size, ...] of their sum; backward gathers the gradient along the sequence."""
+    return x if axis.size == 1 else _ReduceScatterSequence.apply(x, axis)

@@ -4,16 +4,140 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron.flags import Config, flag
+from megatron.flags import Config, InputError, flag
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Config):
-    """How the processes that torchrun starts share the work."""
+    """How the processes that torchrun starts share the work. What is not given to the tensor- and
+    pipeline-parallel axes replicates the model (data parallelism)."""
 
+    tensor_model_parallel_size: int = flag(1, "processes that share every layer", low=1)
+    sequence_parallel: bool = flag(
+        False, "also split what tensor parallelism does not, norms and dropout, along the sequence"
+    )
+    pipeline_model_parallel_size: int = flag(1, "stages that the layers are divided into", low=1)
+    pipeline_schedule: str | None = flag(
+        None,
+        "order of forward and backward passes on a stage (default: 1f1b, or interleaved with "
+        "--num-layers-per-virtual-pipeline-stage)",
+        choices=("gpipe", "1f1b", "interleaved"),
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = flag(
+        None, "give each process several chunks of so many layers in place of one stage (interleaved)", low=1
+    )
+    decoder_first_pipeline_num_layers: int | None = flag(None, "layers of the first stage", low=0)
+    decoder_last_pipeline_num_layers: int | None = flag(None, "layers of the last stage", low=0)
+    scatter_gather_tensors_in_pipeline: bool = flag(
+        True, "send whole activations from each tensor-parallel process of a stage, not its share"
+    )
+    use_distributed_optimizer: bool = flag(
+        False, "divide master weights and optimizer state among the data-parallel replicas (ZeRO-1)"
+    )
+    overlap_grad_reduce: bool = flag(False, "reduce gradients over replicas while backward still runs")
+    overlap_param_gather: bool = flag(
+        False, "gather updated parameters while forward already runs, with --use-distributed-optimizer"
+    )
+    grad_reduce_in_bf16: bool = flag(False, "reduce gradients over replicas in bf16 (default: fp32)")
+    ddp_bucket_size: int = flag(
+        40_000_000, "elements of gradient that are reduced over replicas at once", low=1
+    )
+    recompute_activations: bool = flag(
+        False, "shorthand for --recompute-granularity selective", name="--recompute-activations"
+    )
+    recompute_granularity: str | None = flag(
+        None,
+        "compute again in backward, to save memory: attention alone (selective) or whole layers (full)",
+        choices=("selective", "full"),
+    )
+    recompute_method: str | None = flag(
+        None,
+        "with full: keep the input of every group of layers (uniform), or recompute the first layers of each "
+        "stage alone (block)",
+        choices=("uniform", "block"),
+    )
+    recompute_num_layers: int | None = flag(
+        None,
+        "layers of a group (uniform), or layers recomputed in each stage (block) (default: 1)",
+        low=1,
+        aliases=("--checkpoint-num-layers",),
+    )
+    checkpoint_activations: bool = flag(
+        False, "shorthand for --recompute-granularity full --recompute-method uniform"
+    )
+    distribute_saved_activations: bool = flag(
+        False,
+        "with full: divide the kept inputs of layers among the tensor-parallel processes",
+        aliases=("--distribute-checkpointed-activations",),
+    )
     distributed_backend: str | None = flag(
         None, "communication library (default: nccl on GPUs, gloo on CPUs)", choices=("nccl", "gloo")
     )
     distributed_timeout_minutes: int = flag(
         10, "how long a process waits in a collective for the others before it stops", low=1, high=10**6
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._resolve_recompute()
+        self._resolve_pipeline()
+        if self.tensor_model_parallel_size == 1 and self.sequence_parallel:
+            raise InputError("--sequence-parallel needs --tensor-model-parallel-size above 1")
+        if self.overlap_param_gather and not self.use_distributed_optimizer:
+            raise InputError("--overlap-param-gather needs --use-distributed-optimizer")
+
+    def _resolve_recompute(self) -> None:
+        if self.recompute_activations and self.checkpoint_activations:
+            raise InputError("give --recompute-activations or --checkpoint-activations, and not both")
+        for name, given, meaning in (
+            ("--recompute-activations", self.recompute_activations, "selective"),
+            ("--checkpoint-activations", self.checkpoint_activations, "full"),
+        ):
+            if given and self.recompute_granularity not in (None, meaning):
+                raise InputError(f"{name} means --recompute-granularity {meaning}; leave one of them out")
+            if given:
+                object.__setattr__(self, "recompute_granularity", meaning)
+        full = self.recompute_granularity == "full"
+        for name, value in (
+            ("--recompute-method", self.recompute_method),
+            ("--recompute-num-layers", self.recompute_num_layers),
+            ("--distribute-saved-activations", self.distribute_saved_activations or None),
+        ):
+            if value is not None and not full:
+                raise InputError(f"{name} needs --recompute-granularity full")
+        if full:
+            object.__setattr__(self, "recompute_method", self.recompute_method or "uniform")
+            object.__setattr__(self, "recompute_num_layers", self.recompute_num_layers or 1)
+        if self.distribute_saved_activations:
+            if self.tensor_model_parallel_size == 1:
+                raise InputError("--distribute-saved-activations needs --tensor-model-parallel-size above 1")
+            if self.sequence_parallel:
+                raise InputError(
+                    "--distribute-saved-activations has nothing to divide with --sequence-parallel; leave it out"
+                )
+
+    def _resolve_pipeline(self) -> None:
+        stages, per_chunk = self.pipeline_model_parallel_size, self.num_layers_per_virtual_pipeline_stage
+        if per_chunk is not None and stages == 1:
+            raise InputError(
+                "--num-layers-per-virtual-pipeline-stage needs --pipeline-model-parallel-size above 1"
+            )
+        schedule = self.pipeline_schedule or ("1f1b" if per_chunk is None else "interleaved")
+        if (schedule == "interleaved") != (per_chunk is not None):
+            raise InputError(
+                f"--pipeline-schedule: {schedule} "
+                + (
+                    "needs --num-layers-per-virtual-pipeline-stage"
+                    if per_chunk is None
+                    else f"does not go with --num-layers-per-virtual-pipeline-stage {per_chunk}"
+                )
+            )
+        object.__setattr__(self, "pipeline_schedule", schedule)
+        uneven = (self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers)
+        for name, value in zip(
+            ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"), uneven, strict=True
+        ):
+            if value is not None and stages == 1:
+                raise InputError(f"{name} needs --pipeline-model-parallel-size above 1")
+            if value is not None and per_chunk is not None:
+                raise InputError(f"{name} does not go with --num-layers-per-virtual-pipeline-stage")

@@ -9,42 +9,54 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.flags import InputError
 from megatron.parallel.config import ParallelConfig
+
+# The axes and what a person calls them, the slowest first: neighbours in tp are neighbours in rank.
+AXES = {"pp": "pipeline", "dp": "data-parallel", "cp": "context-parallel", "tp": "tensor-parallel"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
     """This process's place among the processes that differ from it in one coordinate alone.
 
-    `group` is None where these are all processes of the run.
+    `group` is None where these are all processes of the run. `ranks` are theirs in the whole run.
     """
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
+    name: str = "whole run"
+    ranks: tuple[int, ...] = (0,)
+
+
+ALONE = Axis()
 
 
 @dataclasses.dataclass(frozen=True)
 class Mesh:
     """All processes of the run. `world` holds every process; the other axes split it.
 
-    Only the data-parallel axis can be larger than 1 so far.
+    `ends` holds the first and the last stage of this process's pipeline, which keep tied embeddings equal; on
+    other stages, and without a pipeline, it is of size 1.
     """
 
     device: torch.device
-    world: Axis = Axis()
-    pp: Axis = Axis()
-    dp: Axis = Axis()
-    cp: Axis = Axis()
-    tp: Axis = Axis()
+    world: Axis = ALONE
+    pp: Axis = ALONE
+    dp: Axis = ALONE
+    cp: Axis = ALONE
+    tp: Axis = ALONE
+    ends: Axis = ALONE
 
     @property
     def is_first(self) -> bool:
@@ -78,20 +90,45 @@ def _environment(name: str, default: int | None = None) -> int:
     return int(text)
 
 
+def world_size() -> int:
+    """How many processes torchrun started; 1 without it."""
+    return _environment("WORLD_SIZE", 1)
+
+
+def axis_sizes(config: ParallelConfig, processes: int) -> dict[str, int]:
+    """Size of each axis.
+
+    Raises:
+        InputError: the processes do not divide into whole replicas of the model.
+    """
+    tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    if processes % (tp * pp):
+        fitting = [n for n in (processes // (tp * pp) * tp * pp, -(-processes // (tp * pp)) * tp * pp) if n]
+        raise InputError(
+            f"--tensor-model-parallel-size {tp} times --pipeline-model-parallel-size {pp} makes replicas of "
+            f"{tp * pp} processes, which does not divide the {processes} started; start "
+            f"{' or '.join(map(str, dict.fromkeys(fitting)))}, or choose sizes whose product divides {processes}"
+        )
+    return {"pp": pp, "dp": processes // (tp * pp), "cp": 1, "tp": tp}
+
+
 @contextmanager
 def init_mesh(config: ParallelConfig, device: torch.device) -> Iterator[Mesh]:
     """Join the processes that torchrun started into one mesh, for the length of a `with` block.
 
     Raises:
-        InputError: the backend cannot serve the device.
+        InputError: the processes do not fit the layout, or the backend cannot serve the device.
     """
-    world_size = _environment("WORLD_SIZE", 1)
-    if world_size == 1:
+    processes = world_size()
+    sizes = axis_sizes(config, processes)
+    if processes == 1:
         yield Mesh(device=device)
         return
     backend = config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
     if backend == "nccl" and device.type != "cuda":
         raise InputError("--distributed-backend: nccl needs GPUs; on CPUs use gloo")
+    if backend == "gloo" and device.type == "cuda":
+        _check_gloo_on_gpu(config)
     for name in ("RANK", "MASTER_PORT"):
         _environment(name)
     dist.init_process_group(
@@ -101,9 +138,50 @@ def init_mesh(config: ParallelConfig, device: torch.device) -> Iterator[Mesh]:
         device_id=device if backend == "nccl" else None,
     )
     try:
-        # No group is named, which means all processes: a reference kept here would outlive the communication,
-        # and gloo's threads abort a process that ends before they are joined.
-        world = Axis(dist.get_rank(), world_size)
-        yield Mesh(device=device, world=world, dp=world)
+        yield _arrange(sizes, device)
     finally:
         dist.destroy_process_group()
+
+
+def _check_gloo_on_gpu(config: ParallelConfig) -> None:
+    """Gloo sums GPU tensors, but neither sends nor gathers them."""
+    needs = {
+        "--pipeline-model-parallel-size": config.pipeline_model_parallel_size > 1,
+        "--sequence-parallel": config.sequence_parallel,
+        "--use-distributed-optimizer": config.use_distributed_optimizer,
+        "--distribute-saved-activations": config.distribute_saved_activations,
+    }
+    for name, given in needs.items():
+        if given:
+            raise InputError(f"--distributed-backend: gloo on GPUs cannot serve {name}; use nccl")
+
+
+def _arrange(sizes: dict[str, int], device: torch.device) -> Mesh:
+    rank = dist.get_rank()
+    layout = torch.arange(math.prod(sizes.values())).view(*sizes.values())
+    device_mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    place = [int(index) for index in (layout == rank).nonzero()[0]]
+    axes = {}
+    for dim, (name, size) in enumerate(sizes.items()):
+        line: list = list(place)
+        line[dim] = slice(None)
+        ranks = tuple(layout[tuple(line)].tolist())
+        group = device_mesh.get_group(name) if size > 1 else None
+        axes[name] = Axis(place[dim], size, group, AXES[name], ranks)
+    world = Axis(rank, dist.get_world_size(), name="whole run", ranks=tuple(range(dist.get_world_size())))
+    return Mesh(device=device, world=world, ends=_ends(layout, axes["pp"]), **axes)
+
+
+def _ends(layout: torch.Tensor, pp: Axis) -> Axis:
+    """The first and last stage of this process's pipeline, if it is one of them."""
+    if pp.size == 1:
+        return ALONE
+    if pp.size == 2:
+        return pp
+    # Every process must take part in the making of every group.
+    pipelines = layout.flatten(1).t().tolist()
+    groups = {(line[0], line[-1]): dist.new_group([line[0], line[-1]]) for line in pipelines}
+    if pp.rank not in (0, pp.size - 1):
+        return ALONE
+    ranks = (pp.ranks[0], pp.ranks[-1])
+    return Axis(int(pp.rank > 0), 2, groups[ranks], "pipeline's two ends", ranks)

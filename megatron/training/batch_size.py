@@ -33,7 +33,7 @@ class BatchSchedule:
         if self.rampup is not None:
             self._check_rampup()
         step = self.micro_batch_size * self.data_parallel_size
-        for size in self._sizes():
+        for size in self.sizes():
             if size % step:
                 source = (
                     "--global-batch-size"
@@ -68,7 +68,7 @@ class BatchSchedule:
             steps += 1
         return steps + max(0, train_samples - consumed) // self.global_batch_size
 
-    def _sizes(self) -> range:
+    def sizes(self) -> range:
         """Every batch size on the way."""
         if self.rampup is None:
             return range(self.global_batch_size, self.global_batch_size + 1)

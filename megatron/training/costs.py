@@ -1,4 +1,4 @@
-"""What a model costs: parameters, arithmetic, memory."""
+"""What a model costs: arithmetic and memory."""
 
 from __future__ import annotations
 
@@ -8,20 +8,8 @@ import torch
 
 from megatron.flags import InputError
 from megatron.model.config import ModelConfig
-
-
-def parameter_count(config: ModelConfig, padded_vocab_size: int) -> int:
-    """Parameters of a GPT. For GPT-2's shape with the vocabulary V, equation 2 of arXiv 2104.04473:
-    12 L h² (1 + 13 / 12h + (V + s) / 12 L h), and the final norm's 2 h, which the paper leaves out."""
-    h = config.hidden_size
-    biases = 1 if config.add_bias_linear else 0
-    norm = h * (2 if config.normalization == "LayerNorm" else 1)
-    outputs = _qkv_width(config) + _mlp_inputs(config) + 2 * h
-    layer = _layer_weights(config) + biases * outputs + 2 * norm
-    tables = padded_vocab_size * (2 if config.untie_embeddings_and_output_weights else 1)
-    if config.position_embedding_type == "learned_absolute":
-        tables += config.max_position_embeddings
-    return config.num_layers * layer + norm + tables * h
+from megatron.optim.layout import Bucket
+from megatron.optim.optimizer import MOMENTS
 
 
 def flops_per_sample(config: ModelConfig, *, seq_length: int, padded_vocab_size: int) -> float:
@@ -37,22 +25,25 @@ def flops_per_sample(config: ModelConfig, *, seq_length: int, padded_vocab_size:
     return 3 * 2 * (seq_length * weights + attention)
 
 
-def check_memory(parameters: int, *, bf16: bool, device: torch.device) -> None:
+def check_memory(buckets: list[Bucket], optimizer: str, *, bf16: bool, device: torch.device) -> None:
     """Refuse a model whose weights, gradients and optimizer state alone are more than the device holds.
 
     Raises:
         InputError: with both numbers.
     """
-    # fp32: weights, gradients, two moments. bf16: weights of 2 bytes, and the same with fp32 masters.
-    needed = parameters * (18 if bf16 else 16)
+    size, owned = buckets[-1].end, sum(end - begin for begin, end in (b.owned for b in buckets))
+    # Parameters and fp32 gradients; fp32 master weights where the parameters are not; the optimizer's means.
+    needed = size * ((2 if bf16 else 4) + 4) + owned * 4 * (len(MOMENTS[optimizer]) + bf16)
     if device.type == "cuda":
         available = torch.cuda.get_device_properties(device).total_memory
     else:
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > available:
         raise InputError(
-            f"a model of {parameters:,} parameters needs {needed / 1e9:,.1f} GB for weights, gradients and Adam's "
-            f"moments, but {device} has {available / 1e9:,.1f} GB; lower --num-layers or --hidden-size"
+            f"{size:,} parameters on one process need {needed / 1e9:,.1f} GB for weights, gradients and the "
+            f"state of {optimizer}, but {device} has {available / 1e9:,.1f} GB; lower --num-layers or "
+            "--hidden-size, or divide the model (--tensor-model-parallel-size, --pipeline-model-parallel-size, "
+            "--use-distributed-optimizer)"
         )
 
 

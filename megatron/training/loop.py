@@ -12,26 +12,22 @@ from typing import Any
 
 import safetensors
 import torch
-from torch import nn
 from torch.utils.data import Dataset
 
 from megatron import __version__
 from megatron.checkpoint.checkpoint import mark_evaluated, save_checkpoint
-from megatron.data.loader import eval_batches, train_batches
+from megatron.data.loader import Batch, eval_batches, train_batches
 from megatron.flags import TrainingFault
-from megatron.optim.buffer import ParamBuffer, norm
-from megatron.optim.optimizer import Optimizer
 from megatron.optim.schedule import Schedule
-from megatron.parallel.collectives import barrier
 from megatron.parallel.mesh import Mesh
 from megatron.tokenizer import Tokenizer
 from megatron.training.batch_size import BatchSchedule
 from megatron.training.config import RunConfig
 from megatron.training.costs import flops_per_sample
+from megatron.training.engine import Engine
 from megatron.training.report import History, Interval, Reporter
-from megatron.training.step import evaluate, train_step
 from megatron.training.stop import StopRequests
-from megatron.training.task import Batch, Task
+from megatron.training.task import Task
 
 # After so many gradients in a row that are not finite, training does not recover by itself.
 MOST_BAD_STEPS = 10
@@ -85,9 +81,7 @@ class Trainer:
     mesh: Mesh
     tokenizer: Tokenizer
     padded_vocab_size: int
-    model: nn.Module
-    buffer: ParamBuffer
-    optimizer: Optimizer
+    engine: Engine
     schedule: Schedule
     batch_schedule: BatchSchedule
     train_iters: int
@@ -160,17 +154,10 @@ class Trainer:
     def step(self, batches: Iterator[Batch]) -> int:
         """One iteration: a global batch, a step of the optimizer. Gives the number of samples."""
         progress, consumed = self.progress, self.progress.consumed_samples
-        losses, stats = train_step(
-            self.model,
-            self.task,
+        losses, stats = self.engine.train_step(
             batches,
-            self.buffer,
-            self.optimizer,
-            self.mesh,
             num_microbatches=self.batch_schedule.num_microbatches(consumed),
-            micro_batch_size=self.config.training.micro_batch_size,
             consumed_samples=consumed,
-            seed=self.config.training.seed,
             lr=self.schedule.lr(consumed),
             weight_decay=self.schedule.weight_decay(consumed),
         )
@@ -202,7 +189,7 @@ class Trainer:
             seconds=seconds / iterations,
             tokens_per_second=samples * self.config.data.seq_length / seconds,
             tflops=samples * flops / seconds / self.mesh.world.size / 1e12,
-            params_norm=norm(self.buffer.master).item() if self.config.logging.log_params_norm else None,
+            params_norm=self.params_norm(),
         )
         self.reporter.training(interval)
         for row in rows:
@@ -212,6 +199,11 @@ class Trainer:
                 f"the last {progress.bad_steps} gradients, up to iteration {progress.iteration}, were not finite; they "
                 "changed no weights. Continue from the last checkpoint with a lower --lr or a longer warm-up"
             )
+
+    def params_norm(self) -> float | None:
+        """L2 norm of all parameters, if it is to be logged. Every process must take part."""
+        buffer = self.engine.buffer
+        return buffer.norm(buffer.masters).item() if self.config.logging.log_params_norm else None
 
     def evaluate(self, split: str, where: str) -> None:
         """Evaluate on the first samples of a split, the same ones each time, and report the losses.
@@ -224,7 +216,7 @@ class Trainer:
         batches = eval_batches(
             self.datasets[split], self.config.data, samples=samples, **self.loader_arguments()
         )
-        losses = evaluate(self.model, self.task, batches, self.mesh)
+        losses = self.engine.evaluate(batches)
         self.reporter.evaluation(
             where, split, losses, self.progress.iteration, self.progress.consumed_samples
         )
@@ -232,7 +224,7 @@ class Trainer:
     def save(self) -> None:
         """Save a checkpoint of where the run stands, if it saves any.
 
-        Every process must take part; the first one writes.
+        Every process must take part.
 
         Raises:
             TrainingFault: it cannot be written. Those before it are whole.
@@ -241,23 +233,22 @@ class Trainer:
         if root is None:
             return
         self.progress.history.collect(self.mesh)
-        if self.mesh.is_first:
-            try:
-                save_checkpoint(
-                    Path(root),
-                    self.state(),
-                    buffer=self.buffer,
-                    optimizer=self.optimizer if self.config.checkpoint.save_optim else None,
-                    tokenizer_files=self.tokenizer.files,
-                    keep_last=self.config.checkpoint.keep_last,
-                )
-            except (OSError, safetensors.SafetensorError) as error:
-                raise TrainingFault(
-                    f"--save: the checkpoint of iteration {self.progress.iteration} cannot be written to {root}: "
-                    f"{error}; the checkpoints before it are whole"
-                ) from None
-            self.reporter.say(f"saved checkpoint at iteration {self.progress.iteration} to {root}")
-        barrier(self.mesh.world)
+        try:
+            save_checkpoint(
+                Path(root),
+                self.state(),
+                mesh=self.mesh,
+                buffer=self.engine.buffer,
+                optimizer=self.engine.optimizer if self.config.checkpoint.save_optim else None,
+                tokenizer_files=self.tokenizer.files,
+                keep_last=self.config.checkpoint.keep_last,
+            )
+        except (OSError, safetensors.SafetensorError) as error:
+            raise TrainingFault(
+                f"--save: the checkpoint of iteration {self.progress.iteration} cannot be written to {root}: "
+                f"{error}; the checkpoints before it are whole"
+            ) from None
+        self.reporter.say(f"saved checkpoint at iteration {self.progress.iteration} to {root}")
 
     def state(self) -> dict[str, Any]:
         """All of a checkpoint that is not tensors, as JSON has it; a loss that is not finite is null."""

@@ -15,16 +15,15 @@ from megatron.checkpoint.config import CheckpointConfig
 from megatron.checkpoint.storage import newest_iteration
 from megatron.data.loader import start_fork_server
 from megatron.flags import InputError
-from megatron.optim.buffer import ParamBuffer
-from megatron.optim.optimizer import Optimizer
 from megatron.optim.schedule import Schedule
 from megatron.parallel.collectives import all_equal
-from megatron.parallel.mesh import Mesh, choose_device, init_mesh
+from megatron.parallel.mesh import Mesh, choose_device, init_mesh, world_size
 from megatron.parallel.random import key
 from megatron.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.training.batch_size import BatchSchedule
 from megatron.training.config import RunConfig
-from megatron.training.costs import check_memory, parameter_count
+from megatron.training.engine import Engine
+from megatron.training.layout import check_layout, check_microbatches, check_same_everywhere, describe_layout
 from megatron.training.loop import Progress, Trainer
 from megatron.training.report import History, Reporter, show_log
 from megatron.training.stop import StopRequests
@@ -42,11 +41,13 @@ def pretrain(config: RunConfig, task: Task) -> int:
         InputError: the configuration does not fit what it names: files, checkpoints, devices, processes.
         TrainingFault: gradients have become useless.
     """
+    check_layout(config, world_size())
     if config.data.num_workers:
         start_fork_server()
     device = choose_device(config.training.device)
     with init_mesh(config.parallel, device) as mesh:
         show_log(mesh)
+        check_same_everywhere(config, mesh)
         stop = StopRequests(config.training, mesh)
         checkpoint = find_start(config.checkpoint)
         found = -1 if checkpoint is None else key(json.dumps(checkpoint.state), bits=32)
@@ -103,13 +104,13 @@ def build_trainer(
     padded = padded_vocab_size(
         tokenizer.vocab_size, config.tokenizer.make_vocab_size_divisible_by, mesh.tp.size
     )
-    check_memory(parameter_count(config.model, padded), bf16=training.bf16, device=mesh.device)
     batch_schedule = BatchSchedule(
         global_batch_size=training.global_batch_size or training.micro_batch_size * mesh.dp.size,
         micro_batch_size=training.micro_batch_size,
         data_parallel_size=mesh.dp.size,
         rampup=training.rampup_batch_size,
     )
+    check_microbatches(config, batch_schedule)
     progress = saved_progress(task, checkpoint, config.checkpoint)
     batch_size, consumed = batch_schedule.global_batch_size, progress.consumed_samples
     if training.train_samples is not None:
@@ -132,18 +133,13 @@ def build_trainer(
     if "train" not in datasets:
         raise InputError(f"--split: {config.data.split} leaves no documents to train on")
 
-    model = task.build_model(config, tokenizer.vocab_size, padded)
-    dtype = torch.bfloat16 if training.bf16 else torch.float32
-    buffer = ParamBuffer(model, dtype=dtype, device=mesh.device)
     trainer = Trainer(
         config=config,
         task=task,
         mesh=mesh,
         tokenizer=tokenizer,
         padded_vocab_size=padded,
-        model=model,
-        buffer=buffer,
-        optimizer=Optimizer(buffer, config.optimizer),
+        engine=Engine(config, task, mesh, vocab_size=tokenizer.vocab_size, padded_vocab_size=padded),
         schedule=schedule,
         batch_schedule=batch_schedule,
         train_iters=train_iters,
@@ -153,7 +149,7 @@ def build_trainer(
         progress=progress,
     )
     if checkpoint is None:
-        buffer.initialize(training.seed)
+        trainer.engine.buffer.initialize(training.seed)
     else:
         load(trainer, checkpoint)
     return trainer
@@ -171,7 +167,8 @@ def load(trainer: Trainer, checkpoint: Checkpoint) -> None:
             f"{trainer.tokenizer.vocab_size}; give the tokenizer that the checkpoint was trained with"
         )
     with_optimizer = config.load_optim and not config.finetune
-    load_into(checkpoint, trainer.buffer, trainer.optimizer if with_optimizer else None)
+    engine = trainer.engine
+    load_into(checkpoint, engine.buffer, engine.optimizer if with_optimizer else None)
     if config.finetune:
         return
     try:
@@ -234,12 +231,11 @@ def order_changes(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
 def describe(trainer: Trainer) -> str:
     """What is about to run, in a line."""
     training, mesh, progress = trainer.config.training, trainer.mesh, trainer.progress
-    replicas = f" on each of {mesh.dp.size} data-parallel replicas" if mesh.dp.size > 1 else ""
     return (
-        f"{trainer.buffer.num_elements:,} parameters in {'bf16' if training.bf16 else 'fp32'} on "
-        f"{mesh.device}{replicas}; vocabulary of {trainer.tokenizer.vocab_size}, padded to "
-        f"{trainer.padded_vocab_size}; iterations {progress.iteration + 1} to {trainer.train_iters}, "
-        f"learning rate {trainer.schedule.lr(progress.consumed_samples):.3E} to begin with"
+        f"training in {'bf16' if training.bf16 else 'fp32'} on {mesh.device}; vocabulary of "
+        f"{trainer.tokenizer.vocab_size}, padded to {trainer.padded_vocab_size}; iterations "
+        f"{progress.iteration + 1} to {trainer.train_iters}, learning rate "
+        f"{trainer.schedule.lr(progress.consumed_samples):.3E} to begin with"
     )
 
 
@@ -257,6 +253,7 @@ def run(trainer: Trainer, stop: StopRequests) -> int:
     elif config.checkpoint.load is not None and progress.iteration == 0 and not config.checkpoint.finetune:
         say(f"--load: {config.checkpoint.load} holds no checkpoint yet; training starts from the beginning")
     say(describe(trainer))
+    say(describe_layout(trainer.engine))
     trainer.reporter.start(progress.iteration, trainer.train_iters)
     with stop:
         reason = None if done else trainer.train(stop)

@@ -46,14 +46,15 @@ class History:
         self.pending: list[tuple[dict[str, int], Tensor, dict[str, Tensor]]] = []
 
     def add(self, iteration: int, consumed_samples: int, losses: Tensor, stats: dict[str, Tensor]) -> None:
-        """Note an iteration: [terms] this replica's share of the mean losses, and scalars that all share."""
+        """Note an iteration: [terms] this process's share of the mean losses, and scalars that all share."""
         self.pending.append(({"iteration": iteration, "consumed samples": consumed_samples}, losses, stats))
 
     def collect(self, mesh: Mesh) -> None:
         """Bring all that is pending into `rows`. Every process must take part; the host waits."""
         if not self.pending:
             return
-        losses = all_reduce_sum(torch.stack([losses for _, losses, _ in self.pending]), mesh.dp).tolist()
+        shares = torch.stack([losses for _, losses, _ in self.pending])
+        losses = all_reduce_sum(all_reduce_sum(shares, mesh.dp), mesh.pp).tolist()
         stats = torch.stack([torch.stack(list(stats.values())) for _, _, stats in self.pending]).tolist()
         for (row, _, named), loss_row, stats_row in zip(self.pending, losses, stats, strict=True):
             row.update(zip(self.loss_names, loss_row, strict=True))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from models import flat
 
 from megatron.flags import InputError
 from megatron.inference.generate import SamplingConfig, choose, generate
 from megatron.model.config import ModelConfig
 from megatron.model.gpt import GPTModel
-from megatron.optim.buffer import ParamBuffer
 
 
 def make(**fields) -> GPTModel:
@@ -22,7 +22,7 @@ def make(**fields) -> GPTModel:
         **fields,
     )
     model = GPTModel(config, vocab_size=50, padded_vocab_size=64)
-    ParamBuffer(model, dtype=torch.float32, device=torch.device("cpu")).initialize(1)
+    flat(model).initialize(1)
     return model
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from models import flat
 from nvidia import v25_weights
 from safetensors.torch import load_file
 from torch import Tensor
@@ -17,7 +18,6 @@ from megatron.flags import InputError
 from megatron.model.config import ModelConfig
 from megatron.model.gpt import GPTModel, position_ids
 from megatron.model.transformer import KVCache
-from megatron.optim.buffer import ParamBuffer
 from megatron.optim.config import OptimizerConfig
 from megatron.optim.optimizer import Optimizer
 
@@ -39,7 +39,7 @@ LLAMA = {
 def make_gpt(vocab_size: int, **fields) -> GPTModel:
     config = ModelConfig(**{**SMALL, "max_position_embeddings": 32, **fields})
     model = GPTModel(config, vocab_size=vocab_size, padded_vocab_size=vocab_size)
-    ParamBuffer(model, dtype=torch.float32, device=CPU).initialize(1234)
+    flat(model).initialize(1234)
     return model
 
 
@@ -169,7 +169,7 @@ def test_equals_megatron_core(shared: Path, kind: str) -> None:
     losses = json.loads((shared / "vectors" / "core-head" / f"{kind}.json").read_text())["losses"]
     part = lambda prefix: {k[len(prefix) :]: v for k, v in tensors.items() if k.startswith(prefix)}  # noqa: E731
     model = make_gpt(512, **({"bias_gelu_fusion": False} if kind == "gpt2" else LLAMA))
-    buffer = ParamBuffer(model, dtype=torch.float32, device=CPU)
+    buffer = flat(model)
     model.load_state_dict(part("state_dict/"))
     optimizer = Optimizer(buffer, OptimizerConfig(lr=1e-3, adam_beta2=0.95, clip_grad=0.0))
     positions = position_ids(0, 4, 32, CPU)
@@ -231,7 +231,7 @@ def test_padding_of_the_vocabulary_changes_nothing() -> None:
     for padded in (100, 128, 1024):
         config = ModelConfig(**SMALL, max_position_embeddings=32)
         model = GPTModel(config, vocab_size=100, padded_vocab_size=padded)
-        ParamBuffer(model, dtype=torch.float32, device=CPU).initialize(7)
+        flat(model).initialize(7)
         loss = model(tokens, position_ids(0, 2, 16, CPU), labels_bs=tokens).mean()
         loss.backward()
         losses.append(loss.item())
@@ -244,7 +244,7 @@ def test_padding_of_the_vocabulary_changes_nothing() -> None:
 def test_unmasked_padding_takes_part_as_nvidia_has_it() -> None:
     config = ModelConfig(**SMALL, max_position_embeddings=32, mask_padded_vocab=False)
     model = GPTModel(config, vocab_size=100, padded_vocab_size=128)
-    ParamBuffer(model, dtype=torch.float32, device=CPU).initialize(7)
+    flat(model).initialize(7)
     tokens = torch.randint(100, (1, 8), generator=torch.Generator().manual_seed(0))
     assert model(tokens, position_ids(0, 1, 8, CPU)).shape == (1, 8, 128)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from megatron.parallel.random import TILE, fill_normal_, fill_uniform_, key, seed_dropout
+from megatron.parallel.slices import GlobalSlice, whole
 
 
 def test_keys_depend_on_every_part() -> None:
@@ -18,8 +20,8 @@ def test_keys_depend_on_every_part() -> None:
 def test_rows_do_not_depend_on_how_many_follow() -> None:
     """The padding of a vocabulary must not change the rows of its words."""
     short, long = torch.empty(1500, 20), torch.empty(2600, 20)
-    fill_normal_(short, 0.5, seed=1, name="w")
-    fill_normal_(long, 0.5, seed=1, name="w")
+    fill_normal_(short, 0.5, whole(*short.shape), seed=1, name="w")
+    fill_normal_(long, 0.5, whole(*long.shape), seed=1, name="w")
     assert torch.equal(short, long[:1500])
     assert abs(long.std().item() - 0.5) < 0.01
     assert not torch.equal(long[:100], long[TILE : TILE + 100])
@@ -28,14 +30,14 @@ def test_rows_do_not_depend_on_how_many_follow() -> None:
 def test_names_and_seeds_give_other_values() -> None:
     tensors = [torch.empty(8, 8) for _ in range(3)]
     for tensor, (seed, name) in zip(tensors, ((1, "a"), (1, "b"), (2, "a")), strict=True):
-        fill_normal_(tensor, 1.0, seed=seed, name=name)
+        fill_normal_(tensor, 1.0, whole(*tensor.shape), seed=seed, name=name)
     assert not torch.equal(tensors[0], tensors[1])
     assert not torch.equal(tensors[0], tensors[2])
 
 
 def test_uniform_keeps_its_bound() -> None:
     tensor = torch.empty(300, 300)
-    fill_uniform_(tensor, 0.25, seed=1, name="u")
+    fill_uniform_(tensor, 0.25, whole(*tensor.shape), seed=1, name="u")
     assert tensor.abs().max() <= 0.25
     assert abs(tensor.std().item() - 0.25 / 3**0.5) < 0.002
 
@@ -43,7 +45,7 @@ def test_uniform_keeps_its_bound() -> None:
 def test_values_are_pinned() -> None:
     """A change of these would change every run's initial weights."""
     tensor = torch.empty(4)
-    fill_normal_(tensor, 1.0, seed=1234, name="embedding.word_embeddings.weight")
+    fill_normal_(tensor, 1.0, whole(*tensor.shape), seed=1234, name="embedding.word_embeddings.weight")
     assert tensor.tolist() == [
         -1.3430126905441284,
         -0.3162780702114105,
@@ -52,12 +54,25 @@ def test_values_are_pinned() -> None:
     ]
 
 
-def test_dropout_is_a_function_of_seed_and_sample() -> None:
-    def draw(seed: int, sample: int) -> torch.Tensor:
-        seed_dropout(seed, sample)
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("ranges", [((0, 700),), ((1000, 1100), (1500, 2500)), ((2047, 2049),)])
+def test_a_slice_has_the_values_of_the_whole(dim: int, ranges: tuple) -> None:
+    shape = (2600, 40) if dim == 0 else (40, 2600)
+    tensor = torch.empty(shape)
+    fill_normal_(tensor, 1.0, whole(*shape), seed=1, name="w")
+    place = GlobalSlice(shape, dim, ranges)
+    part = torch.empty(place.local_shape)
+    fill_normal_(part, 1.0, place, seed=1, name="w")
+    assert torch.equal(part, torch.cat([tensor.narrow(dim, b, e - b) for b, e in ranges], dim=dim))
+
+
+def test_dropout_is_a_function_of_seed_sample_and_place() -> None:
+    def draw(seed: int, sample: int, *place: object) -> torch.Tensor:
+        seed_dropout((seed, sample), *place)
         return torch.rand(5)
 
-    first = draw(1, 0)
-    assert not torch.equal(first, draw(1, 1))
-    assert not torch.equal(first, draw(2, 0))
-    assert torch.equal(first, draw(1, 0))
+    first = draw(1, 0, "hidden", 0)
+    assert not torch.equal(first, draw(1, 1, "hidden", 0))
+    assert not torch.equal(first, draw(2, 0, "hidden", 0))
+    assert not torch.equal(first, draw(1, 0, "hidden", 1))
+    assert torch.equal(first, draw(1, 0, "hidden", 0))

@@ -7,13 +7,12 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
+from models import flat
 from nvidia import v25_weights
 
 from megatron.checkpoint.checkpoint import save_checkpoint
 from megatron.model.config import ModelConfig
 from megatron.model.gpt import GPTModel
-from megatron.optim.buffer import ParamBuffer
 
 # Iteration, learning rate, loss and gradient norm, as Megatron-LM printed them.
 LOG = """
@@ -39,7 +38,7 @@ def test_equals_nvidias_log(pretrain, shared: Path, tmp_path: Path) -> None:
     config = ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=4, max_position_embeddings=64)
     config = dataclasses.replace(config, bias_gelu_fusion=False, mask_padded_vocab=False)
     model = GPTModel(config, vocab_size=5000, padded_vocab_size=5120)
-    buffer = ParamBuffer(model, dtype=torch.float32, device=torch.device("cpu"))
+    buffer = flat(model)
     model.load_state_dict(v25_weights(vectors / "init_tp1"))
     state = {
         "iteration": 0,
@@ -50,7 +49,9 @@ def test_equals_nvidias_log(pretrain, shared: Path, tmp_path: Path) -> None:
     }
     state |= {"train_samples": 0, "evaluation_due": False, "bad_steps": 0, "history": [], "schedule": {}}
     state["config"] = {"model": dataclasses.asdict(config)}
-    save_checkpoint(tmp_path, state, buffer=buffer, optimizer=None, tokenizer_files=[], keep_last=None)
+    save_checkpoint(
+        tmp_path, state, mesh=buffer.mesh, buffer=buffer, optimizer=None, tokenizer_files=[], keep_last=None
+    )
 
     data = ["--data-path", vectors / "tiny60_text_document", "--data-cache-path", tmp_path / "cache"]
     data += ["--vocab-file", shared / "data" / "gpt2-tiny-vocab.json"]

@@ -1,0 +1,167 @@
+"""Linear layers and tables that are divided over the tensor-parallel axis (arXiv 1909.08053 section 3).
+
+With sequence parallelism (arXiv 2205.05198) the activations between them are divided along the sequence, their
+first dimension. Shapes in names: s sequence, b batch, h hidden; what is divided is marked in the text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.ops.embedding import embedding
+from megatron.parallel.collectives import (
+    reduce_from,
+    reduce_scatter_sequence,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+from megatron.parallel.mesh import ALONE, Axis
+from megatron.parallel.parameters import Init, parameter, zeros
+from megatron.parallel.slices import GlobalSlice, Range, whole
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorParallel:
+    """How the layers of a model are divided: over which processes, and whether along the sequence between them."""
+
+    axis: Axis = ALONE
+    sequence: bool = False
+
+    def part(self, total: int) -> Range:
+        """This process's part of `total` rows, which the size of the axis divides."""
+        each = total // self.axis.size
+        return self.axis.rank * each, (self.axis.rank + 1) * each
+
+    def replicated(self, *shape: int) -> GlobalSlice:
+        """Place of a parameter that works on what lies between divided layers, and so is held by all."""
+        return whole(*shape, partial=self.sequence)
+
+    def collect(self, x: Tensor) -> Tensor:
+        """Sum the shares of a divided layer's output: g, or reduce-scatter along the sequence."""
+        return reduce_scatter_sequence(x, self.axis) if self.sequence else reduce_from(x, self.axis)
+
+    @property
+    def stream(self) -> int:
+        """What distinguishes this process's dropout between divided layers: nothing, unless it has a part."""
+        return self.axis.rank if self.sequence else 0
+
+
+class _ColumnLinear(torch.autograd.Function):
+    """x Wᵀ with W divided by rows; f of the paper, or the all-gather along the sequence, is its input's side."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, tp: TensorParallel) -> Tensor:
+        ctx.tp = tp
+        ctx.save_for_backward(
+            x, weight
+        )  # the part of x, where it is divided: it is gathered again in backward
+        gathered = start_all_gather(x, tp.axis).wait() if tp.sequence else x
+        return F.linear(gathered, weight)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        (x, weight), tp = ctx.saved_tensors, ctx.tp
+        # Each communication runs beside the product that does not need its result.
+        gathering = start_all_gather(x, tp.axis) if tp.sequence else None
+        grad_x = grad @ weight
+        gathered = x if gathering is None else gathering.wait()
+        reduce = start_reduce_scatter if tp.sequence else start_all_reduce
+        reducing = reduce(grad_x, tp.axis)
+        grad_weight = grad.flatten(0, -2).t() @ gathered.flatten(0, -2)
+        return reducing.wait(), grad_weight, None
+
+
+def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, tp: TensorParallel) -> Tensor:
+    """x Wᵀ + b for this process's rows of W: [s, b, h] (or its part along s) to [s, b, outputs / size]."""
+    if tp.axis.size == 1:
+        return F.linear(x, weight, bias)
+    y = _ColumnLinear.apply(x, weight, tp)
+    return y if bias is None else y + bias
+
+
+class ColumnParallelLinear(nn.Module):
+    """x Wᵀ + b with W [outputs, inputs] divided by rows: every process computes some of the outputs."""
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        *,
+        bias: bool,
+        init: Init,
+        tp: TensorParallel,
+        ranges: tuple[Range, ...] | None = None,
+        shared: tuple[Range, ...] = (),
+    ) -> None:
+        """`ranges` of the outputs that this process computes (default: an equal part); `shared` as in
+        `GlobalSlice`, for outputs that all compute."""
+        super().__init__()
+        self.tp = tp
+        ranges = ranges or (tp.part(outputs),)
+        place = GlobalSlice((outputs, inputs), 0, ranges, shared, partial=bool(shared))
+        self.weight = parameter(place, init)
+        self.bias = parameter(dataclasses.replace(place, shape=(outputs,)), zeros) if bias else None
+
+    def forward(self, x: Tensor, select: Callable[[Tensor], Tensor] = lambda rows: rows) -> Tensor:
+        """[s, b, inputs] (or its part along s) to [s, b, outputs here]; `select`: of the rows, those to use."""
+        bias = None if self.bias is None else select(self.bias)
+        return column_linear(x, select(self.weight), bias, self.tp)
+
+
+class RowParallelLinear(nn.Module):
+    """x Wᵀ + b with W [outputs, inputs] divided by columns: every process reads some of the inputs."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, init: Init, tp: TensorParallel) -> None:
+        super().__init__()
+        self.tp = tp
+        self.weight = parameter(GlobalSlice((outputs, inputs), 1, (tp.part(inputs),)), init)
+        self.bias = parameter(tp.replicated(outputs), zeros) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, inputs / size] to [s, b, outputs], or with sequence parallelism its part along s."""
+        if self.tp.axis.size == 1:
+            return F.linear(x, self.weight, self.bias)
+        y = self.tp.collect(F.linear(x, self.weight))
+        return y if self.bias is None else y + self.bias
+
+
+class VocabParallelEmbedding(nn.Module):
+    """A table with a row for every id of the padded vocabulary, divided by rows."""
+
+    def __init__(
+        self,
+        padded_vocab_size: int,
+        hidden_size: int,
+        *,
+        real: int,
+        init: Init,
+        tp: TensorParallel,
+        tied: str | None = None,
+    ) -> None:
+        """`real`: how many rows take part in the model; `tied` as for `parameter`."""
+        super().__init__()
+        self.tp = tp
+        self.begin, self.end = tp.part(padded_vocab_size)
+        self.weight = vocabulary_table(padded_vocab_size, hidden_size, real=real, init=init, tp=tp, tied=tied)
+
+    def forward(self, ids_sb: Tensor) -> Tensor:
+        """[s, b, h], or with sequence parallelism this process's part along s."""
+        if self.tp.axis.size == 1:
+            return embedding(ids_sb, self.weight)
+        elsewhere = (ids_sb < self.begin) | (ids_sb >= self.end)
+        rows = embedding((ids_sb - self.begin).masked_fill(elsewhere, 0), self.weight)
+        return self.tp.collect(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0))
+
+
+def vocabulary_table(
+    padded_vocab_size: int, hidden_size: int, *, real: int, init: Init, tp: TensorParallel, tied: str | None
+) -> nn.Parameter:
+    """This process's rows of a table [padded_vocab_size, hidden_size], of which `real` take part in the model."""
+    place = GlobalSlice((padded_vocab_size, hidden_size), 0, (tp.part(padded_vocab_size),), real=real)
+    return parameter(place, init, tied=tied)

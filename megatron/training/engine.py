@@ -1,0 +1,177 @@
+"""One process's part of the model, one step of training with it, and one evaluation."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from megatron.data.loader import Batch
+from megatron.model.layers import TensorParallel
+from megatron.optim.buffer import ParamBuffer
+from megatron.optim.layout import lay_out
+from megatron.optim.optimizer import Optimizer
+from megatron.parallel.collectives import all_reduce_sum
+from megatron.parallel.mesh import ALONE, Mesh
+from megatron.parallel.pipeline import Transfers, run_schedule
+from megatron.parallel.recompute import Recompute
+from megatron.parallel.schedules import SCHEDULES, Action, forward_only, with_transfers
+from megatron.parallel.stages import split_layers
+from megatron.training.config import RunConfig
+from megatron.training.costs import check_memory
+from megatron.training.task import Part, Task
+
+# Microbatches that an evaluation puts through a pipeline at once, per stage: the pipeline stands empty at both ends.
+EVAL_MICROBATCHES_PER_STAGE = 8
+
+
+class Engine:
+    """What this process holds of the model, and how a batch goes through it.
+
+    Attributes:
+        parts: the chunks of the model that this process holds, without their parameters.
+        chunks: the same as modules.
+    """
+
+    def __init__(
+        self, config: RunConfig, task: Task, mesh: Mesh, *, vocab_size: int, padded_vocab_size: int
+    ) -> None:
+        """Memory is taken, but parameters have no values yet.
+
+        Raises:
+            InputError: the device has too little memory for weights, gradients and optimizer state.
+        """
+        self.config, self.task, self.mesh = config, task, mesh
+        parallel = config.parallel
+        self.stages = split_layers(parallel, config.model.num_layers)
+        self.parts = self.stages[mesh.pp.rank]
+        tp = TensorParallel(mesh.tp, parallel.sequence_parallel)
+        with torch.device("meta"):
+            self.chunks = [
+                task.build_model(
+                    config,
+                    Part(
+                        vocab_size=vocab_size,
+                        padded_vocab_size=padded_vocab_size,
+                        chunk=chunk,
+                        tp=tp,
+                        recompute=Recompute.from_config(parallel, mesh.tp),
+                    ),
+                )
+                for chunk in self.parts
+            ]
+        self.dtype = torch.bfloat16 if config.training.bf16 else torch.float32
+        check_memory(
+            lay_out(
+                self.chunks,
+                bucket_size=parallel.ddp_bucket_size,
+                shards=mesh.dp if parallel.use_distributed_optimizer else ALONE,
+            ),
+            config.optimizer.optimizer,
+            bf16=config.training.bf16,
+            device=mesh.device,
+        )
+        self.buffer = ParamBuffer(self.chunks, mesh, parallel, dtype=self.dtype)
+        self.optimizer = Optimizer(self.buffer, config.optimizer)
+        # With sequence parallelism each tensor-parallel process has its own part of what is sent.
+        divide = parallel.scatter_gather_tensors_in_pipeline and not parallel.sequence_parallel
+        self.transfers = Transfers(mesh, scatter_gather=divide)
+
+    @functools.lru_cache(maxsize=8)  # noqa: B019, an engine lives as long as its process
+    def _actions(self, microbatches: int, training: bool) -> list[Action]:
+        schedule = SCHEDULES[self.config.parallel.pipeline_schedule] if training else forward_only
+        stages = self.mesh.pp.size
+        return with_transfers(schedule(stages, len(self.parts), microbatches), stages)[self.mesh.pp.rank]
+
+    def _run(
+        self,
+        batches: list[Batch],
+        end: Callable[[int, Tensor], Tensor],
+        *,
+        dropout_key: Callable[[int], tuple[int, int] | None],
+        training: bool,
+    ) -> None:
+        """Take microbatches through this process's stage. `end` is given the number of a microbatch and the sums
+        of its losses, where they come out."""
+
+        def compute(chunk: int, microbatch: int, hidden: Tensor | None) -> Tensor:
+            batch, key = batches[microbatch], dropout_key(microbatch)
+            out = self.task.forward(self.chunks[chunk], batch, hidden, key)
+            return end(microbatch, out) if self.parts[chunk].last else out
+
+        def shape(microbatch: int) -> tuple[int, int, int]:
+            samples = len(next(iter(batches[microbatch].values())))
+            divided = self.mesh.tp.size if self.config.parallel.sequence_parallel else 1
+            return self.config.data.seq_length // divided, samples, self.config.model.hidden_size
+
+        run_schedule(
+            self._actions(len(batches), training),
+            compute,
+            self.transfers,
+            shape=shape,
+            dtype=self.dtype,
+            begin_last_backward=self.buffer.begin_last_backward,
+        )
+
+    def train_step(
+        self,
+        batches: Iterator[Batch],
+        *,
+        num_microbatches: int,
+        consumed_samples: int,
+        lr: float,
+        weight_decay: float,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Forward and backward over the microbatches of one global batch, then one step of the optimizer.
+
+        Nothing here waits for the device.
+
+        Returns:
+            [terms] this process's share of the mean losses, which summed over replicas and stages are the means;
+            and what `Optimizer.step` tells, the same on every process.
+        """
+        microbatches = [self._to_device(batch) for batch in itertools.islice(batches, num_microbatches)]
+        counts = torch.stack([self.task.count(batch) for batch in microbatches]).sum(0)
+        counts = all_reduce_sum(counts, self.mesh.dp).clamp(
+            min=1
+        )  # with every position masked, 0 and not 0/0
+        losses = torch.zeros(len(self.task.loss_names), dtype=torch.float64, device=self.mesh.device)
+
+        def end(_: int, sums: Tensor) -> Tensor:
+            share = sums / counts
+            losses.add_(share.detach())
+            return share.sum()
+
+        def dropout_key(microbatch: int) -> tuple[int, int]:
+            before = (
+                microbatch * self.mesh.dp.size + self.mesh.dp.rank
+            ) * self.config.training.micro_batch_size
+            return self.config.training.seed, consumed_samples + before
+
+        self._run(microbatches, end, dropout_key=dropout_key, training=True)
+        self.buffer.finish_reduce()
+        return losses, self.optimizer.step(lr=lr, weight_decay=weight_decay)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
+        """Mean of each loss over all samples of all replicas' `batches`, which may differ in number and size."""
+        totals = torch.zeros(2, len(self.task.loss_names), dtype=torch.float64, device=self.mesh.device)
+        stages, batches = self.mesh.pp.size, iter(batches)
+        at_once = 1 if stages == 1 else EVAL_MICROBATCHES_PER_STAGE * stages
+        while group := [self._to_device(batch) for batch in itertools.islice(batches, at_once)]:
+
+            def end(microbatch: int, sums: Tensor, group: list[Batch] = group) -> Tensor:
+                totals[0] += sums
+                totals[1] += self.task.count(group[microbatch])
+                return sums
+
+            self._run(group, end, dropout_key=lambda _: None, training=False)
+        sums, counts = all_reduce_sum(all_reduce_sum(totals, self.mesh.dp), self.mesh.pp).tolist()
+        return {name: s / max(c, 1) for name, s, c in zip(self.task.loss_names, sums, counts, strict=True)}
+
+    def _to_device(self, batch: Batch) -> Batch:
+        """The batch on the mesh's device; from pinned memory the host does not wait for the copy."""
+        return {name: tensor.to(self.mesh.device, non_blocking=True) for name, tensor in batch.items()}

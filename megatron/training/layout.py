@@ -1,0 +1,151 @@
+"""Whether a model and a batch fit the layout of processes, and the layout as a table for people."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import sys
+from pathlib import Path
+
+import torch
+
+import megatron
+from megatron.flags import InputError, flag_name
+from megatron.parallel.collectives import all_gather, all_reduce_max
+from megatron.parallel.mesh import Mesh, axis_sizes
+from megatron.parallel.random import key
+from megatron.parallel.stages import split_layers
+from megatron.training.batch_size import BatchSchedule
+from megatron.training.config import RunConfig
+from megatron.training.engine import Engine
+
+
+def check_layout(config: RunConfig, processes: int) -> None:
+    """Make sure that the model can be divided over `processes` as the flags say, before anything is built.
+
+    Raises:
+        InputError: naming the flags, and the nearest sizes that fit.
+    """
+    axis_sizes(config.parallel, processes)
+    model, t = config.model, config.parallel.tensor_model_parallel_size
+    groups = model.num_query_groups
+    divided = {
+        "--num-attention-heads": model.num_attention_heads,
+        "--ffn-hidden-size": model.ffn_hidden_size,
+    }
+    if config.parallel.sequence_parallel:
+        divided["--seq-length (with --sequence-parallel)"] = config.data.seq_length
+    if config.parallel.distribute_saved_activations:
+        divided["--hidden-size (with --distribute-saved-activations)"] = model.hidden_size
+    common = math.gcd(*divided.values())
+    fitting = [n for n in range(1, common + 1) if common % n == 0 and (groups % n == 0 or n % groups == 0)]
+    nearest = sorted(sorted(fitting, key=lambda n: abs(n - t))[:3])
+    for name, value in divided.items():
+        if value % t:
+            raise InputError(
+                f"--tensor-model-parallel-size: {t} does not divide {name} {value}; of the sizes that fit the "
+                f"model the nearest are {', '.join(map(str, nearest))}"
+            )
+    if groups % t and t % groups:
+        raise InputError(
+            f"--tensor-model-parallel-size: {t} neither divides --num-query-groups {groups} nor is a multiple of "
+            f"it; of the sizes that fit the model the nearest are {', '.join(map(str, nearest))}"
+        )
+    split_layers(config.parallel, model.num_layers)
+
+
+def check_microbatches(config: RunConfig, batches: BatchSchedule) -> None:
+    """Make sure that the pipeline's schedule admits every number of microbatches.
+
+    Raises:
+        InputError: naming the flags, and the nearest batch sizes that fit.
+    """
+    stages = config.parallel.pipeline_model_parallel_size
+    if config.parallel.pipeline_schedule != "interleaved":
+        return
+    unit = batches.micro_batch_size * batches.data_parallel_size
+    for size in batches.sizes():
+        if size // unit % stages:
+            below = size // (unit * stages) * unit * stages
+            fitting = [n for n in (below, below + unit * stages) if n]
+            raise InputError(
+                f"--num-layers-per-virtual-pipeline-stage: a global batch of {size} samples is {size // unit} "
+                f"microbatches, which the interleaved schedule needs to be a multiple of the {stages} stages; "
+                f"use a --global-batch-size of {' or '.join(map(str, fitting))}"
+            )
+
+
+def check_same_everywhere(config: RunConfig, mesh: Mesh) -> None:
+    """Make sure that all processes were started with the same flags and run the same code.
+
+    Raises:
+        InputError: naming what differs.
+    """
+    values = {"the code of this program": _code(), "the version of torch": torch.__version__}
+    values["the version of Python"] = sys.version.split()[0]
+    for part in dataclasses.fields(config):
+        for field in dataclasses.fields(getattr(config, part.name)):
+            values[flag_name(field)] = repr(getattr(getattr(config, part.name), field.name))
+    keys = torch.tensor([key(value, bits=32) for value in values.values()])
+    largest, smallest = all_reduce_max(torch.stack((keys, -keys)), mesh.world)
+    differing = [name for name, same in zip(values, (largest == -smallest).tolist(), strict=True) if not same]
+    if differing:
+        raise InputError(
+            f"the processes were not started alike: {', '.join(differing)} differ between them; start all with "
+            f"the same program and flags (rank {mesh.world.rank} has {_shown(values, differing)})"
+        )
+
+
+def _shown(values: dict[str, str], names: list[str]) -> str:
+    flags = [f"{name} {values[name]}" for name in names if name.startswith("--")]
+    return ", ".join(flags[:5]) or "its own"
+
+
+def _code() -> str:
+    """A fingerprint of this package's sources."""
+    root = Path(megatron.__file__).parent
+    files = sorted(root.rglob("*.py"))
+    digest = hashlib.blake2b()
+    for file in files:
+        digest.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()
+
+
+def describe_layout(engine: Engine) -> str:
+    """The table of a run's layout. Every process must take part."""
+    mesh, buffer = engine.mesh, engine.buffer
+    per_rank = all_gather(torch.tensor([buffer.local_elements]), mesh.world).tolist()
+    sizes = {"tensor": mesh.tp.size, "data": mesh.dp.size, "pipeline": mesh.pp.size}
+    product = " x ".join(f"{name} {size}" for name, size in sizes.items())
+    config = engine.config.parallel
+    used = [
+        name
+        for name, on in (
+            ("sequence parallel", config.sequence_parallel),
+            ("distributed optimizer", config.use_distributed_optimizer and mesh.dp.size > 1),
+            (f"{config.pipeline_schedule} schedule", mesh.pp.size > 1),
+            (f"{config.recompute_granularity} recomputation", config.recompute_granularity is not None),
+        )
+        if on
+    ]
+    rows = [("layout", f"{product} = {mesh.world.size} process{'es' if mesh.world.size > 1 else ''}")]
+    rows[0] = ("layout", "; ".join([rows[0][1], *used]))
+    each = mesh.world.size // mesh.pp.size
+    for stage, chunks in enumerate(engine.stages):
+        layers = ", ".join(_layers(chunk.layers) for chunk in chunks)
+        count = per_rank[stage * each]
+        ranks = f"ranks {stage * each}-{(stage + 1) * each - 1}" if each > 1 else f"rank {stage}"
+        rows.append((f"stage {stage}", f"{ranks}; layers {layers}; {count:,} parameters on each rank"))
+    rows.append(("parameters", f"{buffer.num_elements:,} in all"))
+    lengths = [bucket.end - bucket.start for bucket in buffer.buckets]
+    rows.append(
+        ("buckets", f"{len(lengths)} on rank 0, {min(lengths):,} to {max(lengths):,} elements of gradient")
+    )
+    return "\n".join(f"  {name:<12}{text}" for name, text in rows)
+
+
+def _layers(layers: range) -> str:
+    if not layers:
+        return "none"
+    return f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])

@@ -1,0 +1,79 @@
+"""Runs a function in several processes that form one run, over gloo."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+# What the processes need, imported once: each is forked from a server that has it.
+PRELOAD = ["torch", "distributed", "megatron.training.pretrain", "pretrain_gpt"]
+
+
+def run_distributed(function: Callable, processes: int, *arguments: Any, timeout: float = 240) -> list[Any]:
+    """What `function(*arguments)` gives on each rank. It must be importable, at the top level of its module.
+
+    Fails with the traceback of the first rank that fails, or if one takes longer than `timeout` seconds.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    port = free_port()
+    started = []
+    for rank in range(processes):
+        ours, theirs = context.Pipe()
+        environment = rank_environment(rank, processes, port)
+        process = context.Process(target=_run, args=(theirs, environment, function, arguments), daemon=True)
+        process.start()
+        theirs.close()
+        started.append((process, ours))
+    try:
+        results = [_result(rank, ours, timeout) for rank, (_, ours) in enumerate(started)]
+    finally:
+        for process, _ in started:
+            process.kill()
+            process.join()
+    failures = [text for ok, text in results if not ok]
+    assert not failures, "\n".join(failures)
+    return [value for _, value in results]
+
+
+def rank_environment(rank: int, processes: int, port: int) -> dict[str, str]:
+    """What torchrun tells a process."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _result(rank: int, connection: Connection, timeout: float) -> tuple[bool, Any]:
+    if not connection.poll(timeout):
+        return False, f"rank {rank} did not end within {timeout} s"
+    try:
+        return connection.recv()
+    except EOFError:
+        return False, f"rank {rank} ended without a word"
+
+
+def _run(connection: Connection, environment: dict[str, str], function: Callable, arguments: tuple) -> None:
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    try:
+        connection.send((True, function(*arguments)))
+    except BaseException:
+        connection.send((False, f"rank {environment['RANK']}:\n{traceback.format_exc()}"))
+    os._exit(0)

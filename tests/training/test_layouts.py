@@ -1,0 +1,200 @@
+"""Every layout trains the same model: losses, gradient norms, zeros and final weights equal those of one process."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from distributed import run_distributed
+from safetensors import safe_open
+
+from megatron.arguments import parse_run_config
+from megatron.training.pretrain import pretrain
+from pretrain_gpt import DEFAULTS, GPT
+
+# The vocabulary of 250 ids and one is padded to 256 rows, or to 512 where 4 processes divide it.
+FLAGS = """
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 250 --num-layers 8 --hidden-size 32
+    --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --global-batch-size 4 --train-iters 20 --lr 2e-3
+    --attention-dropout 0 --hidden-dropout 0 --log-interval 1 --eval-interval 10 --eval-iters 1 --num-workers 0
+    --device cpu --log-num-zeros-in-grad --log-params-norm --distributed-timeout-minutes 1
+"""
+SHAPES = {
+    "gpt2": "",
+    "llama": """
+        --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
+        --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2
+    """,
+}
+TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+SP, CHUNKS = "--sequence-parallel", "--num-layers-per-virtual-pipeline-stage"
+ZERO = "--use-distributed-optimizer"
+OVERLAP = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 5000"
+LAYOUTS = {
+    "T2": (2, f"{TP} 2"),
+    "T2+SP": (2, f"{TP} 2 {SP}"),
+    "T4": (4, f"{TP} 4"),
+    "P2": (2, f"{PP} 2"),
+    "P2 gpipe": (2, f"{PP} 2 --pipeline-schedule gpipe"),
+    "P2 uneven": (2, f"{PP} 2 --decoder-first-pipeline-num-layers 5"),
+    "P4": (4, f"{PP} 4"),
+    "P4 uneven": (
+        4,
+        f"{PP} 4 --decoder-first-pipeline-num-layers 0 --decoder-last-pipeline-num-layers 2",
+    ),
+    "P2V2": (2, f"{PP} 2 {CHUNKS} 2"),
+    "P4V2": (4, f"{PP} 4 {CHUNKS} 1"),
+    "D2": (2, ""),
+    "D2 overlapped": (2, "--overlap-grad-reduce --ddp-bucket-size 5000"),
+    "D2+ZeRO": (2, ZERO),
+    "D4": (4, ""),
+    "T2P2": (4, f"{TP} 2 {PP} 2"),
+    "T2P2 whole": (4, f"{TP} 2 {PP} 2 --no-scatter-gather-tensors-in-pipeline"),
+    "T2P2+SP": (4, f"{TP} 2 {PP} 2 {SP}"),
+    "T4+SP": (4, f"{TP} 4 {SP}"),
+    "T2D2+ZeRO": (4, f"{TP} 2 {ZERO} {OVERLAP}"),
+    "P2D2V2": (4, f"{PP} 2 {CHUNKS} 2"),
+    "P2D4": (8, f"{PP} 2"),  # fewer microbatches than stages
+    "everything": (
+        8,
+        f"{TP} 2 {PP} 2 {SP} {CHUNKS} 2 {ZERO} {OVERLAP} --recompute-granularity full",
+    ),
+    "recomputed": (1, "--checkpoint-activations --recompute-num-layers 3"),
+    "block recomputed": (1, "--recompute-granularity full --recompute-method block --recompute-num-layers 3"),
+    "selectively recomputed": (1, "--recompute-activations"),
+    "T2 kept in parts": (2, f"{TP} 2 --checkpoint-activations --distribute-saved-activations"),
+}
+FAST = {
+    "gpt2": "T2|T2+SP|P2|P2V2|P4V2|D2 overlapped|D2+ZeRO|T2P2|T2D2+ZeRO|P4 uneven|everything|recomputed",
+    "llama": "T4|P2 gpipe|T2D2+ZeRO|block recomputed|selectively recomputed",
+}
+
+
+def train(folder: str, flags: str) -> None:
+    """A run of this process, which may be one of several, with its results in `folder`."""
+    places = f"--save {folder}/checkpoints --metrics-path {folder}/metrics.jsonl"
+    words = f"{FLAGS} {flags} {places}".split()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        assert pretrain(parse_run_config(words, description="", defaults=DEFAULTS), GPT) == 0
+
+
+class Run:
+    """What a run has left behind."""
+
+    def __init__(self, folder: Path) -> None:
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        self.records = [json.loads(line) for line in lines]
+        self.weights: dict[str, torch.Tensor] = {}
+        for path in sorted((folder / "checkpoints" / "iter_0000020").glob("model*.safetensors")):
+            file = safe_open(path, framework="pt")
+            pieces = json.loads(file.metadata()["pieces"])
+            for name, piece in pieces.items():
+                whole = self.weights.setdefault(name, torch.full(piece["shape"], torch.nan))
+                done, part = 0, file.get_tensor(name)
+                for begin, end in piece["ranges"]:
+                    target = whole.narrow(piece["dim"], begin, end - begin)
+                    assert target.isnan().all(), f"{name} was saved twice"
+                    target.copy_(part.narrow(piece["dim"], done, end - begin))
+                    done += end - begin
+
+    def assert_equals(self, other: Run, *, loss: float, weights: float, zeros: float = 5) -> None:
+        """Relative differences of losses and norms up to `loss`, of each weight matrix or vector up to `weights`;
+        counts of zeros apart by up to `zeros`."""
+        assert len(self.records) == len(other.records) == 20 + 3  # two evaluations in between, two at the end
+        for mine, theirs in zip(self.records, other.records, strict=True):
+            for name, value in mine.items():
+                if name.startswith(("lm loss", "grad norm", "params norm")):
+                    assert theirs[name] == pytest.approx(value, rel=loss), (mine["iteration"], name)
+                elif name == "num zeros":  # where terms cancel, rounding decides whether they do so exactly
+                    assert theirs[name] == pytest.approx(value, abs=zeros), mine["iteration"]
+                elif name in ("iteration", "consumed samples", "learning rate", "global batch size"):
+                    assert theirs[name] == value
+        assert self.weights.keys() == other.weights.keys()
+        for name, mine in self.weights.items():
+            theirs = other.weights[name]
+            if name.endswith("linear_qkv.bias"):
+                # Biases of keys cancel in the softmax. Their gradient is mere rounding, which Adam blows up.
+                mine, theirs = (x.view(4, 3, 8)[:, ::2] for x in (mine, theirs))
+            assert (theirs - mine).norm() <= weights * mine.norm(), name
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory):
+    """The run on one process of a shape in a precision."""
+    runs: dict[str, Run] = {}
+
+    def run(flags: str) -> Run:
+        if flags not in runs:
+            folder = tmp_path_factory.mktemp("one")
+            run_distributed(train, 1, str(folder), flags)
+            runs[flags] = Run(folder)
+        return runs[flags]
+
+    return run
+
+
+CASES = [
+    pytest.param(
+        shape,
+        layout,
+        marks=() if layout in FAST[shape].split("|") else pytest.mark.slow,
+        id=f"{shape}-{layout.replace(' ', '-')}",
+    )
+    for shape in SHAPES
+    for layout in LAYOUTS
+]
+
+
+@pytest.mark.parametrize(("shape", "layout"), CASES)
+def test_same_as_one_process(one_process, tmp_path: Path, shape: str, layout: str) -> None:
+    processes, flags = LAYOUTS[layout]
+    run_distributed(train, processes, str(tmp_path), f"{SHAPES[shape]} {flags}")
+    one_process(SHAPES[shape]).assert_equals(Run(tmp_path), loss=1e-5, weights=1e-4)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["T2+SP", "P2V2", "D2+ZeRO", pytest.param("everything", marks=pytest.mark.slow)],
+)
+def test_same_in_bf16_within_its_rounding(one_process, tmp_path: Path, layout: str) -> None:
+    processes, flags = LAYOUTS[layout]
+    run_distributed(train, processes, str(tmp_path), f"--bf16 {flags}")
+    one_process("--bf16").assert_equals(Run(tmp_path), loss=2e-2, weights=2e-1, zeros=2000)
+
+
+def test_gradients_reduced_in_bf16(one_process, tmp_path: Path) -> None:
+    run_distributed(train, 2, str(tmp_path), f"--grad-reduce-in-bf16 {ZERO}")
+    one_process("").assert_equals(Run(tmp_path), loss=2e-2, weights=2e-1, zeros=2000)
+
+
+@pytest.mark.parametrize("layout", ["P2V2", "D2+ZeRO", "recomputed", "selectively recomputed"])
+def test_same_dropout(one_process, tmp_path: Path, layout: str) -> None:
+    """Which values are dropped follows from the sample and the place in the model."""
+    dropout = "--attention-dropout 0.1 --hidden-dropout 0.2"
+    processes, flags = LAYOUTS[layout]
+    run_distributed(train, processes, str(tmp_path), f"{dropout} {flags}")
+    one_process(dropout).assert_equals(Run(tmp_path), loss=1e-5, weights=1e-4)
+
+
+@pytest.mark.parametrize(
+    "recomputation",
+    [
+        "--checkpoint-activations --distribute-saved-activations",
+        pytest.param("--checkpoint-activations", marks=pytest.mark.slow),
+        pytest.param("--recompute-activations", marks=pytest.mark.slow),
+        pytest.param(f"--checkpoint-activations {SP}", marks=pytest.mark.slow),
+    ],
+)
+def test_dropout_is_replayed_exactly(tmp_path: Path, recomputation: str) -> None:
+    dropout = f"--attention-dropout 0.1 --hidden-dropout 0.2 {TP} 2"
+    runs = []
+    for flags in (SP if SP in recomputation else "", recomputation):
+        folder = tmp_path / str(len(runs))
+        folder.mkdir()
+        run_distributed(train, 2, str(folder), f"{dropout} {flags}")
+        runs.append(Run(folder))
+    runs[0].assert_equals(runs[1], loss=1e-7, weights=1e-7, zeros=0)
