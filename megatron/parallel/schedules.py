@@ -191,7 +191,7 @@ def simulate(
     chunks = 1 + max(action.chunk for actions in todo for action in actions)
     ranks: list[list[tuple[Compute, float, float]]] = [[] for _ in todo]
     arrival: dict[tuple[int, Compute], float] = {}  # (consuming rank, consuming compute) -> time
-    waiting: dict[tuple[int, Compute], int] = {}
+    waiting: set[tuple[int, Compute]] = set()
     ready = list(range(stages))
     while ready:
         rank = ready.pop()
@@ -199,7 +199,7 @@ def simulate(
         while len(row) < len(todo[rank]):
             action = todo[rank][len(row)]
             if _has_producer(action, rank, stages, chunks) and (rank, action) not in arrival:
-                waiting[rank, action] = rank
+                waiting.add((rank, action))
                 break
             start = max(arrival.get((rank, action), 0.0), row[-1][2] if row else 0.0)
             end = start + (forward_time if isinstance(action, Forward) else backward_time)
@@ -208,7 +208,8 @@ def simulate(
             if consumer is not None:
                 arrival[consumer] = end + (transfer_time if consumer[0] != rank else 0.0)
                 if consumer in waiting:
-                    ready.append(waiting.pop(consumer))
+                    waiting.remove(consumer)
+                    ready.append(consumer[0])
     assert not waiting, f"the schedule deadlocks: {waiting} are never reached"
     makespan = max(row[-1][2] for row in ranks)
     busy = max(sum(end - start for _, start, end in row) for row in ranks)

@@ -1,0 +1,245 @@
+"""Properties of the pipeline schedules, over a grid of sizes; formulas from 2104.04473 section 2."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from megatron.flags import InputError
+from megatron.parallel.schedules import (
+    SCHEDULES,
+    Backward,
+    Forward,
+    Receive,
+    Send,
+    bubble_fraction,
+    forward_only,
+    gpipe,
+    interleaved,
+    one_forward_one_backward,
+    simulate,
+    with_transfers,
+)
+
+# (stages, chunks, microbatches)
+ONE_CHUNK = [(p, 1, m) for p in range(1, 17) for m in [*range(1, 61), 100]]
+INTERLEAVED = [
+    (p, v, p * k) for p in range(1, 17) for v in range(1, 9) for k in range(1, 13) if p * v * k <= 150
+]
+FORWARD_ONLY = [(p, v, m) for p in range(1, 9) for v in range(1, 5) for m in range(1, 31)]
+CASES = [
+    *((gpipe, *sizes) for sizes in ONE_CHUNK),
+    *((one_forward_one_backward, *sizes) for sizes in ONE_CHUNK),
+    *((interleaved, *sizes) for sizes in INTERLEAVED),
+    *((forward_only, *sizes) for sizes in FORWARD_ONLY),
+]
+# The grid in pieces by number of stages, so that a failure says roughly where.
+BY_STAGES = [[case for case in CASES if case[1] == stages] for stages in sorted({c[1] for c in CASES})]
+
+
+def test_the_grid_is_large():
+    assert len({case[1:] for case in CASES}) >= 2000
+
+
+@pytest.mark.parametrize("cases", BY_STAGES, ids=lambda cases: f"P{cases[0][1]}")
+def test_every_compute_happens_once_and_forward_comes_first(cases):
+    for make, stages, chunks, microbatches in cases:
+        schedule = make(stages, chunks, microbatches)
+        pairs = list(itertools.product(range(microbatches), range(chunks)))
+        assert len(schedule) == stages
+        for actions in schedule:
+            forwards = {(a.microbatch, a.chunk): i for i, a in enumerate(actions) if isinstance(a, Forward)}
+            backwards = {(a.microbatch, a.chunk): i for i, a in enumerate(actions) if isinstance(a, Backward)}
+            assert sorted(forwards) == pairs
+            assert sorted(backwards) == ([] if make is forward_only else pairs)
+            assert len(actions) == len(forwards) + len(backwards)
+            assert all(forwards[key] < at for key, at in backwards.items())
+
+
+@pytest.mark.parametrize("cases", BY_STAGES, ids=lambda cases: f"P{cases[0][1]}")
+def test_transfers_that_block_do_not_deadlock(cases):
+    for make, stages, chunks, microbatches in cases:
+        schedule = make(stages, chunks, microbatches)
+        actions = with_transfers(schedule, stages)
+        assert [[a for a in row if isinstance(a, Forward | Backward)] for row in actions] == schedule
+        run_with_rendezvous(actions, stages, chunks)
+
+
+def run_with_rendezvous(actions, stages, chunks):
+    """Run each rank's list strictly in order; a transfer happens only when both ends are at it.
+
+    Every compute must find its input there, and at the end nothing may be left undelivered. At a rendezvous
+    both ends must be at the same transfer, so this also shows that a pair agrees on the order.
+    """
+    at = [0] * stages
+    held = [set() for _ in range(stages)]  # per rank: (forward, microbatch, chunk) of inputs that are there
+
+    def here(rank):
+        return actions[rank][at[rank]] if at[rank] < len(actions[rank]) else None
+
+    moved = True
+    while moved:
+        moved = False
+        for rank in range(stages):
+            action = here(rank)
+            while isinstance(action, Forward | Backward):
+                run_compute(action, rank, stages, chunks, held)
+                at[rank] += 1
+                moved = True
+                action = here(rank)
+            if not isinstance(action, Send):
+                continue
+            receive = here(action.peer)
+            if not (isinstance(receive, Receive) and receive.peer == rank):
+                continue
+            part = action.chunk * stages + rank + (1 if action.forward else -1)
+            expected = Receive(action.microbatch, part // stages, rank, action.forward)
+            assert (receive, action.peer) == (expected, part % stages)
+            sent = ("made", action.forward, action.microbatch, action.chunk)
+            assert sent in held[rank]
+            held[rank].remove(sent)
+            held[action.peer].add(("need", receive.forward, receive.microbatch, receive.chunk))
+            at[rank] += 1
+            at[action.peer] += 1
+            moved = True
+    assert [here(rank) for rank in range(stages)] == [None] * stages
+    assert not any(held)
+
+
+def run_compute(action, rank, stages, chunks, held):
+    """Take the compute's input from `held[rank]` and leave its output where the next one looks for it."""
+    forward = isinstance(action, Forward)
+    part = action.chunk * stages + rank
+    first, last = (0, stages * chunks - 1) if forward else (stages * chunks - 1, 0)
+    if part != first:
+        held[rank].remove(("need", forward, action.microbatch, action.chunk))
+    if part == last:
+        return
+    if stages > 1:
+        held[rank].add(("made", forward, action.microbatch, action.chunk))
+    else:
+        held[rank].add(("need", forward, action.microbatch, action.chunk + (1 if forward else -1)))
+
+
+@pytest.mark.parametrize("stages, chunks, microbatches", [(2, 2, 4), (2, 3, 2), (4, 2, 8), (3, 1, 7)])
+@pytest.mark.parametrize("make", [one_forward_one_backward, interleaved, forward_only])
+def test_a_pair_lists_its_transfers_in_one_order(make, stages, chunks, microbatches):
+    if make is one_forward_one_backward:
+        chunks = 1
+    if make is interleaved:
+        microbatches += -microbatches % stages
+    actions = with_transfers(make(stages, chunks, microbatches), stages)
+    for a, b in itertools.combinations(range(stages), 2):
+        ends = [
+            [
+                (isinstance(x, Send) == (rank == a), x.forward, x.microbatch)
+                for x in actions[rank]
+                if isinstance(x, Send | Receive) and x.peer == peer
+            ]
+            for rank, peer in ((a, b), (b, a))
+        ]
+        assert ends[0] == ends[1]
+
+
+def test_peak_of_activations_in_flight():
+    for stages, chunks, microbatches in ONE_CHUNK:
+        peak = simulate(gpipe(stages, chunks, microbatches), stages).peak_in_flight
+        assert peak == [microbatches] * stages
+        peak = simulate(one_forward_one_backward(stages, chunks, microbatches), stages).peak_in_flight
+        assert peak == [min(microbatches, stages - rank) for rank in range(stages)]
+    for stages, chunks, microbatches in INTERLEAVED:
+        peak = simulate(interleaved(stages, chunks, microbatches), stages).peak_in_flight
+        warmup = [2 * (stages - rank - 1) + (chunks - 1) * stages for rank in range(stages)]
+        assert peak == [min(microbatches * chunks, w + 1) for w in warmup]
+
+
+def test_bubble_is_the_formula():
+    for make, sizes in [
+        (gpipe, ONE_CHUNK),
+        (one_forward_one_backward, ONE_CHUNK),
+        (interleaved, INTERLEAVED),
+    ]:
+        for stages, chunks, microbatches in sizes:
+            schedule = make(stages, chunks, microbatches)
+            timeline = simulate(schedule, stages, forward_time=1 / chunks, backward_time=2 / chunks)
+            formula = (stages - 1) / (chunks * microbatches)
+            assert timeline.bubble == pytest.approx(formula)
+            assert bubble_fraction(stages, chunks, microbatches) == formula
+            assert timeline.makespan == pytest.approx(3 * microbatches * (1 + formula))
+
+
+def test_evaluation_has_no_more_than_the_pipeline_fill_as_bubble():
+    for stages, chunks, microbatches in FORWARD_ONLY:
+        if microbatches % stages == 0:
+            makespan = simulate(forward_only(stages, chunks, microbatches), stages).makespan
+            assert makespan == microbatches * chunks + stages - 1
+
+
+def test_1f1b_of_the_paper():
+    """2104.04473 figure 4, top: four devices, eight microbatches (numbered from 0 here)."""
+    schedule = one_forward_one_backward(4, 1, 8)
+    names = [" ".join(f"{type(a).__name__[0]}{a.microbatch}" for a in actions) for actions in schedule]
+    assert names[0] == "F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7"
+    assert names[3] == "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7"
+
+
+def test_interleaved_of_the_paper():
+    """2104.04473 figure 4, bottom: device 1 runs ten forwards, then alternates."""
+    actions = interleaved(4, 2, 8)[0]
+    names = " ".join(f"{type(a).__name__[0]}{a.microbatch}{'ab'[a.chunk]}" for a in actions[:14])
+    assert names == "F0a F1a F2a F3a F0b F1b F2b F3b F4a F5a F6a B0b F7a B1b"
+
+
+def test_transfers_of_two_stages():
+    assert with_transfers(gpipe(2, 1, 1), 2) == [
+        [Forward(0, 0), Send(0, 0, 1, True), Receive(0, 0, 1, False), Backward(0, 0)],
+        [Receive(0, 0, 0, True), Forward(0, 0), Backward(0, 0), Send(0, 0, 0, False)],
+    ]
+
+
+def test_the_last_rank_wraps_around_to_the_first():
+    first, last = with_transfers(forward_only(2, 2, 1), 2)
+    assert first == [
+        Forward(0, 0),
+        Send(0, 0, 1, True),
+        Receive(0, 1, 1, True),
+        Forward(0, 1),
+        Send(0, 1, 1, True),
+    ]
+    assert last == [
+        Receive(0, 0, 0, True),
+        Forward(0, 0),
+        Send(0, 0, 0, True),
+        Receive(0, 1, 0, True),
+        Forward(0, 1),
+    ]
+
+
+def test_one_stage_transfers_nothing():
+    schedule = interleaved(1, 3, 2)
+    assert with_transfers(schedule, 1) == schedule
+
+
+def test_a_transfer_delays_the_neighbour():
+    """Two stages, one microbatch: over and back."""
+    assert simulate(gpipe(2, 1, 1), 2, transfer_time=0.5).makespan == 1 + 0.5 + 1 + 2 + 0.5 + 2
+
+
+def test_a_schedule_that_waits_in_a_circle_is_caught():
+    schedule = [[Backward(0, 0), Forward(0, 0)], [Forward(0, 0), Backward(0, 0)]]
+    with pytest.raises(AssertionError, match="deadlocks"):
+        simulate(schedule, 2)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_one_chunk_is_required(name):
+    with pytest.raises(
+        InputError, match=f"^--pipeline-schedule {name}: has one chunk of layers per rank, not 2"
+    ):
+        SCHEDULES[name](4, 2, 8)
+
+
+def test_interleaved_needs_full_groups():
+    with pytest.raises(InputError, match=r"6 microbatches per step is not a multiple of .* 4"):
+        SCHEDULES["interleaved"](4, 2, 6)
