@@ -125,17 +125,17 @@ def draw_layer_split(layers: int, stages: int, chunks: int) -> str:
             fill = RANK[layer // size % stages % len(RANK)]
             parts.append(box(left + layer * cell, top, cell, high, fill, str(layer)))
         for part in range(stages * parts_per_rank):
-            words = f"rank {part % stages}"
+            middle = left + (part + 0.5) * size * cell
+            parts.append(text(middle, top + high + 14, f"rank {part % stages}", 11))
             if parts_per_rank > 1:
-                words += f", chunk {part // stages}"
-            parts.append(text(left + (part + 0.5) * size * cell, top + high + 14, words, 11))
+                parts.append(text(middle, top + high + 28, f"chunk {part // stages}", 11))
         right = left + layers * cell
         parts += [
             text(left, top - 12, "embedding", 11, "start"),
             text(right, top - 12, "final norm, output, loss", 11, "end"),
         ]
     title = f"{layers} layers on {stages} pipeline ranks"
-    return picture(left + layers * cell + 20, 220, title, parts)
+    return picture(left + layers * cell + 20, 230, title, parts)
 
 
 def draw_tensor_parallel() -> str:
@@ -155,7 +155,7 @@ def draw_tensor_parallel() -> str:
             box(258, y, 70, 70, PLAIN),
             box(258 + 35 * rank, y, 35, 70, fill, f"A{rank}"),
             arrow(328, middle, 352, middle),
-            text(340, middle - 12, "GeLU", 10),
+            text(374, y, "GeLU", 11),
             box(354, y + 10, 40, 50, fill, f"Y{rank}"),
             text(410, middle, "×", 16),
             box(424, y, 70, 70, PLAIN),
@@ -192,13 +192,8 @@ def draw_sequence_parallel() -> str:
         for rank in range(2 if kind else 0):
             y = top + 80 * rank
             parts.append(box(x, y, width, 70, RANK[rank]))
-            which = (
-                f"sequence {rank}/2"
-                if kind == 1
-                else f"heads {rank}/2"
-                if words == "attention"
-                else f"columns {rank}/2"
-            )
+            share = "sequence" if kind == 1 else "heads" if words == "attention" else "columns"
+            which = f"{share}, part {rank}"
             lines = [*words.split("|"), which]
             for line, label in enumerate(lines):
                 middle = y + 35 + 15 * (line - (len(lines) - 1) / 2)
@@ -244,7 +239,7 @@ def draw_distributed_optimizer(ranks: int = 4, buckets: int = 3) -> str:
                 step = ("reduce-scatter", "all-gather")[row]
                 parts.append(text(x + bucket_width / 2 + 8, y + 74, step, 12, "start"))
         parts.append(text(left, y + 45, note, 11, "start"))
-    width = left + buckets * (bucket_width + gap) + 20
+    width = left + buckets * (bucket_width + gap) + 40
     return picture(width, 340, f"Distributed optimizer: {ranks} replicas, slices coloured by owner", parts)
 
 
