@@ -23,11 +23,11 @@ from megatron.parallel.schedules import (
 )
 
 # (stages, chunks, microbatches)
-ONE_CHUNK = [(p, 1, m) for p in range(1, 17) for m in [*range(1, 61), 100]]
+ONE_CHUNK = [(p, 1, m) for p in range(1, 17) for m in [*range(1, 41), 64]]
 INTERLEAVED = [
-    (p, v, p * k) for p in range(1, 17) for v in range(1, 9) for k in range(1, 13) if p * v * k <= 150
+    (p, v, p * k) for p in range(1, 17) for v in range(1, 9) for k in range(1, 13) if p * v * k <= 120
 ]
-FORWARD_ONLY = [(p, v, m) for p in range(1, 9) for v in range(1, 5) for m in range(1, 31)]
+FORWARD_ONLY = [(p, v, m) for p in range(1, 11) for v in range(1, 5) for m in range(1, 41)]
 CASES = [
     *((gpipe, *sizes) for sizes in ONE_CHUNK),
     *((one_forward_one_backward, *sizes) for sizes in ONE_CHUNK),
