@@ -301,6 +301,8 @@ CROSS = [
     ("--split -1,2", "--split: '-1,2' does not divide the data"),
     ("--split one", "--split: 'one' is not a list of numbers"),
     ("--wandb-exp-name a", "--wandb-exp-name needs --wandb-project"),
+    ("--save-interval 5", "--save-interval: 5 needs --save, the folder"),
+    ("--keep-last 2 --load a", "--keep-last: 2 needs --save, the folder"),
 ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron.flags import Config, flag
+from megatron.flags import Config, InputError, flag
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,3 +28,10 @@ class CheckpointConfig(Config):
     save_optim: bool = flag(
         True, "do not save the state of the optimizer; such a run cannot be resumed exactly"
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.save is None:
+            for name, value in (("--save-interval", self.save_interval), ("--keep-last", self.keep_last)):
+                if value is not None:
+                    raise InputError(f"{name}: {value} needs --save, the folder that checkpoints are written to")
