@@ -28,7 +28,7 @@ class GPT2BPETokenizer(Tokenizer):
 
     def __init__(self, vocab_file: str, merge_file: str) -> None:
         vocab = read_vocab(vocab_file)
-        merges = read_merges(merge_file, vocab)
+        merges = read_merges(merge_file, vocab, vocab_file)
         if END_OF_TEXT not in vocab:
             raise InputError(
                 f"{vocab_file}: holds no {END_OF_TEXT}, the end-of-document token of this tokenizer"
@@ -44,6 +44,13 @@ class GPT2BPETokenizer(Tokenizer):
             piece: vocab[piece]
             for piece in (*ByteLevel.alphabet(), *(left + right for left, right in merges))
         }
+        # No special token begins with a space, so a merge must have made each piece that does.
+        lost = [piece for piece in vocab if piece.startswith("Ġ") and piece not in self.reachable]
+        if lost:
+            raise InputError(
+                f"{merge_file}: has no merge for {len(lost)} pieces of {vocab_file}, {lost[0]!r} the first; "
+                "it is cut short, or the files do not belong together"
+            )
         self._bpe = HFTokenizer(BPE(vocab, merges))
         self._bpe.pre_tokenizer = ByteLevel(add_prefix_space=False)
         self._bpe.decoder = ByteLevelDecoder()
@@ -108,8 +115,10 @@ def read_vocab(path: str) -> dict[str, int]:
     return vocab
 
 
-def read_merges(path: str, vocab: dict[str, int]) -> list[tuple[str, str]]:
+def read_merges(path: str, vocab: dict[str, int], vocab_file: str) -> list[tuple[str, str]]:
     """Read merges.txt: on each line two pieces of `vocab` that make a third, the first to be merged on top.
+
+    `vocab_file` is named in errors.
 
     Raises:
         InputError: it is not so.
@@ -126,7 +135,7 @@ def read_merges(path: str, vocab: dict[str, int]) -> list[tuple[str, str]]:
         for piece in (*pieces, "".join(pieces)):
             if piece not in vocab:
                 raise InputError(
-                    f"{path}:{number}: {piece!r} is not in the vocabulary; the files do not match"
+                    f"{path}:{number}: {piece!r} is not in {vocab_file}; the files do not belong together"
                 )
         merges.append((pieces[0], pieces[1]))
     return merges

@@ -326,12 +326,35 @@ def gpt2_config(vocab: str | None, merges: str | None, folder: Path, good: Path)
         ('{"a": 1}', None, "vocab.json: the ids of its 1 pieces are not 0 to 0"),
         ('{"a": 0}', None, "vocab.json: lacks 255 of the 256 single bytes"),
         (None, "#version: 0.2\na b c\n", "merges.txt:2: 'a b c' is not two pieces"),
-        (None, "#version: 0.2\nĠ t\nq zz\n", "merges.txt:3: 'zz' is not in the vocabulary"),
+        (None, "#version: 0.2\nĠ t\nq zz\n", r"merges.txt:3: 'zz' is not in \S+/vocab.json; the files do"),
+        (
+            None,
+            "#version: 0.2\n",
+            r"merges.txt: has no merge for \d+ pieces of \S+/vocab.json, 'Ġ\S+' the first",
+        ),
     ],
 )
 def test_bad_files_of_a_bpe(vocab, merges, message, tmp_path, bpe_files):
     with pytest.raises(InputError, match=message):
         build_tokenizer(gpt2_config(vocab, merges, tmp_path, bpe_files))
+
+
+def test_merges_cut_short(tmp_path, bpe_files):
+    merges = (bpe_files / "merges.txt").read_text(encoding="utf-8").splitlines(keepends=True)
+    with pytest.raises(InputError, match=r"has no merge for \d+ pieces of .* cut short"):
+        build_tokenizer(gpt2_config(None, "".join(merges[:-10]), tmp_path, bpe_files))
+
+
+def test_merges_of_a_larger_vocabulary(tmp_path, bpe_files, shared):
+    merges = (shared / "data/gpt2-merges.txt").read_text(encoding="utf-8")
+    with pytest.raises(InputError, match=r"merges.txt:\d+: '\S+' is not in \S+/vocab.json; the files do not"):
+        build_tokenizer(gpt2_config(None, merges, tmp_path, bpe_files))
+
+
+def test_a_vocabulary_may_hold_further_special_tokens(tmp_path, bpe_files):
+    vocab = json.loads((bpe_files / "vocab.json").read_text(encoding="utf-8"))
+    vocab |= {"<pad>": len(vocab), "madeupword0000": len(vocab) + 1}
+    assert build_tokenizer(gpt2_config(json.dumps(vocab), None, tmp_path, bpe_files)).vocab_size == 1002
 
 
 def test_bpe_without_end_of_text(tmp_path, bpe_files):
