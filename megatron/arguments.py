@@ -28,6 +28,43 @@ if typing.TYPE_CHECKING:
 
 C = TypeVar("C", bound=Config)
 
+# What other tools call a flag, where the nearest name would not lead to ours.
+PLAIN_NAMES = {
+    "--rope": "--position-embedding-type rope",
+    "--learning-rate": "--lr",
+    "--per-device-train-batch-size": "--micro-batch-size",
+    "--gradient-accumulation-steps": "--global-batch-size, which counts the samples of a whole step",
+    "--epochs": "--train-iters or --train-samples",
+    "--num-train-epochs": "--train-iters or --train-samples",
+    "--max-steps": "--train-iters",
+    "--max-iters": "--train-iters",
+    "--steps": "--train-iters",
+    "--warmup-steps": "--lr-warmup-iters",
+    "--warmup-ratio": "--lr-warmup-fraction",
+    "--lr-scheduler-type": "--lr-decay-style",
+    "--max-grad-norm": "--clip-grad",
+    "--output-dir": "--save",
+    "--out-dir": "--save",
+    "--resume": "--load",
+    "--resume-from-checkpoint": "--load",
+    "--save-steps": "--save-interval",
+    "--save-total-limit": "--keep-last",
+    "--eval-steps": "--eval-interval",
+    "--logging-steps": "--log-interval",
+    "--dataset": "--data-path",
+    "--tokenizer": "--tokenizer-type",
+    "--dropout": "--hidden-dropout and --attention-dropout",
+    "--block-size": "--seq-length",
+    "--context-length": "--seq-length",
+    "--n-layer": "--num-layers",
+    "--n-head": "--num-attention-heads",
+    "--n-embd": "--hidden-size",
+    "--rmsnorm": "--normalization RMSNorm",
+    "--fp32": "--bf16 for bfloat16; without it all is fp32",
+    "--dtype": "--bf16 for bfloat16; without it all is fp32",
+    "--precision": "--bf16 for bfloat16; without it all is fp32",
+}
+
 
 class Parser(argparse.ArgumentParser):
     """An argument parser that admits no abbreviations, raises `InputError`, and suggests the nearest flag."""
@@ -49,8 +86,12 @@ class Parser(argparse.ArgumentParser):
             if not name.startswith("-"):
                 raise InputError(f"{name!r} is not expected here; every value follows its flag")
             ours = [n for n, a in self._option_string_actions.items() if a.help != argparse.SUPPRESS]
+            instead = PLAIN_NAMES.get(name.replace("_", "-"))
             near = difflib.get_close_matches(name, ours, n=1)
-            hint = f"did you mean {near[0]}?" if near else "--help lists the flags"
+            if instead is not None and re.match(r"--[\w-]+", instead).group() in ours:
+                hint = f"use {instead}"
+            else:
+                hint = f"did you mean {near[0]}?" if near else "--help lists the flags"
             raise InputError(f"{name} is not a flag of this command; {hint}")
         return namespace
 
@@ -89,8 +130,9 @@ def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field, scalar: 
     if field.default is not None and "default" not in spec.help:
         common["help"] += f" (default: {field.default})"
     if spec.choices is not None:
-        common["help"] += f"; one of {', '.join(map(str, spec.choices))}"
-    metavar = spec.metavar or {int: "N", float: "X", str: "TEXT"}[scalar]
+        metavar = "{" + ",".join(map(str, spec.choices)) + "}"
+    else:
+        metavar = spec.metavar or {int: "N", float: "X", str: "TEXT"}[scalar]
     convert = {int: _whole, float: _number, str: _text}[scalar]
     group.add_argument(*names, type=convert, nargs=spec.nargs, metavar=metavar, **common)
 

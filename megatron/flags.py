@@ -133,7 +133,9 @@ class Config:
         for name in names:
             if getattr(self, name) is None:
                 field = by_name[name]
-                raise InputError(f"{flag_name(field)} is required: {field.metadata['flag'].help}")
+                spec: Flag = field.metadata["flag"]
+                choices = f"; one of {', '.join(map(str, spec.choices))}" if spec.choices else ""
+                raise InputError(f"{flag_name(field)} is required: {spec.help}{choices}")
 
 
 def _checked(field: dataclasses.Field, value: Any, scalar: type) -> Any:

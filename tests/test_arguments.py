@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 import typing
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.arguments import Parser, parse_run_config, run_command, run_parser
+from megatron.arguments import PLAIN_NAMES, Parser, parse_run_config, run_command, run_parser
 from megatron.flags import Flag, InputError, field_types, flag_name
 from megatron.training.config import RunConfig
 
@@ -256,7 +257,6 @@ def test_a_negative_number_is_a_value_and_not_a_flag(word: str) -> None:
         ("--num-layer", "--num-layers"),
         ("--hiden-size", "--hidden-size"),
         ("--num_layers", "--num-layers"),
-        ("--learning-rate=3", None),
         ("--micro-batch", "--micro-batch-size"),
         ("--bfloat16", "--bf16"),
         ("-x", None),
@@ -265,6 +265,28 @@ def test_a_negative_number_is_a_value_and_not_a_flag(word: str) -> None:
 def test_an_unknown_flag_suggests_the_nearest(word: str, nearest: str | None) -> None:
     hint = f"did you mean {nearest}?" if nearest else "--help lists the flags"
     assert error_of(word, "3") == f"{word.split('=')[0]} is not a flag of this command; {hint}"
+
+
+@pytest.mark.parametrize(
+    ("word", "instead"),
+    [
+        ("--rope", "--position-embedding-type rope"),
+        ("--learning-rate=3", "--lr"),
+        ("--learning_rate", "--lr"),
+        ("--epochs", "--train-iters or --train-samples"),
+        ("--output-dir", "--save"),
+        ("--dtype", "--bf16 for bfloat16; without it all is fp32"),
+    ],
+)
+def test_names_of_other_tools_lead_to_ours(word: str, instead: str) -> None:
+    assert error_of(word, "3") == f"{word.split('=')[0]} is not a flag of this command; use {instead}"
+
+
+def test_the_names_that_stand_for_others_exist() -> None:
+    ours = run_parser("")._option_string_actions
+    for name, instead in PLAIN_NAMES.items():
+        assert set(re.findall(r"--[\w-]+", instead)) <= set(ours), name
+        assert name not in ours, "the parser knows it already"
 
 
 # ---- what does not go together
@@ -445,6 +467,7 @@ def test_help_is_grouped_and_complete() -> None:
         assert {flag_name(field), *field.metadata["flag"].aliases} <= words
     assert "--fp16" not in words
     assert "Train a thing." in lines
+    assert "--optimizer {adam,sgd}" in text and "--device {auto,cpu,cuda}" in text
 
 
 @pytest.mark.parametrize(

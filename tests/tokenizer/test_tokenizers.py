@@ -302,7 +302,7 @@ def test_flags_that_are_missing_or_do_not_fit(bpe_files):
     ]:
         with pytest.raises(InputError, match=f"{flag} is required"):
             build_tokenizer(config(kind))
-    with pytest.raises(InputError, match="--tokenizer-type is required"):
+    with pytest.raises(InputError, match=r"--tokenizer-type is required: .*; one of GPT2BPETokenizer, "):
         build_tokenizer(TokenizerConfig())
     with pytest.raises(InputError, match=r"--vocab-size: 999, but HuggingFaceTokenizer .* has 1000 ids"):
         build_tokenizer(config("HuggingFaceTokenizer", tokenizer_model=bpe_files, vocab_size=999))
