@@ -34,4 +34,6 @@ class CheckpointConfig(Config):
         if self.save is None:
             for name, value in (("--save-interval", self.save_interval), ("--keep-last", self.keep_last)):
                 if value is not None:
-                    raise InputError(f"{name}: {value} needs --save, the folder that checkpoints are written to")
+                    raise InputError(
+                        f"{name}: {value} needs --save, the folder that checkpoints are written to"
+                    )
