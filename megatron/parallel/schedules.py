@@ -2,7 +2,7 @@
 
 A schedule is one list of actions per pipeline rank, made by a pure function of (stages, chunks per rank,
 microbatches). The executor walks the lists and moves tensors, `simulate` walks them with a clock, and
-`megatron.parallel.draw` draws what the clock says. No torch here.
+`tools/draw_figures.py` draws what the clock says. No torch here.
 
 Names: a rank's place in the pipeline is its stage. With more than one chunk per rank (virtual stages), the
 layers are cut into `stages * chunks` parts, and chunk c of rank p is part `c * stages + p`.

@@ -1,4 +1,4 @@
-"""Figures of the parallel layouts, as SVG text: `python -m megatron.parallel.draw docs/figures`.
+"""Figures of the parallel layouts, as SVG text: `python tools/draw_figures.py docs/figures`.
 
 The schedules are drawn from the action lists that training runs, with the simulator's clock; so a figure
 shows what the code does. The same input gives the same bytes. Every figure has its own light background,
@@ -7,11 +7,14 @@ which keeps it readable on a dark page.
 
 from __future__ import annotations
 
-import argparse
+import sys
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.arguments import Parser, run_command
 from megatron.parallel.schedules import (
     Compute,
     Forward,
@@ -263,7 +266,7 @@ def figures() -> dict[str, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m megatron.parallel.draw", description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("folder", type=Path, help="where the SVG files are written")
     folder = parser.parse_args(argv).folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -272,4 +275,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.parallel.draw import draw_schedule, figures, main
 from megatron.parallel.schedules import SCHEDULES
+from tools.draw_figures import draw_schedule, figures, main
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "figures"
 SVG = "{http://www.w3.org/2000/svg}"
@@ -17,7 +17,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 @pytest.mark.parametrize("name", sorted(figures()))
 def test_figure_in_docs_is_up_to_date(name):
     stored = (FOLDER / name).read_text(encoding="utf-8")
-    assert stored == figures()[name], "run python -m megatron.parallel.draw docs/figures"
+    assert stored == figures()[name], "run python tools/draw_figures.py docs/figures"
 
 
 @pytest.mark.parametrize("name", sorted(figures()))
