@@ -105,9 +105,9 @@ def one_forward_one_backward(stages: int, chunks: int, microbatches: int) -> lis
 def interleaved(stages: int, chunks: int, microbatches: int) -> list[list[Compute]]:
     """Interleaved 1F1B (2104.04473 section 2.2): several chunks per rank divide the bubble by their number.
 
-    Rank p runs `2 * (stages - p - 1) + (chunks - 1) * stages` forwards before its first backward: the last
-    chunk's first input reaches it after `(chunks - 1) * stages` of its own forwards, and its gradient comes
-    back `2 * (stages - p - 1)` later.
+    Rank p runs `2 * (stages - p - 1) + (chunks - 1) * stages` forwards before it alternates: it reaches its
+    last chunk after `(chunks - 1) * stages` of them, and the gradient of that chunk's first microbatch comes
+    back `2 * (stages - p - 1)` later. At its peak it holds one forward more than that.
 
     Raises:
         InputError: the microbatches do not divide into groups of `stages`.
