@@ -1,4 +1,4 @@
-"""Models for tests, on one process."""
+"""Models for tests."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ from megatron.parallel.mesh import Mesh
 CPU = torch.device("cpu")
 
 
-def flat(model: nn.Module, dtype: torch.dtype = torch.float32, **parallel) -> ParamBuffer:
-    """The parameters of a model in flat memory, without values."""
-    return ParamBuffer([model], Mesh(device=CPU), ParallelConfig(**parallel), dtype=dtype)
+def flat(
+    model: nn.Module,
+    dtype: torch.dtype = torch.float32,
+    *,
+    mesh: Mesh | None = None,
+    config: ParallelConfig | None = None,
+) -> ParamBuffer:
+    """The parameters of a model in flat memory, without values; of one process, if no mesh is given."""
+    return ParamBuffer([model], mesh or Mesh(device=CPU), config or ParallelConfig(), dtype=dtype)

@@ -198,3 +198,15 @@ def test_dropout_is_replayed_exactly(tmp_path: Path, recomputation: str) -> None
         run_distributed(train, 2, str(folder), f"{dropout} {flags}")
         runs.append(Run(folder))
     runs[0].assert_equals(runs[1], loss=1e-7, weights=1e-7, zeros=0)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("T2D2+ZeRO", "P2V2"), ("P2V2", "D2+ZeRO"), pytest.param("everything", "T4", marks=pytest.mark.slow)],
+)
+def test_a_run_goes_on_in_another_layout(one_process, tmp_path: Path, before: str, after: str) -> None:
+    resume = f"{SHAPES['llama']} --load {tmp_path}/checkpoints"
+    for layout, flags in ((before, "--exit-interval 7"), (after, "")):
+        processes, layout_flags = LAYOUTS[layout]
+        run_distributed(train, processes, str(tmp_path), f"{resume} {layout_flags} {flags}")
+    one_process(SHAPES["llama"]).assert_equals(Run(tmp_path), loss=1e-5, weights=1e-4)

@@ -1,0 +1,102 @@
+"""Tensor parallelism communicates what the papers say and no more, and its cross entropy is torch's."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from distributed import run_distributed
+from models import CPU, flat
+from torch.distributed.tensor.debug import CommDebugMode
+
+from megatron.model.config import ModelConfig
+from megatron.model.gpt import GPTModel, position_ids
+from megatron.model.layers import TensorParallel
+from megatron.ops.cross_entropy import cross_entropy
+from megatron.parallel.config import ParallelConfig
+from megatron.parallel.mesh import init_mesh
+
+
+def count(counts: dict) -> dict[str, int]:
+    """Collectives by a name that is the same in all versions of torch."""
+    names = {"allreduce": "all-reduce", "allgather": "all-gather", "reduce_scatter": "reduce-scatter"}
+    found: dict[str, int] = {}
+    for operator, number in counts.items():
+        name = next(ours for theirs, ours in names.items() if theirs in str(operator))
+        found[name] = found.get(name, 0) + number
+    return found
+
+
+def collectives(layers: int, sequence: bool) -> tuple[dict[str, int], dict[str, int]]:
+    """Those of a forward and of a backward pass."""
+    parallel = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=sequence)
+    config = ModelConfig(num_layers=layers, hidden_size=16, num_attention_heads=2, max_position_embeddings=8)
+    with init_mesh(parallel, CPU) as mesh:
+        tp = TensorParallel(mesh.tp, sequence)
+        model = GPTModel(config, vocab_size=60, padded_vocab_size=64, tp=tp)
+        flat(model, mesh=mesh, config=parallel).initialize(1)
+        tokens = torch.arange(8).unsqueeze(0)
+        with CommDebugMode() as forward:
+            losses = model(tokens, position_ids(0, 1, 8, CPU), labels_bs=tokens)
+        with CommDebugMode() as backward:
+            losses.mean().backward()
+        return count(forward.get_comm_counts()), count(backward.get_comm_counts())
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_collectives_of_a_layer(sequence: bool) -> None:
+    """Two all-reduces forward and two backward (1909.08053 figure 4); along the sequence each becomes an all-gather
+    and a reduce-scatter, and backward gathers the two layers' inputs again (2205.05198 section 4.2)."""
+    per_layer = []
+    one, three = (run_distributed(collectives, 2, layers, sequence)[0] for layers in (1, 3))
+    for few, many in zip(one, three, strict=True):
+        per_layer.append(
+            {name: (many[name] - few.get(name, 0)) // 2 for name in many if many[name] != few[name]}
+        )
+    forward, backward = per_layer
+    if sequence:
+        assert forward == {"all-gather": 2, "reduce-scatter": 2}
+        assert backward == {"all-gather": 2 + 2, "reduce-scatter": 2}
+        # The ends of the model: embedding; output layer, cross entropy.
+        assert one[0] == {"all-gather": 2 + 1, "reduce-scatter": 2 + 1, "all-reduce": 2}
+        assert one[1] == {"all-gather": 4 + 1 + 1, "reduce-scatter": 2 + 1}
+    else:
+        assert forward == backward == {"all-reduce": 2}
+        assert one[0] == {"all-reduce": 2 + 1 + 2}
+        assert one[1] == {"all-reduce": 2 + 1}
+
+
+def losses_and_gradients(vocab_size: int, smoothing: float) -> tuple[np.ndarray, np.ndarray]:
+    with init_mesh(ParallelConfig(tensor_model_parallel_size=4), CPU) as mesh:
+        logits, labels, weights = example(vocab_size)
+        mine = logits.chunk(4, dim=-1)[mesh.tp.rank].clone().requires_grad_()
+        losses = cross_entropy(mine, labels, vocab_size=vocab_size, axis=mesh.tp, label_smoothing=smoothing)
+        (losses * weights).sum().backward()
+        return losses.detach().numpy(), mine.grad.numpy()
+
+
+def example(vocab_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = 5 * torch.randn(7, 3, 40, generator=generator)
+    logits[..., vocab_size:] = 1e4  # padding, whatever its logits are, plays no part
+    labels = torch.randint(vocab_size, (7, 3), generator=generator)
+    return logits, labels, torch.rand(7, 3, generator=generator)
+
+
+@pytest.mark.parametrize("vocab_size", [40, 33, 12])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_cross_entropy_equals_torchs(vocab_size: int, smoothing: float) -> None:
+    """Whole columns of padding, and processes that hold nothing else."""
+    results = run_distributed(losses_and_gradients, 4, vocab_size, smoothing)
+    logits, labels, weights = example(vocab_size)
+    logits.requires_grad_()
+    expected = torch.nn.functional.cross_entropy(
+        logits[..., :vocab_size].permute(0, 2, 1), labels, reduction="none", label_smoothing=smoothing
+    )
+    (expected * weights).sum().backward()
+    for losses, _ in results:
+        torch.testing.assert_close(torch.from_numpy(losses), expected.detach(), rtol=1e-5, atol=1e-5)
+    gradients = torch.from_numpy(np.concatenate([grad for _, grad in results], axis=-1))
+    torch.testing.assert_close(gradients, logits.grad, rtol=1e-5, atol=1e-6)
+    alone = cross_entropy(logits.detach(), labels, vocab_size=vocab_size, label_smoothing=smoothing)
+    torch.testing.assert_close(alone, expected.detach(), rtol=1e-5, atol=1e-5)
