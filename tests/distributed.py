@@ -28,7 +28,7 @@ def run_distributed(function: Callable, processes: int, *arguments: Any, timeout
     for rank in range(processes):
         ours, theirs = context.Pipe()
         environment = rank_environment(rank, processes, port)
-        process = context.Process(target=_run, args=(theirs, environment, function, arguments), daemon=True)
+        process = context.Process(target=_run, args=(theirs, environment, function, arguments))
         process.start()
         theirs.close()
         started.append((process, ours))

@@ -52,7 +52,6 @@ FREE = {
     "init_method_std",
     "init_method_xavier_uniform",
     "mask_padded_vocab",
-    "max_position_embeddings",  # free without a table of positions; with one its rows are compared
 }
 
 
@@ -301,13 +300,26 @@ def saved_config(checkpoint: Checkpoint, part: str, config: type[C]) -> C:
 def check_architecture(checkpoint: Checkpoint, config: ModelConfig) -> None:
     """Raise `InputError` naming the flags in which a run's model differs from the checkpoint's."""
     saved = model_config(checkpoint)
+    # Without a table of positions the model has no longest sequence of its own.
+    free = (
+        FREE if config.position_embedding_type == "learned_absolute" else FREE | {"max_position_embeddings"}
+    )
     differing = [
         f"{flag_name(field)} (checkpoint: {getattr(saved, field.name)}, given: {getattr(config, field.name)})"
         for field in dataclasses.fields(ModelConfig)
-        if field.name not in FREE and getattr(saved, field.name) != getattr(config, field.name)
+        if field.name not in free and getattr(saved, field.name) != getattr(config, field.name)
     ]
     if differing:
         raise InputError(f"--load: {checkpoint.folder} holds another model: {'; '.join(differing)}")
+
+
+def check_vocabulary(checkpoint: Checkpoint, vocab_size: int) -> None:
+    """Raise `InputError` unless the tokenizer has as many ids as the one the checkpoint was trained with."""
+    if checkpoint.state["vocab_size"] != vocab_size:
+        raise InputError(
+            f"--load: {checkpoint.folder} has a vocabulary of {checkpoint.state['vocab_size']} ids, but the "
+            f"tokenizer has {vocab_size}; give the tokenizer that the checkpoint was trained with"
+        )
 
 
 def load_weights(checkpoint: Checkpoint, model: torch.nn.Module) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from megatron.checkpoint.checkpoint import (
     Checkpoint,
+    check_vocabulary,
     find_checkpoint,
     load_weights,
     model_config,
@@ -33,15 +34,10 @@ def load_gpt(load: str, tokenizer: TokenizerConfig, device: torch.device) -> tup
     if checkpoint.state["task"] != "GPT":
         raise InputError(f"--load: {checkpoint.folder} holds a {checkpoint.state['task']}, not a GPT")
     chosen = build_tokenizer(tokenizer if tokenizer.tokenizer_type else saved_tokenizer(checkpoint))
-    vocab_size = checkpoint.state["vocab_size"]
-    if chosen.vocab_size != vocab_size:
-        raise InputError(
-            f"--load: {checkpoint.folder} has a vocabulary of {vocab_size} ids, but the tokenizer has "
-            f"{chosen.vocab_size}; give the tokenizer that the checkpoint was trained with"
-        )
+    check_vocabulary(checkpoint, chosen.vocab_size)
     model = GPTModel(
         model_config(checkpoint),
-        vocab_size=vocab_size,
+        vocab_size=chosen.vocab_size,
         padded_vocab_size=checkpoint.state["padded_vocab_size"],
     )
     dtype = torch.bfloat16 if checkpoint.state["config"].get("training", {}).get("bf16") else torch.float32

@@ -71,9 +71,11 @@ class Schedule:
         )
 
     def differences(self, other: Schedule) -> list[str]:
-        """Each setting in which another schedule differs, as text with both values."""
+        """Each setting in which another schedule differs, as text with the flag and both values."""
         pairs = [(f.name, getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self)]
-        return [f"{name} {mine} there, {theirs} here" for name, mine, theirs in pairs if mine != theirs]
+        return [
+            f"{FLAGS[name]} {mine} there, {theirs} here" for name, mine, theirs in pairs if mine != theirs
+        ]
 
     def lr(self, consumed_samples: int) -> float:
         """Learning rate of the step that follows on `consumed_samples`."""
@@ -111,3 +113,20 @@ class Schedule:
         if self.weight_decay_style == "cosine":
             progress = 0.5 * (math.cos(math.pi * (1 - progress)) + 1)
         return start + span * progress
+
+
+# The flags that each field of a schedule comes from, for people.
+FLAGS = {
+    "max_lr": "--lr",
+    "min_lr": "--min-lr",
+    "init_lr": "--lr-warmup-init",
+    "warmup": "samples of warm-up (--lr-warmup-iters, -samples, -fraction)",
+    "decay": "samples of decay (--lr-decay-iters, -samples, --train-iters, -samples)",
+    "decay_style": "--lr-decay-style",
+    "wsd_decay": "samples of WSD's last phase (--lr-wsd-decay-iters, -samples)",
+    "wsd_decay_style": "--lr-wsd-decay-style",
+    "start_weight_decay": "weight decay at the start (--weight-decay, --start-weight-decay)",
+    "end_weight_decay": "weight decay at the end (--weight-decay, --end-weight-decay)",
+    "weight_decay_style": "--weight-decay-incr-style",
+    "train_samples": "samples to train for (--train-iters, --train-samples)",
+}

@@ -10,7 +10,13 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.checkpoint import Checkpoint, check_architecture, find_checkpoint, load_into
+from megatron.checkpoint.checkpoint import (
+    Checkpoint,
+    check_architecture,
+    check_vocabulary,
+    find_checkpoint,
+    load_into,
+)
 from megatron.checkpoint.config import CheckpointConfig
 from megatron.checkpoint.storage import newest_iteration
 from megatron.data.loader import start_fork_server
@@ -75,6 +81,8 @@ def find_start(config: CheckpointConfig) -> Checkpoint | None:
     """The checkpoint to start from, if any, after making sure that `--save` can be written to."""
     if config.save is not None:
         root = Path(config.save)
+        if root.exists() and not root.is_dir():
+            raise InputError(f"--save: {root} is not a folder; name one that is, or that is still to be made")
         try:
             root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -161,11 +169,7 @@ def load(trainer: Trainer, checkpoint: Checkpoint) -> None:
     check_architecture(checkpoint, trainer.config.model)
     if state["task"] != trainer.task.name:
         raise InputError(f"--load: {checkpoint.folder} holds a {state['task']}, not a {trainer.task.name}")
-    if state["vocab_size"] != trainer.tokenizer.vocab_size:
-        raise InputError(
-            f"--load: {checkpoint.folder} has a vocabulary of {state['vocab_size']} ids, but the tokenizer has "
-            f"{trainer.tokenizer.vocab_size}; give the tokenizer that the checkpoint was trained with"
-        )
+    check_vocabulary(checkpoint, trainer.tokenizer.vocab_size)
     with_optimizer = config.load_optim and not config.finetune
     engine = trainer.engine
     load_into(checkpoint, engine.buffer, engine.optimizer if with_optimizer else None)
@@ -252,6 +256,8 @@ def run(trainer: Trainer, stop: StopRequests) -> int:
             return 0
     elif config.checkpoint.load is not None and progress.iteration == 0 and not config.checkpoint.finetune:
         say(f"--load: {config.checkpoint.load} holds no checkpoint yet; training starts from the beginning")
+    if config.checkpoint.save is None:
+        say("without --save DIR nothing of this run will be kept")
     say(describe(trainer))
     say(describe_layout(trainer.engine))
     trainer.reporter.start(progress.iteration, trainer.train_iters)

@@ -210,3 +210,17 @@ def test_a_run_goes_on_in_another_layout(one_process, tmp_path: Path, before: st
         processes, layout_flags = LAYOUTS[layout]
         run_distributed(train, processes, str(tmp_path), f"{resume} {layout_flags} {flags}")
     one_process(SHAPES["llama"]).assert_equals(Run(tmp_path), loss=1e-5, weights=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["T2D2+ZeRO", pytest.param("everything", marks=pytest.mark.slow)])
+def test_the_same_layout_goes_on_bit_for_bit(tmp_path: Path, layout: str) -> None:
+    """With dropout, and batches that worker processes read."""
+    processes, flags = LAYOUTS[layout]
+    flags += " --attention-dropout 0.1 --hidden-dropout 0.2 --num-workers 1"
+    for folder, runs in (("whole", [""]), ("parts", ["--exit-interval 7", ""])):
+        (tmp_path / folder).mkdir()
+        for extra in runs:
+            load = f"--load {tmp_path}/{folder}/checkpoints"
+            run_distributed(train, processes, str(tmp_path / folder), f"{flags} {load} {extra}")
+    whole, parts = Run(tmp_path / "whole"), Run(tmp_path / "parts")
+    whole.assert_equals(parts, loss=0, weights=0, zeros=0)

@@ -246,11 +246,30 @@ def test_finetune_takes_the_weights_alone(pretrain, tmp_path: Path) -> None:
     assert finetuned[0]["lm loss"] < scratch[0]["lm loss"] - 0.1
 
 
+def test_without_the_state_of_the_optimizer(pretrain, tmp_path: Path) -> None:
+    """Weights and position go on, Adam's means begin anew."""
+    run = [*TINY, "--save", tmp_path / "a", "--load", tmp_path / "a", "--metrics-path", tmp_path / "m.jsonl"]
+    pretrain(*run)
+    whole = records(tmp_path / "m.jsonl")
+    run = [*TINY, "--save", tmp_path / "b", "--load", tmp_path / "b", "--metrics-path", tmp_path / "n.jsonl"]
+    pretrain(*run, "--exit-interval", 6, "--no-save-optim")
+    assert not list((tmp_path / "b" / "iter_0000006").glob("optimizer*"))
+    assert "iterations 7 to 12" in pretrain(*run, "--no-load-optim")
+    parts = records(tmp_path / "n.jsonl")
+    assert parts[:2] == whole[:2]
+    assert 0 < abs(parts[-1]["lm loss test"] - whole[-1]["lm loss test"]) < 0.2
+
+
+def test_a_run_that_keeps_nothing_says_so(pretrain, tmp_path: Path) -> None:
+    assert "without --save DIR nothing of this run will be kept" in pretrain(*TINY)
+    assert "nothing of this run" not in pretrain(*TINY, "--save", tmp_path / "a")
+
+
 def test_another_schedule_is_said(pretrain, tmp_path: Path) -> None:
     run = [*TINY, "--save", tmp_path / "a", "--load", tmp_path / "a"]
     pretrain(*run, "--exit-interval", 3)
     result = pretrain(*run, "--exit-interval", 3, "--lr", 2e-2)
-    assert "going on with the schedule of the command line: max_lr 0.01 there, 0.02 here" in result
+    assert "going on with the schedule of the command line: --lr 0.01 there, 0.02 here" in result
     result = pretrain(*run, "--exit-interval", 3, "--use-checkpoint-opt_param-scheduler")
     assert "schedule of the checkpoint" in result
 
@@ -290,6 +309,7 @@ def test_exit_duration() -> None:
     [
         (["--load", "/nowhere"], "--load: /nowhere is not a folder"),
         (["--save", "/proc/nowhere"], "--save: /proc/nowhere"),
+        (["--save", __file__], "--save: .* is not a folder"),
         (["--device", "cuda"], "--device: cuda"),
         (["--micro-batch-size", "3"], "--global-batch-size"),
         (["--lr-warmup-iters", "12"], "--lr-warmup-iters"),
@@ -327,4 +347,6 @@ def test_an_occupied_folder_is_not_overwritten(pretrain, tmp_path: Path) -> None
         pretrain(*TINY, "--load", tmp_path / "a", "--num-layers", 3)
     with pytest.raises(InputError, match="vocabulary"):
         pretrain(*TINY, "--load", tmp_path / "a", "--vocab-size", 301)
+    with pytest.raises(InputError, match=r"--max-position-embeddings \(checkpoint: 16, given: 8\)"):
+        pretrain(*TINY, "--load", tmp_path / "a", "--seq-length", 8)
     assert files(tmp_path / "a") == before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,37 @@ def test_tensorboard_has_nvidias_names(tmp_path: Path) -> None:
     assert [e.step for e in events.Scalars("lm loss")] == [1, 2, 3]
     assert [e.value for e in events.Scalars("lm loss")] == pytest.approx([1.0, 0.5, 1 / 3])
     assert [e.step for e in events.Scalars("lm loss vs samples")] == [8, 16, 24]
+
+
+def test_tensorboard_of_a_resumed_run_has_every_iteration_once(tmp_path: Path) -> None:
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    config = LoggingConfig(tensorboard_dir=str(tmp_path))
+    report(config, 0, range(1, 6))
+    time.sleep(1.1)  # the names of files of events count seconds
+    report(config, 3, range(4, 9))
+    events = event_accumulator.EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [e.step for e in events.Scalars("lm loss")] == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_points_in_tensorboard_are_as_far_apart_as_asked(tmp_path: Path) -> None:
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    config = LoggingConfig(tensorboard_dir=str(tmp_path), tensorboard_log_interval=2)
+    reporter = Reporter(config, MESH, settings={})
+    reporter.start(0, 5)
+    reporter.training(interval([(i, float(i), 1.0) for i in range(1, 6)]))
+    reporter.close()
+    events = event_accumulator.EventAccumulator(str(tmp_path))
+    events.Reload()
+    # And the last of what was reported at once.
+    assert [e.step for e in events.Scalars("lm loss")] == [2, 4, 5]
+
+
+def test_metrics_by_a_link(tmp_path: Path) -> None:
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "real.jsonl")
+    report(LoggingConfig(metrics_path=str(tmp_path / "link.jsonl")), 0, range(1, 4))
+    assert (tmp_path / "link.jsonl").is_symlink()
+    assert len((tmp_path / "real.jsonl").read_text().splitlines()) == 4
 
 
 def test_missing_packages_are_named(monkeypatch) -> None:

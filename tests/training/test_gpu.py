@@ -1,0 +1,40 @@
+"""On a GPU the same model is trained as on a CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+FLAGS = """
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 250 --num-layers 4 --hidden-size 64
+    --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 --global-batch-size 8 --train-iters 20 --lr 2e-3
+    --attention-dropout 0 --hidden-dropout 0 --log-interval 1 --eval-interval 10 --eval-iters 1
+""".split()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("precision", "tolerance"), [([], 1e-3), (["--bf16"], 2e-2)], ids=["fp32", "bf16"])
+def test_same_as_on_a_cpu(pretrain, tmp_path: Path, precision: list[str], tolerance: float) -> None:
+    losses = []
+    for device in ("cpu", "cuda"):
+        path = tmp_path / f"{device}.jsonl"
+        pretrain(*FLAGS, *precision, "--device", device, "--metrics-path", path)
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        losses.append([r[k] for r in records for k in r if k.startswith("lm loss")])
+    assert losses[1] == pytest.approx(losses[0], rel=tolerance)
+
+
+@pytest.mark.gpu
+def test_a_resumed_run_goes_on(pretrain, tmp_path: Path) -> None:
+    for folder, runs in (("whole", [[]]), ("parts", [["--exit-interval", 7], []])):
+        for extra in runs:
+            places = ["--save", tmp_path / folder, "--load", tmp_path / folder]
+            places += ["--metrics-path", tmp_path / f"{folder}.jsonl"]
+            pretrain(*FLAGS, "--bf16", "--device", "cuda", *places, *extra)
+    whole, parts = (
+        [json.loads(line).get("lm loss") for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("whole", "parts")
+    )
+    assert parts == pytest.approx(whole, rel=1e-2)
