@@ -213,6 +213,7 @@ def _write_rest(folder: Path, state: dict[str, Any], tokenizer_files: list[Path]
 
 
 def _model_tensors(buffer: ParamBuffer) -> dict[str, tuple[GlobalSlice, Tensor]]:
+    buffer.finish_gathers()
     tensors = {}
     for entry in buffer.entries:
         _add_piece(tensors, entry.name, entry, entry.view(buffer.params), buffer)
