@@ -274,7 +274,8 @@ def load_into(checkpoint: Checkpoint, buffer: ParamBuffer, optimizer: Optimizer 
 def _check_known(pieces: Pieces, wanted: set[str], mesh: Mesh) -> None:
     """Make sure that the files hold no tensor that no stage of the model has."""
     names = sorted(pieces.pieces)
-    known = all_reduce_max(torch.tensor([name in wanted for name in names], dtype=torch.int32), mesh.pp)
+    here = torch.tensor([name in wanted for name in names], dtype=torch.int32, device=mesh.device)
+    known = all_reduce_max(here, mesh.pp)
     unknown = [name for name, yes in zip(names, known.tolist(), strict=True) if not yes]
     if unknown:
         shown = ", ".join(unknown[:10]) + (", ..." if len(unknown) > 10 else "")
