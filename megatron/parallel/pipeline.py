@@ -19,8 +19,10 @@ from megatron.parallel.collectives import Pending, all_gather, named, share
 from megatron.parallel.mesh import ALONE, Axis, Mesh
 from megatron.parallel.schedules import Action, Backward, Forward, Receive, Send
 
-# How many receives are under way before the first of them is needed. Each holds the memory of an activation.
+# How many receives are under way before the first of them is needed, and how many sends that were not waited for.
+# Each holds the memory of an activation. Gloo does not tell that something has been sent until it is waited for.
 AHEAD = 2
+BEHIND = 4
 
 # Of (chunk, microbatch, what the chunk before gave): what the chunk gives, or after the last the loss, a scalar.
 Compute = Callable[[int, int, Tensor | None], Tensor]
@@ -47,8 +49,8 @@ class Transfers:
         with named("send", self.between(peer)):
             work = dist.isend(part, group=self.pp.group, group_dst=peer)
         self.sending.append(Pending(part, work, "send", self.between(peer)))
-        while self.sending and self.sending[0].done():
-            self.sending.popleft()
+        while self.sending and (self.sending[0].done() or len(self.sending) > BEHIND):
+            self.sending.popleft().wait()
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, peer: int) -> Callable[[], Tensor]:
         """Begin to receive a tensor from the stage `peer`. Gives what waits for it."""
