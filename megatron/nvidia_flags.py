@@ -64,7 +64,6 @@ NVIDIA_FLAGS: tuple[NvidiaFlag, ...] = (
     *_refuse("use --position-embedding-type rope", "--use-rotary-position-embeddings"),
     *_refuse("use --position-embedding-type rope, or none", "--no-position-embedding"),
     *_refuse("use --load DIR --finetune", "--pretrained-checkpoint DIR"),
-    *_refuse("use --keep-last, which keeps the newest checkpoints", "--save-retain-interval N"),
     *_refuse("use --config", "--yaml-cfg FILE"),
     *_refuse("use --data-path, in the file of --config if it is long", "--data-args-path FILE"),
     *_refuse(

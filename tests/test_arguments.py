@@ -106,7 +106,8 @@ NVIDIA_DEFAULTS = """
     --tensorboard-dir None, --no-bias-gelu-fusion False, --optimizer adam, --seed 1234, --init-method-std 0.02,
     --init-method-xavier-uniform False, --lr None, --lr-decay-style linear, --lr-decay-iters None,
     --lr-decay-samples None, --lr-warmup-fraction None, --lr-warmup-iters 0, --lr-warmup-samples 0, --min-lr 0.0,
-    --save None, --save-interval None, --no-save-optim False, --load None, --no-load-optim False,
+    --save None, --save-interval None, --save-retain-interval None, --no-save-optim False, --load None,
+    --no-load-optim False,
     --finetune False, --bf16 False, --eval-iters 100, --eval-interval 1000, --data-path None, --vocab-file None,
     --merge-file None, --seq-length None, --encoder-seq-length None, --num-workers 2, --tokenizer-type None,
     --reset-position-ids False, --reset-attention-mask False, --eod-mask-loss False,
@@ -138,7 +139,7 @@ OTHER_DEFAULTS = {
     "--checkpoint-num-layers": None,
 }
 OURS_ALONE = {"--device", "--keep-last", "--metrics-path", "--no-progress", "--no-mask-padded-vocab"}
-OURS_ALONE |= {"--pipeline-schedule"}
+OURS_ALONE |= {"--pipeline-schedule", "--verify-checkpoint"}
 # As the README of v2.5 calls --vocab-file, and HEAD the flag that v3.0 spells with an underscore.
 ALIASES = {"--vocab", "--use-checkpoint-opt-param-scheduler"}
 

@@ -1,9 +1,10 @@
-"""What a checkpoint holds, saved and loaded.
+"""What a checkpoint holds, and how one is found.
 
+    index.json               every file with its size and checksum, and where each tensor lies
     state.json               iteration, position in the data, configuration, schedule, vocabulary
     model.safetensors        every parameter by its global name, in the dtype of the model
     optimizer.safetensors    `master/NAME` (fp32 weights, where the model is not fp32), `exp_avg/NAME`, ...
-                             (where several processes share the model: model-00001-of-00004.safetensors, ...)
+                             (of several processes each writes its own: model-00001-of-00004.safetensors, ...)
     tokenizer/               the tokenizer's files, so that the folder can be used on its own
 
 Nothing in it can run code when loaded: tensors are safetensors, everything else is JSON.
@@ -13,37 +14,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-from torch import Tensor
-
-from megatron.checkpoint.pieces import Pieces, file_name, write_pieces
-from megatron.checkpoint.storage import (
-    begin_checkpoint,
-    discard_older,
-    finish_checkpoint,
-    folder_of,
-    iterations,
-    newest_iteration,
-    replace_text,
-    temporary_folder,
-)
+from megatron.checkpoint.manifest import Manifest, read_manifest
+from megatron.checkpoint.pieces import Pieces
+from megatron.checkpoint.storage import folder_of, iterations, newest_iteration
 from megatron.flags import LARGEST, Config, InputError, flag_name
 from megatron.model.config import ModelConfig
-from megatron.optim.buffer import ParamBuffer
-from megatron.optim.layout import Entry
-from megatron.optim.optimizer import Optimizer
-from megatron.parallel.collectives import all_reduce_max, together
-from megatron.parallel.mesh import Mesh
-from megatron.parallel.slices import GlobalSlice
+from megatron.parallel.collectives import together
+from megatron.parallel.mesh import ALONE, Axis
 
 C = TypeVar("C", bound=Config)
 
 FORMAT = "megatron-checkpoint"
 VERSION = 1
+# An empty file: the evaluation that was due when the checkpoint was saved is done.
+EVALUATED = "evaluated"
 
 # Fields of ModelConfig that may differ between a checkpoint and the run that loads it.
 FREE = {
@@ -57,10 +44,16 @@ FREE = {
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint found on disk, its state read, its tensors not yet."""
+    """A checkpoint found on disk, its state read, its tensors not yet.
+
+    Attributes:
+        passed_over: what is wrong with newer ones that were not taken.
+    """
 
     folder: Path
     state: dict[str, Any]
+    manifest: Manifest
+    passed_over: tuple[str, ...] = ()
 
     @property
     def iteration(self) -> int:
@@ -68,26 +61,46 @@ class Checkpoint:
 
     def pieces(self, kind: str) -> Pieces:
         """The tensors of the `kind` "model" or "optimizer"."""
-        return Pieces(self.folder, kind, self.state["files"])
+        return Pieces(self.folder, self.manifest.tensors[kind])
 
 
-def find_checkpoint(load: str, save: str | None) -> Checkpoint | None:
+def find_checkpoint(
+    load: str, save: str | None, *, verify: bool = False, world: Axis = ALONE
+) -> Checkpoint | None:
     """The newest checkpoint of the folder `load`; None if it may be empty, being that of `save`, and is.
+
+    If `load` is the folder of `save`, the run continues itself: checksums of all files are compared, and a checkpoint
+    that is damaged is passed over for the one before it. Every process of `world` must take part.
+
+    Args:
+        verify: compare the checksums of all files in any case.
 
     Raises:
         InputError: there is no checkpoint, or it is not whole.
     """
     root = Path(load)
-    iteration = newest_iteration(root)
+    continues = save is not None and root.resolve() == Path(save).resolve()
+    with together(world, InputError):
+        iteration = newest_iteration(root)
     if iteration is not None:
-        folder = folder_of(root, iteration)
-        return Checkpoint(folder, read_state(folder))
+        older = [i for i in iterations(root) if i < iteration] if continues else []
+        passed_over: list[str] = []
+        for i in (iteration, *reversed(older)):
+            try:
+                with together(world, InputError):
+                    found = open_checkpoint(folder_of(root, i))
+                    if verify or continues:
+                        found.manifest.verify(sorted(found.manifest.files)[world.rank :: world.size])
+                return dataclasses.replace(found, passed_over=tuple(passed_over))
+            except InputError as error:
+                passed_over.append(str(error))
+        raise InputError(passed_over[0] + ("; nor is an older checkpoint whole" if older else ""))
     if root.is_dir() and iterations(root):
         raise InputError(
             f"--load: {load} holds {folder_of(root, iterations(root)[-1]).name}, but no "
             "latest_checkpointed_iteration.txt to say that it is whole; write the number there to load it"
         )
-    if save is not None and root.resolve() == Path(save).resolve():
+    if continues:
         return None
     why = (
         "is not a folder"
@@ -95,6 +108,23 @@ def find_checkpoint(load: str, save: str | None) -> Checkpoint | None:
         else "holds no checkpoint (no latest_checkpointed_iteration.txt)"
     )
     raise InputError(f"--load: {load} {why}")
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """A checkpoint whose files are all there, and as long as they were when written.
+
+    Raises:
+        InputError: they are not.
+    """
+    manifest = read_manifest(folder)
+    manifest.check_sizes()
+    if "state.json" not in manifest.files or "model" not in manifest.tensors:
+        raise InputError(f"{folder / 'index.json'}: names no state.json, or no tensors of a model")
+    manifest.verify(["state.json"])
+    state = read_state(folder)
+    if (folder / EVALUATED).exists():
+        state["evaluation_due"] = False
+    return Checkpoint(folder, state, manifest)
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -142,7 +172,6 @@ STATE_FIELDS = {
     "history": _is_history,
     "vocab_size": _is_count,
     "padded_vocab_size": _is_count,
-    "files": lambda value: _is_count(value) and value > 0,
     "optimizer_steps": lambda value: value is None or _is_count(value),
     "schedule": lambda value: isinstance(value, dict),
     "config": lambda value: isinstance(value, dict) and all(isinstance(v, dict) for v in value.values()),
@@ -151,137 +180,7 @@ STATE_FIELDS = {
 
 def mark_evaluated(root: Path, iteration: int) -> None:
     """Note in the checkpoint of an iteration that the evaluation which was due when it was saved is done."""
-    folder = folder_of(root, iteration)
-    state = read_state(folder) | {"evaluation_due": False}
-    replace_text(folder / "state.json", json.dumps(state, indent=1, allow_nan=False) + "\n")
-
-
-def save_checkpoint(
-    root: Path,
-    state: dict[str, Any],
-    *,
-    mesh: Mesh,
-    buffer: ParamBuffer,
-    optimizer: Optimizer | None,
-    tokenizer_files: list[Path],
-    keep_last: int | None,
-) -> None:
-    """Write a checkpoint of `state["iteration"]`, and delete the oldest beyond `keep_last`.
-
-    Every process must take part: of each replica's processes those of the first write, each what it holds.
-
-    Args:
-        optimizer: None to leave its state out.
-
-    Raises:
-        OSError: it cannot be written; raised by all processes if by one.
-    """
-    iteration, files = state["iteration"], mesh.pp.size * mesh.tp.size
-    state = {"format": FORMAT, "version": VERSION, "files": files, "optimizer_steps": None, **state}
-    tensors = {"model": _model_tensors(buffer)}
-    if optimizer is not None:
-        state["optimizer_steps"] = optimizer.steps
-        tensors["optimizer"] = _optimizer_tensors(buffer, optimizer)
-    folder, number = temporary_folder(root, iteration), mesh.pp.rank * mesh.tp.size + mesh.tp.rank
-    try:
-        with together(mesh.world):
-            if mesh.is_first:
-                begin_checkpoint(root, iteration)
-        with together(mesh.world):
-            if mesh.dp.rank == 0:
-                for kind, pieces in tensors.items():
-                    write_pieces(folder / file_name(kind, number, files), pieces)
-            if mesh.is_first:
-                _write_rest(folder, state, tokenizer_files)
-        with together(mesh.world):
-            if mesh.is_first:
-                finish_checkpoint(root, iteration)
-    except BaseException:
-        if mesh.is_first:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
-    if keep_last is not None and mesh.is_first:
-        discard_older(root, iteration, keep_last)
-
-
-def _write_rest(folder: Path, state: dict[str, Any], tokenizer_files: list[Path]) -> None:
-    if tokenizer_files:
-        (folder / "tokenizer").mkdir()
-        for file in tokenizer_files:
-            shutil.copyfile(file, folder / "tokenizer" / file.name)
-    (folder / "state.json").write_text(json.dumps(state, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def _model_tensors(buffer: ParamBuffer) -> dict[str, tuple[GlobalSlice, Tensor]]:
-    buffer.finish_gathers()
-    tensors = {}
-    for entry in buffer.entries:
-        _add_piece(tensors, entry.name, entry, entry.view(buffer.params), buffer)
-    return tensors
-
-
-def _optimizer_tensors(buffer: ParamBuffer, optimizer: Optimizer) -> dict[str, tuple[GlobalSlice, Tensor]]:
-    kinds = optimizer.moments if buffer.is_fp32 else {"master": buffer.masters, **optimizer.moments}
-    tensors = {}
-    for kind, owned in kinds.items():
-        for entry, values in buffer.named(owned):
-            _add_piece(tensors, f"{kind}/{entry.name}", entry, values, buffer)
-    return tensors
-
-
-def _add_piece(tensors: dict, name: str, entry: Entry, values: Tensor, buffer: ParamBuffer) -> None:
-    """Add what this process is to write of a parameter's values: what no other process of its replica does."""
-    rows = entry.counted(buffer.mesh.tp)
-    if buffer.mesh.dp.rank > 0 or not rows:
-        return
-    place = entry.place
-    if place.dim == 0:
-        place, values = place.part(rows), torch.cat([values[begin:end] for begin, end in rows])
-    tensors[name] = place, values.detach().cpu()
-
-
-def load_into(checkpoint: Checkpoint, buffer: ParamBuffer, optimizer: Optimizer | None) -> None:
-    """Fill weights, and with `optimizer` its state, from a checkpoint of any layout. Every process must take part.
-
-    Raises:
-        InputError: a file is missing or torn, or a tensor is missing, unknown or of another shape.
-    """
-    weights = checkpoint.pieces("model")
-    _check_known(weights, {entry.name for entry in buffer.entries}, buffer.mesh)
-    if optimizer is None:
-        for entry in buffer.entries:
-            buffer.set_weights(entry, weights.read(entry.name, entry.place))
-        return
-    if checkpoint.state["optimizer_steps"] is None:
-        raise InputError(
-            f"{checkpoint.folder}: was saved without the state of the optimizer (--no-save-optim); "
-            "load it with --no-load-optim or --finetune"
-        )
-    state = checkpoint.pieces("optimizer")
-    # Where the files have no master weights the model was fp32, and its parameters are the masters.
-    has_master = any(name.startswith("master/") for name in state.pieces)
-    kinds = (*optimizer.moments, "master") if has_master else tuple(optimizer.moments)
-    names = {f"{kind}/{entry.name}" for kind in kinds for entry in buffer.entries}
-    _check_known(state, names, buffer.mesh)
-    for entry in buffer.entries:
-        source, name = (state, f"master/{entry.name}") if has_master else (weights, entry.name)
-        buffer.set_weights(entry, source.read(name, entry.place))
-        for kind, owned in optimizer.moments.items():
-            buffer.put(entry, state.read(f"{kind}/{entry.name}", entry.place), owned)
-    optimizer.steps = checkpoint.state["optimizer_steps"]
-
-
-def _check_known(pieces: Pieces, wanted: set[str], mesh: Mesh) -> None:
-    """Make sure that the files hold no tensor that no stage of the model has."""
-    names = sorted(pieces.pieces)
-    here = torch.tensor([name in wanted for name in names], dtype=torch.int32, device=mesh.device)
-    known = all_reduce_max(here, mesh.pp)
-    unknown = [name for name, yes in zip(names, known.tolist(), strict=True) if not yes]
-    if unknown:
-        shown = ", ".join(unknown[:10]) + (", ..." if len(unknown) > 10 else "")
-        raise InputError(
-            f"{pieces.folder / pieces.kind}*.safetensors: has unknown {len(unknown)} tensor(s): {shown}"
-        )
+    (folder_of(root, iteration) / EVALUATED).touch()
 
 
 def model_config(checkpoint: Checkpoint) -> ModelConfig:
@@ -322,11 +221,3 @@ def check_vocabulary(checkpoint: Checkpoint, vocab_size: int) -> None:
             f"--load: {checkpoint.folder} has a vocabulary of {checkpoint.state['vocab_size']} ids, but the "
             f"tokenizer has {vocab_size}; give the tokenizer that the checkpoint was trained with"
         )
-
-
-def load_weights(checkpoint: Checkpoint, model: torch.nn.Module) -> None:
-    """Fill a model that is not trained further (evaluation, generation) from a checkpoint."""
-    weights = checkpoint.pieces("model")
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.copy_(weights.read(name, p.place))

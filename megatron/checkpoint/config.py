@@ -18,10 +18,20 @@ class CheckpointConfig(Config):
     keep_last: int | None = flag(
         None, "keep this many of the newest checkpoints and delete the others", low=1
     )
+    save_retain_interval: int | None = flag(
+        None,
+        "keep the checkpoints of iterations that are multiples of this for good; the others go as --keep-last says, or "
+        "without it as soon as there is a newer one",
+        low=1,
+    )
     load: str | None = flag(
         None,
         "folder to start from, at its newest checkpoint; may be that of --save, and then may be empty",
         metavar="DIR",
+    )
+    verify_checkpoint: bool = flag(
+        False,
+        "compare the checksums of all files before loading; a run that continues from the folder of --save always does",
     )
     finetune: bool = flag(False, "load the weights alone and begin at iteration 0")
     load_optim: bool = flag(True, "do not load the state of the optimizer")
@@ -32,7 +42,9 @@ class CheckpointConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.save is None:
-            for name, value in (("--save-interval", self.save_interval), ("--keep-last", self.keep_last)):
+            given = {"--save-interval": self.save_interval, "--keep-last": self.keep_last}
+            given["--save-retain-interval"] = self.save_retain_interval
+            for name, value in given.items():
                 if value is not None:
                     raise InputError(
                         f"{name}: {value} needs --save, the folder that checkpoints are written to"

@@ -1,125 +1,172 @@
-"""Tensors in safetensors files, each process's part of the model in a file of its own.
+"""Tensors in safetensors files: each process writes its pieces, and reads the pieces that it needs.
 
-A file's metadata tells of every tensor in it which part of the whole one it is. What loads them reads from all files
-the parts that it needs, so a checkpoint can be loaded in another layout than it was saved in.
+A piece is a block of a whole tensor, seen as a matrix. Where a piece is not the whole tensor, its name in the file
+says which block it is, as an index of Python would: `decoder.final_layernorm.weight[0:512]`,
+`decoder.layers.0.mlp.linear_fc1.weight[0:128,0:64]`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.storage import sync
 from megatron.flags import InputError
-from megatron.parallel.slices import GlobalSlice, overlap
+from megatron.optim.buffer import ParamBuffer
+from megatron.optim.layout import Bucket, Entry
+from megatron.parallel.slices import Block, GlobalSlice, Range, flat_blocks, overlap
+
+# Name of a whole tensor to its shape, its dtype as safetensors writes it, and its pieces.
+Index = dict[str, dict[str, Any]]
 
 
-def file_name(kind: str, number: int, files: int) -> str:
-    """Of the file `number`, from 0 on, of `files` that hold tensors of a kind."""
-    return f"{kind}.safetensors" if files == 1 else f"{kind}-{number + 1:05d}-of-{files:05d}.safetensors"
+def file_name(kind: str, rank: int, ranks: int) -> str:
+    """Of the file in which a rank writes its tensors of the `kind` "model" or "optimizer"."""
+    return f"{kind}.safetensors" if ranks == 1 else f"{kind}-{rank + 1:05d}-of-{ranks:05d}.safetensors"
 
 
-def write_pieces(path: Path, tensors: dict[str, tuple[GlobalSlice, Tensor]]) -> None:
-    """Write tensors with what part of the whole each is."""
-    places = {
-        name: {"shape": place.shape, "dim": place.dim, "ranges": place.ranges}
-        for name, (place, _) in tensors.items()
-    }
-    contents = {name: tensor.contiguous() for name, (_, tensor) in tensors.items()}
-    safetensors.torch.save_file(contents, path, metadata={"pieces": json.dumps(places)})
-    sync(path)
+def share_of(bucket: Bucket, buffer: ParamBuffer) -> Range:
+    """The part of a bucket that this replica writes: an equal one, which with the distributed optimizer it owns."""
+    dp, length = buffer.mesh.dp, bucket.end - bucket.start
+    return bucket.start + length * dp.rank // dp.size, bucket.start + length * (dp.rank + 1) // dp.size
 
 
+def pieces_to_write(buffer: ParamBuffer, owned: list[Tensor]) -> Iterator[tuple[Entry, Block, Tensor]]:
+    """What this process writes of a flat tensor, of which it owns the pieces `owned` by bucket: parameter, block of
+    the whole tensor, and its values. No other process writes these elements."""
+    for bucket, piece in zip(buffer.buckets, owned, strict=True):
+        for entry in bucket.entries:
+            share = overlap(share_of(bucket, buffer), (entry.start, entry.end))
+            if share is None:
+                continue
+            for here, whole in _blocks(entry, share, buffer):
+                begin = entry.start - bucket.owned[0] + here.rows[0] * entry.place.row + here.columns[0]
+                rows, columns = here.shape
+                shape = (rows,) if len(entry.place.shape) == 1 else (rows, columns)
+                yield entry, whole, piece[begin : begin + rows * columns].view(shape)
+
+
+def _blocks(entry: Entry, share: Range, buffer: ParamBuffer) -> Iterator[tuple[Block, Block]]:
+    """The blocks of the local tensor that make up a range of the flat memory, and theirs of the whole tensor."""
+    row = entry.place.row
+    for part in flat_blocks(share[0] - entry.start, share[1] - entry.start, row):
+        for counted in entry.counted(buffer.mesh.tp):
+            for local, whole in entry.place.blocks():
+                both = part.meet(Block(counted, (0, row)))
+                both = both and both.meet(local)
+                if both is not None:
+                    yield both, both.moved(local, whole)
+
+
+def write_pieces(path: Path, pieces: dict[str, list[tuple[GlobalSlice, Block, Tensor]]]) -> None:
+    """Write a file of pieces, by the names of whole tensors. Its metadata holds their part of the index.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    contents: dict[str, Tensor] = {}
+    index: Index = {}
+    for name, blocks in pieces.items():
+        for place, block, values in blocks:
+            shape = place.shape if place.real is None else (place.real, *place.shape[1:])
+            key = piece_key(name, block, shape)
+            contents[key] = values.contiguous()
+            found = index.setdefault(name, {"shape": shape, "dtype": str(values.dtype)[6:], "pieces": []})
+            found["pieces"].append([path.name, key, block.rows, block.columns])
+    safetensors.torch.save_file(contents, path, metadata={"index": json.dumps(index)})
+    path.chmod(0o644)  # safetensors lets nobody else read it
+
+
+def piece_key(name: str, block: Block, shape: tuple[int, ...]) -> str:
+    """A piece's name in its file."""
+    if block == Block((0, shape[0]), (0, math.prod(shape[1:]))):
+        return name
+    ranges = (block.rows,) if len(shape) == 1 else (block.rows, block.columns)
+    return f"{name}[{','.join(f'{begin}:{end}' for begin, end in ranges)}]"
+
+
+def read_index(path: Path) -> Index:
+    """The part of the index in a file's metadata."""
+    with safetensors.safe_open(path, framework="pt") as file:
+        return json.loads(file.metadata()["index"])
+
+
+@dataclasses.dataclass
 class Pieces:
-    """The tensors of a kind in a checkpoint, whole to who reads them."""
+    """The tensors of a checkpoint, to read what is wanted of them.
 
-    def __init__(self, folder: Path, kind: str, files: int) -> None:
-        """Opens the files. A file without metadata holds whole tensors.
+    Raises, as every method:
+        InputError: a file is missing or damaged.
+    """
 
-        Raises:
-            InputError: a file is missing or damaged.
-        """
-        self.folder, self.kind = folder, kind
-        self.pieces: dict[str, list[tuple[Path, GlobalSlice]]] = {}
-        self.handles = {}
-        for number in range(files):
-            path = folder / file_name(kind, number, files)
-            try:
-                self.handles[path] = handle = safetensors.safe_open(path, framework="pt")
-                saved = json.loads((handle.metadata() or {}).get("pieces", "{}"))
-                for name in handle.keys():  # noqa: SIM118, it is no dict
-                    place = _place(saved.get(name), tuple(handle.get_slice(name).get_shape()))
-                    self.pieces.setdefault(name, []).append((path, place))
-            except FileNotFoundError:
-                raise InputError(f"{path}: is missing; the checkpoint is not whole") from None
-            except (
-                safetensors.SafetensorError,
-                OSError,
-                ValueError,
-                TypeError,
-                KeyError,
-                AttributeError,
-            ) as error:
-                raise InputError(f"{path}: cannot be read ({' '.join(str(error).split())[:200]})") from None
+    folder: Path
+    index: Index
 
-    def __contains__(self, name: str) -> bool:
-        return name in self.pieces
+    def __post_init__(self) -> None:
+        self.files: dict[str, Any] = {}
 
     def read(self, name: str, place: GlobalSlice) -> Tensor:
-        """The part `place` of a tensor; rows that pad the vocabulary are zero.
+        """The part `place` of a tensor, in fp32; rows that pad the vocabulary are zero."""
+        values = torch.zeros(math.prod(place.local_shape))
+        self.read_into(values, name, place, 0)
+        return values.view(place.local_shape)
 
-        Raises:
-            InputError: the files do not hold all of it, or the tensor has another shape.
-        """
-        where = f"{self.folder / self.kind}*.safetensors: {name}"
-        pieces = self.pieces.get(name)
-        if pieces is None:
-            raise InputError(f"{where} is missing")
-        limit = place.shape[place.dim] if place.real is None else place.real
-        missing = sum(max(0, min(end, limit) - begin) for begin, end in place.ranges)
-        out: Tensor | None = None
-        for path, piece in pieces:
-            if piece.local_shape == piece.shape and len(piece.shape) == len(place.shape):
-                piece = GlobalSlice(
-                    piece.shape, place.dim, ((0, piece.shape[place.dim]),)
-                )  # whole, either way
-            rows_fit = piece.shape[:1] == place.shape[:1] if place.real is None else piece.shape[0] >= limit
-            if not rows_fit or piece.shape[1:] != place.shape[1:] or piece.dim != place.dim:
-                raise InputError(f"{where} has shape {piece.shape}, but the model has {place.shape}")
-            for begin, mine in place.segments():
-                for start, theirs in piece.segments():
-                    both = overlap((mine[0], min(mine[1], limit)), theirs)
+    def read_into(self, target: Tensor, name: str, place: GlobalSlice, begin: int) -> None:
+        """Fill `target`, flat, with elements of the part `place` of a tensor, from its element `begin` on."""
+        found = self.index.get(name)
+        if found is None:
+            raise InputError(f"{self.folder}: lacks the tensor {name}")
+        self._check_shape(name, tuple(found["shape"]), place)
+        rows = place.shape[0] if place.real is None else place.real
+        missing = 0
+        for part in flat_blocks(begin, begin + target.numel(), place.row):
+            for local, whole in place.blocks():
+                here = part.meet(local)
+                # Rows that pad the vocabulary are in no file.
+                wanted = here and here.moved(local, whole).meet(Block((0, rows), (0, 2**62)))
+                if not wanted:
+                    continue
+                missing += math.prod(wanted.shape)
+                for file, key, *ranges in found["pieces"]:
+                    source = Block(*map(tuple, ranges))
+                    both = wanted.meet(source)
                     if both is None:
                         continue
-                    values = self._slice(
-                        path, name, place.dim, both[0] - theirs[0] + start, both[1] - both[0]
+                    values = self._read(file, key, both.moved(source, Block((0, 0), (0, 0))))
+                    at = both.moved(whole, local)
+                    start = at.rows[0] * place.row + at.columns[0] - begin
+                    target.as_strided(both.shape, (place.row, 1), target.storage_offset() + start).copy_(
+                        values.view(both.shape)
                     )
-                    if out is None:
-                        out = torch.zeros(place.local_shape, dtype=values.dtype)
-                    out.narrow(place.dim, begin + both[0] - mine[0], both[1] - both[0]).copy_(values)
-                    missing -= both[1] - both[0]
-        if missing > 0:
-            raise InputError(f"{where} is not whole: {missing} of its rows are in none of the files")
-        return torch.zeros(place.local_shape) if out is None else out
+                    missing -= math.prod(both.shape)
+        if missing:
+            raise InputError(f"{self.folder}: {missing} elements of {name} are in none of the files")
 
-    def _slice(self, path: Path, name: str, dim: int, begin: int, length: int) -> Tensor:
-        slices = (slice(None),) * dim + (slice(begin, begin + length),)
+    def _check_shape(self, name: str, shape: tuple[int, ...], place: GlobalSlice) -> None:
+        fits = shape[:1] == place.shape[:1] if place.real is None else shape[0] >= place.real
+        if not fits or shape[1:] != place.shape[1:]:
+            raise InputError(f"{self.folder}: {name} has shape {shape}, but the model has {place.shape}")
+
+    def _read(self, file: str, key: str, block: Block) -> Tensor:
+        path = self.folder / file
         try:
-            return self.handles[path].get_slice(name)[slices]
+            if file not in self.files:
+                self.files[file] = safetensors.safe_open(path, framework="pt")
+            part = self.files[file].get_slice(key)
+            rows = slice(*block.rows)
+            values = part[rows] if len(part.get_shape()) == 1 else part[rows, slice(*block.columns)]
+        except FileNotFoundError:
+            raise InputError(f"{path}: is missing; the checkpoint is not whole") from None
         except (safetensors.SafetensorError, OSError, ValueError) as error:
-            raise InputError(f"{path}: {name} cannot be read ({error})") from None
-
-
-def _place(saved: dict | None, shape: tuple[int, ...]) -> GlobalSlice:
-    if saved is None:
-        return GlobalSlice(shape, 0, ((0, shape[0] if shape else 0),))
-    ranges = tuple((int(begin), int(end)) for begin, end in saved["ranges"])
-    place = GlobalSlice(tuple(map(int, saved["shape"])), int(saved["dim"]), ranges)
-    if place.local_shape != shape or any(not 0 <= b < e <= place.shape[place.dim] for b, e in ranges):
-        raise ValueError(f"a piece of shape {shape} is said to be {saved}")
-    return place
+            raise InputError(f"{path}: {key} cannot be read ({' '.join(str(error).split())[:200]})") from None
+        if values.numel() != math.prod(block.shape):
+            raise InputError(f"{path}: {key} is smaller than the index says")
+        return values

@@ -9,10 +9,13 @@ tracker is replaced last. Whatever stops this in between leaves the earlier chec
 
 from __future__ import annotations
 
+import fcntl
 import os
+import platform
 import re
 import shutil
 from pathlib import Path
+from typing import TextIO
 
 from megatron.flags import InputError
 
@@ -46,10 +49,17 @@ def newest_iteration(root: Path) -> int | None:
     return int(text)
 
 
-def begin_checkpoint(root: Path, iteration: int) -> None:
-    """Make the temporary folder that a checkpoint is written into."""
+def begin_checkpoint(root: Path, iteration: int, needed: int) -> None:
+    """Make the temporary folder that a checkpoint of `needed` bytes is written into.
+
+    Raises:
+        OSError: it cannot be made, or there is too little room.
+    """
     for left in (*root.glob(".writing-iter_*"), *root.glob(".deleting-iter_*")):  # by a run that was killed
         shutil.rmtree(left)
+    free = shutil.disk_usage(root).free
+    if needed > free:
+        raise OSError(f"it needs {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free")
     temporary_folder(root, iteration).mkdir(parents=True)
 
 
@@ -103,11 +113,36 @@ def iterations(root: Path) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
-def discard_older(root: Path, iteration: int, keep_last: int) -> None:
+def discard_older(root: Path, iteration: int, *, keep_last: int | None, retain_interval: int | None) -> None:
     """Delete checkpoints older than that of `iteration`, until `keep_last` are left of these and it.
 
-    Later ones stay: they are of a run that was taken back to an earlier checkpoint, and not this run's to delete.
+    Those of iterations that are multiples of `retain_interval` stay, and do not count; with this and no `keep_last`
+    all others go. Later ones stay too: they are of a run that was taken back to an earlier checkpoint.
     """
+    if keep_last is None and retain_interval is None:
+        return
     older = [i for i in iterations(root) if i < iteration]
-    for i in older[: max(0, len(older) + 1 - keep_last)]:
+    passing = [i for i in older if retain_interval is None or i % retain_interval]
+    for i in passing[: max(0, len(passing) + 1 - (keep_last or 1))]:
         discard(folder_of(root, i))
+
+
+def lock(root: Path) -> TextIO:
+    """Claim a folder for the run of this process, for as long as the file that is given stays open.
+
+    Raises:
+        InputError: another run has it.
+    """
+    file = (root / ".lock").open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        owner = file.read(100).strip()
+        raise InputError(
+            f"--save: {root} is being written to by another run ({owner}); choose another"
+        ) from None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {platform.node()}\n")
+    file.flush()
+    return file

@@ -11,10 +11,10 @@ from megatron.checkpoint.checkpoint import (
     Checkpoint,
     check_vocabulary,
     find_checkpoint,
-    load_weights,
     model_config,
     saved_config,
 )
+from megatron.checkpoint.load import load_weights
 from megatron.flags import InputError
 from megatron.model.gpt import GPTModel
 from megatron.tokenizer import Tokenizer, build_tokenizer

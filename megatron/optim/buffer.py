@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from megatron.optim.layout import Entry, lay_out
+from megatron.optim.layout import Bucket, Entry, lay_out
 from megatron.parallel.collectives import (
     Pending,
-    all_gather,
     all_reduce_sum,
     start_all_gather,
     start_all_reduce,
@@ -211,35 +210,28 @@ class ParamBuffer:
 
     def initialize(self, seed: int) -> None:
         """Give every parameter the initial values that (seed, name, place) stand for."""
-        for bucket in self.buckets:
+        for bucket, master in zip(self.buckets, self.masters, strict=True):
             for entry in bucket.entries:
                 values = torch.empty(entry.place.local_shape)
                 entry.init(values, entry.place, seed, entry.name)
-                self.set_weights(entry, values)
+                entry.view(self.params).copy_(values)
+                if not self.is_fp32:
+                    for part, begin in _part(bucket, entry, master):
+                        part.copy_(values.view(-1)[begin : begin + part.numel()])
 
-    def set_weights(self, entry: Entry, values: Tensor) -> None:
-        """Set a parameter, and its master weights where they are held here, to fp32 `values` of its shape."""
-        entry.view(self.params).copy_(values)
-        if not self.is_fp32:
-            self.put(entry, values, self.masters)
-
-    def put(self, entry: Entry, values: Tensor, pieces: list[Tensor]) -> None:
-        """Copy what is owned here of a parameter's `values`, of its shape, into `pieces` by bucket."""
-        flat = values.reshape(-1)
-        for bucket, piece in zip(self.buckets, pieces, strict=True):
-            part = overlap((entry.start, entry.end), bucket.owned)
-            if part is not None:
-                begin, end = part
-                target = piece[begin - bucket.owned[0] : end - bucket.owned[0]]
-                target.copy_(flat[begin - entry.start : end - entry.start])
-
-    def named(self, pieces: list[Tensor]) -> Iterator[tuple[Entry, Tensor]]:
-        """Every parameter with its values, of its shape, in `pieces` of all replicas; all of which must take part."""
-        for bucket, piece in zip(self.buckets, pieces, strict=True):
-            flat = all_gather(piece, self.shards)
+    def parts(self, owned: list[Tensor]) -> Iterator[tuple[Entry, Tensor, int]]:
+        """What is owned here of every parameter: the parameter, the flat part, and where in it that begins."""
+        for bucket, piece in zip(self.buckets, owned, strict=True):
             for entry in bucket.entries:
-                begin = entry.start - bucket.start
-                yield entry, flat[begin : begin + entry.end - entry.start].view(entry.place.local_shape)
+                for part, begin in _part(bucket, entry, piece):
+                    yield entry, part, begin
+
+
+def _part(bucket: Bucket, entry: Entry, piece: Tensor) -> Iterator[tuple[Tensor, int]]:
+    """The part of an owned piece of a bucket that belongs to a parameter, if any, and where in that it begins."""
+    both = overlap((entry.start, entry.end), bucket.owned)
+    if both is not None:
+        yield piece[both[0] - bucket.owned[0] : both[1] - bucket.owned[0]], both[0] - entry.start
 
 
 def norm(flat: Tensor) -> Tensor:

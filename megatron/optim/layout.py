@@ -32,11 +32,6 @@ class Entry:
     def end(self) -> int:
         return self.start + math.prod(self.place.local_shape)
 
-    @property
-    def row(self) -> int:
-        """Elements of a row of the local tensor."""
-        return math.prod(self.place.local_shape[1:])
-
     def view(self, flat: Tensor) -> Tensor:
         """This parameter's part of one of the flat tensors, in its own shape."""
         return flat[self.start : self.end].view(self.place.local_shape)
@@ -52,9 +47,8 @@ class Entry:
 
     def flat(self, rows: Iterable[Range]) -> list[Range]:
         """Ranges of rows as ranges of the flat memory."""
-        return [
-            (self.start + begin * self.row, self.start + end * self.row) for begin, end in rows if begin < end
-        ]
+        start, row = self.start, self.place.row
+        return [(start + begin * row, start + end * row) for begin, end in rows if begin < end]
 
 
 @dataclasses.dataclass(frozen=True)

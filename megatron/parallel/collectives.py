@@ -116,18 +116,18 @@ def all_equal(value: int, axis: Axis) -> bool:
 
 
 @contextmanager
-def together(axis: Axis) -> Iterator[None]:
-    """A block that every process of `axis` runs, and that an `OSError` ends on all if it ends it on one."""
-    failure: OSError | None = None
+def together(axis: Axis, kind: type[Exception] = OSError) -> Iterator[None]:
+    """A block that every process of `axis` runs, and that an exception of a kind ends on all if it ends it on one."""
+    failure: Exception | None = None
     try:
         yield
-    except OSError as error:
+    except kind as error:
         failure = error
     failed = int(all_reduce_max(torch.tensor([0 if failure is None else axis.rank + 1]), axis))
     if failure is not None:
         raise failure
     if failed:
-        raise OSError(f"rank {axis.ranks[failed - 1]} could not do its part")
+        raise kind(f"rank {axis.ranks[failed - 1]} could not do its part, and says why")
 
 
 def share(x: Tensor, axis: Axis) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator
 
 Range = tuple[int, int]  # begin and end
@@ -33,23 +34,61 @@ class GlobalSlice:
         length = sum(end - begin for begin, end in self.ranges)
         return (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :])
 
-    def segments(self) -> Iterator[tuple[int, Range]]:
-        """Where in the local tensor each of `ranges` begins, and the range."""
-        begin = 0
-        for range_ in self.ranges:
-            yield begin, range_
-            begin += range_[1] - range_[0]
+    @property
+    def row(self) -> int:
+        """Elements of a row of the local tensor."""
+        return math.prod(self.local_shape[1:])
 
-    def part(self, rows: list[Range]) -> GlobalSlice:
-        """What only some of the local tensor's indices along `dim`, none of them padding, are of the whole."""
-        ranges = []
-        for begin, end in rows:
-            for start, (first, last) in self.segments():
-                common = overlap((begin, end), (start, start + last - first))
-                if common is not None:
-                    ranges.append((first + common[0] - start, first + common[1] - start))
-        shape = self.shape if self.real is None else (self.real, *self.shape[1:])
-        return GlobalSlice(shape, self.dim, tuple(ranges))
+    def blocks(self) -> Iterator[tuple[Block, Block]]:
+        """The blocks that the local tensor consists of: where in it they lie, and where in the whole tensor."""
+        rows, row = self.local_shape[0], self.row
+        if self.dim > 0:
+            assert self.dim == 1 and len(self.shape) == 2 and len(self.ranges) == 1
+            yield Block((0, rows), (0, row)), Block((0, rows), self.ranges[0])
+            return
+        begin = 0
+        for first, last in self.ranges:
+            yield Block((begin, begin + last - first), (0, row)), Block((first, last), (0, row))
+            begin += last - first
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A part of a tensor seen as a matrix: of its first dimension, and of all others taken as one."""
+
+    rows: Range
+    columns: Range
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows[1] - self.rows[0], self.columns[1] - self.columns[0]
+
+    def meet(self, other: Block) -> Block | None:
+        """What two blocks have in common, if anything."""
+        rows, columns = overlap(self.rows, other.rows), overlap(self.columns, other.columns)
+        return None if rows is None or columns is None else Block(rows, columns)
+
+    def moved(self, source: Block, target: Block) -> Block:
+        """Where it lies if `source`, which it is a part of, is moved to `target`."""
+        down, right = target.rows[0] - source.rows[0], target.columns[0] - source.columns[0]
+        rows, columns = self.rows, self.columns
+        return Block((rows[0] + down, rows[1] + down), (columns[0] + right, columns[1] + right))
+
+
+def flat_blocks(begin: int, end: int, row: int) -> Iterator[Block]:
+    """The elements [begin, end) of a flattened matrix whose rows have `row` elements, as blocks in their order."""
+    first, left = divmod(begin, row)
+    last, right = divmod(end, row)
+    if first == last:
+        yield Block((first, first + 1), (left, right))
+        return
+    if left:
+        yield Block((first, first + 1), (left, row))
+        first += 1
+    if first < last:
+        yield Block((first, last), (0, row))
+    if right:
+        yield Block((last, last + 1), (0, right))
 
 
 def whole(*shape: int, partial: bool = False) -> GlobalSlice:

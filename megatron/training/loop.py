@@ -15,7 +15,8 @@ import torch
 from torch.utils.data import Dataset
 
 from megatron import __version__
-from megatron.checkpoint.checkpoint import mark_evaluated, save_checkpoint
+from megatron.checkpoint.checkpoint import mark_evaluated
+from megatron.checkpoint.save import save_checkpoint
 from megatron.data.loader import Batch, eval_batches, train_batches
 from megatron.flags import TrainingFault
 from megatron.optim.schedule import Schedule
@@ -235,13 +236,12 @@ class Trainer:
         self.progress.history.collect(self.mesh)
         try:
             save_checkpoint(
-                Path(root),
+                self.config.checkpoint,
                 self.state(),
                 mesh=self.mesh,
                 buffer=self.engine.buffer,
-                optimizer=self.engine.optimizer if self.config.checkpoint.save_optim else None,
+                optimizer=self.engine.optimizer,
                 tokenizer_files=self.tokenizer.files,
-                keep_last=self.config.checkpoint.keep_last,
             )
         except (OSError, safetensors.SafetensorError) as error:
             raise TrainingFault(

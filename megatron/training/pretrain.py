@@ -7,6 +7,7 @@ import json
 import math
 import os
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
@@ -15,14 +16,14 @@ from megatron.checkpoint.checkpoint import (
     check_architecture,
     check_vocabulary,
     find_checkpoint,
-    load_into,
 )
 from megatron.checkpoint.config import CheckpointConfig
-from megatron.checkpoint.storage import newest_iteration
+from megatron.checkpoint.load import load_into
+from megatron.checkpoint.storage import lock, newest_iteration
 from megatron.data.loader import start_fork_server
 from megatron.flags import InputError
 from megatron.optim.schedule import Schedule
-from megatron.parallel.collectives import all_equal
+from megatron.parallel.collectives import all_equal, together
 from megatron.parallel.mesh import Mesh, choose_device, init_mesh, world_size
 from megatron.parallel.random import key
 from megatron.tokenizer import build_tokenizer, padded_vocab_size
@@ -55,7 +56,9 @@ def pretrain(config: RunConfig, task: Task) -> int:
         show_log(mesh)
         check_same_everywhere(config, mesh)
         stop = StopRequests(config.training, mesh)
-        checkpoint = find_start(config.checkpoint)
+        with together(mesh.world, InputError):
+            claim = claim_folder(config.checkpoint, mesh)
+        checkpoint = find_start(config.checkpoint, mesh)
         found = -1 if checkpoint is None else key(json.dumps(checkpoint.state), bits=32)
         if not all_equal(found, mesh.world):
             raise InputError(
@@ -75,32 +78,41 @@ def pretrain(config: RunConfig, task: Task) -> int:
             raise
         finally:
             reporter.close()
+            if claim is not None:
+                claim.close()
 
 
-def find_start(config: CheckpointConfig) -> Checkpoint | None:
-    """The checkpoint to start from, if any, after making sure that `--save` can be written to."""
-    if config.save is not None:
-        root = Path(config.save)
-        if root.exists() and not root.is_dir():
-            raise InputError(f"--save: {root} is not a folder; name one that is, or that is still to be made")
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"--save: {root}: {error.strerror}") from None
-        if not os.access(root, os.W_OK | os.X_OK):
-            raise InputError(f"--save: {root} cannot be written to")
-        continues = config.load is not None and Path(config.load).resolve() == root.resolve()
-        done = newest_iteration(root)
-        if done is not None and not (continues and not config.finetune):
-            raise InputError(
-                f"--save: {root} already holds a run, at iteration {done}; "
-                f"continue it with --load {root} and without --finetune, or choose another folder"
-            )
+def claim_folder(config: CheckpointConfig, mesh: Mesh) -> TextIO | None:
+    """Make sure that `--save` can be written to, by no other run; the claim lasts until the file is closed."""
+    if config.save is None:
+        return None
+    root = Path(config.save)
+    if root.exists() and not root.is_dir():
+        raise InputError(f"--save: {root} is not a folder; name one that is, or that is still to be made")
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--save: {root}: {error.strerror}") from None
+    if not os.access(root, os.W_OK | os.X_OK):
+        raise InputError(f"--save: {root} cannot be written to")
+    continues = config.load is not None and Path(config.load).resolve() == root.resolve()
+    done = newest_iteration(root)
+    if done is not None and not (continues and not config.finetune):
+        raise InputError(
+            f"--save: {root} already holds a run, at iteration {done}; "
+            f"continue it with --load {root} and without --finetune, or choose another folder"
+        )
+    return lock(root) if mesh.is_first else None
+
+
+def find_start(config: CheckpointConfig, mesh: Mesh) -> Checkpoint | None:
+    """The checkpoint to start from, if any. Every process must take part."""
     if config.finetune and config.load is None:
         raise InputError("--finetune needs --load, the checkpoint whose weights it starts from")
     if config.load is None:
         return None
-    return find_checkpoint(config.load, None if config.finetune else config.save)
+    save = None if config.finetune else config.save
+    return find_checkpoint(config.load, save, verify=config.verify_checkpoint, world=mesh.world)
 
 
 def build_trainer(
@@ -166,6 +178,8 @@ def build_trainer(
 def load(trainer: Trainer, checkpoint: Checkpoint) -> None:
     """Fill weights, optimizer, schedule and progress from a checkpoint; with --finetune the weights alone."""
     config, state, say = trainer.config.checkpoint, checkpoint.state, trainer.reporter.say
+    for fault in checkpoint.passed_over:
+        say(f"DAMAGED CHECKPOINT: {fault}; going on from {checkpoint.folder}, an older one")
     check_architecture(checkpoint, trainer.config.model)
     if state["task"] != trainer.task.name:
         raise InputError(f"--load: {checkpoint.folder} holds a {state['task']}, not a {trainer.task.name}")

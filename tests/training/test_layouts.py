@@ -88,18 +88,18 @@ class Run:
     def __init__(self, folder: Path) -> None:
         lines = (folder / "metrics.jsonl").read_text().splitlines()
         self.records = [json.loads(line) for line in lines]
+        folder = folder / "checkpoints" / "iter_0000020"
         self.weights: dict[str, torch.Tensor] = {}
-        for path in sorted((folder / "checkpoints" / "iter_0000020").glob("model*.safetensors")):
-            file = safe_open(path, framework="pt")
-            pieces = json.loads(file.metadata()["pieces"])
-            for name, piece in pieces.items():
-                whole = self.weights.setdefault(name, torch.full(piece["shape"], torch.nan))
-                done, part = 0, file.get_tensor(name)
-                for begin, end in piece["ranges"]:
-                    target = whole.narrow(piece["dim"], begin, end - begin)
-                    assert target.isnan().all(), f"{name} was saved twice"
-                    target.copy_(part.narrow(piece["dim"], done, end - begin))
-                    done += end - begin
+        for name, tensor in json.loads((folder / "index.json").read_text())["content"]["tensors"][
+            "model"
+        ].items():
+            whole = self.weights[name] = torch.full(tensor["shape"], torch.nan)
+            for file, key, (top, bottom), (left, right) in tensor["pieces"]:
+                target = whole.view(len(whole), -1)[top:bottom, left:right]
+                assert target.isnan().all(), f"{name} was saved twice"
+                with safe_open(folder / file, framework="pt") as opened:
+                    target.copy_(opened.get_tensor(key).view(target.shape))
+            assert not whole.isnan().any(), f"{name} was not saved whole"
 
     def assert_equals(self, other: Run, *, loss: float, weights: float, zeros: float = 40) -> None:
         """Relative differences of losses and norms up to `loss`, of each weight matrix or vector up to `weights`;

@@ -10,9 +10,12 @@ import pytest
 from models import flat
 from nvidia import v25_weights
 
-from megatron.checkpoint.checkpoint import save_checkpoint
+from megatron.checkpoint.config import CheckpointConfig
+from megatron.checkpoint.save import save_checkpoint
 from megatron.model.config import ModelConfig
 from megatron.model.gpt import GPTModel
+from megatron.optim.config import OptimizerConfig
+from megatron.optim.optimizer import Optimizer
 
 # Iteration, learning rate, loss and gradient norm, as Megatron-LM printed them.
 LOG = """
@@ -49,8 +52,10 @@ def test_equals_nvidias_log(pretrain, shared: Path, tmp_path: Path) -> None:
     }
     state |= {"train_samples": 0, "evaluation_due": False, "bad_steps": 0, "history": [], "schedule": {}}
     state["config"] = {"model": dataclasses.asdict(config)}
+    checkpoint = CheckpointConfig(save=str(tmp_path), save_optim=False)
+    optimizer = Optimizer(buffer, OptimizerConfig(lr=1.0))
     save_checkpoint(
-        tmp_path, state, mesh=buffer.mesh, buffer=buffer, optimizer=None, tokenizer_files=[], keep_last=None
+        checkpoint, state, mesh=buffer.mesh, buffer=buffer, optimizer=optimizer, tokenizer_files=[]
     )
 
     data = ["--data-path", vectors / "tiny60_text_document", "--data-cache-path", tmp_path / "cache"]

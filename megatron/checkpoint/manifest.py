@@ -1,0 +1,118 @@
+"""What a checkpoint consists of: `index.json` with the size and checksum of every file, and where each tensor lies."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.pieces import Index
+from megatron.flags import LARGEST, InputError
+
+NAME = "index.json"
+# A file of tensors, in the folder itself; and a file of the tokenizer's.
+TENSORS = re.compile(r"(model|optimizer)(-[0-9]{5,}-of-[0-9]{5,})?\.safetensors")
+FILE = re.compile(rf"{TENSORS.pattern}|state\.json|tokenizer/[^/\0]+")
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """The content of index.json.
+
+    Attributes:
+        files: size in bytes and SHA-256 of every other file, by its path in the folder.
+        tensors: the index of the tensors of each kind, "model" and, if it was saved, "optimizer".
+    """
+
+    folder: Path
+    files: dict[str, tuple[int, str]]
+    tensors: dict[str, Index]
+
+    def write(self) -> None:
+        """Write it to its folder."""
+        content = json.dumps({"files": self.files, "tensors": self.tensors})
+        text = f'{{"sha256": "{hashlib.sha256(content.encode()).hexdigest()}",\n"content": {content}}}\n'
+        (self.folder / NAME).write_text(text, encoding="utf-8")
+
+    def check_sizes(self) -> None:
+        """Raise `InputError` unless every file is there and as long as it was when written."""
+        for name, (size, _) in self.files.items():
+            path = self.folder / name
+            if path.is_symlink():
+                raise InputError(f"{path}: is a symbolic link; a checkpoint consists of files")
+            if not path.is_file():
+                raise InputError(f"{path}: is missing; the checkpoint is not whole")
+            if path.stat().st_size != size:
+                raise InputError(
+                    f"{path}: has {path.stat().st_size} bytes, but {size} were written; it is torn"
+                )
+
+    def verify(self, names: list[str]) -> None:
+        """Raise `InputError` unless these files hold what was written."""
+        for name in names:
+            if digest(self.folder / name) != self.files[name][1]:
+                raise InputError(f"{self.folder / name}: is not what was written (its checksum differs)")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint.
+
+    Raises:
+        InputError: there is none, or it is damaged.
+    """
+    path = folder / NAME
+    try:
+        text = path.read_text(encoding="utf-8")
+        whole = json.loads(text)
+        content = text[text.index('"content": ') + len('"content": ') : text.rindex("}")]
+        if hashlib.sha256(content.encode()).hexdigest() != whole["sha256"]:
+            raise InputError(f"{path}: is not what was written (its checksum differs)")
+        files, tensors = whole["content"]["files"], whole["content"]["tensors"]
+        _check(files, tensors)
+    except FileNotFoundError:
+        raise InputError(
+            f"{path}: is missing; the folder is not a whole checkpoint of this program"
+        ) from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+    except InputError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise InputError(f"{path}: is damaged ({' '.join(str(error).split())[:200]})") from None
+    return Manifest(folder, {name: tuple(entry) for name, entry in files.items()}, tensors)
+
+
+def _check(files: Any, tensors: Any) -> None:
+    """Raise one of many errors if the content is not of the right form: who made it may mean no good."""
+    for name, (size, sha256) in files.items():
+        if not FILE.fullmatch(name) or ".." in name:
+            raise ValueError(f"{name[:80]!r} is not the name of a file of a checkpoint")
+        if type(size) is not int or type(sha256) is not str:
+            raise ValueError(f"size or checksum of {name} is wrong")
+    for kind, index in tensors.items():
+        if kind not in ("model", "optimizer"):
+            raise ValueError(f"{kind[:80]!r} is not a kind of tensors")
+        for name, tensor in index.items():
+            numbers = list(tensor["shape"])
+            for file, key, rows, columns in tensor["pieces"]:
+                if file not in files or not TENSORS.fullmatch(file) or type(key) is not str:
+                    raise ValueError(f"{name[:80]} is said to be in {file[:80]!r}")
+                (begin, end), (left, right) = rows, columns
+                numbers += [begin, end, left, right]
+            if not numbers or any(type(n) is not int or not 0 <= n <= LARGEST for n in numbers):
+                raise ValueError(f"the shape or a piece of {name[:80]} is wrong")
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file, as `sha256sum` prints it."""
+    found = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while data := file.read(1 << 20):
+                found.update(data)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+    return found.hexdigest()

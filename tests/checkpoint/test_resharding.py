@@ -1,0 +1,139 @@
+"""A checkpoint of any layout loads in any other: weights, master weights and Adam's means, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from distributed import run_distributed
+from models import CPU
+from safetensors import safe_open
+
+from megatron.arguments import parse_run_config
+from megatron.checkpoint.checkpoint import find_checkpoint
+from megatron.checkpoint.config import CheckpointConfig
+from megatron.checkpoint.load import load_into
+from megatron.checkpoint.save import save_checkpoint
+from megatron.parallel.mesh import init_mesh
+from megatron.tokenizer import padded_vocab_size
+from megatron.training.engine import Engine
+from pretrain_gpt import DEFAULTS, GPT
+
+FLAGS = """
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 59 --num-layers 4 --hidden-size 32 --bf16
+    --num-attention-heads 4 --group-query-attention --num-query-groups 2 --swiglu --seq-length 16
+    --micro-batch-size 2 --train-iters 20 --lr 2e-3 --device cpu --ddp-bucket-size 3000
+"""
+TP, PP, ZERO = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--use-distributed-optimizer"
+CHUNKS = "--num-layers-per-virtual-pipeline-stage"
+LAYOUTS = {
+    "one": (1, ""),
+    "T2": (2, f"{TP} 2"),
+    "T2+SP": (2, f"{TP} 2 --sequence-parallel"),
+    "T4": (4, f"{TP} 4"),
+    "P2": (2, f"{PP} 2"),
+    "P4": (4, f"{PP} 4"),
+    "P2V2": (2, f"{PP} 2 {CHUNKS} 1"),
+    "D2": (2, ""),
+    "D2+ZeRO": (2, ZERO),
+    "D3+ZeRO": (3, ZERO),
+    "T2D2+ZeRO": (4, f"{TP} 2 {ZERO}"),
+    "T2P2": (4, f"{TP} 2 {PP} 2"),
+    "P2D2V2+ZeRO": (4, f"{PP} 2 {CHUNKS} 1 {ZERO}"),
+}
+
+
+def carry(load: str | None, save: str, flags: str) -> None:
+    """Load a checkpoint in a layout, and save it again; without one, start from noise."""
+    config = parse_run_config(f"{FLAGS} {flags}".split(), description="", defaults=DEFAULTS)
+    with init_mesh(config.parallel, CPU) as mesh:
+        padded = padded_vocab_size(60, 8, mesh.tp.size)
+        engine = Engine(config, GPT, mesh, vocab_size=60, padded_vocab_size=padded)
+        buffer, optimizer = engine.buffer, engine.optimizer
+        if load is None:
+            buffer.initialize(1)
+            for owned in optimizer.moments.values():
+                for piece in owned:
+                    piece.normal_()
+            optimizer.steps = 7
+        else:
+            load_into(find_checkpoint(load, None, world=mesh.world), buffer, optimizer)
+            assert optimizer.steps == 7
+        state = {"task": "GPT", "iteration": 5, "consumed_samples": 10, "train_samples": 40, "bad_steps": 0}
+        state |= {"evaluation_due": False, "history": [], "vocab_size": 60, "padded_vocab_size": padded}
+        state |= {"schedule": {}, "config": {}}
+        save_checkpoint(
+            CheckpointConfig(save=save),
+            state,
+            mesh=mesh,
+            buffer=buffer,
+            optimizer=optimizer,
+            tokenizer_files=[],
+        )
+
+
+def contents(root: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, put together from the files as docs/checkpoints.md says."""
+    folder, whole = root / "iter_0000005", {}
+    for kind, tensors in json.loads((folder / "index.json").read_text())["content"]["tensors"].items():
+        for name, tensor in tensors.items():
+            found = whole[f"{kind} {name}"] = torch.full(tensor["shape"], torch.nan)
+            for file, key, (top, bottom), (left, right) in tensor["pieces"]:
+                target = found.view(len(found), -1)[top:bottom, left:right]
+                assert target.isnan().all(), f"{name} was saved twice"
+                with safe_open(folder / file, framework="pt") as opened:
+                    target.copy_(opened.get_tensor(key).view(target.shape))
+            assert not found.isnan().any(), f"{name} was not saved whole"
+    return whole
+
+
+def assert_same(a: Path, b: Path) -> None:
+    first, second = contents(a), contents(b)
+    assert first.keys() == second.keys() and len(first) == 4 * (4 * 12 + 4)
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+
+
+def run(layout: str, load: Path | None, save: Path) -> None:
+    save.mkdir()
+    processes, flags = LAYOUTS[layout]
+    run_distributed(carry, processes, load and str(load), str(save), flags)
+
+
+def test_from_layout_to_layout(tmp_path: Path) -> None:
+    """Through all layouts, one after the other."""
+    order = [
+        "one",
+        "T4",
+        "P2V2",
+        "D3+ZeRO",
+        "T2P2",
+        "P2D2V2+ZeRO",
+        "T2+SP",
+        "D2",
+        "P4",
+        "T2D2+ZeRO",
+        "D2+ZeRO",
+    ]
+    before = None
+    for layout in [*order, "P2", "T2", "one"]:
+        folder = tmp_path / f"{layout}-after-{before.name if before else 'nothing'}"[:40]
+        run(layout, before, folder)
+        if before is not None:
+            assert_same(before, folder)
+        before = folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_all_pairs_of_layouts(tmp_path: Path) -> None:
+    run("one", None, tmp_path / "start")
+    for layout in LAYOUTS:
+        run(layout, tmp_path / "start", tmp_path / layout)
+        assert_same(tmp_path / "start", tmp_path / layout)
+    for a, b in itertools.permutations(LAYOUTS, 2):
+        run(b, tmp_path / a, tmp_path / f"{a} to {b}")
+        assert_same(tmp_path / "start", tmp_path / f"{a} to {b}")
