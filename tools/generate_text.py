@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if chosen.tokenizer_type is None and chosen != TokenizerConfig():
         raise InputError("--tokenizer-type is required with other flags of the tokenizer")
     model, tokenizer = load_gpt(args["load"], chosen, choose_device(args["device"]))
+    context = model.config.max_position_embeddings
     prompt = tokenizer.tokenize(args["prompt"])
     tokens: list[int] = []
     shown = ""
@@ -48,6 +49,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             sys.stdout.flush()
             shown = text
     print()
+    if len(prompt) + len(tokens) == context and len(tokens) < sampling.out_seq_length:
+        print(
+            f"note: ended after {len(tokens)} of {sampling.out_seq_length} tokens: with the prompt's {len(prompt)} "
+            f"they fill the {context} that the model sees",
+            file=sys.stderr,
+        )
 
 
 if __name__ == "__main__":
