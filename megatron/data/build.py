@@ -81,10 +81,16 @@ def build_gpt_datasets(
     datasets: list[Dataset | None] = []
     for name, part, count in zip(NAMES, parts, samples, strict=True):
         if part is None and count > 0:
-            logger.info("no %s data, so there will be no %s loss", name, name)
+            logger.info(f"no {name} data: {_why_none(config, name)}, so there will be no {name} loss")
         datasets.append(None if part is None or count == 0 else _build(part, config, count, seed, vocab_size))
     train, valid, test = datasets
     return train, valid, test
+
+
+def _why_none(config: DataConfig, name: str) -> str:
+    if config.data_path is None:
+        return f"--{name}-data-path is not given"
+    return f"--split {config.split or f'{DEFAULT_SPLIT} (the default)'} gives it no documents"
 
 
 def _mock(config: DataConfig, part: int, samples: int, seed: int, vocab_size: int) -> MockDataset | None:
@@ -132,9 +138,9 @@ def _build(part: Part, config: DataConfig, samples: int, seed: int, vocab_size: 
     for i in drawn or [0]:
         if tokens[i] == 0:
             raise InputError(
-                f"{part.reason}: {part.datasets[i].prefix} holds {len(part.datasets[i])} documents, of which "
-                f"{len(part.documents[i])} with 0 tokens are for '{part.name}', but {samples} samples are "
-                "wanted of it; give it more, or nothing (a share of 0 in --split)"
+                f"{part.reason}: gives '{part.name}' {len(part.documents[i]):,} of the "
+                f"{len(part.datasets[i]):,} documents of {part.datasets[i].prefix}, with 0 tokens, but {samples:,} "
+                "samples of it are wanted; give it more documents, or none (a share of 0, or no path)"
             )
     total = sum(weights[i] for i in drawn)
     shares = [weights[i] / total for i in drawn]

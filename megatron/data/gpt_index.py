@@ -166,18 +166,7 @@ def load_or_build(
         )
     plan = plan_epochs(tokens, seq_length, samples)
     _check_memory(dataset.prefix, len(documents), plan)
-    logger.info(
-        "%s data %s: %d documents of %d tokens; %d epochs give %d samples of %d tokens, of which %d are wanted%s",
-        name,
-        dataset.prefix,
-        len(documents),
-        tokens,
-        plan.epochs,
-        plan.samples,
-        seq_length,
-        samples,
-        "; the last epoch is shuffled by itself" if plan.separate_last_epoch else "",
-    )
+    _report(f"{name} data {dataset.prefix}", len(documents), tokens, seq_length, samples, plan)
 
     def check(arrays: Sequence[np.ndarray]) -> bool:
         document, sample, shuffle = arrays
@@ -208,6 +197,18 @@ def load_or_build(
         lambda: build_indices(dataset.sizes, documents, seq_length, plan, seed),
         check,
     )
+
+
+def _report(data: str, documents: int, tokens: int, seq_length: int, samples: int, plan: EpochPlan) -> None:
+    line = (
+        f"{data}: {documents:,} documents of {tokens:,} tokens; {samples:,} samples of {seq_length:,} tokens wanted, "
+        f"the data has {(tokens - 1) // seq_length:,}"
+    )
+    if plan.epochs > 1:
+        line += f", so it is read {plan.epochs:,} times"
+    if plan.separate_last_epoch:
+        line += ", the last of them shuffled by itself"
+    logger.info(line)
 
 
 def _check_memory(prefix: str, documents: int, plan: EpochPlan) -> None:

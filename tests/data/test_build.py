@@ -37,7 +37,10 @@ def test_parts_that_nothing_is_wanted_of(corpus: IndexedDataset, caplog) -> None
     assert build(data_path=[corpus.prefix], split="6,2,2", samples=(40, 0, 0))[1:] == (None, None)
     with caplog.at_level(logging.INFO, "megatron"):
         assert build(data_path=[corpus.prefix], split="1", samples=(40, 9, 9))[1:] == (None, None)
-    assert "no valid data" in caplog.text
+    assert "no valid data: --split 1 gives it no documents, so there will be no valid loss" in caplog.text
+    with caplog.at_level(logging.INFO, "megatron"):
+        build(train_data_path=[corpus.prefix], samples=(40, 0, 9))
+    assert "no test data: --test-data-path is not given" in caplog.text
 
 
 def test_more_samples_than_an_index_can_hold(write: Callable) -> None:
@@ -51,19 +54,22 @@ def test_the_default_split_of_a_small_file(write: Callable, caplog) -> None:
     with caplog.at_level(logging.INFO, "megatron"):
         train, valid, test = build(data_path=[data.prefix], samples=(1, 1, 5))
     assert train and valid and test is None
-    assert "no test data" in caplog.text
+    assert "no test data: --split 969, 30, 1 (the default) gives it no documents" in caplog.text
 
 
 def test_an_empty_part_that_something_is_wanted_of(write: Callable, tmp_path: Path) -> None:
     data = write([[1, 2, 3]] * 20)
     with pytest.raises(
-        InputError, match=r"--split 969,30,1: .* holds 20 documents, of which 0 .*'test'.* 5 s"
+        InputError,
+        match=r"--split 969,30,1: gives 'test' 0 of the 20 documents of .*, with 0 tokens, but 5 s",
     ):
         build(data_path=[data.prefix], split="969,30,1", samples=(1, 1, 5))
     empty = write([[]], "empty")
-    with pytest.raises(InputError, match=r"--train-data-path: .*empty holds 1 documents.* with 0 tokens"):
+    with pytest.raises(
+        InputError, match=r"--train-data-path: gives 'train' 1 of the 1 documents of .*empty, with 0 t"
+    ):
         build(train_data_path=[empty.prefix], samples=(1, 0, 0))
-    with pytest.raises(InputError, match=r"--train-data-path: .*empty holds 1 documents"):
+    with pytest.raises(InputError, match=r"--train-data-path: .* of the 1 documents of .*empty"):
         build(train_data_path=["1", data.prefix, "1", empty.prefix], samples=(1, 0, 0))
 
 

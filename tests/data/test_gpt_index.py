@@ -163,8 +163,13 @@ def test_cached_under_all_it_depends_on(corpus: IndexedDataset, write, tmp_path:
     cache = tmp_path / "cache"
     with caplog.at_level(logging.INFO, "megatron"):
         first = open_index(corpus, cache)
-    assert f"50 documents of {corpus.num_tokens} tokens" in caplog.text
-    assert "samples of 8 tokens, of which 100 are wanted" in caplog.text
+    assert f"50 documents of {corpus.num_tokens:,} tokens; 100 samples of 8 tokens wanted" in caplog.text
+    assert f"the data has {(corpus.num_tokens - 1) // 8:,}" in caplog.text and "read" not in caplog.text
+    with caplog.at_level(logging.INFO, "megatron"):
+        open_index(corpus, cache, samples=1000)
+    times = -(-8001 // corpus.num_tokens)
+    assert f"1,000 samples of 8 tokens wanted, the data has {(corpus.num_tokens - 1) // 8:,}, " in caplog.text
+    assert f"so it is read {times} times" in caplog.text
     assert open_index(corpus, cache).paths == first.paths
     assert pickle.loads(pickle.dumps(first)).paths == first.paths  # noqa: S301, our own bytes
     paths = {first.paths}
