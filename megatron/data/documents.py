@@ -78,6 +78,14 @@ def find_files(patterns: Sequence[str]) -> list[str]:
     return files
 
 
+def kind_of(path: str) -> tuple[str, str]:
+    """What a file's name says it holds, as in `Batch.kind`, and its compression: ".gz", ".zst" or ""."""
+    stem, compression = os.path.splitext(path)
+    if compression not in DECOMPRESSORS:
+        stem, compression = path, ""
+    return {".txt": "txt", ".parquet": "parquet"}.get(os.path.splitext(stem)[1], "jsonl"), compression
+
+
 def read_batches(files: Sequence[str], keys: Sequence[str]) -> Iterator[Batch]:
     """Yield the batches of all files, in order. `keys` are the columns wanted of tables.
 
@@ -86,10 +94,7 @@ def read_batches(files: Sequence[str], keys: Sequence[str]) -> Iterator[Batch]:
     """
     before = 0
     for path in files:
-        stem, compression = os.path.splitext(path)
-        if compression not in DECOMPRESSORS:
-            stem, compression = path, ""
-        kind = {".txt": "txt", ".parquet": "parquet"}.get(os.path.splitext(stem)[1], "jsonl")
+        kind, compression = kind_of(path)
         if kind == "txt" and len(keys) > 1:
             raise InputError(f"--json-keys: {path} is plain text, which has one text a document and no keys")
         try:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron.data.documents import BATCH_BYTES, Batch, Document, documents, find_files, read_batches
+from megatron.data.documents import BATCH_BYTES, Batch, Document, documents, find_files, kind_of, read_batches
 from megatron.data.indexed import IndexedDatasetWriter, best_dtype
 from megatron.data.progress import Progress
 from megatron.data.sentences import split_sentences
@@ -210,6 +210,8 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> R
     files = find_files(config.input)
     tokenizer = build_tokenizer(tokenizer_config)
     batches = read_batches(files, config.json_keys)
+    if any(kind_of(file)[0] == "txt" for file in files):
+        print("plain text (*.txt) is cut into documents at its blank lines", file=sys.stderr, flush=True)
     settings, batches = _prepare(config, tokenizer, tokenizer_config, batches)
     total_bytes = sum(map(os.path.getsize, files))
     workers = min(config.workers or cores(), total_bytes // BATCH_BYTES + 1)

@@ -74,6 +74,15 @@ def test_report(tmp_path):
     assert "2 documents, " in done.stderr and "100%" in done.stderr
 
 
+def test_says_how_plain_text_is_cut(tmp_path):
+    (tmp_path / "a.txt").write_text("1 2\n3\n\n4\n")
+    (tmp_path / "a.jsonl").write_text('{"text": "1"}\n')
+    note = "plain text (*.txt) is cut into documents at its blank lines"
+    done = run("--input", tmp_path / "a.txt", "--output-prefix", tmp_path / "o", *NULL)
+    assert note in done.stderr and ": 2 documents, " in done.stdout
+    assert note not in run("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "o", *NULL).stderr
+
+
 def test_note_for_bert(tmp_path):
     (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nx\n")
     (tmp_path / "a.txt").write_text("x y\n")
