@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -80,6 +82,33 @@ def test_an_error_in_a_worker_is_the_users_line(corpus, workers: int) -> None:
     with pytest.raises(InputError, match=r"corpus\.bin: token .* the vocabulary has 300 ids") as caught:
         list(itertools.islice(train_batches(dataset, flags, consumed_samples=0, **LAYOUT), 20))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_pinned_batches_are_prepared_by_a_thread(monkeypatch, workers: int) -> None:
+    """Copying into page-locked memory, which takes a GPU, is stood in for by noting which thread would do it."""
+    threads = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        threads.append(threading.current_thread())
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    samples, layout = range(24), LAYOUT | {"pin_memory": True}
+    expected = list(eval_batches(mock(), config(), samples=samples, **LAYOUT))
+    assert equal(eval_batches(mock(), config(workers), samples=samples, **layout), expected)
+    assert len(threads) == len(expected) * len(expected[0])
+    assert len(set(threads)) == 1 and threads[0] is not threading.main_thread()
+
+    batches = train_batches(mock(7), config(workers), consumed_samples=0, **layout)
+    next(batches)
+    with pytest.raises(InputError, match="no samples left"):
+        next(batches)
+    batches = train_batches(mock(), config(workers), consumed_samples=0, **layout)
+    next(batches)
+    batches.close()
+    assert not any(thread.is_alive() for thread in threads)
+    assert not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
