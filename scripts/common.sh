@@ -18,17 +18,41 @@ fail() {
   exit 2
 }
 
-# On SIGINT and SIGTERM, which come to the whole job: leave after what is running, not before, for the training saves
-# then; say that nothing is lost; and exit with 130 or 143, where torchrun would with 1.
+# On SIGINT and SIGTERM: leave after what is running, not before, for the training saves then; say that nothing is lost;
+# and exit with 130 or 143, where torchrun would with 1. Ctrl-C comes to the whole job from the terminal. SIGTERM may
+# come to the script alone, so it is passed on.
 be_interruptible() {
-  trap 'interrupted=130' INT
-  trap 'interrupted=143' TERM
+  trap 'interrupted=130 caught=1' INT
+  trap 'interrupted=143 caught=1; [[ -z $child ]] || kill -TERM "$child" 2>/dev/null || true' TERM
   trap '((! $? || ! interrupted)) || { echo "Interrupted. The same command continues."; exit "$interrupted"; }' EXIT
 }
-interrupted=0
+interrupted=0 caught=0 child=
+
+# Run a command as `run` does, but let traps act while it runs, as bash does only during `wait`.
+attend() {
+  local status
+  ((! interrupted)) || exit "$interrupted"
+  show "$@"
+  (trap - INT && exec "$@") <&0 & # a background job would ignore Ctrl-C and have no input
+  child=$!
+  # A signal ends the wait, not the command.
+  caught=1
+  while ((caught)); do
+    caught=0
+    wait "$child" && status=0 || status=$?
+  done
+  child=
+  return "$status"
+}
 
 # Print a command, in a form that can be copied, then run it.
 run() {
+  show "$@"
+  "$@"
+}
+
+# Print a command, in a form that can be copied.
+show() {
   local word
   printf '+'
   for word; do
@@ -39,7 +63,6 @@ run() {
     fi
   done
   printf '\n'
-  "$@"
 }
 
 # step FILE COMMAND...: run the command unless FILE, which it writes last or in one go, is there.
@@ -49,7 +72,7 @@ step() {
   if [[ -e $output ]]; then
     echo "$output is there; nothing to do"
   else
-    run "$@"
+    attend "$@"
   fi
 }
 
@@ -110,9 +133,9 @@ EOF
 # launch SCRIPT FLAGS...: run a training script, as GPUS_PER_NODE processes on each of NNODES machines.
 launch() {
   if ((GPUS_PER_NODE * NNODES == 1)); then
-    run "$python" "$@"
+    attend "$python" "$@"
   else
-    run "$python" -m torch.distributed.run --nproc-per-node "$GPUS_PER_NODE" --nnodes "$NNODES" \
+    attend "$python" -m torch.distributed.run --nproc-per-node "$GPUS_PER_NODE" --nnodes "$NNODES" \
       --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" "$@"
   fi
 }

@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -27,9 +28,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     tokenizer = make_config(TokenizerConfig, args)
     if (tokenizer.tokenizer_type or "").startswith("Bert") and not config.split_sentences:
         print("note: BERT is pretrained on sentences; --split-sentences makes them", file=sys.stderr)
-    # A terminated run tidies up after itself as an interrupted one does.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    signal.signal(signal.SIGTERM, leave)
     describe(preprocess(config, tokenizer))
+
+
+def leave(number: int, _: FrameType | None) -> None:
+    """End a terminated run as an interrupted one, so that it tidies up; which a second signal does not disturb."""
+    signal.signal(number, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 def describe(report: Report) -> None:

@@ -22,7 +22,11 @@ case "$*" in
   "-c import sys; print"*) echo /elsewhere/site-packages ;;
   *purelib*) mkdir -p "$VENV_PACKAGES"; echo "$VENV_PACKAGES" ;;
   "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
-  *pretrain_gpt.py*) [[ -z ${SIGNAL:-} ]] || kill -s "$SIGNAL" "$PPID"; exit "${STATUS:-0}" ;;
+  *pretrain_gpt.py*)
+    trap 'kill $! 2>/dev/null; echo "passed on"; exit 143' TERM
+    [[ -z ${SIGNAL:-} ]] || kill -s "$SIGNAL" "$PPID"
+    [[ -z ${LONG:-} ]] || { sleep 30 >&- 2>&- & wait; }
+    exit "${STATUS:-0}" ;;
 esac
 """
 
@@ -188,6 +192,12 @@ def test_interruption(checkout, signal, status):
     assert done.returncode == status
     assert "Done." not in done.stdout
     assert "The same command continues" in done.stdout
+
+
+def test_sigterm_to_the_script_alone_is_passed_on(checkout):
+    done = checkout.run("pretrain_gpt.sh", SIGNAL="TERM", LONG="1")
+    assert done.returncode == 143
+    assert "passed on" in done.stdout and "The same command continues" in done.stdout
 
 
 def test_without_torch_everything_is_installed(checkout):

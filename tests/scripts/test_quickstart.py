@@ -1,0 +1,80 @@
+"""The quickstart itself at reduced sizes, interrupted and started again."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZES = """
+    --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --train-iters 60
+    --eval-interval 20 --eval-iters 2 --save-interval 20 --device cpu
+""".split()
+
+
+def start(folder: Path) -> subprocess.Popen[str]:
+    """Start the quickstart with its files in `folder`, as the leader of a process group of its own."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return subprocess.Popen(
+        ["bash", ROOT / "scripts" / "pretrain_gpt.sh", *SIZES],
+        env=os.environ | {"PATH": path, "QUICKSTART_DIR": str(folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], status: int = 0) -> str:
+    """What it prints until it ends, which must be with `status`."""
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == status, stdout + stderr
+    return stdout
+
+
+def metrics(folder: Path) -> list[dict]:
+    """What was logged, without what depends on the clock."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if "second" not in k and "FLOP" not in k} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a quickstart that ran to its end, on little text."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    corpus = ["tools/make_corpus.py", "--output", folder / "corpus.jsonl", "--megabytes", "1"]
+    subprocess.run([sys.executable, *corpus], cwd=ROOT, check=True, capture_output=True)
+    assert "Done." in finish(start(folder))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "interruption", ["Ctrl-C", pytest.param("SIGTERM to the script", marks=pytest.mark.slow)]
+)
+def test_continues_without_a_seam(undisturbed: Path, tmp_path: Path, interruption: str) -> None:
+    folder = tmp_path / "interrupted"
+    made = shutil.ignore_patterns("checkpoints", "tensorboard", "metrics.jsonl")
+    shutil.copytree(undisturbed, folder, ignore=made)
+    process = start(folder)
+    while "iteration       30/" not in process.stdout.readline():
+        assert process.poll() is None
+    if interruption == "Ctrl-C":
+        os.killpg(process.pid, signal.SIGINT)
+        assert "The same command continues" in finish(process, 130)
+    else:
+        process.send_signal(signal.SIGTERM)
+        assert "The same command continues" in finish(process, 143)
+    stopped = int((folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+    assert 30 <= stopped < 60
+
+    assert f"iterations {stopped + 1} to 60" in finish(start(folder))
+    assert metrics(folder) == metrics(undisturbed)
+    logged = [line["iteration"] for line in metrics(folder) if "lm loss" in line]
+    assert logged == [10, 20, 30, 40, 50, 60]
