@@ -61,7 +61,7 @@ def build_gpt_datasets(
             testing no data (a share of 0 in --split, or no path), the data set is None.
         seed: of the order of the samples.
         vocab_size: token ids are below this.
-        eod: id of the end-of-document token, which some flags need; None if the tokenizer has none.
+        eod: id of the end-of-document token; None if the tokenizer has none.
 
     Raises:
         InputError: a file is missing or damaged, a flag is wrong, or there are too few documents.

@@ -97,7 +97,7 @@ def ltor_fields(text: np.ndarray, eod: int | None, config: DataConfig) -> dict[s
 
     Args:
         text: int64 [batch, seq + 1].
-        eod: id of the end-of-document token; None if no flag of `config` needs it.
+        eod: id of the end-of-document token; may be None where no flag of `config` needs it.
         config: for --reset-position-ids, --reset-attention-mask and --eod-mask-loss.
 
     Returns:

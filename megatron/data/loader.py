@@ -45,7 +45,7 @@ def train_batches(
     Args:
         dataset: samples {"text": int64 [seq + 1]} by index.
         consumed_samples: by all replicas together.
-        eod: id of the end-of-document token; None if no flag needs it.
+        eod: id of the end-of-document token; may be None where no flag needs it.
         pin_memory: put the tensors in page-locked memory, from which a GPU can copy in the background. A thread
             does this for each batch while the one before it is used.
 
