@@ -8,15 +8,24 @@ from torch import Tensor
 
 from megatron.arguments import parse_run_config, run_command
 from megatron.data.build import build_gpt_datasets
+from megatron.data.loader import Batch
 from megatron.model.gpt import GPTModel
+from megatron.parallel.random import DropoutKey
 from megatron.tokenizer import Tokenizer
 from megatron.training.config import RunConfig
 from megatron.training.pretrain import pretrain
-from megatron.training.task import Batch, Task
+from megatron.training.task import Part, Task
 
 
-def build_model(config: RunConfig, vocab_size: int, padded_vocab_size: int) -> GPTModel:
-    return GPTModel(config.model, vocab_size=vocab_size, padded_vocab_size=padded_vocab_size)
+def build_model(config: RunConfig, part: Part) -> GPTModel:
+    return GPTModel(
+        config.model,
+        vocab_size=part.vocab_size,
+        padded_vocab_size=part.padded_vocab_size,
+        chunk=part.chunk,
+        tp=part.tp,
+        recompute=part.recompute,
+    )
 
 
 def build_datasets(config: RunConfig, tokenizer: Tokenizer, samples: tuple[int, int, int]) -> tuple:
@@ -33,14 +42,16 @@ def count(batch: Batch) -> Tensor:
     return batch["loss_mask"].sum().unsqueeze(0)
 
 
-def loss(model: GPTModel, batch: Batch) -> Tensor:
-    losses_bs = model(
+def forward(model: GPTModel, batch: Batch, hidden: Tensor | None, dropout_key: DropoutKey) -> Tensor:
+    out = model(
         batch["tokens"],
         batch["position_ids"],
+        hidden_sbh=hidden,
         labels_bs=batch["labels"],
         document_ids_bs=batch.get("document_ids"),
+        dropout_key=dropout_key,
     )
-    return (losses_bs * batch["loss_mask"]).sum().unsqueeze(0)
+    return (out * batch["loss_mask"]).sum().unsqueeze(0) if model.output_layer is not None else out
 
 
 DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
@@ -51,7 +62,7 @@ GPT = Task(
     build_model=build_model,
     build_datasets=build_datasets,
     count=count,
-    loss=loss,
+    forward=forward,
 )
 
 

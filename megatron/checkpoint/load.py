@@ -62,9 +62,11 @@ def _check_known(pieces: Pieces, wanted: set[str], mesh: Mesh) -> None:
         raise InputError(f"{pieces.folder}: has {len(unknown)} tensor(s) that the model has not: {shown}")
 
 
-def load_weights(checkpoint: Checkpoint, model: torch.nn.Module) -> None:
-    """Fill a model that is not trained further (evaluation, generation) from a checkpoint."""
+def load_weights(checkpoint: Checkpoint, model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Give a model that is not trained further (evaluation, generation) the weights of a checkpoint.
+
+    It may be on the meta device. Its weights are then on the CPU, in `dtype`.
+    """
     weights = checkpoint.pieces("model")
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.copy_(weights.read(name, p.place))
+    values = {name: weights.read(name, p.place).to(dtype) for name, p in model.named_parameters()}
+    model.load_state_dict(values, assign=True)

@@ -115,16 +115,14 @@ class Pieces:
 
     def read(self, name: str, place: GlobalSlice) -> Tensor:
         """The part `place` of a tensor, in fp32; rows that pad the vocabulary are zero."""
+        self._check_shape(name, place)  # before memory is taken
         values = torch.zeros(math.prod(place.local_shape))
         self.read_into(values, name, place, 0)
         return values.view(place.local_shape)
 
     def read_into(self, target: Tensor, name: str, place: GlobalSlice, begin: int) -> None:
         """Fill `target`, flat, with elements of the part `place` of a tensor, from its element `begin` on."""
-        found = self.index.get(name)
-        if found is None:
-            raise InputError(f"{self.folder}: lacks the tensor {name}")
-        self._check_shape(name, tuple(found["shape"]), place)
+        self._check_shape(name, place)
         rows = place.shape[0] if place.real is None else place.real
         missing = 0
         for part in flat_blocks(begin, begin + target.numel(), place.row):
@@ -135,7 +133,7 @@ class Pieces:
                 if not wanted:
                     continue
                 missing += math.prod(wanted.shape)
-                for file, key, *ranges in found["pieces"]:
+                for file, key, *ranges in self.index[name]["pieces"]:
                     source = Block(*map(tuple, ranges))
                     both = wanted.meet(source)
                     if both is None:
@@ -150,7 +148,10 @@ class Pieces:
         if missing:
             raise InputError(f"{self.folder}: {missing} elements of {name} are in none of the files")
 
-    def _check_shape(self, name: str, shape: tuple[int, ...], place: GlobalSlice) -> None:
+    def _check_shape(self, name: str, place: GlobalSlice) -> None:
+        if name not in self.index:
+            raise InputError(f"{self.folder}: lacks the tensor {name}")
+        shape = tuple(self.index[name]["shape"])
         fits = shape[:1] == place.shape[:1] if place.real is None else shape[0] >= place.real
         if not fits or shape[1:] != place.shape[1:]:
             raise InputError(f"{self.folder}: {name} has shape {shape}, but the model has {place.shape}")

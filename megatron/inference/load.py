@@ -34,16 +34,15 @@ def load_gpt(load: str, tokenizer: TokenizerConfig, device: torch.device) -> tup
     if checkpoint.state["task"] != "GPT":
         raise InputError(f"--load: {checkpoint.folder} holds a {checkpoint.state['task']}, not a GPT")
     chosen = build_tokenizer(tokenizer if tokenizer.tokenizer_type else saved_tokenizer(checkpoint))
-    check_vocabulary(checkpoint, chosen.vocab_size)
-    model = GPTModel(
-        model_config(checkpoint),
-        vocab_size=chosen.vocab_size,
-        padded_vocab_size=checkpoint.state["padded_vocab_size"],
-    )
-    dtype = torch.bfloat16 if checkpoint.state["config"].get("training", {}).get("bf16") else torch.float32
-    model.to(device, dtype)
-    load_weights(checkpoint, model)
-    return model, chosen
+    vocab_size = chosen.vocab_size
+    check_vocabulary(checkpoint, vocab_size)
+    # Without memory, so that sizes are held against the files first; and without the rows that pad the vocabulary,
+    # which are no tokens.
+    with torch.device("meta"):
+        model = GPTModel(model_config(checkpoint), vocab_size=vocab_size, padded_vocab_size=vocab_size)
+    bf16 = checkpoint.state["config"].get("training", {}).get("bf16")
+    load_weights(checkpoint, model, torch.bfloat16 if bf16 else torch.float32)
+    return model.to(device), chosen
 
 
 def saved_tokenizer(checkpoint: Checkpoint) -> TokenizerConfig:

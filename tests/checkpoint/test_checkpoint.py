@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import random
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import edit_state, sign
 from models import flat
 from safetensors.torch import load_file, save_file
 
@@ -17,7 +17,7 @@ from megatron.checkpoint import storage
 from megatron.checkpoint.checkpoint import check_architecture, find_checkpoint
 from megatron.checkpoint.config import CheckpointConfig
 from megatron.checkpoint.load import load_into, load_weights
-from megatron.checkpoint.manifest import digest, read_manifest
+from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.save import save_checkpoint
 from megatron.flags import InputError
 from megatron.model.config import ModelConfig
@@ -131,7 +131,7 @@ def test_files_are_plain(tmp_path: Path) -> None:
     assert (tmp_path / "run" / storage.TRACKER).read_text() == "3"
     assert set(load_file(folder / "model.safetensors")) == {n for n, _ in model.named_parameters()}
     other = make(seed=2)[2]
-    load_weights(find_checkpoint(str(tmp_path / "run"), None), other)
+    load_weights(find_checkpoint(str(tmp_path / "run"), None), other, torch.float32)
     for (name, a), b in zip(model.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(
             a[:50] if "word_embeddings" in name else a, b[: 50 if "word_embeddings" in name else None]
@@ -280,13 +280,6 @@ def test_what_is_not_whole_is_refused(tmp_path: Path, change, words: str) -> Non
     assert "\n" not in str(caught.value)
 
 
-def sign(folder: Path, file: str) -> None:
-    """Let the manifest say that this is what was written, as who means harm would."""
-    path, manifest = folder / file, read_manifest(folder)
-    manifest.files[file] = (path.stat().st_size, digest(path))
-    manifest.write()
-
-
 def link(path: Path) -> None:
     path.rename(path.with_name("elsewhere"))
     path.symlink_to("elsewhere")
@@ -298,7 +291,7 @@ def write(folder: Path, file: str, text: str) -> None:
 
 
 def edit(folder: Path, name: str, value: object) -> None:
-    write(folder, "state.json", json.dumps(json.loads((folder / "state.json").read_text()) | {name: value}))
+    edit_state(folder, **{name: value})
 
 
 def edit_tensors(folder: Path, change) -> None:
