@@ -46,9 +46,9 @@ class BenchmarkConfig(Config):
 
     megabytes: float = flag(100.0, "text to encode; the file is repeated or cut", above=0)
     rounds: int = flag(3, "times that everything is run", low=1)
-    vocab_file: str | None = flag(None, "vocab.json of GPT-2", metavar="FILE")
-    merge_file: str | None = flag(None, "merges.txt of GPT-2", metavar="FILE")
-    bert_vocab_file: str | None = flag(None, "vocab.txt of BERT, lower case", metavar="FILE")
+    vocab_file: str = flag(None, "vocab.json of GPT-2", metavar="FILE", required=True)
+    merge_file: str = flag(None, "merges.txt of GPT-2", metavar="FILE", required=True)
+    bert_vocab_file: str = flag(None, "vocab.txt of BERT, lower case", metavar="FILE", required=True)
     output: str = flag(str(ROOT / "benchmarks/results/preprocess.json"), "where results go", metavar="FILE")
 
 
@@ -61,7 +61,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_flags(parser, BenchmarkConfig, "benchmark")
     args = vars(parser.parse_args(argv))
     config = make_config(BenchmarkConfig, args)
-    config.require("vocab_file", "merge_file", "bert_vocab_file")
     load = round(os.getloadavg()[0], 1)
     texts = make_texts(args["text"], config.megabytes)
     with tempfile.TemporaryDirectory() as folder:

@@ -97,13 +97,15 @@ class Parser(argparse.ArgumentParser):
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Wide enough for long flag names; adds the default where there is one to state."""
+    """Wide enough for long flag names; says what is required, and the default where there is one to state."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=34, width=110)
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
+        if action.required and action.option_strings:
+            return f"{text} (required)"
         shown = action.const is None and action.default not in (None, argparse.SUPPRESS)
         return text if not shown or "default" in text else f"{text} (default: %(default)s)"
 
@@ -127,7 +129,9 @@ def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field, scalar: 
     if scalar is bool:
         group.add_argument(*names, action="store_const", const=not field.default, **common)
         return
-    if field.default is not None and "default" not in spec.help:
+    if spec.required:
+        common["help"] += " (required)"
+    elif field.default is not None and "default" not in spec.help:
         common["help"] += f" (default: {field.default})"
     if spec.choices is not None:
         metavar = "{" + ",".join(map(str, spec.choices)) + "}"

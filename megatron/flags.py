@@ -43,6 +43,7 @@ class Flag:
     name: str | None = None
     aliases: tuple[str, ...] = ()
     metavar: str | None = None
+    required: bool = False
 
 
 def flag(
@@ -58,11 +59,13 @@ def flag(
     name: str | None = None,
     aliases: Sequence[str] = (),
     metavar: str | None = None,
+    required: bool = False,
 ) -> Any:
     """A dataclass field that is also a command-line flag.
 
     `low` and `high` are inclusive bounds, `above` and `below` exclusive ones. `name` replaces the flag name
-    made from the field name (`--no-...` for booleans that default to true); `aliases` are further names.
+    made from the field name (`--no-...` for booleans that default to true); `aliases` are further names. A
+    `required` field is an error when it is None, its default.
     """
     spec = Flag(
         help=help,
@@ -75,6 +78,7 @@ def flag(
         name=name,
         aliases=tuple(aliases),
         metavar=metavar,
+        required=required,
     )
     return dataclasses.field(default=default, metadata={"flag": spec})
 
@@ -105,7 +109,7 @@ def field_types(cls: type) -> dict[str, type]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Base of all configuration dataclasses: checks types, choices and ranges when built.
+    """Base of all configuration dataclasses: checks when built that values are there, their types and ranges.
 
     Raises:
         InputError: naming the flag, the value and what would be right.
@@ -118,6 +122,8 @@ class Config:
                 continue
             value = getattr(self, field.name)
             if value is None:
+                if field.metadata["flag"].required:
+                    self.require(field.name)
                 continue
             if field.metadata["flag"].nargs:
                 if isinstance(value, str) or not isinstance(value, Sequence):
@@ -128,7 +134,7 @@ class Config:
             object.__setattr__(self, field.name, value)
 
     def require(self, *names: str) -> None:
-        """Raise `InputError` unless each of these fields has a value."""
+        """Raise `InputError` unless each of these fields, which not every use of the config needs, has a value."""
         by_name = {f.name: f for f in dataclasses.fields(self)}
         for name in names:
             if getattr(self, name) is None:

@@ -344,6 +344,17 @@ def test_what_is_required(name: str) -> None:
     assert str(error.value).startswith(message)
 
 
+def test_help_and_reference_say_what_is_required() -> None:
+    required = {flag_name(field) for _, field, _ in all_flags() if field.metadata["flag"].required}
+    assert required == set(BASE.split()[::2]) - {"--seq-length", "--train-iters"}
+    text = " ".join(run_parser("").format_help().split())
+    assert text.count("(required)") == len(required)
+    page = (ROOT / "docs/flags.md").read_text(encoding="utf-8")
+    for name in required:
+        assert re.search(rf"{name} [NX] [^-]*\(required\)", text), name
+        assert re.search(rf"\| `{name}` \| [^|]* \| \(required\) \|", page), name
+
+
 def test_runs_that_count_in_samples_take_no_lengths_in_iterations() -> None:
     base = BASE.replace("--train-iters 10", "--train-samples 100")
     config = parse("--lr-warmup-samples 5 --lr-decay-samples 90 --rampup-batch-size 1 1 5", base=base)

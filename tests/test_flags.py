@@ -25,6 +25,14 @@ class Oven(Config):
     made_from_others: int = 3
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bread(Config):
+    """An example of a config with a field that must be given."""
+
+    flour: int = flag(None, "grams of flour", low=1, required=True)
+    seeds: str | None = flag(None, "what to strew on it", choices=("poppy", "sesame"))
+
+
 def test_flag_names() -> None:
     names = {f.name: flag_name(f) for f in dataclasses.fields(Oven) if "flag" in f.metadata}
     assert names == {
@@ -84,6 +92,16 @@ def test_require() -> None:
     Oven(cake="apple").require("cake")
     with pytest.raises(InputError, match=r"^--cake is required: what to bake$"):
         Oven().require("cake")
+    with pytest.raises(InputError, match=r"^--seeds is required: what to strew on it; one of poppy, sesame$"):
+        Bread(flour=500).require("seeds")
+
+
+def test_required_fields() -> None:
+    assert Bread(flour=500).flour == 500
+    with pytest.raises(InputError, match=r"^--flour is required: grams of flour$"):
+        Bread(seeds="poppy")
+    with pytest.raises(InputError, match=r"^--flour: 0 is too small"):
+        Bread(flour=0)
 
 
 def test_configs_are_frozen_and_errors_are_value_errors() -> None:

@@ -23,8 +23,8 @@ FLAGS_HEADER = """\
 # Flags
 
 Every flag of `pretrain_gpt.py`. Names, meanings and defaults are Megatron-LM's where it has the flag; its other flags
-are in [nvidia-flags.md](nvidia-flags.md). Where no default is shown, leaving the flag out means what its text says, or
-that a run needs it.
+are in [nvidia-flags.md](nvidia-flags.md). Where no default is shown, the text says what leaving the flag out
+means.
 
 Flags can also stand in a YAML file that `--config` names, without the dashes in front: `num-layers: 24`, `bf16: true`,
 `data-path: [0.3, wiki, 0.7, books]`. A value on the command line wins over the file's; a
@@ -65,6 +65,8 @@ def _row(field: dataclasses.Field, scalar: type) -> str:
     names = " ".join(f"`{name}`" for name in (flag_name(field), *spec.aliases))
     if scalar is bool:
         default = "off"
+    elif spec.required:
+        default = "(required)"
     else:
         default = "" if field.default is None else f"`{field.default}`"
     return f"| {names} | {_values(spec, scalar)} | {default} | {spec.help} |\n"

@@ -30,7 +30,9 @@ SKIPPED_FOLDERS = {"__pycache__", "dist-packages", "idle_test", "site-packages",
 class CorpusConfig(Config):
     """Where the corpus goes, and how much of it."""
 
-    output: str | None = flag(None, "file to write, one {'text', 'source'} object per line", metavar="FILE")
+    output: str = flag(
+        None, "file to write, one {'text', 'source'} object per line", metavar="FILE", required=True
+    )
     megabytes: float | None = flag(
         None, "stop once the documents hold this many millions of bytes (default: take all)", above=0
     )
@@ -116,7 +118,6 @@ def main() -> None:
     parser = Parser(description=__doc__)
     add_flags(parser, CorpusConfig, "corpus")
     config = make_config(CorpusConfig, vars(parser.parse_args()))
-    config.require("output")
     documents = corpus()
     if config.megabytes is not None:
         documents = first_megabytes(documents, config.megabytes)

@@ -26,21 +26,24 @@ LOG_INTERVAL = 100_000  # documents
 class TrainTokenizerConfig(Config):
     """What to learn from, and what."""
 
-    input: tuple[str, ...] | None = flag(
-        None, "files or glob patterns, as tools/preprocess_data.py reads them", nargs="+", metavar="FILE"
+    input: tuple[str, ...] = flag(
+        None,
+        "files or glob patterns, as tools/preprocess_data.py reads them",
+        nargs="+",
+        metavar="FILE",
+        required=True,
     )
     json_key: str = flag("text", "key (or column) whose texts are taken", metavar="KEY")
-    type: str | None = flag(None, "kind of tokenizer", choices=("bpe", "wordpiece"))
-    vocab_size: int | None = flag(None, "number of token ids, special tokens among them", low=1)
+    type: str = flag(None, "kind of tokenizer", choices=("bpe", "wordpiece"), required=True)
+    vocab_size: int = flag(None, "number of token ids, special tokens among them", low=1, required=True)
     cased: bool = flag(False, "wordpiece: tell upper from lower case (for BertWordPieceCase)")
-    output: str | None = flag(None, "folder to write the files to", metavar="DIR")
+    output: str = flag(None, "folder to write the files to", metavar="DIR", required=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__.splitlines()[0])
     add_flags(parser, TrainTokenizerConfig, "training")
     config = make_config(TrainTokenizerConfig, vars(parser.parse_args(argv)))
-    config.require("input", "type", "vocab_size", "output")
     if config.cased and config.type == "bpe":
         raise InputError("--cased: a BPE always tells upper from lower case; leave the flag out")
     files = find_files(config.input)

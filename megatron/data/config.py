@@ -36,7 +36,11 @@ class DataConfig(Config):
         None, "directory for sample indices (default: 'index-cache' beside the data)", metavar="DIR"
     )
     seq_length: int | None = flag(
-        None, "tokens in a training sample", low=1, high=2**26, aliases=("--encoder-seq-length",)
+        None,
+        "tokens in a training sample (a run needs it)",
+        low=1,
+        high=2**26,
+        aliases=("--encoder-seq-length",),
     )
     dataloader_type: str = flag(
         "single",

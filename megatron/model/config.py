@@ -11,9 +11,9 @@ from megatron.flags import Config, InputError, flag
 class ModelConfig(Config):
     """Sizes and variants of the transformer. What is left out is filled in from the rest when built."""
 
-    num_layers: int | None = flag(None, "number of transformer layers", low=1)
-    hidden_size: int | None = flag(None, "width of the residual stream", low=1)
-    num_attention_heads: int | None = flag(None, "number of attention (query) heads", low=1)
+    num_layers: int = flag(None, "number of transformer layers", low=1, required=True)
+    hidden_size: int = flag(None, "width of the residual stream", low=1, required=True)
+    num_attention_heads: int = flag(None, "number of attention (query) heads", low=1, required=True)
     ffn_hidden_size: int | None = flag(
         None, "width of the MLP (default: 4 times hidden, or 8/3 times with --swiglu)", low=1
     )
@@ -55,7 +55,7 @@ class ModelConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
+        self.require("max_position_embeddings")
         h, heads = self.hidden_size, self.num_attention_heads
         if self.kv_channels is None:
             if h % heads:

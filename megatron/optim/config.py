@@ -12,7 +12,7 @@ class OptimizerConfig(Config):
     """Optimizer, clipping, and schedules. Lengths in iterations are counted in whole global batches."""
 
     optimizer: str = flag("adam", "optimizer: AdamW, or SGD with momentum", choices=("adam", "sgd"))
-    lr: float | None = flag(None, "peak learning rate", above=0)
+    lr: float = flag(None, "peak learning rate", above=0, required=True)
     min_lr: float = flag(0.0, "learning rate at the end of the decay, and its floor", low=0)
     lr_decay_style: str = flag(
         "linear",
@@ -55,7 +55,6 @@ class OptimizerConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require("lr")
         if self.min_lr > self.lr:
             raise InputError(f"--min-lr: {self.min_lr} is above --lr {self.lr}")
         if self.lr_warmup_init > self.lr:

@@ -17,7 +17,7 @@ from megatron.tokenizer.config import TokenizerConfig
 class TrainingConfig(Config):
     """How long, in what steps, on what device and in what precision."""
 
-    micro_batch_size: int | None = flag(None, "samples that one process works on at once", low=1)
+    micro_batch_size: int = flag(None, "samples that one process works on at once", low=1, required=True)
     global_batch_size: int | None = flag(
         None,
         "samples in one step of the optimizer (default: one microbatch on every replica)",
@@ -32,8 +32,10 @@ class TrainingConfig(Config):
         nargs="+",
         metavar="N",
     )
-    train_iters: int | None = flag(None, "steps to train for", low=1)
-    train_samples: int | None = flag(None, "samples to train for, in place of --train-iters", low=1)
+    train_iters: int | None = flag(None, "steps to train for (a run needs this or --train-samples)", low=1)
+    train_samples: int | None = flag(
+        None, "samples to train for, in place of --train-iters (a run needs one of them)", low=1
+    )
     eval_interval: int = flag(1000, "iterations between evaluations", low=1)
     eval_iters: int = flag(100, "global batches in an evaluation; 0 does not evaluate", low=0)
     exit_interval: int | None = flag(None, "save and leave when the iteration is a multiple of this", low=1)
@@ -46,7 +48,6 @@ class TrainingConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require("micro_batch_size")
         if (self.train_iters is None) == (self.train_samples is None):
             raise InputError("give --train-iters or --train-samples, and not both")
         if self.rampup_batch_size is not None and self.train_samples is None:
