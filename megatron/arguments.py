@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import json
 import os
 import re
 import sys
+import time
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -87,7 +89,7 @@ class Parser(argparse.ArgumentParser):
                 raise InputError(f"{name!r} is not expected here; every value follows its flag")
             ours = [n for n, a in self._option_string_actions.items() if a.help != argparse.SUPPRESS]
             instead = PLAIN_NAMES.get(name.replace("_", "-"))
-            near = difflib.get_close_matches(name, ours, n=1)
+            near = difflib.get_close_matches(name, ours, n=1, cutoff=0.7)
             if instead is not None and re.match(r"--[\w-]+", instead).group() in ours:
                 hint = f"use {instead}"
             else:
@@ -312,7 +314,7 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
     try:
         code = main()
     except (InputError, TrainingFault) as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        _report(f"error: {error}")
         code = 2 if isinstance(error, InputError) else 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
@@ -328,3 +330,18 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
         sys.stderr.flush()
         os._exit(code or 0)
     sys.exit(code)
+
+
+def _report(message: str) -> None:
+    """Tell of what ends this process: the terminal, and torchrun, whose summary shows it for each process.
+
+    What is wrong with the flags is wrong on every rank, so the terminal is told by rank 0 alone, unless no
+    torchrun is there to tell of the others.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None or os.environ.get("RANK", "0") == "0":
+        print(message, file=sys.stderr, flush=True)
+    if path is not None:
+        # The form that torch.distributed.elastic writes for exceptions, less the traceback.
+        told = {"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}}
+        Path(path).write_text(json.dumps(told), encoding="utf-8")

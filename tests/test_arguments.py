@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron.arguments import PLAIN_NAMES, Parser, parse_run_config, run_command, run_parser
-from megatron.flags import Flag, InputError, field_types, flag_name
+from megatron.flags import Flag, InputError, TrainingFault, field_types, flag_name
 from megatron.training.config import RunConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -502,6 +502,65 @@ def test_exit_codes(
         run_command(main)
     assert exit.value.code == code
     assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    ("rank", "under_torchrun", "printed"),
+    [(None, False, True), ("0", True, True), ("3", True, False), ("3", False, True)],
+)
+def test_what_is_wrong_on_every_rank_is_printed_once(
+    rank: str | None,
+    under_torchrun: bool,
+    printed: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def main() -> int:
+        raise TrainingFault("useless")
+
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    if under_torchrun:
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(SystemExit) as exit:
+        run_command(main)
+    assert exit.value.code == 1
+    assert capsys.readouterr().err == ("error: useless\n" if printed else "")
+    assert (tmp_path / "error.json").exists() == under_torchrun
+
+
+@pytest.mark.parametrize(("failing", "printed"), [("01", 1), ("1", 0)])
+def test_the_summary_of_torchrun_shows_what_is_wrong(failing: str, printed: int, tmp_path: Path) -> None:
+    script = tmp_path / "run.py"
+    script.write_text(
+        f"""
+import os, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from megatron.arguments import run_command
+from megatron.flags import InputError
+
+def main():
+    if os.environ["RANK"] in {failing!r}:
+        raise InputError("--data-path: is nowhere")
+    time.sleep(60)
+
+run_command(main)
+"""
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--master-port=0",
+        str(script),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    lines = done.stderr.splitlines()
+    # torchrun ends the other processes when the first has failed, rank 0 perhaps before it prints.
+    assert lines.count("error: --data-path: is nowhere") <= printed
+    assert lines[-2].strip() == "traceback : error: --data-path: is nowhere"
 
 
 def test_our_own_faults_keep_their_traceback() -> None:
