@@ -1,0 +1,102 @@
+"""What the layouts cost: time, bytes sent and memory, on this machine.
+
+    python benchmarks/parallel.py [--only layouts|schedules|bytes|memory|gpu ...]
+
+layouts: one process of two threads against tensor, pipeline and data parallelism over two processes of one thread.
+schedules: bubbles with simulated stages, against theory and torch.distributed.pipelining.
+bytes: what each process communicates in a step, which must be exactly what docs/parallelism.md says.
+memory: peak of a step with each way of recomputing activations.
+gpu: a 345M model on one GPU; two processes that share the GPU over gloo train what one trains.
+
+What is compared runs in turns, in processes that stay alive, so that all meet the same moods of the machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from parallel_schedules import compare_schedules
+from parallel_steps import check_bytes, compare_layouts, measure_gpu, measure_memory
+
+from megatron.arguments import Parser, add_flags, make_config, run_command
+from megatron.flags import Config, InputError, flag
+
+PARTS = ("layouts", "schedules", "bytes", "memory", "gpu")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BenchmarkConfig(Config):
+    """What to measure, and how often."""
+
+    only: tuple[str, ...] | None = flag(
+        None, "parts to measure (default: all that this machine can)", choices=PARTS, nargs="+"
+    )
+    rounds: int = flag(5, "times that everything compared is run", low=1)
+    output: str = flag(
+        str(ROOT / "benchmarks/results/parallel.json"),
+        "where results go; parts that are not measured keep theirs",
+        metavar="FILE",
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    parser = Parser(description=__doc__.splitlines()[0])
+    add_flags(parser, BenchmarkConfig, "benchmark")
+    config = make_config(BenchmarkConfig, vars(parser.parse_args(argv)))
+    has_gpu = torch.cuda.is_available()
+    parts = config.only or PARTS[: None if has_gpu else -1]
+    if "gpu" in parts and not has_gpu:
+        raise InputError("--only: gpu was asked for, but torch sees no CUDA device")
+    measure = {
+        "layouts": lambda: compare_layouts(config.rounds),
+        "schedules": lambda: compare_schedules(config.rounds),
+        "bytes": check_bytes,
+        "memory": measure_memory,
+        "gpu": measure_gpu,
+    }
+    output = Path(config.output)
+    results = json.loads(output.read_text(encoding="utf-8")) if output.exists() else {}
+    for part in parts:
+        results[part] = about(argv) | {"results": measure[part]()}
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+
+
+def about(argv: Sequence[str]) -> dict[str, object]:
+    """What was run, and on what."""
+    changed = " and changes" if git("status", "--porcelain") else ""
+    gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+    return {
+        "command": " ".join(["python benchmarks/parallel.py", *argv]),
+        "commit": git("rev-parse", "--short", "HEAD") + changed,
+        "load average before": round(os.getloadavg()[0], 1),
+        "machine": {
+            "cores": len(os.sched_getaffinity(0)),
+            "architecture": platform.machine(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            **gpu,
+        },
+    }
+
+
+def git(*command: str) -> str:
+    done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,148 @@
+"""Pipeline schedules with simulated stages: ours and those of torch.distributed.pipelining, over gloo.
+
+A stage sleeps instead of computing, so that four processes need not have four cores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from parallel_workers import Workers
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
+
+from megatron.parallel.config import ParallelConfig
+from megatron.parallel.mesh import Mesh, init_mesh
+from megatron.parallel.pipeline import Transfers, run_schedule
+from megatron.parallel.schedules import SCHEDULES, bubble_fraction, with_transfers
+
+STAGES = 4
+FORWARD, BACKWARD = 0.02, 0.04  # seconds of a whole stage and a microbatch
+SHAPE = (64, 1, 64)  # of what stages pass on: small, for its transfer is not what is measured
+CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
+MICROBATCHES = (2 * STAGES, 4 * STAGES)
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, chunks: int) -> Tensor:
+        ctx.chunks = chunks
+        time.sleep(FORWARD / chunks)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        time.sleep(BACKWARD / ctx.chunks)
+        return grad.clone(), None
+
+
+class SleepingStage(nn.Module):
+    """One of `chunks` parts of a rank's work."""
+
+    def __init__(self, chunks: int) -> None:
+        super().__init__()
+        self.chunks = chunks
+        self.weight = nn.Parameter(torch.zeros(SHAPE[-1]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Sleep.apply(x + self.weight, self.chunks)
+
+
+def ours(name: str, microbatches: int, mesh: Mesh) -> Callable[[], None]:
+    """A function that carries out the schedule once."""
+    chunks = CHUNKS[name]
+    actions = with_transfers(SCHEDULES[name](STAGES, chunks, microbatches), STAGES)[mesh.pp.rank]
+    parts = [SleepingStage(chunks) for _ in range(chunks)]
+    transfers = Transfers(mesh, scatter_gather=False)
+    x = torch.zeros(SHAPE)
+
+    def compute(chunk: int, microbatch: int, hidden: Tensor | None) -> Tensor:
+        out = parts[chunk](x if hidden is None else hidden)
+        return out.sum() if chunk == chunks - 1 and mesh.pp.rank == STAGES - 1 else out
+
+    return lambda: run_schedule(actions, compute, transfers, shape=lambda _: SHAPE, dtype=torch.float32)
+
+
+def torchs(name: str, microbatches: int, mesh: Mesh) -> Callable[[], None]:
+    """The same by torch.distributed.pipelining."""
+    chunks, rank = CHUNKS[name], mesh.pp.rank
+    stages = [
+        PipelineStage(SleepingStage(chunks), chunk * STAGES + rank, chunks * STAGES, mesh.device)
+        for chunk in range(chunks)
+    ]
+    kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}[name]
+    schedule = kind(
+        stages if chunks > 1 else stages[0], microbatches, loss_fn=lambda out, _: out.sum(), scale_grads=False
+    )
+    batch = torch.zeros(SHAPE[0] * microbatches, *SHAPE[1:])
+
+    def run() -> None:
+        inputs = (batch,) if rank == 0 else ()
+        schedule.step(*inputs, **({"target": batch} if rank == STAGES - 1 else {}))
+
+    return run
+
+
+def time_schedule(
+    make: Callable[[str, int, Mesh], Callable[[], None]], name: str, microbatches: int
+) -> Iterator[float]:
+    """Seconds that this rank takes, from the moment at which all are ready."""
+    config = ParallelConfig(pipeline_model_parallel_size=STAGES, distributed_timeout_minutes=2)
+    with init_mesh(config, torch.device("cpu")) as mesh:
+        run = make(name, microbatches, mesh)
+        while True:
+            dist.barrier()
+            begin = time.perf_counter()
+            run()
+            yield time.perf_counter() - begin
+
+
+def compare_schedules(rounds: int) -> dict[str, object]:
+    """Bubbles against the formula and against torch, and the schedules against each other."""
+    results: dict[str, object] = {}
+    for microbatches in MICROBATCHES:
+        with contextlib.ExitStack() as stack:
+            runs = {
+                (name, make.__name__): stack.enter_context(
+                    Workers(time_schedule, STAGES, make, name, microbatches)
+                )
+                for name in CHUNKS
+                for make in (ours, torchs)
+            }
+            for run in runs.values():
+                run.next()
+            seconds: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
+            for _ in range(rounds):
+                for key, run in runs.items():
+                    seconds[key].append(max(run.next()))
+        results[f"{microbatches} microbatches"] = _summary(microbatches, seconds)
+    return {"stages": STAGES, "forward": FORWARD, "backward": BACKWARD} | results
+
+
+def _summary(microbatches: int, seconds: dict[tuple[str, str], list[float]]) -> dict[str, object]:
+    work = microbatches * (FORWARD + BACKWARD)
+    median = {key: statistics.median(values) for key, values in seconds.items()}
+    rows: dict[str, object] = {}
+    for name, chunks in CHUNKS.items():
+        theory = bubble_fraction(STAGES, chunks, microbatches)
+        time_here, time_torch = median[name, "ours"], median[name, "torchs"]
+        rows[name] = {
+            "bubble by theory": round(theory, 4),
+            "bubble": round(time_here / work - 1, 4),
+            "time / theory": round(time_here / (work * (1 + theory)), 4),
+            "time / torch's": round(time_here / time_torch, 4),
+        }
+        print(f"m = {microbatches} {name}: {rows[name]}", flush=True)
+    gain = median["1f1b", "ours"] / median["interleaved", "ours"]
+    print(f"m = {microbatches}: interleaved is {gain:.3f} times as fast as 1f1b", flush=True)
+    return {**rows, "speed of interleaved / 1f1b": round(gain, 4)}

@@ -1,0 +1,329 @@
+"""Steps of training in one layout: their time, what they communicate, and what they allocate."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from parallel_workers import Workers
+from torch import Tensor
+
+from megatron.arguments import parse_run_config
+from megatron.parallel import collectives
+from megatron.parallel.mesh import Mesh, choose_device, init_mesh
+from megatron.training.config import RunConfig
+from megatron.training.costs import flops_per_sample
+from megatron.training.engine import Engine
+from pretrain_gpt import DEFAULTS, GPT
+
+COMMON = """
+    --mock-data --tokenizer-type NullTokenizer --train-iters 1 --num-workers 0 --lr 1e-4
+    --max-position-embeddings 1024 --distributed-timeout-minutes 3
+"""
+NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
+TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+
+# 16 microbatches keep the bubble of P2 small; the small vocabulary keeps its last stage's work near the first's.
+SPEED = f"""
+    {COMMON} {NO_DROPOUT} --device cpu --num-layers 6 --hidden-size 512 --num-attention-heads 8 --seq-length 256
+    --vocab-size 2047 --micro-batch-size 1 --global-batch-size 16
+"""
+SPEED_LAYOUTS = {"one": (1, ""), "T2": (2, TP), "P2": (2, PP), "D2": (2, "")}
+
+# Sizes of which every part is a multiple of what flat memory is aligned to, so that nothing is padded.
+BYTES = f"""
+    {COMMON} {NO_DROPOUT} --device cpu --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 64
+    --vocab-size 1023 --micro-batch-size 2 --global-batch-size 8
+"""
+BYTES_LAYOUTS = {
+    "T2": TP,
+    "T2+SP": f"{TP} --sequence-parallel",
+    "P2": PP,
+    "D2": "",
+    "D2+distributed optimizer": "--use-distributed-optimizer",
+}
+
+# With dropout, as GPT-3 was trained: attention then keeps its whole matrix, which selective recomputation saves.
+MEMORY = f"""
+    {COMMON} --device cpu --num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512
+    --vocab-size 2047 --micro-batch-size 2 --global-batch-size 2
+"""
+FULL = "--recompute-granularity full"
+MEMORY_RUNS = {
+    "nothing recomputed": (1, ""),
+    "selective": (1, "--recompute-activations"),
+    "full, uniform, groups of 1": (1, FULL),
+    "full, uniform, groups of 2": (1, f"{FULL} --recompute-num-layers 2"),
+    "full, block, 4 of 8 layers": (1, f"{FULL} --recompute-method block --recompute-num-layers 4"),
+    "T2": (2, TP),
+    "T2, full": (2, f"{TP} {FULL}"),
+    "T2, full, --distribute-saved-activations": (2, f"{TP} {FULL} --distribute-saved-activations"),
+    "T2 with --sequence-parallel": (2, f"{TP} --sequence-parallel"),
+    "T2 with --sequence-parallel, selective": (2, f"{TP} --sequence-parallel --recompute-activations"),
+}
+
+# 345M parameters, the smallest model of 1909.08053.
+GPU = f"""
+    {COMMON} --device cuda --bf16 --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024
+    --vocab-size 50256 --micro-batch-size 8 --global-batch-size 32 {NO_DROPOUT}
+"""
+GPU_SAME = f"""
+    {COMMON} {NO_DROPOUT} --device cuda --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128
+    --vocab-size 1023 --micro-batch-size 2 --global-batch-size 8 --distributed-backend gloo
+"""
+
+
+class Steps:
+    """An engine with its batches. `flags` are those of pretrain_gpt.py."""
+
+    def __init__(self, config: RunConfig, mesh: Mesh) -> None:
+        self.config, self.mesh = config, mesh
+        self.vocab_size = config.tokenizer.vocab_size + 1  # NullTokenizer's end-of-document is one more
+        self.engine = Engine(
+            config, GPT, mesh, vocab_size=self.vocab_size, padded_vocab_size=padded(self.vocab_size, mesh)
+        )
+        self.engine.buffer.initialize(config.training.seed)
+        size, per_batch = config.training.global_batch_size, config.training.micro_batch_size
+        draw = torch.Generator().manual_seed(0)
+        samples = torch.randint(self.vocab_size, (size, config.data.seq_length + 1), generator=draw)
+        every = list(samples.split(per_batch))
+        self.batches = [self._batch(part) for part in every[mesh.dp.rank :: mesh.dp.size]]
+
+    def _batch(self, samples: Tensor) -> dict[str, Tensor]:
+        tokens, labels = samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        mask = torch.ones(tokens.shape)
+        return {"tokens": tokens, "labels": labels, "position_ids": positions, "loss_mask": mask}
+
+    def step(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """One step, on the same batch every time."""
+        return self.engine.train_step(
+            iter(self.batches),
+            num_microbatches=len(self.batches),
+            consumed_samples=0,
+            lr=1e-4,
+            weight_decay=0.1,
+        )
+
+    def wait(self) -> None:
+        """Until every process is here, and its device idle."""
+        if self.mesh.device.type == "cuda":
+            torch.cuda.synchronize()
+        if self.mesh.world.size > 1:
+            dist.barrier()
+
+
+def padded(vocab_size: int, mesh: Mesh) -> int:
+    return -(-vocab_size // (128 * mesh.tp.size)) * 128 * mesh.tp.size
+
+
+@contextlib.contextmanager
+def start(flags: str) -> Iterator[Steps]:
+    """The run that `flags` describe, after a first step, in which everything is allocated."""
+    config = parse_run_config(flags.split(), description="", defaults=DEFAULTS)
+    with init_mesh(config.parallel, choose_device(config.training.device)) as mesh:
+        yield Steps(config, mesh)
+
+
+def time_steps(flags: str) -> Iterator[float]:
+    """Seconds of each step, from the moment at which all processes are ready to that at which all are done."""
+    with start(flags) as run:
+        run.step()
+        while True:
+            run.wait()
+            begin = time.perf_counter()
+            run.step()
+            run.wait()
+            yield time.perf_counter() - begin
+
+
+def compare_layouts(rounds: int) -> dict[str, object]:
+    """One process of two threads against layouts of two processes of one, in turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in SPEED_LAYOUTS}
+    with contextlib.ExitStack() as stack:
+        runs = {
+            name: stack.enter_context(
+                Workers(time_steps, processes, f"{SPEED} {flags}", threads=2 // processes)
+            )
+            for name, (processes, flags) in SPEED_LAYOUTS.items()
+        }
+        for run in runs.values():
+            run.next()
+        for _ in range(rounds):
+            for name, run in runs.items():
+                seconds[name].append(round(run.next()[0], 3))
+    ratios = {
+        name: round(
+            statistics.median(t / one for t, one in zip(seconds[name], seconds["one"], strict=True)), 3
+        )
+        for name in SPEED_LAYOUTS
+        if name != "one"
+    }
+    for name, ratio in ratios.items():
+        print(f"{name} / one process of two threads: {ratio:.3f} of its time", flush=True)
+    print("(P2 has a bubble of 1/16: 1.063 is its best, and 1.10 with the output layer on the last stage)")
+    return {"flags": " ".join(SPEED.split()), "seconds": seconds, "time / one process": ratios}
+
+
+def count_bytes(flags: str) -> Iterator[dict[str, int]]:
+    """Bytes given to each kind of communication by this process in a step.
+
+    An all-gather counts as its output and a reduce-scatter as its input: the whole, of which others hold parts.
+    """
+    sent: collections.Counter[str] = collections.Counter()
+
+    def counting(kind: str, function, which: int):
+        def call(*args, **kwargs):
+            sent[kind] += args[which].numel() * args[which].element_size()
+            return function(*args, **kwargs)
+
+        return call
+
+    with start(flags) as run:
+        dist.all_reduce = counting("all-reduce", dist.all_reduce, 0)
+        dist.isend = counting("send", dist.isend, 0)
+        collectives._gather = counting("all-gather", collectives._gather, 0)
+        collectives._reduce_scatter = counting("reduce-scatter", collectives._reduce_scatter, 1)
+        run.step()
+        yield dict(sent)
+
+
+def expected_bytes(flags: str) -> dict[str, int]:
+    """The same by the formulas of docs/parallelism.md, for GPT-2's shape in fp32 and two processes."""
+    config = parse_run_config(flags.split(), description="", defaults=DEFAULTS)
+    parallel, layers, h = config.parallel, config.model.num_layers, config.model.hidden_size
+    b, s = config.training.micro_batch_size, config.data.seq_length
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    m = config.training.global_batch_size // (b * (2 // (tp * pp)))
+    vocabulary = config.tokenizer.vocab_size + 1
+    sbh, positions = 4 * s * b * h, config.model.max_position_embeddings
+    norm = 8  # the square of the gradient's norm, in fp64
+    if tp > 1:
+        cross_entropy = 3 * 4 * s * b
+        if not parallel.sequence_parallel:
+            return {"all-reduce": m * ((4 * layers + 2) * sbh + cross_entropy) + norm}
+        partial = 4 * h * (6 * layers + 2 + positions)
+        return {
+            "all-reduce": m * cross_entropy + partial + norm,
+            "all-gather": m * (6 * layers + 3) * sbh,
+            "reduce-scatter": m * (4 * layers + 2) * sbh,
+        }
+    if pp > 1:
+        return {"send": m * sbh, "all-reduce": 4 * vocabulary * h + norm}
+    weights = 4 * h * (layers * (12 * h + 13) + vocabulary + positions + 2)
+    tokens = 4  # their number, by which the loss is divided
+    if parallel.use_distributed_optimizer:
+        return {"reduce-scatter": weights, "all-gather": weights, "all-reduce": tokens + norm}
+    return {"all-reduce": weights + tokens}
+
+
+def check_bytes() -> dict[str, dict[str, int]]:
+    """What every rank gives to each kind of communication in a step, which must be what the formulas say."""
+    results = {}
+    for name, flags in BYTES_LAYOUTS.items():
+        with Workers(count_bytes, 2, f"{BYTES} {flags}") as workers:
+            found = workers.next()
+        expected = expected_bytes(f"{BYTES} {flags}")
+        assert all(rank == expected for rank in found), f"{name}: {found}, by the formulas {expected}"
+        results[name] = expected
+        print(f"{name}: {expected} bytes a step on each rank, as by the formulas", flush=True)
+    return results
+
+
+def peak_memory(flags: str) -> Iterator[float]:
+    """MB allocated at the peak of a step, beyond what lives between steps (weights, gradients, optimizer).
+
+    The profiler reports every allocation and release of torch's CPU allocator, so temporaries and the work of
+    backward count too, and not just what autograd keeps.
+    """
+    with start(flags) as run:
+        run.step()
+        run.wait()
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as profile:
+            run.step()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            profile.export_chrome_trace(str(path))
+            events = json.loads(path.read_text())["traceEvents"]
+        changes = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]")
+        held = peak = 0
+        for _, change in changes:
+            held += change
+            peak = max(peak, held)
+        yield peak / 1e6
+
+
+def measure_memory() -> dict[str, object]:
+    """Peak of a step with each way of recomputing, the larger of two ranks."""
+    peaks = {}
+    print("| | MB |\n|---|---|")
+    for name, (processes, flags) in MEMORY_RUNS.items():
+        with Workers(peak_memory, processes, f"{MEMORY} {flags}") as workers:
+            peaks[name] = round(max(workers.next()), 1)
+        print(f"| {name} | {peaks[name]:.0f} |", flush=True)
+    return {"flags": " ".join(MEMORY.split()), "peak MB": peaks}
+
+
+def gpu_speed(flags: str) -> Iterator[dict[str, float]]:
+    """Throughput and memory of one GPU: the median of ten steps."""
+    with start(flags) as run:
+        for _ in range(3):
+            run.step()
+        torch.cuda.reset_peak_memory_stats()
+        seconds = []
+        for _ in range(10):
+            run.wait()
+            begin = time.perf_counter()
+            run.step()
+            run.wait()
+            seconds.append(time.perf_counter() - begin)
+        step, config = statistics.median(seconds), run.config
+        samples = config.training.global_batch_size
+        flops = samples * flops_per_sample(
+            config.model,
+            seq_length=config.data.seq_length,
+            padded_vocab_size=padded(run.vocab_size, run.mesh),
+        )
+        yield {
+            "seconds per step": round(step, 4),
+            "tokens/s": round(samples * config.data.seq_length / step),
+            "TFLOP/s": round(flops / step / 1e12, 1),
+            "peak GB": round(torch.cuda.max_memory_allocated() / 1e9, 2),
+        }
+
+
+def few_steps(flags: str) -> Iterator[tuple[float, float]]:
+    """This process's share of the loss, and the gradient's norm, after some steps."""
+    with start(flags) as run:
+        for _ in range(5):
+            losses, stats = run.step()
+        yield losses.sum().item(), stats["grad norm"].item()
+
+
+def measure_gpu() -> dict[str, object]:
+    """One GPU by itself, then shared by two processes over gloo, which must train what one process trains."""
+    with Workers(gpu_speed, 1, GPU, threads=2) as workers:
+        (speed,) = workers.next()
+    print(f"one GPU: {speed}", flush=True)
+    found = {}
+    for name, (processes, flags) in {"one": (1, ""), "T2": (2, TP), "D2": (2, "")}.items():
+        with Workers(few_steps, processes, f"{GPU_SAME} {flags}") as workers:
+            ranks = workers.next()
+        # Replicas have a share of the loss each; tensor-parallel processes all have the whole.
+        loss = sum(loss for loss, _ in ranks) if name == "D2" else ranks[0][0]
+        found[name] = {"loss": loss, "grad norm": ranks[0][1]}
+        for quantity, value in found[name].items():
+            one = found["one"][quantity]
+            assert abs(value - one) <= 1e-4 * one, f"{name}: {quantity} {value}, of one process {one}"
+    print(f"gloo on a shared GPU trains the same: {found}", flush=True)
+    return {"flags": " ".join(GPU.split()), "one GPU": speed, "gloo, after 5 steps": found}
