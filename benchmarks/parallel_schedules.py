@@ -5,7 +5,6 @@ A stage sleeps instead of computing, so that four processes need not have four c
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -93,49 +92,49 @@ def torchs(name: str, microbatches: int, mesh: Mesh) -> Callable[[], None]:
     return run
 
 
-def time_schedule(
-    make: Callable[[str, int, Mesh], Callable[[], None]], name: str, microbatches: int
-) -> Iterator[float]:
-    """Seconds that this rank takes, from the moment at which all are ready."""
+def time_schedules() -> Iterator[dict[tuple[int, str, str], float]]:
+    """Every contestant once, in turns: by (microbatches, schedule, whose), the seconds of this rank.
+
+    They are counted from the moment at which all ranks are ready.
+    """
     config = ParallelConfig(pipeline_model_parallel_size=STAGES, distributed_timeout_minutes=2)
     with init_mesh(config, torch.device("cpu")) as mesh:
-        run = make(name, microbatches, mesh)
+        runs = {
+            (microbatches, name, make.__name__): make(name, microbatches, mesh)
+            for microbatches in MICROBATCHES
+            for name in CHUNKS
+            for make in (ours, torchs)
+        }
         while True:
-            dist.barrier()
-            begin = time.perf_counter()
-            run()
-            yield time.perf_counter() - begin
+            seconds = {}
+            for key, run in runs.items():
+                dist.barrier()
+                begin = time.perf_counter()
+                run()
+                seconds[key] = time.perf_counter() - begin
+            yield seconds
 
 
 def compare_schedules(rounds: int) -> dict[str, object]:
     """Bubbles against the formula and against torch, and the schedules against each other."""
-    results: dict[str, object] = {}
-    for microbatches in MICROBATCHES:
-        with contextlib.ExitStack() as stack:
-            runs = {
-                (name, make.__name__): stack.enter_context(
-                    Workers(time_schedule, STAGES, make, name, microbatches)
-                )
-                for name in CHUNKS
-                for make in (ours, torchs)
-            }
-            for run in runs.values():
-                run.next()
-            seconds: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
-            for _ in range(rounds):
-                for key, run in runs.items():
-                    seconds[key].append(max(run.next()))
-        results[f"{microbatches} microbatches"] = _summary(microbatches, seconds)
+    with Workers(time_schedules, STAGES) as workers:
+        workers.next()  # connections are made at first use
+        measured = [workers.next() for _ in range(rounds)]
+    # A schedule has taken as long as its slowest rank.
+    median = {
+        key: statistics.median(max(rank[key] for rank in ranks) for ranks in measured)
+        for key in measured[0][0]
+    }
+    results = {f"{m} microbatches": _summary(m, median) for m in MICROBATCHES}
     return {"stages": STAGES, "forward": FORWARD, "backward": BACKWARD} | results
 
 
-def _summary(microbatches: int, seconds: dict[tuple[str, str], list[float]]) -> dict[str, object]:
+def _summary(microbatches: int, median: dict[tuple[int, str, str], float]) -> dict[str, object]:
     work = microbatches * (FORWARD + BACKWARD)
-    median = {key: statistics.median(values) for key, values in seconds.items()}
     rows: dict[str, object] = {}
     for name, chunks in CHUNKS.items():
         theory = bubble_fraction(STAGES, chunks, microbatches)
-        time_here, time_torch = median[name, "ours"], median[name, "torchs"]
+        time_here, time_torch = (median[microbatches, name, whose] for whose in ("ours", "torchs"))
         rows[name] = {
             "bubble by theory": round(theory, 4),
             "bubble": round(time_here / work - 1, 4),
@@ -143,6 +142,6 @@ def _summary(microbatches: int, seconds: dict[tuple[str, str], list[float]]) -> 
             "time / torch's": round(time_here / time_torch, 4),
         }
         print(f"m = {microbatches} {name}: {rows[name]}", flush=True)
-    gain = median["1f1b", "ours"] / median["interleaved", "ours"]
+    gain = median[microbatches, "1f1b", "ours"] / median[microbatches, "interleaved", "ours"]
     print(f"m = {microbatches}: interleaved is {gain:.3f} times as fast as 1f1b", flush=True)
     return {**rows, "speed of interleaved / 1f1b": round(gain, 4)}

@@ -55,7 +55,8 @@ class _Rerun(torch.autograd.Function):
     @staticmethod
     def forward(ctx, run: Callable[[Tensor], Tensor], x: Tensor, axis: Axis) -> Tensor:
         ctx.run, ctx.axis, ctx.shape = run, axis, x.shape
-        ctx.save_for_backward(x if axis.size == 1 else share(x.flatten(), axis))
+        # A copy, for a part that were a view would keep the whole in memory.
+        ctx.save_for_backward(x if axis.size == 1 else share(x.flatten(), axis).clone())
         return run(x)
 
     @staticmethod
