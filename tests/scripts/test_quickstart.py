@@ -24,7 +24,7 @@ def start(folder: Path) -> subprocess.Popen[str]:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return subprocess.Popen(
         ["bash", ROOT / "scripts" / "pretrain_gpt.sh", *SIZES],
-        env=os.environ | {"PATH": path, "QUICKSTART_DIR": str(folder)},
+        env=os.environ | {"PATH": path, "QUICKSTART_DIR": str(folder), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -34,7 +34,11 @@ def start(folder: Path) -> subprocess.Popen[str]:
 
 def finish(process: subprocess.Popen[str], status: int = 0) -> str:
     """What it prints until it ends, which must be with `status`."""
-    stdout, stderr = process.communicate(timeout=120)
+    try:
+        stdout, stderr = process.communicate(timeout=300)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
     assert process.returncode == status, stdout + stderr
     return stdout
 
