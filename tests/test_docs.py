@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,24 @@ def test_flag_references_are_up_to_date() -> None:
     command = [sys.executable, "tools/document_flags.py", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_readmes_file_of_settings_trains(tmp_path: Path, pretrain: Callable[..., str]) -> None:
+    (settings,) = re.findall(
+        r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL
+    )
+    file = tmp_path / "small.yaml"
+    file.write_text(settings)
+    flags = (
+        "--mock-data --tokenizer-type NullTokenizer --vocab-size 300 --num-workers 0 --eval-iters 0 --lr 1e-3"
+    )
+    out = pretrain(
+        "--config", file, *flags.split(), "--device", "cpu", "--train-iters", 1, "--log-interval", 1
+    )
+    assert "iteration        1/" in out
+    # Embeddings and output; of each layer queries, keys and values, projection, gated MLP, two norms; the last norm.
+    layer = 256 * (256 + 2 * 2 * 32) + 256 * 256 + 3 * 256 * 640 + 2 * 256
+    assert f"{2 * 384 * 256 + 4 * layer + 256:,} parameters" in out
 
 
 def test_a_stale_page_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
