@@ -190,6 +190,6 @@ def test_workers_outlive_signals_to_the_group_but_not_the_training(tmp_path: Pat
     if end == "killed":
         process.kill()
     # The pipes are at their ends only when every process that holds them has ended.
-    _, errors = process.communicate(timeout=10)
+    _, errors = process.communicate(timeout=60)
     assert "left by an error" in errors or end == "killed"
     assert errors.count("Traceback") == (0 if end == "killed" else 1)

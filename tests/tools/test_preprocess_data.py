@@ -139,13 +139,13 @@ def test_an_interruption_leaves_neither_files_nor_processes(stop, tmp_path):
     else:
         workers = [p for p in started if b"resource_tracker" not in Path(f"/proc/{p}/cmdline").read_bytes()]
         os.kill(workers[0], signal.SIGKILL)
-    errors = tool.communicate(timeout=30)[1]
+    errors = tool.communicate(timeout=120)[1]
     assert tool.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143}.get(stop, 2)
     assert "Traceback" not in errors
     if tool.returncode == 2:
         assert "error: a worker process was killed by signal 9" in errors
     assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(Path(f"/proc/{p}").exists() for p in started) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not [p for p in started if Path(f"/proc/{p}").exists()]
