@@ -46,7 +46,7 @@ def map_in_order(
                     break
                 drawn += 1
                 connection = idle.pop()
-                with contextlib.suppress(BrokenPipeError):  # it died; receiving from it will tell
+                with contextlib.suppress(ConnectionError):  # it died; receiving from it will tell
                     connection.send(item)
                 busy[connection] = number
             if wanted in results:

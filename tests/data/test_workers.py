@@ -39,6 +39,17 @@ def make_killed(item_that_kills: int) -> Callable[[int], int]:
     return work
 
 
+def make_stopped_and_killed(_: None) -> Callable[[bytes], None]:
+    """Soon after its first item it reads no more, and then it is killed."""
+
+    def work(item: bytes) -> None:
+        if not item:
+            pid = os.getpid()
+            subprocess.Popen(["sh", "-c", f"sleep 0.2; kill -STOP {pid}; sleep 0.6; kill -KILL {pid}"])
+
+    return work
+
+
 def make_failing(_: None) -> Callable[[int], int]:
     def work(item: int) -> int:
         return 1 // item
@@ -81,6 +92,18 @@ def test_a_killed_worker_is_an_error(item):
     with pytest.raises(InputError, match=r"killed by signal 9, .* use fewer --workers than 2"):
         list(map_in_order(make_killed, item, range(20), 2))
     assert not multiprocessing.active_children()
+
+
+def test_a_worker_killed_while_an_item_is_sent_to_it_is_an_error():
+    """The unread part of the item makes this another error of the system than an end at any other time."""
+
+    def items() -> Iterator[bytes]:
+        yield b""
+        time.sleep(0.4)
+        yield bytes(10_000_000)
+
+    with pytest.raises(InputError, match="killed by signal 9"):
+        list(map_in_order(make_stopped_and_killed, None, items(), 1))
 
 
 @pytest.mark.parametrize("make", [make_failing, make_nothing])
