@@ -82,6 +82,7 @@ def _start(make: Callable, settings: Any) -> tuple[Connection, BaseProcess]:
 
 def _serve(connection: Connection, make: Callable, settings: Any) -> None:
     """What a worker does: announce that it is ready, then answer each item with its result."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a library may have lifted the block that was inherited
     work = make(settings)
     with contextlib.suppress(EOFError, ConnectionError):  # the parent has closed its end, or is gone
         connection.send(None)
