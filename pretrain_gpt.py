@@ -1,4 +1,10 @@
-"""Pretrain GPT. `python pretrain_gpt.py --help` lists the flags; `scripts/pretrain_gpt.sh` is a whole example."""
+r"""Pretrain GPT. scripts/pretrain_gpt.sh is a whole example, from text to a trained model; the least to start with is
+
+    python pretrain_gpt.py --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --lr 1e-3 \
+        --micro-batch-size 8 --train-iters 100 --mock-data --tokenizer-type NullTokenizer --vocab-size 1000
+
+torchrun in place of python starts several processes; the parallel flags say how they share the work.
+"""
 
 from __future__ import annotations
 

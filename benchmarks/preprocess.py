@@ -1,4 +1,4 @@
-"""Speed of tools/preprocess_data.py, against libraries that encode the same text from memory with all cores.
+r"""Speed of tools/preprocess_data.py, against libraries that encode the same text from memory with all cores.
 
 Each round runs every contestant once, so that all of them meet the same moods of the machine. The tool is timed as a
 user would: the whole command, from its start to the files on disk. The libraries are timed for encoding alone.
@@ -54,7 +54,7 @@ class BenchmarkConfig(Config):
 
 def main(argv: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__)
     parser.add_argument(
         "text", metavar="TEXT_FILE", help="plain text, its paragraphs separated by blank lines"
     )

@@ -15,7 +15,7 @@ import re
 import sys
 import time
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -98,11 +98,18 @@ class Parser(argparse.ArgumentParser):
         return namespace
 
 
-class HelpFormatter(argparse.HelpFormatter):
-    """Wide enough for long flag names; says what is required, and the default where there is one to state."""
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Wide enough for long flag names; says what is required, and the default where there is one to state.
+
+    The usage line holds only what argparse itself requires, not every flag once more.
+    """
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=34, width=110)
+
+    def add_usage(self, usage, actions, groups, prefix=None) -> None:
+        needed = [" ".join([*a.option_strings, a.metavar or a.dest.upper()]) for a in actions if a.required]
+        super().add_usage(" ".join(["%(prog)s", *needed, "[flags]"]), actions, groups, prefix)
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
@@ -112,19 +119,33 @@ class HelpFormatter(argparse.HelpFormatter):
         return text if not shown or "default" in text else f"{text} (default: %(default)s)"
 
 
-def add_flags(parser: argparse.ArgumentParser, config: type[Config], title: str) -> None:
+def add_flags(
+    parser: argparse.ArgumentParser,
+    config: type[Config],
+    title: str,
+    defaults: Mapping[str, Any] | None = None,
+) -> None:
     """Add the flags of a config dataclass as one `--help` group.
 
     A flag that is not given stays out of the namespace, so that a file of settings can supply it.
+
+    Args:
+        defaults: values, by field, that the command chooses in place of the dataclass's defaults.
     """
-    group = parser.add_argument_group(title)
+    group = parser.add_argument_group(title, summary(config))
     scalar_types = field_types(config)
     for field in dataclasses.fields(config):
         if "flag" in field.metadata:
-            _add_flag(group, field, scalar_types[field.name])
+            default = (defaults or {}).get(field.name, field.default)
+            _add_flag(group, field, scalar_types[field.name], default)
 
 
-def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field, scalar: type) -> None:
+def summary(config: type[Config]) -> str:
+    """The first line of a config's docstring, which describes its group of flags."""
+    return config.__doc__.splitlines()[0]
+
+
+def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field, scalar: type, default: Any) -> None:
     spec: Flag = field.metadata["flag"]
     names = (flag_name(field), *spec.aliases)
     common = {"dest": field.name, "default": argparse.SUPPRESS, "help": spec.help.replace("%", "%%")}
@@ -133,8 +154,8 @@ def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field, scalar: 
         return
     if spec.required:
         common["help"] += " (required)"
-    elif field.default is not None and "default" not in spec.help:
-        common["help"] += f" (default: {field.default})"
+    elif default is not None and "default" not in spec.help:
+        common["help"] += f" (default: {default})"
     if spec.choices is not None:
         metavar = "{" + ",".join(map(str, spec.choices)) + "}"
     else:
@@ -181,7 +202,7 @@ def parse_run_config(argv: Sequence[str], *, description: str, defaults: dict[st
     from megatron.training.config import RunConfig
 
     configs = typing.get_type_hints(RunConfig)
-    parser = run_parser(description)
+    parser = run_parser(description, defaults)
     namespace = argparse.Namespace(notices=[])
     # What the file says is parsed as if it stood before the command line, which so has the last word.
     config_file = _config_file(argv)
@@ -202,7 +223,7 @@ def parse_run_config(argv: Sequence[str], *, description: str, defaults: dict[st
     return config
 
 
-def run_parser(description: str) -> Parser:
+def run_parser(description: str, defaults: Mapping[str, Any]) -> Parser:
     """The parser of a training run: a group of flags for each part of `RunConfig`, and NVIDIA's other flags."""
     from megatron.training.config import RunConfig
 
@@ -216,7 +237,7 @@ def run_parser(description: str) -> Parser:
         "but a switch that the file turns on stays on",
     )
     for name, kind in typing.get_type_hints(RunConfig).items():
-        add_flags(parser, kind, name)
+        add_flags(parser, kind, name, defaults)
     for nvidia in NVIDIA_FLAGS:
         parser.add_argument(nvidia.name, action=_NvidiaAction, flag=nvidia, nargs=nvidia.nargs)
     return parser
@@ -276,7 +297,7 @@ def _setting(name: str, value: Any, action: argparse.Action) -> list[str]:
         if not isinstance(value, bool):
             raise InputError(f"{name}: {value!r} is not true or false")
         return [name] if value else []
-    several = action.nargs in ("+", "*")
+    several = action.nargs not in (None, 1)
     values = value if several and isinstance(value, list) else [value]
     if any(isinstance(v, bool) or not isinstance(v, str | int | float) for v in values):
         raise InputError(f"{name}: {value!r} is not {'a list of values' if several else 'a single value'}")

@@ -39,10 +39,10 @@ class Flag:
     above: float | None = None
     high: float | None = None
     below: float | None = None
-    nargs: str | None = None
+    nargs: int | str | None = None
     name: str | None = None
     aliases: tuple[str, ...] = ()
-    metavar: str | None = None
+    metavar: str | tuple[str, ...] | None = None
     required: bool = False
 
 
@@ -55,10 +55,10 @@ def flag(
     above: float | None = None,
     high: float | None = None,
     below: float | None = None,
-    nargs: str | None = None,
+    nargs: int | str | None = None,
     name: str | None = None,
     aliases: Sequence[str] = (),
-    metavar: str | None = None,
+    metavar: str | tuple[str, ...] | None = None,
     required: bool = False,
 ) -> Any:
     """A dataclass field that is also a command-line flag.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import os
 import re
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.arguments import PLAIN_NAMES, Parser, parse_run_config, run_command, run_parser
+from megatron.arguments import PLAIN_NAMES, Parser, parse_run_config, run_command, run_parser, summary
 from megatron.flags import Flag, InputError, TrainingFault, field_types, flag_name
 from megatron.training.config import RunConfig
 
@@ -217,7 +218,7 @@ def test_bad_numbers(name: str) -> None:
     assert spec.low is not None or spec.above is not None, "no number here may be as small as one likes"
     words = ["x", "", "1,5", "nan", "inf", "-inf", "0x10", *out_of_range(spec, kind)]
     for word in words + (["1.5", "1e3"] if kind is int else []):
-        message = error_of(name, word)
+        message = error_of(name, *[word] * (spec.nargs or 1))
         assert message.startswith(name), message
         assert "\n" not in message
         assert (repr(word) in message) or (str(kind(word)) in message), message
@@ -233,13 +234,17 @@ def test_bad_choices(name: str) -> None:
 
 @pytest.mark.parametrize("name", VALUED)
 def test_missing_values(name: str) -> None:
-    needs = "expected at least one argument" if VALUED[name][0].nargs else "expected one argument"
+    needs = {
+        None: "expected one argument",
+        "+": "expected at least one argument",
+        3: "expected 3 arguments",
+    }[VALUED[name][0].nargs]
     for following in ([], ["--bf16"], ["--bf16", "--seed", "3"]):
         message = error_of(name, *following)
         assert name in message.split(": ")[0].split("/"), message
         assert message.endswith(needs)
-    message = error_of(name, "")
-    assert message.startswith(name), message
+    message = error_of(name, *[""] * (3 if needs.endswith("3 arguments") else 1))
+    assert message.startswith(f"{name}: ") or f"{name}/" in message or f"/{name}: " in message, message
 
 
 def test_a_switch_takes_no_value() -> None:
@@ -284,7 +289,7 @@ def test_names_of_other_tools_lead_to_ours(word: str, instead: str) -> None:
 
 
 def test_the_names_that_stand_for_others_exist() -> None:
-    ours = run_parser("")._option_string_actions
+    ours = run_parser("", {})._option_string_actions
     for name, instead in PLAIN_NAMES.items():
         assert set(re.findall(r"--[\w-]+", instead)) <= set(ours), name
         assert name not in ours, "the parser knows it already"
@@ -347,7 +352,7 @@ def test_what_is_required(name: str) -> None:
 def test_help_and_reference_say_what_is_required() -> None:
     required = {flag_name(field) for _, field, _ in all_flags() if field.metadata["flag"].required}
     assert required == set(BASE.split()[::2]) - {"--seq-length", "--train-iters"}
-    text = " ".join(run_parser("").format_help().split())
+    text = " ".join(run_parser("", {}).format_help().split())
     assert text.count("(required)") == len(required)
     page = (ROOT / "docs/flags.md").read_text(encoding="utf-8")
     for name in required:
@@ -470,15 +475,21 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_help_is_grouped_and_complete() -> None:
-    text = run_parser("Train a thing.").format_help()
+    text = run_parser("Train a thing.", {"tokenizer_type": "NullTokenizer"}).format_help()
     lines = text.splitlines()
-    for part in typing.get_type_hints(RunConfig):
-        assert f"{part}:" in lines
+    assert lines[0].endswith(" [flags]") and lines[1] == ""
+    titles = ["training", "data", "tokenizer", "model", "optimizer", "parallel", "checkpoint", "logging"]
+    assert [line[:-1] for line in lines if re.fullmatch("[a-z]+:", line)] == ["options", *titles]
+    for part, config in typing.get_type_hints(RunConfig).items():
+        assert lines[lines.index(f"{part}:") + 1] == f"  {summary(config)}"
+        assert summary(config).endswith(".")
     words = set(text.replace(",", " ").split())
     for _, field, _ in all_flags():
         assert {flag_name(field), *field.metadata["flag"].aliases} <= words
     assert "--fp16" not in words
     assert "Train a thing." in lines
+    assert "(default: NullTokenizer)" in " ".join(text.split())
+    assert "--rampup-batch-size START INCREMENT SAMPLES\n" in text
     assert "--optimizer {adam,sgd}" in text and "--device {auto,cpu,cuda}" in text
 
 
@@ -575,6 +586,26 @@ def test_tools_refuse_what_they_do_not_know() -> None:
         parser.parse_args(["--inptu", "a"])
     with pytest.raises(InputError, match=r"^'a' is not expected here; every value follows its flag$"):
         parser.parse_args(["a"])
+
+
+def test_tools_help_in_a_few_lines() -> None:
+    """Each with a usage line that names what argparse requires, and its docstring as it is written."""
+    for tool, usage in {
+        "document_flags": "[flags]",
+        "draw_figures": "FOLDER [flags]",
+        "generate_text": "--load DIR --prompt TEXT [flags]",
+        "inspect_data": "PREFIX [flags]",
+        "make_corpus": "[flags]",
+        "preprocess_data": "[flags]",
+        "train_tokenizer": "[flags]",
+    }.items():
+        done = subprocess.run(
+            [sys.executable, f"tools/{tool}.py", "--help"], cwd=ROOT, capture_output=True, text=True
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.startswith(f"usage: {tool}.py {usage}\n\n")
+        tree = ast.parse((ROOT / f"tools/{tool}.py").read_text(encoding="utf-8"))
+        assert ast.get_docstring(tree, clean=False).strip() in done.stdout
 
 
 def test_reading_the_command_line_needs_no_torch() -> None:

@@ -90,7 +90,7 @@ EXAMPLES_2026 = """
 @pytest.mark.parametrize(("names", "count"), [(V2_5, 135), (V3_0, 52), (EXAMPLES_2026, 92)])
 def test_every_flag_of_nvidias_is_known(names: str, count: int) -> None:
     assert len(set(names.split())) == count
-    known = run_parser("")._option_string_actions
+    known = run_parser("", {})._option_string_actions
     assert [name for name in names.split() if f"--{name}" not in known] == []
 
 

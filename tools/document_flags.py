@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megatron.arguments import Parser, run_command
+from megatron.arguments import Parser, run_command, summary
 from megatron.flags import Config, Flag, InputError, field_types, flag_name
 from megatron.nvidia_flags import NVIDIA_FLAGS, NvidiaFlag
 from megatron.training.config import RunConfig
@@ -57,7 +57,10 @@ def flags_page() -> str:
 def _table(title: str, config: type[Config]) -> str:
     scalar_types = field_types(config)
     rows = [_row(field, scalar_types[field.name]) for field in dataclasses.fields(config)]
-    return f"\n## {title}\n\n| Flag | Values | Default | Meaning |\n|---|---|---|---|\n" + "".join(rows)
+    return (
+        f"\n## {title}\n\n{summary(config)}\n\n| Flag | Values | Default | Meaning |\n|---|---|---|---|\n"
+        + "".join(rows)
+    )
 
 
 def _row(field: dataclasses.Field, scalar: type) -> str:
@@ -84,7 +87,8 @@ def _values(spec: Flag, scalar: type) -> str:
         for sign, bound in (("≥", spec.low), (">", spec.above), ("≤", spec.high), ("<", spec.below))
         if bound is not None
     ]
-    return " ".join([words, ", ".join(bounds)]).strip()
+    text = " ".join([words, ", ".join(bounds)]).strip()
+    return f"`{' '.join(spec.metavar)}`, {text}" if isinstance(spec.metavar, tuple) else text
 
 
 def nvidia_page() -> str:
@@ -103,7 +107,7 @@ def _what_happens(flag: NvidiaFlag) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__)
     parser.add_argument(
         "--check", action="store_true", help="write nothing; fail if a page is not up to date"
     )

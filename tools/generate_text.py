@@ -20,7 +20,7 @@ from megatron.tokenizer.config import TokenizerConfig
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__)
     parser.add_argument(
         "--load", required=True, metavar="DIR", help="folder of checkpoints; the newest is used"
     )

@@ -1,4 +1,4 @@
-"""Say what a pair of token files (PREFIX.bin and PREFIX.idx) holds, and check it.
+r"""Say what a pair of token files (PREFIX.bin and PREFIX.idx) holds, and check it.
 
     python tools/inspect_data.py my/corpus_text_document --show 2 \
         --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt
@@ -28,13 +28,13 @@ LOOKED_AT = 1000  # documents whose ends are counted
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InspectConfig(Config):
-    """What to show."""
+    """What is printed beside the counts and checks."""
 
-    show: int = flag(0, "print the text of the first N documents (needs the tokenizer)", low=0)
+    show: int = flag(0, "print the text of the first N documents; needs the tokenizer", low=0)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__)
     parser.add_argument("prefix", metavar="PREFIX", help="path of the files without .bin or .idx")
     add_flags(parser, InspectConfig, "what to show")
     add_flags(parser, TokenizerConfig, "tokenizer, or --vocab-size alone, to check the ids")

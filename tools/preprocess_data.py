@@ -1,4 +1,4 @@
-"""Turn text into the token files (.bin and .idx) that training reads.
+r"""Turn text into the token files (.bin and .idx) that training reads.
 
     python tools/preprocess_data.py --input 'my/*.jsonl' --output-prefix my/corpus --append-eod \
         --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt
@@ -20,7 +20,7 @@ from megatron.tokenizer.config import TokenizerConfig
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__)
     add_flags(parser, PreprocessConfig, "data")
     add_flags(parser, TokenizerConfig, "tokenizer")
     args = vars(parser.parse_args(argv))

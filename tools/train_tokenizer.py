@@ -33,15 +33,19 @@ class TrainTokenizerConfig(Config):
         metavar="FILE",
         required=True,
     )
-    json_key: str = flag("text", "key (or column) whose texts are taken", metavar="KEY")
-    type: str = flag(None, "kind of tokenizer", choices=("bpe", "wordpiece"), required=True)
+    json_key: str = flag(
+        "text", "key of the JSON objects, or column of parquet files, that holds the text", metavar="KEY"
+    )
+    type: str = flag(
+        None, "GPT-2's byte-level BPE, or BERT's WordPiece", choices=("bpe", "wordpiece"), required=True
+    )
     vocab_size: int = flag(None, "number of token ids, special tokens among them", low=1, required=True)
     cased: bool = flag(False, "wordpiece: tell upper from lower case (for BertWordPieceCase)")
     output: str = flag(None, "folder to write the files to", metavar="DIR", required=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__)
     add_flags(parser, TrainTokenizerConfig, "training")
     config = make_config(TrainTokenizerConfig, vars(parser.parse_args(argv)))
     if config.cased and config.type == "bpe":

@@ -13,7 +13,7 @@ class CheckpointConfig(Config):
 
     save: str | None = flag(None, "folder that checkpoints are written to", metavar="DIR")
     save_interval: int | None = flag(
-        None, "iterations between checkpoints; the last iteration is always saved", low=1
+        None, "iterations between checkpoints (default: save only where the run ends or is stopped)", low=1
     )
     keep_last: int | None = flag(
         None, "keep this many of the newest checkpoints and delete the others", low=1
@@ -26,7 +26,7 @@ class CheckpointConfig(Config):
     )
     load: str | None = flag(
         None,
-        "folder to start from, at its newest checkpoint; may be that of --save, and then may be empty",
+        "folder whose newest checkpoint the run starts from; if it is that of --save, it may be empty still",
         metavar="DIR",
     )
     verify_checkpoint: bool = flag(

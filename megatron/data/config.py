@@ -14,11 +14,15 @@ class DataConfig(Config):
 
     data_path: tuple[str, ...] | None = flag(
         None,
-        "prefix of the .idx and .bin files; or a blend, 'weight prefix weight prefix ...'",
+        "path of the .bin and .idx files, without these endings; or a blend: WEIGHT PREFIX WEIGHT PREFIX ...",
         nargs="+",
         metavar="PREFIX",
     )
-    split: str | None = flag(None, "shares of train, validation and test documents (default: 969, 30, 1)")
+    split: str | None = flag(
+        None,
+        "shares of the documents of --data-path, in any unit (default: 969,30,1)",
+        metavar="TRAIN,VALID,TEST",
+    )
     train_data_path: tuple[str, ...] | None = flag(
         None,
         "prefix or blend for training alone, in place of --data-path and --split",

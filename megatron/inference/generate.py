@@ -19,7 +19,9 @@ class SamplingConfig(Config):
 
     out_seq_length: int = flag(128, "tokens to generate at most", low=1, aliases=("--max-new-tokens",))
     greedy: bool = flag(False, "always take the most probable token")
-    temperature: float = flag(1.0, "divides the logits: below 1 bolder, above 1 more varied", above=0)
+    temperature: float = flag(
+        1.0, "divides the logits: below 1 the text is more predictable, above 1 more varied", above=0
+    )
     top_k: int = flag(
         0, "choose among this many most probable tokens; 0 among all", low=0, aliases=("--top_k",)
     )

@@ -9,7 +9,7 @@ from megatron.flags import Config, InputError, flag
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig(Config):
-    """Sizes and variants of the transformer. What is left out is filled in from the rest when built."""
+    """Sizes and variants of the transformer. What is left out follows from the rest."""
 
     num_layers: int = flag(None, "number of transformer layers", low=1, required=True)
     hidden_size: int = flag(None, "width of the residual stream", low=1, required=True)

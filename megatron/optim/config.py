@@ -11,7 +11,11 @@ from megatron.flags import Config, InputError, flag
 class OptimizerConfig(Config):
     """Optimizer, clipping, and schedules. Lengths in iterations are counted in whole global batches."""
 
-    optimizer: str = flag("adam", "optimizer: AdamW, or SGD with momentum", choices=("adam", "sgd"))
+    optimizer: str = flag(
+        "adam",
+        "adam is AdamW, with decoupled weight decay; sgd is SGD with momentum",
+        choices=("adam", "sgd"),
+    )
     lr: float = flag(None, "peak learning rate", above=0, required=True)
     min_lr: float = flag(0.0, "learning rate at the end of the decay, and its floor", low=0)
     lr_decay_style: str = flag(
@@ -20,10 +24,12 @@ class OptimizerConfig(Config):
         choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
     )
     lr_decay_iters: int | None = flag(None, "iterations of the decay (default: all of training)", low=1)
-    lr_decay_samples: int | None = flag(None, "the same in samples, with --train-samples", low=1)
+    lr_decay_samples: int | None = flag(
+        None, "samples of the decay, with --train-samples (default: all of training)", low=1
+    )
     lr_warmup_fraction: float | None = flag(None, "warm-up as a share of the decay's length", low=0, high=1)
     lr_warmup_iters: int = flag(0, "iterations of linear warm-up", low=0)
-    lr_warmup_samples: int = flag(0, "the same in samples, with --train-samples", low=0)
+    lr_warmup_samples: int = flag(0, "samples of linear warm-up, with --train-samples", low=0)
     lr_warmup_init: float = flag(0.0, "learning rate at the start of the warm-up", low=0)
     lr_wsd_decay_style: str = flag(
         "exponential",
@@ -31,16 +37,16 @@ class OptimizerConfig(Config):
         choices=("exponential", "linear", "cosine", "minus_sqrt"),
     )
     lr_wsd_decay_iters: int | None = flag(None, "iterations of the last phase of WSD", low=1)
-    lr_wsd_decay_samples: int | None = flag(None, "the same in samples, with --train-samples", low=1)
-    weight_decay: float = flag(
-        0.01, "weight decay (decoupled with adam), of matrices and embeddings alone", low=0
+    lr_wsd_decay_samples: int | None = flag(
+        None, "samples of the last phase of WSD, with --train-samples", low=1
     )
+    weight_decay: float = flag(0.01, "weight decay, of matrices and embeddings alone", low=0)
     start_weight_decay: float | None = flag(None, "weight decay at the start of training", low=0)
     end_weight_decay: float | None = flag(None, "weight decay at the end of training", low=0)
     weight_decay_incr_style: str = flag(
         "constant", "how weight decay goes from start to end", choices=("constant", "linear", "cosine")
     )
-    clip_grad: float = flag(1.0, "longest gradient, by its L2 norm; 0 does not clip", low=0)
+    clip_grad: float = flag(1.0, "scale longer gradients down to this L2 norm; 0 does not clip", low=0)
     adam_beta1: float = flag(0.9, "decay of Adam's mean of gradients", low=0, below=1)
     adam_beta2: float = flag(0.999, "decay of Adam's mean of squared gradients", low=0, below=1)
     adam_eps: float = flag(1e-8, "added to Adam's denominator", above=0)

@@ -9,8 +9,7 @@ from megatron.flags import Config, InputError, flag
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Config):
-    """How the processes that torchrun starts share the work. What is not given to the tensor- and
-    pipeline-parallel axes replicates the model (data parallelism)."""
+    """How the processes of torchrun share the work. What tensor and pipeline parallelism leave is data parallel."""
 
     tensor_model_parallel_size: int = flag(1, "processes that share every layer", low=1)
     sequence_parallel: bool = flag(
@@ -26,8 +25,12 @@ class ParallelConfig(Config):
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         None, "give each process several chunks of so many layers in place of one stage (interleaved)", low=1
     )
-    decoder_first_pipeline_num_layers: int | None = flag(None, "layers of the first stage", low=0)
-    decoder_last_pipeline_num_layers: int | None = flag(None, "layers of the last stage", low=0)
+    decoder_first_pipeline_num_layers: int | None = flag(
+        None, "layers of the first stage (default: an equal share)", low=0
+    )
+    decoder_last_pipeline_num_layers: int | None = flag(
+        None, "layers of the last stage (default: an equal share)", low=0
+    )
     scatter_gather_tensors_in_pipeline: bool = flag(
         True, "send whole activations from each tensor-parallel process of a stage, not its share"
     )

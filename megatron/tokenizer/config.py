@@ -20,7 +20,9 @@ TOKENIZER_TYPES = (
 class TokenizerConfig(Config):
     """Which tokenizer, and where its files are."""
 
-    tokenizer_type: str | None = flag(None, "kind of tokenizer", choices=TOKENIZER_TYPES)
+    tokenizer_type: str | None = flag(
+        None, "kind of tokenizer, on which the files it needs depend", choices=TOKENIZER_TYPES
+    )
     vocab_file: str | None = flag(
         None,
         "vocabulary: vocab.json of a GPT-2 BPE, vocab.txt of a BERT WordPiece",

@@ -17,20 +17,22 @@ from megatron.tokenizer.config import TokenizerConfig
 class TrainingConfig(Config):
     """How long, in what steps, on what device and in what precision."""
 
-    micro_batch_size: int = flag(None, "samples that one process works on at once", low=1, required=True)
+    micro_batch_size: int = flag(
+        None, "samples that a replica of the model works on at once", low=1, required=True
+    )
     global_batch_size: int | None = flag(
         None,
-        "samples in one step of the optimizer (default: one microbatch on every replica)",
+        "samples in one step of the optimizer, on all replicas (default: one microbatch on each)",
         low=1,
         high=10**7,
     )
     rampup_batch_size: tuple[int, ...] | None = flag(
         None,
-        "START INCREMENT SAMPLES: begin with a global batch of START and add INCREMENT at a time until "
-        "--global-batch-size is reached after SAMPLES samples; with --train-samples",
+        "begin with a global batch of START samples and add INCREMENT at a time, to reach --global-batch-size "
+        "after SAMPLES samples; with --train-samples",
         low=0,
-        nargs="+",
-        metavar="N",
+        nargs=3,
+        metavar=("START", "INCREMENT", "SAMPLES"),
     )
     train_iters: int | None = flag(None, "steps to train for (a run needs this or --train-samples)", low=1)
     train_samples: int | None = flag(
@@ -83,11 +85,11 @@ class LoggingConfig(Config):
 class RunConfig:
     """Everything a training run is configured by. Made by `megatron.arguments`, which has checked it."""
 
-    model: ModelConfig
-    parallel: ParallelConfig
+    training: TrainingConfig
     data: DataConfig
     tokenizer: TokenizerConfig
+    model: ModelConfig
     optimizer: OptimizerConfig
-    training: TrainingConfig
+    parallel: ParallelConfig
     checkpoint: CheckpointConfig
     logging: LoggingConfig
