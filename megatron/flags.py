@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 # No whole number of a flag is larger, so that products of two do not overflow a float.
@@ -166,6 +166,12 @@ def _checked(field: dataclasses.Field, value: Any, scalar: type) -> Any:
         if high is not None and value > high:
             raise InputError(f"{name}: {value} is too large; it must be at most {high}")
     return value
+
+
+def either(values: Iterable[Any]) -> str:
+    """Values to choose from, in words: "1, 2 or 4"."""
+    *others, last = map(str, values)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 _type_words = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron.flags import InputError
+from megatron.flags import InputError, either
 from megatron.parallel.config import ParallelConfig
 
 # The axes and what a person calls them, the slowest first: neighbours in tp are neighbours in rank.
@@ -103,11 +103,12 @@ def axis_sizes(config: ParallelConfig, processes: int) -> dict[str, int]:
     """
     tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     if processes % (tp * pp):
-        fitting = [n for n in (processes // (tp * pp) * tp * pp, -(-processes // (tp * pp)) * tp * pp) if n]
+        below = processes // (tp * pp) * tp * pp
         raise InputError(
-            f"--tensor-model-parallel-size {tp} times --pipeline-model-parallel-size {pp} makes replicas of "
-            f"{tp * pp} processes, which does not divide the {processes} started; start "
-            f"{' or '.join(map(str, dict.fromkeys(fitting)))}, or choose sizes whose product divides {processes}"
+            f"--tensor-model-parallel-size {tp} times --pipeline-model-parallel-size {pp} needs a multiple of "
+            f"{tp * pp} processes, and there {'is' if processes == 1 else 'are'} {processes}; start "
+            f"{either(n for n in (below, below + tp * pp) if n)} with torchrun, or choose sizes whose product is "
+            f"{either(n for n in range(1, processes + 1) if processes % n == 0)}"
         )
     return {"pp": pp, "dp": processes // (tp * pp), "cp": 1, "tp": tp}
 

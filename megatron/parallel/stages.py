@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron.flags import InputError
+from megatron.flags import InputError, either
 from megatron.parallel.config import ParallelConfig
 
 
@@ -29,9 +29,9 @@ def chunks_per_stage(config: ParallelConfig, num_layers: int) -> int:
     if num_layers % (stages * each):
         fitting = [n for n in range(1, num_layers + 1) if num_layers % (stages * n) == 0]
         raise InputError(
-            f"--num-layers-per-virtual-pipeline-stage: chunks of {each} layers on "
-            f"{stages} stages (--pipeline-model-parallel-size) do not make up --num-layers {num_layers}; "
-            + (f"{_any(fitting)} would" if fitting else f"choose --num-layers a multiple of {stages}")
+            f"--num-layers-per-virtual-pipeline-stage {each}: chunks of {_layers(each)} on {stages} stages "
+            f"(--pipeline-model-parallel-size) do not make up --num-layers {num_layers}; choose "
+            + (f"chunks of {either(fitting)}" if fitting else f"--num-layers a multiple of {stages}")
         )
     return num_layers // (stages * each)
 
@@ -62,24 +62,45 @@ def _sizes(config: ParallelConfig, num_layers: int) -> list[int]:
         stages - 1: config.decoder_last_pipeline_num_layers,
     }
     given = {stage: layers for stage, layers in given.items() if layers is not None}
-    rest, others = num_layers - sum(given.values()), stages - len(given)
-    if rest < 0 or (others == 0 and rest) or (others and rest % others):
-        if given:
-            raise InputError(
-                f"--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers leave {rest} of "
-                f"--num-layers {num_layers} for {others} other stages, which they cannot share equally; "
-                "change the two, or --pipeline-model-parallel-size"
-            )
-        fitting = [n for n in range(1, num_layers + 1) if num_layers % n == 0]
+    if given:
+        _check_uneven(given, stages, num_layers)
+    elif num_layers % stages:
         raise InputError(
             f"--pipeline-model-parallel-size: {stages} stages do not divide --num-layers {num_layers}; choose "
-            f"{_any(fitting)}, or --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
+            f"{either(n for n in range(1, num_layers + 1) if num_layers % n == 0)}, or give the first or last stage "
+            "another number by --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"
         )
-    each = rest // others if others else 0
+    others = stages - len(given)
+    each = (num_layers - sum(given.values())) // others if others else 0
     return [given.get(stage, each) for stage in range(stages)]
 
 
-def _any(numbers: list[int]) -> str:
-    return " or ".join(
-        [", ".join(map(str, numbers[:-1])), str(numbers[-1])] if numbers[1:] else map(str, numbers)
-    )
+def _check_uneven(given: dict[int, int], stages: int, num_layers: int) -> None:
+    """Make sure that the first and last stage, as far as they are `given`, leave the others equal shares."""
+    sum_, others = sum(given.values()), stages - len(given)
+    flags = [f"--decoder-{'last' if stage else 'first'}-pipeline-num-layers" for stage in given]
+    said = " and ".join(f"{flag} {layers}" for flag, layers in zip(flags, given.values(), strict=True))
+    if others == 0:
+        if sum_ != num_layers:
+            raise InputError(
+                f"{said}: the two stages hold {_layers(sum_)} of --num-layers {num_layers}; leave one of the two out"
+            )
+        return
+    # A last stage without layers holds the output layer still, as a first one the embeddings.
+    middle = stages > 2
+    fitting = range(num_layers % others, num_layers + 1 - (others if middle else 0), others)
+    if sum_ not in fitting:
+        nearest = sorted(sorted(fitting, key=lambda n: abs(n - sum_))[:2])
+        raise InputError(
+            f"{said}: of --num-layers {num_layers} that leaves the other {others} of {stages} stages "
+            "(--pipeline-model-parallel-size) no equal shares; choose "
+            + (
+                f"{'a sum of ' if len(given) > 1 else ''}{either(nearest)}"
+                if nearest
+                else f"at most {num_layers} stages"
+            )
+        )
+
+
+def _layers(count: int) -> str:
+    return f"{count} layer" if count == 1 else f"{count} layers"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from megatron.flags import InputError
+from megatron.flags import InputError, either
+from megatron.training.config import TrainingConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,15 @@ class BatchSchedule:
     data_parallel_size: int
     rampup: Sequence[int] | None = None
 
+    @classmethod
+    def from_config(cls, config: TrainingConfig, data_parallel_size: int) -> BatchSchedule:
+        return cls(
+            global_batch_size=config.global_batch_size or config.micro_batch_size * data_parallel_size,
+            micro_batch_size=config.micro_batch_size,
+            data_parallel_size=data_parallel_size,
+            rampup=config.rampup_batch_size,
+        )
+
     def __post_init__(self) -> None:
         if self.rampup is not None:
             self._check_rampup()
@@ -42,7 +52,9 @@ class BatchSchedule:
                 )
                 raise InputError(
                     f"{source} {size} is not a multiple of {step}, the --micro-batch-size of "
-                    f"{self.micro_batch_size} times {self.data_parallel_size} data-parallel replicas"
+                    f"{self.micro_batch_size} times {self.data_parallel_size} data-parallel "
+                    f"replica{'' if self.data_parallel_size == 1 else 's'}; the nearest is "
+                    f"{either(n for n in (size // step * step, size // step * step + step) if n)}"
                 )
 
     def batch_size(self, consumed: int) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 import megatron
-from megatron.flags import InputError, flag_name
+from megatron.flags import InputError, either, flag_name
 from megatron.parallel.collectives import all_gather, all_reduce_max
 from megatron.parallel.mesh import Mesh, axis_sizes
 from megatron.parallel.random import key
@@ -22,37 +22,57 @@ from megatron.training.engine import Engine
 
 
 def check_layout(config: RunConfig, processes: int) -> None:
-    """Make sure that the model can be divided over `processes` as the flags say, before anything is built.
+    """Make sure that model and batch can be divided over `processes` as the flags say, before anything is built.
 
     Raises:
         InputError: naming the flags, and the nearest sizes that fit.
     """
-    axis_sizes(config.parallel, processes)
+    sizes = axis_sizes(config.parallel, processes)
+    _check_tensor_parallel(config, processes // sizes["pp"])
+    largest = max(
+        len(chunk.layers)
+        for stage in split_layers(config.parallel, config.model.num_layers)
+        for chunk in stage
+    )
+    if (config.parallel.recompute_num_layers or 0) > largest:
+        raise InputError(
+            f"--recompute-num-layers: {config.parallel.recompute_num_layers} is more than the {largest} layers that "
+            f"a stage or chunk has at most; choose {largest} or less"
+        )
+    check_microbatches(config, BatchSchedule.from_config(config.training, sizes["dp"]))
+
+
+def _check_tensor_parallel(config: RunConfig, processes: int) -> None:
+    """Make sure that `processes`, those of a stage, can share its layers."""
     model, t = config.model, config.parallel.tensor_model_parallel_size
     groups = model.num_query_groups
     divided = {
-        "--num-attention-heads": model.num_attention_heads,
-        "--ffn-hidden-size": model.ffn_hidden_size,
+        f"--num-attention-heads {model.num_attention_heads}": model.num_attention_heads,
+        f"--ffn-hidden-size {model.ffn_hidden_size}": model.ffn_hidden_size,
     }
     if config.parallel.sequence_parallel:
-        divided["--seq-length (with --sequence-parallel)"] = config.data.seq_length
-    if config.parallel.distribute_saved_activations:
-        divided["--hidden-size (with --distribute-saved-activations)"] = model.hidden_size
-    common = math.gcd(*divided.values())
-    fitting = [n for n in range(1, common + 1) if common % n == 0 and (groups % n == 0 or n % groups == 0)]
-    nearest = sorted(sorted(fitting, key=lambda n: abs(n - t))[:3])
-    for name, value in divided.items():
-        if value % t:
-            raise InputError(
-                f"--tensor-model-parallel-size: {t} does not divide {name} {value}; of the sizes that fit the "
-                f"model the nearest are {', '.join(map(str, nearest))}"
-            )
-    if groups % t and t % groups:
-        raise InputError(
-            f"--tensor-model-parallel-size: {t} neither divides --num-query-groups {groups} nor is a multiple of "
-            f"it; of the sizes that fit the model the nearest are {', '.join(map(str, nearest))}"
+        divided[f"--seq-length {config.data.seq_length}, as --sequence-parallel needs"] = (
+            config.data.seq_length
         )
-    split_layers(config.parallel, model.num_layers)
+    if config.parallel.distribute_saved_activations:
+        divided[f"--hidden-size {model.hidden_size}, as --distribute-saved-activations needs"] = (
+            model.hidden_size
+        )
+    wrong = [f"does not divide {name}" for name, value in divided.items() if value % t]
+    if groups % t and t % groups:
+        wrong.append(f"neither divides --num-query-groups {groups} nor is a multiple of it")
+    if wrong:
+        common = math.gcd(*divided.values())
+        fitting = [
+            n for n in range(1, common + 1) if common % n == 0 and (groups % n == 0 or n % groups == 0)
+        ]
+        fitting.sort(key=lambda n: abs(n - t))
+        as_started = next(n for n in fitting if processes % n == 0)
+        others = sorted([n for n in fitting if processes % n][:2])
+        raise InputError(
+            f"--tensor-model-parallel-size: {t} {wrong[0]}; choose {as_started}"
+            + (f", or with another number of processes {either(others)}" if others else "")
+        )
 
 
 def check_microbatches(config: RunConfig, batches: BatchSchedule) -> None:
@@ -68,11 +88,11 @@ def check_microbatches(config: RunConfig, batches: BatchSchedule) -> None:
     for size in batches.sizes():
         if size // unit % stages:
             below = size // (unit * stages) * unit * stages
-            fitting = [n for n in (below, below + unit * stages) if n]
+            ramp = "" if size == batches.global_batch_size else " on the way of --rampup-batch-size"
             raise InputError(
-                f"--num-layers-per-virtual-pipeline-stage: a global batch of {size} samples is {size // unit} "
-                f"microbatches, which the interleaved schedule needs to be a multiple of the {stages} stages; "
-                f"use a --global-batch-size of {' or '.join(map(str, fitting))}"
+                f"--num-layers-per-virtual-pipeline-stage: the interleaved schedule needs a multiple of {stages} "
+                f"microbatches, one for each stage, and a --global-batch-size of {size}{ramp} makes {size // unit}; "
+                f"the nearest is {either(n for n in (below, below + unit * stages) if n)}"
             )
 
 

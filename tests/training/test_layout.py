@@ -1,0 +1,176 @@
+"""A layout that does not fit is refused in one line, before anything is built, with what would fit."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.arguments import parse_run_config
+from megatron.flags import InputError
+from megatron.training.layout import check_layout
+
+BASE = (
+    "--num-layers 12 --hidden-size 96 --num-attention-heads 12 --seq-length 64 --micro-batch-size 2 "
+    "--train-samples 1000 --lr 1e-3"
+)
+T, P = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+V = "--num-layers-per-virtual-pipeline-stage"
+FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
+GQA, FULL = "--group-query-attention --num-query-groups", "--recompute-granularity full"
+
+# Processes, flags, what is said, and the ways out that it names: flags to add, and processes if others.
+WRONG = [
+    (
+        2,
+        f"{T} 3",
+        f"{T} 3 times {P} 1 needs a multiple of 3 processes, and there are 2; start 3 ",
+        ["3", f"{T} 2"],
+    ),
+    (
+        6,
+        f"{T} 4",
+        f"{T} 4 times {P} 1 needs a multiple of 4 processes, and there are 6; start 4 or 8",
+        ["4", "8"],
+    ),
+    (8, f"{T} 2 {P} 3", f"{T} 2 times {P} 3 needs a multiple of 6 processes", ["6", "12", f"{P} 4"]),
+    (
+        1,
+        f"{P} 2",
+        f"{T} 1 times {P} 2 needs a multiple of 2 processes, and there is 1; start 2 ",
+        ["2", f"{P} 1"],
+    ),
+    (8, f"{T} 8", f"{T}: 8 does not divide --num-attention-heads 12; choose 4, or ", [f"{T} 4", f"6 {T} 6"]),
+    (5, f"{T} 5", f"{T}: 5 does not divide --num-attention-heads 12; choose 1, or ", [f"{T} 1", f"4 {T} 4"]),
+    (
+        4,
+        f"{T} 4 --ffn-hidden-size 90",
+        f"{T}: 4 does not divide --ffn-hidden-size 90; choose 2, or ",
+        [f"{T} 2"],
+    ),
+    (
+        4,
+        f"{T} 4 --sequence-parallel --seq-length 66",
+        f"{T}: 4 does not divide --seq-length 66, as ",
+        [f"{T} 2"],
+    ),
+    (
+        4,
+        f"{T} 4 {FULL} --distribute-saved-activations --hidden-size 98 --kv-channels 8 --ffn-hidden-size 96",
+        f"{T}: 4 does not divide --hidden-size 98, as --distribute-saved-activations needs; choose 2",
+        [f"{T} 2"],
+    ),
+    (
+        4,
+        f"{T} 4 {GQA} 3",
+        f"{T}: 4 neither divides --num-query-groups 3 nor is a multiple",
+        ["3 " + f"{T} 3"],
+    ),
+    (
+        6,
+        f"{T} 3 {GQA} 2",
+        f"{T}: 3 neither divides --num-query-groups 2 nor is a multiple",
+        [f"{T} 2", f"{T} 6"],
+    ),
+    (5, f"{P} 5", f"{P}: 5 stages do not divide --num-layers 12; choose 1, 2, 3, 4, 6 or 12", [f"{FIRST} 4"]),
+    (16, f"{P} 16", f"{P}: 16 stages do not divide --num-layers 12; choose 1, 2, 3, 4, ", [f"{P} 4"]),
+    (
+        4,
+        f"{P} 4 {V} 2",
+        f"{V} 2: chunks of 2 layers on 4 stages ({P}) do not make up",
+        [f"{V} 1 --global-batch-size 8"],
+    ),
+    (
+        5,
+        f"{P} 5 {V} 1",
+        f"{V} 1: chunks of 1 layer on 5 stages ({P}) do not",
+        ["--num-layers 10 --global-batch-size 10"],
+    ),
+    (
+        4,
+        f"{P} 4 {FIRST} 1",
+        f"{FIRST} 1: of --num-layers 12 that leaves the other 3 of",
+        [f"{FIRST} 0", f"{FIRST} 3"],
+    ),
+    (
+        4,
+        f"{P} 4 {LAST} 13",
+        f"{LAST} 13: of --num-layers 12 that leaves the other 3 of",
+        [f"{LAST} 6", f"{LAST} 9"],
+    ),
+    (
+        4,
+        f"{P} 4 {FIRST} 12",
+        f"{FIRST} 12: of --num-layers 12 that leaves the other 3",
+        [f"{FIRST} 6", f"{FIRST} 9"],
+    ),
+    (4, f"{P} 4 {FIRST} 8 {LAST} 8", f"{FIRST} 8 and {LAST} 8: of --num-layers 12 that", [f"{FIRST} 2"]),
+    (
+        2,
+        f"{P} 2 {FIRST} 1 {LAST} 1",
+        f"{FIRST} 1 and {LAST} 1: the two stages hold 2 layers of",
+        [f"{LAST} 11"],
+    ),
+    (
+        20,
+        f"{P} 20 {FIRST} 1",
+        f"{FIRST} 1: of --num-layers 12 that leaves the other 19",
+        [f"12 {P} 12 {FIRST} 1"],
+    ),
+    (2, f"{P} 2 {FULL} --recompute-num-layers 20", "--recompute-num-layers: 20 is more than the 6 ", []),
+    (
+        4,
+        "--global-batch-size 12",
+        "--global-batch-size 12 is not a multiple of 8, ",
+        ["--global-batch-size 8"],
+    ),
+    (4, "--global-batch-size 2", "--global-batch-size 2 is not a multiple of 8, ", ["--global-batch-size 8"]),
+    (
+        8,
+        f"{P} 4 {V} 1 --global-batch-size 20",
+        f"{V}: the interleaved schedule needs a multiple of 4 microbatches, one for each stage, and a "
+        "--global-batch-size of 20 makes 5; the nearest is 16 or 32",
+        ["--global-batch-size 16", "--global-batch-size 32"],
+    ),
+    (
+        2,
+        f"{P} 2 {V} 3 --global-batch-size 8 --rampup-batch-size 2 2 100",
+        f"{V}: the interleaved schedule needs a multiple of 2 microbatches, one for each stage, and a "
+        "--global-batch-size of 2 on the way of --rampup-batch-size makes 1; the nearest is 4",
+        ["--rampup-batch-size 4 4 100"],
+    ),
+]
+
+
+def check(processes: int, flags: str) -> None:
+    check_layout(parse_run_config(f"{BASE} {flags}".split(), description="a test", defaults={}), processes)
+
+
+@pytest.mark.parametrize(
+    ("processes", "flags", "said", "ways_out"), WRONG, ids=[f"{n} {f}" for n, f, _, _ in WRONG]
+)
+def test_what_does_not_fit_names_what_does(
+    processes: int, flags: str, said: str, ways_out: list[str]
+) -> None:
+    with pytest.raises(InputError) as error:
+        check(processes, flags)
+    assert str(error.value).startswith(said)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 260
+    for way_out in ways_out:
+        number = [word for word in way_out.split()[:1] if word.isdecimal()]
+        check(int(number[0]) if number else processes, f"{flags} {way_out.removeprefix(''.join(number))}")
+
+
+@pytest.mark.parametrize(
+    ("processes", "flags"),
+    [
+        (1, ""),
+        (24, f"{T} 4 {P} 3"),
+        (12, f"{T} 12 {GQA} 4"),
+        (2, f"{P} 2 {FIRST} 12"),
+        (4, f"{P} 4 {FIRST} 0 {LAST} 2"),
+        (4, f"{P} 4 --global-batch-size 2"),
+        (4, f"{P} 4 {V} 1 --global-batch-size 16"),
+        (2, f"{P} 2 {FULL} --recompute-num-layers 6"),
+    ],
+)
+def test_what_fits(processes: int, flags: str) -> None:
+    check(processes, flags)
