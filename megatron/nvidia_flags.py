@@ -147,37 +147,37 @@ NVIDIA_FLAGS: tuple[NvidiaFlag, ...] = (
     ),
     *_accept(_NO_CP, "--cp-comm-type NAME..."),
     *_accept(
-        "use --num-layers-per-virtual-pipeline-stage for the same schedule",
+        "give --num-layers-per-virtual-pipeline-stage in its place",
         "--num-virtual-stages-per-pipeline-rank N",
     ),
     *_accept(
-        "stages are divided by --decoder-first- and --decoder-last-pipeline-num-layers",
+        "use --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers",
         "--standalone-embedding-stage",
         "--pipeline-model-parallel-layout TEXT",
         "--account-for-embedding-in-pipeline-split",
         "--account-for-loss-in-pipeline-split",
     ),
     *_accept(
-        "gradients lie in one contiguous buffer, whose buckets have --ddp-bucket-size elements",
+        "gradients always lie in one contiguous buffer, and are summed over replicas",
         "--DDP-impl NAME",
         "--use-contiguous-buffers-in-ddp",
         "--no-contiguous-buffers-in-local-ddp",
-        "--ddp-num-buckets N",
         "--ddp-average-in-collective",
         "--use-nccl-ub",
     ),
+    *_accept("use --ddp-bucket-size, which counts elements", "--ddp-num-buckets N"),
     *_accept(
-        "not available; use --use-distributed-optimizer, the same results for more memory",
+        "not available; --use-distributed-optimizer divides the optimizer's state",
         "--use-megatron-fsdp",
         "--use-torch-fsdp2",
         "--data-parallel-sharding-strategy NAME",
         "--fsdp-double-buffer",
         "--optimizer-cpu-offload",
     ),
-    *_accept("models are always laid out before memory is taken", "--init-model-with-meta-device"),
+    *_accept("parameters are always laid out before they take memory", "--init-model-with-meta-device"),
     *_accept("a process learns its rank from the environment", "--local_rank N", "--local-rank N"),
     *_accept("process groups are always set up at the start", "--lazy-mpu-init X"),
-    *_accept("the gloo group carries a few numbers of the host alone", "--disable-gloo-process-groups"),
+    *_accept("gloo only carries a few numbers that the host acts on", "--disable-gloo-process-groups"),
     # Memory.
     *_accept("selective recomputation recomputes attention, and nothing else", "--recompute-modules NAME..."),
     *_accept(
@@ -342,7 +342,7 @@ NVIDIA_FLAGS: tuple[NvidiaFlag, ...] = (
     ),
     # Data and tokenizers.
     *_refuse(
-        "only .idx and .bin of the mmap kind are read; tools/preprocess_data.py makes them",
+        "only the mmap format is read; tools/preprocess_data.py writes it",
         "--data-impl NAME",
         harmless=("mmap", "infer"),
     ),
@@ -363,9 +363,9 @@ NVIDIA_FLAGS: tuple[NvidiaFlag, ...] = (
         "--auto-detect-ckpt-format",
         "--dist-ckpt-strictness NAME",
     ),
+    *_accept("a checkpoint is on disk before training goes on", "--async-save"),
     *_accept(
-        "a checkpoint is the same however it is written, and is there before training goes on",
-        "--async-save",
+        "a checkpoint is the same whichever processes write its parts",
         "--ckpt-fully-parallel-save",
         "--no-ckpt-fully-parallel-save",
         "--ckpt-fully-parallel-load",
@@ -373,7 +373,7 @@ NVIDIA_FLAGS: tuple[NvidiaFlag, ...] = (
     ),
     *_refuse("--load takes the newest checkpoint", "--ckpt-step N"),
     *_refuse(
-        "--load without a checkpoint is an error already, unless it names the folder of --save",
+        "--load of an empty folder is an error, unless it is the folder of --save",
         "--exit-on-missing-checkpoint",
     ),
     *_refuse(

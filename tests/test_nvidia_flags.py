@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from megatron.arguments import parse_run_config, run_parser
@@ -95,9 +97,12 @@ def test_every_flag_of_nvidias_is_known(names: str, count: int) -> None:
 
 
 def test_the_notes_are_short_lines() -> None:
+    ours = run_parser("", {})._option_string_actions.keys() - {flag.name for flag in NVIDIA_FLAGS}
     for flag in NVIDIA_FLAGS:
-        assert flag.note and len(flag.note) <= 90, flag.name
-        assert "\n" not in flag.note
+        assert flag.note and len(flag.note) <= 80, flag.name
+        assert "\n" not in flag.note and not flag.note.endswith(".")
+        # What stands in for a flag has to exist, by its whole name.
+        assert set(re.findall(r"--[\w-]+", flag.note)) <= set(ours), flag.name
         assert not flag.harmless or flag.refused, flag.name
 
 
