@@ -45,6 +45,7 @@ class PreprocessConfig(Config):
         "files or glob patterns: JSON lines; *.txt, plain text whose documents are separated by blank lines; "
         "*.parquet; the first two also as *.gz or *.zst",
         nargs="+",
+        required=True,
         metavar="FILE",
     )
     json_keys: tuple[str, ...] = flag(
@@ -66,7 +67,10 @@ class PreprocessConfig(Config):
     lang: str = flag("english", "language whose rules split sentences", choices=("english",))
     append_eod: bool = flag(False, "end each document with the end-of-document token, as GPT needs")
     output_prefix: str | None = flag(
-        None, "files are written as PREFIX_KEY_document.bin and .idx (or _sentence)", metavar="PREFIX"
+        None,
+        "files are written as PREFIX_KEY_document.bin and .idx (or _sentence)",
+        metavar="PREFIX",
+        required=True,
     )
     dataset_impl: str = flag("mmap", "format of the files", choices=("mmap",))
     workers: int | None = flag(None, "processes that encode (default: one for each core)", low=1)
@@ -202,7 +206,6 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> R
         InputError: a flag or a file is wrong, a line is bad (unless such lines are to be skipped), there is no
             text at all, or the files cannot be written.
     """
-    config.require("input", "output_prefix")
     if len(set(config.json_keys)) < len(config.json_keys):
         raise InputError(f"--json-keys: {' '.join(config.json_keys)} names a key twice")
     if config.keep_newlines and not config.split_sentences:

@@ -39,7 +39,7 @@ def check_layout(config: RunConfig, processes: int) -> None:
             f"--recompute-num-layers: {config.parallel.recompute_num_layers} is more than the {largest} layers that "
             f"a stage or chunk has at most; choose {largest} or less"
         )
-    check_microbatches(config, BatchSchedule.from_config(config.training, sizes["dp"]))
+    _check_microbatches(config, BatchSchedule.from_config(config.training, sizes["dp"]))
 
 
 def _check_tensor_parallel(config: RunConfig, processes: int) -> None:
@@ -75,7 +75,7 @@ def _check_tensor_parallel(config: RunConfig, processes: int) -> None:
         )
 
 
-def check_microbatches(config: RunConfig, batches: BatchSchedule) -> None:
+def _check_microbatches(config: RunConfig, batches: BatchSchedule) -> None:
     """Make sure that the pipeline's schedule admits every number of microbatches.
 
     Raises:

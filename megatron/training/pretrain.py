@@ -30,7 +30,7 @@ from megatron.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.training.batch_size import BatchSchedule
 from megatron.training.config import RunConfig
 from megatron.training.engine import Engine
-from megatron.training.layout import check_layout, check_microbatches, check_same_everywhere, describe_layout
+from megatron.training.layout import check_layout, check_same_everywhere, describe_layout
 from megatron.training.loop import Progress, Trainer
 from megatron.training.report import History, Reporter, show_log
 from megatron.training.stop import StopRequests
@@ -124,13 +124,7 @@ def build_trainer(
     padded = padded_vocab_size(
         tokenizer.vocab_size, config.tokenizer.make_vocab_size_divisible_by, mesh.tp.size
     )
-    batch_schedule = BatchSchedule(
-        global_batch_size=training.global_batch_size or training.micro_batch_size * mesh.dp.size,
-        micro_batch_size=training.micro_batch_size,
-        data_parallel_size=mesh.dp.size,
-        rampup=training.rampup_batch_size,
-    )
-    check_microbatches(config, batch_schedule)
+    batch_schedule = BatchSchedule.from_config(training, mesh.dp.size)
     progress = saved_progress(task, checkpoint, config.checkpoint)
     batch_size, consumed = batch_schedule.global_batch_size, progress.consumed_samples
     if training.train_samples is not None:
