@@ -93,6 +93,9 @@ def test_note_for_bert(tmp_path):
     assert {p.name for p in tmp_path.glob("*.idx")} == {"o_text_document.idx", "o_text_sentence.idx"}
 
 
+GIVEN = ["--input", "{tmp}/a.jsonl", "--output-prefix", "{tmp}/o"]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -104,9 +107,9 @@ def test_note_for_bert(tmp_path):
         (["--input", "{tmp}/a.jsonl", "--output-prefix", "{tmp}/o"], "--tokenizer-type is required"),
         (["--input", "{tmp}/a.jsonl", "--output-prefix", "{tmp}/o", *NULL], "{tmp}/a.jsonl:1: is not JSON"),
         (["--input", "{tmp}/a.jsonl", "--worker", "2"], "did you mean --workers?"),
-        (["--workers", "0"], "--workers: 0 is too small"),
-        (["--dataset-impl", "cached"], "--dataset-impl: 'cached' is not one of mmap"),
-        (["--on-bad-line", "cry"], "--on-bad-line: 'cry' is not one of stop, skip"),
+        ([*GIVEN, "--workers", "0"], "--workers: 0 is too small"),
+        ([*GIVEN, "--dataset-impl", "cached"], "--dataset-impl: 'cached' is not one of mmap"),
+        ([*GIVEN, "--on-bad-line", "cry"], "--on-bad-line: 'cry' is not one of stop, skip"),
     ],
 )
 def test_wrong_input_is_one_line_and_leaves_no_file(flags, message, tmp_path):
