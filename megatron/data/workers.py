@@ -93,7 +93,7 @@ def _serve(connection: Connection, make: Callable, settings: Any) -> None:
 def _receive(connection: Connection, process: BaseProcess, workers: int) -> Any:
     try:
         return connection.recv()
-    except (EOFError, ConnectionError):
+    except (EOFError, OSError):  # OSError where it ended in the middle of a message
         process.join()
     if process.exitcode < 0:
         raise InputError(

@@ -11,8 +11,8 @@ from megatron.flags import Config, InputError, flag
 class ModelConfig(Config):
     """Sizes and variants of the transformer. What is left out follows from the rest."""
 
-    num_layers: int = flag(None, "number of transformer layers", low=1, required=True)
-    hidden_size: int = flag(None, "width of the residual stream", low=1, required=True)
+    num_layers: int = flag(None, "number of transformer layers", low=1, high=10**5, required=True)
+    hidden_size: int = flag(None, "width of the residual stream", low=1, high=10**6, required=True)
     num_attention_heads: int = flag(None, "number of attention (query) heads", low=1, required=True)
     ffn_hidden_size: int | None = flag(
         None, "width of the MLP (default: 4 times hidden, or 8/3 times with --swiglu)", low=1

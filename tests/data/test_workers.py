@@ -50,6 +50,18 @@ def make_stopped_and_killed(_: None) -> Callable[[bytes], None]:
     return work
 
 
+def make_killed_while_sending(item_that_kills: int) -> Callable[[int], bytes]:
+    """Killed with a result half sent: it is more than a pipe holds, and nobody reads it at first."""
+
+    def work(item: int) -> bytes:
+        if item != item_that_kills:
+            return b""
+        subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -KILL {os.getpid()}"])
+        return bytes(10_000_000)
+
+    return work
+
+
 def make_failing(_: None) -> Callable[[int], int]:
     def work(item: int) -> int:
         return 1 // item
@@ -104,6 +116,14 @@ def test_a_worker_killed_while_an_item_is_sent_to_it_is_an_error():
 
     with pytest.raises(InputError, match="killed by signal 9"):
         list(map_in_order(make_stopped_and_killed, None, items(), 1))
+
+
+def test_a_worker_killed_while_it_sends_is_an_error():
+    results = map_in_order(make_killed_while_sending, 1, range(2), 1)
+    next(results)  # by now the next item is at work
+    time.sleep(1.0)
+    with pytest.raises(InputError, match="killed by signal 9"):
+        next(results)
 
 
 @pytest.mark.parametrize("make", [make_failing, make_nothing])
