@@ -69,12 +69,20 @@ class OutputLayer(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, padded_vocab_size: int, *, first: bool, real: int, tp: TensorParallel
+        self,
+        config: ModelConfig,
+        vocab_size: int,
+        padded_vocab_size: int,
+        *,
+        first: bool,
+        real: int,
+        tp: TensorParallel,
     ) -> None:
         super().__init__()
         self.tp, self.weight = tp, None
         if config.untie_embeddings_and_output_weights:
-            init, tied = input_init(config, padded_vocab_size), None
+            # Not by the padded size, which depends on the layout.
+            init, tied = input_init(config, vocab_size), None
         else:
             init, tied = normal(config.init_method_std), WORD_TABLE
         if tied is None or not first:
@@ -120,7 +128,7 @@ class GPTModel(nn.Module):
             config, chunk.layers, last=chunk.last, tp=tp, recompute=recompute or Recompute()
         )
         self.output_layer = (
-            OutputLayer(config, padded_vocab_size, first=chunk.first, real=real, tp=tp)
+            OutputLayer(config, vocab_size, padded_vocab_size, first=chunk.first, real=real, tp=tp)
             if chunk.last
             else None
         )

@@ -58,9 +58,8 @@ class _ColumnLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, tp: TensorParallel) -> Tensor:
         ctx.tp = tp
-        ctx.save_for_backward(
-            x, weight
-        )  # the part of x, where it is divided: it is gathered again in backward
+        # Of an x that is divided the part: it is gathered again in backward.
+        ctx.save_for_backward(x, weight)
         gathered = start_all_gather(x, tp.axis).wait() if tp.sequence else x
         return F.linear(gathered, weight)
 

@@ -27,7 +27,8 @@ from megatron.parallel.slices import Range
 
 
 class KVCache:
-    """Keys and values of the positions seen so far, preallocated, for every layer. For generation."""
+    """Keys and values of the positions seen so far, preallocated, for every layer. For generation by one process,
+    which holds the whole model."""
 
     def __init__(
         self, config: ModelConfig, *, batch: int, length: int, dtype: torch.dtype, device: torch.device

@@ -29,11 +29,13 @@ def named(what: str, axis: Axis) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        ranks = ", ".join(map(str, axis.ranks[:16])) + (", ..." if len(axis.ranks) > 16 else "")
+        rank = dist.get_rank()
+        others = [other for other in axis.ranks if other != rank]
+        who = f"rank {others[0]}" if len(others) == 1 else "one of them"
+        ranks = ", ".join(map(str, others[:16])) + (", ..." if len(others) > 16 else "")
         raise TrainingFault(
-            f"rank {dist.get_rank()} waited in {what} over the {axis.name} axis for the others of ranks {ranks}, "
-            f"and one of them is gone or did not come within --distributed-timeout-minutes: "
-            f"{str(error).splitlines()[0][:200]}"
+            f"rank {rank} waited in {what} over the {axis.name} axis for rank{'s' * (len(others) > 1)} {ranks}; {who} "
+            f"is gone, or did not come within --distributed-timeout-minutes: {str(error).splitlines()[0][:200]}"
         ) from error
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron.flags import InputError, either
+from megatron.flags import InputError, TrainingFault, either
 from megatron.parallel.config import ParallelConfig
 
 # The axes and what a person calls them, the slowest first: neighbours in tp are neighbours in rank.
@@ -132,14 +132,22 @@ def init_mesh(config: ParallelConfig, device: torch.device) -> Iterator[Mesh]:
         _check_gloo_on_gpu(config)
     for name in ("RANK", "MASTER_PORT"):
         _environment(name)
-    dist.init_process_group(
-        # Small values that the host acts on travel over gloo, so that agreeing on them never waits for a GPU.
-        backend="gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl",
-        timeout=datetime.timedelta(minutes=config.distributed_timeout_minutes),
-        device_id=device if backend == "nccl" else None,
-    )
     try:
-        yield _arrange(sizes, device)
+        dist.init_process_group(
+            # Small values that the host acts on travel over gloo, so that agreeing on them never waits for a GPU.
+            backend="gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl",
+            timeout=datetime.timedelta(minutes=config.distributed_timeout_minutes),
+            device_id=device if backend == "nccl" else None,
+        )
+        mesh = _arrange(sizes, device)
+    except RuntimeError as error:
+        raise TrainingFault(
+            f"rank {os.environ['RANK']}: the {processes} processes did not come together within "
+            f"--distributed-timeout-minutes {config.distributed_timeout_minutes}; see what the others say, or whether "
+            f"MASTER_ADDR and MASTER_PORT lead to the first of them ({str(error).splitlines()[0][:200]})"
+        ) from error
+    try:
+        yield mesh
     finally:
         dist.destroy_process_group()
 

@@ -135,9 +135,8 @@ class Engine:
         """
         microbatches = [self._to_device(batch) for batch in itertools.islice(batches, num_microbatches)]
         counts = torch.stack([self.task.count(batch) for batch in microbatches]).sum(0)
-        counts = all_reduce_sum(counts, self.mesh.dp).clamp(
-            min=1
-        )  # with every position masked, 0 and not 0/0
+        # With every position masked the loss is 0, not 0/0.
+        counts = all_reduce_sum(counts, self.mesh.dp).clamp(min=1)
         losses = torch.zeros(len(self.task.loss_names), dtype=torch.float64, device=self.mesh.device)
 
         def end(_: int, sums: Tensor) -> Tensor:

@@ -123,12 +123,12 @@ def _shown(values: dict[str, str], names: list[str]) -> str:
 
 
 def _code() -> str:
-    """A fingerprint of this package's sources."""
-    root = Path(megatron.__file__).parent
-    files = sorted(root.rglob("*.py"))
+    """A fingerprint of this package's sources and of the entry point's."""
+    root, entry = Path(megatron.__file__).parent, Path(sys.argv[0])
+    files = sorted(root.rglob("*.py")) + ([entry] if entry.is_file() else [])
     digest = hashlib.blake2b()
     for file in files:
-        digest.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()
 
 

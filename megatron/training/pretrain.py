@@ -178,6 +178,12 @@ def load(trainer: Trainer, checkpoint: Checkpoint) -> None:
     if state["task"] != trainer.task.name:
         raise InputError(f"--load: {checkpoint.folder} holds a {state['task']}, not a {trainer.task.name}")
     check_vocabulary(checkpoint, trainer.tokenizer.vocab_size)
+    if not trainer.config.model.mask_padded_vocab and state["padded_vocab_size"] != trainer.padded_vocab_size:
+        raise InputError(
+            f"--no-mask-padded-vocab: the padding of the vocabulary is part of the model; {checkpoint.folder} pads it "
+            f"to {state['padded_vocab_size']} and this run to {trainer.padded_vocab_size}; change "
+            "--make-vocab-size-divisible-by, or --tensor-model-parallel-size which it is multiplied by"
+        )
     with_optimizer = config.load_optim and not config.finetune
     engine = trainer.engine
     load_into(checkpoint, engine.buffer, engine.optimizer if with_optimizer else None)

@@ -156,6 +156,15 @@ def test_same_as_one_process(one_process, tmp_path: Path, shape: str, layout: st
     one_process(SHAPES[shape]).assert_equals(Run(tmp_path), loss=1e-5, weights=1e-4)
 
 
+def test_padding_of_the_vocabulary_does_not_scale_initial_weights(one_process, tmp_path: Path) -> None:
+    """Xavier's bound follows from the number of outputs; of the output layer those are ids, not rows of its table."""
+    flags = f"{SHAPES['llama']} --init-method-xavier-uniform"
+    run_distributed(train, 4, str(tmp_path), f"{flags} {TP} 4")
+    mine, theirs = one_process(flags).records[0], Run(tmp_path).records[0]
+    assert theirs["lm loss"] == pytest.approx(mine["lm loss"], rel=1e-6)
+    assert theirs["grad norm"] == pytest.approx(mine["grad norm"], rel=1e-4)
+
+
 @pytest.mark.parametrize(
     "layout",
     ["T2+SP", "P2V2", "D2+ZeRO", pytest.param("everything", marks=pytest.mark.slow)],
