@@ -7,7 +7,6 @@ first dimension. Shapes in names: s sequence, b batch, h hidden; what is divided
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -56,32 +55,49 @@ class _ColumnLinear(torch.autograd.Function):
     """x Wᵀ with W divided by rows; f of the paper, or the all-gather along the sequence, is its input's side."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, tp: TensorParallel) -> Tensor:
-        ctx.tp = tp
+    def forward(ctx, x: Tensor, weight: Tensor, tp: TensorParallel, rows: tuple[Range, ...]) -> Tensor:
+        ctx.tp, ctx.rows = tp, rows
         # Of an x that is divided the part: it is gathered again in backward.
         ctx.save_for_backward(x, weight)
         gathered = start_all_gather(x, tp.axis).wait() if tp.sequence else x
-        return F.linear(gathered, weight)
+        outputs = [F.linear(gathered, weight[begin:end]) for begin, end in rows]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (x, weight), tp = ctx.saved_tensors, ctx.tp
-        # Each communication runs beside the product that does not need its result.
+        grads = grad.split([end - begin for begin, end in ctx.rows], dim=-1)
+        parts = [(part, slice(*rows)) for part, rows in zip(grads, ctx.rows, strict=True)]
+        # Each communication runs beside the products that do not need its result.
         gathering = start_all_gather(x, tp.axis) if tp.sequence else None
-        grad_x = grad @ weight
+        grad_x = sum(part @ weight[rows] for part, rows in parts)
         gathered = x if gathering is None else gathering.wait()
         reduce = start_reduce_scatter if tp.sequence else start_all_reduce
         reducing = reduce(grad_x, tp.axis)
-        grad_weight = grad.flatten(0, -2).t() @ gathered.flatten(0, -2)
-        return reducing.wait(), grad_weight, None
+        if len(parts) == 1 and parts[0][0].shape[-1] == len(weight):
+            grad_weight = grad.flatten(0, -2).t() @ gathered.flatten(0, -2)
+        else:
+            grad_weight = torch.zeros_like(weight)
+            for part, rows in parts:
+                grad_weight[rows] = part.flatten(0, -2).t() @ gathered.flatten(0, -2)
+        return reducing.wait(), grad_weight, None, None
 
 
-def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, tp: TensorParallel) -> Tensor:
-    """x Wᵀ + b for this process's rows of W: [s, b, h] (or its part along s) to [s, b, outputs / size]."""
-    if tp.axis.size == 1:
+def column_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tp: TensorParallel,
+    rows: tuple[Range, ...] | None = None,
+) -> Tensor:
+    """x Wᵀ + b for this process's rows of W, or for those `rows` of them: [s, b, h] (or its part along s) to
+    [s, b, outputs / size]."""
+    if tp.axis.size == 1 and rows is None:
         return F.linear(x, weight, bias)
-    y = _ColumnLinear.apply(x, weight, tp)
-    return y if bias is None else y + bias
+    y = _ColumnLinear.apply(x, weight, tp, rows or ((0, len(weight)),))
+    if bias is None:
+        return y
+    return y + (bias if rows is None else torch.cat([bias[begin:end] for begin, end in rows]))
 
 
 class ColumnParallelLinear(nn.Module):
@@ -107,10 +123,9 @@ class ColumnParallelLinear(nn.Module):
         self.weight = parameter(place, init)
         self.bias = parameter(dataclasses.replace(place, shape=(outputs,)), zeros) if bias else None
 
-    def forward(self, x: Tensor, select: Callable[[Tensor], Tensor] = lambda rows: rows) -> Tensor:
-        """[s, b, inputs] (or its part along s) to [s, b, outputs here]; `select`: of the rows, those to use."""
-        bias = None if self.bias is None else select(self.bias)
-        return column_linear(x, select(self.weight), bias, self.tp)
+    def forward(self, x: Tensor, rows: tuple[Range, ...] | None = None) -> Tensor:
+        """[s, b, inputs] (or its part along s) to [s, b, outputs here], or to those of `rows` alone."""
+        return column_linear(x, self.weight, self.bias, self.tp, rows)
 
 
 class RowParallelLinear(nn.Module):

@@ -109,9 +109,10 @@ class SelfAttention(nn.Module):
         outputs = (config.num_attention_heads + 2 * config.num_query_groups) * config.kv_channels
         # Rows of the whole projection: for each group its query heads, its key, its value.
         ranges = shared = None
-        self.own_group: Range | None = None
+        self.used: tuple[Range, ...] | None = None  # rows of the projection here; None means all
         if config.num_query_groups < tp.axis.size:
-            ranges, shared, self.own_group = self._shared_groups(config, heads)
+            ranges, shared, own = self._shared_groups(config, heads)
+            self.used = ((0, heads * self.width), own)
         self.linear_qkv = ColumnParallelLinear(
             config.hidden_size,
             outputs,
@@ -146,7 +147,7 @@ class SelfAttention(nn.Module):
         return ((begin, begin + rows), *keys_values), ((rows, rows + 2 * d * len(keys_values)),), own
 
     def forward(self, x_sbh: Tensor, context: Context) -> Tensor:
-        q_bnsd, k_bgsd, v_bgsd = self.split_heads(self.linear_qkv(x_sbh, self._used))
+        q_bnsd, k_bgsd, v_bgsd = self.split_heads(self.linear_qkv(x_sbh, self.used))
         if context.rotary is not None:
             q_bnsd, k_bgsd = rotate(q_bnsd, *context.rotary), rotate(k_bgsd, *context.rotary)
         if context.cache is not None:
@@ -165,13 +166,6 @@ class SelfAttention(nn.Module):
         return attention(
             q_bnsd, k_bgsd, v_bgsd, mask_bst=context.mask_bst, dropout=self.dropout if dropping else 0.0
         )
-
-    def _used(self, rows: Tensor) -> Tensor:
-        """Of the rows of the projection held here those that are used here."""
-        if self.own_group is None:
-            return rows
-        queries = rows[: self.queries * self.width]
-        return torch.cat((queries, rows[slice(*self.own_group)]))
 
     def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[s, b, (n + 2g) d] to q [b, n, s, d] and k, v [b, g, s, d]."""
