@@ -77,6 +77,6 @@ def test_sizes_are_held_against_the_files_before_memory_is_taken(run: Path) -> N
     assert list(generate(model, [1, 2], greedy, eod=None)) == expected
 
     saved = json.loads(path.read_text())["config"]
-    damage(run, config=saved | {"model": saved["model"] | {"hidden_size": 10**8}})
+    damage(run, config=saved | {"model": saved["model"] | {"hidden_size": 10**6}})
     with pytest.raises(InputError, match=r"word_embeddings\.weight has shape \(301, 16\), but the model has"):
         load_gpt(str(run), TokenizerConfig(), torch.device("cpu"))
