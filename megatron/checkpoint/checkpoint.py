@@ -205,6 +205,8 @@ def check_architecture(checkpoint: Checkpoint, config: ModelConfig) -> None:
     free = (
         FREE if config.position_embedding_type == "learned_absolute" else FREE | {"max_position_embeddings"}
     )
+    if saved.tanh_gelu == config.tanh_gelu:
+        free = free | {"bias_gelu_fusion", "openai_gelu"}  # two flags for one thing
     differing = [
         f"{flag_name(field)} (checkpoint: {getattr(saved, field.name)}, given: {getattr(config, field.name)})"
         for field in dataclasses.fields(ModelConfig)

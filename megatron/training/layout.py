@@ -157,7 +157,9 @@ def describe_layout(engine: Engine) -> str:
         count = per_rank[stage * each]
         ranks = f"ranks {stage * each}-{(stage + 1) * each - 1}" if each > 1 else f"rank {stage}"
         rows.append((f"stage {stage}", f"{ranks}; layers {layers}; {count:,} parameters on each rank"))
-    rows.append(("parameters", f"{buffer.num_elements:,} in all"))
+    rows.append(
+        ("parameters", f"{buffer.num_elements:,} in all, each counted once, without what pads the vocabulary")
+    )
     lengths = [bucket.end - bucket.start for bucket in buffer.buckets]
     rows.append(
         ("buckets", f"{len(lengths)} on rank 0, {min(lengths):,} to {max(lengths):,} elements of gradient")

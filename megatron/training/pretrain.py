@@ -271,7 +271,7 @@ def run(trainer: Trainer, stop: StopRequests) -> int:
     elif config.checkpoint.load is not None and progress.iteration == 0 and not config.checkpoint.finetune:
         say(f"--load: {config.checkpoint.load} holds no checkpoint yet; training starts from the beginning")
     if config.checkpoint.save is None:
-        say("without --save DIR nothing of this run will be kept")
+        say("without --save DIR no checkpoint of this run will be kept")
     say(describe(trainer))
     say(describe_layout(trainer.engine))
     trainer.reporter.start(progress.iteration, trainer.train_iters)

@@ -213,7 +213,9 @@ class Reporter:
             return
         ppl = {name: math.exp(min(20.0, loss)) for name, loss in losses.items()}
         line = f" validation loss at {where} | " + "".join(
-            f"{name} value: {loss:.6E} | {name} PPL: {ppl[name]:.6E} | " for name, loss in losses.items()
+            # Above e^20 NVIDIA's format stands still; the sign says so.
+            f"{name} value: {loss:.6E} | {name} PPL: {'>' * (loss > 20)}{ppl[name]:.6E} | "
+            for name, loss in losses.items()
         )
         self.say("-" * len(line) + "\n" + line + "\n" + "-" * len(line))
         record: dict[str, Any] = {"iteration": iteration, "consumed samples": samples}

@@ -347,6 +347,10 @@ def test_another_architecture_names_the_flags(tmp_path: Path) -> None:
     ) as caught:
         check_architecture(find_checkpoint(str(tmp_path), None), other)
     assert "dropout" not in str(caught.value)
+    found = find_checkpoint(str(tmp_path), None)
+    check_architecture(found, dataclasses.replace(CONFIG, openai_gelu=True))
+    with pytest.raises(InputError, match="--no-bias-gelu-fusion"):
+        check_architecture(found, dataclasses.replace(CONFIG, bias_gelu_fusion=False))
 
 
 def flip(path: Path) -> None:

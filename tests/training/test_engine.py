@@ -86,7 +86,7 @@ def test_the_table_of_a_layout() -> None:
         "  layout      tensor 1 x data 2 x pipeline 2 = 4 processes; distributed optimizer; interleaved schedule",
         f"  stage 0     ranks 0-1; layers 0, 2; {first:,} parameters on each rank",
         f"  stage 1     ranks 2-3; layers 1, 3; {last:,} parameters on each rank",
-        f"  parameters  {parameters:,} in all",
+        f"  parameters  {parameters:,} in all, each counted once, without what pads the vocabulary",
     ]
 
 

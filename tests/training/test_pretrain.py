@@ -261,8 +261,8 @@ def test_without_the_state_of_the_optimizer(pretrain, tmp_path: Path) -> None:
 
 
 def test_a_run_that_keeps_nothing_says_so(pretrain, tmp_path: Path) -> None:
-    assert "without --save DIR nothing of this run will be kept" in pretrain(*TINY)
-    assert "nothing of this run" not in pretrain(*TINY, "--save", tmp_path / "a")
+    assert "without --save DIR no checkpoint of this run will be kept" in pretrain(*TINY)
+    assert "no checkpoint of this run" not in pretrain(*TINY, "--save", tmp_path / "a")
 
 
 def test_another_schedule_is_said(pretrain, tmp_path: Path) -> None:

@@ -100,6 +100,12 @@ def test_metrics_of_a_resumed_run_join_without_a_seam(tmp_path: Path, capsys) ->
     assert len(path.read_text().splitlines()) == 3
 
 
+def test_a_perplexity_that_is_capped_says_so(capsys) -> None:
+    reporter = Reporter(LoggingConfig(), MESH, settings={})
+    reporter.evaluation("iteration 1", "validation", {"lm loss": 25.0}, 1, 8)
+    assert "lm loss PPL: >4.851652E+08" in capsys.readouterr().out
+
+
 def test_nan_in_metrics_is_null(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     reporter = Reporter(LoggingConfig(metrics_path=str(path)), MESH, settings={})
