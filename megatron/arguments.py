@@ -334,13 +334,13 @@ def _check_across(config: RunConfig) -> None:
 
 
 def run_command(main: Callable[[], int | None]) -> NoReturn:
-    """Run a command's `main` and exit: with what it returns (None for 0), with one line and 2 on wrong input,
-    with one line and 1 if training has become useless, with 130 on Ctrl-C."""
+    """Run a command's `main` and exit: with what it returns (None for 0), with one line and the exception's status
+    on wrong input (2) or a fault of training (1 or 200), with 130 on Ctrl-C."""
     try:
         code = main()
     except (InputError, TrainingFault) as error:
         _report(f"error: {error}")
-        code = 2 if isinstance(error, InputError) else 1
+        code = error.exit_status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         code = 130

@@ -24,9 +24,21 @@ class InputError(ValueError):
     as one line and exit with status 2; every other exception is a fault of ours and keeps its traceback.
     """
 
+    exit_status = 2
+
 
 class TrainingFault(RuntimeError):
-    """Training cannot go on, and starting it again as it is would not help. Exit status 1."""
+    """Training cannot go on, and starting it again as it is would not help."""
+
+    exit_status = 1
+
+
+class PassingFault(TrainingFault):
+    """Training cannot go on, but may when it is started again: a process is gone, or a machine miscalculates."""
+
+    exit_status = (
+        200  # as from a signal, above 127: what restarts on such statuses (Kubeflow) restarts on this
+    )
 
 
 @dataclasses.dataclass(frozen=True)

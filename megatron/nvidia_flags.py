@@ -199,7 +199,7 @@ NVIDIA_FLAGS: tuple[NvidiaFlag, ...] = (
     # Loss and optimizer.
     *_accept("the loss is always a mean over tokens", "--calculate-per-token-loss"),
     *_accept(
-        "a step that is not finite changes no weights and is counted in the log",
+        "a step that is not finite never changes weights; --on-non-finite says what then",
         "--no-check-for-nan-in-loss-and-grad",
     ),
     *_refuse(

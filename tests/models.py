@@ -5,11 +5,19 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from megatron.arguments import parse_run_config
 from megatron.optim.buffer import ParamBuffer
 from megatron.parallel.config import ParallelConfig
 from megatron.parallel.mesh import Mesh
+from megatron.training.config import RunConfig
+from megatron.training.engine import Engine
+from pretrain_gpt import DEFAULTS, GPT
 
 CPU = torch.device("cpu")
+FLAGS = """
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 59 --num-layers 4 --hidden-size 32
+    --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --train-iters 20 --lr 2e-3 --device cpu
+"""
 
 
 def flat(
@@ -21,3 +29,15 @@ def flat(
 ) -> ParamBuffer:
     """The parameters of a model in flat memory, without values; of one process, if no mesh is given."""
     return ParamBuffer([model], mesh or Mesh(device=CPU), config or ParallelConfig(), dtype=dtype)
+
+
+def config_of(flags: str) -> RunConfig:
+    """A small model's, with these flags."""
+    return parse_run_config(f"{FLAGS} {flags}".split(), description="", defaults=DEFAULTS)
+
+
+def engine_of(mesh: Mesh, config: RunConfig) -> Engine:
+    """That model with its first weights."""
+    engine = Engine(config, GPT, mesh, vocab_size=60, padded_vocab_size=64)
+    engine.buffer.initialize(1)
+    return engine

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron.arguments import PLAIN_NAMES, Parser, parse_run_config, run_command, run_parser, summary
-from megatron.flags import Flag, InputError, TrainingFault, field_types, flag_name
+from megatron.flags import Flag, InputError, PassingFault, TrainingFault, field_types, flag_name
 from megatron.training.config import RunConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -140,9 +140,14 @@ OTHER_DEFAULTS = {
     "--checkpoint-num-layers": None,
 }
 OURS_ALONE = {"--device", "--keep-last", "--metrics-path", "--no-progress", "--no-mask-padded-vocab"}
-OURS_ALONE |= {"--pipeline-schedule", "--verify-checkpoint"}
+OURS_ALONE |= {"--pipeline-schedule", "--verify-checkpoint", "--check-weight-replicas-interval"}
+OURS_ALONE |= {"--on-non-finite", "--spike-skip"}
 # As the README of v2.5 calls --vocab-file, and HEAD the flag that v3.0 spells with an underscore.
-ALIASES = {"--vocab", "--use-checkpoint-opt-param-scheduler"}
+ALIASES = {
+    "--check-weight-hash-across-dp-replicas-interval",
+    "--vocab",
+    "--use-checkpoint-opt-param-scheduler",
+}
 
 
 def test_defaults_are_nvidias() -> None:
@@ -505,6 +510,8 @@ def test_help_is_grouped_and_complete() -> None:
     ("raised", "code", "said"),
     [
         (InputError("--lr: is odd"), 2, "error: --lr: is odd\n"),
+        (TrainingFault("useless"), 1, "error: useless\n"),
+        (PassingFault("rank 3 is gone"), 200, "error: rank 3 is gone\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
         (None, 0, ""),
     ],

@@ -22,6 +22,7 @@ from megatron.checkpoint.pieces import Pieces
 from megatron.checkpoint.storage import folder_of, iterations, newest_iteration
 from megatron.flags import LARGEST, Config, InputError, flag_name
 from megatron.model.config import ModelConfig
+from megatron.optim.gate import is_state
 from megatron.parallel.collectives import together
 from megatron.parallel.mesh import ALONE, Axis
 
@@ -170,6 +171,7 @@ STATE_FIELDS = {
     "evaluation_due": lambda value: isinstance(value, bool),
     "bad_steps": _is_count,
     "history": _is_history,
+    "spike_window": is_state,
     "vocab_size": _is_count,
     "padded_vocab_size": _is_count,
     "optimizer_steps": lambda value: value is None or _is_count(value),

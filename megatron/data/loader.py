@@ -24,7 +24,7 @@ from megatron.flags import InputError
 Batch = dict[str, torch.Tensor]
 # Often sent to a whole process group, but only the training process is to act on them, and it needs its workers
 # until it has. Workers are forked with these blocked.
-GROUP_SIGNALS = {signal.SIGINT, signal.SIGTERM}
+GROUP_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
 
 
 def train_batches(

@@ -51,6 +51,19 @@ class OptimizerConfig(Config):
     adam_beta2: float = flag(0.999, "decay of Adam's mean of squared gradients", low=0, below=1)
     adam_eps: float = flag(1e-8, "added to Adam's denominator", above=0)
     sgd_momentum: float = flag(0.9, "momentum of SGD", low=0)
+    on_non_finite: str = flag(
+        "stop",
+        "a loss or gradient that is not finite changes no weights; then 'stop' says where it came from, saves and "
+        "ends the run, and 'skip' goes on, but ends it after ten such iterations in a row",
+        choices=("stop", "skip"),
+    )
+    spike_skip: float | None = flag(
+        None,
+        "leave out steps whose loss or gradient norm is more than this many standard deviations above the mean of the "
+        "last 128 steps (of 64 at least); 6 leaves out true spikes alone",
+        above=0,
+        metavar="SIGMA",
+    )
     log_num_zeros_in_grad: bool = flag(False, "log how many elements of the gradient are zero")
     use_checkpoint_opt_param_scheduler: bool = flag(
         False,

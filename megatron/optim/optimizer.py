@@ -7,15 +7,16 @@ from torch import Tensor
 
 from megatron.optim.buffer import ParamBuffer
 from megatron.optim.config import OptimizerConfig
+from megatron.optim.gate import Gate
 
 
 class Optimizer:
     """AdamW or SGD, from torch, on the master weights of a `ParamBuffer`.
 
-    Nothing in a step makes the host wait for the device: one whose gradients are not finite is left out on the
-    device itself.
+    Nothing in a step makes the host wait for the device: whether one is left out is decided on the device itself.
 
     Attributes:
+        gate: decides it.
         moments: the optimizer's running means, fp32, by torch's name: of each bucket what is owned here.
     """
 
@@ -23,6 +24,7 @@ class Optimizer:
         self.buffer = buffer
         self.clip_grad = config.clip_grad
         self.count_zeros = config.log_num_zeros_in_grad
+        self.gate = Gate(config, buffer.params.device)
         self.grads = buffer.owned(buffer.grads)
         groups = []
         for decays in (True, False):
@@ -60,17 +62,19 @@ class Optimizer:
         for state in self.inner.state.values():
             state["step"].fill_(value)
 
-    def step(self, *, lr: float, weight_decay: float) -> dict[str, Tensor]:
+    def step(self, *, lr: float, weight_decay: float, loss: Tensor | None = None) -> dict[str, Tensor]:
         """Clip the gradients, update master weights and parameters, and clear the gradients.
 
+        `loss` is the step's, on the whole global batch, which `--spike-skip` needs.
+
         Returns:
-            Scalars on the device, of the whole model: "grad norm", the norm before clipping; where it is not
-            finite, nothing has been updated. With `count_zeros` also "num zeros", the elements of the gradient
-            that are zero.
+            Scalars on the device, of the whole model: "grad norm", the norm before clipping; "skipped", 1 where
+            nothing has been updated; with `count_zeros` also "num zeros", the elements of the gradient that are
+            zero.
         """
         buffer = self.buffer
         grad_norm = buffer.norm(self.grads)
-        stats = {"grad norm": grad_norm}
+        stats = {"grad norm": grad_norm, "skipped": self.gate.leaves_out(grad_norm, loss)}
         if self.count_zeros:
             nonzero = buffer.total(self.grads, torch.count_nonzero)
             stats["num zeros"] = (buffer.num_elements - nonzero).float()
@@ -79,7 +83,7 @@ class Optimizer:
             for grad in self.grads:
                 grad.mul_(scale)
         # torch's fused optimizers do nothing where found_inf is 1, and the host need not know.
-        self.inner.found_inf = (~grad_norm.isfinite()).float()
+        self.inner.found_inf = stats["skipped"]
         self.inner.grad_scale = None
         for group in self.inner.param_groups:
             group["lr"] = lr

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.flags import TrainingFault
+from megatron.flags import PassingFault
 from megatron.parallel.mesh import ALONE, Axis
 
 # torch 2.13 has renamed these, and warns of the old names at every use.
@@ -33,7 +33,7 @@ def named(what: str, axis: Axis) -> Iterator[None]:
         others = [other for other in axis.ranks if other != rank]
         who = f"rank {others[0]}" if len(others) == 1 else "one of them"
         ranks = ", ".join(map(str, others[:16])) + (", ..." if len(others) > 16 else "")
-        raise TrainingFault(
+        raise PassingFault(
             f"rank {rank} waited in {what} over the {axis.name} axis for rank{'s' * (len(others) > 1)} {ranks}; {who} "
             f"is gone, or did not come within --distributed-timeout-minutes: {str(error).splitlines()[0][:200]}"
         ) from error
@@ -115,6 +115,16 @@ def all_equal(value: int, axis: Axis) -> bool:
     """Whether the processes of `axis` came with the same value, of less than 63 bits."""
     largest, smallest = all_reduce_max(torch.tensor([value, -value]), axis).tolist()
     return largest == -smallest
+
+
+def gather_texts(text: str, axis: Axis) -> list[str]:
+    """A text of each process of `axis`, which holds the whole run, in order."""
+    data = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    lengths = all_gather(torch.tensor([len(data)]), axis).tolist()
+    padded = torch.zeros(max(lengths) or 1, dtype=torch.uint8)
+    padded[: len(data)] = data
+    rows = all_gather(padded, axis).view(axis.size, -1)
+    return [bytes(row[:n].tolist()).decode() for row, n in zip(rows, lengths, strict=True)]
 
 
 @contextmanager

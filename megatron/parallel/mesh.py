@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron.flags import InputError, TrainingFault, either
+from megatron.flags import InputError, PassingFault, either
 from megatron.parallel.config import ParallelConfig
 
 # The axes and what a person calls them, the slowest first: neighbours in tp are neighbours in rank.
@@ -141,7 +141,7 @@ def init_mesh(config: ParallelConfig, device: torch.device) -> Iterator[Mesh]:
         )
         mesh = _arrange(sizes, device)
     except RuntimeError as error:
-        raise TrainingFault(
+        raise PassingFault(
             f"rank {os.environ['RANK']}: the {processes} processes did not come together within "
             f"--distributed-timeout-minutes {config.distributed_timeout_minutes}; see what the others say, or whether "
             f"MASTER_ADDR and MASTER_PORT lead to the first of them ({str(error).splitlines()[0][:200]})"

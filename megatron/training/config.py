@@ -40,6 +40,13 @@ class TrainingConfig(Config):
     )
     eval_interval: int = flag(1000, "iterations between evaluations", low=1)
     eval_iters: int = flag(100, "global batches in an evaluation; 0 does not evaluate", low=0)
+    check_weight_replicas_interval: int | None = flag(
+        None,
+        "iterations between comparisons of the weights that several processes hold alike; ends the run where they "
+        "differ",
+        low=1,
+        aliases=("--check-weight-hash-across-dp-replicas-interval",),
+    )
     exit_interval: int | None = flag(None, "save and leave when the iteration is a multiple of this", low=1)
     exit_duration_in_mins: int | None = flag(None, "save and leave after this many minutes", low=1)
     seed: int = flag(1234, "seed of initial weights, order of the data and dropout", low=0, high=2**32 - 1)

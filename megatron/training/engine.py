@@ -133,6 +133,21 @@ class Engine:
             [terms] this process's share of the mean losses, which summed over replicas and stages are the means;
             and what `Optimizer.step` tells, the same on every process.
         """
+        losses = self.compute_gradients(
+            batches, num_microbatches=num_microbatches, consumed_samples=consumed_samples
+        )
+        loss = None
+        if self.config.optimizer.spike_skip is not None:
+            loss = all_reduce_sum(all_reduce_sum(losses.sum(), self.mesh.dp), self.mesh.pp)
+        return losses, self.optimizer.step(lr=lr, weight_decay=weight_decay, loss=loss)
+
+    def compute_gradients(
+        self, batches: Iterator[Batch], *, num_microbatches: int, consumed_samples: int
+    ) -> Tensor:
+        """Forward and backward over the microbatches of one global batch, and the sum over the replicas.
+
+        A loss that is not finite makes a gradient that is not. The return is as of `train_step`.
+        """
         microbatches = [self._to_device(batch) for batch in itertools.islice(batches, num_microbatches)]
         counts = torch.stack([self.task.count(batch) for batch in microbatches]).sum(0)
         # With every position masked the loss is 0, not 0/0.
@@ -142,7 +157,7 @@ class Engine:
         def end(_: int, sums: Tensor) -> Tensor:
             share = sums / counts
             losses.add_(share.detach())
-            return share.sum()
+            return (share * (1 + 0 * share.detach())).sum()  # times 1; if it is not finite, times NaN
 
         def dropout_key(microbatch: int) -> tuple[int, int]:
             before = (
@@ -152,7 +167,7 @@ class Engine:
 
         self._run(microbatches, end, dropout_key=dropout_key, training=True)
         self.buffer.finish_reduce()
-        return losses, self.optimizer.step(lr=lr, weight_decay=weight_decay)
+        return losses
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:

@@ -26,6 +26,8 @@ from megatron.training.batch_size import BatchSchedule
 from megatron.training.config import RunConfig
 from megatron.training.costs import flops_per_sample
 from megatron.training.engine import Engine
+from megatron.training.faults import stop_on_non_finite
+from megatron.training.replicas import check_replicas
 from megatron.training.report import History, Interval, Reporter
 from megatron.training.stop import StopRequests
 from megatron.training.task import Task
@@ -90,6 +92,7 @@ class Trainer:
     datasets: dict[str, Dataset]  # by "train", "validation" and "test"; those there are
     reporter: Reporter
     progress: Progress
+    sound: int = 0  # samples up to which every gradient is known to have been finite
 
     def train(self, stop: StopRequests) -> str | None:
         """Train to the last iteration, or until `stop` says so.
@@ -98,6 +101,7 @@ class Trainer:
             Why training stopped before its end; None if it came to it.
         """
         progress, clock = self.progress, Clock()
+        self.sound = progress.consumed_samples
         batches = train_batches(
             self.datasets["train"],
             self.config.data,
@@ -111,6 +115,9 @@ class Trainer:
             end = progress.iteration == self.train_iters
             if end or self.due(self.config.logging.log_interval):
                 self.report(clock)
+            if self.due(self.config.training.check_weight_replicas_interval):
+                with clock.paused():
+                    check_replicas(self.engine.buffer)
             reason = stop.reason(progress.iteration)
             # What is due at the end, `finish` does; what is due when the run stops, the run that resumes does.
             progress.evaluation_due = end or self.due(self.config.training.eval_interval)
@@ -126,6 +133,7 @@ class Trainer:
     def evaluate_in_between(self) -> None:
         """Evaluate where --eval-interval says so."""
         if self.due(self.config.training.eval_interval):
+            self.collect()
             self.evaluate("validation", f"iteration {self.progress.iteration}")
         self.progress.evaluation_due = False
 
@@ -169,10 +177,21 @@ class Trainer:
         self.reporter.advance()
         return batch_size
 
+    def collect(self) -> None:
+        """Learn the values of the iterations since this was last called. Every process must take part.
+
+        Raises:
+            TrainingFault: a gradient was not finite, and that is to stop the run.
+        """
+        for row in self.progress.history.collect(self.mesh):
+            if not math.isfinite(row["grad norm"]) and self.engine.optimizer.gate.stops:
+                stop_on_non_finite(self, row["iteration"], self.sound)
+            self.sound = row["consumed samples"]
+
     def report(self, clock: Clock) -> None:
         """Report the iterations since the last report; stop if too many of the last could not be used."""
         progress = self.progress
-        progress.history.collect(self.mesh)  # waits for the device, so before the clock is read
+        self.collect()  # waits for the device, so before the clock is read
         seconds, iterations, samples = clock.take()
         rows, progress.history.rows = progress.history.rows, []
         flops = flops_per_sample(
@@ -233,7 +252,7 @@ class Trainer:
         root = self.config.checkpoint.save
         if root is None:
             return
-        self.progress.history.collect(self.mesh)
+        self.collect()
         try:
             save_checkpoint(
                 self.config.checkpoint,
@@ -262,6 +281,7 @@ class Trainer:
             "evaluation_due": progress.evaluation_due,
             "bad_steps": progress.bad_steps,
             "history": rows,
+            "spike_window": self.engine.optimizer.gate.state(),
             "vocab_size": self.tokenizer.vocab_size,
             "padded_vocab_size": self.padded_vocab_size,
             "schedule": dataclasses.asdict(self.schedule),

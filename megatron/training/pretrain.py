@@ -41,12 +41,12 @@ def pretrain(config: RunConfig, task: Task) -> int:
     """Train `task` as configured, as one of torchrun's processes or alone.
 
     Returns:
-        The status to exit with: 0 when training came to its end or stopped where a flag said so; 130 or 143
-        when SIGINT or SIGTERM ended it.
+        The status to exit with: 0 when training came to its end or stopped where a flag said so; 130, 138 or 143
+        when SIGINT, SIGUSR1 or SIGTERM ended it.
 
     Raises:
         InputError: the configuration does not fit what it names: files, checkpoints, devices, processes.
-        TrainingFault: gradients have become useless.
+        TrainingFault: numbers have become useless, a checkpoint cannot be written, or a process is gone.
     """
     check_layout(config, world_size())
     if config.data.num_workers:
@@ -189,6 +189,8 @@ def load(trainer: Trainer, checkpoint: Checkpoint) -> None:
     load_into(checkpoint, engine.buffer, engine.optimizer if with_optimizer else None)
     if config.finetune:
         return
+    if state["spike_window"] is not None:
+        engine.optimizer.gate.load(state["spike_window"])
     try:
         saved = Schedule(**state["schedule"])
     except TypeError:
@@ -213,7 +215,8 @@ def saved_progress(task: Task, checkpoint: Checkpoint | None, config: Checkpoint
     state = checkpoint.state
     rows = [{k: math.nan if v is None else v for k, v in row.items()} for row in state["history"]]
     if any(
-        not {"iteration", "consumed samples", "grad norm", *task.loss_names} <= row.keys() for row in rows
+        not {"iteration", "consumed samples", "grad norm", "skipped", *task.loss_names} <= row.keys()
+        for row in rows
     ):
         raise InputError(f"{checkpoint.folder / 'state.json'}: 'history' lacks a loss or the gradient's norm")
     return Progress(

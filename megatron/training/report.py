@@ -38,22 +38,30 @@ class History:
 
     Attributes:
         rows: one dict an iteration: "iteration", "consumed samples", and each value by its name.
+        faulty: iterations among the last collected of which this process's own share of the loss was not finite.
     """
 
     def __init__(self, loss_names: tuple[str, ...], rows: list[dict[str, float]]) -> None:
         self.loss_names = loss_names
         self.rows = rows
+        self.faulty: list[int] = []
         self.pending: list[tuple[dict[str, int], Tensor, dict[str, Tensor]]] = []
 
     def add(self, iteration: int, consumed_samples: int, losses: Tensor, stats: dict[str, Tensor]) -> None:
         """Note an iteration: [terms] this process's share of the mean losses, and scalars that all share."""
         self.pending.append(({"iteration": iteration, "consumed samples": consumed_samples}, losses, stats))
 
-    def collect(self, mesh: Mesh) -> None:
-        """Bring all that is pending into `rows`. Every process must take part; the host waits."""
+    def collect(self, mesh: Mesh) -> list[dict[str, float]]:
+        """Bring all that is pending into `rows`, and give it. Every process must take part; the host waits."""
         if not self.pending:
-            return
+            return []
+        begin = len(self.rows)
         shares = torch.stack([losses for _, losses, _ in self.pending])
+        self.faulty = [
+            row["iteration"]
+            for (row, _, _), finite in zip(self.pending, shares.isfinite().all(1).tolist(), strict=True)
+            if not finite
+        ]
         losses = all_reduce_sum(all_reduce_sum(shares, mesh.dp), mesh.pp).tolist()
         stats = torch.stack([torch.stack(list(stats.values())) for _, _, stats in self.pending]).tolist()
         for (row, _, named), loss_row, stats_row in zip(self.pending, losses, stats, strict=True):
@@ -61,6 +69,7 @@ class History:
             row.update(zip(named, stats_row, strict=True))
             self.rows.append(row)
         self.pending.clear()
+        return self.rows[begin:]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,18 +93,23 @@ class Interval:
 
     @property
     def bad(self) -> int:
-        """Iterations that changed no weights, because a loss or gradient was not finite."""
+        """Iterations whose loss or gradient was not finite."""
         return sum(not math.isfinite(row["grad norm"]) for row in self.rows)
+
+    @property
+    def skipped(self) -> int:
+        """Iterations that changed no weights."""
+        return int(sum(row["skipped"] for row in self.rows))
 
     def record(self) -> dict[str, Any]:
         """Every value at full precision, for the file of metrics and Weights & Biases."""
         last = dict(self.rows[-1])
         record = {"iteration": last.pop("iteration"), "consumed samples": last.pop("consumed samples")}
-        record |= self.losses | {name: value for name, value in last.items() if name not in self.loss_names}
+        record |= self.losses | {k: v for k, v in last.items() if k not in (*self.loss_names, "skipped")}
         record |= {
             "learning rate": self.lr,
             "global batch size": self.batch_size,
-            "skipped iterations": self.bad,
+            "skipped iterations": self.skipped,
         }
         if self.params_norm is not None:
             record["params norm"] = self.params_norm
@@ -105,7 +119,7 @@ class Interval:
     def points(self) -> list[dict[str, float]]:
         """The values of each iteration by their names in TensorBoard; the last has those of the interval too."""
         renamed = {"grad norm": "grad-norm", "num zeros": "num-zeros"}
-        points = [{renamed.get(name, name): value for name, value in row.items()} for row in self.rows]
+        points = [{renamed.get(k, k): v for k, v in row.items() if k != "skipped"} for row in self.rows]
         points[-1] |= {
             "learning-rate": self.lr,
             "batch-size": self.batch_size,
@@ -134,7 +148,7 @@ class Interval:
         if self.params_norm is not None:
             parts.append(f"params norm: {self.params_norm:.3f}")
         parts += [
-            f"number of skipped iterations: {self.bad:3d}",
+            f"number of skipped iterations: {self.skipped:3d}",
             f"number of nan iterations: {self.bad:3d}",
             f"tokens per second: {self.tokens_per_second:.1f}",
             f"TFLOP/s per device: {self.tflops:.3g}",

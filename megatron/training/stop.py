@@ -16,10 +16,13 @@ from megatron.training.config import TrainingConfig
 # torchrun passes a signal on to processes that the terminal has already sent it to. What follows this soon
 # on the first is the same request, not an impatient second one.
 SAME_REQUEST_SECONDS = 3.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequests:
-    """Notices SIGINT and SIGTERM, and agrees with all processes on stopping at the same iteration.
+    """Notices SIGINT, SIGTERM and SIGUSR1 (which SLURM sends before its time limit).
+
+    All processes agree on stopping at the same iteration.
 
     Within a `with` block the first signal lets the iteration end and the run save; a second one leaves at once.
     """
@@ -32,9 +35,7 @@ class StopRequests:
         self.since: float | None = None  # when this process learnt of it
 
     def __enter__(self) -> StopRequests:
-        self.previous = {
-            number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)
-        }
+        self.previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -72,5 +73,5 @@ class StopRequests:
 
     @property
     def exit_code(self) -> int:
-        """0, or after a signal what a shell expects of it: 130 for SIGINT, 143 for SIGTERM."""
+        """0, or after a signal what a shell expects of it: 130 for SIGINT, 138 for SIGUSR1, 143 for SIGTERM."""
         return 128 + self.signal if self.signal else 0

@@ -5,25 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 from distributed import run_distributed
-from models import CPU
+from models import CPU, config_of, engine_of
 
-from megatron.arguments import parse_run_config
 from megatron.parallel.mesh import init_mesh
-from megatron.training.engine import Engine
 from megatron.training.layout import describe_layout
-from pretrain_gpt import DEFAULTS, GPT
-
-FLAGS = """
-    --mock-data --tokenizer-type NullTokenizer --vocab-size 59 --num-layers 4 --hidden-size 32
-    --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --train-iters 20 --lr 2e-3 --device cpu
-"""
-
-
-def engine_of(mesh, flags: str) -> Engine:
-    config = parse_run_config(f"{FLAGS} {flags}".split(), description="", defaults=DEFAULTS)
-    engine = Engine(config, GPT, mesh, vocab_size=60, padded_vocab_size=64)
-    engine.buffer.initialize(1)
-    return engine
 
 
 def batches(count: int):
@@ -40,9 +25,9 @@ def batches(count: int):
 
 def tables(flags: str) -> list[np.ndarray]:
     """The tables with a row for every id that this process holds after three steps."""
-    config = parse_run_config(f"{FLAGS} {flags}".split(), description="", defaults=DEFAULTS)
+    config = config_of(flags)
     with init_mesh(config.parallel, CPU) as mesh:
-        engine = engine_of(mesh, flags)
+        engine = engine_of(mesh, config)
         for step in range(3):
             engine.train_step(
                 batches(2), num_microbatches=2, consumed_samples=4 * step, lr=1e-2, weight_decay=0.1
@@ -71,9 +56,9 @@ def test_tied_embeddings_stay_equal_bit_for_bit() -> None:
 
 
 def layout(flags: str) -> str:
-    config = parse_run_config(f"{FLAGS} {flags}".split(), description="", defaults=DEFAULTS)
+    config = config_of(flags)
     with init_mesh(config.parallel, CPU) as mesh:
-        return describe_layout(engine_of(mesh, flags))
+        return describe_layout(engine_of(mesh, config))
 
 
 def test_the_table_of_a_layout() -> None:
@@ -96,7 +81,7 @@ def dropped(sequence: str) -> list[np.ndarray]:
     from megatron.parallel.random import dropout
 
     flags = f"--tensor-model-parallel-size 2 {sequence}"
-    config = parse_run_config(f"{FLAGS} {flags}".split(), description="", defaults=DEFAULTS)
+    config = config_of(flags)
     with init_mesh(config.parallel, CPU) as mesh:
         tp = TensorParallel(mesh.tp, bool(sequence))
         between = dropout(torch.ones(1000), 0.5, (1, 2), 3, "mlp", tp.stream)

@@ -288,11 +288,17 @@ def test_training_that_became_useless_stops(command, tmp_path: Path) -> None:
         "--eval-iters",
         0,
     ]
-    result = command("pretrain_gpt.py", *flags, "--save", tmp_path / "a", status=1)
+    skip = ("--on-non-finite", "skip", "--save", tmp_path / "a")
+    result = command("pretrain_gpt.py", *flags, *skip, status=1)
     assert "lm loss: nan" in result.stdout
     assert "Traceback" not in result.stderr
     assert result.stderr.startswith("error: the last 1")
     assert not list((tmp_path / "a").glob("iter_*"))
+    result = command("pretrain_gpt.py", *flags, status=1)
+    assert result.stderr.startswith(
+        "error: iteration 2: the loss or its gradient is not finite; no weights were"
+    )
+    assert result.stderr.count("\n") == 1 and "first the output of " in result.stderr
 
 
 def test_exit_duration() -> None:

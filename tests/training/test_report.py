@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 import time
@@ -24,6 +25,7 @@ def interval(rows: list[tuple[int, float, float]], **fields) -> Interval:
         **{
             "rows": [
                 {"iteration": i, "consumed samples": 8 * i, "lm loss": loss, "grad norm": norm}
+                | {"skipped": float(not math.isfinite(norm))}
                 for i, loss, norm in rows
             ],
             "loss_names": ("lm loss",),
