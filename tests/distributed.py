@@ -21,6 +21,22 @@ def run_distributed(function: Callable, processes: int, *arguments: Any, timeout
 
     Fails with the traceback of the first rank that fails, or if one takes longer than `timeout` seconds.
     """
+    started = start_distributed(function, processes, *arguments)
+    try:
+        results = [_result(rank, ours, timeout) for rank, (_, ours) in enumerate(started)]
+    finally:
+        for process, _ in started:
+            process.kill()
+            process.join()
+    failures = [text for ok, text in results if not ok]
+    assert not failures, "\n".join(failures)
+    return [value for _, value in results]
+
+
+def start_distributed(
+    function: Callable, processes: int, *arguments: Any
+) -> list[tuple[multiprocessing.Process, Connection]]:
+    """As `run_distributed`, without waiting: the processes, and what each will tell."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     port = free_port()
@@ -32,15 +48,7 @@ def run_distributed(function: Callable, processes: int, *arguments: Any, timeout
         process.start()
         theirs.close()
         started.append((process, ours))
-    try:
-        results = [_result(rank, ours, timeout) for rank, (_, ours) in enumerate(started)]
-    finally:
-        for process, _ in started:
-            process.kill()
-            process.join()
-    failures = [text for ok, text in results if not ok]
-    assert not failures, "\n".join(failures)
-    return [value for _, value in results]
+    return started
 
 
 def rank_environment(rank: int, processes: int, port: int) -> dict[str, str]:

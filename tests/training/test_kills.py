@@ -1,0 +1,87 @@
+"""A run that is killed at random moments ends as one that never was."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed import run_distributed, start_distributed
+
+from megatron.arguments import parse_run_config
+from megatron.training.pretrain import pretrain
+from pretrain_gpt import DEFAULTS, GPT
+
+FLAGS = """
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 250 --num-layers 2 --hidden-size 64
+    --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --global-batch-size 4 --train-iters 120 --lr 2e-3
+    --log-interval 1 --eval-interval 50 --eval-iters 1 --num-workers 0 --device cpu --save-interval 5 --keep-last 2
+    --distributed-timeout-minutes 1
+"""
+LAYOUTS = {
+    "D2+ZeRO": "--use-distributed-optimizer",
+    "T2 bf16": "--tensor-model-parallel-size 2 --bf16",
+    "P2": "--pipeline-model-parallel-size 2",
+}
+TIMES = ("seconds per iteration", "tokens per second", "TFLOP/s per device")
+
+
+def train(flags: str) -> int:
+    config = parse_run_config(f"{FLAGS} {flags}".split(), description="", defaults=DEFAULTS)
+    with contextlib.redirect_stdout(io.StringIO()):
+        return pretrain(config, GPT)
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k not in TIMES} for row in rows]
+
+
+def place(folder: Path) -> str:
+    return f"--save {folder} --load {folder} --metrics-path {folder / 'metrics.jsonl'}"
+
+
+def start_and_kill(flags: str, folder: Path, moment: random.Random) -> bool:
+    """Start a run, kill one rank or both, and give whether that came before its end."""
+    ranks = start_distributed(train, 2, flags)
+    deadline = time.monotonic() + moment.uniform(0.2, 3)
+    if moment.random() < 0.5:  # while it saves
+        nth = moment.randrange(1, 12)
+        while nth and time.monotonic() < deadline + 5 and ranks[0][0].is_alive():
+            nth -= any(folder.glob(".writing-iter*"))
+            time.sleep(moment.uniform(0, 0.005))
+    else:
+        ranks[0][0].join(deadline - time.monotonic())
+    killed = all(process.is_alive() for process, _ in ranks)
+    first = moment.randrange(2)
+    ranks[first][0].kill()
+    if moment.random() < 0.3:  # the other may notice, and end by itself
+        ranks[1 - first][0].join(20)
+        assert not ranks[1 - first][0].is_alive()
+    ranks[1 - first][0].kill()
+    for process, _ in ranks:
+        process.join()
+    return killed
+
+
+@pytest.mark.parametrize("kills", [5, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+def test_a_run_that_is_killed_at_random_moments(kills: int, tmp_path: Path) -> None:
+    moment = random.Random(kills)
+    done = rounds = 0
+    while done < kills:
+        name = list(LAYOUTS)[rounds % len(LAYOUTS)]
+        undisturbed, folder = tmp_path / name.split()[0], tmp_path / f"killed-{rounds}"
+        if not undisturbed.exists():
+            assert run_distributed(train, 2, f"{LAYOUTS[name]} {place(undisturbed)}") == [0, 0]
+        flags, in_this_round = f"{LAYOUTS[name]} {place(folder)}", 0
+        while in_this_round < 8 and done < kills and start_and_kill(flags, folder, moment):
+            in_this_round += 1
+            done += 1
+        assert run_distributed(train, 2, flags) == [0, 0]
+        assert records(folder / "metrics.jsonl") == records(undisturbed / "metrics.jsonl")
+        rounds += 1
