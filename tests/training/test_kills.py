@@ -60,9 +60,8 @@ def start_and_kill(flags: str, folder: Path, moment: random.Random) -> bool:
     killed = all(process.is_alive() for process, _ in ranks)
     first = moment.randrange(2)
     ranks[first][0].kill()
-    if moment.random() < 0.3:  # the other may notice, and end by itself
-        ranks[1 - first][0].join(20)
-        assert not ranks[1 - first][0].is_alive()
+    if moment.random() < 0.3:  # the other has time to notice, and to end by itself
+        ranks[1 - first][0].join(5)
     ranks[1 - first][0].kill()
     for process, _ in ranks:
         process.join()
