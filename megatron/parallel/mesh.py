@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.flags import InputError, PassingFault, either
 from megatron.parallel.config import ParallelConfig
+from megatron.parallel.rendezvous import meet
 
 # The axes and what a person calls them, the slowest first: neighbours in tp are neighbours in rank.
 AXES = {"pp": "pipeline", "dp": "data-parallel", "cp": "context-parallel", "tp": "tensor-parallel"}
@@ -133,10 +134,15 @@ def init_mesh(config: ParallelConfig, device: torch.device) -> Iterator[Mesh]:
     for name in ("RANK", "MASTER_PORT"):
         _environment(name)
     try:
+        timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
+        store, rank, _ = meet(timeout)
         dist.init_process_group(
+            store=store,
+            rank=rank,
+            world_size=processes,
             # Small values that the host acts on travel over gloo, so that agreeing on them never waits for a GPU.
             backend="gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl",
-            timeout=datetime.timedelta(minutes=config.distributed_timeout_minutes),
+            timeout=timeout,
             device_id=device if backend == "nccl" else None,
         )
         mesh = _arrange(sizes, device)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -93,3 +95,34 @@ def test_ranks_with_different_flags_are_told_so() -> None:
         assert rank.returncode == 2, errors
         assert "the processes were not started alike: --seed, --clip-grad differ between them" in errors
         assert f"rank {number} has " in errors and f"--seed {number + 1}" in errors
+
+
+def test_torchrun_starts_a_run_again_that_lost_a_process(tmp_path: Path) -> None:
+    """`--max-restarts`: it goes on from its last checkpoint, and its metrics have no gap and nothing twice."""
+    place = ["--save", tmp_path / "run", "--load", tmp_path / "run", "--save-interval", "10"]
+    flags = [*FLAGS[1:], *place, "--metrics-path", tmp_path / "metrics.jsonl", "--train-iters", "120"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=2"]
+    process = subprocess.Popen(
+        [*command, f"--master-port={free_port()}", FLAGS[0], *map(str, flags)],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        for line in process.stdout:
+            if " iteration       15/" in line:
+                break
+        ranks = subprocess.run(
+            ["pgrep", "-P", str(process.pid)], capture_output=True, text=True
+        ).stdout.split()
+        os.kill(int(ranks[1]), signal.SIGKILL)
+        output, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 0, errors
+    begun = re.search(r"iterations (\d+) to 120", output)
+    assert begun and int(begun[1]) % 10 == 1 and int(begun[1]) > 10, output
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == list(range(1, 121))

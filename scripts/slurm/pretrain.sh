@@ -1,0 +1,64 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=pretrain
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=8
+#SBATCH --time=24:00:00
+#SBATCH --signal=USR1@300
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.log
+# Pretrain under SLURM, one task per GPU, again and again until training is done.
+#
+#   sbatch [--nodes 4 ...] scripts/slurm/pretrain.sh pretrain_gpt.py --save DIR --load DIR [flags]
+#
+# From the repository's folder; --save and --load must name the same folder, one that all nodes see. Five minutes before
+# the time limit SLURM signals the tasks: they save and leave, and the job is put into the queue again, where it goes on
+# from what was saved. So it is after a fault that may pass, as the loss of a node. Environment variables:
+#
+#   PYTHON         interpreter that has the packages (default: .venv/bin/python if there is one, or else python3)
+#   MAX_RESTARTS   how often to try again after faults (default: 20)
+set -euo pipefail
+
+if (($# == 0)) || [[ $1 == -h || $1 == --help ]]; then
+  sed -n '/^# Pretrain/,/^[^#]/s/^# \{0,1\}//p' "$0"
+  exit
+fi
+if [[ -z ${SLURM_JOB_ID:-} ]]; then
+  echo "error: this is no SLURM job; start it with sbatch" >&2
+  exit 2
+fi
+
+if [[ -z ${PYTHON:-} ]]; then
+  PYTHON=python3
+  [[ -x .venv/bin/python ]] && PYTHON=.venv/bin/python
+fi
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
+export PYTHON MASTER_ADDR MASTER_PORT
+
+status=0
+# Each task finds its place in the environment, in torchrun's terms.
+# shellcheck disable=SC2016
+srun --kill-on-bad-exit=0 bash -c \
+  'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS exec "$PYTHON" "$@"' task "$@" || status=$?
+
+restarts=${SLURM_RESTART_COUNT:-0}
+case $status in
+  0) echo "training is done" ;;
+  138) # SIGUSR1: the time was up
+    echo "saved before the time limit; goes on when SLURM starts it again"
+    scontrol requeue "$SLURM_JOB_ID"
+    ;;
+  137 | 200) # a task was killed; a fault that may pass
+    if ((restarts < ${MAX_RESTARTS:-20})); then
+      echo "ended with status $status; restart $((restarts + 1)) of at most ${MAX_RESTARTS:-20}"
+      scontrol requeue "$SLURM_JOB_ID"
+    else
+      echo "ended with status $status after $restarts restarts; giving up" >&2
+    fi
+    ;;
+  *) echo "ended with status $status, which starting again would not help" >&2 ;;
+esac
+exit "$status"

@@ -1,0 +1,108 @@
+"""The SLURM job, run with stand-ins for srun and scontrol that do what SLURM's do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from distributed import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts" / "slurm" / "pretrain.sh"
+FLAGS = """
+    pretrain_gpt.py --mock-data --tokenizer-type NullTokenizer --vocab-size 250 --num-layers 2 --hidden-size 32
+    --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --global-batch-size 4 --lr 1e-3 --log-interval 1
+    --eval-iters 0 --num-workers 0 --device cpu --distributed-timeout-minutes 1
+""".split()
+# Starts the tasks, writes down their process numbers, and ends with the highest status of all.
+SRUN = f"""#!{sys.executable}
+import os, pathlib, subprocess, sys
+arguments = [word for word in sys.argv[1:] if not word.startswith("--kill-on-bad-exit")]
+tasks = [
+    subprocess.Popen(arguments, env=os.environ | {{"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)}}) for i in range(2)
+]
+pathlib.Path("tasks").write_text(" ".join(str(task.pid) for task in tasks))
+sys.exit(max(128 - code if code < 0 else code for code in [task.wait() for task in tasks]))
+"""
+SCONTROL = """#!/bin/sh
+case $1 in show) echo 127.0.0.1 ;; requeue) echo requeued "$2" >> requeued ;; esac
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path: Path):
+    """Starts the job in a folder of its own; gives the process."""
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "pretrain_gpt.py").symlink_to(ROOT / "pretrain_gpt.py")
+
+    def start(*arguments: str | Path, **environment: str) -> subprocess.Popen:
+        job = {"SLURM_JOB_ID": str(free_port()), "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "node[1-2]"}
+        path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable}
+        return subprocess.Popen(
+            ["bash", SCRIPT, *map(str, arguments)],
+            cwd=tmp_path,
+            env=os.environ | path | job | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return start
+
+
+def wait_for(path: Path, size: int) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists() or path.stat().st_size < size:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGUSR1, 138), (signal.SIGKILL, 200)])
+def test_a_job_that_is_stopped_goes_on_when_it_is_started_again(slurm, tmp_path, number, status) -> None:
+    place = ["--save", tmp_path / "run", "--load", tmp_path / "run", "--metrics-path", tmp_path / "m.jsonl"]
+    job = slurm(*FLAGS, *place, "--save-interval", "5", "--train-iters", "100000")
+    wait_for(tmp_path / "m.jsonl", 3000)
+    tasks = [int(word) for word in (tmp_path / "tasks").read_text().split()]
+    for task in tasks if number == signal.SIGUSR1 else tasks[1:]:
+        os.kill(task, number)
+    output, errors = job.communicate(timeout=60)
+    assert job.returncode == status, errors
+    assert (tmp_path / "requeued").read_text().startswith("requeued ")
+    assert "Traceback" not in errors
+    done = int((tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text())
+    job = slurm(*FLAGS, *place, "--train-iters", str(done + 2), SLURM_RESTART_COUNT="1")
+    output, errors = job.communicate(timeout=60)
+    assert job.returncode == 0, errors
+    assert f"iterations {done + 1} to {done + 2}" in output and "training is done" in output
+
+
+def test_what_starting_again_would_not_help_is_not_started_again(slurm, tmp_path) -> None:
+    job = slurm(*FLAGS, "--train-iters", "5", "--lr", "-1")
+    errors = job.communicate(timeout=60)[1]
+    assert job.returncode == 2 and "error: --lr: -1.0 is too small" in errors
+    assert not (tmp_path / "requeued").exists()
+
+
+def test_restarts_are_bounded(slurm, tmp_path) -> None:
+    (tmp_path / "srun").write_text("#!/bin/sh\nexit 200\n")
+    job = slurm(*FLAGS, SLURM_RESTART_COUNT="3", MAX_RESTARTS="3")
+    assert "after 3 restarts; giving up" in job.communicate(timeout=60)[1] and job.returncode == 200
+    assert not (tmp_path / "requeued").exists()
+    job = slurm(*FLAGS, SLURM_RESTART_COUNT="2", MAX_RESTARTS="3")
+    assert "restart 3 of at most 3" in job.communicate(timeout=60)[0]
+    assert (tmp_path / "requeued").exists()
+
+
+def test_help_and_no_job() -> None:
+    done = subprocess.run(["bash", SCRIPT], capture_output=True, text=True)
+    assert done.returncode == 0 and "sbatch [--nodes 4 ...]" in done.stdout and "disable" not in done.stdout
+    environment = {k: v for k, v in os.environ.items() if k != "SLURM_JOB_ID"}
+    done = subprocess.run(["bash", SCRIPT, "x.py"], capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stderr) == (2, "error: this is no SLURM job; start it with sbatch\n")
