@@ -162,7 +162,7 @@ class SelfAttention(nn.Module):
     def _attend(self, q_bnsd: Tensor, k_bgsd: Tensor, v_bgsd: Tensor, context: Context) -> Tensor:
         dropping = context.dropout_key is not None and self.dropout > 0
         if dropping:
-            seed_dropout(context.dropout_key, self.layer, "attention", self.tp.axis.rank)
+            seed_dropout(q_bnsd.device, context.dropout_key, self.layer, "attention", self.tp.axis.rank)
         return attention(
             q_bnsd, k_bgsd, v_bgsd, mask_bst=context.mask_bst, dropout=self.dropout if dropping else 0.0
         )

@@ -73,19 +73,22 @@ def _fill_tiles_(tensor: torch.Tensor, draw: Callable, place: GlobalSlice, seed:
 DropoutKey = tuple[int, int] | None
 
 
-def seed_dropout(dropout_key: DropoutKey, *place: int | str) -> None:
-    """Seed torch's generators, from which dropout draws, for one place in the model.
+def seed_dropout(device: torch.device, dropout_key: DropoutKey, *place: int | str) -> None:
+    """Seed torch's generator of a device, from which dropout draws, for one place in the model.
 
     Processes that hold the same activations name the same place; those that hold parts of them, different ones.
     """
     if dropout_key is not None:
+        cuda = device.type == "cuda"
+        generator = torch.cuda.default_generators[device.index] if cuda else torch.default_generator
         # torch takes seeds of 64 bits; one bit less keeps the value a positive signed number on every version.
-        torch.manual_seed(key("dropout", *dropout_key, *place, bits=64) >> 1)
+        # torch.manual_seed would look for devices of every kind, which takes 70 times as long.
+        generator.manual_seed(key("dropout", *dropout_key, *place, bits=64) >> 1)
 
 
 def dropout(x: torch.Tensor, p: float, dropout_key: DropoutKey, *place: int | str) -> torch.Tensor:
     """Dropout with values that depend on `dropout_key` and the place in the model alone."""
     if p == 0.0 or dropout_key is None:
         return x
-    seed_dropout(dropout_key, *place)
+    seed_dropout(x.device, dropout_key, *place)
     return F.dropout(x, p)

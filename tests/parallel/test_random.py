@@ -68,7 +68,7 @@ def test_a_slice_has_the_values_of_the_whole(dim: int, ranges: tuple) -> None:
 
 def test_dropout_is_a_function_of_seed_sample_and_place() -> None:
     def draw(seed: int, sample: int, *place: object) -> torch.Tensor:
-        seed_dropout((seed, sample), *place)
+        seed_dropout(torch.device("cpu"), (seed, sample), *place)
         return torch.rand(5)
 
     first = draw(1, 0, "hidden", 0)
