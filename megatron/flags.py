@@ -36,9 +36,12 @@ class TrainingFault(RuntimeError):
 class PassingFault(TrainingFault):
     """Training cannot go on, but may when it is started again: a process is gone, or a machine miscalculates."""
 
-    exit_status = (
-        200  # as from a signal, above 127: what restarts on such statuses (Kubeflow) restarts on this
-    )
+    # Above 127 as after a signal: what restarts on such statuses (Kubeflow's ExitCode policy) restarts on this.
+    exit_status = 200
+
+
+class LostRank(PassingFault):
+    """A communication failed, because another process has ended or hangs."""
 
 
 @dataclasses.dataclass(frozen=True)

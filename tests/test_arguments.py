@@ -141,7 +141,7 @@ OTHER_DEFAULTS = {
 }
 OURS_ALONE = {"--device", "--keep-last", "--metrics-path", "--no-progress", "--no-mask-padded-vocab"}
 OURS_ALONE |= {"--pipeline-schedule", "--verify-checkpoint", "--check-weight-replicas-interval"}
-OURS_ALONE |= {"--on-non-finite", "--spike-skip"}
+OURS_ALONE |= {"--on-non-finite", "--spike-skip", "--hang-timeout"}
 # As the README of v2.5 calls --vocab-file, and HEAD the flag that v3.0 spells with an underscore.
 ALIASES = {
     "--check-weight-hash-across-dp-replicas-interval",

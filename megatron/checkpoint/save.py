@@ -65,6 +65,7 @@ def save_checkpoint(
                 write_pieces(path, pieces)
                 sync(path)
                 written.append(path)
+                mesh.activity.steps += 1
         files = _gather_digests(written, list(kinds), mesh)
         with together(mesh.world):
             if mesh.is_first:

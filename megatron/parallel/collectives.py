@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.flags import PassingFault
-from megatron.parallel.mesh import ALONE, Axis
+from megatron.flags import LostRank
+from megatron.parallel.mesh import ALONE, Axis, rank_names
 
 # torch 2.13 has renamed these, and warns of the old names at every use.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -25,18 +25,26 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 @contextmanager
 def named(what: str, axis: Axis) -> Iterator[None]:
-    """Say of a communication that failed which it was, and among which processes."""
+    """Note which communication this process is in, and say of one that failed which it was and among whom.
+
+    One that failed stays noted: it is where this process stands.
+
+    Raises:
+        LostRank: it failed.
+    """
+    axis.activity.communication = (what, axis)
     try:
         yield
     except RuntimeError as error:
         rank = dist.get_rank()
         others = [other for other in axis.ranks if other != rank]
         who = f"rank {others[0]}" if len(others) == 1 else "one of them"
-        ranks = ", ".join(map(str, others[:16])) + (", ..." if len(others) > 16 else "")
-        raise PassingFault(
-            f"rank {rank} waited in {what} over the {axis.name} axis for rank{'s' * (len(others) > 1)} {ranks}; {who} "
-            f"is gone, or did not come within --distributed-timeout-minutes: {str(error).splitlines()[0][:200]}"
+        raise LostRank(
+            f"rank {rank} waited in {what} over the {axis.name} axis for {rank_names(others)}; {who} is gone, or did "
+            f"not come within --distributed-timeout-minutes: {str(error).splitlines()[0][:200]}"
         ) from error
+    axis.activity.communication = None
+    axis.activity.steps += 1
 
 
 @dataclasses.dataclass

@@ -11,7 +11,7 @@ import dataclasses
 import datetime
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -26,11 +26,25 @@ from megatron.parallel.rendezvous import meet
 AXES = {"pp": "pipeline", "dp": "data-parallel", "cp": "context-parallel", "tp": "tensor-parallel"}
 
 
+@dataclasses.dataclass
+class Activity:
+    """What this process is at, for the watchdog, whose thread reads what others write here.
+
+    Attributes:
+        steps: grows with every piece of work that is done.
+        communication: which is waited for and among whom; None while there is none.
+    """
+
+    steps: int = 0
+    communication: tuple[str, Axis] | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class Axis:
     """This process's place among the processes that differ from it in one coordinate alone.
 
-    `group` is None where these are all processes of the run. `ranks` are theirs in the whole run.
+    `group` is None where these are all processes of the run. `ranks` are theirs in the whole run. Communication over
+    the axis is noted in `activity`.
     """
 
     rank: int = 0
@@ -38,6 +52,7 @@ class Axis:
     group: dist.ProcessGroup | None = None
     name: str = "whole run"
     ranks: tuple[int, ...] = (0,)
+    activity: Activity = dataclasses.field(default_factory=Activity, compare=False, repr=False)
 
 
 ALONE = Axis()
@@ -48,7 +63,8 @@ class Mesh:
     """All processes of the run. `world` holds every process; the other axes split it.
 
     `ends` holds the first and the last stage of this process's pipeline, which keep tied embeddings equal; on
-    other stages, and without a pipeline, it is of size 1.
+    other stages, and without a pipeline, it is of size 1. All axes of more than one process note what they do in
+    `activity`.
     """
 
     device: torch.device
@@ -58,11 +74,25 @@ class Mesh:
     cp: Axis = ALONE
     tp: Axis = ALONE
     ends: Axis = ALONE
+    activity: Activity = dataclasses.field(default_factory=Activity, compare=False)
 
     @property
     def is_first(self) -> bool:
         """Whether this process speaks for the run: prints, logs and writes what one process writes."""
         return self.world.rank == 0
+
+
+def rank_names(ranks: Iterable[int]) -> str:
+    """Ranks in words: "rank 3", "ranks 0-2, 5"; of many stretches the first ones."""
+    stretches: list[list[int]] = []
+    for rank in sorted(ranks):
+        if stretches and rank == stretches[-1][1] + 1:
+            stretches[-1][1] = rank
+        else:
+            stretches.append([rank, rank])
+    shown = [str(first) if first == last else f"{first}-{last}" for first, last in stretches]
+    text = ", ".join(shown[:16]) + (", ..." if len(shown) > 16 else "")
+    return f"rank {text}" if text.isdecimal() else f"ranks {text}"
 
 
 def choose_device(name: str) -> torch.device:
@@ -176,15 +206,16 @@ def _arrange(sizes: dict[str, int], device: torch.device) -> Mesh:
     layout = torch.arange(math.prod(sizes.values())).view(*sizes.values())
     device_mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     place = [int(index) for index in (layout == rank).nonzero()[0]]
-    axes = {}
+    axes, activity = {}, Activity()
     for dim, (name, size) in enumerate(sizes.items()):
         line: list = list(place)
         line[dim] = slice(None)
         ranks = tuple(layout[tuple(line)].tolist())
         group = device_mesh.get_group(name) if size > 1 else None
-        axes[name] = Axis(place[dim], size, group, AXES[name], ranks)
-    world = Axis(rank, dist.get_world_size(), name="whole run", ranks=tuple(range(dist.get_world_size())))
-    return Mesh(device=device, world=world, ends=_ends(layout, axes["pp"]), **axes)
+        axes[name] = Axis(place[dim], size, group, AXES[name], ranks, activity)
+    everyone = tuple(range(dist.get_world_size()))
+    world = Axis(rank, len(everyone), name="whole run", ranks=everyone, activity=activity)
+    return Mesh(device=device, world=world, ends=_ends(layout, axes["pp"]), activity=activity, **axes)
 
 
 def _ends(layout: torch.Tensor, pp: Axis) -> Axis:
@@ -199,4 +230,4 @@ def _ends(layout: torch.Tensor, pp: Axis) -> Axis:
     if pp.rank not in (0, pp.size - 1):
         return ALONE
     ranks = (pp.ranks[0], pp.ranks[-1])
-    return Axis(int(pp.rank > 0), 2, groups[ranks], "pipeline's two ends", ranks)
+    return Axis(int(pp.rank > 0), 2, groups[ranks], "pipeline's two ends", ranks, pp.activity)

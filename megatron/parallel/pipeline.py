@@ -37,11 +37,13 @@ class Transfers:
         self.pp = mesh.pp
         self.tp = mesh.tp if scatter_gather else ALONE
         self.device = mesh.device
+        self.activity = mesh.activity
         self.sending: deque[Pending] = deque()
 
     def between(self, peer: int) -> Axis:
         """This stage and another, for messages."""
-        return Axis(0, 2, self.pp.group, self.pp.name, (self.pp.ranks[self.pp.rank], self.pp.ranks[peer]))
+        ranks = (self.pp.ranks[self.pp.rank], self.pp.ranks[peer])
+        return Axis(0, 2, self.pp.group, self.pp.name, ranks, self.activity)
 
     def send(self, x: Tensor, peer: int) -> None:
         """Begin to send `x`, any shape, to the stage `peer`; its memory is kept until it has gone."""
@@ -135,6 +137,7 @@ class _Run:
                     following = self.transfers_left.popleft()
                     assert following == action
                     self.transfers.send(self.outgoing.pop(_what(action)), action.peer)
+            self.transfers.activity.steps += 1
         self.transfers.finish()
 
     def _receive_ahead(self) -> None:

@@ -49,6 +49,13 @@ class TrainingConfig(Config):
     )
     exit_interval: int | None = flag(None, "save and leave when the iteration is a multiple of this", low=1)
     exit_duration_in_mins: int | None = flag(None, "save and leave after this many minutes", low=1)
+    hang_timeout: float = flag(
+        1800.0,
+        "seconds that a process may get nothing done, no microbatch, transfer or file, before the run says where all "
+        "processes stand and ends; 0 waits for ever",
+        low=0,
+        high=10**7,
+    )
     seed: int = flag(1234, "seed of initial weights, order of the data and dropout", low=0, high=2**32 - 1)
     device: str = flag(
         "auto", "where to compute; 'auto' takes a GPU if there is one", choices=("auto", "cpu", "cuda")

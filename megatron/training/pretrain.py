@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TextIO
 
@@ -35,6 +36,7 @@ from megatron.training.loop import Progress, Trainer
 from megatron.training.report import History, Reporter, show_log
 from megatron.training.stop import StopRequests
 from megatron.training.task import Task
+from megatron.training.watchdog import Watchdog
 
 
 def pretrain(config: RunConfig, task: Task) -> int:
@@ -278,8 +280,12 @@ def run(trainer: Trainer, stop: StopRequests) -> int:
     say(describe(trainer))
     say(describe_layout(trainer.engine))
     trainer.reporter.start(progress.iteration, trainer.train_iters)
-    with stop:
-        reason = None if done else trainer.train(stop)
+    timeout = config.training.hang_timeout
+    with Watchdog(trainer.mesh, timeout) if timeout else nullcontext():
+        with stop:
+            reason = None if done else trainer.train(stop)
+        if reason is None:
+            trainer.finish()
     if reason is not None:
         kept = (
             f"saved in {config.checkpoint.save}"
@@ -287,6 +293,4 @@ def run(trainer: Trainer, stop: StopRequests) -> int:
             else "nothing saved, without --save"
         )
         say(f"stopped after iteration {progress.iteration} of {trainer.train_iters}: {reason}; {kept}")
-        return stop.exit_code
-    trainer.finish()
     return stop.exit_code
