@@ -363,7 +363,6 @@ NVIDIA_FLAGS: tuple[NvidiaFlag, ...] = (
         "--auto-detect-ckpt-format",
         "--dist-ckpt-strictness NAME",
     ),
-    *_accept("a checkpoint is on disk before training goes on", "--async-save"),
     *_accept(
         "a checkpoint is the same whichever processes write its parts",
         "--ckpt-fully-parallel-save",

@@ -109,7 +109,7 @@ NVIDIA_DEFAULTS = """
     --lr-decay-samples None, --lr-warmup-fraction None, --lr-warmup-iters 0, --lr-warmup-samples 0, --min-lr 0.0,
     --save None, --save-interval None, --save-retain-interval None, --no-save-optim False, --load None,
     --no-load-optim False,
-    --finetune False, --bf16 False, --eval-iters 100, --eval-interval 1000, --data-path None, --vocab-file None,
+    --finetune False, --async-save False, --bf16 False, --eval-iters 100, --eval-interval 1000, --data-path None, --vocab-file None,
     --merge-file None, --seq-length None, --encoder-seq-length None, --num-workers 2, --tokenizer-type None,
     --reset-position-ids False, --reset-attention-mask False, --eod-mask-loss False,
     --use-checkpoint-opt_param-scheduler False, --start-weight-decay None, --end-weight-decay None,
@@ -177,6 +177,7 @@ def test_a_switch_that_is_given_changes_its_default() -> None:
     needs = {
         "sequence_parallel": "--tensor-model-parallel-size 2",
         "overlap_param_gather": "--use-distributed-optimizer",
+        "async_save": "--save run",
         "distribute_saved_activations": "--tensor-model-parallel-size 2 --recompute-granularity full",
     }
     for part, field, kind in all_flags():

@@ -24,6 +24,11 @@ class CheckpointConfig(Config):
         "without it as soon as there is a newer one",
         low=1,
     )
+    async_save: bool = flag(
+        False,
+        "go on training while a checkpoint is written, from a copy in the host's memory; the next save waits for the "
+        "last, and so does the end of the run",
+    )
     load: str | None = flag(
         None,
         "folder whose newest checkpoint the run starts from; if it is that of --save, it may be empty still",
@@ -49,3 +54,5 @@ class CheckpointConfig(Config):
                     raise InputError(
                         f"{name}: {value} needs --save, the folder that checkpoints are written to"
                     )
+            if self.async_save:
+                raise InputError("--async-save needs --save, the folder that checkpoints are written to")

@@ -26,6 +26,8 @@ from megatron.parallel.slices import Block, GlobalSlice, Range, flat_blocks, ove
 
 # Name of a whole tensor to its shape, its dtype as safetensors writes it, and its pieces.
 Index = dict[str, dict[str, Any]]
+# Name of a whole tensor to the pieces of it that go into a file: where the tensor lies, which block of it, its values.
+PiecesToWrite = dict[str, list[tuple[GlobalSlice, Block, Tensor]]]
 
 
 def file_name(kind: str, rank: int, ranks: int) -> str:
@@ -39,16 +41,26 @@ def share_of(bucket: Bucket, buffer: ParamBuffer) -> Range:
     return bucket.start + length * dp.rank // dp.size, bucket.start + length * (dp.rank + 1) // dp.size
 
 
-def pieces_to_write(buffer: ParamBuffer, owned: list[Tensor]) -> Iterator[tuple[Entry, Block, Tensor]]:
-    """What this process writes of a flat tensor, of which it owns the pieces `owned` by bucket: parameter, block of
-    the whole tensor, and its values. No other process writes these elements."""
+def shares(buffer: ParamBuffer, owned: list[Tensor]) -> list[Tensor]:
+    """What this process writes of a flat tensor, of which it owns the pieces `owned` by bucket: a view of each."""
+    found = []
     for bucket, piece in zip(buffer.buckets, owned, strict=True):
+        begin, end = share_of(bucket, buffer)
+        found.append(piece[begin - bucket.owned[0] : end - bucket.owned[0]])
+    return found
+
+
+def pieces_to_write(buffer: ParamBuffer, mine: list[Tensor]) -> Iterator[tuple[Entry, Block, Tensor]]:
+    """Of the `shares` of a flat tensor: parameter, block of the whole tensor, and its values. No other process writes
+    these elements."""
+    for bucket, piece in zip(buffer.buckets, mine, strict=True):
+        whole_share = share_of(bucket, buffer)
         for entry in bucket.entries:
-            share = overlap(share_of(bucket, buffer), (entry.start, entry.end))
+            share = overlap(whole_share, (entry.start, entry.end))
             if share is None:
                 continue
             for here, whole in _blocks(entry, share, buffer):
-                begin = entry.start - bucket.owned[0] + here.rows[0] * entry.place.row + here.columns[0]
+                begin = entry.start - whole_share[0] + here.rows[0] * entry.place.row + here.columns[0]
                 rows, columns = here.shape
                 shape = (rows,) if len(entry.place.shape) == 1 else (rows, columns)
                 yield entry, whole, piece[begin : begin + rows * columns].view(shape)
@@ -66,7 +78,7 @@ def _blocks(entry: Entry, share: Range, buffer: ParamBuffer) -> Iterator[tuple[B
                     yield both, both.moved(local, whole)
 
 
-def write_pieces(path: Path, pieces: dict[str, list[tuple[GlobalSlice, Block, Tensor]]]) -> None:
+def write_pieces(path: Path, pieces: PiecesToWrite) -> None:
     """Write a file of pieces, by the names of whole tensors. Its metadata holds their part of the index.
 
     Raises:
@@ -81,7 +93,10 @@ def write_pieces(path: Path, pieces: dict[str, list[tuple[GlobalSlice, Block, Te
             contents[key] = values.contiguous()
             found = index.setdefault(name, {"shape": shape, "dtype": str(values.dtype)[6:], "pieces": []})
             found["pieces"].append([path.name, key, block.rows, block.columns])
-    safetensors.torch.save_file(contents, path, metadata={"index": json.dumps(index)})
+    try:
+        safetensors.torch.save_file(contents, path, metadata={"index": json.dumps(index)})
+    except safetensors.SafetensorError as error:  # such as that the disk is full
+        raise OSError(str(error)) from None
     path.chmod(0o644)  # safetensors lets nobody else read it
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import struct
@@ -14,7 +15,15 @@ from torch import Tensor
 from megatron.checkpoint.checkpoint import FORMAT, VERSION
 from megatron.checkpoint.config import CheckpointConfig
 from megatron.checkpoint.manifest import Manifest, digest
-from megatron.checkpoint.pieces import Index, file_name, pieces_to_write, read_index, write_pieces
+from megatron.checkpoint.pieces import (
+    Index,
+    PiecesToWrite,
+    file_name,
+    pieces_to_write,
+    read_index,
+    shares,
+    write_pieces,
+)
 from megatron.checkpoint.storage import (
     begin_checkpoint,
     discard_older,
@@ -25,87 +34,115 @@ from megatron.checkpoint.storage import (
 from megatron.optim.buffer import ParamBuffer
 from megatron.optim.optimizer import Optimizer
 from megatron.parallel.collectives import all_gather, all_reduce_sum, together
-from megatron.parallel.mesh import Mesh
-from megatron.parallel.slices import Block, GlobalSlice
+from megatron.parallel.mesh import Axis
 
 
-def save_checkpoint(
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """What this process writes of a checkpoint.
+
+    Attributes:
+        state: content of state.json, without its format and version.
+        tensors: of each kind, "model" or "optimizer", and each group of tensors, by what stands before a parameter's
+            name: the `shares` of the group's flat memory.
+    """
+
+    state: dict[str, Any]
+    tensors: dict[str, dict[str, list[Tensor]]]
+
+
+def take_snapshot(
+    config: CheckpointConfig, state: dict[str, Any], buffer: ParamBuffer, optimizer: Optimizer
+) -> Snapshot:
+    """A checkpoint of now. Its tensors are those of the run itself, which the next step changes."""
+    buffer.finish_gathers()
+    groups = {"model": {"": buffer.owned(buffer.params)}}
+    if config.save_optim:
+        masters = {} if buffer.is_fp32 else {"master": buffer.masters}
+        groups["optimizer"] = {f"{name}/": owned for name, owned in (masters | optimizer.moments).items()}
+    tensors = {
+        kind: {prefix: shares(buffer, owned) for prefix, owned in group.items()}
+        for kind, group in groups.items()
+    }
+    return Snapshot({"optimizer_steps": optimizer.steps if config.save_optim else None, **state}, tensors)
+
+
+def write_checkpoint(
     config: CheckpointConfig,
-    state: dict[str, Any],
-    *,
-    mesh: Mesh,
+    snapshot: Snapshot,
     buffer: ParamBuffer,
-    optimizer: Optimizer,
-    tokenizer_files: list[Path],
+    world: Axis,
+    tokenizer_files: dict[str, bytes],
 ) -> None:
-    """Write a checkpoint of `state["iteration"]` to the folder `config.save`, and delete those that it is not to keep.
+    """Write a checkpoint to the folder `config.save`, and delete those that it is not to keep.
 
-    Every process must take part, and writes its share.
+    Every process of `world`, all of the run, must take part, and writes its share.
+
+    Args:
+        buffer: says where in the model the snapshot's tensors lie; its values are not read.
+        tokenizer_files: content of the tokenizer's files, by name.
 
     Raises:
         OSError: it cannot be written; raised by all processes if by one.
     """
-    root, iteration = Path(config.save), state["iteration"]
-    folder = temporary_folder(root, iteration)
-    state = {"format": FORMAT, "version": VERSION, "optimizer_steps": None, **state}
-    kinds = {"model": _model_pieces(buffer)}
-    if config.save_optim:
-        state["optimizer_steps"] = optimizer.steps
-        kinds["optimizer"] = _optimizer_pieces(buffer, optimizer)
-    size = sum(t.nbytes for pieces in kinds.values() for blocks in pieces.values() for _, _, t in blocks)
-    needed = int(all_reduce_sum(torch.tensor([size]), mesh.world))
+    root, iteration, first = Path(config.save), snapshot.state["iteration"], world.rank == 0
+    folder, kinds = temporary_folder(root, iteration), list(snapshot.tensors)
+    groups = [group for kind in snapshot.tensors.values() for group in kind.values()]
+    size = sum(tensor.nbytes for group in groups for tensor in group)
+    needed = int(all_reduce_sum(torch.tensor([size]), world))
     try:
-        with together(mesh.world):
-            if mesh.is_first:
+        with together(world):
+            if first:
                 begin_checkpoint(root, iteration, needed)
-        with together(mesh.world):
+        with together(world):
             written = []
-            for kind, pieces in kinds.items():
-                path = folder / file_name(kind, mesh.world.rank, mesh.world.size)
-                write_pieces(path, pieces)
-                sync(path)
-                written.append(path)
-                mesh.activity.steps += 1
-        files = _gather_digests(written, list(kinds), mesh)
-        with together(mesh.world):
-            if mesh.is_first:
+            for kind, by_prefix in snapshot.tensors.items():
+                written.append(folder / file_name(kind, world.rank, world.size))
+                write_pieces(written[-1], _collect(buffer, by_prefix))
+                sync(written[-1])
+                buffer.mesh.activity.steps += 1
+        files = _gather_digests(written, kinds, world)
+        with together(world):
+            if first:
+                state = {"format": FORMAT, "version": VERSION, **snapshot.state}
                 files |= _write_rest(folder, state, tokenizer_files)
-                Manifest(folder, files, _join_indices(folder, files, list(kinds))).write()
+                Manifest(folder, files, _join_indices(folder, files, kinds)).write()
                 finish_checkpoint(root, iteration)
     except BaseException:
-        if mesh.is_first:
+        if first:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-    if mesh.is_first:
-        discard_older(
-            root, iteration, keep_last=config.keep_last, retain_interval=config.save_retain_interval
-        )
+    with together(world):
+        if first:
+            discard_older(
+                root, iteration, keep_last=config.keep_last, retain_interval=config.save_retain_interval
+            )
 
 
-def _gather_digests(paths: list[Path], kinds: list[str], mesh: Mesh) -> dict[str, tuple[int, str]]:
+def _gather_digests(paths: list[Path], kinds: list[str], world: Axis) -> dict[str, tuple[int, str]]:
     """Size and checksum of the files that all processes have written."""
     numbers = []
     for path in paths:
         numbers += [path.stat().st_size, *struct.unpack("<4q", bytes.fromhex(digest(path)))]
-    table = all_gather(torch.tensor([numbers]), mesh.world).view(mesh.world.size, len(kinds), 5).tolist()
+    table = all_gather(torch.tensor([numbers]), world).view(world.size, len(kinds), 5).tolist()
     return {
-        file_name(kind, rank, mesh.world.size): (size, struct.pack("<4q", *words).hex())
+        file_name(kind, rank, world.size): (size, struct.pack("<4q", *words).hex())
         for rank, row in enumerate(table)
         for kind, (size, *words) in zip(kinds, row, strict=True)
     }
 
 
 def _write_rest(
-    folder: Path, state: dict[str, Any], tokenizer_files: list[Path]
+    folder: Path, state: dict[str, Any], tokenizer_files: dict[str, bytes]
 ) -> dict[str, tuple[int, str]]:
     """Write what is not tensors; gives the files' sizes and checksums."""
     paths = [folder / "state.json"]
     paths[0].write_text(json.dumps(state, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     if tokenizer_files:
         (folder / "tokenizer").mkdir()
-    for file in tokenizer_files:
-        paths.append(folder / "tokenizer" / file.name)
-        shutil.copyfile(file, paths[-1])
+    for name, content in tokenizer_files.items():
+        paths.append(folder / "tokenizer" / name)
+        paths[-1].write_bytes(content)
     return {str(path.relative_to(folder)): (path.stat().st_size, digest(path)) for path in paths}
 
 
@@ -120,24 +157,10 @@ def _join_indices(folder: Path, files: dict, kinds: list[str]) -> dict[str, Inde
     return joined
 
 
-PiecesToWrite = dict[str, list[tuple[GlobalSlice, Block, Tensor]]]
-
-
-def _model_pieces(buffer: ParamBuffer) -> PiecesToWrite:
-    buffer.finish_gathers()
-    return _collect("", buffer, buffer.owned(buffer.params))
-
-
-def _optimizer_pieces(buffer: ParamBuffer, optimizer: Optimizer) -> PiecesToWrite:
-    kinds = optimizer.moments if buffer.is_fp32 else {"master": buffer.masters, **optimizer.moments}
+def _collect(buffer: ParamBuffer, by_prefix: dict[str, list[Tensor]]) -> PiecesToWrite:
+    """The pieces of a file, by the names of whole tensors."""
     pieces: PiecesToWrite = {}
-    for kind, owned in kinds.items():
-        pieces |= _collect(f"{kind}/", buffer, owned)
-    return pieces
-
-
-def _collect(prefix: str, buffer: ParamBuffer, owned: list[Tensor]) -> PiecesToWrite:
-    pieces: PiecesToWrite = {}
-    for entry, block, values in pieces_to_write(buffer, owned):
-        pieces.setdefault(prefix + entry.name, []).append((entry.place, block, values.detach().cpu()))
+    for prefix, mine in by_prefix.items():
+        for entry, block, values in pieces_to_write(buffer, mine):
+            pieces.setdefault(prefix + entry.name, []).append((entry.place, block, values.detach().cpu()))
     return pieces

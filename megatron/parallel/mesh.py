@@ -218,6 +218,17 @@ def _arrange(sizes: dict[str, int], device: torch.device) -> Mesh:
     return Mesh(device=device, world=world, ends=_ends(layout, axes["pp"]), activity=activity, **axes)
 
 
+def world_apart(world: Axis, config: ParallelConfig) -> Axis:
+    """All processes of the run, over gloo connections of their own: for a thread, whose collectives must not mix with
+    those of training. Every process must take part."""
+    if world.size == 1:
+        return world
+    timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
+    group = dist.new_group(backend="gloo", timeout=timeout)
+    # What the thread is at is not what the process is at.
+    return dataclasses.replace(world, group=group, activity=Activity())
+
+
 def _ends(layout: torch.Tensor, pp: Axis) -> Axis:
     """The first and last stage of this process's pipeline, if it is one of them."""
     if pp.size == 1:

@@ -50,7 +50,7 @@ class TrainingConfig(Config):
     exit_interval: int | None = flag(None, "save and leave when the iteration is a multiple of this", low=1)
     exit_duration_in_mins: int | None = flag(None, "save and leave after this many minutes", low=1)
     hang_timeout: float = flag(
-        1800.0,
+        540.0,
         "seconds that a process may get nothing done, no microbatch, transfer or file, before the run says where all "
         "processes stand and ends; 0 waits for ever",
         low=0,

@@ -58,8 +58,10 @@ def _keep(trainer: Trainer) -> str:
         return "and nothing was saved, without --save"
     if iteration == 0:
         return "and nothing was saved, it being the first"
+    trainer.saver.wait()
     if newest_iteration(Path(root)) != iteration:
         trainer.save()
+        trainer.saver.wait()
     return f"and {root} holds them as of iteration {iteration}"
 
 

@@ -10,13 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
 from torch.utils.data import Dataset
 
 from megatron import __version__
 from megatron.checkpoint.checkpoint import mark_evaluated
-from megatron.checkpoint.save import save_checkpoint
+from megatron.checkpoint.saver import Saver
 from megatron.data.loader import Batch, eval_batches, train_batches
 from megatron.flags import TrainingFault
 from megatron.optim.schedule import Schedule
@@ -90,6 +89,7 @@ class Trainer:
     train_iters: int
     train_samples: int  # that the order of the training data was made for
     datasets: dict[str, Dataset]  # by "train", "validation" and "test"; those there are
+    saver: Saver
     reporter: Reporter
     progress: Progress
     sound: int = 0  # samples up to which every gradient is known to have been finite
@@ -119,6 +119,7 @@ class Trainer:
                 with clock.paused():
                     check_replicas(self.engine.buffer)
             reason = stop.reason(progress.iteration)
+            self.saver.check()
             # What is due at the end, `finish` does; what is due when the run stops, the run that resumes does.
             progress.evaluation_due = end or self.due(self.config.training.eval_interval)
             with clock.paused():
@@ -242,32 +243,10 @@ class Trainer:
         )
 
     def save(self) -> None:
-        """Save a checkpoint of where the run stands, if it saves any.
-
-        Every process must take part.
-
-        Raises:
-            TrainingFault: it cannot be written. Those before it are whole.
-        """
-        root = self.config.checkpoint.save
-        if root is None:
-            return
-        self.collect()
-        try:
-            save_checkpoint(
-                self.config.checkpoint,
-                self.state(),
-                mesh=self.mesh,
-                buffer=self.engine.buffer,
-                optimizer=self.engine.optimizer,
-                tokenizer_files=self.tokenizer.files,
-            )
-        except (OSError, safetensors.SafetensorError) as error:
-            raise TrainingFault(
-                f"--save: the checkpoint of iteration {self.progress.iteration} cannot be written to {root}: "
-                f"{error}; the checkpoints before it are whole"
-            ) from None
-        self.reporter.say(f"saved checkpoint at iteration {self.progress.iteration} to {root}")
+        """Save a checkpoint of where the run stands, if it saves any. Every process must take part."""
+        if self.config.checkpoint.save is not None:
+            self.collect()
+            self.saver.save(self.state())
 
     def state(self) -> dict[str, Any]:
         """All of a checkpoint that is not tensors, as JSON has it; a loss that is not finite is null."""

@@ -20,6 +20,7 @@ from megatron.checkpoint.checkpoint import (
 )
 from megatron.checkpoint.config import CheckpointConfig
 from megatron.checkpoint.load import load_into
+from megatron.checkpoint.saver import Saver
 from megatron.checkpoint.storage import lock, newest_iteration
 from megatron.data.loader import start_fork_server
 from megatron.flags import InputError
@@ -149,18 +150,27 @@ def build_trainer(
     if "train" not in datasets:
         raise InputError(f"--split: {config.data.split} leaves no documents to train on")
 
+    engine = Engine(config, task, mesh, vocab_size=tokenizer.vocab_size, padded_vocab_size=padded)
+    saver = Saver(
+        config.checkpoint,
+        engine.buffer,
+        engine.optimizer,
+        tokenizer_files={file.name: file.read_bytes() for file in tokenizer.files},
+        say=reporter.say,
+    )
     trainer = Trainer(
         config=config,
         task=task,
         mesh=mesh,
         tokenizer=tokenizer,
         padded_vocab_size=padded,
-        engine=Engine(config, task, mesh, vocab_size=tokenizer.vocab_size, padded_vocab_size=padded),
+        engine=engine,
         schedule=schedule,
         batch_schedule=batch_schedule,
         train_iters=train_iters,
         train_samples=train_samples,
         datasets=datasets,
+        saver=saver,
         reporter=reporter,
         progress=progress,
     )
@@ -282,7 +292,7 @@ def run(trainer: Trainer, stop: StopRequests) -> int:
     trainer.reporter.start(progress.iteration, trainer.train_iters)
     timeout = config.training.hang_timeout
     with Watchdog(trainer.mesh, timeout) if timeout else nullcontext():
-        with stop:
+        with stop, trainer.saver:
             reason = None if done else trainer.train(stop)
         if reason is None:
             trainer.finish()

@@ -61,29 +61,25 @@ class Watchdog:
     def __exit__(self, _: type | None, error: BaseException | None, __: TracebackType | None) -> None:
         self.failed = isinstance(error, LostRank)
         self.leaving.set()
-        if not self.failed:
-            self.thread.join()
-            return
         # torchrun ends all its processes as soon as one has ended; this one ends by itself once it knows why.
-        before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        before = signal.signal(signal.SIGTERM, signal.SIG_IGN) if self.failed else None
         self.thread.join()
-        signal.signal(signal.SIGTERM, before)
-        raise LostRank(f"{error}; {self.verdict}") from error
+        faulthandler.cancel_dump_traceback_later()
+        if self.failed:
+            signal.signal(signal.SIGTERM, before)
+            raise LostRank(f"{error}; {self.verdict}") from error
 
     def _watch(self) -> None:
         """The thread. Where the main thread does not end, this ends the process."""
-        try:
-            while not self._has_to_end():
-                if self.leaving.is_set():
-                    return
-            self.verdict = self._learn_why()
-            failed = self.failed
-            time.sleep(4 * ASK)  # the store may end with this process, and others have still to read it
-            if not failed:
-                say(f"error: rank {self.mesh.world.rank} ends with the run: {self.verdict}")
-                os._exit(LostRank.exit_status)
-        finally:
-            faulthandler.cancel_dump_traceback_later()
+        while not self._has_to_end():
+            if self.leaving.is_set():
+                return
+        self.verdict = self._learn_why()
+        failed = self.failed
+        time.sleep(4 * ASK)  # the store may end with this process, and others have still to read it
+        if not failed:
+            say(f"error: rank {self.mesh.world.rank} ends with the run: {self.verdict}")
+            os._exit(LostRank.exit_status)
 
     def _has_to_end(self) -> bool:
         """Wait for the next look, or until the block ends; whether the run cannot go on."""

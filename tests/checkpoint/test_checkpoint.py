@@ -18,8 +18,8 @@ from megatron.checkpoint.checkpoint import check_architecture, find_checkpoint
 from megatron.checkpoint.config import CheckpointConfig
 from megatron.checkpoint.load import load_into, load_weights
 from megatron.checkpoint.manifest import read_manifest
-from megatron.checkpoint.save import save_checkpoint
-from megatron.flags import InputError
+from megatron.checkpoint.saver import Saver
+from megatron.flags import InputError, TrainingFault
 from megatron.model.config import ModelConfig
 from megatron.model.gpt import GPTModel
 from megatron.optim.buffer import ParamBuffer
@@ -62,9 +62,9 @@ def save(root: Path, buffer, optimizer, iteration: int = 3, files=(), **fields) 
         "config": {"model": dataclasses.asdict(CONFIG)},
     }
     config = CheckpointConfig(save=str(root), **fields)
-    save_checkpoint(
-        config, state, mesh=buffer.mesh, buffer=buffer, optimizer=optimizer, tokenizer_files=list(files)
-    )
+    contents = {file.name: file.read_bytes() for file in files}
+    with Saver(config, buffer, optimizer, tokenizer_files=contents, say=print) as saver:
+        saver.save(state)
 
 
 def load(root: Path, buffer, optimizer) -> None:
@@ -391,7 +391,7 @@ def test_a_disk_without_room(tmp_path: Path, monkeypatch) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: usage)
-        with pytest.raises(OSError, match=r"it needs .* GB, and 1e-06 GB are free"):
+        with pytest.raises(TrainingFault, match=r"it needs .* GB, and 1e-06 GB are free"):
             save(tmp_path, buffer, optimizer, 2)
     assert find_checkpoint(str(tmp_path), None, verify=True).iteration == 1
     save(tmp_path, buffer, optimizer, 2)

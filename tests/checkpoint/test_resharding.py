@@ -16,7 +16,7 @@ from megatron.arguments import parse_run_config
 from megatron.checkpoint.checkpoint import find_checkpoint
 from megatron.checkpoint.config import CheckpointConfig
 from megatron.checkpoint.load import load_into
-from megatron.checkpoint.save import save_checkpoint
+from megatron.checkpoint.saver import Saver
 from megatron.parallel.mesh import init_mesh
 from megatron.tokenizer import padded_vocab_size
 from megatron.training.engine import Engine
@@ -65,14 +65,7 @@ def carry(load: str | None, save: str, flags: str) -> None:
         state = {"task": "GPT", "iteration": 5, "consumed_samples": 10, "train_samples": 40, "bad_steps": 0}
         state |= {"evaluation_due": False, "history": [], "vocab_size": 60, "padded_vocab_size": padded}
         state |= {"schedule": {}, "config": {}}
-        save_checkpoint(
-            CheckpointConfig(save=save),
-            state,
-            mesh=mesh,
-            buffer=buffer,
-            optimizer=optimizer,
-            tokenizer_files=[],
-        )
+        Saver(CheckpointConfig(save=save), buffer, optimizer, tokenizer_files={}, say=print).save(state)
 
 
 def contents(root: Path) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ from models import flat
 from nvidia import v25_weights
 
 from megatron.checkpoint.config import CheckpointConfig
-from megatron.checkpoint.save import save_checkpoint
+from megatron.checkpoint.saver import Saver
 from megatron.model.config import ModelConfig
 from megatron.model.gpt import GPTModel
 from megatron.optim.config import OptimizerConfig
@@ -54,9 +54,7 @@ def test_equals_nvidias_log(pretrain, shared: Path, tmp_path: Path) -> None:
     state["config"] = {"model": dataclasses.asdict(config)}
     checkpoint = CheckpointConfig(save=str(tmp_path), save_optim=False)
     optimizer = Optimizer(buffer, OptimizerConfig(lr=1.0))
-    save_checkpoint(
-        checkpoint, state, mesh=buffer.mesh, buffer=buffer, optimizer=optimizer, tokenizer_files=[]
-    )
+    Saver(checkpoint, buffer, optimizer, tokenizer_files={}, say=print).save(state)
 
     data = ["--data-path", vectors / "tiny60_text_document", "--data-cache-path", tmp_path / "cache"]
     data += ["--vocab-file", shared / "data" / "gpt2-tiny-vocab.json"]

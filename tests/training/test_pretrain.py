@@ -61,8 +61,9 @@ RAMP = ["--train-samples", 72, "--rampup-batch-size", 4, 2, 24]
         ["--exit-interval", 6],
         [*RAMP, "--exit-interval", 5],
         ["--dataloader-type", "cyclic", "--exit-interval", 6],
+        ["--async-save", "--save-interval", 2, "--exit-interval", 5],
     ],
-    ids=["where an evaluation is due", "ramp-up", "cyclic"],
+    ids=["where an evaluation is due", "ramp-up", "cyclic", "saving in the background"],
 )
 def test_a_resumed_run_continues_also(pretrain, tmp_path: Path, flags: list) -> None:
     flags, exit_interval = flags[:-2], flags[-2:]
