@@ -370,7 +370,6 @@ NVIDIA_FLAGS: tuple[NvidiaFlag, ...] = (
         "--ckpt-fully-parallel-load",
         "--ckpt-assume-constant-structure",
     ),
-    *_refuse("--load takes the newest checkpoint", "--ckpt-step N"),
     *_refuse(
         "--load of an empty folder is an error, unless it is the folder of --save",
         "--exit-on-missing-checkpoint",

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from megatron.checkpoint.manifest import Manifest, read_manifest
 from megatron.checkpoint.pieces import Pieces
 from megatron.checkpoint.storage import folder_of, iterations, newest_iteration
-from megatron.flags import LARGEST, Config, InputError, flag_name
+from megatron.flags import LARGEST, Config, InputError, either, flag_name
 from megatron.model.config import ModelConfig
 from megatron.optim.gate import is_state
 from megatron.parallel.collectives import together
@@ -66,9 +66,10 @@ class Checkpoint:
 
 
 def find_checkpoint(
-    load: str, save: str | None, *, verify: bool = False, world: Axis = ALONE
+    load: str, save: str | None, *, step: int | None = None, verify: bool = False, world: Axis = ALONE
 ) -> Checkpoint | None:
-    """The newest checkpoint of the folder `load`; None if it may be empty, being that of `save`, and is.
+    """The newest checkpoint of the folder `load`, or that of iteration `step`; None if it may be empty, being that of
+    `save`, and is.
 
     If `load` is the folder of `save`, the run continues itself: checksums of all files are compared, and a checkpoint
     that is damaged is passed over for the one before it. Every process of `world` must take part.
@@ -82,9 +83,12 @@ def find_checkpoint(
     root = Path(load)
     continues = save is not None and root.resolve() == Path(save).resolve()
     with together(world, InputError):
-        iteration = newest_iteration(root)
+        iteration = newest_iteration(root) if step is None else step
     if iteration is not None:
-        older = [i for i in iterations(root) if i < iteration] if continues else []
+        if step is not None and step not in iterations(root):
+            there = f"it holds those of {either(iterations(root))}" if iterations(root) else "it holds none"
+            raise InputError(f"--ckpt-step: {load} holds no checkpoint of iteration {step}; {there}")
+        older = [i for i in iterations(root) if i < iteration] if continues and step is None else []
         passed_over: list[str] = []
         for i in (iteration, *reversed(older)):
             try:

@@ -34,6 +34,9 @@ class CheckpointConfig(Config):
         "folder whose newest checkpoint the run starts from; if it is that of --save, it may be empty still",
         metavar="DIR",
     )
+    ckpt_step: int | None = flag(
+        None, "iteration of the checkpoint of --load to start from (default: the newest)", low=0
+    )
     verify_checkpoint: bool = flag(
         False,
         "compare the checksums of all files before loading; a run that continues from the folder of --save always does",
@@ -46,6 +49,10 @@ class CheckpointConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.ckpt_step is not None and self.load is None:
+            raise InputError(
+                f"--ckpt-step: {self.ckpt_step} needs --load, the folder that holds the checkpoint"
+            )
         if self.save is None:
             given = {"--save-interval": self.save_interval, "--keep-last": self.keep_last}
             given["--save-retain-interval"] = self.save_retain_interval

@@ -43,8 +43,8 @@ def stop_on_non_finite(trainer: Trainer, iteration: int, consumed_samples: int) 
     said = f"iteration {iteration}: the loss or its gradient is not finite; no weights were changed, {kept}. "
     if found.repeats:
         raise TrainingFault(
-            f"{said}Computed again it is not finite either: {found}. Go on from an earlier checkpoint with a lower "
-            "--lr or a longer warm-up, or leave such iterations out with --on-non-finite skip"
+            f"{said}Computed again it is not finite either: {found}. Go on from an earlier checkpoint (--ckpt-step) "
+            "with a lower --lr or a longer warm-up, or leave such iterations out with --on-non-finite skip"
         )
     raise PassingFault(
         f"{said}Computed again it is finite: a machine miscalculated. {_whose(trainer, faulty)}"

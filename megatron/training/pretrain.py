@@ -115,7 +115,9 @@ def find_start(config: CheckpointConfig, mesh: Mesh) -> Checkpoint | None:
     if config.load is None:
         return None
     save = None if config.finetune else config.save
-    return find_checkpoint(config.load, save, verify=config.verify_checkpoint, world=mesh.world)
+    return find_checkpoint(
+        config.load, save, step=config.ckpt_step, verify=config.verify_checkpoint, world=mesh.world
+    )
 
 
 def build_trainer(

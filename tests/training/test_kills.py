@@ -24,7 +24,7 @@ FLAGS = """
     --distributed-timeout-minutes 1
 """
 LAYOUTS = {
-    "D2+ZeRO": "--use-distributed-optimizer",
+    "D2+ZeRO": "--use-distributed-optimizer --async-save",
     "T2 bf16": "--tensor-model-parallel-size 2 --bf16",
     "P2": "--pipeline-model-parallel-size 2",
 }

@@ -83,6 +83,21 @@ def test_a_resumed_run_continues_also(pretrain, tmp_path: Path, flags: list) -> 
     assert files(tmp_path / "a" / f"iter_{int(last):07d}") == files(tmp_path / "b" / f"iter_{int(last):07d}")
 
 
+def test_a_run_is_taken_back_to_an_earlier_checkpoint(pretrain, command, tmp_path: Path) -> None:
+    run = [*TINY, "--save", tmp_path / "a", "--load", tmp_path / "a", "--metrics-path", tmp_path / "a.jsonl"]
+    pretrain(*run, "--save-interval", 4)
+    whole = records(tmp_path / "a.jsonl")
+    pretrain(*run, "--ckpt-step", 4, "--lr", 2e-2, "--exit-interval", 6)
+    assert (tmp_path / "a" / "latest_checkpointed_iteration.txt").read_text() == "6"
+    assert records(tmp_path / "a.jsonl") != whole[:2]
+    pretrain(*run, "--ckpt-step", 4)
+    assert records(tmp_path / "a.jsonl") == whole
+    wrong = command("pretrain_gpt.py", *run, "--ckpt-step", 5, status=2)
+    assert wrong.stderr == (
+        f"error: --ckpt-step: {tmp_path / 'a'} holds no checkpoint of iteration 5; it holds those of 4, 6, 8 or 12\n"
+    )
+
+
 def test_another_batch_size_trains_to_the_same_end(pretrain, tmp_path: Path) -> None:
     """In iterations the number of iterations stays, in samples that of samples."""
     run = [*TINY, "--save", tmp_path / "a", "--load", tmp_path / "a", "--metrics-path", tmp_path / "a.jsonl"]
