@@ -70,17 +70,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     output = Path(config.output)
     results = json.loads(output.read_text(encoding="utf-8")) if output.exists() else {}
     for part in parts:
-        results[part] = about(argv) | {"results": measure[part]()}
+        results[part] = about("parallel.py", argv) | {"results": measure[part]()}
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
 
-def about(argv: Sequence[str]) -> dict[str, object]:
+def about(script: str, argv: Sequence[str]) -> dict[str, object]:
     """What was run, and on what."""
     changed = " and changes" if git("status", "--porcelain") else ""
     gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
     return {
-        "command": " ".join(["python benchmarks/parallel.py", *argv]),
+        "command": " ".join([f"python benchmarks/{script}", *argv]),
         "commit": git("rev-parse", "--short", "HEAD") + changed,
         "load average before": round(os.getloadavg()[0], 1),
         "machine": {
