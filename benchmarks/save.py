@@ -33,7 +33,7 @@ from megatron.checkpoint.saver import Saver
 from megatron.flags import Config, flag
 
 MODEL = f"""
-    {COMMON} {NO_DROPOUT} --num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 128
+    {COMMON} {NO_DROPOUT} --num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 64
     --vocab-size 2047 --micro-batch-size 1
 """
 PROCESSES = {"cpu": (1, 2), "cuda": (1,)}

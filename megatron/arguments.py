@@ -26,6 +26,7 @@ from megatron.flags import Config, Flag, InputError, TrainingFault, field_types,
 from megatron.nvidia_flags import NVIDIA_FLAGS, NvidiaFlag
 
 if typing.TYPE_CHECKING:
+    from megatron.checkpoint.config import CheckpointConfig
     from megatron.training.config import RunConfig
 
 C = TypeVar("C", bound=Config)
@@ -215,7 +216,11 @@ def parse_run_config(argv: Sequence[str], *, description: str, defaults: dict[st
             parser.parse_args(_read_settings(config_file, parser), namespace)
         except InputError as error:
             raise InputError(f"--config {config_file}: {error}") from None
-    values = defaults | vars(parser.parse_args(argv, namespace))
+    given = vars(parser.parse_args(argv, namespace))
+    checkpoint = make_config(configs["checkpoint"], given)
+    if checkpoint.use_checkpoint_args:
+        given = _with_checkpoint_args(given, checkpoint)
+    values = defaults | given
     for notice in dict.fromkeys(values.pop("notices")):
         if os.environ.get("RANK", "0") == "0":
             print(f"note: {notice}", file=sys.stderr)
@@ -225,6 +230,45 @@ def parse_run_config(argv: Sequence[str], *, description: str, defaults: dict[st
     config = RunConfig(**{name: make_config(kind, values) for name, kind in configs.items()})
     _check_across(config)
     return config
+
+
+def _with_checkpoint_args(given: dict[str, Any], config: CheckpointConfig) -> dict[str, Any]:
+    """What was given, and what is taken of the checkpoint of --load: the architecture of its model, which has the last
+    word; the model's other values, --seq-length and the tokenizer, where nothing else was given.
+
+    A folder that may be empty still, being that of --save, adds nothing.
+    """
+    from megatron.checkpoint.checkpoint import find_checkpoint, is_architecture, model_config, saved_tokenizer
+    from megatron.data.config import DataConfig
+
+    save = None if config.finetune else config.save
+    checkpoint = find_checkpoint(config.load, save, step=config.ckpt_step, verify=False)
+    if checkpoint is None:
+        return given
+    model, tokenizer = model_config(checkpoint), saved_tokenizer(checkpoint)
+    fixed = {name: value for name, value in vars(model).items() if is_architecture(name, model)}
+    free = vars(model) | {"seq_length": checkpoint.state["config"].get("data", {}).get("seq_length")}
+    if "seq_length" in given:
+        del free["max_position_embeddings"]  # which is then as long
+    if given.get("tokenizer_type", tokenizer.tokenizer_type) == tokenizer.tokenizer_type:
+        free |= vars(tokenizer)
+    taken = {name: value for name, value in free.items() if value is not None and name not in given} | fixed
+
+    kinds = (type(model), DataConfig, type(tokenizer))
+    fields = {field.name: field for kind in kinds for field in dataclasses.fields(kind)}
+    shown = [
+        _as_flag(f, taken[name]) for name, f in fields.items() if taken.get(name, f.default) != f.default
+    ]
+    wrong = [
+        _as_flag(fields[name], given[name]) for name in fixed if given.get(name, fixed[name]) != fixed[name]
+    ]
+    instead = f", in place of {' '.join(wrong)}" if wrong else ""
+    notice = f"--use-checkpoint-args: {checkpoint.folder} gives {' '.join(shown)}{instead}"
+    return given | taken | {"notices": [*given["notices"], notice]}
+
+
+def _as_flag(field: dataclasses.Field, value: Any) -> str:
+    return flag_name(field) if isinstance(value, bool) else f"{flag_name(field)} {value}"
 
 
 def run_parser(description: str, defaults: Mapping[str, Any]) -> Parser:

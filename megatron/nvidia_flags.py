@@ -374,9 +374,6 @@ NVIDIA_FLAGS: tuple[NvidiaFlag, ...] = (
         "--load of an empty folder is an error, unless it is the folder of --save",
         "--exit-on-missing-checkpoint",
     ),
-    *_refuse(
-        "give the model's own flags; only tools/generate_text.py takes them from it", "--use-checkpoint-args"
-    ),
     # Logs, timers and the way a run ends.
     *_accept(
         "TensorBoard and the log always have it",

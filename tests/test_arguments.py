@@ -107,9 +107,8 @@ NVIDIA_DEFAULTS = """
     --tensorboard-dir None, --no-bias-gelu-fusion False, --optimizer adam, --seed 1234, --init-method-std 0.02,
     --init-method-xavier-uniform False, --lr None, --lr-decay-style linear, --lr-decay-iters None,
     --lr-decay-samples None, --lr-warmup-fraction None, --lr-warmup-iters 0, --lr-warmup-samples 0, --min-lr 0.0,
-    --save None, --save-interval None, --save-retain-interval None, --no-save-optim False, --load None,
-    --no-load-optim False,
-    --async-save False, --ckpt-step None,
+    --save None, --save-interval None, --save-retain-interval None, --no-save-optim False, --async-save False,
+    --load None, --no-load-optim False, --ckpt-step None, --use-checkpoint-args False,
     --finetune False, --bf16 False, --eval-iters 100, --eval-interval 1000, --data-path None, --vocab-file None,
     --merge-file None, --seq-length None, --encoder-seq-length None, --num-workers 2, --tokenizer-type None,
     --reset-position-ids False, --reset-attention-mask False, --eod-mask-loss False,
@@ -178,8 +177,9 @@ def test_a_switch_that_is_given_changes_its_default() -> None:
     needs = {
         "sequence_parallel": "--tensor-model-parallel-size 2",
         "overlap_param_gather": "--use-distributed-optimizer",
-        "async_save": "--save run",
         "distribute_saved_activations": "--tensor-model-parallel-size 2 --recompute-granularity full",
+        "async_save": "--save folder",
+        "use_checkpoint_args": "--save new-folder --load new-folder",
     }
     for part, field, kind in all_flags():
         if kind is bool:

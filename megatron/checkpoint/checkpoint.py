@@ -25,6 +25,7 @@ from megatron.model.config import ModelConfig
 from megatron.optim.gate import is_state
 from megatron.parallel.collectives import together
 from megatron.parallel.mesh import ALONE, Axis
+from megatron.tokenizer.config import TokenizerConfig
 
 C = TypeVar("C", bound=Config)
 
@@ -66,16 +67,16 @@ class Checkpoint:
 
 
 def find_checkpoint(
-    load: str, save: str | None, *, step: int | None = None, verify: bool = False, world: Axis = ALONE
+    load: str, save: str | None, *, step: int | None = None, verify: bool | None = None, world: Axis = ALONE
 ) -> Checkpoint | None:
     """The newest checkpoint of the folder `load`, or that of iteration `step`; None if it may be empty, being that of
     `save`, and is.
 
-    If `load` is the folder of `save`, the run continues itself: checksums of all files are compared, and a checkpoint
-    that is damaged is passed over for the one before it. Every process of `world` must take part.
+    If `load` is the folder of `save`, the run continues itself: a checkpoint that is damaged is passed over for the
+    one before it. Every process of `world` must take part.
 
     Args:
-        verify: compare the checksums of all files in any case.
+        verify: compare the checksums of all files (default: if the run continues itself).
 
     Raises:
         InputError: there is no checkpoint, or it is not whole.
@@ -94,7 +95,7 @@ def find_checkpoint(
             try:
                 with together(world, InputError):
                     found = open_checkpoint(folder_of(root, i))
-                    if verify or continues:
+                    if continues if verify is None else verify:
                         found.manifest.verify(sorted(found.manifest.files)[world.rank :: world.size])
                 return dataclasses.replace(found, passed_over=tuple(passed_over))
             except InputError as error:
@@ -204,19 +205,38 @@ def saved_config(checkpoint: Checkpoint, part: str, config: type[C]) -> C:
         raise InputError(f"{checkpoint.folder / 'state.json'}: {error}") from None
 
 
+def saved_tokenizer(checkpoint: Checkpoint) -> TokenizerConfig:
+    """The configuration of the tokenizer that was saved with a checkpoint, reading the files beside it."""
+    saved = saved_config(checkpoint, "tokenizer", TokenizerConfig)
+    folder = checkpoint.folder / "tokenizer"
+    files = {}
+    for name in ("vocab_file", "merge_file", "tokenizer_model"):
+        path = getattr(saved, name)
+        if path is not None:
+            file = folder / Path(path).name
+            # A tokenizer given as a directory was saved as the files in it.
+            files[name] = str(file if file.exists() else folder)
+    return dataclasses.replace(saved, **files)
+
+
+def is_architecture(field: str, config: ModelConfig) -> bool:
+    """Whether a field of this config is part of what its weights are, and cannot change while they last."""
+    # Without a table of positions the model has no longest sequence of its own.
+    has_longest = config.position_embedding_type == "learned_absolute"
+    return field not in FREE and (has_longest or field != "max_position_embeddings")
+
+
 def check_architecture(checkpoint: Checkpoint, config: ModelConfig) -> None:
     """Raise `InputError` naming the flags in which a run's model differs from the checkpoint's."""
     saved = model_config(checkpoint)
-    # Without a table of positions the model has no longest sequence of its own.
-    free = (
-        FREE if config.position_embedding_type == "learned_absolute" else FREE | {"max_position_embeddings"}
-    )
-    if saved.tanh_gelu == config.tanh_gelu:
-        free = free | {"bias_gelu_fusion", "openai_gelu"}  # two flags for one thing
+    # Two flags for one thing.
+    same = {"bias_gelu_fusion", "openai_gelu"} if saved.tanh_gelu == config.tanh_gelu else set()
     differing = [
         f"{flag_name(field)} (checkpoint: {getattr(saved, field.name)}, given: {getattr(config, field.name)})"
         for field in dataclasses.fields(ModelConfig)
-        if field.name not in free and getattr(saved, field.name) != getattr(config, field.name)
+        if is_architecture(field.name, config)
+        and field.name not in same
+        and getattr(saved, field.name) != getattr(config, field.name)
     ]
     if differing:
         raise InputError(f"--load: {checkpoint.folder} holds another model: {'; '.join(differing)}")

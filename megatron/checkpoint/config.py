@@ -37,6 +37,11 @@ class CheckpointConfig(Config):
     ckpt_step: int | None = flag(
         None, "iteration of the checkpoint of --load to start from (default: the newest)", low=0
     )
+    use_checkpoint_args: bool = flag(
+        False,
+        "take the model's architecture from the checkpoint of --load, whatever the command line says; and where it "
+        "says nothing, --seq-length, dropout and the tokenizer",
+    )
     verify_checkpoint: bool = flag(
         False,
         "compare the checksums of all files before loading; a run that continues from the folder of --save always does",
@@ -53,6 +58,8 @@ class CheckpointConfig(Config):
             raise InputError(
                 f"--ckpt-step: {self.ckpt_step} needs --load, the folder that holds the checkpoint"
             )
+        if self.use_checkpoint_args and self.load is None:
+            raise InputError("--use-checkpoint-args needs --load, the folder of the checkpoint that has them")
         if self.save is None:
             given = {"--save-interval": self.save_interval, "--keep-last": self.keep_last}
             given["--save-retain-interval"] = self.save_retain_interval

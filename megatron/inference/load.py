@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-from pathlib import Path
-
 import torch
 
 from megatron.checkpoint.checkpoint import (
-    Checkpoint,
     check_vocabulary,
     find_checkpoint,
     model_config,
-    saved_config,
+    saved_tokenizer,
 )
 from megatron.checkpoint.load import load_weights
 from megatron.flags import InputError
@@ -43,17 +39,3 @@ def load_gpt(load: str, tokenizer: TokenizerConfig, device: torch.device) -> tup
     bf16 = checkpoint.state["config"].get("training", {}).get("bf16")
     load_weights(checkpoint, model, torch.bfloat16 if bf16 else torch.float32)
     return model.to(device), chosen
-
-
-def saved_tokenizer(checkpoint: Checkpoint) -> TokenizerConfig:
-    """The configuration of the tokenizer that was saved with a checkpoint, reading the files beside it."""
-    saved = saved_config(checkpoint, "tokenizer", TokenizerConfig)
-    folder = checkpoint.folder / "tokenizer"
-    files = {}
-    for name in ("vocab_file", "merge_file", "tokenizer_model"):
-        path = getattr(saved, name)
-        if path is not None:
-            file = folder / Path(path).name
-            # A tokenizer given as a directory was saved as the files in it.
-            files[name] = str(file if file.exists() else folder)
-    return dataclasses.replace(saved, **files)

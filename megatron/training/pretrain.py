@@ -116,7 +116,7 @@ def find_start(config: CheckpointConfig, mesh: Mesh) -> Checkpoint | None:
         return None
     save = None if config.finetune else config.save
     return find_checkpoint(
-        config.load, save, step=config.ckpt_step, verify=config.verify_checkpoint, world=mesh.world
+        config.load, save, step=config.ckpt_step, verify=config.verify_checkpoint or None, world=mesh.world
     )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.arguments import parse_run_config
 from megatron.flags import InputError
 from megatron.parallel.mesh import Mesh
 from megatron.training.config import TrainingConfig
@@ -260,6 +261,69 @@ def test_finetune_takes_the_weights_alone(pretrain, tmp_path: Path) -> None:
     pretrain(*TINY, "--metrics-path", tmp_path / "scratch.jsonl")
     finetuned, scratch = records(tmp_path / "m.jsonl"), records(tmp_path / "scratch.jsonl")
     assert finetuned[0]["lm loss"] < scratch[0]["lm loss"] - 0.1
+
+
+MODEL = "--num-layers --hidden-size --num-attention-heads --seq-length --tokenizer-type --vocab-size".split()
+
+
+def test_a_run_continues_with_the_arguments_of_its_checkpoint(pretrain, tmp_path: Path, capsys) -> None:
+    """Architecture, dropout and tokenizer are those of the run that saved; what can change may be given anew."""
+    own = [*TINY, "--hidden-dropout", 0.3, "--swiglu", "--position-embedding-type", "rope"]
+    run = ["--save", tmp_path / "a", "--load", tmp_path / "a", "--metrics-path", tmp_path / "a.jsonl"]
+    pretrain(*own, *run, "--exit-interval", 6, "--use-checkpoint-args")  # an empty folder has none
+    pretrain(*own, *run)
+    run = ["--save", tmp_path / "b", "--load", tmp_path / "b", "--metrics-path", tmp_path / "b.jsonl"]
+    pretrain(*own, *run, "--exit-interval", 6)
+    bare = [f for name, f in zip(["", *TINY], TINY, strict=False) if f not in MODEL and name not in MODEL]
+    assert len(bare) == len(TINY) - 2 * len(MODEL)
+    # The architecture is the checkpoint's, whatever the command line says; that is told in a line.
+    pretrain(*bare, *run, "--use-checkpoint-args", "--num-layers", 3, "--openai-gelu")
+    assert records(tmp_path / "a.jsonl") == records(tmp_path / "b.jsonl")
+    assert files(tmp_path / "a" / "iter_0000012") == files(tmp_path / "b" / "iter_0000012")
+    config = parse_run_config(
+        [*map(str, bare), "--load", str(tmp_path / "b"), "--use-checkpoint-args", "--finetune"]
+        + ["--hidden-dropout", "0", "--seq-length", "32", "--num-layers", "3", "--vocab-size", "301"],
+        description="",
+        defaults={"tokenizer_type": "GPT2BPETokenizer"},
+    )
+    assert (config.model.num_layers, config.model.swiglu, config.model.hidden_dropout) == (2, True, 0)
+    assert (config.data.seq_length, config.model.max_position_embeddings) == (32, 32)
+    assert (config.tokenizer.tokenizer_type, config.tokenizer.vocab_size) == ("NullTokenizer", 301)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        f"note: --use-checkpoint-args: {tmp_path}/b/iter_0000012 gives --num-layers 2 --hidden"
+    )
+    assert line.endswith("--swiglu --tokenizer-type NullTokenizer, in place of --num-layers 3")
+
+
+def test_a_run_continues_with_the_tokenizer_of_its_checkpoint(pretrain, shared, tmp_path: Path) -> None:
+    """From the copies beside it, which are there also when the original has gone, and in later checkpoints too."""
+    vocab, merges = (tmp_path / name for name in ("vocab.json", "merges.txt"))
+    vocab.write_bytes((shared / "data" / "gpt2-tiny-vocab.json").read_bytes())
+    merges.write_bytes((shared / "data" / "gpt2-tiny-merges.txt").read_bytes())
+    at = TINY.index("--tokenizer-type")
+    own = [*TINY[:at], *TINY[at + 4 :], "--save", tmp_path / "a", "--load", tmp_path / "a", "--keep-last", 1]
+    copies = []
+    for flags in (["--vocab-file", vocab, "--merge-file", merges], ["--use-checkpoint-args"]):
+        pretrain(*own, *flags, "--exit-interval", 3, "--save-interval", 1)
+        vocab.unlink(missing_ok=True)
+        (folder,) = (tmp_path / "a").glob("iter_*/tokenizer")
+        copies.append((folder / "vocab.json").read_bytes())
+    assert folder.parent.name == "iter_0000006" and copies[0] == copies[1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([], "--use-checkpoint-args needs --load"),
+        (["--load", "/nowhere"], "--load: /nowhere is not a folder"),
+        (["--load", "/proc"], "--load: /proc holds no checkpoint"),
+    ],
+)
+def test_arguments_need_a_checkpoint(pretrain, flags: list[str], words: str) -> None:
+    with pytest.raises(InputError, match=words) as caught:
+        pretrain(*TINY, "--use-checkpoint-args", *flags)
+    assert "\n" not in str(caught.value)
 
 
 def test_without_the_state_of_the_optimizer(pretrain, tmp_path: Path) -> None:
