@@ -19,6 +19,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.tensor_file import TensorFile
 from megatron.flags import InputError
 from megatron.optim.buffer import ParamBuffer
 from megatron.optim.layout import Bucket, Entry
@@ -126,7 +127,7 @@ class Pieces:
     index: Index
 
     def __post_init__(self) -> None:
-        self.files: dict[str, Any] = {}
+        self.files: dict[str, TensorFile] = {}
 
     def read(self, name: str, place: GlobalSlice) -> Tensor:
         """The part `place` of a tensor, in fp32; rows that pad the vocabulary are zero."""
@@ -153,11 +154,14 @@ class Pieces:
                     both = wanted.meet(source)
                     if both is None:
                         continue
-                    values = self._read(file, key, both.moved(source, Block((0, 0), (0, 0))))
+                    if file not in self.files:
+                        self.files[file] = TensorFile(self.folder / file)
                     at = both.moved(whole, local)
-                    start = at.rows[0] * place.row + at.columns[0] - begin
-                    target.as_strided(both.shape, (place.row, 1), target.storage_offset() + start).copy_(
-                        values.view(both.shape)
+                    start = at.rows[0] * place.row + at.columns[0] - begin + target.storage_offset()
+                    self.files[file].read_into(
+                        target.as_strided(both.shape, (place.row, 1), start),
+                        key,
+                        both.moved(source, Block((0, 0), (0, 0))),
                     )
                     missing -= math.prod(both.shape)
         if missing:
@@ -170,19 +174,3 @@ class Pieces:
         fits = shape[:1] == place.shape[:1] if place.real is None else shape[0] >= place.real
         if not fits or shape[1:] != place.shape[1:]:
             raise InputError(f"{self.folder}: {name} has shape {shape}, but the model has {place.shape}")
-
-    def _read(self, file: str, key: str, block: Block) -> Tensor:
-        path = self.folder / file
-        try:
-            if file not in self.files:
-                self.files[file] = safetensors.safe_open(path, framework="pt")
-            part = self.files[file].get_slice(key)
-            rows = slice(*block.rows)
-            values = part[rows] if len(part.get_shape()) == 1 else part[rows, slice(*block.columns)]
-        except FileNotFoundError:
-            raise InputError(f"{path}: is missing; the checkpoint is not whole") from None
-        except (safetensors.SafetensorError, OSError, ValueError) as error:
-            raise InputError(f"{path}: {key} cannot be read ({' '.join(str(error).split())[:200]})") from None
-        if values.numel() != math.prod(block.shape):
-            raise InputError(f"{path}: {key} is smaller than the index says")
-        return values

@@ -227,7 +227,7 @@ def test_where_a_run_starts(tmp_path: Path) -> None:
         (lambda f: (f / "model.safetensors").unlink(), "model.safetensors: is missing"),
         (lambda f: (f / "optimizer.safetensors").unlink(), "optimizer.safetensors: is missing"),
         (lambda f: link(f / "model.safetensors"), "model.safetensors: is a symbolic link"),
-        (lambda f: write(f, "model.safetensors", "junk"), "model.safetensors: .* cannot be read"),
+        (lambda f: write(f, "model.safetensors", "junk"), "model.safetensors: cannot be read"),
         (lambda f: edit_tensors(f, lambda t: t.pop(BIAS)), "final_layernorm.bias cannot be read"),
         (lambda f: edit_tensors(f, lambda t: t.update({BIAS: torch.ones(3)})), "smaller than the index says"),
         (lambda f: (f / "index.json").unlink(), "index.json: is missing"),

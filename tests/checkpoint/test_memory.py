@@ -1,0 +1,69 @@
+"""Loading takes little more memory than what is loaded, also where no process holds what one of them saved."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+from distributed import run_distributed
+from models import CPU
+
+from megatron.arguments import parse_run_config
+from megatron.checkpoint.checkpoint import find_checkpoint
+from megatron.checkpoint.config import CheckpointConfig
+from megatron.checkpoint.load import load_into
+from megatron.checkpoint.saver import Saver
+from megatron.parallel.mesh import init_mesh
+from megatron.training.engine import Engine
+from pretrain_gpt import DEFAULTS, GPT
+
+# 20 M parameters: with its moments, 240 MB.
+FLAGS = """
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 2047 --num-layers 6 --hidden-size 512 --lr 2e-3
+    --num-attention-heads 8 --seq-length 16 --micro-batch-size 2 --train-iters 20 --device cpu
+"""
+ZERO, TP = "--use-distributed-optimizer", "--tensor-model-parallel-size 2"
+
+
+def load(root: str, flags: str, save_first: bool) -> tuple[int, int, int]:
+    """By how many bytes memory grew for a while in loading; bytes that were filled; and those of the largest tensor."""
+    config = parse_run_config(f"{FLAGS} {flags}".split(), description="", defaults=DEFAULTS)
+    with init_mesh(config.parallel, CPU) as mesh:
+        engine = Engine(config, GPT, mesh, vocab_size=2048, padded_vocab_size=2048)
+        buffer, optimizer = engine.buffer, engine.optimizer
+        filled = [buffer.params, *(piece for owned in optimizer.moments.values() for piece in owned)]
+        filled += [] if buffer.is_fp32 else buffer.masters
+        for tensor in filled:
+            tensor.fill_(1)  # memory that was never written to is not there yet
+        if save_first:
+            state = {
+                "task": "GPT",
+                "iteration": 5,
+                "consumed_samples": 10,
+                "train_samples": 40,
+                "bad_steps": 0,
+            }
+            state |= {"evaluation_due": False, "history": [], "vocab_size": 2048, "padded_vocab_size": 2048}
+            state |= {"schedule": {}, "config": {}}
+            Saver(CheckpointConfig(save=root), buffer, optimizer, tokenizer_files={}, say=print).save(state)
+        checkpoint = find_checkpoint(root, None, world=mesh.world)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        before = memory("VmRSS")
+        load_into(checkpoint, buffer, optimizer)
+        peak = memory("VmHWM") - before
+        largest = max(4 * math.prod(entry.place.local_shape) for entry in buffer.entries)
+        return peak, sum(tensor.nbytes for tensor in filled), largest
+
+
+def memory(name: str) -> int:
+    """Bytes, of what Linux counts under this name."""
+    return 1024 * int(re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux measures the peak of memory")
+def test_loading_takes_the_memory_of_what_is_loaded(tmp_path: Path) -> None:
+    for processes, flags, save_first in ((4, f"{TP} {ZERO}", True), (2, f"{ZERO} --bf16", False)):
+        for peak, share, largest in run_distributed(load, processes, str(tmp_path), flags, save_first):
+            assert share > 75e6 and 0 < peak < 0.2 * share + largest, (flags, peak, share, largest)
