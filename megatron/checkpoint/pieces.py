@@ -91,13 +91,13 @@ def write_pieces(path: Path, pieces: PiecesToWrite) -> None:
         for place, block, values in blocks:
             shape = place.shape if place.real is None else (place.real, *place.shape[1:])
             key = piece_key(name, block, shape)
-            contents[key] = values.contiguous()
+            contents[key] = values.detach().cpu()
             found = index.setdefault(name, {"shape": shape, "dtype": str(values.dtype)[6:], "pieces": []})
             found["pieces"].append([path.name, key, block.rows, block.columns])
     try:
         safetensors.torch.save_file(contents, path, metadata={"index": json.dumps(index)})
-    except safetensors.SafetensorError as error:  # such as that the disk is full
-        raise OSError(str(error)) from None
+    except safetensors.SafetensorError as error:  # which is how it tells of a full disk
+        raise OSError(" ".join(str(error).split())) from None
     path.chmod(0o644)  # safetensors lets nobody else read it
 
 

@@ -86,9 +86,9 @@ def write_checkpoint(
         OSError: it cannot be written; raised by all processes if by one.
     """
     root, iteration, first = Path(config.save), snapshot.state["iteration"], world.rank == 0
-    folder, kinds = temporary_folder(root, iteration), list(snapshot.tensors)
-    groups = [group for kind in snapshot.tensors.values() for group in kind.values()]
-    size = sum(tensor.nbytes for group in groups for tensor in group)
+    folder = temporary_folder(root, iteration)
+    kinds = {kind: _collect(buffer, group) for kind, group in snapshot.tensors.items()}
+    size = sum(t.nbytes for pieces in kinds.values() for blocks in pieces.values() for _, _, t in blocks)
     needed = int(all_reduce_sum(torch.tensor([size]), world))
     try:
         with together(world):
@@ -96,17 +96,17 @@ def write_checkpoint(
                 begin_checkpoint(root, iteration, needed)
         with together(world):
             written = []
-            for kind, by_prefix in snapshot.tensors.items():
+            for kind, pieces in kinds.items():
                 written.append(folder / file_name(kind, world.rank, world.size))
-                write_pieces(written[-1], _collect(buffer, by_prefix))
+                write_pieces(written[-1], pieces)
                 sync(written[-1])
                 buffer.mesh.activity.steps += 1
-        files = _gather_digests(written, kinds, world)
+        files = _gather_digests(written, list(kinds), world)
         with together(world):
             if first:
                 state = {"format": FORMAT, "version": VERSION, **snapshot.state}
                 files |= _write_rest(folder, state, tokenizer_files)
-                Manifest(folder, files, _join_indices(folder, files, kinds)).write()
+                Manifest(folder, files, _join_indices(folder, files, list(kinds))).write()
                 finish_checkpoint(root, iteration)
     except BaseException:
         if first:
@@ -162,5 +162,5 @@ def _collect(buffer: ParamBuffer, by_prefix: dict[str, list[Tensor]]) -> PiecesT
     pieces: PiecesToWrite = {}
     for prefix, mine in by_prefix.items():
         for entry, block, values in pieces_to_write(buffer, mine):
-            pieces.setdefault(prefix + entry.name, []).append((entry.place, block, values.detach().cpu()))
+            pieces.setdefault(prefix + entry.name, []).append((entry.place, block, values))
     return pieces

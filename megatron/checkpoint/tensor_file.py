@@ -1,7 +1,7 @@
 """Reads blocks of the tensors in a safetensors file, without mapping it into memory.
 
 What has been read of a map counts as memory of the process until the map is gone: loading would take twice the memory
-of what is loaded.
+of what is loaded. Without a map safetensors itself reads whole tensors, of which a process may need a small part.
 """
 
 from __future__ import annotations

@@ -1,0 +1,85 @@
+"""A disk that fills: the run ends with a line that says so, and goes on from the last checkpoint when there is room."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint import storage
+from megatron.checkpoint.checkpoint import open_checkpoint
+from megatron.flags import TrainingFault
+
+# A checkpoint takes 1.5 MB, of which 20 kB are not tensors.
+FLAGS = """
+    --device cpu --mock-data --tokenizer-type NullTokenizer --vocab-size 300 --num-workers 0 --lr 1e-2
+    --num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 --train-iters 12
+    --eval-iters 0 --save-interval 2
+""".split()
+MODES = pytest.mark.parametrize("mode", [[], ["--async-save"]], ids=["waiting", "in the background"])
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 5 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only root can mount a small disk to fill")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def assert_whole(root: Path, iterations: list[int]) -> None:
+    assert storage.iterations(root) == iterations
+    assert storage.newest_iteration(root) == iterations[-1]
+    for iteration in iterations:
+        manifest = open_checkpoint(storage.folder_of(root, iteration)).manifest
+        manifest.verify(list(manifest.files))
+
+
+@MODES
+def test_too_little_room_is_seen_before_writing(command, disk: Path, mode: list[str]) -> None:
+    flags = [*FLAGS, *mode, "--save", disk / "run", "--load", disk / "run"]
+    result = command("pretrain_gpt.py", *flags, status=1)
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith(
+        f"error: --save: the checkpoint of iteration 8 cannot be written to {disk}/run: "
+    )
+    assert " are free; the checkpoints before it are whole" in result.stderr
+    assert_whole(disk / "run", [2, 4, 6])
+    shutil.rmtree(disk / "run" / "iter_0000002")
+    result = command("pretrain_gpt.py", *flags, "--keep-last", 1)
+    assert "iterations 7 to 12" in result.stdout
+    assert_whole(disk / "run", [12])
+
+
+@MODES
+def test_a_disk_that_fills_while_a_checkpoint_is_written(
+    pretrain, disk: Path, mode: list[str], monkeypatch
+) -> None:
+    flags = [*FLAGS, *mode, "--save", disk / "run", "--load", disk / "run"]
+    plenty = shutil.disk_usage(disk)._replace(free=10**9)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: plenty)
+        with pytest.raises(
+            TrainingFault, match=r"No space left on device.*; the checkpoints before it are whole"
+        ):
+            pretrain(*flags)
+    assert_whole(disk / "run", [2, 4, 6])
+    assert not list((disk / "run").glob(".writing-iter*"))
+    # Room for the tensors, but not for the index of them.
+    shutil.rmtree(disk / "run" / "iter_0000002")
+    free = shutil.disk_usage(disk).free
+    size = sum(p.stat().st_size for p in (disk / "run" / "iter_0000006").glob("*.safetensors"))
+    (disk / "other").write_bytes(bytes(free - size - 3 * 4096))
+    with pytest.raises(TrainingFault, match=r"iteration 8 .*No space left on device.*"):
+        pretrain(*flags)
+    assert_whole(disk / "run", [4, 6])
+    (disk / "other").unlink()
+    pretrain(*flags, "--keep-last", 1)
+    assert_whole(disk / "run", [12])
