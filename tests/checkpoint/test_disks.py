@@ -1,4 +1,5 @@
-"""A disk that fills: the run ends with a line that says so, and goes on from the last checkpoint when there is room."""
+"""Disks that are full or cannot be written to, and folders that another run has: one line says so, checkpoints stay
+whole, and the run goes on when there is room."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import pytest
 
 from megatron.checkpoint import storage
 from megatron.checkpoint.checkpoint import open_checkpoint
-from megatron.flags import TrainingFault
+from megatron.flags import InputError, TrainingFault
 
 # A checkpoint takes 1.5 MB, of which 20 kB are not tensors.
 FLAGS = """
@@ -83,3 +84,18 @@ def test_a_disk_that_fills_while_a_checkpoint_is_written(
     (disk / "other").unlink()
     pretrain(*flags, "--keep-last", 1)
     assert_whole(disk / "run", [12])
+
+
+def test_a_disk_that_cannot_be_written_to(pretrain, disk: Path) -> None:
+    flags = [*FLAGS, "--save", disk / "run", "--load", disk / "run"]
+    pretrain(*flags, "--exit-interval", 2)
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    with pytest.raises(InputError, match=f"--save: {disk}/run cannot be written to"):
+        pretrain(*flags)
+    assert_whole(disk / "run", [2])
+
+
+def test_two_runs_do_not_save_into_one_folder(pretrain, tmp_path: Path) -> None:
+    with storage.lock(tmp_path), pytest.raises(InputError, match="is being written to by another run"):
+        pretrain(*FLAGS, "--save", tmp_path)
+    assert not storage.iterations(tmp_path)
