@@ -57,7 +57,7 @@ def state(iteration: int) -> dict:
 
 
 def step(engine: Engine, seed: int) -> None:
-    """A step of the optimizer on gradients that replicas and shards need not agree on."""
+    """A step of the optimizer, on gradients of no meaning."""
     engine.buffer.grads.copy_(torch.randn(engine.buffer.grads.shape, generator=torch.manual_seed(seed)))
     engine.optimizer.step(lr=1e-3, weight_decay=0.1)
 
@@ -97,6 +97,18 @@ def test_the_files_are_the_same(tmp_path: Path, processes: int, flags: str) -> N
     assert waiting[storage.TRACKER] == b"3"
     assert storage.iterations(tmp_path / "going-on") == [2, 3]
     assert find_checkpoint(str(tmp_path / "going-on"), None, verify=True).iteration == 3
+
+
+@pytest.mark.gpu
+def test_the_files_are_the_same_from_a_gpu(tmp_path: Path) -> None:
+    engine = make_engine(Mesh(device=torch.device("cuda")), "--bf16")
+    for name, in_background in (("waiting", False), ("going-on", True)):
+        (tmp_path / name).mkdir()
+        with make_saver(tmp_path / name, engine, async_save=in_background) as saver:
+            saver.save(state(1))
+            if in_background:
+                step(engine, 2)
+    assert contents(tmp_path / "waiting") == contents(tmp_path / "going-on")
 
 
 class Gate:
