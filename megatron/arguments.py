@@ -9,11 +9,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-import json
 import os
 import re
 import sys
-import time
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +20,7 @@ from typing import Any, NoReturn, TypeVar
 import yaml
 
 from megatron import __version__
-from megatron.flags import Config, Flag, InputError, TrainingFault, field_types, flag_name
+from megatron.flags import Config, Flag, InputError, TrainingFault, field_types, flag_name, tell
 from megatron.nvidia_flags import NVIDIA_FLAGS, NvidiaFlag
 
 if typing.TYPE_CHECKING:
@@ -383,7 +381,7 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
     try:
         code = main()
     except (InputError, TrainingFault) as error:
-        _report(f"error: {error}")
+        tell(f"error: {error}")
         code = error.exit_status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
@@ -399,18 +397,3 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
         sys.stderr.flush()
         os._exit(code or 0)
     sys.exit(code)
-
-
-def _report(message: str) -> None:
-    """Tell of what ends this process: the terminal, and torchrun, whose summary shows it for each process.
-
-    What is wrong with the flags is wrong on every rank, so the terminal is told by rank 0 alone, unless no
-    torchrun is there to tell of the others.
-    """
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path is None or os.environ.get("RANK", "0") == "0":
-        print(message, file=sys.stderr, flush=True)
-    if path is not None:
-        # The form that torch.distributed.elastic writes for exceptions, less the traceback.
-        told = {"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}}
-        Path(path).write_text(json.dumps(told), encoding="utf-8")

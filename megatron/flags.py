@@ -8,9 +8,14 @@ checks here run wherever the dataclass is built, so a library user meets the sam
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+import sys
+import time
 import types
 import typing
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 # No whole number of a flag is larger, so that products of two do not overflow a float.
@@ -42,6 +47,21 @@ class PassingFault(TrainingFault):
 
 class LostRank(PassingFault):
     """A communication failed, because another process has ended or hangs."""
+
+
+def tell(message: str) -> None:
+    """Tell of what ends this process: the terminal, and torchrun, whose summary shows it for each process.
+
+    What is wrong with the flags is wrong on every rank, so the terminal is told by rank 0 alone, unless no
+    torchrun is there to tell of the others.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None or os.environ.get("RANK", "0") == "0":
+        print(message, file=sys.stderr, flush=True)
+    if path is not None:
+        # The form that torch.distributed.elastic writes for exceptions, less the traceback.
+        told = {"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}}
+        Path(path).write_text(json.dumps(told), encoding="utf-8")
 
 
 @dataclasses.dataclass(frozen=True)

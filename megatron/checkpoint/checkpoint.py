@@ -161,9 +161,10 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_history(value: Any) -> bool:
-    numbers = (int, float, type(None))
     return isinstance(value, list) and all(
-        isinstance(row, dict) and all(type(x) in numbers for x in row.values()) for row in value
+        isinstance(row, dict)
+        and all(x is None or (type(x) in (int, float) and abs(x) < 1e300) for x in row.values())
+        for row in value
     )
 
 

@@ -53,7 +53,11 @@ class Manifest:
     def verify(self, names: list[str]) -> None:
         """Raise `InputError` unless these files hold what was written."""
         for name in names:
-            if digest(self.folder / name) != self.files[name][1]:
+            try:
+                found = digest(self.folder / name)
+            except OSError as error:
+                raise InputError(f"{self.folder / name}: cannot be read ({error.strerror})") from None
+            if found != self.files[name][1]:
                 raise InputError(f"{self.folder / name}: is not what was written (its checksum differs)")
 
 
@@ -109,10 +113,7 @@ def _check(files: Any, tensors: Any) -> None:
 def digest(path: Path) -> str:
     """SHA-256 of a file, as `sha256sum` prints it."""
     found = hashlib.sha256()
-    try:
-        with path.open("rb") as file:
-            while data := file.read(1 << 20):
-                found.update(data)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+    with path.open("rb") as file:
+        while data := file.read(1 << 20):
+            found.update(data)
     return found.hexdigest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import shutil
 import struct
 from pathlib import Path
@@ -35,6 +36,8 @@ from megatron.optim.buffer import ParamBuffer
 from megatron.optim.optimizer import Optimizer
 from megatron.parallel.collectives import all_gather, all_reduce_sum, together
 from megatron.parallel.mesh import Axis
+
+logger = logging.getLogger("megatron")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,13 +98,14 @@ def write_checkpoint(
             if first:
                 begin_checkpoint(root, iteration, needed)
         with together(world):
-            written = []
+            numbers = []
             for kind, pieces in kinds.items():
-                written.append(folder / file_name(kind, world.rank, world.size))
-                write_pieces(written[-1], pieces)
-                sync(written[-1])
+                path = folder / file_name(kind, world.rank, world.size)
+                write_pieces(path, pieces)
+                sync(path)
+                numbers += [path.stat().st_size, *struct.unpack("<4q", bytes.fromhex(digest(path)))]
                 buffer.mesh.activity.steps += 1
-        files = _gather_digests(written, list(kinds), world)
+        files = _gather_digests(numbers, list(kinds), world)
         with together(world):
             if first:
                 state = {"format": FORMAT, "version": VERSION, **snapshot.state}
@@ -112,18 +116,16 @@ def write_checkpoint(
         if first:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-    with together(world):
-        if first:
-            discard_older(
-                root, iteration, keep_last=config.keep_last, retain_interval=config.save_retain_interval
-            )
+    if first:
+        keep = {"keep_last": config.keep_last, "retain_interval": config.save_retain_interval}
+        try:
+            discard_older(root, iteration, **keep)
+        except OSError as error:
+            logger.warning(f"--keep-last: an older checkpoint cannot be deleted: {error}")
 
 
-def _gather_digests(paths: list[Path], kinds: list[str], world: Axis) -> dict[str, tuple[int, str]]:
-    """Size and checksum of the files that all processes have written."""
-    numbers = []
-    for path in paths:
-        numbers += [path.stat().st_size, *struct.unpack("<4q", bytes.fromhex(digest(path)))]
+def _gather_digests(numbers: list[int], kinds: list[str], world: Axis) -> dict[str, tuple[int, str]]:
+    """Size and checksum of the files that all processes have written, from those of this one."""
     table = all_gather(torch.tensor([numbers]), world).view(world.size, len(kinds), 5).tolist()
     return {
         file_name(kind, rank, world.size): (size, struct.pack("<4q", *words).hex())

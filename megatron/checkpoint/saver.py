@@ -42,7 +42,9 @@ class Saver:
         self.config, self.buffer, self.optimizer = config, buffer, optimizer
         self.tokenizer_files, self.say = tokenizer_files, say
         self.writing: threading.Thread | None = None
-        self.iteration = 0  # of the checkpoint that is being written
+        self.iteration = (
+            0  # of the checkpoint last written, or that is being written; at first the one begun from
+        )
         self.failure: BaseException | None = None  # that ended the thread
 
     def __enter__(self) -> Saver:

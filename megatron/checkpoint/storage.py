@@ -2,6 +2,7 @@
 
     DIR/latest_checkpointed_iteration.txt    the tracker: the number of the newest iteration
     DIR/iter_0000100/...                     one folder a checkpoint
+    DIR/taken_back_to_iteration.txt          of --ckpt-step, once it has been followed
 
 A checkpoint is written under a temporary name, every file is synced to disk, the folder is renamed, and the
 tracker is replaced last. Whatever stops this in between leaves the earlier checkpoints and the tracker whole.
@@ -20,6 +21,7 @@ from typing import TextIO
 from megatron.flags import InputError
 
 TRACKER = "latest_checkpointed_iteration.txt"
+TAKEN_BACK = "taken_back_to_iteration.txt"
 
 
 def folder_of(root: Path, iteration: int) -> Path:
@@ -74,11 +76,13 @@ def finish_checkpoint(root: Path, iteration: int) -> None:
     for path in sorted(temporary.rglob("*"), reverse=True):
         sync(path)
     sync(temporary)
+    replaced = folder.with_name(f".deleting-{folder.name}")
     if folder.exists():
-        discard(folder)
+        folder.rename(replaced)
     temporary.rename(folder)
     sync(root)
     replace_text(root / TRACKER, str(iteration))
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -125,6 +129,28 @@ def discard_older(root: Path, iteration: int, *, keep_last: int | None, retain_i
     passing = [i for i in older if retain_interval is None or i % retain_interval]
     for i in passing[: max(0, len(passing) + 1 - (keep_last or 1))]:
         discard(folder_of(root, i))
+
+
+def taken_back(root: Path) -> int | None:
+    """The iteration that the run in `root` was last taken back to, if it ever was."""
+    try:
+        return int((root / TAKEN_BACK).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def take_back(root: Path, iteration: int) -> list[Path]:
+    """Make the checkpoint of an iteration the newest of `root`; gives the names under which later ones are kept."""
+    replace_text(root / TRACKER, str(iteration))
+    kept = []
+    for later in [i for i in iterations(root) if i > iteration]:
+        folder, number = folder_of(root, later), 1
+        while (name := root / f"abandoned-{folder.name}-{number}").exists():
+            number += 1
+        folder.rename(name)
+        kept.append(name)
+    replace_text(root / TAKEN_BACK, str(iteration))
+    return kept
 
 
 def lock(root: Path) -> TextIO:

@@ -36,6 +36,8 @@ def named(what: str, axis: Axis) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "CUDA error" in str(error):
+            raise  # of work before it, which only shows here
         rank = dist.get_rank()
         others = [other for other in axis.ranks if other != rank]
         who = f"rank {others[0]}" if len(others) == 1 else "one of them"

@@ -182,10 +182,9 @@ def init_mesh(config: ParallelConfig, device: torch.device) -> Iterator[Mesh]:
             f"--distributed-timeout-minutes {config.distributed_timeout_minutes}; see what the others say, or whether "
             f"MASTER_ADDR and MASTER_PORT lead to the first of them ({str(error).splitlines()[0][:200]})"
         ) from error
-    try:
-        yield mesh
-    finally:
-        dist.destroy_process_group()
+    yield mesh
+    # Not where an exception ends the run: NCCL would wait for communications that a lost process never joins.
+    dist.destroy_process_group()
 
 
 def _check_gloo_on_gpu(config: ParallelConfig) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megatron.data.loader import Batch
@@ -36,13 +37,11 @@ class Diagnosis:
     """What was found when a step was computed again, the same on every process.
 
     Attributes:
-        weights: a parameter that was not finite before the step began.
         output: the first output of a module that was not, or the loss.
         gradient: the first gradient of a parameter that was not, before it is summed over replicas.
         grad_norm: of the whole gradient.
     """
 
-    weights: Finding | None
     output: Finding | None
     gradient: Finding | None
     grad_norm: float
@@ -54,8 +53,8 @@ class Diagnosis:
 
     def __str__(self) -> str:
         """What to tell of a step that is not finite again."""
-        if self.weights or self.output:
-            return f"first {self.weights or self.output}"
+        if self.output:
+            return f"first {self.output}"
         if self.gradient:
             return f"all outputs are finite, and the first gradient that is not is that of {self.gradient}"
         return "each replica's gradient is finite, and their sum is not"
@@ -69,10 +68,6 @@ def diagnose(
     Every process must take part.
     """
     probe = _Probe(engine)
-    for entry in engine.buffer.entries:
-        if not entry.view(engine.buffer.params).isfinite().all():
-            probe.note("weights", 0, 0, f"the weights of {entry.name}")
-            break
     with probe.attached():
         engine.compute_gradients(
             batches, num_microbatches=num_microbatches, consumed_samples=consumed_samples
@@ -80,10 +75,23 @@ def diagnose(
     grad_norm = engine.buffer.norm(engine.optimizer.grads).item()
     engine.buffer.grads.zero_()
     told = [json.loads(text) for text in gather_texts(json.dumps(probe.found), engine.mesh.world)]
-    first: dict[str, Finding | None] = dict.fromkeys(("weights", "output", "gradient"))
+    first: dict[str, Finding | None] = dict.fromkeys(("output", "gradient"))
     for kind in first:
         first[kind] = min((Finding(*found[kind]) for found in told if kind in found), default=None)
     return Diagnosis(**first, grad_norm=grad_norm)
+
+
+def spoiled_weights(engine: Engine) -> str:
+    """The first parameters that are not finite, of each rank that has any; "" if none has. Every process must take
+    part."""
+    found = next((e.name for e in engine.buffer.entries if not _finite(e.view(engine.buffer.params))), "")
+    told = gather_texts(found, engine.mesh.world)
+    return ", ".join(f"{name} on rank {rank}" for rank, name in enumerate(told) if name)
+
+
+def _finite(x: Tensor) -> bool:
+    """Whether all of `x` is finite. Takes no memory, which may be scarce."""
+    return x.numel() == 0 or all(end.isfinite() for end in torch.aminmax(x))
 
 
 class _Probe:
@@ -96,17 +104,25 @@ class _Probe:
 
     def note(self, kind: str, stage: int, call: int, what: str) -> None:
         """Keep a finding, if it is the first of its kind."""
-        self.found.setdefault(kind, (max(self.microbatch, 0), stage, call, self.mesh.world.rank, what))
+        finding = (self.microbatch, stage, call, self.mesh.world.rank, what)
+        self.found[kind] = min(self.found.get(kind, finding), finding)
 
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Look at all that is computed within the block."""
         handles = []
-        for number, chunk in enumerate(self.engine.chunks):
+        for number, (chunk, part) in enumerate(zip(self.engine.chunks, self.engine.parts, strict=True)):
             stage = number * self.mesh.pp.size + self.mesh.pp.rank
             handles.append(chunk.register_forward_pre_hook(self._begin_forward([0])))
             for path, module in chunk.named_modules():
-                handles.append(module.register_forward_hook(functools.partial(self._output, stage, path)))
+                what = (
+                    f"the output of {path}"
+                    if path
+                    else "the loss"
+                    if part.last
+                    else f"the output of stage {stage}"
+                )
+                handles.append(module.register_forward_hook(functools.partial(self._output, stage, what)))
             for name, p in chunk.named_parameters():
                 handles.append(p.register_hook(functools.partial(self._gradient, stage, p.tied or name)))
         try:
@@ -125,17 +141,17 @@ class _Probe:
     def _begin(self, microbatch: int) -> None:
         self.microbatch, self.call = microbatch, 0
 
-    def _output(self, stage: int, path: str, module: nn.Module, _: Any, out: Any) -> None:
+    def _output(self, stage: int, what: str, module: nn.Module, _: Any, out: Any) -> None:
         self.call += 1
         tensors = [x for x in (out if isinstance(out, tuple) else (out,)) if isinstance(x, Tensor)]
-        if not all(x.isfinite().all() for x in tensors):
-            self.note("output", stage, self.call, f"the output of {path}" if path else "the loss")
-        if not path and tensors[0].requires_grad:
+        if not all(_finite(x) for x in tensors):
+            self.note("output", stage, self.call, what)
+        if module in self.engine.chunks and tensors[0].requires_grad:
             # A backward pass through this chunk begins here.
             microbatch = self.microbatch
             tensors[0].register_hook(lambda _: self._begin(microbatch))
 
     def _gradient(self, stage: int, name: str, grad: Tensor) -> None:
         self.call += 1
-        if not grad.isfinite().all():
+        if not _finite(grad):
             self.note("gradient", -stage, self.call, name)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from megatron.checkpoint.storage import newest_iteration
+import torch
+
 from megatron.data.loader import train_batches
 from megatron.flags import PassingFault, TrainingFault
 from megatron.parallel.collectives import gather_texts
-from megatron.training.diagnosis import diagnose
+from megatron.training.diagnosis import diagnose, spoiled_weights
 
 if TYPE_CHECKING:
     from megatron.training.loop import Trainer
@@ -27,20 +27,29 @@ def stop_on_non_finite(trainer: Trainer, iteration: int, consumed_samples: int) 
     progress.iteration, progress.consumed_samples = iteration - 1, consumed_samples
     progress.evaluation_due = False
     progress.history.rows = [row for row in progress.history.rows if row["iteration"] < iteration]
-    batches = train_batches(
-        trainer.datasets["train"],
-        dataclasses.replace(config.data, num_workers=0),
-        consumed_samples=consumed_samples,
-        **trainer.loader_arguments(),
-    )
-    found = diagnose(
-        trainer.engine,
-        batches,
-        num_microbatches=trainer.batch_schedule.num_microbatches(consumed_samples),
-        consumed_samples=consumed_samples,
-    )
-    kept = "and nothing was saved" if found.weights else _keep(trainer)
+    weights = spoiled_weights(trainer.engine)
+    kept = "and nothing was saved" if weights else _keep(trainer)
     said = f"iteration {iteration}: the loss or its gradient is not finite; no weights were changed, {kept}. "
+    if weights:
+        raise PassingFault(f"{said}They were not finite before: {weights}; a machine has altered them")
+    try:
+        batches = train_batches(
+            trainer.datasets["train"],
+            dataclasses.replace(config.data, num_workers=0),
+            consumed_samples=consumed_samples,
+            **trainer.loader_arguments(),
+        )
+        found = diagnose(
+            trainer.engine,
+            batches,
+            num_microbatches=trainer.batch_schedule.num_microbatches(consumed_samples),
+            consumed_samples=consumed_samples,
+        )
+    except torch.OutOfMemoryError as error:
+        why = str(error).splitlines()[0]
+        raise TrainingFault(
+            f"{said}There is too little memory to find out where it came from: {why}"
+        ) from None
     if found.repeats:
         raise TrainingFault(
             f"{said}Computed again it is not finite either: {found}. Go on from an earlier checkpoint (--ckpt-step) "
@@ -58,10 +67,9 @@ def _keep(trainer: Trainer) -> str:
         return "and nothing was saved, without --save"
     if iteration == 0:
         return "and nothing was saved, it being the first"
-    trainer.saver.wait()
-    if newest_iteration(Path(root)) != iteration:
+    if trainer.saver.iteration != iteration:
         trainer.save()
-        trainer.saver.wait()
+    trainer.saver.wait()
     return f"and {root} holds them as of iteration {iteration}"
 
 

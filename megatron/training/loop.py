@@ -215,11 +215,11 @@ class Trainer:
         self.reporter.training(interval)
         for row in rows:
             progress.bad_steps = 0 if math.isfinite(row["grad norm"]) else progress.bad_steps + 1
-        if progress.bad_steps >= MOST_BAD_STEPS:
-            raise TrainingFault(
-                f"the last {progress.bad_steps} gradients, up to iteration {progress.iteration}, were not finite; they "
-                "changed no weights. Continue from the last checkpoint with a lower --lr or a longer warm-up"
-            )
+            if progress.bad_steps >= MOST_BAD_STEPS:
+                raise TrainingFault(
+                    f"{progress.bad_steps} gradients in a row, up to iteration {row['iteration']}, were not finite; "
+                    "they changed no weights. Continue from the last checkpoint with a lower --lr or a longer warm-up"
+                )
 
     def params_norm(self) -> float | None:
         """L2 norm of all parameters, if it is to be logged. Every process must take part."""
@@ -246,6 +246,8 @@ class Trainer:
         """Save a checkpoint of where the run stands, if it saves any. Every process must take part."""
         if self.config.checkpoint.save is not None:
             self.collect()
+            if self.config.training.check_weight_replicas_interval is not None:
+                check_replicas(self.engine.buffer)  # else the file would hold good and bad weights
             self.saver.save(self.state())
 
     def state(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import os
 from contextlib import nullcontext
@@ -21,7 +22,7 @@ from megatron.checkpoint.checkpoint import (
 from megatron.checkpoint.config import CheckpointConfig
 from megatron.checkpoint.load import load_into
 from megatron.checkpoint.saver import Saver
-from megatron.checkpoint.storage import lock, newest_iteration
+from megatron.checkpoint.storage import lock, newest_iteration, take_back, taken_back
 from megatron.data.loader import start_fork_server
 from megatron.flags import InputError
 from megatron.optim.schedule import Schedule
@@ -38,6 +39,8 @@ from megatron.training.report import History, Reporter, show_log
 from megatron.training.stop import StopRequests
 from megatron.training.task import Task
 from megatron.training.watchdog import Watchdog
+
+logger = logging.getLogger("megatron")
 
 
 def pretrain(config: RunConfig, task: Task) -> int:
@@ -115,9 +118,18 @@ def find_start(config: CheckpointConfig, mesh: Mesh) -> Checkpoint | None:
     if config.load is None:
         return None
     save = None if config.finetune else config.save
-    return find_checkpoint(
-        config.load, save, step=config.ckpt_step, verify=config.verify_checkpoint or None, world=mesh.world
+    step, root = config.ckpt_step, Path(config.load)
+    continues = save is not None and Path(save).resolve() == root.resolve()
+    if continues and step is not None and taken_back(root) == step:
+        step = None  # by an earlier try of the same command, which has come further since
+    found = find_checkpoint(
+        config.load, save, step=step, verify=config.verify_checkpoint or None, world=mesh.world
     )
+    if continues and step is not None:
+        with together(mesh.world):
+            if mesh.is_first and (kept := take_back(root, step)):
+                logger.info(f"--ckpt-step: later checkpoints are kept as {kept[0]} ({len(kept)} in all)")
+    return found
 
 
 def build_trainer(
@@ -180,6 +192,11 @@ def build_trainer(
         trainer.engine.buffer.initialize(training.seed)
     else:
         load(trainer, checkpoint)
+        if (
+            config.checkpoint.save is not None
+            and checkpoint.folder.parent.resolve() == Path(config.checkpoint.save).resolve()
+        ):
+            saver.iteration = progress.iteration
     return trainer
 
 

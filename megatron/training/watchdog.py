@@ -8,6 +8,7 @@ A rank that gives no answer, or that is in no communication while the others wai
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import faulthandler
 import json
@@ -16,12 +17,13 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from types import TracebackType
 
 import torch
 import torch.distributed as dist
 
-from megatron.flags import LostRank
+from megatron.flags import LostRank, tell
 from megatron.parallel.collectives import all_reduce_max
 from megatron.parallel.mesh import Mesh
 from megatron.training.standing import Standing, cause, describe_here, standing, summary
@@ -50,7 +52,7 @@ class Watchdog:
         self.store = connect(mesh)
         self.leaving = threading.Event()
         self.failed = False
-        self.verdict = ""
+        self.verdict, self.status = "", LostRank.exit_status
         self.done, self.since = 0, time.monotonic()
         self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -61,25 +63,40 @@ class Watchdog:
     def __exit__(self, _: type | None, error: BaseException | None, __: TracebackType | None) -> None:
         self.failed = isinstance(error, LostRank)
         self.leaving.set()
+        if isinstance(error, Exception) and not self.failed:
+            self._leave_word(error)
         # torchrun ends all its processes as soon as one has ended; this one ends by itself once it knows why.
         before = signal.signal(signal.SIGTERM, signal.SIG_IGN) if self.failed else None
         self.thread.join()
         faulthandler.cancel_dump_traceback_later()
         if self.failed:
             signal.signal(signal.SIGTERM, before)
-            raise LostRank(f"{error}; {self.verdict}") from error
+            fault = LostRank(f"{error}; {self.verdict}")
+            fault.exit_status = self.status
+            raise fault from error
+
+    def _leave_word(self, error: Exception) -> None:
+        """Let the others know that this process ends by a fault of its own, and with which status."""
+        self.thread.join()
+        status = getattr(error, "exit_status", 1)
+        if self.store is not None:
+            with contextlib.suppress(dist.DistError):
+                self.store.set(f"ended {self.mesh.world.rank}", json.dumps([status, str(error)[:500]]))
 
     def _watch(self) -> None:
         """The thread. Where the main thread does not end, this ends the process."""
         while not self._has_to_end():
             if self.leaving.is_set():
                 return
-        self.verdict = self._learn_why()
+        try:
+            self.verdict = self._learn_why()
+        except Exception as error:  # whatever it is, the process is to end
+            self.verdict = f"why could not be learnt ({error!r})"
         failed = self.failed
         time.sleep(4 * ASK)  # the store may end with this process, and others have still to read it
         if not failed:
-            say(f"error: rank {self.mesh.world.rank} ends with the run: {self.verdict}")
-            os._exit(LostRank.exit_status)
+            tell(f"error: rank {self.mesh.world.rank} ends with the run: {self.verdict}")
+            os._exit(self.status)
 
     def _has_to_end(self) -> bool:
         """Wait for the next look, or until the block ends; whether the run cannot go on."""
@@ -134,13 +151,27 @@ class Watchdog:
         wait_for(store, "all present")
         present = sorted(int(rank) for rank in store.get("present").split())
         if rank > present[0] or store.check(["verdict"]):
-            return store.get("verdict").decode() if wait_for(store, "verdict") else "no rank could say why"
+            if not wait_for(store, "verdict"):
+                return "no rank could say why"
+            self.status = int(store.get("status"))
+            return store.get("verdict").decode()
         texts = store.multi_get([f"answer {rank}" for rank in present])
         answers = {rank: Standing(**json.loads(text)) for rank, text in zip(present, texts, strict=True)}
-        verdict = cause(answers, size)
+        ended = self._words(store, set(range(size)).difference(present))
+        verdict = "; ".join(ended) or cause(answers, size)
         say(f"{store.get('called').decode()}; {verdict}\n{summary(answers, size, self.timeout / 2)}")
+        store.set("status", str(self.status))
         store.set("verdict", verdict)
         return verdict
+
+    def _words(self, store: dist.Store, missing: Iterable[int]) -> list[str]:
+        """What ranks that are gone have said before, if it was a fault of theirs; their status becomes the run's."""
+        found = []
+        for rank in sorted(missing):
+            if store.check([f"ended {rank}"]):
+                self.status, message = json.loads(store.get(f"ended {rank}"))
+                found.append(f"rank {rank} has ended: {message}")
+        return found
 
 
 def connect(mesh: Mesh) -> dist.Store | None:

@@ -18,7 +18,7 @@
 # from what was saved. So it is after a fault that may pass, as the loss of a node. Environment variables:
 #
 #   PYTHON         interpreter that has the packages (default: .venv/bin/python if there is one, or else python3)
-#   MAX_RESTARTS   how often to try again after faults (default: 20)
+#   MAX_RESTARTS   how often to try again after faults without coming to the time limit in between (default: 20)
 set -euo pipefail
 
 if (($# == 0)) || [[ $1 == -h || $1 == --help ]]; then
@@ -41,24 +41,31 @@ export PYTHON MASTER_ADDR MASTER_PORT
 status=0
 # Each task finds its place in the environment, in torchrun's terms.
 # shellcheck disable=SC2016
-srun --kill-on-bad-exit=0 bash -c \
+srun --kill-on-bad-exit=0 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" bash -c \
   'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS exec "$PYTHON" "$@"' task "$@" || status=$?
 
-restarts=${SLURM_RESTART_COUNT:-0}
+faults=.pretrain-$SLURM_JOB_ID.faults # one line for each since the run last came to its time limit
 case $status in
-  0) echo "training is done" ;;
+  0)
+    echo "training is done, or stopped where a flag said"
+    rm -f "$faults"
+    ;;
   138) # SIGUSR1: the time was up
     echo "saved before the time limit; goes on when SLURM starts it again"
+    rm -f "$faults"
     scontrol requeue "$SLURM_JOB_ID"
     ;;
-  137 | 200) # a task was killed; a fault that may pass
-    if ((restarts < ${MAX_RESTARTS:-20})); then
-      echo "ended with status $status; restart $((restarts + 1)) of at most ${MAX_RESTARTS:-20}"
+  134 | 137 | 200) # a task was aborted by NCCL, or killed; a fault that may pass
+    echo "$status" >>"$faults"
+    restarts=$(wc -l <"$faults")
+    if ((restarts <= ${MAX_RESTARTS:-20})); then
+      echo "ended with status $status; restart $((restarts)) of at most ${MAX_RESTARTS:-20}"
       scontrol requeue "$SLURM_JOB_ID"
     else
-      echo "ended with status $status after $restarts restarts; giving up" >&2
+      echo "ended with status $status after ${MAX_RESTARTS:-20} restarts; giving up" >&2
     fi
     ;;
+  130 | 143) echo "stopped by a signal; the same command goes on from what was saved" ;;
   *) echo "ended with status $status, which starting again would not help" >&2 ;;
 esac
 exit "$status"

@@ -22,7 +22,7 @@ FLAGS = """
 # Starts the tasks, writes down their process numbers, and ends with the highest status of all.
 SRUN = f"""#!{sys.executable}
 import os, pathlib, subprocess, sys
-arguments = [word for word in sys.argv[1:] if not word.startswith("--kill-on-bad-exit")]
+arguments = [word for word in sys.argv[1:] if not word.startswith(("--kill-on-bad", "--cpus"))]
 tasks = [
     subprocess.Popen(arguments, env=os.environ | {{"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)}}) for i in range(2)
 ]
@@ -42,8 +42,9 @@ def slurm(tmp_path: Path):
         (tmp_path / name).chmod(0o755)
     (tmp_path / "pretrain_gpt.py").symlink_to(ROOT / "pretrain_gpt.py")
 
+    job = {"SLURM_JOB_ID": str(free_port()), "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "node[1-2]"}
+
     def start(*arguments: str | Path, **environment: str) -> subprocess.Popen:
-        job = {"SLURM_JOB_ID": str(free_port()), "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "node[1-2]"}
         path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable}
         return subprocess.Popen(
             ["bash", SCRIPT, *map(str, arguments)],
@@ -77,10 +78,11 @@ def test_a_job_that_is_stopped_goes_on_when_it_is_started_again(slurm, tmp_path,
     assert (tmp_path / "requeued").read_text().startswith("requeued ")
     assert "Traceback" not in errors
     done = int((tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text())
-    job = slurm(*FLAGS, *place, "--train-iters", str(done + 2), SLURM_RESTART_COUNT="1")
+    job = slurm(*FLAGS, *place, "--train-iters", str(done + 2))
     output, errors = job.communicate(timeout=60)
     assert job.returncode == 0, errors
     assert f"iterations {done + 1} to {done + 2}" in output and "training is done" in output
+    assert not list(tmp_path.glob(".*.faults"))
 
 
 def test_what_starting_again_would_not_help_is_not_started_again(slurm, tmp_path) -> None:
@@ -92,12 +94,13 @@ def test_what_starting_again_would_not_help_is_not_started_again(slurm, tmp_path
 
 def test_restarts_are_bounded(slurm, tmp_path) -> None:
     (tmp_path / "srun").write_text("#!/bin/sh\nexit 200\n")
-    job = slurm(*FLAGS, SLURM_RESTART_COUNT="3", MAX_RESTARTS="3")
-    assert "after 3 restarts; giving up" in job.communicate(timeout=60)[1] and job.returncode == 200
-    assert not (tmp_path / "requeued").exists()
-    job = slurm(*FLAGS, SLURM_RESTART_COUNT="2", MAX_RESTARTS="3")
-    assert "restart 3 of at most 3" in job.communicate(timeout=60)[0]
-    assert (tmp_path / "requeued").exists()
+    for number in (1, 2):
+        job = slurm(*FLAGS, MAX_RESTARTS="2")
+        assert f"restart {number} of at most 2" in job.communicate(timeout=60)[0]
+        assert (tmp_path / "requeued").read_text().count("requeued") == number
+    job = slurm(*FLAGS, MAX_RESTARTS="2")
+    assert "after 2 restarts; giving up" in job.communicate(timeout=60)[1] and job.returncode == 200
+    assert (tmp_path / "requeued").read_text().count("requeued") == 2
 
 
 def test_help_and_no_job() -> None:

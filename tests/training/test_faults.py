@@ -29,6 +29,7 @@ PATCHED = """
 import dataclasses, itertools, os, time
 import pretrain_gpt
 from megatron.arguments import run_command
+from megatron.flags import InputError
 
 plain, count = pretrain_gpt.forward, itertools.count()
 
@@ -40,6 +41,9 @@ pretrain_gpt.GPT = dataclasses.replace(pretrain_gpt.GPT, forward=forward)
 run_command(pretrain_gpt.main)
 """
 SLOW = PATCHED.format("time.sleep(0.5)")
+FAILING = PATCHED.format(
+    "if os.environ['RANK'] == '1' and next(count) > 30: raise InputError('--x: is wrong')"
+)
 STUCK = PATCHED.format("os.environ['RANK'] == '1' and next(count) > 30 and time.sleep(1000)")
 
 
@@ -134,6 +138,19 @@ def test_a_rank_that_sleeps_for_ever_ends_the_run_and_is_named() -> None:
         assert "in forward" in told.partition("rank 1 stands in\n")[2], "the stack of the one that sleeps"
         assert "  thread MainThread:" in own and "called the roll" not in own, "one rank tells of all"
         assert "error: rank 1 ends with the run: rank 1 is in no communication" in own
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def test_the_fault_of_one_rank_is_the_runs() -> None:
+    """Also its status: what starts runs again is not to do so for what is wrong on one machine alone."""
+    ranks = start([["--use-distributed-optimizer"]] * 2, FAILING)
+    try:
+        errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [2, 2], errors
+        assert errors[1].strip() == "error: --x: is wrong"
+        assert "rank 1 has ended: --x: is wrong" in errors[0].strip().splitlines()[-1]
     finally:
         for rank in ranks:
             rank.kill()

@@ -174,4 +174,4 @@ def test_skipped_iterations_change_nothing_and_the_run_goes_on(tmp_path: Path) -
 def test_ten_in_a_row_end_a_run_that_skips() -> None:
     spoiled = Injection(0, "decoder.layers.0.mlp.linear_fc1", tuple(range(100)))
     fault, _ = run_distributed(train, 2, "--on-non-finite skip --log-interval 1", spoiled)[0]
-    assert fault.startswith("TrainingFault: the last 10 gradients, up to iteration 10, were not finite")
+    assert fault.startswith("TrainingFault: 10 gradients in a row, up to iteration 10, were not finite")

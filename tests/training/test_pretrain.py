@@ -88,14 +88,22 @@ def test_a_run_is_taken_back_to_an_earlier_checkpoint(pretrain, command, tmp_pat
     run = [*TINY, "--save", tmp_path / "a", "--load", tmp_path / "a", "--metrics-path", tmp_path / "a.jsonl"]
     pretrain(*run, "--save-interval", 4)
     whole = records(tmp_path / "a.jsonl")
-    pretrain(*run, "--ckpt-step", 4, "--lr", 2e-2, "--exit-interval", 6)
-    assert (tmp_path / "a" / "latest_checkpointed_iteration.txt").read_text() == "6"
-    assert records(tmp_path / "a.jsonl") != whole[:2]
+    other = ("--ckpt-step", 8, "--lr", 2e-2)
+    pretrain(*run, *other, "--exit-interval", 10)
+    assert (tmp_path / "a" / "latest_checkpointed_iteration.txt").read_text() == "10"
+    assert sorted(path.name for path in (tmp_path / "a").glob("*iter*/")) == [
+        "abandoned-iter_0000012-1",
+        *(f"iter_{i:07d}" for i in (4, 8, 10)),
+    ]
+    # The same command, as something that restarts a run gives it, goes on from there.
+    assert "iterations 11 to 12" in pretrain(*run, *other)
+    assert records(tmp_path / "a.jsonl")[-1] != whole[-1]
     pretrain(*run, "--ckpt-step", 4)
     assert records(tmp_path / "a.jsonl") == whole
+    assert (tmp_path / "a" / "abandoned-iter_0000012-2").is_dir()
     wrong = command("pretrain_gpt.py", *run, "--ckpt-step", 5, status=2)
     assert wrong.stderr == (
-        f"error: --ckpt-step: {tmp_path / 'a'} holds no checkpoint of iteration 5; it holds those of 4, 6, 8 or 12\n"
+        f"error: --ckpt-step: {tmp_path / 'a'} holds no checkpoint of iteration 5; it holds those of 4 or 12\n"
     )
 
 
@@ -372,7 +380,7 @@ def test_training_that_became_useless_stops(command, tmp_path: Path) -> None:
     result = command("pretrain_gpt.py", *flags, *skip, status=1)
     assert "lm loss: nan" in result.stdout
     assert "Traceback" not in result.stderr
-    assert result.stderr.startswith("error: the last 1")
+    assert result.stderr.startswith("error: 10 gradients in a row, up to iteration 11, ")
     assert not list((tmp_path / "a").glob("iter_*"))
     result = command("pretrain_gpt.py", *flags, status=1)
     assert result.stderr.startswith(
