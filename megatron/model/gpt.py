@@ -10,89 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from megatron.model.config import ModelConfig
-from megatron.model.layers import TensorParallel, VocabParallelEmbedding, column_linear, vocabulary_table
-from megatron.model.transformer import Context, KVCache, Transformer, input_init
+from megatron.model.layers import TensorParallel
+from megatron.model.transformer import Context, KVCache, Transformer
+from megatron.model.vocabulary import WORD_TABLE, Embedding, OutputLayer
 from megatron.ops.attention import causal_mask, document_mask
 from megatron.ops.cross_entropy import cross_entropy
-from megatron.ops.embedding import embedding
 from megatron.ops.rotary import rotary_angles
-from megatron.parallel.collectives import share
-from megatron.parallel.parameters import normal, parameter
-from megatron.parallel.random import DropoutKey, dropout
+from megatron.parallel.random import DropoutKey
 from megatron.parallel.recompute import Recompute
 from megatron.parallel.stages import Chunk
-
-WORD_TABLE = "embedding.word_embeddings.weight"
-
-
-class Embedding(nn.Module):
-    """Word embeddings, learned positions where the model has them, and dropout."""
-
-    def __init__(
-        self, config: ModelConfig, padded_vocab_size: int, *, real: int, tp: TensorParallel, tied: str | None
-    ) -> None:
-        super().__init__()
-        self.tp, self.dropout = tp, config.hidden_dropout
-        init = normal(config.init_method_std)
-        self.word_embeddings = VocabParallelEmbedding(
-            padded_vocab_size, config.hidden_size, real=real, init=init, tp=tp, tied=tied
-        )
-        learned = config.position_embedding_type == "learned_absolute"
-        self.position_embeddings = PositionTable(config, tp) if learned else None
-
-    def forward(self, tokens_bs: Tensor, position_ids_bs: Tensor, dropout_key: DropoutKey) -> Tensor:
-        x_sbh = self.word_embeddings(tokens_bs.t())
-        if self.position_embeddings is not None:
-            x_sbh = x_sbh + self.position_embeddings(position_ids_bs.t())
-        return dropout(x_sbh, self.dropout, dropout_key, "embedding", self.tp.stream)
-
-
-class PositionTable(nn.Module):
-    """A row for every position."""
-
-    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
-        super().__init__()
-        self.tp = tp
-        place = tp.replicated(config.max_position_embeddings, config.hidden_size)
-        self.weight = parameter(place, normal(config.init_method_std))
-
-    def forward(self, position_ids_sb: Tensor) -> Tensor:
-        if self.tp.sequence:
-            position_ids_sb = share(position_ids_sb, self.tp.axis)
-        return embedding(position_ids_sb, self.weight)
-
-
-class OutputLayer(nn.Module):
-    """The projection to the vocabulary, by a table of its own or by the word embeddings.
-
-    The last of several stages has no word embeddings, and so holds a copy of their table.
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        vocab_size: int,
-        padded_vocab_size: int,
-        *,
-        first: bool,
-        real: int,
-        tp: TensorParallel,
-    ) -> None:
-        super().__init__()
-        self.tp, self.weight = tp, None
-        if config.untie_embeddings_and_output_weights:
-            # Not by the padded size, which depends on the layout.
-            init, tied = input_init(config, vocab_size), None
-        else:
-            init, tied = normal(config.init_method_std), WORD_TABLE
-        if tied is None or not first:
-            self.weight = vocabulary_table(
-                padded_vocab_size, config.hidden_size, real=real, init=init, tp=tp, tied=tied
-            )
-
-    def forward(self, x_sbh: Tensor, word_table: Tensor | None) -> Tensor:
-        """Logits [s, b, v]; `word_table` is used where the layer has no table."""
-        return column_linear(x_sbh, word_table if self.weight is None else self.weight, None, self.tp)
 
 
 class GPTModel(nn.Module):

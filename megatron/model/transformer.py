@@ -200,22 +200,28 @@ class MLP(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """Pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x)), with dropout before each addition."""
+    """Pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x)), with dropout before each addition.
+
+    In the original BERT's order (arXiv 1909.08053 figure 7a) it is norm(x) in place of x that is added to. With the
+    model's first normalisation on the embeddings and its last on the output, that is BERT's x = norm(x + f(x)).
+    """
 
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, recompute: Recompute) -> None:
         super().__init__()
         self.layer, self.tp = layer, tp
         self.hidden_dropout = config.hidden_dropout
+        self.post_norm = config.apply_residual_connection_post_layernorm
         self.input_layernorm = Norm(config, tp)
         self.self_attention = SelfAttention(config, layer, tp, recompute)
         self.pre_mlp_layernorm = Norm(config, tp)
         self.mlp = MLP(config, tp)
 
     def forward(self, x_sbh: Tensor, context: Context) -> Tensor:
-        x_sbh = x_sbh + self._drop(
-            self.self_attention(self.input_layernorm(x_sbh), context), context, "attended"
-        )
-        return x_sbh + self._drop(self.mlp(self.pre_mlp_layernorm(x_sbh)), context, "mlp")
+        normed_sbh = self.input_layernorm(x_sbh)
+        attended_sbh = self._drop(self.self_attention(normed_sbh, context), context, "attended")
+        x_sbh = (normed_sbh if self.post_norm else x_sbh) + attended_sbh
+        normed_sbh = self.pre_mlp_layernorm(x_sbh)
+        return (normed_sbh if self.post_norm else x_sbh) + self._drop(self.mlp(normed_sbh), context, "mlp")
 
     def _drop(self, x: Tensor, context: Context, site: str) -> Tensor:
         return dropout(x, self.hidden_dropout, context.dropout_key, self.layer, site, self.tp.stream)

@@ -1,0 +1,146 @@
+"""Our BERT against models that others wrote: transformers' MegatronBert and the original BERT."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import flat
+from torch import Tensor
+
+from megatron.model.bert import BertModel
+from megatron.model.config import ModelConfig
+
+HEADS, WIDTH, LENGTH, VOCAB = 4, 16, 32, 300
+SHAPE = {"num_layers": 3, "hidden_size": HEADS * WIDTH, "num_attention_heads": HEADS}
+
+HEAD_NAMES = {
+    "bert.embeddings.word_embeddings.": "embedding.word_embeddings.",
+    "bert.embeddings.position_embeddings.": "embedding.position_embeddings.",
+    "bert.embeddings.token_type_embeddings.": "embedding.tokentype_embeddings.",
+    "bert.pooler.": "pooler.",
+    "cls.predictions.transform.dense.": "lm_head.dense.",
+    "cls.predictions.transform.LayerNorm.": "lm_head.layer_norm.",
+    "cls.predictions.bias": "output_layer.bias",
+    "cls.seq_relationship.": "binary_head.",
+    "bert.encoder.layer.": "encoder.layers.",
+    ".attention.self.query.": ".self_attention.linear_qkv.",
+    ".attention.output.dense.": ".self_attention.linear_proj.",
+    ".intermediate.dense.": ".mlp.linear_fc1.",
+    ".output.dense.": ".mlp.linear_fc2.",
+}
+MEGATRON_NAMES = {
+    ".attention.ln.": ".input_layernorm.",
+    ".ln.": ".pre_mlp_layernorm.",
+    "bert.encoder.ln.": "encoder.final_layernorm.",
+}
+
+
+def original_names(layers: int) -> dict[str, str]:
+    """In the original, normalisations follow what ours precede."""
+    names = {"bert.embeddings.LayerNorm.": "encoder.layers.0.input_layernorm."}
+    for i in range(layers):
+        names[f"encoder.layer.{i}.attention.output.LayerNorm."] = f"encoder.layer.{i}.pre_mlp_layernorm."
+        following = (
+            f"encoder.layers.{i + 1}.input_layernorm." if i + 1 < layers else "encoder.final_layernorm."
+        )
+        names[f"bert.encoder.layer.{i}.output.LayerNorm."] = following
+    return names
+
+
+def from_hf(state: dict[str, Tensor], names: dict[str, str]) -> dict[str, Tensor]:
+    result = {}
+    for name, tensor in state.items():
+        if ".key." in name or ".value." in name or ".decoder." in name or name.endswith("position_ids"):
+            continue  # with the query, tied, constant
+        if ".query." in name:
+            parts = (tensor, *(state[name.replace("query", x)] for x in ("key", "value")))
+            tensor = torch.cat([x.view(HEADS, WIDTH, *x.shape[1:]) for x in parts], dim=1).flatten(0, 1)
+        for theirs, ours in names.items():
+            name = name.replace(theirs, ours)
+        result[name] = tensor
+    return result
+
+
+def model(**fields: object) -> BertModel:
+    config = ModelConfig(
+        **SHAPE,
+        max_position_embeddings=LENGTH,
+        bias_gelu_fusion=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        **fields,
+    )
+    return BertModel(config, vocab_size=VOCAB, padded_vocab_size=VOCAB)
+
+
+def relative_error(ours: Tensor, theirs: Tensor) -> float:
+    return ((ours - theirs).norm() / theirs.norm()).item()
+
+
+@pytest.mark.parametrize("post_norm", [False, True], ids=["MegatronBert", "the original"])
+def test_equals_transformers(post_norm: bool) -> None:
+    """Logits of both heads, losses, and all gradients."""
+    import transformers
+
+    shape = {"num_hidden_layers": 3, "hidden_size": HEADS * WIDTH, "num_attention_heads": HEADS}
+    shape |= {"intermediate_size": 4 * HEADS * WIDTH, "max_position_embeddings": LENGTH, "vocab_size": VOCAB}
+    shape |= {"layer_norm_eps": 1e-5, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    kind = "Bert" if post_norm else "MegatronBert"
+    config = getattr(transformers, f"{kind}Config")(**shape, hidden_act="gelu", attn_implementation="eager")
+    hf = getattr(transformers, f"{kind}ForPreTraining")(config)
+    torch.manual_seed(0)
+    for p in hf.parameters():
+        p.data.normal_(std=0.2)
+    names = (original_names(3) if post_norm else MEGATRON_NAMES) | HEAD_NAMES
+    if not post_norm:  # ".ln." is also part of longer names
+        names = dict(sorted(names.items(), key=lambda item: -len(item[0])))
+    ours = model(apply_residual_connection_post_layernorm=post_norm)
+    flat(ours).initialize(1)
+    ours.load_state_dict(from_hf(hf.state_dict(), names))
+
+    tokens, labels = torch.randint(VOCAB, (2, 3, LENGTH))
+    lengths = torch.tensor([LENGTH, 20, 7])
+    mask = (torch.arange(LENGTH) < lengths.unsqueeze(1)).long()
+    types = (torch.arange(LENGTH) >= 5).long() * mask
+    order = torch.tensor([0, 1, 1])
+    logits, order_logits = ours(tokens, mask, types)
+    theirs = hf(tokens, attention_mask=mask, token_type_ids=types)
+    assert relative_error(logits[mask.bool()], theirs.prediction_logits[mask.bool()]) < 1e-4
+    assert relative_error(order_logits, theirs.seq_relationship_logits) < 1e-4
+
+    chosen = mask.bool() & (torch.rand(3, LENGTH) < 0.3)
+    losses, order_logits = ours(tokens, mask, types, labels_bs=labels)
+    loss = losses[chosen].mean() + torch.nn.functional.cross_entropy(order_logits, order)
+    loss.backward()
+    wanted = hf(
+        tokens,
+        attention_mask=mask,
+        token_type_ids=types,
+        labels=labels.masked_fill(~chosen, -100),
+        next_sentence_label=order,
+    ).loss
+    wanted.backward()
+    assert abs(loss.item() / wanted.item() - 1) < 1e-5
+    for name, grad in from_hf({name: p.grad for name, p in hf.named_parameters()}, names).items():
+        if "linear_qkv.bias" in name:  # a key's bias changes nothing
+            continue
+        assert relative_error(ours.get_parameter(name).grad, grad) < 1e-4, name
+
+
+def test_padding_changes_nothing() -> None:
+    ours = model()
+    flat(ours).initialize(1)
+    tokens = torch.randint(VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(LENGTH) < 20).long().expand(2, LENGTH)
+    types = torch.zeros_like(tokens)
+    logits, order = ours(tokens, mask, types)
+    short, short_order = ours(tokens[:, :20], mask[:, :20], types[:, :20])
+    torch.testing.assert_close(logits[:, :20], short)
+    torch.testing.assert_close(order, short_order)
+
+
+def test_without_the_binary_head() -> None:
+    ours = model(bert_binary_head=False)
+    names = {name.split(".")[0] for name, _ in ours.named_parameters()}
+    assert names == {"embedding", "encoder", "lm_head", "output_layer"}
+    assert ours.embedding.tokentype_embeddings is None
