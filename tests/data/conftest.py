@@ -12,6 +12,21 @@ from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 
 
 @pytest.fixture
+def write_documents(tmp_path: Path) -> Callable[..., IndexedDataset]:
+    """Writes documents of several sequences, given as lists of lists of ids, and opens the files."""
+
+    def _write(
+        documents: Sequence[Sequence[Sequence[int] | np.ndarray]], name: str = "corpus"
+    ) -> IndexedDataset:
+        with IndexedDatasetWriter(tmp_path / name, np.uint16) as writer:
+            for document in documents:
+                writer.add_document(document)
+        return IndexedDataset(tmp_path / name)
+
+    return _write
+
+
+@pytest.fixture
 def write(tmp_path: Path) -> Callable[..., IndexedDataset]:
     """Writes documents of one sequence each, given as lists of ids, and opens the files."""
 
