@@ -280,12 +280,6 @@ NVIDIA_FLAGS: tuple[NvidiaFlag, ...] = (
         "--expert-tensor-parallel-size N",
         harmless=("1",),
     ),
-    *_refuse(
-        "BERT is not available in this version",
-        "--mask-prob X",
-        "--short-seq-prob X",
-        "--bert-no-binary-head",
-    ),
     *_refuse("T5 is not available in this version; GPT takes --num-layers", "--encoder-num-layers N"),
     *_refuse(
         "T5 is not available in this version",

@@ -125,7 +125,8 @@ NVIDIA_DEFAULTS = """
     --no-scatter-gather-tensors-in-pipeline False, --use-distributed-optimizer False, --overlap-grad-reduce False,
     --overlap-param-gather False, --grad-reduce-in-bf16 False, --recompute-activations False,
     --recompute-granularity None, --recompute-method None, --checkpoint-activations False,
-    --distribute-saved-activations False, --distribute-checkpointed-activations False
+    --distribute-saved-activations False, --distribute-checkpointed-activations False, --mask-prob 0.15,
+    --short-seq-prob 0.1, --bert-no-binary-head False
 """
 # Defaults that are written differently and mean the same, or that depart on purpose.
 OTHER_DEFAULTS = {

@@ -103,12 +103,13 @@ def _nearest_counts(shares: np.ndarray, totals: np.ndarray) -> np.ndarray:
 
 
 class BlendedDataset:
-    """Samples of several data sets in the order of `blend_order`."""
+    """Samples of several data sets, of one kind, in the order of `blend_order`."""
 
     def __init__(self, datasets: Sequence[Any], index: MappedArrays) -> None:
         self.datasets = datasets
         self.index = index
         self._dataset_index, self._sample_index = index
+        self.stack, self.fields = datasets[0].stack, datasets[0].fields
 
     def __len__(self) -> int:
         return len(self._dataset_index)

@@ -10,6 +10,9 @@ from typing import TypeAlias
 
 import numpy as np
 
+from megatron.data.bert_dataset import BertDataset, MockBertDataset, SampleRules
+from megatron.data.bert_index import SPECIAL_TOKENS, CutRules
+from megatron.data.bert_index import load_or_build as load_or_build_map
 from megatron.data.blend import BlendedDataset, load_or_build_order, parse_blend
 from megatron.data.config import DataConfig
 from megatron.data.gpt_dataset import GPTDataset, MockDataset
@@ -17,10 +20,11 @@ from megatron.data.gpt_index import load_or_build
 from megatron.data.indexed import IndexedDataset
 from megatron.data.split import DEFAULT_SPLIT, parse_split, split_bounds
 from megatron.flags import InputError
+from megatron.tokenizer import Tokenizer
 
 logger = logging.getLogger("megatron")
 
-Dataset: TypeAlias = GPTDataset | MockDataset | BlendedDataset
+Dataset: TypeAlias = GPTDataset | MockDataset | BertDataset | MockBertDataset | BlendedDataset
 NAMES = ("train", "valid", "test")
 # Each data set of a blend is asked for this many times its share, as Megatron-LM does; how many epochs that
 # takes, and so the order of its samples, depends on it.
@@ -35,7 +39,7 @@ class Part:
         name: which part.
         reason: what decided which documents are in it, for messages.
         datasets: the data sets it draws from.
-        documents: which sequences of each.
+        documents: which documents of each.
         weights: how often it draws from each; None is by their tokens.
     """
 
@@ -72,17 +76,132 @@ def build_gpt_datasets(
             "--reset-position-ids, --reset-attention-mask and --eod-mask-loss need a tokenizer with an "
             "end-of-document token; this one has none"
         )
+    if config.given_of_bert:
+        raise InputError(
+            f"{config.given_of_bert[0]}: is about the samples of BERT, and this is GPT; leave it out"
+        )
+    return _build_datasets(GPTMaker(config, seed, vocab_size), samples)
+
+
+def build_bert_datasets(
+    config: DataConfig, *, samples: tuple[int, int, int], seed: int, tokenizer: Tokenizer
+) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
+    """The training, validation and test data sets that the flags describe.
+
+    Args:
+        samples: as of `build_gpt_datasets`.
+        seed: of the choice and the order of the samples, and of what chance decides within each.
+        tokenizer: the one that the token files were made with; with --mock-data any.
+
+    Raises:
+        InputError: a file is missing or damaged, a flag or the tokenizer is wrong, or there are too few documents.
+    """
+    config.require("seq_length")
+    if config.needs_eod:
+        raise InputError(
+            "--reset-position-ids, --reset-attention-mask and --eod-mask-loss are about the samples of GPT, which run "
+            "over the ends of documents, and this is BERT; leave them out"
+        )
+    least = SPECIAL_TOKENS + max(2, math.ceil(1 / config.mask_prob))
+    if config.seq_length < least:
+        raise InputError(
+            f"--seq-length: {config.seq_length} leaves BERT nothing to guess, at --mask-prob {config.mask_prob} and "
+            f"with {SPECIAL_TOKENS} special tokens; it must be at least {least}"
+        )
+    return _build_datasets(BertMaker(config, seed, tokenizer), samples)
+
+
+class GPTMaker:
+    """Makes data sets of GPT from token files, of which every sequence counts as a document."""
+
+    def __init__(self, config: DataConfig, seed: int, vocab_size: int) -> None:
+        self.config = config
+        self.seed = seed
+        self.vocab_size = vocab_size
+
+    def count(self, dataset: IndexedDataset) -> int:
+        """Documents in a file."""
+        return len(dataset)
+
+    def tokens(self, dataset: IndexedDataset, documents: range) -> int:
+        """Tokens in some documents of a file."""
+        return int(dataset.sizes[documents.start : documents.stop].sum(dtype=np.int64))
+
+    def make(self, dataset: IndexedDataset, documents: range, name: str, samples: int) -> GPTDataset:
+        """At least so many samples of documents of a file; `name` says what for."""
+        index = load_or_build(
+            dataset,
+            documents,
+            name=name,
+            seq_length=self.config.seq_length,
+            samples=samples,
+            seed=self.seed,
+            cache=_cache_folder(self.config, dataset),
+        )
+        return GPTDataset(dataset, index, self.vocab_size)
+
+    def mock(self, samples: int, part: int) -> MockDataset:
+        """Synthetic samples of one part of the data."""
+        return MockDataset(
+            samples,
+            seq_length=self.config.seq_length,
+            vocab_size=self.vocab_size,
+            seed=(self.seed, part),
+        )
+
+
+class BertMaker:
+    """Makes data sets of BERT from token files, of which every sequence is a sentence; as `GPTMaker`."""
+
+    def __init__(self, config: DataConfig, seed: int, tokenizer: Tokenizer) -> None:
+        self.config = config
+        self.seed = seed
+        self.vocab_size = tokenizer.vocab_size
+        self.cut_rules = CutRules.of(
+            seq_length=config.seq_length,
+            short_seq_prob=config.short_seq_prob,
+            binary_head=config.bert_binary_head,
+        )
+        self.sample_rules = None if config.mock_data else SampleRules.of(config, tokenizer)
+
+    def count(self, dataset: IndexedDataset) -> int:
+        return len(dataset.doc_idx) - 1
+
+    def tokens(self, dataset: IndexedDataset, documents: range) -> int:
+        first, stop = dataset.doc_idx[documents.start], dataset.doc_idx[documents.stop]
+        return int(dataset.sizes[first:stop].sum(dtype=np.int64))
+
+    def make(self, dataset: IndexedDataset, documents: range, name: str, samples: int) -> BertDataset:
+        index = load_or_build_map(
+            dataset,
+            documents,
+            self.cut_rules,
+            name=name,
+            samples=samples,
+            seed=self.seed,
+            cache=_cache_folder(self.config, dataset),
+        )
+        return BertDataset(dataset, index, self.sample_rules, self.seed)
+
+    def mock(self, samples: int, part: int) -> MockBertDataset:
+        return MockBertDataset(samples, self.config, vocab_size=self.vocab_size, seed=(self.seed, part))
+
+
+def _build_datasets(
+    maker: GPTMaker | BertMaker, samples: tuple[int, int, int]
+) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
+    config = maker.config
     if config.mock_data:
-        train, valid, test = (_mock(config, i, n, seed, vocab_size) for i, n in enumerate(samples))
+        train, valid, test = (maker.mock(n, part) if n > 0 else None for part, n in enumerate(samples))
         return train, valid, test
-    parts = _parts(config)
+    parts = _parts(maker)
     if parts[0] is None and samples[0] > 0:
         raise InputError("no data to train on: give --data-path, --train-data-path or --mock-data")
     datasets: list[Dataset | None] = []
     for name, part, count in zip(NAMES, parts, samples, strict=True):
         if part is None and count > 0:
             logger.info(f"no {name} data: {_why_none(config, name)}, so there will be no {name} loss")
-        datasets.append(None if part is None or count == 0 else _build(part, config, count, seed, vocab_size))
+        datasets.append(None if part is None or count == 0 else _build(part, maker, count))
     train, valid, test = datasets
     return train, valid, test
 
@@ -93,20 +212,15 @@ def _why_none(config: DataConfig, name: str) -> str:
     return f"--split {config.split or f'{DEFAULT_SPLIT} (the default)'} gives it no documents"
 
 
-def _mock(config: DataConfig, part: int, samples: int, seed: int, vocab_size: int) -> MockDataset | None:
-    if samples == 0:
-        return None
-    return MockDataset(samples, seq_length=config.seq_length, vocab_size=vocab_size, seed=(seed, part))
-
-
-def _parts(config: DataConfig) -> list[Part | None]:
+def _parts(maker: GPTMaker | BertMaker) -> list[Part | None]:
     """What the flags give to train, valid and test."""
+    config = maker.config
     if config.data_path is not None:
         prefixes, weights = parse_blend(config.data_path, "--data-path")
         datasets = [IndexedDataset(prefix) for prefix in prefixes]
         split = config.split or DEFAULT_SPLIT
         shares = parse_split(split)
-        bounds = [split_bounds(shares, len(dataset)) for dataset in datasets]
+        bounds = [split_bounds(shares, maker.count(dataset)) for dataset in datasets]
         parts: list[Part | None] = []
         for i, name in enumerate(NAMES):
             documents = [range(b[i], b[i + 1]) for b in bounds]
@@ -123,14 +237,15 @@ def _parts(config: DataConfig) -> list[Part | None]:
         flag = f"--{name}-data-path"
         prefixes, weights = parse_blend(values, flag)
         datasets = [IndexedDataset(prefix) for prefix in prefixes]
-        parts.append(Part(name, flag, datasets, [range(len(d)) for d in datasets], weights))
+        documents = [range(maker.count(dataset)) for dataset in datasets]
+        parts.append(Part(name, flag, datasets, documents, weights))
     return parts
 
 
-def _build(part: Part, config: DataConfig, samples: int, seed: int, vocab_size: int) -> Dataset:
+def _build(part: Part, maker: GPTMaker | BertMaker, samples: int) -> Dataset:
     """The data set of one part, blended if it draws from several."""
     tokens = [
-        int(dataset.sizes[documents.start : documents.stop].sum(dtype=np.int64))
+        maker.tokens(dataset, documents)
         for dataset, documents in zip(part.datasets, part.documents, strict=True)
     ]
     weights = tokens if part.weights is None else part.weights
@@ -139,27 +254,19 @@ def _build(part: Part, config: DataConfig, samples: int, seed: int, vocab_size: 
         if tokens[i] == 0:
             raise InputError(
                 f"{part.reason}: gives '{part.name}' {len(part.documents[i]):,} of the "
-                f"{len(part.datasets[i]):,} documents of {part.datasets[i].prefix}, with 0 tokens, but {samples:,} "
-                "samples of it are wanted; give it more documents, or none (a share of 0, or no path)"
+                f"{maker.count(part.datasets[i]):,} documents of {part.datasets[i].prefix}, with 0 tokens, but "
+                f"{samples:,} samples of it are wanted; give it more documents, or none (a share of 0, or no path)"
             )
     total = sum(weights[i] for i in drawn)
     shares = [weights[i] / total for i in drawn]
     counts = [samples] if len(drawn) == 1 else [math.ceil(samples * share * SURPLUS) for share in shares]
-    datasets = []
-    for i, count in zip(drawn, counts, strict=True):
-        index = load_or_build(
-            part.datasets[i],
-            part.documents[i],
-            name=part.name,
-            seq_length=config.seq_length,
-            samples=count,
-            seed=seed,
-            cache=_cache_folder(config, part.datasets[i]),
-        )
-        datasets.append(GPTDataset(part.datasets[i], index, vocab_size))
+    datasets = [
+        maker.make(part.datasets[i], part.documents[i], part.name, count)
+        for i, count in zip(drawn, counts, strict=True)
+    ]
     if len(datasets) == 1:
         return datasets[0]
-    cache = _cache_folder(config, part.datasets[drawn[0]])
+    cache = _cache_folder(maker.config, part.datasets[drawn[0]])
     return BlendedDataset(datasets, load_or_build_order(shares, samples, name=part.name, cache=cache))
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from megatron.data.split import parse_split
-from megatron.flags import Config, InputError, flag
+from megatron.flags import Config, InputError, flag, flag_name
+
+BERT_FIELDS = ("mask_prob", "short_seq_prob", "bert_binary_head")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,15 @@ class DataConfig(Config):
     eod_mask_loss: bool = flag(
         False, "leave out of the loss what follows directly on an end-of-document token"
     )
+    mask_prob: float = flag(0.15, "BERT: share of the tokens that are masked, to be guessed", above=0, high=1)
+    short_seq_prob: float = flag(
+        0.1, "BERT: chance that a sample is a short one; taken as one in a whole number, or 0", low=0, high=1
+    )
+    bert_binary_head: bool = flag(
+        True,
+        "BERT: no prediction of the order of sentences; samples are of one segment, and the model has no head for it",
+        name="--bert-no-binary-head",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -82,3 +93,9 @@ class DataConfig(Config):
     def needs_eod(self) -> bool:
         """Whether a flag asks for what only an end-of-document token can tell."""
         return self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss
+
+    @property
+    def given_of_bert(self) -> list[str]:
+        """The flags about BERT's samples that do not have their default values."""
+        fields = [field for field in dataclasses.fields(self) if field.name in BERT_FIELDS]
+        return [flag_name(field) for field in fields if getattr(self, field.name) != field.default]

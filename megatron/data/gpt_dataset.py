@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -12,7 +12,60 @@ from megatron.data.indexed import IndexedDataset
 from megatron.flags import InputError
 
 
-class GPTDataset:
+def ltor_fields(text: np.ndarray, eod: int | None, config: DataConfig) -> dict[str, np.ndarray]:
+    """What a left-to-right model is trained on, from samples of text.
+
+    An end-of-document token belongs to the document that it ends.
+
+    Args:
+        text: int64 [batch, seq + 1].
+        eod: id of the end-of-document token; may be None where no flag of `config` needs it.
+        config: for --reset-position-ids, --reset-attention-mask and --eod-mask-loss.
+
+    Returns:
+        tokens: int64 [batch, seq].
+        labels: int64 [batch, seq], the token after each.
+        loss_mask: float32 [batch, seq], 1 where the prediction counts; with --eod-mask-loss 0 where it is made
+            from an end-of-document token.
+        position_ids: int64 [batch, seq]; with --reset-position-ids each document starts at 0.
+        document_ids: int64 [batch, seq], only with --reset-attention-mask: documents ended before each token.
+            A token may attend to those of its own document, up to itself.
+    """
+    tokens, labels = np.ascontiguousarray(text[:, :-1]), np.ascontiguousarray(text[:, 1:])
+    positions = np.tile(np.arange(tokens.shape[1]), (len(tokens), 1))
+    ends = np.zeros(tokens.shape, dtype=bool) if eod is None else tokens == eod
+    starts = np.zeros_like(ends)
+    starts[:, 1:] = ends[:, :-1]
+
+    fields = {"tokens": tokens, "labels": labels}
+    fields["loss_mask"] = np.ones(tokens.shape, dtype=np.float32)
+    if config.eod_mask_loss:
+        fields["loss_mask"][ends] = 0.0
+    if config.reset_position_ids:
+        positions = positions - np.maximum.accumulate(np.where(starts, positions, 0), axis=1)
+    fields["position_ids"] = positions
+    if config.reset_attention_mask:
+        fields["document_ids"] = np.cumsum(starts, axis=1)
+    return fields
+
+
+class GPTSamples:
+    """How samples of GPT become a batch: what the loader asks of a data set."""
+
+    @staticmethod
+    def stack(samples: Sequence[dict[str, np.ndarray]], seq_length: int) -> np.ndarray:
+        """In a worker: their text, int64 [samples, seq + 1]."""
+        text = np.empty((len(samples), seq_length + 1), dtype=np.int64)
+        for row, sample in zip(text, samples, strict=True):
+            row[:] = sample["text"]
+        return text
+
+    # In the training process: to pass five tensors from one process to another takes several times as long as to
+    # compute them (8 x 1,024 tokens: 1.2 ms against 0.1 ms).
+    fields = staticmethod(ltor_fields)
+
+
+class GPTDataset(GPTSamples):
     """Samples of seq_length + 1 tokens, in the order of an index of `megatron.data.gpt_index`.
 
     Pickles as paths, so that a worker process maps the files anew.
@@ -65,7 +118,7 @@ class GPTDataset:
         raise AssertionError(f"sample {i} holds no foreign token")
 
 
-class MockDataset:
+class MockDataset(GPTSamples):
     """Synthetic samples that a model can learn: each counts up, from a start and by a step of its own.
 
     A sample depends on the seed and its index alone.
@@ -88,40 +141,3 @@ class MockDataset:
         rng = np.random.default_rng((*self.seed, i))
         start, step = rng.integers(self.range), rng.integers(1, self.MAX_STEP + 1)
         return {"text": (start + step * np.arange(self.seq_length + 1)) % self.range}
-
-
-def ltor_fields(text: np.ndarray, eod: int | None, config: DataConfig) -> dict[str, np.ndarray]:
-    """What a left-to-right model is trained on, from samples of text.
-
-    An end-of-document token belongs to the document that it ends.
-
-    Args:
-        text: int64 [batch, seq + 1].
-        eod: id of the end-of-document token; may be None where no flag of `config` needs it.
-        config: for --reset-position-ids, --reset-attention-mask and --eod-mask-loss.
-
-    Returns:
-        tokens: int64 [batch, seq].
-        labels: int64 [batch, seq], the token after each.
-        loss_mask: float32 [batch, seq], 1 where the prediction counts; with --eod-mask-loss 0 where it is made
-            from an end-of-document token.
-        position_ids: int64 [batch, seq]; with --reset-position-ids each document starts at 0.
-        document_ids: int64 [batch, seq], only with --reset-attention-mask: documents ended before each token.
-            A token may attend to those of its own document, up to itself.
-    """
-    tokens, labels = np.ascontiguousarray(text[:, :-1]), np.ascontiguousarray(text[:, 1:])
-    positions = np.tile(np.arange(tokens.shape[1]), (len(tokens), 1))
-    ends = np.zeros(tokens.shape, dtype=bool) if eod is None else tokens == eod
-    starts = np.zeros_like(ends)
-    starts[:, 1:] = ends[:, :-1]
-
-    fields = {"tokens": tokens, "labels": labels}
-    fields["loss_mask"] = np.ones(tokens.shape, dtype=np.float32)
-    if config.eod_mask_loss:
-        fields["loss_mask"][ends] = 0.0
-    if config.reset_position_ids:
-        positions = positions - np.maximum.accumulate(np.where(starts, positions, 0), axis=1)
-    fields["position_ids"] = positions
-    if config.reset_attention_mask:
-        fields["document_ids"] = np.cumsum(starts, axis=1)
-    return fields
