@@ -212,7 +212,6 @@ NVIDIA_FLAGS: tuple[NvidiaFlag, ...] = (
     # Variants of the model.
     *_refuse(
         _NOT_SUPPORTED,
-        "--apply-residual-connection-post-layernorm",
         "--apply-layernorm-1p",
         "--squared-relu",
         "--quick-geglu",

@@ -82,13 +82,15 @@ class BertModel(nn.Module):
         self,
         config: ModelConfig,
         *,
+        binary_head: bool,
         vocab_size: int,
         padded_vocab_size: int,
         chunk: Chunk | None = None,
         tp: TensorParallel | None = None,
         recompute: Recompute | None = None,
     ) -> None:
-        """`vocab_size` counts the tokenizer's ids; the weights have `padded_vocab_size` rows."""
+        """`vocab_size` counts the tokenizer's ids; the weights have `padded_vocab_size` rows. With `binary_head` there
+        are token types, and a head that tells the order of two sentences."""
         super().__init__()
         chunk = chunk or Chunk(range(config.num_layers))
         self.tp = tp = tp or TensorParallel()
@@ -97,7 +99,7 @@ class BertModel(nn.Module):
         self.real = real = vocab_size if config.mask_padded_vocab else padded_vocab_size
         self.embedding = self.lm_head = self.output_layer = self.pooler = self.binary_head = None
         if chunk.first:
-            types = 2 if config.bert_binary_head else 0
+            types = 2 if binary_head else 0
             tied = None if config.untie_embeddings_and_output_weights or chunk.last else WORD_TABLE
             self.embedding = Embedding(
                 config, padded_vocab_size, real=real, tp=tp, tied=tied, token_types=types
@@ -110,7 +112,7 @@ class BertModel(nn.Module):
             self.output_layer = OutputLayer(
                 config, vocab_size, padded_vocab_size, first=chunk.first, real=real, tp=tp, bias=True
             )
-        if chunk.last and config.bert_binary_head:
+        if chunk.last and binary_head:
             self.pooler = Pooler(config, tp)
             self.binary_head = Linear(config, 2, whole(2, config.hidden_size), whole(2))
 

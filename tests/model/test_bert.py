@@ -61,7 +61,7 @@ def from_hf(state: dict[str, Tensor], names: dict[str, str]) -> dict[str, Tensor
     return result
 
 
-def model(**fields: object) -> BertModel:
+def model(binary_head: bool = True, **fields: object) -> BertModel:
     config = ModelConfig(
         **SHAPE,
         max_position_embeddings=LENGTH,
@@ -70,7 +70,7 @@ def model(**fields: object) -> BertModel:
         hidden_dropout=0.0,
         **fields,
     )
-    return BertModel(config, vocab_size=VOCAB, padded_vocab_size=VOCAB)
+    return BertModel(config, binary_head=binary_head, vocab_size=VOCAB, padded_vocab_size=VOCAB)
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
@@ -140,7 +140,7 @@ def test_padding_changes_nothing() -> None:
 
 
 def test_without_the_binary_head() -> None:
-    ours = model(bert_binary_head=False)
+    ours = model(binary_head=False)
     names = {name.split(".")[0] for name, _ in ours.named_parameters()}
     assert names == {"embedding", "encoder", "lm_head", "output_layer"}
     assert ours.embedding.tokentype_embeddings is None
