@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
 import pytest
 import torch
 from models import flat
+from nvidia import v25_weights
 from torch import Tensor
 
+from megatron.arguments import parse_run_config
 from megatron.model.bert import BertModel
 from megatron.model.config import ModelConfig
+from megatron.tokenizer import build_tokenizer
+from pretrain_bert import DEFAULTS, bert, build_datasets
 
 HEADS, WIDTH, LENGTH, VOCAB = 4, 16, 32, 300
 SHAPE = {"num_layers": 3, "hidden_size": HEADS * WIDTH, "num_attention_heads": HEADS}
@@ -144,3 +151,28 @@ def test_without_the_binary_head() -> None:
     names = {name.split(".")[0] for name, _ in ours.named_parameters()}
     assert names == {"embedding", "encoder", "lm_head", "output_layer"}
     assert ours.embedding.tokentype_embeddings is None
+
+
+def test_equals_megatron_v25(shared: Path, tmp_path: Path) -> None:
+    """The losses that NVIDIA's own code has printed for its weights, on the same batch of masked sentences."""
+    vectors = shared / "vectors" / "bert-v2.5"
+    flags = f"""
+        --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128
+        --micro-batch-size 4 --train-iters 6 --lr 1e-3 --split 900,50,50 --no-bias-gelu-fusion
+        --data-path {vectors / "bert60_text_sentence"} --vocab-file {shared / "data" / "bert-base-uncased-vocab.txt"}
+        --data-cache-path {tmp_path}
+    """
+    config = parse_run_config(flags.split(), description="", defaults=DEFAULTS)
+    tokenizer = build_tokenizer(config.tokenizer)
+    _, valid, _ = build_datasets(config, tokenizer, (24, 4, 4))
+    batch = valid.fields(valid.stack([valid[i] for i in range(4)], 128), None, config.data)
+    batch = {name: torch.from_numpy(values) for name, values in batch.items()}
+    model_config = dataclasses.replace(
+        config.model, mask_padded_vocab=False, attention_dropout=0.0, hidden_dropout=0.0
+    )
+    ours = BertModel(model_config, binary_head=True, vocab_size=tokenizer.vocab_size, padded_vocab_size=30592)
+    flat(ours).initialize(1)
+    ours.load_state_dict(v25_weights(vectors / "after6_tp1", "encoder"))
+    task = bert(binary_head=True)
+    means = task.forward(ours, batch, None, None) / task.count(batch)
+    assert [f"{x:.6E}" for x in means.tolist()] == ["1.019016E+01", "6.757880E-01"]
