@@ -14,7 +14,8 @@ from safetensors import safe_open
 
 from megatron.arguments import parse_run_config
 from megatron.training.pretrain import pretrain
-from pretrain_gpt import DEFAULTS, GPT
+from pretrain_bert import bert
+from pretrain_gpt import GPT
 
 # The vocabulary of 250 ids and one is padded to 256 rows, or to 512 where 4 processes divide it.
 FLAGS = """
@@ -23,8 +24,10 @@ FLAGS = """
     --attention-dropout 0 --hidden-dropout 0 --log-interval 1 --eval-interval 10 --eval-iters 1 --num-workers 0
     --device cpu --log-num-zeros-in-grad --log-params-norm --distributed-timeout-minutes 1
 """
+TASKS = {"GPT": GPT, "BERT": bert(binary_head=True)}
 SHAPES = {
     "gpt2": "",
+    "bert": "",
     "llama": """
         --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
         --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2
@@ -69,17 +72,18 @@ LAYOUTS = {
     "T2 kept in parts": (2, f"{TP} 2 --checkpoint-activations --distribute-saved-activations"),
 }
 FAST = {
+    "bert": "T2|T2+SP|P2V2|D2+ZeRO|T2P2|P4 uneven",
     "gpt2": "T2|T2+SP|P2|P2V2|P4V2|D2 overlapped|D2+ZeRO|T2P2|T2D2+ZeRO|P4 uneven|P4 half full|everything|recomputed",
     "llama": "T4|P2 gpipe|T2D2+ZeRO|block recomputed|selectively recomputed",
 }
 
 
-def train(folder: str, flags: str) -> None:
+def train(folder: str, flags: str, task: str = "GPT") -> None:
     """A run of this process, which may be one of several, with its results in `folder`."""
     places = f"--save {folder}/checkpoints --metrics-path {folder}/metrics.jsonl"
     words = f"{FLAGS} {flags} {places}".split()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        assert pretrain(parse_run_config(words, description="", defaults=DEFAULTS), GPT) == 0
+        assert pretrain(parse_run_config(words, description="", defaults={}), TASKS[task]) == 0
 
 
 class Run:
@@ -107,7 +111,7 @@ class Run:
         assert len(self.records) == len(other.records) == 20 + 3  # two evaluations in between, two at the end
         for mine, theirs in zip(self.records, other.records, strict=True):
             for name, value in mine.items():
-                if name.startswith(("lm loss", "grad norm", "params norm")):
+                if name.startswith(("lm loss", "sop loss", "grad norm", "params norm")):
                     assert theirs[name] == pytest.approx(value, rel=loss), (mine["iteration"], name)
                 elif name == "num zeros":  # where terms cancel, rounding decides whether they do so exactly
                     assert theirs[name] == pytest.approx(value, abs=zeros), mine["iteration"]
@@ -125,14 +129,14 @@ class Run:
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory):
     """The run on one process of a shape in a precision."""
-    runs: dict[str, Run] = {}
+    runs: dict[tuple[str, str], Run] = {}
 
-    def run(flags: str) -> Run:
-        if flags not in runs:
+    def run(flags: str, task: str = "GPT") -> Run:
+        if (task, flags) not in runs:
             folder = tmp_path_factory.mktemp("one")
-            run_distributed(train, 1, str(folder), flags)
-            runs[flags] = Run(folder)
-        return runs[flags]
+            run_distributed(train, 1, str(folder), flags, task)
+            runs[task, flags] = Run(folder)
+        return runs[task, flags]
 
     return run
 
@@ -152,8 +156,9 @@ CASES = [
 @pytest.mark.parametrize(("shape", "layout"), CASES)
 def test_same_as_one_process(one_process, tmp_path: Path, shape: str, layout: str) -> None:
     processes, flags = LAYOUTS[layout]
-    run_distributed(train, processes, str(tmp_path), f"{SHAPES[shape]} {flags}")
-    one_process(SHAPES[shape]).assert_equals(Run(tmp_path), loss=1e-5, weights=1e-4)
+    task = "BERT" if shape == "bert" else "GPT"
+    run_distributed(train, processes, str(tmp_path), f"{SHAPES[shape]} {flags}", task)
+    one_process(SHAPES[shape], task).assert_equals(Run(tmp_path), loss=1e-5, weights=1e-4)
 
 
 def test_padding_of_the_vocabulary_does_not_scale_initial_weights(one_process, tmp_path: Path) -> None:
