@@ -139,3 +139,28 @@ launch() {
       --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" "$@"
   fi
 }
+
+# need_variables NAME...: fail unless these are set.
+need_variables() {
+  local name
+  for name; do
+    [[ -n ${!name:-} ]] || fail "$name is not set; bash $0 --help says what it is"
+  done
+}
+
+# pretrain_bert FLAGS...: with the settings of arXiv 1909.08053 section 5.3 where these flags say nothing else.
+pretrain_bert() {
+  local data
+  need_variables DATA_PATH VOCAB_FILE CHECKPOINT_PATH
+  be_interruptible
+  setup_python "${repo}requirements.txt"
+  read -ra data <<<"$DATA_PATH"
+  launch "${repo}pretrain_bert.py" \
+    --seq-length 512 --max-position-embeddings 512 --global-batch-size 1024 --train-iters 2000000 \
+    --lr 1e-4 --lr-decay-style linear --lr-decay-iters 2000000 --lr-warmup-iters 10000 --min-lr 1e-5 \
+    --weight-decay 1e-2 --clip-grad 1.0 --bf16 \
+    --data-path "${data[@]}" --split 949,50,1 --tokenizer-type BertWordPieceLowerCase --vocab-file "$VOCAB_FILE" \
+    --log-interval 100 --eval-interval 1000 --eval-iters 10 \
+    --save "$CHECKPOINT_PATH" --load "$CHECKPOINT_PATH" --save-interval 10000 \
+    --tensorboard-dir "$CHECKPOINT_PATH/tensorboard" --metrics-path "$CHECKPOINT_PATH/metrics.jsonl" "$@"
+}

@@ -13,10 +13,7 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-for name in DATA_PATH VOCAB_FILE MERGE_FILE CHECKPOINT_PATH; do
-  [[ -n ${!name:-} ]] || fail "$name is not set; bash ${BASH_SOURCE[0]} --help says what it is"
-done
-
+need_variables DATA_PATH VOCAB_FILE MERGE_FILE CHECKPOINT_PATH
 be_interruptible
 setup_python "${repo}requirements.txt"
 read -ra data <<<"$DATA_PATH"

@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Pretrain the BERT of 1.3 billion parameters of arXiv 1909.08053 (table 4), with the settings of its section 5.3 and bf16.
+# The paper did so on 256 GPUs, 128 replicas of the model on 2 GPUs each.
+#
+#   DATA_PATH=... VOCAB_FILE=... CHECKPOINT_PATH=... bash scripts/pretrain_bert_1.3b.sh [flags of pretrain_bert.py]
+#
+# The same command continues after an interruption. Flags given here win over those of the script. Environment variables:
+#
+#   DATA_PATH         prefix of the .bin and .idx that tools/preprocess_data.py --split-sentences wrote, or a blend; no
+#                     spaces in names (required)
+#   VOCAB_FILE        vocab.txt that the data was made with (required)
+#   CHECKPOINT_PATH   folder for checkpoints and logs (required)
+#   GPUS_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   processes, as torchrun has them (default: 2 on this machine)
+set -euo pipefail
+: "${GPUS_PER_NODE:=2}"
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+pretrain_bert --num-layers 24 --hidden-size 2048 --num-attention-heads 32 --micro-batch-size 8 \
+  --tensor-model-parallel-size 2 "$@"

@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Pretrain the BERT of 336 million parameters of arXiv 1909.08053 (table 4), with the settings of its section 5.3 and bf16.
+# The paper did so on 128 GPUs, 128 replicas of the model.
+#
+#   DATA_PATH=... VOCAB_FILE=... CHECKPOINT_PATH=... bash scripts/pretrain_bert_336m.sh [flags of pretrain_bert.py]
+#
+# The same command continues after an interruption. Flags given here win over those of the script. Environment variables:
+#
+#   DATA_PATH         prefix of the .bin and .idx that tools/preprocess_data.py --split-sentences wrote, or a blend; no
+#                     spaces in names (required)
+#   VOCAB_FILE        vocab.txt that the data was made with (required)
+#   CHECKPOINT_PATH   folder for checkpoints and logs (required)
+#   GPUS_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   processes, as torchrun has them (default: one)
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+pretrain_bert --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --micro-batch-size 8 "$@"
