@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron.tokenizer.bert import BertWordPieceTokenizer
 
 
 @pytest.fixture
@@ -47,3 +48,21 @@ def corpus(write: Callable[..., IndexedDataset]) -> IndexedDataset:
     sizes = np.random.RandomState(0).randint(0, 41, size=50)
     tokens = np.split(np.arange(sizes.sum()), np.cumsum(sizes)[:-1])
     return write(tokens)
+
+
+@pytest.fixture
+def sentences(write_documents: Callable[..., IndexedDataset]) -> IndexedDataset:
+    """40 documents of 0 to 39 sentences of 1 to 19 tokens, of ids 5 to 1999."""
+    rng = np.random.RandomState(0)
+    return write_documents(
+        [[rng.randint(5, 2000, size=rng.randint(1, 20)) for _ in range(n)] for n in range(40)]
+    )
+
+
+@pytest.fixture
+def bert_tokenizer(tmp_path: Path) -> BertWordPieceTokenizer:
+    """A WordPiece tokenizer of 2,002 ids; the pieces from 1,500 on continue a word."""
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    pieces += [f"w{i}" if i < 1500 else f"##w{i}" for i in range(5, 2000)]
+    (tmp_path / "vocab.txt").write_text("\n".join(pieces), encoding="utf-8")
+    return BertWordPieceTokenizer(str(tmp_path / "vocab.txt"), lowercase=True)

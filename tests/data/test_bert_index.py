@@ -139,14 +139,6 @@ def test_the_probability_is_one_in_a_whole_number(probability: float, every: int
     assert ours(sizes, bounds, rules, 1, 1) == reference(sizes, bounds, rules, 1, 1)
 
 
-@pytest.fixture
-def sentences(write_documents: Callable[..., IndexedDataset]) -> IndexedDataset:
-    rng = np.random.RandomState(0)
-    return write_documents(
-        [[rng.randint(1, 9, size=rng.randint(1, 20)) for _ in range(n)] for n in range(40)]
-    )
-
-
 RULES = CutRules.of(seq_length=32, short_seq_prob=0.1, binary_head=True)
 
 

@@ -8,11 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.data.bert_dataset import BertDataset
 from megatron.data.blend import blend_order
-from megatron.data.build import build_gpt_datasets
+from megatron.data.build import build_bert_datasets, build_gpt_datasets
 from megatron.data.config import DataConfig
 from megatron.data.indexed import IndexedDataset
 from megatron.flags import InputError
+from megatron.tokenizer.bert import BertWordPieceTokenizer
+from megatron.tokenizer.null import NullTokenizer
 
 
 def build(samples=(40, 4, 0), vocab_size=10_000, seed=7, eod=None, **flags):
@@ -128,8 +131,140 @@ def test_mock_data(tmp_path: Path) -> None:
         ({"data_path": ["a"], "seq_length": None}, "--seq-length is required"),
         ({"data_path": ["a"], "reset_position_ids": True}, "need a tokenizer with an end-of-document token"),
         ({"data_path": ["/no/such/file"]}, r"/no/such/file\.idx does not exist"),
+        (
+            {"mock_data": True, "mask_prob": 0.2},
+            "^--mask-prob: is about the samples of BERT, and this is GPT",
+        ),
+        ({"mock_data": True, "short_seq_prob": 0.0}, "^--short-seq-prob: is about the samples of BERT"),
+        ({"mock_data": True, "bert_binary_head": False}, "^--bert-no-binary-head: is about the samples of"),
     ],
 )
 def test_wrong_flags(flags: dict, message: str) -> None:
     with pytest.raises(InputError, match=message):
         build(**flags)
+
+
+# ---- BERT
+
+
+def build_bert(tokenizer, samples=(40, 4, 0), seed=7, **flags):
+    config = DataConfig(**{"seq_length": 32} | flags)
+    return build_bert_datasets(config, samples=samples, seed=seed, tokenizer=tokenizer)
+
+
+def words_of(dataset) -> set[int]:
+    """The ids that all samples hold, those that are hidden among them."""
+    samples = [dataset[i] for i in range(len(dataset))]
+    return {id for s in samples for id in np.where(s["loss_mask"], s["labels"], s["text"]).tolist() if id > 4}
+
+
+@pytest.fixture
+def documents(write_documents: Callable) -> IndexedDataset:
+    """20 documents of 6 sentences of 7 tokens, each token one of its kind."""
+    return write_documents(np.arange(1000, 1840).reshape(20, 6, 7).tolist())
+
+
+def test_parts_of_bert_are_of_whole_documents(
+    documents: IndexedDataset, bert_tokenizer: BertWordPieceTokenizer, tmp_path: Path
+) -> None:
+    parts = build_bert(bert_tokenizer, (40, 9, 9), data_path=[documents.prefix], split="6,2,2")
+    edges = [1000, 1000 + 12 * 42, 1000 + 16 * 42, 1840]
+    for part, samples, first, last in zip(parts, (40, 9, 9), edges[:-1], edges[1:], strict=True):
+        assert words_of(part) <= set(range(first, last))
+        assert len(part) >= samples
+    assert len(list((tmp_path / "index-cache").glob("*-map.npy"))) == 3
+    train, valid, test = build_bert(
+        bert_tokenizer,
+        (5, 5, 5),
+        train_data_path=[documents.prefix],
+        test_data_path=[documents.prefix],
+        data_cache_path=str(tmp_path / "elsewhere"),
+    )
+    assert words_of(train) <= set(range(1000, 1840)) and test is not None and valid is None
+    assert len(list((tmp_path / "elsewhere").glob("*-map.npy"))) == 2
+
+
+def test_the_first_samples_of_a_seed(
+    documents: IndexedDataset, bert_tokenizer: BertWordPieceTokenizer
+) -> None:
+    def texts(**flags) -> list[list[int]]:
+        train = build_bert(bert_tokenizer, (40, 0, 0), data_path=[documents.prefix], split="1", **flags)[0]
+        return [train[i]["text"].tolist() for i in range(40)]
+
+    assert texts() == texts()
+    assert texts(seed=8) != texts()
+    assert texts(mask_prob=0.3) != texts() != texts(short_seq_prob=0.5)
+    assert texts(bert_binary_head=False) != texts()
+
+
+def test_blend_of_bert(write_documents: Callable, bert_tokenizer: BertWordPieceTokenizer) -> None:
+    files = [
+        write_documents((np.arange(84).reshape(2, 6, 7) + 5 + 500 * i).tolist(), f"part{i}") for i in range(3)
+    ]
+    paths = [value for i, file in enumerate(files) for value in (str([2, 3, 5][i]), file.prefix)]
+    train = build_bert(bert_tokenizer, (200, 0, 0), data_path=paths, split="1,0,0")[0]
+    order = blend_order([2, 3, 5], 200)[0].tolist()
+    assert len(train) == 200
+    for i, file in enumerate(order):
+        sample = train[i]
+        whole = np.where(sample["loss_mask"], sample["labels"], sample["text"])
+        assert set((whole[whole > 4] // 500).tolist()) == {file}
+
+
+def test_mock_data_of_bert(bert_tokenizer: BertWordPieceTokenizer) -> None:
+    for tokenizer in (bert_tokenizer, NullTokenizer(50)):
+        train, valid, test = build_bert(tokenizer, (30, 10, 0), mock_data=True)
+        assert (len(train), len(valid), test) == (30, 10, None)
+        assert max(words_of(train)) < tokenizer.vocab_size
+        assert train[0]["text"].tolist() != valid[0]["text"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({}, "^no data to train on: give --data-path"),
+        ({"data_path": ["a"], "seq_length": None}, "^--seq-length is required"),
+        (
+            {"data_path": ["a"], "eod_mask_loss": True},
+            "--eod-mask-loss are about the samples of GPT, .* is BERT",
+        ),
+        ({"data_path": ["/no/such/file"]}, r"^/no/such/file\.idx does not exist"),
+        (
+            {"mock_data": True, "seq_length": 9},
+            "^--seq-length: 9 leaves BERT nothing to guess, .* at least 10$",
+        ),
+        ({"mock_data": True, "seq_length": 12, "mask_prob": 0.1}, "^--seq-length: 12 .* at least 13$"),
+        ({"mock_data": True, "seq_length": 4, "mask_prob": 1.0}, "^--seq-length: 4 .* at least 5$"),
+    ],
+)
+def test_wrong_flags_of_bert(flags: dict, message: str, bert_tokenizer: BertWordPieceTokenizer) -> None:
+    with pytest.raises(InputError, match=message):
+        build_bert(bert_tokenizer, **flags)
+
+
+@pytest.mark.parametrize(("seq_length", "mask_prob"), [(10, 0.15), (13, 0.1), (8, 0.2), (5, 0.5), (5, 1.0)])
+def test_the_shortest_sequence(
+    seq_length: int, mask_prob: float, documents: IndexedDataset, bert_tokenizer: BertWordPieceTokenizer
+) -> None:
+    flags = {"data_path": [documents.prefix], "split": "1", "seq_length": seq_length, "mask_prob": mask_prob}
+    train = build_bert(bert_tokenizer, **flags)[0]
+    assert any(train[i]["loss_mask"].any() for i in range(len(train)))
+
+
+def test_data_that_bert_cannot_be_trained_on(
+    write: Callable, write_documents: Callable, bert_tokenizer: BertWordPieceTokenizer
+) -> None:
+    level = write([[5, 6, 7]] * 20)
+    with pytest.raises(InputError, match=r"corpus\.idx: the 20 documents for train have one sentence each, "):
+        build_bert(bert_tokenizer, data_path=[level.prefix], split="1")
+    alone = build_bert(bert_tokenizer, data_path=[level.prefix], split="1", bert_binary_head=False)[0]
+    assert isinstance(alone, BertDataset) and words_of(alone) == {5, 6, 7}
+    few = write_documents([[[5], [6]]] * 20, "few")
+    with pytest.raises(
+        InputError, match=r"^--split 969,30,1: gives 'test' 0 of the 20 documents of .*few, with 0 tokens"
+    ):
+        build_bert(bert_tokenizer, (1, 1, 1), data_path=[few.prefix], split="969,30,1")
+    with pytest.raises(
+        InputError, match=r"^--tokenizer-type: NullTokenizer does not tell which tokens make up a"
+    ):
+        build_bert(NullTokenizer(50), data_path=[few.prefix])

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megatron.data.build import build_gpt_datasets
+from megatron.data.build import build_bert_datasets, build_gpt_datasets
 from megatron.data.config import DataConfig
 from megatron.data.indexed import IndexedDataset
 from megatron.flags import InputError
+from megatron.tokenizer import Tokenizer
 
 
 def read_everything(prefix: str) -> None:
@@ -23,8 +25,8 @@ def read_everything(prefix: str) -> None:
             assert len(part[i]["text"]) == 17
 
 
-@pytest.mark.parametrize("extension", [".idx", ".bin"])
-def test_cuts_and_flips(corpus: IndexedDataset, extension: str) -> None:
+def cut_and_flip(corpus: IndexedDataset, extension: str, read: Callable[[str], None]) -> None:
+    """Damage a file in a hundred ways; to read it gives data or one clear line."""
     rng = np.random.RandomState(0)
     file = Path(corpus.prefix + extension)
     good = file.read_bytes()
@@ -38,9 +40,25 @@ def test_cuts_and_flips(corpus: IndexedDataset, extension: str) -> None:
                 data[rng.randint(len(data))] ^= 1 << rng.randint(8)
         file.write_bytes(data)
         try:
-            read_everything(corpus.prefix)
+            read(corpus.prefix)
         except InputError as error:
             refused += 1
             assert "\n" not in str(error)
             assert "corpus" in str(error)
     assert refused >= 50
+
+
+@pytest.mark.parametrize("extension", [".idx", ".bin"])
+def test_data_of_gpt(corpus: IndexedDataset, extension: str) -> None:
+    cut_and_flip(corpus, extension, read_everything)
+
+
+@pytest.mark.parametrize("extension", [".idx", ".bin"])
+def test_data_of_bert(sentences: IndexedDataset, extension: str, bert_tokenizer: Tokenizer) -> None:
+    def read(prefix: str) -> None:
+        config = DataConfig(data_path=(prefix,), split="6,2,2", seq_length=16)
+        for part in build_bert_datasets(config, samples=(30, 3, 3), seed=1, tokenizer=bert_tokenizer):
+            for i in range(len(part)):
+                assert part[i]["text"].shape == (16,)
+
+    cut_and_flip(sentences, extension, read)

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.data.build import build_gpt_datasets
+from megatron.data.bert_dataset import MockBertDataset
+from megatron.data.build import build_bert_datasets, build_gpt_datasets
 from megatron.data.config import DataConfig
 from megatron.data.gpt_dataset import MockDataset
 from megatron.data.loader import eval_batches, train_batches
@@ -142,6 +143,44 @@ def test_document_ids_where_attention_is_reset() -> None:
     flags = config(reset_attention_mask=True)
     batch = next(train_batches(mock(), flags, consumed_samples=0, **LAYOUT | {"eod": 3}))
     assert batch["document_ids"].shape == (2, 8)
+
+
+def mock_bert(samples: int = 60) -> MockBertDataset:
+    return MockBertDataset(samples, DataConfig(seq_length=16), vocab_size=50, seed=(1, 0))
+
+
+def test_batches_of_bert() -> None:
+    def first(workers: int) -> list:
+        flags = DataConfig(seq_length=16, num_workers=workers)
+        batches = train_batches(mock_bert(), flags, consumed_samples=8, **LAYOUT)
+        return list(itertools.islice(batches, 12))
+
+    expected = first(0)
+    rows = dict.fromkeys(("text", "types", "labels", "padding_mask"), ((2, 16), torch.int64))
+    rows |= {"loss_mask": ((2, 16), torch.float32), "is_random": ((2,), torch.int64)}
+    assert {name: (tuple(v.shape), v.dtype) for name, v in expected[0].items()} == rows
+    for name in rows:
+        assert expected[0][name][0].tolist() == mock_bert()[8 + 2][name].tolist()
+    for workers in (1, 2):
+        assert equal(first(workers), expected)
+
+
+def test_evaluation_of_bert_counts_every_sample_once() -> None:
+    flags, samples, seen = DataConfig(seq_length=16, num_workers=0), range(3, 16), []
+    for rank in range(3):
+        layout = LAYOUT | {"dp_rank": rank, "dp_size": 3}
+        for batch in eval_batches(mock_bert(), flags, samples=samples, **layout):
+            assert batch["text"].shape[1] == 16 and batch["is_random"].shape == batch["text"].shape[:1]
+            seen += [tuple(row) for row in batch["text"].tolist()]
+    assert sorted(seen) == sorted(tuple(mock_bert()[i]["text"].tolist()) for i in samples)
+
+
+def test_batches_of_a_blend_of_bert(write_documents, bert_tokenizer) -> None:
+    files = [write_documents([[[5 + i] * 4, [6 + i] * 4]] * 3, f"part{i}") for i in range(2)]
+    flags = DataConfig(seq_length=16, train_data_path=[file.prefix for file in files], num_workers=1)
+    dataset = build_bert_datasets(flags, samples=(40, 0, 0), seed=1, tokenizer=bert_tokenizer)[0]
+    batches = train_batches(dataset, flags, consumed_samples=0, **LAYOUT)
+    assert next(batches)["text"][0].tolist() == dataset[2]["text"].tolist()
 
 
 SIGNALLED = """
