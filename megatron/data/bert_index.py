@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from megatron.data.index_cache import MappedArrays, cached_arrays, file_fingerprint, spread
+from megatron.data.index_cache import MappedArrays, cached_arrays, check_memory, file_fingerprint, spread
 from megatron.data.indexed import IndexedDataset
 from megatron.data.mersenne_twister import MersenneTwister64
 from megatron.flags import InputError
@@ -274,7 +274,7 @@ def load_or_build(
             written.
     """
     bounds = np.array(dataset.doc_idx[documents.start : documents.stop + 1], dtype=np.int64)
-    _check_memory(dataset.prefix, samples)
+    check_memory(f"{dataset.prefix}: {samples:,} samples", needed=40 * samples)
 
     def build() -> list[np.ndarray]:
         enough, not_long = usable_documents(dataset.sizes, bounds, rules.min_sentences)
@@ -337,14 +337,3 @@ def _why_none(
         f"of document {document} with {dataset.sizes[first + sentence]:,}; make the data with "
         "tools/preprocess_data.py --split-sentences, of text that has sentences"
     )
-
-
-def _check_memory(prefix: str, samples: int) -> None:
-    """Refuse to build what this machine cannot hold, as when a flag has some zeros too many."""
-    needed = 40 * samples
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > available:
-        raise InputError(
-            f"{prefix}: {samples:,} samples need an index of {needed / 1e9:,.1f} GB, and this machine has "
-            f"{available / 1e9:,.1f} GB; lower --train-iters or --train-samples"
-        )

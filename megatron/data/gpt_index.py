@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron.data.index_cache import MappedArrays, cached_arrays, file_fingerprint, spread
+from megatron.data.index_cache import MappedArrays, cached_arrays, check_memory, file_fingerprint, spread
 from megatron.data.indexed import IndexedDataset
 from megatron.flags import InputError
 
@@ -165,7 +165,10 @@ def load_or_build(
             f"but {samples} samples are wanted"
         )
     plan = plan_epochs(tokens, seq_length, samples)
-    _check_memory(dataset.prefix, len(documents), plan)
+    check_memory(
+        f"{dataset.prefix}: {plan.samples:,} samples, {plan.epochs:,} epochs of this data,",
+        needed=16 * plan.epochs * len(documents) + 24 * plan.samples,
+    )
     _report(f"{name} data {dataset.prefix}", len(documents), tokens, seq_length, samples, plan)
 
     def check(arrays: Sequence[np.ndarray]) -> bool:
@@ -209,18 +212,6 @@ def _report(data: str, documents: int, tokens: int, seq_length: int, samples: in
     if plan.separate_last_epoch:
         line += ", the last of them shuffled by itself"
     logger.info(line)
-
-
-def _check_memory(prefix: str, documents: int, plan: EpochPlan) -> None:
-    """Refuse to build what this machine cannot hold, as when a flag has some zeros too many."""
-    needed = 16 * plan.epochs * documents + 24 * plan.samples
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > available:
-        raise InputError(
-            f"{prefix}: {plan.samples:,} samples, {plan.epochs:,} epochs of this data, need an index of "
-            f"{needed / 1e9:,.1f} GB, and this machine has {available / 1e9:,.1f} GB; lower --train-iters "
-            "or --train-samples"
-        )
 
 
 def _within(values: np.ndarray, start: int, stop: int) -> bool:

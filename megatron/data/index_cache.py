@@ -102,6 +102,21 @@ def cached_arrays(
     return found
 
 
+def check_memory(what: str, needed: int) -> None:
+    """Refuse to build arrays that this machine cannot hold, as when a flag has some zeros too many.
+
+    Args:
+        what: which samples of which data, for the message.
+        needed: bytes, roughly.
+    """
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > available:
+        raise InputError(
+            f"{what} need an index of {needed / 1e9:,.1f} GB, and this machine has {available / 1e9:,.1f} GB; "
+            "lower --train-iters or --train-samples"
+        )
+
+
 def spread(values: np.ndarray, count: int = 1 << 20) -> np.ndarray:
     """All of `values` where they are few, else about `count` of them at even distances; for a quick check."""
     return values[:: max(1, len(values) // count)]
