@@ -104,7 +104,7 @@ def start_fork_server() -> None:
     The training process itself may run threads (of OpenMP, CUDA, NCCL) and so must not be forked. The server
     takes a second or so to import what workers need; called early, this happens beside other work.
     """
-    multiprocessing.set_forkserver_preload(["torch", __name__])
+    multiprocessing.set_forkserver_preload(["torch", __name__, "megatron.data.build"])
     resource_tracker.ensure_running()  # else the server starts it, which would lift the block below
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
     try:
