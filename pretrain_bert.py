@@ -73,7 +73,7 @@ DEFAULTS = {"tokenizer_type": "BertWordPieceLowerCase"}
 def bert(*, binary_head: bool) -> Task:
     """The task with or without the loss of the order of two sentences."""
     return Task(
-        name="BERT",
+        name="BERT" if binary_head else "BERT --bert-no-binary-head",
         loss_names=("lm loss", "sop loss") if binary_head else ("lm loss",),
         build_model=build_model,
         build_datasets=build_datasets,

@@ -10,6 +10,14 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
+
+from megatron.arguments import parse_run_config
+from megatron.model.layers import TensorParallel
+from megatron.parallel.recompute import Recompute
+from megatron.parallel.stages import Chunk
+from megatron.training.task import Part
+from pretrain_bert import DEFAULTS, build_model
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,7 +30,7 @@ case "$*" in
   "-c import sys; print"*) echo /elsewhere/site-packages ;;
   *purelib*) mkdir -p "$VENV_PACKAGES"; echo "$VENV_PACKAGES" ;;
   "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
-  *pretrain_gpt.py*)
+  *pretrain_gpt.py* | *pretrain_bert.py*)
     trap 'kill $! 2>/dev/null; echo "passed on"; exit 143' TERM
     [[ -z ${SIGNAL:-} ]] || kill -s "$SIGNAL" "$PPID"
     [[ -z ${LONG:-} ]] || { sleep 30 >&- 2>&- & wait; }
@@ -239,7 +247,57 @@ def test_345m_has_the_published_settings(checkout):
     assert training[-2:] == ["--lr", "1"]
 
 
-@pytest.mark.parametrize("script", ["pretrain_gpt.sh", "pretrain_gpt_345m.sh", "test.sh"])
+def test_the_quickstart_of_bert(checkout):
+    done = checkout.run("pretrain_bert.sh", "--train-iters", "7")
+    assert done.returncode == 0, done.stderr
+    corpus, tokenizer, data, training = commands(done)
+    assert value(tokenizer, "--type") == "wordpiece" and "--split-sentences" in data
+    assert training[1] == "pretrain_bert.py" and training[-2:] == ["--train-iters", "7"]
+    assert value(tokenizer, "--input") == value(data, "--input") == value(corpus, "--output")
+    assert value(training, "--data-path") == value(data, "--output-prefix") + "_text_sentence"
+    assert value(training, "--vocab-file") == value(data, "--vocab-file")
+    assert value(data, "--vocab-file") == value(tokenizer, "--output") + "/vocab.txt"
+    done = checkout.run(
+        "pretrain_bert.sh", DATA_PATH="0.3 a 0.7 b", VOCAB_FILE="v.txt", CHECKPOINT_PATH="run 1"
+    )
+    (training,) = commands(done)
+    assert training[training.index("--data-path") :][1:5] == ["0.3", "a", "0.7", "b"]
+
+
+@pytest.mark.parametrize(
+    ("size", "parameters", "tensor"), [("336m", 0.336e9, 1), ("1.3b", 1.3e9, 2), ("3.9b", 3.9e9, 4)]
+)
+def test_bert_of_the_papers_sizes(checkout, size: str, parameters: float, tensor: int) -> None:
+    env = {"DATA_PATH": "a", "VOCAB_FILE": "v.txt", "CHECKPOINT_PATH": "run"}
+    (training,) = commands(checkout.run(f"pretrain_bert_{size}.sh", "--lr", "1", **env))
+    words = training[training.index("pretrain_bert.py") + 1 :]
+    config = parse_run_config(words, description="", defaults=DEFAULTS)
+    assert config.optimizer.lr == 1 and config.training.global_batch_size == 1024
+    assert config.parallel.tensor_model_parallel_size == tensor
+    part = Part(
+        vocab_size=30524,
+        padded_vocab_size=30524,
+        chunk=Chunk(range(config.model.num_layers)),
+        tp=TensorParallel(),
+        recompute=Recompute(),
+    )
+    with torch.device("meta"):
+        model = build_model(config, part)
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(parameters, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "pretrain_gpt.sh",
+        "pretrain_gpt_345m.sh",
+        "pretrain_bert.sh",
+        "pretrain_bert_336m.sh",
+        "pretrain_bert_1.3b.sh",
+        "pretrain_bert_3.9b.sh",
+        "test.sh",
+    ],
+)
 def test_help_is_the_opening_comment(checkout, script):
     done = checkout.run(script, "--help")
     assert done.returncode == 0 and done.stderr == ""
