@@ -17,7 +17,7 @@ import logging
 import math
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -289,19 +289,6 @@ def load_or_build(
         )
         return [rows]
 
-    def check(arrays: Sequence[np.ndarray]) -> bool:
-        (rows,) = arrays
-        if rows.ndim != 2 or rows.shape[1] != 3 or len(rows) < samples or rows.dtype.kind != "u":
-            return False
-        start, end, target = spread(rows).astype(np.int64).T
-        return bool(
-            (start >= bounds[0]).all()
-            and (end <= bounds[-1]).all()
-            and (end - start >= rules.min_sentences).all()
-            and (target >= 2).all()
-            and (target <= rules.longest).all()
-        )
-
     return cached_arrays(
         cache,
         f"{os.path.basename(dataset.prefix)[:100]}-{name}-{samples}ns-{rules.longest}tl-{seed}s",
@@ -315,7 +302,21 @@ def load_or_build(
         },
         ("map",),
         build,
-        check,
+        lambda arrays: _sound(arrays[0], bounds, rules) and len(arrays[0]) >= samples,
+    )
+
+
+def _sound(rows: np.ndarray, bounds: np.ndarray, rules: CutRules) -> bool:
+    """Whether an array found on disk can be a map of documents with these `bounds`."""
+    if rows.shape[1:] != (3,) or rows.dtype.kind != "u":
+        return False
+    start, end, target = spread(rows).astype(np.int64).T
+    return bool(
+        (start >= bounds[0]).all()
+        and (end <= bounds[-1]).all()
+        and (end - start >= rules.min_sentences).all()
+        and (target >= 2).all()
+        and (target <= rules.longest).all()
     )
 
 
