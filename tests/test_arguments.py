@@ -109,7 +109,7 @@ NVIDIA_DEFAULTS = """
     --lr-decay-samples None, --lr-warmup-fraction None, --lr-warmup-iters 0, --lr-warmup-samples 0, --min-lr 0.0,
     --save None, --save-interval None, --save-retain-interval None, --no-save-optim False, --async-save False,
     --load None, --no-load-optim False, --ckpt-step None, --use-checkpoint-args False,
-    --finetune False, --bf16 False, --eval-iters 100, --eval-interval 1000, --data-path None, --vocab-file None,
+    --apply-residual-connection-post-layernorm False, --finetune False, --bf16 False, --eval-iters 100, --eval-interval 1000, --data-path None, --vocab-file None,
     --merge-file None, --seq-length None, --encoder-seq-length None, --num-workers 2, --tokenizer-type None,
     --reset-position-ids False, --reset-attention-mask False, --eod-mask-loss False,
     --use-checkpoint-opt_param-scheduler False, --start-weight-decay None, --end-weight-decay None,

@@ -267,6 +267,7 @@ def order_changes(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
         (f"--{name.replace('_', '-')}", "data", name)
         for name in ("data_path", "train_data_path", "split", "seq_length", "dataloader_type", "mock_data")
     ]
+    pairs += [(f"--{name.replace('_', '-')}", "data", name) for name in ("mask_prob", "short_seq_prob")]
     changed = []
     for flag, part, name in pairs:
         before, after = saved.get(part, {}).get(name), now[part][name]
