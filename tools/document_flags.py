@@ -23,7 +23,8 @@ FLAGS_HEADER = """\
 # Flags
 
 Every flag of `pretrain_gpt.py` and `pretrain_bert.py`. Names, meanings and defaults are Megatron-LM's where it has the
-flag; its other flags are in [nvidia-flags.md](nvidia-flags.md). Where no default is shown, the text says what leaving the flag out means.
+flag; its other flags are in [nvidia-flags.md](nvidia-flags.md). Where no default is shown, the text says what leaving
+the flag out means.
 
 Flags can also stand in a YAML file that `--config` names, without the dashes in front: `num-layers: 24`, `bf16: true`,
 `data-path: [0.3, wiki, 0.7, books]`. A value on the command line wins over the file's; a switch that the file turns on
