@@ -58,6 +58,8 @@ def tell(message: str) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None or os.environ.get("RANK", "0") == "0":
         print(message, file=sys.stderr, flush=True)
+    else:
+        time.sleep(1)  # torchrun ends all as soon as one has ended, rank 0 perhaps before it has printed
     if path is not None:
         # The form that torch.distributed.elastic writes for exceptions, less the traceback.
         told = {"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}}

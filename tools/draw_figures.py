@@ -211,7 +211,13 @@ def draw_sequence_parallel() -> str:
         text(
             20, 254, "ḡ: forward reduce-scatter (sums the partial results), backward all-gather.", 12, "start"
         ),
-        text(20, 272, "Same bytes as two all-reduces; no activation is stored twice.", 12, "start"),
+        text(
+            20,
+            272,
+            "Bytes of two all-reduces, and one gathering more; no activation is stored twice.",
+            12,
+            "start",
+        ),
     ]
     return picture(x + 20, 292, "Sequence parallelism: a layer on 2 ranks", parts)
 

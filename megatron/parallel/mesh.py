@@ -11,12 +11,13 @@ import dataclasses
 import datetime
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megatron.flags import InputError, PassingFault, either
 from megatron.parallel.config import ParallelConfig
@@ -145,8 +146,13 @@ def axis_sizes(config: ParallelConfig, processes: int) -> dict[str, int]:
 
 
 @contextmanager
-def init_mesh(config: ParallelConfig, device: torch.device) -> Iterator[Mesh]:
+def init_mesh(
+    config: ParallelConfig, device: torch.device, check: Callable[[Axis], None] = lambda world: None
+) -> Iterator[Mesh]:
     """Join the processes that torchrun started into one mesh, for the length of a `with` block.
+
+    Args:
+        check: called with the axis of all processes before any other is made, which takes that they agree on a layout.
 
     Raises:
         InputError: the processes do not fit the layout, or the backend cannot serve the device.
@@ -161,8 +167,11 @@ def init_mesh(config: ParallelConfig, device: torch.device) -> Iterator[Mesh]:
         raise InputError("--distributed-backend: nccl needs GPUs; on CPUs use gloo")
     if backend == "gloo" and device.type == "cuda":
         _check_gloo_on_gpu(config)
-    for name in ("RANK", "MASTER_PORT"):
-        _environment(name)
+    _environment("RANK")
+    if not 0 < _environment("MASTER_PORT") < 2**16:
+        raise InputError(
+            f"MASTER_PORT: {os.environ['MASTER_PORT']} is not a port; it must be from 1 to 65535"
+        )
     try:
         timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
         store, rank, _ = meet(timeout)
@@ -175,7 +184,12 @@ def init_mesh(config: ParallelConfig, device: torch.device) -> Iterator[Mesh]:
             timeout=timeout,
             device_id=device if backend == "nccl" else None,
         )
-        mesh = _arrange(sizes, device)
+        everyone = tuple(range(processes))
+        world = Axis(rank, processes, name="whole run", ranks=everyone)
+        check(world)
+        mesh = _arrange(sizes, device, world, timeout)
+    except PassingFault:
+        raise
     except RuntimeError as error:
         raise PassingFault(
             f"rank {os.environ['RANK']}: the {processes} processes did not come together within "
@@ -200,21 +214,23 @@ def _check_gloo_on_gpu(config: ParallelConfig) -> None:
             raise InputError(f"--distributed-backend: gloo on GPUs cannot serve {name}; use nccl")
 
 
-def _arrange(sizes: dict[str, int], device: torch.device) -> Mesh:
-    rank = dist.get_rank()
+def _arrange(sizes: dict[str, int], device: torch.device, world: Axis, timeout: datetime.timedelta) -> Mesh:
     layout = torch.arange(math.prod(sizes.values())).view(*sizes.values())
     device_mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    place = [int(index) for index in (layout == rank).nonzero()[0]]
-    axes, activity = {}, Activity()
+    place = [int(index) for index in (layout == world.rank).nonzero()[0]]
+    axes = {}
     for dim, (name, size) in enumerate(sizes.items()):
         line: list = list(place)
         line[dim] = slice(None)
         ranks = tuple(layout[tuple(line)].tolist())
         group = device_mesh.get_group(name) if size > 1 else None
-        axes[name] = Axis(place[dim], size, group, AXES[name], ranks, activity)
-    everyone = tuple(range(dist.get_world_size()))
-    world = Axis(rank, len(everyone), name="whole run", ranks=everyone, activity=activity)
-    return Mesh(device=device, world=world, ends=_ends(layout, axes["pp"]), activity=activity, **axes)
+        if group is not None:
+            _set_pg_timeout(
+                timeout, group
+            )  # init_device_mesh takes none, and groups do not take that of the run
+        axes[name] = Axis(place[dim], size, group, AXES[name], ranks, world.activity)
+    ends = _ends(layout, axes["pp"], timeout)
+    return Mesh(device=device, world=world, ends=ends, activity=world.activity, **axes)
 
 
 def world_apart(world: Axis, config: ParallelConfig) -> Axis:
@@ -228,7 +244,7 @@ def world_apart(world: Axis, config: ParallelConfig) -> Axis:
     return dataclasses.replace(world, group=group, activity=Activity())
 
 
-def _ends(layout: torch.Tensor, pp: Axis) -> Axis:
+def _ends(layout: torch.Tensor, pp: Axis, timeout: datetime.timedelta) -> Axis:
     """The first and last stage of this process's pipeline, if it is one of them."""
     if pp.size == 1:
         return ALONE
@@ -236,7 +252,7 @@ def _ends(layout: torch.Tensor, pp: Axis) -> Axis:
         return pp
     # Every process must take part in the making of every group.
     pipelines = layout.flatten(1).t().tolist()
-    groups = {(line[0], line[-1]): dist.new_group([line[0], line[-1]]) for line in pipelines}
+    groups = {(line[0], line[-1]): dist.new_group([line[0], line[-1]], timeout) for line in pipelines}
     if pp.rank not in (0, pp.size - 1):
         return ALONE
     ranks = (pp.ranks[0], pp.ranks[-1])

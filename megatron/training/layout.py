@@ -13,7 +13,7 @@ import torch
 import megatron
 from megatron.flags import InputError, either, flag_name
 from megatron.parallel.collectives import all_gather, all_reduce_max
-from megatron.parallel.mesh import Mesh, axis_sizes
+from megatron.parallel.mesh import Axis, axis_sizes
 from megatron.parallel.random import key
 from megatron.parallel.stages import split_layers
 from megatron.training.batch_size import BatchSchedule
@@ -96,7 +96,7 @@ def _check_microbatches(config: RunConfig, batches: BatchSchedule) -> None:
             )
 
 
-def check_same_everywhere(config: RunConfig, mesh: Mesh) -> None:
+def check_same_everywhere(config: RunConfig, world: Axis) -> None:
     """Make sure that all processes were started with the same flags and run the same code.
 
     Raises:
@@ -108,12 +108,12 @@ def check_same_everywhere(config: RunConfig, mesh: Mesh) -> None:
         for field in dataclasses.fields(getattr(config, part.name)):
             values[flag_name(field)] = repr(getattr(getattr(config, part.name), field.name))
     keys = torch.tensor([key(value, bits=32) for value in values.values()])
-    largest, smallest = all_reduce_max(torch.stack((keys, -keys)), mesh.world)
+    largest, smallest = all_reduce_max(torch.stack((keys, -keys)), world)
     differing = [name for name, same in zip(values, (largest == -smallest).tolist(), strict=True) if not same]
     if differing:
         raise InputError(
-            f"the processes were not started alike: {', '.join(differing)} differ between them; start all with "
-            f"the same program and flags (rank {mesh.world.rank} has {_shown(values, differing)})"
+            f"the processes were not started alike: they differ in {', '.join(differing)}; start all with the same "
+            f"program and flags (rank {world.rank} has {_shown(values, differing)})"
         )
 
 

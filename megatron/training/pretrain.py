@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 import math
@@ -58,9 +59,8 @@ def pretrain(config: RunConfig, task: Task) -> int:
     if config.data.num_workers:
         start_fork_server()
     device = choose_device(config.training.device)
-    with init_mesh(config.parallel, device) as mesh:
+    with init_mesh(config.parallel, device, functools.partial(check_same_everywhere, config)) as mesh:
         show_log(mesh)
-        check_same_everywhere(config, mesh)
         stop = StopRequests(config.training, mesh)
         with together(mesh.world, InputError):
             claim = claim_folder(config.checkpoint, mesh)

@@ -143,6 +143,31 @@ def test_a_rank_that_sleeps_for_ever_ends_the_run_and_is_named() -> None:
             rank.kill()
 
 
+def test_ranks_with_different_layouts_are_told_so() -> None:
+    """Before they make groups that do not match."""
+    ranks = start([[], [], ["--tensor-model-parallel-size", "2"], ["--tensor-model-parallel-size", "2"]])
+    for rank in ranks:
+        _, errors = rank.communicate(timeout=60)
+        assert rank.returncode == 2, errors
+        assert "they differ in --tensor-model-parallel-size" in errors
+
+
+@pytest.mark.slow
+def test_the_timeout_holds_in_every_group() -> None:
+    """Also in those that are not the whole run."""
+    layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --hang-timeout 0".split()
+    ranks = start([layout] * 4)
+    try:
+        wait_until_it_trains(ranks[0])
+        ranks[2].send_signal(signal.SIGSTOP)
+        for rank in (ranks[0], ranks[1], ranks[3]):
+            rank.communicate(timeout=150)
+            assert rank.returncode == LostRank.exit_status
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
 def test_the_fault_of_one_rank_is_the_runs() -> None:
     """Also its status: what starts runs again is not to do so for what is wrong on one machine alone."""
     ranks = start([["--use-distributed-optimizer"]] * 2, FAILING)
@@ -227,7 +252,7 @@ def test_ranks_with_different_flags_are_told_so() -> None:
     for number, rank in enumerate(ranks):
         _, errors = rank.communicate(timeout=60)
         assert rank.returncode == 2, errors
-        assert "the processes were not started alike: --seed, --clip-grad differ between them" in errors
+        assert "the processes were not started alike: they differ in --seed, --clip-grad" in errors
         assert f"rank {number} has " in errors and f"--seed {number + 1}" in errors
 
 
