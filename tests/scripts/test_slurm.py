@@ -65,7 +65,9 @@ def wait_for(path: Path, size: int) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGUSR1, 138), (signal.SIGKILL, 200)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGUSR1, 138), pytest.param(signal.SIGKILL, 200, marks=pytest.mark.slow)]
+)
 def test_a_job_that_is_stopped_goes_on_when_it_is_started_again(slurm, tmp_path, number, status) -> None:
     place = ["--save", tmp_path / "run", "--load", tmp_path / "run", "--metrics-path", tmp_path / "m.jsonl"]
     job = slurm(*FLAGS, *place, "--save-interval", "5", "--train-iters", "100000")

@@ -77,8 +77,10 @@ def wait_until_it_trains(process: subprocess.Popen) -> None:
 @pytest.mark.parametrize(
     ("layout", "processes", "axis"),
     [
-        ("--hang-timeout 0", 2, "data-parallel"),
-        ("--hang-timeout 0 --tensor-model-parallel-size 2", 2, "tensor-parallel"),
+        pytest.param("--hang-timeout 0", 2, "data-parallel", marks=pytest.mark.slow),
+        pytest.param(
+            "--hang-timeout 0 --tensor-model-parallel-size 2", 2, "tensor-parallel", marks=pytest.mark.slow
+        ),
         ("--hang-timeout 0 --pipeline-model-parallel-size 2", 2, "pipeline"),
         ("--tensor-model-parallel-size 4", 4, "tensor-parallel"),
     ],

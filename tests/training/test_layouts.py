@@ -72,9 +72,9 @@ LAYOUTS = {
     "T2 kept in parts": (2, f"{TP} 2 --checkpoint-activations --distribute-saved-activations"),
 }
 FAST = {
-    "bert": "T2|T2+SP|P2V2|D2+ZeRO|T2P2|P4 uneven",
-    "gpt2": "T2|T2+SP|P2|P2V2|P4V2|D2 overlapped|D2+ZeRO|T2P2|T2D2+ZeRO|P4 uneven|P4 half full|everything|recomputed",
-    "llama": "T4|P2 gpipe|T2D2+ZeRO|block recomputed|selectively recomputed",
+    "bert": "T2+SP|P2V2|D2+ZeRO|T2P2",
+    "gpt2": "T2+SP|P2V2|P4V2|D2 overlapped|D2+ZeRO|T2P2|T2D2+ZeRO|P4 uneven|everything|recomputed",
+    "llama": "T4|P2 gpipe|T2D2+ZeRO|selectively recomputed",
 }
 
 

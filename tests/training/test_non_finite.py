@@ -115,7 +115,12 @@ CASES = {
 
 @pytest.mark.parametrize(
     ("case", "backward"),
-    [(case, back) for case in CASES for back in (False, True) if not back or case != "loss"],
+    [
+        pytest.param(case, back, marks=pytest.mark.slow if back and case != "T2 row" else ())
+        for case in CASES
+        for back in (False, True)
+        if not back or case != "loss"
+    ],
 )
 def test_the_rank_microbatch_and_layer_are_named(case: str, backward: bool, tmp_path: Path) -> None:
     processes, flags, injection, where = CASES[case]

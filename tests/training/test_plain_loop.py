@@ -26,7 +26,7 @@ FLAGS = f"""
 """.split()
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_equals_a_plain_loop(command, shared: Path, tmp_path: Path, replicas: int) -> None:
     tokenizer = [
         *("--tokenizer-type", "GPT2BPETokenizer"),

@@ -160,8 +160,15 @@ def test_generate_text_from_a_run(command, pretrain, tmp_path: Path) -> None:
     assert result.stderr == f"error: --load: {tmp_path / 'b'} is not a folder\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(
+    ("replicas", "number"),
+    [
+        (1, signal.SIGINT),
+        pytest.param(1, signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(2, signal.SIGINT, marks=pytest.mark.slow),
+        (2, signal.SIGTERM),
+    ],
+)
 def test_a_signal_saves_and_leaves(command, tmp_path: Path, number: int, replicas: int) -> None:
     flags = [
         *TINY,
@@ -214,6 +221,7 @@ def test_a_signal_saves_and_leaves(command, tmp_path: Path, number: int, replica
     assert [r["iteration"] for r in resumed] == list(range(1, stopped + 4))
 
 
+@pytest.mark.slow  # the layouts' tests hold every one against one process
 def test_replicas_train_the_same_model(command, tmp_path: Path) -> None:
     """With dropout too: the masks belong to the samples, not to the processes."""
     for replicas in (1, 2, 4):
