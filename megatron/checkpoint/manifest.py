@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.pieces import Index
+from megatron.checkpoint.storage import check_is_file
 from megatron.flags import LARGEST, InputError
 
 NAME = "index.json"
@@ -41,8 +42,7 @@ class Manifest:
         """Raise `InputError` unless every file is there and as long as it was when written."""
         for name, (size, _) in self.files.items():
             path = self.folder / name
-            if path.is_symlink():
-                raise InputError(f"{path}: is a symbolic link; a checkpoint consists of files")
+            check_is_file(path)
             if not path.is_file():
                 raise InputError(f"{path}: is missing; the checkpoint is not whole")
             if path.stat().st_size != size:
@@ -68,6 +68,7 @@ def read_manifest(folder: Path) -> Manifest:
         InputError: there is none, or it is damaged.
     """
     path = folder / NAME
+    check_is_file(path)
     try:
         text = path.read_text(encoding="utf-8")
         whole = json.loads(text)

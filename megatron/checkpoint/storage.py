@@ -36,6 +36,7 @@ def newest_iteration(root: Path) -> int | None:
         InputError: the tracker is not a number, or names a checkpoint that is not there.
     """
     tracker = root / TRACKER
+    check_is_file(tracker)
     try:
         text = tracker.read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
@@ -49,6 +50,15 @@ def newest_iteration(root: Path) -> int | None:
             f"{tracker}: names iteration {int(text)}, but there is no {folder_of(root, int(text))}"
         )
     return int(text)
+
+
+def check_is_file(path: Path) -> None:
+    """Raise `InputError` if there is something else than a file at `path`: a link may lead out of the folder, and a
+    pipe or a device has no end."""
+    if path.is_symlink():
+        raise InputError(f"{path}: is a symbolic link; a checkpoint consists of files")
+    if path.exists() and not path.is_file():
+        raise InputError(f"{path}: is not a file")
 
 
 def begin_checkpoint(root: Path, iteration: int, needed: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
 import shutil
 from pathlib import Path
@@ -227,6 +228,10 @@ def test_where_a_run_starts(tmp_path: Path) -> None:
         (lambda f: (f / "model.safetensors").unlink(), "model.safetensors: is missing"),
         (lambda f: (f / "optimizer.safetensors").unlink(), "optimizer.safetensors: is missing"),
         (lambda f: link(f / "model.safetensors"), "model.safetensors: is a symbolic link"),
+        (lambda f: endless(f / "index.json"), "index.json: is a symbolic link"),
+        (lambda f: endless(f.parent / storage.TRACKER), "is a symbolic link"),
+        (lambda f: pipe(f / "index.json"), "index.json: is not a file"),
+        (lambda f: edit(f, "spike_window", [[10**400] * 128] * 2), "'spike_window'"),
         (lambda f: write(f, "model.safetensors", "junk"), "model.safetensors: cannot be read"),
         (lambda f: edit_tensors(f, lambda t: t.pop(BIAS)), "final_layernorm.bias cannot be read"),
         (lambda f: edit_tensors(f, lambda t: t.update({BIAS: torch.ones(3)})), "smaller than the index says"),
@@ -283,6 +288,16 @@ def test_what_is_not_whole_is_refused(tmp_path: Path, change, words: str) -> Non
 def link(path: Path) -> None:
     path.rename(path.with_name("elsewhere"))
     path.symlink_to("elsewhere")
+
+
+def endless(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
 
 
 def write(folder: Path, file: str, text: str) -> None:
