@@ -8,6 +8,7 @@ torchrun in place of python starts several processes; the parallel flags say how
 
 from __future__ import annotations
 
+import math
 import sys
 
 import torch
@@ -38,7 +39,19 @@ def build_model(config: RunConfig, part: Part) -> BertModel:
 
 
 def build_datasets(config: RunConfig, tokenizer: Tokenizer, samples: tuple[int, int, int]) -> tuple:
-    return build_bert_datasets(config.data, samples=samples, seed=config.training.seed, tokenizer=tokenizer)
+    return build_bert_datasets(
+        config.data,
+        samples=samples,
+        seed=config.training.seed,
+        tokenizer=tokenizer,
+        length_multiple=length_multiple(config),
+    )
+
+
+def length_multiple(config: RunConfig) -> int:
+    """What batches are padded to a multiple of: 8, as matrix kernels like it, and what sequence parallelism divides."""
+    parallel = config.parallel
+    return math.lcm(8, parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
 
 
 def count_words(batch: Batch) -> Tensor:
@@ -55,13 +68,14 @@ def forward(model: BertModel, batch: Batch, hidden: Tensor | None, dropout_key: 
         batch["padding_mask"],
         batch["types"],
         hidden_sbh=hidden,
-        labels_bs=batch["labels"].clamp(min=0),  # -1 where nothing is to be guessed
+        positions_bp=batch["positions"],
+        labels_bp=batch["labels"],
         dropout_key=dropout_key,
     )
     if model.output_layer is None:
         return out
-    losses_bs, order_b2 = out
-    sums = [(losses_bs * batch["loss_mask"]).sum()]
+    losses_bp, order_b2 = out
+    sums = [(losses_bp * batch["loss_mask"]).sum()]
     if order_b2 is not None:
         sums.append(F.cross_entropy(order_b2.float(), batch["is_random"], reduction="sum"))
     return torch.stack(sums)

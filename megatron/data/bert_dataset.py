@@ -77,22 +77,39 @@ class SampleRules:
 
 
 class BertSamples:
-    """How samples of BERT become a batch: what the loader asks of a data set."""
+    """How samples of BERT become a batch: what the loader asks of a data set.
 
-    @staticmethod
-    def stack(samples: Sequence[dict[str, np.ndarray]], seq_length: int) -> dict[str, np.ndarray]:
-        """In a worker: text, types, labels, loss_mask, padding_mask [samples, seq] and is_random [samples]."""
-        shapes = dict.fromkeys(("text", "types", "labels", "loss_mask", "padding_mask"), (seq_length,))
-        stacked = {}
-        for name, shape in (shapes | {"is_random": ()}).items():
-            stacked[name] = np.empty((len(samples), *shape), dtype=np.int64)
-            for i, sample in enumerate(samples):
-                stacked[name][i] = sample[name]
+    Attributes:
+        length_multiple: a batch is as long as its longest sample, rounded up to a multiple of this.
+    """
+
+    length_multiple: int
+
+    def stack(self, samples: Sequence[dict[str, np.ndarray]], seq_length: int) -> dict[str, np.ndarray]:
+        """In a worker: text, types, padding_mask [samples, longest]; positions of the words to be guessed, labels,
+        loss_mask [samples, most of a sample], zero where a sample has fewer; is_random [samples]."""
+        longest = max((int(sample["padding_mask"].sum()) for sample in samples), default=1)
+        length = min(-(-longest // self.length_multiple) * self.length_multiple, seq_length)
+        places = [np.flatnonzero(sample["loss_mask"]) for sample in samples]
+        most = max(map(len, places), default=0)
+        stacked = {
+            name: np.stack([sample[name][:length] for sample in samples])
+            if samples
+            else np.zeros((0, length), dtype=np.int64)
+            for name in ("text", "types", "padding_mask")
+        }
+        for name in ("positions", "labels", "loss_mask"):
+            stacked[name] = np.zeros((len(samples), most), dtype=np.int64)
+        for i, (sample, at) in enumerate(zip(samples, places, strict=True)):
+            stacked["positions"][i, : len(at)] = at
+            stacked["labels"][i, : len(at)] = sample["labels"][at]
+            stacked["loss_mask"][i, : len(at)] = 1
+        stacked["is_random"] = np.array([sample["is_random"] for sample in samples], dtype=np.int64)
         return stacked
 
     @staticmethod
     def fields(stacked: dict[str, np.ndarray], eod: int | None, config: DataConfig) -> dict[str, np.ndarray]:
-        """In the training process: the fields of `build_sample` [batch, seq] but for `truncated`; loss_mask float32."""
+        """In the training process: what `stack` gives, with loss_mask as float32."""
         return stacked | {"loss_mask": stacked["loss_mask"].astype(np.float32)}
 
 
@@ -102,11 +119,19 @@ class BertDataset(BertSamples):
     Pickles as paths, so that a worker process maps the files anew.
     """
 
-    def __init__(self, tokens: IndexedDataset, index: MappedArrays, rules: SampleRules, seed: int) -> None:
+    def __init__(
+        self,
+        tokens: IndexedDataset,
+        index: MappedArrays,
+        rules: SampleRules,
+        seed: int,
+        length_multiple: int = 8,
+    ) -> None:
         self.tokens = tokens
         self.index = index
         self.rules = rules
         self.seed = seed
+        self.length_multiple = length_multiple
         (self._map,) = index
         # To make a generator takes a hundred times as long as to seed one; two threads may not share it, though.
         self._rng, self._lock = np.random.RandomState(), threading.Lock()
@@ -116,8 +141,8 @@ class BertDataset(BertSamples):
 
     def __reduce__(
         self,
-    ) -> tuple[type[BertDataset], tuple[IndexedDataset, MappedArrays, SampleRules, int]]:
-        return BertDataset, (self.tokens, self.index, self.rules, self.seed)
+    ) -> tuple[type[BertDataset], tuple[IndexedDataset, MappedArrays, SampleRules, int, int]]:
+        return BertDataset, (self.tokens, self.index, self.rules, self.seed, self.length_multiple)
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         """Sample `i`, as `build_sample` makes it.
@@ -158,13 +183,22 @@ class MockBertDataset(BertSamples):
     RANGE = 1000  # ids of words, so that what there is to learn does not grow with the vocabulary
     MAX_STEP = 4
 
-    def __init__(self, samples: int, config: DataConfig, *, vocab_size: int, seed: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        samples: int,
+        config: DataConfig,
+        *,
+        vocab_size: int,
+        seed: tuple[int, ...],
+        length_multiple: int = 8,
+    ) -> None:
         if vocab_size <= self.SPECIAL_IDS:
             raise InputError(
                 f"--mock-data: takes a vocabulary of more than {self.SPECIAL_IDS} ids, the first of which are special "
                 f"tokens; this one has {vocab_size}"
             )
         self.samples = samples
+        self.length_multiple = length_multiple
         self.words = min(vocab_size - self.SPECIAL_IDS, self.RANGE)
         self.rules = SampleRules(
             seq_length=config.seq_length,

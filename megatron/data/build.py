@@ -84,7 +84,12 @@ def build_gpt_datasets(
 
 
 def build_bert_datasets(
-    config: DataConfig, *, samples: tuple[int, int, int], seed: int, tokenizer: Tokenizer
+    config: DataConfig,
+    *,
+    samples: tuple[int, int, int],
+    seed: int,
+    tokenizer: Tokenizer,
+    length_multiple: int = 8,
 ) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
     """The training, validation and test data sets that the flags describe.
 
@@ -92,6 +97,7 @@ def build_bert_datasets(
         samples: as of `build_gpt_datasets`.
         seed: of the choice and the order of the samples, and of what chance decides within each.
         tokenizer: the one that the token files were made with; with --mock-data any.
+        length_multiple: batches are padded to a multiple of this, or to --seq-length.
 
     Raises:
         InputError: a file is missing or damaged, a flag or the tokenizer is wrong, or there are too few documents.
@@ -108,7 +114,7 @@ def build_bert_datasets(
             f"--seq-length: {config.seq_length} leaves BERT nothing to guess, at --mask-prob {config.mask_prob} and "
             f"with {SPECIAL_TOKENS} special tokens; it must be at least {least}"
         )
-    return _build_datasets(BertMaker(config, seed, tokenizer), samples)
+    return _build_datasets(BertMaker(config, seed, tokenizer, length_multiple), samples)
 
 
 class GPTMaker:
@@ -153,9 +159,10 @@ class GPTMaker:
 class BertMaker:
     """Makes data sets of BERT from token files, of which every sequence is a sentence; as `GPTMaker`."""
 
-    def __init__(self, config: DataConfig, seed: int, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: DataConfig, seed: int, tokenizer: Tokenizer, length_multiple: int) -> None:
         self.config = config
         self.seed = seed
+        self.length_multiple = length_multiple
         self.vocab_size = tokenizer.vocab_size
         self.cut_rules = CutRules.of(
             seq_length=config.seq_length,
@@ -181,10 +188,16 @@ class BertMaker:
             seed=self.seed,
             cache=_cache_folder(self.config, dataset),
         )
-        return BertDataset(dataset, index, self.sample_rules, self.seed)
+        return BertDataset(dataset, index, self.sample_rules, self.seed, self.length_multiple)
 
     def mock(self, samples: int, part: int) -> MockBertDataset:
-        return MockBertDataset(samples, self.config, vocab_size=self.vocab_size, seed=(self.seed, part))
+        return MockBertDataset(
+            samples,
+            self.config,
+            vocab_size=self.vocab_size,
+            seed=(self.seed, part),
+            length_multiple=self.length_multiple,
+        )
 
 
 def _build_datasets(

@@ -20,6 +20,7 @@ from megatron.data.config import DataConfig
 from megatron.data.samplers import cyclic, sequential
 from megatron.flags import InputError
 
+# Token ids first, [samples, sequence]; then whatever else a task has.
 Batch = dict[str, torch.Tensor]
 # Often sent to a whole process group, but only the training process is to act on them, and it needs its workers
 # until it has. Workers are forked with these blocked.

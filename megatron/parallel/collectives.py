@@ -178,6 +178,17 @@ class _ReduceScatterSequence(torch.autograd.Function):
         return all_gather(grad, ctx.axis), None
 
 
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return all_gather(x, axis)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return share(grad, ctx.axis), None
+
+
 def reduce_from(x: Tensor, axis: Axis) -> Tensor:
     """g of the paper: the sum of `x` over `axis`; backward passes the gradient on."""
     return x if axis.size == 1 else _Reduce.apply(x, axis)
@@ -186,3 +197,8 @@ def reduce_from(x: Tensor, axis: Axis) -> Tensor:
 def reduce_scatter_sequence(x: Tensor, axis: Axis) -> Tensor:
     """[s, ...] of each to [s / size, ...] of their sum; backward gathers the gradient along the sequence."""
     return x if axis.size == 1 else _ReduceScatterSequence.apply(x, axis)
+
+
+def gather_sequence(x: Tensor, axis: Axis) -> Tensor:
+    """[s, ...] of each to [s · size, ...], for work that all processes then do alike; backward each keeps its part."""
+    return x if axis.size == 1 else _GatherSequence.apply(x, axis)

@@ -103,9 +103,9 @@ class Engine:
             return end(microbatch, out) if self.parts[chunk].last else out
 
         def shape(microbatch: int) -> tuple[int, int, int]:
-            samples = len(next(iter(batches[microbatch].values())))
+            samples, length = next(iter(batches[microbatch].values())).shape
             divided = self.mesh.tp.size if self.config.parallel.sequence_parallel else 1
-            return self.config.data.seq_length // divided, samples, self.config.model.hidden_size
+            return length // divided, samples, self.config.model.hidden_size
 
         run_schedule(
             self._actions(len(batches), training),

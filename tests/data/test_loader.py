@@ -9,8 +9,10 @@ import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from megatron.data.bert_dataset import MockBertDataset
 from megatron.data.build import build_bert_datasets, build_gpt_datasets
@@ -156,11 +158,21 @@ def test_batches_of_bert() -> None:
         return list(itertools.islice(batches, 12))
 
     expected = first(0)
-    rows = dict.fromkeys(("text", "types", "labels", "padding_mask"), ((2, 16), torch.int64))
-    rows |= {"loss_mask": ((2, 16), torch.float32), "is_random": ((2,), torch.int64)}
+    samples = [mock_bert()[8 + 2], mock_bert()[8 + 3]]  # of the second replica of two
+    longest = max(int(sample["padding_mask"].sum()) for sample in samples)
+    most = max(int(sample["loss_mask"].sum()) for sample in samples)
+    rows = dict.fromkeys(("text", "types", "padding_mask"), ((2, -(-longest // 8) * 8), torch.int64))
+    rows |= dict.fromkeys(("positions", "labels", "loss_mask"), ((2, most), torch.int64))
+    rows |= {"loss_mask": ((2, most), torch.float32), "is_random": ((2,), torch.int64)}
     assert {name: (tuple(v.shape), v.dtype) for name, v in expected[0].items()} == rows
-    for name in rows:
-        assert expected[0][name][0].tolist() == mock_bert()[8 + 2][name].tolist()
+    for i, sample in enumerate(samples):
+        row = {name: values[i] for name, values in expected[0].items()}
+        for name in ("text", "types", "padding_mask"):
+            assert row[name].tolist() == sample[name][: len(row[name])].tolist()
+        guessed = row["loss_mask"].bool()
+        assert row["positions"][guessed].tolist() == np.flatnonzero(sample["loss_mask"]).tolist()
+        assert row["labels"][guessed].tolist() == [x for x in sample["labels"].tolist() if x >= 0]
+        assert row["is_random"] == sample["is_random"]
     for workers in (1, 2):
         assert equal(first(workers), expected)
 
@@ -170,9 +182,21 @@ def test_evaluation_of_bert_counts_every_sample_once() -> None:
     for rank in range(3):
         layout = LAYOUT | {"dp_rank": rank, "dp_size": 3}
         for batch in eval_batches(mock_bert(), flags, samples=samples, **layout):
-            assert batch["text"].shape[1] == 16 and batch["is_random"].shape == batch["text"].shape[:1]
-            seen += [tuple(row) for row in batch["text"].tolist()]
+            assert batch["text"].shape[1] in (8, 16) and batch["is_random"].shape == batch["text"].shape[:1]
+            seen += [tuple(row) for row in F.pad(batch["text"], (0, 16 - batch["text"].shape[1])).tolist()]
     assert sorted(seen) == sorted(tuple(mock_bert()[i]["text"].tolist()) for i in samples)
+
+
+def test_batches_of_bert_are_as_long_as_their_longest_sample() -> None:
+    dataset = MockBertDataset(60, DataConfig(seq_length=61), vocab_size=50, seed=(1, 0), length_multiple=12)
+    lengths = [int(dataset[i]["padding_mask"].sum()) for i in range(60)]
+    seen = set()
+    for sizes in ([i] for i in range(60)):
+        length = dataset.stack([dataset[i] for i in sizes], 61)["text"].shape[1]
+        assert length == min(-(-max(lengths[i] for i in sizes) // 12) * 12, 61)
+        seen.add(length)
+    assert seen == {36, 48, 60, 61}
+    assert dataset.stack([], 61)["text"].shape == (0, 12)
 
 
 def test_batches_of_a_blend_of_bert(write_documents, bert_tokenizer) -> None:

@@ -84,6 +84,14 @@ def relative_error(ours: Tensor, theirs: Tensor) -> float:
     return ((ours - theirs).norm() / theirs.norm()).item()
 
 
+def positions_of(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Where each row of a mask is true, [b, p], zero where it has fewer; and 1 for those there are, else 0."""
+    rows = [row.nonzero().flatten() for row in chosen]
+    positions = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    weights = torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)) for row in rows], batch_first=True)
+    return positions, weights
+
+
 @pytest.mark.parametrize("post_norm", [False, True], ids=["MegatronBert", "the original"])
 def test_equals_transformers(post_norm: bool) -> None:
     """Logits of both heads, losses, and all gradients."""
@@ -116,8 +124,11 @@ def test_equals_transformers(post_norm: bool) -> None:
     assert relative_error(order_logits, theirs.seq_relationship_logits) < 1e-4
 
     chosen = mask.bool() & (torch.rand(3, LENGTH) < 0.3)
-    losses, order_logits = ours(tokens, mask, types, labels_bs=labels)
-    loss = losses[chosen].mean() + torch.nn.functional.cross_entropy(order_logits, order)
+    positions, weights = positions_of(chosen)
+    losses, order_logits = ours(
+        tokens, mask, types, positions_bp=positions, labels_bp=labels.gather(1, positions)
+    )
+    loss = (losses * weights).sum() / weights.sum() + torch.nn.functional.cross_entropy(order_logits, order)
     loss.backward()
     wanted = hf(
         tokens,
@@ -132,6 +143,20 @@ def test_equals_transformers(post_norm: bool) -> None:
         if "linear_qkv.bias" in name:  # a key's bias changes nothing
             continue
         assert relative_error(ours.get_parameter(name).grad, grad) < 1e-4, name
+
+
+def test_heads_at_some_positions_give_what_they_give_at_all() -> None:
+    ours = model()
+    flat(ours).initialize(1)
+    tokens = torch.randint(VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    ones, types = torch.ones_like(tokens), torch.zeros_like(tokens)
+    positions = torch.tensor([[3, 9, 0], [31, 0, 0]])
+    everywhere, order = ours(tokens, ones, types, labels_bp=tokens)
+    there, same_order = ours(
+        tokens, ones, types, positions_bp=positions, labels_bp=tokens.gather(1, positions)
+    )
+    torch.testing.assert_close(there, everywhere.gather(1, positions))
+    torch.testing.assert_close(same_order, order)
 
 
 def test_padding_changes_nothing() -> None:
