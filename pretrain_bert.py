@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.arguments import parse_run_config, run_command
-from megatron.data.build import build_bert_datasets
+from megatron.data.build import Dataset, build_bert_datasets, by_name
 from megatron.data.loader import Batch
 from megatron.model.bert import BertModel
 from megatron.parallel.random import DropoutKey
@@ -38,14 +38,17 @@ def build_model(config: RunConfig, part: Part) -> BertModel:
     )
 
 
-def build_datasets(config: RunConfig, tokenizer: Tokenizer, samples: tuple[int, int, int]) -> tuple:
-    return build_bert_datasets(
+def build_datasets(
+    config: RunConfig, tokenizer: Tokenizer, samples: tuple[int, int, int]
+) -> dict[str, Dataset]:
+    datasets = build_bert_datasets(
         config.data,
         samples=samples,
         seed=config.training.seed,
         tokenizer=tokenizer,
         length_multiple=length_multiple(config),
     )
+    return by_name(datasets)
 
 
 def length_multiple(config: RunConfig) -> int:
@@ -60,6 +63,10 @@ def count_words(batch: Batch) -> Tensor:
 
 def count_words_and_pairs(batch: Batch) -> Tensor:
     return torch.cat((count_words(batch), torch.tensor([len(batch["text"])], device=batch["text"].device)))
+
+
+def vocab_positions(batch: Batch) -> int:
+    return batch["labels"].shape[1]
 
 
 def forward(model: BertModel, batch: Batch, hidden: Tensor | None, dropout_key: DropoutKey) -> Tensor:
@@ -92,6 +99,7 @@ def bert(*, binary_head: bool) -> Task:
         build_model=build_model,
         build_datasets=build_datasets,
         count=count_words_and_pairs if binary_head else count_words,
+        vocab_positions=vocab_positions,
         forward=forward,
     )
 

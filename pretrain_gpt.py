@@ -13,7 +13,7 @@ import sys
 from torch import Tensor
 
 from megatron.arguments import parse_run_config, run_command
-from megatron.data.build import build_gpt_datasets
+from megatron.data.build import Dataset, build_gpt_datasets, by_name
 from megatron.data.loader import Batch
 from megatron.model.gpt import GPTModel
 from megatron.parallel.random import DropoutKey
@@ -34,18 +34,25 @@ def build_model(config: RunConfig, part: Part) -> GPTModel:
     )
 
 
-def build_datasets(config: RunConfig, tokenizer: Tokenizer, samples: tuple[int, int, int]) -> tuple:
-    return build_gpt_datasets(
+def build_datasets(
+    config: RunConfig, tokenizer: Tokenizer, samples: tuple[int, int, int]
+) -> dict[str, Dataset]:
+    datasets = build_gpt_datasets(
         config.data,
         samples=samples,
         seed=config.training.seed,
         vocab_size=tokenizer.vocab_size,
         eod=tokenizer.special_ids.get("eod"),
     )
+    return by_name(datasets)
 
 
 def count(batch: Batch) -> Tensor:
     return batch["loss_mask"].sum().unsqueeze(0)
+
+
+def vocab_positions(batch: Batch) -> int:
+    return batch["labels"].shape[1]
 
 
 def forward(model: GPTModel, batch: Batch, hidden: Tensor | None, dropout_key: DropoutKey) -> Tensor:
@@ -68,6 +75,7 @@ GPT = Task(
     build_model=build_model,
     build_datasets=build_datasets,
     count=count,
+    vocab_positions=vocab_positions,
     forward=forward,
 )
 

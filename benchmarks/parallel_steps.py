@@ -294,6 +294,7 @@ def gpu_speed(flags: str) -> Iterator[dict[str, float]]:
             config.model,
             seq_length=config.data.seq_length,
             padded_vocab_size=padded(run.vocab_size, run.mesh),
+            vocab_positions=config.data.seq_length,
         )
         yield {
             "seconds per step": round(step, 4),

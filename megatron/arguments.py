@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -127,6 +127,7 @@ def add_flags(
     config: type[Config],
     title: str,
     defaults: Mapping[str, Any] | None = None,
+    without: Container[str] = (),
 ) -> None:
     """Add the flags of a config dataclass as one `--help` group.
 
@@ -134,11 +135,12 @@ def add_flags(
 
     Args:
         defaults: values, by field, that the command chooses in place of the dataclass's defaults.
+        without: fields that the command has no flag for.
     """
     group = parser.add_argument_group(title, summary(config))
     scalar_types = field_types(config)
     for field in dataclasses.fields(config):
-        if "flag" in field.metadata:
+        if "flag" in field.metadata and field.name not in without:
             default = (defaults or {}).get(field.name, field.default)
             _add_flag(group, field, scalar_types[field.name], default)
 
@@ -202,10 +204,20 @@ def parse_run_config(argv: Sequence[str], *, description: str, defaults: dict[st
     Raises:
         InputError: a flag, a value, or a combination of values is wrong.
     """
-    from megatron.training.config import RunConfig
+    return run_config(run_values(argv, run_parser(description, defaults), defaults))
 
-    configs = typing.get_type_hints(RunConfig)
-    parser = run_parser(description, defaults)
+
+def run_values(
+    argv: Sequence[str], parser: Parser, defaults: dict[str, Any], *, model_of_load: bool = False
+) -> dict[str, Any]:
+    """The values of a training run's flags, by field: of the command line, the file that `--config` names, and
+    `defaults`. With `model_of_load` the checkpoint of --load, if it is given, is asked as by --use-checkpoint-args.
+
+    Raises:
+        InputError: a flag or a value is wrong.
+    """
+    from megatron.checkpoint.config import CheckpointConfig
+
     namespace = argparse.Namespace(notices=[])
     # What the file says is parsed as if it stood before the command line, which so has the last word.
     config_file = _config_file(argv)
@@ -215,16 +227,28 @@ def parse_run_config(argv: Sequence[str], *, description: str, defaults: dict[st
         except InputError as error:
             raise InputError(f"--config {config_file}: {error}") from None
     given = vars(parser.parse_args(argv, namespace))
-    checkpoint = make_config(configs["checkpoint"], given)
-    if checkpoint.use_checkpoint_args:
+    checkpoint = make_config(CheckpointConfig, given)
+    if checkpoint.use_checkpoint_args or (model_of_load and checkpoint.load is not None):
         given = _with_checkpoint_args(given, checkpoint)
     values = defaults | given
     for notice in dict.fromkeys(values.pop("notices")):
         if os.environ.get("RANK", "0") == "0":
             print(f"note: {notice}", file=sys.stderr)
+    return values
+
+
+def run_config(values: dict[str, Any]) -> RunConfig:
+    """The configuration that these values of fields make up.
+
+    Raises:
+        InputError: a combination of values is wrong.
+    """
+    from megatron.training.config import RunConfig
+
+    configs = typing.get_type_hints(RunConfig)
     data = make_config(configs["data"], values)
     data.require("seq_length")
-    values.setdefault("max_position_embeddings", data.seq_length)
+    values = {"max_position_embeddings": data.seq_length} | values
     config = RunConfig(**{name: make_config(kind, values) for name, kind in configs.items()})
     _check_across(config)
     return config
@@ -261,7 +285,7 @@ def _with_checkpoint_args(given: dict[str, Any], config: CheckpointConfig) -> di
         _as_flag(fields[name], given[name]) for name in fixed if given.get(name, fixed[name]) != fixed[name]
     ]
     instead = f", in place of {' '.join(wrong)}" if wrong else ""
-    notice = f"--use-checkpoint-args: {checkpoint.folder} gives {' '.join(shown)}{instead}"
+    notice = f"--load: {checkpoint.folder} gives {' '.join(shown)}{instead}"
     return given | taken | {"notices": [*given["notices"], notice]}
 
 
@@ -269,8 +293,19 @@ def _as_flag(field: dataclasses.Field, value: Any) -> str:
     return flag_name(field) if isinstance(value, bool) else f"{flag_name(field)} {value}"
 
 
-def run_parser(description: str, defaults: Mapping[str, Any]) -> Parser:
-    """The parser of a training run: a group of flags for each part of `RunConfig`, and NVIDIA's other flags."""
+def run_parser(
+    description: str,
+    defaults: Mapping[str, Any],
+    *,
+    own: Mapping[str, type[Config]] | None = None,
+    without: Container[str] = (),
+) -> Parser:
+    """The parser of a training run: a group of flags for each part of `RunConfig`, and NVIDIA's other flags.
+
+    Args:
+        own: further groups of the entry point, by title, which come first.
+        without: fields of `RunConfig` that it has no use for.
+    """
     from megatron.training.config import RunConfig
 
     parser = Parser(description=description)
@@ -282,9 +317,13 @@ def run_parser(description: str, defaults: Mapping[str, Any]) -> Parser:
         help="YAML file of flags, without their dashes in front; the value on the command line wins over it, "
         "but a switch that the file turns on stays on",
     )
-    for name, kind in typing.get_type_hints(RunConfig).items():
+    for name, kind in (own or {}).items():
         add_flags(parser, kind, name, defaults)
+    for name, kind in typing.get_type_hints(RunConfig).items():
+        add_flags(parser, kind, name, defaults, without)
     for nvidia in NVIDIA_FLAGS:
+        if nvidia.name in parser._option_string_actions:  # of the entry point's own
+            continue
         parser.add_argument(nvidia.name, action=_NvidiaAction, flag=nvidia, nargs=nvidia.nargs)
     return parser
 

@@ -18,13 +18,15 @@ from megatron.arguments import Parser, run_command, summary
 from megatron.flags import Config, Flag, InputError, field_types, flag_name
 from megatron.nvidia_flags import NVIDIA_FLAGS, NvidiaFlag
 from megatron.training.config import RunConfig
+from megatron.training.finetune import FinetuneConfig
 
 FLAGS_HEADER = """\
 # Flags
 
-Every flag of `pretrain_gpt.py` and `pretrain_bert.py`. Names, meanings and defaults are Megatron-LM's where it has the
-flag; its other flags are in [nvidia-flags.md](nvidia-flags.md). Where no default is shown, the text says what leaving
-the flag out means.
+Every flag of `pretrain_gpt.py` and `pretrain_bert.py`. `tools/finetune_bert.py` has those of the last table beside
+them, and lacks those whose place these take: its `--help` has all. Names, meanings and defaults are Megatron-LM's
+where it has the flag; its other flags are in [nvidia-flags.md](nvidia-flags.md). Where no default is shown, the text
+says what leaving the flag out means.
 
 Flags can also stand in a YAML file that `--config` names, without the dashes in front: `num-layers: 24`, `bf16: true`,
 `data-path: [0.3, wiki, 0.7, books]`. A value on the command line wins over the file's; a switch that the file turns on
@@ -49,9 +51,8 @@ This page is made by `python tools/document_flags.py`.
 
 def flags_page() -> str:
     """The flags of a training run, a table for each part of its configuration."""
-    return FLAGS_HEADER + "".join(
-        _table(name, config) for name, config in typing.get_type_hints(RunConfig).items()
-    )
+    groups = {**typing.get_type_hints(RunConfig), "fine-tuning": FinetuneConfig}
+    return FLAGS_HEADER + "".join(_table(name, config) for name, config in groups.items())
 
 
 def _table(title: str, config: type[Config]) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Container
+
 import torch
 
 from megatron.checkpoint.checkpoint import Checkpoint
@@ -9,7 +12,7 @@ from megatron.checkpoint.pieces import Pieces
 from megatron.flags import InputError
 from megatron.optim.buffer import ParamBuffer
 from megatron.optim.optimizer import Optimizer
-from megatron.parallel.collectives import all_reduce_max
+from megatron.parallel.collectives import all_reduce_max, gather_texts
 from megatron.parallel.mesh import Mesh
 
 
@@ -42,13 +45,46 @@ def load_into(checkpoint: Checkpoint, buffer: ParamBuffer, optimizer: Optimizer 
     optimizer.steps = checkpoint.state["optimizer_steps"]
 
 
-def _read_weights(buffer: ParamBuffer, source: Pieces, prefix: str) -> None:
-    """Fill parameters and master weights from the tensors whose names begin with `prefix`."""
+def load_shared(
+    checkpoint: Checkpoint, buffer: ParamBuffer, *, dropped: tuple[str, ...], new: tuple[str, ...]
+) -> tuple[str, str]:
+    """Fill those weights that a checkpoint of a related model has, and leave the others. Every process must take part.
+
+    Args:
+        dropped: beginnings of the names of tensors that the model need not have.
+        new: of those that the checkpoint need not have.
+
+    Returns:
+        Of which modules there were such, in words.
+
+    Raises:
+        InputError: as of `load_into`, for all other tensors.
+    """
+    weights = checkpoint.pieces("model")
+    kept = {name: tensor for name, tensor in weights.index.items() if not name.startswith(dropped)}
+    here = {entry.name for entry in buffer.entries}
+    left = {name for name in here if name.startswith(new) and name not in kept}
+    shared = dataclasses.replace(weights, index=kept)
+    _check_known(shared, here, buffer.mesh)
+    _read_weights(buffer, shared, "", left)
+    begun = {name for text in gather_texts(" ".join(left), buffer.mesh.world) for name in text.split()}
+    return _in_words(set(weights.index) - set(kept)), _in_words(begun)
+
+
+def _in_words(names: set[str]) -> str:
+    """Modules of which these are weights."""
+    return ", ".join(sorted({name.rpartition(".")[0] for name in names})) or "none"
+
+
+def _read_weights(buffer: ParamBuffer, source: Pieces, prefix: str, left: Container[str] = ()) -> None:
+    """Fill parameters and master weights from the tensors whose names begin with `prefix`, but for those `left`."""
     for entry in buffer.entries:
-        entry.view(buffer.params).copy_(source.read(prefix + entry.name, entry.place))
+        if entry.name not in left:
+            entry.view(buffer.params).copy_(source.read(prefix + entry.name, entry.place))
     if not buffer.is_fp32:
         for entry, part, begin in buffer.parts(buffer.masters):
-            source.read_into(part, prefix + entry.name, entry.place, begin)
+            if entry.name not in left:
+                source.read_into(part, prefix + entry.name, entry.place, begin)
 
 
 def _check_known(pieces: Pieces, wanted: set[str], mesh: Mesh) -> None:

@@ -3,6 +3,7 @@
     DIR/latest_checkpointed_iteration.txt    the tracker: the number of the newest iteration
     DIR/iter_0000100/...                     one folder a checkpoint
     DIR/taken_back_to_iteration.txt          of --ckpt-step, once it has been followed
+    DIR/best/...                             of fine-tuning: a folder like DIR, with the best checkpoint alone
 
 A checkpoint is written under a temporary name, every file is synced to disk, the folder is renamed, and the
 tracker is replaced last. Whatever stops this in between leaves the earlier checkpoints and the tracker whole.
@@ -139,6 +140,34 @@ def discard_older(root: Path, iteration: int, *, keep_last: int | None, retain_i
     passing = [i for i in older if retain_interval is None or i % retain_interval]
     for i in passing[: max(0, len(passing) + 1 - (keep_last or 1))]:
         discard(folder_of(root, i))
+
+
+def keep_best(root: Path, iteration: int) -> Path:
+    """Make the checkpoint of an iteration the one in the folder `best`, which is given, and delete the one before.
+
+    Its files are links to the same contents, and take no room of their own as long as the checkpoint itself is kept.
+
+    Raises:
+        OSError: it cannot be done; the one before is whole still.
+    """
+    best = root / "best"
+    best.mkdir(exist_ok=True)
+    begin_checkpoint(best, iteration, 0)
+    for path in folder_of(root, iteration).rglob("*"):
+        copy = temporary_folder(best, iteration) / path.relative_to(folder_of(root, iteration))
+        if path.is_dir():
+            copy.mkdir(parents=True, exist_ok=True)
+            continue
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            copy.hardlink_to(path)
+        except OSError:  # some file systems have no links
+            shutil.copyfile(path, copy)
+    finish_checkpoint(best, iteration)
+    for other in iterations(best):
+        if other != iteration:
+            discard(folder_of(best, other))
+    return best
 
 
 def taken_back(root: Path) -> int | None:

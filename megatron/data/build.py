@@ -31,6 +31,12 @@ NAMES = ("train", "valid", "test")
 SURPLUS = 1.005
 
 
+def by_name(datasets: tuple[Dataset | None, Dataset | None, Dataset | None]) -> dict[str, Dataset]:
+    """Those of the training, validation and test data sets that there are."""
+    named = zip(("train", "validation", "test"), datasets, strict=True)
+    return {name: dataset for name, dataset in named if dataset is not None}
+
+
 @dataclasses.dataclass(frozen=True)
 class Part:
     """The data of one part: train, valid or test.

@@ -20,7 +20,7 @@ from megatron.ops.embedding import embedding
 from megatron.ops.rotary import rotary_angles
 from megatron.parallel.collectives import gather_sequence
 from megatron.parallel.parameters import parameter, zeros
-from megatron.parallel.random import DropoutKey
+from megatron.parallel.random import DropoutKey, dropout
 from megatron.parallel.recompute import Recompute
 from megatron.parallel.slices import GlobalSlice, whole
 from megatron.parallel.stages import Chunk
@@ -79,13 +79,15 @@ class Bert(nn.Module):
         config: ModelConfig,
         *,
         token_types: bool,
+        output_layer: bool,
         vocab_size: int,
         padded_vocab_size: int,
         chunk: Chunk | None = None,
         tp: TensorParallel | None = None,
         recompute: Recompute | None = None,
     ) -> None:
-        """`vocab_size` counts the tokenizer's ids; the weights have `padded_vocab_size` rows."""
+        """`vocab_size` counts the tokenizer's ids; the weights have `padded_vocab_size` rows. With `output_layer` the
+        last chunk ends in a projection to the vocabulary."""
         super().__init__()
         self.chunk = chunk = chunk or Chunk(range(config.num_layers))
         self.tp = tp = tp or TensorParallel()
@@ -97,9 +99,14 @@ class Bert(nn.Module):
         self.embedding = None
         if chunk.first:
             types = 2 if token_types else 0
-            tied = None if config.untie_embeddings_and_output_weights or chunk.last else WORD_TABLE
+            copied = output_layer and not (config.untie_embeddings_and_output_weights or chunk.last)
             self.embedding = Embedding(
-                config, padded_vocab_size, real=self.real, tp=tp, tied=tied, token_types=types
+                config,
+                padded_vocab_size,
+                real=self.real,
+                tp=tp,
+                tied=WORD_TABLE if copied else None,
+                token_types=types,
             )
         self.encoder = Transformer(
             config, chunk.layers, last=chunk.last, tp=tp, recompute=recompute or Recompute()
@@ -157,6 +164,7 @@ class BertModel(Bert):
         super().__init__(
             config,
             token_types=binary_head,
+            output_layer=True,
             vocab_size=vocab_size,
             padded_vocab_size=padded_vocab_size,
             chunk=chunk,
@@ -210,6 +218,57 @@ class BertModel(Bert):
             return logits_pbv[..., : self.real].transpose(0, 1), order_b2
         losses_pb = cross_entropy(logits_pbv, labels_bp.t(), vocab_size=self.real, axis=self.tp.axis)
         return losses_pb.t(), order_b2
+
+
+class BertClassifier(Bert):
+    """BERT with a head that scores whole sequences, for fine-tuning (arXiv 1810.04805 section 4.1).
+
+    The head's parameters are `pooler.dense.weight`, `classification_head.weight`, ...
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        scores: int,
+        vocab_size: int,
+        padded_vocab_size: int,
+        chunk: Chunk | None = None,
+        tp: TensorParallel | None = None,
+        recompute: Recompute | None = None,
+    ) -> None:
+        """`scores` of each sequence: one for every class, or a single one to compare sequences by."""
+        super().__init__(
+            config,
+            token_types=True,
+            output_layer=False,
+            vocab_size=vocab_size,
+            padded_vocab_size=padded_vocab_size,
+            chunk=chunk,
+            tp=tp,
+            recompute=recompute,
+        )
+        self.pooler = self.classification_head = None
+        if self.chunk.last:
+            h = config.hidden_size
+            self.pooler = Pooler(config)
+            self.classification_head = Linear(config, scores, whole(scores, h), whole(scores))
+
+    def forward(
+        self,
+        tokens_bs: Tensor,
+        padding_mask_bs: Tensor,
+        types_bs: Tensor,
+        *,
+        hidden_sbh: Tensor | None = None,
+        dropout_key: DropoutKey = None,
+    ) -> Tensor:
+        """[b, scores]; of every chunk but the last the hidden state. The arguments are those of `hidden`."""
+        hidden_sbh = self.hidden(tokens_bs, padding_mask_bs, types_bs, hidden_sbh, dropout_key)
+        if self.classification_head is None:
+            return hidden_sbh
+        pooled_bh = dropout(self.pooler(hidden_sbh), self.config.hidden_dropout, dropout_key, "pooled")
+        return self.classification_head(pooled_bh)
 
 
 def at_positions(x_sbh: Tensor, positions_bp: Tensor) -> Tensor:

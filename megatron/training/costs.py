@@ -12,17 +12,23 @@ from megatron.optim.layout import Bucket
 from megatron.optim.optimizer import MOMENTS
 
 
-def flops_per_sample(config: ModelConfig, *, seq_length: int, padded_vocab_size: int) -> float:
+def flops_per_sample(
+    config: ModelConfig, *, seq_length: int, padded_vocab_size: int, vocab_positions: int
+) -> float:
     """Floating-point operations of forward and backward for one sequence, nothing recomputed.
 
     Counts the matrix products alone, attention over the full square, as arXiv 2104.04473 does in its section
     5.1: for GPT-2's shape this is 72 s L h² (1 + s / 6h + V / 12 L h).
+
+    Args:
+        vocab_positions: of the sequence's positions, those that are projected to the vocabulary.
     """
-    weights = config.num_layers * _layer_weights(config) + config.hidden_size * padded_vocab_size
+    layers = seq_length * config.num_layers * _layer_weights(config)
+    vocabulary = vocab_positions * config.hidden_size * padded_vocab_size
     heads = config.num_attention_heads * config.kv_channels
     attention = config.num_layers * 2 * seq_length * seq_length * heads
     # Two operations a multiplication and addition; backward does twice what forward does.
-    return 3 * 2 * (seq_length * weights + attention)
+    return 3 * 2 * (layers + vocabulary + attention)
 
 
 def check_memory(buckets: list[Bucket], optimizer: str, *, bf16: bool, device: torch.device) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -79,6 +80,8 @@ class Engine:
         # With sequence parallelism each tensor-parallel process has its own part of what is sent.
         divide = parallel.scatter_gather_tensors_in_pipeline and not parallel.sequence_parallel
         self.transfers = Transfers(mesh, scatter_gather=divide)
+        # Samples of this replica that steps have gone through, by their length and their positions at the vocabulary.
+        self.samples: collections.Counter[tuple[int, int]] = collections.Counter()
 
     @functools.lru_cache(maxsize=8)  # noqa: B019, an engine lives as long as its process
     def _actions(self, microbatches: int, training: bool) -> list[Action]:
@@ -92,6 +95,7 @@ class Engine:
         end: Callable[[int, Tensor], Tensor],
         *,
         dropout_key: Callable[[int], tuple[int, int] | None],
+        task: Task,
         training: bool,
     ) -> None:
         """Take microbatches through this process's stage. `end` is given the number of a microbatch and the sums
@@ -99,11 +103,11 @@ class Engine:
 
         def compute(chunk: int, microbatch: int, hidden: Tensor | None) -> Tensor:
             batch, key = batches[microbatch], dropout_key(microbatch)
-            out = self.task.forward(self.chunks[chunk], batch, hidden, key)
+            out = task.forward(self.chunks[chunk], batch, hidden, key)
             return end(microbatch, out) if self.parts[chunk].last else out
 
         def shape(microbatch: int) -> tuple[int, int, int]:
-            samples, length = next(iter(batches[microbatch].values())).shape
+            samples, length = tokens_of(batches[microbatch]).shape
             divided = self.mesh.tp.size if self.config.parallel.sequence_parallel else 1
             return length // divided, samples, self.config.model.hidden_size
 
@@ -149,6 +153,9 @@ class Engine:
         A loss that is not finite makes a gradient that is not. The return is as of `train_step`.
         """
         microbatches = [self._to_device(batch) for batch in itertools.islice(batches, num_microbatches)]
+        for batch in microbatches:
+            samples, length = tokens_of(batch).shape
+            self.samples[length, self.task.vocab_positions(batch)] += samples
         counts = torch.stack([self.task.count(batch) for batch in microbatches]).sum(0)
         # With every position masked the loss is 0, not 0/0.
         counts = all_reduce_sum(counts, self.mesh.dp).clamp(min=1)
@@ -165,27 +172,34 @@ class Engine:
             ) * self.config.training.micro_batch_size
             return self.config.training.seed, consumed_samples + before
 
-        self._run(microbatches, end, dropout_key=dropout_key, training=True)
+        self._run(microbatches, end, dropout_key=dropout_key, task=self.task, training=True)
         self.buffer.finish_reduce()
         return losses
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
-        """Mean of each loss over all samples of all replicas' `batches`, which may differ in number and size."""
-        totals = torch.zeros(2, len(self.task.loss_names), dtype=torch.float64, device=self.mesh.device)
+        """Mean of each loss, or of what the task measures instead, over all samples of all replicas' `batches`, which
+        may differ in number and size."""
+        task = self.task.measure or self.task
+        totals = torch.zeros(2, len(task.loss_names), dtype=torch.float64, device=self.mesh.device)
         stages, batches = self.mesh.pp.size, iter(batches)
         at_once = 1 if stages == 1 else EVAL_MICROBATCHES_PER_STAGE * stages
         while group := [self._to_device(batch) for batch in itertools.islice(batches, at_once)]:
 
             def end(microbatch: int, sums: Tensor, group: list[Batch] = group) -> Tensor:
                 totals[0] += sums
-                totals[1] += self.task.count(group[microbatch])
+                totals[1] += task.count(group[microbatch])
                 return sums
 
-            self._run(group, end, dropout_key=lambda _: None, training=False)
+            self._run(group, end, dropout_key=lambda _: None, task=task, training=False)
         sums, counts = all_reduce_sum(all_reduce_sum(totals, self.mesh.dp), self.mesh.pp).tolist()
-        return {name: s / max(c, 1) for name, s, c in zip(self.task.loss_names, sums, counts, strict=True)}
+        return {name: s / max(c, 1) for name, s, c in zip(task.loss_names, sums, counts, strict=True)}
 
     def _to_device(self, batch: Batch) -> Batch:
         """The batch on the mesh's device; from pinned memory the host does not wait for the copy."""
         return {name: tensor.to(self.mesh.device, non_blocking=True) for name, tensor in batch.items()}
+
+
+def tokens_of(batch: Batch) -> Tensor:
+    """The token ids of a batch, [samples, sequence]."""
+    return next(iter(batch.values()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import time
@@ -19,6 +20,7 @@ from megatron.checkpoint.saver import Saver
 from megatron.data.loader import Batch, eval_batches, train_batches
 from megatron.flags import TrainingFault
 from megatron.optim.schedule import Schedule
+from megatron.parallel.collectives import all_reduce_sum
 from megatron.parallel.mesh import Mesh
 from megatron.tokenizer import Tokenizer
 from megatron.training.batch_size import BatchSchedule
@@ -51,19 +53,18 @@ class Clock:
 
     def __init__(self) -> None:
         self.begin = time.perf_counter()
-        self.iterations = self.samples = self.last = 0
+        self.iterations = self.last = 0
 
     def count(self, samples: int) -> None:
         """An iteration over so many samples is done."""
         self.iterations += 1
-        self.samples += samples
         self.last = samples
 
-    def take(self) -> tuple[float, int, int]:
-        """Seconds, iterations and samples since this was last called."""
+    def take(self) -> tuple[float, int]:
+        """Seconds and iterations since this was last called."""
         now = time.perf_counter()
-        taken = now - self.begin, self.iterations, self.samples
-        self.begin, self.iterations, self.samples = now, 0, 0
+        taken = now - self.begin, self.iterations
+        self.begin, self.iterations = now, 0
         return taken
 
     @contextmanager
@@ -144,6 +145,10 @@ class Trainer:
             return
         self.evaluate("validation", "the end of training for val data")
         self.evaluate("test", "the end of training for test data")
+        self.mark_evaluated()
+
+    def mark_evaluated(self) -> None:
+        """Note in the last checkpoint that the evaluation at the end is done."""
         if self.config.checkpoint.save is not None and self.mesh.is_first:
             mark_evaluated(Path(self.config.checkpoint.save), self.progress.iteration)
 
@@ -193,13 +198,9 @@ class Trainer:
         """Report the iterations since the last report; stop if too many of the last could not be used."""
         progress = self.progress
         self.collect()  # waits for the device, so before the clock is read
-        seconds, iterations, samples = clock.take()
+        seconds, iterations = clock.take()
         rows, progress.history.rows = progress.history.rows, []
-        flops = flops_per_sample(
-            self.config.model,
-            seq_length=self.config.data.seq_length,
-            padded_vocab_size=self.padded_vocab_size,
-        )
+        tokens, flops = self.work()
         interval = Interval(
             rows=rows,
             loss_names=self.task.loss_names,
@@ -208,8 +209,8 @@ class Trainer:
             lr=self.schedule.lr(progress.consumed_samples),
             batch_size=clock.last,
             seconds=seconds / iterations,
-            tokens_per_second=samples * self.config.data.seq_length / seconds,
-            tflops=samples * flops / seconds / self.mesh.world.size / 1e12,
+            tokens_per_second=tokens / seconds,
+            tflops=flops / seconds / self.mesh.world.size / 1e12,
             params_norm=self.params_norm(),
         )
         self.reporter.training(interval)
@@ -220,6 +221,23 @@ class Trainer:
                     f"{progress.bad_steps} gradients in a row, up to iteration {row['iteration']}, were not finite; "
                     "they changed no weights. Continue from the last checkpoint with a lower --lr or a longer warm-up"
                 )
+
+    def work(self) -> tuple[float, float]:
+        """Tokens, padding among them, and floating-point operations since this was last called, of all replicas. Every
+        process must take part."""
+        samples, self.engine.samples = self.engine.samples, collections.Counter()
+        tokens = flops = 0.0
+        for (length, vocab_positions), count in samples.items():
+            tokens += count * length
+            flops += count * flops_per_sample(
+                self.config.model,
+                seq_length=length,
+                padded_vocab_size=self.padded_vocab_size,
+                vocab_positions=vocab_positions,
+            )
+        sums = torch.tensor([tokens, flops], dtype=torch.float64, device=self.mesh.device)
+        tokens, flops = all_reduce_sum(sums, self.mesh.dp).tolist()
+        return tokens, flops
 
     def params_norm(self) -> float | None:
         """L2 norm of all parameters, if it is to be logged. Every process must take part."""

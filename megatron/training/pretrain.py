@@ -21,7 +21,7 @@ from megatron.checkpoint.checkpoint import (
     find_checkpoint,
 )
 from megatron.checkpoint.config import CheckpointConfig
-from megatron.checkpoint.load import load_into
+from megatron.checkpoint.load import load_into, load_shared
 from megatron.checkpoint.saver import Saver
 from megatron.checkpoint.storage import lock, newest_iteration, take_back, taken_back
 from megatron.data.loader import start_fork_server
@@ -44,8 +44,8 @@ from megatron.training.watchdog import Watchdog
 logger = logging.getLogger("megatron")
 
 
-def pretrain(config: RunConfig, task: Task) -> int:
-    """Train `task` as configured, as one of torchrun's processes or alone.
+def pretrain(config: RunConfig, task: Task, trainer: type[Trainer] = Trainer) -> int:
+    """Train `task` as configured, as one of torchrun's processes or alone, by a `trainer`.
 
     Returns:
         The status to exit with: 0 when training came to its end or stopped where a flag said so; 130, 138 or 143
@@ -73,7 +73,7 @@ def pretrain(config: RunConfig, task: Task) -> int:
             )
         reporter = Reporter(config.logging, mesh, settings=dataclasses.asdict(config))
         try:
-            return run(build_trainer(config, task, mesh, reporter, checkpoint), stop)
+            return run(build_trainer(trainer, config, task, mesh, reporter, checkpoint), stop)
         except RuntimeError as error:
             # A CPU's allocator has no exception of its own.
             if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
@@ -133,7 +133,12 @@ def find_start(config: CheckpointConfig, mesh: Mesh) -> Checkpoint | None:
 
 
 def build_trainer(
-    config: RunConfig, task: Task, mesh: Mesh, reporter: Reporter, checkpoint: Checkpoint | None
+    kind: type[Trainer],
+    config: RunConfig,
+    task: Task,
+    mesh: Mesh,
+    reporter: Reporter,
+    checkpoint: Checkpoint | None,
 ) -> Trainer:
     """Everything that a run consists of, as it was when `checkpoint` was saved, or at its beginning."""
     training = config.training
@@ -159,8 +164,7 @@ def build_trainer(
     eval_samples = training.eval_iters * batch_size
     # As many validation samples as NVIDIA's code asks for: the order of samples depends on the number.
     wanted = (train_samples, (train_iters // training.eval_interval + 1) * eval_samples, eval_samples)
-    named = zip(("train", "validation", "test"), task.build_datasets(config, tokenizer, wanted), strict=True)
-    datasets = {name: dataset for name, dataset in named if dataset is not None}
+    datasets = task.build_datasets(config, tokenizer, wanted)
     if "train" not in datasets:
         raise InputError(f"--split: {config.data.split} leaves no documents to train on")
 
@@ -172,7 +176,7 @@ def build_trainer(
         tokenizer_files={file.name: file.read_bytes() for file in tokenizer.files},
         say=reporter.say,
     )
-    trainer = Trainer(
+    trainer = kind(
         config=config,
         task=task,
         mesh=mesh,
@@ -206,7 +210,8 @@ def load(trainer: Trainer, checkpoint: Checkpoint) -> None:
     for fault in checkpoint.passed_over:
         say(f"DAMAGED CHECKPOINT: {fault}; going on from {checkpoint.folder}, an older one")
     check_architecture(checkpoint, trainer.config.model)
-    if state["task"] != trainer.task.name:
+    relation = trainer.task.begins_with if state["task"] != trainer.task.name else None
+    if state["task"] != trainer.task.name and (relation is None or state["task"] not in relation.tasks):
         raise InputError(f"--load: {checkpoint.folder} holds a {state['task']}, not a {trainer.task.name}")
     check_vocabulary(checkpoint, trainer.tokenizer.vocab_size)
     if not trainer.config.model.mask_padded_vocab and state["padded_vocab_size"] != trainer.padded_vocab_size:
@@ -217,6 +222,11 @@ def load(trainer: Trainer, checkpoint: Checkpoint) -> None:
         )
     with_optimizer = config.load_optim and not config.finetune
     engine = trainer.engine
+    if relation is not None:
+        engine.buffer.initialize(trainer.config.training.seed)
+        dropped, new = load_shared(checkpoint, engine.buffer, dropped=relation.dropped, new=relation.new)
+        say(f"of the weights of {checkpoint.folder}, not used: {dropped}; begun at random: {new}")
+        return
     load_into(checkpoint, engine.buffer, engine.optimizer if with_optimizer else None)
     if config.finetune:
         return
@@ -299,7 +309,7 @@ def run(trainer: Trainer, stop: StopRequests) -> int:
     if done:
         say(
             f"{config.checkpoint.load} is at iteration {progress.iteration} of {trainer.train_iters}: "
-            "nothing is left to train; raise --train-iters or --train-samples to go on"
+            "nothing is left to train; raise --train-iters or --train-samples (fine-tuning: --epochs) to go on"
         )
         if not progress.evaluation_due:
             return 0

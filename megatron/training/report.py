@@ -231,15 +231,22 @@ class Reporter:
             f"{name} value: {loss:.6E} | {name} PPL: {'>' * (loss > 20)}{ppl[name]:.6E} | "
             for name, loss in losses.items()
         )
-        self.say("-" * len(line) + "\n" + line + "\n" + "-" * len(line))
-        record: dict[str, Any] = {"iteration": iteration, "consumed samples": samples}
+        values = {}
         for name, loss in losses.items():
-            record[f"{name} {split}"] = loss
-            record[f"{name} {split} ppl"] = ppl[name]
-            if self.tensorboard is not None:
-                self.tensorboard.add_scalar(f"{name} {split}", loss, iteration)
-                self.tensorboard.add_scalar(f"{name} {split} vs samples", loss, samples)
-                self.tensorboard.add_scalar(f"{name} {split} ppl", ppl[name], iteration)
+            values |= {f"{name} {split}": loss, f"{name} {split} ppl": ppl[name]}
+        self.measured(line, values, iteration, samples)
+
+    def measured(self, line: str, values: dict[str, float], iteration: int, samples: int) -> None:
+        """Report values that an evaluation has given, by name, and in a line for people."""
+        if not self.active:
+            return
+        self.say("-" * len(line) + "\n" + line + "\n" + "-" * len(line))
+        record: dict[str, Any] = {"iteration": iteration, "consumed samples": samples, **values}
+        if self.tensorboard is not None:
+            for name, value in values.items():
+                self.tensorboard.add_scalar(name, value, iteration)
+                if not name.endswith(" ppl"):
+                    self.tensorboard.add_scalar(f"{name} vs samples", value, samples)
         self._write_metrics(record)
         if self.wandb is not None:
             self.wandb.log(record, step=iteration)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from megatron.model.layers import TensorParallel
 from megatron.parallel.random import DropoutKey
@@ -31,6 +32,21 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Relation:
+    """What a model shares with others, which it may begin with the weights of.
+
+    Attributes:
+        tasks: names of the tasks that the others are of.
+        new: beginnings of the names of weights that this model may have and another lack. They begin at random.
+        dropped: of those that another may have and this model lacks.
+    """
+
+    tasks: tuple[str, ...]
+    new: tuple[str, ...]
+    dropped: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
     """The parts of pretraining that an entry point supplies.
 
@@ -42,16 +58,23 @@ class Task:
         name: kept in checkpoints, so that what reads one knows which model it holds.
         loss_names: one or more terms; training minimises the sum of their means.
         build_model: (config, part) to a module without values.
-        build_datasets: (config, tokenizer, samples wanted for train, validation and test) to the three
-            datasets; None where nothing was wanted.
+        build_datasets: (config, tokenizer, samples wanted for train, validation and test) to the datasets by name:
+            "train", and those to evaluate on.
         count: batch to [terms], how many tokens or samples each term sums over.
+        vocab_positions: batch to how many positions of a sample are projected to the vocabulary.
         forward: (chunk of the model, batch, what the chunk before gave or None, dropout key) to what the next
             chunk takes; for the last chunk [terms], the sums of the losses, in fp32.
+        measure: how it is evaluated where that is not by its losses: a task of the same model whose `loss_names`,
+            `count` and `forward` are of what is wanted, such as an accuracy.
+        begins_with: whose weights it may begin with beside its own, and which of them (--finetune).
     """
 
     name: str
     loss_names: tuple[str, ...]
     build_model: Callable[[RunConfig, Part], nn.Module]
-    build_datasets: Callable[[RunConfig, Tokenizer, tuple[int, int, int]], tuple]
+    build_datasets: Callable[[RunConfig, Tokenizer, tuple[int, int, int]], dict[str, Dataset]]
     count: Callable[[Batch], Tensor]
+    vocab_positions: Callable[[Batch], int]
     forward: Callable[[nn.Module, Batch, Tensor | None, DropoutKey], Tensor]
+    measure: Task | None = None
+    begins_with: Relation | None = None

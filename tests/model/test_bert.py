@@ -189,7 +189,7 @@ def test_equals_megatron_v25(shared: Path, tmp_path: Path) -> None:
     """
     config = parse_run_config(flags.split(), description="", defaults=DEFAULTS)
     tokenizer = build_tokenizer(config.tokenizer)
-    _, valid, _ = build_datasets(config, tokenizer, (24, 4, 4))
+    valid = build_datasets(config, tokenizer, (24, 4, 4))["validation"]
     batch = valid.fields(valid.stack([valid[i] for i in range(4)], 128), None, config.data)
     batch = {name: torch.from_numpy(values) for name, values in batch.items()}
     model_config = dataclasses.replace(

@@ -22,7 +22,9 @@ def test_equals_the_paper(layers: int, hidden: int, heads: int) -> None:
     )
     # Equation 3 without the quarter that recomputation adds: 72 in place of 96, and V / 12 in place of V / 16.
     paper = 72 * s * layers * hidden**2 * (1 + s / (6 * hidden) + v / (12 * layers * hidden))
-    assert flops_per_sample(config, seq_length=s, padded_vocab_size=v) == pytest.approx(paper, rel=1e-12)
+    assert flops_per_sample(config, seq_length=s, padded_vocab_size=v, vocab_positions=s) == pytest.approx(
+        paper, rel=1e-12
+    )
 
 
 def test_gate_and_groups() -> None:
@@ -41,7 +43,7 @@ def test_gate_and_groups() -> None:
     weights = 80 * (8192 * (8192 + 2 * 1024) + 8192 * 8192 + 3 * 8192 * 28672) + 8192 * 32000
     attention = 80 * 4 * 4096**2 * 8192
     assert (
-        flops_per_sample(config, seq_length=4096, padded_vocab_size=32000)
+        flops_per_sample(config, seq_length=4096, padded_vocab_size=32000, vocab_positions=4096)
         == 6 * 4096 * weights + 3 * attention
     )
 

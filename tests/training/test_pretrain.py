@@ -306,9 +306,7 @@ def test_a_run_continues_with_the_arguments_of_its_checkpoint(pretrain, tmp_path
     assert (config.data.seq_length, config.model.max_position_embeddings) == (32, 32)
     assert (config.tokenizer.tokenizer_type, config.tokenizer.vocab_size) == ("NullTokenizer", 301)
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(
-        f"note: --use-checkpoint-args: {tmp_path}/b/iter_0000012 gives --num-layers 2 --hidden"
-    )
+    assert line.startswith(f"note: --load: {tmp_path}/b/iter_0000012 gives --num-layers 2 --hidden")
     assert line.endswith("--swiglu --tokenizer-type NullTokenizer, in place of --num-layers 3")
 
 
