@@ -18,13 +18,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tqdm import tqdm
 
 from megatron.arguments import Parser, run_command
-from megatron.checkpoint.checkpoint import Checkpoint
+from megatron.checkpoint.checkpoint import Checkpoint, saved_tokenizer
 from megatron.checkpoint.convert import check_is_empty, write_native
 from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.huggingface.read import open_huggingface
 from megatron.checkpoint.huggingface.write import write_huggingface
 from megatron.flags import InputError, TrainingFault
-from megatron.inference.conversion import TOLERANCE, largest_difference, our_logits, their_logits
+from megatron.inference.conversion import (
+    TOLERANCE,
+    largest_difference,
+    our_logits,
+    their_logits,
+    tokenizer_note,
+)
+from megatron.tokenizer import build_tokenizer
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -49,7 +56,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Where nobody watches a bar, a line now and then.
     seconds = 0.1 if sys.stderr.isatty() else 30
     with tqdm(unit="B", unit_scale=True, mininterval=seconds, file=sys.stderr) as progress:
-        WRITE[args.target](source, args.save, progress.update)
+        try:
+            WRITE[args.target](source, args.save, progress.update)
+        except OSError as error:
+            raise TrainingFault(f"--save: {args.save} cannot be written: {error}; nothing is kept") from None
     try:
         compare(source, READ[args.target](args.save), {args.source: args.load, args.target: args.save})
     except BaseException:
@@ -68,11 +78,11 @@ def compare(source: Checkpoint, result: Checkpoint, folders: dict[str, Path]) ->
     found = {"what was written": largest_difference(expected, our_logits(result))}
     folder = folders.get("huggingface")
     if folder is not None and importlib.util.find_spec("transformers"):
-        import transformers
-
-        found[f"transformers from {folder}"] = largest_difference(
-            expected, their_logits(folder, source, transformers)
-        )
+        found[f"transformers from {folder}"] = largest_difference(expected, their_logits(folder, source))
+        saved = saved_tokenizer(source)
+        has_files = saved.tokenizer_type not in (None, "NullTokenizer")
+        if has_files and (note := tokenizer_note(folder, build_tokenizer(saved))):
+            print(f"note: {note}")
     elif folder is not None:
         print("note: transformers is not installed, and was not compared with")
     for name, difference in found.items():

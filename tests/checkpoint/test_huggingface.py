@@ -51,11 +51,9 @@ def native(checkpoint: Checkpoint, root: Path) -> Checkpoint:
 @pytest.mark.parametrize("kind", KINDS)
 def test_there_and_back(tmp_path: Path, kind: str) -> None:
     """By way of a checkpoint of ours, in files of several tensors."""
-    import transformers
-
     original = save_hf(tmp_path / "theirs", kind)
     read = open_huggingface(original)
-    expected = their_logits(original, read, transformers)
+    expected = their_logits(original, read)
     assert largest_difference(expected, our_logits(read)) < 1e-5
     ours = native(read, tmp_path / "ours")
     assert read.notes == () and ours.state["vocab_size"] == VOCAB
@@ -66,7 +64,7 @@ def test_there_and_back(tmp_path: Path, kind: str) -> None:
     before, after = tensors_in(original), tensors_in(written)
     assert before.keys() == after.keys()
     assert all(tensor.equal(after[name]) for name, tensor in before.items())
-    assert largest_difference(expected, their_logits(written, read, transformers)) == 0
+    assert largest_difference(expected, their_logits(written, read)) == 0
     again = open_huggingface(written)
     assert again.notes == () and again.state == read.state
     for name, tensor in read.pieces("model").index.items():

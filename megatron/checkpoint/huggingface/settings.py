@@ -72,6 +72,8 @@ def read_settings(path: Path) -> Settings:
         return _from_config(config)
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
+    except (TypeError, AttributeError) as error:
+        raise InputError(f"{path}: is damaged ({error})") from None
 
 
 def _from_config(config: dict[str, Any]) -> Settings:

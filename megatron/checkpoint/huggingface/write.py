@@ -152,11 +152,9 @@ def tokenizer_contents(tokenizer: Tokenizer, longest: int) -> dict[str, bytes]:
     elif tokenizer.name == "HuggingFaceTokenizer":
         names = ["tokenizer.json", "tokenizer_config.json"][: len(contents)]
         settings |= {"tokenizer_class": "PreTrainedTokenizerFast"}
-    elif tokenizer.name == "SentencePieceTokenizer":
-        names = ["tokenizer.model"]
-        settings |= {"tokenizer_class": "LlamaTokenizer", "add_bos_token": False}
     else:
-        return {}
+        # SentencePiece: transformers takes any tokenizer.model for one of Llama's, so the file keeps its own name.
+        return {file.name: file.read_bytes() for file in tokenizer.files}
     return {"tokenizer_config.json": json_text(settings), **dict(zip(names, contents, strict=True))}
 
 
