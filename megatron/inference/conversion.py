@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from megatron.checkpoint.checkpoint import Checkpoint, model_config
 from megatron.checkpoint.foreign import model_without_memory
+from megatron.checkpoint.huggingface.settings import read_settings
 from megatron.checkpoint.load import load_weights
 from megatron.model.gpt import position_ids
 from megatron.tokenizer import Tokenizer
@@ -58,9 +58,9 @@ def their_logits(folder: Path, checkpoint: Checkpoint) -> list[Tensor]:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     tokens, types = fixed_tokens(checkpoint)
-    (architecture,) = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"]
-    model = getattr(transformers, architecture).from_pretrained(folder, local_files_only=True).float().eval()
     task, vocab_size = checkpoint.state["task"], checkpoint.state["vocab_size"]
+    architecture = read_settings(folder / "config.json").family.architecture(task)
+    model = getattr(transformers, architecture).from_pretrained(folder, local_files_only=True).float().eval()
     if task == "GPT":
         return [model(tokens).logits[..., :vocab_size]]
     out = model(tokens, token_type_ids=types)

@@ -79,7 +79,7 @@ def _find_files(folder: Path) -> Files:
         ):
             raise InputError(f"{folder / INDEX}: has no 'weight_map' of tensors to safetensors files")
         names, listed = sorted(set(weights.values())), set(weights)
-    elif not (folder / "model.safetensors").is_file() and any(folder.glob("*.bin")):
+    elif not (folder / "model.safetensors").is_file() and any(folder.glob("pytorch_model*.bin")):
         raise InputError(
             f"--load: {folder} holds its weights as a pickle, which can run code and is not read; convert it by "
             f'transformers: AutoModelForCausalLM.from_pretrained("{folder}").save_pretrained("NEW_FOLDER")'
@@ -107,6 +107,10 @@ def _find_sources(
 ) -> tuple[dict[str, Source], list[str]]:
     """Where each tensor of ours comes from, and what is to be said of it."""
     family, config = settings.family, settings.model
+    if config.num_layers > len(files):  # said before so many are made
+        raise InputError(
+            f"{folder}: config.json has {config.num_layers} layers, but there are {len(files)} tensors in all"
+        )
     prefix = family.prefix if any(name.startswith(family.prefix) for name in files) else ""
     wanted: dict[str, tuple[list[str], Modules]] = {}
     missing, wrong = [], []
