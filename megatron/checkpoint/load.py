@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Container
 
 import torch
 
 from megatron.checkpoint.checkpoint import Checkpoint
+from megatron.checkpoint.foreign import Assembled
 from megatron.checkpoint.pieces import Pieces
 from megatron.flags import InputError
 from megatron.optim.buffer import ParamBuffer
@@ -27,7 +27,7 @@ def load_into(checkpoint: Checkpoint, buffer: ParamBuffer, optimizer: Optimizer 
     if optimizer is None:
         _read_weights(buffer, weights, "")
         return
-    if checkpoint.state["optimizer_steps"] is None or "optimizer" not in checkpoint.manifest.tensors:
+    if checkpoint.state["optimizer_steps"] is None or "optimizer" not in checkpoint.kinds:
         raise InputError(
             f"{checkpoint.folder}: was saved without the state of the optimizer (--no-save-optim); "
             "load it with --no-load-optim or --finetune"
@@ -61,14 +61,13 @@ def load_shared(
         InputError: as of `load_into`, for all other tensors.
     """
     weights = checkpoint.pieces("model")
-    kept = {name: tensor for name, tensor in weights.index.items() if not name.startswith(dropped)}
     here = {entry.name for entry in buffer.entries}
-    left = {name for name in here if name.startswith(new) and name not in kept}
-    shared = dataclasses.replace(weights, index=kept)
-    _check_known(shared, here, buffer.mesh)
-    _read_weights(buffer, shared, "", left)
+    over = {name for name in weights.index if name.startswith(dropped)}
+    left = {name for name in here if name.startswith(new) and name not in weights.index}
+    _check_known(weights, here | over, buffer.mesh)
+    _read_weights(buffer, weights, "", left)
     begun = {name for text in gather_texts(" ".join(left), buffer.mesh.world) for name in text.split()}
-    return _in_words(set(weights.index) - set(kept)), _in_words(begun)
+    return _in_words(over), _in_words(begun)
 
 
 def _in_words(names: set[str]) -> str:
@@ -76,7 +75,9 @@ def _in_words(names: set[str]) -> str:
     return ", ".join(sorted({name.rpartition(".")[0] for name in names})) or "none"
 
 
-def _read_weights(buffer: ParamBuffer, source: Pieces, prefix: str, left: Container[str] = ()) -> None:
+def _read_weights(
+    buffer: ParamBuffer, source: Pieces | Assembled, prefix: str, left: Container[str] = ()
+) -> None:
     """Fill parameters and master weights from the tensors whose names begin with `prefix`, but for those `left`."""
     for entry in buffer.entries:
         if entry.name not in left:
@@ -87,7 +88,7 @@ def _read_weights(buffer: ParamBuffer, source: Pieces, prefix: str, left: Contai
                 source.read_into(part, prefix + entry.name, entry.place, begin)
 
 
-def _check_known(pieces: Pieces, wanted: set[str], mesh: Mesh) -> None:
+def _check_known(pieces: Pieces | Assembled, wanted: set[str], mesh: Mesh) -> None:
     """Make sure that the files hold no tensor that no stage of the model has."""
     names = sorted(pieces.index)
     here = torch.tensor([name in wanted for name in names], dtype=torch.int32, device=mesh.device)

@@ -41,14 +41,14 @@ class Linear(nn.Module):
 class LMHead(nn.Module):
     """What BERT's output layer reads: a layer, GELU and a normalisation, position by position."""
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         h = config.hidden_size
         self.tanh = (
             config.openai_gelu
         )  # NVIDIA's fused kernel, whose tanh form the layers take, is not used here
         self.dense = Linear(config, h, whole(h, h), whole(h))
-        self.layer_norm = Norm(config, tp)
+        self.layer_norm = Norm(config, whole(h))
 
     def forward(self, x_pbh: Tensor) -> Tensor:
         return self.layer_norm(gelu(self.dense(x_pbh), tanh=self.tanh))
@@ -132,7 +132,10 @@ class Bert(nn.Module):
         position_ids_bs = torch.arange(tokens_bs.shape[1], device=tokens_bs.device).expand_as(tokens_bs)
         if self.config.position_embedding_type == "rope":
             context.rotary = rotary_angles(
-                position_ids_bs, self.config.rotary_channels, self.config.rotary_base
+                position_ids_bs,
+                self.config.rotary_channels,
+                self.config.rotary_base,
+                self.config.rope_scaling_factor if self.config.use_rope_scaling else None,
             )
         if self.embedding is not None:
             hidden_sbh = self.embedding(tokens_bs, position_ids_bs, dropout_key, types_bs)
@@ -173,7 +176,7 @@ class BertModel(Bert):
         )
         self.lm_head = self.output_layer = self.pooler = self.binary_head = None
         if self.chunk.last:
-            self.lm_head = LMHead(config, self.head_tp)
+            self.lm_head = LMHead(config)
             self.output_layer = OutputLayer(
                 config,
                 vocab_size,

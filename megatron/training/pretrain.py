@@ -18,9 +18,9 @@ from megatron.checkpoint.checkpoint import (
     Checkpoint,
     check_architecture,
     check_vocabulary,
-    find_checkpoint,
 )
 from megatron.checkpoint.config import CheckpointConfig
+from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.load import load_into, load_shared
 from megatron.checkpoint.saver import Saver
 from megatron.checkpoint.storage import lock, newest_iteration, take_back, taken_back
@@ -125,6 +125,11 @@ def find_start(config: CheckpointConfig, mesh: Mesh) -> Checkpoint | None:
     found = find_checkpoint(
         config.load, save, step=step, verify=config.verify_checkpoint or None, world=mesh.world
     )
+    if found is not None and not found.state["schedule"] and not config.finetune:
+        raise InputError(
+            f"--load: {found.folder} holds a model without the state of a run (optimizer, schedule, progress); "
+            "add --finetune to start from its weights"
+        )
     if continues and step is not None:
         with together(mesh.world):
             if mesh.is_first and (kept := take_back(root, step)):
@@ -209,6 +214,8 @@ def load(trainer: Trainer, checkpoint: Checkpoint) -> None:
     config, state, say = trainer.config.checkpoint, checkpoint.state, trainer.reporter.say
     for fault in checkpoint.passed_over:
         say(f"DAMAGED CHECKPOINT: {fault}; going on from {checkpoint.folder}, an older one")
+    for note in checkpoint.notes:
+        say(f"--load: {note}")
     check_architecture(checkpoint, trainer.config.model)
     relation = trainer.task.begins_with if state["task"] != trainer.task.name else None
     if state["task"] != trainer.task.name and (relation is None or state["task"] not in relation.tasks):

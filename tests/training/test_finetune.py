@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from classification import write_mnli, write_qqp, write_race, write_tsv, write_vocab
 
-from megatron.checkpoint.checkpoint import find_checkpoint
+from megatron.checkpoint.find import find_checkpoint
 from megatron.flags import InputError
 from tools.finetune_bert import main
 
