@@ -236,7 +236,8 @@ def _with_checkpoint_args(given: dict[str, Any], config: CheckpointConfig) -> di
 
     A folder that may be empty still, being that of --save, adds nothing.
     """
-    from megatron.checkpoint.checkpoint import find_checkpoint, is_architecture, model_config, saved_tokenizer
+    from megatron.checkpoint.checkpoint import is_architecture, model_config, saved_tokenizer
+    from megatron.checkpoint.find import find_checkpoint
     from megatron.data.config import DataConfig
 
     save = None if config.finetune else config.save

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and how one is found.
+"""What a checkpoint holds.
 
     index.json               every file with its size and checksum, and where each tensor lies
     state.json               iteration, position in the data, configuration, schedule, vocabulary
@@ -14,17 +14,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megatron.checkpoint.foreign import Assembled
 from megatron.checkpoint.manifest import Manifest, read_manifest
 from megatron.checkpoint.pieces import Pieces
-from megatron.checkpoint.storage import folder_of, iterations, newest_iteration
-from megatron.flags import LARGEST, Config, InputError, either, flag_name
+from megatron.checkpoint.storage import folder_of
+from megatron.flags import LARGEST, Config, InputError, flag_name
 from megatron.model.config import ModelConfig
 from megatron.optim.gate import is_state
-from megatron.parallel.collectives import together
-from megatron.parallel.mesh import ALONE, Axis
 from megatron.tokenizer.config import TokenizerConfig
 
 C = TypeVar("C", bound=Config)
@@ -49,71 +49,33 @@ class Checkpoint:
     """A checkpoint found on disk, its state read, its tensors not yet.
 
     Attributes:
+        manifest: None if the files are not ours.
+        foreign: then the tensors of each kind, "model" and where there is one "optimizer".
         passed_over: what is wrong with newer ones that were not taken.
+        notes: what whoever uses a foreign one should know, a sentence each.
     """
 
     folder: Path
     state: dict[str, Any]
-    manifest: Manifest
+    manifest: Manifest | None
+    foreign: Mapping[str, Assembled] = dataclasses.field(default_factory=dict)
     passed_over: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def iteration(self) -> int:
         return self.state["iteration"]
 
-    def pieces(self, kind: str) -> Pieces:
-        """The tensors of the `kind` "model" or "optimizer"."""
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds of tensors that it has: "model", "optimizer"."""
+        return list(self.foreign if self.manifest is None else self.manifest.tensors)
+
+    def pieces(self, kind: str) -> Pieces | Assembled:
+        """The tensors of a kind."""
+        if self.manifest is None:
+            return self.foreign[kind]
         return Pieces(self.folder, self.manifest.tensors[kind])
-
-
-def find_checkpoint(
-    load: str, save: str | None, *, step: int | None = None, verify: bool | None = None, world: Axis = ALONE
-) -> Checkpoint | None:
-    """The newest checkpoint of the folder `load`, or that of iteration `step`; None if it may be empty, being that of
-    `save`, and is.
-
-    If `load` is the folder of `save`, the run continues itself: a checkpoint that is damaged is passed over for the
-    one before it. Every process of `world` must take part.
-
-    Args:
-        verify: compare the checksums of all files (default: if the run continues itself).
-
-    Raises:
-        InputError: there is no checkpoint, or it is not whole.
-    """
-    root = Path(load)
-    continues = save is not None and root.resolve() == Path(save).resolve()
-    with together(world, InputError):
-        iteration = newest_iteration(root) if step is None else step
-    if iteration is not None:
-        if step is not None and step not in iterations(root):
-            there = f"it holds those of {either(iterations(root))}" if iterations(root) else "it holds none"
-            raise InputError(f"--ckpt-step: {load} holds no checkpoint of iteration {step}; {there}")
-        older = [i for i in iterations(root) if i < iteration] if continues and step is None else []
-        passed_over: list[str] = []
-        for i in (iteration, *reversed(older)):
-            try:
-                with together(world, InputError):
-                    found = open_checkpoint(folder_of(root, i))
-                    if continues if verify is None else verify:
-                        found.manifest.verify(sorted(found.manifest.files)[world.rank :: world.size])
-                return dataclasses.replace(found, passed_over=tuple(passed_over))
-            except InputError as error:
-                passed_over.append(str(error))
-        raise InputError(passed_over[0] + ("; nor is an older checkpoint whole" if older else ""))
-    if root.is_dir() and iterations(root):
-        raise InputError(
-            f"--load: {load} holds {folder_of(root, iterations(root)[-1]).name}, but no "
-            "latest_checkpointed_iteration.txt to say that it is whole; write the number there to load it"
-        )
-    if continues:
-        return None
-    why = (
-        "is not a folder"
-        if not root.is_dir()
-        else "holds no checkpoint (no latest_checkpointed_iteration.txt)"
-    )
-    raise InputError(f"--load: {load} {why}")
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -209,6 +171,8 @@ def saved_config(checkpoint: Checkpoint, part: str, config: type[C]) -> C:
 def saved_tokenizer(checkpoint: Checkpoint) -> TokenizerConfig:
     """The configuration of the tokenizer that was saved with a checkpoint, reading the files beside it."""
     saved = saved_config(checkpoint, "tokenizer", TokenizerConfig)
+    if checkpoint.manifest is None:  # the files are named by their paths
+        return saved
     folder = checkpoint.folder / "tokenizer"
     files = {}
     for name in ("vocab_file", "merge_file", "tokenizer_model"):

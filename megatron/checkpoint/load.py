@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron.checkpoint.checkpoint import Checkpoint
+from megatron.checkpoint.foreign import Assembled
 from megatron.checkpoint.pieces import Pieces
 from megatron.flags import InputError
 from megatron.optim.buffer import ParamBuffer
@@ -24,7 +25,7 @@ def load_into(checkpoint: Checkpoint, buffer: ParamBuffer, optimizer: Optimizer 
     if optimizer is None:
         _read_weights(buffer, weights, "")
         return
-    if checkpoint.state["optimizer_steps"] is None or "optimizer" not in checkpoint.manifest.tensors:
+    if checkpoint.state["optimizer_steps"] is None or "optimizer" not in checkpoint.kinds:
         raise InputError(
             f"{checkpoint.folder}: was saved without the state of the optimizer (--no-save-optim); "
             "load it with --no-load-optim or --finetune"
@@ -42,7 +43,7 @@ def load_into(checkpoint: Checkpoint, buffer: ParamBuffer, optimizer: Optimizer 
     optimizer.steps = checkpoint.state["optimizer_steps"]
 
 
-def _read_weights(buffer: ParamBuffer, source: Pieces, prefix: str) -> None:
+def _read_weights(buffer: ParamBuffer, source: Pieces | Assembled, prefix: str) -> None:
     """Fill parameters and master weights from the tensors whose names begin with `prefix`."""
     for entry in buffer.entries:
         entry.view(buffer.params).copy_(source.read(prefix + entry.name, entry.place))
@@ -51,7 +52,7 @@ def _read_weights(buffer: ParamBuffer, source: Pieces, prefix: str) -> None:
             source.read_into(part, prefix + entry.name, entry.place, begin)
 
 
-def _check_known(pieces: Pieces, wanted: set[str], mesh: Mesh) -> None:
+def _check_known(pieces: Pieces | Assembled, wanted: set[str], mesh: Mesh) -> None:
     """Make sure that the files hold no tensor that no stage of the model has."""
     names = sorted(pieces.index)
     here = torch.tensor([name in wanted for name in names], dtype=torch.int32, device=mesh.device)

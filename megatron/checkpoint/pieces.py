@@ -131,14 +131,14 @@ class Pieces:
 
     def read(self, name: str, place: GlobalSlice) -> Tensor:
         """The part `place` of a tensor, in fp32; rows that pad the vocabulary are zero."""
-        self._check_shape(name, place)  # before memory is taken
+        check_shape(self.folder, self.index, name, place)  # before memory is taken
         values = torch.zeros(math.prod(place.local_shape))
         self.read_into(values, name, place, 0)
         return values.view(place.local_shape)
 
     def read_into(self, target: Tensor, name: str, place: GlobalSlice, begin: int) -> None:
         """Fill `target`, flat, with elements of the part `place` of a tensor, from its element `begin` on."""
-        self._check_shape(name, place)
+        check_shape(self.folder, self.index, name, place)
         rows = place.shape[0] if place.real is None else place.real
         missing = 0
         for part in flat_blocks(begin, begin + target.numel(), place.row):
@@ -167,10 +167,12 @@ class Pieces:
         if missing:
             raise InputError(f"{self.folder}: {missing} elements of {name} are in none of the files")
 
-    def _check_shape(self, name: str, place: GlobalSlice) -> None:
-        if name not in self.index:
-            raise InputError(f"{self.folder}: lacks the tensor {name}")
-        shape = tuple(self.index[name]["shape"])
-        fits = shape[:1] == place.shape[:1] if place.real is None else shape[0] >= place.real
-        if not fits or shape[1:] != place.shape[1:]:
-            raise InputError(f"{self.folder}: {name} has shape {shape}, but the model has {place.shape}")
+
+def check_shape(folder: Path, index: Index, name: str, place: GlobalSlice) -> None:
+    """Raise `InputError` unless the index of a checkpoint has a tensor that `place` is a part of."""
+    if name not in index:
+        raise InputError(f"{folder}: lacks the tensor {name}")
+    shape = tuple(index[name]["shape"])
+    fits = shape[:1] == place.shape[:1] if place.real is None else shape[0] >= place.real
+    if not fits or shape[1:] != place.shape[1:]:
+        raise InputError(f"{folder}: {name} has shape {shape}, but the model has {place.shape}")

@@ -109,7 +109,7 @@ def write_checkpoint(
         with together(world):
             if first:
                 state = {"format": FORMAT, "version": VERSION, **snapshot.state}
-                files |= _write_rest(folder, state, tokenizer_files)
+                files |= write_rest(folder, state, tokenizer_files)
                 Manifest(folder, files, _join_indices(folder, files, list(kinds))).write()
                 finish_checkpoint(root, iteration)
     except BaseException:
@@ -134,7 +134,7 @@ def _gather_digests(numbers: list[int], kinds: list[str], world: Axis) -> dict[s
     }
 
 
-def _write_rest(
+def write_rest(
     folder: Path, state: dict[str, Any], tokenizer_files: dict[str, bytes]
 ) -> dict[str, tuple[int, str]]:
     """Write what is not tensors; gives the files' sizes and checksums."""

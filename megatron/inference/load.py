@@ -6,10 +6,10 @@ import torch
 
 from megatron.checkpoint.checkpoint import (
     check_vocabulary,
-    find_checkpoint,
     model_config,
     saved_tokenizer,
 )
+from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.load import load_weights
 from megatron.flags import InputError
 from megatron.model.gpt import GPTModel

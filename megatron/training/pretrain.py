@@ -18,9 +18,9 @@ from megatron.checkpoint.checkpoint import (
     Checkpoint,
     check_architecture,
     check_vocabulary,
-    find_checkpoint,
 )
 from megatron.checkpoint.config import CheckpointConfig
+from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.load import load_into
 from megatron.checkpoint.saver import Saver
 from megatron.checkpoint.storage import lock, newest_iteration, take_back, taken_back

@@ -15,8 +15,9 @@ from models import flat
 from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint import storage
-from megatron.checkpoint.checkpoint import check_architecture, find_checkpoint
+from megatron.checkpoint.checkpoint import check_architecture
 from megatron.checkpoint.config import CheckpointConfig
+from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.load import load_into, load_weights
 from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.saver import Saver

@@ -13,8 +13,8 @@ from models import CPU
 from safetensors import safe_open
 
 from megatron.arguments import parse_run_config
-from megatron.checkpoint.checkpoint import find_checkpoint
 from megatron.checkpoint.config import CheckpointConfig
+from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.load import load_into
 from megatron.checkpoint.saver import Saver
 from megatron.parallel.mesh import init_mesh

@@ -13,8 +13,8 @@ from models import CPU
 from megatron.arguments import parse_run_config
 from megatron.checkpoint import save as save_module
 from megatron.checkpoint import storage
-from megatron.checkpoint.checkpoint import find_checkpoint
 from megatron.checkpoint.config import CheckpointConfig
+from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.saver import Saver
 from megatron.flags import InputError, TrainingFault
 from megatron.parallel.mesh import Mesh, init_mesh
