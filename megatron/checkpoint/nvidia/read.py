@@ -1,0 +1,54 @@
+"""Finds a checkpoint that Megatron-LM has written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron.checkpoint.checkpoint import Checkpoint
+from megatron.checkpoint.nvidia.legacy import open_legacy
+from megatron.checkpoint.storage import TRACKER, folder_of, newest_iteration
+from megatron.flags import InputError
+from megatron.tokenizer.config import TokenizerConfig
+
+RELEASE = "release"
+
+
+def open_megatron(
+    load: Path, tokenizer: TokenizerConfig, num_attention_heads: int | None = None
+) -> Checkpoint:
+    """The newest checkpoint of Megatron-LM in the folder `load`, or the one that the folder itself is.
+
+    Args:
+        tokenizer: where it has a type or `vocab_size`, how many ids there are; mostly the files do not say.
+        num_attention_heads: for files that do not say it either.
+
+    Raises:
+        InputError: there is none, it is not whole, or not of a GPT or BERT.
+    """
+    if load.is_file():
+        raise InputError(f"--load: {load} is a file; unzip it if it is a zip, and give the folder")
+    if not load.is_dir():
+        raise InputError(f"--load: {load} is not a folder")
+    folder = load
+    if not any(load.glob("mp_rank_*")):
+        folder = _newest(load)
+    return open_legacy(folder, tokenizer, num_attention_heads, release=folder.name == RELEASE)
+
+
+def _newest(load: Path) -> Path:
+    """The folder that the tracker of `load` names."""
+    tracker = load / TRACKER
+    if (
+        tracker.is_file()
+        and tracker.stat().st_size < 100
+        and tracker.read_bytes().strip() == RELEASE.encode()
+    ):
+        if not (load / RELEASE).is_dir():
+            raise InputError(f"{tracker}: names the release, but there is no {load / RELEASE}")
+        return load / RELEASE
+    iteration = newest_iteration(load)
+    if iteration is None:
+        raise InputError(
+            f"--load: {load} holds no checkpoint of Megatron-LM (neither {TRACKER} nor mp_rank_00)"
+        )
+    return folder_of(load, iteration)
