@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,14 @@ from megatron.checkpoint.nvidia.names import (
     HEAD_COPY,
     cut_dim,
     our_name,
+    rank_folder,
     rows_by_head,
 )
+from megatron.checkpoint.nvidia.optimizer import optimizer_tensors
 from megatron.checkpoint.nvidia.run import read_config, read_state
 from megatron.checkpoint.torch_file import StoredTensor, read_torch_file
 from megatron.checkpoint.unpickle import Record
-from megatron.flags import InputError
+from megatron.flags import InputError, either
 from megatron.model.bert import BertModel
 from megatron.model.config import ModelConfig
 from megatron.model.gpt import GPTModel
@@ -65,7 +68,12 @@ Parts = dict[str, list[StoredTensor]]
 
 
 def open_legacy(
-    folder: Path, tokenizer: TokenizerConfig, num_attention_heads: int | None, *, release: bool
+    folder: Path,
+    tokenizer: TokenizerConfig,
+    num_attention_heads: int | None,
+    *,
+    release: bool,
+    load_optim: bool,
 ) -> Checkpoint:
     """The checkpoint in `folder`; its weights alone if it is a release.
 
@@ -76,36 +84,55 @@ def open_legacy(
     path, content = grid.first
     args = content.get("args")
     args = args if isinstance(args, Record) else Record("no flags", state={})
-    version = content.get("checkpoint_version", 0)
-    if version not in VERSIONS:
-        raise InputError(
-            f"{path}: checkpoint_version is {str(version)[:20]}; known are {VERSIONS[0]} to {VERSIONS[-1]}"
-        )
     chunks = {rank: model_chunks(grid.paths[rank], whole) for rank, whole in grid.contents.items()}
     bert = any(key.startswith("lm_head.") for parts in chunks.values() for part in parts for key in part)
     stack = "encoder" if bert else "decoder"
     parts, copies = by_our_names(grid, chunks, stack)
     config = read_config(path, args, _sizes(parts, stack), num_attention_heads)
-    binary_head = "binary_head.weight" in parts
-    padded = len_whole(parts[WORD_TABLE], 0)
+    binary_head, padded = "binary_head.weight" in parts, len_whole(parts[WORD_TABLE], 0)
     with torch.device("meta"):
         sizes = {"vocab_size": padded, "padded_vocab_size": padded}
         model = BertModel(config, binary_head=binary_head, **sizes) if bert else GPTModel(config, **sizes)
     check_tensors(folder, parts, {name: tuple(p.shape) for name, p in model.named_parameters()})
-    sources = weights_sources(folder, parts, copies, config, version)
-    task = "GPT" if not bert else "BERT" if binary_head else "BERT --bert-no-binary-head"
-    bf16 = parts[WORD_TABLE][0].dtype == torch.bfloat16
+    join = functools.partial(source, config=config, version=_version(path, content))
+    weights = {name: join(name, tensors) for name, tensors in parts.items()}
+    if copies:
+        weights[WORD_TABLE] = checked_copy(folder, weights[WORD_TABLE], parts[WORD_TABLE], copies)
     state = read_state(
         path,
         {} if release else content,
         args,
-        task=task,
+        task="GPT" if not bert else "BERT" if binary_head else "BERT --bert-no-binary-head",
         model=config,
         tokenizer=tokenizer,
         padded=padded,
-        bf16=bf16,
+        bf16=parts[WORD_TABLE][0].dtype == torch.bfloat16,
     )
-    return Checkpoint(folder, state, None, {"model": Assembled(folder, sources)})
+    foreign = {"model": Assembled(folder, weights)}
+    if load_optim and not release and "optimizer" in content:
+        tensors, state["optimizer_steps"] = optimizer_parts(grid, chunks, stack)
+        sources = {
+            f"{kind}/{name}": join(name, p) for kind, parts in tensors.items() for name, p in parts.items()
+        }
+        foreign["optimizer"] = Assembled(folder, sources)
+    return Checkpoint(folder, state, None, foreign, notes=tuple(_notes(grid, args, parts)))
+
+
+def _version(path: Path, content: dict[str, Any]) -> float:
+    version = content.get("checkpoint_version", 0)
+    if version not in VERSIONS:
+        raise InputError(f"{path}: checkpoint_version is {str(version)[:20]}; known are {either(VERSIONS)}")
+    return version
+
+
+def _notes(grid: Grid, args: Record, parts: Parts) -> Iterator[str]:
+    path = grid.first[0]
+    if not args.state:
+        yield f"{path} does not hold the flags of its run; GELU is taken to be in its tanh form (--bias-gelu-fusion)"
+    if parts[WORD_TABLE][0].dtype == torch.float16:
+        yield f"{grid.folder} is in fp16, which there is no training in here; its weights become fp32"
+    if path.name == "model_rng.pt":
+        yield f"{grid.folder} keeps its optimizer apart (--use-distributed-optimizer), where it is not read"
 
 
 def read_grid(folder: Path) -> Grid:
@@ -142,11 +169,6 @@ def read_grid(folder: Path) -> Grid:
                 f"written with {name}_model_parallel_size {str(said)[:20]}; some are missing"
             )
     return grid
-
-
-def rank_folder(tensor: int, stage: int, stages: int) -> str:
-    """The folder of a process's file."""
-    return f"mp_rank_{tensor:02d}" if stages == 1 else f"mp_rank_{tensor:02d}_{stage:03d}"
 
 
 def model_chunks(path: Path, content: dict[str, Any]) -> Chunks:
@@ -266,25 +288,33 @@ def check_tensors(folder: Path, parts: Parts, wanted: dict[str, tuple[int, ...]]
         )
 
 
-def weights_sources(
-    folder: Path, parts: Parts, copies: list[StoredTensor], config: ModelConfig, version: float
-) -> dict[str, Source]:
-    """Every tensor of the model, put together when it is read."""
-    sources = {name: source(name, tensors, config, version) for name, tensors in parts.items()}
-    if copies:
-        table = sources[WORD_TABLE]
+def checked_copy(
+    folder: Path, table: Source, parts: list[StoredTensor], copies: list[StoredTensor]
+) -> Source:
+    """The table of words, for whose reading the parts of the first stage must equal those of the last."""
 
-        def read() -> Tensor:
-            for t, (part, copy) in enumerate(zip(parts[WORD_TABLE], copies, strict=True)):
-                if not torch.equal(part.read(), copy.read()):
-                    raise InputError(
-                        f"{folder}: the last stage's copy of the table of words is not the first stage's "
-                        f"(tensor-parallel process {t}); the checkpoint is not of one model"
-                    )
-            return table.read()
+    def read() -> Tensor:
+        for t, (part, copy) in enumerate(zip(parts, copies, strict=True)):
+            if not torch.equal(part.read(), copy.read()):
+                raise InputError(
+                    f"{folder}: the last stage's copy of the table of words is not the first stage's "
+                    f"(tensor-parallel process {t}); the checkpoint is not of one model"
+                )
+        return table.read()
 
-        sources[WORD_TABLE] = dataclasses.replace(table, read=read)
-    return sources
+    return dataclasses.replace(table, read=read)
+
+
+def optimizer_parts(
+    grid: Grid, chunks: dict[tuple[int, int], Chunks], stack: str
+) -> tuple[dict[str, Parts], int]:
+    """By kind, the parts of the tensors of the optimizer; and the steps that it has taken."""
+    found: dict[str, dict[tuple[int, int], Chunks]] = {}
+    for rank, path in grid.paths.items():
+        by_kind, steps = optimizer_tensors(path, grid.contents[rank].get("optimizer"), chunks[rank])
+        for kind, tensors in by_kind.items():
+            found.setdefault(kind, {})[rank] = tensors
+    return {kind: by_our_names(grid, tensors, stack)[0] for kind, tensors in found.items()}, steps
 
 
 def source(name: str, parts: list[StoredTensor], config: ModelConfig, version: float) -> Source:

@@ -7,6 +7,7 @@ Layers are numbered within a process; in versions before 2, the stack is called 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterator
 
 from torch import Tensor
 
@@ -37,9 +38,23 @@ AFTER = {
     "lm_head.layernorm": "lm_head.layer_norm",
     "binary_head": "binary_head",
 }
+# The dicts whose keys are not nested further.
+CONTAINERS = (
+    *BEFORE,
+    "language_model.encoder",
+    "language_model.pooler",
+    "lm_head",
+    "binary_head",
+    "word_embeddings_for_head",
+)
 # Modules whose tensors are cut by rows, and those of which the weight is cut by columns.
 BY_ROWS = ("word_embeddings", "output_layer", "linear_qkv", "linear_fc1")
 BY_COLUMNS = ("linear_proj", "linear_fc2")
+
+
+def rank_folder(tensor: int, stage: int, stages: int) -> str:
+    """The folder of a process's file."""
+    return f"mp_rank_{tensor:02d}" if stages == 1 else f"mp_rank_{tensor:02d}_{stage:03d}"
 
 
 def our_name(key: str, stack: str, first_layer: int) -> str | None:
@@ -63,6 +78,40 @@ def our_name(key: str, stack: str, first_layer: int) -> str | None:
         return f"{stack}.final_layernorm.{leaf}" if module == "final_layernorm" else None
     ours = LAYER.get(re.sub(r"^attention\.", "self_attention.", module))
     return ours and f"{stack}.layers.{first_layer + int(layer)}.{ours}.{leaf}"
+
+
+def stage_keys(
+    stack: str, layers: range, *, first: bool, last: bool, names: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    """The keys of the tensors of one stage, and our names, in the order of the file; those alone that are in `names`.
+
+    Args:
+        stack: as above.
+        layers: their numbers in the whole model.
+        first, last: whether it is the first stage, the last one, or both.
+    """
+    pairs: list[tuple[str, str]] = list(BEFORE.items()) if first else []
+    for i, layer in enumerate(layers):
+        pairs += [
+            (f"language_model.encoder.layers.{i}.{theirs}", f"{stack}.layers.{layer}.{ours}")
+            for theirs, ours in LAYER.items()
+        ]
+    if last:
+        pairs += [("language_model.encoder.final_layernorm", f"{stack}.final_layernorm"), *AFTER.items()]
+    for theirs, ours in pairs:
+        for leaf in ("weight", "bias"):
+            if f"{ours}.{leaf}" in names:
+                yield f"{theirs}.{leaf}", f"{ours}.{leaf}"
+    if last and not first:
+        yield HEAD_COPY, WORD_TABLE
+
+
+def nest(model: dict, key: str, tensor: Tensor) -> None:
+    """Put a tensor where its key belongs in the nested dicts of a file."""
+    container = next(name for name in CONTAINERS if key.startswith(f"{name}."))
+    for part in container.split("."):
+        model = model.setdefault(part, {})
+    model[key.removeprefix(f"{container}.")] = tensor
 
 
 def cut_dim(name: str) -> int | None:

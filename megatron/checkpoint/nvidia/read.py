@@ -14,13 +14,18 @@ RELEASE = "release"
 
 
 def open_megatron(
-    load: Path, tokenizer: TokenizerConfig, num_attention_heads: int | None = None
+    load: Path,
+    tokenizer: TokenizerConfig,
+    num_attention_heads: int | None = None,
+    *,
+    load_optim: bool = True,
 ) -> Checkpoint:
     """The newest checkpoint of Megatron-LM in the folder `load`, or the one that the folder itself is.
 
     Args:
         tokenizer: where it has a type or `vocab_size`, how many ids there are; mostly the files do not say.
         num_attention_heads: for files that do not say it either.
+        load_optim: read the state of the optimizer too, where there is one.
 
     Raises:
         InputError: there is none, it is not whole, or not of a GPT or BERT.
@@ -32,7 +37,9 @@ def open_megatron(
     folder = load
     if not any(load.glob("mp_rank_*")):
         folder = _newest(load)
-    return open_legacy(folder, tokenizer, num_attention_heads, release=folder.name == RELEASE)
+    return open_legacy(
+        folder, tokenizer, num_attention_heads, release=folder.name == RELEASE, load_optim=load_optim
+    )
 
 
 def _newest(load: Path) -> Path:
