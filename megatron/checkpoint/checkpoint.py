@@ -193,18 +193,29 @@ def is_architecture(field: str, config: ModelConfig) -> bool:
 
 def check_architecture(checkpoint: Checkpoint, config: ModelConfig) -> None:
     """Raise `InputError` naming the flags in which a run's model differs from the checkpoint's."""
-    saved = model_config(checkpoint)
-    # Two flags for one thing.
-    same = {"bias_gelu_fusion", "openai_gelu"} if saved.tanh_gelu == config.tanh_gelu else set()
+    is_bert = checkpoint.state["task"].startswith("BERT")
     differing = [
-        f"{flag_name(field)} (checkpoint: {getattr(saved, field.name)}, given: {getattr(config, field.name)})"
-        for field in dataclasses.fields(ModelConfig)
-        if is_architecture(field.name, config)
-        and field.name not in same
-        and getattr(saved, field.name) != getattr(config, field.name)
+        f"{flag} (checkpoint: {saved}, given: {given})"
+        for flag, saved, given in differences(model_config(checkpoint), config, is_bert=is_bert)
     ]
     if differing:
         raise InputError(f"--load: {checkpoint.folder} holds another model: {'; '.join(differing)}")
+
+
+def differences(a: ModelConfig, b: ModelConfig, *, is_bert: bool) -> list[tuple[str, Any, Any]]:
+    """Each flag in which two architectures differ, and both its values."""
+    same = {"group_query_attention"}  # which the number of groups tells
+    # Two flags for one thing, which a gated MLP has not at all; but BERT's head heeds only one of them.
+    tanh = [(config.tanh_gelu, is_bert and config.openai_gelu) for config in (a, b)]
+    if tanh[0] == tanh[1] or (a.swiglu and b.swiglu and not is_bert):
+        same |= {"bias_gelu_fusion", "openai_gelu"}
+    return [
+        (flag_name(field), getattr(a, field.name), getattr(b, field.name))
+        for field in dataclasses.fields(ModelConfig)
+        if is_architecture(field.name, b)
+        and field.name not in same
+        and getattr(a, field.name) != getattr(b, field.name)
+    ]
 
 
 def check_vocabulary(checkpoint: Checkpoint, vocab_size: int) -> None:

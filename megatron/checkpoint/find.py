@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from megatron.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from megatron.checkpoint.huggingface.read import is_huggingface, open_huggingface, why_not
 from megatron.checkpoint.storage import folder_of, iterations, newest_iteration
 from megatron.flags import InputError, either
 from megatron.parallel.collectives import together
@@ -15,8 +16,8 @@ from megatron.parallel.mesh import ALONE, Axis
 def find_checkpoint(
     load: str, save: str | None, *, step: int | None = None, verify: bool | None = None, world: Axis = ALONE
 ) -> Checkpoint | None:
-    """The newest checkpoint of the folder `load`, or that of iteration `step`; None if it may be empty, being that of
-    `save`, and is.
+    """The newest checkpoint of the folder `load`, or that of iteration `step`; or the model there if it is a folder of
+    Hugging Face's; None if it may be empty, being that of `save`, and is.
 
     If `load` is the folder of `save`, the run continues itself: a checkpoint that is damaged is passed over for the
     one before it. Every process of `world` must take part.
@@ -47,6 +48,13 @@ def find_checkpoint(
             except InputError as error:
                 passed_over.append(str(error))
         raise InputError(passed_over[0] + ("; nor is an older checkpoint whole" if older else ""))
+    if is_huggingface(root):
+        if verify:
+            raise InputError(
+                f"--verify-checkpoint: {load} is a folder of Hugging Face's, which has no checksums"
+            )
+        with together(world, InputError):
+            return open_huggingface(root)
     if root.is_dir() and iterations(root):
         raise InputError(
             f"--load: {load} holds {folder_of(root, iterations(root)[-1]).name}, but no "
@@ -54,9 +62,5 @@ def find_checkpoint(
         )
     if continues:
         return None
-    why = (
-        "is not a folder"
-        if not root.is_dir()
-        else "holds no checkpoint (no latest_checkpointed_iteration.txt)"
-    )
-    raise InputError(f"--load: {load} {why}")
+    wanted = "checkpoint (no latest_checkpointed_iteration.txt), and no config.json of Hugging Face's"
+    raise InputError(f"--load: {load} {why_not(root, wanted)}")

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.checkpoint.pieces import Index, check_shape
+from megatron.model.bert import BertModel
 from megatron.model.config import ModelConfig
+from megatron.model.gpt import GPTModel
 from megatron.parallel.slices import GlobalSlice
 from megatron.tokenizer.config import TokenizerConfig
 
@@ -62,6 +64,16 @@ class Assembled:
     def read_into(self, target: Tensor, name: str, place: GlobalSlice, begin: int) -> None:
         """Fill `target`, flat, with elements of the part `place` of a tensor, from its element `begin` on."""
         target.copy_(self.read(name, place).view(-1)[begin : begin + target.numel()])
+
+
+def model_without_memory(task: str, config: ModelConfig, vocab_size: int) -> nn.Module:
+    """The whole model on the meta device, which tells the names, shapes and places of its parameters. It has no rows
+    that pad the vocabulary."""
+    sizes = {"vocab_size": vocab_size, "padded_vocab_size": vocab_size}
+    with torch.device("meta"):
+        if task == "GPT":
+            return GPTModel(config, **sizes)
+        return BertModel(config, binary_head=task == "BERT", **sizes)
 
 
 def weights_state(

@@ -69,10 +69,15 @@ def begin_checkpoint(root: Path, iteration: int, needed: int) -> None:
     """
     for left in (*root.glob(".writing-iter_*"), *root.glob(".deleting-iter_*")):  # by a run that was killed
         shutil.rmtree(left)
-    free = shutil.disk_usage(root).free
+    check_room(root, needed)
+    temporary_folder(root, iteration).mkdir(parents=True)
+
+
+def check_room(folder: Path, needed: int) -> None:
+    """Raise `OSError` if the disk of a folder has less room than so many bytes."""
+    free = shutil.disk_usage(folder).free
     if needed > free:
         raise OSError(f"it needs {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free")
-    temporary_folder(root, iteration).mkdir(parents=True)
 
 
 def temporary_folder(root: Path, iteration: int) -> Path:

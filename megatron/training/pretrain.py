@@ -125,6 +125,11 @@ def find_start(config: CheckpointConfig, mesh: Mesh) -> Checkpoint | None:
     found = find_checkpoint(
         config.load, save, step=step, verify=config.verify_checkpoint or None, world=mesh.world
     )
+    if found is not None and not found.state["schedule"] and not config.finetune:
+        raise InputError(
+            f"--load: {found.folder} holds a model without the state of a run (optimizer, schedule, progress); "
+            "add --finetune to start from its weights"
+        )
     if continues and step is not None:
         with together(mesh.world):
             if mesh.is_first and (kept := take_back(root, step)):
@@ -205,6 +210,8 @@ def load(trainer: Trainer, checkpoint: Checkpoint) -> None:
     config, state, say = trainer.config.checkpoint, checkpoint.state, trainer.reporter.say
     for fault in checkpoint.passed_over:
         say(f"DAMAGED CHECKPOINT: {fault}; going on from {checkpoint.folder}, an older one")
+    for note in checkpoint.notes:
+        say(f"--load: {note}")
     check_architecture(checkpoint, trainer.config.model)
     if state["task"] != trainer.task.name:
         raise InputError(f"--load: {checkpoint.folder} holds a {state['task']}, not a {trainer.task.name}")

@@ -87,7 +87,7 @@ def test_what_is_there_stays(tmp_path: Path, kind: str) -> None:
     if kind == "full":
         root.mkdir()
     (root if kind == "a file" else root / "precious").write_text("")
-    with pytest.raises(InputError, match=r"^--save: \S+ is not (empty|a folder); name a"):
+    with pytest.raises(InputError, match=r"^--save: \S+ is not (empty|a folder); name"):
         write_native(checkpoint, root, lambda size: None)
     assert root.exists()
 

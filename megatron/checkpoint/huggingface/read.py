@@ -1,0 +1,194 @@
+"""A local folder of Hugging Face's as a checkpoint: config.json, safetensors, and a tokenizer if it has one."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.checkpoint import Checkpoint
+from megatron.checkpoint.foreign import Assembled, Source, model_without_memory, weights_state
+from megatron.checkpoint.huggingface.families import Family, Modules
+from megatron.checkpoint.huggingface.settings import Settings, read_settings
+from megatron.checkpoint.tensor_file import DTYPES, TensorFile
+from megatron.flags import InputError
+from megatron.model.config import ModelConfig
+from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.base import read_json
+from megatron.tokenizer.config import TokenizerConfig
+
+INDEX = "model.safetensors.index.json"
+Files = dict[str, TensorFile]  # by the name of a tensor, the file that holds it
+
+
+def is_huggingface(folder: Path) -> bool:
+    """Whether a folder looks like one of Hugging Face's."""
+    return (folder / "config.json").is_file()
+
+
+def open_huggingface(folder: Path) -> Checkpoint:
+    """The model in a folder, its tensors not read yet but all accounted for.
+
+    Raises:
+        InputError: it is no such folder, this program has no such model, or tensors are missing, left over or of other
+            shapes than config.json asks for.
+    """
+    if not is_huggingface(folder):
+        raise InputError(f"--load: {folder} {why_not(folder, 'config.json')}")
+    settings = read_settings(folder / "config.json")
+    files = _find_files(folder)
+    task = "GPT"
+    if settings.family.model_type == "megatron-bert":
+        task = "BERT" if "cls.seq_relationship.weight" in files else "BERT --bert-no-binary-head"
+    tokenizer = find_tokenizer(folder, settings.family)
+    ids = build_tokenizer(tokenizer).vocab_size if tokenizer.tokenizer_type else settings.rows
+    vocab_size = min(ids, settings.rows)
+    notes = list(settings.notes)
+    if vocab_size < settings.rows:
+        notes.append(f"{settings.rows - vocab_size} rows pad the vocabulary of {ids} ids; they are left out")
+    sources, note = _find_sources(folder, files, settings, task, vocab_size)
+    bf16 = all(source.dtype == torch.bfloat16 for source in sources.values())
+    state = weights_state(task, settings.model, tokenizer, vocab_size=vocab_size, bf16=bf16)
+    return Checkpoint(folder, state, None, {"model": Assembled(folder, sources)}, notes=tuple(notes + note))
+
+
+def why_not(folder: Path, wanted: str) -> str:
+    """What is wrong with a folder that does not hold a file that it should."""
+    if folder.is_file():
+        return "is a file; unpack it if it is an archive, and name the folder"
+    if not folder.is_dir():
+        return "is not a folder; names of models on the Hugging Face hub are not looked up: download it first"
+    return f"holds no {wanted}"
+
+
+def _find_files(folder: Path) -> Files:
+    """The files of all tensors."""
+    names = ["model.safetensors"]
+    listed: set[str] = set()
+    if (folder / INDEX).is_file():
+        weights = read_json(str(folder / INDEX))
+        weights = weights.get("weight_map") if isinstance(weights, dict) else None
+        if not isinstance(weights, dict) or not all(
+            isinstance(name, str) and re.fullmatch(r"[^/\\\0]+\.safetensors", name)
+            for name in weights.values()
+        ):
+            raise InputError(f"{folder / INDEX}: has no 'weight_map' of tensors to safetensors files")
+        names, listed = sorted(set(weights.values())), set(weights)
+    elif not (folder / "model.safetensors").is_file() and any(folder.glob("*.bin")):
+        raise InputError(
+            f"--load: {folder} holds its weights as a pickle, which can run code and is not read; convert it by "
+            f'transformers: AutoModelForCausalLM.from_pretrained("{folder}").save_pretrained("NEW_FOLDER")'
+        )
+    files: Files = {}
+    for name in names:
+        file = TensorFile(folder / name)
+        twice = files.keys() & file.tensors.keys()
+        if twice:
+            raise InputError(f"{file.path}: {min(twice)} is also in {files[min(twice)].path.name}")
+        files |= dict.fromkeys(file.tensors, file)
+    if listed - files.keys():
+        raise InputError(f"{folder / INDEX}: {shown(listed - files.keys())} in none of the files")
+    return files
+
+
+def shown(names: set[str] | list[str]) -> str:
+    """Names of tensors, the first ten of them and their number."""
+    names = sorted(names)
+    return f"{len(names)} tensor(s): {', '.join(names[:10])}{', ...' if len(names) > 10 else ''}"
+
+
+def _find_sources(
+    folder: Path, files: Files, settings: Settings, task: str, vocab_size: int
+) -> tuple[dict[str, Source], list[str]]:
+    """Where each tensor of ours comes from, and what is to be said of it."""
+    family, config = settings.family, settings.model
+    prefix = family.prefix if any(name.startswith(family.prefix) for name in files) else ""
+    wanted: dict[str, tuple[list[str], Modules]] = {}
+    missing, wrong = [], []
+    used: set[str] = set()
+    model = model_without_memory(task, config, settings.rows)
+    for name, p in model.named_parameters():
+        theirs, modules = family.place(name)
+        theirs = [n if prefix else n.removeprefix(family.prefix) for n in theirs]
+        wanted[name] = theirs, modules
+        used.update(theirs)
+        for part, like in zip(theirs, modules.split(p, config), strict=True):
+            if part not in files:
+                missing.append(part)
+            elif (shape := files[part].tensors[part].shape) != tuple(like.shape):
+                wrong.append(f"{part} {shape} in place of {tuple(like.shape)}")
+    if missing:
+        raise InputError(f"{folder}: lacks {shown(missing)}")
+    if wrong:
+        raise InputError(f"{folder}: config.json asks for other sizes than those of {shown(wrong)}")
+    _check_left(folder, family, files, config, files.keys() - used, task)
+
+    found = {files[part].tensors[part].dtype for part in used}
+    if found - DTYPES.keys():
+        raise InputError(
+            f"{folder}: has tensors of {', '.join(sorted(found - DTYPES.keys()))}; this program reads those of "
+            f"{', '.join(DTYPES)}"
+        )
+    dtype = torch.bfloat16 if found == {"BF16"} else torch.float32
+    notes = (
+        [] if len(found) == 1 and found != {"F16"} else [f"tensors of {', '.join(sorted(found))} become F32"]
+    )
+    sources = {}
+    for name, p in model.named_parameters():
+        shape = p.place.shape if p.place.real is None else (vocab_size, *p.place.shape[1:])
+        read = functools.partial(_read, files, *wanted[name], config, dtype, shape[0])
+        sources[name] = Source(shape, dtype, read)
+    return sources, notes
+
+
+def _read(
+    files: Files, theirs: list[str], modules: Modules, config: ModelConfig, dtype: torch.dtype, rows: int
+) -> Tensor:
+    return modules.join([files[name].read(name).to(dtype) for name in theirs], config)[:rows]
+
+
+def _check_left(
+    folder: Path, family: Family, files: Files, config: ModelConfig, left: set[str], task: str
+) -> None:
+    """Make sure that the tensors that are not read hold nothing of the model."""
+    left = {name for name in left if not re.fullmatch(family.ignored, name)}
+    if not config.untie_embeddings_and_output_weights:
+        left.discard("lm_head.weight")
+    if task == "BERT --bert-no-binary-head":
+        for name in [name for name in left if name.endswith("token_type_embeddings.weight")]:
+            if files[name].read(name).any():
+                raise InputError(
+                    f"{folder}: has token types (embeddings that are not 0) but no head for the order of sentences; "
+                    "this program has both or neither"
+                )
+            left.discard(name)
+    if left:
+        raise InputError(f"{folder}: has what a {family.model_type} of this program has not, {shown(left)}")
+
+
+def find_tokenizer(folder: Path, family: Family) -> TokenizerConfig:
+    """The tokenizer whose files lie in a folder; without a type if none do."""
+    path = {name: str(folder.absolute() / name) for name in TOKENIZER_FILES if (folder / name).is_file()}
+    if family.model_type == "gpt2" and {"vocab.json", "merges.txt"} <= path.keys():
+        return TokenizerConfig(
+            tokenizer_type="GPT2BPETokenizer", vocab_file=path["vocab.json"], merge_file=path["merges.txt"]
+        )
+    if family.model_type == "megatron-bert" and "vocab.txt" in path:
+        settings = folder / "tokenizer_config.json"
+        settings = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
+        kind = "BertWordPieceLowerCase" if settings.get("do_lower_case", True) else "BertWordPieceCase"
+        return TokenizerConfig(tokenizer_type=kind, vocab_file=path["vocab.txt"])
+    if "tokenizer.json" in path:
+        return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=path["tokenizer.json"])
+    if "tokenizer.model" in path:
+        return TokenizerConfig(
+            tokenizer_type="SentencePieceTokenizer", tokenizer_model=path["tokenizer.model"]
+        )
+    return TokenizerConfig()
+
+
+TOKENIZER_FILES = ("vocab.json", "merges.txt", "vocab.txt", "tokenizer.json", "tokenizer.model")

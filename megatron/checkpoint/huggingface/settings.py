@@ -1,0 +1,145 @@
+"""config.json of a Hugging Face model as our configuration, and the reverse."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.checkpoint import differences
+from megatron.checkpoint.huggingface.families import FAMILIES, Family
+from megatron.flags import InputError, either
+from megatron.model.config import ModelConfig
+from megatron.tokenizer.base import read_json
+
+TANH_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+REFUSED = {"quantization_config": (None,)}
+# Keys that change nothing in what the model computes.
+HARMLESS = {
+    "architectures",
+    "bos_token_id",
+    "chunk_size_feed_forward",
+    "dtype",
+    "eos_token_id",
+    "gradient_checkpointing",
+    "is_encoder_decoder",
+    "model_type",
+    "n_ctx",
+    "output_past",
+    "pad_token_id",
+    "pretraining_tp",
+    "reorder_and_upcast_attn",
+    "summary_activation",
+    "summary_first_dropout",
+    "summary_proj_to_labels",
+    "summary_type",
+    "summary_use_proj",
+    "task_specific_params",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What config.json says: the rows of the tables of words may be more than the tokenizer's ids."""
+
+    family: Family
+    model: ModelConfig
+    rows: int
+    notes: tuple[str, ...]
+
+
+def read_settings(path: Path) -> Settings:
+    """The content of a config.json.
+
+    Raises:
+        InputError: it is damaged, or describes a model that this program does not have.
+    """
+    config = read_json(str(path))
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise InputError(f"{path}: has no 'model_type'; it is not the config.json of a Hugging Face model")
+    try:
+        return _from_config(config)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def _from_config(config: dict[str, Any]) -> Settings:
+    if config["model_type"] not in FAMILIES:
+        raise InputError(
+            f"model_type {config['model_type']!r} is not supported; this program reads {either(FAMILIES)}"
+        )
+    family = FAMILIES[config["model_type"]]
+    # What has been used is taken out, and what is left at the end has not been understood.
+    left = {key: value for key, value in config.items() if key not in HARMLESS and not key.startswith("_")}
+    for key, values in (REFUSED | family.fixed).items():
+        _check(key, left.pop(key, values[0]), values)
+    rows = left.pop("vocab_size", None)
+    if type(rows) is not int or rows < 1:
+        raise InputError(f"vocab_size: {rows!r} is not the number of ids")
+    fields = dict(family.shape)
+    for key, field in family.settings.items():
+        if key not in left and key not in family.defaults:
+            raise InputError(f"lacks {key!r}")
+        fields[field] = left.pop(key, family.defaults.get(key))
+    groups, heads = fields.get("num_query_groups"), fields["num_attention_heads"]
+    fields["group_query_attention"] = groups not in (None, heads)
+    fields["untie_embeddings_and_output_weights"] = not left.pop("tie_word_embeddings", family.tied)
+    if family.activation is not None:
+        name = left.pop(family.activation, None)
+        _check(family.activation, name, ("gelu", *TANH_GELU))
+        # The first is for the layers, the second for BERT's head too.
+        fields |= {"bias_gelu_fusion": name != "gelu", "openai_gelu": name != "gelu"}
+    else:
+        fields |= _read_rope(left)
+    notes = []
+    if left.pop("embd_pdrop", resid := fields["hidden_dropout"]) != resid:
+        notes.append(
+            f"config.json: embd_pdrop differs from resid_pdrop; --hidden-dropout {resid} is for both"
+        )
+    notes += [f"config.json: {key!r} is not known to this program, and has no effect" for key in left]
+    return Settings(family, ModelConfig(**fields), rows, tuple(notes))
+
+
+def _read_rope(left: dict[str, Any]) -> dict[str, Any]:
+    """Flags of RoPE; takes its keys out. Newer versions of transformers keep them together, older ones apart."""
+    rope = left.pop("rope_scaling", None) or {}
+    rope |= left.pop("rope_parameters", None) or {}
+    base = rope.pop("rope_theta", left.pop("rope_theta", 10000.0))
+    kind = rope.pop("rope_type", rope.pop("type", "default"))
+    _check("rope_type", kind, ("default",))
+    _check("partial_rotary_factor", rope.pop("partial_rotary_factor", 1.0), (1.0,))
+    left |= rope
+    return {"rotary_base": base}
+
+
+def _check(key: str, value: Any, values: tuple[Any, ...]) -> None:
+    if value not in values:
+        raise InputError(f"{key}: {value!r} is not supported; this program has {either(map(repr, values))}")
+
+
+def to_config(family: Family, model: ModelConfig, rows: int) -> dict[str, Any]:
+    """The content of config.json for a model, without special tokens.
+
+    Raises:
+        InputError: the family has no such model.
+    """
+    config: dict[str, Any] = {"model_type": family.model_type, "vocab_size": rows}
+    config |= {key: getattr(model, field) for key, field in family.settings.items()}
+    config |= {key: values[0] for key, values in family.fixed.items()}
+    config["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
+    is_bert = family.model_type == "megatron-bert"
+    if family.activation is not None:
+        tanh = model.openai_gelu if is_bert else model.tanh_gelu
+        config[family.activation] = "gelu_new" if tanh else "gelu"
+    else:
+        config |= {"rope_theta": model.rotary_base}
+    if family.model_type == "gpt2":
+        config["embd_pdrop"] = model.hidden_dropout
+    lost = differences(model, _from_config(config).model, is_bert=is_bert)
+    if lost:
+        said = "; ".join(f"{flag} is {ours} here and {theirs} there" for flag, ours, theirs in lost)
+        raise InputError(f"the {family.model_type} of Hugging Face has no such model: {said}")
+    return config

@@ -1,0 +1,160 @@
+"""Writes a checkpoint as a folder that `from_pretrained` of transformers loads, with one tensor in memory at a time."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.checkpoint.checkpoint import Checkpoint, model_config, saved_tokenizer
+from megatron.checkpoint.convert import SHARD, check_is_empty
+from megatron.checkpoint.foreign import Assembled, model_without_memory
+from megatron.checkpoint.huggingface.families import FAMILIES, Family
+from megatron.checkpoint.huggingface.read import INDEX
+from megatron.checkpoint.huggingface.settings import to_config
+from megatron.checkpoint.pieces import Pieces
+from megatron.checkpoint.storage import check_room, sync
+from megatron.checkpoint.tensor_file import ToWrite, in_shards, write_tensors
+from megatron.flags import InputError
+from megatron.model.config import ModelConfig
+from megatron.tokenizer import Tokenizer, build_tokenizer
+
+
+def write_huggingface(
+    checkpoint: Checkpoint, root: Path, advance: Callable[[int], object], shard: int = SHARD
+) -> None:
+    """Write the model of a checkpoint to the folder `root`; `advance` is told the bytes of each tensor written.
+
+    Raises:
+        InputError: the folder holds something, or Hugging Face has no such model. Nothing is left of what was written.
+        OSError: it cannot be written; nor then.
+    """
+    root = root.absolute()
+    check_is_empty(root)
+    task, model, rows = checkpoint.state["task"], model_config(checkpoint), checkpoint.state["vocab_size"]
+    family = FAMILIES[choose_family(task, model)]
+    try:
+        config = to_config(family, model, rows)
+    except InputError as error:
+        raise InputError(f"--load: {checkpoint.folder}: {error}") from None
+    tensors = tensors_of(family, checkpoint.pieces("model"), model_without_memory(task, model, rows), model)
+    binary_head = task == "BERT"
+    if family.model_type == "megatron-bert" and not binary_head:
+        # It always has token types, which add nothing here.
+        types = ToWrite((2, model.hidden_size), torch.float32, lambda: torch.zeros(2, model.hidden_size))
+        tensors["bert.embeddings.token_type_embeddings.weight"] = types
+    dtypes = {tensor.dtype for tensor in tensors.values()}
+    config["architectures"] = [family.architectures[0 if binary_head else -1]]
+    config["torch_dtype"] = "bfloat16" if dtypes == {torch.bfloat16} else "float32"
+
+    saved = saved_tokenizer(checkpoint)
+    tokenizer = build_tokenizer(saved) if saved.tokenizer_type else None
+    special = {} if tokenizer is None else tokenizer.special_ids
+    roles = {"bos_token_id": ("bos", "eod"), "eos_token_id": ("eos", "eod"), "pad_token_id": ("pad",)}
+    config |= {key: next((special[r] for r in names if r in special), None) for key, names in roles.items()}
+    contents = {"config.json": json_text(config)}
+    if tokenizer is not None:
+        contents |= tokenizer_contents(tokenizer, model.max_position_embeddings)
+    write_folder(root, in_shards(tensors, shard), contents, advance)
+
+
+def choose_family(task: str, model: ModelConfig) -> str:
+    """The family that a model comes nearest to."""
+    if task != "GPT":
+        return "megatron-bert"
+    return "llama" if model.position_embedding_type == "rope" else "gpt2"
+
+
+def tensors_of(
+    family: Family, source: Pieces | Assembled, model: nn.Module, config: ModelConfig
+) -> dict[str, ToWrite]:
+    """The tensors of theirs, each made when it is written."""
+
+    @functools.lru_cache(
+        maxsize=1
+    )  # one of ours can be several of theirs, which are written one after the other
+    def parts(name: str) -> list[Tensor]:
+        ours = source.read(name, model.get_parameter(name).place).to(dtype_of(name))
+        return family.place(name)[1].split(ours, config)
+
+    def dtype_of(name: str) -> torch.dtype:
+        return getattr(torch, source.index[name]["dtype"])
+
+    found = {}
+    for name, p in model.named_parameters():
+        theirs, modules = family.place(name)
+        for i, (part, like) in enumerate(zip(theirs, modules.split(p, config), strict=True)):
+            found[part] = ToWrite(tuple(like.shape), dtype_of(name), lambda name=name, i=i: parts(name)[i])
+    return found
+
+
+def write_folder(
+    root: Path,
+    shards: Iterable[dict[str, ToWrite]],
+    contents: dict[str, bytes],
+    advance: Callable[[int], object],
+) -> None:
+    """Write tensors and other files to a folder, which is there whole or not at all."""
+    shards = list(shards)
+    size = sum(tensor.nbytes for shard in shards for tensor in shard.values())
+    temporary = root.with_name(f".writing-{root.name}")
+    shutil.rmtree(temporary, ignore_errors=True)  # of a conversion that was killed
+    temporary.mkdir(parents=True)
+    try:
+        check_room(temporary, size)
+        weights = {}
+        for i, shard in enumerate(shards):
+            name = "model.safetensors"
+            if len(shards) > 1:
+                name = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+            write_tensors(temporary / name, shard, advance)
+            weights |= dict.fromkeys(shard, name)
+        if len(shards) > 1:
+            contents = {
+                INDEX: json_text({"metadata": {"total_size": size}, "weight_map": weights}),
+                **contents,
+            }
+        for name, content in contents.items():
+            (temporary / name).write_bytes(content)
+        for path in (*temporary.iterdir(), temporary):
+            sync(path)
+        temporary.replace(root)
+        sync(root.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def tokenizer_contents(tokenizer: Tokenizer, longest: int) -> dict[str, bytes]:
+    """The files of a tokenizer by the names that `AutoTokenizer` looks for, with its settings where they lack them."""
+    contents = [file.read_bytes() for file in tokenizer.files]
+    settings: dict[str, Any] = {"model_max_length": longest}
+    if tokenizer.name == "GPT2BPETokenizer":
+        names = ["vocab.json", "merges.txt"]
+        end = "<|endoftext|>"
+        settings |= {"tokenizer_class": "GPT2Tokenizer", "bos_token": end, "eos_token": end, "unk_token": end}
+    elif tokenizer.name.startswith("BertWordPiece"):
+        names = ["vocab.txt"]
+        settings |= {
+            "tokenizer_class": "BertTokenizer",
+            "do_lower_case": tokenizer.name.endswith("LowerCase"),
+        }
+    elif tokenizer.name == "HuggingFaceTokenizer":
+        names = ["tokenizer.json", "tokenizer_config.json"][: len(contents)]
+        settings |= {"tokenizer_class": "PreTrainedTokenizerFast"}
+    elif tokenizer.name == "SentencePieceTokenizer":
+        names = ["tokenizer.model"]
+        settings |= {"tokenizer_class": "LlamaTokenizer", "add_bos_token": False}
+    else:
+        return {}
+    return {"tokenizer_config.json": json_text(settings), **dict(zip(names, contents, strict=True))}
+
+
+def json_text(value: Any) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()

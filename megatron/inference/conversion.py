@@ -1,0 +1,67 @@
+"""Whether two checkpoints are one model: logits on fixed tokens, by this program and by transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.checkpoint import Checkpoint, model_config
+from megatron.checkpoint.foreign import model_without_memory
+from megatron.checkpoint.load import load_weights
+from megatron.model.gpt import position_ids
+
+# By how much of the largest logit others may differ: what the order of additions makes of fp32 in a deep model.
+TOLERANCE = 1e-4
+BATCH, LONGEST = 2, 64
+
+
+def fixed_tokens(checkpoint: Checkpoint) -> tuple[Tensor, Tensor]:
+    """Tokens [b, s] that are the same at each call, and BERT's types for them."""
+    length = min(LONGEST, model_config(checkpoint).max_position_embeddings)
+    generator = torch.Generator().manual_seed(1234)
+    tokens = torch.randint(checkpoint.state["vocab_size"], (BATCH, length), generator=generator)
+    return tokens, (torch.arange(length) >= length // 2).long().expand(BATCH, length)
+
+
+@torch.no_grad()
+def our_logits(checkpoint: Checkpoint) -> list[Tensor]:
+    """Of GPT [b, s, v]; of BERT these of the words, and with a binary head [b, 2] of the order; computed in fp32 on
+    the CPU."""
+    tokens, types = fixed_tokens(checkpoint)
+    task = checkpoint.state["task"]
+    model = model_without_memory(task, model_config(checkpoint), checkpoint.state["vocab_size"])
+    load_weights(checkpoint, model, torch.float32)
+    if task == "GPT":
+        return [model(tokens, position_ids(0, *tokens.shape, tokens.device))]
+    return [x for x in model(tokens, torch.ones_like(tokens), types) if x is not None]
+
+
+@torch.no_grad()
+def their_logits(folder: Path, checkpoint: Checkpoint, transformers: ModuleType) -> list[Tensor]:
+    """The same logits, of the model that transformers loads from a folder; without rows that pad the vocabulary.
+
+    Args:
+        checkpoint: what the tokens are made for.
+    """
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    tokens, types = fixed_tokens(checkpoint)
+    (architecture,) = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"]
+    model = getattr(transformers, architecture).from_pretrained(folder, local_files_only=True).float().eval()
+    task, vocab_size = checkpoint.state["task"], checkpoint.state["vocab_size"]
+    if task == "GPT":
+        return [model(tokens).logits[..., :vocab_size]]
+    out = model(tokens, token_type_ids=types)
+    if task == "BERT":
+        return [out.prediction_logits[..., :vocab_size], out.seq_relationship_logits]
+    return [out.logits[..., :vocab_size]]
+
+
+def largest_difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    """As a share of the largest logit of the same kind."""
+    pairs = zip(ours, theirs, strict=True)
+    return max(((a - b).abs().max() / a.abs().max()).item() for a, b in pairs)

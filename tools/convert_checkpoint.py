@@ -1,0 +1,101 @@
+"""Convert a model between the formats of this program and of Hugging Face, and compare the logits of both.
+
+python tools/convert_checkpoint.py --from huggingface --to native --load gpt2 --save my/gpt2
+python tools/convert_checkpoint.py --from native --to huggingface --load my/run --save my/gpt2-hf
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tqdm import tqdm
+
+from megatron.arguments import Parser, run_command
+from megatron.checkpoint.checkpoint import Checkpoint
+from megatron.checkpoint.convert import check_is_empty, write_native
+from megatron.checkpoint.find import find_checkpoint
+from megatron.checkpoint.huggingface.read import open_huggingface
+from megatron.checkpoint.huggingface.write import write_huggingface
+from megatron.flags import InputError, TrainingFault
+from megatron.inference.conversion import TOLERANCE, largest_difference, our_logits, their_logits
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser(description=__doc__.splitlines()[0])
+    formats = {"choices": list(READ), "required": True, "help": "format"}
+    parser.add_argument("--from", dest="source", **formats)
+    parser.add_argument("--to", dest="target", **formats)
+    parser.add_argument("--load", required=True, metavar="DIR", type=Path, help="folder to read")
+    parser.add_argument(
+        "--save", required=True, metavar="DIR", type=Path, help="folder to write, empty or new"
+    )
+    args = parser.parse_args(argv)
+    if args.source == args.target:
+        raise InputError(f"--to: {args.target} is the format of --from too; there is nothing to convert")
+    check_is_empty(args.save)
+    source = READ[args.source](args.load)
+    print(f"{source.folder}: {source.state['task']}, iteration {source.iteration}")
+    for note in source.notes:
+        print(f"note: {note}")
+    elements = sum(math.prod(tensor["shape"]) for tensor in source.pieces("model").index.values())
+    print(f"{elements:,} parameters, vocabulary of {source.state['vocab_size']:,} ids")
+    # Where nobody watches a bar, a line now and then.
+    seconds = 0.1 if sys.stderr.isatty() else 30
+    with tqdm(unit="B", unit_scale=True, mininterval=seconds, file=sys.stderr) as progress:
+        WRITE[args.target](source, args.save, progress.update)
+    try:
+        compare(source, READ[args.target](args.save), {args.source: args.load, args.target: args.save})
+    except BaseException:
+        shutil.rmtree(args.save)
+        raise
+    print(f"written to {args.save}")
+
+
+def compare(source: Checkpoint, result: Checkpoint, folders: dict[str, Path]) -> None:
+    """Print by how much logits differ from those of the source.
+
+    Raises:
+        TrainingFault: by more than rounding.
+    """
+    expected = our_logits(source)
+    found = {"what was written": largest_difference(expected, our_logits(result))}
+    folder = folders.get("huggingface")
+    if folder is not None and importlib.util.find_spec("transformers"):
+        import transformers
+
+        found[f"transformers from {folder}"] = largest_difference(
+            expected, their_logits(folder, source, transformers)
+        )
+    elif folder is not None:
+        print("note: transformers is not installed, and was not compared with")
+    for name, difference in found.items():
+        print(f"logits of {name} differ by {difference:.2e} of the largest")
+    # Not a number is no small difference.
+    wrong = [name for name, difference in found.items() if not difference <= TOLERANCE]
+    if wrong:
+        raise TrainingFault(
+            f"logits of {wrong[0]} are not those of {source.folder}, within {TOLERANCE:g} of the largest; "
+            "nothing is kept of the conversion"
+        )
+
+
+def open_native(folder: Path) -> Checkpoint:
+    found = find_checkpoint(str(folder), None)
+    if found.manifest is None:
+        raise InputError(f"--load: {folder} is a folder of Hugging Face's; give --from huggingface")
+    return found
+
+
+READ = {"native": open_native, "huggingface": open_huggingface}
+WRITE = {"native": write_native, "huggingface": write_huggingface}
+
+
+if __name__ == "__main__":
+    run_command(main)
