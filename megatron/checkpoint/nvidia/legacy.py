@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.checkpoint import Checkpoint
-from megatron.checkpoint.foreign import Assembled, Source
+from megatron.checkpoint.foreign import Assembled, Source, model_without_memory
 from megatron.checkpoint.nvidia.names import (
     HEAD_COPY,
     cut_dim,
@@ -30,9 +30,7 @@ from megatron.checkpoint.nvidia.run import read_config, read_state
 from megatron.checkpoint.torch_file import StoredTensor, read_torch_file
 from megatron.checkpoint.unpickle import Record
 from megatron.flags import InputError, either
-from megatron.model.bert import BertModel
 from megatron.model.config import ModelConfig
-from megatron.model.gpt import GPTModel
 from megatron.model.vocabulary import WORD_TABLE
 from megatron.tokenizer.config import TokenizerConfig
 
@@ -90,9 +88,8 @@ def open_legacy(
     parts, copies = by_our_names(grid, chunks, stack)
     config = read_config(path, args, _sizes(parts, stack), num_attention_heads)
     binary_head, padded = "binary_head.weight" in parts, len_whole(parts[WORD_TABLE], 0)
-    with torch.device("meta"):
-        sizes = {"vocab_size": padded, "padded_vocab_size": padded}
-        model = BertModel(config, binary_head=binary_head, **sizes) if bert else GPTModel(config, **sizes)
+    task = "GPT" if not bert else "BERT" if binary_head else "BERT --bert-no-binary-head"
+    model = model_without_memory(task, config, padded)
     check_tensors(folder, parts, {name: tuple(p.shape) for name, p in model.named_parameters()})
     join = functools.partial(source, config=config, version=_version(path, content))
     weights = {name: join(name, tensors) for name, tensors in parts.items()}
@@ -102,7 +99,7 @@ def open_legacy(
         path,
         {} if release else content,
         args,
-        task="GPT" if not bert else "BERT" if binary_head else "BERT --bert-no-binary-head",
+        task=task,
         model=config,
         tokenizer=tokenizer,
         padded=padded,

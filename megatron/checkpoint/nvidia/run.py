@@ -95,6 +95,7 @@ def read_state(
     if not schedule:
         return state
     config["training"]["seed"] = args.get("seed")
+    config["data"]["mock_data"] = False
     for name in ("data_path", "split", "dataloader_type", "mask_prob", "short_seq_prob"):
         config["data"][name] = args.get(name)
     iteration = content.get("iteration", content.get("total_iters"))
