@@ -47,7 +47,7 @@ class LMHead(nn.Module):
             config.openai_gelu
         )  # NVIDIA's fused kernel, whose tanh form the layers take, is not used here
         self.dense = Linear(config, h, tp.replicated(h, h), tp.replicated(h))
-        self.layer_norm = Norm(config, tp)
+        self.layer_norm = Norm(config, tp.replicated(h))
 
     def forward(self, x_sbh: Tensor) -> Tensor:
         return self.layer_norm(gelu(self.dense(x_sbh), tanh=self.tanh))
@@ -139,7 +139,10 @@ class BertModel(nn.Module):
         position_ids_bs = torch.arange(tokens_bs.shape[1], device=tokens_bs.device).expand_as(tokens_bs)
         if self.config.position_embedding_type == "rope":
             context.rotary = rotary_angles(
-                position_ids_bs, self.config.rotary_channels, self.config.rotary_base
+                position_ids_bs,
+                self.config.rotary_channels,
+                self.config.rotary_base,
+                self.config.rope_scaling_factor if self.config.use_rope_scaling else None,
             )
         if self.embedding is not None:
             hidden_sbh = self.embedding(tokens_bs, position_ids_bs, dropout_key, types_bs)

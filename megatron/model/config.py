@@ -30,6 +30,13 @@ class ModelConfig(Config):
     )
     rotary_base: float = flag(10000.0, "base of the RoPE frequencies", above=0)
     rotary_percent: float = flag(1.0, "share of each head that RoPE turns", above=0, high=1)
+    use_rope_scaling: bool = flag(
+        False,
+        "slow RoPE's slow frequencies down as Llama 3.1 does, to see more than the 8192 tokens trained on",
+    )
+    rope_scaling_factor: float = flag(
+        8.0, "how many times slower the slowest become with --use-rope-scaling", low=1
+    )
     normalization: str = flag("LayerNorm", "kind of normalisation", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = flag(
         1e-5, "added to the variance in the normalisation", above=0, aliases=("--layernorm-epsilon",)
@@ -40,6 +47,10 @@ class ModelConfig(Config):
     )
     openai_gelu: bool = flag(False, "tanh form of GELU, even with --no-bias-gelu-fusion")
     add_bias_linear: bool = flag(True, "no biases in the linear layers", name="--disable-bias-linear")
+    add_qkv_bias: bool = flag(
+        False, "biases in the projection to queries, keys and values, even with --disable-bias-linear"
+    )
+    qk_layernorm: bool = flag(False, "normalise every head's queries and keys")
     untie_embeddings_and_output_weights: bool = flag(
         False, "give the output layer a weight of its own instead of the word embeddings"
     )
@@ -84,6 +95,11 @@ class ModelConfig(Config):
             raise InputError(
                 f"--rotary-percent: {self.rotary_percent} of a head of {self.kv_channels} channels leaves "
                 "RoPE fewer than the two it turns together"
+            )
+
+        if self.rope_scaling_factor != 8.0 and not self.use_rope_scaling:
+            raise InputError(
+                f"--rope-scaling-factor: {self.rope_scaling_factor} has an effect only with --use-rope-scaling"
             )
 
     @property

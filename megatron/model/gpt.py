@@ -103,7 +103,10 @@ class GPTModel(nn.Module):
         context = Context(cache=cache, dropout_key=dropout_key)
         if self.config.position_embedding_type == "rope":
             context.rotary = rotary_angles(
-                position_ids_bs, self.config.rotary_channels, self.config.rotary_base
+                position_ids_bs,
+                self.config.rotary_channels,
+                self.config.rotary_base,
+                self.config.rope_scaling_factor if self.config.use_rope_scaling else None,
             )
         if document_ids_bs is not None:
             context.mask_bst = document_mask(document_ids_bs)

@@ -23,7 +23,7 @@ from megatron.ops.rotary import rotate
 from megatron.parallel.parameters import Init, normal, ones, parameter, xavier_uniform, zeros
 from megatron.parallel.random import DropoutKey, dropout, seed_dropout
 from megatron.parallel.recompute import Recompute, rerun, rerun_attention
-from megatron.parallel.slices import Range
+from megatron.parallel.slices import GlobalSlice, Range, whole
 
 
 class KVCache:
@@ -63,10 +63,9 @@ class Context:
 class Norm(nn.Module):
     """LayerNorm or RMSNorm, after `--normalization`."""
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
+    def __init__(self, config: ModelConfig, place: GlobalSlice) -> None:
         super().__init__()
         self.epsilon = config.norm_epsilon
-        place = tp.replicated(config.hidden_size)
         self.weight = parameter(place, ones)
         self.bias = parameter(place, zeros) if config.normalization == "LayerNorm" else None
 
@@ -116,7 +115,7 @@ class SelfAttention(nn.Module):
         self.linear_qkv = ColumnParallelLinear(
             config.hidden_size,
             outputs,
-            bias=config.add_bias_linear,
+            bias=config.add_bias_linear or config.add_qkv_bias,
             init=input_init(config, outputs),
             tp=tp,
             ranges=ranges,
@@ -129,6 +128,12 @@ class SelfAttention(nn.Module):
             init=output_init(config),
             tp=tp,
         )
+
+        self.q_layernorm = self.k_layernorm = None
+        if config.qk_layernorm:
+            # One for all heads, of which each process sees some.
+            place = whole(self.width, partial=True)
+            self.q_layernorm, self.k_layernorm = Norm(config, place), Norm(config, place)
 
     def _shared_groups(
         self, config: ModelConfig, heads: int
@@ -148,6 +153,8 @@ class SelfAttention(nn.Module):
 
     def forward(self, x_sbh: Tensor, context: Context) -> Tensor:
         q_bnsd, k_bgsd, v_bgsd = self.split_heads(self.linear_qkv(x_sbh, self.used))
+        if self.q_layernorm is not None:
+            q_bnsd, k_bgsd = self.q_layernorm(q_bnsd), self.k_layernorm(k_bgsd)
         if context.rotary is not None:
             q_bnsd, k_bgsd = rotate(q_bnsd, *context.rotary), rotate(k_bgsd, *context.rotary)
         if context.cache is not None:
@@ -211,9 +218,9 @@ class TransformerLayer(nn.Module):
         self.layer, self.tp = layer, tp
         self.hidden_dropout = config.hidden_dropout
         self.post_norm = config.apply_residual_connection_post_layernorm
-        self.input_layernorm = Norm(config, tp)
+        self.input_layernorm = Norm(config, tp.replicated(config.hidden_size))
         self.self_attention = SelfAttention(config, layer, tp, recompute)
-        self.pre_mlp_layernorm = Norm(config, tp)
+        self.pre_mlp_layernorm = Norm(config, tp.replicated(config.hidden_size))
         self.mlp = MLP(config, tp)
 
     def forward(self, x_sbh: Tensor, context: Context) -> Tensor:
@@ -239,7 +246,7 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleDict({str(i): TransformerLayer(config, i, tp, recompute) for i in layers})
         self.groups = recompute.groups(len(layers))
         self.recompute = recompute
-        self.final_layernorm = Norm(config, tp) if last else None
+        self.final_layernorm = Norm(config, tp.replicated(config.hidden_size)) if last else None
 
     def forward(self, x_sbh: Tensor, context: Context) -> Tensor:
         layers = list(self.layers.values())

@@ -2,16 +2,41 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+# Of Llama 3's scaling.
+TRAINED_LENGTH, LEAST_TURNS, MOST_TURNS = 8192, 1, 4
 
-def rotary_angles(position_ids_bs: Tensor, channels: int, base: float) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the angle of every position and channel: two fp32 [b, 1, s, channels]."""
+
+def rotary_angles(
+    position_ids_bs: Tensor, channels: int, base: float, scaling: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of the angle of every position and channel: two fp32 [b, 1, s, channels].
+
+    Args:
+        scaling: how many times slower the slowest frequencies become; None leaves all as they are.
+    """
     exponents = torch.arange(0, channels, 2, device=position_ids_bs.device, dtype=torch.float32) / channels
-    angles = position_ids_bs.float().unsqueeze(-1) * base**-exponents
+    frequencies = base**-exponents
+    if scaling is not None:
+        frequencies = slowed_down(frequencies, scaling)
+    angles = position_ids_bs.float().unsqueeze(-1) * frequencies
     angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
     return angles.cos(), angles.sin()
+
+
+def slowed_down(frequencies: Tensor, factor: float) -> Tensor:
+    """Frequencies for longer sequences than trained on, as Llama 3.1 has them (arXiv 2407.21783 section 3.4.2).
+
+    What turns at least `MOST_TURNS` times over the trained length tells near positions apart, and is kept; what does
+    not turn once becomes `factor` times slower; those between are a mean of both.
+    """
+    turns = frequencies * (TRAINED_LENGTH / (2 * math.pi))
+    kept = ((turns - LEAST_TURNS) / (MOST_TURNS - LEAST_TURNS)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / factor)
 
 
 def rotate(x_bnsd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -212,6 +212,30 @@ LLAMA = Family(
     tied=False,
 )
 
+_NO_WINDOWS = {"use_sliding_window": (False,), "hidden_act": ("silu",), "partial_rotary_factor": (1.0,)}
+
+QWEN2 = dataclasses.replace(
+    LLAMA,
+    model_type="qwen2",
+    architectures=("Qwen2ForCausalLM",),
+    shape={**LLAMA.shape, "add_qkv_bias": True},
+    fixed=_NO_WINDOWS,
+)
+
+QWEN3 = dataclasses.replace(
+    LLAMA,
+    model_type="qwen3",
+    architectures=("Qwen3ForCausalLM",),
+    modules={
+        **LLAMA.modules,
+        _LAYER + "self_attention.q_layernorm": same("model.layers.{}.self_attn.q_norm"),
+        _LAYER + "self_attention.k_layernorm": same("model.layers.{}.self_attn.k_norm"),
+    },
+    defaults={**LLAMA.defaults, "head_dim": 128},
+    shape={**LLAMA.shape, "qk_layernorm": True},
+    fixed={**_NO_WINDOWS, "attention_bias": (False,)},
+)
+
 MEGATRON_BERT = Family(
     model_type="megatron-bert",
     architectures=("MegatronBertForPreTraining", "MegatronBertForMaskedLM"),
@@ -267,4 +291,4 @@ MEGATRON_BERT = Family(
     tied=True,
 )
 
-FAMILIES = {family.model_type: family for family in (GPT2, LLAMA, MEGATRON_BERT)}
+FAMILIES = {family.model_type: family for family in (GPT2, LLAMA, QWEN2, QWEN3, MEGATRON_BERT)}

@@ -10,9 +10,15 @@ from megatron.checkpoint.checkpoint import differences
 from megatron.checkpoint.huggingface.families import FAMILIES, Family
 from megatron.flags import InputError, either
 from megatron.model.config import ModelConfig
+from megatron.ops.rotary import LEAST_TURNS, MOST_TURNS, TRAINED_LENGTH
 from megatron.tokenizer.base import read_json
 
 TANH_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+LLAMA3_SCALING = {
+    "low_freq_factor": LEAST_TURNS,
+    "high_freq_factor": MOST_TURNS,
+    "original_max_position_embeddings": TRAINED_LENGTH,
+}
 REFUSED = {"quantization_config": (None,)}
 # Keys that change nothing in what the model computes.
 HARMLESS = {
@@ -23,12 +29,14 @@ HARMLESS = {
     "eos_token_id",
     "gradient_checkpointing",
     "is_encoder_decoder",
+    "max_window_layers",
     "model_type",
     "n_ctx",
     "output_past",
     "pad_token_id",
     "pretraining_tp",
     "reorder_and_upcast_attn",
+    "sliding_window",  # which only use_sliding_window turns on
     "summary_activation",
     "summary_first_dropout",
     "summary_proj_to_labels",
@@ -76,6 +84,8 @@ def _from_config(config: dict[str, Any]) -> Settings:
     left = {key: value for key, value in config.items() if key not in HARMLESS and not key.startswith("_")}
     for key, values in (REFUSED | family.fixed).items():
         _check(key, left.pop(key, values[0]), values)
+    for kind in left.pop("layer_types", None) or ():
+        _check("layer_types", kind, ("full_attention",))
     rows = left.pop("vocab_size", None)
     if type(rows) is not int or rows < 1:
         raise InputError(f"vocab_size: {rows!r} is not the number of ids")
@@ -109,10 +119,15 @@ def _read_rope(left: dict[str, Any]) -> dict[str, Any]:
     rope |= left.pop("rope_parameters", None) or {}
     base = rope.pop("rope_theta", left.pop("rope_theta", 10000.0))
     kind = rope.pop("rope_type", rope.pop("type", "default"))
-    _check("rope_type", kind, ("default",))
+    _check("rope_type", kind, ("default", "llama3"))
     _check("partial_rotary_factor", rope.pop("partial_rotary_factor", 1.0), (1.0,))
+    fields = {"rotary_base": base}
+    if kind == "llama3":
+        for key, value in LLAMA3_SCALING.items():
+            _check(key, rope.pop(key, value), (value,))
+        fields |= {"use_rope_scaling": True, "rope_scaling_factor": rope.pop("factor", None)}
     left |= rope
-    return {"rotary_base": base}
+    return fields
 
 
 def _check(key: str, value: Any, values: tuple[Any, ...]) -> None:
@@ -135,7 +150,13 @@ def to_config(family: Family, model: ModelConfig, rows: int) -> dict[str, Any]:
         tanh = model.openai_gelu if is_bert else model.tanh_gelu
         config[family.activation] = "gelu_new" if tanh else "gelu"
     else:
-        config |= {"rope_theta": model.rotary_base}
+        config |= {"rope_theta": model.rotary_base, "rope_scaling": None}
+        if model.use_rope_scaling:
+            config["rope_scaling"] = {
+                "rope_type": "llama3",
+                "factor": model.rope_scaling_factor,
+                **LLAMA3_SCALING,
+            }
     if family.model_type == "gpt2":
         config["embd_pdrop"] = model.hidden_dropout
     lost = differences(model, _from_config(config).model, is_bert=is_bert)

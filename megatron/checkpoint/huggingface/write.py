@@ -68,7 +68,11 @@ def choose_family(task: str, model: ModelConfig) -> str:
     """The family that a model comes nearest to."""
     if task != "GPT":
         return "megatron-bert"
-    return "llama" if model.position_embedding_type == "rope" else "gpt2"
+    if model.position_embedding_type != "rope":
+        return "gpt2"
+    if model.qk_layernorm:
+        return "qwen3"
+    return "qwen2" if model.add_qkv_bias else "llama"
 
 
 def tensors_of(
