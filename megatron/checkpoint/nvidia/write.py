@@ -34,6 +34,7 @@ NEEDED = {
     "add_bias_linear": True,
     "untie_embeddings_and_output_weights": False,
     "group_query_attention": False,
+    "qk_layernorm": False,
 }
 
 
