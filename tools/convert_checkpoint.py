@@ -11,6 +11,7 @@ python tools/convert_checkpoint.py --from native --to megatron --load my/run --s
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import importlib.util
 import math
@@ -33,6 +34,7 @@ from megatron.checkpoint.nvidia.read import open_megatron
 from megatron.checkpoint.nvidia.write import write_megatron
 from megatron.flags import InputError, TrainingFault
 from megatron.inference.conversion import TOLERANCE, largest_difference, our_logits, their_logits
+from megatron.model.config import ModelConfig
 from megatron.tokenizer.config import TokenizerConfig
 
 FORMATS = ("native", "huggingface", "megatron")
@@ -73,14 +75,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def add_megatron_flags(parser: argparse.ArgumentParser) -> None:
     source = parser.add_argument_group("--from megatron")
-    source.add_argument(
-        "--num-attention-heads",
-        type=int,
-        metavar="N",
-        help="needed where the files do not hold the flags of their run, as NVIDIA's released models",
-    )
     source.add_argument("--no-load-optim", action="store_true", help="leave out the state of the optimizer")
     add_flags(parser, TokenizerConfig, "tokenizer of the checkpoint, with --from megatron")
+    add_flags(
+        parser, ModelConfig, "model, with --from megatron, where the files do not hold the flags of their run"
+    )
     target = parser.add_argument_group("--to megatron")
     for axis in ("tensor", "pipeline"):
         what = f"processes that the files are made for ({axis} parallel; default: 1)"
@@ -92,20 +91,14 @@ def readers(args: argparse.Namespace) -> dict[str, Callable]:
     tokenizer = make_config(TokenizerConfig, vars(args))
     if tokenizer.tokenizer_type is None and tokenizer != TokenizerConfig(vocab_size=tokenizer.vocab_size):
         raise InputError("--tokenizer-type is required with other flags of the tokenizer")
-    given = (
-        args.num_attention_heads,
-        args.no_load_optim or None,
-        None if tokenizer == TokenizerConfig() else True,
-    )
-    if args.source != "megatron" and any(value is not None for value in given):
+    fields = {field.name for field in dataclasses.fields(ModelConfig)}
+    model = {name: value for name, value in vars(args).items() if name in fields}
+    if args.source != "megatron" and (model or args.no_load_optim or tokenizer != TokenizerConfig()):
         raise InputError(
-            "--num-attention-heads, --no-load-optim and the tokenizer's flags have an effect only with --from megatron"
+            "--no-load-optim and flags of tokenizer and model have an effect only with --from megatron"
         )
     megatron = functools.partial(
-        open_megatron,
-        tokenizer=tokenizer,
-        num_attention_heads=args.num_attention_heads,
-        load_optim=not args.no_load_optim,
+        open_megatron, tokenizer=tokenizer, given=model, load_optim=not args.no_load_optim
     )
     return {"native": open_native, "huggingface": open_huggingface, "megatron": megatron}
 

@@ -200,7 +200,7 @@ def test_older_versions(tmp_path: Path, version: float | None, tensor: int) -> N
     edit(root, rewrite)
     with pytest.raises(InputError, match=r"^--num-attention-heads is required: \S+ does not say"):
         open_megatron(root, NO_TOKENIZER)
-    found = open_megatron(root, TokenizerConfig(vocab_size=VOCAB), HEADS)
+    found = open_megatron(root, TokenizerConfig(vocab_size=VOCAB), {"num_attention_heads": HEADS})
     assert_equal(weights(found), weights(checkpoint_of(tmp_path)))
     assert model_config(found).tanh_gelu and "GELU is taken to be" in found.notes[0]
     assert found.iteration == 0

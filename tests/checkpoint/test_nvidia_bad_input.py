@@ -59,11 +59,11 @@ CHANGES = {
     ),
     "a tensor less": (
         lambda content: encoder(content).pop(LAST),
-        r"do not hold equal parts of decoder\.layers\.1\.mlp\.linear_fc2\.bias",
+        r"do not hold equal parts of 1 tensor\(s\): decoder\.layers\.1\.mlp\.linear_fc2\.bias",
     ),
     "tensors more": (
         lambda content: encoder(content).update({f"layers.0.x{i}.weight": torch.ones(1) for i in range(11)}),
-        r"has 11 tensor\(s\) that are not of a GPT or BERT: language_model.*x9\.weight in mp_rank_00_000, \.\.\.$",
+        r"has what a GPT or BERT has not, 11 tensor\(s\): language_model.*x9\.weight in mp_rank_00_000, \.\.\.$",
     ),
     "whole numbers": (
         lambda content: encoder(content).update({LAST: torch.arange(32)}),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from megatron.checkpoint.nvidia.names import (
     rows_by_head,
 )
 from megatron.checkpoint.nvidia.optimizer import optimizer_tensors
-from megatron.checkpoint.nvidia.run import read_config, read_state
+from megatron.checkpoint.nvidia.run import check_tensors, read_config, read_state, shown
 from megatron.checkpoint.torch_file import StoredTensor, read_torch_file
 from megatron.checkpoint.unpickle import Record
 from megatron.flags import InputError, either
@@ -36,6 +36,16 @@ from megatron.tokenizer.config import TokenizerConfig
 
 VERSIONS = (0, 1.0, 2.0, 3.0)
 MOST_NESTED = 8
+# Flags that change what the tensors are, which the files of no version up to 3.0 have.
+NOT_READ = (
+    "swiglu",
+    "num_experts",
+    "group_query_attention",
+    "use_rotary_position_embeddings",
+    "untie_embeddings_and_output_weights",
+    "apply_layernorm_1p",
+    "squared_relu",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,12 +78,13 @@ Parts = dict[str, list[StoredTensor]]
 def open_legacy(
     folder: Path,
     tokenizer: TokenizerConfig,
-    num_attention_heads: int | None,
+    given: Mapping[str, Any],
     *,
     release: bool,
     load_optim: bool,
 ) -> Checkpoint:
-    """The checkpoint in `folder`; its weights alone if it is a release.
+    """The checkpoint in `folder`; its weights alone if it is a release. The other arguments are as for
+    `open_megatron`.
 
     Raises:
         InputError: a file is missing or damaged, or the tensors are not those of a GPT or BERT of ours.
@@ -86,11 +97,16 @@ def open_legacy(
     bert = any(key.startswith("lm_head.") for parts in chunks.values() for part in parts for key in part)
     stack = "encoder" if bert else "decoder"
     parts, copies = by_our_names(grid, chunks, stack)
-    config = read_config(path, args, _sizes(parts, stack), num_attention_heads)
+    config = read_config(path, args, _sizes(parts, stack), given, NOT_READ)
     binary_head, padded = "binary_head.weight" in parts, len_whole(parts[WORD_TABLE], 0)
     task = "GPT" if not bert else "BERT" if binary_head else "BERT --bert-no-binary-head"
     model = model_without_memory(task, config, padded)
-    check_tensors(folder, parts, {name: tuple(p.shape) for name, p in model.named_parameters()})
+    check_tensors(
+        folder,
+        {name: whole_shape(name, tensors) for name, tensors in parts.items()},
+        {name: tuple(p.shape) for name, p in model.named_parameters()},
+        {part.dtype for tensors in parts.values() for part in tensors},
+    )
     join = functools.partial(source, config=config, version=_version(path, content))
     weights = {name: join(name, tensors) for name, tensors in parts.items()}
     if copies:
@@ -219,23 +235,17 @@ def by_our_names(
                 else:
                     found.setdefault(name, {})[t] = tensor
     if unknown:
-        raise InputError(
-            f"{grid.folder}: has {len(unknown)} tensor(s) that are not of a GPT or BERT: {_first(unknown)}"
-        )
+        raise InputError(f"{grid.folder}: has what a GPT or BERT has not, {shown(unknown)}")
     uneven = [name for name, parts in found.items() if len({part.shape for part in parts.values()}) > 1]
     uneven += [name for name, parts in found.items() if len(parts) != grid.tensor]
     if uneven:
         raise InputError(
-            f"{grid.folder}: the tensor-parallel processes do not hold equal parts of {_first(uneven)}"
+            f"{grid.folder}: the tensor-parallel processes do not hold equal parts of {shown(uneven)}"
         )
     whole = {name: [parts[t] for t in range(grid.tensor)] for name, parts in found.items()}
     if WORD_TABLE not in whole:
         raise InputError(f"{grid.folder}: the first stage lacks the table of words")
     return whole, whole.pop(HEAD_COPY, [])
-
-
-def _first(names: list[str]) -> str:
-    return ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
 
 
 def len_whole(parts: list[StoredTensor], dim: int) -> int:
@@ -265,24 +275,6 @@ def _sizes(parts: Parts, stack: str) -> dict[str, int]:
     return {"num_layers": len(layers)} | {
         field: shape[dim] for field, (shape, dim) in shapes.items() if shape
     }
-
-
-def check_tensors(folder: Path, parts: Parts, wanted: dict[str, tuple[int, ...]]) -> None:
-    """Raise `InputError` unless these are the tensors of the model."""
-    missing = [name for name in wanted if name not in parts]
-    extra = [name for name in parts if name not in wanted]
-    for names, what in ((missing, "lacks"), (extra, "has, and the model has not,")):
-        if names:
-            raise InputError(f"{folder}: {what} {len(names)} tensor(s): {_first(names)}")
-    for name, shape in wanted.items():
-        found = whole_shape(name, parts[name])
-        if found != shape:
-            raise InputError(f"{folder}: {name} has shape {found}, but by its flags the model has {shape}")
-    dtypes = {str(part.dtype)[6:] for tensors in parts.values() for part in tensors}
-    if not dtypes <= {"float32", "float16", "bfloat16"} or len(dtypes) > 1:
-        raise InputError(
-            f"{folder}: its weights are {' and '.join(sorted(dtypes))}; all must be float32, or float16, or bfloat16"
-        )
 
 
 def checked_copy(

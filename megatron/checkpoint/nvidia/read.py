@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from megatron.checkpoint.checkpoint import Checkpoint
 from megatron.checkpoint.nvidia.legacy import open_legacy
+from megatron.checkpoint.nvidia.torch_dist import METADATA, open_torch_dist
 from megatron.checkpoint.storage import TRACKER, folder_of, newest_iteration
 from megatron.flags import InputError
 from megatron.tokenizer.config import TokenizerConfig
@@ -16,7 +20,7 @@ RELEASE = "release"
 def open_megatron(
     load: Path,
     tokenizer: TokenizerConfig,
-    num_attention_heads: int | None = None,
+    given: Mapping[str, Any] = MappingProxyType({}),
     *,
     load_optim: bool = True,
 ) -> Checkpoint:
@@ -24,7 +28,8 @@ def open_megatron(
 
     Args:
         tokenizer: where it has a type or `vocab_size`, how many ids there are; mostly the files do not say.
-        num_attention_heads: for files that do not say it either.
+        given: fields of the model's config, for what the files do not say: where they do not hold the flags of the
+            run, `num_attention_heads`.
         load_optim: read the state of the optimizer too, where there is one.
 
     Raises:
@@ -34,12 +39,10 @@ def open_megatron(
         raise InputError(f"--load: {load} is a file; unzip it if it is a zip, and give the folder")
     if not load.is_dir():
         raise InputError(f"--load: {load} is not a folder")
-    folder = load
-    if not any(load.glob("mp_rank_*")):
-        folder = _newest(load)
-    return open_legacy(
-        folder, tokenizer, num_attention_heads, release=folder.name == RELEASE, load_optim=load_optim
-    )
+    folder = load if any(load.glob("mp_rank_*")) or (load / METADATA).exists() else _newest(load)
+    if (folder / METADATA).exists():
+        return open_torch_dist(folder, tokenizer, given)
+    return open_legacy(folder, tokenizer, given, release=folder.name == RELEASE, load_optim=load_optim)
 
 
 def _newest(load: Path) -> Path:

@@ -3,68 +3,92 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron.checkpoint.foreign import weights_state
 from megatron.checkpoint.unpickle import Record
-from megatron.flags import InputError
+from megatron.flags import InputError, flag_name
 from megatron.model.config import ModelConfig
 from megatron.optim.schedule import Schedule
 from megatron.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.tokenizer.config import TokenizerConfig
 
-# Flags that change what the tensors are, and that the files of no version up to 3.0 have.
-NOT_READ = (
-    "swiglu",
-    "num_experts",
-    "group_query_attention",
-    "use_rotary_position_embeddings",
-    "untie_embeddings_and_output_weights",
-    "apply_layernorm_1p",
-    "squared_relu",
-)
-
 
 def read_config(
-    path: Path, args: Record, sizes: dict[str, int], num_attention_heads: int | None
+    path: Path, args: Record, sizes: dict[str, Any], given: Mapping[str, Any], not_read: Collection[str]
 ) -> ModelConfig:
     """The architecture of the model of a checkpoint.
 
     Args:
         path: the file that holds `args`, for messages.
-        args: the flags of the run; empty where the file has none, as NVIDIA's released models.
+        args: the flags of the run; empty where there are none, as in NVIDIA's released models.
         sizes: fields of the config that follow from the tensors.
-        num_attention_heads: which do not; needed where the flags do not say.
+        given: fields that the user gives; of those that the flags do not say, the number of heads is needed.
+        not_read: flags that must not be set.
 
     Raises:
-        InputError: the number of heads is needed or wrong, or the model is of a kind that we have not.
+        InputError: the number of heads is needed, sizes do not fit, or the model is of a kind that we have not.
     """
-    for name in NOT_READ:
+    for name in not_read:
         if args.get(name):
-            raise InputError(
-                f"{path}: was trained with --{name.replace('_', '-')}, which is not read from this format"
-            )
-    heads = args.get("num_attention_heads", num_attention_heads)
-    if heads is None:
-        raise InputError(f"--num-attention-heads is required: {path} does not say how many there are")
-    if num_attention_heads not in (None, heads):
-        raise InputError(
-            f"--num-attention-heads: {num_attention_heads}, but {path} says {heads}; leave it out"
-        )
+            flag = f"--{name.replace('_', '-')}"
+            raise InputError(f"{path}: was trained with {flag}, which is not read from this format")
     said = {field.name: args.get(field.name) for field in dataclasses.fields(ModelConfig)}
-    said |= {"norm_epsilon": args.get("layernorm_epsilon"), "num_attention_heads": heads}
+    if args.get("layernorm_epsilon") is not None:  # its older name
+        said["norm_epsilon"] = args.get("layernorm_epsilon")
     said = {name: value for name, value in said.items() if value is not None}
+    flags = {field.name: flag_name(field) for field in dataclasses.fields(ModelConfig)}
+    for name, value in given.items():
+        if said.get(name, value) != value:
+            raise InputError(
+                f"{flags[name]}: {value} is not what {path} says, {said[name]}; leave the flag out"
+            )
+    said |= given
     for name, size in sizes.items():
         if said.get(name, size) != size:
             raise InputError(
                 f"{path}: says that {name} is {str(said[name])[:20]}, but by its tensors it is {size}"
             )
+    if "num_attention_heads" not in said:
+        raise InputError(f"--num-attention-heads is required: {path} does not say how many there are")
     try:
         # There the padding of the vocabulary takes part in the softmax.
         return ModelConfig(**sizes | said | {"mask_padded_vocab": False})
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
+
+
+def check_tensors(
+    folder: Path,
+    found: dict[str, tuple[int, ...]],
+    wanted: dict[str, tuple[int, ...]],
+    dtypes: Iterable[torch.dtype],
+) -> None:
+    """Raise `InputError` unless the tensors of these names, shapes and dtypes are those of the model."""
+    missing = [name for name in wanted if name not in found]
+    extra = [name for name in found if name not in wanted]
+    for names, what in ((missing, "lacks"), (extra, "has, and the model has not,")):
+        if names:
+            raise InputError(f"{folder}: {what} {shown(names)}")
+    for name, shape in wanted.items():
+        if found[name] != shape:
+            raise InputError(
+                f"{folder}: {name} has shape {found[name]}, but by its flags the model has {shape}"
+            )
+    kinds = {str(dtype)[6:] for dtype in dtypes}
+    if not kinds <= {"float32", "float16", "bfloat16"} or len(kinds) > 1:
+        raise InputError(
+            f"{folder}: its weights are {' and '.join(sorted(kinds))}; all must be float32, or float16, or bfloat16"
+        )
+
+
+def shown(names: list[str]) -> str:
+    """Names of tensors, the first ten of them and their number."""
+    return f"{len(names)} tensor(s): {', '.join(names[:10])}{', ...' if len(names) > 10 else ''}"
 
 
 def read_state(
