@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.ops.rotary import rotary_angles
+from megatron.ops.rotary import slowed_down
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
@@ -15,13 +15,8 @@ def test_scaling_equals_transformers(factor: float) -> None:
 
     scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaling |= {"original_max_position_embeddings": 8192, "rope_theta": 500000.0}
-    config = transformers.LlamaConfig(
-        hidden_size=128, num_attention_heads=1, max_position_embeddings=131072, rope_parameters=scaling
-    )
-    positions = torch.tensor([[0, 1, 7, 8191, 8192, 100000]])
-    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
-    ours = rotary_angles(positions, 128, 500000.0, factor)
-    # An angle of 1e5 has an error of 1e5 times that of the frequency.
-    torch.testing.assert_close(ours[0][:, 0, :5], cos[:, :5], rtol=0, atol=2e-3)
-    torch.testing.assert_close(ours[1][:, 0, :5], sin[:, :5], rtol=0, atol=2e-3)
-    assert not torch.allclose(rotary_angles(positions, 128, 500000.0)[0], ours[0], atol=0.1)
+    sizes = {"hidden_size": 128, "num_attention_heads": 1, "max_position_embeddings": 131072}
+    theirs = LlamaRotaryEmbedding(transformers.LlamaConfig(**sizes, rope_parameters=scaling)).inv_freq
+    plain = 500000.0 ** -(torch.arange(0, 128, 2) / 128)
+    torch.testing.assert_close(slowed_down(plain, factor), theirs, rtol=1e-6, atol=0)
+    assert theirs[0] == plain[0] and theirs[-1] == pytest.approx(plain[-1].item() / factor)

@@ -206,13 +206,12 @@ LLAMA = Family(
         "hidden_act": ("silu", "swish"),
         "attention_bias": (False,),
         "mlp_bias": (False,),
-        "partial_rotary_factor": (1.0,),
     },
     activation=None,
     tied=False,
 )
 
-_NO_WINDOWS = {"use_sliding_window": (False,), "hidden_act": ("silu",), "partial_rotary_factor": (1.0,)}
+_NO_WINDOWS = {"use_sliding_window": (False,), "hidden_act": ("silu",)}
 
 QWEN2 = dataclasses.replace(
     LLAMA,

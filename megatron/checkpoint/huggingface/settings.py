@@ -115,12 +115,12 @@ def _from_config(config: dict[str, Any]) -> Settings:
 
 def _read_rope(left: dict[str, Any]) -> dict[str, Any]:
     """Flags of RoPE; takes its keys out. Newer versions of transformers keep them together, older ones apart."""
-    rope = left.pop("rope_scaling", None) or {}
-    rope |= left.pop("rope_parameters", None) or {}
+    rope = {**(left.pop("rope_scaling", None) or {}), **(left.pop("rope_parameters", None) or {})}
     base = rope.pop("rope_theta", left.pop("rope_theta", 10000.0))
     kind = rope.pop("rope_type", rope.pop("type", "default"))
     _check("rope_type", kind, ("default", "llama3"))
-    _check("partial_rotary_factor", rope.pop("partial_rotary_factor", 1.0), (1.0,))
+    share = left.pop("partial_rotary_factor", 1.0)
+    _check("partial_rotary_factor", rope.pop("partial_rotary_factor", share), (1.0,))
     fields = {"rotary_base": base}
     if kind == "llama3":
         for key, value in LLAMA3_SCALING.items():

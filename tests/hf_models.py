@@ -1,0 +1,51 @@
+"""Small models of Hugging Face's with random weights, for tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+VOCAB = 100
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+}
+GPT2 = {"vocab_size": VOCAB, "n_positions": 32, "n_embd": 64, "n_layer": 2, "n_head": 4}
+SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALED |= {"rope_theta": 500000.0, "original_max_position_embeddings": 8192}
+KINDS = {
+    "gpt2": ("GPT2LMHeadModel", GPT2),
+    "gpt2 of exact gelu": ("GPT2LMHeadModel", {**GPT2, "activation_function": "gelu", "n_inner": 96}),
+    "gpt2 untied": ("GPT2LMHeadModel", {**GPT2, "tie_word_embeddings": False}),
+    "llama": ("LlamaForCausalLM", {**SIZES, "num_key_value_heads": 2}),
+    "llama 3": ("LlamaForCausalLM", {**SIZES, "num_key_value_heads": 1, "rope_parameters": SCALED}),
+    "llama tied": ("LlamaForCausalLM", {**SIZES, "head_dim": 32, "tie_word_embeddings": True}),
+    "qwen2": ("Qwen2ForCausalLM", {**SIZES, "num_key_value_heads": 2}),
+    "qwen3": ("Qwen3ForCausalLM", {**SIZES, "num_key_value_heads": 2, "head_dim": 24}),
+    "bert": ("MegatronBertForPreTraining", SIZES),
+    "bert of tanh gelu": ("MegatronBertForPreTraining", {**SIZES, "hidden_act": "gelu_new"}),
+    "bert of words": ("MegatronBertForMaskedLM", SIZES),
+}
+
+
+def save_hf(folder: Path, kind: str, dtype: torch.dtype = torch.float32, **fields: object) -> Path:
+    """Save a model of a kind, with these fields of its configuration; skips without transformers."""
+    transformers = pytest.importorskip("transformers")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    architecture, settings = KINDS[kind]
+    model_class = getattr(transformers, architecture)
+    torch.manual_seed(0)
+    model = model_class(model_class.config_class(**{**settings, **fields}))
+    for p in model.parameters():
+        p.data.normal_(std=0.2)
+    if kind == "bert of words":
+        model.bert.embeddings.token_type_embeddings.weight.data.zero_()
+    model.to(dtype).save_pretrained(folder)
+    return folder
