@@ -126,6 +126,12 @@ def moved(whole: Any) -> None:
         info.length -= 1
 
 
+def twice(whole: Any) -> None:
+    largest = max(whole.storage_data.values(), key=lambda info: info.length)
+    for info in whole.storage_data.values():
+        info.offset, info.length = largest.offset, largest.length
+
+
 def without(whole: Any, name: str) -> None:
     del whole.state_dict_metadata[name]
 
@@ -138,6 +144,7 @@ BAD = {
         metadata_with(larger),
         r"\.metadata: is damaged \(the chunks of decoder.final_layernorm.bias are too",
     ),
+    "twice": (metadata_with(twice), r"\.metadata: is damaged \(the chunks in __0_0\.distcp overlap"),
     "moved": (metadata_with(moved), r"\.distcp: is torn, or not a file of torch.save"),
     "other": (metadata_with(lambda whole: {"a": 1}), r"\.metadata: is damaged"),
     "torn": (

@@ -17,6 +17,12 @@ from megatron.tokenizer.config import TokenizerConfig
 RELEASE = "release"
 
 
+def is_megatron(root: Path) -> bool:
+    """Whether a folder is, or holds, a checkpoint of Megatron-LM."""
+    folders = (root, root / RELEASE, *root.glob("iter_*"))
+    return any((folder / METADATA).exists() or any(folder.glob("mp_rank_*")) for folder in folders)
+
+
 def open_megatron(
     load: Path,
     tokenizer: TokenizerConfig,

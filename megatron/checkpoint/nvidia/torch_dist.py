@@ -186,13 +186,24 @@ def read_metadata(folder: Path) -> tuple[dict[str, Chunks], dict[str, Chunk]]:
                 if any(o + n > total for o, n, total in zip(offsets, sizes, shape, strict=True)):
                     raise ValueError(f"a chunk of {name} lies outside of it")
             found = tuple(_chunk(folder, o, n, stored[name, o]) for o, n in chunks)
-            # Before memory is taken: each file is as long as what it is said to hold.
             if sum(chunk.length for chunk in found) < math.prod(shape) * dtype.itemsize:
                 raise ValueError(f"the chunks of {name} are too small for {shape}")
             tensors[name] = Chunks(name, shape, dtype, found)
+        _check_lengths([chunk for tensor in tensors.values() for chunk in tensor.chunks])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"{path}: is damaged ({' '.join(str(error).split())[:200]})") from None
     return tensors, objects
+
+
+def _check_lengths(chunks: list[Chunk]) -> None:
+    """Raise `ValueError` if chunks are longer than their files: whoever reads them would be told to take more memory
+    than there is."""
+    lengths: dict[Path, int] = {}
+    for chunk in chunks:
+        lengths[chunk.path] = lengths.get(chunk.path, 0) + chunk.length
+    for path, length in lengths.items():
+        if length > path.stat().st_size:
+            raise ValueError(f"the chunks in {path.name} overlap")
 
 
 def _numbers(values: Any) -> tuple[int, ...]:
@@ -231,7 +242,9 @@ def _flags(folder: Path, objects: dict[str, Chunk]) -> tuple[Path, Record]:
         whole = read_torch_file(path)
     elif chunk is not None:
         path = chunk.path
-        (whole,) = read_torch_file(path, chunk.begin, chunk.length)
+        whole = read_torch_file(path, chunk.begin, chunk.length)
+        if isinstance(whole, list) and len(whole) == 1:
+            (whole,) = whole
     args = whole.get("args") if isinstance(whole, dict) else None
     return path, args if isinstance(args, Record) else Record("no flags", state={})
 
