@@ -27,7 +27,7 @@ from nvidia import (
 )
 from torch import Tensor
 
-from megatron.checkpoint.checkpoint import model_config
+from megatron.checkpoint.checkpoint import model_config, saved_tokenizer
 from megatron.checkpoint.convert import write_native
 from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.nvidia.read import open_megatron
@@ -292,3 +292,9 @@ def test_flags_are_a_plain_namespace(tmp_path: Path) -> None:
     args = torch.load(files(written(tmp_path))[0], weights_only=False)["args"]
     assert type(args) is argparse.Namespace
     assert (args.padded_vocab_size, args.orig_vocab_size, args.params_dtype) == (128, VOCAB, torch.float32)
+
+
+def test_a_tokenizer_without_files_is_kept(tmp_path: Path) -> None:
+    tokenizer = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCAB - 1)
+    write_native(open_megatron(written(tmp_path), tokenizer), tmp_path / "native", lambda size: None)
+    assert saved_tokenizer(find_checkpoint(str(tmp_path / "native"), None)) == tokenizer

@@ -63,19 +63,25 @@ CHANGES = {
     ),
     "tensors more": (
         lambda content: encoder(content).update({f"layers.0.x{i}.weight": torch.ones(1) for i in range(11)}),
-        r"has what a GPT or BERT has not, 11 tensor\(s\): language_model.*x9\.weight in mp_rank_00_000, \.\.\.$",
+        r"has what a GPT or BERT has not, or not twice, 11 tensor\(s\): .*x9\.weight in mp_rank_00_000, \.\.\.$",
     ),
     "whole numbers": (
         lambda content: encoder(content).update({LAST: torch.arange(32)}),
         "its weights are float32 and int64",
     ),
-    "heads": (flags(num_attention_heads=5), r"linear_qkv.weight has shape \(96, 32\), but by its flags"),
+    "heads": (flags(num_attention_heads=8), r"linear_qkv.weight has shape \(96, 32\), but by its flags"),
     "wider heads": (flags(kv_channels=16), r"linear_qkv.weight has shape \(96, 32\), but by its flags"),
     "width": (flags(hidden_size=64), "hidden_size is 64, but by its tensors it is 32"),
     "layers": (flags(num_layers=10**5), "num_layers is 100000, but by its tensors it is 4"),
     "T": (flags(tensor_model_parallel_size=4), "tensor_model_parallel_size 4; some are missing"),
     "a gate": (flags(swiglu=True), "was trained with --swiglu, which is not read"),
     "vocabulary": (flags(orig_vocab_size=300), "which is not what 300 ids are padded to"),
+    "batch": (flags(global_batch_size="x"), "its flag global_batch_size is x, which cannot be"),
+    "data": (flags(data_path=["a", torch.ones(1)]), "its flag data_path is StoredTensor.*, which cannot be"),
+    "a tensor twice": (
+        lambda content: encoder(content).update({"layers.0.attention.dense.bias": torch.ones(32)}),
+        r"or not twice, 1 tensor\(s\): language_model\.encoder\.layers\.0\.attention\.dense\.bias in mp_rank_00_000",
+    ),
     "version": (
         lambda content: content.update(checkpoint_version=4.0),
         "is 4.0; known are 0, 1.0, 2.0 or 3.0",
@@ -101,6 +107,16 @@ def assert_refused(root: Path, told: str) -> None:
     with pytest.raises(InputError, match=told) as caught:
         open_megatron(root, NO_TOKENIZER)
     assert str(root) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_heads_that_cannot_be_divided(tmp_path: Path) -> None:
+    root = written(tmp_path, tensor=4)
+    edit(root, lambda content: content.pop("args"))
+    sizes, given = TokenizerConfig(vocab_size=VOCAB), {"num_attention_heads": 2}
+    with pytest.raises(
+        InputError, match=r"^--num-attention-heads: 2 heads cannot be divided among the 4 tensor-parallel"
+    ):
+        open_megatron(root, sizes, given)
 
 
 def test_copies_of_the_table_must_be_equal(tmp_path: Path) -> None:

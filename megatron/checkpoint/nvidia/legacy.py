@@ -1,7 +1,9 @@
 """Reads the checkpoints of Megatron-LM v1 to v3.0: a file of torch.save for each process of T x P.
 
-mp_rank_00/model_optim_rng.pt         of tensor-parallel process 0 (P = 1)
-mp_rank_00_001/model_optim_rng.pt     of tensor-parallel process 0, stage 1
+    mp_rank_00/model_optim_rng.pt         of tensor-parallel process 0 (P = 1)
+    mp_rank_00_001/model_optim_rng.pt     of tensor-parallel process 0, stage 1
+
+Each holds the process's part of the model and of the optimizer's state. Parts are put together when they are read.
 """
 
 from __future__ import annotations
@@ -26,7 +28,13 @@ from megatron.checkpoint.nvidia.names import (
     rows_by_head,
 )
 from megatron.checkpoint.nvidia.optimizer import optimizer_tensors
-from megatron.checkpoint.nvidia.run import check_tensors, read_config, read_state, shown
+from megatron.checkpoint.nvidia.run import (
+    check_tensors,
+    read_config,
+    read_flags,
+    read_state,
+    shown,
+)
 from megatron.checkpoint.torch_file import StoredTensor, read_torch_file
 from megatron.checkpoint.unpickle import Record
 from megatron.flags import InputError, either
@@ -91,14 +99,18 @@ def open_legacy(
     """
     grid = read_grid(folder)
     path, content = grid.first
-    args = content.get("args")
-    args = args if isinstance(args, Record) else Record("no flags", state={})
+    args = read_flags(path, content)
     chunks = {rank: model_chunks(grid.paths[rank], whole) for rank, whole in grid.contents.items()}
     bert = any(key.startswith("lm_head.") for parts in chunks.values() for part in parts for key in part)
     stack = "encoder" if bert else "decoder"
     parts, copies = by_our_names(grid, chunks, stack)
     config = read_config(path, args, _sizes(parts, stack), given, NOT_READ)
-    binary_head, padded = "binary_head.weight" in parts, len_whole(parts[WORD_TABLE], 0)
+    if config.num_attention_heads % grid.tensor:
+        raise InputError(
+            f"--num-attention-heads: {config.num_attention_heads} heads cannot be divided among the {grid.tensor} "
+            f"tensor-parallel processes whose files {folder} holds"
+        )
+    binary_head, padded = "binary_head.weight" in parts, whole_shape(WORD_TABLE, parts[WORD_TABLE])[0]
     task = "GPT" if not bert else "BERT" if binary_head else "BERT --bert-no-binary-head"
     model = model_without_memory(task, config, padded)
     check_tensors(
@@ -172,14 +184,13 @@ def read_grid(folder: Path) -> Grid:
         if not isinstance(content, dict) or not ({"model", "model0"} & content.keys()):
             raise InputError(f"{path}: is not a checkpoint of Megatron-LM (it holds no 'model')")
         grid.contents[rank] = content
-    path, content = grid.first
-    args = content.get("args")
+    args = read_flags(*grid.first)
     for name, size in (("tensor", grid.tensor), ("pipeline", grid.stages)):
-        said = args.get(f"{name}_model_parallel_size", size) if isinstance(args, Record) else size
+        said = args.get(f"{name}_model_parallel_size", size)
         if said != size:
             raise InputError(
                 f"{folder}: holds the files of {grid.tensor} x {grid.stages} processes (tensor x pipeline), but was "
-                f"written with {name}_model_parallel_size {str(said)[:20]}; some are missing"
+                f"written with {name}_model_parallel_size {said}; some are missing"
             )
     return grid
 
@@ -230,12 +241,12 @@ def by_our_names(
         for v, part in enumerate(parts):
             for key, tensor in part.items():
                 name = key if key == HEAD_COPY else our_name(key, stack, (v * grid.stages + p) * each)
-                if name is None:
+                if name is None or t in found.get(name, {}):
                     unknown.append(f"{key} in {grid.paths[t, p].parent.name}")
                 else:
                     found.setdefault(name, {})[t] = tensor
     if unknown:
-        raise InputError(f"{grid.folder}: has what a GPT or BERT has not, {shown(unknown)}")
+        raise InputError(f"{grid.folder}: has what a GPT or BERT has not, or not twice, {shown(unknown)}")
     uneven = [name for name, parts in found.items() if len({part.shape for part in parts.values()}) > 1]
     uneven += [name for name, parts in found.items() if len(parts) != grid.tensor]
     if uneven:
@@ -243,14 +254,9 @@ def by_our_names(
             f"{grid.folder}: the tensor-parallel processes do not hold equal parts of {shown(uneven)}"
         )
     whole = {name: [parts[t] for t in range(grid.tensor)] for name, parts in found.items()}
-    if WORD_TABLE not in whole:
+    if WORD_TABLE not in whole or len(whole[WORD_TABLE][0].shape) != 2:
         raise InputError(f"{grid.folder}: the first stage lacks the table of words")
     return whole, whole.pop(HEAD_COPY, [])
-
-
-def len_whole(parts: list[StoredTensor], dim: int) -> int:
-    """Length of a tensor that is cut along `dim`."""
-    return len(parts) * parts[0].shape[dim]
 
 
 def whole_shape(name: str, parts: list[StoredTensor]) -> tuple[int, ...]:

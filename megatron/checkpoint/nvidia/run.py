@@ -11,11 +11,49 @@ import torch
 
 from megatron.checkpoint.foreign import weights_state
 from megatron.checkpoint.unpickle import Record
-from megatron.flags import InputError, flag_name
+from megatron.flags import LARGEST, InputError, flag_name
 from megatron.model.config import ModelConfig
 from megatron.optim.schedule import Schedule
 from megatron.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.tokenizer.config import TokenizerConfig
+
+# What is read of the flags beside those of the model, and of what type it is where it is there at all.
+KINDS = dict.fromkeys(
+    (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "make_vocab_size_divisible_by",
+        "orig_vocab_size",
+        "seq_length",
+        "seed",
+        "global_batch_size",
+        "train_iters",
+        "train_samples",
+        "consumed_train_samples",
+    ),
+    (int,),
+)
+KINDS |= dict.fromkeys(("data_path", "split", "dataloader_type"), (str,))
+KINDS |= dict.fromkeys(("mask_prob", "short_seq_prob", "weight_decay"), (int, float))
+
+
+def read_flags(path: Path, content: Any) -> Record:
+    """The flags of the run in the content of a file; empty if it holds none.
+
+    Raises:
+        InputError: the value of one is of no use.
+    """
+    args = content.get("args") if isinstance(content, dict) else None
+    if not isinstance(args, Record):
+        return Record("no flags", state={})
+    for name, kinds in KINDS.items():
+        value = args.get(name)
+        for part in value if isinstance(value, (list, tuple)) else [value]:
+            if value is not None and (
+                type(part) not in kinds or (type(part) is not str and not 0 <= part <= LARGEST)
+            ):
+                raise InputError(f"{path}: its flag {name} is {str(part)[:40]}, which cannot be")
+    return args
 
 
 def read_config(
@@ -41,6 +79,8 @@ def read_config(
     if args.get("layernorm_epsilon") is not None:  # its older name
         said["norm_epsilon"] = args.get("layernorm_epsilon")
     said = {name: value for name, value in said.items() if value is not None}
+    if not said.get("group_query_attention"):
+        said.pop("num_query_groups", None)  # in newer versions 1, and without meaning
     flags = {field.name: flag_name(field) for field in dataclasses.fields(ModelConfig)}
     for name, value in given.items():
         if said.get(name, value) != value:
@@ -110,7 +150,7 @@ def read_state(
     """
     vocab_size = _vocab_size(path, args, tokenizer, padded)
     multiple = args.get("make_vocab_size_divisible_by", tokenizer.make_vocab_size_divisible_by)
-    tokenizer = dataclasses.replace(tokenizer, vocab_size=None, make_vocab_size_divisible_by=multiple)
+    tokenizer = dataclasses.replace(tokenizer, make_vocab_size_divisible_by=multiple)
     state = weights_state(task, model, tokenizer, vocab_size=vocab_size, bf16=bf16)
     state["padded_vocab_size"] = padded
     config = state["config"]
@@ -124,17 +164,12 @@ def read_state(
         config["data"][name] = args.get(name)
     iteration = content.get("iteration", content.get("total_iters"))
     batch = args.get("global_batch_size")
-    samples = args.get("train_samples") or (args.get("train_iters") or 0) * (batch or 0)
-    consumed = args.get("consumed_train_samples") or (iteration or 0) * (batch or 0)
-    numbers = {
-        "iteration": iteration,
-        "global_batch_size": batch,
-        "train_samples": samples,
-        "consumed": consumed,
-    }
-    for name, value in numbers.items():
-        if type(value) is not int or value < 0:
-            raise InputError(f"{path}: does not say where its run stands ({name} is {str(value)[:40]})")
+    if type(iteration) is not int or iteration < 0 or not batch:
+        raise InputError(
+            f"{path}: does not say where its run stands (iteration, and global_batch_size of its flags)"
+        )
+    samples = args.get("train_samples") or (args.get("train_iters") or 0) * batch
+    consumed = args.get("consumed_train_samples") or iteration * batch
     return state | {
         "iteration": iteration,
         "consumed_samples": consumed,
@@ -176,9 +211,11 @@ def _schedule(path: Path, saved: dict[str, Any], args: Record, train_samples: in
         name: saved.get(name, saved.get(old.get(name)))
         for name in ("max_lr", "min_lr", "warmup_steps", "decay_steps", "decay_style")
     }
-    missing = [name for name, value in found.items() if value is None]
-    if missing:
-        raise InputError(f"{path}: its schedule of the learning rate lacks {', '.join(missing)}")
+    for name, value in found.items():
+        if not isinstance(value, str if name == "decay_style" else (int, float)):
+            raise InputError(
+                f"{path}: {name} of its learning rate's schedule is {str(value)[:40]}, which cannot be"
+            )
     return Schedule(
         max_lr=found["max_lr"],
         min_lr=found["min_lr"],

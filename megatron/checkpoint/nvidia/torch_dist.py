@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatron.checkpoint.checkpoint import Checkpoint
 from megatron.checkpoint.foreign import Assembled, Source, model_without_memory
-from megatron.checkpoint.nvidia.run import check_tensors, read_config, read_state
+from megatron.checkpoint.nvidia.run import check_tensors, read_config, read_flags, read_state
 from megatron.checkpoint.torch_file import StoredTensor, read_torch_file
 from megatron.checkpoint.unpickle import Record, unpickle
 from megatron.flags import InputError
@@ -245,8 +245,7 @@ def _flags(folder: Path, objects: dict[str, Chunk]) -> tuple[Path, Record]:
         whole = read_torch_file(path, chunk.begin, chunk.length)
         if isinstance(whole, list) and len(whole) == 1:
             (whole,) = whole
-    args = whole.get("args") if isinstance(whole, dict) else None
-    return path, args if isinstance(args, Record) else Record("no flags", state={})
+    return path, read_flags(path, whole)
 
 
 def _sizes(folder: Path, shapes: dict[str, tuple[int, ...]], args: Record) -> dict[str, Any]:

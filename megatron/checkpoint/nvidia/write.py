@@ -1,7 +1,9 @@
 """Writes a model as Megatron-LM v2.5 does: the release of its weights, for any number of processes.
 
-DIR/latest_checkpointed_iteration.txt              "release"
-DIR/release/mp_rank_XX[_YYY]/model_optim_rng.pt    of tensor-parallel process XX (of stage YYY, if there are several)
+    DIR/latest_checkpointed_iteration.txt              "release"
+    DIR/release/mp_rank_XX[_YYY]/model_optim_rng.pt    of tensor-parallel process XX (and stage YYY)
+
+`release` tells Megatron-LM that there is no optimizer to load, and to begin at iteration 0.
 """
 
 from __future__ import annotations
