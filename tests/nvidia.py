@@ -1,50 +1,115 @@
-"""Reads what NVIDIA's own code has written, for tests that compare with it."""
+"""Small checkpoints in Megatron-LM's own form."""
 
 from __future__ import annotations
 
-import argparse
-import codecs
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
+from models import flat
+from torch import Tensor
 
-NAMES = {
-    ".attention.": ".self_attention.",
-    ".query_key_value.": ".linear_qkv.",
-    ".dense.": ".linear_proj.",
-    "post_attention_layernorm": "pre_mlp_layernorm",
-    "dense_h_to_4h": "linear_fc1",
-    "dense_4h_to_h": "linear_fc2",
+from megatron.checkpoint.checkpoint import Checkpoint
+from megatron.checkpoint.foreign import Assembled, Source, weights_state
+from megatron.checkpoint.nvidia.write import write_megatron
+from megatron.model.bert import BertModel
+from megatron.model.config import ModelConfig
+from megatron.model.gpt import GPTModel
+from megatron.parallel.slices import whole
+from megatron.tokenizer.config import TokenizerConfig
+
+HEADS, WIDTH, VOCAB = 4, 8, 100
+SHAPE = {
+    "num_layers": 4,
+    "hidden_size": HEADS * WIDTH,
+    "num_attention_heads": HEADS,
+    "max_position_embeddings": 16,
 }
+NO_TOKENIZER = TokenizerConfig()
+SIZES = {"vocab_size": VOCAB, "padded_vocab_size": VOCAB}
 
 
-# What a checkpoint of a run holds beside tensors and numbers: the flags, and the state of numpy's generator.
-KINDS = [argparse.Namespace, np._core.multiarray._reconstruct, np.ndarray, np.dtype, type(np.dtype("uint32"))]
-
-
-def v25_weights(folder: Path, encoder: str = "decoder") -> dict[str, torch.Tensor]:
-    """The weights of an unpartitioned checkpoint of Megatron-LM v2.5, by our names."""
-    (path,) = folder.glob("*/mp_rank_00/model_optim_rng.pt")
-    with torch.serialization.safe_globals([*KINDS, codecs.encode]):
-        whole = torch.load(path, weights_only=True)["model"]
-    model = whole["language_model"]
-    state = {
-        f"embedding.{table}.weight": part["weight"] for table, part in model["embedding"].items() if part
+def checkpoint_of(folder: Path, task: str = "GPT", **fields: Any) -> Checkpoint:
+    """A model with random weights; the padding of its vocabulary is no part of it."""
+    config = ModelConfig(**{**SHAPE, **fields})
+    if task == "GPT":
+        model = GPTModel(config, **SIZES)
+    else:
+        model = BertModel(config, binary_head=task == "BERT", **SIZES)
+    flat(model).initialize(3)
+    generator = torch.Generator().manual_seed(3)
+    values = {
+        name: p.detach() + 0.1 * torch.rand(p.shape, generator=generator)
+        for name, p in model.named_parameters()
     }
-    for name, tensor in model["encoder"].items():
-        for theirs, ours in NAMES.items():
-            name = name.replace(theirs, ours)
-        state[f"{encoder}.{name}"] = tensor
-    parts = {
-        "pooler": model.get("pooler"),
-        "lm_head": whole.get("lm_head"),
-        "binary_head": whole.get("binary_head"),
+    sources = {name: Source(tuple(x.shape), x.dtype, lambda x=x: x) for name, x in values.items()}
+    state = weights_state(task, config, NO_TOKENIZER, vocab_size=VOCAB, bf16=False)
+    return Checkpoint(folder, state, None, {"model": Assembled(folder, sources)})
+
+
+def weights(checkpoint: Checkpoint, kind: str = "model") -> dict[str, Tensor]:
+    """The tensors of a kind, without rows that pad the vocabulary."""
+    tensors = checkpoint.pieces(kind)
+    found = {name: tensors.read(name, whole(*x["shape"])) for name, x in tensors.index.items()}
+    rows = checkpoint.state["vocab_size"]
+    cut = ("word_embeddings.weight", "output_layer.bias")
+    return {name: x[:rows] if name.endswith(cut) else x for name, x in found.items()}
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def written(tmp_path: Path, task: str = "GPT", tensor: int = 1, pipeline: int = 1, **fields: Any) -> Path:
+    root = tmp_path / "megatron"
+    sizes = {"tensor_parallel": tensor, "pipeline_parallel": pipeline}
+    write_megatron(checkpoint_of(tmp_path, task, **fields), root, lambda size: None, **sizes)
+    return root
+
+
+def files(root: Path) -> list[Path]:
+    return sorted(root.glob("*/*/model_optim_rng.pt"))
+
+
+def edit(root: Path, change: Callable[[dict[str, Any]], object], *, first: bool = False) -> None:
+    """Change what each process's file holds, or that of the first one alone."""
+    for path in files(root)[: 1 if first else None]:
+        content = torch.load(path, weights_only=False)
+        change(content)
+        torch.save(content, path)
+
+
+def optimizer_of(models: list[dict[str, Any]], half: bool) -> dict[str, Any]:
+    """The state of Megatron-LM's Adam whose moments are 2 and 3 times the weights, and whose fp32 weights are 4 times
+    them: in its order, which is written down here once more."""
+    groups: list[list[Tensor]] = [[], []]
+    for model in models:
+        language_model = model["language_model"]
+        in_order = [(k, v["weight"]) for k, v in language_model.get("embedding", {}).items()]
+        in_order += [*language_model["encoder"].items(), *language_model.get("pooler", {}).items()]
+        in_order += [(f"copy.{k}", v) for k, v in model.get("word_embeddings_for_head", {}).items()]
+        for head in ("lm_head", "binary_head"):
+            in_order += [(f"{head}.{k}", v) for k, v in model.get(head, {}).items()]
+        for key, value in in_order:
+            groups[key.endswith("bias") or "layernorm" in key].append(value.float())
+    numbered = [x for group in groups for x in group]
+    state = {i: {"exp_avg": 2 * x, "exp_avg_sq": 3 * x} for i, x in enumerate(numbered)}
+    first = len(groups[0])
+    inner = {
+        "state": state,
+        "param_groups": [
+            {"step": 12, "params": list(range(first))},
+            {"step": 12, "params": list(range(first, len(numbered)))},
+        ],
     }
-    for part, tensors in parts.items():
-        for name, tensor in (tensors or {}).items():
-            name = f"{part}.{name}".replace("lm_head.bias", "output_layer.bias").replace(
-                "layernorm", "layer_norm"
-            )
-            state[name] = tensor
-    return state
+    if not half:
+        return inner
+    masters = [[4 * x for x in group] for group in groups]
+    return {
+        "optimizer": inner,
+        "grad_scaler": {"scale": torch.tensor([2.0])},
+        "fp32_from_fp16_params": masters,
+    }

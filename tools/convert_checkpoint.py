@@ -1,28 +1,37 @@
-"""Convert a model between the formats of this program and of Hugging Face, and compare the logits of both.
+"""Convert a model between the formats of this program, Hugging Face and Megatron-LM, and compare the logits of both.
 
 python tools/convert_checkpoint.py --from huggingface --to native --load gpt2 --save my/gpt2
 python tools/convert_checkpoint.py --from native --to huggingface --load my/run --save my/gpt2-hf
+python tools/convert_checkpoint.py --from megatron --to native --load nvidia/run --save my/run \
+    --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt
+python tools/convert_checkpoint.py --from native --to megatron --load my/run --save nvidia/run \
+    --target-tensor-model-parallel-size 2
 """
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import functools
 import importlib.util
 import math
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tqdm import tqdm
 
-from megatron.arguments import Parser, run_command
+from megatron.arguments import Parser, add_flags, make_config, run_command
 from megatron.checkpoint.checkpoint import Checkpoint, saved_tokenizer
 from megatron.checkpoint.convert import check_is_empty, write_native
 from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.huggingface.read import open_huggingface
 from megatron.checkpoint.huggingface.write import write_huggingface
+from megatron.checkpoint.nvidia.read import open_megatron
+from megatron.checkpoint.nvidia.write import write_megatron
 from megatron.flags import InputError, TrainingFault
 from megatron.inference.conversion import (
     TOLERANCE,
@@ -31,23 +40,29 @@ from megatron.inference.conversion import (
     their_logits,
     tokenizer_note,
 )
+from megatron.model.config import ModelConfig
 from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.config import TokenizerConfig
+
+FORMATS = ("native", "huggingface", "megatron")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__.splitlines()[0])
-    formats = {"choices": list(READ), "required": True, "help": "format"}
+    formats = {"choices": FORMATS, "required": True, "help": "format"}
     parser.add_argument("--from", dest="source", **formats)
     parser.add_argument("--to", dest="target", **formats)
     parser.add_argument("--load", required=True, metavar="DIR", type=Path, help="folder to read")
     parser.add_argument(
         "--save", required=True, metavar="DIR", type=Path, help="folder to write, empty or new"
     )
+    add_megatron_flags(parser)
     args = parser.parse_args(argv)
     if args.source == args.target:
         raise InputError(f"--to: {args.target} is the format of --from too; there is nothing to convert")
     check_is_empty(args.save)
-    source = READ[args.source](args.load)
+    read, write = readers(args), writers(args)
+    source = read[args.source](args.load)
     print(f"{source.folder}: {source.state['task']}, iteration {source.iteration}")
     for note in source.notes:
         print(f"note: {note}")
@@ -57,15 +72,65 @@ def main(argv: Sequence[str] | None = None) -> None:
     seconds = 0.1 if sys.stderr.isatty() else 30
     with tqdm(unit="B", unit_scale=True, mininterval=seconds, file=sys.stderr) as progress:
         try:
-            WRITE[args.target](source, args.save, progress.update)
+            write[args.target](source, args.save, progress.update)
         except OSError as error:
             raise TrainingFault(f"--save: {args.save} cannot be written: {error}; nothing is kept") from None
     try:
-        compare(source, READ[args.target](args.save), {args.source: args.load, args.target: args.save})
+        compare(source, read[args.target](args.save), {args.source: args.load, args.target: args.save})
     except BaseException:
         shutil.rmtree(args.save)
         raise
     print(f"written to {args.save}")
+
+
+def add_megatron_flags(parser: argparse.ArgumentParser) -> None:
+    source = parser.add_argument_group("--from megatron")
+    source.add_argument("--no-load-optim", action="store_true", help="leave out the state of the optimizer")
+    add_flags(parser, TokenizerConfig, "tokenizer of the checkpoint, with --from megatron")
+    add_flags(
+        parser, ModelConfig, "model, with --from megatron, where the files do not hold the flags of their run"
+    )
+    target = parser.add_argument_group("--to megatron")
+    for axis in ("tensor", "pipeline"):
+        what = f"processes that the files are made for ({axis} parallel; default: 1)"
+        target.add_argument(f"--target-{axis}-model-parallel-size", type=int, metavar="N", help=what)
+
+
+def readers(args: argparse.Namespace) -> dict[str, Callable]:
+    """Of each format, what opens a checkpoint in a folder."""
+    tokenizer = make_config(TokenizerConfig, vars(args))
+    if tokenizer.tokenizer_type is None and tokenizer != TokenizerConfig(vocab_size=tokenizer.vocab_size):
+        raise InputError("--tokenizer-type is required with other flags of the tokenizer")
+    fields = {field.name for field in dataclasses.fields(ModelConfig)}
+    model = {name: value for name, value in vars(args).items() if name in fields}
+    if args.source != "megatron" and (model or args.no_load_optim or tokenizer != TokenizerConfig()):
+        raise InputError(
+            "--no-load-optim and flags of tokenizer and model have an effect only with --from megatron"
+        )
+    megatron = functools.partial(
+        open_megatron, tokenizer=tokenizer, given=model, load_optim=not args.no_load_optim
+    )
+    return {"native": open_native, "huggingface": open_huggingface, "megatron": megatron}
+
+
+def writers(args: argparse.Namespace) -> dict[str, Callable]:
+    """Of each format, what writes a checkpoint to a folder."""
+    sizes = {
+        "tensor": args.target_tensor_model_parallel_size,
+        "pipeline": args.target_pipeline_model_parallel_size,
+    }
+    for axis, size in sizes.items():
+        flag = f"--target-{axis}-model-parallel-size"
+        if size is not None and args.target != "megatron":
+            raise InputError(
+                f"{flag}: {size} has an effect only with --to megatron; other formats have no such size"
+            )
+        if size is not None and size < 1:
+            raise InputError(f"{flag}: {size} is too small; it must be at least 1")
+    megatron = functools.partial(
+        write_megatron, **{f"{axis}_parallel": size or 1 for axis, size in sizes.items()}
+    )
+    return {"native": write_native, "huggingface": write_huggingface, "megatron": megatron}
 
 
 def compare(source: Checkpoint, result: Checkpoint, folders: dict[str, Path]) -> None:
@@ -101,10 +166,6 @@ def open_native(folder: Path) -> Checkpoint:
     if found.manifest is None:
         raise InputError(f"--load: {folder} is a folder of Hugging Face's; give --from huggingface")
     return found
-
-
-READ = {"native": open_native, "huggingface": open_huggingface}
-WRITE = {"native": write_native, "huggingface": write_huggingface}
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from megatron.checkpoint.huggingface.read import is_huggingface, open_huggingface, why_not
+from megatron.checkpoint.nvidia.read import is_megatron
 from megatron.checkpoint.storage import folder_of, iterations, newest_iteration
 from megatron.flags import InputError, either
 from megatron.parallel.collectives import together
@@ -31,6 +32,11 @@ def find_checkpoint(
     root = Path(load)
     continues = save is not None and root.resolve() == Path(save).resolve()
     with together(world, InputError):
+        if is_megatron(root):
+            raise InputError(
+                f"--load: {load} holds a checkpoint of NVIDIA's Megatron-LM; make it one of this program with "
+                "tools/convert_checkpoint.py --from megatron --to native"
+            )
         iteration = newest_iteration(root) if step is None else step
     if iteration is not None:
         if step is not None and step not in iterations(root):

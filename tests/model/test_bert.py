@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 from models import flat
-from nvidia import v25_weights
 from torch import Tensor
 
 from megatron.arguments import parse_run_config
+from megatron.checkpoint.checkpoint import model_config
+from megatron.checkpoint.load import load_weights
+from megatron.checkpoint.nvidia.read import open_megatron
 from megatron.model.bert import BertModel
 from megatron.model.config import ModelConfig
 from megatron.tokenizer import build_tokenizer
@@ -192,12 +193,10 @@ def test_equals_megatron_v25(shared: Path, tmp_path: Path) -> None:
     valid = build_datasets(config, tokenizer, (24, 4, 4))["validation"]
     batch = valid.fields(valid.stack([valid[i] for i in range(4)], 128), None, config.data)
     batch = {name: torch.from_numpy(values) for name, values in batch.items()}
-    model_config = dataclasses.replace(
-        config.model, mask_padded_vocab=False, attention_dropout=0.0, hidden_dropout=0.0
-    )
-    ours = BertModel(model_config, binary_head=True, vocab_size=tokenizer.vocab_size, padded_vocab_size=30592)
-    flat(ours).initialize(1)
-    ours.load_state_dict(v25_weights(vectors / "after6_tp1", "encoder"))
+    checkpoint = open_megatron(vectors / "after6_tp1", config.tokenizer)
+    sizes = {"vocab_size": tokenizer.vocab_size, "padded_vocab_size": 30592}
+    ours = BertModel(model_config(checkpoint), binary_head=True, **sizes)
+    load_weights(checkpoint, ours, torch.float32)
     task = bert(binary_head=True)
     means = task.forward(ours, batch, None, None) / task.count(batch)
     assert [f"{x:.6E}" for x in means.tolist()] == ["1.019016E+01", "6.757880E-01"]

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from models import flat
-from nvidia import v25_weights
 
-from megatron.checkpoint.config import CheckpointConfig
-from megatron.checkpoint.saver import Saver
-from megatron.model.config import ModelConfig
-from megatron.model.gpt import GPTModel
-from megatron.optim.config import OptimizerConfig
-from megatron.optim.optimizer import Optimizer
+from megatron.checkpoint.convert import write_native
+from megatron.checkpoint.nvidia.read import open_megatron
+from megatron.tokenizer.config import TokenizerConfig
 
 # Iteration, learning rate, loss and gradient norm, as Megatron-LM printed them.
 LOG = """
@@ -36,31 +31,46 @@ FLAGS = """
 """.split()
 
 
-def test_equals_nvidias_log(pretrain, shared: Path, tmp_path: Path) -> None:
-    vectors = shared / "vectors" / "gpt-v2.5"
-    config = ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=4, max_position_embeddings=64)
-    config = dataclasses.replace(config, bias_gelu_fusion=False, mask_padded_vocab=False)
-    model = GPTModel(config, vocab_size=5000, padded_vocab_size=5120)
-    buffer = flat(model)
-    model.load_state_dict(v25_weights(vectors / "init_tp1"))
-    state = {
-        "iteration": 0,
-        "consumed_samples": 0,
-        "vocab_size": 5000,
-        "padded_vocab_size": 5120,
-        "task": "GPT",
-    }
-    state |= {"train_samples": 0, "evaluation_due": False, "bad_steps": 0, "history": [], "schedule": {}}
-    state["config"] = {"model": dataclasses.asdict(config)}
-    checkpoint = CheckpointConfig(save=str(tmp_path), save_optim=False)
-    optimizer = Optimizer(buffer, OptimizerConfig(lr=1.0))
-    Saver(checkpoint, buffer, optimizer, tokenizer_files={}, say=print).save(state)
+def data_flags(shared: Path, cache: Path) -> list[object]:
+    vectors, data = shared / "vectors" / "gpt-v2.5", shared / "data"
+    flags = ["--data-path", vectors / "tiny60_text_document", "--data-cache-path", cache]
+    return [
+        *flags,
+        "--vocab-file",
+        data / "gpt2-tiny-vocab.json",
+        "--merge-file",
+        data / "gpt2-tiny-merges.txt",
+    ]
 
-    data = ["--data-path", vectors / "tiny60_text_document", "--data-cache-path", tmp_path / "cache"]
-    data += ["--vocab-file", shared / "data" / "gpt2-tiny-vocab.json"]
-    data += ["--merge-file", shared / "data" / "gpt2-tiny-merges.txt"]
+
+@pytest.mark.parametrize(
+    ("start", "replicas", "layout"),
+    [
+        ("init_tp1", 1, []),
+        ("init_tp2", 2, ["--tensor-model-parallel-size", 2]),
+        ("init_pp2", 2, ["--pipeline-model-parallel-size", 2]),
+        pytest.param("init_tp1", 2, [], marks=pytest.mark.slow),
+    ],
+    ids=["T1", "T2", "P2", "D2"],
+)
+def test_equals_nvidias_log(
+    pretrain: Callable,
+    command: Callable,
+    shared: Path,
+    tmp_path: Path,
+    start: str,
+    replicas: int,
+    layout: list[object],
+) -> None:
+    checkpoint = open_megatron(shared / "vectors" / "gpt-v2.5" / start, TokenizerConfig())
+    write_native(checkpoint, tmp_path / "native", lambda size: None)
     metrics = tmp_path / "metrics.jsonl"
-    pretrain(*FLAGS, *data, "--load", tmp_path, "--finetune", "--metrics-path", metrics)
+    flags = [*FLAGS, *data_flags(shared, tmp_path / "cache"), *layout, "--metrics-path", metrics]
+    flags += ["--load", tmp_path / "native", "--finetune"]
+    if replicas == 1:
+        pretrain(*flags)
+    else:
+        command("pretrain_gpt.py", *flags, replicas=replicas)
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     for expected, record in zip(LOG.split("\n")[1:-1], records, strict=False):
         iteration, rate, loss, norm = expected.split()

@@ -1,0 +1,87 @@
+"""The state of Megatron-LM's optimizer, whose tensors are numbered, by the names of the weights they belong to.
+
+The numbers follow the order in which the modules were made, of the weights that decay first, and then of the others:
+biases, and all of the normalisations.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.nvidia.names import HEAD_COPY
+from megatron.checkpoint.torch_file import StoredTensor
+from megatron.flags import InputError
+
+# The running means that our optimizers have too.
+MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+MASTER = "master"
+
+
+def optimizer_tensors(
+    path: Path, optimizer: Any, chunks: list[dict[str, StoredTensor]]
+) -> tuple[dict[str, list[dict[str, StoredTensor]]], int]:
+    """Of one process, by kind ("exp_avg", ..., "master" for the fp32 weights of a half-precision model) the tensors of
+    each chunk by the keys of the weights; and the steps that the optimizer has taken.
+
+    Args:
+        optimizer: the entry of that name in the file `path`.
+        chunks: the weights, by their keys.
+
+    Raises:
+        InputError: it is not the state of an optimizer of these weights.
+    """
+    try:
+        inner = optimizer.get("optimizer", optimizer)
+        order = [key for decays in (True, False) for key in _in_order(chunks, decays)]
+        numbers = [number for group in inner["param_groups"] for number in group["params"]]
+        state = inner["state"]
+        found = {kind: [state[n][kind] for n in numbers] for kind in MOMENTS if kind in state[numbers[0]]}
+        if "fp32_from_fp16_params" in optimizer:
+            found[MASTER] = [tensor for group in optimizer["fp32_from_fp16_params"] for tensor in group]
+        steps = state[numbers[0]].get("step", inner["param_groups"][0].get("step"))
+        steps = int(steps.read()) if isinstance(steps, StoredTensor) else int(steps)
+    except (AttributeError, LookupError, TypeError, ValueError):
+        raise InputError(
+            f"{path}: its optimizer is not one of Megatron-LM v1 to v2.5 (Adam or SGD, not distributed); give "
+            "--no-load-optim to read the weights alone"
+        ) from None
+    by_kind = {}
+    for kind, tensors in found.items():
+        by_kind[kind] = _by_key(path, kind, order, tensors, chunks)
+    return by_kind, steps
+
+
+def _in_order(chunks: list[dict[str, StoredTensor]], decays: bool) -> list[tuple[int, str]]:
+    """Chunk and key of the weights that decay, or of the others, in the order of the optimizer."""
+    found = []
+    for number, chunk in enumerate(chunks):
+        # The copy of the table of words is made with the stack, before the heads of a BERT.
+        keys = sorted(chunk, key=lambda key: (not key.startswith("language_model."), key != HEAD_COPY))
+        for key in keys:
+            if decays == (key.endswith(".weight") and "layernorm" not in key):
+                found.append((number, key))
+    return found
+
+
+def _by_key(
+    path: Path,
+    kind: str,
+    order: list[tuple[int, str]],
+    tensors: list[Any],
+    chunks: list[dict[str, StoredTensor]],
+) -> list[dict[str, StoredTensor]]:
+    if len(tensors) != len(order):
+        raise InputError(
+            f"{path}: its optimizer has {len(tensors)} tensors {kind}, but the model {len(order)} weights"
+        )
+    result: list[dict[str, StoredTensor]] = [{} for _ in chunks]
+    for (number, key), tensor in zip(order, tensors, strict=True):
+        if not isinstance(tensor, StoredTensor) or tensor.shape != chunks[number][key].shape:
+            shape = tensor.shape if isinstance(tensor, StoredTensor) else None
+            raise InputError(
+                f"{path}: {kind} of {key} in its optimizer has shape {shape}, and the weight has "
+                f"{chunks[number][key].shape}"
+            )
+        result[number][key] = tensor
+    return result

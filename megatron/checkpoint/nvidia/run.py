@@ -1,0 +1,232 @@
+"""What the flags that Megatron-LM keeps in its checkpoints say of a model and of the run that made it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.checkpoint.foreign import weights_state
+from megatron.checkpoint.unpickle import Record
+from megatron.flags import LARGEST, InputError, flag_name
+from megatron.model.config import ModelConfig
+from megatron.optim.schedule import Schedule
+from megatron.tokenizer import build_tokenizer, padded_vocab_size
+from megatron.tokenizer.config import TokenizerConfig
+
+# What is read of the flags beside those of the model, and of what type it is where it is there at all.
+KINDS = dict.fromkeys(
+    (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "make_vocab_size_divisible_by",
+        "orig_vocab_size",
+        "seq_length",
+        "seed",
+        "global_batch_size",
+        "train_iters",
+        "train_samples",
+        "consumed_train_samples",
+    ),
+    (int,),
+)
+KINDS |= dict.fromkeys(("data_path", "split", "dataloader_type"), (str,))
+KINDS |= dict.fromkeys(("mask_prob", "short_seq_prob", "weight_decay"), (int, float))
+
+
+def read_flags(path: Path, content: Any) -> Record:
+    """The flags of the run in the content of a file; empty if it holds none.
+
+    Raises:
+        InputError: the value of one is of no use.
+    """
+    args = content.get("args") if isinstance(content, dict) else None
+    if not isinstance(args, Record):
+        return Record("no flags", state={})
+    for name, kinds in KINDS.items():
+        value = args.get(name)
+        for part in value if isinstance(value, (list, tuple)) else [value]:
+            if value is not None and (
+                type(part) not in kinds or (type(part) is not str and not 0 <= part <= LARGEST)
+            ):
+                raise InputError(f"{path}: its flag {name} is {str(part)[:40]}, which cannot be")
+    return args
+
+
+def read_config(
+    path: Path, args: Record, sizes: dict[str, Any], given: Mapping[str, Any], not_read: Collection[str]
+) -> ModelConfig:
+    """The architecture of the model of a checkpoint.
+
+    Args:
+        path: the file that holds `args`, for messages.
+        args: the flags of the run; empty where there are none, as in NVIDIA's released models.
+        sizes: fields of the config that follow from the tensors.
+        given: fields that the user gives; of those that the flags do not say, the number of heads is needed.
+        not_read: flags that must not be set.
+
+    Raises:
+        InputError: the number of heads is needed, sizes do not fit, or the model is of a kind that we have not.
+    """
+    for name in not_read:
+        if args.get(name):
+            flag = f"--{name.replace('_', '-')}"
+            raise InputError(f"{path}: was trained with {flag}, which is not read from this format")
+    said = {field.name: args.get(field.name) for field in dataclasses.fields(ModelConfig)}
+    if args.get("layernorm_epsilon") is not None:  # its older name
+        said["norm_epsilon"] = args.get("layernorm_epsilon")
+    said = {name: value for name, value in said.items() if value is not None}
+    if not said.get("group_query_attention"):
+        said.pop("num_query_groups", None)  # in newer versions 1, and without meaning
+    flags = {field.name: flag_name(field) for field in dataclasses.fields(ModelConfig)}
+    for name, value in given.items():
+        if said.get(name, value) != value:
+            raise InputError(
+                f"{flags[name]}: {value} is not what {path} says, {said[name]}; leave the flag out"
+            )
+    said |= given
+    for name, size in sizes.items():
+        if said.get(name, size) != size:
+            raise InputError(
+                f"{path}: says that {name} is {str(said[name])[:20]}, but by its tensors it is {size}"
+            )
+    if "num_attention_heads" not in said:
+        raise InputError(f"--num-attention-heads is required: {path} does not say how many there are")
+    try:
+        # There the padding of the vocabulary takes part in the softmax.
+        return ModelConfig(**sizes | said | {"mask_padded_vocab": False})
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def check_tensors(
+    folder: Path,
+    found: dict[str, tuple[int, ...]],
+    wanted: dict[str, tuple[int, ...]],
+    dtypes: Iterable[torch.dtype],
+) -> None:
+    """Raise `InputError` unless the tensors of these names, shapes and dtypes are those of the model."""
+    missing = [name for name in wanted if name not in found]
+    extra = [name for name in found if name not in wanted]
+    for names, what in ((missing, "lacks"), (extra, "has, and the model has not,")):
+        if names:
+            raise InputError(f"{folder}: {what} {shown(names)}")
+    for name, shape in wanted.items():
+        if found[name] != shape:
+            raise InputError(
+                f"{folder}: {name} has shape {found[name]}, but by its flags the model has {shape}"
+            )
+    kinds = {str(dtype)[6:] for dtype in dtypes}
+    if not kinds <= {"float32", "float16", "bfloat16"} or len(kinds) > 1:
+        raise InputError(
+            f"{folder}: its weights are {' and '.join(sorted(kinds))}; all must be float32, or float16, or bfloat16"
+        )
+
+
+def shown(names: list[str]) -> str:
+    """Names of tensors, the first ten of them and their number."""
+    return f"{len(names)} tensor(s): {', '.join(names[:10])}{', ...' if len(names) > 10 else ''}"
+
+
+def read_state(
+    path: Path,
+    content: dict[str, Any],
+    args: Record,
+    *,
+    task: str,
+    model: ModelConfig,
+    tokenizer: TokenizerConfig,
+    padded: int,
+    bf16: bool,
+) -> dict[str, Any]:
+    """The state of the checkpoint whose file is `path` and holds `content`.
+
+    Args:
+        tokenizer: as given by the user; it says how many ids there are, if `args` does not.
+        padded: rows of the table of words.
+    """
+    vocab_size = _vocab_size(path, args, tokenizer, padded)
+    multiple = args.get("make_vocab_size_divisible_by", tokenizer.make_vocab_size_divisible_by)
+    tokenizer = dataclasses.replace(tokenizer, make_vocab_size_divisible_by=multiple)
+    state = weights_state(task, model, tokenizer, vocab_size=vocab_size, bf16=bf16)
+    state["padded_vocab_size"] = padded
+    config = state["config"]
+    config["data"]["seq_length"] = args.get("seq_length", model.max_position_embeddings)
+    schedule = content.get("lr_scheduler") or content.get("opt_param_scheduler")
+    if not schedule:
+        return state
+    config["training"]["seed"] = args.get("seed")
+    config["data"]["mock_data"] = False
+    for name in ("data_path", "split", "dataloader_type", "mask_prob", "short_seq_prob"):
+        config["data"][name] = args.get(name)
+    iteration = content.get("iteration", content.get("total_iters"))
+    batch = args.get("global_batch_size")
+    if type(iteration) is not int or iteration < 0 or not batch:
+        raise InputError(
+            f"{path}: does not say where its run stands (iteration, and global_batch_size of its flags)"
+        )
+    samples = args.get("train_samples") or (args.get("train_iters") or 0) * batch
+    consumed = args.get("consumed_train_samples") or iteration * batch
+    return state | {
+        "iteration": iteration,
+        "consumed_samples": consumed,
+        "train_samples": samples,
+        "schedule": dataclasses.asdict(_schedule(path, schedule, args, samples)),
+    }
+
+
+def _vocab_size(path: Path, args: Record, tokenizer: TokenizerConfig, padded: int) -> int:
+    """Ids of the tokenizer: the file itself mostly knows only to how many they were padded."""
+    if tokenizer.tokenizer_type is not None:
+        size, source = build_tokenizer(tokenizer).vocab_size, f"the tokenizer ({tokenizer.tokenizer_type})"
+    elif tokenizer.vocab_size is not None:
+        size, source = tokenizer.vocab_size, "--vocab-size"
+    elif args.get("orig_vocab_size") is not None:
+        size, source = args.get("orig_vocab_size"), "orig_vocab_size in it"
+    else:
+        raise InputError(
+            f"{path}: says how many rows its table of words has, {padded}, but not how many of them are ids; give the "
+            "tokenizer (--tokenizer-type and its files) or --vocab-size"
+        )
+    multiple, parts = args.get("make_vocab_size_divisible_by"), args.get("tensor_model_parallel_size", 1)
+    fits = type(size) is int and 0 < size <= padded
+    if fits and multiple:
+        fits = padded_vocab_size(size, multiple, parts) == padded
+    if not fits:
+        raise InputError(
+            f"{path}: its table of words has {padded} rows, which is not what {size} ids are padded to, the number "
+            f"that {source} gives; give the tokenizer that it was trained with"
+        )
+    return size
+
+
+def _schedule(path: Path, saved: dict[str, Any], args: Record, train_samples: int) -> Schedule:
+    """The schedules of the run: that of the learning rate as it was saved, in samples."""
+    decay = args.get("weight_decay", 0.01)
+    old = {"max_lr": "start_lr", "warmup_steps": "warmup_iter", "decay_steps": "end_iter"}
+    found = {
+        name: saved.get(name, saved.get(old.get(name)))
+        for name in ("max_lr", "min_lr", "warmup_steps", "decay_steps", "decay_style")
+    }
+    for name, value in found.items():
+        if not isinstance(value, str if name == "decay_style" else (int, float)):
+            raise InputError(
+                f"{path}: {name} of its learning rate's schedule is {str(value)[:40]}, which cannot be"
+            )
+    return Schedule(
+        max_lr=found["max_lr"],
+        min_lr=found["min_lr"],
+        init_lr=0.0,
+        warmup=found["warmup_steps"],
+        decay=found["decay_steps"],
+        decay_style=found["decay_style"],
+        wsd_decay=0,
+        wsd_decay_style="exponential",
+        start_weight_decay=saved.get("start_wd", decay),
+        end_weight_decay=saved.get("end_wd", decay),
+        weight_decay_style=saved.get("wd_incr_style", "constant"),
+        train_samples=train_samples,
+    )

@@ -1,0 +1,210 @@
+"""Reads files of torch.save, in either of its forms, without running what is in them.
+
+    zip      NAME/data.pkl, the pickle; NAME/data/0, NAME/data/1, ..., the storages, not compressed (torch >= 1.6)
+    stream   pickles of a magic number, a version, the machine, the object and the names of its storages; then of each
+             storage the number of elements and its bytes
+
+Tensors stay in the file until they are wanted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+import struct
+import zipfile
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.unpickle import unpickle
+from megatron.flags import InputError
+
+MAGIC, VERSION = 0x1950A86A20F9469CFC6C, 1001
+MOST_DIMENSIONS = 8
+
+
+@dataclasses.dataclass(eq=False)
+class Storage:
+    """Elements that lie one after the other in a file, from byte `begin` on."""
+
+    path: Path
+    dtype: torch.dtype
+    elements: int
+    begin: int | None = None  # until it is found
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file: the element `offset` of a storage is its first."""
+
+    storage: Storage
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.storage.dtype
+
+    def read(self) -> Tensor:
+        """Its values.
+
+        Raises:
+            InputError: the file cannot be read.
+        """
+        span = _span(self.shape, self.stride)
+        values = torch.empty(span, dtype=self.dtype)
+        path = self.storage.path
+        try:
+            with path.open("rb") as file:
+                file.seek(self.storage.begin + self.offset * self.dtype.itemsize)
+                if file.readinto(values.view(torch.uint8).numpy()) != values.nbytes:
+                    raise InputError(f"{path}: ends within a tensor; it is torn")
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+        return values.as_strided(self.shape, self.stride)
+
+
+def _span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """Elements from the first to the last of a tensor."""
+    return 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+
+
+def read_torch_file(path: Path, begin: int = 0, length: int | None = None) -> Any:
+    """The object that torch.save has written to a file, or to `length` bytes of it from byte `begin` on.
+
+    Its dicts are plain ones, its tensors `StoredTensor`s, its other objects `Record`s.
+
+    Raises:
+        InputError: the file is missing or damaged, or holds what no checkpoint needs.
+    """
+    if not path.is_file():  # nor a pipe, which has no end
+        raise InputError(f"{path}: is missing, or not a file")
+    try:
+        with path.open("rb") as file:
+            if begin or length is not None:
+                file.seek(begin)
+                return _read(path, io.BytesIO(file.read(length)), begin)
+            return _read(path, file, 0)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def _read(path: Path, file: BinaryIO, begin: int) -> Any:
+    """`begin`: byte of the file on disk that is the first of `file`."""
+    if file.read(4) != b"PK\3\4":
+        file.seek(0)
+        return _read_stream(path, file, begin)
+    try:
+        with zipfile.ZipFile(file) as archive:
+            return _read_zip(path, file, archive, begin)
+    except InputError:
+        raise
+    except (zipfile.BadZipFile, RuntimeError, EOFError, ValueError, struct.error) as error:
+        raise InputError(f"{path}: is torn, or not a file of torch.save ({str(error)[:200]})") from None
+
+
+def _read_zip(path: Path, file: BinaryIO, archive: zipfile.ZipFile, begin: int) -> Any:
+    entries = {info.filename: info for info in archive.infolist()}
+    pickles = [name for name in entries if name.count("/") == 1 and name.endswith("/data.pkl")]
+    if len(pickles) != 1:
+        raise InputError(
+            f"{path}: is a zip, but not one of torch.save; if there is a model_optim_rng.pt in it, unzip it and give "
+            "the folder"
+        )
+    (name,) = pickles
+    prefix = name.removesuffix("data.pkl")
+    if any(info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 for info in entries.values()):
+        raise InputError(f"{path}: is compressed or encrypted, as no file of torch.save is")
+    if f"{prefix}byteorder" in entries and archive.read(f"{prefix}byteorder") != b"little":
+        raise InputError(
+            f"{path}: was written on a big-endian machine; load and save it on a little-endian one"
+        )
+    storages: dict[str, Storage] = {}
+
+    def storage(identity: Any) -> Storage:
+        found = _describe(path, identity, storages)
+        if found.begin is None:
+            info = entries[f"{prefix}data/{identity[2]}"]
+            content, length = _content(file, info), found.elements * found.dtype.itemsize
+            if info.file_size != length or content + length > file.seek(0, io.SEEK_END):
+                raise ValueError(f"storage {identity[2]} is not as long as it says")
+            found.begin = begin + content
+        return found
+
+    return unpickle(io.BytesIO(archive.read(name)), str(path), tensor=_tensor, storage=storage)
+
+
+def _content(file: BinaryIO, info: zipfile.ZipInfo) -> int:
+    """Where the content of an entry begins: after its local header, which has a name and a field of any length."""
+    file.seek(info.header_offset)
+    header = file.read(30)
+    if header[:4] != b"PK\3\4":
+        raise ValueError(f"{info.filename} is not where the zip's directory says")
+    lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+    return info.header_offset + 30 + lengths
+
+
+def _read_stream(path: Path, file: BinaryIO, begin: int) -> Any:
+    storages: dict[str, Storage] = {}
+
+    def following() -> Any:
+        return unpickle(file, str(path), tensor=_tensor, storage=lambda name: _describe(path, name, storages))
+
+    if file.read(2) != b"\x80\x02":
+        raise InputError(f"{path}: is torn, or not a file of torch.save")
+    file.seek(0)
+    if following() != MAGIC or following() != VERSION:
+        raise InputError(f"{path}: is a pickle, but not one of torch.save")
+    machine = following()
+    if not isinstance(machine, dict) or machine.get("little_endian") is not True:
+        raise InputError(
+            f"{path}: was written on a big-endian machine; load and save it on a little-endian one"
+        )
+    whole, names = following(), following()
+    end = file.seek(0, io.SEEK_CUR)
+    size = file.seek(0, io.SEEK_END)
+    if not isinstance(names, list) or len(names) != len(storages):
+        raise InputError(f"{path}: is damaged (its list of storages is wrong)")
+    for name in names:
+        found = storages.get(name) if type(name) is str else None
+        if found is None or found.begin is not None:
+            raise InputError(f"{path}: is damaged (its list of storages is wrong)")
+        file.seek(end)
+        length = found.elements * found.dtype.itemsize
+        if int.from_bytes(file.read(8), "little") != found.elements or end + 8 + length > size:
+            raise InputError(
+                f"{path}: ends within its tensors, or they are not as long as it says; it is torn"
+            )
+        found.begin = begin + end + 8
+        end += 8 + length
+    return whole
+
+
+def _describe(path: Path, identity: Any, storages: dict[str, Storage]) -> Storage:
+    """The storage that a pickle names: ("storage", dtype, key, device, elements), in old files with a None more."""
+    kind, dtype, key, _, elements, *rest = identity
+    if kind != "storage" or type(key) is not str or not isinstance(dtype, torch.dtype) or any(rest):
+        raise ValueError("a storage is described otherwise than torch.save does")
+    if type(elements) is not int or elements < 0:
+        raise ValueError(f"storage {key[:20]} has {elements!r} elements")
+    found = storages.setdefault(key, Storage(path, dtype, elements))
+    if (found.dtype, found.elements) != (dtype, elements):
+        raise ValueError(f"storage {key[:20]} is described in two ways")
+    return found
+
+
+def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> StoredTensor:
+    shape, stride = tuple(shape), tuple(stride)
+    wrong = any(type(n) is not int or n < 0 for n in (offset, *shape, *stride))
+    if wrong or len(shape) != len(stride) or len(shape) > MOST_DIMENSIONS or not isinstance(storage, Storage):
+        raise ValueError("a tensor is described otherwise than torch.save does")
+    # A tensor may overlap itself, and then be far larger than its storage.
+    largest = max(offset + _span(shape, stride), math.prod(shape))
+    if largest > storage.elements:
+        raise ValueError(f"a tensor {shape} reaches beyond its storage of {storage.elements} elements")
+    return StoredTensor(storage, offset, shape, stride)

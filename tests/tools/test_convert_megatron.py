@@ -1,0 +1,109 @@
+"""tools/convert_checkpoint.py, from and to Megatron-LM's form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from nvidia import assert_equal, checkpoint_of, weights, written
+
+from megatron.checkpoint.find import find_checkpoint
+from megatron.checkpoint.nvidia.read import open_megatron
+from megatron.flags import InputError
+from megatron.tokenizer.config import TokenizerConfig
+from tools.convert_checkpoint import main
+
+
+@pytest.fixture
+def convert(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs the tool within the test's process; gives what it printed."""
+
+    def run(source: str, target: str, load: Path, save: Path, *flags: object) -> str:
+        words = ("--from", source, "--to", target, "--load", load, "--save", save, *flags)
+        main([str(word) for word in words])
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_there_and_back(convert: Callable[..., str], tmp_path: Path) -> None:
+    root = written(tmp_path, tensor=2)
+    said = convert("megatron", "native", root, tmp_path / "native")
+    assert "logits of what was written differ by 0.00e+00 of the largest" in said
+    sizes = ("--target-tensor-model-parallel-size", 4, "--target-pipeline-model-parallel-size", 2)
+    convert("native", "megatron", tmp_path / "native", tmp_path / "back", *sizes)
+    assert_equal(
+        weights(open_megatron(tmp_path / "back", TokenizerConfig())), weights(checkpoint_of(tmp_path))
+    )
+    assert len(list(tmp_path.glob("back/release/mp_rank_0[0-3]_00[01]"))) == 8
+    said = convert("megatron", "huggingface", tmp_path / "back", tmp_path / "hf")
+    assert "logits of transformers from" in said
+    convert("huggingface", "megatron", tmp_path / "hf", tmp_path / "again")
+    found = weights(open_megatron(tmp_path / "again", TokenizerConfig()))
+    assert_equal(found, weights(checkpoint_of(tmp_path)))
+
+
+def test_tokenizer_and_optimizer_come_along(
+    convert: Callable[..., str], shared: Path, tmp_path: Path
+) -> None:
+    data = shared / "data"
+    flags = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", data / "gpt2-tiny-vocab.json"]
+    flags += ["--merge-file", data / "gpt2-tiny-merges.txt"]
+    load = shared / "vectors" / "gpt-v2.5" / "after6_tp1"
+    convert("megatron", "native", load, tmp_path / "with", *flags)
+    found = find_checkpoint(str(tmp_path / "with"), None, verify=True)
+    assert found.kinds == ["model", "optimizer"] and found.iteration == 6
+    assert {"tokenizer/gpt2-tiny-vocab.json", "tokenizer/gpt2-tiny-merges.txt"} <= found.manifest.files.keys()
+    convert("megatron", "native", load, tmp_path / "without", "--no-load-optim", "--vocab-size", 5000)
+    assert find_checkpoint(str(tmp_path / "without"), None).kinds == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ("native", "megatron", "--num-attention-heads", 4),
+            "--no-load-optim and flags of tokenizer and model have an",
+        ),
+        (
+            ("native", "megatron", "--no-load-optim"),
+            "--no-load-optim and flags of tokenizer and model have an effect",
+        ),
+        (
+            ("megatron", "native", "--vocab-file", "x"),
+            "--tokenizer-type is required with other flags of the tokenizer",
+        ),
+        (
+            ("megatron", "native", "--target-tensor-model-parallel-size", 2),
+            "--target-tensor-model-parallel-size: 2 has an effect only with --to megatron",
+        ),
+        (
+            ("native", "megatron", "--target-pipeline-model-parallel-size", 0),
+            "--target-pipeline-model-parallel-size: 0 is too small; it must be at least 1",
+        ),
+        (("megatron", "native", "--num-attention-heads", 8), "--num-attention-heads: 8 is not what "),
+        (
+            ("native", "megatron"),
+            "holds a checkpoint of NVIDIA's Megatron-LM; make it one of this program with tools/",
+        ),
+    ],
+)
+def test_bad_input(convert: Callable[..., str], tmp_path: Path, words: tuple, told: str) -> None:
+    source, target, *flags = words
+    with pytest.raises(InputError) as caught:
+        convert(source, target, written(tmp_path), tmp_path / "x", *flags)
+    assert told in str(caught.value)
+    assert not (tmp_path / "x").exists()
+
+
+def test_training_from_it_says_what_to_do(pretrain: Callable, tmp_path: Path) -> None:
+    root = written(tmp_path)
+    flags = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --lr 1e-3"
+    flags += (
+        " --train-iters 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 99 --device cpu --finetune"
+    )
+    with pytest.raises(
+        InputError, match=r"^--load: \S+ holds a checkpoint of NVIDIA's Megatron-LM; make it one"
+    ):
+        pretrain(*flags.split(), "--load", root)
