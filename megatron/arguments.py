@@ -206,19 +206,21 @@ def parse_run_config(argv: Sequence[str], *, description: str, defaults: dict[st
 
     configs = typing.get_type_hints(RunConfig)
     parser = run_parser(description, defaults)
-    namespace = argparse.Namespace(notices=[])
+    namespace = argparse.Namespace(notices=[], refusals=[])
     # What the file says is parsed as if it stood before the command line, which so has the last word.
     config_file = _config_file(argv)
     if config_file is not None:
         try:
-            parser.parse_args(_read_settings(config_file, parser), namespace)
+            _parse(parser, _read_settings(config_file, parser), namespace)
         except InputError as error:
             raise InputError(f"--config {config_file}: {error}") from None
-    given = vars(parser.parse_args(argv, namespace))
+    given = _parse(parser, argv, namespace)
     checkpoint = make_config(configs["checkpoint"], given)
     if checkpoint.use_checkpoint_args:
         given = _with_checkpoint_args(given, checkpoint)
     values = defaults | given
+    if values.get("sequence_parallel") and values.get("tensor_model_parallel_size", 1) == 1:
+        values["notices"].append("--sequence-parallel has no effect: --tensor-model-parallel-size is 1")
     for notice in dict.fromkeys(values.pop("notices")):
         if os.environ.get("RANK", "0") == "0":
             print(f"note: {notice}", file=sys.stderr)
@@ -228,6 +230,14 @@ def parse_run_config(argv: Sequence[str], *, description: str, defaults: dict[st
     config = RunConfig(**{name: make_config(kind, values) for name, kind in configs.items()})
     _check_across(config)
     return config
+
+
+def _parse(parser: Parser, words: Sequence[str], namespace: argparse.Namespace) -> dict[str, Any]:
+    """The values that `words` add to `namespace`; an error of a line for each of NVIDIA's flags that is refused."""
+    parser.parse_args(words, namespace)
+    if namespace.refusals:
+        raise InputError("\n".join(dict.fromkeys(namespace.refusals)))
+    return vars(namespace)
 
 
 def _with_checkpoint_args(given: dict[str, Any], config: CheckpointConfig) -> dict[str, Any]:
@@ -301,8 +311,9 @@ class _NvidiaAction(argparse.Action):
             return
         given = " ".join([self.flag.name, *values])
         if self.flag.refused:
-            raise InputError(f"{given} is not supported: {self.flag.note}")
-        namespace.notices.append(f"{given} has no effect: {self.flag.note}")
+            namespace.refusals.append(f"{given} is not supported: {self.flag.note}")
+        else:
+            namespace.notices.append(f"{given} has no effect: {self.flag.note}")
 
 
 def _config_file(argv: Sequence[str]) -> Path | None:

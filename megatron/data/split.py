@@ -13,7 +13,8 @@ def parse_split(text: str) -> tuple[float, float, float]:
     """Shares of train, validation and test, which sum to 1.
 
     Numbers are separated by ',' (or, where there is none, by '/'); they need not sum to anything in
-    particular, and those left out at the end are 0.
+    particular, and those left out at the end are 0. Quotes around them, as the scripts of Megatron-LM for Llama
+    pass them, do not count.
 
     Raises:
         InputError: not one to three numbers of at least 0, or all are 0.
@@ -22,7 +23,7 @@ def parse_split(text: str) -> tuple[float, float, float]:
         f"up to three numbers of at least 0 for train, validation and test are wanted, like {DEFAULT_SPLIT}"
     )
     try:
-        shares = [float(part) for part in text.split("," if "," in text else "/")]
+        shares = [float(part) for part in text.strip("'\"").split("," if "," in text else "/")]
     except ValueError:
         raise InputError(f"--split: {text!r} is not a list of numbers; {want}") from None
     total = sum(shares)

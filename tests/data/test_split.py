@@ -18,6 +18,7 @@ from megatron.flags import InputError
         ("900,50,50", 60, [0, 54, 57, 60]),
         ("949/50/1", 999, [0, 948, 998, 999]),
         ("1", 10, [0, 10, 10, 10]),
+        ("'99,1,0'", 200, [0, 198, 200, 200]),
         ("3,1", 4, [0, 3, 4, 4]),
         # Both halves round up and train has nothing to give back; Megatron-LM's bound would be -1.
         ("0,1.5,3.5", 5, [0, 0, 1, 5]),
