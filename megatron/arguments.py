@@ -11,10 +11,12 @@ import dataclasses
 import difflib
 import os
 import re
+import signal
 import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 import yaml
@@ -384,6 +386,17 @@ def _check_across(config: RunConfig) -> None:
         if value:
             fitting = name.replace("samples", unit).replace("iters", unit)
             raise InputError(f"{name}: {value} does not go with --train-{unit}; use {fitting}")
+
+
+def end_on_sigterm() -> None:
+    """From now on end a terminated command as an interrupted one, so that it tidies up; which a second signal does not
+    disturb."""
+
+    def leave(number: int, _: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
 
 
 def run_command(main: Callable[[], int | None]) -> NoReturn:
