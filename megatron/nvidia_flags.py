@@ -48,13 +48,14 @@ def _refuse(note: str, *usages: str, harmless: Sequence[str] = ()) -> tuple[Nvid
 
 # Flags of this code base that Megatron-LM does not have.
 OURS_ALONE = frozenset(
-    "--check-weight-replicas-interval --device --hang-timeout --keep-last --metrics-path --no-mask-padded-vocab "
-    "--no-progress --on-non-finite --pipeline-schedule --spike-skip --verify-checkpoint".split()
+    "--check-weight-replicas-interval --data-order --device --hang-timeout --keep-last --metrics-path "
+    "--no-mask-padded-vocab --no-progress --on-non-finite --pipeline-schedule --spike-skip --verify-checkpoint".split()
 )
 
 # Flags that both have and that differ in what they mean or in what leaving them out means; v2.5 and today's.
 DEPARTURES = {
     "--checkpoint-activations": "as in v2.5; today's refuses it",
+    "--data-path": "blends in v2.5's order; --data-order head has today's",
     "--distributed-backend": "by default nccl on GPUs and gloo on CPUs; there nccl",
     "--eod-mask-loss": "the loss is a mean over all tokens of the global batch; there of the means of microbatches",
     "--eval-interval": "1000 by default, as in v2.5; today's has no default",
@@ -67,7 +68,7 @@ DEPARTURES = {
     "--rampup-batch-size": "as in v2.5; today's reads it and ignores it",
     "--save-interval": "may be left out, to save where the run ends; there --save needs it",
     "--seed": "other initial weights and dropout than there, the same ones in every layout",
-    "--split": "969,30,1 by default, as in v2.5; today's has no default",
+    "--split": "969,30,1 by default, as in v2.5; today's has no default, and rounds as --data-order head",
     "--tensor-model-parallel-size": "more than there are processes is an error; v2.5 takes as many as there are",
     "--tiktoken-pattern": "also patterns of OpenAI's; it must be given, while today's default is v2",
     "--tokenizer-type": "Llama2Tokenizer puts no token before a document, as today's; until core 0.14 it did",
