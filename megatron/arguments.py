@@ -11,10 +11,12 @@ import dataclasses
 import difflib
 import os
 import re
+import signal
 import sys
 import typing
 from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 import yaml
@@ -218,19 +220,21 @@ def run_values(
     """
     from megatron.checkpoint.config import CheckpointConfig
 
-    namespace = argparse.Namespace(notices=[])
+    namespace = argparse.Namespace(notices=[], refusals=[])
     # What the file says is parsed as if it stood before the command line, which so has the last word.
     config_file = _config_file(argv)
     if config_file is not None:
         try:
-            parser.parse_args(_read_settings(config_file, parser), namespace)
+            _parse(parser, _read_settings(config_file, parser), namespace)
         except InputError as error:
             raise InputError(f"--config {config_file}: {error}") from None
-    given = vars(parser.parse_args(argv, namespace))
+    given = _parse(parser, argv, namespace)
     checkpoint = make_config(CheckpointConfig, given)
     if checkpoint.use_checkpoint_args or (model_of_load and checkpoint.load is not None):
         given = _with_checkpoint_args(given, checkpoint)
     values = defaults | given
+    if values.get("sequence_parallel") and values.get("tensor_model_parallel_size", 1) == 1:
+        values["notices"].append("--sequence-parallel has no effect: --tensor-model-parallel-size is 1")
     for notice in dict.fromkeys(values.pop("notices")):
         if os.environ.get("RANK", "0") == "0":
             print(f"note: {notice}", file=sys.stderr)
@@ -252,6 +256,14 @@ def run_config(values: dict[str, Any]) -> RunConfig:
     config = RunConfig(**{name: make_config(kind, values) for name, kind in configs.items()})
     _check_across(config)
     return config
+
+
+def _parse(parser: Parser, words: Sequence[str], namespace: argparse.Namespace) -> dict[str, Any]:
+    """The values that `words` add to `namespace`; an error of a line for each of NVIDIA's flags that is refused."""
+    parser.parse_args(words, namespace)
+    if namespace.refusals:
+        raise InputError("\n".join(dict.fromkeys(namespace.refusals)))
+    return vars(namespace)
 
 
 def _with_checkpoint_args(given: dict[str, Any], config: CheckpointConfig) -> dict[str, Any]:
@@ -341,8 +353,9 @@ class _NvidiaAction(argparse.Action):
             return
         given = " ".join([self.flag.name, *values])
         if self.flag.refused:
-            raise InputError(f"{given} is not supported: {self.flag.note}")
-        namespace.notices.append(f"{given} has no effect: {self.flag.note}")
+            namespace.refusals.append(f"{given} is not supported: {self.flag.note}")
+        else:
+            namespace.notices.append(f"{given} has no effect: {self.flag.note}")
 
 
 def _config_file(argv: Sequence[str]) -> Path | None:
@@ -413,6 +426,17 @@ def _check_across(config: RunConfig) -> None:
         if value:
             fitting = name.replace("samples", unit).replace("iters", unit)
             raise InputError(f"{name}: {value} does not go with --train-{unit}; use {fitting}")
+
+
+def end_on_sigterm() -> None:
+    """From now on end a terminated command as an interrupted one, so that it tidies up; which a second signal does not
+    disturb."""
+
+    def leave(number: int, _: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
 
 
 def run_command(main: Callable[[], int | None]) -> NoReturn:

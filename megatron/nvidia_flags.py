@@ -1,8 +1,9 @@
-"""Flags of Megatron-LM's that this code base does not have, and what it does about each.
+"""Flags of Megatron-LM's that this code base does not have and what it does about each, and where those differ that
+both have.
 
 A flag is accepted, with one line that says so, where leaving it out cannot change what is trained: at most the
 time or the memory that it takes. Every other one is refused, with what to use instead. One table serves the
-parser and `docs/nvidia-flags.md`. It covers v2.5, v3.0 and what the examples of 2026 use.
+parser and `docs/coming-from-megatron.md`. It covers v2.5, v3.0 and what the examples of 2026 use.
 """
 
 from __future__ import annotations
@@ -45,6 +46,37 @@ def _refuse(note: str, *usages: str, harmless: Sequence[str] = ()) -> tuple[Nvid
     return tuple(NvidiaFlag(usage, True, note, tuple(harmless)) for usage in usages)
 
 
+# Flags of this code base that Megatron-LM does not have.
+OURS_ALONE = frozenset(
+    "--check-weight-replicas-interval --data-order --device --hang-timeout --keep-last --metrics-path "
+    "--no-mask-padded-vocab --no-progress --on-non-finite --pipeline-schedule --spike-skip --verify-checkpoint".split()
+)
+
+# Flags that both have and that differ in what they mean or in what leaving them out means; v2.5 and today's.
+DEPARTURES = {
+    "--checkpoint-activations": "as in v2.5; today's refuses it",
+    "--data-path": "blends in v2.5's order; --data-order head has today's",
+    "--distributed-backend": "by default nccl on GPUs and gloo on CPUs; there nccl",
+    "--eod-mask-loss": "the loss is a mean over all tokens of the global batch; there of the means of microbatches",
+    "--eval-interval": "1000 by default, as in v2.5; today's has no default",
+    "--eval-iters": "every evaluation reads the same samples; there each one reads on",
+    "--load": "a folder without a checkpoint is an error, unless it is that of --save; there training starts anew",
+    "--mask-prob": "the loss is a mean over all masked words of the global batch; there of the means of microbatches",
+    "--max-position-embeddings": "by default --seq-length; there it must be given",
+    "--num-layers-per-virtual-pipeline-stage": "two stages will do; v2.5 needs three",
+    "--pipeline-model-parallel-size": "more than there are processes is an error; v2.5 takes as many as there are",
+    "--rampup-batch-size": "as in v2.5; today's reads it and ignores it",
+    "--save-interval": "may be left out, to save where the run ends; there --save needs it",
+    "--seed": "other initial weights and dropout than there, the same ones in every layout",
+    "--split": "969,30,1 by default, as in v2.5; today's has no default, and rounds as --data-order head",
+    "--tensor-model-parallel-size": "more than there are processes is an error; v2.5 takes as many as there are",
+    "--tiktoken-pattern": "also patterns of OpenAI's; it must be given, while today's default is v2",
+    "--tokenizer-type": "Llama2Tokenizer puts no token before a document, as today's; until core 0.14 it did",
+    "--use-checkpoint-args": "all of the architecture is the checkpoint's; there some flags of the command line win",
+    "--use-checkpoint-opt_param-scheduler": "without it the command line's schedule wins; there the two must agree",
+    "--vocab-size": "a NullTokenizer has one id more, to end documents; today's takes the last of them for it",
+}
+
 _NO_CP = "context parallelism is not available in this version"
 _NOT_SUPPORTED = "this code base does not have it"
 
@@ -60,6 +92,16 @@ NVIDIA_FLAGS: tuple[NvidiaFlag, ...] = (
         "--override-opt_param-scheduler",
         "--override-opt-param-scheduler",
     ),
+    *_refuse(
+        "use --recompute-granularity full --recompute-method NAME",
+        "--activations-checkpoint-method NAME",
+    ),
+    *_refuse(
+        "use --recompute-granularity full --recompute-num-layers N",
+        "--activations-checkpoint-num-layers N",
+    ),
+    *_refuse("use --data-path WEIGHT PREFIX WEIGHT PREFIX", "--data-path2 PREFIX..."),
+    *_refuse("use --keep-last", "--most-recent-k N"),
     *_refuse("use --rampup-batch-size START INCREMENT SAMPLES", "--step-batch-size-schedule TEXT"),
     *_refuse("use --position-embedding-type rope", "--use-rotary-position-embeddings"),
     *_refuse("use --position-embedding-type rope, or none", "--no-position-embedding"),
@@ -77,6 +119,7 @@ NVIDIA_FLAGS: tuple[NvidiaFlag, ...] = (
         "PyTorch chooses the kernel of attention",
         "--attention-backend NAME",
         "--use-flash-attn",
+        "--export-force-local-attention",
         "--no-masked-softmax-fusion",
     ),
     *_accept(
@@ -172,6 +215,7 @@ NVIDIA_FLAGS: tuple[NvidiaFlag, ...] = (
         "--use-torch-fsdp2",
         "--data-parallel-sharding-strategy NAME",
         "--fsdp-double-buffer",
+        "--fsdp-manual-registration",
         "--optimizer-cpu-offload",
     ),
     *_accept("parameters are always laid out before they take memory", "--init-model-with-meta-device"),
@@ -210,11 +254,19 @@ NVIDIA_FLAGS: tuple[NvidiaFlag, ...] = (
     ),
     *_refuse(_NOT_SUPPORTED, "--use-precision-aware-optimizer", "--iterations-to-skip N..."),
     # Variants of the model.
+    *_accept(
+        "a norm's weight, which never decays, is kept as it is, not less 1",
+        "--apply-layernorm-1p",
+    ),
     *_refuse(
         _NOT_SUPPORTED,
-        "--apply-layernorm-1p",
         "--squared-relu",
         "--quick-geglu",
+        "--glu-linear-offset X",
+        "--activation-func-clamp-value X",
+        "--softmax-type NAME",
+        "--enable-gpt-oss",
+        "--disable-bf16-reduced-precision-matmul",
         "--window-size TEXT",
         "--window-attn-skip-freq TEXT",
         "--rotary-interleaved",
@@ -268,6 +320,7 @@ NVIDIA_FLAGS: tuple[NvidiaFlag, ...] = (
         "--moe-token-drop-policy NAME",
         "--moe-expert-capacity-factor X",
         "--moe-pad-expert-input-to-capacity",
+        "--moe-per-layer-logging",
     ),
     *_refuse(
         "mixture of experts is not part of this code base; leave it at 1",
@@ -341,11 +394,22 @@ NVIDIA_FLAGS: tuple[NvidiaFlag, ...] = (
     *_refuse("all samples are read", "--sample-rate X", harmless=("1", "1.0")),
     *_refuse("fill-in-the-middle data is not supported", "--fim-data"),
     *_refuse("supervised fine-tuning is not supported", "--sft"),
-    *_refuse("use --tokenizer-type HuggingFaceTokenizer with a tokenizer.json", "--tiktoken-pattern NAME"),
+    *_refuse(
+        "the special tokens of a tokenizer are those of its files",
+        "--tiktoken-special-tokens TEXT...",
+        "--tokenizer-special-tokens TEXT...",
+        "--tokenizer-hf-no-include-special-tokens",
+        "--null-tokenizer-eod-id N",
+        "--null-tokenizer-pad-id N",
+    ),
+    *_refuse(
+        "it is always as today's default has it", "--tokenizer-sentencepiece-legacy", "--legacy-tokenizer"
+    ),
+    *_refuse("only the tokenizer's own files are read, which cannot run code", "--trust-remote-code"),
     *_refuse("use --make-vocab-size-divisible-by", "--padded-vocab-size N"),
     # Checkpoints.
-    *_refuse(
-        "checkpoints are always safetensors and JSON; leave it out",
+    *_accept(
+        "checkpoints are always safetensors and JSON",
         "--ckpt-format NAME",
         "--dist-ckpt-format NAME",
         "--use-dist-ckpt",
@@ -390,8 +454,8 @@ NVIDIA_FLAGS: tuple[NvidiaFlag, ...] = (
         "--logging-level N",
         "--no-one-logger",
     ),
-    *_refuse(
-        "not available in this version; run under nsys profile or py-spy",
+    *_accept(
+        "nothing is profiled in this version; run under nsys profile or py-spy",
         "--profile",
         "--use-pytorch-profiler",
         "--profile-step-start N",

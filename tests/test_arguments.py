@@ -16,6 +16,7 @@ import pytest
 
 from megatron.arguments import PLAIN_NAMES, Parser, parse_run_config, run_command, run_parser, summary
 from megatron.flags import Flag, InputError, PassingFault, TrainingFault, field_types, flag_name
+from megatron.nvidia_flags import OURS_ALONE
 from megatron.training.config import RunConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -128,7 +129,7 @@ NVIDIA_DEFAULTS = """
     --recompute-granularity None, --recompute-method None, --checkpoint-activations False,
     --distribute-saved-activations False, --distribute-checkpointed-activations False, --mask-prob 0.15,
     --short-seq-prob 0.1, --bert-no-binary-head False, --add-qkv-bias False, --qk-layernorm False,
-    --use-rope-scaling False, --rope-scaling-factor 8.0
+    --use-rope-scaling False, --rope-scaling-factor 8.0, --tiktoken-pattern None, --tiktoken-num-special-tokens 1000
 """
 # Defaults that are written differently and mean the same, or that depart on purpose.
 OTHER_DEFAULTS = {
@@ -142,9 +143,6 @@ OTHER_DEFAULTS = {
     "--recompute-num-layers": None,  # 1; here too, with full recomputation
     "--checkpoint-num-layers": None,
 }
-OURS_ALONE = {"--device", "--keep-last", "--metrics-path", "--no-progress", "--no-mask-padded-vocab"}
-OURS_ALONE |= {"--pipeline-schedule", "--verify-checkpoint", "--check-weight-replicas-interval"}
-OURS_ALONE |= {"--on-non-finite", "--spike-skip", "--hang-timeout"}
 # As the README of v2.5 calls --vocab-file, and HEAD the flag that v3.0 spells with an underscore.
 ALIASES = {
     "--check-weight-hash-across-dp-replicas-interval",

@@ -47,7 +47,7 @@ def test_a_stale_page_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(document_flags, "ROOT", tmp_path)
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     document_flags.main(["--check"])
-    for name in ("flags.md", "nvidia-flags.md"):
+    for name in ("flags.md", "coming-from-megatron.md"):
         page = tmp_path / "docs" / name
         page.write_text(page.read_text(encoding="utf-8").replace("| `--", "| `---", 1), encoding="utf-8")
         with pytest.raises(

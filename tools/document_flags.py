@@ -1,4 +1,4 @@
-"""Write docs/flags.md and docs/nvidia-flags.md, the references of the command line, from the code.
+"""Write docs/flags.md and the table of docs/coming-from-megatron.md, the references of the command line.
 
 python tools/document_flags.py [--check]
 """
@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron.arguments import Parser, run_command, summary
 from megatron.flags import Config, Flag, InputError, field_types, flag_name
-from megatron.nvidia_flags import NVIDIA_FLAGS, NvidiaFlag
+from megatron.nvidia_flags import DEPARTURES, NVIDIA_FLAGS, OURS_ALONE, NvidiaFlag
 from megatron.training.config import RunConfig
 from megatron.training.finetune import FinetuneConfig
 
@@ -25,8 +25,8 @@ FLAGS_HEADER = """\
 
 Every flag of `pretrain_gpt.py` and `pretrain_bert.py`. `tools/finetune_bert.py` has those of the last table beside
 them, and lacks those whose place these take: its `--help` has all. Names, meanings and defaults are Megatron-LM's
-where it has the flag; its other flags are in [nvidia-flags.md](nvidia-flags.md). Where no default is shown, the text
-says what leaving the flag out means.
+where it has the flag; [coming-from-megatron.md](coming-from-megatron.md) has its other flags. Where no default is
+shown, the text says what leaving the flag out means.
 
 Flags can also stand in a YAML file that `--config` names, without the dashes in front: `num-layers: 24`, `bf16: true`,
 `data-path: [0.3, wiki, 0.7, books]`. A value on the command line wins over the file's; a switch that the file turns on
@@ -35,18 +35,8 @@ stays on.
 This page is made by `python tools/document_flags.py`.
 """
 
-NVIDIA_HEADER = """\
-# Flags of Megatron-LM that are not here
-
-A flag is **accepted**, with one line that says so, where leaving it out cannot change what is trained: at most the time
-or the memory it takes. Every other one is **refused**, so that no run is silently a different one. The table covers
-Megatron-LM v2.5 and v3.0 and what its examples of 2026 use; flags that work are in [flags.md](flags.md).
-
-This page is made by `python tools/document_flags.py`.
-
-| Flag | | Why, or what to use instead |
-|---|---|---|
-"""
+# What follows this line in docs/coming-from-megatron.md is made here.
+MARK = "<!-- made by python tools/document_flags.py -->\n"
 
 
 def flags_page() -> str:
@@ -92,17 +82,22 @@ def _values(spec: Flag, scalar: type) -> str:
     return f"`{' '.join(spec.metavar)}`, {text}" if isinstance(spec.metavar, tuple) else text
 
 
-def nvidia_page() -> str:
-    """The flags of Megatron-LM's that are not ours, in the order of the alphabet."""
-    flags = sorted(NVIDIA_FLAGS, key=lambda flag: flag.name.lower())
-    return NVIDIA_HEADER + "".join(
-        f"| `{flag.usage}` | {_what_happens(flag)} | {flag.note} |\n" for flag in flags
+def nvidia_table() -> str:
+    """Every flag of Megatron-LM's that is known, in the order of the alphabet: what happens, and what differs."""
+    rows = [(flag.usage, _what_happens(flag), flag.note) for flag in NVIDIA_FLAGS]
+    for config in typing.get_type_hints(RunConfig).values():
+        for field in dataclasses.fields(config):
+            names = {flag_name(field), *field.metadata["flag"].aliases} - OURS_ALONE
+            rows += [(name, "works", DEPARTURES.get(flag_name(field), "")) for name in names]
+    rows.sort(key=lambda row: row[0].lower())
+    return "| Flag | | |\n|---|---|---|\n" + "".join(
+        f"| `{usage}` | {what} | {note} |\n" for usage, what, note in rows
     )
 
 
 def _what_happens(flag: NvidiaFlag) -> str:
     if not flag.refused:
-        return "accepted"
+        return "no effect"
     harmless = ", ".join(f"`{value}`" for value in flag.harmless)
     return f"refused, but for {harmless}" if harmless else "refused"
 
@@ -113,12 +108,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--check", action="store_true", help="write nothing; fail if a page is not up to date"
     )
     check = parser.parse_args(argv).check
-    for name, page in (("flags.md", flags_page()), ("nvidia-flags.md", nvidia_page())):
-        path = ROOT / "docs" / name
+    flags, coming = ROOT / "docs" / "flags.md", ROOT / "docs" / "coming-from-megatron.md"
+    prose = coming.read_text(encoding="utf-8").partition(MARK)[0]
+    for path, page in ((flags, flags_page()), (coming, prose + MARK + nvidia_table())):
         if not check:
             path.write_text(page, encoding="utf-8")
-        elif not path.exists() or path.read_text(encoding="utf-8") != page:
-            raise InputError(f"docs/{name} is not up to date; run python tools/document_flags.py")
+        elif path.read_text(encoding="utf-8") != page:
+            raise InputError(f"docs/{path.name} is not up to date; run python tools/document_flags.py")
 
 
 if __name__ == "__main__":

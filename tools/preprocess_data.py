@@ -6,15 +6,13 @@ r"""Turn text into the token files (.bin and .idx) that training reads.
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.arguments import Parser, add_flags, make_config, run_command
+from megatron.arguments import Parser, add_flags, end_on_sigterm, make_config, run_command
 from megatron.data.preprocess import PreprocessConfig, Report, preprocess
 from megatron.tokenizer.config import TokenizerConfig
 
@@ -28,14 +26,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     tokenizer = make_config(TokenizerConfig, args)
     if (tokenizer.tokenizer_type or "").startswith("Bert") and not config.split_sentences:
         print("note: BERT is pretrained on sentences; --split-sentences makes them", file=sys.stderr)
-    signal.signal(signal.SIGTERM, leave)
+    end_on_sigterm()
     describe(preprocess(config, tokenizer))
-
-
-def leave(number: int, _: FrameType | None) -> None:
-    """End a terminated run as an interrupted one, so that it tidies up; which a second signal does not disturb."""
-    signal.signal(number, signal.SIG_IGN)
-    sys.exit(128 + number)
 
 
 def describe(report: Report) -> None:

@@ -18,8 +18,8 @@ def parse_blend(values: Sequence[str], flag: str) -> tuple[list[str], list[float
     """The prefixes that a data flag names, and their weights.
 
     Args:
-        values: one prefix; 'weight prefix' pairs; or several prefixes, which then have no weights (None) and
-            are to be drawn from by their sizes.
+        values: 'weight prefix' pairs; or one or several prefixes, which then have no weights (None) and are to be
+            drawn from by their sizes.
         flag: its name, for messages.
 
     Raises:
@@ -30,7 +30,7 @@ def parse_blend(values: Sequence[str], flag: str) -> tuple[list[str], list[float
     if len(values) > 2 * MAX_DATASETS:
         raise InputError(f"{flag}: {len(values)} values; a blend is of {MAX_DATASETS} data sets at most")
     if len(values) == 1:
-        return list(values), [1.0]
+        return list(values), None
     weights = [_number(value) for value in values[::2]]
     if all(weight is None for weight in weights):
         return list(values), None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import math
 import os
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -46,7 +48,7 @@ class Part:
         reason: what decided which documents are in it, for messages.
         datasets: the data sets it draws from.
         documents: which documents of each.
-        weights: how often it draws from each; None is by their tokens.
+        weights: how often it draws from each; None is by their sizes.
     """
 
     name: str
@@ -113,6 +115,10 @@ def build_bert_datasets(
         raise InputError(
             "--reset-position-ids, --reset-attention-mask and --eod-mask-loss are about the samples of GPT, which run "
             "over the ends of documents, and this is BERT; leave them out"
+        )
+    if config.data_order != "v2.5":
+        raise InputError(
+            f"--data-order: {config.data_order} is an order of GPT's samples, and this is BERT; leave it out"
         )
     least = SPECIAL_TOKENS + max(2, math.ceil(1 / config.mask_prob))
     if config.seq_length < least:
@@ -239,7 +245,7 @@ def _parts(maker: GPTMaker | BertMaker) -> list[Part | None]:
         datasets = [IndexedDataset(prefix) for prefix in prefixes]
         split = config.split or DEFAULT_SPLIT
         shares = parse_split(split)
-        bounds = [split_bounds(shares, maker.count(dataset)) for dataset in datasets]
+        bounds = [split_bounds(shares, maker.count(dataset), config.data_order) for dataset in datasets]
         parts: list[Part | None] = []
         for i, name in enumerate(NAMES):
             documents = [range(b[i], b[i + 1]) for b in bounds]
@@ -257,7 +263,8 @@ def _parts(maker: GPTMaker | BertMaker) -> list[Part | None]:
         prefixes, weights = parse_blend(values, flag)
         datasets = [IndexedDataset(prefix) for prefix in prefixes]
         documents = [range(maker.count(dataset)) for dataset in datasets]
-        parts.append(Part(name, flag, datasets, documents, weights))
+        # Megatron-LM passes over the weight of a single prefix here, but not in --data-path.
+        parts.append(Part(name, flag, datasets, documents, weights if len(prefixes) > 1 else None))
     return parts
 
 
@@ -267,7 +274,12 @@ def _build(part: Part, maker: GPTMaker | BertMaker, samples: int) -> Dataset:
         maker.tokens(dataset, documents)
         for dataset, documents in zip(part.datasets, part.documents, strict=True)
     ]
-    weights = tokens if part.weights is None else part.weights
+    order = maker.config.data_order
+    read_once = part.weights is None and len(tokens) > 1 and order == "head"
+    if read_once:
+        weights = [max(0, count - 1) // maker.config.seq_length for count in tokens]
+    else:
+        weights = tokens if part.weights is None else part.weights
     drawn = [i for i, weight in enumerate(weights) if weight > 0]
     for i in drawn or [0]:
         if tokens[i] == 0:
@@ -276,9 +288,18 @@ def _build(part: Part, maker: GPTMaker | BertMaker, samples: int) -> Dataset:
                 f"{maker.count(part.datasets[i]):,} documents of {part.datasets[i].prefix}, with 0 tokens, but "
                 f"{samples:,} samples of it are wanted; give it more documents, or none (a share of 0, or no path)"
             )
-    total = sum(weights[i] for i in drawn)
-    shares = [weights[i] / total for i in drawn]
-    counts = [samples] if len(drawn) == 1 else [math.ceil(samples * share * SURPLUS) for share in shares]
+    if read_once and sum(weights) < samples:
+        raise InputError(
+            f"{part.reason}: a blend without weights is read once by --data-order head, which gives {sum(weights):,} "
+            f"samples, but {samples:,} of '{part.name}' are wanted; give weights, or --data-order v2.5"
+        )
+    shares = _shares([weights[i] for i in drawn], order)
+    if read_once:
+        counts = [weights[i] for i in drawn]
+    elif part.weights is None and len(drawn) == 1:
+        counts = [samples]
+    else:
+        counts = [_with_surplus(samples, share, order) for share in shares]
     datasets = [
         maker.make(part.datasets[i], part.documents[i], part.name, count)
         for i, count in zip(drawn, counts, strict=True)
@@ -287,6 +308,18 @@ def _build(part: Part, maker: GPTMaker | BertMaker, samples: int) -> Dataset:
         return datasets[0]
     cache = _cache_folder(maker.config, part.datasets[drawn[0]])
     return BlendedDataset(datasets, load_or_build_order(shares, samples, name=part.name, cache=cache))
+
+
+def _shares(weights: Sequence[float], order: str) -> list[float]:
+    """Weights divided by their sum, which is taken as Megatron-LM takes it: the last bit decides what is rounded up."""
+    *_, one_by_one = itertools.accumulate(weights)
+    total = float(np.sum(weights, dtype=np.float64)) if order == "head" else one_by_one
+    return [weight / total for weight in weights]
+
+
+def _with_surplus(samples: int, share: float, order: str) -> int:
+    """How many samples a data set of a blend is asked for."""
+    return math.ceil((math.ceil(samples * share) if order == "head" else samples * share) * SURPLUS)
 
 
 def _cache_folder(config: DataConfig, dataset: IndexedDataset) -> str:

@@ -37,6 +37,12 @@ class DataConfig(Config):
     test_data_path: tuple[str, ...] | None = flag(
         None, "prefix or blend for testing alone", nargs="+", metavar="PREFIX"
     )
+    data_order: str = flag(
+        "v2.5",
+        "GPT: whose order of samples: Megatron-LM v2.5's or its HEAD's, which differ in how a split and the shares of "
+        "a blend are rounded",
+        choices=("v2.5", "head"),
+    )
     mock_data: bool = flag(False, "train on synthetic tokens; no files are read")
     data_cache_path: str | None = flag(
         None, "directory for sample indices (default: 'index-cache' beside the data)", metavar="DIR"

@@ -23,7 +23,7 @@ import difflib
 import logging
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -63,6 +63,7 @@ class IndexedDataset:
         dtype: dtype of the tokens.
         sizes: int32 [sequences], tokens in each sequence.
         doc_idx: int64 [documents + 1], sequences before each document.
+        tokens: [num_tokens] of `dtype`, those of all sequences one after the other.
         num_tokens: tokens in all sequences together.
 
     Raises:
@@ -90,7 +91,7 @@ class IndexedDataset:
                 f"{self.bin_path}: {found} bytes long, but {self.idx_path} counts {self.num_tokens} tokens of "
                 f"{self.dtype.name}, {expected} bytes; a file was cut short or the two do not belong together"
             )
-        self._tokens = _map(self.bin_path).view(self.dtype)
+        self.tokens = _map(self.bin_path).view(self.dtype)
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -107,7 +108,7 @@ class IndexedDataset:
         length = size - offset if length is None else length
         assert 0 <= offset <= offset + length <= size, (i, offset, length, size)
         start = int(self._pointers[i]) // self.dtype.itemsize + offset
-        return self._tokens[start : start + length]
+        return self.tokens[start : start + length]
 
     def _read_header(self, index: np.ndarray) -> tuple[np.dtype, int, int]:
         """Check the header of the mapped .idx file; the token dtype, S and D."""
@@ -244,6 +245,19 @@ class IndexedDatasetWriter:
             self._bin.write(ids.data)
         self._sizes.frombytes(sizes.astype(np.int32).tobytes())
         self._sequences_per_document.frombytes(counts.astype(np.int32).tobytes())
+
+    def add_dataset(self, dataset: IndexedDataset, copied: Callable[[int], None]) -> None:
+        """Add all documents of files of the same dtype; `copied` is told of the bytes of tokens, a piece at a time."""
+        assert dataset.dtype == self.dtype
+        for part in _chunks(dataset.num_tokens):
+            with self._writing():
+                self._bin.write(dataset.tokens[part].data)
+            copied((part.stop - part.start) * self.dtype.itemsize)
+        for part in _chunks(len(dataset)):
+            self._sizes.frombytes(dataset.sizes[part].astype(np.int32).tobytes())
+        for part in _chunks(len(dataset.doc_idx) - 1):
+            counts = np.diff(dataset.doc_idx[part.start : part.stop + 1])
+            self._sequences_per_document.frombytes(counts.astype(np.int32).tobytes())
 
     def _fitting(self, tokens: np.ndarray) -> np.ndarray:
         """`tokens` in the dtype of the file, none of them changed by that."""

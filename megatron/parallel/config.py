@@ -84,8 +84,10 @@ class ParallelConfig(Config):
         super().__post_init__()
         self._resolve_recompute()
         self._resolve_pipeline()
-        if self.tensor_model_parallel_size == 1 and self.sequence_parallel:
-            raise InputError("--sequence-parallel needs --tensor-model-parallel-size above 1")
+        if self.tensor_model_parallel_size == 1:
+            object.__setattr__(
+                self, "sequence_parallel", False
+            )  # there is nothing to split, as in Megatron-LM
         if self.overlap_param_gather and not self.use_distributed_optimizer:
             raise InputError("--overlap-param-gather needs --use-distributed-optimizer")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron.flags import InputError
 from megatron.tokenizer.base import Tokenizer
-from megatron.tokenizer.config import TokenizerConfig
+from megatron.tokenizer.config import SENTENCE_PIECE_TYPES, TokenizerConfig
 
 __all__ = ["Tokenizer", "build_tokenizer", "padded_vocab_size"]
 
@@ -40,7 +40,7 @@ def _load(config: TokenizerConfig) -> Tokenizer:
         return BertWordPieceTokenizer(
             config.vocab_file, lowercase=config.tokenizer_type == "BertWordPieceLowerCase"
         )
-    if config.tokenizer_type == "SentencePieceTokenizer":
+    if config.tokenizer_type in SENTENCE_PIECE_TYPES:
         from megatron.tokenizer.sentence_piece import SentencePieceTokenizer
 
         config.require("tokenizer_model")
@@ -50,6 +50,16 @@ def _load(config: TokenizerConfig) -> Tokenizer:
 
         config.require("tokenizer_model")
         return HuggingFaceTokenizer(config.tokenizer_model)
+    if config.tokenizer_type == "TikTokenizer":
+        from megatron.tokenizer.tiktoken_file import TikTokenizer
+
+        config.require("tokenizer_model", "tiktoken_pattern")
+        return TikTokenizer(
+            config.tokenizer_model,
+            pattern=config.tiktoken_pattern,
+            num_special_tokens=config.tiktoken_num_special_tokens,
+            vocab_size=config.vocab_size,
+        )
     from megatron.tokenizer.null import NullTokenizer
 
     config.require("vocab_size")

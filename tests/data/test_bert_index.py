@@ -71,7 +71,7 @@ def test_worked_by_hand() -> None:
 def test_files_of_megatron(shared: Path, tmp_path: Path) -> None:
     folder = shared / "vectors" / "bert-v2.5"
     dataset = IndexedDataset(folder / "bert60_text_sentence")
-    bounds = split_bounds(parse_split("900,50,50"), len(dataset.doc_idx) - 1)
+    bounds = split_bounds(parse_split("900,50,50"), len(dataset.doc_idx) - 1, "v2.5")
     rules = CutRules.of(seq_length=128, short_seq_prob=0.1, binary_head=True)
     for i, (name, samples) in enumerate(zip(NAMES, (24, 4, 4), strict=True)):
         (rows,) = load_or_build(

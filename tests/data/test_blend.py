@@ -76,7 +76,8 @@ def test_order_is_cached(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        (["a"], (["a"], [1.0])),
+        (["a"], (["a"], None)),
+        (["2", "a"], (["a"], [2.0])),
         (["0.3", "a", "7e-1", "b"], (["a", "b"], [0.3, 0.7])),
         (["a", "b", "c"], (["a", "b", "c"], None)),
         (["a", "b"], (["a", "b"], None)),

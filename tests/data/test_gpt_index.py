@@ -83,6 +83,7 @@ def test_worked_by_hand(samples: int, separate: bool, document: str, sample: str
     assert " ".join(map(str, built[2])) == shuffle
 
 
+@pytest.mark.parametrize("order", ["v2.5", "head"])
 @pytest.mark.parametrize(
     ("prefix", "files", "seq_length", "wanted"),
     [
@@ -90,9 +91,11 @@ def test_worked_by_hand(samples: int, separate: bool, document: str, sample: str
         ("gpt-v2.5/tiny60_text_document", "gpt-v2.5/tiny60_text_document", 64, (24, 4, 4)),
     ],
 )
-def test_files_of_megatron(shared: Path, prefix: str, files: str, seq_length: int, wanted) -> None:
+def test_files_of_megatron(
+    shared: Path, prefix: str, files: str, seq_length: int, wanted, order: str
+) -> None:
     dataset = IndexedDataset(shared / "vectors" / prefix)
-    bounds = split_bounds(parse_split("900,50,50"), len(dataset))
+    bounds = split_bounds(parse_split("900,50,50"), len(dataset), order)
     for i, (name, samples) in enumerate(zip(NAMES, wanted, strict=True)):
         documents = range(bounds[i], bounds[i + 1])
         tokens = int(dataset.sizes[documents.start : documents.stop].sum())
@@ -107,7 +110,7 @@ def test_files_of_megatron(shared: Path, prefix: str, files: str, seq_length: in
 
 def test_samples_of_megatron(shared: Path, tmp_path: Path) -> None:
     dataset = IndexedDataset(shared / "vectors" / OWT)
-    bounds = split_bounds(parse_split("900,50,50"), len(dataset))
+    bounds = split_bounds(parse_split("900,50,50"), len(dataset), "v2.5")
     with np.load(shared / "vectors" / "index" / "owt60_samples.npz", allow_pickle=False) as theirs:
         for i, (name, samples) in enumerate(zip(NAMES, (1000, 100, 10), strict=True)):
             index = load_or_build(

@@ -18,19 +18,20 @@ from megatron.flags import InputError
         ("900,50,50", 60, [0, 54, 57, 60]),
         ("949/50/1", 999, [0, 948, 998, 999]),
         ("1", 10, [0, 10, 10, 10]),
+        ("'99,1,0'", 200, [0, 198, 200, 200]),
         ("3,1", 4, [0, 3, 4, 4]),
         # Both halves round up and train has nothing to give back; Megatron-LM's bound would be -1.
         ("0,1.5,3.5", 5, [0, 0, 1, 5]),
     ],
 )
 def test_bounds(split: str, size: int, bounds: list[int]) -> None:
-    assert split_bounds(parse_split(split), size) == bounds
+    assert split_bounds(parse_split(split), size, "v2.5") == bounds
 
 
 def test_bounds_cover_everything_once() -> None:
     for split in ("969,30,1", "1,1,1", "0,1,1", "2,3,5", "0.3,0.3,0.4"):
         for size in range(200):
-            bounds = split_bounds(parse_split(split), size)
+            bounds = split_bounds(parse_split(split), size, "v2.5")
             assert bounds == sorted(bounds)
             assert (bounds[0], bounds[-1]) == (0, size)
 
