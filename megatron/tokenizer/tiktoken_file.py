@@ -73,7 +73,13 @@ class TikTokenizer(Tokenizer):
                 *(f"<SPECIAL_{i}>" for i in range(len(SPECIAL_TOKENS), num_special_tokens)),
             ]
             special = {name: i for i, name in enumerate(names)}
-            pieces = _pieces_of_json(path)[: max(0, (vocab_size or JSON_VOCAB_SIZE) - len(names))]
+            room = (vocab_size or JSON_VOCAB_SIZE) - len(names)
+            if room < 256:
+                raise InputError(
+                    f"--vocab-size: {len(names) + room} is too small; it counts --tiktoken-num-special-tokens "
+                    f"{len(names)} and at least the 256 single bytes"
+                )
+            pieces = _pieces_of_json(path)[:room]
             ranks = {piece: len(names) + rank for rank, piece in enumerate(pieces)}
             special_ids = {role: special[name] for role, name in ROLES.items()}
         else:

@@ -280,14 +280,22 @@ def order_changes(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
     """What differs from the run that saved a checkpoint and decides which samples come next."""
     now, saved = dataclasses.asdict(trainer.config), checkpoint.state["config"]
     pairs = [("--seed", "training", "seed")]
-    pairs += [
-        (f"--{name.replace('_', '-')}", "data", name)
-        for name in ("data_path", "train_data_path", "split", "seq_length", "dataloader_type", "mock_data")
-    ]
+    names = (
+        "data_path",
+        "train_data_path",
+        "split",
+        "seq_length",
+        "data_order",
+        "dataloader_type",
+        "mock_data",
+    )
+    pairs += [(f"--{name.replace('_', '-')}", "data", name) for name in names]
     pairs += [(f"--{name.replace('_', '-')}", "data", name) for name in ("mask_prob", "short_seq_prob")]
     changed = []
     for flag, part, name in pairs:
-        before, after = saved.get(part, {}).get(name), now[part][name]
+        # A checkpoint from before there was a flag has its default.
+        default = getattr(type(getattr(trainer.config, part)), name)
+        before, after = saved.get(part, {}).get(name, default), now[part][name]
         after = list(after) if isinstance(after, tuple) else after
         if before != after:
             changed.append(f"{flag} {before} there, {after} here")

@@ -359,6 +359,14 @@ def test_a_run_that_keeps_nothing_says_so(pretrain, tmp_path: Path) -> None:
     assert "no checkpoint of this run" not in pretrain(*TINY, "--save", tmp_path / "a")
 
 
+def test_another_order_of_the_data_is_said(pretrain, tmp_path: Path) -> None:
+    run = [*TINY, "--save", tmp_path / "a", "--load", tmp_path / "a"]
+    pretrain(*run, "--exit-interval", 3)
+    result = pretrain(*run, "--exit-interval", 3, "--data-order", "head")
+    assert "data comes in another order than before: --data-order v2.5 there, head here" in result
+    assert "in another order" not in pretrain(*run, "--exit-interval", 3, "--data-order", "head")
+
+
 def test_another_schedule_is_said(pretrain, tmp_path: Path) -> None:
     run = [*TINY, "--save", tmp_path / "a", "--load", tmp_path / "a"]
     pretrain(*run, "--exit-interval", 3)
