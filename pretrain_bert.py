@@ -8,7 +8,6 @@ torchrun in place of python starts several processes; the parallel flags say how
 
 from __future__ import annotations
 
-import math
 import sys
 
 import torch
@@ -46,15 +45,9 @@ def build_datasets(
         samples=samples,
         seed=config.training.seed,
         tokenizer=tokenizer,
-        length_multiple=length_multiple(config),
+        length_multiple=config.parallel.length_multiple,
     )
     return by_name(datasets)
-
-
-def length_multiple(config: RunConfig) -> int:
-    """What batches are padded to a multiple of: 8, as matrix kernels like it, and what sequence parallelism divides."""
-    parallel = config.parallel
-    return math.lcm(8, parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
 
 
 def count_words(batch: Batch) -> Tensor:
@@ -62,7 +55,7 @@ def count_words(batch: Batch) -> Tensor:
 
 
 def count_words_and_pairs(batch: Batch) -> Tensor:
-    return torch.cat((count_words(batch), torch.tensor([len(batch["text"])], device=batch["text"].device)))
+    return torch.cat((count_words(batch), batch["loss_mask"].new_full((1,), len(batch["text"]))))
 
 
 def vocab_positions(batch: Batch) -> int:
@@ -72,7 +65,7 @@ def vocab_positions(batch: Batch) -> int:
 def forward(model: BertModel, batch: Batch, hidden: Tensor | None, dropout_key: DropoutKey) -> Tensor:
     out = model(
         batch["text"],
-        batch["padding_mask"],
+        batch.get("padding_mask"),
         batch["types"],
         hidden_sbh=hidden,
         positions_bp=batch["positions"],

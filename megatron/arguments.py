@@ -210,10 +210,17 @@ def parse_run_config(argv: Sequence[str], *, description: str, defaults: dict[st
 
 
 def run_values(
-    argv: Sequence[str], parser: Parser, defaults: dict[str, Any], *, model_of_load: bool = False
+    argv: Sequence[str],
+    parser: Parser,
+    defaults: dict[str, Any],
+    *,
+    model_of: Callable[[CheckpointConfig], str | None] = lambda config: None,
 ) -> dict[str, Any]:
     """The values of a training run's flags, by field: of the command line, the file that `--config` names, and
-    `defaults`. With `model_of_load` the checkpoint of --load, if it is given, is asked as by --use-checkpoint-args.
+    `defaults`.
+
+    Args:
+        model_of: the folder whose checkpoint is asked as by --use-checkpoint-args, where that flag is not given.
 
     Raises:
         InputError: a flag or a value is wrong.
@@ -230,8 +237,10 @@ def run_values(
             raise InputError(f"--config {config_file}: {error}") from None
     given = _parse(parser, argv, namespace)
     checkpoint = make_config(CheckpointConfig, given)
-    if checkpoint.use_checkpoint_args or (model_of_load and checkpoint.load is not None):
-        given = _with_checkpoint_args(given, checkpoint)
+    folder = checkpoint.load if checkpoint.use_checkpoint_args else model_of(checkpoint)
+    if folder is not None:
+        step = checkpoint.ckpt_step if folder == checkpoint.load else None
+        given = _with_checkpoint_args(given, dataclasses.replace(checkpoint, load=folder, ckpt_step=step))
     values = defaults | given
     if values.get("sequence_parallel") and values.get("tensor_model_parallel_size", 1) == 1:
         values["notices"].append("--sequence-parallel has no effect: --tensor-model-parallel-size is 1")

@@ -11,6 +11,7 @@ again continues a run that was stopped. torchrun in place of python starts sever
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Sequence
@@ -19,45 +20,32 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.arguments import make_config, run_command, run_config, run_parser, run_values
+from megatron.checkpoint.config import CheckpointConfig
 from megatron.parallel.mesh import world_size
-from megatron.training.finetune import FinetuneConfig, FineTuner, finetune_task, read_examples, with_epochs
+from megatron.training.finetune import (
+    FinetuneConfig,
+    FineTuner,
+    finetune_task,
+    holds_run,
+    read_examples,
+    with_epochs,
+)
 from megatron.training.pretrain import pretrain
 
 DEFAULTS = {"tokenizer_type": "BertWordPieceLowerCase"}
 # Flags of a training run that epochs and files of examples take the place of, or that no classifier has.
-WITHOUT = {
-    *("train_iters", "train_samples", "rampup_batch_size", "eval_interval", "eval_iters", "save_interval"),
-    *(
-        "finetune",
-        "load_optim",
-        "save_optim",
-        "data_path",
-        "train_data_path",
-        "valid_data_path",
-        "test_data_path",
-    ),
-    *(
-        "split",
-        "mock_data",
-        "data_cache_path",
-        "dataloader_type",
-        "reset_position_ids",
-        "reset_attention_mask",
-    ),
-    *("eod_mask_loss", "mask_prob", "short_seq_prob", "bert_binary_head", "lr_decay_samples"),
-    *(
-        "lr_warmup_samples",
-        "lr_wsd_decay_samples",
-        "use_checkpoint_args",
-        "use_checkpoint_opt_param_scheduler",
-    ),
-}
+WITHOUT = """
+    train_iters train_samples rampup_batch_size eval_interval eval_iters save_interval finetune load_optim save_optim
+    use_checkpoint_args use_checkpoint_opt_param_scheduler data_path train_data_path valid_data_path test_data_path
+    split mock_data data_cache_path data_order dataloader_type reset_position_ids reset_attention_mask eod_mask_loss
+    mask_prob short_seq_prob bert_binary_head lr_decay_samples lr_warmup_samples lr_wsd_decay_samples
+""".split()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = run_parser(__doc__, DEFAULTS, own={"fine-tuning": FinetuneConfig}, without=WITHOUT)
-    values = run_values(argv, parser, DEFAULTS, model_of_load=True)
+    values = run_values(argv, parser, DEFAULTS, model_of=model_of)
     finetune = make_config(FinetuneConfig, values)
     # How many iterations epochs are is known when the files are read; the flags are checked before.
     config = run_config(values | {"train_iters": 1})
@@ -65,8 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     examples = read_examples(finetune, say)
     parallel = config.parallel
     replicas = world_size() // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
-    config = with_epochs(config, finetune, len(examples.train), max(1, replicas))
-    return pretrain(config, finetune_task(finetune, examples), FineTuner)
+    config = with_epochs(config, finetune, len(examples.train), max(1, replicas), say)
+    task = finetune_task(finetune, examples)
+    return pretrain(config, task, functools.partial(FineTuner, finetune=finetune))
+
+
+def model_of(config: CheckpointConfig) -> str | None:
+    """The folder whose checkpoint has the sizes of the model."""
+    return config.save if holds_run(config.save) else config.load
 
 
 if __name__ == "__main__":

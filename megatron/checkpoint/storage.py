@@ -158,21 +158,24 @@ def keep_best(root: Path, iteration: int) -> Path:
     best = root / "best"
     best.mkdir(exist_ok=True)
     begin_checkpoint(best, iteration, 0)
-    for path in folder_of(root, iteration).rglob("*"):
-        copy = temporary_folder(best, iteration) / path.relative_to(folder_of(root, iteration))
-        if path.is_dir():
-            copy.mkdir(parents=True, exist_ok=True)
-            continue
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            copy.hardlink_to(path)
-        except OSError:  # some file systems have no links
-            shutil.copyfile(path, copy)
-    finish_checkpoint(best, iteration)
+    source, copy = folder_of(root, iteration), temporary_folder(best, iteration)
+    try:
+        shutil.copytree(source, copy, copy_function=_link, dirs_exist_ok=True)
+        finish_checkpoint(best, iteration)
+    except BaseException:
+        shutil.rmtree(copy, ignore_errors=True)
+        raise
     for other in iterations(best):
         if other != iteration:
             discard(folder_of(best, other))
     return best
+
+
+def _link(path: str, copy: str) -> None:
+    try:
+        os.link(path, copy)
+    except OSError:  # some file systems have no links
+        shutil.copyfile(path, copy)
 
 
 def taken_back(root: Path) -> int | None:

@@ -86,8 +86,9 @@ class BertSamples:
     length_multiple: int
 
     def stack(self, samples: Sequence[dict[str, np.ndarray]], seq_length: int) -> dict[str, np.ndarray]:
-        """In a worker: text, types, padding_mask [samples, longest]; positions of the words to be guessed, labels,
-        loss_mask [samples, most of a sample], zero where a sample has fewer; is_random [samples]."""
+        """In a worker: text, types [samples, longest], and padding_mask where there is padding; positions of the words
+        to be guessed, labels, loss_mask [samples, most of a sample], zero where a sample has fewer; is_random
+        [samples]."""
         longest = max((int(sample["padding_mask"].sum()) for sample in samples), default=1)
         length = min(-(-longest // self.length_multiple) * self.length_multiple, seq_length)
         places = [np.flatnonzero(sample["loss_mask"]) for sample in samples]
@@ -104,6 +105,8 @@ class BertSamples:
             stacked["positions"][i, : len(at)] = at
             stacked["labels"][i, : len(at)] = sample["labels"][at]
             stacked["loss_mask"][i, : len(at)] = 1
+        if stacked["padding_mask"].all():
+            del stacked["padding_mask"]
         stacked["is_random"] = np.array([sample["is_random"] for sample in samples], dtype=np.int64)
         return stacked
 

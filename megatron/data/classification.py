@@ -66,8 +66,9 @@ class Columns:
         Raises:
             InputError: naming the file and the row, counted from 1 as an editor does.
         """
-        rows = _lines(path)
-        header = next(rows, "").split("\t")
+        rows = _lines(path, skip)
+        _, header = next(rows, (1, ""))
+        header = header.split("\t")
         wanted = (self.first, self.second, self.label)
         for name in wanted:
             if name not in header:
@@ -78,7 +79,7 @@ class Columns:
         at = [header.index(name) for name in wanted]
         ids = {label: i for i, label in enumerate(self.labels)}
         examples = []
-        for number, row in enumerate(rows, start=2):
+        for number, row in rows:
             # Quotation marks are text here, so that this is no job for a reader of CSV.
             cells = row.split("\t")
             fault = None
@@ -104,7 +105,7 @@ def read_race(path: Path, skip: Callable[[str], None] | None) -> list[Example]:
         raise InputError(f"{path}: holds no .txt files, which is how RACE comes")
     examples: list[Example] = []
     for file in files:
-        for number, line in enumerate(_lines(file), start=1):
+        for number, line in _lines(file, skip):
             if not line.strip():
                 continue
             try:
@@ -144,15 +145,17 @@ def _questions(passage: Any) -> list[Example]:
     return found
 
 
-def _lines(path: Path) -> Iterator[str]:
+def _lines(path: Path, skip: Callable[[str], None] | None) -> Iterator[tuple[int, str]]:
+    """The lines of a file with their numbers, without line ends and a byte-order mark."""
     try:
-        with path.open(encoding="utf-8", newline="\n") as file:
-            for line in file:
-                yield line.rstrip("\r\n")
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+                except UnicodeDecodeError as error:
+                    _refuse(f"{path}:{number}: is not UTF-8 text ({error.reason})", skip)
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: is not UTF-8 text ({error.reason})") from None
 
 
 def _refuse(fault: str, skip: Callable[[str], None] | None) -> None:
@@ -186,7 +189,16 @@ class ClassificationDataset:
         keeps_first: bool,
         length_multiple: int,
     ) -> None:
-        """`length_multiple` as of `BertSamples`."""
+        """`length_multiple` as of `BertSamples`.
+
+        Raises:
+            InputError: `seq_length` leaves no room for two texts.
+        """
+        if seq_length < SPECIAL_TOKENS + 2:
+            raise InputError(
+                f"--seq-length: {seq_length} leaves no room for two texts and {SPECIAL_TOKENS} special tokens; it must "
+                f"be at least {SPECIAL_TOKENS + 2}"
+            )
         self.examples = examples
         self.tokenizer = tokenizer
         self.words = seq_length - SPECIAL_TOKENS
@@ -210,8 +222,8 @@ class ClassificationDataset:
         return a[:most], b[: self.words - len(a[:most])]
 
     def stack(self, samples: Sequence[tuple[list, int]], seq_length: int) -> dict[str, np.ndarray]:
-        """In a worker: text, types, padding_mask [pairs, longest], the pairs of a sample after each other; labels
-        [samples]."""
+        """In a worker: text, types [pairs, longest], the pairs of a sample after each other; padding_mask, where there
+        is padding; labels [samples]."""
         special = self.tokenizer
         pairs = [pair for sample, _ in samples for pair in sample]
         longest = max((len(a) + len(b) for a, b in pairs), default=0) + SPECIAL_TOKENS
@@ -224,7 +236,8 @@ class ClassificationDataset:
             types[row, len(a) + 2 : len(ids)] = 1
             mask[row, : len(ids)] = 1
         labels = np.array([label for _, label in samples], dtype=np.int64)
-        return {"text": text, "types": types, "padding_mask": mask, "labels": labels}
+        stacked = {"text": text, "types": types, "labels": labels}
+        return stacked if mask.all() else stacked | {"padding_mask": mask}
 
     @staticmethod
     def fields(stacked: dict[str, np.ndarray], eod: int | None, config: DataConfig) -> dict[str, np.ndarray]:

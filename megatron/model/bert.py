@@ -22,17 +22,17 @@ from megatron.parallel.collectives import gather_sequence
 from megatron.parallel.parameters import parameter, zeros
 from megatron.parallel.random import DropoutKey, dropout
 from megatron.parallel.recompute import Recompute
-from megatron.parallel.slices import GlobalSlice, whole
+from megatron.parallel.slices import whole
 from megatron.parallel.stages import Chunk
 
 
 class Linear(nn.Module):
-    """x Wᵀ + b, with W [outputs, inputs] whole on every process."""
+    """x Wᵀ + b from the hidden size, with W [outputs, h] whole on every process."""
 
-    def __init__(self, config: ModelConfig, outputs: int, matrix: GlobalSlice, vector: GlobalSlice) -> None:
+    def __init__(self, config: ModelConfig, outputs: int) -> None:
         super().__init__()
-        self.weight = parameter(matrix, input_init(config, outputs))
-        self.bias = parameter(vector, zeros)
+        self.weight = parameter(whole(outputs, config.hidden_size), input_init(config, outputs))
+        self.bias = parameter(whole(outputs), zeros)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
@@ -43,12 +43,10 @@ class LMHead(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        h = config.hidden_size
-        self.tanh = (
-            config.openai_gelu
-        )  # NVIDIA's fused kernel, whose tanh form the layers take, is not used here
-        self.dense = Linear(config, h, whole(h, h), whole(h))
-        self.layer_norm = Norm(config, whole(h))
+        # NVIDIA's fused kernel, whose tanh form the layers take, is not used here.
+        self.tanh = config.openai_gelu
+        self.dense = Linear(config, config.hidden_size)
+        self.layer_norm = Norm(config, whole(config.hidden_size))
 
     def forward(self, x_pbh: Tensor) -> Tensor:
         return self.layer_norm(gelu(self.dense(x_pbh), tanh=self.tanh))
@@ -59,8 +57,7 @@ class Pooler(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        h = config.hidden_size
-        self.dense = Linear(config, h, whole(h, h), whole(h))
+        self.dense = Linear(config, config.hidden_size)
 
     def forward(self, x_sbh: Tensor) -> Tensor:
         """[s, b, h] to [b, h]."""
@@ -115,7 +112,7 @@ class Bert(nn.Module):
     def hidden(
         self,
         tokens_bs: Tensor,
-        padding_mask_bs: Tensor,
+        padding_mask_bs: Tensor | None,
         types_bs: Tensor,
         hidden_sbh: Tensor | None,
         dropout_key: DropoutKey,
@@ -123,12 +120,13 @@ class Bert(nn.Module):
         """What the layers give, [s, b, h]; with sequence parallelism its part along s, but after the last layer all.
 
         Args:
-            padding_mask_bs: 1 for tokens, 0 for padding, which nothing attends to.
+            padding_mask_bs: 1 for tokens, 0 for padding, which nothing attends to; None if there is none.
             types_bs: 0 for the first sentence, 1 for the second.
             hidden_sbh: what the chunk before gives, if there is one.
             dropout_key: what dropout is drawn by; None drops nothing.
         """
-        context = Context(mask_bst=padding_mask_bs.bool().unsqueeze(1), dropout_key=dropout_key)
+        mask_bst = None if padding_mask_bs is None else padding_mask_bs.bool().unsqueeze(1)
+        context = Context(mask_bst=mask_bst, causal=False, dropout_key=dropout_key)
         position_ids_bs = torch.arange(tokens_bs.shape[1], device=tokens_bs.device).expand_as(tokens_bs)
         if self.config.position_embedding_type == "rope":
             context.rotary = rotary_angles(
@@ -188,12 +186,12 @@ class BertModel(Bert):
             )
         if self.chunk.last and binary_head:
             self.pooler = Pooler(config)
-            self.binary_head = Linear(config, 2, whole(2, config.hidden_size), whole(2))
+            self.binary_head = Linear(config, 2)
 
     def forward(
         self,
         tokens_bs: Tensor,
-        padding_mask_bs: Tensor,
+        padding_mask_bs: Tensor | None,
         types_bs: Tensor,
         *,
         hidden_sbh: Tensor | None = None,
@@ -253,14 +251,13 @@ class BertClassifier(Bert):
         )
         self.pooler = self.classification_head = None
         if self.chunk.last:
-            h = config.hidden_size
             self.pooler = Pooler(config)
-            self.classification_head = Linear(config, scores, whole(scores, h), whole(scores))
+            self.classification_head = Linear(config, scores)
 
     def forward(
         self,
         tokens_bs: Tensor,
-        padding_mask_bs: Tensor,
+        padding_mask_bs: Tensor | None,
         types_bs: Tensor,
         *,
         hidden_sbh: Tensor | None = None,

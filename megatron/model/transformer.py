@@ -55,7 +55,8 @@ class Context:
     """What every layer needs beside its input."""
 
     rotary: tuple[Tensor, Tensor] | None = None  # cosine and sine, each [b, 1, s, channels]
-    mask_bst: Tensor | None = None  # true where attention is allowed; None means causal
+    mask_bst: Tensor | None = None  # true where attention is allowed
+    causal: bool = True  # without a mask it is allowed to no later position, or else everywhere
     cache: KVCache | None = None
     dropout_key: DropoutKey = None
 
@@ -171,7 +172,12 @@ class SelfAttention(nn.Module):
         if dropping:
             seed_dropout(q_bnsd.device, context.dropout_key, self.layer, "attention", self.tp.axis.rank)
         return attention(
-            q_bnsd, k_bgsd, v_bgsd, mask_bst=context.mask_bst, dropout=self.dropout if dropping else 0.0
+            q_bnsd,
+            k_bgsd,
+            v_bgsd,
+            mask_bst=context.mask_bst,
+            causal=context.causal,
+            dropout=self.dropout if dropping else 0.0,
         )
 
     def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,12 +11,13 @@ from torch import Tensor
 
 
 def attention(
-    q_bnsd: Tensor, k_bgtd: Tensor, v_bgtd: Tensor, *, mask_bst: Tensor | None, dropout: float
+    q_bnsd: Tensor, k_bgtd: Tensor, v_bgtd: Tensor, *, mask_bst: Tensor | None, causal: bool, dropout: float
 ) -> Tensor:
     """softmax(q kᵀ / √d) v, each query head reading the key and value head of its group.
 
     Args:
-        mask_bst: true where a query may attend to a key; None means causal, and needs s = t.
+        mask_bst: true where a query may attend to a key; None means everywhere, or with `causal` to no later one, which
+            needs s = t. The fastest back ends take no mask.
         dropout: probability of dropping an attention weight.
 
     Returns:
@@ -28,7 +29,7 @@ def attention(
         v_bgtd,
         attn_mask=None if mask_bst is None else mask_bst.unsqueeze(1),
         dropout_p=dropout,
-        is_causal=mask_bst is None,
+        is_causal=causal and mask_bst is None,
         enable_gqa=q_bnsd.shape[1] != k_bgtd.shape[1],
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from megatron.flags import Config, InputError, flag
 
@@ -90,6 +91,12 @@ class ParallelConfig(Config):
             )  # there is nothing to split, as in Megatron-LM
         if self.overlap_param_gather and not self.use_distributed_optimizer:
             raise InputError("--overlap-param-gather needs --use-distributed-optimizer")
+
+    @property
+    def length_multiple(self) -> int:
+        """What a batch of texts is padded to a multiple of: 8, as matrix kernels like it, and what sequence
+        parallelism divides."""
+        return math.lcm(8, self.tensor_model_parallel_size if self.sequence_parallel else 1)
 
     def _resolve_recompute(self) -> None:
         if self.recompute_activations and self.checkpoint_activations:

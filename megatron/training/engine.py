@@ -95,7 +95,7 @@ class Engine:
         end: Callable[[int, Tensor], Tensor],
         *,
         dropout_key: Callable[[int], tuple[int, int] | None],
-        task: Task,
+        forward: Callable[..., Tensor],
         training: bool,
     ) -> None:
         """Take microbatches through this process's stage. `end` is given the number of a microbatch and the sums
@@ -103,7 +103,7 @@ class Engine:
 
         def compute(chunk: int, microbatch: int, hidden: Tensor | None) -> Tensor:
             batch, key = batches[microbatch], dropout_key(microbatch)
-            out = task.forward(self.chunks[chunk], batch, hidden, key)
+            out = forward(self.chunks[chunk], batch, hidden, key)
             return end(microbatch, out) if self.parts[chunk].last else out
 
         def shape(microbatch: int) -> tuple[int, int, int]:
@@ -172,7 +172,7 @@ class Engine:
             ) * self.config.training.micro_batch_size
             return self.config.training.seed, consumed_samples + before
 
-        self._run(microbatches, end, dropout_key=dropout_key, task=self.task, training=True)
+        self._run(microbatches, end, dropout_key=dropout_key, forward=self.task.forward, training=True)
         self.buffer.finish_reduce()
         return losses
 
@@ -180,20 +180,20 @@ class Engine:
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
         """Mean of each loss, or of what the task measures instead, over all samples of all replicas' `batches`, which
         may differ in number and size."""
-        task = self.task.measure or self.task
-        totals = torch.zeros(2, len(task.loss_names), dtype=torch.float64, device=self.mesh.device)
+        measure = self.task.measure or self.task.losses
+        totals = torch.zeros(2, len(measure.names), dtype=torch.float64, device=self.mesh.device)
         stages, batches = self.mesh.pp.size, iter(batches)
         at_once = 1 if stages == 1 else EVAL_MICROBATCHES_PER_STAGE * stages
         while group := [self._to_device(batch) for batch in itertools.islice(batches, at_once)]:
 
             def end(microbatch: int, sums: Tensor, group: list[Batch] = group) -> Tensor:
                 totals[0] += sums
-                totals[1] += task.count(group[microbatch])
+                totals[1] += measure.count(group[microbatch])
                 return sums
 
-            self._run(group, end, dropout_key=lambda _: None, task=task, training=False)
+            self._run(group, end, dropout_key=lambda _: None, forward=measure.forward, training=False)
         sums, counts = all_reduce_sum(all_reduce_sum(totals, self.mesh.dp), self.mesh.pp).tolist()
-        return {name: s / max(c, 1) for name, s, c in zip(task.loss_names, sums, counts, strict=True)}
+        return {name: s / max(c, 1) for name, s, c in zip(measure.names, sums, counts, strict=True)}
 
     def _to_device(self, batch: Batch) -> Batch:
         """The batch on the mesh's device; from pinned memory the host does not wait for the copy."""

@@ -5,16 +5,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.checkpoint.storage import keep_best, newest_iteration, replace_text
-from megatron.data.classification import FORMATS, ClassificationDataset, Epochs, Example
+from megatron.checkpoint.find import find_checkpoint
+from megatron.checkpoint.storage import folder_of, keep_best, newest_iteration, replace_text
+from megatron.data.classification import FORMATS, ClassificationDataset, Epochs, Example, Format
 from megatron.data.loader import Batch, eval_batches
 from megatron.flags import Config, InputError, TrainingFault, flag
 from megatron.model.bert import BertClassifier
@@ -23,9 +24,10 @@ from megatron.parallel.random import DropoutKey
 from megatron.tokenizer import Tokenizer
 from megatron.training.config import RunConfig
 from megatron.training.loop import Trainer
-from megatron.training.task import Part, Relation, Task
+from megatron.training.task import Measure, Part, Relation, Task
 
-BEST = "best.json"
+# In the folder of a checkpoint: what it reaches on each file.
+ACCURACY = "accuracy.json"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,6 +52,10 @@ class FinetuneConfig(Config):
     )
     epochs: int = flag(3, "times that the training data is gone through", low=1)
     skip_bad_rows: bool = flag(False, "go on without rows that cannot be used, and tell how many there are")
+
+
+# The data set that is trained on, among those that are evaluated on, which have the names of files.
+TRAIN = "train"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,42 +84,65 @@ def read_examples(config: FinetuneConfig, say: Callable[[str], None]) -> Example
             say(f"  {fault}")
         return found
 
-    train = [example for path in config.train_data for example in read(path, "--train-data")]
-    names = [Path(path).name for path in config.valid_data]
     # By the last part of a path, where that tells them apart.
-    names = names if len(set(names)) == len(names) else list(config.valid_data)
+    names = [Path(path).name for path in config.valid_data]
+    if len(set(names)) < len(names) or TRAIN in names:
+        names = [str(Path(path).resolve()) for path in config.valid_data]
     if len(set(names)) < len(names):
         raise InputError(f"--valid-data: {' '.join(config.valid_data)} names a file twice")
+    train = [example for path in config.train_data for example in read(path, "--train-data")]
     valid = {name: read(path, "--valid-data") for name, path in zip(names, config.valid_data, strict=True)}
     return Examples(train, valid)
 
 
-def with_epochs(config: RunConfig, finetune: FinetuneConfig, examples: int, replicas: int) -> RunConfig:
+def holds_run(folder: str | None) -> bool:
+    """Whether there is a run in the folder of --save, to be continued."""
+    return folder is not None and Path(folder).is_dir() and newest_iteration(Path(folder)) is not None
+
+
+def with_epochs(
+    config: RunConfig, finetune: FinetuneConfig, examples: int, replicas: int, say: Callable[[str], None]
+) -> RunConfig:
     """The run of so many epochs, which saves and evaluates after each; or that goes on with what --save holds.
 
     Raises:
-        InputError: an epoch is shorter than a batch.
+        InputError: an epoch is shorter than a batch, or batches are not those that the run began with.
     """
     training, checkpoint = config.training, config.checkpoint
-    batch_size = training.global_batch_size or training.micro_batch_size * replicas
+    going_on = holds_run(checkpoint.save)
+    batch_size = training.global_batch_size
+    if going_on:
+        begun = find_checkpoint(checkpoint.save, checkpoint.save, verify=False).state["config"]
+        trained = begun.get("fine-tuning", {}).get("train_data")
+        if trained != list(finetune.train_data):
+            say(
+                f"--train-data: {trained} there, {list(finetune.train_data)} here: other examples from here on"
+            )
+        before = begun.get("training", {}).get("global_batch_size", batch_size)
+        if batch_size not in (None, before):
+            raise InputError(
+                f"--global-batch-size: {batch_size} is not the {before} that the run in {checkpoint.save} began with, "
+                "which its epochs are counted in; leave the flag out, or choose another folder"
+            )
+        batch_size = before
+    batch_size = batch_size or training.micro_batch_size * replicas
     steps = examples // batch_size
     if steps == 0:
         raise InputError(
             f"--train-data: holds {examples} examples, less than a batch of {batch_size} (--global-batch-size, by "
             "default --micro-batch-size on each replica); lower that"
         )
-    if checkpoint.save is not None:
-        going_on = Path(checkpoint.save).is_dir() and newest_iteration(Path(checkpoint.save)) is not None
-        start = checkpoint.save if going_on else checkpoint.load
-        checkpoint = dataclasses.replace(
-            checkpoint,
-            load=start,
-            ckpt_step=None if going_on else checkpoint.ckpt_step,
-            finetune=not going_on and start is not None,
-            save_interval=steps,
-        )
-    else:
-        checkpoint = dataclasses.replace(checkpoint, finetune=checkpoint.load is not None)
+    apart = (
+        None in (checkpoint.load, checkpoint.save)
+        or Path(checkpoint.load).resolve() != Path(checkpoint.save).resolve()
+    )
+    checkpoint = dataclasses.replace(
+        checkpoint,
+        load=checkpoint.save if going_on else checkpoint.load,
+        ckpt_step=None if going_on and apart else checkpoint.ckpt_step,
+        finetune=not going_on and checkpoint.load is not None,
+        save_interval=None if checkpoint.save is None else steps,
+    )
     training = dataclasses.replace(
         training, global_batch_size=batch_size, train_iters=finetune.epochs * steps, eval_interval=steps
     )
@@ -123,166 +152,183 @@ def with_epochs(config: RunConfig, finetune: FinetuneConfig, examples: int, repl
 def finetune_task(finetune: FinetuneConfig, examples: Examples) -> Task:
     """The task of telling the right label of each example."""
     form = FORMATS[finetune.task]
-
-    def build_model(config: RunConfig, part: Part) -> BertClassifier:
-        return BertClassifier(
-            config.model,
-            scores=form.scores,
-            vocab_size=part.vocab_size,
-            padded_vocab_size=part.padded_vocab_size,
-            chunk=part.chunk,
-            tp=part.tp,
-            recompute=part.recompute,
-        )
-
-    def build_datasets(
-        config: RunConfig, tokenizer: Tokenizer, samples: tuple[int, int, int]
-    ) -> dict[str, ClassificationDataset | Epochs]:
-        if tokenizer.name not in ("BertWordPieceLowerCase", "BertWordPieceCase"):
-            raise InputError(
-                f"--tokenizer-type: {tokenizer.name} has no [CLS] and [SEP]; use BertWordPieceLowerCase or "
-                "BertWordPieceCase, with the vocab.txt that the model was pretrained with"
-            )
-        parallel = config.parallel
-        dataset = functools.partial(
-            ClassificationDataset,
-            tokenizer=tokenizer,
-            seq_length=config.data.seq_length,
-            keeps_first=form.keeps_first,
-            length_multiple=math.lcm(
-                8, parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-            ),
-        )
-        train = Epochs(
-            dataset(examples.train),
-            epochs=finetune.epochs,
-            each=config.training.eval_interval * config.training.global_batch_size,
-            seed=config.training.seed,
-        )
-        return {"train": train, **{name: dataset(found) for name, found in examples.valid.items()}}
-
-    def logits(model: BertClassifier, batch: Batch, hidden: Tensor | None, key: DropoutKey) -> Tensor:
-        out = model(batch["text"], batch["padding_mask"], batch["types"], hidden_sbh=hidden, dropout_key=key)
-        if model.classification_head is None:
-            return out
-        return out.float().view(-1, form.choices * form.scores)
-
-    def forward(model: BertClassifier, batch: Batch, hidden: Tensor | None, key: DropoutKey) -> Tensor:
-        out = logits(model, batch, hidden, key)
-        if model.classification_head is None:
-            return out
-        return F.cross_entropy(out, batch["labels"], reduction="sum").unsqueeze(0)
-
-    def measured(model: BertClassifier, batch: Batch, hidden: Tensor | None, key: DropoutKey) -> Tensor:
-        out = logits(model, batch, hidden, key)
-        if model.classification_head is None:
-            return out
-        right = (out.argmax(1) == batch["labels"]).sum().float()
-        return torch.stack((F.cross_entropy(out, batch["labels"], reduction="sum"), right))
-
-    def count(batch: Batch) -> Tensor:
-        return torch.tensor([len(batch["labels"])], device=batch["labels"].device)
-
-    task = Task(
+    return Task(
         name=f"BERT fine-tuned on {finetune.task}",
         loss_names=("loss",),
-        build_model=build_model,
-        build_datasets=build_datasets,
+        build_model=functools.partial(build_model, form),
+        build_datasets=functools.partial(build_datasets, finetune, examples),
         count=count,
         vocab_positions=lambda _: 0,
-        forward=forward,
+        forward=functools.partial(forward, form, measured=False),
+        measure=Measure(
+            names=("loss", "accuracy"),
+            count=lambda batch: count(batch).expand(2),
+            forward=functools.partial(forward, form, measured=True),
+        ),
         begins_with=Relation(
             tasks=("BERT", "BERT --bert-no-binary-head"),
             new=("classification_head.", "pooler.", "embedding.tokentype_embeddings."),
             dropped=("lm_head.", "output_layer.", "binary_head."),
         ),
     )
-    measure = dataclasses.replace(
-        task, loss_names=("loss", "accuracy"), count=lambda batch: count(batch).expand(2), forward=measured
+
+
+def build_model(form: Format, config: RunConfig, part: Part) -> BertClassifier:
+    return BertClassifier(
+        config.model,
+        scores=form.scores,
+        vocab_size=part.vocab_size,
+        padded_vocab_size=part.padded_vocab_size,
+        chunk=part.chunk,
+        tp=part.tp,
+        recompute=part.recompute,
     )
-    return dataclasses.replace(task, measure=measure)
+
+
+def build_datasets(
+    finetune: FinetuneConfig,
+    examples: Examples,
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    samples: tuple[int, int, int],
+) -> dict[str, ClassificationDataset | Epochs]:
+    if tokenizer.name not in ("BertWordPieceLowerCase", "BertWordPieceCase"):
+        raise InputError(
+            f"--tokenizer-type: {tokenizer.name} has no [CLS] and [SEP]; use BertWordPieceLowerCase or "
+            "BertWordPieceCase, with the vocab.txt that the model was pretrained with"
+        )
+    dataset = functools.partial(
+        ClassificationDataset,
+        tokenizer=tokenizer,
+        seq_length=config.data.seq_length,
+        keeps_first=FORMATS[finetune.task].keeps_first,
+        length_multiple=config.parallel.length_multiple,
+    )
+    train = Epochs(
+        dataset(examples.train),
+        epochs=finetune.epochs,
+        each=config.training.eval_interval * config.training.global_batch_size,
+        seed=config.training.seed,
+    )
+    return {TRAIN: train, **{name: dataset(found) for name, found in examples.valid.items()}}
+
+
+def count(batch: Batch) -> Tensor:
+    return batch["labels"].new_full((1,), len(batch["labels"]))
+
+
+def forward(
+    form: Format,
+    model: BertClassifier,
+    batch: Batch,
+    hidden: Tensor | None,
+    dropout_key: DropoutKey,
+    *,
+    measured: bool,
+) -> Tensor:
+    """The sum of the losses, [1]; if `measured`, with the number of right answers, [2]."""
+    out = model(
+        batch["text"],
+        batch.get("padding_mask"),
+        batch["types"],
+        hidden_sbh=hidden,
+        dropout_key=dropout_key,
+    )
+    if model.classification_head is None:
+        return out
+    logits, labels = out.float().view(-1, form.choices * form.scores), batch["labels"]
+    sums = [F.cross_entropy(logits, labels, reduction="sum")]
+    if measured:
+        sums.append((logits.argmax(1) == labels).sum().float())
+    return torch.stack(sums)
 
 
 @dataclasses.dataclass(kw_only=True)
 class FineTuner(Trainer):
-    """A run of fine-tuning, which evaluates on whole files after each epoch, and keeps its best checkpoint."""
+    """A run of fine-tuning, which saves after each epoch, evaluates on whole files, and keeps its best checkpoint."""
 
-    accuracy: float | None = None  # on all files, of the epoch that has just ended
+    finetune: FinetuneConfig
+    length_flags: ClassVar[str] = "--epochs"
+
+    def pause(self, *, goes_on: bool) -> None:
+        """Save where an epoch ends, then evaluate: what is interrupted in between, the run that resumes does again."""
+        if self.progress.evaluation_due or not goes_on:
+            self.save()
+        if self.progress.evaluation_due and goes_on:
+            self.saver.wait()
+            self.evaluate_in_between()
 
     def evaluate_in_between(self) -> None:
-        """Evaluate where an epoch ends."""
-        if self.due(self.config.training.eval_interval):
-            self.collect()
-            self.evaluate_files()
-        self.progress.evaluation_due = False
-
-    def save(self) -> None:
-        """Save a checkpoint; and where an epoch ends, note whether it is the best."""
-        super().save()
-        if self.accuracy is not None:
-            self.saver.wait()
-            self.note_best()
+        """Evaluate the checkpoint of an epoch that has ended."""
+        self.collect()
+        self.evaluate_epoch()
 
     def finish(self) -> None:
         """Evaluate at the end of the last epoch, unless an earlier try has."""
         if self.progress.evaluation_due:
-            self.evaluate_files()
-            self.note_best()
-            self.mark_evaluated()
+            self.evaluate_epoch()
 
-    def evaluate_files(self) -> None:
-        """Tell the accuracy on every file, and on all together."""
-        right, total, found = 0, 0, {}
-        for name, dataset in self.datasets.items():
-            if name == "train":
-                continue
-            batches = eval_batches(
-                dataset, self.config.data, samples=range(len(dataset)), **self.loader_arguments()
-            )
-            values = self.engine.evaluate(batches)
-            here = round(values["accuracy"] * len(dataset))
-            right, total = right + here, total + len(dataset)
-            found |= {f"accuracy {name}": values["accuracy"], f"loss {name}": values["loss"]}
-            found |= {f"right {name}": here, f"examples {name}": len(dataset)}
-        self.accuracy = found["accuracy"] = right / total
-        epoch = self.progress.iteration // self.config.training.eval_interval
-        files = [name for name in self.datasets if name != "train"]
-        told = [
-            f"{name} {found[f'accuracy {name}']:.4f} ({found[f'right {name}']:,} of {found[f'examples {name}']:,})"
-            for name in files
-        ]
-        told += [f"all {self.accuracy:.4f}"] if len(files) > 1 else []
-        self.reporter.measured(
-            f" accuracy after epoch {epoch} | {' | '.join(told)} |",
-            {name: value for name, value in found.items() if name.split()[0] in ("accuracy", "loss")},
-            self.progress.iteration,
-            self.progress.consumed_samples,
-        )
+    def state(self) -> dict[str, Any]:
+        """As of `Trainer`, and what was fine-tuned on."""
+        state = super().state()
+        state["config"]["fine-tuning"] = dataclasses.asdict(self.finetune)
+        return state
 
-    def note_best(self) -> None:
-        """Keep the checkpoint that has just been saved apart, if it is better than those before. Every process must
-        take part."""
-        accuracy, self.accuracy = self.accuracy, None
+    def evaluate_epoch(self) -> None:
+        """Tell the accuracy on every file and on all, and keep the checkpoint of this iteration if it is the best."""
+        accuracy = self.evaluate_files()
+        self.progress.evaluation_due = False
         if self.config.checkpoint.save is None:
             return
         root, iteration = Path(self.config.checkpoint.save), self.progress.iteration
         try:
             with together(self.mesh.world):
-                if self.mesh.is_first and accuracy > self.best_before(root, iteration):
-                    best = keep_best(root, iteration)
-                    replace_text(
-                        root / BEST, json.dumps({"iteration": iteration, "accuracy": accuracy}) + "\n"
-                    )
-                    self.reporter.say(f"best so far, accuracy {accuracy:.4f}: kept in {best}")
+                if self.mesh.is_first:
+                    replace_text(folder_of(root, iteration) / ACCURACY, json.dumps(accuracy, indent=1) + "\n")
+                    if accuracy["all"] > best_before(root, iteration):
+                        best = keep_best(root, iteration)
+                        self.reporter.say(f"best so far, accuracy {accuracy['all']:.4f}: kept in {best}")
+                    self.mark_evaluated()
         except OSError as error:
             raise TrainingFault(
-                f"--save: the best checkpoint cannot be kept in {root / 'best'}: {error}"
+                f"--save: the best checkpoint cannot be kept in {root / 'best'}: {error}; the same command tries again"
             ) from None
 
-    def best_before(self, root: Path, iteration: int) -> float:
-        """The best accuracy of the epochs before; a later one, of before the run was taken back, does not count."""
-        try:
-            noted = json.loads((root / BEST).read_text(encoding="utf-8"))
-            return noted["accuracy"] if noted["iteration"] < iteration else -1.0
-        except FileNotFoundError:
+    def evaluate_files(self) -> dict[str, float]:
+        """The accuracy on every file and on all. Every process must take part."""
+        values, told, right, total = {}, [], 0, 0
+        accuracy = {}
+        for name, dataset in self.datasets.items():
+            if name == TRAIN:
+                continue
+            batches = eval_batches(
+                dataset, self.config.data, samples=range(len(dataset)), **self.loader_arguments()
+            )
+            found = self.engine.evaluate(batches)
+            values |= {f"{what} {name}": value for what, value in found.items()}
+            accuracy[name], here = found["accuracy"], round(found["accuracy"] * len(dataset))
+            right, total = right + here, total + len(dataset)
+            told.append(f"{name} {found['accuracy']:.4f} ({here:,} of {len(dataset):,})")
+        accuracy["all"] = values["accuracy"] = right / total
+        if len(told) > 1:
+            told.append(f"all {accuracy['all']:.4f}")
+        epoch = self.progress.iteration // self.config.training.eval_interval
+        self.reporter.measured(
+            f" accuracy after epoch {epoch} | {' | '.join(told)} |",
+            values,
+            self.progress.iteration,
+            self.progress.consumed_samples,
+        )
+        return accuracy
+
+
+def best_before(root: Path, iteration: int) -> float:
+    """The best accuracy of the epochs before; a later one, of before the run was taken back, does not count."""
+    try:
+        best = newest_iteration(root / "best")
+        if best is None or best >= iteration:
             return -1.0
+        noted = json.loads((folder_of(root / "best", best) / ACCURACY).read_text(encoding="utf-8"))
+        return float(noted["all"])
+    except (OSError, ValueError, LookupError, TypeError):  # not there, or not whole: any is better
+        return -1.0

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils.data import Dataset
@@ -94,6 +94,7 @@ class Trainer:
     reporter: Reporter
     progress: Progress
     sound: int = 0  # samples up to which every gradient is known to have been finite
+    length_flags: ClassVar[str] = "--train-iters or --train-samples"
 
     def train(self, stop: StopRequests) -> str | None:
         """Train to the last iteration, or until `stop` says so.
@@ -121,16 +122,20 @@ class Trainer:
                     check_replicas(self.engine.buffer)
             reason = stop.reason(progress.iteration)
             self.saver.check()
-            # What is due at the end, `finish` does; what is due when the run stops, the run that resumes does.
             progress.evaluation_due = end or self.due(self.config.training.eval_interval)
             with clock.paused():
-                if progress.evaluation_due and not end and reason is None:
-                    self.evaluate_in_between()
-                if end or reason is not None or self.due(self.config.checkpoint.save_interval):
-                    self.save()
+                self.pause(goes_on=not end and reason is None)
             if reason is not None and not end:
                 return reason
         return None
+
+    def pause(self, *, goes_on: bool) -> None:
+        """Evaluate and save where that is due. What is due at the end, `finish` does; what is due when the run stops,
+        the run that resumes does."""
+        if self.progress.evaluation_due and goes_on:
+            self.evaluate_in_between()
+        if not goes_on or self.due(self.config.checkpoint.save_interval):
+            self.save()
 
     def evaluate_in_between(self) -> None:
         """Evaluate where --eval-interval says so."""

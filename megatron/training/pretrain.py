@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TextIO
@@ -44,7 +45,7 @@ from megatron.training.watchdog import Watchdog
 logger = logging.getLogger("megatron")
 
 
-def pretrain(config: RunConfig, task: Task, trainer: type[Trainer] = Trainer) -> int:
+def pretrain(config: RunConfig, task: Task, trainer: Callable[..., Trainer] = Trainer) -> int:
     """Train `task` as configured, as one of torchrun's processes or alone, by a `trainer`.
 
     Returns:
@@ -138,7 +139,7 @@ def find_start(config: CheckpointConfig, mesh: Mesh) -> Checkpoint | None:
 
 
 def build_trainer(
-    kind: type[Trainer],
+    kind: Callable[..., Trainer],
     config: RunConfig,
     task: Task,
     mesh: Mesh,
@@ -218,7 +219,8 @@ def load(trainer: Trainer, checkpoint: Checkpoint) -> None:
         say(f"--load: {note}")
     check_architecture(checkpoint, trainer.config.model)
     relation = trainer.task.begins_with if state["task"] != trainer.task.name else None
-    if state["task"] != trainer.task.name and (relation is None or state["task"] not in relation.tasks):
+    related = relation is not None and state["task"] in relation.tasks and config.finetune
+    if state["task"] != trainer.task.name and not related:
         raise InputError(f"--load: {checkpoint.folder} holds a {state['task']}, not a {trainer.task.name}")
     check_vocabulary(checkpoint, trainer.tokenizer.vocab_size)
     if not trainer.config.model.mask_padded_vocab and state["padded_vocab_size"] != trainer.padded_vocab_size:
@@ -288,9 +290,10 @@ def order_changes(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
         "data_order",
         "dataloader_type",
         "mock_data",
+        "mask_prob",
+        "short_seq_prob",
     )
     pairs += [(f"--{name.replace('_', '-')}", "data", name) for name in names]
-    pairs += [(f"--{name.replace('_', '-')}", "data", name) for name in ("mask_prob", "short_seq_prob")]
     changed = []
     for flag, part, name in pairs:
         # A checkpoint from before there was a flag has its default.
@@ -324,7 +327,7 @@ def run(trainer: Trainer, stop: StopRequests) -> int:
     if done:
         say(
             f"{config.checkpoint.load} is at iteration {progress.iteration} of {trainer.train_iters}: "
-            "nothing is left to train; raise --train-iters or --train-samples (fine-tuning: --epochs) to go on"
+            f"nothing is left to train; raise {trainer.length_flags} to go on"
         )
         if not progress.evaluation_due:
             return 0

@@ -32,6 +32,16 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Measure:
+    """What is evaluated of a model, each a sum and a count, such as of right answers: `count` and `forward` are as
+    those of `Task`."""
+
+    names: tuple[str, ...]
+    count: Callable[[Batch], Tensor]
+    forward: Callable[[nn.Module, Batch, Tensor | None, DropoutKey], Tensor]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Relation:
     """What a model shares with others, which it may begin with the weights of.
 
@@ -64,8 +74,7 @@ class Task:
         vocab_positions: batch to how many positions of a sample are projected to the vocabulary.
         forward: (chunk of the model, batch, what the chunk before gave or None, dropout key) to what the next
             chunk takes; for the last chunk [terms], the sums of the losses, in fp32.
-        measure: how it is evaluated where that is not by its losses: a task of the same model whose `loss_names`,
-            `count` and `forward` are of what is wanted, such as an accuracy.
+        measure: what is evaluated, where that is not its losses.
         begins_with: whose weights it may begin with beside its own, and which of them (--finetune).
     """
 
@@ -76,5 +85,10 @@ class Task:
     count: Callable[[Batch], Tensor]
     vocab_positions: Callable[[Batch], int]
     forward: Callable[[nn.Module, Batch, Tensor | None, DropoutKey], Tensor]
-    measure: Task | None = None
+    measure: Measure | None = None
     begins_with: Relation | None = None
+
+    @property
+    def losses(self) -> Measure:
+        """Its losses, which are evaluated where nothing else is said."""
+        return Measure(names=self.loss_names, count=self.count, forward=self.forward)

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 from classification import write_mnli, write_qqp, write_race, write_tsv, write_vocab
+from distributed import run_distributed
 
 from megatron.checkpoint.find import find_checkpoint
+from megatron.checkpoint.storage import newest_iteration
 from megatron.flags import InputError
 from tools.finetune_bert import main
 
@@ -31,7 +33,14 @@ def accuracies(path: Path, name: str) -> list[float]:
     return [row[f"accuracy {name}"] for row in metrics(path) if f"accuracy {name}" in row]
 
 
-@pytest.mark.parametrize(("task", "epochs"), [("MNLI", 3), ("QQP", 6), ("RACE", 3)])
+@pytest.mark.parametrize(
+    ("task", "epochs"),
+    [
+        ("MNLI", 3),
+        pytest.param("QQP", 6, marks=pytest.mark.slow),
+        pytest.param("RACE", 3, marks=pytest.mark.slow),
+    ],
+)
 def test_a_rule_is_learned(
     tmp_path: Path, task: str, epochs: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -52,18 +61,21 @@ def test_a_rule_is_learned(
         r"accuracy after epoch (\d) \| dev.tsv (\S+) \((\d+) of 200\) \| dev2.tsv \S+ \(\d+ of 100\)", out
     )
     assert [(int(n), float(x)) for n, x, _ in told] == [(i + 1, round(x, 4)) for i, x in enumerate(reached)]
-    best = json.loads((tmp_path / "out" / "best.json").read_text())
     every = (
         accuracies(tmp_path / "metrics.jsonl", "dev.tsv"),
         accuracies(tmp_path / "metrics.jsonl", "dev2.tsv"),
     )
     overall = [(200 * a + 100 * b) / 300 for a, b in zip(*every, strict=True)]
-    assert best == {
-        "iteration": 200 * (overall.index(max(overall)) + 1),
-        "accuracy": pytest.approx(max(overall)),
-    }
+    assert best_of(tmp_path / "out") == (200 * (overall.index(max(overall)) + 1), pytest.approx(max(overall)))
     kept = find_checkpoint(str(tmp_path / "out" / "best"), None, verify=True)
-    assert kept.iteration == best["iteration"] and kept.state["task"] == f"BERT fine-tuned on {task}"
+    assert kept.state["task"] == f"BERT fine-tuned on {task}"
+
+
+def best_of(folder: Path) -> tuple[int, float]:
+    """Iteration and accuracy of the checkpoint that is kept as the best, which is alone."""
+    (best,) = (folder / "best").glob("iter_*")
+    assert newest_iteration(folder / "best") == int(best.name[5:])
+    return int(best.name[5:]), json.loads((best / "accuracy.json").read_text())["all"]
 
 
 @pytest.fixture(scope="module")
@@ -81,54 +93,98 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixture
     return folder
 
 
-def test_begins_with_pretraining_in_any_layout_and_goes_on_where_it_stopped(
-    pretrained: Path, tmp_path: Path, command, capsys: pytest.CaptureFixture[str]
+def small(tmp_path: Path, pretrained: Path, name: str, more: str = "") -> list[str]:
+    """Three epochs of 12 iterations from the pretrained model."""
+    if not (tmp_path / "train.tsv").exists():
+        write_mnli(tmp_path / "train.tsv", 200, 1)
+        write_mnli(tmp_path / "dev.tsv", 50, 2)
+    return f"""
+        --task MNLI --train-data {tmp_path}/train.tsv --valid-data {tmp_path}/dev.tsv --load {pretrained}/checkpoints
+        --epochs 3 {FLAGS} --lr 1e-3 --log-interval 1 --metrics-path {tmp_path}/{name}.jsonl --save {tmp_path}/{name}
+        {more}
+    """.split()
+
+
+def test_goes_on_where_it_stopped(
+    pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train, valid = write_mnli(tmp_path / "train.tsv", 200, 1), write_mnli(tmp_path / "dev.tsv", 50, 2)
-
-    def flags(name: str, more: str = "") -> list[str]:
-        return f"""
-            --task MNLI --train-data {train} --valid-data {valid} --load {pretrained}/checkpoints --epochs 3 {FLAGS}
-            --lr 1e-3 --log-interval 1 --metrics-path {tmp_path}/{name}.jsonl --save {tmp_path}/{name} {more}
-        """.split()
-
-    assert main(flags("one")) == 0
+    """Within an epoch, at its end, and while its checkpoint is evaluated or kept."""
+    assert main(small(tmp_path, pretrained, "one")) == 0
     out = capsys.readouterr().out
-    assert "not used: binary_head, lm_head.dense, lm_head.layer_norm, output_layer; begun at random: " in out
-    assert "begun at random: classification_head" in out
-    whole = metrics(tmp_path / "one.jsonl")
-    # Stopped within the second epoch; then the same command again.
-    assert main(flags("two", "--exit-interval 17")) == 0
-    assert main(flags("two")) == 0
-    assert main(flags("two")) == 0  # there is nothing left to do
-    assert untimed(metrics(tmp_path / "two.jsonl")) == untimed(whole)
-    # In another layout the same but for rounding, and for dropout where a replica's batches are others.
-    layout = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"
-    command("tools/finetune_bert.py", *flags("four", layout), replicas=4)
-    for row, other in zip(metrics(tmp_path / "four.jsonl"), whole, strict=True):
-        assert row.keys() == other.keys()
-        if "loss" in row and row["iteration"] == 1:
-            assert row["loss"] == pytest.approx(other["loss"], rel=0.2)
+    assert (
+        "not used: binary_head, lm_head.dense, lm_head.layer_norm, output_layer; begun at random: cl" in out
+    )
+    whole = untimed(metrics(tmp_path / "one.jsonl"))
+    best = best_of(tmp_path / "one")
 
-
-def test_layouts_agree_without_dropout(pretrained: Path, tmp_path: Path, command) -> None:
-    train, valid = write_race(tmp_path / "train", 64, 1), write_race(tmp_path / "dev", 20, 2)
-    found = {}
-    for name, processes, layout in (
-        ("one", 1, ""),
-        ("T2+SP", 2, "--tensor-model-parallel-size 2 --sequence-parallel"),
-        ("P2", 2, "--pipeline-model-parallel-size 2"),
-        ("D2", 2, "--use-distributed-optimizer"),
+    for step in (7, 12):
+        assert main(small(tmp_path, pretrained, "two", f"--exit-interval {step}")) == 0
+    assert not (tmp_path / "two" / "best").exists()
+    for point in (
+        "megatron.training.finetune.FineTuner.evaluate_files",
+        "megatron.training.finetune.keep_best",
     ):
-        flags = f"""
-            --task RACE --train-data {train} --valid-data {valid} --load {pretrained}/checkpoints --epochs 1 {FLAGS}
-            {RECIPE} --log-interval 1 --metrics-path {tmp_path}/{name}.jsonl --save {tmp_path}/{name} {layout}
-        """
-        command("tools/finetune_bert.py", *flags.split(), replicas=processes)
+        with monkeypatch.context() as patch:
+            patch.setattr(point, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                main(small(tmp_path, pretrained, "two"))
+    (pretrained / "checkpoints").rename(pretrained / "elsewhere")  # it is needed no more
+    try:
+        assert main(small(tmp_path, pretrained, "two", "--exit-interval 25 --keep-last 1")) == 0
+        assert main(small(tmp_path, pretrained, "two")) == 0
+        assert main(small(tmp_path, pretrained, "two")) == 0  # there is nothing left to do
+    finally:
+        (pretrained / "elsewhere").rename(pretrained / "checkpoints")
+    found = {json.dumps(row, sort_keys=True) for row in untimed(metrics(tmp_path / "two.jsonl"))}
+    assert found == {json.dumps(row, sort_keys=True) for row in whole}
+    assert best_of(tmp_path / "two") == best
+
+
+def finetune(flags: list[str]) -> int:
+    return main(flags)
+
+
+@pytest.mark.parametrize(
+    ("processes", "layout"),
+    [
+        (4, "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"),
+        pytest.param(2, "--pipeline-model-parallel-size 2", marks=pytest.mark.slow),
+        pytest.param(2, "--use-distributed-optimizer --overlap-param-gather", marks=pytest.mark.slow),
+    ],
+)
+def test_layouts_agree(pretrained: Path, tmp_path: Path, processes: int, layout: str) -> None:
+    """Begun in one layout, gone on with in another."""
+    train, valid = write_race(tmp_path / "train", 64, 1), write_race(tmp_path / "dev", 18, 2)
+    losses = {}
+    for name, parts in (("one", [(1, ""), (1, "")]), ("other", [(1, ""), (processes, layout)])):
+        for (count, how), stop in zip(parts, ("--exit-interval 3", ""), strict=True):
+            flags = f"""
+                --task RACE --train-data {train} --valid-data {valid} --load {pretrained}/checkpoints --epochs 2
+                {RECIPE} {FLAGS} --log-interval 1 --metrics-path {tmp_path}/{name}.jsonl --save {tmp_path}/{name} {how} {stop}
+            """
+            run_distributed(finetune, count, flags.split())
         rows = metrics(tmp_path / f"{name}.jsonl")
-        found[name] = [row[key] for row in rows for key in ("loss", "grad norm", "loss dev") if key in row]
-    for losses in found.values():
-        assert losses == pytest.approx(found["one"], rel=1e-5, abs=1e-5)
+        losses[name] = [row[key] for row in rows for key in ("loss", "grad norm", "loss dev") if key in row]
+    assert losses["other"] == pytest.approx(losses["one"], rel=2e-5, abs=1e-5)
+
+
+def test_files_may_have_any_name(pretrained: Path, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    paths = [write_mnli(tmp_path / name, count, 1) for name, count in (("a/train", 20), ("train", 16))]
+    main(
+        f"""
+        --task MNLI --train-data {paths[0]} --valid-data {paths[0]} {paths[1]} --load {pretrained}/checkpoints
+        {FLAGS} --lr 1e-3 --epochs 1 --metrics-path {tmp_path}/metrics.jsonl
+        """.split()
+    )
+    (row,) = (row for row in metrics(tmp_path / "metrics.jsonl") if "accuracy" in row)
+    assert row.keys() >= {f"accuracy {path}" for path in paths}
+
+
+def test_batches_stay_those_the_run_began_with(pretrained: Path, tmp_path: Path) -> None:
+    assert main(small(tmp_path, pretrained, "x", "--exit-interval 3")) == 0
+    with pytest.raises(InputError, match="--global-batch-size: 8 is not the 16 that the run in"):
+        main(small(tmp_path, pretrained, "x", "--global-batch-size 8"))
 
 
 def test_what_is_wrong_is_told(tmp_path: Path, pretrained: Path) -> None:
