@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tqdm import tqdm
 
 from megatron.arguments import Parser, add_flags, make_config, run_command
-from megatron.checkpoint.checkpoint import Checkpoint
+from megatron.checkpoint.checkpoint import Checkpoint, saved_tokenizer
 from megatron.checkpoint.convert import check_is_empty, write_native
 from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.huggingface.read import open_huggingface
@@ -33,8 +33,15 @@ from megatron.checkpoint.huggingface.write import write_huggingface
 from megatron.checkpoint.nvidia.read import open_megatron
 from megatron.checkpoint.nvidia.write import write_megatron
 from megatron.flags import InputError, TrainingFault
-from megatron.inference.conversion import TOLERANCE, largest_difference, our_logits, their_logits
+from megatron.inference.conversion import (
+    TOLERANCE,
+    largest_difference,
+    our_logits,
+    their_logits,
+    tokenizer_note,
+)
 from megatron.model.config import ModelConfig
+from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.config import TokenizerConfig
 
 FORMATS = ("native", "huggingface", "megatron")
@@ -59,12 +66,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{source.folder}: {source.state['task']}, iteration {source.iteration}")
     for note in source.notes:
         print(f"note: {note}")
+    if args.target != "native" and "optimizer" in source.kinds:
+        print("note: the weights alone are written; the state of the optimizer stays behind")
     elements = sum(math.prod(tensor["shape"]) for tensor in source.pieces("model").index.values())
     print(f"{elements:,} parameters, vocabulary of {source.state['vocab_size']:,} ids")
     # Where nobody watches a bar, a line now and then.
     seconds = 0.1 if sys.stderr.isatty() else 30
     with tqdm(unit="B", unit_scale=True, mininterval=seconds, file=sys.stderr) as progress:
-        write[args.target](source, args.save, progress.update)
+        try:
+            write[args.target](source, args.save, progress.update)
+        except OSError as error:
+            raise TrainingFault(f"--save: {args.save} cannot be written: {error}; nothing is kept") from None
     try:
         compare(source, read[args.target](args.save), {args.source: args.load, args.target: args.save})
     except BaseException:
@@ -133,11 +145,11 @@ def compare(source: Checkpoint, result: Checkpoint, folders: dict[str, Path]) ->
     found = {"what was written": largest_difference(expected, our_logits(result))}
     folder = folders.get("huggingface")
     if folder is not None and importlib.util.find_spec("transformers"):
-        import transformers
-
-        found[f"transformers from {folder}"] = largest_difference(
-            expected, their_logits(folder, source, transformers)
-        )
+        found[f"transformers from {folder}"] = largest_difference(expected, their_logits(folder, source))
+        saved = saved_tokenizer(source)
+        has_files = saved.tokenizer_type not in (None, "NullTokenizer")
+        if has_files and (note := tokenizer_note(folder, build_tokenizer(saved))):
+            print(f"note: {note}")
     elif folder is not None:
         print("note: transformers is not installed, and was not compared with")
     for name, difference in found.items():

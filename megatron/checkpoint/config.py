@@ -31,7 +31,8 @@ class CheckpointConfig(Config):
     )
     load: str | None = flag(
         None,
-        "folder whose newest checkpoint the run starts from; if it is that of --save, it may be empty still",
+        "folder whose newest checkpoint the run starts from; if it is that of --save, it may be empty still; with "
+        "--finetune also a local folder of a Hugging Face model",
         metavar="DIR",
     )
     ckpt_step: int | None = flag(

@@ -39,7 +39,7 @@ def newest_iteration(root: Path) -> int | None:
     check_is_file(tracker)
     try:
         text = tracker.read_text(encoding="utf-8", errors="replace").strip()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise InputError(f"{tracker}: cannot be read ({error.strerror})") from None

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from megatron.checkpoint.checkpoint import Checkpoint, model_config
 from megatron.checkpoint.foreign import model_without_memory
+from megatron.checkpoint.huggingface.settings import read_settings
 from megatron.checkpoint.load import load_weights
 from megatron.model.gpt import position_ids
+from megatron.tokenizer import Tokenizer
 
 # By how much of the largest logit others may differ: what the order of additions makes of fp32 in a deep model.
 TOLERANCE = 1e-4
 BATCH, LONGEST = 2, 64
+LINES = (
+    "Hello world, it's 12345 tests!",
+    "  two spaces\tand a tab",
+    "Ünïcödé, 中文 and 🎉",
+    "CamelCase [UPPER]",
+)
 
 
 def fixed_tokens(checkpoint: Checkpoint) -> tuple[Tensor, Tensor]:
@@ -41,24 +47,40 @@ def our_logits(checkpoint: Checkpoint) -> list[Tensor]:
 
 
 @torch.no_grad()
-def their_logits(folder: Path, checkpoint: Checkpoint, transformers: ModuleType) -> list[Tensor]:
+def their_logits(folder: Path, checkpoint: Checkpoint) -> list[Tensor]:
     """The same logits, of the model that transformers loads from a folder; without rows that pad the vocabulary.
 
     Args:
         checkpoint: what the tokens are made for.
     """
+    import transformers
+
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     tokens, types = fixed_tokens(checkpoint)
-    (architecture,) = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"]
-    model = getattr(transformers, architecture).from_pretrained(folder, local_files_only=True).float().eval()
     task, vocab_size = checkpoint.state["task"], checkpoint.state["vocab_size"]
+    architecture = read_settings(folder / "config.json").family.architecture(task)
+    model = getattr(transformers, architecture).from_pretrained(folder, local_files_only=True).float().eval()
     if task == "GPT":
         return [model(tokens).logits[..., :vocab_size]]
     out = model(tokens, token_type_ids=types)
     if task == "BERT":
         return [out.prediction_logits[..., :vocab_size], out.seq_relationship_logits]
     return [out.logits[..., :vocab_size]]
+
+
+def tokenizer_note(folder: Path, tokenizer: Tokenizer) -> str | None:
+    """In what `AutoTokenizer` of a folder differs from a tokenizer of ours, if in anything."""
+    from transformers import AutoTokenizer
+
+    try:
+        theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, ImportError):
+        return f"AutoTokenizer of transformers finds no tokenizer in {folder}"
+    for line in LINES:
+        if theirs.encode(line, add_special_tokens=False) != tokenizer.tokenize(line):
+            return f"AutoTokenizer of transformers gives {line!r} other ids than {tokenizer.name}"
+    return None
 
 
 def largest_difference(ours: list[Tensor], theirs: list[Tensor]) -> float:

@@ -74,7 +74,7 @@ class Family:
 
     Attributes:
         model_type: its name in config.json.
-        architectures: classes of transformers that such a model is loaded by; without BERT's binary head the second.
+        architectures: classes of transformers that load such a model; the second is of BERT without the binary head.
         prefix: of the names of all tensors but those of the heads; a file of the model without heads lacks it.
         modules: of ours, to theirs.
         ignored: matches names of tensors that hold nothing of the model: constants, and copies of tied tables.
@@ -97,6 +97,10 @@ class Family:
     fixed: Mapping[str, tuple[Any, ...]]
     activation: str | None
     tied: bool
+
+    def architecture(self, task: str) -> str:
+        """The class of transformers that loads a model with its heads."""
+        return self.architectures[-1 if task == "BERT --bert-no-binary-head" else 0]
 
     def place(self, name: str) -> tuple[list[str], Modules]:
         """Names of the tensors of theirs that our tensor `name` is made of, and how."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
 from pathlib import Path
 
@@ -48,8 +47,10 @@ def open_huggingface(folder: Path) -> Checkpoint:
     ids = build_tokenizer(tokenizer).vocab_size if tokenizer.tokenizer_type else settings.rows
     vocab_size = min(ids, settings.rows)
     notes = list(settings.notes)
-    if vocab_size < settings.rows:
-        notes.append(f"{settings.rows - vocab_size} rows pad the vocabulary of {ids} ids; they are left out")
+    if ids < settings.rows:
+        notes.append(f"{settings.rows - ids} rows pad the vocabulary of {ids} ids; they are left out")
+    if ids > settings.rows:
+        notes.append(f"its tokenizer has {ids} ids, more than the {settings.rows} that the model has")
     sources, note = _find_sources(folder, files, settings, task, vocab_size)
     bf16 = all(source.dtype == torch.bfloat16 for source in sources.values())
     state = weights_state(task, settings.model, tokenizer, vocab_size=vocab_size, bf16=bf16)
@@ -78,7 +79,7 @@ def _find_files(folder: Path) -> Files:
         ):
             raise InputError(f"{folder / INDEX}: has no 'weight_map' of tensors to safetensors files")
         names, listed = sorted(set(weights.values())), set(weights)
-    elif not (folder / "model.safetensors").is_file() and any(folder.glob("*.bin")):
+    elif not (folder / "model.safetensors").is_file() and any(folder.glob("pytorch_model*.bin")):
         raise InputError(
             f"--load: {folder} holds its weights as a pickle, which can run code and is not read; convert it by "
             f'transformers: AutoModelForCausalLM.from_pretrained("{folder}").save_pretrained("NEW_FOLDER")'
@@ -106,6 +107,10 @@ def _find_sources(
 ) -> tuple[dict[str, Source], list[str]]:
     """Where each tensor of ours comes from, and what is to be said of it."""
     family, config = settings.family, settings.model
+    if config.num_layers > len(files):  # said before so many are made
+        raise InputError(
+            f"{folder}: config.json has {config.num_layers} layers, but there are {len(files)} tensors in all"
+        )
     prefix = family.prefix if any(name.startswith(family.prefix) for name in files) else ""
     wanted: dict[str, tuple[list[str], Modules]] = {}
     missing, wrong = [], []
@@ -178,17 +183,15 @@ def find_tokenizer(folder: Path, family: Family) -> TokenizerConfig:
             tokenizer_type="GPT2BPETokenizer", vocab_file=path["vocab.json"], merge_file=path["merges.txt"]
         )
     if family.model_type == "megatron-bert" and "vocab.txt" in path:
-        settings = folder / "tokenizer_config.json"
-        settings = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
+        file = folder / "tokenizer_config.json"
+        settings = read_json(str(file)) if file.is_file() else {}
         kind = "BertWordPieceLowerCase" if settings.get("do_lower_case", True) else "BertWordPieceCase"
         return TokenizerConfig(tokenizer_type=kind, vocab_file=path["vocab.txt"])
     if "tokenizer.json" in path:
         return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=path["tokenizer.json"])
-    if "tokenizer.model" in path:
-        return TokenizerConfig(
-            tokenizer_type="SentencePieceTokenizer", tokenizer_model=path["tokenizer.model"]
-        )
+    for model in sorted(folder.absolute().glob("*.model"))[:1]:
+        return TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(model))
     return TokenizerConfig()
 
 
-TOKENIZER_FILES = ("vocab.json", "merges.txt", "vocab.txt", "tokenizer.json", "tokenizer.model")
+TOKENIZER_FILES = ("vocab.json", "merges.txt", "vocab.txt", "tokenizer.json")

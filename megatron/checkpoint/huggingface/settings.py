@@ -19,7 +19,8 @@ LLAMA3_SCALING = {
     "high_freq_factor": MOST_TURNS,
     "original_max_position_embeddings": TRAINED_LENGTH,
 }
-REFUSED = {"quantization_config": (None,)}
+# Of any family: keys of which this program has only these values.
+FIXED = {"quantization_config": (None,), "rope_interleaved": (False,), "use_mrope": (False,)}
 # Keys that change nothing in what the model computes.
 HARMLESS = {
     "architectures",
@@ -72,6 +73,8 @@ def read_settings(path: Path) -> Settings:
         return _from_config(config)
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
+    except (TypeError, AttributeError) as error:
+        raise InputError(f"{path}: is damaged ({error})") from None
 
 
 def _from_config(config: dict[str, Any]) -> Settings:
@@ -82,7 +85,7 @@ def _from_config(config: dict[str, Any]) -> Settings:
     family = FAMILIES[config["model_type"]]
     # What has been used is taken out, and what is left at the end has not been understood.
     left = {key: value for key, value in config.items() if key not in HARMLESS and not key.startswith("_")}
-    for key, values in (REFUSED | family.fixed).items():
+    for key, values in (FIXED | family.fixed).items():
         _check(key, left.pop(key, values[0]), values)
     for kind in left.pop("layer_types", None) or ():
         _check("layer_types", kind, ("full_attention",))

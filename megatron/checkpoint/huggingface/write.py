@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -25,6 +26,8 @@ from megatron.flags import InputError
 from megatron.model.config import ModelConfig
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
+logger = logging.getLogger("megatron")
+
 
 def write_huggingface(
     checkpoint: Checkpoint, root: Path, advance: Callable[[int], object], shard: int = SHARD
@@ -44,13 +47,17 @@ def write_huggingface(
     except InputError as error:
         raise InputError(f"--load: {checkpoint.folder}: {error}") from None
     tensors = tensors_of(family, checkpoint.pieces("model"), model_without_memory(task, model, rows), model)
-    binary_head = task == "BERT"
-    if family.model_type == "megatron-bert" and not binary_head:
+    if task == "BERT --bert-no-binary-head":
         # It always has token types, which add nothing here.
         types = ToWrite((2, model.hidden_size), torch.float32, lambda: torch.zeros(2, model.hidden_size))
         tensors["bert.embeddings.token_type_embeddings.weight"] = types
+    if not model.mask_padded_vocab and rows < checkpoint.state["padded_vocab_size"]:
+        logger.warning(
+            f"--no-mask-padded-vocab: {checkpoint.state['padded_vocab_size'] - rows} rows that pad the vocabulary are "
+            "left out; without them the other ids are a little more probable"
+        )
     dtypes = {tensor.dtype for tensor in tensors.values()}
-    config["architectures"] = [family.architectures[0 if binary_head else -1]]
+    config["architectures"] = [family.architecture(task)]
     config["torch_dtype"] = "bfloat16" if dtypes == {torch.bfloat16} else "float32"
 
     saved = saved_tokenizer(checkpoint)
@@ -152,11 +159,9 @@ def tokenizer_contents(tokenizer: Tokenizer, longest: int) -> dict[str, bytes]:
     elif tokenizer.name == "HuggingFaceTokenizer":
         names = ["tokenizer.json", "tokenizer_config.json"][: len(contents)]
         settings |= {"tokenizer_class": "PreTrainedTokenizerFast"}
-    elif tokenizer.name == "SentencePieceTokenizer":
-        names = ["tokenizer.model"]
-        settings |= {"tokenizer_class": "LlamaTokenizer", "add_bos_token": False}
     else:
-        return {}
+        # SentencePiece: transformers takes any tokenizer.model for one of Llama's, so the file keeps its own name.
+        return {file.name: file.read_bytes() for file in tokenizer.files}
     return {"tokenizer_config.json": json_text(settings), **dict(zip(names, contents, strict=True))}
 
 

@@ -1,0 +1,275 @@
+"""tools/convert_checkpoint.py: what it prints, compares, refuses and leaves behind."""
+
+from __future__ import annotations
+
+import json
+import re
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hf_models import VOCAB, save_hf
+from safetensors.torch import load_file, save_file
+
+from megatron.checkpoint.find import find_checkpoint
+from megatron.flags import InputError, TrainingFault
+from megatron.inference.load import load_gpt
+from megatron.model.gpt import GPTModel
+from megatron.tokenizer.config import TokenizerConfig
+from megatron.tokenizer.train import train_bpe
+from tools.convert_checkpoint import main
+
+TEXT = ["the cat sat on the mat, and the dog sat on the cat; 1234 times, don't it?"] * 4
+
+
+def convert(source: str, target: str, load: Path | str, save: Path) -> None:
+    main(["--from", source, "--to", target, "--load", str(load), "--save", str(save)])
+
+
+def give_tokenizer(folder: Path, names: tuple[str, ...]) -> int:
+    """Put files of a BPE into a folder; gives the number of its ids."""
+    files = train_bpe(TEXT, 270)
+    for name in names:
+        (folder / name).write_text(files[name])
+    return 270
+
+
+def model_of(folder: Path) -> GPTModel:
+    return load_gpt(str(folder), TokenizerConfig(), torch.device("cpu"))[0]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_there_and_back_with_a_tokenizer(tmp_path: Path, capsys, kind: str) -> None:
+    theirs, ours, again = (tmp_path / name for name in ("theirs", "ours", "again"))
+    save_hf(theirs, kind, vocab_size=300)
+    names = {"gpt2": ("vocab.json", "merges.txt"), "llama": ("tokenizer.json", "tokenizer_config.json")}[kind]
+    give_tokenizer(theirs, names)
+    convert("huggingface", "native", theirs, ours)
+    out = capsys.readouterr().out
+    assert f"{theirs}: GPT, iteration 0" in out and "vocabulary of 270 ids" in out
+    assert "note: 30 rows pad the vocabulary of 270 ids; they are left out\n" in out
+    assert "logits of what was written differ by 0.00e+00 of the largest\n" in out
+    assert re.search(rf"logits of transformers from {theirs} differ by [0-9.]+e-0[678] of the largest\n", out)
+    assert "AutoTokenizer" not in out
+    model, tokenizer = load_gpt(str(ours), TokenizerConfig(), torch.device("cpu"))
+    assert tokenizer.files[0].parent == ours / "iter_0000000" / "tokenizer"
+    assert model.embedding.word_embeddings.weight.shape[0] == tokenizer.vocab_size == 270
+
+    convert("native", "huggingface", ours, again)
+    out = capsys.readouterr().out
+    assert "note" not in out and f"written to {again}" in out
+    import transformers
+
+    loaded = transformers.AutoTokenizer.from_pretrained(again)
+    assert loaded.encode(TEXT[0]) == tokenizer.tokenize(TEXT[0])
+    model = transformers.AutoModelForCausalLM.from_pretrained(again)
+    assert model.config.eos_token_id == loaded.eos_token_id == tokenizer.eod
+    direct = model_of(again)
+    for (name, a), b in zip(direct.named_parameters(), model_of(ours).parameters(), strict=True):
+        assert a.equal(b), name
+
+
+def test_of_a_run(tmp_path: Path, pretrain: Callable[..., str], capsys) -> None:
+    """A checkpoint of several files, with optimizer, whose vocabulary is padded."""
+    flags = """
+        --mock-data --tokenizer-type NullTokenizer --vocab-size 50 --num-layers 2 --hidden-size 16
+        --num-attention-heads 2 --seq-length 8 --micro-batch-size 2 --train-iters 2 --lr 1e-2 --device cpu
+        --eval-iters 0 --num-workers 0 --lr-warmup-iters 0
+    """.split()
+    pretrain(*flags, "--save", tmp_path / "run")
+    convert("native", "huggingface", tmp_path / "run", tmp_path / "hf")
+    assert "iteration 2" in capsys.readouterr().out
+    assert load_file(tmp_path / "hf" / "model.safetensors")["transformer.wte.weight"].shape == (51, 16)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "run"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--group-query-attention --num-query-groups 1", "--num-query-groups is 1 here and 2 there"),
+        (
+            "--position-embedding-type rope",
+            "llama of Hugging Face has no such model: --normalization is LayerNorm",
+        ),
+        (
+            "--position-embedding-type none",
+            "--position-embedding-type is none here and learned_absolute there",
+        ),
+        (
+            "--apply-residual-connection-post-layernorm",
+            "--apply-residual-connection-post-layernorm is True here",
+        ),
+    ],
+)
+def test_what_hugging_face_does_not_have(tmp_path: Path, pretrain, flags: str, message: str) -> None:
+    base = """
+        --mock-data --tokenizer-type NullTokenizer --vocab-size 50 --num-layers 1 --hidden-size 16
+        --num-attention-heads 2 --seq-length 8 --micro-batch-size 2 --train-iters 1 --lr 1e-2 --device cpu
+        --eval-iters 0 --num-workers 0
+    """.split()
+    pretrain(*base, *flags.split(), "--save", tmp_path / "run")
+    with pytest.raises(InputError, match=re.escape(message)):
+        convert("native", "huggingface", tmp_path / "run", tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+def edit_config(folder: Path, **fields: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def edit_tensors(folder: Path, **tensors: torch.Tensor | None) -> None:
+    """Replace, add, or with None take away."""
+    path = folder / "model.safetensors"
+    edited = load_file(path) | {name.replace("__", "."): tensor for name, tensor in tensors.items()}
+    save_file({name: tensor for name, tensor in edited.items() if tensor is not None}, path)
+
+
+WRONG_SETTINGS = [
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx: True is not supported"),
+    ("gpt2", {"activation_function": "relu"}, "activation_function: 'relu' is not supported; this program has 'gelu'"),
+    ("gpt2", {"n_head": 5}, "config.json: --num-attention-heads: 5 does not divide --hidden-size 64"),
+    ("gpt2", {"n_layer": "2"}, "config.json: --num-layers: '2' is not a whole number"),
+    ("gpt2", {"vocab_size": None}, "config.json: vocab_size: None is not the number of ids"),
+    ("gpt2", {"model_type": "mamba"}, "model_type 'mamba' is not supported; this program reads gpt2, llama, "),
+    ("gpt2", {"model_type": None}, "config.json: has no 'model_type'"),
+    ("gpt2", {"quantization_config": {"bits": 4}}, "quantization_config: {'bits': 4} is not supported"),
+    ("llama", {"attention_bias": True}, "attention_bias: True is not supported; this program has False"),
+    ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type: 'yarn' is not supported"),
+    ("llama", {"rope_parameters": "fast"}, "config.json: is damaged ("),
+    ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor: 0.5 is not supported"),
+    ("llama", {"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported"),
+    ("llama", {"num_key_value_heads": 4}, "config.json asks for other sizes than those of 4 tensor(s): "
+        "model.layers.0.self_attn.k_proj.weight (32, 64) in place of (64, 64)"),
+    ("llama", {"num_hidden_layers": 3}, "lacks 9 tensor(s): model.layers.2.input_layernorm.weight, "),
+    ("llama", {"num_hidden_layers": 1}, "has what a llama of this program has not, 9 tensor(s): model.layers.1.in"),
+    ("qwen2", {"use_sliding_window": True}, "use_sliding_window: True is not supported"),
+    ("qwen2", {"layer_types": ["sliding_attention"] * 2}, "layer_types: 'sliding_attention' is not supported"),
+    ("bert", {"is_decoder": True}, "is_decoder: True is not supported"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"), WRONG_SETTINGS, ids=[repr(c[1])[:50] for c in WRONG_SETTINGS]
+)
+def test_settings_that_do_not_fit(tmp_path: Path, kind: str, fields: dict, message: str) -> None:
+    folder = save_hf(tmp_path / "theirs", kind)
+    edit_config(folder, **fields)
+    with pytest.raises(InputError, match=re.escape(message)) as caught:
+        convert("huggingface", "native", folder, tmp_path / "new")
+    assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+def test_missing_and_left_over_tensors_are_listed(tmp_path: Path) -> None:
+    folder = save_hf(tmp_path / "theirs", "llama", num_hidden_layers=4)
+    tensors = load_file(folder / "model.safetensors")
+    edit_tensors(folder, **{name: None for name in tensors if "proj" in name})
+    with pytest.raises(InputError, match=r"lacks 28 tensor\(s\): (model\S+proj\.weight, ){10}\.\.\.$"):
+        convert("huggingface", "native", folder, tmp_path / "new")
+    save_file(tensors, folder / "model.safetensors")
+    edit_tensors(folder, score__weight=torch.ones(2, 64))
+    with pytest.raises(
+        InputError, match=r"has what a llama of this program has not, 1 tensor\(s\): score\.weight$"
+    ):
+        convert("huggingface", "native", folder, tmp_path / "new")
+    edit_tensors(folder, score__weight=None, model__norm__weight=torch.ones(64, dtype=torch.int32))
+    with pytest.raises(InputError, match=r"has tensors of I32; this program reads those of F32, BF16, F16$"):
+        convert("huggingface", "native", folder, tmp_path / "new")
+
+
+def test_sharded_files_that_do_not_fit(tmp_path: Path) -> None:
+    folder = save_hf(tmp_path / "theirs", "gpt2")
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys([*tensors, "transformer.x"], "a.safetensors")}))
+    with pytest.raises(InputError, match=r"index\.json: 1 tensor\(s\): transformer\.x in none of the files"):
+        convert("huggingface", "native", folder, tmp_path / "new")
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "../a.safetensors")}))
+    with pytest.raises(InputError, match=r"index\.json: has no 'weight_map' of tensors to safetensors files"):
+        convert("huggingface", "native", folder, tmp_path / "new")
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "b.safetensors")}))
+    with pytest.raises(InputError, match=r"b\.safetensors: is missing"):
+        convert("huggingface", "native", folder, tmp_path / "new")
+    save_file(tensors, folder / "b.safetensors")
+    index.write_text(
+        json.dumps({"weight_map": {name: f"{'ab'[i % 2]}.safetensors" for i, name in enumerate(tensors)}})
+    )
+    with pytest.raises(InputError, match=r"b\.safetensors: \S+ is also in a\.safetensors"):
+        convert("huggingface", "native", folder, tmp_path / "new")
+
+
+def test_what_is_no_folder_of_a_model(tmp_path: Path) -> None:
+    archive = tmp_path / "model.zip"
+    zipfile.ZipFile(archive, "w").close()
+    (tmp_path / "empty").mkdir()
+    hub = "meta-llama/Llama-3.1-8B"
+    for source, target in (("huggingface", "native"), ("native", "huggingface")):
+        with pytest.raises(InputError, match=f"^--load: {archive} is a file; unpack it if it is an archive"):
+            convert(source, target, archive, tmp_path / "new")
+        with pytest.raises(
+            InputError, match=f"^--load: {hub} is not a folder; names of models on the Hugging"
+        ):
+            convert(source, target, hub, tmp_path / "new")
+    with pytest.raises(InputError, match=r"^--load: \S+ holds no config\.json$"):
+        convert("huggingface", "native", tmp_path / "empty", tmp_path / "new")
+    with pytest.raises(InputError, match=r"^--load: \S+ holds no checkpoint .* no config\.json"):
+        convert("native", "huggingface", tmp_path / "empty", tmp_path / "new")
+
+
+def test_pickles_are_not_read(tmp_path: Path) -> None:
+    folder = save_hf(tmp_path / "theirs", "gpt2")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(
+        InputError, match=r"a pickle, which can run code and is not read; convert it .*save_pretrained"
+    ):
+        convert("huggingface", "native", folder, tmp_path / "new")
+
+
+def test_the_wrong_format_and_places(tmp_path: Path) -> None:
+    folder = save_hf(tmp_path / "theirs", "gpt2")
+    with pytest.raises(InputError, match="is a folder of Hugging Face's; give --from huggingface"):
+        convert("native", "huggingface", folder, tmp_path / "new")
+    with pytest.raises(InputError, match="--to: native is the format of --from too"):
+        convert("native", "native", folder, tmp_path / "new")
+    for source, target in (("huggingface", "native"), ("native", "huggingface")):
+        with pytest.raises(InputError, match=rf"^--save: {folder} is not empty"):
+            convert(source, target, folder, folder)
+
+
+def test_a_conversion_that_differs_is_not_kept(tmp_path: Path, monkeypatch) -> None:
+    folder = save_hf(tmp_path / "theirs", "gpt2")
+    import tools.convert_checkpoint as tool
+
+    right = tool.their_logits
+    monkeypatch.setattr(tool, "their_logits", lambda *a: [1.001 * x for x in right(*a)])
+    with pytest.raises(TrainingFault, match=rf"^logits of transformers from {folder} are not those of "):
+        convert("huggingface", "native", folder, tmp_path / "new")
+    monkeypatch.setattr(tool, "their_logits", lambda *a: [torch.nan * x for x in right(*a)])
+    with pytest.raises(TrainingFault):
+        convert("huggingface", "native", folder, tmp_path / "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+def test_a_torn_file_leaves_nothing(tmp_path: Path) -> None:
+    folder = save_hf(tmp_path / "theirs", "gpt2")
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(InputError, match=r"model\.safetensors: cannot be read"):
+        convert("huggingface", "native", folder, tmp_path / "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+def test_as_a_command(tmp_path: Path, command) -> None:
+    folder = save_hf(tmp_path / "theirs", "gpt2")
+    words = ["tools/convert_checkpoint.py", "--from", "huggingface", "--to", "native", "--load", folder]
+    done = command(*words, "--save", tmp_path / "new")
+    assert done.stdout.splitlines()[-1] == f"written to {tmp_path / 'new'}"
+    assert find_checkpoint(str(tmp_path / "new"), None, verify=True).state["vocab_size"] == VOCAB
+    refused = command(*words, "--save", tmp_path / "new", status=2)
+    assert refused.stderr == (
+        f"error: --save: {tmp_path / 'new'} is not empty; name a folder that is, or that is still to be made\n"
+    )
