@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ class Assembled:
     folder: Path
     sources: dict[str, Source]
 
-    @property
+    @functools.cached_property
     def index(self) -> Index:
         """Name of a tensor to its shape and dtype."""
         return {name: {"shape": s.shape, "dtype": str(s.dtype)[6:]} for name, s in self.sources.items()}
