@@ -152,7 +152,7 @@ def test_optimizers_that_do_not_fit(tmp_path: Path) -> None:
 
     good = optimizer_of([torch.load(files(root)[0], weights_only=False)["model"]], half=False)
     add([{"param_state": 1}])
-    with pytest.raises(InputError, match=r"its optimizer is not one of .*; give --no-load-optim"):
+    with pytest.raises(InputError, match=r"its optimizer is not in the form of .*; give --no-load-optim"):
         open_megatron(root, NO_TOKENIZER)
     assert open_megatron(root, NO_TOKENIZER, load_optim=False).kinds == ["model"]
     good["param_groups"][1]["params"].pop()
