@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +109,9 @@ def weights_state(
             "training": {"bf16": bf16},
         },
     }
+
+
+def shown(names: Collection[str]) -> str:
+    """Names of tensors, the first ten of them and their number."""
+    names = sorted(names)
+    return f"{len(names)} tensor(s): {', '.join(names[:10])}{', ...' if len(names) > 10 else ''}"

@@ -63,7 +63,7 @@ CHANGES = {
     ),
     "tensors more": (
         lambda content: encoder(content).update({f"layers.0.x{i}.weight": torch.ones(1) for i in range(11)}),
-        r"has what a GPT or BERT has not, or not twice, 11 tensor\(s\): .*x9\.weight in mp_rank_00_000, \.\.\.$",
+        r"has what a GPT or BERT has not, or not twice, 11 tensor\(s\): .*x8\.weight in mp_rank_00_000, \.\.\.$",
     ),
     "whole numbers": (
         lambda content: encoder(content).update({LAST: torch.arange(32)}),

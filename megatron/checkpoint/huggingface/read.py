@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from megatron.checkpoint.checkpoint import Checkpoint
-from megatron.checkpoint.foreign import Assembled, Source, model_without_memory, weights_state
+from megatron.checkpoint.foreign import Assembled, Source, model_without_memory, shown, weights_state
 from megatron.checkpoint.huggingface.families import Family, Modules
 from megatron.checkpoint.huggingface.settings import Settings, read_settings
 from megatron.checkpoint.tensor_file import DTYPES, TensorFile
@@ -95,14 +94,8 @@ def _find_files(folder: Path) -> Files:
             raise InputError(f"{file.path}: {min(twice)} is also in {files[min(twice)].path.name}")
         files |= dict.fromkeys(file.tensors, file)
     if listed - files.keys():
-        raise InputError(f"{folder / INDEX}: {_shown(listed - files.keys())} in none of the files")
+        raise InputError(f"{folder / INDEX}: {shown(listed - files.keys())} in none of the files")
     return files
-
-
-def _shown(names: Collection[str]) -> str:
-    """Names of tensors, the first ten of them and their number."""
-    names = sorted(names)
-    return f"{len(names)} tensor(s): {', '.join(names[:10])}{', ...' if len(names) > 10 else ''}"
 
 
 def _find_sources(
@@ -150,9 +143,9 @@ def _match(
             elif (shape := files[part].tensors[part].shape) != tuple(like.shape):
                 wrong.append(f"{part} {shape} in place of {tuple(like.shape)}")
     if missing:
-        raise InputError(f"{folder}: lacks {_shown(missing)}")
+        raise InputError(f"{folder}: lacks {shown(missing)}")
     if wrong:
-        raise InputError(f"{folder}: config.json asks for other sizes than those of {_shown(wrong)}")
+        raise InputError(f"{folder}: config.json asks for other sizes than those of {shown(wrong)}")
     return wanted
 
 
@@ -177,7 +170,7 @@ def _check_left(folder: Path, files: Files, settings: Settings, left: set[str], 
             left.discard(name)
     if left:
         raise InputError(
-            f"{folder}: has what a {settings.family.model_type} of this program has not, {_shown(left)}"
+            f"{folder}: has what a {settings.family.model_type} of this program has not, {shown(left)}"
         )
 
 
