@@ -14,6 +14,7 @@ import torch
 from nvidia import (
     HEADS,
     NO_TOKENIZER,
+    RUN,
     SHAPE,
     VOCAB,
     WIDTH,
@@ -22,6 +23,7 @@ from nvidia import (
     edit,
     files,
     optimizer_of,
+    run_data,
     weights,
     written,
 )
@@ -92,13 +94,11 @@ def assert_same(ours: Any, theirs: Any) -> None:
 
 def test_a_run_goes_on_from_nvidias_optimizer(pretrain: Callable, shared: Path, tmp_path: Path) -> None:
     """After six iterations there, three here are as after six here; and so is the state that they begin with."""
-    from training.test_nvidia_log import FLAGS, data_flags
-
     vectors = shared / "vectors" / "gpt-v2.5"
     for name in ("init_tp1", "after6_tp1"):
         checkpoint = open_megatron(vectors / name, TokenizerConfig(vocab_size=5000))
         write_native(checkpoint, tmp_path / name, lambda size: None)
-    flags = [*FLAGS, *data_flags(shared, tmp_path / "cache")]
+    flags = [*RUN, *run_data(shared, tmp_path / "cache")]
     pretrain(*flags, "--load", tmp_path / "init_tp1", "--finetune", "--save", tmp_path / "ours")
 
     ours, theirs = (find_checkpoint(str(tmp_path / name), None) for name in ("ours", "after6_tp1"))
