@@ -42,13 +42,8 @@ def run_data(shared: Path, cache: Path) -> list[object]:
     """And those of its data."""
     vectors, data = shared / "vectors" / "gpt-v2.5", shared / "data"
     flags = ["--data-path", vectors / "tiny60_text_document", "--data-cache-path", cache]
-    return [
-        *flags,
-        "--vocab-file",
-        data / "gpt2-tiny-vocab.json",
-        "--merge-file",
-        data / "gpt2-tiny-merges.txt",
-    ]
+    flags += ["--vocab-file", data / "gpt2-tiny-vocab.json"]
+    return [*flags, "--merge-file", data / "gpt2-tiny-merges.txt"]
 
 
 def checkpoint_of(folder: Path, task: str = "GPT", **fields: Any) -> Checkpoint:
