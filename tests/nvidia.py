@@ -1,4 +1,4 @@
-"""Small checkpoints in Megatron-LM's own form."""
+"""Small checkpoints in Megatron-LM's own form, and the run of its that tests repeat."""
 
 from __future__ import annotations
 
@@ -28,6 +28,22 @@ SHAPE = {
 }
 NO_TOKENIZER = TokenizerConfig()
 SIZES = {"vocab_size": VOCAB, "padded_vocab_size": VOCAB}
+# The flags of the run whose files are in ../shared/vectors/gpt-v2.5.
+RUN = """
+    --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64
+    --global-batch-size 4 --micro-batch-size 2 --train-iters 6 --lr 1e-3 --min-lr 1e-5 --lr-decay-style cosine
+    --lr-decay-iters 6 --lr-warmup-fraction 0.34 --weight-decay 0.01 --clip-grad 1.0 --adam-beta1 0.9
+    --adam-beta2 0.95 --split 900,50,50 --no-bias-gelu-fusion --seed 1234 --attention-dropout 0
+    --hidden-dropout 0 --eval-iters 1 --log-interval 1 --device cpu --no-mask-padded-vocab
+""".split()
+
+
+def run_data(shared: Path, cache: Path) -> list[object]:
+    """And those of its data."""
+    vectors, data = shared / "vectors" / "gpt-v2.5", shared / "data"
+    flags = ["--data-path", vectors / "tiny60_text_document", "--data-cache-path", cache]
+    flags += ["--vocab-file", data / "gpt2-tiny-vocab.json"]
+    return [*flags, "--merge-file", data / "gpt2-tiny-merges.txt"]
 
 
 def checkpoint_of(folder: Path, task: str = "GPT", **fields: Any) -> Checkpoint:

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from megatron.arguments import Parser, add_flags, make_config, run_command
 from megatron.checkpoint.checkpoint import Checkpoint, saved_tokenizer
-from megatron.checkpoint.convert import check_is_empty, write_native
+from megatron.checkpoint.convert import check_is_empty, tensors_to_write, write_native
 from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.huggingface.read import open_huggingface
 from megatron.checkpoint.huggingface.write import write_huggingface
@@ -66,11 +66,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{source.folder}: {source.state['task']}, iteration {source.iteration}")
     for note in source.notes:
         print(f"note: {note}")
+    if args.target != "native" and "optimizer" in source.kinds:
+        print("note: the weights alone are written; the state of the optimizer stays behind")
     elements = sum(math.prod(tensor["shape"]) for tensor in source.pieces("model").index.values())
     print(f"{elements:,} parameters, vocabulary of {source.state['vocab_size']:,} ids")
+    kinds = ["model"] if args.target == "huggingface" else source.kinds
+    size = sum(t.nbytes for kind in kinds for t in tensors_to_write(source.pieces(kind)).values())
     # Where nobody watches a bar, a line now and then.
     seconds = 0.1 if sys.stderr.isatty() else 30
-    with tqdm(unit="B", unit_scale=True, mininterval=seconds, file=sys.stderr) as progress:
+    with tqdm(total=size, unit="B", unit_scale=True, mininterval=seconds) as progress:
         try:
             write[args.target](source, args.save, progress.update)
         except OSError as error:

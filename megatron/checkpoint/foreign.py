@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ class Assembled:
     folder: Path
     sources: dict[str, Source]
 
-    @property
+    @functools.cached_property
     def index(self) -> Index:
         """Name of a tensor to its shape and dtype."""
         return {name: {"shape": s.shape, "dtype": str(s.dtype)[6:]} for name, s in self.sources.items()}
@@ -108,3 +109,9 @@ def weights_state(
             "training": {"bf16": bf16},
         },
     }
+
+
+def shown(names: Collection[str]) -> str:
+    """Names of tensors, the first ten of them and their number."""
+    names = sorted(names)
+    return f"{len(names)} tensor(s): {', '.join(names[:10])}{', ...' if len(names) > 10 else ''}"

@@ -195,20 +195,14 @@ class _Machine:
             case "TUPLE1" | "TUPLE2" | "TUPLE3":
                 items = self.pop(int(opcode[5:]))
                 stack.append(tuple(items))
-            case "APPEND":
-                (item,) = self.pop(1)
-                _list(stack[-1]).append(item)
-            case "APPENDS":
-                items = self.pop_mark()
+            case "APPEND" | "APPENDS":
+                items = self.pop(1) if opcode == "APPEND" else self.pop_mark()
                 _list(self.stack[-1]).extend(items)
             case "DICT":
                 items = self.pop_mark()
                 self.stack.append(_with_items({}, items))
-            case "SETITEM":
-                items = self.pop(2)
-                _with_items(stack[-1], items)
-            case "SETITEMS":
-                items = self.pop_mark()
+            case "SETITEM" | "SETITEMS":
+                items = self.pop(2) if opcode == "SETITEM" else self.pop_mark()
                 _with_items(self.stack[-1], items)
             case "PUT" | "BINPUT" | "LONG_BINPUT":
                 self.memo[arg] = stack[-1]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 # Of Llama 3's scaling.
-TRAINED_LENGTH, LEAST_TURNS, MOST_TURNS = 8192, 1, 4
+TRAINED_LENGTH, LEAST_TURNS, MOST_TURNS = 8192, 1.0, 4.0
 
 
 def rotary_angles(

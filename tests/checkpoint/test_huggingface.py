@@ -72,14 +72,23 @@ def test_there_and_back(tmp_path: Path, kind: str) -> None:
         assert again.pieces("model").read(name, place).equal(read.pieces("model").read(name, place))
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3", "bert"])
+AUTOMATIC = {
+    "gpt2": "AutoModelForCausalLM",
+    "llama": "AutoModelForCausalLM",
+    "qwen3": "AutoModelForCausalLM",
+    "bert": "AutoModelForPreTraining",
+    "bert of words": "AutoModelForMaskedLM",
+}
+
+
+@pytest.mark.parametrize("kind", AUTOMATIC)
 def test_automatic_classes_load_what_is_written(tmp_path: Path, kind: str) -> None:
     import transformers
 
     read = open_huggingface(save_hf(tmp_path / "theirs", kind, torch.bfloat16))
     assert read.state["config"]["training"] == {"bf16": True}
     write_huggingface(native(read, tmp_path / "ours"), tmp_path / "written", quiet)
-    loader = transformers.AutoModelForPreTraining if kind == "bert" else transformers.AutoModelForCausalLM
+    loader = getattr(transformers, AUTOMATIC[kind])
     model, report = loader.from_pretrained(tmp_path / "written", output_loading_info=True)
     assert model.dtype == torch.bfloat16
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report

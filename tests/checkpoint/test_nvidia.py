@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 from nvidia import (
     HEADS,
     NO_TOKENIZER,
+    RUN,
     SHAPE,
     VOCAB,
     WIDTH,
@@ -22,6 +24,7 @@ from nvidia import (
     edit,
     files,
     optimizer_of,
+    run_data,
     weights,
     written,
 )
@@ -30,6 +33,7 @@ from torch import Tensor
 from megatron.checkpoint.checkpoint import model_config, saved_tokenizer
 from megatron.checkpoint.convert import write_native
 from megatron.checkpoint.find import find_checkpoint
+from megatron.checkpoint.foreign import Assembled, Source
 from megatron.checkpoint.nvidia.read import open_megatron
 from megatron.checkpoint.nvidia.write import write_megatron
 from megatron.flags import InputError
@@ -92,13 +96,11 @@ def assert_same(ours: Any, theirs: Any) -> None:
 
 def test_a_run_goes_on_from_nvidias_optimizer(pretrain: Callable, shared: Path, tmp_path: Path) -> None:
     """After six iterations there, three here are as after six here; and so is the state that they begin with."""
-    from training.test_nvidia_log import FLAGS, data_flags
-
     vectors = shared / "vectors" / "gpt-v2.5"
     for name in ("init_tp1", "after6_tp1"):
         checkpoint = open_megatron(vectors / name, TokenizerConfig(vocab_size=5000))
         write_native(checkpoint, tmp_path / name, lambda size: None)
-    flags = [*FLAGS, *data_flags(shared, tmp_path / "cache")]
+    flags = [*RUN, *run_data(shared, tmp_path / "cache")]
     pretrain(*flags, "--load", tmp_path / "init_tp1", "--finetune", "--save", tmp_path / "ours")
 
     ours, theirs = (find_checkpoint(str(tmp_path / name), None) for name in ("ours", "after6_tp1"))
@@ -160,6 +162,19 @@ def test_half_precision(tmp_path: Path, dtype: torch.dtype) -> None:
         "bfloat16" if dtype == torch.bfloat16 else "float32"
     }
     assert any("fp16" in note for note in found.notes) == (dtype == torch.float16)
+
+
+def test_half_precision_is_written(tmp_path: Path) -> None:
+    checkpoint = checkpoint_of(tmp_path)
+    values = {name: x.bfloat16() for name, x in weights(checkpoint).items()}
+    sources = {name: Source(tuple(x.shape), x.dtype, lambda x=x: x) for name, x in values.items()}
+    checkpoint = dataclasses.replace(checkpoint, foreign={"model": Assembled(tmp_path, sources)})
+    write_megatron(checkpoint, tmp_path / "x", lambda size: None, tensor_parallel=2, pipeline_parallel=2)
+    content = torch.load(files(tmp_path / "x")[0], weights_only=False)
+    assert content["args"].bf16 and content["args"].params_dtype == torch.bfloat16
+    found = open_megatron(tmp_path / "x", NO_TOKENIZER)
+    assert found.state["config"]["training"]["bf16"]
+    assert_equal(weights(found), {name: x.float() for name, x in values.items()})
 
 
 def mapped(nested: dict[str, Any], change: Callable[[str, Tensor], Tensor]) -> dict[str, Any]:

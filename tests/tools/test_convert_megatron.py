@@ -55,6 +55,9 @@ def test_tokenizer_and_optimizer_come_along(
     found = find_checkpoint(str(tmp_path / "with"), None, verify=True)
     assert found.kinds == ["model", "optimizer"] and found.iteration == 6
     assert {"tokenizer/gpt2-tiny-vocab.json", "tokenizer/gpt2-tiny-merges.txt"} <= found.manifest.files.keys()
+    assert "the state of the optimizer stays behind" in convert(
+        "native", "megatron", tmp_path / "with", tmp_path / "back"
+    )
     convert("megatron", "native", load, tmp_path / "without", "--no-load-optim", "--vocab-size", 5000)
     assert find_checkpoint(str(tmp_path / "without"), None).kinds == ["model"]
 

@@ -160,7 +160,8 @@ def test_layouts_agree(pretrained: Path, tmp_path: Path, processes: int, layout:
         for (count, how), stop in zip(parts, ("--exit-interval 3", ""), strict=True):
             flags = f"""
                 --task RACE --train-data {train} --valid-data {valid} --load {pretrained}/checkpoints --epochs 2
-                {RECIPE} {FLAGS} --log-interval 1 --metrics-path {tmp_path}/{name}.jsonl --save {tmp_path}/{name} {how} {stop}
+                {RECIPE} {FLAGS} --log-interval 1 --metrics-path {tmp_path}/{name}.jsonl --save {tmp_path}/{name}
+                {how} {stop}
             """
             run_distributed(finetune, count, flags.split())
         rows = metrics(tmp_path / f"{name}.jsonl")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from nvidia import RUN, run_data
 
 from megatron.checkpoint.convert import write_native
 from megatron.checkpoint.nvidia.read import open_megatron
@@ -22,25 +23,6 @@ LOG = """
     6  1.000E-05  1.536074E+01  5.111
 """
 VALIDATION, TEST = "1.566344E+01", "1.526804E+01"
-FLAGS = """
-    --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64
-    --global-batch-size 4 --micro-batch-size 2 --train-iters 6 --lr 1e-3 --min-lr 1e-5 --lr-decay-style cosine
-    --lr-decay-iters 6 --lr-warmup-fraction 0.34 --weight-decay 0.01 --clip-grad 1.0 --adam-beta1 0.9
-    --adam-beta2 0.95 --split 900,50,50 --no-bias-gelu-fusion --seed 1234 --attention-dropout 0
-    --hidden-dropout 0 --eval-iters 1 --log-interval 1 --device cpu --no-mask-padded-vocab
-""".split()
-
-
-def data_flags(shared: Path, cache: Path) -> list[object]:
-    vectors, data = shared / "vectors" / "gpt-v2.5", shared / "data"
-    flags = ["--data-path", vectors / "tiny60_text_document", "--data-cache-path", cache]
-    return [
-        *flags,
-        "--vocab-file",
-        data / "gpt2-tiny-vocab.json",
-        "--merge-file",
-        data / "gpt2-tiny-merges.txt",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +47,7 @@ def test_equals_nvidias_log(
     checkpoint = open_megatron(shared / "vectors" / "gpt-v2.5" / start, TokenizerConfig())
     write_native(checkpoint, tmp_path / "native", lambda size: None)
     metrics = tmp_path / "metrics.jsonl"
-    flags = [*FLAGS, *data_flags(shared, tmp_path / "cache"), *layout, "--metrics-path", metrics]
+    flags = [*RUN, *run_data(shared, tmp_path / "cache"), *layout, "--metrics-path", metrics]
     flags += ["--load", tmp_path / "native", "--finetune"]
     if replicas == 1:
         pretrain(*flags)

@@ -82,7 +82,7 @@ class Family:
         defaults: values of settings that config.json may leave out.
         shape: fields of ModelConfig that are the same for the whole family.
         fixed: keys of config.json of which this program has only these values.
-        activation: key of config.json that names the form of GELU; None for a gated MLP.
+        activation: key of config.json that names the form of GELU, and its default; None for a gated MLP.
         tied: whether the output layer shares the table of words, where config.json does not say.
     """
 
@@ -95,7 +95,7 @@ class Family:
     defaults: Mapping[str, Any]
     shape: Mapping[str, Any]
     fixed: Mapping[str, tuple[Any, ...]]
-    activation: str | None
+    activation: tuple[str, str] | None
     tied: bool
 
     def architecture(self, task: str) -> str:
@@ -154,7 +154,7 @@ GPT2 = Family(
         "scale_attn_by_inverse_layer_idx": (False,),
         "add_cross_attention": (False,),
     },
-    activation="activation_function",
+    activation=("activation_function", "gelu_new"),
     tied=True,
 )
 
@@ -290,7 +290,7 @@ MEGATRON_BERT = Family(
         "add_cross_attention": (False,),
         "tie_word_embeddings": (True,),
     },
-    activation="hidden_act",
+    activation=("hidden_act", "gelu"),
     tied=True,
 )
 

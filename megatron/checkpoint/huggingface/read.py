@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.checkpoint.checkpoint import Checkpoint
-from megatron.checkpoint.foreign import Assembled, Source, model_without_memory, weights_state
+from megatron.checkpoint.foreign import Assembled, Source, model_without_memory, shown, weights_state
 from megatron.checkpoint.huggingface.families import Family, Modules
 from megatron.checkpoint.huggingface.settings import Settings, read_settings
 from megatron.checkpoint.tensor_file import DTYPES, TensorFile
@@ -21,6 +21,7 @@ from megatron.tokenizer.base import read_json
 from megatron.tokenizer.config import TokenizerConfig
 
 INDEX = "model.safetensors.index.json"
+TOKENIZER_FILES = ("vocab.json", "merges.txt", "vocab.txt", "tokenizer.json")
 Files = dict[str, TensorFile]  # by the name of a tensor, the file that holds it
 
 
@@ -43,18 +44,19 @@ def open_huggingface(folder: Path) -> Checkpoint:
     task = "GPT"
     if settings.family.model_type == "megatron-bert":
         task = "BERT" if "cls.seq_relationship.weight" in files else "BERT --bert-no-binary-head"
-    tokenizer = find_tokenizer(folder, settings.family)
+    tokenizer = _find_tokenizer(folder, settings.family)
     ids = build_tokenizer(tokenizer).vocab_size if tokenizer.tokenizer_type else settings.rows
     vocab_size = min(ids, settings.rows)
-    notes = list(settings.notes)
+    sources, notes = _find_sources(folder, files, settings, task, vocab_size)
     if ids < settings.rows:
         notes.append(f"{settings.rows - ids} rows pad the vocabulary of {ids} ids; they are left out")
     if ids > settings.rows:
         notes.append(f"its tokenizer has {ids} ids, more than the {settings.rows} that the model has")
-    sources, note = _find_sources(folder, files, settings, task, vocab_size)
     bf16 = all(source.dtype == torch.bfloat16 for source in sources.values())
     state = weights_state(task, settings.model, tokenizer, vocab_size=vocab_size, bf16=bf16)
-    return Checkpoint(folder, state, None, {"model": Assembled(folder, sources)}, notes=tuple(notes + note))
+    return Checkpoint(
+        folder, state, None, {"model": Assembled(folder, sources)}, notes=(*settings.notes, *notes)
+    )
 
 
 def why_not(folder: Path, wanted: str) -> str:
@@ -96,32 +98,46 @@ def _find_files(folder: Path) -> Files:
     return files
 
 
-def shown(names: set[str] | list[str]) -> str:
-    """Names of tensors, the first ten of them and their number."""
-    names = sorted(names)
-    return f"{len(names)} tensor(s): {', '.join(names[:10])}{', ...' if len(names) > 10 else ''}"
-
-
 def _find_sources(
     folder: Path, files: Files, settings: Settings, task: str, vocab_size: int
 ) -> tuple[dict[str, Source], list[str]]:
     """Where each tensor of ours comes from, and what is to be said of it."""
-    family, config = settings.family, settings.model
-    if config.num_layers > len(files):  # said before so many are made
+    if settings.model.num_layers > len(files):  # said before so many are made
         raise InputError(
-            f"{folder}: config.json has {config.num_layers} layers, but there are {len(files)} tensors in all"
+            f"{folder}: config.json has {settings.model.num_layers} layers, but there are {len(files)} tensors in all"
         )
-    prefix = family.prefix if any(name.startswith(family.prefix) for name in files) else ""
-    wanted: dict[str, tuple[list[str], Modules]] = {}
-    missing, wrong = [], []
-    used: set[str] = set()
-    model = model_without_memory(task, config, settings.rows)
+    model = model_without_memory(task, settings.model, settings.rows)
+    wanted = _match(folder, files, settings, model)
+    used = {part for theirs, _ in wanted.values() for part in theirs}
+    _check_left(folder, files, settings, files.keys() - used, task)
+
+    found = sorted({files[part].tensors[part].dtype for part in used})
+    if unknown := [dtype for dtype in found if dtype not in DTYPES]:
+        raise InputError(
+            f"{folder}: has tensors of {', '.join(unknown)}; this program reads those of {', '.join(DTYPES)}"
+        )
+    dtype = torch.bfloat16 if found == ["BF16"] else torch.float32
+    notes = [] if found in (["BF16"], ["F32"]) else [f"tensors of {', '.join(found)} become F32"]
+    sources = {}
+    for name, p in model.named_parameters():
+        shape = p.place.shape if p.place.real is None else (vocab_size, *p.place.shape[1:])
+        read = functools.partial(_read, files, *wanted[name], settings.model, dtype, shape[0])
+        sources[name] = Source(shape, dtype, read)
+    return sources, notes
+
+
+def _match(
+    folder: Path, files: Files, settings: Settings, model: nn.Module
+) -> dict[str, tuple[list[str], Modules]]:
+    """Names of the tensors that each of ours is made of, and how; all are there, and of the right shapes."""
+    family = settings.family
+    prefix = "" if any(name.startswith(family.prefix) for name in files) else family.prefix
+    wanted, missing, wrong = {}, [], []
     for name, p in model.named_parameters():
         theirs, modules = family.place(name)
-        theirs = [n if prefix else n.removeprefix(family.prefix) for n in theirs]
+        theirs = [part.removeprefix(prefix) for part in theirs]
         wanted[name] = theirs, modules
-        used.update(theirs)
-        for part, like in zip(theirs, modules.split(p, config), strict=True):
+        for part, like in zip(theirs, modules.split(p, settings.model), strict=True):
             if part not in files:
                 missing.append(part)
             elif (shape := files[part].tensors[part].shape) != tuple(like.shape):
@@ -130,24 +146,7 @@ def _find_sources(
         raise InputError(f"{folder}: lacks {shown(missing)}")
     if wrong:
         raise InputError(f"{folder}: config.json asks for other sizes than those of {shown(wrong)}")
-    _check_left(folder, family, files, config, files.keys() - used, task)
-
-    found = {files[part].tensors[part].dtype for part in used}
-    if found - DTYPES.keys():
-        raise InputError(
-            f"{folder}: has tensors of {', '.join(sorted(found - DTYPES.keys()))}; this program reads those of "
-            f"{', '.join(DTYPES)}"
-        )
-    dtype = torch.bfloat16 if found == {"BF16"} else torch.float32
-    notes = (
-        [] if len(found) == 1 and found != {"F16"} else [f"tensors of {', '.join(sorted(found))} become F32"]
-    )
-    sources = {}
-    for name, p in model.named_parameters():
-        shape = p.place.shape if p.place.real is None else (vocab_size, *p.place.shape[1:])
-        read = functools.partial(_read, files, *wanted[name], config, dtype, shape[0])
-        sources[name] = Source(shape, dtype, read)
-    return sources, notes
+    return wanted
 
 
 def _read(
@@ -156,12 +155,10 @@ def _read(
     return modules.join([files[name].read(name).to(dtype) for name in theirs], config)[:rows]
 
 
-def _check_left(
-    folder: Path, family: Family, files: Files, config: ModelConfig, left: set[str], task: str
-) -> None:
+def _check_left(folder: Path, files: Files, settings: Settings, left: set[str], task: str) -> None:
     """Make sure that the tensors that are not read hold nothing of the model."""
-    left = {name for name in left if not re.fullmatch(family.ignored, name)}
-    if not config.untie_embeddings_and_output_weights:
+    left = {name for name in left if not re.fullmatch(settings.family.ignored, name)}
+    if not settings.model.untie_embeddings_and_output_weights:
         left.discard("lm_head.weight")
     if task == "BERT --bert-no-binary-head":
         for name in [name for name in left if name.endswith("token_type_embeddings.weight")]:
@@ -172,10 +169,12 @@ def _check_left(
                 )
             left.discard(name)
     if left:
-        raise InputError(f"{folder}: has what a {family.model_type} of this program has not, {shown(left)}")
+        raise InputError(
+            f"{folder}: has what a {settings.family.model_type} of this program has not, {shown(left)}"
+        )
 
 
-def find_tokenizer(folder: Path, family: Family) -> TokenizerConfig:
+def _find_tokenizer(folder: Path, family: Family) -> TokenizerConfig:
     """The tokenizer whose files lie in a folder; without a type if none do."""
     path = {name: str(folder.absolute() / name) for name in TOKENIZER_FILES if (folder / name).is_file()}
     if family.model_type == "gpt2" and {"vocab.json", "merges.txt"} <= path.keys():
@@ -189,9 +188,7 @@ def find_tokenizer(folder: Path, family: Family) -> TokenizerConfig:
         return TokenizerConfig(tokenizer_type=kind, vocab_file=path["vocab.txt"])
     if "tokenizer.json" in path:
         return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=path["tokenizer.json"])
-    for model in sorted(folder.absolute().glob("*.model"))[:1]:
-        return TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(model))
+    models = sorted(folder.absolute().glob("*.model"))
+    if models:
+        return TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(models[0]))
     return TokenizerConfig()
-
-
-TOKENIZER_FILES = ("vocab.json", "merges.txt", "vocab.txt", "tokenizer.json")

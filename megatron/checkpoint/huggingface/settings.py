@@ -101,8 +101,9 @@ def _from_config(config: dict[str, Any]) -> Settings:
     fields["group_query_attention"] = groups not in (None, heads)
     fields["untie_embeddings_and_output_weights"] = not left.pop("tie_word_embeddings", family.tied)
     if family.activation is not None:
-        name = left.pop(family.activation, None)
-        _check(family.activation, name, ("gelu", *TANH_GELU))
+        key, default = family.activation
+        name = left.pop(key, default)
+        _check(key, name, ("gelu", *TANH_GELU))
         # The first is for the layers, the second for BERT's head too.
         fields |= {"bias_gelu_fusion": name != "gelu", "openai_gelu": name != "gelu"}
     else:
@@ -151,7 +152,7 @@ def to_config(family: Family, model: ModelConfig, rows: int) -> dict[str, Any]:
     is_bert = family.model_type == "megatron-bert"
     if family.activation is not None:
         tanh = model.openai_gelu if is_bert else model.tanh_gelu
-        config[family.activation] = "gelu_new" if tanh else "gelu"
+        config[family.activation[0]] = "gelu_new" if tanh else "gelu"
     else:
         config |= {"rope_theta": model.rotary_base, "rope_scaling": None}
         if model.use_rope_scaling:

@@ -49,16 +49,17 @@ def write_huggingface(
     tensors = tensors_of(family, checkpoint.pieces("model"), model_without_memory(task, model, rows), model)
     if task == "BERT --bert-no-binary-head":
         # It always has token types, which add nothing here.
-        types = ToWrite((2, model.hidden_size), torch.float32, lambda: torch.zeros(2, model.hidden_size))
+        shape, dtype = (2, model.hidden_size), tensors["bert.embeddings.word_embeddings.weight"].dtype
+        types = ToWrite(shape, dtype, lambda: torch.zeros(shape, dtype=dtype))
         tensors["bert.embeddings.token_type_embeddings.weight"] = types
     if not model.mask_padded_vocab and rows < checkpoint.state["padded_vocab_size"]:
         logger.warning(
             f"--no-mask-padded-vocab: {checkpoint.state['padded_vocab_size'] - rows} rows that pad the vocabulary are "
             "left out; without them the other ids are a little more probable"
         )
-    dtypes = {tensor.dtype for tensor in tensors.values()}
+    bf16 = all(tensor.dtype == torch.bfloat16 for tensor in tensors.values())
     config["architectures"] = [family.architecture(task)]
-    config["torch_dtype"] = "bfloat16" if dtypes == {torch.bfloat16} else "float32"
+    config["torch_dtype"] = "bfloat16" if bf16 else "float32"
 
     saved = saved_tokenizer(checkpoint)
     tokenizer = build_tokenizer(saved) if saved.tokenizer_type else None
@@ -87,9 +88,8 @@ def tensors_of(
 ) -> dict[str, ToWrite]:
     """The tensors of theirs, each made when it is written."""
 
-    @functools.lru_cache(
-        maxsize=1
-    )  # one of ours can be several of theirs, which are written one after the other
+    # One of ours can be several of theirs, which are written one after the other.
+    @functools.lru_cache(maxsize=1)
     def parts(name: str) -> list[Tensor]:
         ours = source.read(name, model.get_parameter(name).place).to(dtype_of(name))
         return family.place(name)[1].split(ours, config)

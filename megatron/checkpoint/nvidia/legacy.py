@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.checkpoint import Checkpoint
-from megatron.checkpoint.foreign import Assembled, Source, model_without_memory
+from megatron.checkpoint.foreign import Assembled, Source, model_without_memory, shown
 from megatron.checkpoint.nvidia.names import (
     HEAD_COPY,
     cut_dim,
@@ -33,7 +33,6 @@ from megatron.checkpoint.nvidia.run import (
     read_config,
     read_flags,
     read_state,
-    shown,
 )
 from megatron.checkpoint.torch_file import StoredTensor, read_torch_file
 from megatron.checkpoint.unpickle import Record
@@ -135,11 +134,9 @@ def open_legacy(
     )
     foreign = {"model": Assembled(folder, weights)}
     if load_optim and not release and "optimizer" in content:
-        tensors, state["optimizer_steps"] = optimizer_parts(grid, chunks, stack)
-        sources = {
-            f"{kind}/{name}": join(name, p) for kind, parts in tensors.items() for name, p in parts.items()
-        }
-        foreign["optimizer"] = Assembled(folder, sources)
+        by_kind, state["optimizer_steps"] = optimizer_parts(grid, chunks, stack)
+        named = {f"{kind}/{name}": (name, p) for kind, found in by_kind.items() for name, p in found.items()}
+        foreign["optimizer"] = Assembled(folder, {name: join(*part) for name, part in named.items()})
     return Checkpoint(folder, state, None, foreign, notes=tuple(_notes(grid, args, parts)))
 
 

@@ -43,7 +43,7 @@ def optimizer_tensors(
         steps = int(steps.read()) if isinstance(steps, StoredTensor) else int(steps)
     except (AttributeError, LookupError, TypeError, ValueError):
         raise InputError(
-            f"{path}: its optimizer is not one of Megatron-LM v1 to v2.5 (Adam or SGD, not distributed); give "
+            f"{path}: its optimizer is not in the form of Megatron-LM v2.5 (Adam or SGD, not distributed); give "
             "--no-load-optim to read the weights alone"
         ) from None
     by_kind = {}

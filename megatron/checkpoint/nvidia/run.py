@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.foreign import weights_state
+from megatron.checkpoint.foreign import shown, weights_state
 from megatron.checkpoint.unpickle import Record
 from megatron.flags import LARGEST, InputError, flag_name
 from megatron.model.config import ModelConfig
@@ -124,11 +124,6 @@ def check_tensors(
         raise InputError(
             f"{folder}: its weights are {' and '.join(sorted(kinds))}; all must be float32, or float16, or bfloat16"
         )
-
-
-def shown(names: list[str]) -> str:
-    """Names of tensors, the first ten of them and their number."""
-    return f"{len(names)} tensor(s): {', '.join(names[:10])}{', ...' if len(names) > 10 else ''}"
 
 
 def read_state(
