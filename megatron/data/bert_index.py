@@ -285,8 +285,11 @@ def load_or_build(
         logger.info(
             f"{name} data {dataset.prefix}: {len(documents):,} documents, of which {np.sum(~enough):,} with fewer than "
             f"{rules.min_sentences} sentences and {np.sum(enough & ~not_long):,} with a sentence of more than "
-            f"{LONG_SENTENCE} tokens are left out; {samples:,} samples wanted, {len(rows):,} made"
+            f"{LONG_SENTENCE} tokens are left out, {_share_left(dataset.sizes, bounds, usable):.0%} of the tokens; "
+            f"{samples:,} samples wanted, {len(rows):,} made"
         )
+        for note in _notes(dataset, bounds, rules):
+            logger.info(f"{name} data {note}")
         return [rows]
 
     return cached_arrays(
@@ -304,6 +307,30 @@ def load_or_build(
         build,
         lambda arrays: _sound(arrays[0], bounds, rules) and len(arrays[0]) >= samples,
     )
+
+
+def _share_left(sizes: np.ndarray, bounds: np.ndarray, usable: np.ndarray) -> float:
+    """Tokens of the documents that are not used, as a share of all."""
+    ends = np.concatenate(([0], np.cumsum(sizes[bounds[0] : bounds[-1]], dtype=np.int64)))
+    tokens = np.diff(ends[bounds - bounds[0]])
+    return float(tokens[~usable].sum() / max(1, ends[-1]))
+
+
+def _notes(dataset: IndexedDataset, bounds: np.ndarray, rules: CutRules) -> Iterator[str]:
+    """What may not be meant so."""
+    long = np.flatnonzero(dataset.sizes[bounds[0] : bounds[-1]] > rules.longest)
+    if len(long):
+        first = int(bounds[0] + long[0])
+        yield (
+            f"{dataset.idx_path}: {len(long):,} sentences, the first of them sentence {first} with "
+            f"{dataset.sizes[first]:,} tokens, are longer than a sample's {rules.longest} (--seq-length less "
+            f"{SPECIAL_TOKENS}); what is more is cut off"
+        )
+    if rules.min_sentences == 1 and len(bounds) - 1 == bounds[-1] - bounds[0]:
+        yield (
+            f"{dataset.idx_path}: every document is one sentence, and gives one sample; if they are whole documents, "
+            "make the data with tools/preprocess_data.py --split-sentences"
+        )
 
 
 def _sound(rows: np.ndarray, bounds: np.ndarray, rules: CutRules) -> bool:

@@ -71,6 +71,10 @@ class Columns:
         header = header.split("\t")
         wanted = (self.first, self.second, self.label)
         for name in wanted:
+            if header == [""]:
+                raise InputError(
+                    f"{path}: is empty, or begins with an empty line; the first row must name the columns"
+                )
             if name not in header:
                 raise InputError(
                     f"{path}:1: has no column {name!r}, but {', '.join(map(repr, header[:20]))}; the first row must "
@@ -80,11 +84,13 @@ class Columns:
         ids = {label: i for i, label in enumerate(self.labels)}
         examples = []
         for number, row in rows:
+            if not row:
+                continue
             # Quotation marks are text here, so that this is no job for a reader of CSV.
             cells = row.split("\t")
             fault = None
             if len(cells) != len(header):
-                fault = f"has {len(cells)} columns, and the first row {len(header)}"
+                fault = f"has {len(cells)} column{'s' * (len(cells) > 1)}, and the first row {len(header)}"
             else:
                 first, second, label = (cells[i].strip() for i in at)
                 if label not in ids:
@@ -215,11 +221,11 @@ class ClassificationDataset:
         return [self._cut(a, b) for a, b in zip(ids[::2], ids[1::2], strict=True)], example.label
 
     def _cut(self, a: list[int], b: list[int]) -> tuple[list[int], list[int]]:
-        if self.keeps_first:
-            most = min(LONGEST_QUESTION, self.words - 1)
+        if self.keeps_first:  # of a question the end, where the option stands
+            a = a[-min(LONGEST_QUESTION, self.words - 1) :]
         else:  # half of the room, and what the other text leaves
-            most = max(self.words - self.words // 2, self.words - len(b))
-        return a[:most], b[: self.words - len(a[:most])]
+            a = a[: max(self.words - self.words // 2, self.words - len(b))]
+        return a, b[: self.words - len(a)]
 
     def stack(self, samples: Sequence[tuple[list, int]], seq_length: int) -> dict[str, np.ndarray]:
         """In a worker: text, types [pairs, longest], the pairs of a sample after each other; padding_mask, where there

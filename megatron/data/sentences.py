@@ -14,18 +14,21 @@ STOP = re.compile(r"([.!?…。！？])[.!?…。！？]*[\"'”’»)\]」』�
 BLANK_LINE = re.compile(r"\n\s*\n")
 SPACE = re.compile(r"\s*")
 CONTINUATION = re.compile(r"\s+[\"'“‘«(\[]*[a-z,;:]")
+CONTINUATION_WITHOUT_CAPITALS = re.compile(r"\s+[\"'“‘«(\[]*[,;:]")
 NUMBER = re.compile(r"\s+\d")
 LAST_WORD = re.compile(r"(\w[\w.]*)\.$")
 LONGEST_ABBREVIATION = 16  # characters, with dots between them
 
 
 def split_sentences(text: str, *, keep_newlines: bool = False) -> list[str]:
-    """The sentences of `text`, in order, none of them empty. A blank line ends a sentence too.
+    """The sentences of `text`, in order, none of them empty. A blank line ends a sentence too. A small letter goes on
+    with a sentence, unless the text has no capitals.
 
     Args:
         keep_newlines: leave the white space around a sentence on it.
     """
-    ends = {match.end() for match in STOP.finditer(text) if _ends_sentence(text, match)}
+    continuation = CONTINUATION if text != text.lower() else CONTINUATION_WITHOUT_CAPITALS
+    ends = {match.end() for match in STOP.finditer(text) if _ends_sentence(text, match, continuation)}
     ends.update(match.start() for match in BLANK_LINE.finditer(text))
     sentences = []
     start = 0
@@ -38,11 +41,11 @@ def split_sentences(text: str, *, keep_newlines: bool = False) -> list[str]:
     return sentences
 
 
-def _ends_sentence(text: str, stop: re.Match[str]) -> bool:
+def _ends_sentence(text: str, stop: re.Match[str], continuation: re.Pattern[str]) -> bool:
     sign, end = stop.group(1), stop.end()
     if sign in "。！？":
         return True  # Chinese and Japanese set no space behind it
-    if not text[end : end + 1].isspace() or CONTINUATION.match(text, end):
+    if not text[end : end + 1].isspace() or continuation.match(text, end):
         return False
     if sign != ".":
         return True

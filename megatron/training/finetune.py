@@ -24,6 +24,7 @@ from megatron.parallel.random import DropoutKey
 from megatron.tokenizer import Tokenizer
 from megatron.training.config import RunConfig
 from megatron.training.loop import Trainer
+from megatron.training.stop import StopRequests
 from megatron.training.task import Measure, Part, Relation, Task
 
 # In the folder of a checkpoint: what it reaches on each file.
@@ -50,7 +51,11 @@ class FinetuneConfig(Config):
         metavar="PATH",
         required=True,
     )
-    epochs: int = flag(3, "times that the training data is gone through", low=1)
+    epochs: int = flag(
+        3,
+        "times that the training data is gone through; 0 tells the accuracy of --load and trains nothing",
+        low=0,
+    )
     skip_bad_rows: bool = flag(False, "go on without rows that cannot be used, and tell how many there are")
 
 
@@ -86,9 +91,10 @@ def read_examples(config: FinetuneConfig, say: Callable[[str], None]) -> Example
 
     # By the last part of a path, where that tells them apart.
     names = [Path(path).name for path in config.valid_data]
+    paths = [str(Path(path).resolve()) for path in config.valid_data]
     if len(set(names)) < len(names) or TRAIN in names:
-        names = [str(Path(path).resolve()) for path in config.valid_data]
-    if len(set(names)) < len(names):
+        names = paths
+    if len(set(paths)) < len(paths):
         raise InputError(f"--valid-data: {' '.join(config.valid_data)} names a file twice")
     train = [example for path in config.train_data for example in read(path, "--train-data")]
     valid = {name: read(path, "--valid-data") for name, path in zip(names, config.valid_data, strict=True)}
@@ -109,6 +115,10 @@ def with_epochs(
         InputError: an epoch is shorter than a batch, or batches are not those that the run began with.
     """
     training, checkpoint = config.training, config.checkpoint
+    if finetune.epochs == 0 and (checkpoint.save is not None or checkpoint.load is None):
+        raise InputError(
+            "--epochs: 0 tells the accuracy of a checkpoint; give its folder to --load, and no --save"
+        )
     going_on = holds_run(checkpoint.save)
     batch_size = training.global_batch_size
     if going_on:
@@ -144,7 +154,10 @@ def with_epochs(
         save_interval=None if checkpoint.save is None else steps,
     )
     training = dataclasses.replace(
-        training, global_batch_size=batch_size, train_iters=finetune.epochs * steps, eval_interval=steps
+        training,
+        global_batch_size=batch_size,
+        train_iters=max(1, finetune.epochs) * steps,
+        eval_interval=steps,
     )
     return dataclasses.replace(config, training=training, checkpoint=checkpoint)
 
@@ -206,7 +219,7 @@ def build_datasets(
     )
     train = Epochs(
         dataset(examples.train),
-        epochs=finetune.epochs,
+        epochs=max(1, finetune.epochs),
         each=config.training.eval_interval * config.training.global_batch_size,
         seed=config.training.seed,
     )
@@ -249,6 +262,11 @@ class FineTuner(Trainer):
 
     finetune: FinetuneConfig
     length_flags: ClassVar[str] = "--epochs"
+    evaluates_again: ClassVar[bool] = True
+
+    def train(self, stop: StopRequests) -> str | None:
+        """As `Trainer`; nothing with --epochs 0."""
+        return super().train(stop) if self.finetune.epochs else None
 
     def pause(self, *, goes_on: bool) -> None:
         """Save where an epoch ends, then evaluate: what is interrupted in between, the run that resumes does again."""
@@ -264,9 +282,11 @@ class FineTuner(Trainer):
         self.evaluate_epoch()
 
     def finish(self) -> None:
-        """Evaluate at the end of the last epoch, unless an earlier try has."""
+        """Evaluate at the end of the last epoch; if an earlier try has, again, for the files may be others."""
         if self.progress.evaluation_due:
             self.evaluate_epoch()
+        else:
+            self.evaluate_files()
 
     def state(self) -> dict[str, Any]:
         """As of `Trainer`, and what was fine-tuned on."""
@@ -313,8 +333,9 @@ class FineTuner(Trainer):
         if len(told) > 1:
             told.append(f"all {accuracy['all']:.4f}")
         epoch = self.progress.iteration // self.config.training.eval_interval
+        when = f"after epoch {epoch}" if self.finetune.epochs else f"of {self.config.checkpoint.load}"
         self.reporter.measured(
-            f" accuracy after epoch {epoch} | {' | '.join(told)} |",
+            f" accuracy {when} | {' | '.join(told)} |",
             values,
             self.progress.iteration,
             self.progress.consumed_samples,

@@ -95,6 +95,7 @@ class Trainer:
     progress: Progress
     sound: int = 0  # samples up to which every gradient is known to have been finite
     length_flags: ClassVar[str] = "--train-iters or --train-samples"
+    evaluates_again: ClassVar[bool] = False  # when nothing is left to train
 
     def train(self, stop: StopRequests) -> str | None:
         """Train to the last iteration, or until `stop` says so.

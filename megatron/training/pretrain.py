@@ -329,7 +329,7 @@ def run(trainer: Trainer, stop: StopRequests) -> int:
             f"{config.checkpoint.load} is at iteration {progress.iteration} of {trainer.train_iters}: "
             f"nothing is left to train; raise {trainer.length_flags} to go on"
         )
-        if not progress.evaluation_due:
+        if not progress.evaluation_due and not trainer.evaluates_again:
             return 0
     elif config.checkpoint.load is not None and progress.iteration == 0 and not config.checkpoint.finetune:
         say(f"--load: {config.checkpoint.load} holds no checkpoint yet; training starts from the beginning")

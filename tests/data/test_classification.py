@@ -75,8 +75,8 @@ def test_wrong_rows_are_named(tmp_path: Path, rows: list[str], message: str) -> 
             b"sentence1\tsentence2\n",
             ":1: has no column 'gold_label', but 'sentence1', 'sentence2'; the first row",
         ),
-        (b"", ":1: has no column 'sentence1'"),
-        (b"sentence1\tsentence2\tgold_label\na\t\xff\tneutral\n", "is not UTF-8"),
+        (b"", ": is empty, or begins with an empty line"),
+        (b"sentence1\tsentence2\tgold_label\n\na\t\xff\tneutral\n", ":3: is not UTF-8"),
         (None, "cannot be read (No such file or directory)"),
     ],
 )
@@ -166,3 +166,9 @@ def test_epochs_hold_every_example_once_in_an_order_of_their_own(tokenizer) -> N
     assert all(len(set(order)) == 8 for order in orders.tolist())
     assert len({tuple(order) for order in orders.tolist()}) == 3
     assert [Epochs(data, epochs=3, each=8, seed=1)[i][1] for i in (20, 3)] == [orders[2, 4], orders[0, 3]]
+
+
+def test_of_a_long_question_the_option_is_kept(tokenizer) -> None:
+    pair = (" ".join(["tree"] * 30 + ["anna"]), "bird")
+    ((a, _),), _ = dataset([Example((pair,), 0)], tokenizer, keeps_first=True)[0]
+    assert len(a) == 12 and a[-1] == tokenizer.vocab.index("anna")

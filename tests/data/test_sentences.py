@@ -22,6 +22,7 @@ from megatron.data.sentences import split_sentences
         ["He lives in the U.S. and works.", "She does too."],
         ["今日は雨です。", "本当？", "「はい。」", "そう"],
         ["Wait... what?", "Nothing…", "Go on."],
+        ["all in small letters, e.g. this.", "dr. smith is here.", "is it so?", "yes! , he said."],
     ],
 )
 def test_sentences(sentences):

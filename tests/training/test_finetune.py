@@ -132,12 +132,18 @@ def test_goes_on_where_it_stopped(
     try:
         assert main(small(tmp_path, pretrained, "two", "--exit-interval 25 --keep-last 1")) == 0
         assert main(small(tmp_path, pretrained, "two")) == 0
-        assert main(small(tmp_path, pretrained, "two")) == 0  # there is nothing left to do
     finally:
         (pretrained / "elsewhere").rename(pretrained / "checkpoints")
     found = {json.dumps(row, sort_keys=True) for row in untimed(metrics(tmp_path / "two.jsonl"))}
     assert found == {json.dumps(row, sort_keys=True) for row in whole}
     assert best_of(tmp_path / "two") == best
+    capsys.readouterr()
+    assert main(small(tmp_path, pretrained, "two")) == 0  # there is nothing left to do, but to evaluate
+    flags = small(tmp_path, pretrained, "two", f"--load {tmp_path}/two/best --epochs 0")
+    save = flags.index("--save")
+    assert main(flags[:save] + flags[save + 2 :]) == 0
+    told = re.findall(r"accuracy (after epoch 3|of \S+/two/best) \| dev.tsv (\S+)", capsys.readouterr().out)
+    assert [float(x) for _, x in told] == [round(whole[-1]["accuracy"], 4), round(best[1], 4)]
 
 
 def finetune(flags: list[str]) -> int:
@@ -193,6 +199,10 @@ def test_what_is_wrong_is_told(tmp_path: Path, pretrained: Path) -> None:
     bad = write_tsv(tmp_path / "bad.tsv", ["sentence1", "sentence2", "gold_label"], [{"gold_label": "maybe"}])
     base = f"--load {pretrained}/checkpoints --lr 1e-3 {FLAGS} --task MNLI"
     for flags, message in (
+        (
+            f"{base} --train-data {good} --valid-data {good} --epochs 0 --save {tmp_path}/x",
+            "--epochs: 0 tells",
+        ),
         (f"{base} --train-data {good}", r"--valid-data is required"),
         (f"{base} --train-data {bad} --valid-data {good}", r"bad.tsv:2: gold_label is 'maybe'"),
         (f"{base} --train-data {good} --valid-data {tmp_path}", r"cannot be read \(Is a directory\)"),
