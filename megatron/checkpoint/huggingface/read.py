@@ -64,7 +64,8 @@ def why_not(folder: Path, wanted: str) -> str:
     if folder.is_file():
         return "is a file; unpack it if it is an archive, and name the folder"
     if not folder.is_dir():
-        return "is not a folder; names of models on the Hugging Face hub are not looked up: download it first"
+        hub = "; names of models on the Hugging Face hub are not looked up: download it first"
+        return "is not a folder" + (hub if re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) else "")
     return f"holds no {wanted}"
 
 
