@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 from megatron.checkpoint.checkpoint import Checkpoint, open_checkpoint
@@ -68,5 +69,10 @@ def find_checkpoint(
         )
     if continues:
         return None
+    if (root / "index.json").is_file() and re.fullmatch(r"iter_[0-9]{7,}", root.name):
+        raise InputError(
+            f"--load: {load} is one checkpoint of a run; give the folder that it is in, and --ckpt-step "
+            f"{int(root.name[5:])} if it is not the newest there"
+        )
     wanted = "checkpoint (no latest_checkpointed_iteration.txt), and no config.json of Hugging Face's"
     raise InputError(f"--load: {load} {why_not(root, wanted)}")

@@ -221,6 +221,10 @@ def _build_datasets(
         return train, valid, test
     parts = _parts(maker)
     if parts[0] is None and samples[0] > 0:
+        if config.data_path is not None:
+            raise InputError(
+                f"--split: {config.split} leaves no documents to train on; its first share must be above 0"
+            )
         raise InputError("no data to train on: give --data-path, --train-data-path or --mock-data")
     datasets: list[Dataset | None] = []
     for name, part, count in zip(NAMES, parts, samples, strict=True):

@@ -171,8 +171,6 @@ def build_trainer(
     # As many validation samples as NVIDIA's code asks for: the order of samples depends on the number.
     wanted = (train_samples, (train_iters // training.eval_interval + 1) * eval_samples, eval_samples)
     datasets = task.build_datasets(config, tokenizer, wanted)
-    if "train" not in datasets:
-        raise InputError(f"--split: {config.data.split} leaves no documents to train on")
 
     engine = Engine(config, task, mesh, vocab_size=tokenizer.vocab_size, padded_vocab_size=padded)
     saver = Saver(

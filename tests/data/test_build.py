@@ -67,6 +67,8 @@ def test_an_empty_part_that_something_is_wanted_of(write: Callable, tmp_path: Pa
         match=r"--split 969,30,1: gives 'test' 0 of the 20 documents of .*, with 0 tokens, but 5 s",
     ):
         build(data_path=[data.prefix], split="969,30,1", samples=(1, 1, 5))
+    with pytest.raises(InputError, match="--split: 0,1,0 leaves no documents to train on"):
+        build(data_path=[data.prefix], split="0,1,0", samples=(1, 1, 0))
     empty = write([[]], "empty")
     with pytest.raises(
         InputError, match=r"--train-data-path: gives 'train' 1 of the 1 documents of .*empty, with 0 t"

@@ -105,6 +105,10 @@ def test_a_run_is_taken_back_to_an_earlier_checkpoint(pretrain, command, tmp_pat
     assert wrong.stderr == (
         f"error: --ckpt-step: {tmp_path / 'a'} holds no checkpoint of iteration 5; it holds those of 4 or 12\n"
     )
+    with pytest.raises(
+        InputError, match=r"is one checkpoint of a run; give the folder .* --ckpt-step 4 if it"
+    ):
+        pretrain(*TINY, "--load", tmp_path / "a" / "iter_0000004", "--finetune")
 
 
 def test_another_batch_size_trains_to_the_same_end(pretrain, tmp_path: Path) -> None:
