@@ -113,7 +113,8 @@ def generate_texts(
     batch_size: int,
     advance: Callable[[int], object],
 ) -> list[str]:
-    """The text that follows on each prompt, up to the first of the strings `until`, which is not part of it.
+    """The text that follows on each prompt, up to the first of the strings `until`, which is not part of it; special
+    tokens are left out.
 
     Prompts are taken in batches of similar length, the longest first. They lose their beginning where they leave no
     room for `config.out_seq_length` tokens. What is drawn for a prompt depends on `config.seed` and its place among
@@ -127,8 +128,13 @@ def generate_texts(
     room = model.config.max_position_embeddings - config.out_seq_length
     assert room > 0
 
+    special = set(tokenizer.special_ids.values())
+
+    def text_of(tokens: list[int]) -> str:
+        return tokenizer.detokenize([token for token in tokens if token not in special])
+
     def is_complete(tokens: list[int]) -> bool:
-        text = tokenizer.detokenize(tokens)
+        text = text_of(tokens)
         return any(stop in text for stop in until)
 
     texts: dict[int, str] = {}
@@ -147,7 +153,7 @@ def generate_texts(
         for row, token in steps:
             grown[batch[row]].append(token)
         for i, tokens in grown.items():
-            texts[i] = tokenizer.detokenize(tokens)
+            texts[i] = text_of(tokens)
             for stop in until:
                 texts[i] = texts[i].split(stop)[0]
         advance(len(batch))
