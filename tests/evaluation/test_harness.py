@@ -77,6 +77,12 @@ metric_list: [{metric: exact_match}]
 COMPARED = ["choice", "last_word", "pages", "continue"]
 
 
+def source(data: Path) -> str:
+    """The lines of a task that take its samples from a file."""
+    files = f"{{data_files: {{test: {data}}}, cache_dir: {data.parent / 'cache'}}}"
+    return f"dataset_path: json\ndataset_kwargs: {files}\ntest_split: test\n"
+
+
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of tasks over a file of texts."""
@@ -92,8 +98,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = folder / "samples.json"
     data.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
     for name, task in TASKS.items():
-        source = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {data}}}}}\ntest_split: test\n"
-        (folder / f"{name}.yaml").write_text(f"task: {name}\n{source}{task}")
+        (folder / f"{name}.yaml").write_text(f"task: {name}\n{source(data)}{task}")
     return folder
 
 
@@ -243,10 +248,7 @@ def test_the_tool(gpt2: Path, tasks: Path, theirs: dict, tmp_path: Path, capsys)
 
 @pytest.mark.usefixtures("only_ours")
 def test_data_that_is_not_there_is_one_line(gpt2: Path, tmp_path: Path) -> None:
-    (tmp_path / "lost.yaml").write_text(
-        "task: lost\ndataset_path: json\ndataset_kwargs: {data_files: {test: lost.json}}\ntest_split: test\n"
-        + TASKS["pages"]
-    )
+    (tmp_path / "lost.yaml").write_text(f"task: lost\n{source(tmp_path / 'lost.json')}{TASKS['pages']}")
     with pytest.raises(InputError, match=r"^--tasks: the data cannot be had: .*lost\.json"):
         run_tasks(MegatronLM(str(gpt2), device="cpu"), ["lost"], tmp_path, None)
 
