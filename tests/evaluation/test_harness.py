@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,15 @@ metric_list: [{metric: exact_match}]
 """,
 }
 COMPARED = ["choice", "last_word", "pages", "continue"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def offline() -> Iterator[None]:
+    """As HF_HUB_OFFLINE=1 and HF_DATASETS_OFFLINE=1, which may come too late: all is here, so nothing is asked for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        patch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+        yield
 
 
 def source(data: Path) -> str:
