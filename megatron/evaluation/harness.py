@@ -60,6 +60,7 @@ class MegatronLM(TemplateLM):
             InputError: there is no such checkpoint, it holds no GPT, or the tokenizer does not fit or lacks a token.
         """
         super().__init__()
+        self.load = load
         self.batch_size = batch_size
         self.seed = seed
         self._device = choose_device(device)
@@ -74,6 +75,16 @@ class MegatronLM(TemplateLM):
     def prefix_token_id(self) -> int:
         """What the first token of a text is scored after."""
         return self.eot_token_id if self.bos is None else self.bos
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What lm_eval's results say of the model."""
+        parameters = list(self.model.parameters())
+        return {
+            "load": self.load,
+            "model_num_parameters": sum(p.numel() for p in parameters),
+            "model_dtype": str(parameters[0].dtype),
+            "add_bos_token": self.bos is not None,
+        }
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         tokens = self.tokenizer.tokenize(string)
@@ -91,10 +102,11 @@ class MegatronLM(TemplateLM):
         for (_, text), _, continuation in requests:
             if not 0 < len(continuation) <= longest:
                 raise InputError(
-                    f"--tasks: {text[:40]!r} is to be scored, but makes {len(continuation)} tokens in its context; "
+                    f"--tasks: {text[:40]!r} is to be scored, but adds {len(continuation)} tokens to its context; "
                     f"the model needs 1 to {longest}"
                 )
-        pairs = [(context, continuation) for _, context, continuation in requests]
+        # A context of spaces has no tokens: lm_eval has them begin the continuation.
+        pairs = [(context or [self.prefix_token_id], continuation) for _, context, continuation in requests]
         answers = self._score(pairs, "loglikelihood", disable_tqdm)
         for (texts, _, _), answer in zip(requests, answers, strict=True):
             self.cache_hook.add_partial("loglikelihood", texts, answer)
@@ -195,11 +207,17 @@ def run_tasks(
     matched = sorted({task for found in tasks.values() for task in found})
     try:
         results = lm_eval.simple_evaluate(
-            model=model, tasks=matched, task_manager=manager, limit=limit, log_samples=False
+            model=model,
+            tasks=matched,
+            task_manager=manager,
+            limit=limit,
+            log_samples=False,
+            # Of a model that is made already, these are noted in the results.
+            batch_size=model.batch_size,
+            device=str(model.device),
         )
     except OSError as error:  # of the datasets library, for what it neither finds nor reaches
         raise InputError(f"--tasks: the data cannot be had: {str(error).splitlines()[0]}") from error
-    results["config"]["batch_size"] = model.batch_size
     table = make_table(results)
     if results.get("groups"):
         table += "\n" + make_table(results, "groups")

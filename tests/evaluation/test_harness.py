@@ -241,7 +241,9 @@ def test_the_tool(gpt2: Path, tasks: Path, theirs: dict, tmp_path: Path, capsys)
     words = ["--load", gpt2, "--include-path", tasks, "--batch-size", 4, "--device", "cpu"]
     file = tmp_path / "results.json"
     lm_eval_adapter.main([str(w) for w in (*words, "--tasks", "pages,last_w*", "--output", file)])
-    results = json.loads(file.read_text())["results"]
+    written = json.loads(file.read_text())
+    assert written["config"]["load"] == str(gpt2) and written["config"]["batch_size"] == 4
+    results = written["results"]
     assert results.keys() == {"pages", "last_word"}
     for task, metric in (("pages", "byte_perplexity,none"), ("last_word", "perplexity,none")):
         assert results[task][metric] == pytest.approx(theirs["results"][task][metric], rel=1e-5)
@@ -284,6 +286,15 @@ def test_generation_that_is_asked_for() -> None:
     assert until == ["\n"] and config == SamplingConfig(out_seq_length=7, greedy=True, seed=5)
     config, until = sampling({"until": "x", "do_sample": True, "top_p": 0.9, "max_new_tokens": 7}, 5, LENGTH)
     assert until == ["x"] and config == SamplingConfig(out_seq_length=7, top_p=0.9, seed=5)
+
+
+def test_a_context_of_spaces_is_none(gpt2: Path) -> None:
+    model = MegatronLM(str(gpt2), device="cpu")
+    spaces = ("  ", "cat"), *model._encode_pair("  ", "cat")
+    end = model.tokenizer.eod
+    nothing = ("", "  cat"), [end], model.tok_encode("  cat")
+    first, second = model._loglikelihood_tokens([spaces, nothing])
+    assert first == second
 
 
 @pytest.mark.parametrize("continuation", ["", "the " * LENGTH])
