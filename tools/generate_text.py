@@ -12,7 +12,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.arguments import Parser, add_flags, make_config, run_command
-from megatron.flags import InputError
 from megatron.inference.generate import SamplingConfig, generate
 from megatron.inference.load import load_gpt
 from megatron.parallel.mesh import choose_device
@@ -31,8 +30,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = vars(parser.parse_args(argv))
 
     sampling, chosen = make_config(SamplingConfig, args), make_config(TokenizerConfig, args)
-    if chosen.tokenizer_type is None and chosen != TokenizerConfig():
-        raise InputError("--tokenizer-type is required with other flags of the tokenizer")
     model, tokenizer = load_gpt(args["load"], chosen, choose_device(args["device"]))
     context = model.config.max_position_embeddings
     prompt = tokenizer.tokenize(args["prompt"])

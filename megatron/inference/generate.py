@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron.flags import Config, InputError, flag
 from megatron.model.gpt import GPTModel, position_ids
 from megatron.model.transformer import KVCache
+from megatron.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,6 @@ class SamplingConfig(Config):
     seed: int = flag(1234, "seed of the choices", low=0, high=2**32 - 1)
 
 
-@torch.inference_mode()
 def generate(model: GPTModel, prompt: list[int], config: SamplingConfig, eod: int | None) -> Iterator[int]:
     """Yield the tokens that follow on `prompt`, until `eod`, `config.out_seq_length` or the end of the context.
 
@@ -47,22 +47,117 @@ def generate(model: GPTModel, prompt: list[int], config: SamplingConfig, eod: in
         raise InputError("--prompt: is empty; give at least one token to begin with")
     if len(prompt) >= context:
         raise InputError(f"--prompt: has {len(prompt)} tokens, but the model sees {context}; shorten it")
+    return (token for _, token in generate_batch(model, [prompt], config, eod, seeds=[config.seed]))
+
+
+@torch.inference_mode()
+def generate_batch(
+    model: GPTModel,
+    prompts: Sequence[list[int]],
+    config: SamplingConfig,
+    eod: int | None,
+    *,
+    seeds: Sequence[int],
+    is_complete: Callable[[list[int]], bool] = lambda tokens: False,
+) -> Iterator[tuple[int, int]]:
+    """Yield (index of the prompt, next token) for several prompts that grow side by side, one position at a time.
+
+    A prompt grows until `eod`, which is not yielded, `config.out_seq_length`, the end of the context, or the token
+    with which `is_complete` holds for its new tokens.
+
+    All rows stand at the same position, so none needs padding in front: the shortest prompt is read at once, and the
+    rest of the longer ones token by token, in place of new tokens. Prompts of similar length go together best.
+
+    Args:
+        prompts: each of at least one token, and shorter than the context.
+        seeds: of each prompt, in place of `config.seed`, so that what is drawn for one depends on no other.
+    """
+    context = model.config.max_position_embeddings
     weight = model.embedding.word_embeddings.weight
-    length = min(context, len(prompt) + config.out_seq_length)
-    cache = KVCache(model.config, batch=1, length=length, dtype=weight.dtype, device=weight.device)
+    rows = [list(prompt) for prompt in prompts]
+    ends = [min(context, len(prompt) + config.out_seq_length) for prompt in prompts]
+    cache = KVCache(model.config, batch=len(rows), length=max(ends), dtype=weight.dtype, device=weight.device)
     # On the CPU, so that a seed gives the same text on every device.
-    generator = torch.Generator().manual_seed(config.seed)
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     model.eval()
-    tokens = prompt
-    for _ in range(length - len(prompt)):
-        step = torch.tensor([tokens], device=weight.device)
-        logits_bsv = model(step, position_ids(cache.position, 1, len(tokens), weight.device), cache=cache)
+    growing = set(range(len(rows)))
+    step = [row[: min(map(len, rows))] for row in rows]
+    while growing:
+        ids = position_ids(cache.position, len(rows), len(step[0]), weight.device)
+        logits_bsv = model(torch.tensor(step, device=weight.device), ids, cache=cache)
         # Padding of the vocabulary is no token, even where the softmax of training included it.
-        token = choose(logits_bsv[0, -1, : model.vocab_size].float().cpu(), config, generator)
-        if token == eod:
-            return
-        yield token
-        tokens = [token]
+        logits_bv = logits_bsv[:, -1, : model.vocab_size].float().cpu()
+        for i in sorted(growing):
+            row = rows[i]
+            if len(row) > cache.position:  # its prompt goes on
+                continue
+            token = choose(logits_bv[i], config, generators[i])
+            if token == eod:
+                growing.remove(i)
+                continue
+            yield i, token
+            row.append(token)
+            if len(row) == ends[i] or is_complete(row[len(prompts[i]) :]):
+                growing.remove(i)
+        # Rows that have ended are fed anything.
+        step = [row[cache.position : cache.position + 1] or [0] for row in rows]
+
+
+def generate_texts(
+    model: GPTModel,
+    tokenizer: Tokenizer,
+    prompts: Sequence[list[int]],
+    config: SamplingConfig,
+    *,
+    until: Sequence[str],
+    batch_size: int,
+    advance: Callable[[int], object],
+) -> list[str]:
+    """The text that follows on each prompt, up to the first of the strings `until`, which is not part of it; special
+    tokens are left out.
+
+    Prompts are taken in batches of similar length, the longest first. They lose their beginning where they leave no
+    room for `config.out_seq_length` tokens. What is drawn for a prompt depends on `config.seed` and its place among
+    the prompts, not on the batch it is in.
+
+    Args:
+        prompts: of at least one token each.
+        config: its `out_seq_length` is less than the model's context.
+        advance: called after each batch with the number of prompts that it held.
+    """
+    room = model.config.max_position_embeddings - config.out_seq_length
+    assert room > 0
+
+    special = set(tokenizer.special_ids.values())
+
+    def text_of(tokens: list[int]) -> str:
+        return tokenizer.detokenize([token for token in tokens if token not in special])
+
+    def is_complete(tokens: list[int]) -> bool:
+        text = text_of(tokens)
+        return any(stop in text for stop in until)
+
+    texts: dict[int, str] = {}
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]), reverse=True)
+    for begin in range(0, len(order), batch_size):
+        batch = order[begin : begin + batch_size]
+        grown: dict[int, list[int]] = {i: [] for i in batch}
+        steps = generate_batch(
+            model,
+            [prompts[i][-room:] for i in batch],
+            config,
+            tokenizer.special_ids.get("eod"),
+            seeds=[config.seed + i for i in batch],
+            is_complete=is_complete,
+        )
+        for row, token in steps:
+            grown[batch[row]].append(token)
+        for i, tokens in grown.items():
+            texts[i] = text_of(tokens)
+            for stop in until:
+                texts[i] = texts[i].split(stop)[0]
+        advance(len(batch))
+    return [texts[i] for i in range(len(prompts))]
 
 
 def choose(logits_v: Tensor, config: SamplingConfig, generator: torch.Generator) -> int:

@@ -26,6 +26,8 @@ def load_gpt(load: str, tokenizer: TokenizerConfig, device: torch.device) -> tup
     Raises:
         InputError: there is no such checkpoint, it holds no GPT, or the tokenizer does not fit.
     """
+    if tokenizer.tokenizer_type is None and tokenizer != TokenizerConfig():
+        raise InputError("--tokenizer-type is required with other flags of the tokenizer")
     checkpoint = find_checkpoint(load, save=None)
     if checkpoint.state["task"] != "GPT":
         raise InputError(f"--load: {checkpoint.folder} holds a {checkpoint.state['task']}, not a GPT")

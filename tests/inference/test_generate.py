@@ -7,9 +7,10 @@ import torch
 from models import flat
 
 from megatron.flags import InputError
-from megatron.inference.generate import SamplingConfig, choose, generate
+from megatron.inference.generate import SamplingConfig, choose, generate, generate_batch, generate_texts
 from megatron.model.config import ModelConfig
 from megatron.model.gpt import GPTModel
+from megatron.tokenizer.null import NullTokenizer
 
 
 def make(**fields) -> GPTModel:
@@ -103,3 +104,54 @@ def test_wrong_settings_are_refused(fields: dict, flag: str) -> None:
 def test_wrong_prompts_are_refused(prompt: list[int]) -> None:
     with pytest.raises(InputError, match="--prompt"):
         list(generate(make(), prompt, SamplingConfig(), eod=None))
+
+
+PROMPTS = [[3, 1, 4], [1], [5, 9, 2, 6, 5, 3, 5], [8, 9, 7], [1] * 23]
+
+
+@pytest.mark.parametrize("position", ["learned_absolute", "rope"])
+@pytest.mark.parametrize("fields", [{"greedy": True}, {"temperature": 0.7, "top_k": 20}])
+def test_prompts_of_a_batch_grow_as_each_alone(position: str, fields: dict) -> None:
+    """Up to the end of the context, an end of document, or what `is_complete` waits for."""
+    model = make(position_embedding_type=position)
+    config = SamplingConfig(out_seq_length=18, **fields)
+    seeds = [11, 12, 13, 14, 15]
+    alone = [
+        list(generate(model, prompt, SamplingConfig(out_seq_length=18, seed=seed, **fields), eod=None))
+        for prompt, seed in zip(PROMPTS, seeds, strict=True)
+    ]
+    assert [len(tokens) for tokens in alone] == [18, 18, 17, 18, 1]
+    eod, last = alone[0][5], alone[3][7]
+
+    def cut(tokens: list[int]) -> list[int]:
+        tokens = tokens[: tokens.index(eod)] if eod in tokens else tokens
+        return tokens[: tokens.index(last) + 1] if last in tokens else tokens
+
+    together = [[] for _ in PROMPTS]
+    for i, token in generate_batch(
+        model, PROMPTS, config, eod, seeds=seeds, is_complete=lambda tokens: tokens[-1] == last
+    ):
+        together[i].append(token)
+    assert together == [cut(tokens) for tokens in alone]
+    assert len(together[0]) <= 5 and len(together[3]) <= 8
+
+
+def test_texts_end_before_what_they_stop_at() -> None:
+    model, tokenizer = make(), NullTokenizer(49)
+    greedy = SamplingConfig(greedy=True, out_seq_length=6)
+    ids = [list(generate(model, prompt[-18:], greedy, eod=49)) for prompt in PROMPTS]
+    stop = f" {ids[0][3]} "
+    expected = [" ".join(map(str, tokens)).split(stop)[0] for tokens in ids]
+    assert expected[0] != " ".join(map(str, ids[0]))
+    for batch_size in (1, 2, 9):
+        done: list[int] = []
+        texts = generate_texts(
+            model,
+            tokenizer,
+            PROMPTS,
+            greedy,
+            until=["never", stop],
+            batch_size=batch_size,
+            advance=done.append,
+        )
+        assert texts == expected and sum(done) == len(PROMPTS)

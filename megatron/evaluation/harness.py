@@ -1,0 +1,224 @@
+"""A GPT as a model of lm-evaluation-harness: `lm_eval.simple_evaluate(model=MegatronLM("my/run"), tasks=[...])`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from megatron.evaluation.score import Pair, score, windows
+from megatron.flags import InputError
+from megatron.inference.generate import SamplingConfig, generate_texts
+from megatron.inference.load import load_gpt
+from megatron.parallel.mesh import choose_device
+from megatron.tokenizer.config import TokenizerConfig
+
+try:
+    import lm_eval
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.models.utils import normalize_gen_kwargs
+    from lm_eval.tasks import TaskManager
+    from lm_eval.utils import handle_non_serializable, make_table
+except ImportError:
+    raise InputError("lm-evaluation-harness is not installed: pip install lm_eval==0.4.13") from None
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+
+# As of lm_eval's own models, for tasks that say nothing.
+MAX_GEN_TOKS = 256
+
+
+class MegatronLM(TemplateLM):
+    """The GPT of a checkpoint, ours or a folder of Hugging Face's, on one device.
+
+    Texts become the tokens, and windows, that they become for lm_eval's `hf`; log-probabilities are those of an fp32
+    softmax whatever the dtype of the weights.
+    """
+
+    def __init__(
+        self,
+        load: str,
+        *,
+        batch_size: int = 1,
+        device: str = "auto",
+        add_bos_token: bool = False,
+        tokenizer: TokenizerConfig | None = None,
+        seed: int = SamplingConfig.seed,
+    ) -> None:
+        """
+        Args:
+            batch_size: texts that are computed together.
+            device: auto, cpu or cuda.
+            add_bos_token: begin every text with the tokenizer's beginning-of-sequence token.
+            tokenizer: in place of the one saved with the checkpoint.
+            seed: of what tasks that sample draw.
+
+        Raises:
+            InputError: there is no such checkpoint, it holds no GPT, or the tokenizer does not fit or lacks a token.
+        """
+        super().__init__()
+        self.load = load
+        self.batch_size = batch_size
+        self.seed = seed
+        self._device = choose_device(device)
+        self.model, self.tokenizer = load_gpt(load, tokenizer or TokenizerConfig(), self._device)
+        self.bos = self.tokenizer.bos if add_bos_token else None
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.tokenizer.eod
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What the first token of a text is scored after."""
+        return self.eot_token_id if self.bos is None else self.bos
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What lm_eval's results say of the model."""
+        parameters = list(self.model.parameters())
+        return {
+            "load": self.load,
+            "model_num_parameters": sum(p.numel() for p in parameters),
+            "model_dtype": str(parameters[0].dtype),
+            "add_bos_token": self.bos is not None,
+        }
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        tokens = self.tokenizer.tokenize(string)
+        if self.bos is None or add_special_tokens is False or tokens[:1] == [self.bos]:
+            return tokens
+        return [self.bos, *tokens]
+
+    def _loglikelihood_tokens(
+        self,
+        requests: list[tuple[tuple[str, str], list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **_: Any,
+    ) -> list[tuple[float, bool]]:
+        longest = self.model.config.max_position_embeddings
+        for (_, text), _, continuation in requests:
+            if not 0 < len(continuation) <= longest:
+                raise InputError(
+                    f"--tasks: {text[:40]!r} is to be scored, but adds {len(continuation)} tokens to its context; "
+                    f"the model needs 1 to {longest}"
+                )
+        # A context of spaces has no tokens: lm_eval has them begin the continuation.
+        pairs = [(context or [self.prefix_token_id], continuation) for _, context, continuation in requests]
+        answers = self._score(pairs, "loglikelihood", disable_tqdm)
+        for (texts, _, _), answer in zip(requests, answers, strict=True):
+            self.cache_hook.add_partial("loglikelihood", texts, answer)
+        return answers
+
+    def _score(self, pairs: list[Pair], what: str, disable_tqdm: bool) -> list[tuple[float, bool]]:
+        with tqdm(total=len(pairs), desc=what, disable=disable_tqdm) as progress:
+            scores = score(self.model, pairs, batch_size=self.batch_size, advance=progress.update)
+        return [(s.logprob, s.is_greedy) for s in scores]
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        longest = self.model.config.max_position_embeddings
+        cut = [
+            list(windows(self.tok_encode(text), self.prefix_token_id, longest))
+            for (text,) in (request.args for request in requests)
+        ]
+        answers = iter(self._score([w for ws in cut for w in ws], "loglikelihood_rolling", disable_tqdm))
+        sums = [sum(next(answers)[0] for _ in ws) for ws in cut]
+        for request, total in zip(requests, sums, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return sums
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        longest = self.model.config.max_position_embeddings
+        alike: dict[str, list[int]] = {}
+        for i, request in enumerate(requests):
+            alike.setdefault(repr(request.args[1]), []).append(i)
+        texts: dict[int, str] = {}
+        with tqdm(total=len(requests), desc="generate_until", disable=disable_tqdm) as progress:
+            for indices in alike.values():
+                config, until = sampling(requests[indices[0]].args[1], self.seed, longest)
+                prompts = [self.tok_encode(requests[i].args[0]) or [self.prefix_token_id] for i in indices]
+                found = generate_texts(
+                    self.model,
+                    self.tokenizer,
+                    prompts,
+                    config,
+                    until=until,
+                    batch_size=self.batch_size,
+                    advance=progress.update,
+                )
+                texts |= zip(indices, found, strict=True)
+        for i, text in texts.items():
+            self.cache_hook.add_partial("generate_until", requests[i].args, text)
+        return [texts[i] for i in range(len(requests))]
+
+
+def sampling(generation_kwargs: dict[str, Any], seed: int, longest: int) -> tuple[SamplingConfig, list[str]]:
+    """What a task's `generation_kwargs` ask for: how to choose tokens, and the strings to stop at.
+
+    Args:
+        longest: the model's context in tokens.
+
+    Raises:
+        InputError: they hold what this program has no equivalent of, or a value that is none.
+    """
+    given: dict[str, Any] = dict(normalize_gen_kwargs(generation_kwargs, MAX_GEN_TOKS))
+    until = [stop for stop in given.pop("until") if stop]
+    new, greedy = given.pop("max_gen_toks"), not given.pop("do_sample")
+    if new >= longest:
+        raise InputError(
+            f"--tasks: max_gen_toks {new} leaves no room for what the text follows on, as the model sees {longest} "
+            "tokens; set a smaller one in the task's generation_kwargs"
+        )
+    if greedy:
+        given.pop("temperature", None)
+    unknown = given.keys() - {"temperature", "top_k", "top_p"}
+    if unknown:
+        name = min(unknown)
+        raise InputError(
+            f"--tasks: generation_kwargs has {name} {given[name]!r}; this program has until, max_gen_toks, do_sample, "
+            "temperature, top_k and top_p"
+        )
+    return SamplingConfig(out_seq_length=new, greedy=greedy, seed=seed, **given), until
+
+
+def run_tasks(
+    model: MegatronLM, names: list[str], include_path: Path | None, limit: float | None
+) -> tuple[dict[str, Any], str]:
+    """Run lm_eval's tasks of these names or patterns.
+
+    Args:
+        include_path: a folder of further tasks.
+        limit: how many samples of each to take, or what fraction of them; None takes all.
+
+    Returns:
+        The results as lm_eval has them, of values that JSON can hold, and as a table.
+
+    Raises:
+        InputError: there is no such task, or its data cannot be had.
+    """
+    manager = TaskManager(include_path=None if include_path is None else str(include_path))
+    tasks = {name: manager.match_tasks([name]) for name in names}
+    missing = [name for name, found in tasks.items() if not found]
+    if missing:
+        where = "" if include_path is None else f", nor in {include_path}"
+        raise InputError(f"--tasks: there is no {', '.join(missing)} among the tasks of lm_eval{where}")
+    matched = sorted({task for found in tasks.values() for task in found})
+    try:
+        results = lm_eval.simple_evaluate(
+            model=model,
+            tasks=matched,
+            task_manager=manager,
+            limit=limit,
+            log_samples=False,
+            # Of a model that is made already, these are noted in the results.
+            batch_size=model.batch_size,
+            device=str(model.device),
+        )
+    except OSError as error:  # of the datasets library, for what it neither finds nor reaches
+        raise InputError(f"--tasks: the data cannot be had: {str(error).splitlines()[0]}") from error
+    table = make_table(results)
+    if results.get("groups"):
+        table += "\n" + make_table(results, "groups")
+    return json.loads(json.dumps(results, default=handle_non_serializable)), table
