@@ -464,7 +464,6 @@ NVIDIA_FLAGS: tuple[NvidiaFlag, ...] = (
         "--record-memory-history",
     ),
     *_refuse("runs are not validated by doing steps twice", "--rerun-mode NAME", harmless=("disabled",)),
-    *_refuse("there is no run without training", "--skip-train"),
     *_accept("SIGTERM and Ctrl-C always save and leave", "--exit-signal-handler"),
     *_refuse(
         "it needs NVIDIA's own cluster; SIGTERM saves and leaves, --load continues",

@@ -55,6 +55,10 @@ class TensorFile:
         except FileNotFoundError:
             raise InputError(f"{path}: is missing; the checkpoint is not whole") from None
         except (safetensors.SafetensorError, OSError) as error:
+            if _is_pointer(path):
+                raise InputError(
+                    f"{path}: is a pointer of Git LFS in place of the file; fetch it with git lfs pull"
+                ) from None
             raise InputError(f"{path}: cannot be read ({' '.join(str(error).split())[:200]})") from None
         header.pop("__metadata__", None)
         self.tensors = {
@@ -151,3 +155,11 @@ def in_shards(tensors: Mapping[str, ToWrite], largest: int) -> Iterable[dict[str
         size += tensor.nbytes
     if shard:
         yield shard
+
+
+def _is_pointer(path: Path) -> bool:
+    """Whether a file only says where Git LFS has its content."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(23) == b"version https://git-lfs"

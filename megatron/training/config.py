@@ -40,6 +40,7 @@ class TrainingConfig(Config):
     )
     eval_interval: int = flag(1000, "iterations between evaluations", low=1)
     eval_iters: int = flag(100, "global batches in an evaluation; 0 does not evaluate", low=0)
+    skip_train: bool = flag(False, "evaluate the checkpoint of --load and leave, training nothing")
     check_weight_replicas_interval: int | None = flag(
         None,
         "iterations between comparisons of the weights that several processes hold alike; ends the run where they "

@@ -24,7 +24,6 @@ from megatron.parallel.random import DropoutKey
 from megatron.tokenizer import Tokenizer
 from megatron.training.config import RunConfig
 from megatron.training.loop import Trainer
-from megatron.training.stop import StopRequests
 from megatron.training.task import Measure, Part, Relation, Task
 
 # In the folder of a checkpoint: what it reaches on each file.
@@ -157,6 +156,7 @@ def with_epochs(
         training,
         global_batch_size=batch_size,
         train_iters=max(1, finetune.epochs) * steps,
+        skip_train=finetune.epochs == 0,
         eval_interval=steps,
     )
     return dataclasses.replace(config, training=training, checkpoint=checkpoint)
@@ -264,10 +264,6 @@ class FineTuner(Trainer):
     length_flags: ClassVar[str] = "--epochs"
     evaluates_again: ClassVar[bool] = True
 
-    def train(self, stop: StopRequests) -> str | None:
-        """As `Trainer`; nothing with --epochs 0."""
-        return super().train(stop) if self.finetune.epochs else None
-
     def pause(self, *, goes_on: bool) -> None:
         """Save where an epoch ends, then evaluate: what is interrupted in between, the run that resumes does again."""
         if self.progress.evaluation_due or not goes_on:
@@ -283,7 +279,7 @@ class FineTuner(Trainer):
 
     def finish(self) -> None:
         """Evaluate at the end of the last epoch; if an earlier try has, again, for the files may be others."""
-        if self.progress.evaluation_due:
+        if self.progress.evaluation_due and not self.config.training.skip_train:
             self.evaluate_epoch()
         else:
             self.evaluate_files()

@@ -146,12 +146,14 @@ class Trainer:
         self.progress.evaluation_due = False
 
     def finish(self) -> None:
-        """Evaluate at the end of training, unless an earlier try has."""
-        if not self.progress.evaluation_due:
-            return
-        self.evaluate("validation", "the end of training for val data")
-        self.evaluate("test", "the end of training for test data")
-        self.mark_evaluated()
+        """Evaluate at the end of training, unless an earlier try has; or with --skip-train."""
+        if self.config.training.skip_train:
+            self.evaluate("validation", f"iteration {self.progress.iteration} on validation set")
+            self.evaluate("test", f"iteration {self.progress.iteration} on test set")
+        elif self.progress.evaluation_due:
+            self.evaluate("validation", "the end of training for val data")
+            self.evaluate("test", "the end of training for test data")
+            self.mark_evaluated()
 
     def mark_evaluated(self) -> None:
         """Note in the last checkpoint that the evaluation at the end is done."""

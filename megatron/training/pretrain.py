@@ -65,7 +65,7 @@ def pretrain(config: RunConfig, task: Task, trainer: Callable[..., Trainer] = Tr
         stop = StopRequests(config.training, mesh)
         with together(mesh.world, InputError):
             claim = claim_folder(config.checkpoint, mesh)
-        checkpoint = find_start(config.checkpoint, mesh)
+        checkpoint = find_start(config.checkpoint, mesh, weights_alone=config.training.skip_train)
         found = -1 if checkpoint is None else key(json.dumps(checkpoint.state), bits=32)
         if not all_equal(found, mesh.world):
             raise InputError(
@@ -112,8 +112,11 @@ def claim_folder(config: CheckpointConfig, mesh: Mesh) -> TextIO | None:
     return lock(root) if mesh.is_first else None
 
 
-def find_start(config: CheckpointConfig, mesh: Mesh) -> Checkpoint | None:
-    """The checkpoint to start from, if any. Every process must take part."""
+def find_start(config: CheckpointConfig, mesh: Mesh, *, weights_alone: bool) -> Checkpoint | None:
+    """The checkpoint to start from, if any; `weights_alone` where nothing else of it is needed. Every process must
+    take part."""
+    if weights_alone and config.load is None:
+        raise InputError("--skip-train needs --load, the checkpoint that is to be evaluated")
     if config.finetune and config.load is None:
         raise InputError("--finetune needs --load, the checkpoint whose weights it starts from")
     if config.load is None:
@@ -126,7 +129,7 @@ def find_start(config: CheckpointConfig, mesh: Mesh) -> Checkpoint | None:
     found = find_checkpoint(
         config.load, save, step=step, verify=config.verify_checkpoint or None, world=mesh.world
     )
-    if found is not None and not found.state["schedule"] and not config.finetune:
+    if found is not None and not found.state["schedule"] and not (config.finetune or weights_alone):
         raise InputError(
             f"--load: {found.folder} holds a model without the state of a run (optimizer, schedule, progress); "
             "add --finetune to start from its weights"
@@ -169,7 +172,8 @@ def build_trainer(
         train_samples = max(train_samples, checkpoint.state["train_samples"])
     eval_samples = training.eval_iters * batch_size
     # As many validation samples as NVIDIA's code asks for: the order of samples depends on the number.
-    wanted = (train_samples, (train_iters // training.eval_interval + 1) * eval_samples, eval_samples)
+    train_wanted = 0 if training.skip_train else train_samples
+    wanted = (train_wanted, (train_iters // training.eval_interval + 1) * eval_samples, eval_samples)
     datasets = task.build_datasets(config, tokenizer, wanted)
 
     engine = Engine(config, task, mesh, vocab_size=tokenizer.vocab_size, padded_vocab_size=padded)
@@ -227,7 +231,8 @@ def load(trainer: Trainer, checkpoint: Checkpoint) -> None:
             f"to {state['padded_vocab_size']} and this run to {trainer.padded_vocab_size}; change "
             "--make-vocab-size-divisible-by, or --tensor-model-parallel-size which it is multiplied by"
         )
-    with_optimizer = config.load_optim and not config.finetune
+    weights_alone = config.finetune or trainer.config.training.skip_train
+    with_optimizer = config.load_optim and not weights_alone
     engine = trainer.engine
     if relation is not None:
         engine.buffer.initialize(trainer.config.training.seed)
@@ -235,7 +240,7 @@ def load(trainer: Trainer, checkpoint: Checkpoint) -> None:
         say(f"of the weights of {checkpoint.folder}, not used: {dropped}; begun at random: {new}")
         return
     load_into(checkpoint, engine.buffer, engine.optimizer if with_optimizer else None)
-    if config.finetune:
+    if weights_alone:
         return
     if state["spike_window"] is not None:
         engine.optimizer.gate.load(state["spike_window"])
@@ -253,7 +258,7 @@ def load(trainer: Trainer, checkpoint: Checkpoint) -> None:
         trainer.schedule = saved if keeps else trainer.schedule
     changed = order_changes(trainer, checkpoint)
     if changed:
-        say(f"from here on the training data comes in another order than before: {', '.join(changed)}")
+        say(f"from here on the training data may come in another order than before: {', '.join(changed)}")
 
 
 def saved_progress(task: Task, checkpoint: Checkpoint | None, config: CheckpointConfig) -> Progress:
@@ -298,6 +303,8 @@ def order_changes(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
         default = getattr(type(getattr(trainer.config, part)), name)
         before, after = saved.get(part, {}).get(name, default), now[part][name]
         after = list(after) if isinstance(after, tuple) else after
+        if name in ("data_path", "train_data_path") and _names(before) == _names(after):
+            continue  # the files lie elsewhere
         if before != after:
             changed.append(f"{flag} {before} there, {after} here")
     if trainer.train_samples != checkpoint.state["train_samples"]:
@@ -307,13 +314,22 @@ def order_changes(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
     return changed
 
 
+def _names(paths: list[str] | None) -> list[str]:
+    """Of what a data flag holds, paths and weights, all but folders."""
+    return [Path(path).name for path in paths or ()]
+
+
 def describe(trainer: Trainer) -> str:
     """What is about to run, in a line."""
     training, mesh, progress = trainer.config.training, trainer.mesh, trainer.progress
+    model = (
+        f"in {'bf16' if training.bf16 else 'fp32'} on {mesh.device}; vocabulary of {trainer.tokenizer.vocab_size}, "
+        f"padded to {trainer.padded_vocab_size}"
+    )
+    if training.skip_train:
+        return f"evaluation {model}; nothing is trained (--skip-train)"
     return (
-        f"training in {'bf16' if training.bf16 else 'fp32'} on {mesh.device}; vocabulary of "
-        f"{trainer.tokenizer.vocab_size}, padded to {trainer.padded_vocab_size}; iterations "
-        f"{progress.iteration + 1} to {trainer.train_iters}, learning rate "
+        f"training {model}; iterations {progress.iteration + 1} to {trainer.train_iters}, learning rate "
         f"{trainer.schedule.lr(progress.consumed_samples):.3E} to begin with"
     )
 
@@ -322,7 +338,8 @@ def run(trainer: Trainer, stop: StopRequests) -> int:
     """Train and evaluate; gives the status to exit with."""
     config, progress, say = trainer.config, trainer.progress, trainer.reporter.say
     done = progress.iteration >= trainer.train_iters
-    if done:
+    skips = config.training.skip_train
+    if done and not skips:
         say(
             f"{config.checkpoint.load} is at iteration {progress.iteration} of {trainer.train_iters}: "
             f"nothing is left to train; raise {trainer.length_flags} to go on"
@@ -331,7 +348,7 @@ def run(trainer: Trainer, stop: StopRequests) -> int:
             return 0
     elif config.checkpoint.load is not None and progress.iteration == 0 and not config.checkpoint.finetune:
         say(f"--load: {config.checkpoint.load} holds no checkpoint yet; training starts from the beginning")
-    if config.checkpoint.save is None:
+    if config.checkpoint.save is None and not skips:
         say("without --save DIR no checkpoint of this run will be kept")
     say(describe(trainer))
     say(describe_layout(trainer.engine))
@@ -339,7 +356,7 @@ def run(trainer: Trainer, stop: StopRequests) -> int:
     timeout = config.training.hang_timeout
     with Watchdog(trainer.mesh, timeout) if timeout else nullcontext():
         with stop, trainer.saver:
-            reason = None if done else trainer.train(stop)
+            reason = None if done or skips else trainer.train(stop)
         if reason is None:
             trainer.finish()
     if reason is not None:

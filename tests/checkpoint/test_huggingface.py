@@ -185,6 +185,9 @@ def test_training_starts_from_it(tmp_path: Path, pretrain: Callable[..., str]) -
                 InputError, match=r"holds a model without the state of a run .* add --finetune"
             ):
                 pretrain(*STEP, *IDS, "--load", loaded, "--use-checkpoint-args", *flags)
+    assert "iteration 0 on validation set | lm loss value: " in pretrain(
+        *words, "--skip-train", "--eval-iters", 1
+    )
     with pytest.raises(InputError, match=r"--verify-checkpoint: .* has no checksums"):
         pretrain(*words, "--finetune", "--verify-checkpoint")
     shape = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32".split()

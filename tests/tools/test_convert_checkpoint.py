@@ -260,6 +260,9 @@ def test_a_torn_file_leaves_nothing(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(InputError, match=r"model\.safetensors: cannot be read"):
         convert("huggingface", "native", folder, tmp_path / "new")
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
+    with pytest.raises(InputError, match=r"model\.safetensors: is a pointer of Git LFS"):
+        convert("huggingface", "native", folder, tmp_path / "new")
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
 
 

@@ -9,10 +9,12 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from megatron.arguments import parse_run_config
+from megatron.data.indexed import IndexedDatasetWriter
 from megatron.flags import InputError
 from megatron.parallel.mesh import Mesh
 from megatron.training.config import TrainingConfig
@@ -358,6 +360,21 @@ def test_without_the_state_of_the_optimizer(pretrain, tmp_path: Path) -> None:
     assert 0 < abs(parts[-1]["lm loss test"] - whole[-1]["lm loss test"]) < 0.2
 
 
+def test_a_checkpoint_is_evaluated_alone(pretrain, tmp_path: Path) -> None:
+    run = [*TINY, "--save", tmp_path / "a", "--metrics-path", tmp_path / "a.jsonl"]
+    pretrain(*run)
+    files = sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "a").rglob("*"))
+    out = pretrain(*TINY, "--load", tmp_path / "a", "--skip-train", "--metrics-path", tmp_path / "b.jsonl")
+    assert "validation loss at iteration 12 on validation set | lm loss value: " in out
+    assert "validation loss at iteration 12 on test set | lm loss value: " in out
+    losses = {key: value for row in records(tmp_path / "b.jsonl") for key, value in row.items()}
+    trained = {key: value for row in records(tmp_path / "a.jsonl") for key, value in row.items()}
+    assert losses == {key: trained[key] for key in losses}
+    assert sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "a").rglob("*")) == files
+    with pytest.raises(InputError, match="--skip-train needs --load"):
+        pretrain(*TINY, "--skip-train")
+
+
 def test_a_run_that_keeps_nothing_says_so(pretrain, tmp_path: Path) -> None:
     assert "without --save DIR no checkpoint of this run will be kept" in pretrain(*TINY)
     assert "no checkpoint of this run" not in pretrain(*TINY, "--save", tmp_path / "a")
@@ -367,8 +384,31 @@ def test_another_order_of_the_data_is_said(pretrain, tmp_path: Path) -> None:
     run = [*TINY, "--save", tmp_path / "a", "--load", tmp_path / "a"]
     pretrain(*run, "--exit-interval", 3)
     result = pretrain(*run, "--exit-interval", 3, "--data-order", "head")
-    assert "data comes in another order than before: --data-order v2.5 there, head here" in result
+    assert "data may come in another order than before: --data-order v2.5 there, head here" in result
     assert "in another order" not in pretrain(*run, "--exit-interval", 3, "--data-order", "head")
+
+
+def test_data_that_lies_elsewhere_is_the_same_data(pretrain, tmp_path: Path) -> None:
+    level = TINY[: TINY.index("--mock-data")] + TINY[TINY.index("--mock-data") + 1 :]
+    folders = (tmp_path / "here", tmp_path / "there")
+    for folder in folders:
+        folder.mkdir()
+        with IndexedDatasetWriter(str(folder / "corpus"), np.uint16) as writer:
+            for i in range(200):
+                writer.add_document([np.arange(i, i + 20) % 300])
+    run = [
+        *level,
+        "--eval-iters",
+        0,
+        "--save",
+        tmp_path / "a",
+        "--load",
+        tmp_path / "a",
+        "--exit-interval",
+        3,
+    ]
+    outs = [pretrain(*run, "--data-path", folder / "corpus") for folder in folders]
+    assert "iteration        6/" in outs[1] and "in another order" not in outs[1]
 
 
 def test_another_schedule_is_said(pretrain, tmp_path: Path) -> None:
