@@ -129,7 +129,8 @@ NVIDIA_DEFAULTS = """
     --recompute-granularity None, --recompute-method None, --checkpoint-activations False,
     --distribute-saved-activations False, --distribute-checkpointed-activations False, --mask-prob 0.15,
     --short-seq-prob 0.1, --bert-no-binary-head False, --add-qkv-bias False, --qk-layernorm False,
-    --use-rope-scaling False, --rope-scaling-factor 8.0, --skip-train False, --tiktoken-pattern None, --tiktoken-num-special-tokens 1000
+    --use-rope-scaling False, --rope-scaling-factor 8.0, --skip-train False,
+    --tiktoken-pattern None, --tiktoken-num-special-tokens 1000
 """
 # Defaults that are written differently and mean the same, or that depart on purpose.
 OTHER_DEFAULTS = {
