@@ -20,8 +20,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.unpickle import unpickle
-from megatron.flags import InputError
+from megatron.checkpoint.unpickle import shown_value, unpickle
+from megatron.flags import LARGEST, InputError
 
 MAGIC, VERSION = 0x1950A86A20F9469CFC6C, 1001
 MOST_DIMENSIONS = 8
@@ -190,8 +190,8 @@ def _describe(path: Path, identity: Any, storages: dict[str, Storage]) -> Storag
     kind, dtype, key, _, elements, *rest = identity
     if kind != "storage" or type(key) is not str or not isinstance(dtype, torch.dtype) or any(rest):
         raise ValueError("a storage is described otherwise than torch.save does")
-    if type(elements) is not int or elements < 0:
-        raise ValueError(f"storage {key[:20]} has {elements!r} elements")
+    if type(elements) is not int or not 0 <= elements <= LARGEST:
+        raise ValueError(f"storage {key[:20]} has {shown_value(elements)} elements")
     found = storages.setdefault(key, Storage(path, dtype, elements))
     if (found.dtype, found.elements) != (dtype, elements):
         raise ValueError(f"storage {key[:20]} is described in two ways")
@@ -200,7 +200,7 @@ def _describe(path: Path, identity: Any, storages: dict[str, Storage]) -> Storag
 
 def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> StoredTensor:
     shape, stride = tuple(shape), tuple(stride)
-    wrong = any(type(n) is not int or n < 0 for n in (offset, *shape, *stride))
+    wrong = any(type(n) is not int or not 0 <= n <= LARGEST for n in (offset, *shape, *stride))
     if wrong or len(shape) != len(stride) or len(shape) > MOST_DIMENSIONS or not isinstance(storage, Storage):
         raise ValueError("a tensor is described otherwise than torch.save does")
     # A tensor may overlap itself, and then be far larger than its storage.

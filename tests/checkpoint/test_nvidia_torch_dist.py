@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 import shutil
@@ -134,6 +135,31 @@ def twice(whole: Any) -> None:
         info.offset, info.length = largest.offset, largest.length
 
 
+def named_deep(folder: Path) -> None:
+    """A chunk whose name is a tuple nested so deep that Python crashes when it hashes it."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    def add(whole: Any) -> None:
+        whole.storage_data[MetadataIndex("DEEP")] = None
+
+    metadata_with(add)(folder)
+    content = (folder / ".metadata").read_bytes()
+    name = b"\x8c\x04DEEP"  # as pickles have a text of four bytes
+    assert content.count(name) == 1
+    (folder / ".metadata").write_bytes(content.replace(name, b")" + b"\x85" * 200_000))
+
+
+def layers(*shape: int) -> Callable[[Path], None]:
+    """A tensor of all layers, of this shape and without elements."""
+
+    def add(whole: Any) -> None:
+        entry = dataclasses.replace(whole.state_dict_metadata["decoder.final_layernorm.bias"], chunks=[])
+        entry.size = torch.Size(shape)
+        whole.state_dict_metadata["decoder.layers.x.weight"] = entry
+
+    return metadata_with(add)
+
+
 def without(whole: Any, name: str) -> None:
     del whole.state_dict_metadata[name]
 
@@ -147,6 +173,12 @@ BAD = {
         r"\.metadata: is damaged \(the chunks of decoder.final_layernorm.bias are too",
     ),
     "twice": (metadata_with(twice), r"\.metadata: is damaged \(the chunks in __0_0\.distcp overlap"),
+    "a name that cannot be hashed": (named_deep, r"\.metadata: is damaged \(the name of a chunk is not text"),
+    "layers of nothing": (
+        layers(10**9, 0),
+        r"\.metadata: is damaged \(decoder\.layers\.x\.weight is of all layers, but has the shape \(1000000000, 0\)",
+    ),
+    "no layers": (layers(), r"\.metadata: is damaged \(decoder\.layers\.x\.weight is of all layers"),
     "moved": (metadata_with(moved), r"\.distcp: is torn, or not a file of torch.save"),
     "other": (metadata_with(lambda whole: {"a": 1}), r"\.metadata: is damaged"),
     "torn": (

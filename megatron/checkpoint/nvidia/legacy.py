@@ -35,14 +35,15 @@ from megatron.checkpoint.nvidia.run import (
     read_state,
 )
 from megatron.checkpoint.torch_file import StoredTensor, read_torch_file
-from megatron.checkpoint.unpickle import Record
+from megatron.checkpoint.unpickle import Record, shown_value
 from megatron.flags import InputError, either
 from megatron.model.config import ModelConfig
 from megatron.model.vocabulary import WORD_TABLE
 from megatron.tokenizer.config import TokenizerConfig
 
 VERSIONS = (0, 1.0, 2.0, 3.0)
-MOST_NESTED = 8
+# No model has dicts nested deeper, more tensors in a file, or longer names for them; a small file can ask for far more.
+MOST_NESTED, MOST_ENTRIES, LONGEST_NAME = 8, 10**6, 200
 # Flags that change what the tensors are, which the files of no version up to 3.0 have.
 NOT_READ = (
     "swiglu",
@@ -143,7 +144,9 @@ def open_legacy(
 def _version(path: Path, content: dict[str, Any]) -> float:
     version = content.get("checkpoint_version", 0)
     if version not in VERSIONS:
-        raise InputError(f"{path}: checkpoint_version is {str(version)[:20]}; known are {either(VERSIONS)}")
+        raise InputError(
+            f"{path}: checkpoint_version is {shown_value(version)}; known are {either(VERSIONS)}"
+        )
     return version
 
 
@@ -196,21 +199,32 @@ def model_chunks(path: Path, content: dict[str, Any]) -> Chunks:
     """The tensors of a process, by chunk of its layers, of which interleaved schedules have several."""
     if "model" in content:
         return [_flatten(path, content["model"])]
-    count = sum(1 for key in content if re.fullmatch(r"model[0-9]+", str(key)))
+    count = sum(1 for key in content if type(key) is str and re.fullmatch(r"model[0-9]+", key))
     return [_flatten(path, content.get(f"model{i}")) for i in range(count)]
 
 
-def _flatten(path: Path, nested: Any, prefix: str = "", depth: int = 0) -> dict[str, StoredTensor]:
+def _flatten(path: Path, model: Any) -> dict[str, StoredTensor]:
     found = {}
-    if not isinstance(nested, dict) or depth > MOST_NESTED:
-        raise InputError(f"{path}: {prefix[:80] or 'model'} is neither a tensor nor a dict of some")
-    for key, value in nested.items():
-        name = f"{prefix}.{key}" if prefix else str(key)
+    for visited, (name, value) in enumerate(_entries("", model, 0)):
+        if visited > MOST_ENTRIES or len(name) > LONGEST_NAME:
+            raise InputError(f"{path}: has more tensors than a model, or longer names ({name[:80]})")
         if isinstance(value, StoredTensor):
             found[name] = value
-        else:
-            found |= _flatten(path, value, name, depth + 1)
+        elif not isinstance(value, dict):
+            raise InputError(f"{path}: {name or 'model'} is neither a tensor nor a dict of some")
     return found
+
+
+def _entries(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
+    """A value and, if it is a dict, all that is in it; what is nested too deep ends as None."""
+    if not isinstance(value, dict):
+        yield name, value
+    elif depth > MOST_NESTED or any(type(key) is not str for key in value):
+        yield name, None
+    else:
+        yield name, value
+        for key, nested in value.items():
+            yield from _entries(f"{name}.{key}" if name else key, nested, depth + 1)
 
 
 def by_our_names(

@@ -10,50 +10,50 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.foreign import shown, weights_state
-from megatron.checkpoint.unpickle import Record
-from megatron.flags import LARGEST, InputError, flag_name
+from megatron.checkpoint.unpickle import Record, shown_value
+from megatron.flags import LARGEST, InputError, field_types, flag_name
 from megatron.model.config import ModelConfig
 from megatron.optim.schedule import Schedule
 from megatron.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.tokenizer.config import TokenizerConfig
 
-# What is read of the flags beside those of the model, and of what type it is where it is there at all.
-KINDS = dict.fromkeys(
-    (
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "make_vocab_size_divisible_by",
-        "orig_vocab_size",
-        "seq_length",
-        "seed",
-        "global_batch_size",
-        "train_iters",
-        "train_samples",
-        "consumed_train_samples",
-    ),
-    (int,),
+# What is read of the flags, and of what type it is where it is there at all.
+KINDS = {name: (int, float) if kind is float else (kind,) for name, kind in field_types(ModelConfig).items()}
+SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "make_vocab_size_divisible_by",
+    "orig_vocab_size",
+    "seq_length",
+    "global_batch_size",
 )
+COUNTS = ("seed", "train_iters", "train_samples", "consumed_train_samples")
+KINDS |= dict.fromkeys((*SIZES, *COUNTS), (int,))
 KINDS |= dict.fromkeys(("data_path", "split", "dataloader_type"), (str,))
-KINDS |= dict.fromkeys(("mask_prob", "short_seq_prob", "weight_decay"), (int, float))
+KINDS |= dict.fromkeys(("layernorm_epsilon", "mask_prob", "short_seq_prob", "weight_decay"), (int, float))
 
 
 def read_flags(path: Path, content: Any) -> Record:
-    """The flags of the run in the content of a file; empty if it holds none.
+    """The flags of the run in the content of a file, less those that are None; empty if it holds none.
 
     Raises:
         InputError: the value of one is of no use.
     """
     args = content.get("args") if isinstance(content, dict) else None
-    if not isinstance(args, Record):
+    if not isinstance(args, Record) or not isinstance(args.state, dict):
         return Record("no flags", state={})
-    for name, kinds in KINDS.items():
-        value = args.get(name)
-        for part in value if isinstance(value, (list, tuple)) else [value]:
-            if value is not None and (
-                type(part) not in kinds or (type(part) is not str and not 0 <= part <= LARGEST)
-            ):
-                raise InputError(f"{path}: its flag {name} is {str(part)[:40]}, which cannot be")
-    return args
+    flags = {name: value for name, value in args.state.items() if value is not None}
+    for name in KINDS.keys() & flags.keys():
+        value = flags[name]
+        for part in value if name == "data_path" and isinstance(value, (list, tuple)) else [value]:
+            check_value(path, f"its flag {name}", part, KINDS[name], low=int(name in SIZES))
+    return Record(args.kind, state=flags)
+
+
+def check_value(path: Path, what: str, value: Any, kinds: tuple[type, ...], low: int = 0) -> None:
+    """Raise `InputError` unless a value is of one of these types and, if it is a number, in a range that is of use."""
+    if type(value) not in kinds or (isinstance(value, (int, float)) and not low <= value <= LARGEST):
+        raise InputError(f"{path}: {what} is {shown_value(value)}, which cannot be")
 
 
 def read_config(
@@ -90,9 +90,7 @@ def read_config(
     said |= given
     for name, size in sizes.items():
         if said.get(name, size) != size:
-            raise InputError(
-                f"{path}: says that {name} is {str(said[name])[:20]}, but by its tensors it is {size}"
-            )
+            raise InputError(f"{path}: says that {name} is {said[name]}, but by its tensors it is {size}")
     if "num_attention_heads" not in said:
         raise InputError(f"--num-attention-heads is required: {path} does not say how many there are")
     try:
@@ -201,16 +199,14 @@ def _vocab_size(path: Path, args: Record, tokenizer: TokenizerConfig, padded: in
 def _schedule(path: Path, saved: dict[str, Any], args: Record, train_samples: int) -> Schedule:
     """The schedules of the run: that of the learning rate as it was saved, in samples."""
     decay = args.get("weight_decay", 0.01)
-    old = {"max_lr": "start_lr", "warmup_steps": "warmup_iter", "decay_steps": "end_iter"}
     found = {
-        name: saved.get(name, saved.get(old.get(name)))
-        for name in ("max_lr", "min_lr", "warmup_steps", "decay_steps", "decay_style")
+        name: saved.get(name) for name in ("max_lr", "min_lr", "warmup_steps", "decay_steps", "decay_style")
     }
+    later = {"start_wd": decay, "end_wd": decay, "wd_incr_style": "constant"}  # of v3.0
+    found |= {name: saved.get(name, value) for name, value in later.items()}
     for name, value in found.items():
-        if not isinstance(value, str if name == "decay_style" else (int, float)):
-            raise InputError(
-                f"{path}: {name} of its learning rate's schedule is {str(value)[:40]}, which cannot be"
-            )
+        kinds = (str,) if name in ("decay_style", "wd_incr_style") else (int, float)
+        check_value(path, f"{name} of its learning rate's schedule", value, kinds)
     return Schedule(
         max_lr=found["max_lr"],
         min_lr=found["min_lr"],
@@ -220,8 +216,8 @@ def _schedule(path: Path, saved: dict[str, Any], args: Record, train_samples: in
         decay_style=found["decay_style"],
         wsd_decay=0,
         wsd_decay_style="exponential",
-        start_weight_decay=saved.get("start_wd", decay),
-        end_weight_decay=saved.get("end_wd", decay),
-        weight_decay_style=saved.get("wd_incr_style", "constant"),
+        start_weight_decay=found["start_wd"],
+        end_weight_decay=found["end_wd"],
+        weight_decay_style=found["wd_incr_style"],
         train_samples=train_samples,
     )

@@ -28,11 +28,13 @@ from megatron.checkpoint.foreign import Assembled, Source, model_without_memory
 from megatron.checkpoint.nvidia.run import check_tensors, read_config, read_flags, read_state
 from megatron.checkpoint.torch_file import StoredTensor, read_torch_file
 from megatron.checkpoint.unpickle import Record, unpickle
-from megatron.flags import InputError
+from megatron.flags import LARGEST, InputError
+from megatron.model.config import ModelConfig
 from megatron.model.vocabulary import WORD_TABLE
 from megatron.tokenizer.config import TokenizerConfig
 
 METADATA = ".metadata"
+(MOST_LAYERS,) = (f.metadata["flag"].high for f in dataclasses.fields(ModelConfig) if f.name == "num_layers")
 STACK = "decoder.layers."
 # What stands in the place of ours where normalisations are fused.
 FUSED = {
@@ -172,16 +174,18 @@ def read_metadata(folder: Path) -> tuple[dict[str, Chunks], dict[str, Chunk]]:
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
     try:
-        stored = {
-            (index.get("fqn"), index.get("offset")): info for index, info in whole.get("storage_data").items()
-        }
+        stored = {_place(index): info for index, info in whole.get("storage_data").items()}
         tensors, objects = {}, {}
         for name, entry in whole.get("state_dict_metadata").items():
+            if type(name) is not str:
+                raise ValueError("the name of a tensor is not text")
             if entry.kind.endswith(".BytesStorageMetadata"):
                 objects[name] = _chunk(folder, (), (), stored[name, None])
                 continue
             shape, (dtype, *_) = _numbers(entry.get("size")), entry.get("properties").state
             chunks = [(_numbers(c.get("offsets")), _numbers(c.get("sizes"))) for c in entry.get("chunks")]
+            if is_stacked(name) and (not shape or 0 in shape or shape[0] > MOST_LAYERS):
+                raise ValueError(f"{name[:80]} is of all layers, but has the shape {shape}")
             for offsets, sizes in chunks:
                 if any(o + n > total for o, n, total in zip(offsets, sizes, shape, strict=True)):
                     raise ValueError(f"a chunk of {name} lies outside of it")
@@ -206,8 +210,16 @@ def _check_lengths(chunks: list[Chunk]) -> None:
             raise ValueError(f"the chunks in {path.name} overlap")
 
 
+def _place(index: Record) -> tuple[str, tuple[int, ...] | None]:
+    """The name and offset under which a chunk is found. To hash what is not known to be these can crash Python."""
+    name, offset = index.get("fqn"), index.get("offset")
+    if type(name) is not str:
+        raise ValueError("the name of a chunk is not text")
+    return name, None if offset is None else _numbers(offset)
+
+
 def _numbers(values: Any) -> tuple[int, ...]:
-    if not isinstance(values, tuple) or any(type(n) is not int or n < 0 for n in values):
+    if not isinstance(values, tuple) or any(type(n) is not int or not 0 <= n <= LARGEST for n in values):
         raise ValueError("a shape or an offset is not one")
     return values
 
@@ -224,11 +236,16 @@ def _chunk(folder: Path, offsets: tuple[int, ...], sizes: tuple[int, ...], info:
     return Chunk(offsets, sizes, path, *_numbers((begin, length)))
 
 
+def is_stacked(name: str) -> bool:
+    """Whether a tensor is of all layers."""
+    return name.startswith(STACK) and not re.match(r"[0-9]", name[len(STACK) :])
+
+
 def our_names(name: str, shape: tuple[int, ...]) -> list[tuple[str, int | None]]:
     """Our names of what a tensor holds; each with its place in the stack, if it is one of layers."""
     for theirs, ours in FUSED.items():
         name = name.replace(theirs, ours)
-    if not name.startswith(STACK) or re.match(r"[0-9]", name[len(STACK) :]):
+    if not is_stacked(name):
         return [(name, None)]
     return [(f"{STACK}{layer}.{name[len(STACK) :]}", layer) for layer in range(shape[0])]
 
