@@ -40,7 +40,10 @@ def doubled(inner: Any, times: int = 40, width: int = 2) -> Any:
 # What is done to the folder of four processes' files.
 DAMAGE = {
     "no folder": (lambda release: shutil.rmtree(release / FOLDER), f"lacks {FOLDER}"),
-    "no file": (lambda release: (release / FOLDER / "model_optim_rng.pt").unlink(), "is missing"),
+    "no file": (
+        lambda release: (release / FOLDER / "model_optim_rng.pt").unlink(),
+        f"lacks {FOLDER}/model_optim",
+    ),
     "no stage": (
         lambda release: [shutil.rmtree(path) for path in release.glob("*_001")],
         "holds the files of 2 x 1 processes .* pipeline_model_parallel_size 2; some are missing",
@@ -84,7 +87,10 @@ CHANGES = {
     "a gate": (flags(swiglu=True), "was trained with --swiglu, which is not read"),
     "vocabulary": (flags(orig_vocab_size=300), "which is not what 300 ids are padded to"),
     "batch": (flags(global_batch_size="x"), "its flag global_batch_size is 'x', which cannot be"),
-    "data": (flags(data_path=["a", torch.ones(1)]), "its flag data_path is of type StoredTensor, which cannot be"),
+    "data": (
+        flags(data_path=["a", torch.ones(1)]),
+        "its flag data_path is of type StoredTensor, which cannot be",
+    ),
     "a list": (flags(seed=[1]), "its flag seed is of type list, which cannot be"),
     "zero": (flags(make_vocab_size_divisible_by=0), "divisible_by is 0, which cannot be"),
     "a long number": (flags(seed=-(10**5000)), "its flag seed is of type int, which cannot be"),

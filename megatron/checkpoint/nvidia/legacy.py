@@ -30,9 +30,11 @@ from megatron.checkpoint.nvidia.names import (
 from megatron.checkpoint.nvidia.optimizer import optimizer_tensors
 from megatron.checkpoint.nvidia.run import (
     check_tensors,
+    counts_samples,
     read_config,
     read_flags,
     read_state,
+    schedule_of,
 )
 from megatron.checkpoint.torch_file import StoredTensor, read_torch_file
 from megatron.checkpoint.unpickle import Record, shown_value
@@ -42,6 +44,8 @@ from megatron.model.vocabulary import WORD_TABLE
 from megatron.tokenizer.config import TokenizerConfig
 
 VERSIONS = (0, 1.0, 2.0, 3.0)
+# The second one with the distributed optimizer.
+MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
 # No model has dicts nested deeper, more tensors in a file, or longer names for them; a small file can ask for far more.
 MOST_NESTED, MOST_ENTRIES, LONGEST_NAME = 8, 10**6, 200
 # Flags that change what the tensors are, which the files of no version up to 3.0 have.
@@ -123,9 +127,10 @@ def open_legacy(
     weights = {name: join(name, tensors) for name, tensors in parts.items()}
     if copies:
         weights[WORD_TABLE] = checked_copy(folder, weights[WORD_TABLE], parts[WORD_TABLE], copies)
+    goes_on = not release and counts_samples(content, args)
     state = read_state(
         path,
-        {} if release else content,
+        content if goes_on else {},
         args,
         task=task,
         model=config,
@@ -134,11 +139,14 @@ def open_legacy(
         bf16=parts[WORD_TABLE][0].dtype == torch.bfloat16,
     )
     foreign = {"model": Assembled(folder, weights)}
-    if load_optim and not release and "optimizer" in content:
+    if load_optim and goes_on and "optimizer" in content:
         by_kind, state["optimizer_steps"] = optimizer_parts(grid, chunks, stack)
         named = {f"{kind}/{name}": (name, p) for kind, found in by_kind.items() for name, p in found.items()}
         foreign["optimizer"] = Assembled(folder, {name: join(*part) for name, part in named.items()})
-    return Checkpoint(folder, state, None, foreign, notes=tuple(_notes(grid, args, parts)))
+    notes = list(_notes(grid, args, parts))
+    if schedule_of(content) and not release and not goes_on:
+        notes.append(f"{path} counts iterations, as v1 did, and not samples; its weights alone are read")
+    return Checkpoint(folder, state, None, foreign, notes=tuple(notes))
 
 
 def _version(path: Path, content: dict[str, Any]) -> float:
@@ -162,20 +170,18 @@ def _notes(grid: Grid, args: Record, parts: Parts) -> Iterator[str]:
 
 def read_grid(folder: Path) -> Grid:
     """The files of all processes, their tensors not yet."""
-    paths = {}
-    for path in sorted(folder.glob("mp_rank_*")):
-        match = re.fullmatch(r"mp_rank_([0-9]{2,4})(?:_([0-9]{3,4}))?", path.name)
+    paths: dict[tuple[int, int], Path] = {}
+    # Folders of the distributed optimizer, with its parts alone, are named as those of stages are.
+    for path in sorted(path for name in MODEL_FILES for path in folder.glob(f"mp_rank_*/{name}")):
+        match = re.fullmatch(r"mp_rank_([0-9]{2,4})(?:_([0-9]{3,4}))?", path.parent.name)
         if match:
-            files = [path / "model_optim_rng.pt", path / "model_rng.pt"]
-            paths[int(match[1]), int(match[2] or 0)] = next(
-                (file for file in files if file.exists()), files[0]
-            )
+            paths.setdefault((int(match[1]), int(match[2] or 0)), path)
     if not paths:
-        raise InputError(f"{folder}: holds no mp_rank_00, the folder of the first process's file")
+        raise InputError(f"{folder}: holds no mp_rank_00/{MODEL_FILES[0]}, the first process's file")
     grid = Grid(folder, paths, {})
     missing = [(t, p) for p in range(grid.stages) for t in range(grid.tensor) if (t, p) not in paths]
     if missing:
-        named = ", ".join(rank_folder(*rank, grid.stages) for rank in missing[:10])
+        named = ", ".join(f"{rank_folder(*rank, grid.stages)}/{MODEL_FILES[0]}" for rank in missing[:10])
         raise InputError(
             f"{folder}: is of {grid.tensor} x {grid.stages} processes (tensor x pipeline), but lacks {named}"
         )

@@ -20,6 +20,7 @@ from megatron.tokenizer.config import TokenizerConfig
 # What is read of the flags, and of what type it is where it is there at all.
 KINDS = {name: (int, float) if kind is float else (kind,) for name, kind in field_types(ModelConfig).items()}
 SIZES = (
+    "model_parallel_size",
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "make_vocab_size_divisible_by",
@@ -124,6 +125,19 @@ def check_tensors(
         )
 
 
+def schedule_of(content: dict[str, Any]) -> dict[str, Any]:
+    """What a file holds of the schedules of its run; v3.0 has another name for it."""
+    schedule = content.get("lr_scheduler", content.get("opt_param_scheduler"))
+    return schedule if isinstance(schedule, dict) else {}
+
+
+def counts_samples(content: dict[str, Any], args: Record) -> bool:
+    """Whether a file says where its run stands as v2.0 and later do: v1 has other names in its schedule, whose lengths
+    are iterations, and does not tell how many samples one takes."""
+    schedule = schedule_of(content)
+    return bool(schedule) and "start_lr" not in schedule and args.get("global_batch_size") is not None
+
+
 def read_state(
     path: Path,
     content: dict[str, Any],
@@ -135,9 +149,10 @@ def read_state(
     padded: int,
     bf16: bool,
 ) -> dict[str, Any]:
-    """The state of the checkpoint whose file is `path` and holds `content`.
+    """The state of the checkpoint whose file is `path`.
 
     Args:
+        content: what the file holds, of a run that `counts_samples`; empty if the weights alone are read.
         tokenizer: as given by the user; it says how many ids there are, if `args` does not.
         padded: rows of the table of words.
     """
@@ -148,26 +163,21 @@ def read_state(
     state["padded_vocab_size"] = padded
     config = state["config"]
     config["data"]["seq_length"] = args.get("seq_length", model.max_position_embeddings)
-    schedule = content.get("lr_scheduler") or content.get("opt_param_scheduler")
-    if not schedule:
+    if not content:
         return state
     config["training"]["seed"] = args.get("seed")
     config["data"]["mock_data"] = False
     for name in ("data_path", "split", "dataloader_type", "mask_prob", "short_seq_prob"):
         config["data"][name] = args.get(name)
-    iteration = content.get("iteration", content.get("total_iters"))
-    batch = args.get("global_batch_size")
-    if type(iteration) is not int or iteration < 0 or not batch:
-        raise InputError(
-            f"{path}: does not say where its run stands (iteration, and global_batch_size of its flags)"
-        )
+    iteration, batch = content.get("iteration"), args.get("global_batch_size")
+    check_value(path, "its iteration", iteration, (int,))
     samples = args.get("train_samples") or (args.get("train_iters") or 0) * batch
     consumed = args.get("consumed_train_samples") or iteration * batch
     return state | {
         "iteration": iteration,
         "consumed_samples": consumed,
         "train_samples": samples,
-        "schedule": dataclasses.asdict(_schedule(path, schedule, args, samples)),
+        "schedule": dataclasses.asdict(_schedule(path, schedule_of(content), args, samples)),
     }
 
 
@@ -184,7 +194,8 @@ def _vocab_size(path: Path, args: Record, tokenizer: TokenizerConfig, padded: in
             f"{path}: says how many rows its table of words has, {padded}, but not how many of them are ids; give the "
             "tokenizer (--tokenizer-type and its files) or --vocab-size"
         )
-    multiple, parts = args.get("make_vocab_size_divisible_by"), args.get("tensor_model_parallel_size", 1)
+    multiple, parts = args.get("make_vocab_size_divisible_by"), args.get("model_parallel_size", 1)  # of v1
+    parts = args.get("tensor_model_parallel_size", parts)
     fits = type(size) is int and 0 < size <= padded
     if fits and multiple:
         fits = padded_vocab_size(size, multiple, parts) == padded
