@@ -363,8 +363,13 @@ def test_flags_that_are_none(tmp_path: Path, name: str) -> None:
 
 def test_flags_are_a_plain_namespace(tmp_path: Path) -> None:
     """As whatever reads such files expects."""
-    args = torch.load(files(written(tmp_path))[0], weights_only=False)["args"]
+    training = {"attention_dropout": 0.2, "hidden_dropout": 0.3, "init_method_std": 0.01}
+    root = written(tmp_path, **training)
+    args = torch.load(files(root)[0], weights_only=False)["args"]
+    found = model_config(open_megatron(root, NO_TOKENIZER))
+    assert vars(found).items() >= training.items()
     assert type(args) is argparse.Namespace
+    assert (args.attention_dropout, args.hidden_dropout, args.init_method_std) == (0.2, 0.3, 0.01)
     assert (args.padded_vocab_size, args.orig_vocab_size, args.params_dtype) == (128, VOCAB, torch.float32)
 
 
