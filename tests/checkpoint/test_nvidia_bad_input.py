@@ -85,6 +85,7 @@ CHANGES = {
     "layers": (flags(num_layers=10**5), "num_layers is 100000, but by its tensors it is 4"),
     "T": (flags(tensor_model_parallel_size=4), "tensor_model_parallel_size 4; some are missing"),
     "a gate": (flags(swiglu=True), "was trained with --swiglu, which is not read"),
+    "another activation": (flags(squared_relu=True), "was trained with --squared-relu, which is not"),
     "vocabulary": (flags(orig_vocab_size=300), "which is not what 300 ids are padded to"),
     "batch": (flags(global_batch_size="x"), "its flag global_batch_size is 'x', which cannot be"),
     "data": (

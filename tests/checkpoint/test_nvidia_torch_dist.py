@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import pickle
@@ -77,8 +78,6 @@ def save(folder: Path, tensors: dict[str, Any]) -> Path:
 @pytest.mark.parametrize("form", ["stacked", "stacked and fused", "one by one"])
 def test_what_torch_writes(tmp_path: Path, form: str, fields: dict) -> None:
     """Files of torch itself, with the flags of the run in common.pt."""
-    import argparse
-
     checkpoint = checkpoint_of(tmp_path, **fields)
     expected = weights(checkpoint)
     tensors = expected if form == "one by one" else stacked(expected, fused=form.endswith("fused"))
@@ -93,6 +92,37 @@ def test_what_torch_writes(tmp_path: Path, form: str, fields: dict) -> None:
     assert_equal(weights(found), expected)
     assert model_config(found) == ModelConfig(**vars(model_config(checkpoint)) | {"mask_padded_vocab": False})
     assert found.iteration == 0 and "the state of its optimizer is not read" in found.notes[0]
+
+
+VARIANTS = {
+    "rotary_seq_len_interpolation_factor": (2, 1),
+    "window_size": ((128, 0), None),
+    "softmax_type": ("learnable", "vanilla"),
+    "no_rope_freq": ([0, 0, 0, 1], None),
+    "qk_l2_norm": (True, False),
+    "quick_geglu": (True, False),
+    "activation_func_clamp_value": (7.0, None),
+    "attention_output_gate": (True, False),
+    "layernorm_zero_centered_gamma": (True, False),
+    "glu_linear_offset": (1.0, 0.0),
+    "num_experts": (8, None),
+    "use_mup": (True, False),
+}
+
+
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_other_models_of_the_same_tensors(tmp_path: Path, name: str) -> None:
+    """What the flags of the run alone tell is refused; the values that ask for nothing are not."""
+    checkpoint = checkpoint_of(tmp_path)
+    folder = save(tmp_path / "x", stacked(weights(checkpoint), fused=True))
+    args = vars(model_config(checkpoint)) | {"num_query_groups": 1}
+    variant, harmless = VARIANTS[name]
+    torch.save({"args": argparse.Namespace(**args, **{name: harmless})}, folder / "common.pt")
+    open_dist(folder)
+    torch.save({"args": argparse.Namespace(**args, **{name: variant})}, folder / "common.pt")
+    told = rf"common\.pt: was trained with --{name.replace('_', '-')}, which is not read from this"
+    with pytest.raises(InputError, match=told):
+        open_dist(folder)
 
 
 class Hostile:

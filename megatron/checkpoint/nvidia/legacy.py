@@ -51,12 +51,9 @@ MOST_NESTED, MOST_ENTRIES, LONGEST_NAME = 8, 10**6, 200
 # Flags that change what the tensors are, which the files of no version up to 3.0 have.
 NOT_READ = (
     "swiglu",
-    "num_experts",
     "group_query_attention",
     "use_rotary_position_embeddings",
     "untie_embeddings_and_output_weights",
-    "apply_layernorm_1p",
-    "squared_relu",
 )
 
 

@@ -17,6 +17,22 @@ from megatron.optim.schedule import Schedule
 from megatron.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.tokenizer.config import TokenizerConfig
 
+# Flags of MLP, attention, positions, normalisation and layers that make another model, mostly of the same tensors: of
+# each, the values, beside false ones, that ask for nothing.
+VARIANTS: dict[str, tuple[Any, ...]] = dict.fromkeys(
+    """
+    squared_relu quick_geglu glu_linear_offset activation_func_clamp_value num_experts
+    window_size window_attn_skip_freq softmax_scale qk_l2_norm attention_output_gate head_wise_attn_gate
+    multi_latent_attention experimental_attention_variant linear_attention_freq
+    rotary_interleaved rotary_base_per_layer no_rope_freq
+    apply_layernorm_1p layernorm_zero_centered_gamma
+    enable_mhc_connections use_mup mtp_num_layers spec hybrid_layer_pattern hybrid_override_pattern
+    heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json
+    """.split(),
+    (),
+)
+VARIANTS |= {"softmax_type": ("vanilla",), "rotary_seq_len_interpolation_factor": (1,)}
+
 # What is read of the flags, and of what type it is where it is there at all.
 KINDS = {name: (int, float) if kind is float else (kind,) for name, kind in field_types(ModelConfig).items()}
 SIZES = (
@@ -58,7 +74,7 @@ def check_value(path: Path, what: str, value: Any, kinds: tuple[type, ...], low:
 
 
 def read_config(
-    path: Path, args: Record, sizes: dict[str, Any], given: Mapping[str, Any], not_read: Collection[str]
+    path: Path, args: Record, sizes: dict[str, Any], given: Mapping[str, Any], not_read: Collection[str] = ()
 ) -> ModelConfig:
     """The architecture of the model of a checkpoint.
 
@@ -67,13 +83,14 @@ def read_config(
         args: the flags of the run; empty where there are none, as in NVIDIA's released models.
         sizes: fields of the config that follow from the tensors.
         given: fields that the user gives; of those that the flags do not say, the number of heads is needed.
-        not_read: flags that must not be set.
+        not_read: flags that must not be set, beside `VARIANTS`.
 
     Raises:
         InputError: the number of heads is needed, sizes do not fit, or the model is of a kind that we have not.
     """
-    for name in not_read:
-        if args.get(name):
+    for name in (*VARIANTS, *not_read):
+        value = args.get(name)
+        if value and value not in VARIANTS.get(name, ()):
             flag = f"--{name.replace('_', '-')}"
             raise InputError(f"{path}: was trained with {flag}, which is not read from this format")
     said = {field.name: args.get(field.name) for field in dataclasses.fields(ModelConfig)}

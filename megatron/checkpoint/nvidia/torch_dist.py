@@ -41,14 +41,6 @@ FUSED = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
-# Flags that change what the tensors are, and that we have not.
-NOT_READ = (
-    "num_experts",
-    "multi_latent_attention",
-    "apply_layernorm_1p",
-    "squared_relu",
-    "rotary_interleaved",
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +112,7 @@ def open_torch_dist(folder: Path, tokenizer: TokenizerConfig, given: Mapping[str
     if len(shapes.get(WORD_TABLE, ())) != 2:
         raise InputError(f"{folder}: holds no GPT ({METADATA} lacks the table of words)")
     path, args = _flags(folder, objects)
-    config = read_config(path, args, _sizes(folder, shapes, args), given, NOT_READ)
+    config = read_config(path, args, _sizes(folder, shapes, args), given)
     padded = shapes[WORD_TABLE][0]
     model = model_without_memory("GPT", config, padded)
     wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
