@@ -31,6 +31,7 @@ from megatron.checkpoint.nvidia.optimizer import optimizer_tensors
 from megatron.checkpoint.nvidia.run import (
     check_tensors,
     counts_samples,
+    heads_note,
     read_config,
     read_flags,
     read_state,
@@ -140,7 +141,7 @@ def open_legacy(
         by_kind, state["optimizer_steps"] = optimizer_parts(grid, chunks, stack)
         named = {f"{kind}/{name}": (name, p) for kind, found in by_kind.items() for name, p in found.items()}
         foreign["optimizer"] = Assembled(folder, {name: join(*part) for name, part in named.items()})
-    notes = list(_notes(grid, args, parts))
+    notes = [*_notes(grid, args, parts), *heads_note(path, args, config)]
     if schedule_of(content) and not release and not goes_on:
         notes.append(f"{path} counts iterations, as v1 did, and not samples; its weights alone are read")
     return Checkpoint(folder, state, None, foreign, notes=tuple(notes))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,15 @@ def read_config(
         return ModelConfig(**sizes | said | {"mask_padded_vocab": False})
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
+
+
+def heads_note(path: Path, args: Record, model: ModelConfig) -> Iterator[str]:
+    """What to know where the number of heads is not in the file: any that divides the width fits its tensors."""
+    if args.get("num_attention_heads") is None:
+        yield (
+            f"the number of heads, {model.num_attention_heads}, comes from the command line, and nothing in {path} "
+            "confirms it, nor do equal logits; check the loss on text that you know"
+        )
 
 
 def check_tensors(

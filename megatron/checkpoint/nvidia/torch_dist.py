@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatron.checkpoint.checkpoint import Checkpoint
 from megatron.checkpoint.foreign import Assembled, Source, model_without_memory
-from megatron.checkpoint.nvidia.run import check_tensors, read_config, read_flags, read_state
+from megatron.checkpoint.nvidia.run import check_tensors, heads_note, read_config, read_flags, read_state
 from megatron.checkpoint.torch_file import StoredTensor, read_torch_file
 from megatron.checkpoint.unpickle import Record, unpickle
 from megatron.flags import LARGEST, InputError
@@ -132,6 +132,7 @@ def open_torch_dist(folder: Path, tokenizer: TokenizerConfig, given: Mapping[str
         if args.state
         else [f"{folder} does not hold the flags of its run; what no flag says here is the default"]
     )
+    notes += heads_note(path, args, config)
     if optimizer:
         notes.append(f"{folder}: the state of its optimizer is not read, its weights alone")
     return Checkpoint(folder, state, None, {"model": Assembled(folder, sources)}, notes=tuple(notes))
