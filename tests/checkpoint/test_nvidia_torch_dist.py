@@ -190,6 +190,28 @@ def layers(*shape: int) -> Callable[[Path], None]:
     return metadata_with(add)
 
 
+def overlapping(folder: Path) -> None:
+    """Of a tensor that two processes have written the second half is the first once more: as many elements."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+
+    def halve(whole: Any) -> None:
+        name = "decoder.final_layernorm.bias"
+        entry = whole.state_dict_metadata[name]
+        half = torch.Size([entry.size[0] // 2])
+        (index,) = (index for index in whole.storage_data if index.fqn == name)
+        info, path = whole.storage_data.pop(index), folder / "__0_1.distcp"
+        torch.save(torch.ones(half), path)
+        info = dataclasses.replace(info, relative_path=path.name, offset=0, length=path.stat().st_size)
+        shutil.copy(path, folder / "__0_2.distcp")
+        whole.storage_data[MetadataIndex(name, torch.Size([0]))] = info
+        whole.storage_data[MetadataIndex(name, torch.Size([1]))] = dataclasses.replace(
+            info, relative_path="__0_2.distcp"
+        )
+        entry.chunks = [ChunkStorageMetadata(torch.Size([begin]), half) for begin in (0, 1)]
+
+    metadata_with(halve)(folder)
+
+
 def without(whole: Any, name: str) -> None:
     del whole.state_dict_metadata[name]
 
@@ -209,6 +231,10 @@ BAD = {
         r"\.metadata: is damaged \(decoder\.layers\.x\.weight is of all layers, but has the shape \(1000000000, 0\)",
     ),
     "no layers": (layers(), r"\.metadata: is damaged \(decoder\.layers\.x\.weight is of all layers"),
+    "overlapping": (
+        overlapping,
+        r"__0_2\.distcp: a chunk of decoder\.final_layernorm\.bias overlaps another",
+    ),
     "moved": (metadata_with(moved), r"\.distcp: is torn, or not a file of torch.save"),
     "other": (metadata_with(lambda whole: {"a": 1}), r"\.metadata: is damaged"),
     "torn": (

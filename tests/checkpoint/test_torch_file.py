@@ -7,6 +7,7 @@ import collections
 import contextlib
 import pickle
 import random
+import tracemalloc
 import types
 import zipfile
 from pathlib import Path
@@ -79,6 +80,22 @@ def test_a_part_of_a_file(tmp_path: Path, zipped: bool) -> None:
     (tmp_path / "two").write_bytes(b"before" + content + b"after")
     found = read_torch_file(tmp_path / "two", 6, len(content))
     assert torch.equal(found.read(), torch.arange(9))
+    for torn in (0, 5, len(content) // 2, len(content) - 1):
+        with pytest.raises(InputError, match="two"):
+            read_torch_file(tmp_path / "two", 6, torn)
+
+
+@BOTH
+def test_a_part_is_not_held_in_memory(tmp_path: Path, zipped: bool) -> None:
+    """Only what is wanted of it: here a row of sixteen of 1 MB."""
+    torch.save(
+        torch.arange(2**22).view(16, -1).int(), tmp_path / "x.pt", _use_new_zipfile_serialization=zipped
+    )
+    tracemalloc.start()
+    found = read_torch_file(tmp_path / "x.pt", 0, (tmp_path / "x.pt").stat().st_size)
+    assert tracemalloc.get_traced_memory()[1] < 2**22
+    tracemalloc.stop()
+    assert torch.equal(found.row(3).read(), torch.arange(3 * 2**18, 4 * 2**18).int())
 
 
 class Call:

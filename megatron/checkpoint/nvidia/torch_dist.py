@@ -67,11 +67,11 @@ class Chunks:
         """All of it; or of the layers that are stacked in it this one.
 
         Raises:
-            InputError: a file is damaged, or chunks are missing.
+            InputError: a file is damaged, or chunks are missing or overlap.
         """
         begin = () if layer is None else (layer,)
         values = torch.empty(self.shape[len(begin) :], dtype=self.dtype)
-        missing = values.numel()
+        missing = torch.ones(values.shape, dtype=torch.bool)
         for chunk in self.chunks:
             ends = [offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)]
             if begin and not chunk.offsets[0] <= layer < ends[0]:
@@ -82,15 +82,16 @@ class Chunks:
                 self.dtype,
             ):
                 raise InputError(f"{chunk.path}: a chunk of {self.name} is not what {METADATA} says")
-            part = stored.read()
             if begin:
-                part = part[layer - chunk.offsets[0]]
-            place = [slice(*ends) for ends in zip(chunk.offsets, ends, strict=True)][len(begin) :]
-            values[tuple(place)] = part
-            missing -= part.numel()
-        if missing:
+                stored = stored.row(layer - chunk.offsets[0])
+            place = tuple(slice(*ends) for ends in zip(chunk.offsets, ends, strict=True))[len(begin) :]
+            if not missing[place].all():
+                raise InputError(f"{chunk.path}: a chunk of {self.name} overlaps another")
+            values[place] = stored.read()
+            missing[place] = False
+        if missing.any():
             raise InputError(
-                f"{self.chunks[0].path.parent}: {missing} elements of {self.name} are in none of the files"
+                f"{self.chunks[0].path.parent}: {missing.sum()} elements of {self.name} are in none of the files"
             )
         return values
 
