@@ -6,6 +6,8 @@ python tools/convert_checkpoint.py --from megatron --to native --load nvidia/run
     --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt
 python tools/convert_checkpoint.py --from native --to megatron --load my/run --save nvidia/run \
     --target-tensor-model-parallel-size 2
+python tools/convert_checkpoint.py --from megatron --to megatron --load nvidia/run --save nvidia/divided \
+    --target-tensor-model-parallel-size 4 --target-pipeline-model-parallel-size 2
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     add_megatron_flags(parser)
     args = parser.parse_args(argv)
-    if args.source == args.target:
+    if args.source == args.target != "megatron":  # whose files can be divided otherwise
         raise InputError(f"--to: {args.target} is the format of --from too; there is nothing to convert")
     check_is_empty(args.save)
     read, write = readers(args), writers(args)
@@ -70,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print("note: the weights alone are written; the state of the optimizer stays behind")
     elements = sum(math.prod(tensor["shape"]) for tensor in source.pieces("model").index.values())
     print(f"{elements:,} parameters, vocabulary of {source.state['vocab_size']:,} ids")
-    kinds = ["model"] if args.target == "huggingface" else source.kinds
+    kinds = source.kinds if args.target == "native" else ["model"]
     size = sum(t.nbytes for kind in kinds for t in tensors_to_write(source.pieces(kind)).values())
     # Where nobody watches a bar, a line now and then.
     seconds = 0.1 if sys.stderr.isatty() else 30

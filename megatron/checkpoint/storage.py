@@ -89,9 +89,7 @@ def temporary_folder(root: Path, iteration: int) -> Path:
 def finish_checkpoint(root: Path, iteration: int) -> None:
     """Make the temporary folder, whose files are written and synced, the newest checkpoint."""
     folder, temporary = folder_of(root, iteration), temporary_folder(root, iteration)
-    for path in sorted(temporary.rglob("*"), reverse=True):
-        sync(path)
-    sync(temporary)
+    sync_all(temporary)
     replaced = folder.with_name(f".deleting-{folder.name}")
     if folder.exists():
         folder.rename(replaced)
@@ -117,6 +115,13 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_all(folder: Path) -> None:
+    """Wait until all that is in a folder is on the disk."""
+    for path in sorted(folder.rglob("*"), reverse=True):
+        sync(path)
+    sync(folder)
 
 
 def discard(folder: Path) -> None:

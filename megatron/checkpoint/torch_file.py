@@ -20,8 +20,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.unpickle import unpickle
-from megatron.flags import InputError
+from megatron.checkpoint.unpickle import shown_value, unpickle
+from megatron.flags import LARGEST, InputError
 
 MAGIC, VERSION = 0x1950A86A20F9469CFC6C, 1001
 MOST_DIMENSIONS = 8
@@ -50,6 +50,10 @@ class StoredTensor:
     def dtype(self) -> torch.dtype:
         return self.storage.dtype
 
+    def row(self, i: int) -> StoredTensor:
+        """Row `i` of its first dimension, not read yet."""
+        return StoredTensor(self.storage, self.offset + i * self.stride[0], self.shape[1:], self.stride[1:])
+
     def read(self) -> Tensor:
         """Its values.
 
@@ -74,6 +78,32 @@ def _span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
     return 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
 
 
+class _Window(io.RawIOBase):
+    """The `length` bytes of a file from byte `begin` on, as a file of their own."""
+
+    def __init__(self, file: BinaryIO, begin: int, length: int) -> None:
+        self.file, self.begin, self.length, self.position = file, begin, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: self.length}[whence]
+        if position < 0:
+            raise ValueError("a place before the beginning of a file")
+        self.position = position
+        return position
+
+    def readinto(self, buffer: Any) -> int:
+        self.file.seek(self.begin + self.position)
+        count = self.file.readinto(memoryview(buffer)[: max(0, self.length - self.position)])
+        self.position += count
+        return count
+
+
 def read_torch_file(path: Path, begin: int = 0, length: int | None = None) -> Any:
     """The object that torch.save has written to a file, or to `length` bytes of it from byte `begin` on.
 
@@ -86,9 +116,8 @@ def read_torch_file(path: Path, begin: int = 0, length: int | None = None) -> An
         raise InputError(f"{path}: is missing, or not a file")
     try:
         with path.open("rb") as file:
-            if begin or length is not None:
-                file.seek(begin)
-                return _read(path, io.BytesIO(file.read(length)), begin)
+            if length is not None:
+                return _read(path, io.BufferedReader(_Window(file, begin, length)), begin)
             return _read(path, file, 0)
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
@@ -190,8 +219,8 @@ def _describe(path: Path, identity: Any, storages: dict[str, Storage]) -> Storag
     kind, dtype, key, _, elements, *rest = identity
     if kind != "storage" or type(key) is not str or not isinstance(dtype, torch.dtype) or any(rest):
         raise ValueError("a storage is described otherwise than torch.save does")
-    if type(elements) is not int or elements < 0:
-        raise ValueError(f"storage {key[:20]} has {elements!r} elements")
+    if type(elements) is not int or not 0 <= elements <= LARGEST:
+        raise ValueError(f"storage {key[:20]} has {shown_value(elements)} elements")
     found = storages.setdefault(key, Storage(path, dtype, elements))
     if (found.dtype, found.elements) != (dtype, elements):
         raise ValueError(f"storage {key[:20]} is described in two ways")
@@ -200,7 +229,7 @@ def _describe(path: Path, identity: Any, storages: dict[str, Storage]) -> Storag
 
 def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> StoredTensor:
     shape, stride = tuple(shape), tuple(stride)
-    wrong = any(type(n) is not int or n < 0 for n in (offset, *shape, *stride))
+    wrong = any(type(n) is not int or not 0 <= n <= LARGEST for n in (offset, *shape, *stride))
     if wrong or len(shape) != len(stride) or len(shape) > MOST_DIMENSIONS or not isinstance(storage, Storage):
         raise ValueError("a tensor is described otherwise than torch.save does")
     # A tensor may overlap itself, and then be far larger than its storage.

@@ -18,7 +18,7 @@ import torch
 from megatron.flags import InputError
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)  # its text could be without end
 class Record:
     """An object of a class that is admitted, as what the pickle says of it.
 
@@ -35,6 +35,16 @@ class Record:
     def get(self, name: str, default: Any = None) -> Any:
         """An attribute, if the object has it."""
         return self.state.get(name, default) if isinstance(self.state, dict) else default
+
+
+def shown_value(value: Any) -> str:
+    """What a pickle holds, for a message: of a container or a long number its type, for a few bytes can make a list
+    whose text has no end."""
+    if isinstance(value, str):
+        return repr(value[:40])
+    if value is None or isinstance(value, float) or (isinstance(value, int) and value.bit_length() <= 64):
+        return str(value)
+    return f"of type {value.kind if isinstance(value, Record) else type(value).__name__}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +97,7 @@ def _ordered_dict() -> dict:
 def _encode(text: str, encoding: str) -> bytes:
     """How protocol 2 writes bytes."""
     if encoding != "latin1":
-        raise ValueError(f"bytes are written in {encoding[:20]!r}")
+        raise ValueError(f"bytes are written in {shown_value(encoding)}")
     return text.encode("latin1")
 
 
@@ -98,7 +108,7 @@ def _numpy_array(kind: Global, shape: tuple, code: bytes) -> Record:
 def _numpy_scalar(dtype: Record, content: bytes) -> int | float | bool:
     code = dtype.args[0]
     if code not in ("f8", "f4", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1", "b1"):
-        raise ValueError(f"a number of numpy has the dtype {str(code)[:20]!r}")
+        raise ValueError(f"a number of numpy has the dtype {shown_value(code)}")
     (value,) = np.frombuffer(content, dtype=np.dtype(code).newbyteorder("<"))
     return value.item()
 

@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from nvidia import checkpoint_of
 
 from megatron.checkpoint import storage
 from megatron.checkpoint.checkpoint import open_checkpoint
+from megatron.checkpoint.nvidia.write import write_megatron
 from megatron.flags import InputError, TrainingFault
 
 # A checkpoint takes 1.5 MB, of which 20 kB are not tensors.
@@ -93,6 +95,23 @@ def test_a_disk_that_cannot_be_written_to(pretrain, disk: Path) -> None:
     with pytest.raises(InputError, match=f"--save: {disk}/run cannot be written to"):
         pretrain(*flags)
     assert_whole(disk / "run", [2])
+
+
+def test_no_room_for_megatrons_form(disk: Path, tmp_path: Path, monkeypatch) -> None:
+    """Seen before it is written; or while it is, and then it leaves nothing either."""
+    checkpoint, root = checkpoint_of(tmp_path, ffn_hidden_size=2500, num_layers=2), disk / "x"
+    sizes = {"tensor_parallel": 2, "pipeline_parallel": 2}
+    write_megatron(checkpoint, tmp_path / "x", lambda size: None, **sizes)
+    needed = sum(path.stat().st_size for path in (tmp_path / "x").rglob("*.pt"))
+    (disk / "other").write_bytes(bytes(shutil.disk_usage(disk).free - needed // 2))
+    with pytest.raises(OSError, match=r"it needs (\S+) GB, and \S+ GB are free") as caught:
+        write_megatron(checkpoint, root, lambda size: None, **sizes)
+    assert float(str(caught.value).split()[2]) * 1e9 == pytest.approx(needed, rel=0.05)
+    plenty = shutil.disk_usage(disk)._replace(free=10**9)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: plenty)
+    with pytest.raises(OSError, match="No space left on device"):
+        write_megatron(checkpoint, root, lambda size: None, **sizes)
+    assert not root.exists()
 
 
 def test_two_runs_do_not_save_into_one_folder(pretrain, tmp_path: Path) -> None:

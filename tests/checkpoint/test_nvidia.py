@@ -302,10 +302,74 @@ def test_optimizer(tmp_path: Path, task: str, tensor: int, pipeline: Any, half: 
     assert_equal(weights(find_checkpoint(str(tmp_path / "native"), None), "optimizer"), expected)
 
 
+V1_SCHEDULE = {"start_lr": 1e-3, "min_lr": 1e-5, "warmup_iter": 1, "end_iter": 20, "num_iters": 12}
+
+
+@pytest.mark.parametrize(
+    ("flags", "schedule"),
+    [
+        ({"batch_size": 8}, V1_SCHEDULE),
+        ({"global_batch_size": 8}, V1_SCHEDULE),
+        ({"batch_size": 8}, {"max_lr": 1e-3}),
+    ],
+    ids=["v1", "old schedule", "no global batch"],
+)
+def test_runs_that_count_iterations(tmp_path: Path, flags: dict[str, int], schedule: dict[str, Any]) -> None:
+    """Of v1, whose flags and schedule do not say how many samples have been consumed: the weights alone."""
+    root = written(tmp_path, tensor=2)
+
+    def older(content: dict[str, Any]) -> None:
+        args = vars(content["args"])
+        args["model_parallel_size"] = args.pop("tensor_model_parallel_size")
+        del args["pipeline_model_parallel_size"]
+        args |= flags
+        del content["iteration"]
+        content |= {"total_iters": 12, "optimizer": {"state": {}}, "lr_scheduler": schedule}
+
+    edit(root, older)
+    (root / "release").rename(root / "iter_0000012")
+    (root / "latest_checkpointed_iteration.txt").write_text("12")
+    for load_optim in (True, False):
+        found = open_megatron(root, NO_TOKENIZER, load_optim=load_optim)
+        assert found.kinds == ["model"] and found.iteration == 0 and not found.state["schedule"]
+        assert "counts iterations, as v1 did" in found.notes[0]
+    assert_equal(weights(found), weights(checkpoint_of(tmp_path)))
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_the_distributed_optimizers_folders_are_no_stages(tmp_path: Path, tensor: int) -> None:
+    root = written(tmp_path, tensor=tensor)
+    for path in files(root):
+        path.rename(path.with_name("model_rng.pt"))
+        for replica in range(2):
+            folder = path.parent.with_name(f"{path.parent.name}_{replica:03d}")
+            folder.mkdir()
+            torch.save({"optimizer": {}}, folder / "optim.pt")
+    found = open_megatron(root, NO_TOKENIZER)
+    assert_equal(weights(found), weights(checkpoint_of(tmp_path)))
+    assert "keeps its optimizer apart" in found.notes[0]
+    (root / "release" / "mp_rank_00" / "model_rng.pt").unlink()
+    with pytest.raises(InputError, match=r"mp_rank_00/model_optim_rng\.pt"):
+        open_megatron(root, NO_TOKENIZER)
+
+
+@pytest.mark.parametrize("name", ["make_vocab_size_divisible_by", "seq_length", "tensor_model_parallel_size"])
+def test_flags_that_are_none(tmp_path: Path, name: str) -> None:
+    """They are as those that are not there."""
+    root = written(tmp_path)
+    edit(root, lambda content: vars(content["args"]).update({name: None}))
+    assert_equal(weights(open_megatron(root, NO_TOKENIZER)), weights(checkpoint_of(tmp_path)))
+
+
 def test_flags_are_a_plain_namespace(tmp_path: Path) -> None:
     """As whatever reads such files expects."""
-    args = torch.load(files(written(tmp_path))[0], weights_only=False)["args"]
+    training = {"attention_dropout": 0.2, "hidden_dropout": 0.3, "init_method_std": 0.01}
+    root = written(tmp_path, **training)
+    args = torch.load(files(root)[0], weights_only=False)["args"]
+    found = model_config(open_megatron(root, NO_TOKENIZER))
+    assert vars(found).items() >= training.items()
     assert type(args) is argparse.Namespace
+    assert (args.attention_dropout, args.hidden_dropout, args.init_method_std) == (0.2, 0.3, 0.01)
     assert (args.padded_vocab_size, args.orig_vocab_size, args.params_dtype) == (128, VOCAB, torch.float32)
 
 

@@ -30,10 +30,20 @@ def flags(**values: object) -> Callable[[dict[str, Any]], None]:
     return lambda content: vars(content["args"]).update(values)
 
 
+def doubled(inner: Any, times: int = 40, width: int = 2) -> Any:
+    """Containers of the same one, so many times: a file of a few bytes, and a text without end."""
+    for _ in range(times):
+        inner = [inner] * width if isinstance(inner, list) else {str(i): inner for i in range(width)}
+    return inner
+
+
 # What is done to the folder of four processes' files.
 DAMAGE = {
     "no folder": (lambda release: shutil.rmtree(release / FOLDER), f"lacks {FOLDER}"),
-    "no file": (lambda release: (release / FOLDER / "model_optim_rng.pt").unlink(), "is missing"),
+    "no file": (
+        lambda release: (release / FOLDER / "model_optim_rng.pt").unlink(),
+        f"lacks {FOLDER}/model_optim",
+    ),
     "no stage": (
         lambda release: [shutil.rmtree(path) for path in release.glob("*_001")],
         "holds the files of 2 x 1 processes .* pipeline_model_parallel_size 2; some are missing",
@@ -75,9 +85,31 @@ CHANGES = {
     "layers": (flags(num_layers=10**5), "num_layers is 100000, but by its tensors it is 4"),
     "T": (flags(tensor_model_parallel_size=4), "tensor_model_parallel_size 4; some are missing"),
     "a gate": (flags(swiglu=True), "was trained with --swiglu, which is not read"),
+    "another activation": (flags(squared_relu=True), "was trained with --squared-relu, which is not"),
     "vocabulary": (flags(orig_vocab_size=300), "which is not what 300 ids are padded to"),
-    "batch": (flags(global_batch_size="x"), "its flag global_batch_size is x, which cannot be"),
-    "data": (flags(data_path=["a", torch.ones(1)]), "its flag data_path is StoredTensor.*, which cannot be"),
+    "batch": (flags(global_batch_size="x"), "its flag global_batch_size is 'x', which cannot be"),
+    "data": (
+        flags(data_path=["a", torch.ones(1)]),
+        "its flag data_path is of type StoredTensor, which cannot be",
+    ),
+    "a list": (flags(seed=[1]), "its flag seed is of type list, which cannot be"),
+    "zero": (flags(make_vocab_size_divisible_by=0), "divisible_by is 0, which cannot be"),
+    "a long number": (flags(seed=-(10**5000)), "its flag seed is of type int, which cannot be"),
+    "a long number of layers": (flags(num_layers=10**5000), "its flag num_layers is of type int, which"),
+    "lists without end": (flags(num_layers=doubled([])), "its flag num_layers is of type list, which"),
+    "a version without end": (
+        lambda content: content.update(checkpoint_version=doubled([])),
+        "checkpoint_version is of type list; known are",
+    ),
+    "dicts without end": (
+        lambda content: content["model"].update(x=doubled({}, 7, width=60)),
+        r"has more tensors than a model, or longer names \(",
+    ),
+    "a long name": (
+        lambda content: content["model"].update({"x" * 300: {}}),
+        r"has more tensors than a model, or longer names \(xxx",
+    ),
+    "a number for a name": (lambda content: content["model"].update({1: {}}), "model is neither a tensor"),
     "a tensor twice": (
         lambda content: encoder(content).update({"layers.0.attention.dense.bias": torch.ones(32)}),
         r"or not twice, 1 tensor\(s\): language_model\.encoder\.layers\.0\.attention\.dense\.bias in mp_rank_00_000",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import json
 import pickle
 import shutil
@@ -76,8 +78,6 @@ def save(folder: Path, tensors: dict[str, Any]) -> Path:
 @pytest.mark.parametrize("form", ["stacked", "stacked and fused", "one by one"])
 def test_what_torch_writes(tmp_path: Path, form: str, fields: dict) -> None:
     """Files of torch itself, with the flags of the run in common.pt."""
-    import argparse
-
     checkpoint = checkpoint_of(tmp_path, **fields)
     expected = weights(checkpoint)
     tensors = expected if form == "one by one" else stacked(expected, fused=form.endswith("fused"))
@@ -92,6 +92,37 @@ def test_what_torch_writes(tmp_path: Path, form: str, fields: dict) -> None:
     assert_equal(weights(found), expected)
     assert model_config(found) == ModelConfig(**vars(model_config(checkpoint)) | {"mask_padded_vocab": False})
     assert found.iteration == 0 and "the state of its optimizer is not read" in found.notes[0]
+
+
+VARIANTS = {
+    "rotary_seq_len_interpolation_factor": (2, 1),
+    "window_size": ((128, 0), None),
+    "softmax_type": ("learnable", "vanilla"),
+    "no_rope_freq": ([0, 0, 0, 1], None),
+    "qk_l2_norm": (True, False),
+    "quick_geglu": (True, False),
+    "activation_func_clamp_value": (7.0, None),
+    "attention_output_gate": (True, False),
+    "layernorm_zero_centered_gamma": (True, False),
+    "glu_linear_offset": (1.0, 0.0),
+    "num_experts": (8, None),
+    "use_mup": (True, False),
+}
+
+
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_other_models_of_the_same_tensors(tmp_path: Path, name: str) -> None:
+    """What the flags of the run alone tell is refused; the values that ask for nothing are not."""
+    checkpoint = checkpoint_of(tmp_path)
+    folder = save(tmp_path / "x", stacked(weights(checkpoint), fused=True))
+    args = vars(model_config(checkpoint)) | {"num_query_groups": 1}
+    variant, harmless = VARIANTS[name]
+    torch.save({"args": argparse.Namespace(**args, **{name: harmless})}, folder / "common.pt")
+    open_dist(folder)
+    torch.save({"args": argparse.Namespace(**args, **{name: variant})}, folder / "common.pt")
+    told = rf"common\.pt: was trained with --{name.replace('_', '-')}, which is not read from this"
+    with pytest.raises(InputError, match=told):
+        open_dist(folder)
 
 
 class Hostile:
@@ -134,6 +165,53 @@ def twice(whole: Any) -> None:
         info.offset, info.length = largest.offset, largest.length
 
 
+def named_deep(folder: Path) -> None:
+    """A chunk whose name is a tuple nested so deep that Python crashes when it hashes it."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    def add(whole: Any) -> None:
+        whole.storage_data[MetadataIndex("DEEP")] = None
+
+    metadata_with(add)(folder)
+    content = (folder / ".metadata").read_bytes()
+    name = b"\x8c\x04DEEP"  # as pickles have a text of four bytes
+    assert content.count(name) == 1
+    (folder / ".metadata").write_bytes(content.replace(name, b")" + b"\x85" * 200_000))
+
+
+def layers(*shape: int) -> Callable[[Path], None]:
+    """A tensor of all layers, of this shape and without elements."""
+
+    def add(whole: Any) -> None:
+        entry = dataclasses.replace(whole.state_dict_metadata["decoder.final_layernorm.bias"], chunks=[])
+        entry.size = torch.Size(shape)
+        whole.state_dict_metadata["decoder.layers.x.weight"] = entry
+
+    return metadata_with(add)
+
+
+def overlapping(folder: Path) -> None:
+    """Of a tensor that two processes have written the second half is the first once more: as many elements."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+
+    def halve(whole: Any) -> None:
+        name = "decoder.final_layernorm.bias"
+        entry = whole.state_dict_metadata[name]
+        half = torch.Size([entry.size[0] // 2])
+        (index,) = (index for index in whole.storage_data if index.fqn == name)
+        info, path = whole.storage_data.pop(index), folder / "__0_1.distcp"
+        torch.save(torch.ones(half), path)
+        info = dataclasses.replace(info, relative_path=path.name, offset=0, length=path.stat().st_size)
+        shutil.copy(path, folder / "__0_2.distcp")
+        whole.storage_data[MetadataIndex(name, torch.Size([0]))] = info
+        whole.storage_data[MetadataIndex(name, torch.Size([1]))] = dataclasses.replace(
+            info, relative_path="__0_2.distcp"
+        )
+        entry.chunks = [ChunkStorageMetadata(torch.Size([begin]), half) for begin in (0, 1)]
+
+    metadata_with(halve)(folder)
+
+
 def without(whole: Any, name: str) -> None:
     del whole.state_dict_metadata[name]
 
@@ -147,6 +225,16 @@ BAD = {
         r"\.metadata: is damaged \(the chunks of decoder.final_layernorm.bias are too",
     ),
     "twice": (metadata_with(twice), r"\.metadata: is damaged \(the chunks in __0_0\.distcp overlap"),
+    "a name that cannot be hashed": (named_deep, r"\.metadata: is damaged \(the name of a chunk is not text"),
+    "layers of nothing": (
+        layers(10**9, 0),
+        r"\.metadata: is damaged \(decoder\.layers\.x\.weight is of all layers, but has the shape \(1000000000, 0\)",
+    ),
+    "no layers": (layers(), r"\.metadata: is damaged \(decoder\.layers\.x\.weight is of all layers"),
+    "overlapping": (
+        overlapping,
+        r"__0_2\.distcp: a chunk of decoder\.final_layernorm\.bias overlaps another",
+    ),
     "moved": (metadata_with(moved), r"\.distcp: is torn, or not a file of torch.save"),
     "other": (metadata_with(lambda whole: {"a": 1}), r"\.metadata: is damaged"),
     "torn": (

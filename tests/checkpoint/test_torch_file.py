@@ -7,6 +7,7 @@ import collections
 import contextlib
 import pickle
 import random
+import tracemalloc
 import types
 import zipfile
 from pathlib import Path
@@ -79,6 +80,22 @@ def test_a_part_of_a_file(tmp_path: Path, zipped: bool) -> None:
     (tmp_path / "two").write_bytes(b"before" + content + b"after")
     found = read_torch_file(tmp_path / "two", 6, len(content))
     assert torch.equal(found.read(), torch.arange(9))
+    for torn in (0, 5, len(content) // 2, len(content) - 1):
+        with pytest.raises(InputError, match="two"):
+            read_torch_file(tmp_path / "two", 6, torn)
+
+
+@BOTH
+def test_a_part_is_not_held_in_memory(tmp_path: Path, zipped: bool) -> None:
+    """Only what is wanted of it: here a row of sixteen of 1 MB."""
+    torch.save(
+        torch.arange(2**22).view(16, -1).int(), tmp_path / "x.pt", _use_new_zipfile_serialization=zipped
+    )
+    tracemalloc.start()
+    found = read_torch_file(tmp_path / "x.pt", 0, (tmp_path / "x.pt").stat().st_size)
+    assert tracemalloc.get_traced_memory()[1] < 2**22
+    tracemalloc.stop()
+    assert torch.equal(found.row(3).read(), torch.arange(3 * 2**18, 4 * 2**18).int())
 
 
 class Call:
@@ -141,6 +158,10 @@ def zip_of(path: Path, program: bytes, **entries: bytes) -> Path:
 STORAGE = b"(X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\0%bX\x03\0\0\0cpuK%ctQ"
 
 
+# A list of the same list twice, forty times over: its text has no end.
+DOUBLED = b"(" * 40 + b"]" + b"q\0h\0l" * 40
+
+
 def tensor(
     elements: int, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], key: bytes = b"0"
 ) -> bytes:
@@ -161,13 +182,18 @@ def tensor(
         (tensor(4, 1, (4,), (1,)), "reaches beyond"),
         (tensor(4, 0, (2, 2), (3, 1)), "reaches beyond"),
         (tensor(4, 0, (2**50,), (0,)), "reaches beyond"),
-        (tensor(4, 0, (2**62, 2**62), (0, 0)), "reaches beyond"),
+        (tensor(4, 0, (2**52, 2**52), (0, 0)), "reaches beyond"),
         (tensor(4, 0, (1,) * 50, (1,) * 50), "described otherwise"),
         (tensor(4, 0, (2,), (1, 1)), "described otherwise"),
         (tensor(4, 0, (2,), (1,), b"7"), "data/7"),
         (b"\x80\x02" + b"(" * 100_000 + b"t" * 100_000 + b"s.", "damaged"),
         (b"\x80\x02}" + b")" + b"\x85" * 200_000 + b"K\x01s.", "key that is a tuple"),
         (b"\x80\x02}(]K\x01u.", "key that is a list"),
+        (b"\x80\x02c_codecs\nencode\nX\x01\0\0\0x" + DOUBLED + b"\x86R.", "written in of type list"),
+        (
+            b"\x80\x02(X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\0%bN" % b"0" + DOUBLED + b"tQ.",
+            "of type list",
+        ),
         (b"\x80\x02]r\xff\xff\xff\xff0.", "the opcode POP"),
         (b"\x80\x02\x8b\xff\xff\xff\x7f.", "damaged"),
         (b"\x80\x04\x8e\xff\xff\xff\xff\xff\xff\xff\x7fx.", "damaged"),

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from nvidia import assert_equal, checkpoint_of, weights, written
+from nvidia import VOCAB, assert_equal, checkpoint_of, edit, weights, written
+from tqdm import tqdm
 
 from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.nvidia.read import open_megatron
@@ -42,6 +43,44 @@ def test_there_and_back(convert: Callable[..., str], tmp_path: Path) -> None:
     convert("huggingface", "megatron", tmp_path / "hf", tmp_path / "again")
     found = weights(open_megatron(tmp_path / "again", TokenizerConfig()))
     assert_equal(found, weights(checkpoint_of(tmp_path)))
+
+
+def test_files_are_divided_otherwise(convert: Callable[..., str], tmp_path: Path) -> None:
+    root, sizes = written(tmp_path, tensor=2), ("--target-pipeline-model-parallel-size", 2)
+    convert("megatron", "megatron", root, tmp_path / "divided", *sizes)
+    assert len(list(tmp_path.glob("divided/release/mp_rank_00_00[01]"))) == 2
+    found = weights(open_megatron(tmp_path / "divided", TokenizerConfig()))
+    assert_equal(found, weights(checkpoint_of(tmp_path)))
+
+
+def test_heads_that_nothing_confirms(convert: Callable[..., str], tmp_path: Path) -> None:
+    """Equal logits say nothing of them, so a note does."""
+    root = written(tmp_path)
+    assert "number of heads" not in convert("megatron", "native", root, tmp_path / "native")
+    edit(root, lambda content: content.pop("args"))
+    flags = ("--num-attention-heads", 8, "--vocab-size", VOCAB)  # it has 4
+    said = convert("megatron", "native", root, tmp_path / "wrong", *flags)
+    assert "note: the number of heads, 8, comes from the command line" in said
+    assert "differ by 0.00e+00" in said
+
+
+def test_the_bar_counts_what_is_written(
+    convert: Callable[..., str], shared: Path, tmp_path: Path, monkeypatch
+) -> None:
+    """Of a checkpoint with the optimizer's state, its weights."""
+    bars = []
+
+    class Bar(tqdm):
+        def __init__(self, *args: object, **kwargs: object) -> None:
+            super().__init__(*args, **kwargs)
+            bars.append(self)
+
+    monkeypatch.setattr("tools.convert_checkpoint.tqdm", Bar)
+    load = shared / "vectors" / "gpt-v2.5" / "after6_tp1"
+    convert("megatron", "native", load, tmp_path / "native", "--vocab-size", 5000)
+    for target in ("megatron", "huggingface"):
+        convert("native", target, tmp_path / "native", tmp_path / target)
+    assert [bar.n / bar.total for bar in bars] == pytest.approx([1, 1, 1], abs=0.05)
 
 
 def test_tokenizer_and_optimizer_come_along(

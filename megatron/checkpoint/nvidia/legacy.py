@@ -30,28 +30,31 @@ from megatron.checkpoint.nvidia.names import (
 from megatron.checkpoint.nvidia.optimizer import optimizer_tensors
 from megatron.checkpoint.nvidia.run import (
     check_tensors,
+    counts_samples,
+    heads_note,
     read_config,
     read_flags,
     read_state,
+    schedule_of,
 )
 from megatron.checkpoint.torch_file import StoredTensor, read_torch_file
-from megatron.checkpoint.unpickle import Record
+from megatron.checkpoint.unpickle import Record, shown_value
 from megatron.flags import InputError, either
 from megatron.model.config import ModelConfig
 from megatron.model.vocabulary import WORD_TABLE
 from megatron.tokenizer.config import TokenizerConfig
 
 VERSIONS = (0, 1.0, 2.0, 3.0)
-MOST_NESTED = 8
+# The second one with the distributed optimizer.
+MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
+# No model has dicts nested deeper, more tensors in a file, or longer names for them; a small file can ask for far more.
+MOST_NESTED, MOST_ENTRIES, LONGEST_NAME = 8, 10**6, 200
 # Flags that change what the tensors are, which the files of no version up to 3.0 have.
 NOT_READ = (
     "swiglu",
-    "num_experts",
     "group_query_attention",
     "use_rotary_position_embeddings",
     "untie_embeddings_and_output_weights",
-    "apply_layernorm_1p",
-    "squared_relu",
 )
 
 
@@ -122,9 +125,10 @@ def open_legacy(
     weights = {name: join(name, tensors) for name, tensors in parts.items()}
     if copies:
         weights[WORD_TABLE] = checked_copy(folder, weights[WORD_TABLE], parts[WORD_TABLE], copies)
+    goes_on = not release and counts_samples(content, args)
     state = read_state(
         path,
-        {} if release else content,
+        content if goes_on else {},
         args,
         task=task,
         model=config,
@@ -133,17 +137,22 @@ def open_legacy(
         bf16=parts[WORD_TABLE][0].dtype == torch.bfloat16,
     )
     foreign = {"model": Assembled(folder, weights)}
-    if load_optim and not release and "optimizer" in content:
+    if load_optim and goes_on and "optimizer" in content:
         by_kind, state["optimizer_steps"] = optimizer_parts(grid, chunks, stack)
         named = {f"{kind}/{name}": (name, p) for kind, found in by_kind.items() for name, p in found.items()}
         foreign["optimizer"] = Assembled(folder, {name: join(*part) for name, part in named.items()})
-    return Checkpoint(folder, state, None, foreign, notes=tuple(_notes(grid, args, parts)))
+    notes = [*_notes(grid, args, parts), *heads_note(path, args, config)]
+    if schedule_of(content) and not release and not goes_on:
+        notes.append(f"{path} counts iterations, as v1 did, and not samples; its weights alone are read")
+    return Checkpoint(folder, state, None, foreign, notes=tuple(notes))
 
 
 def _version(path: Path, content: dict[str, Any]) -> float:
     version = content.get("checkpoint_version", 0)
     if version not in VERSIONS:
-        raise InputError(f"{path}: checkpoint_version is {str(version)[:20]}; known are {either(VERSIONS)}")
+        raise InputError(
+            f"{path}: checkpoint_version is {shown_value(version)}; known are {either(VERSIONS)}"
+        )
     return version
 
 
@@ -159,20 +168,18 @@ def _notes(grid: Grid, args: Record, parts: Parts) -> Iterator[str]:
 
 def read_grid(folder: Path) -> Grid:
     """The files of all processes, their tensors not yet."""
-    paths = {}
-    for path in sorted(folder.glob("mp_rank_*")):
-        match = re.fullmatch(r"mp_rank_([0-9]{2,4})(?:_([0-9]{3,4}))?", path.name)
+    paths: dict[tuple[int, int], Path] = {}
+    # Folders of the distributed optimizer, with its parts alone, are named as those of stages are.
+    for path in sorted(path for name in MODEL_FILES for path in folder.glob(f"mp_rank_*/{name}")):
+        match = re.fullmatch(r"mp_rank_([0-9]{2,4})(?:_([0-9]{3,4}))?", path.parent.name)
         if match:
-            files = [path / "model_optim_rng.pt", path / "model_rng.pt"]
-            paths[int(match[1]), int(match[2] or 0)] = next(
-                (file for file in files if file.exists()), files[0]
-            )
+            paths.setdefault((int(match[1]), int(match[2] or 0)), path)
     if not paths:
-        raise InputError(f"{folder}: holds no mp_rank_00, the folder of the first process's file")
+        raise InputError(f"{folder}: holds no mp_rank_00/{MODEL_FILES[0]}, the first process's file")
     grid = Grid(folder, paths, {})
     missing = [(t, p) for p in range(grid.stages) for t in range(grid.tensor) if (t, p) not in paths]
     if missing:
-        named = ", ".join(rank_folder(*rank, grid.stages) for rank in missing[:10])
+        named = ", ".join(f"{rank_folder(*rank, grid.stages)}/{MODEL_FILES[0]}" for rank in missing[:10])
         raise InputError(
             f"{folder}: is of {grid.tensor} x {grid.stages} processes (tensor x pipeline), but lacks {named}"
         )
@@ -196,21 +203,32 @@ def model_chunks(path: Path, content: dict[str, Any]) -> Chunks:
     """The tensors of a process, by chunk of its layers, of which interleaved schedules have several."""
     if "model" in content:
         return [_flatten(path, content["model"])]
-    count = sum(1 for key in content if re.fullmatch(r"model[0-9]+", str(key)))
+    count = sum(1 for key in content if type(key) is str and re.fullmatch(r"model[0-9]+", key))
     return [_flatten(path, content.get(f"model{i}")) for i in range(count)]
 
 
-def _flatten(path: Path, nested: Any, prefix: str = "", depth: int = 0) -> dict[str, StoredTensor]:
+def _flatten(path: Path, model: Any) -> dict[str, StoredTensor]:
     found = {}
-    if not isinstance(nested, dict) or depth > MOST_NESTED:
-        raise InputError(f"{path}: {prefix[:80] or 'model'} is neither a tensor nor a dict of some")
-    for key, value in nested.items():
-        name = f"{prefix}.{key}" if prefix else str(key)
+    for visited, (name, value) in enumerate(_entries("", model, 0)):
+        if visited > MOST_ENTRIES or len(name) > LONGEST_NAME:
+            raise InputError(f"{path}: has more tensors than a model, or longer names ({name[:80]})")
         if isinstance(value, StoredTensor):
             found[name] = value
-        else:
-            found |= _flatten(path, value, name, depth + 1)
+        elif not isinstance(value, dict):
+            raise InputError(f"{path}: {name or 'model'} is neither a tensor nor a dict of some")
     return found
+
+
+def _entries(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
+    """A value and, if it is a dict, all that is in it; what is nested too deep ends as None."""
+    if not isinstance(value, dict):
+        yield name, value
+    elif depth > MOST_NESTED or any(type(key) is not str for key in value):
+        yield name, None
+    else:
+        yield name, value
+        for key, nested in value.items():
+            yield from _entries(f"{name}.{key}" if name else key, nested, depth + 1)
 
 
 def by_our_names(

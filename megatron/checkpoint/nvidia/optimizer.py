@@ -35,13 +35,15 @@ def optimizer_tensors(
         inner = optimizer.get("optimizer", optimizer)
         order = [key for decays in (True, False) for key in _in_order(chunks, decays)]
         numbers = [number for group in inner["param_groups"] for number in group["params"]]
+        if not all(type(number) is int for number in numbers):
+            raise TypeError("a weight's number is not one")
         state = inner["state"]
         found = {kind: [state[n][kind] for n in numbers] for kind in MOMENTS if kind in state[numbers[0]]}
         if "fp32_from_fp16_params" in optimizer:
             found[MASTER] = [tensor for group in optimizer["fp32_from_fp16_params"] for tensor in group]
         steps = state[numbers[0]].get("step", inner["param_groups"][0].get("step"))
         steps = int(steps.read()) if isinstance(steps, StoredTensor) else int(steps)
-    except (AttributeError, LookupError, TypeError, ValueError):
+    except (AttributeError, LookupError, OverflowError, TypeError, ValueError):
         raise InputError(
             f"{path}: its optimizer is not in the form of Megatron-LM v2.5 (Adam or SGD, not distributed); give "
             "--no-load-optim to read the weights alone"

@@ -3,61 +3,78 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron.checkpoint.foreign import shown, weights_state
-from megatron.checkpoint.unpickle import Record
-from megatron.flags import LARGEST, InputError, flag_name
+from megatron.checkpoint.unpickle import Record, shown_value
+from megatron.flags import LARGEST, InputError, field_types, flag_name
 from megatron.model.config import ModelConfig
 from megatron.optim.schedule import Schedule
 from megatron.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.tokenizer.config import TokenizerConfig
 
-# What is read of the flags beside those of the model, and of what type it is where it is there at all.
-KINDS = dict.fromkeys(
-    (
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "make_vocab_size_divisible_by",
-        "orig_vocab_size",
-        "seq_length",
-        "seed",
-        "global_batch_size",
-        "train_iters",
-        "train_samples",
-        "consumed_train_samples",
-    ),
-    (int,),
+# Flags of MLP, attention, positions, normalisation and layers that make another model, mostly of the same tensors: of
+# each, the values, beside false ones, that ask for nothing.
+VARIANTS: dict[str, tuple[Any, ...]] = dict.fromkeys(
+    """
+    squared_relu quick_geglu glu_linear_offset activation_func_clamp_value num_experts
+    window_size window_attn_skip_freq softmax_scale qk_l2_norm attention_output_gate head_wise_attn_gate
+    multi_latent_attention experimental_attention_variant linear_attention_freq
+    rotary_interleaved rotary_base_per_layer no_rope_freq
+    apply_layernorm_1p layernorm_zero_centered_gamma
+    enable_mhc_connections use_mup mtp_num_layers spec hybrid_layer_pattern hybrid_override_pattern
+    heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json
+    """.split(),
+    (),
 )
+VARIANTS |= {"softmax_type": ("vanilla",), "rotary_seq_len_interpolation_factor": (1,)}
+
+# What is read of the flags, and of what type it is where it is there at all.
+KINDS = {name: (int, float) if kind is float else (kind,) for name, kind in field_types(ModelConfig).items()}
+SIZES = (
+    "model_parallel_size",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "make_vocab_size_divisible_by",
+    "orig_vocab_size",
+    "seq_length",
+    "global_batch_size",
+)
+COUNTS = ("seed", "train_iters", "train_samples", "consumed_train_samples")
+KINDS |= dict.fromkeys((*SIZES, *COUNTS), (int,))
 KINDS |= dict.fromkeys(("data_path", "split", "dataloader_type"), (str,))
-KINDS |= dict.fromkeys(("mask_prob", "short_seq_prob", "weight_decay"), (int, float))
+KINDS |= dict.fromkeys(("layernorm_epsilon", "mask_prob", "short_seq_prob", "weight_decay"), (int, float))
 
 
 def read_flags(path: Path, content: Any) -> Record:
-    """The flags of the run in the content of a file; empty if it holds none.
+    """The flags of the run in the content of a file, less those that are None; empty if it holds none.
 
     Raises:
         InputError: the value of one is of no use.
     """
     args = content.get("args") if isinstance(content, dict) else None
-    if not isinstance(args, Record):
+    if not isinstance(args, Record) or not isinstance(args.state, dict):
         return Record("no flags", state={})
-    for name, kinds in KINDS.items():
-        value = args.get(name)
-        for part in value if isinstance(value, (list, tuple)) else [value]:
-            if value is not None and (
-                type(part) not in kinds or (type(part) is not str and not 0 <= part <= LARGEST)
-            ):
-                raise InputError(f"{path}: its flag {name} is {str(part)[:40]}, which cannot be")
-    return args
+    flags = {name: value for name, value in args.state.items() if value is not None}
+    for name in KINDS.keys() & flags.keys():
+        value = flags[name]
+        for part in value if name == "data_path" and isinstance(value, (list, tuple)) else [value]:
+            check_value(path, f"its flag {name}", part, KINDS[name], low=int(name in SIZES))
+    return Record(args.kind, state=flags)
+
+
+def check_value(path: Path, what: str, value: Any, kinds: tuple[type, ...], low: int = 0) -> None:
+    """Raise `InputError` unless a value is of one of these types and, if it is a number, in a range that is of use."""
+    if type(value) not in kinds or (isinstance(value, (int, float)) and not low <= value <= LARGEST):
+        raise InputError(f"{path}: {what} is {shown_value(value)}, which cannot be")
 
 
 def read_config(
-    path: Path, args: Record, sizes: dict[str, Any], given: Mapping[str, Any], not_read: Collection[str]
+    path: Path, args: Record, sizes: dict[str, Any], given: Mapping[str, Any], not_read: Collection[str] = ()
 ) -> ModelConfig:
     """The architecture of the model of a checkpoint.
 
@@ -66,13 +83,14 @@ def read_config(
         args: the flags of the run; empty where there are none, as in NVIDIA's released models.
         sizes: fields of the config that follow from the tensors.
         given: fields that the user gives; of those that the flags do not say, the number of heads is needed.
-        not_read: flags that must not be set.
+        not_read: flags that must not be set, beside `VARIANTS`.
 
     Raises:
         InputError: the number of heads is needed, sizes do not fit, or the model is of a kind that we have not.
     """
-    for name in not_read:
-        if args.get(name):
+    for name in (*VARIANTS, *not_read):
+        value = args.get(name)
+        if value and value not in VARIANTS.get(name, ()):
             flag = f"--{name.replace('_', '-')}"
             raise InputError(f"{path}: was trained with {flag}, which is not read from this format")
     said = {field.name: args.get(field.name) for field in dataclasses.fields(ModelConfig)}
@@ -90,9 +108,7 @@ def read_config(
     said |= given
     for name, size in sizes.items():
         if said.get(name, size) != size:
-            raise InputError(
-                f"{path}: says that {name} is {str(said[name])[:20]}, but by its tensors it is {size}"
-            )
+            raise InputError(f"{path}: says that {name} is {said[name]}, but by its tensors it is {size}")
     if "num_attention_heads" not in said:
         raise InputError(f"--num-attention-heads is required: {path} does not say how many there are")
     try:
@@ -100,6 +116,15 @@ def read_config(
         return ModelConfig(**sizes | said | {"mask_padded_vocab": False})
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
+
+
+def heads_note(path: Path, args: Record, model: ModelConfig) -> Iterator[str]:
+    """What to know where the number of heads is not in the file: any that divides the width fits its tensors."""
+    if args.get("num_attention_heads") is None:
+        yield (
+            f"the number of heads, {model.num_attention_heads}, comes from the command line, and nothing in {path} "
+            "confirms it, nor do equal logits; check the loss on text that you know"
+        )
 
 
 def check_tensors(
@@ -126,6 +151,19 @@ def check_tensors(
         )
 
 
+def schedule_of(content: dict[str, Any]) -> dict[str, Any]:
+    """What a file holds of the schedules of its run; v3.0 has another name for it."""
+    schedule = content.get("lr_scheduler", content.get("opt_param_scheduler"))
+    return schedule if isinstance(schedule, dict) else {}
+
+
+def counts_samples(content: dict[str, Any], args: Record) -> bool:
+    """Whether a file says where its run stands as v2.0 and later do: v1 has other names in its schedule, whose lengths
+    are iterations, and does not tell how many samples one takes."""
+    schedule = schedule_of(content)
+    return bool(schedule) and "start_lr" not in schedule and args.get("global_batch_size") is not None
+
+
 def read_state(
     path: Path,
     content: dict[str, Any],
@@ -137,9 +175,10 @@ def read_state(
     padded: int,
     bf16: bool,
 ) -> dict[str, Any]:
-    """The state of the checkpoint whose file is `path` and holds `content`.
+    """The state of the checkpoint whose file is `path`.
 
     Args:
+        content: what the file holds, of a run that `counts_samples`; empty if the weights alone are read.
         tokenizer: as given by the user; it says how many ids there are, if `args` does not.
         padded: rows of the table of words.
     """
@@ -150,26 +189,21 @@ def read_state(
     state["padded_vocab_size"] = padded
     config = state["config"]
     config["data"]["seq_length"] = args.get("seq_length", model.max_position_embeddings)
-    schedule = content.get("lr_scheduler") or content.get("opt_param_scheduler")
-    if not schedule:
+    if not content:
         return state
     config["training"]["seed"] = args.get("seed")
     config["data"]["mock_data"] = False
     for name in ("data_path", "split", "dataloader_type", "mask_prob", "short_seq_prob"):
         config["data"][name] = args.get(name)
-    iteration = content.get("iteration", content.get("total_iters"))
-    batch = args.get("global_batch_size")
-    if type(iteration) is not int or iteration < 0 or not batch:
-        raise InputError(
-            f"{path}: does not say where its run stands (iteration, and global_batch_size of its flags)"
-        )
+    iteration, batch = content.get("iteration"), args.get("global_batch_size")
+    check_value(path, "its iteration", iteration, (int,))
     samples = args.get("train_samples") or (args.get("train_iters") or 0) * batch
     consumed = args.get("consumed_train_samples") or iteration * batch
     return state | {
         "iteration": iteration,
         "consumed_samples": consumed,
         "train_samples": samples,
-        "schedule": dataclasses.asdict(_schedule(path, schedule, args, samples)),
+        "schedule": dataclasses.asdict(_schedule(path, schedule_of(content), args, samples)),
     }
 
 
@@ -186,7 +220,8 @@ def _vocab_size(path: Path, args: Record, tokenizer: TokenizerConfig, padded: in
             f"{path}: says how many rows its table of words has, {padded}, but not how many of them are ids; give the "
             "tokenizer (--tokenizer-type and its files) or --vocab-size"
         )
-    multiple, parts = args.get("make_vocab_size_divisible_by"), args.get("tensor_model_parallel_size", 1)
+    multiple, parts = args.get("make_vocab_size_divisible_by"), args.get("model_parallel_size", 1)  # of v1
+    parts = args.get("tensor_model_parallel_size", parts)
     fits = type(size) is int and 0 < size <= padded
     if fits and multiple:
         fits = padded_vocab_size(size, multiple, parts) == padded
@@ -201,16 +236,14 @@ def _vocab_size(path: Path, args: Record, tokenizer: TokenizerConfig, padded: in
 def _schedule(path: Path, saved: dict[str, Any], args: Record, train_samples: int) -> Schedule:
     """The schedules of the run: that of the learning rate as it was saved, in samples."""
     decay = args.get("weight_decay", 0.01)
-    old = {"max_lr": "start_lr", "warmup_steps": "warmup_iter", "decay_steps": "end_iter"}
     found = {
-        name: saved.get(name, saved.get(old.get(name)))
-        for name in ("max_lr", "min_lr", "warmup_steps", "decay_steps", "decay_style")
+        name: saved.get(name) for name in ("max_lr", "min_lr", "warmup_steps", "decay_steps", "decay_style")
     }
+    later = {"start_wd": decay, "end_wd": decay, "wd_incr_style": "constant"}  # of v3.0
+    found |= {name: saved.get(name, value) for name, value in later.items()}
     for name, value in found.items():
-        if not isinstance(value, str if name == "decay_style" else (int, float)):
-            raise InputError(
-                f"{path}: {name} of its learning rate's schedule is {str(value)[:40]}, which cannot be"
-            )
+        kinds = (str,) if name in ("decay_style", "wd_incr_style") else (int, float)
+        check_value(path, f"{name} of its learning rate's schedule", value, kinds)
     return Schedule(
         max_lr=found["max_lr"],
         min_lr=found["min_lr"],
@@ -220,8 +253,8 @@ def _schedule(path: Path, saved: dict[str, Any], args: Record, train_samples: in
         decay_style=found["decay_style"],
         wsd_decay=0,
         wsd_decay_style="exponential",
-        start_weight_decay=saved.get("start_wd", decay),
-        end_weight_decay=saved.get("end_wd", decay),
-        weight_decay_style=saved.get("wd_incr_style", "constant"),
+        start_weight_decay=found["start_wd"],
+        end_weight_decay=found["end_wd"],
+        weight_decay_style=found["wd_incr_style"],
         train_samples=train_samples,
     )

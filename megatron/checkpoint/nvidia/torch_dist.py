@@ -25,28 +25,22 @@ from torch import Tensor
 
 from megatron.checkpoint.checkpoint import Checkpoint
 from megatron.checkpoint.foreign import Assembled, Source, model_without_memory
-from megatron.checkpoint.nvidia.run import check_tensors, read_config, read_flags, read_state
+from megatron.checkpoint.nvidia.run import check_tensors, heads_note, read_config, read_flags, read_state
 from megatron.checkpoint.torch_file import StoredTensor, read_torch_file
 from megatron.checkpoint.unpickle import Record, unpickle
-from megatron.flags import InputError
+from megatron.flags import LARGEST, InputError
+from megatron.model.config import ModelConfig
 from megatron.model.vocabulary import WORD_TABLE
 from megatron.tokenizer.config import TokenizerConfig
 
 METADATA = ".metadata"
+(MOST_LAYERS,) = (f.metadata["flag"].high for f in dataclasses.fields(ModelConfig) if f.name == "num_layers")
 STACK = "decoder.layers."
 # What stands in the place of ours where normalisations are fused.
 FUSED = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
-# Flags that change what the tensors are, and that we have not.
-NOT_READ = (
-    "num_experts",
-    "multi_latent_attention",
-    "apply_layernorm_1p",
-    "squared_relu",
-    "rotary_interleaved",
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,11 +67,11 @@ class Chunks:
         """All of it; or of the layers that are stacked in it this one.
 
         Raises:
-            InputError: a file is damaged, or chunks are missing.
+            InputError: a file is damaged, or chunks are missing or overlap.
         """
         begin = () if layer is None else (layer,)
         values = torch.empty(self.shape[len(begin) :], dtype=self.dtype)
-        missing = values.numel()
+        missing = torch.ones(values.shape, dtype=torch.bool)
         for chunk in self.chunks:
             ends = [offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)]
             if begin and not chunk.offsets[0] <= layer < ends[0]:
@@ -88,15 +82,16 @@ class Chunks:
                 self.dtype,
             ):
                 raise InputError(f"{chunk.path}: a chunk of {self.name} is not what {METADATA} says")
-            part = stored.read()
             if begin:
-                part = part[layer - chunk.offsets[0]]
-            place = [slice(*ends) for ends in zip(chunk.offsets, ends, strict=True)][len(begin) :]
-            values[tuple(place)] = part
-            missing -= part.numel()
-        if missing:
+                stored = stored.row(layer - chunk.offsets[0])
+            place = tuple(slice(*ends) for ends in zip(chunk.offsets, ends, strict=True))[len(begin) :]
+            if not missing[place].all():
+                raise InputError(f"{chunk.path}: a chunk of {self.name} overlaps another")
+            values[place] = stored.read()
+            missing[place] = False
+        if missing.any():
             raise InputError(
-                f"{self.chunks[0].path.parent}: {missing} elements of {self.name} are in none of the files"
+                f"{self.chunks[0].path.parent}: {missing.sum()} elements of {self.name} are in none of the files"
             )
         return values
 
@@ -118,7 +113,7 @@ def open_torch_dist(folder: Path, tokenizer: TokenizerConfig, given: Mapping[str
     if len(shapes.get(WORD_TABLE, ())) != 2:
         raise InputError(f"{folder}: holds no GPT ({METADATA} lacks the table of words)")
     path, args = _flags(folder, objects)
-    config = read_config(path, args, _sizes(folder, shapes, args), given, NOT_READ)
+    config = read_config(path, args, _sizes(folder, shapes, args), given)
     padded = shapes[WORD_TABLE][0]
     model = model_without_memory("GPT", config, padded)
     wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
@@ -138,6 +133,7 @@ def open_torch_dist(folder: Path, tokenizer: TokenizerConfig, given: Mapping[str
         if args.state
         else [f"{folder} does not hold the flags of its run; what no flag says here is the default"]
     )
+    notes += heads_note(path, args, config)
     if optimizer:
         notes.append(f"{folder}: the state of its optimizer is not read, its weights alone")
     return Checkpoint(folder, state, None, {"model": Assembled(folder, sources)}, notes=tuple(notes))
@@ -172,16 +168,18 @@ def read_metadata(folder: Path) -> tuple[dict[str, Chunks], dict[str, Chunk]]:
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
     try:
-        stored = {
-            (index.get("fqn"), index.get("offset")): info for index, info in whole.get("storage_data").items()
-        }
+        stored = {_place(index): info for index, info in whole.get("storage_data").items()}
         tensors, objects = {}, {}
         for name, entry in whole.get("state_dict_metadata").items():
+            if type(name) is not str:
+                raise ValueError("the name of a tensor is not text")
             if entry.kind.endswith(".BytesStorageMetadata"):
                 objects[name] = _chunk(folder, (), (), stored[name, None])
                 continue
             shape, (dtype, *_) = _numbers(entry.get("size")), entry.get("properties").state
             chunks = [(_numbers(c.get("offsets")), _numbers(c.get("sizes"))) for c in entry.get("chunks")]
+            if is_stacked(name) and (not shape or 0 in shape or shape[0] > MOST_LAYERS):
+                raise ValueError(f"{name[:80]} is of all layers, but has the shape {shape}")
             for offsets, sizes in chunks:
                 if any(o + n > total for o, n, total in zip(offsets, sizes, shape, strict=True)):
                     raise ValueError(f"a chunk of {name} lies outside of it")
@@ -206,8 +204,16 @@ def _check_lengths(chunks: list[Chunk]) -> None:
             raise ValueError(f"the chunks in {path.name} overlap")
 
 
+def _place(index: Record) -> tuple[str, tuple[int, ...] | None]:
+    """The name and offset under which a chunk is found. To hash what is not known to be these can crash Python."""
+    name, offset = index.get("fqn"), index.get("offset")
+    if type(name) is not str:
+        raise ValueError("the name of a chunk is not text")
+    return name, None if offset is None else _numbers(offset)
+
+
 def _numbers(values: Any) -> tuple[int, ...]:
-    if not isinstance(values, tuple) or any(type(n) is not int or n < 0 for n in values):
+    if not isinstance(values, tuple) or any(type(n) is not int or not 0 <= n <= LARGEST for n in values):
         raise ValueError("a shape or an offset is not one")
     return values
 
@@ -224,11 +230,16 @@ def _chunk(folder: Path, offsets: tuple[int, ...], sizes: tuple[int, ...], info:
     return Chunk(offsets, sizes, path, *_numbers((begin, length)))
 
 
+def is_stacked(name: str) -> bool:
+    """Whether a tensor is of all layers."""
+    return name.startswith(STACK) and not re.match(r"[0-9]", name[len(STACK) :])
+
+
 def our_names(name: str, shape: tuple[int, ...]) -> list[tuple[str, int | None]]:
     """Our names of what a tensor holds; each with its place in the stack, if it is one of layers."""
     for theirs, ours in FUSED.items():
         name = name.replace(theirs, ours)
-    if not name.startswith(STACK) or re.match(r"[0-9]", name[len(STACK) :]):
+    if not is_stacked(name):
         return [(name, None)]
     return [(f"{STACK}{layer}.{name[len(STACK) :]}", layer) for layer in range(shape[0])]
 

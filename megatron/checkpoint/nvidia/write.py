@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from megatron.checkpoint.checkpoint import Checkpoint, model_config, saved_token
 from megatron.checkpoint.convert import check_is_empty
 from megatron.checkpoint.nvidia.names import cut_dim, is_vocabulary, nest, rank_folder, stage_keys
 from megatron.checkpoint.nvidia.read import RELEASE
-from megatron.checkpoint.storage import TRACKER, replace_text, sync
+from megatron.checkpoint.storage import TRACKER, check_room, replace_text, sync, sync_all
 from megatron.flags import InputError, flag_name
 from megatron.model.config import ModelConfig
 from megatron.parallel.slices import GlobalSlice
@@ -63,6 +64,7 @@ def write_megatron(
     existed, temporary = root.exists(), root / f".writing-{RELEASE}"
     try:
         temporary.mkdir(parents=True)
+        check_room(temporary, layout.nbytes)
         for p in range(pipeline_parallel):
             for t in range(tensor_parallel):
                 folder = temporary / rank_folder(t, p, pipeline_parallel)
@@ -72,14 +74,26 @@ def write_megatron(
                     "checkpoint_version": 3.0,
                     "iteration": checkpoint.iteration,
                 }
-                torch.save(content | {"model": layout.model(t, p, advance)}, folder / "model_optim_rng.pt")
-                sync(folder / "model_optim_rng.pt")
+                _save(content | {"model": layout.model(t, p, advance)}, folder / "model_optim_rng.pt")
+        sync_all(temporary)
         temporary.rename(root / RELEASE)
+        sync(root)
         replace_text(root / TRACKER, RELEASE)
     except BaseException:
         for left in (temporary, root / RELEASE) if existed else (root,):
             shutil.rmtree(left, ignore_errors=True)
         raise
+
+
+def _save(content: dict[str, Any], path: Path) -> None:
+    with path.open("wb") as file:
+        try:
+            torch.save(content, file)
+        except RuntimeError as error:
+            # Of a write that fails torch tells only that its archive has come out too short.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
 
 
 def _check_model(config: ModelConfig) -> None:
@@ -143,6 +157,10 @@ class Layout:
             onnx_safe=None,
             layernorm_epsilon=config.norm_epsilon,
             apply_residual_connection_post_layernorm=config.apply_residual_connection_post_layernorm,
+            attention_dropout=config.attention_dropout,
+            hidden_dropout=config.hidden_dropout,
+            init_method_std=config.init_method_std,
+            init_method_xavier_uniform=config.init_method_xavier_uniform,
             params_dtype=self.dtype,
             fp16=False,
             bf16=bf16,
@@ -158,36 +176,56 @@ class Layout:
         dtypes = {tensor["dtype"] for tensor in self.checkpoint.pieces("model").index.values()}
         return torch.bfloat16 if dtypes == {"bfloat16"} else torch.float32
 
-    def model(self, t: int, p: int, advance: Callable[[int], object]) -> dict[str, Any]:
-        """The nested dicts of the process `t` of stage `p`."""
+    @property
+    def nbytes(self) -> int:
+        """Of the tensors in all files."""
+        names = [name for p in range(self.pipeline) for _, name in self.keys(p)]
+        elements = sum(
+            math.prod(self.place(name, t).local_shape) for name in names for t in range(self.tensor)
+        )
+        return elements * self.dtype.itemsize
+
+    def keys(self, p: int) -> Iterator[tuple[str, str]]:
+        """The keys of the tensors of stage `p`, and our names."""
         each = self.config.num_layers // self.pipeline
-        keys = stage_keys(
+        return stage_keys(
             "decoder" if self.checkpoint.state["task"] == "GPT" else "encoder",
             range(p * each, (p + 1) * each),
             first=p == 0,
             last=p == self.pipeline - 1,
             names=self.checkpoint.pieces("model").index,
         )
+
+    def model(self, t: int, p: int, advance: Callable[[int], object]) -> dict[str, Any]:
+        """The nested dicts of the process `t` of stage `p`."""
         model: dict[str, Any] = {}
-        for key, name in keys:
+        for key, name in self.keys(p):
             tensor = self.part(name, t)
             nest(model, key, tensor)
             advance(tensor.nbytes)
         return model
 
-    def part(self, name: str, t: int) -> Tensor:
-        """The part of a tensor that the process `t` holds. Rows beyond those there are repeat the last id's, as in what
-        NVIDIA's own tools make: there the padding takes part in the softmax."""
-        tensors = self.checkpoint.pieces("model")
-        shape, dim, real = tuple(tensors.index[name]["shape"]), cut_dim(name), None
-        ids = self.checkpoint.state["vocab_size"]
+    def place(self, name: str, t: int) -> GlobalSlice:
+        """Which part of a tensor the process `t` holds."""
+        shape, dim, real = tuple(self.checkpoint.pieces("model").index[name]["shape"]), cut_dim(name), None
         if is_vocabulary(name):
             real = min(shape[0], self.padded)
             shape = (self.padded, *shape[1:])
         length = shape[dim or 0] // (1 if dim is None else self.tensor)
         begin = 0 if dim is None else t * length
-        values = tensors.read(name, GlobalSlice(shape, dim or 0, ((begin, begin + length),), real=real))
-        if real is not None and real < begin + length:
-            last = tensors.read(name, GlobalSlice(shape, 0, ((ids - 1, ids),), real=real))
-            values[max(0, real - begin) :] = last
+        return GlobalSlice(shape, dim or 0, ((begin, begin + length),), real=real)
+
+    def part(self, name: str, t: int) -> Tensor:
+        """The part of a tensor that the process `t` holds. Rows beyond those there are repeat the last id's, as in what
+        NVIDIA's own tools make: there the padding takes part in the softmax."""
+        tensors, place, ids = (
+            self.checkpoint.pieces("model"),
+            self.place(name, t),
+            self.checkpoint.state["vocab_size"],
+        )
+        values = tensors.read(name, place)
+        ((begin, end),) = place.ranges
+        if place.real is not None and place.real < end:
+            last = tensors.read(name, dataclasses.replace(place, ranges=((ids - 1, ids),)))
+            values[max(0, place.real - begin) :] = last
         return values.to(self.dtype)
