@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import zipfile
@@ -14,6 +15,7 @@ from hf_models import VOCAB, save_hf
 from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint.find import find_checkpoint
+from megatron.checkpoint.huggingface.families import FAMILIES
 from megatron.flags import InputError, TrainingFault
 from megatron.inference.load import load_gpt
 from megatron.model.gpt import GPTModel
@@ -69,6 +71,44 @@ def test_there_and_back_with_a_tokenizer(tmp_path: Path, capsys, kind: str) -> N
     direct = model_of(again)
     for (name, a), b in zip(direct.named_parameters(), model_of(ours).parameters(), strict=True):
         assert a.equal(b), name
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        (
+            {"tokenizer_class": "Y", "auto_map": {"AutoTokenizer": ["evil.Y", None]}},
+            "ValueError: .* custom code",
+        ),
+        ({"extra_special_tokens": 5}, "TypeError: "),
+    ],
+    ids=["code", "damaged"],
+)
+def test_a_tokenizer_that_transformers_does_not_load(
+    tmp_path: Path, capsys, monkeypatch, settings: dict, why: str
+) -> None:
+    """It costs a note, not the conversion; and code in the folder does not run, whatever the terminal answers."""
+    folder = save_hf(tmp_path / "theirs", "llama", vocab_size=300)
+    give_tokenizer(folder, ("tokenizer.json",))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    convert("huggingface", "native", folder, tmp_path / "new")
+    out = capsys.readouterr().out
+    assert re.search(rf"\nnote: AutoTokenizer of transformers loads no tokenizer from {folder} \({why}", out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "theirs"]
+
+
+def test_a_model_that_transformers_does_not_have(tmp_path: Path, capsys, monkeypatch) -> None:
+    folder = save_hf(tmp_path / "theirs", "gpt2")
+    unknown = dataclasses.replace(FAMILIES["gpt2"], architectures=("GPT9LMHeadModel",))
+    monkeypatch.setitem(FAMILIES, "gpt2", unknown)
+    convert("huggingface", "native", folder, tmp_path / "new")
+    out = capsys.readouterr().out
+    assert re.search(
+        r"\nnote: not compared with transformers: transformers \S+ has no GPT9LMHeadModel\n", out
+    )
+    assert "logits of what was written differ by 0.00e+00" in out and "logits of transformers" not in out
 
 
 def test_of_a_run(tmp_path: Path, pretrain: Callable[..., str], capsys) -> None:
