@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tqdm import tqdm
 
-from megatron.arguments import Parser, add_flags, make_config, run_command
+from megatron.arguments import Parser, add_flags, end_on_sigterm, make_config, run_command
 from megatron.checkpoint.checkpoint import Checkpoint, saved_tokenizer
 from megatron.checkpoint.convert import check_is_empty, tensors_to_write, write_native
 from megatron.checkpoint.find import find_checkpoint
@@ -69,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print("note: the weights alone are written; the state of the optimizer stays behind")
     elements = sum(math.prod(tensor["shape"]) for tensor in source.pieces("model").index.values())
     print(f"{elements:,} parameters, vocabulary of {source.state['vocab_size']:,} ids")
+    end_on_sigterm()
     kinds = ["model"] if args.target == "huggingface" else source.kinds
     size = sum(t.nbytes for kind in kinds for t in tensors_to_write(source.pieces(kind)).values())
     # Where nobody watches a bar, a line now and then.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
+import signal
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ from hf_models import VOCAB, save_hf
 from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint.find import find_checkpoint
+from megatron.checkpoint.huggingface import read
 from megatron.checkpoint.huggingface.families import FAMILIES
 from megatron.flags import InputError, TrainingFault
 from megatron.inference.load import load_gpt
@@ -290,6 +293,20 @@ def test_a_conversion_that_differs_is_not_kept(tmp_path: Path, monkeypatch) -> N
         convert("huggingface", "native", folder, tmp_path / "new")
     monkeypatch.setattr(tool, "their_logits", lambda *a: [torch.nan * x for x in right(*a)])
     with pytest.raises(TrainingFault):
+        convert("huggingface", "native", folder, tmp_path / "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+@pytest.mark.parametrize("at", ["_read", "our_logits"])
+def test_sigterm_leaves_nothing(tmp_path: Path, monkeypatch, at: str) -> None:
+    """Neither while tensors are written, nor when all is there but not compared yet."""
+    import tools.convert_checkpoint as tool
+
+    folder = save_hf(tmp_path / "theirs", "gpt2")
+    where = tool if at == "our_logits" else read
+    monkeypatch.setattr(where, at, lambda *a: os.kill(os.getpid(), signal.SIGTERM))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with pytest.raises(SystemExit, match="143"):
         convert("huggingface", "native", folder, tmp_path / "new")
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
 
