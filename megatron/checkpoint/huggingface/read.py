@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron.checkpoint.checkpoint import Checkpoint
 from megatron.checkpoint.foreign import Assembled, Source, model_without_memory, shown, weights_state
-from megatron.checkpoint.huggingface.families import Family, Modules
+from megatron.checkpoint.huggingface.families import Modules
 from megatron.checkpoint.huggingface.settings import Settings, read_settings
 from megatron.checkpoint.tensor_file import DTYPES, TensorFile
 from megatron.flags import InputError
@@ -44,16 +44,18 @@ def open_huggingface(folder: Path) -> Checkpoint:
     task = "GPT"
     if settings.family.model_type == "megatron-bert":
         task = "BERT" if "cls.seq_relationship.weight" in files else "BERT --bert-no-binary-head"
-    tokenizer = _find_tokenizer(folder, settings.family)
+    tokenizer = _find_tokenizer(folder, settings)
     ids = build_tokenizer(tokenizer).vocab_size if tokenizer.tokenizer_type else settings.rows
-    vocab_size = min(ids, settings.rows)
-    sources, notes = _find_sources(folder, files, settings, task, vocab_size)
+    if ids > settings.rows:
+        raise InputError(
+            f"{folder}: its tokenizer has {ids} ids, more than the {settings.rows} rows (vocab_size) of the model; put "
+            "the files of the tokenizer there that it was trained with, or none"
+        )
+    sources, notes = _find_sources(folder, files, settings, task, ids)
     if ids < settings.rows:
         notes.append(f"{settings.rows - ids} rows pad the vocabulary of {ids} ids; they are left out")
-    if ids > settings.rows:
-        notes.append(f"its tokenizer has {ids} ids, more than the {settings.rows} that the model has")
     bf16 = all(source.dtype == torch.bfloat16 for source in sources.values())
-    state = weights_state(task, settings.model, tokenizer, vocab_size=vocab_size, bf16=bf16)
+    state = weights_state(task, settings.model, tokenizer, vocab_size=ids, bf16=bf16)
     return Checkpoint(
         folder, state, None, {"model": Assembled(folder, sources)}, notes=(*settings.notes, *notes)
     )
@@ -175,18 +177,27 @@ def _check_left(folder: Path, files: Files, settings: Settings, left: set[str], 
         )
 
 
-def _find_tokenizer(folder: Path, family: Family) -> TokenizerConfig:
+def _find_tokenizer(folder: Path, settings: Settings) -> TokenizerConfig:
     """The tokenizer whose files lie in a folder; without a type if none do."""
+    family = settings.family
     path = {name: str(folder.absolute() / name) for name in TOKENIZER_FILES if (folder / name).is_file()}
     if family.model_type == "gpt2" and {"vocab.json", "merges.txt"} <= path.keys():
         return TokenizerConfig(
             tokenizer_type="GPT2BPETokenizer", vocab_file=path["vocab.json"], merge_file=path["merges.txt"]
         )
     if family.model_type == "megatron-bert" and "vocab.txt" in path:
+        # Imported here, so that only such a folder needs the library of this tokenizer.
+        from megatron.tokenizer.bert import ADDED, read_vocab
+
         file = folder / "tokenizer_config.json"
-        settings = read_json(str(file)) if file.is_file() else {}
-        kind = "BertWordPieceLowerCase" if settings.get("do_lower_case", True) else "BertWordPieceCase"
-        return TokenizerConfig(tokenizer_type=kind, vocab_file=path["vocab.txt"])
+        lowercase = (read_json(str(file)) if file.is_file() else {}).get("do_lower_case", True)
+        lines = len(read_vocab(path["vocab.txt"]))
+        return TokenizerConfig(
+            tokenizer_type="BertWordPieceLowerCase" if lowercase else "BertWordPieceCase",
+            vocab_file=path["vocab.txt"],
+            # A model not of Megatron-LM's has no rows for the two ids that are added to the lines.
+            vocab_size=lines if settings.rows < lines + len(ADDED) else None,
+        )
     if "tokenizer.json" in path:
         return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=path["tokenizer.json"])
     models = sorted(folder.absolute().glob("*.model"))
