@@ -60,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.source == args.target:
         raise InputError(f"--to: {args.target} is the format of --from too; there is nothing to convert")
     check_is_empty(args.save)
+    args.save = args.save.resolve()  # what a link leads to can be replaced and deleted
     read, write = readers(args), writers(args)
     source = read[args.source](args.load)
     print(f"{source.folder}: {source.state['task']}, iteration {source.iteration}")

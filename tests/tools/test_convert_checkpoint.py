@@ -304,6 +304,25 @@ def test_a_conversion_that_differs_is_not_kept(tmp_path: Path, monkeypatch) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
 
 
+@pytest.mark.parametrize("target", ["native", "huggingface", "megatron"])
+def test_a_link_to_an_empty_folder(tmp_path: Path, monkeypatch, target: str) -> None:
+    import tools.convert_checkpoint as tool
+
+    source, folder = "huggingface", save_hf(tmp_path / "theirs", "gpt2")
+    if target == "huggingface":
+        convert("huggingface", "native", folder, tmp_path / "native")
+        source, folder = "native", tmp_path / "native"
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    convert(source, target, folder, tmp_path / "link")
+    assert (tmp_path / "link").readlink() == Path("empty") and any((tmp_path / "empty").iterdir())
+    (tmp_path / "other").symlink_to("new")
+    monkeypatch.setattr(tool, "TOLERANCE", -1)
+    with pytest.raises(TrainingFault, match="nothing is kept of the conversion"):
+        convert(source, target, folder, tmp_path / "other")
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize("at", ["_read", "our_logits"])
 def test_sigterm_leaves_nothing(tmp_path: Path, monkeypatch, at: str) -> None:
     """Neither while tensors are written, nor when all is there but not compared yet."""
