@@ -186,6 +186,10 @@ WRONG_SETTINGS = [
     ("llama", {"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported"),
     ("llama", {"num_key_value_heads": 4}, "config.json asks for other sizes than those of 4 tensor(s): "
         "model.layers.0.self_attn.k_proj.weight (32, 64) in place of (64, 64)"),
+    ("gpt2", {"vocab_size": 10**18}, "config.json asks for a tensor of 1000000000000000000 x 64, but all "),
+    ("gpt2", {"n_positions": 2**53}, "config.json asks for a tensor of 9007199254740992 x 64, but all "),
+    ("qwen3", {"head_dim": 2**52}, "config.json asks for a tensor of 18014398509481984 x 64, but all tensors together"),
+    ("llama", {"num_attention_heads": 2**52}, "config.json asks for a tensor of 72057594037927936 x 64, but all "),
     ("llama", {"num_hidden_layers": 3}, "lacks 9 tensor(s): model.layers.2.input_layernorm.weight, "),
     ("llama", {"num_hidden_layers": 1}, "has what a llama of this program has not, 9 tensor(s): model.layers.1.in"),
     ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "config.json: rope_type: 'llama3' lacks 'factor'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 from pathlib import Path
 
@@ -105,10 +106,7 @@ def _find_sources(
     folder: Path, files: Files, settings: Settings, task: str, vocab_size: int
 ) -> tuple[dict[str, Source], list[str]]:
     """Where each tensor of ours comes from, and what is to be said of it."""
-    if settings.model.num_layers > len(files):  # said before so many are made
-        raise InputError(
-            f"{folder}: config.json has {settings.model.num_layers} layers, but there are {len(files)} tensors in all"
-        )
+    _check_sizes(folder, files, settings)
     model = model_without_memory(task, settings.model, settings.rows)
     wanted = _match(folder, files, settings, model)
     used = {part for theirs, _ in wanted.values() for part in theirs}
@@ -127,6 +125,24 @@ def _find_sources(
         read = functools.partial(_read, files, *wanted[name], settings.model, dtype, shape[0])
         sources[name] = Source(shape, dtype, read)
     return sources, notes
+
+
+def _check_sizes(folder: Path, files: Files, settings: Settings) -> None:
+    """Refuse what is larger than all that is stored, before a model is made whose sizes may be beyond any memory."""
+    config = settings.model
+    if config.num_layers > len(files):
+        raise InputError(
+            f"{folder}: config.json has {config.num_layers} layers, but there are {len(files)} tensors in all"
+        )
+    stored = sum(math.prod(file.tensors[name].shape) for name, file in files.items())
+    rows = [settings.rows, config.num_attention_heads * config.kv_channels, config.ffn_hidden_size]
+    if config.position_embedding_type == "learned_absolute":
+        rows.append(config.max_position_embeddings)
+    if max(rows) * config.hidden_size > stored:
+        raise InputError(
+            f"{folder}: config.json asks for a tensor of {max(rows)} x {config.hidden_size}, but all tensors together "
+            f"have {stored} elements"
+        )
 
 
 def _match(
