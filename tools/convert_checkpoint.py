@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import importlib.util
 import math
 import shutil
 import sys
@@ -26,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tqdm import tqdm
 
-from megatron.arguments import Parser, add_flags, make_config, run_command
+from megatron.arguments import Parser, add_flags, end_on_sigterm, make_config, run_command
 from megatron.checkpoint.checkpoint import Checkpoint, saved_tokenizer
 from megatron.checkpoint.convert import check_is_empty, tensors_to_write, write_native
 from megatron.checkpoint.find import find_checkpoint
@@ -63,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.source == args.target != "megatron":  # whose files can be divided otherwise
         raise InputError(f"--to: {args.target} is the format of --from too; there is nothing to convert")
     check_is_empty(args.save)
+    args.save = args.save.resolve()  # what a link leads to can be replaced and deleted
     read, write = readers(args), writers(args)
     source = read[args.source](args.load)
     print(f"{source.folder}: {source.state['task']}, iteration {source.iteration}")
@@ -72,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print("note: the weights alone are written; the state of the optimizer stays behind")
     elements = sum(math.prod(tensor["shape"]) for tensor in source.pieces("model").index.values())
     print(f"{elements:,} parameters, vocabulary of {source.state['vocab_size']:,} ids")
+    end_on_sigterm()
     kinds = source.kinds if args.target == "native" else ["model"]
     size = sum(t.nbytes for kind in kinds for t in tensors_to_write(source.pieces(kind)).values())
     # Where nobody watches a bar, a line now and then.
@@ -99,7 +100,11 @@ def add_megatron_flags(parser: argparse.ArgumentParser) -> None:
     target = parser.add_argument_group("--to megatron")
     for axis in ("tensor", "pipeline"):
         what = f"processes that the files are made for ({axis} parallel; default: 1)"
-        target.add_argument(f"--target-{axis}-model-parallel-size", type=int, metavar="N", help=what)
+        names = (
+            f"--target-{axis}-model-parallel-size",
+            f"--target-{axis}-parallel-size",
+        )  # the latter NVIDIA's
+        target.add_argument(*names, type=int, metavar="N", help=what)
 
 
 def readers(args: argparse.Namespace) -> dict[str, Callable]:
@@ -148,14 +153,15 @@ def compare(source: Checkpoint, result: Checkpoint, folders: dict[str, Path]) ->
     expected = our_logits(source)
     found = {"what was written": largest_difference(expected, our_logits(result))}
     folder = folders.get("huggingface")
-    if folder is not None and importlib.util.find_spec("transformers"):
-        found[f"transformers from {folder}"] = largest_difference(expected, their_logits(folder, source))
-        saved = saved_tokenizer(source)
-        has_files = saved.tokenizer_type not in (None, "NullTokenizer")
-        if has_files and (note := tokenizer_note(folder, build_tokenizer(saved))):
-            print(f"note: {note}")
-    elif folder is not None:
-        print("note: transformers is not installed, and was not compared with")
+    if folder is not None:
+        try:
+            found[f"transformers from {folder}"] = largest_difference(expected, their_logits(folder, source))
+            saved = saved_tokenizer(source)
+            has_files = saved.tokenizer_type not in (None, "NullTokenizer")
+            if has_files and (note := tokenizer_note(folder, build_tokenizer(saved))):
+                print(f"note: {note}")
+        except ImportError as error:
+            print(f"note: not compared with transformers: {error}")
     for name, difference in found.items():
         print(f"logits of {name} differ by {difference:.2e} of the largest")
     # Not a number is no small difference.

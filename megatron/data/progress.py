@@ -19,7 +19,7 @@ class Progress:
     def __init__(self, total_bytes: int, log_interval: int) -> None:
         self.documents = 0
         self.text_bytes = 0
-        self._total_bytes = total_bytes
+        self._total_bytes = max(total_bytes, 1)  # of what has no tokens
         self._log_interval = log_interval
         self._next_line = log_interval
         self._start = time.monotonic()

@@ -17,6 +17,8 @@ from megatron.tokenizer import Tokenizer
 # By how much of the largest logit others may differ: what the order of additions makes of fp32 in a deep model.
 TOLERANCE = 1e-4
 BATCH, LONGEST = 2, 64
+# Neither the network nor code that lies in the folder, which transformers would else offer to run.
+FROM_FOLDER = {"local_files_only": True, "trust_remote_code": False}
 LINES = (
     "Hello world, it's 12345 tests!",
     "  two spaces\tand a tab",
@@ -52,6 +54,9 @@ def their_logits(folder: Path, checkpoint: Checkpoint) -> list[Tensor]:
 
     Args:
         checkpoint: what the tokens are made for.
+
+    Raises:
+        ImportError: transformers is not installed, or has no such model.
     """
     import transformers
 
@@ -60,7 +65,9 @@ def their_logits(folder: Path, checkpoint: Checkpoint) -> list[Tensor]:
     tokens, types = fixed_tokens(checkpoint)
     task, vocab_size = checkpoint.state["task"], checkpoint.state["vocab_size"]
     architecture = read_settings(folder / "config.json").family.architecture(task)
-    model = getattr(transformers, architecture).from_pretrained(folder, local_files_only=True).float().eval()
+    if not hasattr(transformers, architecture):
+        raise ImportError(f"transformers {transformers.__version__} has no {architecture}")
+    model = getattr(transformers, architecture).from_pretrained(folder, **FROM_FOLDER).float().eval()
     if task == "GPT":
         return [model(tokens).logits[..., :vocab_size]]
     out = model(tokens, token_type_ids=types)
@@ -73,12 +80,17 @@ def tokenizer_note(folder: Path, tokenizer: Tokenizer) -> str | None:
     """In what `AutoTokenizer` of a folder differs from a tokenizer of ours, if in anything."""
     from transformers import AutoTokenizer
 
+    # Files that it was not made for fail in it in any way.
     try:
-        theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, ImportError):
-        return f"AutoTokenizer of transformers finds no tokenizer in {folder}"
-    for line in LINES:
-        if theirs.encode(line, add_special_tokens=False) != tokenizer.tokenize(line):
+        theirs = AutoTokenizer.from_pretrained(folder, **FROM_FOLDER)
+        ids = [theirs.encode(line, add_special_tokens=False) for line in LINES]
+    except Exception as error:
+        why = " ".join(str(error).split())[:200]
+        return (
+            f"AutoTokenizer of transformers loads no tokenizer from {folder} ({type(error).__name__}: {why})"
+        )
+    for line, expected in zip(LINES, ids, strict=True):
+        if expected != tokenizer.tokenize(line):
             return f"AutoTokenizer of transformers gives {line!r} other ids than {tokenizer.name}"
     return None
 

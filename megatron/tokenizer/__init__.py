@@ -38,7 +38,9 @@ def _load(config: TokenizerConfig) -> Tokenizer:
 
         config.require("vocab_file")
         return BertWordPieceTokenizer(
-            config.vocab_file, lowercase=config.tokenizer_type == "BertWordPieceLowerCase"
+            config.vocab_file,
+            lowercase=config.tokenizer_type == "BertWordPieceLowerCase",
+            vocab_size=config.vocab_size,
         )
     if config.tokenizer_type in SENTENCE_PIECE_TYPES:
         from megatron.tokenizer.sentence_piece import SentencePieceTokenizer

@@ -16,6 +16,7 @@ from megatron.flags import InputError
 from megatron.tokenizer.base import Tokenizer, read_text
 
 SPECIAL_TOKENS = {"pad": "[PAD]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+ADDED = {"bos": "[BOS]", "eos": "[EOS]"}  # which nothing in BERT's training uses
 UNKNOWN = "[UNK]"
 LONGEST_WORD = 200  # characters; a longer word is [UNK]
 # Icon fonts put these into web text. BertNormalizer drops them; for the original BERT tokenizer, and Megatron-LM's,
@@ -28,18 +29,21 @@ class BertWordPieceTokenizer(Tokenizer):
     """The tokenizer of BERT: `BertWordPieceLowerCase` or `BertWordPieceCase`.
 
     Attributes:
-        vocab: the piece of each id. As in Megatron-LM, [BOS] and [EOS] are added where the file lacks them.
+        vocab: the piece of each id. As in Megatron-LM, [BOS] and [EOS] are added where the file lacks them, unless
+            `vocab_size` is that of the file.
     """
 
-    def __init__(self, vocab_file: str, *, lowercase: bool) -> None:
+    def __init__(self, vocab_file: str, *, lowercase: bool, vocab_size: int | None = None) -> None:
         self.vocab = read_vocab(vocab_file)
+        if vocab_size != len(self.vocab):
+            self.vocab += [piece for piece in ADDED.values() if piece not in self.vocab]
         ids = {piece: i for i, piece in enumerate(self.vocab)}
-        roles = SPECIAL_TOKENS | {"bos": "[BOS]", "eos": "[EOS]"}
+        roles = SPECIAL_TOKENS | ADDED
         super().__init__(
             "BertWordPieceLowerCase" if lowercase else "BertWordPieceCase",
             files=[Path(vocab_file)],
             vocab_size=len(self.vocab),
-            special_ids={role: ids[piece] for role, piece in roles.items()},
+            special_ids={role: ids[piece] for role, piece in roles.items() if piece in ids},
         )
         self._wordpiece = HFTokenizer(
             WordPiece(ids, unk_token=UNKNOWN, max_input_chars_per_word=LONGEST_WORD)
@@ -73,4 +77,4 @@ def read_vocab(path: str) -> list[str]:
             raise InputError(
                 f"{path}: holds no {piece}; it is not the vocabulary of a BERT WordPiece tokenizer"
             )
-    return pieces + [piece for piece in ("[BOS]", "[EOS]") if piece not in first]
+    return pieces

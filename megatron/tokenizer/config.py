@@ -49,8 +49,8 @@ class TokenizerConfig(Config):
     )
     vocab_size: int | None = flag(
         None,
-        "number of ids of a NullTokenizer, and at most of a TikTokenizer's JSON vocabulary (default: 131072); for the "
-        "others, checked against the files",
+        "number of ids of a NullTokenizer, and at most of a TikTokenizer's JSON vocabulary (default: 131072); the "
+        "lines of vocab.txt leave [BOS] and [EOS] out; else checked against the files",
         low=1,
     )
     make_vocab_size_divisible_by: int = flag(

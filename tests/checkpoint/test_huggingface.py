@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron.arguments import parse_run_config
-from megatron.checkpoint.checkpoint import Checkpoint, model_config
+from megatron.checkpoint.checkpoint import Checkpoint, model_config, saved_tokenizer
 from megatron.checkpoint.convert import write_native
 from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.huggingface.read import open_huggingface
@@ -22,7 +22,10 @@ from megatron.checkpoint.huggingface.write import write_huggingface
 from megatron.flags import InputError
 from megatron.inference.conversion import largest_difference, our_logits, their_logits
 from megatron.parallel.slices import whole
+from megatron.tokenizer import build_tokenizer
 from megatron.training.pretrain import pretrain
+from pretrain_bert import DEFAULTS as BERT_DEFAULTS
+from pretrain_bert import bert
 from pretrain_gpt import DEFAULTS, GPT
 
 IDS = ["--tokenizer-type", "NullTokenizer", "--vocab-size", VOCAB - 1]
@@ -126,6 +129,11 @@ def test_older_files(tmp_path: Path, kind: str) -> None:
     assert found.notes == () and found.state == read.state
     assert largest_difference(expected, our_logits(found)) == 0
     assert largest_difference(expected, their_logits(folder, found)) < 1e-5
+    if kind == "gpt2":
+        tensors["lm_head.weight"] += 1
+        save_file(tensors, folder / "model.safetensors")
+        with pytest.raises(InputError, match=r"lm_head\.weight and wte\.weight differ"):
+            open_huggingface(folder)
 
 
 @pytest.mark.parametrize("dtypes", [("F16",), ("BF16", "F32")], ids=" and ".join)
@@ -169,6 +177,29 @@ def test_layouts_read_the_same_model(tmp_path: Path) -> None:
     for one, four in zip(*records, strict=True):
         for key in one.keys() & {"lm loss", "lm loss validation", "grad norm"}:
             assert four[key] == pytest.approx(one[key], rel=1e-5)
+
+
+def test_bert_without_rows_for_bos_and_eos(tmp_path: Path) -> None:
+    """Megatron-LM adds both to what vocab.txt holds; a model made elsewhere has rows for its lines alone."""
+    folder = save_hf(tmp_path / "theirs", "bert")
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(chr(ord("!") + i) for i in range(VOCAB - 5))]
+    (folder / "vocab.txt").write_text("\n".join(pieces) + "\n")
+    ours = native(open_huggingface(folder), tmp_path / "ours")
+    assert ours.state["vocab_size"] == build_tokenizer(saved_tokenizer(ours)).vocab_size == VOCAB
+    for load in (folder, tmp_path / "ours"):
+        words = [*STEP, "--load", str(load), "--finetune", "--use-checkpoint-args", "--seq-length", "16"]
+        words += ["--save", str(tmp_path / f"run of {load.name}")]
+        config = parse_run_config(words, description="", defaults=BERT_DEFAULTS)
+        assert pretrain(config, bert(binary_head=True)) == 0
+        write_huggingface(find_checkpoint(config.checkpoint.save, None), tmp_path / f"{load.name}-hf", quiet)
+        assert open_huggingface(tmp_path / f"{load.name}-hf").state["vocab_size"] == VOCAB
+    write_huggingface(ours, tmp_path / "written", quiet)
+    before, after = tensors_in(folder), tensors_in(tmp_path / "written")
+    assert before.keys() == after.keys()
+    assert all(tensor.equal(after[name]) for name, tensor in before.items())
+    (folder / "vocab.txt").write_text("\n".join([*pieces, "one more"]) + "\n")
+    with pytest.raises(InputError, match="its tokenizer has 101 ids, more than the 100 rows "):
+        open_huggingface(folder)
 
 
 def test_training_starts_from_it(tmp_path: Path, pretrain: Callable[..., str]) -> None:

@@ -42,8 +42,6 @@ def convert(kind: str, checkpoint: Checkpoint, folder: Path, *flags: object) -> 
 
 @pytest.mark.parametrize("fields", [FUSED, ERF, OPENAI], ids=["fused", "erf", "openai"])
 def test_gpt2(tmp_path: Path, shared: Path, fields: dict) -> None:
-    import transformers
-
     checkpoint = checkpoint_of(tmp_path, **fields)
     checkpoint.state["config"]["tokenizer"]["tokenizer_type"] = "GPT2BPETokenizer"
     tokenizer = tmp_path / "openai-community" / "gpt2"  # which they would download
@@ -53,7 +51,7 @@ def test_gpt2(tmp_path: Path, shared: Path, fields: dict) -> None:
     config = {"model_type": "gpt2", "tokenizer_class": "GPT2Tokenizer"}
     (tokenizer / "config.json").write_text(json.dumps(config))
     folder = convert("megatron_gpt2", checkpoint, tmp_path)
-    difference = largest_difference(our_logits(checkpoint), their_logits(folder, checkpoint, transformers))
+    difference = largest_difference(our_logits(checkpoint), their_logits(folder, checkpoint))
     assert difference < TOLERANCE
 
 
@@ -68,5 +66,5 @@ def test_bert(tmp_path: Path, fields: dict) -> None:
     config.architectures = ["MegatronBertForPreTraining"]
     config.to_json_file(tmp_path / "config.json", use_diff=False)
     folder = convert("megatron_bert", checkpoint, tmp_path, "--config_file", tmp_path / "config.json")
-    difference = largest_difference(our_logits(checkpoint), their_logits(folder, checkpoint, transformers))
+    difference = largest_difference(our_logits(checkpoint), their_logits(folder, checkpoint))
     assert difference < TOLERANCE

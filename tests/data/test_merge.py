@@ -80,6 +80,14 @@ def test_files_larger_than_a_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert (tmp_path / f"merged{kind}").read_bytes() == (tmp_path / f"whole{kind}").read_bytes()
 
 
+def test_files_without_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in "ab":
+        write(tmp_path / "parts" / name, [[[]], []])
+    run(tmp_path / "parts", tmp_path / "merged")
+    assert IndexedDataset(tmp_path / "merged").doc_idx.tolist() == [0, 1, 1, 2, 2]
+    assert capsys.readouterr().err.splitlines()[-1].startswith("4 documents, ")
+
+
 def test_wrong_folders(tmp_path: Path) -> None:
     output = tmp_path / "merged"
     with pytest.raises(InputError, match=r"--input: \S+/none is not a folder that can be read: No such file"):

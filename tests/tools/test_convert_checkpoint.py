@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 import re
+import signal
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +17,8 @@ from hf_models import VOCAB, save_hf
 from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint.find import find_checkpoint
+from megatron.checkpoint.huggingface import read
+from megatron.checkpoint.huggingface.families import FAMILIES
 from megatron.flags import InputError, TrainingFault
 from megatron.inference.load import load_gpt
 from megatron.model.gpt import GPTModel
@@ -69,6 +74,44 @@ def test_there_and_back_with_a_tokenizer(tmp_path: Path, capsys, kind: str) -> N
     direct = model_of(again)
     for (name, a), b in zip(direct.named_parameters(), model_of(ours).parameters(), strict=True):
         assert a.equal(b), name
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        (
+            {"tokenizer_class": "Y", "auto_map": {"AutoTokenizer": ["evil.Y", None]}},
+            "ValueError: .* custom code",
+        ),
+        ({"extra_special_tokens": 5}, "TypeError: "),
+    ],
+    ids=["code", "damaged"],
+)
+def test_a_tokenizer_that_transformers_does_not_load(
+    tmp_path: Path, capsys, monkeypatch, settings: dict, why: str
+) -> None:
+    """It costs a note, not the conversion; and code in the folder does not run, whatever the terminal answers."""
+    folder = save_hf(tmp_path / "theirs", "llama", vocab_size=300)
+    give_tokenizer(folder, ("tokenizer.json",))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    convert("huggingface", "native", folder, tmp_path / "new")
+    out = capsys.readouterr().out
+    assert re.search(rf"\nnote: AutoTokenizer of transformers loads no tokenizer from {folder} \({why}", out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "theirs"]
+
+
+def test_a_model_that_transformers_does_not_have(tmp_path: Path, capsys, monkeypatch) -> None:
+    folder = save_hf(tmp_path / "theirs", "gpt2")
+    unknown = dataclasses.replace(FAMILIES["gpt2"], architectures=("GPT9LMHeadModel",))
+    monkeypatch.setitem(FAMILIES, "gpt2", unknown)
+    convert("huggingface", "native", folder, tmp_path / "new")
+    out = capsys.readouterr().out
+    assert re.search(
+        r"\nnote: not compared with transformers: transformers \S+ has no GPT9LMHeadModel\n", out
+    )
+    assert "logits of what was written differ by 0.00e+00" in out and "logits of transformers" not in out
 
 
 def test_of_a_run(tmp_path: Path, pretrain: Callable[..., str], capsys) -> None:
@@ -143,8 +186,19 @@ WRONG_SETTINGS = [
     ("llama", {"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported"),
     ("llama", {"num_key_value_heads": 4}, "config.json asks for other sizes than those of 4 tensor(s): "
         "model.layers.0.self_attn.k_proj.weight (32, 64) in place of (64, 64)"),
+    ("gpt2", {"vocab_size": 10**18}, "config.json asks for a tensor of 1000000000000000000 x 64, but all "),
+    ("gpt2", {"n_positions": 2**53}, "config.json asks for a tensor of 9007199254740992 x 64, but all "),
+    ("qwen3", {"head_dim": 2**52}, "config.json asks for a tensor of 18014398509481984 x 64, but all tensors together"),
+    ("llama", {"num_attention_heads": 2**52}, "config.json asks for a tensor of 72057594037927936 x 64, but all "),
     ("llama", {"num_hidden_layers": 3}, "lacks 9 tensor(s): model.layers.2.input_layernorm.weight, "),
     ("llama", {"num_hidden_layers": 1}, "has what a llama of this program has not, 9 tensor(s): model.layers.1.in"),
+    ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "config.json: rope_type: 'llama3' lacks 'factor'"),
+    ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": None}}, "rope_type: 'llama3' lacks 'factor'"),
+    ("llama", {"rope_parameters": {"rope_theta": None}}, "config.json: rope_theta: null is not a number"),
+    ("llama", {"rms_norm_eps": None}, "config.json: rms_norm_eps: null is not a number"),
+    ("gpt2", {"initializer_range": None}, "config.json: initializer_range: null is not a number"),
+    ("gpt2", {"tie_word_embeddings": "no"}, "config.json: tie_word_embeddings: 'no' is not true or false"),
+    ("llama", {"tie_word_embeddings": None}, "config.json: tie_word_embeddings: None is not true or false"),
     ("qwen2", {"use_sliding_window": True}, "use_sliding_window: True is not supported"),
     ("qwen2", {"layer_types": ["sliding_attention"] * 2}, "layer_types: 'sliding_attention' is not supported"),
     ("bert", {"is_decoder": True}, "is_decoder: True is not supported"),
@@ -250,6 +304,39 @@ def test_a_conversion_that_differs_is_not_kept(tmp_path: Path, monkeypatch) -> N
         convert("huggingface", "native", folder, tmp_path / "new")
     monkeypatch.setattr(tool, "their_logits", lambda *a: [torch.nan * x for x in right(*a)])
     with pytest.raises(TrainingFault):
+        convert("huggingface", "native", folder, tmp_path / "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+@pytest.mark.parametrize("target", ["native", "huggingface", "megatron"])
+def test_a_link_to_an_empty_folder(tmp_path: Path, monkeypatch, target: str) -> None:
+    import tools.convert_checkpoint as tool
+
+    source, folder = "huggingface", save_hf(tmp_path / "theirs", "gpt2")
+    if target == "huggingface":
+        convert("huggingface", "native", folder, tmp_path / "native")
+        source, folder = "native", tmp_path / "native"
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    convert(source, target, folder, tmp_path / "link")
+    assert (tmp_path / "link").readlink() == Path("empty") and any((tmp_path / "empty").iterdir())
+    (tmp_path / "other").symlink_to("new")
+    monkeypatch.setattr(tool, "TOLERANCE", -1)
+    with pytest.raises(TrainingFault, match="nothing is kept of the conversion"):
+        convert(source, target, folder, tmp_path / "other")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("at", ["_read", "our_logits"])
+def test_sigterm_leaves_nothing(tmp_path: Path, monkeypatch, at: str) -> None:
+    """Neither while tensors are written, nor when all is there but not compared yet."""
+    import tools.convert_checkpoint as tool
+
+    folder = save_hf(tmp_path / "theirs", "gpt2")
+    where = tool if at == "our_logits" else read
+    monkeypatch.setattr(where, at, lambda *a: os.kill(os.getpid(), signal.SIGTERM))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with pytest.raises(SystemExit, match="143"):
         convert("huggingface", "native", folder, tmp_path / "new")
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
 

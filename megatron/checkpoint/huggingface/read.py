@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 from pathlib import Path
 
@@ -11,16 +12,18 @@ from torch import Tensor, nn
 
 from megatron.checkpoint.checkpoint import Checkpoint
 from megatron.checkpoint.foreign import Assembled, Source, model_without_memory, shown, weights_state
-from megatron.checkpoint.huggingface.families import Family, Modules
+from megatron.checkpoint.huggingface.families import Modules
 from megatron.checkpoint.huggingface.settings import Settings, read_settings
 from megatron.checkpoint.tensor_file import DTYPES, TensorFile
 from megatron.flags import InputError
 from megatron.model.config import ModelConfig
+from megatron.model.vocabulary import WORD_TABLE
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.base import read_json
 from megatron.tokenizer.config import TokenizerConfig
 
 INDEX = "model.safetensors.index.json"
+HEAD = "lm_head.weight"
 TOKENIZER_FILES = ("vocab.json", "merges.txt", "vocab.txt", "tokenizer.json")
 Files = dict[str, TensorFile]  # by the name of a tensor, the file that holds it
 
@@ -44,16 +47,18 @@ def open_huggingface(folder: Path) -> Checkpoint:
     task = "GPT"
     if settings.family.model_type == "megatron-bert":
         task = "BERT" if "cls.seq_relationship.weight" in files else "BERT --bert-no-binary-head"
-    tokenizer = _find_tokenizer(folder, settings.family)
+    tokenizer = _find_tokenizer(folder, settings)
     ids = build_tokenizer(tokenizer).vocab_size if tokenizer.tokenizer_type else settings.rows
-    vocab_size = min(ids, settings.rows)
-    sources, notes = _find_sources(folder, files, settings, task, vocab_size)
+    if ids > settings.rows:
+        raise InputError(
+            f"{folder}: its tokenizer has {ids} ids, more than the {settings.rows} rows (vocab_size) of the model; put "
+            "the files of the tokenizer there that it was trained with, or none"
+        )
+    sources, notes = _find_sources(folder, files, settings, task, ids)
     if ids < settings.rows:
         notes.append(f"{settings.rows - ids} rows pad the vocabulary of {ids} ids; they are left out")
-    if ids > settings.rows:
-        notes.append(f"its tokenizer has {ids} ids, more than the {settings.rows} that the model has")
     bf16 = all(source.dtype == torch.bfloat16 for source in sources.values())
-    state = weights_state(task, settings.model, tokenizer, vocab_size=vocab_size, bf16=bf16)
+    state = weights_state(task, settings.model, tokenizer, vocab_size=ids, bf16=bf16)
     return Checkpoint(
         folder, state, None, {"model": Assembled(folder, sources)}, notes=(*settings.notes, *notes)
     )
@@ -103,14 +108,15 @@ def _find_sources(
     folder: Path, files: Files, settings: Settings, task: str, vocab_size: int
 ) -> tuple[dict[str, Source], list[str]]:
     """Where each tensor of ours comes from, and what is to be said of it."""
-    if settings.model.num_layers > len(files):  # said before so many are made
-        raise InputError(
-            f"{folder}: config.json has {settings.model.num_layers} layers, but there are {len(files)} tensors in all"
-        )
+    _check_sizes(folder, files, settings)
     model = model_without_memory(task, settings.model, settings.rows)
     wanted = _match(folder, files, settings, model)
     used = {part for theirs, _ in wanted.values() for part in theirs}
-    _check_left(folder, files, settings, files.keys() - used, task)
+    left = files.keys() - used
+    if not settings.model.untie_embeddings_and_output_weights and HEAD in left:
+        _check_copy(folder, files, wanted[WORD_TABLE][0][0])
+        left -= {HEAD}
+    _check_left(folder, files, settings, left, task)
 
     found = sorted({files[part].tensors[part].dtype for part in used})
     if unknown := [dtype for dtype in found if dtype not in DTYPES]:
@@ -125,6 +131,24 @@ def _find_sources(
         read = functools.partial(_read, files, *wanted[name], settings.model, dtype, shape[0])
         sources[name] = Source(shape, dtype, read)
     return sources, notes
+
+
+def _check_sizes(folder: Path, files: Files, settings: Settings) -> None:
+    """Refuse what is larger than all that is stored, before a model is made whose sizes may be beyond any memory."""
+    config = settings.model
+    if config.num_layers > len(files):
+        raise InputError(
+            f"{folder}: config.json has {config.num_layers} layers, but there are {len(files)} tensors in all"
+        )
+    stored = sum(math.prod(file.tensors[name].shape) for name, file in files.items())
+    rows = [settings.rows, config.num_attention_heads * config.kv_channels, config.ffn_hidden_size]
+    if config.position_embedding_type == "learned_absolute":
+        rows.append(config.max_position_embeddings)
+    if max(rows) * config.hidden_size > stored:
+        raise InputError(
+            f"{folder}: config.json asks for a tensor of {max(rows)} x {config.hidden_size}, but all tensors together "
+            f"have {stored} elements"
+        )
 
 
 def _match(
@@ -156,11 +180,18 @@ def _read(
     return modules.join([files[name].read(name).to(dtype) for name in theirs], config)[:rows]
 
 
+def _check_copy(folder: Path, files: Files, table: str) -> None:
+    """Make sure that the output layer of a tied model, if it is stored, is the table of words."""
+    if not torch.equal(files[HEAD].read(HEAD), files[table].read(table)):
+        raise InputError(
+            f"{folder}: config.json says that output layer and word embeddings are one (tie_word_embeddings), but "
+            f"{HEAD} and {table} differ"
+        )
+
+
 def _check_left(folder: Path, files: Files, settings: Settings, left: set[str], task: str) -> None:
     """Make sure that the tensors that are not read hold nothing of the model."""
     left = {name for name in left if not re.fullmatch(settings.family.ignored, name)}
-    if not settings.model.untie_embeddings_and_output_weights:
-        left.discard("lm_head.weight")
     if task == "BERT --bert-no-binary-head":
         for name in [name for name in left if name.endswith("token_type_embeddings.weight")]:
             if files[name].read(name).any():
@@ -175,18 +206,27 @@ def _check_left(folder: Path, files: Files, settings: Settings, left: set[str], 
         )
 
 
-def _find_tokenizer(folder: Path, family: Family) -> TokenizerConfig:
+def _find_tokenizer(folder: Path, settings: Settings) -> TokenizerConfig:
     """The tokenizer whose files lie in a folder; without a type if none do."""
+    family = settings.family
     path = {name: str(folder.absolute() / name) for name in TOKENIZER_FILES if (folder / name).is_file()}
     if family.model_type == "gpt2" and {"vocab.json", "merges.txt"} <= path.keys():
         return TokenizerConfig(
             tokenizer_type="GPT2BPETokenizer", vocab_file=path["vocab.json"], merge_file=path["merges.txt"]
         )
     if family.model_type == "megatron-bert" and "vocab.txt" in path:
+        # Imported here, so that only such a folder needs the library of this tokenizer.
+        from megatron.tokenizer.bert import ADDED, read_vocab
+
         file = folder / "tokenizer_config.json"
-        settings = read_json(str(file)) if file.is_file() else {}
-        kind = "BertWordPieceLowerCase" if settings.get("do_lower_case", True) else "BertWordPieceCase"
-        return TokenizerConfig(tokenizer_type=kind, vocab_file=path["vocab.txt"])
+        lowercase = (read_json(str(file)) if file.is_file() else {}).get("do_lower_case", True)
+        lines = len(read_vocab(path["vocab.txt"]))
+        return TokenizerConfig(
+            tokenizer_type="BertWordPieceLowerCase" if lowercase else "BertWordPieceCase",
+            vocab_file=path["vocab.txt"],
+            # A model not of Megatron-LM's has no rows for the two ids that are added to the lines.
+            vocab_size=lines if settings.rows < lines + len(ADDED) else None,
+        )
     if "tokenizer.json" in path:
         return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=path["tokenizer.json"])
     models = sorted(folder.absolute().glob("*.model"))

@@ -96,10 +96,16 @@ def _from_config(config: dict[str, Any]) -> Settings:
     for key, field in family.settings.items():
         if key not in left and key not in family.defaults:
             raise InputError(f"lacks {key!r}")
-        fields[field] = left.pop(key, family.defaults.get(key))
+        default = family.defaults.get(key)
+        fields[field] = left.pop(key, default)
+        if fields[field] is None and (key not in family.defaults or default is not None):
+            raise InputError(f"{key}: null is not a number")
     groups, heads = fields.get("num_query_groups"), fields["num_attention_heads"]
     fields["group_query_attention"] = groups not in (None, heads)
-    fields["untie_embeddings_and_output_weights"] = not left.pop("tie_word_embeddings", family.tied)
+    tied = left.pop("tie_word_embeddings", family.tied)
+    if type(tied) is not bool:
+        raise InputError(f"tie_word_embeddings: {tied!r} is not true or false")
+    fields["untie_embeddings_and_output_weights"] = not tied
     if family.activation is not None:
         key, default = family.activation
         name = left.pop(key, default)
@@ -125,11 +131,15 @@ def _read_rope(left: dict[str, Any]) -> dict[str, Any]:
     _check("rope_type", kind, ("default", "llama3"))
     share = left.pop("partial_rotary_factor", 1.0)
     _check("partial_rotary_factor", rope.pop("partial_rotary_factor", share), (1.0,))
+    if base is None:
+        raise InputError("rope_theta: null is not a number")
     fields = {"rotary_base": base}
     if kind == "llama3":
         for key, value in LLAMA3_SCALING.items():
             _check(key, rope.pop(key, value), (value,))
-        fields |= {"use_rope_scaling": True, "rope_scaling_factor": rope.pop("factor", None)}
+        if rope.get("factor") is None:
+            raise InputError("rope_type: 'llama3' lacks 'factor'")
+        fields |= {"use_rope_scaling": True, "rope_scaling_factor": rope.pop("factor")}
     left |= rope
     return fields
 
