@@ -67,9 +67,9 @@ PLAIN_NAMES = {
     "--n-head": "--num-attention-heads",
     "--n-embd": "--hidden-size",
     "--rmsnorm": "--normalization RMSNorm",
-    "--fp32": "--bf16 for bfloat16; without it all is fp32",
-    "--dtype": "--bf16 for bfloat16; without it all is fp32",
-    "--precision": "--bf16 for bfloat16; without it all is fp32",
+    "--fp32": "--bf16 or --fp16; without them all is fp32",
+    "--dtype": "--bf16 or --fp16; without them all is fp32",
+    "--precision": "--bf16 or --fp16; without them all is fp32",
 }
 
 
@@ -226,6 +226,7 @@ def run_values(
         InputError: a flag or a value is wrong.
     """
     from megatron.checkpoint.config import CheckpointConfig
+    from megatron.optim.config import LOSS_SCALING
 
     namespace = argparse.Namespace(notices=[], refusals=[])
     # What the file says is parsed as if it stood before the command line, which so has the last word.
@@ -244,6 +245,12 @@ def run_values(
     values = defaults | given
     if values.get("sequence_parallel") and values.get("tensor_model_parallel_size", 1) == 1:
         values["notices"].append("--sequence-parallel has no effect: --tensor-model-parallel-size is 1")
+    if not values.get("fp16"):
+        given_for_fp16 = [name for name in LOSS_SCALING if name in values]
+        values["notices"] += [
+            f"--{name.replace('_', '-')} has no effect: only --fp16 needs its loss scaled"
+            for name in given_for_fp16
+        ]
     for notice in dict.fromkeys(values.pop("notices")):
         if os.environ.get("RANK", "0") == "0":
             print(f"note: {notice}", file=sys.stderr)

@@ -60,6 +60,7 @@ DEPARTURES = {
     "--eod-mask-loss": "the loss is a mean over all tokens of the global batch; there of the means of microbatches",
     "--eval-interval": "1000 by default, as in v2.5; today's has no default",
     "--eval-iters": "every evaluation reads the same samples; there each one reads on",
+    "--fp16": "gradients are accumulated in fp32; a step that is skipped moves the schedules on, there it does not",
     "--load": "a folder without a checkpoint is an error, unless it is that of --save; there training starts anew",
     "--mask-prob": "the loss is a mean over all masked words of the global batch; there of the means of microbatches",
     "--max-position-embeddings": "by default --seq-length; there it must be given",
@@ -141,16 +142,7 @@ NVIDIA_FLAGS: tuple[NvidiaFlag, ...] = (
     ),
     *_accept("there are no experimental features to admit", "--enable-experimental"),
     # Number formats.
-    *_refuse("use --bf16; fp16 is not available in this version", "--fp16"),
-    *_refuse("fp16 is not available in this version", "--fp16-lm-cross-entropy"),
-    *_accept(
-        "only fp16 needs its loss scaled",
-        "--loss-scale X",
-        "--initial-loss-scale X",
-        "--min-loss-scale X",
-        "--loss-scale-window X",
-        "--hysteresis N",
-    ),
+    *_refuse("the loss is always taken in fp32", "--fp16-lm-cross-entropy"),
     *_accept(
         "the factor cancels out; it only guards fp16 against overflow",
         "--no-query-key-layer-scaling",
@@ -436,7 +428,7 @@ NVIDIA_FLAGS: tuple[NvidiaFlag, ...] = (
         "--log-validation-ppl-to-tensorboard",
         "--log-throughput",
     ),
-    *_accept("there is no loss scale to log", "--no-log-loss-scale-to-tensorboard"),
+    *_accept("with --fp16 TensorBoard and the log always have it", "--no-log-loss-scale-to-tensorboard"),
     *_accept(
         "not available in this version; TensorBoard gets the time of an iteration",
         "--log-timers-to-tensorboard",

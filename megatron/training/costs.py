@@ -31,15 +31,16 @@ def flops_per_sample(
     return 3 * 2 * (layers + vocabulary + attention)
 
 
-def check_memory(buckets: list[Bucket], optimizer: str, *, bf16: bool, device: torch.device) -> None:
-    """Refuse a model whose weights, gradients and optimizer state alone are more than the device holds.
+def check_memory(buckets: list[Bucket], optimizer: str, *, half: bool, device: torch.device) -> None:
+    """Refuse a model whose weights, gradients and optimizer state alone are more than the device holds; parameters take
+    two bytes if `half`, else four.
 
     Raises:
         InputError: with both numbers.
     """
     size, owned = buckets[-1].end, sum(end - begin for begin, end in (b.owned for b in buckets))
     # Parameters and fp32 gradients; fp32 master weights where the parameters are not; the optimizer's means.
-    needed = size * ((2 if bf16 else 4) + 4) + owned * 4 * (len(MOMENTS[optimizer]) + bf16)
+    needed = size * ((2 if half else 4) + 4) + owned * 4 * (len(MOMENTS[optimizer]) + half)
     if device.type == "cuda":
         available = torch.cuda.get_device_properties(device).total_memory
     else:

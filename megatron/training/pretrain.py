@@ -239,6 +239,9 @@ def load(trainer: Trainer, checkpoint: Checkpoint) -> None:
         return
     if state["spike_window"] is not None:
         engine.optimizer.gate.load(state["spike_window"])
+    # A checkpoint of fp32 or bf16, or from before there was fp16, has none.
+    if engine.optimizer.scaler is not None and state.get("loss_scaler") is not None:
+        engine.optimizer.scaler.load(state["loss_scaler"])
     try:
         saved = Schedule(**state["schedule"])
     except TypeError:
@@ -311,7 +314,7 @@ def describe(trainer: Trainer) -> str:
     """What is about to run, in a line."""
     training, mesh, progress = trainer.config.training, trainer.mesh, trainer.progress
     return (
-        f"training in {'bf16' if training.bf16 else 'fp32'} on {mesh.device}; vocabulary of "
+        f"training in {training.precision} on {mesh.device}; vocabulary of "
         f"{trainer.tokenizer.vocab_size}, padded to {trainer.padded_vocab_size}; iterations "
         f"{progress.iteration + 1} to {trainer.train_iters}, learning rate "
         f"{trainer.schedule.lr(progress.consumed_samples):.3E} to begin with"

@@ -72,12 +72,12 @@ def test_parameters_equal_the_paper(billions: float, layers: int, hidden: int, h
 
 def test_a_model_that_cannot_fit_is_refused() -> None:
     small = buckets(num_layers=2, hidden_size=64, num_attention_heads=4, max_position_embeddings=8)
-    check_memory(small, "adam", bf16=False, device=CPU)
+    check_memory(small, "adam", half=False, device=CPU)
     large = buckets(num_layers=128, hidden_size=25600, num_attention_heads=160, max_position_embeddings=2048)
-    for optimizer, bf16, terabytes in (
+    for optimizer, half, terabytes in (
         ("adam", False, "16,1"),
         ("adam", True, "18,1"),
         ("sgd", False, "12,0"),
     ):
         with pytest.raises(InputError, match=rf"{terabytes}\d\d\.\d GB.*cpu has"):
-            check_memory(large, optimizer, bf16=bf16, device=CPU)
+            check_memory(large, optimizer, half=half, device=CPU)
