@@ -332,6 +332,15 @@ CROSS = [
         "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style",
     ),
     ("--weight-decay-incr-style linear", "--weight-decay-incr-style: linear needs both"),
+    ("--fp16 --bf16", "--fp16 and --bf16 exclude each other; leave one of them out"),
+    (
+        "--fp16 --initial-loss-scale 8 --min-loss-scale 16",
+        "--initial-loss-scale: 8 is below --min-loss-scale 16",
+    ),
+    (
+        "--fp16 --loss-scale 128 --hysteresis 3",
+        "--hysteresis: 3 is for a scale that changes, and --loss-scale 128 fixes it; leave one of them out",
+    ),
     ("--mock-data --data-path a", "--data-path and --mock-data exclude each other"),
     ("--train-data-path a --data-path a", "--train-data-path and --data-path exclude each other"),
     ("--valid-data-path a --split 9,1", "--valid-data-path and --split exclude each other"),
@@ -357,6 +366,16 @@ def test_what_is_required(name: str) -> None:
     with pytest.raises(InputError) as error:
         parse(base=" ".join(words[:at] + words[at + 2 :]))
     assert str(error.value).startswith(message)
+
+
+def test_what_only_fp16_heeds_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    scaling = "--loss-scale 8192 --min-loss-scale 2"
+    with pytest.raises(InputError, match=r"--min-loss-scale: 2 is for a scale that changes"):
+        parse("--fp16", scaling)
+    parse("--bf16 --loss-scale 8192")
+    assert capsys.readouterr().err == "note: --loss-scale has no effect: only --fp16 needs its loss scaled\n"
+    assert parse("--fp16 --loss-scale 8192").optimizer.loss_scale == 8192
+    assert capsys.readouterr().err == ""
 
 
 def test_help_and_reference_say_what_is_required() -> None:

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from megatron.optim.config import OptimizerConfig
 
+# Gradients overflow long before it, unless they are zero for ages: a scale that is infinite would never fall again.
+LARGEST = 2.0**126
+
 
 class LossScaler:
     """Multiplies the loss, and so all gradients, that small ones are not lost in fp16 (arXiv 1710.03740 section 3.2).
@@ -47,7 +50,7 @@ class LossScaler:
         grows = clean >= self.window
         fallen = (self.scale / 2).clamp(min=self.minimum)
         scale = torch.where(overflow & (patience == 0), fallen, self.scale)
-        scale = torch.where(grows, 2 * scale, scale)
+        scale = torch.where(grows, (2 * scale).clamp(max=LARGEST), scale)
         self.scale = torch.where(hold, self.scale, scale)
         self.clean = torch.where(hold, self.clean, clean.masked_fill(grows, 0))
         self.patience = torch.where(hold, self.patience, patience.masked_fill(grows, self.hysteresis))
@@ -78,6 +81,6 @@ def is_state(value: Any) -> bool:
         isinstance(value, dict)
         and value.keys() == {"scale", "clean", "patience"}
         and type(value["scale"]) in (int, float)
-        and 0 < value["scale"] < 2.0**127
+        and 0 < value["scale"] <= LARGEST
         and all(type(value[name]) is int and 0 <= value[name] < 2**31 for name in ("clean", "patience"))
     )
