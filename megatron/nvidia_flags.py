@@ -144,14 +144,11 @@ NVIDIA_FLAGS: tuple[NvidiaFlag, ...] = (
     # Number formats.
     *_refuse("the loss is always taken in fp32", "--fp16-lm-cross-entropy"),
     *_accept(
-        "the factor cancels out; it only guards fp16 against overflow",
+        "the factor cancels out; attention is fp32 within, so that it need not guard fp16",
         "--no-query-key-layer-scaling",
         "--apply-query-key-layer-scaling",
     ),
     *_accept("it is always so", "--attention-softmax-in-fp32", "--accumulate-allreduce-grads-in-fp32"),
-    *_refuse(
-        "with --bf16 the residual stream is bf16 too; without it all is fp32", "--fp32-residual-connection"
-    ),
     *_refuse(
         "use --bf16; fp8 is not available in this version",
         "--fp8-format NAME",

@@ -112,7 +112,7 @@ NVIDIA_DEFAULTS = """
     --load None, --no-load-optim False, --ckpt-step None, --use-checkpoint-args False,
     --apply-residual-connection-post-layernorm False,
     --finetune False, --fp16 False, --bf16 False, --loss-scale None, --initial-loss-scale 4294967296,
-    --min-loss-scale 1.0, --loss-scale-window 1000, --hysteresis 2,
+    --fp32-residual-connection False, --min-loss-scale 1.0, --loss-scale-window 1000, --hysteresis 2,
     --eval-iters 100, --eval-interval 1000, --data-path None, --vocab-file None,
     --merge-file None, --seq-length None, --encoder-seq-length None, --num-workers 2, --tokenizer-type None,
     --reset-position-ids False, --reset-attention-mask False, --eod-mask-loss False,
@@ -368,12 +368,17 @@ def test_what_is_required(name: str) -> None:
     assert str(error.value).startswith(message)
 
 
-def test_what_only_fp16_heeds_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_only_half_precision_heeds_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
     scaling = "--loss-scale 8192 --min-loss-scale 2"
     with pytest.raises(InputError, match=r"--min-loss-scale: 2 is for a scale that changes"):
         parse("--fp16", scaling)
     parse("--bf16 --loss-scale 8192")
     assert capsys.readouterr().err == "note: --loss-scale has no effect: only --fp16 needs its loss scaled\n"
+    parse("--fp32-residual-connection")
+    assert capsys.readouterr().err == (
+        "note: --fp32-residual-connection has no effect: without --bf16 or --fp16 all is fp32\n"
+    )
+    assert parse("--bf16 --fp32-residual-connection").model.fp32_residual_connection
     assert parse("--fp16 --loss-scale 8192").optimizer.loss_scale == 8192
     assert capsys.readouterr().err == ""
 

@@ -37,6 +37,7 @@ EVALUATED = "evaluated"
 # Fields of ModelConfig that may differ between a checkpoint and the run that loads it.
 FREE = {
     "attention_dropout",
+    "fp32_residual_connection",
     "hidden_dropout",
     "init_method_std",
     "init_method_xavier_uniform",

@@ -118,7 +118,7 @@ class Engine:
             compute,
             self.transfers,
             shape=shape,
-            dtype=self.dtype,
+            dtype=torch.float32 if self.config.model.fp32_residual_connection else self.dtype,
             begin_last_backward=self.buffer.begin_last_backward,
         )
 
