@@ -48,8 +48,9 @@ def _refuse(note: str, *usages: str, harmless: Sequence[str] = ()) -> tuple[Nvid
 
 # Flags of this code base that Megatron-LM does not have.
 OURS_ALONE = frozenset(
-    "--check-weight-replicas-interval --data-order --device --hang-timeout --keep-last --metrics-path "
-    "--no-mask-padded-vocab --no-progress --on-non-finite --pipeline-schedule --spike-skip --verify-checkpoint".split()
+    "--bf16-optimizer-states --check-weight-replicas-interval --data-order --device --hang-timeout --keep-last "
+    "--metrics-path --no-mask-padded-vocab --no-progress --on-non-finite --pipeline-schedule --spike-skip "
+    "--verify-checkpoint".split()
 )
 
 # Flags that both have and that differ in what they mean or in what leaving them out means; v2.5 and today's.
@@ -160,9 +161,13 @@ NVIDIA_FLAGS: tuple[NvidiaFlag, ...] = (
         "--fp8-param-gather",
     ),
     *_refuse(
-        "master weights, gradients and the optimizer's state are always fp32",
+        "master weights and the gradients that are summed are always fp32",
         "--main-grads-dtype NAME",
         "--main-params-dtype NAME",
+        harmless=("fp32",),
+    ),
+    *_refuse(
+        "use --bf16-optimizer-states",
         "--exp-avg-dtype NAME",
         "--exp-avg-sq-dtype NAME",
         harmless=("fp32",),

@@ -341,6 +341,10 @@ CROSS = [
         "--fp16 --loss-scale 128 --hysteresis 3",
         "--hysteresis: 3 is for a scale that changes, and --loss-scale 128 fixes it; leave one of them out",
     ),
+    (
+        "--bf16-optimizer-states --optimizer sgd",
+        "--bf16-optimizer-states is for adam; --optimizer sgd keeps fp32",
+    ),
     ("--mock-data --data-path a", "--data-path and --mock-data exclude each other"),
     ("--train-data-path a --data-path a", "--train-data-path and --data-path exclude each other"),
     ("--valid-data-path a --split 9,1", "--valid-data-path and --split exclude each other"),

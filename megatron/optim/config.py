@@ -56,6 +56,10 @@ class OptimizerConfig(Config):
     adam_beta1: float = flag(0.9, "decay of Adam's mean of gradients", low=0, below=1)
     adam_beta2: float = flag(0.999, "decay of Adam's mean of squared gradients", low=0, below=1)
     adam_eps: float = flag(1e-8, "added to Adam's denominator", above=0)
+    bf16_optimizer_states: bool = flag(
+        False,
+        "keep Adam's two means in bf16, which takes 8 bytes a parameter with its fp32 weight in place of 12",
+    )
     sgd_momentum: float = flag(0.9, "momentum of SGD", low=0)
     loss_scale: float | None = flag(
         None,
@@ -114,6 +118,8 @@ class OptimizerConfig(Config):
                 f"--lr-warmup-fraction: {self.lr_warmup_fraction} was given together with "
                 "--lr-warmup-iters or --lr-warmup-samples; give one of them"
             )
+        if self.bf16_optimizer_states and self.optimizer != "adam":
+            raise InputError(f"--bf16-optimizer-states is for adam; --optimizer {self.optimizer} keeps fp32")
         self._check_loss_scale()
         ends = (self.start_weight_decay, self.end_weight_decay)
         if self.weight_decay_incr_style == "constant":

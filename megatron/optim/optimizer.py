@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from megatron.optim.bf16_adam import BF16AdamW
 from megatron.optim.buffer import ParamBuffer
 from megatron.optim.config import OptimizerConfig
 from megatron.optim.gate import Gate
@@ -21,7 +22,7 @@ class Optimizer:
     Attributes:
         gate: decides it.
         scaler: of the loss, where parameters are fp16.
-        moments: the optimizer's running means, fp32, by torch's name: of each bucket what is owned here.
+        moments: the optimizer's running means, fp32 or bf16, by torch's name: of each bucket what is owned here.
     """
 
     def __init__(self, buffer: ParamBuffer, config: OptimizerConfig) -> None:
@@ -46,12 +47,14 @@ class Optimizer:
         # Fused: one pass over memory, and steps are left out without asking the host.
         if config.optimizer == "adam":
             betas = (config.adam_beta1, config.adam_beta2)
-            self.inner = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=config.adam_eps, fused=True)
+            kind = BF16AdamW if config.bf16_optimizer_states else torch.optim.AdamW
+            self.inner = kind(groups, lr=0.0, betas=betas, eps=config.adam_eps, fused=True)
         else:
             self.inner = torch.optim.SGD(groups, lr=0.0, momentum=config.sgd_momentum, fused=True)
         # torch would make its state at the first step; it is made here, so that a checkpoint can fill it before.
+        dtype = torch.bfloat16 if config.bf16_optimizer_states else torch.float32
         self.moments = {
-            name: [torch.zeros_like(master) for master in buffer.masters]
+            name: [torch.zeros_like(master, dtype=dtype) for master in buffer.masters]
             for name in MOMENTS[config.optimizer]
         }
         for i, master in enumerate(buffer.masters):

@@ -73,7 +73,7 @@ class Engine:
                 bucket_size=parallel.ddp_bucket_size,
                 shards=mesh.dp if parallel.use_distributed_optimizer else ALONE,
             ),
-            config.optimizer.optimizer,
+            config.optimizer,
             half=config.training.precision != "fp32",
             device=mesh.device,
         )
