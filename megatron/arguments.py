@@ -67,9 +67,9 @@ PLAIN_NAMES = {
     "--n-head": "--num-attention-heads",
     "--n-embd": "--hidden-size",
     "--rmsnorm": "--normalization RMSNorm",
-    "--fp32": "--bf16 for bfloat16; without it all is fp32",
-    "--dtype": "--bf16 for bfloat16; without it all is fp32",
-    "--precision": "--bf16 for bfloat16; without it all is fp32",
+    "--fp32": "--bf16 or --fp16; without them all is fp32",
+    "--dtype": "--bf16 or --fp16; without them all is fp32",
+    "--precision": "--bf16 or --fp16; without them all is fp32",
 }
 
 
@@ -242,12 +242,26 @@ def run_values(
         step = checkpoint.ckpt_step if folder == checkpoint.load else None
         given = _with_checkpoint_args(given, dataclasses.replace(checkpoint, load=folder, ckpt_step=step))
     values = defaults | given
-    if values.get("sequence_parallel") and values.get("tensor_model_parallel_size", 1) == 1:
-        values["notices"].append("--sequence-parallel has no effect: --tensor-model-parallel-size is 1")
+    values["notices"] += _without_effect(values)
     for notice in dict.fromkeys(values.pop("notices")):
         if os.environ.get("RANK", "0") == "0":
             print(f"note: {notice}", file=sys.stderr)
     return values
+
+
+def _without_effect(values: dict[str, Any]) -> list[str]:
+    """What is told of flags that mean nothing beside the others, or without one that is not there."""
+    from megatron.optim.config import LOSS_SCALING
+
+    told = []
+    if values.get("sequence_parallel") and values.get("tensor_model_parallel_size", 1) == 1:
+        told.append("--sequence-parallel has no effect: --tensor-model-parallel-size is 1")
+    if not values.get("fp16"):
+        names = [f"--{name.replace('_', '-')}" for name in LOSS_SCALING if name in values]
+        told += [f"{name} has no effect: only --fp16 needs its loss scaled" for name in names]
+    if values.get("fp32_residual_connection") and not (values.get("fp16") or values.get("bf16")):
+        told.append("--fp32-residual-connection has no effect: without --bf16 or --fp16 all is fp32")
+    return told
 
 
 def run_config(values: dict[str, Any]) -> RunConfig:

@@ -48,8 +48,9 @@ def _refuse(note: str, *usages: str, harmless: Sequence[str] = ()) -> tuple[Nvid
 
 # Flags of this code base that Megatron-LM does not have.
 OURS_ALONE = frozenset(
-    "--check-weight-replicas-interval --data-order --device --hang-timeout --keep-last --metrics-path "
-    "--no-mask-padded-vocab --no-progress --on-non-finite --pipeline-schedule --spike-skip --verify-checkpoint".split()
+    "--bf16-optimizer-states --check-weight-replicas-interval --data-order --device --hang-timeout --keep-last "
+    "--metrics-path --no-mask-padded-vocab --no-progress --on-non-finite --pipeline-schedule --spike-skip "
+    "--verify-checkpoint".split()
 )
 
 # Flags that both have and that differ in what they mean or in what leaving them out means; v2.5 and today's.
@@ -60,6 +61,7 @@ DEPARTURES = {
     "--eod-mask-loss": "the loss is a mean over all tokens of the global batch; there of the means of microbatches",
     "--eval-interval": "1000 by default, as in v2.5; today's has no default",
     "--eval-iters": "every evaluation reads the same samples; there each one reads on",
+    "--fp16": "gradients are accumulated in fp32; a step that is skipped moves the schedules on, there it does not",
     "--load": "a folder without a checkpoint is an error, unless it is that of --save; there training starts anew",
     "--mask-prob": "the loss is a mean over all masked words of the global batch; there of the means of microbatches",
     "--max-position-embeddings": "by default --seq-length; there it must be given",
@@ -141,25 +143,13 @@ NVIDIA_FLAGS: tuple[NvidiaFlag, ...] = (
     ),
     *_accept("there are no experimental features to admit", "--enable-experimental"),
     # Number formats.
-    *_refuse("use --bf16; fp16 is not available in this version", "--fp16"),
-    *_refuse("fp16 is not available in this version", "--fp16-lm-cross-entropy"),
+    *_refuse("the loss is always taken in fp32", "--fp16-lm-cross-entropy"),
     *_accept(
-        "only fp16 needs its loss scaled",
-        "--loss-scale X",
-        "--initial-loss-scale X",
-        "--min-loss-scale X",
-        "--loss-scale-window X",
-        "--hysteresis N",
-    ),
-    *_accept(
-        "the factor cancels out; it only guards fp16 against overflow",
+        "the factor cancels out; attention is fp32 within, so that it need not guard fp16",
         "--no-query-key-layer-scaling",
         "--apply-query-key-layer-scaling",
     ),
     *_accept("it is always so", "--attention-softmax-in-fp32", "--accumulate-allreduce-grads-in-fp32"),
-    *_refuse(
-        "with --bf16 the residual stream is bf16 too; without it all is fp32", "--fp32-residual-connection"
-    ),
     *_refuse(
         "use --bf16; fp8 is not available in this version",
         "--fp8-format NAME",
@@ -171,9 +161,13 @@ NVIDIA_FLAGS: tuple[NvidiaFlag, ...] = (
         "--fp8-param-gather",
     ),
     *_refuse(
-        "master weights, gradients and the optimizer's state are always fp32",
+        "master weights and the gradients that are summed are always fp32",
         "--main-grads-dtype NAME",
         "--main-params-dtype NAME",
+        harmless=("fp32",),
+    ),
+    *_refuse(
+        "use --bf16-optimizer-states",
         "--exp-avg-dtype NAME",
         "--exp-avg-sq-dtype NAME",
         harmless=("fp32",),
@@ -436,7 +430,7 @@ NVIDIA_FLAGS: tuple[NvidiaFlag, ...] = (
         "--log-validation-ppl-to-tensorboard",
         "--log-throughput",
     ),
-    *_accept("there is no loss scale to log", "--no-log-loss-scale-to-tensorboard"),
+    *_accept("with --fp16 TensorBoard and the log always have it", "--no-log-loss-scale-to-tensorboard"),
     *_accept(
         "not available in this version; TensorBoard gets the time of an iteration",
         "--log-timers-to-tensorboard",

@@ -27,7 +27,7 @@ BASE = (
     "--micro-batch-size 1 --train-iters 10 --lr 1e-3"
 )
 
-# Megatron-LM v2.5, examples/pretrain_gpt.sh, but for its last flag, --fp16.
+# Megatron-LM v2.5, examples/pretrain_gpt.sh.
 GPT_345M = """
     --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --micro-batch-size 4 --global-batch-size 8
     --seq-length 1024 --max-position-embeddings 1024 --train-iters 500000 --lr-decay-iters 320000
@@ -35,7 +35,7 @@ GPT_345M = """
     --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt --data-impl mmap --split 949,50,1
     --distributed-backend nccl --lr 0.00015 --min-lr 1.0e-5 --lr-decay-style cosine --weight-decay 1e-2
     --clip-grad 1.0 --lr-warmup-fraction .01 --checkpoint-activations --log-interval 100
-    --save-interval 10000 --eval-interval 1000 --eval-iters 10 --bf16
+    --save-interval 10000 --eval-interval 1000 --eval-iters 10 --fp16
 """
 
 
@@ -78,7 +78,7 @@ def test_the_example_of_gpt_345m(capsys: pytest.CaptureFixture[str]) -> None:
     assert (config.data.seq_length, model.max_position_embeddings) == (1024, 1024)
     assert (training.micro_batch_size, training.global_batch_size) == (4, 8)
     assert (training.train_iters, training.train_samples) == (500_000, None)
-    assert (training.bf16, training.eval_interval, training.eval_iters) == (True, 1000, 10)
+    assert (training.fp16, training.eval_interval, training.eval_iters) == (True, 1000, 10)
     assert (optimizer.lr, optimizer.min_lr, optimizer.lr_decay_style) == (1.5e-4, 1e-5, "cosine")
     assert (optimizer.lr_decay_iters, optimizer.lr_warmup_fraction) == (320_000, 0.01)
     assert (optimizer.weight_decay, optimizer.clip_grad) == (0.01, 1.0)
@@ -111,7 +111,9 @@ NVIDIA_DEFAULTS = """
     --save None, --save-interval None, --save-retain-interval None, --no-save-optim False, --async-save False,
     --load None, --no-load-optim False, --ckpt-step None, --use-checkpoint-args False,
     --apply-residual-connection-post-layernorm False,
-    --finetune False, --bf16 False, --eval-iters 100, --eval-interval 1000, --data-path None, --vocab-file None,
+    --finetune False, --fp16 False, --bf16 False, --loss-scale None, --initial-loss-scale 4294967296,
+    --fp32-residual-connection False, --min-loss-scale 1.0, --loss-scale-window 1000, --hysteresis 2,
+    --eval-iters 100, --eval-interval 1000, --data-path None, --vocab-file None,
     --merge-file None, --seq-length None, --encoder-seq-length None, --num-workers 2, --tokenizer-type None,
     --reset-position-ids False, --reset-attention-mask False, --eod-mask-loss False,
     --use-checkpoint-opt_param-scheduler False, --start-weight-decay None, --end-weight-decay None,
@@ -290,7 +292,7 @@ def test_an_unknown_flag_suggests_the_nearest(word: str, nearest: str | None) ->
         ("--learning_rate", "--lr"),
         ("--epochs", "--train-iters or --train-samples"),
         ("--output-dir", "--save"),
-        ("--dtype", "--bf16 for bfloat16; without it all is fp32"),
+        ("--dtype", "--bf16 or --fp16; without them all is fp32"),
     ],
 )
 def test_names_of_other_tools_lead_to_ours(word: str, instead: str) -> None:
@@ -331,6 +333,19 @@ CROSS = [
         "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style",
     ),
     ("--weight-decay-incr-style linear", "--weight-decay-incr-style: linear needs both"),
+    ("--fp16 --bf16", "--fp16 and --bf16 exclude each other; leave one of them out"),
+    (
+        "--fp16 --initial-loss-scale 8 --min-loss-scale 16",
+        "--initial-loss-scale: 8 is below --min-loss-scale 16",
+    ),
+    (
+        "--fp16 --loss-scale 128 --hysteresis 3",
+        "--hysteresis: 3 is for a scale that changes, and --loss-scale 128 fixes it; leave one of them out",
+    ),
+    (
+        "--bf16-optimizer-states --optimizer sgd",
+        "--bf16-optimizer-states is for adam; --optimizer sgd keeps fp32",
+    ),
     ("--mock-data --data-path a", "--data-path and --mock-data exclude each other"),
     ("--train-data-path a --data-path a", "--train-data-path and --data-path exclude each other"),
     ("--valid-data-path a --split 9,1", "--valid-data-path and --split exclude each other"),
@@ -356,6 +371,21 @@ def test_what_is_required(name: str) -> None:
     with pytest.raises(InputError) as error:
         parse(base=" ".join(words[:at] + words[at + 2 :]))
     assert str(error.value).startswith(message)
+
+
+def test_what_only_half_precision_heeds_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    scaling = "--loss-scale 8192 --min-loss-scale 2"
+    with pytest.raises(InputError, match=r"--min-loss-scale: 2 is for a scale that changes"):
+        parse("--fp16", scaling)
+    parse("--bf16 --loss-scale 8192")
+    assert capsys.readouterr().err == "note: --loss-scale has no effect: only --fp16 needs its loss scaled\n"
+    parse("--fp32-residual-connection")
+    assert capsys.readouterr().err == (
+        "note: --fp32-residual-connection has no effect: without --bf16 or --fp16 all is fp32\n"
+    )
+    assert parse("--bf16 --fp32-residual-connection").model.fp32_residual_connection
+    assert parse("--fp16 --loss-scale 8192").optimizer.loss_scale == 8192
+    assert capsys.readouterr().err == ""
 
 
 def test_help_and_reference_say_what_is_required() -> None:
@@ -456,7 +486,7 @@ def test_a_list_on_the_command_line_replaces_that_of_the_file(tmp_path: Path) ->
         ("merge-file: ''", "--merge-file: is empty; give a value, or leave the flag out"),
         ("config: other.yaml", "config: belongs on the command line"),
         ("help: true", "help: belongs on the command line"),
-        ("fp16: true", "--fp16 is not supported: use --bf16; fp16 is not available in this version"),
+        ("squared-relu: true", "--squared-relu is not supported: this code base does not have it"),
         ("lr: 1\nlr = 2", "line 2: is not YAML"),
         ("a: [1, 2", "line 1: is not YAML"),
         ("x: !!python/object:os.system {}", "line 1: is not YAML"),
@@ -503,7 +533,7 @@ def test_help_is_grouped_and_complete() -> None:
     words = set(text.replace(",", " ").split())
     for _, field, _ in all_flags():
         assert {flag_name(field), *field.metadata["flag"].aliases} <= words
-    assert "--fp16" not in words
+    assert "--squared-relu" not in words
     assert "Train a thing." in lines
     assert "(default: NullTokenizer)" in " ".join(text.split())
     assert "--rampup-batch-size START INCREMENT SAMPLES\n" in text

@@ -134,7 +134,7 @@ def test_values_that_ask_for_nothing(flag: NvidiaFlag, without, capsys: pytest.C
 
 def test_values_that_follow() -> None:
     assert error_of("--fp8-format") == "--fp8-format: expected 1 argument"
-    assert error_of("--fp16=1") == "--fp16: takes no value, but was given '1'"
+    assert error_of("--squared-relu=1") == "--squared-relu: takes no value, but was given '1'"
     assert error_of("--moe-router-load-balancing-type a b").startswith(
         "--moe-router-load-balancing-type a b is not supported: "
     )

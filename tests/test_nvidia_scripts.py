@@ -36,7 +36,7 @@ class Script:
 
     flags: str
     processes: int = 1
-    refused: str = "--fp16"
+    refused: str = ""
     missing: str = ""
     wrong: str = ""
 
@@ -236,7 +236,7 @@ SCRIPTS |= {
         TODAY_BERT, processes=128, wrong="16 stages do not divide --num-layers 24"
     ),
     "today train_gpt3_175b_distributed": Script(
-        TODAY_GPT, processes=128, refused="--fp16 --step-batch-size-schedule"
+        TODAY_GPT, processes=128, refused="--step-batch-size-schedule"
     ),
     "today train_llama3_8b_h100_fp8, mock": Script(
         f"{TODAY_LLAMA} {LLAMA_H100} {MOCK}", processes=8, refused=NOT_OF_LLAMA
@@ -247,14 +247,14 @@ SCRIPTS |= {
     "today train_llama3_8b_fsdp_h100_fp8": Script(
         f"{TODAY_LLAMA} {LLAMA_FSDP} {MOCK}", processes=8, refused=NOT_OF_LLAMA
     ),
-    "today guide, Llama": Script(TODAY_GUIDE_8, processes=8, refused=""),
+    "today guide, Llama": Script(TODAY_GUIDE_8, processes=8),
     "today guide, GPT-3": Script(TODAY_GUIDE_MP, processes=8),
     "today sc21": Script(
         SCRIPTS["sc21 1T"].flags.replace(
             "--checkpoint-activations", "--activations-checkpoint-method uniform"
         ),
         processes=3072,
-        refused="--fp16 --activations-checkpoint-method",
+        refused="--activations-checkpoint-method",
     ),
     "today train_mixtral_8x7b_distributed": Script(
         TODAY_MIXTRAL,
@@ -306,8 +306,6 @@ def test_what_is_refused_is_refused_by_name_all_at_once(script: Script) -> None:
 def test_the_rest_means_what_it_says(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
     """Each flag that is ours sets its field to its value; each other one is noted. The layout fits the processes."""
     flags = [(name, values) for name, values in given(script) if name not in script.refused.split()]
-    if "--fp16" in script.refused.split():
-        flags.append(("--bf16", []))
     config = parse_run_config(words(flags), description="a test", defaults={})
     if script.wrong:
         with pytest.raises(InputError, match=script.wrong):

@@ -24,7 +24,7 @@ from megatron.checkpoint.pieces import Pieces
 from megatron.checkpoint.storage import folder_of
 from megatron.flags import LARGEST, Config, InputError, flag_name
 from megatron.model.config import ModelConfig
-from megatron.optim.gate import is_state
+from megatron.optim import gate, scaler
 from megatron.tokenizer.config import TokenizerConfig
 
 C = TypeVar("C", bound=Config)
@@ -37,6 +37,7 @@ EVALUATED = "evaluated"
 # Fields of ModelConfig that may differ between a checkpoint and the run that loads it.
 FREE = {
     "attention_dropout",
+    "fp32_residual_connection",
     "hidden_dropout",
     "init_method_std",
     "init_method_xavier_uniform",
@@ -139,7 +140,8 @@ STATE_FIELDS = {
     "evaluation_due": lambda value: isinstance(value, bool),
     "bad_steps": _is_count,
     "history": _is_history,
-    "spike_window": is_state,
+    "spike_window": gate.is_state,
+    "loss_scaler": scaler.is_state,
     "vocab_size": _is_count,
     "padded_vocab_size": _is_count,
     "optimizer_steps": lambda value: value is None or _is_count(value),

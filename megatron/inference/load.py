@@ -38,6 +38,7 @@ def load_gpt(load: str, tokenizer: TokenizerConfig, device: torch.device) -> tup
     # which are no tokens.
     with torch.device("meta"):
         model = GPTModel(model_config(checkpoint), vocab_size=vocab_size, padded_vocab_size=vocab_size)
-    bf16 = checkpoint.state["config"].get("training", {}).get("bf16")
-    load_weights(checkpoint, model, torch.bfloat16 if bf16 else torch.float32)
+    training = checkpoint.state["config"].get("training", {})
+    half = torch.float16 if training.get("fp16") else torch.bfloat16 if training.get("bf16") else None
+    load_weights(checkpoint, model, half or torch.float32)
     return model.to(device), chosen

@@ -57,6 +57,9 @@ class ModelConfig(Config):
     apply_residual_connection_post_layernorm: bool = flag(
         False, "add to what a normalisation gives, not to what it reads: the order of the original BERT"
     )
+    fp32_residual_connection: bool = flag(
+        False, "with --bf16 or --fp16: keep the residual stream, and what pipelines send of it, in fp32"
+    )
     attention_dropout: float = flag(0.1, "dropout on attention probabilities", low=0, high=1)
     hidden_dropout: float = flag(0.1, "dropout on embeddings and on the output of each block", low=0, high=1)
     init_method_std: float = flag(0.02, "standard deviation of the initial weights", low=0)

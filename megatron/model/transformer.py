@@ -62,7 +62,7 @@ class Context:
 
 
 class Norm(nn.Module):
-    """LayerNorm or RMSNorm, after `--normalization`."""
+    """LayerNorm or RMSNorm, after `--normalization`. What it gives has the dtype of what it reads."""
 
     def __init__(self, config: ModelConfig, place: GlobalSlice) -> None:
         super().__init__()
@@ -217,6 +217,8 @@ class TransformerLayer(nn.Module):
 
     In the original BERT's order (arXiv 1909.08053 figure 7a) it is norm(x) in place of x that is added to. With the
     model's first normalisation on the embeddings and its last on the output, that is BERT's x = norm(x + f(x)).
+
+    With --fp32-residual-connection x and norm(x) are fp32, and what attention and MLP read of it is not.
     """
 
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, recompute: Recompute) -> None:
@@ -230,11 +232,13 @@ class TransformerLayer(nn.Module):
         self.mlp = MLP(config, tp)
 
     def forward(self, x_sbh: Tensor, context: Context) -> Tensor:
+        dtype = self.input_layernorm.weight.dtype
         normed_sbh = self.input_layernorm(x_sbh)
-        attended_sbh = self._drop(self.self_attention(normed_sbh, context), context, "attended")
+        attended_sbh = self._drop(self.self_attention(normed_sbh.to(dtype), context), context, "attended")
         x_sbh = (normed_sbh if self.post_norm else x_sbh) + attended_sbh
         normed_sbh = self.pre_mlp_layernorm(x_sbh)
-        return (normed_sbh if self.post_norm else x_sbh) + self._drop(self.mlp(normed_sbh), context, "mlp")
+        added_sbh = self._drop(self.mlp(normed_sbh.to(dtype)), context, "mlp")
+        return (normed_sbh if self.post_norm else x_sbh) + added_sbh
 
     def _drop(self, x: Tensor, context: Context, site: str) -> Tensor:
         return dropout(x, self.hidden_dropout, context.dropout_key, self.layer, site, self.tp.stream)
@@ -264,4 +268,6 @@ class Transformer(nn.Module):
                 return x
 
             x_sbh = rerun(run, x_sbh, self.recompute.axis) if again else run(x_sbh)
-        return x_sbh if self.final_layernorm is None else self.final_layernorm(x_sbh)
+        if self.final_layernorm is None:
+            return x_sbh
+        return self.final_layernorm(x_sbh).to(self.final_layernorm.weight.dtype)

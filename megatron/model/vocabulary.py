@@ -33,7 +33,7 @@ class Embedding(nn.Module):
         token_types: int = 0,
     ) -> None:
         super().__init__()
-        self.tp, self.dropout = tp, config.hidden_dropout
+        self.tp, self.dropout, self.fp32 = tp, config.hidden_dropout, config.fp32_residual_connection
         init = normal(config.init_method_std)
         self.word_embeddings = VocabParallelEmbedding(
             padded_vocab_size, config.hidden_size, real=real, init=init, tp=tp, tied=tied
@@ -49,13 +49,14 @@ class Embedding(nn.Module):
         dropout_key: DropoutKey,
         types_bs: Tensor | None = None,
     ) -> Tensor:
-        """[s, b, h], or with sequence parallelism this process's part along s."""
+        """[s, b, h], or with sequence parallelism this process's part along s; the residual stream's first values."""
         x_sbh = self.word_embeddings(tokens_bs.t())
         if self.position_embeddings is not None:
             x_sbh = x_sbh + self.position_embeddings(position_ids_bs.t())
         if self.tokentype_embeddings is not None:
             x_sbh = x_sbh + self.tokentype_embeddings(types_bs.t())
-        return dropout(x_sbh, self.dropout, dropout_key, "embedding", self.tp.stream)
+        x_sbh = dropout(x_sbh, self.dropout, dropout_key, "embedding", self.tp.stream)
+        return x_sbh.float() if self.fp32 else x_sbh
 
 
 class Table(nn.Module):

@@ -1,4 +1,7 @@
-"""Normalisation over the last axis. Statistics are taken in fp32 whatever the dtype of the input."""
+"""Normalisation over the last axis. Statistics are taken in fp32 whatever the dtype of the input, which the output has.
+
+Weights may be of less precision than the input, as with a residual stream in fp32.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,9 @@ from torch import Tensor
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
     """(x - mean) / √(variance + ε) · weight + bias; x [..., h], weight and bias [h]."""
-    return F.layer_norm(x, weight.shape, weight, bias, epsilon)
+    return F.layer_norm(x, weight.shape, weight.to(x.dtype), bias.to(x.dtype), epsilon)
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """x / √(mean(x²) + ε) · weight; x [..., h], weight [h]."""
-    return F.rms_norm(x, weight.shape, weight, epsilon)
+    return F.rms_norm(x, weight.shape, weight.to(x.dtype), epsilon)

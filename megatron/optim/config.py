@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron.flags import Config, InputError, flag
+from megatron.flags import Config, InputError, flag, flag_name
+
+# The scale is an fp32 number, and has to stay one when it is doubled again and again.
+LARGEST_SCALE = 2.0**48
+# Fields about a scale that changes, and all about the scale.
+DYNAMIC_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+LOSS_SCALING = ("loss_scale", *DYNAMIC_SCALE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,11 +56,40 @@ class OptimizerConfig(Config):
     adam_beta1: float = flag(0.9, "decay of Adam's mean of gradients", low=0, below=1)
     adam_beta2: float = flag(0.999, "decay of Adam's mean of squared gradients", low=0, below=1)
     adam_eps: float = flag(1e-8, "added to Adam's denominator", above=0)
+    bf16_optimizer_states: bool = flag(
+        False,
+        "keep Adam's two means in bf16, which takes 8 bytes a parameter with its fp32 weight in place of 12",
+    )
     sgd_momentum: float = flag(0.9, "momentum of SGD", low=0)
+    loss_scale: float | None = flag(
+        None,
+        "with --fp16: multiply the loss by this throughout (default: by what gradients admit)",
+        above=0,
+        high=LARGEST_SCALE,
+    )
+    initial_loss_scale: float = flag(
+        2.0**32, "with --fp16: what the loss is multiplied by at first", above=0, high=LARGEST_SCALE
+    )
+    min_loss_scale: float = flag(
+        1.0, "with --fp16: overflows lower the scale of the loss no further", above=0
+    )
+    loss_scale_window: int = flag(
+        1000,
+        "with --fp16: steps in a row without an overflow that double the scale",
+        low=1,
+        high=2**31 - 1,
+    )
+    hysteresis: int = flag(
+        2,
+        "with --fp16: overflows from which on, since the scale last grew, each halves it",
+        low=1,
+        high=2**31 - 1,
+    )
     on_non_finite: str = flag(
         "stop",
         "a loss or gradient that is not finite changes no weights; then 'stop' says where it came from, saves and "
-        "ends the run, and 'skip' goes on, but ends it after ten such iterations in a row",
+        "ends the run, and 'skip' goes on, but ends it after ten such iterations in a row; with --fp16 it is no such "
+        "case as long as the scale of the loss can fall",
         choices=("stop", "skip"),
     )
     spike_skip: float | None = flag(
@@ -83,6 +118,9 @@ class OptimizerConfig(Config):
                 f"--lr-warmup-fraction: {self.lr_warmup_fraction} was given together with "
                 "--lr-warmup-iters or --lr-warmup-samples; give one of them"
             )
+        if self.bf16_optimizer_states and self.optimizer != "adam":
+            raise InputError(f"--bf16-optimizer-states is for adam; --optimizer {self.optimizer} keeps fp32")
+        self._check_loss_scale()
         ends = (self.start_weight_decay, self.end_weight_decay)
         if self.weight_decay_incr_style == "constant":
             if ends != (None, None):
@@ -94,3 +132,17 @@ class OptimizerConfig(Config):
                 f"--weight-decay-incr-style: {self.weight_decay_incr_style} needs both "
                 "--start-weight-decay and --end-weight-decay"
             )
+
+    def _check_loss_scale(self) -> None:
+        if self.initial_loss_scale < self.min_loss_scale:
+            raise InputError(
+                f"--initial-loss-scale: {self.initial_loss_scale:g} is below --min-loss-scale {self.min_loss_scale:g}"
+            )
+        if self.loss_scale is None:
+            return
+        for field in dataclasses.fields(self):
+            if field.name in DYNAMIC_SCALE and getattr(self, field.name) != field.default:
+                raise InputError(
+                    f"{flag_name(field)}: {getattr(self, field.name):g} is for a scale that changes, and --loss-scale "
+                    f"{self.loss_scale:g} fixes it; leave one of them out"
+                )

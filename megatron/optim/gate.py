@@ -17,8 +17,9 @@ WINDOW, ENOUGH = 128, 64
 class Gate:
     """Decides on the device which steps are left out, so that the host does not wait to know.
 
-    A step whose gradient is not finite is always left out. With `--on-non-finite stop` so is every later one: the
-    weights stay as they were before it until the host, which looks now and then, stops the run. With
+    A step whose gradient is not finite is always left out. With `--on-non-finite stop` so is every later one, unless
+    the scale of an fp16 run's loss may be at fault: the weights stay as they were before it until the host, which looks
+    now and then, stops the run. With
     `--spike-skip SIGMA` a step is left out whose loss or gradient norm is above the mean of the last steps by more
     than SIGMA standard deviations.
 
@@ -45,14 +46,16 @@ class Gate:
         rows = [[math.nan if x is None else x for x in row] for row in state]
         self.window.copy_(torch.tensor(rows))
 
-    def leaves_out(self, grad_norm: Tensor, loss: Tensor | None) -> Tensor:
+    def leaves_out(self, grad_norm: Tensor, loss: Tensor | None, excused: Tensor | None = None) -> Tensor:
         """Whether to leave out the step of these, a scalar, 0 or 1; `loss` is asked for with `--spike-skip` alone.
+        Where `excused`, a gradient that is not finite does not stop the run.
 
         To be called once a step, with the same values on every process.
         """
         out = (~grad_norm.isfinite()).float()
         if self.stops:
-            out = self.shut = torch.maximum(self.shut, out)
+            self.shut = torch.maximum(self.shut, out if excused is None else out.masked_fill(excused, 0.0))
+            out = torch.maximum(self.shut, out)
         if self.sigma is None:
             return out
         now = torch.stack((loss.float(), grad_norm))

@@ -61,14 +61,26 @@ class TrainingConfig(Config):
     device: str = flag(
         "auto", "where to compute; 'auto' takes a GPU if there is one", choices=("auto", "cpu", "cuda")
     )
+    fp16: bool = flag(
+        False,
+        "compute in fp16, with fp32 master weights and gradient accumulation, and the loss scaled so that small "
+        "gradients are not lost",
+    )
     bf16: bool = flag(False, "compute in bfloat16, with fp32 master weights and gradient accumulation")
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.fp16 and self.bf16:
+            raise InputError("--fp16 and --bf16 exclude each other; leave one of them out")
         if (self.train_iters is None) == (self.train_samples is None):
             raise InputError("give --train-iters or --train-samples, and not both")
         if self.rampup_batch_size is not None and self.train_samples is None:
             raise InputError("--rampup-batch-size needs --train-samples in place of --train-iters")
+
+    @property
+    def precision(self) -> str:
+        """What is computed in: "fp32", "fp16" or "bf16"."""
+        return "fp16" if self.fp16 else "bf16" if self.bf16 else "fp32"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

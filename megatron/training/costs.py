@@ -8,6 +8,7 @@ import torch
 
 from megatron.flags import InputError
 from megatron.model.config import ModelConfig
+from megatron.optim.config import OptimizerConfig
 from megatron.optim.layout import Bucket
 from megatron.optim.optimizer import MOMENTS
 
@@ -31,15 +32,17 @@ def flops_per_sample(
     return 3 * 2 * (layers + vocabulary + attention)
 
 
-def check_memory(buckets: list[Bucket], optimizer: str, *, bf16: bool, device: torch.device) -> None:
-    """Refuse a model whose weights, gradients and optimizer state alone are more than the device holds.
+def check_memory(buckets: list[Bucket], config: OptimizerConfig, *, half: bool, device: torch.device) -> None:
+    """Refuse a model whose weights, gradients and optimizer state alone are more than the device holds; parameters take
+    two bytes if `half`, else four.
 
     Raises:
         InputError: with both numbers.
     """
     size, owned = buckets[-1].end, sum(end - begin for begin, end in (b.owned for b in buckets))
     # Parameters and fp32 gradients; fp32 master weights where the parameters are not; the optimizer's means.
-    needed = size * ((2 if bf16 else 4) + 4) + owned * 4 * (len(MOMENTS[optimizer]) + bf16)
+    moments = len(MOMENTS[config.optimizer]) * (2 if config.bf16_optimizer_states else 4)
+    needed = size * ((2 if half else 4) + 4) + owned * (4 * half + moments)
     if device.type == "cuda":
         available = torch.cuda.get_device_properties(device).total_memory
     else:
@@ -47,7 +50,7 @@ def check_memory(buckets: list[Bucket], optimizer: str, *, bf16: bool, device: t
     if needed > available:
         raise InputError(
             f"{size:,} parameters on one process need {needed / 1e9:,.1f} GB for weights, gradients and the "
-            f"state of {optimizer}, but {device} has {available / 1e9:,.1f} GB; lower --num-layers or "
+            f"state of {config.optimizer}, but {device} has {available / 1e9:,.1f} GB; lower --num-layers or "
             "--hidden-size, or divide the model (--tensor-model-parallel-size, --pipeline-model-parallel-size, "
             "--use-distributed-optimizer)"
         )

@@ -28,6 +28,8 @@ from megatron.training.task import Part, Task
 # Microbatches that an evaluation puts through a pipeline at once, per stage: the pipeline stands empty at both ends.
 EVAL_MICROBATCHES_PER_STAGE = 8
 
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
 
 class Engine:
     """What this process holds of the model, and how a batch goes through it.
@@ -64,15 +66,15 @@ class Engine:
                 )
                 for chunk in self.parts
             ]
-        self.dtype = torch.bfloat16 if config.training.bf16 else torch.float32
+        self.dtype = DTYPES[config.training.precision]
         check_memory(
             lay_out(
                 self.chunks,
                 bucket_size=parallel.ddp_bucket_size,
                 shards=mesh.dp if parallel.use_distributed_optimizer else ALONE,
             ),
-            config.optimizer.optimizer,
-            bf16=config.training.bf16,
+            config.optimizer,
+            half=config.training.precision != "fp32",
             device=mesh.device,
         )
         self.buffer = ParamBuffer(self.chunks, mesh, parallel, dtype=self.dtype)
@@ -116,7 +118,7 @@ class Engine:
             compute,
             self.transfers,
             shape=shape,
-            dtype=self.dtype,
+            dtype=torch.float32 if self.config.model.fp32_residual_connection else self.dtype,
             begin_last_backward=self.buffer.begin_last_backward,
         )
 
@@ -150,7 +152,8 @@ class Engine:
     ) -> Tensor:
         """Forward and backward over the microbatches of one global batch, and the sum over the replicas.
 
-        A loss that is not finite makes a gradient that is not. The return is as of `train_step`.
+        A loss that is not finite makes a gradient that is not. The gradient is that of the loss times
+        `Optimizer.loss_scale`; the return, as of `train_step`, is not scaled.
         """
         microbatches = [self._to_device(batch) for batch in itertools.islice(batches, num_microbatches)]
         for batch in microbatches:
@@ -160,11 +163,13 @@ class Engine:
         # With every position masked the loss is 0, not 0/0.
         counts = all_reduce_sum(counts, self.mesh.dp).clamp(min=1)
         losses = torch.zeros(len(self.task.loss_names), dtype=torch.float64, device=self.mesh.device)
+        loss_scale = self.optimizer.loss_scale
 
         def end(_: int, sums: Tensor) -> Tensor:
             share = sums / counts
             losses.add_(share.detach())
-            return (share * (1 + 0 * share.detach())).sum()  # times 1; if it is not finite, times NaN
+            # Times the scale; if the loss is not finite, times NaN.
+            return (share * (loss_scale + 0 * share.detach())).sum()
 
         def dropout_key(microbatch: int) -> tuple[int, int]:
             before = (

@@ -29,7 +29,11 @@ def stop_on_non_finite(trainer: Trainer, iteration: int, consumed_samples: int) 
     progress.history.rows = [row for row in progress.history.rows if row["iteration"] < iteration]
     weights = spoiled_weights(trainer.engine)
     kept = "and nothing was saved" if weights else _keep(trainer)
-    said = f"iteration {iteration}: the loss or its gradient is not finite; no weights were changed, {kept}. "
+    scaler = trainer.engine.optimizer.scaler
+    scaled = (
+        "" if scaler is None else f" at a loss scale of {scaler.scale.item():g}, which can fall no further"
+    )
+    said = f"iteration {iteration}: the loss or its gradient is not finite{scaled}; no weights were changed, {kept}. "
     if weights:
         raise PassingFault(f"{said}They were not finite before: {weights}; a machine has altered them")
     try:
@@ -50,10 +54,11 @@ def stop_on_non_finite(trainer: Trainer, iteration: int, consumed_samples: int) 
         raise TrainingFault(
             f"{said}There is too little memory to find out where it came from: {why}"
         ) from None
+    lower = ", or a lower --loss-scale" if scaler is not None and scaler.fixed else ""
     if found.repeats:
         raise TrainingFault(
             f"{said}Computed again it is not finite either: {found}. Go on from an earlier checkpoint (--ckpt-step) "
-            "with a lower --lr or a longer warm-up, or leave such iterations out with --on-non-finite skip"
+            f"with a lower --lr or a longer warm-up{lower}, or leave such iterations out with --on-non-finite skip"
         )
     raise PassingFault(
         f"{said}Computed again it is finite: a machine miscalculated. {_whose(trainer, faulty)}"

@@ -29,7 +29,7 @@ from megatron.training.costs import flops_per_sample
 from megatron.training.engine import Engine
 from megatron.training.faults import stop_on_non_finite
 from megatron.training.replicas import check_replicas
-from megatron.training.report import History, Interval, Reporter
+from megatron.training.report import History, Interval, Reporter, is_bad
 from megatron.training.stop import StopRequests
 from megatron.training.task import Task
 
@@ -93,7 +93,7 @@ class Trainer:
     saver: Saver
     reporter: Reporter
     progress: Progress
-    sound: int = 0  # samples up to which every gradient is known to have been finite
+    sound: int = 0  # samples up to which no step is known to have been a fault
     length_flags: ClassVar[str] = "--train-iters or --train-samples"
     evaluates_again: ClassVar[bool] = False  # when nothing is left to train
 
@@ -198,7 +198,7 @@ class Trainer:
             TrainingFault: a gradient was not finite, and that is to stop the run.
         """
         for row in self.progress.history.collect(self.mesh):
-            if not math.isfinite(row["grad norm"]) and self.engine.optimizer.gate.stops:
+            if is_bad(row) and self.engine.optimizer.gate.stops:
                 stop_on_non_finite(self, row["iteration"], self.sound)
             self.sound = row["consumed samples"]
 
@@ -223,7 +223,7 @@ class Trainer:
         )
         self.reporter.training(interval)
         for row in rows:
-            progress.bad_steps = 0 if math.isfinite(row["grad norm"]) else progress.bad_steps + 1
+            progress.bad_steps = progress.bad_steps + 1 if is_bad(row) else 0
             if progress.bad_steps >= MOST_BAD_STEPS:
                 raise TrainingFault(
                     f"{progress.bad_steps} gradients in a row, up to iteration {row['iteration']}, were not finite; "
@@ -278,7 +278,7 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """All of a checkpoint that is not tensors, as JSON has it; a loss that is not finite is null."""
-        progress = self.progress
+        progress, optimizer = self.progress, self.engine.optimizer
         rows = [{k: v if math.isfinite(v) else None for k, v in row.items()} for row in progress.history.rows]
         return {
             "task": self.task.name,
@@ -288,7 +288,8 @@ class Trainer:
             "evaluation_due": progress.evaluation_due,
             "bad_steps": progress.bad_steps,
             "history": rows,
-            "spike_window": self.engine.optimizer.gate.state(),
+            "spike_window": optimizer.gate.state(),
+            "loss_scaler": None if optimizer.scaler is None else optimizer.scaler.state(),
             "vocab_size": self.tokenizer.vocab_size,
             "padded_vocab_size": self.padded_vocab_size,
             "schedule": dataclasses.asdict(self.schedule),

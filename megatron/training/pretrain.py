@@ -244,6 +244,9 @@ def load(trainer: Trainer, checkpoint: Checkpoint) -> None:
         return
     if state["spike_window"] is not None:
         engine.optimizer.gate.load(state["spike_window"])
+    # A checkpoint of fp32 or bf16, or from before there was fp16, has none.
+    if engine.optimizer.scaler is not None and state.get("loss_scaler") is not None:
+        engine.optimizer.scaler.load(state["loss_scaler"])
     try:
         saved = Schedule(**state["schedule"])
     except TypeError:
@@ -323,7 +326,7 @@ def describe(trainer: Trainer) -> str:
     """What is about to run, in a line."""
     training, mesh, progress = trainer.config.training, trainer.mesh, trainer.progress
     model = (
-        f"in {'bf16' if training.bf16 else 'fp32'} on {mesh.device}; vocabulary of {trainer.tokenizer.vocab_size}, "
+        f"in {training.precision} on {mesh.device}; vocabulary of {trainer.tokenizer.vocab_size}, "
         f"padded to {trainer.padded_vocab_size}"
     )
     if training.skip_train:

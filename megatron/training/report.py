@@ -20,6 +20,9 @@ from megatron.parallel.collectives import all_reduce_sum
 from megatron.parallel.mesh import Mesh
 from megatron.training.config import LoggingConfig
 
+# Values of an iteration that are told as their sum over an interval.
+COUNTED = ("skipped", "overflow")
+
 
 def show_log(mesh: Mesh) -> None:
     """Print what the package's other parts log, once for the run; warnings and errors by every process."""
@@ -72,6 +75,11 @@ class History:
         return self.rows[begin:]
 
 
+def is_bad(row: dict[str, float]) -> bool:
+    """Whether the loss or gradient of an iteration was not finite, and no scale of the loss to blame for it."""
+    return not math.isfinite(row["grad norm"]) and not row.get("overflow")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Interval:
     """The iterations between two lines of the log."""
@@ -93,8 +101,8 @@ class Interval:
 
     @property
     def bad(self) -> int:
-        """Iterations whose loss or gradient was not finite."""
-        return sum(not math.isfinite(row["grad norm"]) for row in self.rows)
+        """Iterations whose loss or gradient was not finite, overflows left out that a smaller loss scale is to mend."""
+        return sum(map(is_bad, self.rows))
 
     @property
     def skipped(self) -> int:
@@ -105,7 +113,7 @@ class Interval:
         """Every value at full precision, for the file of metrics and Weights & Biases."""
         last = dict(self.rows[-1])
         record = {"iteration": last.pop("iteration"), "consumed samples": last.pop("consumed samples")}
-        record |= self.losses | {k: v for k, v in last.items() if k not in (*self.loss_names, "skipped")}
+        record |= self.losses | {k: v for k, v in last.items() if k not in (*self.loss_names, *COUNTED)}
         record |= {
             "learning rate": self.lr,
             "global batch size": self.batch_size,
@@ -118,8 +126,8 @@ class Interval:
 
     def points(self) -> list[dict[str, float]]:
         """The values of each iteration by their names in TensorBoard; the last has those of the interval too."""
-        renamed = {"grad norm": "grad-norm", "num zeros": "num-zeros"}
-        points = [{renamed.get(k, k): v for k, v in row.items() if k != "skipped"} for row in self.rows]
+        renamed = {"grad norm": "grad-norm", "num zeros": "num-zeros", "loss scale": "loss-scale"}
+        points = [{renamed.get(k, k): v for k, v in row.items() if k not in COUNTED} for row in self.rows]
         points[-1] |= {
             "learning-rate": self.lr,
             "batch-size": self.batch_size,
@@ -140,7 +148,7 @@ class Interval:
             f"learning rate: {self.lr:.3E}",
             f"global batch size: {self.batch_size:5d}",
             *(f"{name}: {loss:.6E}".replace("NAN", "nan") for name, loss in self.losses.items()),
-            "loss scale: 1.0",
+            f"loss scale: {last.get('loss scale', 1.0):.1f}",
             f"grad norm: {last['grad norm']:.3f}",
         ]
         if "num zeros" in last:

@@ -32,11 +32,11 @@ CPU = torch.device("cpu")
 CONFIG = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=2, max_position_embeddings=8)
 
 
-def make(dtype=torch.float32, padded: int = 64, kind: str = "adam", seed: int = 1):
+def make(dtype=torch.float32, padded: int = 64, kind: str = "adam", seed: int = 1, **settings):
     model = GPTModel(CONFIG, vocab_size=50, padded_vocab_size=padded)
     buffer = flat(model, dtype)
     buffer.initialize(seed)
-    return buffer, Optimizer(buffer, OptimizerConfig(lr=1.0, optimizer=kind)), model
+    return buffer, Optimizer(buffer, OptimizerConfig(lr=1.0, optimizer=kind, **settings)), model
 
 
 def train(buffer: ParamBuffer, optimizer: Optimizer, steps: int) -> None:
@@ -90,6 +90,30 @@ def test_everything_comes_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype, k
     train(buffer, optimizer, 2)
     train(other, other_optimizer, 2)
     assert all(torch.equal(x, y) for x, y in zip(buffer.masters, other.masters, strict=True))
+
+
+def test_moments_in_bf16_are_saved_as_such_and_read_by_any_run(tmp_path: Path) -> None:
+    half = {"bf16_optimizer_states": True, "padded": 50}
+    buffer, optimizer, _ = make(torch.bfloat16, **half)
+    train(buffer, optimizer, 3)
+    save(tmp_path, buffer, optimizer)
+    index = find_checkpoint(str(tmp_path), None).pieces("optimizer").index
+    kinds = {(name.split("/")[0], tensor["dtype"]) for name, tensor in index.items()}
+    assert kinds == {("exp_avg", "bfloat16"), ("exp_avg_sq", "bfloat16"), ("master", "float32")}
+    same, same_optimizer, _ = make(torch.bfloat16, seed=2, **half)
+    wide, wide_optimizer, _ = make(torch.bfloat16, seed=2, padded=50)
+    for other, other_optimizer in ((same, same_optimizer), (wide, wide_optimizer)):
+        load(tmp_path, other, other_optimizer)
+        for name, pieces in optimizer.moments.items():
+            theirs = other_optimizer.moments[name]
+            assert all(torch.equal(x.float(), y.float()) for x, y in zip(pieces, theirs, strict=True))
+    train(buffer, optimizer, 2)
+    train(same, same_optimizer, 2)
+    assert all(torch.equal(x, y) for x, y in zip(buffer.masters, same.masters, strict=True))
+    save(tmp_path, wide, wide_optimizer, iteration=4)
+    load(tmp_path, same, same_optimizer)  # and of fp32, rounded
+    train(same, same_optimizer, 1)
+    assert all(master.isfinite().all() for master in same.masters)
 
 
 def test_other_precision_and_padding(tmp_path: Path) -> None:
@@ -233,6 +257,7 @@ def test_where_a_run_starts(tmp_path: Path) -> None:
         (lambda f: endless(f.parent / storage.TRACKER), "is a symbolic link"),
         (lambda f: pipe(f / "index.json"), "index.json: is not a file"),
         (lambda f: edit(f, "spike_window", [[10**400] * 128] * 2), "'spike_window'"),
+        (lambda f: edit(f, "loss_scaler", {"scale": 0.0, "clean": 0, "patience": 2}), "'loss_scaler'"),
         (lambda f: write(f, "model.safetensors", "junk"), "model.safetensors: cannot be read"),
         (lambda f: edit_tensors(f, lambda t: t.pop(BIAS)), "final_layernorm.bias cannot be read"),
         (lambda f: edit_tensors(f, lambda t: t.update({BIAS: torch.ones(3)})), "smaller than the index says"),

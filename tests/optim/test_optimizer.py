@@ -99,11 +99,12 @@ def test_equals_torch_on_separate_tensors(kind: str, clip: float) -> None:
 
 
 @pytest.mark.parametrize("kind", ["adam", "sgd"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_changes_nothing(kind: str, dtype: torch.dtype, value: float) -> None:
     model, buffer = make(dtype)
-    optimizer = Optimizer(buffer, OptimizerConfig(optimizer=kind, lr=1.0, on_non_finite="skip"))
+    settings = {"optimizer": kind, "lr": 1.0, "on_non_finite": "skip", "loss_scale": 1.0}
+    optimizer = Optimizer(buffer, OptimizerConfig(**settings))
     loss_of(model, 0).backward()
     optimizer.step(lr=1e-2, weight_decay=0.1)
     state = [buffer.params, *buffer.masters, *(x for pieces in optimizer.moments.values() for x in pieces)]
@@ -143,6 +144,22 @@ def test_bf16_keeps_fp32_master_weights_and_gradients() -> None:
     optimizer.step(lr=1e-6, weight_decay=0.0)
     assert not torch.equal(before, torch.cat(buffer.masters))
     torch.testing.assert_close(buffer.params, torch.cat(buffer.masters).bfloat16(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.1])
+def test_fp16_steps_as_fp32_does_on_the_gradient_divided_by_the_scale(clip: float) -> None:
+    stats, masters = [], []
+    for dtype, scale in ((torch.float32, 1.0), (torch.float16, 2.0**20)):
+        _, buffer = make(dtype)
+        noise = torch.randn(len(buffer.grads), generator=torch.Generator().manual_seed(0))
+        optimizer = Optimizer(buffer, OptimizerConfig(lr=1.0, clip_grad=clip, initial_loss_scale=scale))
+        for step in range(3):
+            assert optimizer.loss_scale == scale
+            buffer.grads.copy_(noise * scale * 10.0**-step)
+            stats.append(optimizer.step(lr=1e-2, weight_decay=0.1)["grad norm"])
+        masters.append(torch.cat(buffer.masters))
+    torch.testing.assert_close(stats[3:], stats[:3])
+    torch.testing.assert_close(masters[1], masters[0], rtol=1e-5, atol=1e-6)
 
 
 def test_initial_values() -> None:

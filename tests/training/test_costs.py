@@ -9,6 +9,7 @@ from models import CPU
 from megatron.flags import InputError
 from megatron.model.config import ModelConfig
 from megatron.model.gpt import GPTModel
+from megatron.optim.config import OptimizerConfig
 from megatron.optim.layout import lay_out
 from megatron.parallel.mesh import ALONE
 from megatron.training.costs import check_memory, flops_per_sample
@@ -72,12 +73,13 @@ def test_parameters_equal_the_paper(billions: float, layers: int, hidden: int, h
 
 def test_a_model_that_cannot_fit_is_refused() -> None:
     small = buckets(num_layers=2, hidden_size=64, num_attention_heads=4, max_position_embeddings=8)
-    check_memory(small, "adam", bf16=False, device=CPU)
+    check_memory(small, OptimizerConfig(lr=1.0), half=False, device=CPU)
     large = buckets(num_layers=128, hidden_size=25600, num_attention_heads=160, max_position_embeddings=2048)
-    for optimizer, bf16, terabytes in (
-        ("adam", False, "16,1"),
-        ("adam", True, "18,1"),
-        ("sgd", False, "12,0"),
+    for settings, half, terabytes in (
+        ({}, False, "16,1"),
+        ({}, True, "18,1"),
+        ({"bf16_optimizer_states": True}, True, "14,1"),
+        ({"optimizer": "sgd"}, False, "12,0"),
     ):
         with pytest.raises(InputError, match=rf"{terabytes}\d\d\.\d GB.*cpu has"):
-            check_memory(large, optimizer, bf16=bf16, device=CPU)
+            check_memory(large, OptimizerConfig(lr=1.0, **settings), half=half, device=CPU)

@@ -15,8 +15,12 @@ FLAGS = """
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("precision", "tolerance"), [([], 1e-3), (["--bf16"], 2e-2)], ids=["fp32", "bf16"])
-def test_same_as_on_a_cpu(pretrain, tmp_path: Path, precision: list[str], tolerance: float) -> None:
+@pytest.mark.parametrize(
+    ("precision", "tolerance"),
+    [([], 1e-3), (["--bf16"], 2e-2), (["--fp16", "--initial-loss-scale", 65536], 2e-2)],
+    ids=["fp32", "bf16", "fp16"],
+)
+def test_same_as_on_a_cpu(pretrain, tmp_path: Path, precision: list, tolerance: float) -> None:
     losses = []
     for device in ("cpu", "cuda"):
         path = tmp_path / f"{device}.jsonl"

@@ -186,6 +186,18 @@ def test_same_in_bf16_within_its_rounding(one_process, tmp_path: Path, layout: s
     one_process("--bf16").assert_equals(Run(tmp_path), loss=2e-2, weights=2e-1, zeros=2000)
 
 
+@pytest.mark.parametrize("layout", ["P2V2", pytest.param("everything", marks=pytest.mark.slow)])
+def test_pipelines_send_the_residual_stream_in_fp32(one_process, tmp_path: Path, layout: str) -> None:
+    """Each microbatch's forward pass is the same to the last bit, but for sums that tensor parallelism divides."""
+    processes, flags = LAYOUTS[layout]
+    residual = "--bf16 --fp32-residual-connection"
+    run_distributed(train, processes, str(tmp_path), f"{residual} {flags}")
+    one, other = one_process(residual), Run(tmp_path)
+    exact = 1e-7 if layout == "P2V2" else 1e-3
+    assert other.records[0]["lm loss"] == pytest.approx(one.records[0]["lm loss"], rel=exact)
+    one.assert_equals(other, loss=2e-2, weights=2e-1, zeros=2000)
+
+
 def test_gradients_reduced_in_bf16(one_process, tmp_path: Path) -> None:
     run_distributed(train, 2, str(tmp_path), f"--grad-reduce-in-bf16 {ZERO}")
     one_process("").assert_equals(Run(tmp_path), loss=2e-2, weights=2e-1, zeros=2000)

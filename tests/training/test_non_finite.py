@@ -102,6 +102,12 @@ CASES = {
         Injection(0, "decoder.layers.2.mlp.linear_fc2", calls(2, 3, 8, 4)),
         "rank 0, microbatch 3",
     ),
+    "T2 fp16": (
+        2,
+        f"{TP} 2 --fp16 --loss-scale 1024",
+        Injection(1, "decoder.layers.2.mlp.linear_fc1", calls(3, 5, 8, 4)),
+        "rank 1, microbatch 5",
+    ),
     # Of the loss itself all gradients would be finite.
     "loss": (2, f"{PP} 2", Injection(1, "", calls(2, 2, 8, 4)), "rank 1, microbatch 2"),
     "D2+ZeRO": (

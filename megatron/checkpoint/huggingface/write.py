@@ -57,9 +57,9 @@ def write_huggingface(
             f"--no-mask-padded-vocab: {checkpoint.state['padded_vocab_size'] - rows} rows that pad the vocabulary are "
             "left out; without them the other ids are a little more probable"
         )
-    bf16 = all(tensor.dtype == torch.bfloat16 for tensor in tensors.values())
+    dtypes = {tensor.dtype for tensor in tensors.values()}
     config["architectures"] = [family.architecture(task)]
-    config["torch_dtype"] = "bfloat16" if bf16 else "float32"
+    config["torch_dtype"] = str(dtypes.pop())[6:] if len(dtypes) == 1 else "float32"
 
     saved = saved_tokenizer(checkpoint)
     tokenizer = build_tokenizer(saved) if saved.tokenizer_type else None

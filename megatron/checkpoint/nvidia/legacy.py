@@ -161,7 +161,7 @@ def _notes(grid: Grid, args: Record, parts: Parts) -> Iterator[str]:
     if not args.state:
         yield f"{path} does not hold the flags of its run; GELU is taken to be in its tanh form (--bias-gelu-fusion)"
     if parts[WORD_TABLE][0].dtype == torch.float16:
-        yield f"{grid.folder} is in fp16, which there is no training in here; its weights become fp32"
+        yield f"{grid.folder} is in fp16; its weights become fp32, which holds them without loss"
     if path.name == "model_rng.pt":
         yield f"{grid.folder} keeps its optimizer apart (--use-distributed-optimizer), where it is not read"
 

@@ -1,0 +1,100 @@
+"""The scale of the loss, against a plain model of Megatron-LM's."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import torch
+from loss_scale import PlainScale
+from models import CPU
+
+from megatron.optim.config import OptimizerConfig
+from megatron.optim.scaler import LossScaler, is_state
+
+YES, NO = torch.tensor(True), torch.tensor(False)
+
+
+def scaler(**settings: object) -> LossScaler:
+    return LossScaler(OptimizerConfig(lr=1.0, **settings), CPU)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_follows_the_plain_model(seed: int) -> None:
+    """Over random overflows, rare and frequent, and resumed somewhere in between."""
+    draw = random.Random(seed)
+    initial, minimum = 2.0 ** draw.randint(0, 33), draw.choice((1.0, 0.25, 0.7))
+    settings = {"loss_scale_window": draw.randint(1, 9), "hysteresis": draw.randint(1, 4)}
+    plain = PlainScale(initial, minimum, *settings.values())
+    ours = scaler(initial_loss_scale=initial, min_loss_scale=minimum, **settings)
+    for step in range(600):
+        likely = 0.8 if plain.scale > 2.0**60 else (0.02, 0.3, 0.8)[step // 50 % 3]
+        overflow = draw.random() < likely
+        assert bool(ours.can_fall()) == (plain.scale > minimum)
+        ours.update(torch.tensor(overflow), hold=NO)
+        assert ours.scale.item() == pytest.approx(plain.step(overflow), rel=1e-7), step
+        if draw.random() < 0.1:
+            state = json.loads(json.dumps(ours.state()))
+            assert is_state(state)
+            ours = scaler(initial_loss_scale=8.0, min_loss_scale=minimum, **settings)
+            ours.load(state)
+
+
+def test_hysteresis_is_given_back_by_growth_alone() -> None:
+    ours = scaler(initial_loss_scale=64.0, loss_scale_window=3, hysteresis=2)
+    scales = []
+    for overflow in (1, 0, 1, 0, 1, 1, 0, 0, 0, 1, 1):
+        ours.update(torch.tensor(bool(overflow)), hold=NO)
+        scales.append(ours.scale.item())
+    assert scales == [64, 64, 32, 32, 16, 8, 8, 8, 16, 16, 8]
+
+
+def test_a_fixed_scale_stays() -> None:
+    ours = scaler(loss_scale=128.0)
+    for overflow in (YES, YES, NO, YES):
+        assert not ours.can_fall()
+        ours.update(overflow, hold=NO)
+    ours.load({"scale": 2.0, "clean": 1, "patience": 1})
+    assert ours.scale == 128 and ours.state() is None and is_state(None)
+
+
+def test_nothing_is_noted_once_the_run_is_to_stop() -> None:
+    ours = scaler(initial_loss_scale=4.0, hysteresis=1)
+    ours.update(NO, hold=NO)
+    before = ours.state()
+    ours.update(YES, hold=YES)
+    ours.update(NO, hold=YES)
+    assert ours.state() == before == {"scale": 4.0, "clean": 1, "patience": 1}
+
+
+def test_never_grows_to_infinity() -> None:
+    ours = scaler(initial_loss_scale=2.0**48, loss_scale_window=1)
+    for _ in range(200):
+        ours.update(NO, hold=NO)
+    assert ours.scale == 2.0**126 and is_state(ours.state())
+
+
+def test_a_raised_minimum_holds_for_a_scale_that_was_saved() -> None:
+    ours = scaler(min_loss_scale=16.0)
+    ours.load({"scale": 2.0, "clean": 1, "patience": 0})
+    assert ours.scale == 16
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"scale": 0.0},
+        {"scale": 10**400},
+        {"scale": "8"},
+        {"scale": float("nan")},
+        {"clean": -1},
+        {"clean": 1.5},
+        {"patience": 2**31},
+        {"more": 1},
+    ],
+)
+def test_a_wrong_state_is_told_from_a_right_one(change: dict) -> None:
+    right = {"scale": 8.0, "clean": 0, "patience": 0}
+    assert is_state(right) and not is_state(right | change)
+    assert not is_state([right]) and not is_state({"scale": 8.0})

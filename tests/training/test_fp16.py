@@ -1,0 +1,189 @@
+"""fp16: trains as fp32 does, with the scale that Megatron-LM would have, in every layout and over every resume."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import itertools
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from distributed import run_distributed
+from loss_scale import PlainScale
+
+from megatron.arguments import parse_run_config
+from megatron.flags import TrainingFault
+from megatron.training.pretrain import pretrain
+from pretrain_bert import bert
+from pretrain_gpt import DEFAULTS, GPT
+
+FLAGS = """
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 250 --num-layers 4 --hidden-size 32
+    --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --global-batch-size 4 --train-iters 24 --lr 2e-3
+    --attention-dropout 0 --hidden-dropout 0 --log-interval 1 --eval-iters 0 --num-workers 0 --device cpu
+    --distributed-timeout-minutes 1
+"""
+# Overflows until 2^20 or so, and again each time the scale has grown.
+DYNAMIC = "--fp16 --loss-scale-window 2 --hysteresis 3"
+TP, PP, SP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--sequence-parallel"
+CHUNKS = "--num-layers-per-virtual-pipeline-stage"
+ZERO = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 5000"
+# Far below what overflows by itself.
+SMALL = "--fp16 --initial-loss-scale 1024 --loss-scale-window 2 --hysteresis 2"
+# The iterations of which a gradient is made to overflow, in a pattern of all that hysteresis tells apart.
+OVERFLOWS = (2, 3, 4, 7, 9, 11, 12, 13, 19)
+
+
+def train(flags: str, task: str = "GPT", overflows: tuple[int, ...] = ()) -> str:
+    """A run of this process, which may be one of several. Gives the fault that ended it, or what it printed.
+
+    In iterations `overflows` a gradient of the first microbatch of the last rank is made infinite.
+    """
+    config = parse_run_config(f"{FLAGS} {flags}".split(), description="", defaults=DEFAULTS)
+    chosen = GPT if task == "GPT" else bert(binary_head=True)
+    last = int(os.environ.get("RANK", 0)) == int(os.environ.get("WORLD_SIZE", 1)) - 1
+    replicas = int(os.environ.get("WORLD_SIZE", 1)) // (
+        config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
+    )
+    calls = itertools.count()
+
+    def spoil(_: object, __: object, out: torch.Tensor) -> None:
+        iteration, microbatch = divmod(next(calls), 4 // replicas)
+        if iteration + 1 in overflows and microbatch == 0:
+            out.register_hook(lambda grad: grad * torch.inf)
+
+    def build_model(*arguments: object) -> torch.nn.Module:
+        model = chosen.build_model(*arguments)
+        for path, module in model.named_modules():
+            if last and path == "decoder.layers.3.mlp.linear_fc1":
+                module.register_forward_hook(spoil)
+        return model
+
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        try:
+            pretrain(config, dataclasses.replace(chosen, build_model=build_model))
+        except TrainingFault as fault:
+            return str(fault)
+    return output.getvalue()
+
+
+def metrics(path: Path) -> list[dict]:
+    """Of every iteration of a run, without what depends on the clock."""
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{k: v for k, v in row.items() if "second" not in k and "FLOP" not in k} for row in records]
+
+
+def run(path: Path, flags: str, **arguments: object) -> list[dict]:
+    """The metrics of a run of this process, by their file."""
+    train(f"{flags} --metrics-path {path}", **arguments)
+    return metrics(path)
+
+
+@pytest.mark.parametrize("task", ["GPT", "BERT"])
+def test_trains_as_in_fp32(tmp_path: Path, task: str) -> None:
+    single = run(tmp_path / "fp32", "", task=task)
+    half = run(tmp_path / "fp16", "--fp16 --initial-loss-scale 65536", task=task)
+    for theirs, mine in zip(single, half, strict=True):
+        for name in ("lm loss", "sop loss", "grad norm"):
+            if name in theirs:
+                assert mine[name] == pytest.approx(theirs[name], rel=1e-2), (mine["iteration"], name)
+        assert mine["loss scale"] == 65536 and mine["skipped iterations"] == 0
+        assert "loss scale" not in theirs
+
+
+def test_the_scale_is_megatrons(tmp_path: Path) -> None:
+    rows = run(tmp_path / "metrics", DYNAMIC)
+    plain = PlainScale(window=2, hysteresis=3)
+    for row in rows:
+        assert row["loss scale"] == plain.step(row["skipped iterations"] == 1)
+        assert (row["grad norm"] is None) == (row["skipped iterations"] == 1)
+        assert row["lm loss"] < 7  # it is told as it is, not scaled
+    skipped = [row["skipped iterations"] for row in rows]
+    assert 8 < sum(skipped) < 22 and set(skipped) == {0, 1}
+    assert any(b > a for a, b in itertools.pairwise(row["loss scale"] for row in rows))
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """The metrics of one process with `OVERFLOWS`."""
+    return run(tmp_path_factory.mktemp("one") / "m", SMALL, overflows=OVERFLOWS)
+
+
+@pytest.mark.parametrize(
+    ("processes", "layout"),
+    [
+        (2, f"{TP} 2 {SP}"),
+        (2, f"{PP} 2 {CHUNKS} 1"),
+        (4, f"{TP} 2 {ZERO}"),
+        pytest.param(2, ZERO, marks=pytest.mark.slow),
+        pytest.param(4, f"{TP} 2 {PP} 2", marks=pytest.mark.slow),
+    ],
+)
+def test_layouts_agree(one_process: list[dict], tmp_path: Path, processes: int, layout: str) -> None:
+    """What overflows on one rank is skipped by all, and they go on with one scale."""
+    flags = f"{SMALL} {layout} --metrics-path {tmp_path}/m"
+    run_distributed(train, processes, flags, "GPT", OVERFLOWS)
+    plain = PlainScale(1024.0, window=2)
+    for one, other in zip(one_process, metrics(tmp_path / "m"), strict=True):
+        overflow = one["iteration"] in OVERFLOWS
+        scale = plain.step(overflow)
+        for row in (one, other):
+            assert (row["loss scale"], row["skipped iterations"]) == (scale, overflow), one["iteration"]
+        assert other["lm loss"] == pytest.approx(one["lm loss"], rel=1e-2)
+
+
+def assert_goes_on(tmp_path: Path, start, flags: str) -> None:
+    """`start` runs flags; stopped where hysteresis is at work, they end as if they had not been."""
+    flags = f"{DYNAMIC} {flags} --train-iters 12 --attention-dropout 0.1 --hidden-dropout 0.1"
+    places = f"--save {tmp_path}/%s --load {tmp_path}/%s --metrics-path {tmp_path}/%s.jsonl"
+    start(f"{flags} {places.replace('%s', 'whole')}")
+    start(f"{flags} {places.replace('%s', 'parts')} --exit-interval 2")
+    state = json.loads((tmp_path / "parts" / "iter_0000002" / "state.json").read_text())
+    assert state["loss_scaler"] == {"scale": 2.0**32, "clean": 0, "patience": 1}
+    start(f"{flags} {places.replace('%s', 'parts')}")
+    assert metrics(tmp_path / "parts.jsonl") == metrics(tmp_path / "whole.jsonl")
+    files = sorted((tmp_path / "whole" / "iter_0000012").glob("*.safetensors"))
+    assert files
+    for path in files:
+        assert path.read_bytes() == (tmp_path / "parts" / "iter_0000012" / path.name).read_bytes()
+
+
+def test_goes_on_bit_for_bit_within_hysteresis(tmp_path: Path) -> None:
+    assert_goes_on(tmp_path, train, "")
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_bit_for_bit_within_hysteresis(tmp_path: Path) -> None:
+    assert_goes_on(tmp_path, lambda flags: run_distributed(train, 2, flags), f"{TP} 2 {SP}")
+
+
+def test_an_overflow_that_no_scale_mends_is_a_fault(tmp_path: Path) -> None:
+    """At the minimum, and where the scale is fixed; the checkpoint is that of before it."""
+    save = f"--save {tmp_path / 'a'} --log-interval 8"
+    limits = f"--initial-loss-scale {2**32} --min-loss-scale {2**30} --hysteresis 1"
+    fault = train(f"--fp16 {limits} {save}")
+    assert fault.startswith(
+        "iteration 3: the loss or its gradient is not finite at a loss scale of 1.07374e+09, which can fall no "
+        f"further; no weights were changed, and {tmp_path / 'a'} holds them as of iteration 2. Computed again it is "
+        "not finite either"
+    )
+    state = json.loads((tmp_path / "a" / "iter_0000002" / "state.json").read_text())
+    assert state["loss_scaler"] == {"scale": 2.0**30, "clean": 0, "patience": 0}
+    fault = train("--fp16 --loss-scale 1e10")
+    assert fault.startswith("iteration 1: ") and "longer warm-up, or a lower --loss-scale, or leave" in fault
+
+
+def test_what_skips_overflows_ends_after_ten_that_no_scale_mends() -> None:
+    fault = train("--fp16 --on-non-finite skip --loss-scale 1e10")
+    assert fault.startswith("10 gradients in a row, up to iteration 10, were not finite")
+
+
+def test_the_log_tells_the_scale_and_what_was_skipped() -> None:
+    said = train(f"{DYNAMIC} --train-iters 4 --log-interval 4 --spike-skip 6")
+    (line,) = [line for line in said.splitlines() if line.startswith(" iteration")]
+    assert "| loss scale: 1073741824.0 |" in line and "training in fp16 on cpu" in said
+    assert "| number of skipped iterations:   4 | number of nan iterations:   0 |" in line
