@@ -62,10 +62,6 @@ class Assembled:
             values[local.rows[0] : local.rows[0] + len(part), slice(*local.columns)] = part
         return values.view(place.local_shape)
 
-    def read_into(self, target: Tensor, name: str, place: GlobalSlice, begin: int) -> None:
-        """Fill `target`, flat, with elements of the part `place` of a tensor, from its element `begin` on."""
-        target.copy_(self.read(name, place).view(-1)[begin : begin + target.numel()])
-
 
 def model_without_memory(task: str, config: ModelConfig, vocab_size: int) -> nn.Module:
     """The whole model on the meta device, which tells the names, shapes and places of its parameters. It has no rows

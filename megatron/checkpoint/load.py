@@ -79,13 +79,16 @@ def _read_weights(
     buffer: ParamBuffer, source: Pieces | Assembled, prefix: str, left: Container[str] = ()
 ) -> None:
     """Fill parameters and master weights from the tensors whose names begin with `prefix`, but for those `left`."""
+    parts = () if buffer.is_fp32 else buffer.parts(buffer.masters)
+    masters = {entry.name: (part, begin) for entry, part, begin in parts}
     for entry in buffer.entries:
-        if entry.name not in left:
-            entry.view(buffer.params).copy_(source.read(prefix + entry.name, entry.place))
-    if not buffer.is_fp32:
-        for entry, part, begin in buffer.parts(buffer.masters):
-            if entry.name not in left:
-                source.read_into(part, prefix + entry.name, entry.place, begin)
+        if entry.name in left:
+            continue
+        values = source.read(prefix + entry.name, entry.place)
+        entry.view(buffer.params).copy_(values)
+        if entry.name in masters:
+            part, begin = masters[entry.name]
+            part.copy_(values.view(-1)[begin : begin + part.numel()])
 
 
 def _check_known(pieces: Pieces | Assembled, wanted: set[str], mesh: Mesh) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron.flags import InputError
 from megatron.tokenizer.base import Tokenizer, read_json, read_text
-from megatron.tokenizer.gpt2 import END_OF_TEXT
+from megatron.tokenizer.gpt2 import END_OF_TEXT, LONGEST_SPACE
 from megatron.tokenizer.gpt2 import PATTERN as GPT2_PATTERN
 
 # What a word may begin with, and the letters that stand at its start and at its end where case cuts words:
@@ -95,6 +96,9 @@ class TikTokenizer(Tokenizer):
         self._encoding = tiktoken.Encoding(
             path, pat_str=PATTERNS[pattern], mergeable_ranks=ranks, special_tokens=special
         )
+        # Of white space in which the pattern looks ahead: but for GPT-2's, that after the last end of a line.
+        space = r"\s" if pattern == "gpt2" else r"[^\S\r\n]"
+        self._too_long = re.compile(rf"(?<!{space}){space}{{{LONGEST_SPACE + 1},}}(?!\s)")
         super().__init__(
             "TikTokenizer",
             files=[Path(path)],
@@ -103,7 +107,16 @@ class TikTokenizer(Tokenizer):
         )
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self._encoding.encode_ordinary(text) for text in texts]
+        return [self._encode(text) for text in texts]
+
+    def _encode(self, text: str) -> list[int]:
+        """The ids of a text, which is cut where it holds longer white space than tiktoken can encode."""
+        ids, begin = [], 0
+        for run in self._too_long.finditer(text) if len(text) > LONGEST_SPACE else ():
+            for end in range(run.start() + LONGEST_SPACE, run.end(), LONGEST_SPACE):
+                ids += self._encoding.encode_ordinary(text[begin:end])
+                begin = end
+        return ids + self._encoding.encode_ordinary(text[begin:])
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return self._encoding.decode(ids)

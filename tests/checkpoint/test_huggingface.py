@@ -179,6 +179,21 @@ def test_layouts_read_the_same_model(tmp_path: Path) -> None:
             assert four[key] == pytest.approx(one[key], rel=1e-5)
 
 
+def test_each_tensor_is_read_once(tmp_path: Path, monkeypatch, pretrain: Callable[..., str]) -> None:
+    """For the parameters and their master weights together."""
+    import megatron.checkpoint.huggingface.read as reader
+
+    folder, seen, right = save_hf(tmp_path, "llama", torch.bfloat16), [], reader._read
+
+    def read(files: dict, theirs: list[str], *rest: object) -> Tensor:
+        seen.extend(theirs)
+        return right(files, theirs, *rest)
+
+    monkeypatch.setattr(reader, "_read", read)
+    pretrain(*STEP, *IDS, "--load", folder, "--finetune", "--use-checkpoint-args", "--bf16")
+    assert sorted(seen) == sorted(tensors_in(folder))
+
+
 def test_bert_without_rows_for_bos_and_eos(tmp_path: Path) -> None:
     """Megatron-LM adds both to what vocab.txt holds; a model made elsewhere has rows for its lines alone."""
     folder = save_hf(tmp_path / "theirs", "bert")

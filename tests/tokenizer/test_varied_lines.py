@@ -257,6 +257,37 @@ def test_tiktokens_own_files(pieces: list[bytes], tmp_path: Path, monkeypatch: p
     assert ours.detokenize([ours.eod]) == "<|endoftext|>"
 
 
+LIMIT = 999_998  # of white space; with one more the regular expressions of tiktoken panic
+
+
+@pytest.mark.parametrize("pattern", ["v1", "gpt2", "o200k"])
+def test_white_space_that_is_too_long_for_tiktoken(pattern: str, pieces: list[bytes], tmp_path: Path) -> None:
+    """It is cut where tiktoken cannot encode it, and only there."""
+    pytest.importorskip("tiktoken")
+    path = tmp_path / "x.tiktoken"
+    path.write_text(lines_of({piece: rank for rank, piece in enumerate(pieces)}))
+    ours = build("TikTokenizer", path, tiktoken_pattern=pattern)
+    whole = ["x" + " " * LIMIT, "x" + "\n\t" * (LIMIT // 2) + "x"]
+    if pattern != "gpt2":
+        whole += ["\t" * (LIMIT + 2) + "\n\tx", "\n" * (LIMIT + 2) + "x"]
+    for text in whole:
+        assert ours.tokenize(text) == ours._encoding.encode_ordinary(text)
+    text = f"the cat {' ' * (2 * LIMIT)} sat\n{' ' * (LIMIT + 1)}"
+    ids = ours.tokenize(text)
+    assert ours.detokenize(ids) == text
+    assert ids[:3] == ours.tokenize("the cat")[:3]
+
+
+def test_white_space_that_is_too_long_for_tiktoken_as_engine(bpe_files: Path) -> None:
+    pytest.importorskip("tiktoken")
+    vocab, merges = str(bpe_files / "vocab.json"), str(bpe_files / "merges.txt")
+    ours = build_tokenizer(
+        TokenizerConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=vocab, merge_file=merges)
+    )
+    texts = [f"the cat{' ' * LIMIT}x", f"the cat {chr(10) * LIMIT} sat"]
+    assert_same(tiktoken_encoder(ours)(texts), ours.tokenize_batch(texts), texts)
+
+
 # As Megatron-LM has them in its two versions.
 NVIDIA_PATTERNS = {
     "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
