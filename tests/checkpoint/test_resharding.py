@@ -97,22 +97,9 @@ def run(layout: str, load: Path | None, save: Path) -> None:
 
 
 def test_from_layout_to_layout(tmp_path: Path) -> None:
-    """Through all layouts, one after the other."""
-    order = [
-        "one",
-        "T4",
-        "P2V2",
-        "D3+ZeRO",
-        "T2P2",
-        "P2D2V2+ZeRO",
-        "T2+SP",
-        "D2",
-        "P4",
-        "T2D2+ZeRO",
-        "D2+ZeRO",
-    ]
+    """Through layouts of each kind, one after the other."""
     before = None
-    for layout in [*order, "P2", "T2", "one"]:
+    for layout in ("one", "T4", "P2V2", "D3+ZeRO", "T2+SP", "P2D2V2+ZeRO", "one"):
         folder = tmp_path / f"{layout}-after-{before.name if before else 'nothing'}"[:40]
         run(layout, before, folder)
         if before is not None:

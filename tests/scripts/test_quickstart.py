@@ -59,9 +59,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "interruption", ["Ctrl-C", pytest.param("SIGTERM to the script", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("interruption", ["Ctrl-C", "SIGTERM to the script"])
 def test_continues_without_a_seam(undisturbed: Path, tmp_path: Path, interruption: str) -> None:
     folder = tmp_path / "interrupted"
     made = shutil.ignore_patterns("checkpoints", "tensorboard", "metrics.jsonl")

@@ -116,9 +116,9 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 @pytest.mark.parametrize(
     ("processes", "layout"),
     [
-        (2, f"{TP} 2 {SP}"),
-        (2, f"{PP} 2 {CHUNKS} 1"),
         (4, f"{TP} 2 {ZERO}"),
+        pytest.param(2, f"{TP} 2 {SP}", marks=pytest.mark.slow),
+        pytest.param(2, f"{PP} 2 {CHUNKS} 1", marks=pytest.mark.slow),
         pytest.param(2, ZERO, marks=pytest.mark.slow),
         pytest.param(4, f"{TP} 2 {PP} 2", marks=pytest.mark.slow),
     ],

@@ -75,10 +75,10 @@ LAYOUTS = {
     "T2 kept in parts": (2, f"{TP} 2 --checkpoint-activations --distribute-saved-activations"),
 }
 FAST = {
-    "bert": "T2+SP|P2V2|D2+ZeRO|T2P2",
-    "gpt2": "T2+SP|P2V2|P4V2|D2 overlapped|D2+ZeRO|T2P2|T2D2+ZeRO|P4 uneven|everything|recomputed",
-    "llama": "P2 gpipe|T2D2+ZeRO|selectively recomputed",
-    "qwen2": "T4",
+    "bert": "T2+SP|P2V2|D2+ZeRO",
+    "gpt2": "T2+SP|P2V2|D2+ZeRO|T2P2|P4 uneven|everything",
+    "llama": "P2 gpipe|T2D2+ZeRO",
+    "qwen2": "",
     "qwen3": "T4",
 }
 
@@ -215,8 +215,8 @@ def test_same_dropout(one_process, tmp_path: Path, layout: str) -> None:
 @pytest.mark.parametrize(
     "recomputation",
     [
-        "--checkpoint-activations --distribute-saved-activations",
-        pytest.param("--checkpoint-activations", marks=pytest.mark.slow),
+        "--checkpoint-activations",
+        pytest.param("--checkpoint-activations --distribute-saved-activations", marks=pytest.mark.slow),
         pytest.param("--recompute-activations", marks=pytest.mark.slow),
         pytest.param(f"--checkpoint-activations {SP}", marks=pytest.mark.slow),
     ],
@@ -234,7 +234,11 @@ def test_dropout_is_replayed_exactly(tmp_path: Path, recomputation: str) -> None
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("T2D2+ZeRO", "P2V2"), ("P2V2", "D2+ZeRO"), pytest.param("everything", "T4", marks=pytest.mark.slow)],
+    [
+        ("T2D2+ZeRO", "P2V2"),
+        pytest.param("P2V2", "D2+ZeRO", marks=pytest.mark.slow),
+        pytest.param("everything", "T4", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_goes_on_in_another_layout(one_process, tmp_path: Path, before: str, after: str) -> None:
     resume = f"{SHAPES['llama']} --load {tmp_path}/checkpoints"
@@ -245,7 +249,7 @@ def test_a_run_goes_on_in_another_layout(one_process, tmp_path: Path, before: st
 
 
 @pytest.mark.parametrize(
-    "layout", ["T2+SP", *(pytest.param(name, marks=pytest.mark.slow) for name in ("T2D2+ZeRO", "everything"))]
+    "layout", [pytest.param(name, marks=pytest.mark.slow) for name in ("T2+SP", "T2D2+ZeRO", "everything")]
 )
 def test_the_same_layout_goes_on_bit_for_bit(tmp_path: Path, layout: str) -> None:
     """With dropout, and batches that worker processes read."""
