@@ -86,8 +86,7 @@ AUTOMATIC = {
 
 @pytest.mark.parametrize("kind", AUTOMATIC)
 def test_automatic_classes_load_what_is_written(tmp_path: Path, kind: str) -> None:
-    import transformers
-
+    transformers = pytest.importorskip("transformers")
     read = open_huggingface(save_hf(tmp_path / "theirs", kind, torch.bfloat16))
     assert read.state["config"]["training"] == {"bf16": True}
     write_huggingface(native(read, tmp_path / "ours"), tmp_path / "written", quiet)

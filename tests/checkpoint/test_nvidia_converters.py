@@ -57,8 +57,7 @@ def test_gpt2(tmp_path: Path, shared: Path, fields: dict) -> None:
 
 @pytest.mark.parametrize("fields", [ERF, OPENAI], ids=["erf", "openai"])
 def test_bert(tmp_path: Path, fields: dict) -> None:
-    import transformers
-
+    transformers = pytest.importorskip("transformers")
     checkpoint = checkpoint_of(tmp_path, "BERT", **fields)
     config = transformers.MegatronBertConfig(
         layer_norm_eps=1e-5, hidden_act="gelu_new" if fields == OPENAI else "gelu", intermediate_size=128

@@ -96,8 +96,7 @@ def positions_of(chosen: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("post_norm", [False, True], ids=["MegatronBert", "the original"])
 def test_equals_transformers(post_norm: bool) -> None:
     """Logits of both heads, losses, and all gradients."""
-    import transformers
-
+    transformers = pytest.importorskip("transformers")
     shape = {"num_hidden_layers": 3, "hidden_size": HEADS * WIDTH, "num_attention_heads": HEADS}
     shape |= {"intermediate_size": 4 * HEADS * WIDTH, "max_position_embeddings": LENGTH, "vocab_size": VOCAB}
     shape |= {"layer_norm_eps": 1e-5, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

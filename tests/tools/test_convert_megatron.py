@@ -29,6 +29,7 @@ def convert(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 
 def test_there_and_back(convert: Callable[..., str], tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
     root = written(tmp_path, tensor=2)
     said = convert("megatron", "native", root, tmp_path / "native")
     assert "logits of what was written differ by 0.00e+00 of the largest" in said
