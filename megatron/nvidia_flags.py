@@ -49,8 +49,8 @@ def _refuse(note: str, *usages: str, harmless: Sequence[str] = ()) -> tuple[Nvid
 # Flags of this code base that Megatron-LM does not have.
 OURS_ALONE = frozenset(
     "--bf16-optimizer-states --check-weight-replicas-interval --data-order --device --hang-timeout --keep-last "
-    "--metrics-path --no-mask-padded-vocab --no-progress --on-non-finite --pipeline-schedule --spike-skip "
-    "--verify-checkpoint".split()
+    "--metrics-path --no-mask-padded-vocab --no-progress --no-torch-compile --on-non-finite --ops-backend "
+    "--pipeline-schedule --spike-skip --verify-checkpoint".split()
 )
 
 # Flags that both have and that differ in what they mean or in what leaving them out means; v2.5 and today's.
@@ -118,14 +118,14 @@ NVIDIA_FLAGS: tuple[NvidiaFlag, ...] = (
     *_refuse("set the environment variable WANDB_DIR", "--wandb-save-dir DIR"),
     # Kernels and fusions: the same mathematics, faster or slower.
     *_accept(
-        "PyTorch chooses the kernel of attention",
+        "the kernel of attention is chosen by device, dtype and shape",
         "--attention-backend NAME",
         "--use-flash-attn",
         "--export-force-local-attention",
         "--no-masked-softmax-fusion",
     ),
     *_accept(
-        "there is one implementation of each operation",
+        "--ops-backend chooses the implementation of the operations",
         "--transformer-impl NAME",
         "--use-mcore-models",
         "--use-legacy-models",

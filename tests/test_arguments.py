@@ -525,7 +525,17 @@ def test_help_is_grouped_and_complete() -> None:
     text = run_parser("Train a thing.", {"tokenizer_type": "NullTokenizer"}).format_help()
     lines = text.splitlines()
     assert lines[0].endswith(" [flags]") and lines[1] == ""
-    titles = ["training", "data", "tokenizer", "model", "optimizer", "parallel", "checkpoint", "logging"]
+    titles = [
+        "training",
+        "data",
+        "tokenizer",
+        "model",
+        "ops",
+        "optimizer",
+        "parallel",
+        "checkpoint",
+        "logging",
+    ]
     assert [line[:-1] for line in lines if re.fullmatch("[a-z]+:", line)] == ["options", *titles]
     for part, config in typing.get_type_hints(RunConfig).items():
         assert lines[lines.index(f"{part}:") + 1] == f"  {summary(config)}"

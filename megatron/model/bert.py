@@ -6,6 +6,8 @@ parallelism v counts this process's part of the vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,7 +17,6 @@ from megatron.model.layers import TensorParallel
 from megatron.model.transformer import Context, Norm, Transformer, input_init
 from megatron.model.vocabulary import WORD_TABLE, Embedding, OutputLayer
 from megatron.ops.activation import gelu
-from megatron.ops.cross_entropy import cross_entropy
 from megatron.ops.embedding import embedding
 from megatron.ops.rotary import rotary_angles
 from megatron.parallel.collectives import gather_sequence
@@ -89,7 +90,7 @@ class Bert(nn.Module):
         self.chunk = chunk = chunk or Chunk(range(config.num_layers))
         self.tp = tp = tp or TensorParallel()
         # The heads work on few positions, which every process has.
-        self.head_tp = TensorParallel(tp.axis)
+        self.head_tp = dataclasses.replace(tp, sequence=False)
         self.config = config
         # Rows of the tables that take part in the model.
         self.real = vocab_size if config.mask_padded_vocab else padded_vocab_size
@@ -213,12 +214,11 @@ class BertModel(Bert):
             return hidden_sbh
         table = None if self.embedding is None else self.embedding.word_embeddings.weight
         guessed_pbh = hidden_sbh if positions_bp is None else at_positions(hidden_sbh, positions_bp)
-        logits_pbv = self.output_layer(self.lm_head(guessed_pbh), table)
+        guessed_pbh = self.lm_head(guessed_pbh)
         order_b2 = None if self.binary_head is None else self.binary_head(self.pooler(hidden_sbh))
         if labels_bp is None:
-            return logits_pbv[..., : self.real].transpose(0, 1), order_b2
-        losses_pb = cross_entropy(logits_pbv, labels_bp.t(), vocab_size=self.real, axis=self.tp.axis)
-        return losses_pb.t(), order_b2
+            return self.output_layer(guessed_pbh, table)[..., : self.real].transpose(0, 1), order_b2
+        return self.output_layer.losses(guessed_pbh, table, labels_bp.t()).t(), order_b2
 
 
 class BertClassifier(Bert):

@@ -14,7 +14,6 @@ from megatron.model.layers import TensorParallel
 from megatron.model.transformer import Context, KVCache, Transformer
 from megatron.model.vocabulary import WORD_TABLE, Embedding, OutputLayer
 from megatron.ops.attention import causal_mask, document_mask
-from megatron.ops.cross_entropy import cross_entropy
 from megatron.ops.rotary import rotary_angles
 from megatron.parallel.random import DropoutKey
 from megatron.parallel.recompute import Recompute
@@ -87,10 +86,9 @@ class GPTModel(nn.Module):
         if self.output_layer is None:
             return hidden_sbh
         table = None if self.embedding is None else self.embedding.word_embeddings.weight
-        logits_sbv = self.output_layer(hidden_sbh, table)
         if labels_bs is None:
-            return logits_sbv[..., : self.real].transpose(0, 1)
-        return cross_entropy(logits_sbv, labels_bs.t(), vocab_size=self.real, axis=self.tp.axis).t()
+            return self.output_layer(hidden_sbh, table)[..., : self.real].transpose(0, 1)
+        return self.output_layer.losses(hidden_sbh, table, labels_bs.t()).t()
 
     def _context(
         self,

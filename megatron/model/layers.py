@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.ops.backend import PLAIN, Ops
 from megatron.ops.embedding import embedding
+from megatron.ops.linear import Matmul
 from megatron.parallel.collectives import (
     reduce_from,
     reduce_scatter_sequence,
@@ -27,10 +28,12 @@ from megatron.parallel.slices import GlobalSlice, Range, whole
 
 @dataclasses.dataclass(frozen=True)
 class TensorParallel:
-    """How the layers of a model are divided: over which processes, and whether along the sequence between them."""
+    """How the layers of a model are divided: over which processes, and whether along the sequence between them; and
+    what computes each process's share."""
 
     axis: Axis = ALONE
     sequence: bool = False
+    ops: Ops = PLAIN
 
     def part(self, total: int) -> Range:
         """This process's part of `total` rows, which the size of the axis divides."""
@@ -51,36 +54,58 @@ class TensorParallel:
         return self.axis.rank if self.sequence else 0
 
 
-class _ColumnLinear(torch.autograd.Function):
-    """x Wᵀ with W divided by rows; f of the paper, or the all-gather along the sequence, is its input's side."""
+class _Linear(torch.autograd.Function):
+    """x Wᵀ + b for some rows of W. If it is divided by rows, its input's side is f of the paper, or with sequence
+    parallelism the all-gather along the sequence: backward sums the shares of x's gradient over `axis`."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, tp: TensorParallel, rows: tuple[Range, ...]) -> Tensor:
-        ctx.tp, ctx.rows = tp, rows
+    def forward(
+        ctx,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        rows: tuple[Range, ...],
+        axis: Axis,
+        sequence: bool,
+        matmul: Matmul,
+    ) -> Tensor:
+        ctx.rows, ctx.axis, ctx.sequence, ctx.matmul = rows, axis, sequence, matmul
         # Of an x that is divided the part: it is gathered again in backward.
         ctx.save_for_backward(x, weight)
-        gathered = start_all_gather(x, tp.axis).wait() if tp.sequence else x
-        outputs = [F.linear(gathered, weight[begin:end]) for begin, end in rows]
+        ctx.bias = bias is not None
+        gathered = start_all_gather(x, axis).wait() if sequence else x
+        outputs = [
+            matmul(gathered, weight[begin:end], None if bias is None else bias[begin:end])
+            for begin, end in rows
+        ]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        (x, weight), tp = ctx.saved_tensors, ctx.tp
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight), axis = ctx.saved_tensors, ctx.axis
         grads = grad.split([end - begin for begin, end in ctx.rows], dim=-1)
         parts = [(part, slice(*rows)) for part, rows in zip(grads, ctx.rows, strict=True)]
         # Each communication runs beside the products that do not need its result.
-        gathering = start_all_gather(x, tp.axis) if tp.sequence else None
-        grad_x = sum(part @ weight[rows] for part, rows in parts)
+        gathering = start_all_gather(x, axis) if ctx.sequence else None
+        grad_x = sum(ctx.matmul(part, weight[rows].t(), None) for part, rows in parts)
         gathered = x if gathering is None else gathering.wait()
-        reduce = start_reduce_scatter if tp.sequence else start_all_reduce
-        reducing = reduce(grad_x, tp.axis)
-        if len(parts) == 1 and parts[0][0].shape[-1] == len(weight):
+        reduce = start_reduce_scatter if ctx.sequence else start_all_reduce
+        reducing = reduce(grad_x, axis)
+        is_whole = len(parts) == 1 and parts[0][0].shape[-1] == len(weight)
+        grad_bias = None
+        if is_whole:
             grad_weight = grad.flatten(0, -2).t() @ gathered.flatten(0, -2)
+            if ctx.bias:
+                grad_bias = grad.flatten(0, -2).sum(0)
         else:
             grad_weight = torch.zeros_like(weight)
+            if ctx.bias:
+                grad_bias = weight.new_zeros(len(weight))
             for part, rows in parts:
                 grad_weight[rows] = part.flatten(0, -2).t() @ gathered.flatten(0, -2)
-        return reducing.wait(), grad_weight, None, None
+                if ctx.bias:
+                    grad_bias[rows] = part.flatten(0, -2).sum(0)
+        return reducing.wait(), grad_weight, grad_bias, None, None, None, None
 
 
 def column_linear(
@@ -92,12 +117,7 @@ def column_linear(
 ) -> Tensor:
     """x Wᵀ + b for this process's rows of W, or for those `rows` of them: [s, b, h] (or its part along s) to
     [s, b, outputs / size]."""
-    if tp.axis.size == 1 and rows is None:
-        return F.linear(x, weight, bias)
-    y = _ColumnLinear.apply(x, weight, tp, rows or ((0, len(weight)),))
-    if bias is None:
-        return y
-    return y + (bias if rows is None else torch.cat([bias[begin:end] for begin, end in rows]))
+    return _Linear.apply(x, weight, bias, rows or ((0, len(weight)),), tp.axis, tp.sequence, tp.ops.matmul)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -139,10 +159,13 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, inputs / size] to [s, b, outputs], or with sequence parallelism its part along s."""
-        if self.tp.axis.size == 1:
-            return F.linear(x, self.weight, self.bias)
-        y = self.tp.collect(F.linear(x, self.weight))
-        return y if self.bias is None else y + self.bias
+        alone = self.tp.axis.size == 1
+        rows = ((0, len(self.weight)),)
+        y = _Linear.apply(
+            x, self.weight, self.bias if alone else None, rows, ALONE, False, self.tp.ops.matmul
+        )
+        y = self.tp.collect(y)
+        return y if alone or self.bias is None else y + self.bias
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -16,10 +16,7 @@ from torch import Tensor, nn
 
 from megatron.model.config import ModelConfig
 from megatron.model.layers import ColumnParallelLinear, RowParallelLinear, TensorParallel
-from megatron.ops.activation import gelu, swiglu
-from megatron.ops.attention import attention
 from megatron.ops.norm import layer_norm, rms_norm
-from megatron.ops.rotary import rotate
 from megatron.parallel.parameters import Init, normal, ones, parameter, xavier_uniform, zeros
 from megatron.parallel.random import DropoutKey, dropout, seed_dropout
 from megatron.parallel.recompute import Recompute, rerun, rerun_attention
@@ -157,6 +154,7 @@ class SelfAttention(nn.Module):
         if self.q_layernorm is not None:
             q_bnsd, k_bgsd = self.q_layernorm(q_bnsd), self.k_layernorm(k_bgsd)
         if context.rotary is not None:
+            rotate = self.tp.ops.rotate
             q_bnsd, k_bgsd = rotate(q_bnsd, *context.rotary), rotate(k_bgsd, *context.rotary)
         if context.cache is not None:
             k_bgsd, v_bgsd = context.cache.extend(self.layer, k_bgsd, v_bgsd)
@@ -171,7 +169,7 @@ class SelfAttention(nn.Module):
         dropping = context.dropout_key is not None and self.dropout > 0
         if dropping:
             seed_dropout(q_bnsd.device, context.dropout_key, self.layer, "attention", self.tp.axis.rank)
-        return attention(
+        return self.tp.ops.attention(
             q_bnsd,
             k_bgsd,
             v_bgsd,
@@ -193,7 +191,7 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.ops = config, tp.ops
         h, f = config.hidden_size, config.ffn_hidden_size
         begin, end = tp.part(f)
         # With a gate, the rows of the first layer are those of the gate and then those of the values.
@@ -208,7 +206,7 @@ class MLP(nn.Module):
 
     def forward(self, x_sbh: Tensor) -> Tensor:
         x = self.linear_fc1(x_sbh)
-        x = swiglu(x) if self.config.swiglu else gelu(x, tanh=self.config.tanh_gelu)
+        x = self.ops.swiglu(x) if self.config.swiglu else self.ops.gelu(x, tanh=self.config.tanh_gelu)
         return self.linear_fc2(x)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from megatron.model.config import ModelConfig
 from megatron.model.layers import TensorParallel, VocabParallelEmbedding, column_linear, vocabulary_table
 from megatron.model.transformer import input_init
+from megatron.ops.cross_entropy import cross_entropy
 from megatron.ops.embedding import embedding
 from megatron.parallel.collectives import share
 from megatron.parallel.parameters import normal, parameter, zeros
@@ -91,7 +92,7 @@ class OutputLayer(nn.Module):
         bias: bool = False,
     ) -> None:
         super().__init__()
-        self.tp, self.weight = tp, None
+        self.tp, self.real, self.weight = tp, real, None
         if config.untie_embeddings_and_output_weights:
             # Not by the padded size, which depends on the layout.
             init, tied = input_init(config, vocab_size), None
@@ -108,3 +109,18 @@ class OutputLayer(nn.Module):
     def forward(self, x_sbh: Tensor, word_table: Tensor | None) -> Tensor:
         """Logits [s, b, v]; `word_table` is used where the layer has no table."""
         return column_linear(x_sbh, word_table if self.weight is None else self.weight, self.bias, self.tp)
+
+    def losses(self, x_sbh: Tensor, word_table: Tensor | None, labels_sb: Tensor) -> Tensor:
+        """Cross entropy of every position in fp32, [s, b]."""
+        ops, axis = self.tp.ops, self.tp.axis
+        if ops.projected_loss is None:
+            return cross_entropy(self(x_sbh, word_table), labels_sb, vocab_size=self.real, axis=axis)
+        return ops.projected_loss(
+            x_sbh,
+            word_table if self.weight is None else self.weight,
+            self.bias,
+            labels_sb,
+            vocab_size=self.real,
+            axis=axis,
+            sequence=self.tp.sequence,
+        )

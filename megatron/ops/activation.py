@@ -1,13 +1,24 @@
-"""Activations of the MLP."""
+"""Activations of the MLP.
+
+The compiled forms keep their input alone, and compute what backward needs of it again.
+"""
 
 from __future__ import annotations
 
+import math
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.ops.compiler import Run
+
+SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
+CUBIC = 0.044715
+
 
 def gelu(x: Tensor, *, tanh: bool) -> Tensor:
-    """GELU, any shape, exact or in its tanh form."""
+    """GELU, any shape, exact or in its tanh form (arXiv 1606.08415)."""
     return F.gelu(x, approximate="tanh" if tanh else "none")
 
 
@@ -15,3 +26,68 @@ def swiglu(x: Tensor) -> Tensor:
     """silu(gate) · up, where the last axis of x holds gate and then up: [..., 2f] to [..., f]."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def compiled_gelu(run: Run, x: Tensor, *, tanh: bool) -> Tensor:
+    """`gelu` by two functions that `run` runs."""
+    return _Pointwise.apply(
+        x, run, *((_gelu_tanh, _gelu_tanh_backward) if tanh else (_gelu_erf, _gelu_erf_backward))
+    )
+
+
+def compiled_swiglu(run: Run, x: Tensor) -> Tensor:
+    """`swiglu` by two functions that `run` runs."""
+    return _Pointwise.apply(x, run, _swiglu, _swiglu_backward)
+
+
+class _Pointwise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, run: Run, formula, gradient) -> Tensor:
+        ctx.run, ctx.gradient = run, gradient
+        ctx.save_for_backward(x)
+        return run(formula, x.flatten(0, -2)).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (x,) = ctx.saved_tensors
+        dx = ctx.run(ctx.gradient, grad.flatten(0, -2), x.flatten(0, -2))
+        return dx.view(x.shape), None, None, None
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    # (1 + tanh u) / 2 is 1 / (1 + exp -2u), and exp is the cheaper function.
+    y = x.float()
+    u2 = 2 * SQRT_2_OVER_PI * y * (1 + CUBIC * y * y)
+    return (y / (1 + (-u2).exp())).to(x.dtype)
+
+
+def _gelu_tanh_backward(grad: Tensor, x: Tensor) -> Tensor:
+    y = x.float()
+    u2 = 2 * SQRT_2_OVER_PI * y * (1 + CUBIC * y * y)
+    s = 1 / (1 + (-u2).exp())
+    slope = s + y * s * (1 - s) * (2 * SQRT_2_OVER_PI) * (1 + 3 * CUBIC * y * y)
+    return (grad.float() * slope).to(x.dtype)
+
+
+def _gelu_erf(x: Tensor) -> Tensor:
+    y = x.float()
+    return (0.5 * y * (1 + torch.erf(y * math.sqrt(0.5)))).to(x.dtype)
+
+
+def _gelu_erf_backward(grad: Tensor, x: Tensor) -> Tensor:
+    y = x.float()
+    slope = 0.5 * (1 + torch.erf(y * math.sqrt(0.5))) + y * (-0.5 * y * y).exp() / math.sqrt(2 * math.pi)
+    return (grad.float() * slope).to(x.dtype)
+
+
+def _swiglu(x: Tensor) -> Tensor:
+    gate, up = x.float().chunk(2, dim=-1)
+    return (gate / (1 + (-gate).exp()) * up).to(x.dtype)
+
+
+def _swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    gate, up = x.float().chunk(2, dim=-1)
+    g = grad.float()
+    s = 1 / (1 + (-gate).exp())
+    d_gate = g * up * s * (1 + gate * (1 - s))
+    return torch.cat((d_gate, g * gate * s), dim=-1).to(x.dtype)

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from megatron.ops.compiler import Run
+
 # Of Llama 3's scaling.
 TRAINED_LENGTH, LEAST_TURNS, MOST_TURNS = 8192, 1.0, 4.0
 
@@ -45,3 +47,22 @@ def rotate(x_bnsd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     low, high = turned.float().chunk(2, dim=-1)
     turned = turned.float() * cos + torch.cat((-high, low), dim=-1) * sin
     return torch.cat((turned.to(x_bnsd.dtype), passed), dim=-1)
+
+
+def compiled_rotate(run: Run, x_bnsd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`rotate` by a function that `run` runs."""
+    return _Rotation.apply(x_bnsd, cos, sin, run)
+
+
+class _Rotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_bnsd: Tensor, cos: Tensor, sin: Tensor, run: Run) -> Tensor:
+        ctx.run = run
+        ctx.save_for_backward(cos, sin)
+        return run(rotate, x_bnsd, cos, sin)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        # What was turned is turned back.
+        cos, sin = ctx.saved_tensors
+        return ctx.run(rotate, grad, cos, -sin), None, None, None

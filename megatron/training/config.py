@@ -8,6 +8,7 @@ from megatron.checkpoint.config import CheckpointConfig
 from megatron.data.config import DataConfig
 from megatron.flags import Config, InputError, flag
 from megatron.model.config import ModelConfig
+from megatron.ops.config import OpsConfig
 from megatron.optim.config import OptimizerConfig
 from megatron.parallel.config import ParallelConfig
 from megatron.tokenizer.config import TokenizerConfig
@@ -116,6 +117,7 @@ class RunConfig:
     data: DataConfig
     tokenizer: TokenizerConfig
     model: ModelConfig
+    ops: OpsConfig
     optimizer: OptimizerConfig
     parallel: ParallelConfig
     checkpoint: CheckpointConfig

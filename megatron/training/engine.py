@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron.data.loader import Batch
 from megatron.model.layers import TensorParallel
+from megatron.ops.backend import choose_ops
 from megatron.optim.buffer import ParamBuffer
 from megatron.optim.layout import lay_out
 from megatron.optim.optimizer import Optimizer
@@ -22,7 +23,7 @@ from megatron.parallel.recompute import Recompute
 from megatron.parallel.schedules import SCHEDULES, Action, forward_only, with_transfers
 from megatron.parallel.stages import split_layers
 from megatron.training.config import RunConfig
-from megatron.training.costs import check_memory
+from megatron.training.costs import check_memory, flops_per_sample
 from megatron.training.task import Part, Task
 
 # Microbatches that an evaluation puts through a pipeline at once, per stage: the pipeline stands empty at both ends.
@@ -35,6 +36,7 @@ class Engine:
     """What this process holds of the model, and how a batch goes through it.
 
     Attributes:
+        ops: what computes its hot operations.
         parts: the chunks of the model that this process holds, without their parameters.
         chunks: the same as modules.
     """
@@ -51,7 +53,14 @@ class Engine:
         parallel = config.parallel
         self.stages = split_layers(parallel, config.model.num_layers)
         self.parts = self.stages[mesh.pp.rank]
-        tp = TensorParallel(mesh.tp, parallel.sequence_parallel)
+        self.dtype = DTYPES[config.training.precision]
+        length = config.data.seq_length
+        sample = flops_per_sample(
+            config.model, seq_length=length, padded_vocab_size=padded_vocab_size, vocab_positions=length
+        )
+        work = sample * config.training.micro_batch_size / (mesh.tp.size * mesh.pp.size)
+        self.ops = choose_ops(config.ops, work=work, dtype=self.dtype, device=mesh.device)
+        tp = TensorParallel(mesh.tp, parallel.sequence_parallel, self.ops)
         with torch.device("meta"):
             self.chunks = [
                 task.build_model(
@@ -66,7 +75,6 @@ class Engine:
                 )
                 for chunk in self.parts
             ]
-        self.dtype = DTYPES[config.training.precision]
         check_memory(
             lay_out(
                 self.chunks,

@@ -355,6 +355,8 @@ def run(trainer: Trainer, stop: StopRequests) -> int:
         say("without --save DIR no checkpoint of this run will be kept")
     say(describe(trainer))
     say(describe_layout(trainer.engine))
+    for note in trainer.engine.ops.notes:
+        say(note)
     trainer.reporter.start(progress.iteration, trainer.train_iters)
     timeout = config.training.hang_timeout
     with Watchdog(trainer.mesh, timeout) if timeout else nullcontext():

@@ -1,0 +1,101 @@
+"""Which code computes each hot operation, chosen once when a run starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megatron.flags import InputError
+from megatron.ops.activation import compiled_gelu, compiled_swiglu, gelu, swiglu
+from megatron.ops.attention import attention, attention_by_blocks
+from megatron.ops.compiler import Compiler, Run, as_written
+from megatron.ops.config import OpsConfig
+from megatron.ops.linear import Matmul, has_onednn, matmul, onednn_matmul
+from megatron.ops.projected_loss import projected_loss
+from megatron.ops.rotary import compiled_rotate, rotate
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ops:
+    """The operations; by default plain PyTorch.
+
+    Attributes:
+        projected_loss: of the output layer; None computes all logits, and the loss of them.
+        notes: what was chosen and why, a line each.
+    """
+
+    matmul: Matmul = matmul
+    attention: Callable[..., Tensor] = attention
+    gelu: Callable[..., Tensor] = gelu
+    swiglu: Callable[[Tensor], Tensor] = swiglu
+    rotate: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate
+    projected_loss: Callable[..., Tensor] | None = None
+    notes: tuple[str, ...] = ("operations: plain PyTorch",)
+
+
+PLAIN = Ops()
+
+
+# Floating-point operations of a microbatch, on a CPU, from which on compiling saves more time in minutes than it takes.
+WORTHWHILE = 5e9
+
+
+def choose_ops(config: OpsConfig, *, work: float, dtype: torch.dtype, device: torch.device) -> Ops:
+    """The operations of a run.
+
+    Args:
+        work: floating-point operations of a microbatch on one process.
+
+    Raises:
+        InputError: what the flags ask for cannot be had here.
+    """
+    if config.ops_backend == "plain":
+        return PLAIN
+    if config.ops_backend == "auto" and device.type == "cpu" and work < WORTHWHILE:
+        compiler, note = (
+            None,
+            "nothing compiled, for the model is small (--ops-backend compile compiles all the same)",
+        )
+    else:
+        compiler, note = _compiler(config, device)
+    run: Run = compiler or as_written
+    product, library = matmul, "torch"
+    if device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and has_onednn():
+        product, library = onednn_matmul, "oneDNN"
+    ops = Ops(
+        matmul=product,
+        projected_loss=functools.partial(projected_loss, run, product),
+        notes=(f"operations: products by {library}, logits a part at a time; {note}",),
+    )
+    if compiler is None:
+        return ops
+    on_cpu = device.type == "cpu"
+    return dataclasses.replace(
+        ops,
+        attention=functools.partial(attention_by_blocks, run) if on_cpu else attention,
+        gelu=functools.partial(compiled_gelu, run),
+        swiglu=functools.partial(compiled_swiglu, run),
+        rotate=functools.partial(compiled_rotate, run),
+    )
+
+
+def _compiler(config: OpsConfig, device: torch.device) -> tuple[Compiler | None, str]:
+    """What compiles, if anything, and a remark on it."""
+    if not config.torch_compile:
+        return None, "nothing compiled (--no-torch-compile)"
+    try:
+        compiler = Compiler()
+        fault = compiler.check(device)
+    except OSError as error:
+        fault = str(error)
+    if fault is None:
+        return compiler, f"the others compiled when first needed, and kept in {compiler.folder}"
+    if config.ops_backend == "compile":
+        raise InputError(
+            f"--ops-backend compile: torch.compile does not work here: {fault}; use --ops-backend plain"
+        )
+    return None, f"nothing compiled, for torch.compile does not work here: {fault}"

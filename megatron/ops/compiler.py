@@ -1,0 +1,84 @@
+"""Small functions of tensors, each compiled to one pass over memory, or run as it is written.
+
+They take no part in autograd: the forward and the backward formula of an operation are one function each, which its
+`torch.autograd.Function` runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+# Of (function, its arguments): what the function gives.
+Run = Callable[..., Any]
+
+# Variants of one function: sizes of 1, and dtypes, have their own.
+MOST_VARIANTS = 64
+
+
+def as_written(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a function by PyTorch's own operations, one after the other."""
+    return function(*arguments)
+
+
+class Compiler:
+    """Runs functions compiled by torch.compile, each from the first time on that it is asked for.
+
+    What is compiled holds for all sizes, so that one length of sequence after another does not compile anew, and gives
+    the same numbers whatever came before. It is kept in `folder` for later runs.
+    """
+
+    def __init__(self) -> None:
+        """Raises: OSError: the folder cannot be made."""
+        self.folder = cache_folder()
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(self.folder)
+        # In this process: other processes to compile in have to be started, waited for and ended.
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+        self.compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+    def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        compiled = self.compiled.get(function)
+        if compiled is not None:
+            return compiled(*arguments)
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_VARIANTS)
+        self.compiled[function] = compiled = torch.compile(function, dynamic=True, fullgraph=True)
+        begin = time.perf_counter()
+        out = compiled(*arguments)
+        logger.info("compiled %s in %.1f s", function.__name__.strip("_"), time.perf_counter() - begin)
+        return out
+
+    def check(self, device: torch.device) -> str | None:
+        """Why nothing can be compiled for a device here, in a line; None if it can."""
+        try:
+            self(_probe, torch.ones(32, device=device))
+        except Exception as error:  # of whichever of torch's own kinds
+            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            self.compiled.clear()
+            return first[:200]
+        return None
+
+
+def _probe(x: torch.Tensor) -> torch.Tensor:
+    return x * 2 + 1
+
+
+def cache_folder() -> Path:
+    """Where compiled code is kept: $TORCHINDUCTOR_CACHE_DIR, or a folder of the user's own."""
+    named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if named:
+        return Path(named)
+    try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # a user without a home
+        return Path(tempfile.mkdtemp(prefix="megatron-compiled-"))
+    return home / "megatron" / "compiled"

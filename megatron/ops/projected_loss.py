@@ -1,0 +1,144 @@
+"""The projection to the vocabulary and its cross entropy in one, some rows at a time.
+
+Logits are the largest activation of a language model: 51,200 for every token. Here no more than `AT_ONCE` bytes of them
+exist at a time, and none in fp32; backward computes them again. Where all together are no more than `KEPT` bytes they
+are kept for backward, which saves a product in four.
+
+With a divided vocabulary two all-reduces of a number per token make one softmax of the parts (arXiv 1909.08053 section
+3): the largest logit, then the sum of exponentials with the label's logit.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.ops.compiler import Run
+from megatron.ops.linear import Matmul
+from megatron.parallel.collectives import (
+    all_reduce_max,
+    all_reduce_sum,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+from megatron.parallel.mesh import Axis
+
+# Bytes of logits by the kind of device.
+AT_ONCE = {"cpu": 1 << 24, "cuda": 1 << 28}
+KEPT = 1 << 27
+
+
+def projected_loss(
+    run: Run,
+    matmul: Matmul,
+    x_sbh: Tensor,
+    weight_vh: Tensor,
+    bias_v: Tensor | None,
+    labels_sb: Tensor,
+    *,
+    vocab_size: int,
+    axis: Axis,
+    sequence: bool,
+) -> Tensor:
+    """-log softmax(x Wᵀ + b)[label] in fp32, [s, b].
+
+    Args:
+        run: what runs the formulas, `matmul` the products.
+        x_sbh: with `sequence` this process's part along s.
+        weight_vh: this process's equal part of the padded vocabulary's rows, as of `bias_v`.
+        vocab_size: rows of the whole that take part; those after them are padding.
+        axis: the processes that the rows are divided among.
+    """
+    begin = axis.rank * len(weight_vh)
+    real = min(max(vocab_size - begin, 0), len(weight_vh))
+    return _ProjectedLoss.apply(x_sbh, weight_vh, bias_v, labels_sb, run, matmul, begin, real, axis, sequence)
+
+
+class _ProjectedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx,
+        x_sbh: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels_sb: Tensor,
+        run: Run,
+        matmul: Matmul,
+        begin: int,
+        real: int,
+        axis: Axis,
+        sequence: bool,
+    ) -> Tensor:
+        ctx.run, ctx.matmul, ctx.real, ctx.axis, ctx.sequence = run, matmul, real, axis, sequence
+        x = (start_all_gather(x_sbh, axis).wait() if sequence else x_sbh).flatten(0, 1)
+        index = labels_sb.flatten() - begin
+        # Labels of other processes' rows are at no column.
+        index = index.masked_fill((index < 0) | (index >= len(weight)), -1)
+        row_bytes = len(weight) * weight.element_size()
+        keeps = len(x) * row_bytes <= KEPT and any(ctx.needs_input_grad)
+        ctx.rows = len(x) if keeps else max(AT_ONCE[x.device.type] // row_bytes, 1)
+        found = []
+        for part in _parts(len(x), ctx.rows):
+            logits = matmul(x[part], weight, bias)
+            found.append(run(_statistics, logits, index[part], _columns(logits, real)))
+        largest, exp_sum, picked = (torch.cat(values) for values in zip(*found, strict=True))
+        highest = all_reduce_max(largest.clone(), axis)
+        sums = all_reduce_sum(torch.stack((exp_sum * (largest - highest).exp(), picked)), axis)
+        log_sum = sums[0].log() + highest
+        ctx.kept = logits if keeps else None
+        ctx.save_for_backward(x_sbh, weight, bias, index, log_sum)
+        return (log_sum - sums[1]).view(labels_sb.shape)
+
+    @staticmethod
+    def backward(ctx, grad_sb: Tensor) -> tuple[Tensor | None, ...]:
+        x_sbh, weight, bias, index, log_sum = ctx.saved_tensors
+        axis, grad = ctx.axis, grad_sb.flatten()
+        x = (start_all_gather(x_sbh, axis).wait() if ctx.sequence else x_sbh).flatten(0, 1)
+        grad_x, grad_weight, grad_bias = torch.empty_like(x), [], []
+        for part in _parts(len(x), ctx.rows):
+            logits = ctx.matmul(x[part], weight, bias) if ctx.kept is None else ctx.kept
+            ctx.run(_gradient, logits, log_sum[part], grad[part], index[part], _columns(logits, ctx.real))
+            grad_x[part] = ctx.matmul(logits, weight.t(), None)
+            _add(grad_weight, logits.t() @ x[part])
+            _add(grad_bias, logits.sum(0))
+        ctx.kept = None
+        start = start_reduce_scatter if ctx.sequence else start_all_reduce
+        grad_x = start(grad_x.view(-1, *x_sbh.shape[1:]), axis).wait()
+        return grad_x, grad_weight[0], None if bias is None else grad_bias[0], *[None] * 7
+
+
+def _parts(total: int, size: int) -> list[slice]:
+    return [slice(begin, min(begin + size, total)) for begin in range(0, total, size)]
+
+
+def _add(total: list[Tensor], x: Tensor) -> None:
+    """Add to the one element of `total`, in fp32 where there are several to add."""
+    total[:] = [total[0].float().add_(x) if total else x]
+
+
+def _columns(logits: Tensor, real: int) -> Tensor | None:
+    """[v] whether a column takes part, where some do not."""
+    return None if real == logits.shape[1] else torch.arange(logits.shape[1], device=logits.device) < real
+
+
+def _statistics(logits: Tensor, index: Tensor, columns: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row the largest logit, the sum of the exponentials of all less that, and the logit at `index`, 0 where
+    that is -1."""
+    x = logits.float()
+    if columns is not None:
+        x = torch.where(columns, x, -1e30)
+    largest = x.amax(-1)
+    exp_sum = (x - largest.unsqueeze(-1)).exp().sum(-1)
+    picked = x.gather(-1, index.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return largest, exp_sum, torch.where(index >= 0, picked, 0.0)
+
+
+def _gradient(logits: Tensor, log_sum: Tensor, grad: Tensor, index: Tensor, columns: Tensor | None) -> None:
+    """Replace logits by the loss's gradient: (softmax - one at the label) · grad."""
+    x = logits.float()
+    if columns is not None:
+        x = torch.where(columns, x, -torch.inf)
+    hit = torch.arange(logits.shape[1], device=logits.device) == index.unsqueeze(-1)
+    softmax = (x - log_sum.unsqueeze(-1)).exp()
+    logits.copy_((softmax - hit.float()) * grad.unsqueeze(-1))

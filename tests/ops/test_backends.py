@@ -1,0 +1,224 @@
+"""Every fast form of an operation against the plain one in fp64, forward and backward, and what chooses them."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.flags import InputError
+from megatron.ops import activation, attention, compiler, linear, projected_loss, rotary
+from megatron.ops.backend import PLAIN, choose_ops
+from megatron.ops.compiler import Compiler, as_written
+from megatron.ops.config import OpsConfig
+from megatron.parallel.mesh import ALONE
+
+CPU = torch.device("cpu")
+# What a few roundings in the dtype make.
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+# Each variant takes seconds to compile: by default those of one dtype.
+RUNS = pytest.mark.parametrize(
+    ("how", "dtype"),
+    [("as written", dtype) for dtype in TOLERANCE]
+    + [
+        pytest.param("compiled", dtype, marks=() if dtype == torch.bfloat16 else pytest.mark.slow)
+        for dtype in TOLERANCE
+    ],
+)
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
+    """Compiles for all tests, into a folder of theirs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+        run = Compiler()
+        if (fault := run.check(CPU)) is not None:
+            pytest.skip(f"torch.compile does not work here: {fault}")
+        yield run
+
+
+@pytest.fixture
+def run(request: pytest.FixtureRequest, how: str) -> Callable:
+    return as_written if how == "as written" else request.getfixturevalue("compiled")
+
+
+def random(*shape: int, scale: float = 1.0, seed: int = 1) -> Tensor:
+    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def errors(function: Callable, plain: Callable, dtype: torch.dtype, *inputs: Tensor) -> list[float]:
+    """How far outputs and gradients of `function` in `dtype` are from those of `plain` in fp64, of the same rounded
+    inputs, relative to their norms."""
+    results = []
+    for f, used in ((function, dtype), (plain, torch.float64)):
+        xs = [x.to(dtype).to(used).requires_grad_() for x in inputs]
+        out = f(*xs)
+        out.backward(random(*out.shape, seed=9).to(dtype).to(out.dtype))
+        results.append([out.detach(), *(x.grad for x in xs)])
+    assert [x.shape for x in results[0]] == [x.shape for x in results[1]]
+    return [
+        ((ours.double() - theirs).norm() / theirs.norm()).item()
+        for ours, theirs in zip(*results, strict=True)
+    ]
+
+
+def check(fast: Callable, plain: Callable, dtype: torch.dtype, *inputs: Tensor) -> None:
+    """That `fast` in `dtype` gives what `plain` gives in fp64."""
+    assert max(errors(fast, plain, dtype, *inputs)) <= TOLERANCE[dtype]
+
+
+@RUNS
+@pytest.mark.parametrize("tanh", [True, False])
+def test_gelu(run: Callable, dtype: torch.dtype, tanh: bool) -> None:
+    fast, plain = (functools.partial(f, tanh=tanh) for f in (activation.compiled_gelu, activation.gelu))
+    for shape in ((3, 5, 48), (2, 7, 17)):
+        check(functools.partial(fast, run), plain, dtype, random(*shape, scale=4))
+    extreme = torch.tensor([[-3e4, -100.0, 0.0, 100.0, 3e4]]).to(dtype)
+    torch.testing.assert_close(fast(run, extreme), plain(extreme))
+
+
+@RUNS
+def test_swiglu(run: Callable, dtype: torch.dtype) -> None:
+    fast = functools.partial(activation.compiled_swiglu, run)
+    check(fast, activation.swiglu, dtype, random(3, 5, 64, scale=4))
+
+
+@RUNS
+def test_rotate(run: Callable, dtype: torch.dtype) -> None:
+    cos, sin = rotary.rotary_angles(torch.arange(9).expand(2, 9), 12, 10000.0)
+    fast = functools.partial(rotary.compiled_rotate, run, cos=cos, sin=sin)
+    plain = functools.partial(rotary.rotate, cos=cos, sin=sin)
+    check(fast, lambda x: plain(x).double(), dtype, random(2, 3, 9, 16))
+
+
+@pytest.mark.parametrize("how", ["as written", "compiled"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("heads, groups", [(4, 4), (4, 2), (3, 1)])
+def test_attention(run: Callable, causal: bool, heads: int, groups: int) -> None:
+    """As near to fp64 as products and a softmax in bf16. Lengths are a block, and some, and one that ends within a
+    block."""
+    settings = {"mask_bst": None, "causal": causal, "dropout": 0.0}
+    fast = functools.partial(attention.attention_by_blocks, run, **settings)
+    plain = functools.partial(attention.attention, **settings)
+
+    def unfused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x.repeat_interleave(heads // groups, dim=1) for x in (k, v))
+        scores = q @ k.transpose(2, 3) / 4
+        if causal:
+            scores = scores.masked_fill(~attention.causal_mask(*scores.shape[2:], CPU), -torch.inf)
+        return scores.softmax(-1) @ v
+
+    for length in (128, 200, 384):
+        q, k, v = (random(2, length, n, 16, seed=n).transpose(1, 2) for n in (heads, groups, groups))
+        ours, theirs = (errors(f, plain, torch.bfloat16, q, k, v) for f in (fast, unfused))
+        assert all(a <= 1.3 * b for a, b in zip(ours, theirs, strict=True)), (ours, theirs)
+    x = q.bfloat16().requires_grad_()
+    assert type(fast(x, k.bfloat16(), v.bfloat16()).grad_fn).__name__ == "_BlocksBackward"
+
+
+def test_attention_with_a_mask_or_dropout_is_plain() -> None:
+    x = random(1, 2, 128, 8).bfloat16().requires_grad_()
+    for settings in (
+        {"mask_bst": torch.ones(1, 128, 128, dtype=torch.bool), "causal": True, "dropout": 0.0},
+        {"mask_bst": None, "causal": True, "dropout": 0.5},
+    ):
+        out = attention.attention_by_blocks(as_written, x, x, x, **settings)
+        assert type(out.grad_fn).__name__ != "_BlocksBackward"
+
+
+def plain_loss(x_sbh: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, vocab_size: int) -> Tensor:
+    logits = F.linear(x_sbh, weight, bias)[..., :vocab_size]
+    return F.cross_entropy(logits.permute(0, 2, 1), labels, reduction="none")
+
+
+@RUNS
+@pytest.mark.parametrize(("kept", "vocab_size"), [(0, 96), (0, 90), (1 << 27, 90)])
+def test_projected_loss(
+    run: Callable, dtype: torch.dtype, kept: int, vocab_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(projected_loss, "KEPT", kept)
+    monkeypatch.setitem(
+        projected_loss.AT_ONCE, "cpu", 6 * 96 * dtype.itemsize
+    )  # six rows, which do not divide 35
+    labels = torch.randint(vocab_size, (7, 5), generator=torch.Generator().manual_seed(2))
+
+    def fast(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return projected_loss.projected_loss(
+            run, linear.matmul, x, weight, bias, labels, vocab_size=vocab_size, axis=ALONE, sequence=False
+        )
+
+    # A padded vocabulary's rows play no part, whatever they hold.
+    weight = torch.cat((random(vocab_size, 32, seed=3), random(96 - vocab_size, 32, scale=1e3)))
+    check(
+        fast,
+        lambda *inputs: plain_loss(*inputs, labels, vocab_size),
+        dtype,
+        random(7, 5, 32),
+        weight,
+        random(96, seed=4),
+    )
+
+
+def test_logits_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a vocabulary of 51,200, fewer bytes than an eighth of what the plain way holds."""
+    held = []
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        out = linear.matmul(x, weight, bias)
+        held.append(out.numel() * out.element_size() if out.shape[1] == 51200 else 0)
+        return out
+
+    x = random(512, 4, 8).bfloat16().requires_grad_()
+    weight, labels = random(51200, 8).bfloat16().requires_grad_(), torch.zeros(512, 4, dtype=torch.long)
+    loss = projected_loss.projected_loss(
+        as_written, product, x, weight, None, labels, vocab_size=51200, axis=ALONE, sequence=False
+    )
+    loss.sum().backward()
+    bf16_and_fp32 = 512 * 4 * 51200 * (2 + 4)
+    assert 8 * max(held) < bf16_and_fp32
+
+
+@pytest.mark.skipif(not linear.has_onednn(), reason="this torch has no oneDNN")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_onednn_matmul(dtype: torch.dtype) -> None:
+    x, weight, bias = random(3, 4, 24).to(dtype), random(10, 24, seed=2).to(dtype), random(10).to(dtype)
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    assert (linear.onednn_matmul(x, weight, bias).double() - exact).abs().max() < TOLERANCE[
+        dtype
+    ] * exact.abs().max()
+    transposed = linear.onednn_matmul(
+        x[..., :10], weight.t()[:10].t()[:, :10].t(), None
+    )  # as backward has it
+    assert torch.allclose(
+        transposed, F.linear(x[..., :10], weight[:, :10].t()), rtol=TOLERANCE[dtype], atol=1e-2
+    )
+
+
+def test_the_choice(
+    compiled: Compiler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def choose(work: float = 1e12, **fields):
+        return choose_ops(OpsConfig(**fields), work=work, dtype=torch.bfloat16, device=CPU)
+
+    assert choose(ops_backend="plain") is PLAIN
+    assert choose().gelu is not PLAIN.gelu
+    assert "the model is small" in choose(work=1e6).notes[0]
+    none = choose(torch_compile=False)
+    assert none.gelu is PLAIN.gelu and none.projected_loss is not None
+    assert "--no-torch-compile" in none.notes[0]
+    with caplog.at_level(logging.INFO, logger="megatron"):
+        assert choose(ops_backend="compile").gelu is not PLAIN.gelu
+    assert "compiled probe in" in caplog.text
+
+    monkeypatch.setattr(compiler.Compiler, "check", lambda self, device: "no C++ compiler")
+    assert "no C++ compiler" in choose().notes[0]
+    with pytest.raises(InputError, match=r"torch\.compile does not work here: no C"):
+        choose(ops_backend="compile")
+    with pytest.raises(InputError, match="--no-torch-compile exclude"):
+        OpsConfig(ops_backend="compile", torch_compile=False)
