@@ -28,7 +28,7 @@ class BF16AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self) -> None:
-        """As that of torch, of the gradients as they are; nothing changes where `found_inf` is 1."""
+        """As that of torch, of the gradients divided by `grad_scale`; nothing changes where `found_inf` is 1."""
         for group in self.param_groups:
             for p in group["params"]:
                 self._step(p, self.state[p], group)
@@ -48,6 +48,7 @@ class BF16AdamW(torch.optim.AdamW):
                 [],
                 [steps],
                 fused=True,
+                grad_scale=self.grad_scale,
                 found_inf=self.found_inf,
                 amsgrad=False,
                 beta1=group["betas"][0],

@@ -98,13 +98,12 @@ class Optimizer:
         if self.count_zeros:
             nonzero = buffer.total(self.grads, torch.count_nonzero)
             stats["num zeros"] = (buffer.num_elements - nonzero).float()
-        if self.scaler is not None or self.longest < math.inf:
-            factor = (self.longest / (grad_norm + 1e-6)).clamp(max=1.0) / loss_scale
-            for grad in self.grads:
-                grad.mul_(factor)
-        # torch's fused optimizers do nothing where found_inf is 1, and the host need not know.
-        self.inner.found_inf = stats["skipped"]
+        # torch's fused optimizers divide the gradients, and do nothing where found_inf is 1, so that the host need not
+        # know and memory is not gone through once more.
         self.inner.grad_scale = None
+        if self.scaler is not None or self.longest < math.inf:
+            self.inner.grad_scale = loss_scale * ((grad_norm + 1e-6) / self.longest).clamp(min=1.0)
+        self.inner.found_inf = stats["skipped"]
         for group in self.inner.param_groups:
             group["lr"] = lr
             group["weight_decay"] = weight_decay if group["decays"] else 0.0

@@ -27,6 +27,7 @@ from megatron.checkpoint.saver import Saver
 from megatron.checkpoint.storage import lock, newest_iteration, take_back, taken_back
 from megatron.data.loader import start_fork_server
 from megatron.flags import InputError
+from megatron.ops.memory import keep_freed_memory
 from megatron.optim.schedule import Schedule
 from megatron.parallel.collectives import all_equal, together
 from megatron.parallel.mesh import Mesh, choose_device, init_mesh, world_size
@@ -60,6 +61,8 @@ def pretrain(config: RunConfig, task: Task, trainer: Callable[..., Trainer] = Tr
     if config.data.num_workers:
         start_fork_server()
     device = choose_device(config.training.device)
+    if device.type == "cpu":
+        keep_freed_memory()
     with init_mesh(config.parallel, device, functools.partial(check_same_everywhere, config)) as mesh:
         show_log(mesh)
         stop = StopRequests(config.training, mesh)
