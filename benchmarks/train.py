@@ -2,10 +2,10 @@
 
     python benchmarks/train.py --nanogpt DIR [--sizes small ...] [--precisions bf16 fp32] [--rounds N] [--device cuda]
 
-DIR is a checkout of nanoGPT; without it, it is left out. Every side has a process of its own with the same threads, trains
-on the same random tokens with AdamW and clipping, without dropout, and steps are interleaved, so that all meet the same
-moods of the machine. Ratios are of medians. The rate of the largest products that the machine was seen to do is measured
-in the same rounds.
+DIR is a checkout of nanoGPT; without it, it is left out. Every side has a process of its own with the same threads and
+trains on the same random tokens with AdamW and clipping, without dropout. Steps are interleaved, so that all meet the
+same moods of the machine, and ratios are medians of the rounds'. The rate of the largest products that the machine was
+seen to do is measured in the same rounds.
 """
 
 from __future__ import annotations
