@@ -54,6 +54,7 @@ class Engine:
         self.stages = split_layers(parallel, config.model.num_layers)
         self.parts = self.stages[mesh.pp.rank]
         self.dtype = DTYPES[config.training.precision]
+        self.recompute = Recompute.from_config(parallel, mesh.tp)
         length = config.data.seq_length
         sample = flops_per_sample(
             config.model, seq_length=length, padded_vocab_size=padded_vocab_size, vocab_positions=length
@@ -70,7 +71,7 @@ class Engine:
                         padded_vocab_size=padded_vocab_size,
                         chunk=chunk,
                         tp=tp,
-                        recompute=Recompute.from_config(parallel, mesh.tp),
+                        recompute=self.recompute,
                     ),
                 )
                 for chunk in self.parts

@@ -25,7 +25,8 @@ from megatron.parallel.mesh import Mesh
 from megatron.tokenizer import Tokenizer
 from megatron.training.batch_size import BatchSchedule
 from megatron.training.config import RunConfig
-from megatron.training.costs import flops_per_sample
+from megatron.training.costs import exact_flops_per_sample, flops_per_sample
+from megatron.training.devices import Peak
 from megatron.training.engine import Engine
 from megatron.training.faults import stop_on_non_finite
 from megatron.training.replicas import check_replicas
@@ -87,6 +88,7 @@ class Trainer:
     engine: Engine
     schedule: Schedule
     batch_schedule: BatchSchedule
+    peak: Peak
     train_iters: int
     train_samples: int  # that the order of the training data was made for
     datasets: dict[str, Dataset]  # by "train", "validation" and "test"; those there are
@@ -208,7 +210,8 @@ class Trainer:
         self.collect()  # waits for the device, so before the clock is read
         seconds, iterations = clock.take()
         rows, progress.history.rows = progress.history.rows, []
-        tokens, flops = self.work()
+        tokens, flops, exact_flops = self.work()
+        peak = self.mesh.world.size * seconds * self.peak.flops
         interval = Interval(
             rows=rows,
             loss_names=self.task.loss_names,
@@ -219,6 +222,8 @@ class Trainer:
             seconds=seconds / iterations,
             tokens_per_second=tokens / seconds,
             tflops=flops / seconds / self.mesh.world.size / 1e12,
+            mfu=flops / peak,
+            hfu=exact_flops / peak,
             params_norm=self.params_norm(),
         )
         self.reporter.training(interval)
@@ -230,22 +235,28 @@ class Trainer:
                     "they changed no weights. Continue from the last checkpoint with a lower --lr or a longer warm-up"
                 )
 
-    def work(self) -> tuple[float, float]:
-        """Tokens, padding among them, and floating-point operations since this was last called, of all replicas. Every
-        process must take part."""
+    def work(self) -> tuple[float, float, float]:
+        """Tokens, padding among them, and floating-point operations by the paper's count and by the exact one since
+        this was last called, of all replicas. Every process must take part."""
         samples, self.engine.samples = self.engine.samples, collections.Counter()
-        tokens = flops = 0.0
+        sums = torch.zeros(3, dtype=torch.float64)
         for (length, vocab_positions), count in samples.items():
-            tokens += count * length
-            flops += count * flops_per_sample(
+            shape = {
+                "seq_length": length,
+                "padded_vocab_size": self.padded_vocab_size,
+                "vocab_positions": vocab_positions,
+            }
+            flops = flops_per_sample(self.config.model, **shape)
+            exact = exact_flops_per_sample(
                 self.config.model,
-                seq_length=length,
-                padded_vocab_size=self.padded_vocab_size,
-                vocab_positions=vocab_positions,
+                **shape,
+                causal=self.task.causal,
+                recompute=self.engine.recompute,
+                chunks=[len(chunk.layers) for stage in self.engine.stages for chunk in stage],
             )
-        sums = torch.tensor([tokens, flops], dtype=torch.float64, device=self.mesh.device)
-        tokens, flops = all_reduce_sum(sums, self.mesh.dp).tolist()
-        return tokens, flops
+            sums += count * torch.tensor([length, flops, exact], dtype=torch.float64)
+        tokens, flops, exact = all_reduce_sum(sums.to(self.mesh.device), self.mesh.dp).tolist()
+        return tokens, flops, exact
 
     def params_norm(self) -> float | None:
         """L2 norm of all parameters, if it is to be logged. Every process must take part."""

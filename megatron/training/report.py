@@ -92,6 +92,8 @@ class Interval:
     seconds: float  # of one iteration
     tokens_per_second: float
     tflops: float  # per device
+    mfu: float  # model FLOP utilisation: the same over the device's peak
+    hfu: float  # hardware FLOP utilisation: of the operations that are done
     params_norm: float | None
 
     @property
@@ -122,7 +124,7 @@ class Interval:
         if self.params_norm is not None:
             record["params norm"] = self.params_norm
         record |= {"seconds per iteration": self.seconds, "tokens per second": self.tokens_per_second}
-        return record | {"TFLOP/s per device": self.tflops}
+        return record | {"TFLOP/s per device": self.tflops, "mfu": self.mfu, "hfu": self.hfu}
 
     def points(self) -> list[dict[str, float]]:
         """The values of each iteration by their names in TensorBoard; the last has those of the interval too."""
@@ -134,6 +136,7 @@ class Interval:
             "iteration-time": self.seconds,
         }
         points[-1] |= {"tokens-per-second": self.tokens_per_second, "throughput": self.tflops}
+        points[-1] |= {"mfu": self.mfu, "hfu": self.hfu}
         if self.params_norm is not None:
             points[-1]["params-norm"] = self.params_norm
         return points
@@ -160,6 +163,7 @@ class Interval:
             f"number of nan iterations: {self.bad:3d}",
             f"tokens per second: {self.tokens_per_second:.1f}",
             f"TFLOP/s per device: {self.tflops:.3g}",
+            f"MFU: {self.mfu:.1%}",
         ]
         return " | ".join(parts) + " |"
 
