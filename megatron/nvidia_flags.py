@@ -434,7 +434,6 @@ NVIDIA_FLAGS: tuple[NvidiaFlag, ...] = (
     *_accept(
         "not available in this version; TensorBoard gets the time of an iteration",
         "--log-timers-to-tensorboard",
-        "--log-memory-to-tensorboard",
         "--log-world-size-to-tensorboard",
     ),
     *_accept(

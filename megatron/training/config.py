@@ -99,6 +99,10 @@ class LoggingConfig(Config):
     tensorboard_dir: str | None = flag(None, "write TensorBoard events to this folder", metavar="DIR")
     tensorboard_log_interval: int = flag(1, "iterations between points in TensorBoard", low=1)
     tensorboard_queue_size: int = flag(1000, "events held back before they are written", low=1)
+    log_memory_to_tensorboard: bool = flag(
+        False,
+        "bytes allocated and reserved, of the process with the most, in TensorBoard and the file of metrics",
+    )
     wandb_project: str | None = flag(None, "report to this Weights & Biases project", metavar="NAME")
     wandb_exp_name: str | None = flag(None, "name of the run at Weights & Biases", metavar="NAME")
     progress: bool = flag(True, "no progress bar on a terminal")

@@ -1,16 +1,19 @@
-"""What devices can do at most, which a run's speed is measured against."""
+"""What a run's devices can do at most, which its speed is measured against, and how much of their memory it uses."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import re
+import resource
 import time
+from pathlib import Path
 
 import torch
 
 from megatron.ops.linear import Matmul
-from megatron.parallel.collectives import all_reduce_sum
+from megatron.parallel.collectives import all_gather, all_reduce_max, all_reduce_sum
 from megatron.parallel.mesh import Mesh
 
 # Dense TFLOP/s of GPUs in fp16 and bf16 with fp32 sums, and in fp32 without TF32, by the end of their name; the first
@@ -106,3 +109,39 @@ def _time(product: Matmul, x: torch.Tensor, weight: torch.Tensor) -> float:
     if x.is_cuda:
         torch.cuda.synchronize(x.device)
     return time.perf_counter() - begin
+
+
+def memory_use(device: torch.device) -> dict[str, int]:
+    """Bytes that this process has "allocated" of a GPU, and the "max allocated" up to now; "reserved" is with what
+    torch's allocator holds for later. On a CPU those it has in memory, files that it has mapped among them."""
+    if device.type == "cpu":
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return {"allocated": pages * os.sysconf("SC_PAGE_SIZE"), "max allocated": most}
+    return {
+        "allocated": torch.cuda.memory_allocated(device),
+        "max allocated": torch.cuda.max_memory_allocated(device),
+        "reserved": torch.cuda.memory_reserved(device),
+        "max reserved": torch.cuda.max_memory_reserved(device),
+    }
+
+
+def memory_lines(mesh: Mesh, iteration: int) -> str:
+    """A line, in NVIDIA's format, for each process of the first replica. Every process must take part."""
+    use = memory_use(mesh.device)
+    rows = all_gather(torch.tensor([[mesh.dp.rank, *use.values()]]), mesh.world).tolist()
+    lines = []
+    for rank, (replica, *values) in enumerate(rows):
+        if replica == 0:
+            told = " | ".join(f"{name}: {n / 2**20:.1f}" for name, n in zip(use, values, strict=True))
+            lines.append(f"[Rank {rank}] (after {iteration} iterations) memory (MB) | {told}")
+    return "\n".join(lines)
+
+
+def most_memory(mesh: Mesh) -> dict[str, int]:
+    """What the process with the most uses, in bytes by the names of NVIDIA's TensorBoard. Every process must take
+    part."""
+    use = memory_use(mesh.device)
+    most = all_reduce_max(torch.tensor(list(use.values())), mesh.world).tolist()
+    names = (f"mem-{name.replace(' ', '-')}-bytes" for name in use)
+    return dict(zip(names, most, strict=True))

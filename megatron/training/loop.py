@@ -26,7 +26,7 @@ from megatron.tokenizer import Tokenizer
 from megatron.training.batch_size import BatchSchedule
 from megatron.training.config import RunConfig
 from megatron.training.costs import exact_flops_per_sample, flops_per_sample
-from megatron.training.devices import Peak
+from megatron.training.devices import Peak, memory_lines, most_memory
 from megatron.training.engine import Engine
 from megatron.training.faults import stop_on_non_finite
 from megatron.training.replicas import check_replicas
@@ -115,11 +115,14 @@ class Trainer:
         )
         if progress.evaluation_due:
             self.evaluate_in_between()
+        first = progress.iteration + 1
         while progress.iteration < self.train_iters:
             clock.count(self.step(batches))
             end = progress.iteration == self.train_iters
             if end or self.due(self.config.logging.log_interval):
                 self.report(clock)
+            if progress.iteration == first:
+                self.reporter.say(memory_lines(self.mesh, first))
             if self.due(self.config.training.check_weight_replicas_interval):
                 with clock.paused():
                     check_replicas(self.engine.buffer)
@@ -225,6 +228,7 @@ class Trainer:
             mfu=flops / peak,
             hfu=exact_flops / peak,
             params_norm=self.params_norm(),
+            memory=most_memory(self.mesh) if self.config.logging.log_memory_to_tensorboard else {},
         )
         self.reporter.training(interval)
         for row in rows:

@@ -95,6 +95,7 @@ class Interval:
     mfu: float  # model FLOP utilisation: the same over the device's peak
     hfu: float  # hardware FLOP utilisation: of the operations that are done
     params_norm: float | None
+    memory: dict[str, int]  # by name, if it is to be told
 
     @property
     def losses(self) -> dict[str, float]:
@@ -124,7 +125,7 @@ class Interval:
         if self.params_norm is not None:
             record["params norm"] = self.params_norm
         record |= {"seconds per iteration": self.seconds, "tokens per second": self.tokens_per_second}
-        return record | {"TFLOP/s per device": self.tflops, "mfu": self.mfu, "hfu": self.hfu}
+        return record | {"TFLOP/s per device": self.tflops, "mfu": self.mfu, "hfu": self.hfu} | self.memory
 
     def points(self) -> list[dict[str, float]]:
         """The values of each iteration by their names in TensorBoard; the last has those of the interval too."""
@@ -136,7 +137,7 @@ class Interval:
             "iteration-time": self.seconds,
         }
         points[-1] |= {"tokens-per-second": self.tokens_per_second, "throughput": self.tflops}
-        points[-1] |= {"mfu": self.mfu, "hfu": self.hfu}
+        points[-1] |= {"mfu": self.mfu, "hfu": self.hfu} | self.memory
         if self.params_norm is not None:
             points[-1]["params-norm"] = self.params_norm
         return points

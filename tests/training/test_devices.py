@@ -1,4 +1,4 @@
-"""The peak that a run's speed is measured against, by data sheet and measured."""
+"""The peak that a run's speed is measured against, by data sheet and measured; and its memory."""
 
 from __future__ import annotations
 
@@ -10,11 +10,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from distributed import run_distributed
 from models import CPU
 
 from megatron.ops.linear import matmul
-from megatron.parallel.mesh import Mesh
-from megatron.training.devices import find_peak, known_peak, measured_peak
+from megatron.parallel.config import ParallelConfig
+from megatron.parallel.mesh import Mesh, init_mesh
+from megatron.training.devices import (
+    find_peak,
+    known_peak,
+    measured_peak,
+    memory_lines,
+    memory_use,
+    most_memory,
+)
 
 
 @pytest.mark.parametrize(
@@ -82,3 +91,49 @@ def test_utilisation_is_work_over_time_and_peak(pretrain: Callable[..., str], tm
     assert record["hfu"] / record["mfu"] == pytest.approx(exact / model, rel=1e-12)
     assert record["TFLOP/s per device"] / record["mfu"] == pytest.approx(float(told), rel=1e-2)
     assert out.splitlines()[-1].endswith(f" | MFU: {record['mfu']:.1%} |")
+
+
+def test_memory_of_a_cpu_is_the_process() -> None:
+    before = memory_use(CPU)
+    block = torch.ones(64 << 20, dtype=torch.uint8)
+    after = memory_use(CPU)
+    assert after["allocated"] - before["allocated"] == pytest.approx(block.numel(), rel=0.1)
+    assert after["max allocated"] >= 0.99 * after["allocated"]
+
+
+def memory_of(layout: str) -> tuple[str, dict[str, int]]:
+    """What is told where rank 1 has 96 MiB more than rank 0."""
+    config = ParallelConfig(**{layout: 2})
+    with init_mesh(config, CPU) as mesh:
+        block = torch.ones((96 << 20) * mesh.world.rank, dtype=torch.uint8)
+        told = memory_lines(mesh, 3), most_memory(mesh)
+        del block
+        return told
+
+
+def test_memory_is_told_of_one_replica_and_the_most_of_all() -> None:
+    (told, most), (_, same) = run_distributed(memory_of, 2, "pipeline_model_parallel_size")
+    pattern = (
+        r"\[Rank (\d)\] \(after 3 iterations\) memory \(MB\) \| allocated: ([\d.]+) \| max allocated: [\d.]+"
+    )
+    rows = [re.fullmatch(pattern, line).groups() for line in told.splitlines()]
+    assert [rank for rank, _ in rows] == ["0", "1"]
+    assert float(rows[1][1]) - float(rows[0][1]) > 64
+    assert most.keys() == {"mem-allocated-bytes", "mem-max-allocated-bytes"}
+    assert most["mem-allocated-bytes"] == pytest.approx(float(rows[1][1]) * 2**20, rel=0.1)
+    assert most == same
+
+
+def test_a_run_tells_of_its_memory_once_and_of_every_interval_if_asked(
+    pretrain: Callable[..., str], tmp_path: Path
+) -> None:
+    flags = """
+        --mock-data --tokenizer-type NullTokenizer --vocab-size 99 --num-layers 1 --hidden-size 16 --eval-iters 0
+        --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --train-iters 3 --lr 1e-3 --log-interval 1
+        --num-workers 0 --device cpu --log-memory-to-tensorboard
+    """.split()
+    out = pretrain(*flags, "--metrics-path", tmp_path / "metrics.jsonl").splitlines()
+    (line,) = [i for i, line in enumerate(out) if " memory (MB) | allocated: " in line]
+    assert out[line - 1].startswith(" iteration        1/")
+    for row in (tmp_path / "metrics.jsonl").read_text().splitlines():
+        assert json.loads(row)["mem-max-allocated-bytes"] > 2**20

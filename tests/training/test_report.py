@@ -38,6 +38,7 @@ def interval(rows: list[tuple[int, float, float]], **fields) -> Interval:
             "mfu": 0.4531,
             "hfu": 0.5,
             "params_norm": None,
+            "memory": {},
             **fields,
         }
     )
