@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,6 +22,7 @@ from megatron.flags import TrainingFault
 from megatron.optim.schedule import Schedule
 from megatron.parallel.collectives import all_reduce_sum
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.timers import BETWEEN, ITERATION, times_text
 from megatron.tokenizer import Tokenizer
 from megatron.training.batch_size import BatchSchedule
 from megatron.training.config import RunConfig
@@ -213,6 +214,7 @@ class Trainer:
         self.collect()  # waits for the device, so before the clock is read
         seconds, iterations = clock.take()
         rows, progress.history.rows = progress.history.rows, []
+        times = self.times(ITERATION, iterations)
         tokens, flops, exact_flops = self.work()
         peak = self.mesh.world.size * seconds * self.peak.flops
         interval = Interval(
@@ -229,8 +231,10 @@ class Trainer:
             hfu=exact_flops / peak,
             params_norm=self.params_norm(),
             memory=most_memory(self.mesh) if self.config.logging.log_memory_to_tensorboard else {},
+            times=times if self.config.logging.log_timers_to_tensorboard else {},
         )
         self.reporter.training(interval)
+        self.tell(times)
         for row in rows:
             progress.bad_steps = progress.bad_steps + 1 if is_bad(row) else 0
             if progress.bad_steps >= MOST_BAD_STEPS:
@@ -262,6 +266,23 @@ class Trainer:
         tokens, flops, exact = all_reduce_sum(sums.to(self.mesh.device), self.mesh.dp).tolist()
         return tokens, flops, exact
 
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Time what is done now and then, and tell at once."""
+        with self.engine.timers(phase):
+            yield
+        self.tell(self.times(BETWEEN))
+
+    def times(self, phases: Iterable[str], iterations: int = 1) -> dict[str, dict[int, float]]:
+        """Seconds of each phase by rank, per iteration, if --timing-log-level asks for them. Every process must take
+        part."""
+        times = self.engine.timers.take(phases, self.mesh.world)
+        return {phase: {r: t / iterations for r, t in ranks.items()} for phase, ranks in times.items()}
+
+    def tell(self, times: dict[str, dict[int, float]]) -> None:
+        if times:
+            self.reporter.say(times_text(times, self.config.logging.timing_log_option))
+
     def params_norm(self) -> float | None:
         """L2 norm of all parameters, if it is to be logged. Every process must take part."""
         buffer = self.engine.buffer
@@ -278,7 +299,8 @@ class Trainer:
         batches = eval_batches(
             self.datasets[split], self.config.data, samples=samples, **self.loader_arguments()
         )
-        losses = self.engine.evaluate(batches)
+        with self.timed("evaluate"):
+            losses = self.engine.evaluate(batches)
         self.reporter.evaluation(
             where, split, losses, self.progress.iteration, self.progress.consumed_samples
         )
@@ -289,7 +311,8 @@ class Trainer:
             self.collect()
             if self.config.training.check_weight_replicas_interval is not None:
                 check_replicas(self.engine.buffer)  # else the file would hold good and bad weights
-            self.saver.save(self.state())
+            with self.timed("save-checkpoint"):
+                self.saver.save(self.state())
 
     def state(self) -> dict[str, Any]:
         """All of a checkpoint that is not tensors, as JSON has it; a loss that is not finite is null."""

@@ -39,6 +39,7 @@ def interval(rows: list[tuple[int, float, float]], **fields) -> Interval:
             "hfu": 0.5,
             "params_norm": None,
             "memory": {},
+            "times": {},
             **fields,
         }
     )
