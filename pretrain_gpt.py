@@ -77,6 +77,7 @@ GPT = Task(
     count=count,
     vocab_positions=vocab_positions,
     forward=forward,
+    causal=True,
 )
 
 

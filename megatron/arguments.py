@@ -261,6 +261,10 @@ def _without_effect(values: dict[str, Any]) -> list[str]:
         told += [f"{name} has no effect: only --fp16 needs its loss scaled" for name in names]
     if values.get("fp32_residual_connection") and not (values.get("fp16") or values.get("bf16")):
         told.append("--fp32-residual-connection has no effect: without --bf16 or --fp16 all is fp32")
+    if values.get("log_timers_to_tensorboard") and not values.get("timing_log_level"):
+        told.append(
+            "--log-timers-to-tensorboard has no effect: without --timing-log-level there are no timers"
+        )
     return told
 
 

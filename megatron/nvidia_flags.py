@@ -431,18 +431,8 @@ NVIDIA_FLAGS: tuple[NvidiaFlag, ...] = (
         "--log-throughput",
     ),
     *_accept("with --fp16 TensorBoard and the log always have it", "--no-log-loss-scale-to-tensorboard"),
-    *_accept(
-        "not available in this version; TensorBoard gets the time of an iteration",
-        "--log-timers-to-tensorboard",
-        "--log-memory-to-tensorboard",
-        "--log-world-size-to-tensorboard",
-    ),
-    *_accept(
-        "there are no timers but that of an iteration",
-        "--timing-log-level N",
-        "--timing-log-option NAME",
-        "--no-barrier-with-level-1-timing",
-    ),
+    *_accept("the log says it at the start", "--log-world-size-to-tensorboard"),
+    *_accept("times are always taken without a barrier", "--no-barrier-with-level-1-timing"),
     *_accept(
         "there is one level of logging, and nothing is reported to NVIDIA",
         "--logging-level N",

@@ -101,6 +101,8 @@ NVIDIA_DEFAULTS = """
     --num-layers None, --hidden-size None, --ffn-hidden-size None, --num-attention-heads None, --kv-channels None,
     --max-position-embeddings None, --make-vocab-size-divisible-by 128, --layernorm-epsilon 1e-5,
     --openai-gelu False, --log-params-norm False, --log-num-zeros-in-grad False, --tensorboard-log-interval 1,
+    --log-memory-to-tensorboard False, --log-timers-to-tensorboard False, --timing-log-level 0,
+    --timing-log-option minmax,
     --tensorboard-queue-size 1000, --attention-dropout 0.1, --hidden-dropout 0.1, --weight-decay 0.01,
     --clip-grad 1.0, --adam-beta1 0.9, --adam-beta2 0.999, --adam-eps 1e-8, --sgd-momentum 0.9,
     --micro-batch-size None, --global-batch-size None, --rampup-batch-size None, --train-iters None,

@@ -26,6 +26,7 @@ from megatron.parallel.config import ParallelConfig
 from megatron.parallel.mesh import ALONE, Mesh
 from megatron.parallel.parameters import parameter_on
 from megatron.parallel.slices import common, overlap
+from megatron.parallel.timers import OFF, Timers
 
 # Elements that `norm` sums at once.
 PIECE = 1 << 16
@@ -43,10 +44,16 @@ class ParamBuffer:
     """
 
     def __init__(
-        self, chunks: list[nn.Module], mesh: Mesh, config: ParallelConfig, *, dtype: torch.dtype
+        self,
+        chunks: list[nn.Module],
+        mesh: Mesh,
+        config: ParallelConfig,
+        *,
+        dtype: torch.dtype,
+        timers: Timers = OFF,
     ) -> None:
         """Give the parameters of `chunks` flat memory. Their values are undefined until `initialize`."""
-        self.mesh, self.config = mesh, config
+        self.mesh, self.config, self.timers = mesh, config, timers
         self.shards = mesh.dp if config.use_distributed_optimizer else ALONE
         self.buckets = lay_out(chunks, bucket_size=config.ddp_bucket_size, shards=self.shards)
         size = self.buckets[-1].end
@@ -205,7 +212,8 @@ class ParamBuffer:
 
     def _finish_gather(self, index: int) -> None:
         if self.gathering[index] is not None:
-            self.gathering[index].wait()
+            with self.timers("params-gather"):
+                self.gathering[index].wait()
             self.gathering[index] = None
 
     def initialize(self, seed: int) -> None:

@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatron.parallel.collectives import Pending, all_gather, named, share
 from megatron.parallel.mesh import ALONE, Axis, Mesh
 from megatron.parallel.schedules import Action, Backward, Forward, Receive, Send
+from megatron.parallel.timers import OFF, Timers
 
 # How many receives are under way before the first of them is needed, and how many sends that were not waited for.
 # Each holds the memory of an activation. Gloo does not tell that something has been sent until it is waited for.
@@ -87,6 +88,7 @@ def run_schedule(
     shape: Callable[[int], tuple[int, ...]],
     dtype: torch.dtype,
     begin_last_backward: Callable[[int], None] = lambda chunk: None,
+    timers: Timers = OFF,
 ) -> None:
     """Carry out this stage's `actions`.
 
@@ -94,8 +96,9 @@ def run_schedule(
         shape: of what is passed between chunks, by microbatch.
         dtype: of the same.
         begin_last_backward: called with a chunk before the last backward pass through it.
+        timers: of the passes and transfers.
     """
-    _Run(actions, compute, transfers, shape, dtype, begin_last_backward).run()
+    _Run(actions, compute, transfers, shape, dtype, begin_last_backward, timers).run()
 
 
 class _Run:
@@ -107,9 +110,11 @@ class _Run:
         shape: Callable[[int], tuple[int, ...]],
         dtype: torch.dtype,
         begin_last_backward: Callable[[int], None],
+        timers: Timers,
     ) -> None:
         self.actions, self.compute, self.transfers = actions, compute, transfers
         self.shape, self.dtype, self.begin_last_backward = shape, dtype, begin_last_backward
+        self.timers = timers
         backwards = [action for action in actions if isinstance(action, Backward)]
         self.trains = bool(backwards)
         self.last = {action.chunk: action for action in backwards}
@@ -136,7 +141,8 @@ class _Run:
                 case Send():
                     following = self.transfers_left.popleft()
                     assert following == action
-                    self.transfers.send(self.outgoing.pop(_what(action)), action.peer)
+                    with self.timers("forward-send" if action.forward else "backward-send"):
+                        self.transfers.send(self.outgoing.pop(_what(action)), action.peer)
             self.transfers.activity.steps += 1
         self.transfers.finish()
 
@@ -155,13 +161,17 @@ class _Run:
     def _received(self, microbatch: int, chunk: int, forward: bool) -> Tensor | None:
         """What has come for a pass, where something was to come."""
         wait = self.incoming.pop((microbatch, chunk, forward), None)
-        return None if wait is None else wait()
+        if wait is None:
+            return None
+        with self.timers("forward-recv" if forward else "backward-recv"):
+            return wait()
 
     def _forward(self, microbatch: int, chunk: int) -> None:
         x = self._received(microbatch, chunk, True)
         if x is not None and self.trains:
             self.inputs[microbatch, chunk] = x.requires_grad_()
-        out = self.compute(chunk, microbatch, x)
+        with self.timers("forward-compute"):
+            out = self.compute(chunk, microbatch, x)
         sent = (microbatch, chunk, True) in self.sends
         if sent:
             self.outgoing[microbatch, chunk, True] = out.detach()
@@ -173,7 +183,8 @@ class _Run:
         grad = self._received(microbatch, chunk, False)
         if self.last[chunk].microbatch == microbatch:
             self.begin_last_backward(chunk)
-        torch.autograd.backward(self.roots.pop((microbatch, chunk)), grad)
+        with self.timers("backward-compute"):
+            torch.autograd.backward(self.roots.pop((microbatch, chunk)), grad)
         x = self.inputs.pop((microbatch, chunk), None)
         if x is not None:
             self.outgoing[microbatch, chunk, False] = x.grad

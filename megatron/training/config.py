@@ -99,6 +99,25 @@ class LoggingConfig(Config):
     tensorboard_dir: str | None = flag(None, "write TensorBoard events to this folder", metavar="DIR")
     tensorboard_log_interval: int = flag(1, "iterations between points in TensorBoard", low=1)
     tensorboard_queue_size: int = flag(1000, "events held back before they are written", low=1)
+    timing_log_level: int = flag(
+        0,
+        "times that are told with each line of the log: 0 none but that of an iteration, 1 those of its phases, 2 also "
+        "what is done for every microbatch",
+        low=0,
+        high=2,
+    )
+    timing_log_option: str = flag(
+        "minmax",
+        "of the processes' times, tell the longest, the shortest and longest, or all",
+        choices=("max", "minmax", "all"),
+    )
+    log_timers_to_tensorboard: bool = flag(
+        False, "the longest times of --timing-log-level in TensorBoard and the file of metrics"
+    )
+    log_memory_to_tensorboard: bool = flag(
+        False,
+        "bytes allocated and reserved, of the process with the most, in TensorBoard and the file of metrics",
+    )
     wandb_project: str | None = flag(None, "report to this Weights & Biases project", metavar="NAME")
     wandb_exp_name: str | None = flag(None, "name of the run at Weights & Biases", metavar="NAME")
     progress: bool = flag(True, "no progress bar on a terminal")

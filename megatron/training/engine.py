@@ -22,6 +22,7 @@ from megatron.parallel.pipeline import Transfers, run_schedule
 from megatron.parallel.recompute import Recompute
 from megatron.parallel.schedules import SCHEDULES, Action, forward_only, with_transfers
 from megatron.parallel.stages import split_layers
+from megatron.parallel.timers import OFF, Timers
 from megatron.training.config import RunConfig
 from megatron.training.costs import check_memory, flops_per_sample
 from megatron.training.task import Part, Task
@@ -39,6 +40,7 @@ class Engine:
         ops: what computes its hot operations.
         parts: the chunks of the model that this process holds, without their parameters.
         chunks: the same as modules.
+        timers: of what a step consists of.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Engine:
         self.stages = split_layers(parallel, config.model.num_layers)
         self.parts = self.stages[mesh.pp.rank]
         self.dtype = DTYPES[config.training.precision]
+        self.recompute = Recompute.from_config(parallel, mesh.tp)
         length = config.data.seq_length
         sample = flops_per_sample(
             config.model, seq_length=length, padded_vocab_size=padded_vocab_size, vocab_positions=length
@@ -70,7 +73,7 @@ class Engine:
                         padded_vocab_size=padded_vocab_size,
                         chunk=chunk,
                         tp=tp,
-                        recompute=Recompute.from_config(parallel, mesh.tp),
+                        recompute=self.recompute,
                     ),
                 )
                 for chunk in self.parts
@@ -85,7 +88,8 @@ class Engine:
             half=config.training.precision != "fp32",
             device=mesh.device,
         )
-        self.buffer = ParamBuffer(self.chunks, mesh, parallel, dtype=self.dtype)
+        self.timers = Timers(config.logging.timing_log_level, mesh.device)
+        self.buffer = ParamBuffer(self.chunks, mesh, parallel, dtype=self.dtype, timers=self.timers)
         self.optimizer = Optimizer(self.buffer, config.optimizer)
         # With sequence parallelism each tensor-parallel process has its own part of what is sent.
         divide = parallel.scatter_gather_tensors_in_pipeline and not parallel.sequence_parallel
@@ -128,6 +132,7 @@ class Engine:
             shape=shape,
             dtype=torch.float32 if self.config.model.fp32_residual_connection else self.dtype,
             begin_last_backward=self.buffer.begin_last_backward,
+            timers=self.timers if training else OFF,
         )
 
     def train_step(
@@ -153,7 +158,8 @@ class Engine:
         loss = None
         if self.config.optimizer.spike_skip is not None:
             loss = all_reduce_sum(all_reduce_sum(losses.sum(), self.mesh.dp), self.mesh.pp)
-        return losses, self.optimizer.step(lr=lr, weight_decay=weight_decay, loss=loss)
+        with self.timers("optimizer"):
+            return losses, self.optimizer.step(lr=lr, weight_decay=weight_decay, loss=loss)
 
     def compute_gradients(
         self, batches: Iterator[Batch], *, num_microbatches: int, consumed_samples: int
@@ -163,7 +169,8 @@ class Engine:
         A loss that is not finite makes a gradient that is not. The gradient is that of the loss times
         `Optimizer.loss_scale`; the return, as of `train_step`, is not scaled.
         """
-        microbatches = [self._to_device(batch) for batch in itertools.islice(batches, num_microbatches)]
+        with self.timers("batch-generator"):
+            microbatches = [self._to_device(batch) for batch in itertools.islice(batches, num_microbatches)]
         for batch in microbatches:
             samples, length = tokens_of(batch).shape
             self.samples[length, self.task.vocab_positions(batch)] += samples
@@ -185,8 +192,10 @@ class Engine:
             ) * self.config.training.micro_batch_size
             return self.config.training.seed, consumed_samples + before
 
-        self._run(microbatches, end, dropout_key=dropout_key, forward=self.task.forward, training=True)
-        self.buffer.finish_reduce()
+        with self.timers("forward-backward"):
+            self._run(microbatches, end, dropout_key=dropout_key, forward=self.task.forward, training=True)
+        with self.timers("grads-reduce"):
+            self.buffer.finish_reduce()
         return losses
 
     @torch.no_grad()

@@ -320,7 +320,8 @@ class FineTuner(Trainer):
             batches = eval_batches(
                 dataset, self.config.data, samples=range(len(dataset)), **self.loader_arguments()
             )
-            found = self.engine.evaluate(batches)
+            with self.timed("evaluate"):
+                found = self.engine.evaluate(batches)
             values |= {f"{what} {name}": value for what, value in found.items()}
             accuracy[name], here = found["accuracy"], round(found["accuracy"] * len(dataset))
             right, total = right + here, total + len(dataset)

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,10 +22,12 @@ from megatron.flags import TrainingFault
 from megatron.optim.schedule import Schedule
 from megatron.parallel.collectives import all_reduce_sum
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.timers import BETWEEN, ITERATION, times_text
 from megatron.tokenizer import Tokenizer
 from megatron.training.batch_size import BatchSchedule
 from megatron.training.config import RunConfig
-from megatron.training.costs import flops_per_sample
+from megatron.training.costs import exact_flops_per_sample, flops_per_sample
+from megatron.training.devices import Peak, memory_lines, most_memory
 from megatron.training.engine import Engine
 from megatron.training.faults import stop_on_non_finite
 from megatron.training.replicas import check_replicas
@@ -87,6 +89,7 @@ class Trainer:
     engine: Engine
     schedule: Schedule
     batch_schedule: BatchSchedule
+    peak: Peak
     train_iters: int
     train_samples: int  # that the order of the training data was made for
     datasets: dict[str, Dataset]  # by "train", "validation" and "test"; those there are
@@ -113,11 +116,14 @@ class Trainer:
         )
         if progress.evaluation_due:
             self.evaluate_in_between()
+        first = progress.iteration + 1
         while progress.iteration < self.train_iters:
             clock.count(self.step(batches))
             end = progress.iteration == self.train_iters
             if end or self.due(self.config.logging.log_interval):
                 self.report(clock)
+            if progress.iteration == first:
+                self.reporter.say(memory_lines(self.mesh, first))
             if self.due(self.config.training.check_weight_replicas_interval):
                 with clock.paused():
                     check_replicas(self.engine.buffer)
@@ -208,7 +214,9 @@ class Trainer:
         self.collect()  # waits for the device, so before the clock is read
         seconds, iterations = clock.take()
         rows, progress.history.rows = progress.history.rows, []
-        tokens, flops = self.work()
+        times = self.times(ITERATION, iterations)
+        tokens, flops, exact_flops = self.work()
+        peak = self.mesh.world.size * seconds * self.peak.flops
         interval = Interval(
             rows=rows,
             loss_names=self.task.loss_names,
@@ -219,9 +227,14 @@ class Trainer:
             seconds=seconds / iterations,
             tokens_per_second=tokens / seconds,
             tflops=flops / seconds / self.mesh.world.size / 1e12,
+            mfu=flops / peak,
+            hfu=exact_flops / peak,
             params_norm=self.params_norm(),
+            memory=most_memory(self.mesh) if self.config.logging.log_memory_to_tensorboard else {},
+            times=times if self.config.logging.log_timers_to_tensorboard else {},
         )
         self.reporter.training(interval)
+        self.tell(times)
         for row in rows:
             progress.bad_steps = progress.bad_steps + 1 if is_bad(row) else 0
             if progress.bad_steps >= MOST_BAD_STEPS:
@@ -230,22 +243,45 @@ class Trainer:
                     "they changed no weights. Continue from the last checkpoint with a lower --lr or a longer warm-up"
                 )
 
-    def work(self) -> tuple[float, float]:
-        """Tokens, padding among them, and floating-point operations since this was last called, of all replicas. Every
-        process must take part."""
+    def work(self) -> tuple[float, float, float]:
+        """Tokens, padding among them, and floating-point operations by the paper's count and by the exact one since
+        this was last called, of all replicas. Every process must take part."""
         samples, self.engine.samples = self.engine.samples, collections.Counter()
-        tokens = flops = 0.0
+        sums = torch.zeros(3, dtype=torch.float64)
         for (length, vocab_positions), count in samples.items():
-            tokens += count * length
-            flops += count * flops_per_sample(
+            shape = {
+                "seq_length": length,
+                "padded_vocab_size": self.padded_vocab_size,
+                "vocab_positions": vocab_positions,
+            }
+            flops = flops_per_sample(self.config.model, **shape)
+            exact = exact_flops_per_sample(
                 self.config.model,
-                seq_length=length,
-                padded_vocab_size=self.padded_vocab_size,
-                vocab_positions=vocab_positions,
+                **shape,
+                causal=self.task.causal,
+                recompute=self.engine.recompute,
+                chunks=[len(chunk.layers) for stage in self.engine.stages for chunk in stage],
             )
-        sums = torch.tensor([tokens, flops], dtype=torch.float64, device=self.mesh.device)
-        tokens, flops = all_reduce_sum(sums, self.mesh.dp).tolist()
-        return tokens, flops
+            sums += count * torch.tensor([length, flops, exact], dtype=torch.float64)
+        tokens, flops, exact = all_reduce_sum(sums.to(self.mesh.device), self.mesh.dp).tolist()
+        return tokens, flops, exact
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Time what is done now and then, and tell at once."""
+        with self.engine.timers(phase):
+            yield
+        self.tell(self.times(BETWEEN))
+
+    def times(self, phases: Iterable[str], iterations: int = 1) -> dict[str, dict[int, float]]:
+        """Seconds of each phase by rank, per iteration, if --timing-log-level asks for them. Every process must take
+        part."""
+        times = self.engine.timers.take(phases, self.mesh.world)
+        return {phase: {r: t / iterations for r, t in ranks.items()} for phase, ranks in times.items()}
+
+    def tell(self, times: dict[str, dict[int, float]]) -> None:
+        if times:
+            self.reporter.say(times_text(times, self.config.logging.timing_log_option))
 
     def params_norm(self) -> float | None:
         """L2 norm of all parameters, if it is to be logged. Every process must take part."""
@@ -263,7 +299,8 @@ class Trainer:
         batches = eval_batches(
             self.datasets[split], self.config.data, samples=samples, **self.loader_arguments()
         )
-        losses = self.engine.evaluate(batches)
+        with self.timed("evaluate"):
+            losses = self.engine.evaluate(batches)
         self.reporter.evaluation(
             where, split, losses, self.progress.iteration, self.progress.consumed_samples
         )
@@ -274,7 +311,8 @@ class Trainer:
             self.collect()
             if self.config.training.check_weight_replicas_interval is not None:
                 check_replicas(self.engine.buffer)  # else the file would hold good and bad weights
-            self.saver.save(self.state())
+            with self.timed("save-checkpoint"):
+                self.saver.save(self.state())
 
     def state(self) -> dict[str, Any]:
         """All of a checkpoint that is not tensors, as JSON has it; a loss that is not finite is null."""

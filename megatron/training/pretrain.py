@@ -35,6 +35,7 @@ from megatron.parallel.random import key
 from megatron.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.training.batch_size import BatchSchedule
 from megatron.training.config import RunConfig
+from megatron.training.devices import find_peak
 from megatron.training.engine import Engine
 from megatron.training.layout import check_layout, check_same_everywhere, describe_layout
 from megatron.training.loop import Progress, Trainer
@@ -196,6 +197,7 @@ def build_trainer(
         engine=engine,
         schedule=schedule,
         batch_schedule=batch_schedule,
+        peak=find_peak(mesh, engine.ops.matmul, engine.dtype),
         train_iters=train_iters,
         train_samples=train_samples,
         datasets=datasets,
@@ -360,6 +362,11 @@ def run(trainer: Trainer, stop: StopRequests) -> int:
     say(describe_layout(trainer.engine))
     for note in trainer.engine.ops.notes:
         say(note)
+    if not done and not skips:
+        peak = trainer.peak
+        say(
+            f"peak of a device in {config.training.precision}: {peak.flops / 1e12:.3g} TFLOP/s ({peak.source})"
+        )
     trainer.reporter.start(progress.iteration, trainer.train_iters)
     timeout = config.training.hang_timeout
     with Watchdog(trainer.mesh, timeout) if timeout else nullcontext():

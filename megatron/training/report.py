@@ -92,7 +92,11 @@ class Interval:
     seconds: float  # of one iteration
     tokens_per_second: float
     tflops: float  # per device
+    mfu: float  # model FLOP utilisation: the same over the device's peak
+    hfu: float  # hardware FLOP utilisation: of the operations that are done
     params_norm: float | None
+    memory: dict[str, int]  # by name, if it is to be told
+    times: dict[str, dict[int, float]]  # seconds of an iteration's phases by rank, if they are to be told
 
     @property
     def losses(self) -> dict[str, float]:
@@ -109,6 +113,11 @@ class Interval:
         """Iterations that changed no weights."""
         return int(sum(row["skipped"] for row in self.rows))
 
+    @property
+    def longest(self) -> dict[str, float]:
+        """The time that each phase takes on the process where it takes longest, by NVIDIA's name in TensorBoard."""
+        return {f"{phase}-time": max(by_rank.values()) for phase, by_rank in self.times.items()}
+
     def record(self) -> dict[str, Any]:
         """Every value at full precision, for the file of metrics and Weights & Biases."""
         last = dict(self.rows[-1])
@@ -122,7 +131,12 @@ class Interval:
         if self.params_norm is not None:
             record["params norm"] = self.params_norm
         record |= {"seconds per iteration": self.seconds, "tokens per second": self.tokens_per_second}
-        return record | {"TFLOP/s per device": self.tflops}
+        return (
+            record
+            | {"TFLOP/s per device": self.tflops, "mfu": self.mfu, "hfu": self.hfu}
+            | self.memory
+            | self.longest
+        )
 
     def points(self) -> list[dict[str, float]]:
         """The values of each iteration by their names in TensorBoard; the last has those of the interval too."""
@@ -134,6 +148,7 @@ class Interval:
             "iteration-time": self.seconds,
         }
         points[-1] |= {"tokens-per-second": self.tokens_per_second, "throughput": self.tflops}
+        points[-1] |= {"mfu": self.mfu, "hfu": self.hfu} | self.memory | self.longest
         if self.params_norm is not None:
             points[-1]["params-norm"] = self.params_norm
         return points
@@ -160,6 +175,7 @@ class Interval:
             f"number of nan iterations: {self.bad:3d}",
             f"tokens per second: {self.tokens_per_second:.1f}",
             f"TFLOP/s per device: {self.tflops:.3g}",
+            f"MFU: {self.mfu:.1%}",
         ]
         return " | ".join(parts) + " |"
 

@@ -76,6 +76,7 @@ class Task:
             chunk takes; for the last chunk [terms], the sums of the losses, in fp32.
         measure: what is evaluated, where that is not its losses.
         begins_with: whose weights it may begin with beside its own, and which of them (--finetune).
+        causal: whether a position attends to none after it, which halves the work of attention.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Task:
     forward: Callable[[nn.Module, Batch, Tensor | None, DropoutKey], Tensor]
     measure: Measure | None = None
     begins_with: Relation | None = None
+    causal: bool = False
 
     @property
     def losses(self) -> Measure:

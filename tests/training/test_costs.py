@@ -12,7 +12,8 @@ from megatron.model.gpt import GPTModel
 from megatron.optim.config import OptimizerConfig
 from megatron.optim.layout import lay_out
 from megatron.parallel.mesh import ALONE
-from megatron.training.costs import check_memory, flops_per_sample
+from megatron.parallel.recompute import Recompute
+from megatron.training.costs import check_memory, exact_flops_per_sample, flops_per_sample
 
 
 @pytest.mark.parametrize(("layers", "hidden", "heads"), [(24, 2304, 24), (96, 12288, 96), (128, 25600, 160)])
@@ -83,3 +84,24 @@ def test_a_model_that_cannot_fit_is_refused() -> None:
     ):
         with pytest.raises(InputError, match=rf"{terabytes}\d\d\.\d GB.*cpu has"):
             check_memory(large, OptimizerConfig(lr=1.0, **settings), half=half, device=CPU)
+
+
+def exact(recompute: Recompute, *, causal: bool = True, chunks: tuple[int, ...] = (4, 4)) -> float:
+    """Of eight layers with h = 32, s = 64 and V = 128."""
+    config = ModelConfig(num_layers=8, hidden_size=32, num_attention_heads=4, max_position_embeddings=64)
+    shape = {"seq_length": 64, "padded_vocab_size": 128, "vocab_positions": 64}
+    return exact_flops_per_sample(config, **shape, causal=causal, recompute=recompute, chunks=chunks)
+
+
+def test_the_exact_count_has_what_the_mask_leaves_and_what_is_done_again() -> None:
+    s, h, v = 64, 32, 128
+    layer, square, logits = 24 * s * h**2, 4 * s * s * h, 2 * s * h * v
+    half = square * (s + 1) / (2 * s)
+    once = 3 * (8 * (layer + half) + logits)
+    assert exact(Recompute()) == once
+    assert exact(Recompute(), causal=False) == 3 * (8 * (layer + square) + logits)
+    assert exact(Recompute("selective")) == once + 8 * half
+    assert exact(Recompute("full", "uniform", 3)) == once + 8 * (layer + half)
+    # The first layer of each chunk.
+    assert exact(Recompute("full", "block", 1)) == once + 2 * (layer + half)
+    assert exact(Recompute("full", "block", 3), chunks=(2, 6)) == once + 5 * (layer + half)

@@ -25,7 +25,7 @@ def metrics(path: Path) -> list[dict]:
 
 
 def untimed(rows: list[dict]) -> list[dict]:
-    timed = ("seconds per iteration", "tokens per second", "TFLOP/s per device")
+    timed = ("seconds per iteration", "tokens per second", "TFLOP/s per device", "mfu", "hfu")
     return [{name: value for name, value in row.items() if name not in timed} for row in rows]
 
 

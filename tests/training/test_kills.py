@@ -28,7 +28,7 @@ LAYOUTS = {
     "T2 bf16": "--tensor-model-parallel-size 2 --bf16",
     "P2": "--pipeline-model-parallel-size 2",
 }
-TIMES = ("seconds per iteration", "tokens per second", "TFLOP/s per device")
+TIMES = ("seconds per iteration", "tokens per second", "TFLOP/s per device", "mfu", "hfu")
 
 
 def train(flags: str) -> int:

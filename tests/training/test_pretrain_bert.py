@@ -21,7 +21,7 @@ def run(folder: Path, more: str = "") -> list[dict]:
     config = parse_run_config(flags.split(), description="", defaults=DEFAULTS)
     assert pretrain(config, bert(binary_head=config.data.bert_binary_head)) == 0
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    timed = ("seconds per iteration", "tokens per second", "TFLOP/s per device")
+    timed = ("seconds per iteration", "tokens per second", "TFLOP/s per device", "mfu", "hfu")
     return [{name: value for name, value in row.items() if name not in timed} for row in rows]
 
 

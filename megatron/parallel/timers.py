@@ -1,0 +1,104 @@
+"""How long the phases of an iteration take, as the device has it.
+
+On a GPU a phase lies between two events in the stream, so that timing it never makes the host wait, and a phase that
+waits, for data or another process, is as long as the device stood still for it. On a CPU it lies between two readings
+of the clock.
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+
+from megatron.parallel.collectives import all_gather
+from megatron.parallel.mesh import Axis
+
+# The phases of an iteration, and --timing-log-level from which on each is timed: 1 what is done about once, 2 what
+# every microbatch does. Some lie within others.
+ITERATION = {
+    "batch-generator": 1,
+    "forward-backward": 1,
+    "forward-recv": 2,
+    "forward-compute": 2,
+    "forward-send": 2,
+    "backward-recv": 2,
+    "backward-compute": 2,
+    "backward-send": 2,
+    "grads-reduce": 1,
+    "optimizer": 1,
+    "params-gather": 1,
+}
+# What is done now and then.
+BETWEEN = {"save-checkpoint": 1, "evaluate": 1}
+LEVELS = ITERATION | BETWEEN
+
+NOTHING = nullcontext()
+
+
+class Timers:
+    """`with timers("optimizer"):` times the phase, if it is of the level that is asked for."""
+
+    def __init__(self, level: int, device: torch.device) -> None:
+        self.level = level
+        self.on_gpu = device.type == "cuda"
+        # By phase: the marks where it began and ended, each time.
+        self.spans = collections.defaultdict(list)
+
+    def __call__(self, phase: str) -> AbstractContextManager[None]:
+        return self._span(phase) if LEVELS[phase] <= self.level else NOTHING
+
+    @contextmanager
+    def _span(self, phase: str) -> Iterator[None]:
+        begin = self._mark()
+        yield
+        self.spans[phase].append((begin, self._mark()))
+
+    def _mark(self) -> torch.cuda.Event | float:
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def take(self, phases: Iterable[str], world: Axis) -> dict[str, dict[int, float]]:
+        """Seconds of each phase since it was last taken, by the rank of each process that went through it; nothing at
+        level 0. The host waits for the device; every process must take part."""
+        if self.level == 0:
+            return {}
+        names = list(phases)
+        sums = torch.tensor([[self._sum(name) for name in names]], dtype=torch.float64)
+        by_rank = all_gather(sums, world).tolist()
+        times = {name: {r: row[i] for r, row in enumerate(by_rank) if row[i]} for i, name in enumerate(names)}
+        return {name: seconds for name, seconds in times.items() if seconds}
+
+    def _sum(self, phase: str) -> float:
+        spans = self.spans.pop(phase, [])
+        if not self.on_gpu:
+            return sum(end - begin for begin, end in spans)
+        if spans:
+            spans[-1][1].synchronize()
+        return sum(begin.elapsed_time(end) for begin, end in spans) / 1000
+
+
+OFF = Timers(0, torch.device("cpu"))
+
+
+def times_text(times: dict[str, dict[int, float]], option: str) -> str:
+    """What `Timers.take` gives in NVIDIA's format: the "max", "minmax" or "all" of the processes' times."""
+    if option == "all":
+        lines = ["times across ranks (ms):"]
+        for phase, by_rank in times.items():
+            lines.append(f"  {phase}:")
+            lines += [f"     rank {rank:2d}: {1000 * seconds:.2f}" for rank, seconds in by_rank.items()]
+        return "\n".join(lines)
+    lines = ["max time across ranks (ms):" if option == "max" else "(min, max) time across ranks (ms):"]
+    for phase, by_rank in times.items():
+        low, high = (f"{1000 * end(by_rank.values()):.2f}" for end in (min, max))
+        lines.append(
+            f"    {f'{phase} '.ljust(48, '.')}: " + (high if option == "max" else f"({low}, {high})")
+        )
+    return "\n".join(lines)

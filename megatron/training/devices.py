@@ -1,0 +1,147 @@
+"""What a run's devices can do at most, which its speed is measured against, and how much of their memory it uses."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import re
+import resource
+import time
+from pathlib import Path
+
+import torch
+
+from megatron.ops.linear import Matmul
+from megatron.parallel.collectives import all_gather, all_reduce_max, all_reduce_sum
+from megatron.parallel.mesh import Mesh
+
+# Dense TFLOP/s of GPUs in fp16 and bf16 with fp32 sums, and in fp32 without TF32, by the end of their name; the first
+# that fits counts. From NVIDIA's data sheets, whose numbers with sparsity are halved. What computes in no bf16 of its
+# own has None.
+PEAKS: tuple[tuple[str, float, float | None, float], ...] = (
+    # name, fp16, bf16, fp32
+    (r"GB200", 2500, 2500, 80),
+    (r"B200", 2250, 2250, 75),
+    (r"H200 NVL", 835, 835, 60),
+    (r"H[12]00 PCIe", 756, 756, 51),
+    (r"H100 NVL", 835, 835, 60),
+    (r"G?H[12]00( \d+GB.*)?", 989, 989, 67),
+    (r"H800( \d+GB.*)?", 989, 989, 67),
+    (r"H20( \d+GB.*)?", 148, 148, 44),
+    (r"A[18]00\b.*", 312, 312, 19.5),
+    (r"A40", 149.7, 149.7, 37.4),
+    (r"A30", 165, 165, 10.3),
+    (r"A10G", 70, 70, 35),
+    (r"A10", 125, 125, 31.2),
+    (r"RTX A6000", 154.8, 154.8, 38.7),
+    (r"L40S", 362, 362, 91.6),
+    (r"L40", 181, 181, 90.5),
+    (r"L4", 121, 121, 30.3),
+    (r"RTX 6000 Ada Generation", 364, 364, 91.1),
+    (r"RTX 5090", 209.5, 209.5, 104.8),
+    (r"RTX 4090", 165.2, 165.2, 82.6),
+    (r"RTX 3090", 71, 71, 35.6),
+    (r"V100-SXM\d.*", 125, None, 15.7),
+    (r"V100-PCIE.*", 112, None, 14),
+    (r"T4", 65, None, 8.1),
+)
+COLUMNS = (torch.float16, torch.bfloat16, torch.float32)
+
+# A measurement multiplies matrices of doubling size, up to the largest that can be done in so many seconds in all.
+SECONDS = 0.5
+SMALLEST, LARGEST = 256, {"cpu": 2048, "cuda": 8192}
+
+
+@dataclasses.dataclass(frozen=True)
+class Peak:
+    """FLOP/s of a device in what a run computes in, and in words where that number is from."""
+
+    flops: float
+    source: str
+
+
+def find_peak(mesh: Mesh, product: Matmul, dtype: torch.dtype) -> Peak:
+    """The mean peak of the run's devices: what the data sheet says of a known GPU; or what `product`, which the run
+    computes with, reaches on a CPU and on a GPU that is not known. Every process must take part."""
+    name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else ""
+    flops, source = known_peak(name, dtype), f"data sheet of {name}"
+    if flops is None:
+        flops = measured_peak(product, dtype, mesh.device, torch.get_num_threads())
+        source = "measured: the fastest of some products of large matrices"
+    total = all_reduce_sum(torch.tensor(flops, dtype=torch.float64), mesh.world)
+    return Peak(total.item() / mesh.world.size, source)
+
+
+def known_peak(name: str, dtype: torch.dtype) -> float | None:
+    """FLOP/s in `dtype` of the GPU that torch calls `name`; None if it is not in the table, or a part of one (MIG)."""
+    for pattern, *tflops in PEAKS:
+        if re.search(rf"(^|\s){pattern}$", name):
+            found = tflops[COLUMNS.index(dtype)]
+            return None if found is None else found * 1e12
+    return None
+
+
+# Runs that follow each other in a process, as in tests, need not wait for it again.
+@functools.cache
+def measured_peak(product: Matmul, dtype: torch.dtype, device: torch.device, threads: int) -> float:
+    """The most FLOP/s of products of square matrices on `threads` threads; takes half a second."""
+    best, size, begin = 0.0, SMALLEST, time.perf_counter()
+    generator = torch.Generator(device).manual_seed(0)
+    while True:
+        # Of zeros or ones a GPU makes more, for they take less power.
+        x, weight = torch.randn(2, size, size, dtype=dtype, device=device, generator=generator)
+        for _ in range(3):  # the first finds its kernel
+            seconds = _time(product, x, weight)
+            best = max(best, 2 * size**3 / seconds)
+        size *= 2
+        # The next takes eight times as long, thrice.
+        if size > LARGEST[device.type] or time.perf_counter() - begin + 24 * seconds > SECONDS:
+            return best
+
+
+def _time(product: Matmul, x: torch.Tensor, weight: torch.Tensor) -> float:
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)
+    begin = time.perf_counter()
+    with torch.no_grad():
+        product(x, weight, None)
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)
+    return time.perf_counter() - begin
+
+
+def memory_use(device: torch.device) -> dict[str, int]:
+    """Bytes that this process has "allocated" of a GPU, and the "max allocated" up to now; "reserved" is with what
+    torch's allocator holds for later. On a CPU those it has in memory, files that it has mapped among them."""
+    if device.type == "cpu":
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return {"allocated": pages * os.sysconf("SC_PAGE_SIZE"), "max allocated": most}
+    return {
+        "allocated": torch.cuda.memory_allocated(device),
+        "max allocated": torch.cuda.max_memory_allocated(device),
+        "reserved": torch.cuda.memory_reserved(device),
+        "max reserved": torch.cuda.max_memory_reserved(device),
+    }
+
+
+def memory_lines(mesh: Mesh, iteration: int) -> str:
+    """A line, in NVIDIA's format, for each process of the first replica. Every process must take part."""
+    use = memory_use(mesh.device)
+    rows = all_gather(torch.tensor([[mesh.dp.rank, *use.values()]]), mesh.world).tolist()
+    lines = []
+    for rank, (replica, *values) in enumerate(rows):
+        if replica == 0:
+            told = " | ".join(f"{name}: {n / 2**20:.1f}" for name, n in zip(use, values, strict=True))
+            lines.append(f"[Rank {rank}] (after {iteration} iterations) memory (MB) | {told}")
+    return "\n".join(lines)
+
+
+def most_memory(mesh: Mesh) -> dict[str, int]:
+    """What the process with the most uses, in bytes by the names of NVIDIA's TensorBoard. Every process must take
+    part."""
+    use = memory_use(mesh.device)
+    most = all_reduce_max(torch.tensor(list(use.values())), mesh.world).tolist()
+    names = (f"mem-{name.replace(' ', '-')}-bytes" for name in use)
+    return dict(zip(names, most, strict=True))

@@ -1,0 +1,139 @@
+"""The peak that a run's speed is measured against, by data sheet and measured; and its memory."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from distributed import run_distributed
+from models import CPU
+
+from megatron.ops.linear import matmul
+from megatron.parallel.config import ParallelConfig
+from megatron.parallel.mesh import Mesh, init_mesh
+from megatron.training.devices import (
+    find_peak,
+    known_peak,
+    measured_peak,
+    memory_lines,
+    memory_use,
+    most_memory,
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "half", "fp32"),
+    [
+        ("Tesla V100-SXM2-32GB", 125, 15.7),
+        ("Tesla T4", 65, 8.1),
+        ("NVIDIA A100-SXM4-80GB", 312, 19.5),
+        ("NVIDIA A100 80GB PCIe", 312, 19.5),
+        ("NVIDIA A10G", 70, 35),
+        ("NVIDIA H100 80GB HBM3", 989, 67),
+        ("NVIDIA H100 PCIe", 756, 51),
+        ("NVIDIA H100 NVL", 835, 60),
+        ("NVIDIA H200", 989, 67),
+        ("NVIDIA GH200 480GB", 989, 67),
+        ("NVIDIA B200", 2250, 75),
+        ("NVIDIA GB200", 2500, 80),
+        ("NVIDIA L4", 121, 30.3),
+        ("NVIDIA L40S", 362, 91.6),
+        ("NVIDIA GeForce RTX 4090", 165.2, 82.6),
+    ],
+)
+def test_names_of_torch_are_found(name: str, half: float, fp32: float) -> None:
+    assert known_peak(name, torch.float16) == half * 1e12
+    assert known_peak(name, torch.float32) == fp32 * 1e12
+    has_bf16 = not name.startswith("Tesla")
+    assert known_peak(name, torch.bfloat16) == (half * 1e12 if has_bf16 else None)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["NVIDIA H200 MIG 1g.18gb", "NVIDIA GeForce RTX 4090 Laptop GPU", "AMD Instinct MI300X", "NVIDIA H1000"],
+)
+def test_what_is_not_known_is_not_guessed(name: str) -> None:
+    assert known_peak(name, torch.bfloat16) is None
+
+
+def test_a_cpu_is_measured_in_half_a_second() -> None:
+    measured_peak.cache_clear()
+    begin = time.perf_counter()
+    peak = find_peak(Mesh(device=CPU), matmul, torch.float32)
+    assert time.perf_counter() - begin < 3  # on a machine with other work, too
+    assert "measured" in peak.source
+    x = torch.randn(512, 512)
+    begin = time.perf_counter()
+    x @ x
+    assert peak.flops > 0.2 * 2 * 512**3 / (time.perf_counter() - begin)
+
+
+def test_utilisation_is_work_over_time_and_peak(pretrain: Callable[..., str], tmp_path: Path) -> None:
+    """One layer, h = 16, s = 16, V = 128; a microbatch of 2, computed again in full."""
+    flags = """
+        --mock-data --tokenizer-type NullTokenizer --vocab-size 99 --num-layers 1 --hidden-size 16 --eval-iters 0
+        --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --train-iters 2 --lr 1e-3 --log-interval 1
+        --num-workers 0 --device cpu --recompute-granularity full
+    """.split()
+    out = pretrain(*flags, "--metrics-path", tmp_path / "metrics.jsonl")
+    (told,) = re.findall(r"^peak of a device in fp32: ([\d.e-]+) TFLOP/s \(measured.*\)$", out, re.M)
+    record = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    s, h, vocabulary = 16, 16, 128
+    layer, square, logits = 24 * s * h**2, 4 * s**2 * h, 2 * s * h * vocabulary
+    half = square * (s + 1) / (2 * s)
+    model, exact = 3 * (layer + square + logits), 3 * (layer + half + logits) + layer + half
+    assert record["TFLOP/s per device"] * 1e12 * record["seconds per iteration"] == pytest.approx(2 * model)
+    assert record["hfu"] / record["mfu"] == pytest.approx(exact / model, rel=1e-12)
+    assert record["TFLOP/s per device"] / record["mfu"] == pytest.approx(float(told), rel=1e-2)
+    assert out.splitlines()[-1].endswith(f" | MFU: {record['mfu']:.1%} |")
+
+
+def test_memory_of_a_cpu_is_the_process() -> None:
+    before = memory_use(CPU)
+    block = torch.ones(64 << 20, dtype=torch.uint8)
+    after = memory_use(CPU)
+    assert after["allocated"] - before["allocated"] == pytest.approx(block.numel(), rel=0.1)
+    assert after["max allocated"] >= 0.99 * after["allocated"]
+
+
+def memory_of(layout: str) -> tuple[str, dict[str, int]]:
+    """What is told where rank 1 has 96 MiB more than rank 0."""
+    config = ParallelConfig(**{layout: 2})
+    with init_mesh(config, CPU) as mesh:
+        block = torch.ones((96 << 20) * mesh.world.rank, dtype=torch.uint8)
+        told = memory_lines(mesh, 3), most_memory(mesh)
+        del block
+        return told
+
+
+def test_memory_is_told_of_one_replica_and_the_most_of_all() -> None:
+    (told, most), (_, same) = run_distributed(memory_of, 2, "pipeline_model_parallel_size")
+    pattern = (
+        r"\[Rank (\d)\] \(after 3 iterations\) memory \(MB\) \| allocated: ([\d.]+) \| max allocated: [\d.]+"
+    )
+    rows = [re.fullmatch(pattern, line).groups() for line in told.splitlines()]
+    assert [rank for rank, _ in rows] == ["0", "1"]
+    assert float(rows[1][1]) - float(rows[0][1]) > 64
+    assert most.keys() == {"mem-allocated-bytes", "mem-max-allocated-bytes"}
+    assert most["mem-allocated-bytes"] == pytest.approx(float(rows[1][1]) * 2**20, rel=0.1)
+    assert most == same
+
+
+def test_a_run_tells_of_its_memory_once_and_of_every_interval_if_asked(
+    pretrain: Callable[..., str], tmp_path: Path
+) -> None:
+    flags = """
+        --mock-data --tokenizer-type NullTokenizer --vocab-size 99 --num-layers 1 --hidden-size 16 --eval-iters 0
+        --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --train-iters 3 --lr 1e-3 --log-interval 1
+        --num-workers 0 --device cpu --log-memory-to-tensorboard
+    """.split()
+    out = pretrain(*flags, "--metrics-path", tmp_path / "metrics.jsonl").splitlines()
+    (line,) = [i for i, line in enumerate(out) if " memory (MB) | allocated: " in line]
+    assert out[line - 1].startswith(" iteration        1/")
+    for row in (tmp_path / "metrics.jsonl").read_text().splitlines():
+        assert json.loads(row)["mem-max-allocated-bytes"] > 2**20
