@@ -132,7 +132,8 @@ NVIDIA_DEFAULTS = """
     --distribute-saved-activations False, --distribute-checkpointed-activations False, --mask-prob 0.15,
     --short-seq-prob 0.1, --bert-no-binary-head False, --add-qkv-bias False, --qk-layernorm False,
     --use-rope-scaling False, --rope-scaling-factor 8.0, --skip-train False,
-    --tiktoken-pattern None, --tiktoken-num-special-tokens 1000
+    --tiktoken-pattern None, --tiktoken-num-special-tokens 1000,
+    --manual-gc False, --manual-gc-interval 0, --no-manual-gc-eval False
 """
 # Defaults that are written differently and mean the same, or that depart on purpose.
 OTHER_DEFAULTS = {

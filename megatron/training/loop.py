@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import gc
 import math
 import time
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from megatron.parallel.collectives import all_reduce_sum
 from megatron.parallel.mesh import Mesh
 from megatron.tokenizer import Tokenizer
 from megatron.training.batch_size import BatchSchedule
-from megatron.training.config import RunConfig
+from megatron.training.config import RunConfig, TrainingConfig
 from megatron.training.costs import flops_per_sample
 from megatron.training.engine import Engine
 from megatron.training.faults import stop_on_non_finite
@@ -75,6 +76,29 @@ class Clock:
         self.begin += time.perf_counter() - before
 
 
+@contextmanager
+def manual_gc(config: TrainingConfig) -> Iterator[None]:
+    """With --manual-gc, Python collects no garbage by itself within the block."""
+    if config.manual_gc:
+        gc.collect()
+        gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@contextmanager
+def garbage_collected(config: TrainingConfig) -> Iterator[None]:
+    """An evaluation, with --manual-gc: what training left is collected before it, and what it leaves after it."""
+    collects = config.manual_gc and config.manual_gc_eval
+    if collects:
+        gc.collect()
+    yield
+    if collects:
+        gc.collect(generation=0)
+
+
 @dataclasses.dataclass(kw_only=True)
 class Trainer:
     """A run, as `pretrain` has set it up."""
@@ -115,6 +139,8 @@ class Trainer:
             self.evaluate_in_between()
         while progress.iteration < self.train_iters:
             clock.count(self.step(batches))
+            if self.due(self.config.training.manual_gc_interval):
+                gc.collect()
             end = progress.iteration == self.train_iters
             if end or self.due(self.config.logging.log_interval):
                 self.report(clock)
@@ -142,7 +168,8 @@ class Trainer:
         """Evaluate where --eval-interval says so."""
         if self.due(self.config.training.eval_interval):
             self.collect()
-            self.evaluate("validation", f"iteration {self.progress.iteration}")
+            with garbage_collected(self.config.training):
+                self.evaluate("validation", f"iteration {self.progress.iteration}")
         self.progress.evaluation_due = False
 
     def finish(self) -> None:
@@ -162,7 +189,7 @@ class Trainer:
 
     def due(self, interval: int | None) -> bool:
         """Whether something that is done every `interval` iterations, if at all, is to be done now."""
-        return interval is not None and self.progress.iteration % interval == 0
+        return bool(interval) and self.progress.iteration % interval == 0
 
     def loader_arguments(self) -> dict[str, Any]:
         """What every loader of this process has in common."""
