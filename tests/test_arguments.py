@@ -184,6 +184,7 @@ def test_a_switch_that_is_given_changes_its_default() -> None:
         "overlap_param_gather": "--use-distributed-optimizer",
         "distribute_saved_activations": "--tensor-model-parallel-size 2 --recompute-granularity full",
         "async_save": "--save folder",
+        "manual_gc_eval": "--manual-gc",
         "use_checkpoint_args": "--save new-folder --load new-folder",
     }
     for part, field, kind in all_flags():
