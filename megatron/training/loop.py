@@ -133,6 +133,7 @@ class Trainer:
             self.datasets["train"],
             self.config.data,
             consumed_samples=progress.consumed_samples,
+            ahead=self.batch_schedule.most_microbatches,
             **self.loader_arguments(),
         )
         if progress.evaluation_due:

@@ -58,7 +58,7 @@ def pretrain(config: RunConfig, task: Task, trainer: Callable[..., Trainer] = Tr
     """
     check_layout(config, world_size())
     if config.data.num_workers:
-        start_fork_server()
+        start_fork_server(__name__)
     device = choose_device(config.training.device)
     with init_mesh(config.parallel, device, functools.partial(check_same_everywhere, config)) as mesh:
         show_log(mesh)
