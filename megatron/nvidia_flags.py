@@ -218,12 +218,7 @@ NVIDIA_FLAGS: tuple[NvidiaFlag, ...] = (
     *_accept("gloo only carries a few numbers that the host acts on", "--disable-gloo-process-groups"),
     # Memory.
     *_accept("selective recomputation recomputes attention, and nothing else", "--recompute-modules NAME..."),
-    *_accept(
-        "memory is left to PyTorch and Python",
-        "--empty-unused-memory-level N",
-        "--manual-gc",
-        "--manual-gc-interval N",
-    ),
+    *_accept("memory is left to PyTorch", "--empty-unused-memory-level N"),
     # Initial weights and random numbers.
     *_accept("initial weights are the same on every device and layout", "--use-cpu-initialization"),
     *_accept("weights are always initialised, then loaded if --load says so", "--no-initialization"),

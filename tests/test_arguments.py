@@ -134,7 +134,8 @@ NVIDIA_DEFAULTS = """
     --distribute-saved-activations False, --distribute-checkpointed-activations False, --mask-prob 0.15,
     --short-seq-prob 0.1, --bert-no-binary-head False, --add-qkv-bias False, --qk-layernorm False,
     --use-rope-scaling False, --rope-scaling-factor 8.0, --skip-train False,
-    --tiktoken-pattern None, --tiktoken-num-special-tokens 1000
+    --tiktoken-pattern None, --tiktoken-num-special-tokens 1000,
+    --manual-gc False, --manual-gc-interval 0, --no-manual-gc-eval False
 """
 # Defaults that are written differently and mean the same, or that depart on purpose.
 OTHER_DEFAULTS = {
@@ -185,6 +186,7 @@ def test_a_switch_that_is_given_changes_its_default() -> None:
         "overlap_param_gather": "--use-distributed-optimizer",
         "distribute_saved_activations": "--tensor-model-parallel-size 2 --recompute-granularity full",
         "async_save": "--save folder",
+        "manual_gc_eval": "--manual-gc",
         "use_checkpoint_args": "--save new-folder --load new-folder",
     }
     for part, field, kind in all_flags():

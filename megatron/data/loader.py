@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import forkserver, resource_tracker
@@ -37,6 +38,7 @@ def train_batches(
     consumed_samples: int,
     eod: int | None,
     pin_memory: bool,
+    ahead: int = 1,
 ) -> Iterator[Batch]:
     """Microbatches for training, from the first sample not yet consumed on.
 
@@ -47,7 +49,9 @@ def train_batches(
         consumed_samples: by all replicas together.
         eod: id of the end-of-document token; may be None where no flag needs it.
         pin_memory: put the tensors in page-locked memory, from which a GPU can copy in the background. A thread
-            does this for each batch while the one before it is used.
+            does this.
+        ahead: microbatches that are ready before they are asked for, if time allows: as many as are asked for at
+            once. Without `pin_memory` this takes worker processes.
 
     Returns:
         An iterator over dicts of the data set's fields, each [micro_batch_size, ...]. Reading begins with this
@@ -59,10 +63,10 @@ def train_batches(
     layout = {"micro_batch_size": micro_batch_size, "dp_rank": dp_rank, "dp_size": dp_size}
     if config.dataloader_type == "cyclic":
         order = cyclic(len(dataset), consumed=consumed_samples, **layout)
-        return _load(dataset, config, order, eod, pin_memory)
+        return _load(dataset, config, order, eod, pin_memory, ahead)
     order = sequential(range(consumed_samples, len(dataset)), drop_last=True, **layout)
     return _endless(
-        _load(dataset, config, order, eod, pin_memory),
+        _load(dataset, config, order, eod, pin_memory, ahead),
         f"no samples left: the training data holds {len(dataset)}, this run began at sample {consumed_samples}, "
         f"and what remains is less than the {micro_batch_size * dp_size} of one microbatch on each of {dp_size} "
         "replicas; lower --train-iters or --train-samples, or give more data",
@@ -96,16 +100,20 @@ def eval_batches(
     order = sequential(
         samples, micro_batch_size=micro_batch_size, dp_rank=dp_rank, dp_size=dp_size, drop_last=False
     )
-    return _load(dataset, config, order, eod, pin_memory)
+    return _load(dataset, config, order, eod, pin_memory, ahead=1)
 
 
-def start_fork_server() -> None:
+def start_fork_server(*imported: str) -> None:
     """Start the process that worker processes are forked from, if it does not run yet.
 
     The training process itself may run threads (of OpenMP, CUDA, NCCL) and so must not be forked. The server
     takes a second or so to import what workers need; called early, this happens beside other work.
+
+    Args:
+        imported: the modules that take longest of those that the running program imports. Each worker imports the
+            program, without running it, so that for every evaluation it would import them again.
     """
-    multiprocessing.set_forkserver_preload(["torch", __name__, "megatron.data.build"])
+    multiprocessing.set_forkserver_preload(["torch", __name__, "megatron.data.build", *imported])
     resource_tracker.ensure_running()  # else the server starts it, which would lift the block below
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
     try:
@@ -146,13 +154,22 @@ class _Reader:
 
 
 def _load(
-    dataset: Any, config: DataConfig, order: Iterable[Sequence[int]], eod: int | None, pin_memory: bool
+    dataset: Any,
+    config: DataConfig,
+    order: Iterable[Sequence[int]],
+    eod: int | None,
+    pin_memory: bool,
+    ahead: int,
 ) -> Iterator[Batch]:
     """Start reading; the batches of the lists of samples in `order`."""
     parallel: dict[str, Any] = {}
     if config.num_workers > 0:
         start_fork_server()
-        parallel = {"multiprocessing_context": "forkserver", "worker_init_fn": _prepare_worker}
+        parallel = {
+            "multiprocessing_context": "forkserver",
+            "worker_init_fn": _prepare_worker,
+            "prefetch_factor": max(2, -(-ahead // config.num_workers)),
+        }
     loader = DataLoader(
         _Reader(dataset, config.seq_length),
         batch_size=None,
@@ -164,7 +181,7 @@ def _load(
         **parallel,
     )
     batches = _batches(iter(loader), lambda stacked: dataset.fields(stacked, eod, config), pin_memory)
-    return _ahead(batches) if pin_memory else batches
+    return _ahead(batches, ahead) if pin_memory else batches
 
 
 def _unchanged(stacked: Any) -> Any:
@@ -186,13 +203,17 @@ def _batches(
         del stacks
 
 
-def _ahead(batches: Generator[Batch, None, None]) -> Iterator[Batch]:
-    """Have a thread prepare each batch while the one before it is used."""
-    with contextlib.closing(batches), ThreadPoolExecutor(max_workers=1) as thread:
-        upcoming = thread.submit(next, batches, None)
-        while (batch := upcoming.result()) is not None:
-            upcoming = thread.submit(next, batches, None)
-            yield batch
+def _ahead(batches: Generator[Batch, None, None], count: int) -> Iterator[Batch]:
+    """Have a thread prepare `count` batches while those before them are used."""
+    thread = ThreadPoolExecutor(max_workers=1)
+    with contextlib.closing(batches):
+        try:
+            upcoming = deque(thread.submit(next, batches, None) for _ in range(count))
+            while (batch := upcoming.popleft().result()) is not None:
+                upcoming.append(thread.submit(next, batches, None))
+                yield batch
+        finally:
+            thread.shutdown(cancel_futures=True)
 
 
 def _endless(batches: Iterator[Batch], message: str) -> Iterator[Batch]:

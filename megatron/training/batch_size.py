@@ -57,6 +57,11 @@ class BatchSchedule:
                     f"{either(n for n in (size // step * step, size // step * step + step) if n)}"
                 )
 
+    @property
+    def most_microbatches(self) -> int:
+        """Of a step, on each replica."""
+        return self.global_batch_size // (self.micro_batch_size * self.data_parallel_size)
+
     def batch_size(self, consumed: int) -> int:
         """Samples in the step that starts when `consumed` samples have been."""
         if self.rampup is None or consumed > self.rampup[2]:

@@ -58,6 +58,13 @@ class TrainingConfig(Config):
         low=0,
         high=10**7,
     )
+    manual_gc: bool = flag(
+        False,
+        "collect Python's garbage when training begins and where --manual-gc-interval says so, not whenever Python "
+        "would: on all processes at the same iteration, so that none waits for another that does",
+    )
+    manual_gc_interval: int = flag(0, "iterations between collections with --manual-gc; 0 for none", low=0)
+    manual_gc_eval: bool = flag(True, "with --manual-gc: no collection before and after an evaluation")
     seed: int = flag(1234, "seed of initial weights, order of the data and dropout", low=0, high=2**32 - 1)
     device: str = flag(
         "auto", "where to compute; 'auto' takes a GPU if there is one", choices=("auto", "cpu", "cuda")
@@ -77,6 +84,9 @@ class TrainingConfig(Config):
             raise InputError("give --train-iters or --train-samples, and not both")
         if self.rampup_batch_size is not None and self.train_samples is None:
             raise InputError("--rampup-batch-size needs --train-samples in place of --train-iters")
+        if not self.manual_gc and (self.manual_gc_interval or not self.manual_gc_eval):
+            given = "--manual-gc-interval" if self.manual_gc_interval else "--no-manual-gc-eval"
+            raise InputError(f"{given} needs --manual-gc")
 
     @property
     def precision(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import gc
 import math
 import time
 from collections.abc import Iterable, Iterator
@@ -25,7 +26,7 @@ from megatron.parallel.mesh import Mesh
 from megatron.parallel.timers import BETWEEN, ITERATION, times_text
 from megatron.tokenizer import Tokenizer
 from megatron.training.batch_size import BatchSchedule
-from megatron.training.config import RunConfig
+from megatron.training.config import RunConfig, TrainingConfig
 from megatron.training.costs import exact_flops_per_sample, flops_per_sample
 from megatron.training.devices import Peak, memory_lines, most_memory
 from megatron.training.engine import Engine
@@ -77,6 +78,29 @@ class Clock:
         self.begin += time.perf_counter() - before
 
 
+@contextmanager
+def manual_gc(config: TrainingConfig) -> Iterator[None]:
+    """With --manual-gc, Python collects no garbage by itself within the block."""
+    if config.manual_gc:
+        gc.collect()
+        gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@contextmanager
+def garbage_collected(config: TrainingConfig) -> Iterator[None]:
+    """An evaluation, with --manual-gc: what training left is collected before it, and what it leaves after it."""
+    collects = config.manual_gc and config.manual_gc_eval
+    if collects:
+        gc.collect()
+    yield
+    if collects:
+        gc.collect(generation=0)
+
+
 @dataclasses.dataclass(kw_only=True)
 class Trainer:
     """A run, as `pretrain` has set it up."""
@@ -112,6 +136,7 @@ class Trainer:
             self.datasets["train"],
             self.config.data,
             consumed_samples=progress.consumed_samples,
+            ahead=self.batch_schedule.most_microbatches,
             **self.loader_arguments(),
         )
         if progress.evaluation_due:
@@ -119,6 +144,8 @@ class Trainer:
         first = progress.iteration + 1
         while progress.iteration < self.train_iters:
             clock.count(self.step(batches))
+            if self.due(self.config.training.manual_gc_interval):
+                gc.collect()
             end = progress.iteration == self.train_iters
             if end or self.due(self.config.logging.log_interval):
                 self.report(clock)
@@ -148,7 +175,8 @@ class Trainer:
         """Evaluate where --eval-interval says so."""
         if self.due(self.config.training.eval_interval):
             self.collect()
-            self.evaluate("validation", f"iteration {self.progress.iteration}")
+            with garbage_collected(self.config.training):
+                self.evaluate("validation", f"iteration {self.progress.iteration}")
         self.progress.evaluation_due = False
 
     def finish(self) -> None:
@@ -168,7 +196,7 @@ class Trainer:
 
     def due(self, interval: int | None) -> bool:
         """Whether something that is done every `interval` iterations, if at all, is to be done now."""
-        return interval is not None and self.progress.iteration % interval == 0
+        return bool(interval) and self.progress.iteration % interval == 0
 
     def loader_arguments(self) -> dict[str, Any]:
         """What every loader of this process has in common."""

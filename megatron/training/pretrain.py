@@ -38,7 +38,7 @@ from megatron.training.config import RunConfig
 from megatron.training.devices import find_peak
 from megatron.training.engine import Engine
 from megatron.training.layout import check_layout, check_same_everywhere, describe_layout
-from megatron.training.loop import Progress, Trainer
+from megatron.training.loop import Progress, Trainer, manual_gc
 from megatron.training.report import History, Reporter, show_log
 from megatron.training.stop import StopRequests
 from megatron.training.task import Task
@@ -60,7 +60,7 @@ def pretrain(config: RunConfig, task: Task, trainer: Callable[..., Trainer] = Tr
     """
     check_layout(config, world_size())
     if config.data.num_workers:
-        start_fork_server()
+        start_fork_server(__name__)
     device = choose_device(config.training.device)
     if device.type == "cpu":
         keep_freed_memory()
@@ -370,7 +370,7 @@ def run(trainer: Trainer, stop: StopRequests) -> int:
     trainer.reporter.start(progress.iteration, trainer.train_iters)
     timeout = config.training.hang_timeout
     with Watchdog(trainer.mesh, timeout) if timeout else nullcontext():
-        with stop, trainer.saver:
+        with stop, trainer.saver, manual_gc(config.training):
             reason = None if done or skips else trainer.train(stop)
         if reason is None:
             trainer.finish()

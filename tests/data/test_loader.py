@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -112,6 +113,35 @@ def test_pinned_batches_are_prepared_by_a_thread(monkeypatch, workers: int) -> N
     batches.close()
     assert not any(thread.is_alive() for thread in threads)
     assert not multiprocessing.active_children()
+
+
+class Noting(MockDataset):
+    """Keeps a file for every sample that has been read, by whichever process."""
+
+    folder: Path
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        (self.folder / str(index)).touch()
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(("workers", "pin"), [(1, False), (2, True), (0, True)])
+def test_a_global_batch_is_ready_before_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, workers: int, pin: bool
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    dataset = Noting(60, seq_length=8, vocab_size=50, seed=(1, 0))
+    dataset.folder = tmp_path
+    layout = LAYOUT | {"pin_memory": pin}
+    batches = train_batches(dataset, config(workers), consumed_samples=0, ahead=6, **layout)
+    next(batches)
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.iterdir())) < 2 * (1 + 6) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert {str(sample) for step in range(7) for sample in (4 * step + 2, 4 * step + 3)} <= {
+        path.name for path in tmp_path.iterdir()
+    }
+    batches.close()
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -1,0 +1,156 @@
+"""Between two lines of the log nothing makes the host wait for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.arguments import parse_run_config
+from megatron.data.loader import Batch
+from megatron.training.loop import Clock, Trainer
+from megatron.training.pretrain import pretrain
+from megatron.training.stop import StopRequests
+from pretrain_bert import bert
+from pretrain_gpt import GPT
+
+FLAGS = """
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 99 --num-layers 2 --hidden-size 32 --num-attention-heads 4
+    --seq-length 40 --micro-batch-size 2 --global-batch-size 4 --lr 2e-3 --num-workers 0 --eval-iters 0
+    --train-iters 9 --log-interval 3
+"""
+SCALED = "--fp16 --initial-loss-scale 65536"
+SAFE = "--clip-grad 1 --spike-skip 3 --log-num-zeros-in-grad --log-params-norm"
+LLAMA = """
+    --position-embedding-type rope --normalization RMSNorm --swiglu --group-query-attention --num-query-groups 2
+    --untie-embeddings-and-output-weights --reset-attention-mask --reset-position-ids --eod-mask-loss
+"""
+RUNS = {
+    "fp16": ("GPT", f"{SCALED} {SAFE}"),
+    "bf16": ("GPT", f"--bf16 --bf16-optimizer-states --recompute-granularity full {SAFE}"),
+    "Llama": ("GPT", f"{LLAMA} --recompute-granularity selective --on-non-finite stop"),
+    "plain": ("GPT", "--ops-backend plain --optimizer sgd"),
+    "BERT": ("BERT", f"{SCALED} {SAFE}"),
+}
+
+# What gives a value, or a size, that only the device knows.
+TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+# On a CPU these pass by the operations that `HostWaits` sees; and a GPU is waited for before a tensor of pageable
+# memory is on it.
+CALLS = {Tensor.cpu, Tensor.numpy, Tensor.tolist}
+UPLOADS = {torch.tensor, torch.as_tensor}
+
+
+class HostWaits(TorchDispatchMode):
+    """Notes operations for which a GPU's host would wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Indexing has the second tag for the sake of masks, of which it counts what is true.
+        indexes = func.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put_)
+        if indexes and not any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]):
+            return func(*args, **(kwargs or {}))
+        if TAGS & set(func.tags) or indexes:
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class HostCalls(TorchFunctionMode):
+    """Notes the like among functions of Python's."""
+
+    def __init__(self, found: list[str]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in CALLS or (func in UPLOADS and "device" in (kwargs or {})):
+            self.found.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class Watched(Trainer):
+    """A trainer on a CPU whose waits are counted, those in reports apart."""
+
+    waits: ClassVar[list[str]]
+    reports: ClassVar[list[str]]
+
+    def train(self, stop: StopRequests) -> str | None:
+        with HostWaits() as seen, HostCalls(seen.found):
+            type(self).waits, type(self).reports = seen.found, []
+            # What hosts agree on without their devices, by tensors of the CPU, is not counted.
+            return super().train(SimpleNamespace(reason=lambda iteration: None))
+
+    def step(self, batches: Iterator[Batch]) -> int:
+        if self.progress.iteration == 0:
+            self.waits.clear()  # of the loader's start
+        return super().step(batches)
+
+    def report(self, clock: Clock) -> None:
+        before = len(self.waits)
+        super().report(clock)
+        self.reports.extend(self.waits[before:])
+        del self.waits[before:]
+
+
+def train(run: str, trainer: type[Trainer], more: str) -> None:
+    task, flags = RUNS[run]
+    config = parse_run_config(f"{FLAGS} {flags} {more}".split(), description="", defaults={})
+    assert pretrain(config, GPT if task == "GPT" else bert(binary_head=True), trainer) == 0
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_nothing_waits_between_reports(run: str) -> None:
+    train(run, Watched, "--device cpu")
+    assert Watched.waits == []
+    assert len(Watched.reports) >= 3  # the counting counts
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        Tensor.item,
+        bool,
+        float,
+        Tensor.tolist,
+        Tensor.cpu,
+        Tensor.nonzero,
+        lambda x: x[x > 0],
+        lambda x: torch.equal(x, x),
+        lambda x: torch.masked_select(x, x > 0),
+        lambda x: torch.tensor(1.0, device=x.device),
+    ],
+)
+def test_what_counts_as_a_wait(wait: Any) -> None:
+    x = torch.ones(1)
+    with HostWaits() as seen, HostCalls(seen.found):
+        x[torch.tensor([0])] + x.sum()
+        assert seen.found == []
+        wait(x)
+    assert len(seen.found) == 1
+
+
+class WatchedOnGPU(Trainer):
+    """A trainer whose steps fail where the host waits for the GPU, those apart in which code is compiled."""
+
+    def step(self, batches: Iterator[Batch]) -> int:
+        compiled = self.progress.iteration >= self.config.logging.log_interval
+        torch.cuda.set_sync_debug_mode("error" if compiled else "default")
+        try:
+            return super().step(batches)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("run", RUNS)
+def test_nothing_waits_on_a_gpu(run: str) -> None:
+    train(run, WatchedOnGPU, "--device cuda")

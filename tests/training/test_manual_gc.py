@@ -1,0 +1,50 @@
+"""When Python's garbage is collected."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+from models import config_of
+
+from megatron.flags import InputError
+from megatron.training.loop import Trainer
+from megatron.training.pretrain import pretrain
+from pretrain_gpt import GPT
+
+FLAGS = "--train-iters 6 --eval-interval 2 --eval-iters 1 --num-workers 0"
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", []),
+        ("--manual-gc", [(0, 2), (2, 2), (2, 0), (4, 2), (4, 0)]),
+        ("--manual-gc --no-manual-gc-eval", [(0, 2)]),
+        ("--manual-gc --no-manual-gc-eval --manual-gc-interval 3", [(0, 2), (3, 2), (6, 2)]),
+    ],
+)
+def test_when_garbage_is_collected(
+    monkeypatch: pytest.MonkeyPatch, flags: str, expected: list[tuple[int, int]]
+) -> None:
+    iteration, collections, by_itself = 0, [], []
+
+    class Watched(Trainer):
+        def step(self, batches) -> int:
+            nonlocal iteration
+            by_itself.append(gc.isenabled())
+            samples = super().step(batches)
+            iteration = self.progress.iteration
+            return samples
+
+    monkeypatch.setattr(gc, "collect", lambda generation=2: collections.append((iteration, generation)))
+    assert pretrain(config_of(f"{FLAGS} {flags}"), GPT, Watched) == 0
+    assert collections == expected
+    assert by_itself == [not expected] * 6
+    assert gc.isenabled()
+
+
+def test_they_need_the_first() -> None:
+    for flag in ("--manual-gc-interval 5", "--no-manual-gc-eval"):
+        with pytest.raises(InputError, match=rf"^{flag.split()[0]} needs --manual-gc$"):
+            config_of(flag)
