@@ -280,7 +280,7 @@ def products(device: str, size: Size, precision: str) -> Iterator[tuple[float]]:
     n = 8192 if device == "cuda" else 2048
     shapes = ((n, n, n), (size.batch * size.length, size.hidden, 4 * size.hidden))
     forms: list[Callable[..., Any]] = [nn.functional.linear]
-    if device == "cpu" and has_onednn():
+    if device == "cpu" and has_onednn(dtype):
         forms.append(lambda x, w: onednn_matmul(x, w))
     cases = [
         (form, torch.randn(m, k, dtype=dtype, device=device), torch.randn(out, k, dtype=dtype, device=device))

@@ -55,16 +55,10 @@ def choose_ops(config: OpsConfig, *, work: float, dtype: torch.dtype, device: to
     """
     if config.ops_backend == "plain":
         return PLAIN
-    if config.ops_backend == "auto" and device.type == "cpu" and work < WORTHWHILE:
-        compiler, note = (
-            None,
-            "nothing compiled, for the model is small (--ops-backend compile compiles all the same)",
-        )
-    else:
-        compiler, note = _compiler(config, device)
+    compiler, note = _compiler(config, work, device)
     run: Run = compiler or as_written
     product, library = matmul, "torch"
-    if device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and has_onednn():
+    if device.type == "cpu" and has_onednn(dtype):
         product, library = onednn_matmul, "oneDNN"
     ops = Ops(
         matmul=product,
@@ -73,20 +67,21 @@ def choose_ops(config: OpsConfig, *, work: float, dtype: torch.dtype, device: to
     )
     if compiler is None:
         return ops
-    on_cpu = device.type == "cpu"
     return dataclasses.replace(
         ops,
-        attention=functools.partial(attention_by_blocks, run) if on_cpu else attention,
+        attention=functools.partial(attention_by_blocks, run) if product is onednn_matmul else attention,
         gelu=functools.partial(compiled_gelu, run),
         swiglu=functools.partial(compiled_swiglu, run),
         rotate=functools.partial(compiled_rotate, run),
     )
 
 
-def _compiler(config: OpsConfig, device: torch.device) -> tuple[Compiler | None, str]:
+def _compiler(config: OpsConfig, work: float, device: torch.device) -> tuple[Compiler | None, str]:
     """What compiles, if anything, and a remark on it."""
     if not config.torch_compile:
         return None, "nothing compiled (--no-torch-compile)"
+    if config.ops_backend == "auto" and device.type == "cpu" and work < WORTHWHILE:
+        return None, "nothing compiled, for the model is small (--ops-backend compile does all the same)"
     try:
         compiler = Compiler()
         fault = compiler.check(device)

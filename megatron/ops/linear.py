@@ -25,6 +25,10 @@ def onednn_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
-def has_onednn() -> bool:
-    """Whether this torch has oneDNN, and its linear product."""
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+def has_onednn(dtype: torch.dtype) -> bool:
+    """Whether this torch has oneDNN's linear product, and this CPU is one that oneDNN can do it on in `dtype`."""
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
+    return dtype == torch.float32 or (
+        dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    )
