@@ -2,8 +2,8 @@
 
     python benchmarks/optimizer.py [--millions N] [--rounds N]
 
-The bytes of an element: gradient, master weight and two moments are read, the last three and the bf16 weight written, and
-the gradient cleared. The rate of streaming is that of a copy of as much memory, in the same rounds.
+The bytes of an element: gradient, master weight and two moments are read; the last three and the bf16 weight are
+written, and the gradient is cleared. The rate of streaming is that of a copy of as much memory, in the same rounds.
 """
 
 from __future__ import annotations

@@ -65,54 +65,50 @@ def attention_by_blocks(
 
 
 class _Blocks(torch.autograd.Function):
-    """In the names of tensors x is batch times groups, r the heads of a group times the queries of a block."""
+    """In the names of tensors x is batch times groups, r the heads of a group times the queries of a block.
+
+    Torch's products of bf16 copy what is not dense, so that blocks are cut out once.
+    """
 
     @staticmethod
     def forward(ctx, q_bnsd: Tensor, k_bgtd: Tensor, v_bgtd: Tensor, run: Run, causal: bool) -> Tensor:
         b, n, s, d = q_bnsd.shape
         g = k_bgtd.shape[1]
-        # [x, heads of a group, s, d] and [x, t, d]
-        q, k, v = (
-            q_bnsd.reshape(b * g, n // g, s, d),
-            k_bgtd.reshape(b * g, s, d),
-            v_bgtd.reshape(b * g, s, d),
-        )
-        out = torch.empty_like(q)
-        sums, kept = [], []
+        q_bghsd = q_bnsd.unflatten(1, (g, n // g))
+        k, v = (tensor.reshape(b * g, s, d) for tensor in (k_bgtd, v_bgtd))
+        out = q_bnsd.new_empty(b * g, n // g, s, d)
+        kept = []
         for begin, end in _blocks(s):
             seen = end if causal else s
-            scores_xrt = torch.bmm(q[:, :, begin:end].flatten(1, 2), k[:, :seen].transpose(1, 2))
+            q_xrd = q_bghsd[..., begin:end, :].reshape(b * g, -1, d)
+            scores_xrt = torch.bmm(q_xrd, k[:, :seen].transpose(1, 2))
             exp_xrt, sum_xr1 = run(_exponentials, scores_xrt, d**-0.5, end - begin if causal else 0)
-            out_xrd = torch.bmm(exp_xrt, v[:, :seen])
-            run(_divide, out_xrd, sum_xr1, out[:, :, begin:end])
-            kept.append(exp_xrt)
-            sums.append(sum_xr1.view(b * g, n // g, end - begin, 1))
-        ctx.run, ctx.causal, ctx.shape = run, causal, k_bgtd.shape
-        ctx.save_for_backward(q, k, v, torch.cat(sums, dim=2), *kept)
+            run(_divide, torch.bmm(exp_xrt, v[:, :seen]), sum_xr1, out[:, :, begin:end])
+            kept += [q_xrd, exp_xrt, sum_xr1]
+        ctx.run, ctx.causal, ctx.groups = run, causal, g
+        ctx.save_for_backward(k, v, *kept)
         return out.view(b, n, s, d)
 
     @staticmethod
     def backward(ctx, grad_bnsd: Tensor) -> tuple[Tensor | None, ...]:
-        (q, k, v, sums, *kept), run = ctx.saved_tensors, ctx.run
-        s, d = q.shape[2:]
-        # Of the outputs before they were divided.
-        grad = torch.empty_like(q)
-        run(_divide, grad_bnsd.reshape(q.shape), sums, grad)
-        grad_q = torch.empty_like(q)
+        (k, v, *kept), run, g = ctx.saved_tensors, ctx.run, ctx.groups
+        b, n, s, d = grad_bnsd.shape
+        grad_bghsd = grad_bnsd.unflatten(1, (g, n // g))
+        grad_q = k.new_empty(b * g, n // g, s, d)
         grad_k, grad_v = torch.zeros(2, *k.shape)
-        for (begin, end), exp_xrt in zip(_blocks(s), kept, strict=True):
+        for number, (begin, end) in enumerate(_blocks(s)):
+            q_xrd, exp_xrt, sum_xr1 = kept[3 * number : 3 * number + 3]
             seen = end if ctx.causal else s
-            grad_xrd, sum_xr1 = (x[:, :, begin:end].flatten(1, 2) for x in (grad, sums))
+            # Of the outputs before they were divided.
+            grad_xrd = torch.empty_like(q_xrd)
+            run(_divide, grad_bghsd[..., begin:end, :].reshape(b * g, -1, d), sum_xr1, grad_xrd)
             grad_exp_xrt = torch.bmm(grad_xrd, v[:, :seen].transpose(1, 2))
             grad_scores_xrt = run(_scores_gradient, exp_xrt, grad_exp_xrt, sum_xr1, d**-0.5)
-            grad_q[:, :, begin:end] = torch.bmm(grad_scores_xrt, k[:, :seen]).view(
-                grad_q[:, :, begin:end].shape
-            )
-            q_xrd = q[:, :, begin:end].flatten(1, 2)
+            grad_q[:, :, begin:end] = torch.bmm(grad_scores_xrt, k[:, :seen]).unflatten(1, (n // g, -1))
             run(_add_to, grad_k[:, :seen], torch.bmm(grad_scores_xrt.transpose(1, 2), q_xrd))
             run(_add_to, grad_v[:, :seen], torch.bmm(exp_xrt.transpose(1, 2), grad_xrd))
-        shape = grad_bnsd.shape
-        return grad_q.view(shape), *(x.to(q.dtype).view(ctx.shape) for x in (grad_k, grad_v)), None, None
+        grad_k, grad_v = (x.to(k.dtype).view(b, g, s, d) for x in (grad_k, grad_v))
+        return grad_q.view(b, n, s, d), grad_k, grad_v, None, None
 
 
 def _blocks(s: int) -> list[tuple[int, int]]:
