@@ -438,14 +438,9 @@ NVIDIA_FLAGS: tuple[NvidiaFlag, ...] = (
         "--logging-level N",
         "--no-one-logger",
     ),
+    *_accept("it is what --profile uses", "--use-pytorch-profiler"),
     *_accept(
-        "nothing is profiled in this version; run under nsys profile or py-spy",
-        "--profile",
-        "--use-pytorch-profiler",
-        "--profile-step-start N",
-        "--profile-step-end N",
-        "--profile-ranks N...",
-        "--record-memory-history",
+        "not available in this version; the log tells how much memory is used", "--record-memory-history"
     ),
     *_refuse("runs are not validated by doing steps twice", "--rerun-mode NAME", harmless=("disabled",)),
     *_accept("SIGTERM and Ctrl-C always save and leave", "--exit-signal-handler"),
