@@ -122,7 +122,7 @@ class LoggingConfig(Config):
     profile_step_start: int = flag(10, "profile the iterations after this one", low=0)
     profile_step_end: int = flag(12, "the last iteration that is profiled", low=1)
     profile_ranks: tuple[int, ...] = flag(
-        (0,), "ranks of the processes that are profiled (default: 0)", low=0, nargs="+", metavar="N"
+        (0,), "processes that are profiled, by rank (default: 0)", low=0, nargs="+", metavar="N"
     )
     log_memory_to_tensorboard: bool = flag(
         False,
