@@ -75,7 +75,7 @@ DEPARTURES = {
     "--split": "969,30,1 by default, as in v2.5; today's has no default, and rounds as --data-order head",
     "--tensor-model-parallel-size": "more than there are processes is an error; v2.5 takes as many as there are",
     "--tiktoken-pattern": "also patterns of OpenAI's; it must be given, while today's default is v2",
-    "--timing-log-level": "reading data is timed from level 1 on, there from 2; no barriers, and no waiting for the GPU",
+    "--timing-log-level": "reading data is timed from level 1 on, there from 2; no barriers, no waiting for the GPU",
     "--tokenizer-type": "Llama2Tokenizer puts no token before a document, as today's; until core 0.14 it did",
     "--use-checkpoint-args": "all of the architecture is the checkpoint's; there some flags of the command line win",
     "--use-checkpoint-opt_param-scheduler": "without it the command line's schedule wins; there the two must agree",
