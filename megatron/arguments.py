@@ -438,6 +438,8 @@ def _check_across(config: RunConfig) -> None:
             f"--seq-length: {config.data.seq_length} is longer than --max-position-embeddings "
             f"{config.model.max_position_embeddings}"
         )
+    if config.logging.profile and config.logging.tensorboard_dir is None and config.checkpoint.save is None:
+        raise InputError("--profile needs --tensorboard-dir or --save, the folder that it writes to")
     by_samples = {
         "--lr-decay-samples": optimizer.lr_decay_samples,
         "--lr-warmup-samples": optimizer.lr_warmup_samples,

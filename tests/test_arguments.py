@@ -102,7 +102,7 @@ NVIDIA_DEFAULTS = """
     --max-position-embeddings None, --make-vocab-size-divisible-by 128, --layernorm-epsilon 1e-5,
     --openai-gelu False, --log-params-norm False, --log-num-zeros-in-grad False, --tensorboard-log-interval 1,
     --log-memory-to-tensorboard False, --log-timers-to-tensorboard False, --timing-log-level 0,
-    --timing-log-option minmax,
+    --timing-log-option minmax, --profile False, --profile-step-start 10, --profile-step-end 12,
     --tensorboard-queue-size 1000, --attention-dropout 0.1, --hidden-dropout 0.1, --weight-decay 0.01,
     --clip-grad 1.0, --adam-beta1 0.9, --adam-beta2 0.999, --adam-eps 1e-8, --sgd-momentum 0.9,
     --micro-batch-size None, --global-batch-size None, --rampup-batch-size None, --train-iters None,
@@ -146,6 +146,7 @@ OTHER_DEFAULTS = {
     "--wandb-project": None,  # '', which is the same
     "--wandb-exp-name": None,
     "--ddp-bucket-size": 40_000_000,  # None, which becomes 40 million, or more with many replicas
+    "--profile-ranks": (0,),  # [0]
     "--recompute-num-layers": None,  # 1; here too, with full recomputation
     "--checkpoint-num-layers": None,
 }
@@ -187,6 +188,7 @@ def test_a_switch_that_is_given_changes_its_default() -> None:
         "distribute_saved_activations": "--tensor-model-parallel-size 2 --recompute-granularity full",
         "async_save": "--save folder",
         "manual_gc_eval": "--manual-gc",
+        "profile": "--save folder",
         "use_checkpoint_args": "--save new-folder --load new-folder",
     }
     for part, field, kind in all_flags():
@@ -233,7 +235,7 @@ def test_bad_numbers(name: str) -> None:
     assert spec.low is not None or spec.above is not None, "no number here may be as small as one likes"
     words = ["x", "", "1,5", "nan", "inf", "-inf", "0x10", *out_of_range(spec, kind)]
     for word in words + (["1.5", "1e3"] if kind is int else []):
-        message = error_of(name, *[word] * (spec.nargs or 1))
+        message = error_of(name, *[word] * (spec.nargs if isinstance(spec.nargs, int) else 1))
         assert message.startswith(name), message
         assert "\n" not in message
         assert (repr(word) in message) or (str(kind(word)) in message), message

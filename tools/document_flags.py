@@ -62,7 +62,8 @@ def _row(field: dataclasses.Field, scalar: type) -> str:
     elif spec.required:
         default = "(required)"
     else:
-        default = "" if field.default is None else f"`{field.default}`"
+        values = field.default if isinstance(field.default, tuple) else (field.default,)
+        default = "" if field.default is None else f"`{' '.join(map(str, values))}`"
     return f"| {names} | {_values(spec, scalar)} | {default} | {spec.help} |\n"
 
 

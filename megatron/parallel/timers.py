@@ -40,16 +40,32 @@ NOTHING = nullcontext()
 
 
 class Timers:
-    """`with timers("optimizer"):` times the phase, if it is of the level that is asked for."""
+    """`with timers("optimizer"):` times the phase, if it is of the level that is asked for.
+
+    Attributes:
+        annotates: whether phases of all levels are to be named in a profile.
+    """
 
     def __init__(self, level: int, device: torch.device) -> None:
         self.level = level
         self.on_gpu = device.type == "cuda"
+        self.annotates = False
         # By phase: the marks where it began and ended, each time.
         self.spans = collections.defaultdict(list)
 
     def __call__(self, phase: str) -> AbstractContextManager[None]:
+        if self.annotates:
+            return self._named(phase)
         return self._span(phase) if LEVELS[phase] <= self.level else NOTHING
+
+    @contextmanager
+    def _named(self, phase: str) -> Iterator[None]:
+        with torch.profiler.record_function(phase):
+            if LEVELS[phase] > self.level:
+                yield
+                return
+            with self._span(phase):
+                yield
 
     @contextmanager
     def _span(self, phase: str) -> Iterator[None]:

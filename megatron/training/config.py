@@ -124,6 +124,16 @@ class LoggingConfig(Config):
     log_timers_to_tensorboard: bool = flag(
         False, "the longest times of --timing-log-level in TensorBoard and the file of metrics"
     )
+    profile: bool = flag(
+        False,
+        "trace some iterations with torch.profiler, and write the traces and a page on where the time goes to the "
+        "folder profile/ of --tensorboard-dir, or else of --save",
+    )
+    profile_step_start: int = flag(10, "profile the iterations after this one", low=0)
+    profile_step_end: int = flag(12, "the last iteration that is profiled", low=1)
+    profile_ranks: tuple[int, ...] = flag(
+        (0,), "processes that are profiled, by rank (default: 0)", low=0, nargs="+", metavar="N"
+    )
     log_memory_to_tensorboard: bool = flag(
         False,
         "bytes allocated and reserved, of the process with the most, in TensorBoard and the file of metrics",
@@ -134,6 +144,11 @@ class LoggingConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.profile and self.profile_step_end <= self.profile_step_start:
+            raise InputError(
+                f"--profile-step-end: {self.profile_step_end} must be greater than --profile-step-start "
+                f"{self.profile_step_start}"
+            )
         if self.wandb_exp_name is not None and self.wandb_project is None:
             raise InputError("--wandb-exp-name needs --wandb-project")
 

@@ -31,6 +31,7 @@ from megatron.training.costs import exact_flops_per_sample, flops_per_sample
 from megatron.training.devices import Peak, memory_lines, most_memory
 from megatron.training.engine import Engine
 from megatron.training.faults import stop_on_non_finite
+from megatron.training.profile import Profiler
 from megatron.training.replicas import check_replicas
 from megatron.training.report import History, Interval, Reporter, is_bad
 from megatron.training.stop import StopRequests
@@ -142,10 +143,13 @@ class Trainer:
         if progress.evaluation_due:
             self.evaluate_in_between()
         first = progress.iteration + 1
+        iterations = range(first, self.train_iters + 1)
+        profiler = Profiler(self.config, self.engine, iterations=iterations, say=self.reporter.say)
         while progress.iteration < self.train_iters:
             clock.count(self.step(batches))
             if self.due(self.config.training.manual_gc_interval):
                 gc.collect()
+            profiler.advance(progress.iteration)
             end = progress.iteration == self.train_iters
             if end or self.due(self.config.logging.log_interval):
                 self.report(clock)

@@ -131,12 +131,8 @@ class Interval:
         if self.params_norm is not None:
             record["params norm"] = self.params_norm
         record |= {"seconds per iteration": self.seconds, "tokens per second": self.tokens_per_second}
-        return (
-            record
-            | {"TFLOP/s per device": self.tflops, "mfu": self.mfu, "hfu": self.hfu}
-            | self.memory
-            | self.longest
-        )
+        record |= {"TFLOP/s per device": self.tflops, "mfu": self.mfu, "hfu": self.hfu}
+        return record | self.memory | self.longest
 
     def points(self) -> list[dict[str, float]]:
         """The values of each iteration by their names in TensorBoard; the last has those of the interval too."""

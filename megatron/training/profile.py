@@ -1,0 +1,229 @@
+"""A profile of some iterations: the trace of a process, and a page that says where its time went."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity
+
+from megatron.flags import InputError
+from megatron.parallel.mesh import rank_names
+from megatron.training.config import RunConfig
+from megatron.training.engine import Engine
+
+# What work is for, by the first pattern that its path has: its own name, then those of all that it was called in.
+PATHS = {
+    "waiting for data": re.compile(r"batch-generator"),
+    "communication": re.compile(
+        r"nccl|gloo:|c10d::|_Reduce\b|_GatherSequence|_ReduceScatter|grads-reduce|params-gather|-recv|-send"
+    ),
+    "optimizer": re.compile(r"optimizer|Optimizer\.step"),
+    # _Blocks is the attention of a CPU (ops/attention.py).
+    "attention": re.compile(r"attention|flash|fmha|sdpa|_Blocks", re.IGNORECASE),
+}
+# Of the rest, by its name alone.
+PRODUCTS = re.compile(
+    r"::(mm|addmm|bmm|baddbmm|addbmm)$|_linear|gemm|gemv|cutlass|xmma|nvjet|splitk", re.IGNORECASE
+)
+COPIES = re.compile(r"^Mem(cpy|set)")
+OPERATOR = re.compile(r"^(?!autograd::)\w+::|CompiledFxGraph")
+# What the host calls to wait for a GPU.
+WAITS = re.compile(r"^cu(da)?\w*Synchronize")
+
+TOP = 25
+
+
+class Profiler:
+    """Profiles the iterations that --profile-step-start and --profile-step-end name, on the processes of
+    --profile-ranks, where --profile asks for it."""
+
+    def __init__(
+        self, config: RunConfig, engine: Engine, *, iterations: range, say: Callable[[str], None]
+    ) -> None:
+        """`iterations` of this run, counted as in the log; `say` tells people of the files.
+
+        Raises:
+            InputError: the folder cannot be made.
+        """
+        logging, self.engine, self.say = config.logging, engine, say
+        wanted = range(logging.profile_step_start + 1, logging.profile_step_end + 1)
+        self.steps = range(wanted.start, min(wanted.stop, iterations.stop)) if logging.profile else range(0)
+        self.ranks = logging.profile_ranks
+        self.torch: torch.profiler.profile | None = None
+        if not logging.profile:
+            return
+        if not self.steps or self.steps.start not in iterations:
+            say(
+                f"--profile: iterations {wanted.start} to {wanted[-1]} are not in this run, which has "
+                f"{iterations.start} to {iterations[-1]}; nothing is profiled"
+            )
+            self.steps = range(0)
+            return
+        self.folder = Path(logging.tensorboard_dir or config.checkpoint.save) / "profile"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"--profile: {self.folder}: {error.strerror}") from None
+        self.advance(iterations.start - 1)
+
+    def advance(self, iteration: int) -> None:
+        """Begin or end after this iteration, if that is when."""
+        if not self.steps:
+            return
+        profiled = self.engine.mesh.world.rank in self.ranks
+        if iteration == self.steps.start - 1 and profiled:
+            self._start()
+        elif self.torch is not None:
+            self.torch.step()
+        if iteration == self.steps[-1]:
+            if self.torch is not None:
+                self._write()
+            which = self.ranks[0] if len(self.ranks) == 1 else "*"
+            self.say(
+                f"profile of iterations {self.steps.start} to {self.steps[-1]}, {rank_names(self.ranks)}: where the "
+                f"time goes in {self._file('.txt', which)}, the trace in {self._file(TRACE, which)}"
+            )
+
+    def _start(self) -> None:
+        on_gpu = self.engine.mesh.device.type == "cuda"
+        if on_gpu:  # what iterations before have begun is not to show
+            torch.cuda.synchronize()
+        self.torch = torch.profiler.profile(
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
+            schedule=torch.profiler.schedule(wait=0, warmup=1, active=len(self.steps), repeat=1),
+        )
+        self.torch.start()
+        self.torch.step()  # what is to warm up is the profiler, which has done it now
+        self.engine.timers.annotates = True
+
+    def _write(self) -> None:
+        self.engine.timers.annotates = False
+        mesh, profiler, self.torch = self.engine.mesh, self.torch, None
+        rank = mesh.world.rank
+        profiler.export_chrome_trace(str(self._file(TRACE, rank)))
+        device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "a CPU"
+        title = f"iterations {self.steps.start} to {self.steps[-1]} of rank {rank}, on {device}"
+        self._file(".txt", rank).write_text(
+            summary(profiler.events(), title, len(self.steps)), encoding="utf-8"
+        )
+
+    def _file(self, suffix: str, rank: int | str) -> Path:
+        return self.folder / f"iterations-{self.steps.start}-{self.steps[-1]}-rank-{rank}{suffix}"
+
+
+# What TensorBoard's plugin for profiles looks for.
+TRACE = ".pt.trace.json.gz"
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Microseconds that were spent in an operator or kernel itself."""
+
+    name: str
+    kind: str
+    time: float
+
+
+def summary(events: Iterable[FunctionEvent], title: str, iterations: int) -> str:
+    """A page on where the time of a profile went: by the kind of work, and the operators that take most."""
+    host = [e for e in events if e.device_type == DeviceType.CPU and not e.is_async]
+    steps = [e.time_range for e in host if e.name.startswith("ProfilerStep")]
+    begin, host_end = min(t.start for t in steps), max(t.end for t in steps)
+    annotations = {e.name for e in host if e.is_user_annotation}
+    kernels = [e for e in events if e.device_type == DeviceType.CUDA and e.name not in annotations]
+    end = max([host_end, *(e.time_range.end for e in kernels)])
+    rest: dict[str, float] = {}
+    if kernels:
+        work = list(_device_work(host, kernels))
+        waits = [e.time_range for e in host if WAITS.match(e.name) and e.time_range.start < host_end]
+        rest["(the GPU idle)"] = end - begin - _covered(e.time_range for e in kernels)
+        rest["(the host waiting for the GPU)"] = sum(wait.elapsed_us() for wait in waits)
+    else:
+        (thread,) = {e.thread for e in host if e.name.startswith("ProfilerStep")}
+        work = [
+            Work(_label(e), _kind(e.name, _callers(e), kernel=False), e.self_cpu_time_total)
+            for e in host
+            if e.thread == thread
+        ]
+    whole = (end - begin) / iterations / 1000
+    kinds, names, calls = collections.Counter(), collections.Counter(), collections.Counter()
+    for item in work:
+        kinds[item.kind] += item.time
+        names[item.name] += item.time
+        calls[item.name] += 1
+
+    def row(name: str, us: float, count: str = "") -> str:
+        ms = us / iterations / 1000
+        return f"{name[:70]:<70}{count:>8}{ms:10.2f}{ms / whole:8.1%}"
+
+    return "\n".join(
+        [
+            f"{title}: {whole:.2f} ms an iteration",
+            "",
+            f"{'Per iteration, by what it is for':<70}{'':>8}{'ms':>10}{'share':>8}",
+            *(row(*pair) for pair in kinds.most_common()),
+            *(row(*pair) for pair in rest.items()),
+            "",
+            f"{'By kernel' if kernels else 'By operator, without what it calls':<70}{'calls':>8}{'ms':>10}{'share':>8}",
+            *(row(name, us, f"{calls[name] / iterations:.0f}") for name, us in names.most_common(TOP)),
+            "",
+        ]
+    )
+
+
+def _device_work(host: list[FunctionEvent], kernels: list[FunctionEvent]) -> Iterator[Work]:
+    """Every kernel, with what it is for by the operator that launched it, where that is known: not in a CUDA graph."""
+    unknown = collections.Counter(e.name for e in kernels)
+    for event in host:
+        for kernel in event.kernels:
+            unknown[kernel.name] -= 1
+            yield Work(
+                kernel.name, _kind(kernel.name, [event.name, *_callers(event)], kernel=True), kernel.duration
+            )
+    for event in kernels:
+        if unknown[event.name] > 0:
+            unknown[event.name] -= 1
+            yield Work(event.name, _kind(event.name, [], kernel=True), event.time_range.elapsed_us())
+
+
+def _kind(name: str, callers: list[str], *, kernel: bool) -> str:
+    path = "/".join([name, *callers])
+    for kind, pattern in PATHS.items():
+        if pattern.search(path):
+            return kind
+    if PRODUCTS.search(name):
+        return "products"
+    if kernel:
+        return "copies" if COPIES.match(name) else "pointwise and the rest"
+    return "pointwise and the rest" if OPERATOR.search(name) else "Python and autograd"
+
+
+def _callers(event: FunctionEvent) -> list[str]:
+    names = []
+    while (event := event.cpu_parent) is not None:
+        names.append(event.name)
+    return names
+
+
+def _label(event: FunctionEvent) -> str:
+    """Its name; of compiled code, which has but a key, where it is."""
+    if "CompiledFxGraph" not in event.name:
+        return event.name
+    where = next((name for name in _callers(event) if not name.startswith("Torch-Compiled")), "the model")
+    return f"compiled code in {where}"
+
+
+def _covered(spans: Iterable) -> float:
+    """Microseconds in which at least one of the spans runs."""
+    total, last = 0.0, float("-inf")
+    for span in sorted(spans, key=lambda span: span.start):
+        total += max(0.0, span.end - max(span.start, last))
+        last = max(last, span.end)
+    return total

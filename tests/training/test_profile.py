@@ -1,0 +1,133 @@
+"""--profile: the trace, the page on where the time goes, and what is refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from models import CPU
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import Interval
+
+from megatron.flags import InputError
+from megatron.parallel.timers import NOTHING, Timers
+from megatron.training.profile import summary
+
+FLAGS = """
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 99 --num-layers 2 --hidden-size 16 --eval-iters 0
+    --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --train-iters 4 --lr 1e-3 --num-workers 0
+    --device cpu --profile --profile-step-start 1 --profile-step-end 3
+""".split()
+
+
+def test_a_trace_and_a_page(pretrain: Callable[..., str], tmp_path: Path) -> None:
+    out = pretrain(*FLAGS, "--tensorboard-dir", tmp_path)
+    stem = str(tmp_path / "profile" / "iterations-2-3-rank-0")
+    assert (
+        f"profile of iterations 2 to 3, rank 0: where the time goes in {stem}.txt, the trace in {stem}.pt."
+        in out
+    )
+
+    events = json.loads(gzip.decompress(Path(f"{stem}.pt.trace.json.gz").read_bytes()))["traceEvents"]
+    names = [event["name"] for event in events if event.get("cat") == "user_annotation"]
+    for phase in ("batch-generator", "forward-compute", "backward-compute", "grads-reduce", "optimizer"):
+        assert names.count(phase) == 2, phase
+
+    page = Path(f"{stem}.txt").read_text()
+    shares = re.findall(r"^([a-zA-Z ]+?) +[\d.]+ +([\d.]+)%$", page.partition("By operator")[0], re.M)
+    assert {"products", "attention", "optimizer", "pointwise and the rest", "Python and autograd"} <= set(
+        dict(shares)
+    )
+    assert sum(float(share) for _, share in shares) == pytest.approx(100, abs=1)
+
+
+def test_it_goes_into_the_folder_of_save(pretrain: Callable[..., str], tmp_path: Path) -> None:
+    out = pretrain(*FLAGS, "--save", tmp_path, "--profile-step-end", 100)
+    assert "profile of iterations 2 to 4, rank 0" in out
+    assert (tmp_path / "profile" / "iterations-2-4-rank-0.txt").is_file()
+    out = pretrain(*FLAGS, "--save", tmp_path, "--load", tmp_path, "--train-iters", 5)
+    assert "--profile: iterations 2 to 3 are not in this run, which has 5 to 5; nothing is profiled" in out
+
+
+def test_what_cannot_be_profiled_is_refused(pretrain: Callable[..., str], tmp_path: Path) -> None:
+    for flags, message in (
+        ([], "--profile needs --tensorboard-dir or --save"),
+        (["--profile-step-end", 1], "--profile-step-end: 1 must be greater than --profile-step-start 1"),
+        (["--save", tmp_path, "--profile-ranks", 0, 1], "--profile-ranks: 1 is not a rank of this run"),
+    ):
+        with pytest.raises(InputError, match=message):
+            pretrain(*FLAGS, *flags)
+    (tmp_path / "profile").touch()
+    with pytest.raises(InputError, match=f"--profile: {tmp_path}/profile: File exists"):
+        pretrain(*FLAGS, "--tensorboard-dir", tmp_path)
+
+
+def test_phases_are_named_while_a_profile_asks_for_it() -> None:
+    timers = Timers(1, CPU)
+    timers.annotates = True
+    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    with profile, timers("forward-compute"), timers("optimizer"):
+        pass
+    assert {event.name for event in profile.events()} >= {"forward-compute", "optimizer"}
+    assert timers.spans.keys() == {"optimizer"}
+    timers.annotates = False
+    assert timers("forward-compute") is NOTHING
+
+
+def host_event(
+    name: str, begin: float, end: float, parent: SimpleNamespace | None = None, **fields
+) -> SimpleNamespace:
+    event = {"name": name, "device_type": DeviceType.CPU, "is_async": False, "thread": 1, "kernels": []}
+    event |= {"is_user_annotation": False, "cpu_parent": parent, "time_range": Interval(begin, end)}
+    return SimpleNamespace(**event | fields)
+
+
+def kernel(name: str, begin: float, end: float) -> SimpleNamespace:
+    return SimpleNamespace(
+        name=name, device_type=DeviceType.CUDA, is_async=False, time_range=Interval(begin, end)
+    )
+
+
+def test_the_page_of_a_gpu() -> None:
+    """Two iterations of 10 ms: kernels known by what launched them, and one of a CUDA graph by its name alone."""
+    step = host_event("ProfilerStep*", 0, 10_000, is_user_annotation=True)
+    phase = host_event("optimizer", 0, 1000, step, is_user_annotation=True)
+
+    def launched(name: str, kernel: str, duration: float, parent: SimpleNamespace) -> SimpleNamespace:
+        return host_event(name, 0, 10, parent, kernels=[SimpleNamespace(name=kernel, duration=duration)])
+
+    events = [
+        step,
+        host_event("ProfilerStep*", 10_000, 20_000, is_user_annotation=True),
+        phase,
+        launched("aten::mm", "sm90_xmma_gemm_bf16", 8000, step),
+        launched("aten::mul_", "vectorized_elementwise_kernel", 1000, phase),
+        launched("aten::gelu", "vectorized_elementwise_kernel", 2000, step),
+        host_event("cudaStreamSynchronize", 15_000, 16_000),
+        host_event("cudaDeviceSynchronize", 20_000, 29_000),  # the profiler's own, at its end
+        kernel("optimizer", 0, 20_000),  # the phase once more, as the GPU has it
+        kernel("sm90_xmma_gemm_bf16", 0, 8000),
+        kernel("vectorized_elementwise_kernel", 8000, 9000),
+        kernel("vectorized_elementwise_kernel", 9000, 11_000),
+        kernel("flash_fwd_kernel", 10_000, 14_000),
+        kernel("Memcpy DtoD (Device -> Device)", 14_000, 15_000),
+    ]
+    page = summary(events, "two iterations", 2)
+    rows = re.findall(r"^(.*?) {2,}(?:\d+ +)?([\d.]+) +([\d.]+)%$", page.partition("By kernel")[0], re.M)
+    assert {name: (float(ms), float(share)) for name, ms, share in rows} == {
+        "products": (4, 40),
+        "attention": (2, 20),
+        "pointwise and the rest": (1, 10),
+        "optimizer": (0.5, 5),
+        "copies": (0.5, 5),
+        "(the GPU idle)": (2.5, 25),
+        "(the host waiting for the GPU)": (0.5, 5),
+    }
+    assert page.startswith("two iterations: 10.00 ms an iteration\n")
+    assert re.search(r"^vectorized_elementwise_kernel +1 +1\.50 +15\.0%$", page, re.M)
