@@ -502,3 +502,9 @@ def test_an_occupied_folder_is_not_overwritten(pretrain, tmp_path: Path) -> None
     with pytest.raises(InputError, match=r"--max-position-embeddings \(checkpoint: 16, given: 8\)"):
         pretrain(*TINY, "--load", tmp_path / "a", "--seq-length", 8)
     assert files(tmp_path / "a") == before
+
+
+def test_the_compiler_is_not_imported_where_nothing_is_compiled(command) -> None:
+    """It takes a second or two of every start."""
+    code = "import sys, pretrain_gpt; pretrain_gpt.main(); print('torch._dynamo' in sys.modules)"
+    assert command("-c", code, *TINY).stdout.splitlines()[-1] == "False"
