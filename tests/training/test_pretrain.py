@@ -33,7 +33,8 @@ TINY = """
 def records(path: Path) -> list[dict]:
     """The metrics of a run, without what depends on the clock."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{k: v for k, v in line.items() if "second" not in k and "FLOP" not in k} for line in lines]
+    timed = ("seconds per iteration", "tokens per second", "TFLOP/s per device", "mfu", "hfu")
+    return [{k: v for k, v in line.items() if k not in timed} for line in lines]
 
 
 def files(folder: Path) -> dict[str, bytes]:
