@@ -3,7 +3,8 @@
     python benchmarks/startup.py [--vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt]
 
 Runs pretrain_gpt.py in new processes: cold, with no index of samples and no compiled code from earlier runs, then warm.
-One process with compiled operations, one without, and two processes that torchrun starts.
+One process with compiled operations, one without, and two processes that torchrun starts. Of the processor are the
+seconds of the training process alone: on a machine that does other work, less than that it cannot take.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = sorted([*ROOT.glob("scripts/*.sh"), ROOT / ".ci/run"])
+SCRIPTS = sorted([*ROOT.glob("scripts/*.sh"), *ROOT.glob("benchmarks/*.sh"), ROOT / ".ci/run"])
 
 
 def source_files() -> Iterator[Path]:

@@ -15,52 +15,34 @@ PIECES = {"cpu": 1 << 17, "cuda": 1 << 23}
 GOLDEN = 0.6180339887498949
 
 
-class BF16AdamW(torch.optim.AdamW):
-    """AdamW of fp32 parameters whose "exp_avg" and "exp_avg_sq" are bf16.
+def bf16_adamw(
+    params: list[Tensor],
+    grads: list[Tensor],
+    means: list[Tensor],
+    squares: list[Tensor],
+    _: list[Tensor],
+    steps: list[Tensor],
+    **settings: Any,
+) -> None:
+    """torch's fused `adamw` of fp32 parameters whose two moments are bf16.
 
-    torch's fused step wants them in the dtype of the parameters, so that it is given copies, a piece at a time.
+    It wants them in the dtype of the parameters, so that it is given copies, a piece at a time.
 
     A step lowers a second moment by a thousandth at most (1 - beta2), and neighbouring bf16 numbers differ by one part
     in 128 to 256: rounded to the nearest, it would never fall. So it is rounded up where what bf16 cuts off is above a
     threshold, which goes evenly through all values from step to step. Then the mean over steps is right, as with
     stochastic rounding, and no random numbers are needed.
     """
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """As that of torch, of the gradients divided by `grad_scale`; nothing changes where `found_inf` is 1."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                self._step(p, self.state[p], group)
-
-    def _step(self, p: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
-        lift = (state["step"].double() * GOLDEN % 1 * 65536).int()
+    for p, grad, mean, square, step in zip(params, grads, means, squares, steps, strict=True):
+        lift = (step.double() * GOLDEN % 1 * 65536).int()
         size = PIECES[p.device.type]
         for begin in range(0, p.numel(), size):
             part = slice(begin, begin + size)
-            mean, square = state["exp_avg"][part].float(), state["exp_avg_sq"][part].float()
-            steps = state["step"].clone()
-            adamw(
-                [p[part]],
-                [p.grad[part]],
-                [mean],
-                [square],
-                [],
-                [steps],
-                fused=True,
-                grad_scale=self.grad_scale,
-                found_inf=self.found_inf,
-                amsgrad=False,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
-            state["exp_avg"][part] = rounded(mean, lift)
-            state["exp_avg_sq"][part] = rounded(square, lift)
-        state["step"].copy_(steps)
+            wide = mean[part].float(), square[part].float()
+            after = step.clone()
+            adamw([p[part]], [grad[part]], [wide[0]], [wide[1]], [], [after], **settings)
+            mean[part], square[part] = (rounded(x, lift) for x in wide)
+        step.copy_(after)
 
 
 def rounded(x: Tensor, lift: Tensor) -> Tensor:

@@ -3,49 +3,63 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch.optim.adamw import adamw
 
 from megatron.optim import bf16_adam
-from megatron.optim.bf16_adam import BF16AdamW, rounded
+from megatron.optim.bf16_adam import bf16_adamw, rounded
 
 
-def make(kind: type[torch.optim.AdamW], dtype: torch.dtype, size: int = 200) -> torch.optim.AdamW:
-    p = torch.randn(size, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    optimizer = kind([p], lr=1e-3, betas=(0.9, 0.999), weight_decay=0.1, fused=True)
-    moments = {name: torch.zeros(size, dtype=dtype) for name in ("exp_avg", "exp_avg_sq")}
-    optimizer.state[p] = {"step": torch.zeros(()), **moments}
-    optimizer.found_inf, optimizer.grad_scale = torch.zeros(()), None
-    return optimizer
+class Adam:
+    """Parameters that one of the functions steps."""
 
+    def __init__(self, function: Callable[..., None], dtype: torch.dtype, size: int = 200) -> None:
+        self.function = function
+        self.p = torch.randn(size, generator=torch.Generator().manual_seed(0))
+        self.mean, self.square = torch.zeros(2, size, dtype=dtype)
+        self.count = torch.zeros(())
 
-def take(optimizer: torch.optim.AdamW, steps: int, scale: float = 1.0, seed: int = 1) -> None:
-    (p,), noise = optimizer.param_groups[0]["params"], torch.Generator().manual_seed(seed)
-    for _ in range(steps):
-        p.grad = scale * torch.randn(len(p), generator=noise)
-        optimizer.step()
+    def take(self, steps: int, scale: float = 1.0, found_inf: float = 0.0) -> None:
+        noise = torch.Generator().manual_seed(1)
+        for _ in range(steps):
+            grad = scale * torch.randn(len(self.p), generator=noise)
+            self.function(
+                [self.p],
+                [grad],
+                [self.mean],
+                [self.square],
+                [],
+                [self.count],
+                lr=1e-3,
+                beta1=0.9,
+                beta2=0.999,
+                eps=1e-8,
+                weight_decay=0.1,
+                amsgrad=False,
+                maximize=False,
+                fused=True,
+                found_inf=torch.tensor(found_inf),
+            )
 
-
-def moments(optimizer: torch.optim.AdamW) -> tuple[torch.Tensor, torch.Tensor]:
-    (state,) = optimizer.state.values()
-    return state["exp_avg"].float(), state["exp_avg_sq"].float()
+    def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.mean.float(), self.square.float()
 
 
 def test_follows_fp32_where_moments_rise_and_fall() -> None:
     """Of a second moment that falls by less than bf16 can tell in a step, too."""
-    ours, theirs = make(BF16AdamW, torch.bfloat16), make(torch.optim.AdamW, torch.float32)
+    ours, theirs = Adam(bf16_adamw, torch.bfloat16), Adam(adamw, torch.float32)
+    start = ours.p.clone()
     for steps, scale in ((300, 1.0), (1500, 0.01), (300, 0.3)):
         for optimizer in (ours, theirs):
-            take(optimizer, steps, scale)
-        (_, square), (_, exact) = moments(ours), moments(theirs)
+            optimizer.take(steps, scale)
+        (_, square), (_, exact) = ours.moments(), theirs.moments()
         assert (square / exact).mean().item() == pytest.approx(1, abs=0.01)
         assert (square / exact - 1).square().mean().sqrt() < 0.03
-    (p,), (q,) = (optimizer.param_groups[0]["params"] for optimizer in (ours, theirs))
-    start = torch.randn(200, generator=torch.Generator().manual_seed(0))
-    assert (p - q).norm() < 0.01 * (q - start).norm()
-    (state,) = ours.state.values()
-    assert state["exp_avg_sq"].dtype == torch.bfloat16 and state["step"] == 2100
+    assert (ours.p - theirs.p).norm() < 0.01 * (theirs.p - start).norm()
+    assert ours.square.dtype == torch.bfloat16 and ours.count == 2100
 
 
 def test_rounds_by_thresholds_that_are_right_in_the_mean() -> None:
@@ -57,22 +71,18 @@ def test_rounds_by_thresholds_that_are_right_in_the_mean() -> None:
 
 
 def test_a_step_that_is_left_out_changes_nothing() -> None:
-    optimizer = make(BF16AdamW, torch.bfloat16)
-    take(optimizer, 5)
-    (p,), before = optimizer.param_groups[0]["params"], moments(optimizer)
-    weights = p.detach().clone()
-    optimizer.found_inf = torch.ones(())
-    take(optimizer, 1, math.inf)
-    assert torch.equal(p, weights) and all(map(torch.equal, moments(optimizer), before))
-    (state,) = optimizer.state.values()
-    assert state["step"] == 5
+    optimizer = Adam(bf16_adamw, torch.bfloat16)
+    optimizer.take(5)
+    weights, before = optimizer.p.clone(), [x.clone() for x in optimizer.moments()]
+    optimizer.take(1, math.inf, found_inf=1.0)
+    assert torch.equal(optimizer.p, weights) and all(map(torch.equal, optimizer.moments(), before))
+    assert optimizer.count == 5
 
 
 def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = make(BF16AdamW, torch.bfloat16)
-    take(whole, 3)
+    whole, parts = (Adam(bf16_adamw, torch.bfloat16) for _ in range(2))
+    whole.take(3)
     monkeypatch.setitem(bf16_adam.PIECES, "cpu", 64)
-    parts = make(BF16AdamW, torch.bfloat16)
-    take(parts, 3)
-    assert all(map(torch.equal, moments(whole), moments(parts)))
-    assert torch.equal(*(optimizer.param_groups[0]["params"][0] for optimizer in (whole, parts)))
+    parts.take(3)
+    assert all(map(torch.equal, whole.moments(), parts.moments()))
+    assert torch.equal(whole.p, parts.p)

@@ -74,7 +74,8 @@ def train(flags: str, task: str = "GPT", overflows: tuple[int, ...] = ()) -> str
 def metrics(path: Path) -> list[dict]:
     """Of every iteration of a run, without what depends on the clock."""
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{k: v for k, v in row.items() if "second" not in k and "FLOP" not in k} for row in records]
+    timed = ("seconds per iteration", "tokens per second", "TFLOP/s per device", "mfu", "hfu")
+    return [{k: v for k, v in row.items() if k not in timed} for row in records]
 
 
 def run(path: Path, flags: str, **arguments: object) -> list[dict]:

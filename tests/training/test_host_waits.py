@@ -90,8 +90,9 @@ class Watched(Trainer):
             return super().train(SimpleNamespace(reason=lambda iteration: None))
 
     def step(self, batches: Iterator[Batch]) -> int:
-        if self.progress.iteration == 0:
-            self.waits.clear()  # of the loader's start
+        if self.progress.iteration <= 1:
+            # When the loader starts, and when memory is told of, the host asks tensors of its own.
+            self.waits.clear()
         return super().step(batches)
 
     def report(self, clock: Clock) -> None:

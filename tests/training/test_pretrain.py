@@ -33,7 +33,8 @@ TINY = """
 def records(path: Path) -> list[dict]:
     """The metrics of a run, without what depends on the clock."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{k: v for k, v in line.items() if "second" not in k and "FLOP" not in k} for line in lines]
+    timed = ("seconds per iteration", "tokens per second", "TFLOP/s per device", "mfu", "hfu")
+    return [{k: v for k, v in line.items() if k not in timed} for line in lines]
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -502,3 +503,9 @@ def test_an_occupied_folder_is_not_overwritten(pretrain, tmp_path: Path) -> None
     with pytest.raises(InputError, match=r"--max-position-embeddings \(checkpoint: 16, given: 8\)"):
         pretrain(*TINY, "--load", tmp_path / "a", "--seq-length", 8)
     assert files(tmp_path / "a") == before
+
+
+def test_the_compiler_is_not_imported_where_nothing_is_compiled(command) -> None:
+    """It takes a second or two of every start."""
+    code = "import sys, pretrain_gpt; pretrain_gpt.main(); print('torch._dynamo' in sys.modules)"
+    assert command("-c", code, *TINY).stdout.splitlines()[-1] == "False"

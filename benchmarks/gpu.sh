@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# What takes a GPU, on a bare machine that has the packages and no network: the tests marked gpu, then speed and memory
+# against what a user would pick instead.
+#
+#   bash benchmarks/gpu.sh [PART...]
+#
+# PART is tests, or a size of benchmarks/train.py: 355m or 1.3b. Without one all are run, as far as the time goes: a call
+# is over within LIMIT seconds (default: 520), and parts that it did not come to are for the next. Results are added to
+# benchmarks/results/<device>.json, and the table of all of them comes last.
+#
+#   NANOGPT  a checkout of nanoGPT to compare with (default: none)
+#   PYTHON   the Python that has the packages (default: python3)
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/common.sh
+
+: "${LIMIT:=520}" "${NANOGPT:=}" "${PYTHON:=python3}"
+train=(benchmarks/train.py --device cuda --precisions bf16 ${NANOGPT:+--nanogpt "$NANOGPT"})
+parts=("$@")
+((${#parts[@]})) || parts=(tests 355m 1.3b)
+
+name=$("$PYTHON" -c 'import torch; print(torch.cuda.get_device_name())') || fail "torch sees no GPU here"
+results=benchmarks/results/$(tr '[:upper:] /' '[:lower:]--' <<<"$name").json
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+
+# Run Python for as long as is left of this call.
+within_limit() {
+  ((SECONDS < LIMIT)) || fail "LIMIT=$LIMIT seconds are over; call again for this part"
+  run timeout --signal=INT --kill-after=10 "$((LIMIT - SECONDS))" "$PYTHON" "$@"
+}
+
+status=0
+for part in "${parts[@]}"; do
+  found=$scratch/$part
+  case $part in
+    tests) (within_limit -m pytest -m gpu --junitxml "$found") || status=$? ;;
+    *) (within_limit "${train[@]}" --sizes "$part" --output "$found") || status=$? ;;
+  esac
+  [[ ! -e $found ]] || "$PYTHON" benchmarks/gpu_table.py "$results" "$part" "$found"
+done
+"$PYTHON" benchmarks/gpu_table.py "$results"
+exit "$status"

@@ -1,0 +1,49 @@
+"""Adds what a part of gpu.sh has found to the results of a device, or prints all of them.
+
+python benchmarks/gpu_table.py RESULTS [PART FILE]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+
+def main() -> None:
+    output, *part = sys.argv[1:]
+    path = Path(output)
+    results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if part:
+        name, found = part[0], Path(part[1])
+        results[name] = tests(found) if name == "tests" else json.loads(found.read_text(encoding="utf-8"))
+        path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    else:
+        for name, found in results.items():
+            print_part(name, found)
+
+
+def tests(report: Path) -> dict[str, float]:
+    """The numbers of a report that pytest's --junitxml has written."""
+    suite = next(ElementTree.parse(report).iter("testsuite"))
+    counts = {name: int(suite.get(name)) for name in ("tests", "failures", "errors", "skipped")}
+    return counts | {"seconds": float(suite.get("time"))}
+
+
+def print_part(name: str, found: dict[str, Any]) -> None:
+    """A line for the tests, and one for each side that was compared."""
+    if name == "tests":
+        print("tests: " + ", ".join(f"{key} {value:g}" for key, value in found.items()))
+        return
+    print(f"{found['command']} (commit {found['commit']})")
+    for title, sides in found.items():
+        if title.startswith(f"{name}, "):
+            print(title)
+            for side, values in sides.items():
+                print(f"  {side:24} " + "  ".join(f"{key} {value:,}" for key, value in values.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""benchmarks/gpu.sh, run against a stand-in for Python that has a GPU and finds something at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PYTHON = f"""#!/usr/bin/env bash
+case "$*" in
+  *get_device_name*) [[ -z ${{NO_GPU:-}} ]] && echo "NVIDIA H100 80GB HBM3" ;;
+  "-m pytest "*)
+    echo '<testsuites><testsuite tests="7" failures="1" errors="0" skipped="2" time="3.5"/></testsuites>' >"${{@: -1}}"
+    exit 1 ;;
+  benchmarks/train.py*)
+    echo '{{"command": "train", "commit": "abc", "machine": {{"cores": 8}}, "355m, bf16, cuda":
+      {{"ours": {{"tokens/s": 50000}}, "transformers": {{"tokens/s": 20000}}}}}}' >"${{@: -1}}" ;;
+  benchmarks/gpu_table.py*) exec {shlex.quote(sys.executable)} "$@" ;;
+esac
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    for name in ("scripts/common.sh", "benchmarks/gpu.sh", "benchmarks/gpu_table.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "benchmarks" / "results").mkdir()
+    (tmp_path / "python").write_text(PYTHON)
+    (tmp_path / "python").chmod(0o755)
+    return tmp_path
+
+
+def run(checkout: Path, *parts: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    environment = {"PATH": os.environ["PATH"], "PYTHON": str(checkout / "python")} | environment
+    script = ["bash", str(checkout / "benchmarks" / "gpu.sh"), *parts]
+    return subprocess.run(script, env=environment, capture_output=True, text=True)
+
+
+def results(checkout: Path) -> dict:
+    path = checkout / "benchmarks" / "results" / "nvidia-h100-80gb-hbm3.json"
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_parts_add_to_the_results_of_the_device(checkout: Path) -> None:
+    done = run(checkout, "tests")
+    assert done.returncode == 1  # as the tests did
+    counts = {"tests": 7, "failures": 1, "errors": 0, "skipped": 2, "seconds": 3.5}
+    assert results(checkout) == {"tests": counts}
+
+    done = run(checkout, "355m", NANOGPT="/peers/nano GPT", LIMIT="100")
+    assert (done.returncode, done.stderr) == (0, "")
+    first, *table = done.stdout.splitlines()
+    command = shlex.split(first[2:])
+    assert command[0] == "timeout" and 90 < int(command[3]) <= 100
+    assert command[5:-1] == shlex.split(
+        "benchmarks/train.py --device cuda --precisions bf16 --nanogpt '/peers/nano GPT' --sizes 355m --output"
+    )
+    assert results(checkout).keys() == {"tests", "355m"}
+    assert table == [
+        "tests: tests 7, failures 1, errors 0, skipped 2, seconds 3.5",
+        "train (commit abc)",
+        "355m, bf16, cuda",
+        "  ours                     tokens/s 50,000",
+        "  transformers             tokens/s 20,000",
+    ]
+
+
+def test_without_parts_all_are_run_as_far_as_the_time_goes(checkout: Path) -> None:
+    done = run(checkout)
+    assert [line.split("--sizes ")[1][:4] for line in done.stdout.splitlines() if "--sizes" in line] == [
+        "355m",
+        "1.3b",
+    ]
+    done = run(checkout, LIMIT="0")
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == ["error: LIMIT=0 seconds are over; call again for this part"] * 3
+
+
+def test_without_a_gpu_one_line_says_so(checkout: Path) -> None:
+    done = run(checkout, NO_GPU="1")
+    assert (done.returncode, done.stderr) == (2, "error: torch sees no GPU here\n")
