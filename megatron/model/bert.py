@@ -16,7 +16,7 @@ from megatron.model.config import ModelConfig
 from megatron.model.layers import TensorParallel
 from megatron.model.transformer import Context, Norm, Transformer, input_init
 from megatron.model.vocabulary import WORD_TABLE, Embedding, OutputLayer
-from megatron.ops.activation import gelu
+from megatron.ops.backend import Ops
 from megatron.ops.embedding import embedding
 from megatron.ops.rotary import rotary_angles
 from megatron.parallel.collectives import gather_sequence
@@ -42,15 +42,16 @@ class Linear(nn.Module):
 class LMHead(nn.Module):
     """What BERT's output layer reads: a layer, GELU and a normalisation, position by position."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
+        self.ops = ops
         # NVIDIA's fused kernel, whose tanh form the layers take, is not used here.
         self.tanh = config.openai_gelu
         self.dense = Linear(config, config.hidden_size)
-        self.layer_norm = Norm(config, whole(config.hidden_size))
+        self.layer_norm = Norm(config, whole(config.hidden_size), ops)
 
     def forward(self, x_pbh: Tensor) -> Tensor:
-        return self.layer_norm(gelu(self.dense(x_pbh), tanh=self.tanh))
+        return self.layer_norm(self.ops.gelu(self.dense(x_pbh), tanh=self.tanh))
 
 
 class Pooler(nn.Module):
@@ -175,7 +176,7 @@ class BertModel(Bert):
         )
         self.lm_head = self.output_layer = self.pooler = self.binary_head = None
         if self.chunk.last:
-            self.lm_head = LMHead(config)
+            self.lm_head = LMHead(config, self.tp.ops)
             self.output_layer = OutputLayer(
                 config,
                 vocab_size,

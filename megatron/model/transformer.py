@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megatron.model.config import ModelConfig
 from megatron.model.layers import ColumnParallelLinear, RowParallelLinear, TensorParallel
-from megatron.ops.norm import layer_norm, rms_norm
+from megatron.ops.backend import Ops
 from megatron.parallel.parameters import Init, normal, ones, parameter, xavier_uniform, zeros
 from megatron.parallel.random import DropoutKey, dropout, seed_dropout
 from megatron.parallel.recompute import Recompute, rerun, rerun_attention
@@ -61,16 +61,16 @@ class Context:
 class Norm(nn.Module):
     """LayerNorm or RMSNorm, after `--normalization`. What it gives has the dtype of what it reads."""
 
-    def __init__(self, config: ModelConfig, place: GlobalSlice) -> None:
+    def __init__(self, config: ModelConfig, place: GlobalSlice, ops: Ops) -> None:
         super().__init__()
-        self.epsilon = config.norm_epsilon
+        self.ops, self.epsilon = ops, config.norm_epsilon
         self.weight = parameter(place, ones)
         self.bias = parameter(place, zeros) if config.normalization == "LayerNorm" else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bias is None:
-            return rms_norm(x, self.weight, self.epsilon)
-        return layer_norm(x, self.weight, self.bias, self.epsilon)
+            return self.ops.rms_norm(x, self.weight, self.epsilon)
+        return self.ops.layer_norm(x, self.weight, self.bias, self.epsilon)
 
 
 def input_init(config: ModelConfig, outputs: int) -> Init:
@@ -131,7 +131,7 @@ class SelfAttention(nn.Module):
         if config.qk_layernorm:
             # One for all heads, of which each process sees some.
             place = whole(self.width, partial=True)
-            self.q_layernorm, self.k_layernorm = Norm(config, place), Norm(config, place)
+            self.q_layernorm, self.k_layernorm = Norm(config, place, tp.ops), Norm(config, place, tp.ops)
 
     def _shared_groups(
         self, config: ModelConfig, heads: int
@@ -224,9 +224,9 @@ class TransformerLayer(nn.Module):
         self.layer, self.tp = layer, tp
         self.hidden_dropout = config.hidden_dropout
         self.post_norm = config.apply_residual_connection_post_layernorm
-        self.input_layernorm = Norm(config, tp.replicated(config.hidden_size))
+        self.input_layernorm = Norm(config, tp.replicated(config.hidden_size), tp.ops)
         self.self_attention = SelfAttention(config, layer, tp, recompute)
-        self.pre_mlp_layernorm = Norm(config, tp.replicated(config.hidden_size))
+        self.pre_mlp_layernorm = Norm(config, tp.replicated(config.hidden_size), tp.ops)
         self.mlp = MLP(config, tp)
 
     def forward(self, x_sbh: Tensor, context: Context) -> Tensor:
@@ -254,7 +254,7 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleDict({str(i): TransformerLayer(config, i, tp, recompute) for i in layers})
         self.groups = recompute.groups(len(layers))
         self.recompute = recompute
-        self.final_layernorm = Norm(config, tp.replicated(config.hidden_size)) if last else None
+        self.final_layernorm = Norm(config, tp.replicated(config.hidden_size), tp.ops) if last else None
 
     def forward(self, x_sbh: Tensor, context: Context) -> Tensor:
         layers = list(self.layers.values())

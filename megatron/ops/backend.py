@@ -15,6 +15,7 @@ from megatron.ops.attention import attention, attention_by_blocks
 from megatron.ops.compiler import Compiler, Run, as_written
 from megatron.ops.config import OpsConfig
 from megatron.ops.linear import Matmul, has_onednn, matmul, onednn_matmul
+from megatron.ops.norm import apex_layer_norm, apex_rms_norm, has_apex, layer_norm, rms_norm
 from megatron.ops.projected_loss import projected_loss
 from megatron.ops.rotary import compiled_rotate, rotate
 
@@ -32,6 +33,8 @@ class Ops:
     attention: Callable[..., Tensor] = attention
     gelu: Callable[..., Tensor] = gelu
     swiglu: Callable[[Tensor], Tensor] = swiglu
+    layer_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor] = layer_norm
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate
     projected_loss: Callable[..., Tensor] | None = None
     notes: tuple[str, ...] = ("operations: plain PyTorch",)
@@ -60,10 +63,14 @@ def choose_ops(config: OpsConfig, *, work: float, dtype: torch.dtype, device: to
     product, library = matmul, "torch"
     if device.type == "cpu" and has_onednn(dtype):
         product, library = onednn_matmul, "oneDNN"
+    apex = _uses_apex(config, device)
+    norms = "apex" if apex else "torch"
     ops = Ops(
         matmul=product,
+        layer_norm=apex_layer_norm if apex else layer_norm,
+        rms_norm=apex_rms_norm if apex else rms_norm,
         projected_loss=functools.partial(projected_loss, run, product),
-        notes=(f"operations: products by {library}, logits a part at a time; {note}",),
+        notes=(f"operations: products by {library}, norms by {norms}, logits a part at a time; {note}",),
     )
     if compiler is None:
         return ops
@@ -74,6 +81,19 @@ def choose_ops(config: OpsConfig, *, work: float, dtype: torch.dtype, device: to
         swiglu=functools.partial(compiled_swiglu, run),
         rotate=functools.partial(compiled_rotate, run),
     )
+
+
+def _uses_apex(config: OpsConfig, device: torch.device) -> bool:
+    """Whether apex normalises."""
+    if config.ops_backend == "apex" and device.type != "cuda":
+        raise InputError("--ops-backend apex: apex needs a GPU; use --ops-backend auto")
+    found = device.type == "cuda" and config.ops_backend in ("auto", "apex") and has_apex()
+    if config.ops_backend == "apex" and not found:
+        raise InputError(
+            "--ops-backend apex: this Python has no apex with its CUDA extensions, which is not on PyPI: install it "
+            "as https://github.com/NVIDIA/apex says, or use --ops-backend auto"
+        )
+    return found
 
 
 def _compiler(config: OpsConfig, work: float, device: torch.device) -> tuple[Compiler | None, str]:

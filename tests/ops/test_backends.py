@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
+import types
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.flags import InputError
-from megatron.ops import activation, attention, compiler, linear, projected_loss, rotary
+from megatron.ops import activation, attention, compiler, linear, norm, projected_loss, rotary
 from megatron.ops.backend import PLAIN, choose_ops
 from megatron.ops.compiler import Compiler, as_written
 from megatron.ops.config import OpsConfig
@@ -201,6 +203,20 @@ def test_onednn_matmul(dtype: torch.dtype) -> None:
     )
 
 
+def test_apex_is_called_as_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """apex is on no machine of these tests: a stand-in with its signatures computes by torch."""
+    stand_in = types.ModuleType("apex.normalization.fused_layer_norm")
+    stand_in.fused_layer_norm_affine = lambda x, weight, bias, shape, eps: F.layer_norm(
+        x, shape, weight, bias, eps
+    )
+    stand_in.fused_rms_norm_affine = lambda x, weight, shape, eps: F.rms_norm(x, shape, weight, eps)
+    for name in ("apex", "apex.normalization", stand_in.__name__):
+        monkeypatch.setitem(sys.modules, name, stand_in)
+    x, weight, bias = random(3, 4, 8).float(), random(8).bfloat16(), random(8, seed=2).bfloat16()
+    assert torch.equal(norm.apex_layer_norm(x, weight, bias, 1e-5), norm.layer_norm(x, weight, bias, 1e-5))
+    assert torch.equal(norm.apex_rms_norm(x, weight, 1e-5), norm.rms_norm(x, weight, 1e-5))
+
+
 def test_the_choice(
     compiled: Compiler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -221,5 +237,7 @@ def test_the_choice(
     assert "no C++ compiler" in choose().notes[0]
     with pytest.raises(InputError, match=r"torch\.compile does not work here: no C"):
         choose(ops_backend="compile")
+    with pytest.raises(InputError, match="--ops-backend apex: apex needs a GPU"):
+        choose(ops_backend="apex")
     with pytest.raises(InputError, match="--no-torch-compile exclude"):
         OpsConfig(ops_backend="compile", torch_compile=False)
