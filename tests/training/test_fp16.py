@@ -8,6 +8,7 @@ import io
 import itertools
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -74,7 +75,7 @@ def train(flags: str, task: str = "GPT", overflows: tuple[int, ...] = ()) -> str
 def metrics(path: Path) -> list[dict]:
     """Of every iteration of a run, without what depends on the clock."""
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{k: v for k, v in row.items() if "second" not in k and "FLOP" not in k} for row in records]
+    return [{k: v for k, v in row.items() if not re.search("second|FLOP|[mh]fu", k)} for row in records]
 
 
 def run(path: Path, flags: str, **arguments: object) -> list[dict]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -33,7 +34,7 @@ TINY = """
 def records(path: Path) -> list[dict]:
     """The metrics of a run, without what depends on the clock."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{k: v for k, v in line.items() if "second" not in k and "FLOP" not in k} for line in lines]
+    return [{k: v for k, v in line.items() if not re.search("second|FLOP|[mh]fu", k)} for line in lines]
 
 
 def files(folder: Path) -> dict[str, bytes]:
