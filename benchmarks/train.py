@@ -103,7 +103,6 @@ def compare(config: BenchmarkConfig, size: Size, precision: str) -> dict[str, di
     }
     if config.nanogpt is not None:
         sides["nanoGPT, compiled"] = (theirs, ("nanogpt", config.nanogpt, True))
-    sides["transformers"] = (theirs, ("transformers", None, False))
     sides["transformers, compiled"] = (theirs, ("transformers", None, True))
     sides["largest products"] = (products, ())
     workers = {
