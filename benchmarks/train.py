@@ -103,6 +103,8 @@ def compare(config: BenchmarkConfig, size: Size, precision: str) -> dict[str, di
     }
     if config.nanogpt is not None:
         sides["nanoGPT, compiled"] = (theirs, ("nanogpt", config.nanogpt, True))
+    if config.device == "cpu":
+        sides["transformers"] = (theirs, ("transformers", None, False))
     sides["transformers, compiled"] = (theirs, ("transformers", None, True))
     sides["largest products"] = (products, ())
     workers = {

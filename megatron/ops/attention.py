@@ -51,7 +51,7 @@ def attention_by_blocks(
     causal: bool,
     dropout: float,
 ) -> Tensor:
-    """`attention` on a CPU in bf16, of which matrix units compute the products.
+    """`attention` on a CPU in fp32 or bf16, its products by the library that is the fastest at them.
 
     Blocks of queries meet the keys up to their last one, so that half of the causal square is left out; `run` runs what
     lies between the products. The exponentials are kept for backward, as they are: dividing the few outputs by
@@ -59,7 +59,7 @@ def attention_by_blocks(
     """
     s = q_bnsd.shape[2]
     fits = mask_bst is None and dropout == 0 and k_bgtd.shape[2] == s and BLOCK <= s <= LONGEST
-    if not (fits and q_bnsd.dtype == torch.bfloat16):
+    if not (fits and q_bnsd.dtype in (torch.float32, torch.bfloat16)):
         return attention(q_bnsd, k_bgtd, v_bgtd, mask_bst=mask_bst, causal=causal, dropout=dropout)
     return _Blocks.apply(q_bnsd, k_bgtd, v_bgtd, run, causal)
 
@@ -67,7 +67,8 @@ def attention_by_blocks(
 class _Blocks(torch.autograd.Function):
     """In the names of tensors x is batch times groups, r the heads of a group times the queries of a block.
 
-    Torch's products of bf16 copy what is not dense, so that blocks are cut out once.
+    Torch's products of bf16 copy what is not dense, and element by element what is transposed too: blocks are cut out
+    once, and keys and values before they are transposed.
     """
 
     @staticmethod
@@ -81,7 +82,7 @@ class _Blocks(torch.autograd.Function):
         for begin, end in _blocks(s):
             seen = end if causal else s
             q_xrd = q_bghsd[..., begin:end, :].reshape(b * g, -1, d)
-            scores_xrt = torch.bmm(q_xrd, k[:, :seen].transpose(1, 2))
+            scores_xrt = torch.bmm(q_xrd, k[:, :seen].contiguous().transpose(1, 2))
             exp_xrt, sum_xr1 = run(_exponentials, scores_xrt, d**-0.5, end - begin if causal else 0)
             run(_divide, torch.bmm(exp_xrt, v[:, :seen]), sum_xr1, out[:, :, begin:end])
             kept += [q_xrd, exp_xrt, sum_xr1]
@@ -102,7 +103,7 @@ class _Blocks(torch.autograd.Function):
             # Of the outputs before they were divided.
             grad_xrd = torch.empty_like(q_xrd)
             run(_divide, grad_bghsd[..., begin:end, :].reshape(b * g, -1, d), sum_xr1, grad_xrd)
-            grad_exp_xrt = torch.bmm(grad_xrd, v[:, :seen].transpose(1, 2))
+            grad_exp_xrt = torch.bmm(grad_xrd, v[:, :seen].contiguous().transpose(1, 2))
             grad_scores_xrt = run(_scores_gradient, exp_xrt, grad_exp_xrt, sum_xr1, d**-0.5)
             grad_q[:, :, begin:end] = torch.bmm(grad_scores_xrt, k[:, :seen]).unflatten(1, (n // g, -1))
             run(_add_to, grad_k[:, :seen], torch.bmm(grad_scores_xrt.transpose(1, 2), q_xrd))

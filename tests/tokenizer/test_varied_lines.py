@@ -260,7 +260,9 @@ def test_tiktokens_own_files(pieces: list[bytes], tmp_path: Path, monkeypatch: p
 LIMIT = 999_998  # of white space; with one more the regular expressions of tiktoken panic
 
 
-@pytest.mark.parametrize("pattern", ["v1", "gpt2", "o200k"])
+@pytest.mark.parametrize(
+    "pattern", ["gpt2", *(pytest.param(p, marks=pytest.mark.slow) for p in ("v1", "o200k"))]
+)
 def test_white_space_that_is_too_long_for_tiktoken(pattern: str, pieces: list[bytes], tmp_path: Path) -> None:
     """It is cut where tiktoken cannot encode it, and only there."""
     pytest.importorskip("tiktoken")

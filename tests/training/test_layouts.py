@@ -75,7 +75,7 @@ LAYOUTS = {
     "T2 kept in parts": (2, f"{TP} 2 --checkpoint-activations --distribute-saved-activations"),
 }
 FAST = {
-    "bert": "T2+SP|P2V2|D2+ZeRO",
+    "bert": "P2V2|D2+ZeRO",  # T2+SP with fine-tuning (test_finetune.py)
     "gpt2": "T2+SP|P2V2|D2+ZeRO|T2P2|P4 uneven|everything",
     "llama": "P2 gpipe|T2D2+ZeRO",
     "qwen2": "",
