@@ -59,6 +59,7 @@ class Compiler:
 
     def check(self, device: torch.device) -> str | None:
         """Why nothing can be compiled for a device here, in a line; None if it can."""
+        logger.info("trying torch.compile, which takes some ten seconds for the first time")
         begin = time.perf_counter()
         try:
             torch.compile(_probe)(torch.ones(32, device=device))

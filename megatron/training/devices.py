@@ -7,6 +7,7 @@ import functools
 import os
 import re
 import resource
+import sys
 import time
 from pathlib import Path
 
@@ -115,9 +116,12 @@ def memory_use(device: torch.device) -> dict[str, int]:
     """Bytes that this process has "allocated" of a GPU, and the "max allocated" up to now; "reserved" is with what
     torch's allocator holds for later. On a CPU those it has in memory, files that it has mapped among them."""
     if device.type == "cpu":
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return {"allocated": pages * os.sysconf("SC_PAGE_SIZE"), "max allocated": most}
+        # macOS counts bytes, and has no other number.
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        statm = Path("/proc/self/statm")
+        now = int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else most
+        # Linux notes the most now and then.
+        return {"allocated": now, "max allocated": max(most, now)}
     return {
         "allocated": torch.cuda.memory_allocated(device),
         "max allocated": torch.cuda.max_memory_allocated(device),
