@@ -7,6 +7,7 @@ first dimension. Shapes in names: s sequence, b batch, h hidden; what is divided
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 from torch import Tensor, nn
@@ -87,7 +88,9 @@ class _Linear(torch.autograd.Function):
         parts = [(part, slice(*rows)) for part, rows in zip(grads, ctx.rows, strict=True)]
         # Each communication runs beside the products that do not need its result.
         gathering = start_all_gather(x, axis) if ctx.sequence else None
-        grad_x = sum(ctx.matmul(part, weight[rows].t(), None) for part, rows in parts)
+        grad_x = functools.reduce(
+            torch.add, [ctx.matmul(part, weight[rows].t(), None) for part, rows in parts]
+        )
         gathered = x if gathering is None else gathering.wait()
         reduce = start_reduce_scatter if ctx.sequence else start_all_reduce
         reducing = reduce(grad_x, axis)

@@ -45,7 +45,8 @@ class _Pointwise(torch.autograd.Function):
     def forward(ctx, x: Tensor, run: Run, formula, gradient) -> Tensor:
         ctx.run, ctx.gradient = run, gradient
         ctx.save_for_backward(x)
-        return run(formula, x.flatten(0, -2)).view(*x.shape[:-1], -1)
+        out = run(formula, x.flatten(0, -2))
+        return out.view(*x.shape[:-1], out.shape[-1])
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:

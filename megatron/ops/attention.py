@@ -58,7 +58,8 @@ def attention_by_blocks(
     their sum takes less than dividing them.
     """
     s = q_bnsd.shape[2]
-    fits = mask_bst is None and dropout == 0 and k_bgtd.shape[2] == s and BLOCK <= s <= LONGEST
+    is_plain = mask_bst is None and dropout == 0 and k_bgtd.shape[2] == s
+    fits = is_plain and BLOCK <= s <= LONGEST and q_bnsd.numel() > 0
     if not (fits and q_bnsd.dtype in (torch.float32, torch.bfloat16)):
         return attention(q_bnsd, k_bgtd, v_bgtd, mask_bst=mask_bst, causal=causal, dropout=dropout)
     return _Blocks.apply(q_bnsd, k_bgtd, v_bgtd, run, causal)

@@ -26,7 +26,8 @@ class Ops:
 
     Attributes:
         projected_loss: of the output layer; None computes all logits, and the loss of them.
-        notes: what was chosen and why, a line each.
+        kinds: what was chosen, the same on every process.
+        notes: the same for people, and why, a line each.
     """
 
     matmul: Matmul = matmul
@@ -37,6 +38,7 @@ class Ops:
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate
     projected_loss: Callable[..., Tensor] | None = None
+    kinds: tuple[str, ...] = ("plain",)
     notes: tuple[str, ...] = ("operations: plain PyTorch",)
 
 
@@ -70,6 +72,7 @@ def choose_ops(config: OpsConfig, *, work: float, dtype: torch.dtype, device: to
         layer_norm=apex_layer_norm if apex else layer_norm,
         rms_norm=apex_rms_norm if apex else rms_norm,
         projected_loss=functools.partial(projected_loss, run, product),
+        kinds=(library, norms, "compiled" if compiler else "as written"),
         notes=(f"operations: products by {library}, norms by {norms}, logits a part at a time; {note}",),
     )
     if compiler is None:

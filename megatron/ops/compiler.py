@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 import tempfile
 import time
 from collections.abc import Callable
@@ -33,14 +34,19 @@ def as_written(function: Callable[..., Any], *arguments: Any) -> Any:
 class Compiler:
     """Runs functions compiled by torch.compile, each from the first time on that it is asked for.
 
-    What is compiled holds for all sizes, so that one length of sequence after another does not compile anew, and gives
-    the same numbers whatever came before. It is kept in `folder` for later runs.
+    What is compiled holds for all sizes, so that one length of sequence after another does not compile anew. It is kept
+    in `folder` for later runs.
     """
 
     def __init__(self) -> None:
-        """Raises: OSError: the folder cannot be made."""
+        """Raises: OSError: the folder cannot be made, or others could put code there."""
         self.folder = cache_folder()
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        status = self.folder.stat()
+        if status.st_uid != os.getuid() or status.st_mode & stat.S_IWOTH:
+            raise OSError(
+                f"{self.folder} is not this user's alone; name a folder that is by TORCHINDUCTOR_CACHE_DIR"
+            )
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(self.folder)
         # In this process: other processes to compile in have to be started, waited for and ended.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")

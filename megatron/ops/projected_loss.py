@@ -1,8 +1,8 @@
 """The projection to the vocabulary and its cross entropy in one, some rows at a time.
 
 Logits are the largest activation of a language model: 51,200 for every token. Here no more than `AT_ONCE` bytes of them
-exist at a time, and none in fp32; backward computes them again. Where all together are no more than `KEPT` bytes they
-are kept for backward, which saves a product in four.
+exist at a time, and compiled none in fp32; backward computes them again. Where all together are no more than `KEPT`
+bytes they are kept for backward, which saves a product in four.
 
 With a divided vocabulary two all-reduces of a number per token make one softmax of the parts (arXiv 1909.08053 section
 3): the largest logit, then the sum of exponentials with the label's logit.
@@ -52,7 +52,10 @@ def projected_loss(
     """
     begin = axis.rank * len(weight_vh)
     real = min(max(vocab_size - begin, 0), len(weight_vh))
-    return _ProjectedLoss.apply(x_sbh, weight_vh, bias_v, labels_sb, run, matmul, begin, real, axis, sequence)
+    trains = torch.is_grad_enabled()
+    return _ProjectedLoss.apply(
+        x_sbh, weight_vh, bias_v, labels_sb, run, matmul, begin, real, axis, sequence, trains
+    )
 
 
 class _ProjectedLoss(torch.autograd.Function):
@@ -69,6 +72,7 @@ class _ProjectedLoss(torch.autograd.Function):
         real: int,
         axis: Axis,
         sequence: bool,
+        trains: bool,
     ) -> Tensor:
         ctx.run, ctx.matmul, ctx.real, ctx.axis, ctx.sequence = run, matmul, real, axis, sequence
         x = (start_all_gather(x_sbh, axis).wait() if sequence else x_sbh).flatten(0, 1)
@@ -76,8 +80,8 @@ class _ProjectedLoss(torch.autograd.Function):
         # Labels of other processes' rows are at no column.
         index = index.masked_fill((index < 0) | (index >= len(weight)), -1)
         row_bytes = len(weight) * weight.element_size()
-        keeps = len(x) * row_bytes <= KEPT and any(ctx.needs_input_grad)
-        ctx.rows = len(x) if keeps else max(AT_ONCE[x.device.type] // row_bytes, 1)
+        keeps = trains and len(x) * row_bytes <= KEPT
+        ctx.rows = max(len(x), 1) if keeps else max(AT_ONCE[x.device.type] // row_bytes, 1)
         found = []
         for part in _parts(len(x), ctx.rows):
             logits = matmul(x[part], weight, bias)
@@ -101,15 +105,16 @@ class _ProjectedLoss(torch.autograd.Function):
             ctx.run(_gradient, logits, log_sum[part], grad[part], index[part], _columns(logits, ctx.real))
             grad_x[part] = ctx.matmul(logits, weight.t(), None)
             _add(grad_weight, logits.t() @ x[part])
-            _add(grad_bias, logits.sum(0))
+            if bias is not None:
+                _add(grad_bias, logits.sum(0))
         ctx.kept = None
         start = start_reduce_scatter if ctx.sequence else start_all_reduce
         grad_x = start(grad_x.view(-1, *x_sbh.shape[1:]), axis).wait()
-        return grad_x, grad_weight[0], None if bias is None else grad_bias[0], *[None] * 7
+        return grad_x, grad_weight[0], None if bias is None else grad_bias[0], *[None] * 8
 
 
 def _parts(total: int, size: int) -> list[slice]:
-    return [slice(begin, min(begin + size, total)) for begin in range(0, total, size)]
+    return [slice(begin, min(begin + size, total)) for begin in range(0, max(total, 1), size)]
 
 
 def _add(total: list[Tensor], x: Tensor) -> None:

@@ -76,6 +76,8 @@ def find_peak(mesh: Mesh, product: Matmul, dtype: torch.dtype) -> Peak:
 
 def known_peak(name: str, dtype: torch.dtype) -> float | None:
     """FLOP/s in `dtype` of the GPU that torch calls `name`; None if it is not in the table, or a part of one (MIG)."""
+    if " MIG " in name:
+        return None
     for pattern, *tflops in PEAKS:
         if re.search(rf"(^|\s){pattern}$", name):
             found = tflops[COLUMNS.index(dtype)]

@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 from megatron.data.loader import Batch
+from megatron.flags import InputError
 from megatron.model.layers import TensorParallel
 from megatron.ops.backend import choose_ops
 from megatron.optim.buffer import ParamBuffer
 from megatron.optim.layout import lay_out
 from megatron.optim.optimizer import Optimizer
-from megatron.parallel.collectives import all_reduce_sum
+from megatron.parallel.collectives import all_equal, all_reduce_sum, together
 from megatron.parallel.mesh import ALONE, Mesh
 from megatron.parallel.pipeline import Transfers, run_schedule
+from megatron.parallel.random import key
 from megatron.parallel.recompute import Recompute
 from megatron.parallel.schedules import SCHEDULES, Action, forward_only, with_transfers
 from megatron.parallel.stages import split_layers
@@ -62,7 +64,14 @@ class Engine:
             config.model, seq_length=length, padded_vocab_size=padded_vocab_size, vocab_positions=length
         )
         work = sample * config.training.micro_batch_size / (mesh.tp.size * mesh.pp.size)
-        self.ops = choose_ops(config.ops, work=work, dtype=self.dtype, device=mesh.device)
+        with together(mesh.world, InputError):
+            self.ops = choose_ops(config.ops, work=work, dtype=self.dtype, device=mesh.device)
+        # What all hold alike would drift apart if it were not computed alike.
+        if not all_equal(key(*self.ops.kinds, bits=32), mesh.world):
+            raise InputError(
+                f"rank {mesh.world.rank} would compute by {', '.join(self.ops.kinds)}, and others by something else: "
+                "their machines differ in torch, apex or the C++ compiler; make them alike, or use --ops-backend plain"
+            )
         tp = TensorParallel(mesh.tp, parallel.sequence_parallel, self.ops)
         with torch.device("meta"):
             self.chunks = [

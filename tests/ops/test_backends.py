@@ -174,6 +174,23 @@ def test_projected_loss(
     )
 
 
+@pytest.mark.parametrize("how", ["as written", "compiled"])
+def test_no_samples(run: Callable) -> None:
+    """As a replica has them at the end of an evaluation."""
+    x, weight = torch.empty(4, 0, 8), random(16, 8).float()
+    assert activation.compiled_gelu(run, x, tanh=True).shape == (4, 0, 8)
+    assert activation.compiled_swiglu(run, x).shape == (4, 0, 4)
+    heads = torch.empty(0, 2, 128, 8)
+    settings = {"mask_bst": None, "causal": True, "dropout": 0.0}
+    assert attention.attention_by_blocks(run, heads, heads, heads, **settings).shape == heads.shape
+    for product in (linear.matmul, *([linear.onednn_matmul] if linear.has_onednn(torch.float32) else [])):
+        labels = torch.empty(4, 0, dtype=torch.long)
+        losses = projected_loss.projected_loss(
+            run, product, x, weight, None, labels, vocab_size=16, axis=ALONE, sequence=False
+        )
+        assert losses.shape == (4, 0)
+
+
 def test_logits_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a vocabulary of 51,200, fewer bytes than an eighth of what the plain way holds."""
     held = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import re
 import time
 from collections.abc import Callable
@@ -55,7 +56,13 @@ def test_names_of_torch_are_found(name: str, half: float, fp32: float) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["NVIDIA H200 MIG 1g.18gb", "NVIDIA GeForce RTX 4090 Laptop GPU", "AMD Instinct MI300X", "NVIDIA H1000"],
+    [
+        "NVIDIA H200 MIG 1g.18gb",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "AMD Instinct MI300X",
+        "NVIDIA H1000",
+    ],
 )
 def test_what_is_not_known_is_not_guessed(name: str) -> None:
     assert known_peak(name, torch.bfloat16) is None
@@ -94,11 +101,12 @@ def test_utilisation_is_work_over_time_and_peak(pretrain: Callable[..., str], tm
 
 
 def test_memory_of_a_cpu_is_the_process() -> None:
-    before = memory_use(CPU)
-    block = torch.ones(64 << 20, dtype=torch.uint8)
-    after = memory_use(CPU)
-    assert after["allocated"] - before["allocated"] == pytest.approx(block.numel(), rel=0.1)
-    assert after["max allocated"] >= 0.99 * after["allocated"]
+    before, size = memory_use(CPU), 64 << 20
+    with mmap.mmap(-1, size) as block:  # not of malloc, which may have kept as much from other tests
+        block.write(b"1" * size)
+        after = memory_use(CPU)
+    assert after["allocated"] - before["allocated"] >= 0.9 * size
+    assert after["max allocated"] >= after["allocated"]
 
 
 def memory_of(layout: str) -> tuple[str, dict[str, int]]:
