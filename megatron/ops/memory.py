@@ -8,8 +8,8 @@ import ctypes
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 
 
-def keep_freed_memory() -> bool:
-    """Have malloc keep what is freed, for the next step needs as much again; whether it can.
+def keep_freed_memory() -> None:
+    """Have malloc keep what is freed, for the next step needs as much again, where it is glibc's.
 
     By default glibc gives each large block back to the system at once, and every step has the system clear all its
     activations anew, page by page: a tenth of its time.
@@ -17,5 +17,6 @@ def keep_freed_memory() -> bool:
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):  # another C library
-        return False
-    return bool(mallopt(M_MMAP_MAX, 0) and mallopt(M_TRIM_THRESHOLD, 2**31 - 1))
+        return
+    mallopt(M_MMAP_MAX, 0)
+    mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
