@@ -22,7 +22,7 @@ def find_checkpoint(
     Hugging Face's; None if it may be empty, being that of `save`, and is.
 
     If `load` is the folder of `save`, the run continues itself: a checkpoint that is damaged is passed over for the
-    one before it. Every process of `world` must take part.
+    one before it, and the tracker may be missing. Every process of `world` must take part.
 
     Args:
         verify: compare the checksums of all files (default: if the run continues itself).
@@ -39,6 +39,8 @@ def find_checkpoint(
                 "tools/convert_checkpoint.py --from megatron --to native"
             )
         iteration = newest_iteration(root) if step is None else step
+        if iteration is None and continues:  # killed after its first checkpoint, and before the tracker of it
+            iteration = max(iterations(root), default=None)
     if iteration is not None:
         if step is not None and step not in iterations(root):
             there = f"it holds those of {either(iterations(root))}" if iterations(root) else "it holds none"

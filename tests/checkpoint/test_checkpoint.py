@@ -178,9 +178,15 @@ def test_keep_last(tmp_path: Path) -> None:
 
 
 def test_a_lost_tracker_does_not_start_from_the_beginning(tmp_path: Path) -> None:
-    save(tmp_path, *make()[:2])
+    """As of a run that was killed between its first checkpoint and the tracker."""
+    buffer, optimizer, _ = make()
+    save(tmp_path, buffer, optimizer)
     (tmp_path / storage.TRACKER).unlink()
+    assert find_checkpoint(str(tmp_path), str(tmp_path)).folder == storage.folder_of(tmp_path, 3)
     with pytest.raises(InputError, match="iter_0000003, but no latest_checkpointed_iteration"):
+        find_checkpoint(str(tmp_path), None)
+    (storage.folder_of(tmp_path, 3) / "state.json").write_text("{}")
+    with pytest.raises(InputError, match="state.json"):
         find_checkpoint(str(tmp_path), str(tmp_path))
 
 
