@@ -186,7 +186,7 @@ def test_a_lost_tracker_does_not_start_from_the_beginning(tmp_path: Path) -> Non
     with pytest.raises(InputError, match="iter_0000003, but no latest_checkpointed_iteration"):
         find_checkpoint(str(tmp_path), None)
     (storage.folder_of(tmp_path, 3) / "state.json").write_text("{}")
-    with pytest.raises(InputError, match="state.json"):
+    with pytest.raises(InputError, match=r"state\.json"):
         find_checkpoint(str(tmp_path), str(tmp_path))
 
 
