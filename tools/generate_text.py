@@ -12,25 +12,24 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.arguments import Parser, add_flags, make_config, run_command
+from megatron.inference.config import InferenceConfig
 from megatron.inference.generate import SamplingConfig, generate
 from megatron.inference.load import load_gpt
-from megatron.parallel.mesh import choose_device
+from megatron.parallel.mesh import Mesh, choose_device
 from megatron.tokenizer.config import TokenizerConfig
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument(
-        "--load", required=True, metavar="DIR", help="folder of checkpoints; the newest is used"
-    )
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="text to continue")
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to compute")
+    add_flags(parser, InferenceConfig, "model")
     add_flags(parser, SamplingConfig, "sampling")
     add_flags(parser, TokenizerConfig, "tokenizer (default: the one saved with the checkpoint)")
     args = vars(parser.parse_args(argv))
 
     sampling, chosen = make_config(SamplingConfig, args), make_config(TokenizerConfig, args)
-    model, tokenizer = load_gpt(args["load"], chosen, choose_device(args["device"]))
+    config = make_config(InferenceConfig, args)
+    model, tokenizer = load_gpt(config, chosen, Mesh(device=choose_device(config.device)))
     context = model.config.max_position_embeddings
     prompt = tokenizer.tokenize(args["prompt"])
     tokens: list[int] = []

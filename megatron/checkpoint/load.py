@@ -105,8 +105,8 @@ def _check_known(pieces: Pieces | Assembled, wanted: set[str], mesh: Mesh) -> No
 def load_weights(checkpoint: Checkpoint, model: torch.nn.Module, dtype: torch.dtype) -> None:
     """Give a model that is not trained further (evaluation, generation) the weights of a checkpoint.
 
-    It may be on the meta device. Its weights are then on the CPU, in `dtype`.
+    It may be a part of the model, and on the meta device. Its weights are then on the CPU, in `dtype`.
     """
     weights = checkpoint.pieces("model")
-    values = {name: weights.read(name, p.place).to(dtype) for name, p in model.named_parameters()}
+    values = {name: weights.read(p.tied or name, p.place).to(dtype) for name, p in model.named_parameters()}
     model.load_state_dict(values, assign=True)

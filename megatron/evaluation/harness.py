@@ -10,9 +10,10 @@ from tqdm import tqdm
 
 from megatron.evaluation.score import Pair, score, windows
 from megatron.flags import InputError
+from megatron.inference.config import InferenceConfig
 from megatron.inference.generate import SamplingConfig, generate_texts
 from megatron.inference.load import load_gpt
-from megatron.parallel.mesh import choose_device
+from megatron.parallel.mesh import Mesh, choose_device
 from megatron.tokenizer.config import TokenizerConfig
 
 try:
@@ -64,7 +65,9 @@ class MegatronLM(TemplateLM):
         self.batch_size = batch_size
         self.seed = seed
         self._device = choose_device(device)
-        self.model, self.tokenizer = load_gpt(load, tokenizer or TokenizerConfig(), self._device)
+        self.model, self.tokenizer = load_gpt(
+            InferenceConfig(load=load), tokenizer or TokenizerConfig(), Mesh(device=self._device)
+        )
         self.bos = self.tokenizer.bos if add_bos_token else None
 
     @property

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from megatron.flags import Config, InputError, flag
-from megatron.model.gpt import GPTModel, position_ids
+from megatron.model.gpt import GPTModel
 from megatron.model.transformer import KVCache
+from megatron.parallel.mesh import ALONE
 from megatron.tokenizer import Tokenizer
 
 
@@ -76,20 +77,23 @@ def generate_batch(
     weight = model.embedding.word_embeddings.weight
     rows = [list(prompt) for prompt in prompts]
     ends = [min(context, len(prompt) + config.out_seq_length) for prompt in prompts]
-    cache = KVCache(model.config, batch=len(rows), length=max(ends), dtype=weight.dtype, device=weight.device)
+    layers = range(model.config.num_layers)
+    settings = {"rows": len(rows), "length": max(ends), "dtype": weight.dtype, "device": weight.device}
+    cache, position = KVCache(model.config, layers, ALONE, **settings), 0
     # On the CPU, so that a seed gives the same text on every device.
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     model.eval()
     growing = set(range(len(rows)))
     step = [row[: min(map(len, rows))] for row in rows]
     while growing:
-        ids = position_ids(cache.position, len(rows), len(step[0]), weight.device)
-        logits_bsv = model(torch.tensor(step, device=weight.device), ids, cache=cache)
+        view = cache.rows(0, [position] * len(rows), len(step[0]))
+        logits_bsv = model(torch.tensor(step, device=weight.device), view.position_ids_bs, cache=view)
+        position += len(step[0])
         # Padding of the vocabulary is no token, even where the softmax of training included it.
         logits_bv = logits_bsv[:, -1, : model.vocab_size].float().cpu()
         for i in sorted(growing):
             row = rows[i]
-            if len(row) > cache.position:  # its prompt goes on
+            if len(row) > position:  # its prompt goes on
                 continue
             token = choose(logits_bv[i], config, generators[i])
             if token == eod:
@@ -100,7 +104,7 @@ def generate_batch(
             if len(row) == ends[i] or is_complete(row[len(prompts[i]) :]):
                 growing.remove(i)
         # Rows that have ended are fed anything.
-        step = [row[cache.position : cache.position + 1] or [0] for row in rows]
+        step = [row[position : position + 1] or [0] for row in rows]
 
 
 def generate_texts(

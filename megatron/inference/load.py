@@ -2,43 +2,112 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import logging
+from pathlib import Path
+
 import torch
 
 from megatron.checkpoint.checkpoint import (
+    Checkpoint,
     check_vocabulary,
     model_config,
     saved_tokenizer,
 )
 from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.load import load_weights
+from megatron.checkpoint.nvidia.read import is_megatron, open_megatron
 from megatron.flags import InputError
+from megatron.inference.config import InferenceConfig
+from megatron.model.config import check_tensor_parallel
 from megatron.model.gpt import GPTModel
-from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.model.layers import TensorParallel
+from megatron.ops.backend import Ops
+from megatron.ops.compiler import as_written
+from megatron.ops.linear import has_onednn, matmul, onednn_matmul
+from megatron.ops.projected_loss import projected_loss
+from megatron.parallel.collectives import together
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.stages import split_layers
+from megatron.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
 from megatron.tokenizer.config import TokenizerConfig
 
+logger = logging.getLogger("megatron")
 
-def load_gpt(load: str, tokenizer: TokenizerConfig, device: torch.device) -> tuple[GPTModel, Tokenizer]:
-    """The GPT of the newest checkpoint in the folder `load`, in the dtype it was saved in.
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def load_gpt(config: InferenceConfig, tokenizer: TokenizerConfig, mesh: Mesh) -> tuple[GPTModel, Tokenizer]:
+    """This process's part of the GPT of a checkpoint of any layout, and its tokenizer. Every process must take part.
 
     Args:
         tokenizer: if it names a type, used in place of the tokenizer saved with the checkpoint.
 
     Raises:
-        InputError: there is no such checkpoint, it holds no GPT, or the tokenizer does not fit.
+        InputError: there is no such checkpoint, it holds no GPT, the tokenizer does not fit, or the layout does not.
     """
     if tokenizer.tokenizer_type is None and tokenizer != TokenizerConfig():
         raise InputError("--tokenizer-type is required with other flags of the tokenizer")
-    checkpoint = find_checkpoint(load, save=None)
+    checkpoint = _open(config, tokenizer, mesh)
+    for note in checkpoint.notes if mesh.is_first else ():
+        logger.warning(f"--load: {note}")
     if checkpoint.state["task"] != "GPT":
         raise InputError(f"--load: {checkpoint.folder} holds a {checkpoint.state['task']}, not a GPT")
-    chosen = build_tokenizer(tokenizer if tokenizer.tokenizer_type else saved_tokenizer(checkpoint))
-    vocab_size = chosen.vocab_size
-    check_vocabulary(checkpoint, vocab_size)
-    # Without memory, so that sizes are held against the files first; and without the rows that pad the vocabulary,
-    # which are no tokens.
+    # Padding of the vocabulary is no token, even where the softmax of training included it.
+    model_settings = dataclasses.replace(model_config(checkpoint), mask_padded_vocab=True)
+    check_tensor_parallel(model_settings, mesh.tp.size, mesh.tp.size)
+    (chunk,) = split_layers(config.parallel, model_settings.num_layers)[mesh.pp.rank]
+    chosen = _tokenizer(checkpoint, tokenizer)
+    check_vocabulary(checkpoint, chosen.vocab_size)
+    dtype = _dtype(config, checkpoint)
+    # Without memory, so that sizes are held against the files first.
     with torch.device("meta"):
-        model = GPTModel(model_config(checkpoint), vocab_size=vocab_size, padded_vocab_size=vocab_size)
+        model = GPTModel(
+            model_settings,
+            vocab_size=chosen.vocab_size,
+            padded_vocab_size=padded_vocab_size(chosen.vocab_size, 1, mesh.tp.size),
+            chunk=chunk,
+            tp=TensorParallel(mesh.tp, ops=_ops(dtype, mesh.device)),
+        )
+    with together(mesh.world, InputError):
+        load_weights(checkpoint, model, dtype)
+    return model.to(mesh.device).eval().requires_grad_(False), chosen
+
+
+def _open(config: InferenceConfig, tokenizer: TokenizerConfig, mesh: Mesh) -> Checkpoint:
+    root = Path(config.load)
+    with together(mesh.world, InputError):
+        foreign = is_megatron(root)
+        if foreign and config.ckpt_step is not None:
+            raise InputError(
+                f"--ckpt-step: {config.load} holds a checkpoint of NVIDIA's Megatron-LM; give the folder of that "
+                "iteration by --load"
+            )
+        if foreign:
+            return open_megatron(root, tokenizer, load_optim=False)
+    return find_checkpoint(config.load, save=None, step=config.ckpt_step, world=mesh.world)
+
+
+def _tokenizer(checkpoint: Checkpoint, given: TokenizerConfig) -> Tokenizer:
+    chosen = given if given.tokenizer_type else saved_tokenizer(checkpoint)
+    if chosen.tokenizer_type is None:
+        raise InputError(
+            f"--load: {checkpoint.folder} has no tokenizer; name it with --tokenizer-type, and --vocab-file, "
+            "--merge-file or --tokenizer-model"
+        )
+    return build_tokenizer(chosen)
+
+
+def _dtype(config: InferenceConfig, checkpoint: Checkpoint) -> torch.dtype:
+    if config.dtype != "auto":
+        return DTYPES[config.dtype]
     training = checkpoint.state["config"].get("training", {})
-    half = torch.float16 if training.get("fp16") else torch.bfloat16 if training.get("bf16") else None
-    load_weights(checkpoint, model, half or torch.float32)
-    return model.to(device), chosen
+    return DTYPES["fp16" if training.get("fp16") else "bf16" if training.get("bf16") else "fp32"]
+
+
+def _ops(dtype: torch.dtype, device: torch.device) -> Ops:
+    """Nothing compiled: what is short of time here are tokens one by one, which keep no compiled code busy."""
+    onednn = device.type == "cpu" and dtype == torch.float32 and has_onednn(dtype)
+    product = onednn_matmul if onednn else matmul
+    return Ops(matmul=product, projected_loss=functools.partial(projected_loss, as_written, product))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
 
-from megatron.flags import Config, InputError, flag
+from megatron.flags import Config, InputError, either, flag
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,3 +117,34 @@ class ModelConfig(Config):
     def tanh_gelu(self) -> bool:
         """Whether GELU takes its tanh form."""
         return self.bias_gelu_fusion or self.openai_gelu
+
+
+def check_tensor_parallel(
+    model: ModelConfig, size: int, processes: int, also: Mapping[str, int] = MappingProxyType({})
+) -> None:
+    """Make sure that tensor parallelism of a `size` can divide every layer, and what else is to be divided.
+
+    Args:
+        processes: of a pipeline stage, which another size should divide.
+        also: what a person calls it, and how much of it there is.
+
+    Raises:
+        InputError: naming the nearest sizes that can.
+    """
+    heads, ffn, groups = model.num_attention_heads, model.ffn_hidden_size, model.num_query_groups
+    divided = {f"--num-attention-heads {heads}": heads, f"--ffn-hidden-size {ffn}": ffn, **also}
+    wrong = [f"does not divide {name}" for name, value in divided.items() if value % size]
+    if groups % size and size % groups:
+        wrong.append(f"neither divides --num-query-groups {groups} nor is a multiple of it")
+    if wrong:
+        common = math.gcd(*divided.values())
+        fitting = [
+            n for n in range(1, common + 1) if common % n == 0 and (groups % n == 0 or n % groups == 0)
+        ]
+        fitting.sort(key=lambda n: abs(n - size))
+        as_started = next(n for n in fitting if processes % n == 0)
+        others = sorted([n for n in fitting if processes % n][:2])
+        raise InputError(
+            f"--tensor-model-parallel-size: {size} {wrong[0]}; choose {as_started}"
+            + (f", or with another number of processes {either(others)}" if others else "")
+        )

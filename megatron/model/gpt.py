@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from megatron.model.config import ModelConfig
 from megatron.model.layers import TensorParallel
-from megatron.model.transformer import Context, KVCache, Transformer
+from megatron.model.transformer import CacheRows, Context, Transformer
 from megatron.model.vocabulary import WORD_TABLE, Embedding, OutputLayer
-from megatron.ops.attention import causal_mask, document_mask
+from megatron.ops.attention import document_mask
 from megatron.ops.rotary import rotary_angles
 from megatron.parallel.random import DropoutKey
 from megatron.parallel.recompute import Recompute
@@ -66,26 +66,31 @@ class GPTModel(nn.Module):
         hidden_sbh: Tensor | None = None,
         labels_bs: Tensor | None = None,
         document_ids_bs: Tensor | None = None,
-        cache: KVCache | None = None,
+        cache: CacheRows | None = None,
+        wanted: tuple[Tensor, Tensor] | None = None,
         dropout_key: DropoutKey = None,
     ) -> Tensor:
-        """Logits [b, s, v], or with labels the loss of every position in fp32, [b, s].
+        """Logits [b, s, v], or of `wanted` positions alone [n, v], or with labels the loss of every position in fp32,
+        [b, s].
 
         Args:
             hidden_sbh: what the chunk before gives; every chunk but the last gives its own in place of logits.
             document_ids_bs: if given, positions attend only within their own document.
-            cache: if given, the tokens follow on the positions it holds.
+            cache: if given, the tokens follow on those that it holds; their positions are `cache.position_ids_bs`.
+            wanted: rows [n] and positions [n] of the tokens whose logits are computed.
             dropout_key: what dropout is drawn by; None drops nothing.
         """
         context = self._context(tokens_bs, position_ids_bs, document_ids_bs, cache, dropout_key)
         if self.embedding is not None:
             hidden_sbh = self.embedding(tokens_bs, position_ids_bs, dropout_key)
         hidden_sbh = self.decoder(hidden_sbh, context)
-        if cache is not None:
-            cache.position += tokens_bs.shape[1]
         if self.output_layer is None:
             return hidden_sbh
         table = None if self.embedding is None else self.embedding.word_embeddings.weight
+        if wanted is not None:
+            rows, positions = wanted
+            hidden_1nh = hidden_sbh[positions, rows].unsqueeze(0)
+            return self.output_layer(hidden_1nh, table)[0, :, : self.real]
         if labels_bs is None:
             return self.output_layer(hidden_sbh, table)[..., : self.real].transpose(0, 1)
         return self.output_layer.losses(hidden_sbh, table, labels_bs.t()).t()
@@ -95,7 +100,7 @@ class GPTModel(nn.Module):
         tokens_bs: Tensor,
         position_ids_bs: Tensor,
         document_ids_bs: Tensor | None,
-        cache: KVCache | None,
+        cache: CacheRows | None,
         dropout_key: DropoutKey,
     ) -> Context:
         context = Context(cache=cache, dropout_key=dropout_key)
@@ -108,9 +113,8 @@ class GPTModel(nn.Module):
             )
         if document_ids_bs is not None:
             context.mask_bst = document_mask(document_ids_bs)
-        elif cache is not None and cache.position > 0:
-            s = tokens_bs.shape[1]
-            context.mask_bst = causal_mask(s, cache.position + s, tokens_bs.device)
+        elif cache is not None:
+            context.mask_bst, context.causal = cache.mask_bst, cache.causal
         return context
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from megatron.model.config import ModelConfig
 from megatron.model.layers import ColumnParallelLinear, RowParallelLinear, TensorParallel
 from megatron.ops.backend import Ops
+from megatron.parallel.mesh import Axis
 from megatron.parallel.parameters import Init, normal, ones, parameter, xavier_uniform, zeros
 from megatron.parallel.random import DropoutKey, dropout, seed_dropout
 from megatron.parallel.recompute import Recompute, rerun, rerun_attention
@@ -24,27 +26,66 @@ from megatron.parallel.slices import GlobalSlice, Range, whole
 
 
 class KVCache:
-    """Keys and values of the positions seen so far, preallocated, for every layer. For generation by one process,
-    which holds the whole model."""
+    """Keys and values of several sequences, preallocated, of the layers and heads that a process holds.
+
+    Memory has the shape [layers, 2, rows, g, length, d].
+    """
 
     def __init__(
-        self, config: ModelConfig, *, batch: int, length: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        layers: range,
+        tp: Axis,
+        *,
+        rows: int,
+        length: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        """Room for `length` positions of `batch` sequences."""
-        shape = (config.num_layers, 2, batch, config.num_query_groups, length, config.kv_channels)
+        """Room for `length` positions of `rows` sequences."""
+        self.first_layer = layers.start
+        groups = max(config.num_query_groups // tp.size, 1)
+        shape = (len(layers), 2, rows, groups, length, config.kv_channels)
         self.memory = torch.empty(shape, dtype=dtype, device=device)
-        self.position = 0
+
+    def rows(self, first: int, starts: Sequence[int], length: int) -> CacheRows:
+        """The sequences from row `first` on, each about to get `length` tokens, those of row i from `starts[i]` on."""
+        return CacheRows(self, first, starts, length)
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        """Replace the first `length` positions of the rows `targets` by those of the rows `sources`, all at once."""
+        self.memory[:, :, list(targets), :, :length] = self.memory[:, :, list(sources), :, :length]
+
+
+class CacheRows:
+    """Some sequences of a cache, with room for their new tokens."""
+
+    def __init__(self, cache: KVCache, first: int, starts: Sequence[int], length: int) -> None:
+        end = max(starts) + length
+        self.first_layer = cache.first_layer
+        self.memory = cache.memory[:, :, first : first + len(starts), :, :end]
+        # Where the new positions lie: in all rows at the same place, or each row at its own.
+        self.new = slice(starts[0], end) if len(set(starts)) == 1 else None
+        device = cache.memory.device
+        self.position_ids_bs = torch.tensor(starts, device=device).unsqueeze(1) + torch.arange(
+            length, device=device
+        )
+        self.numbers_b1 = torch.arange(len(starts), device=device).unsqueeze(1)
+        # What the new tokens attend to is all that there is, each other in their order, or what a mask says.
+        self.causal = self.new is not None and starts[0] == 0
+        self.mask_bst = None
+        if not self.causal and not (self.new is not None and length == 1):
+            self.mask_bst = self.position_ids_bs.unsqueeze(2) >= torch.arange(end, device=device)
 
     def extend(self, layer: int, k_bgsd: Tensor, v_bgsd: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new positions of a layer; give its keys and values from the first position on, [b, g, t, d].
-
-        `position` is advanced by the model once all layers have stored theirs.
-        """
-        end = self.position + k_bgsd.shape[2]
-        keys, values = self.memory[layer]
-        keys[:, :, self.position : end] = k_bgsd
-        values[:, :, self.position : end] = v_bgsd
-        return keys[:, :, :end], values[:, :, :end]
+        """Store a layer's new keys and values; give all of them, [b, g, t, d]."""
+        keys, values = self.memory[layer - self.first_layer]
+        for memory, new_bgsd in ((keys, k_bgsd), (values, v_bgsd)):
+            if self.new is not None:
+                memory[:, :, self.new] = new_bgsd
+            else:
+                memory[self.numbers_b1, :, self.position_ids_bs] = new_bgsd.transpose(1, 2)
+        return keys, values
 
 
 @dataclasses.dataclass
@@ -54,7 +95,7 @@ class Context:
     rotary: tuple[Tensor, Tensor] | None = None  # cosine and sine, each [b, 1, s, channels]
     mask_bst: Tensor | None = None  # true where attention is allowed
     causal: bool = True  # without a mask it is allowed to no later position, or else everywhere
-    cache: KVCache | None = None
+    cache: CacheRows | None = None
     dropout_key: DropoutKey = None
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 
 import megatron
 from megatron.flags import InputError, either, flag_name
+from megatron.model.config import check_tensor_parallel
 from megatron.parallel.collectives import all_gather, all_reduce_max
 from megatron.parallel.mesh import Axis, axis_sizes
 from megatron.parallel.random import key
@@ -28,7 +28,15 @@ def check_layout(config: RunConfig, processes: int) -> None:
         InputError: naming the flags, and the nearest sizes that fit.
     """
     sizes = axis_sizes(config.parallel, processes)
-    _check_tensor_parallel(config, processes // sizes["pp"])
+    also = {}
+    if config.parallel.sequence_parallel:
+        also[f"--seq-length {config.data.seq_length}, as --sequence-parallel needs"] = config.data.seq_length
+    if config.parallel.distribute_saved_activations:
+        hidden_size = config.model.hidden_size
+        also[f"--hidden-size {hidden_size}, as --distribute-saved-activations needs"] = hidden_size
+    check_tensor_parallel(
+        config.model, config.parallel.tensor_model_parallel_size, processes // sizes["pp"], also
+    )
     largest = max(
         len(chunk.layers)
         for stage in split_layers(config.parallel, config.model.num_layers)
@@ -45,39 +53,6 @@ def check_layout(config: RunConfig, processes: int) -> None:
             f"--profile-ranks: {beyond[0]} is not a rank of this run; the last of its {processes} is {processes - 1}"
         )
     _check_microbatches(config, BatchSchedule.from_config(config.training, sizes["dp"]))
-
-
-def _check_tensor_parallel(config: RunConfig, processes: int) -> None:
-    """Make sure that `processes`, those of a stage, can share its layers."""
-    model, t = config.model, config.parallel.tensor_model_parallel_size
-    groups = model.num_query_groups
-    divided = {
-        f"--num-attention-heads {model.num_attention_heads}": model.num_attention_heads,
-        f"--ffn-hidden-size {model.ffn_hidden_size}": model.ffn_hidden_size,
-    }
-    if config.parallel.sequence_parallel:
-        divided[f"--seq-length {config.data.seq_length}, as --sequence-parallel needs"] = (
-            config.data.seq_length
-        )
-    if config.parallel.distribute_saved_activations:
-        divided[f"--hidden-size {model.hidden_size}, as --distribute-saved-activations needs"] = (
-            model.hidden_size
-        )
-    wrong = [f"does not divide {name}" for name, value in divided.items() if value % t]
-    if groups % t and t % groups:
-        wrong.append(f"neither divides --num-query-groups {groups} nor is a multiple of it")
-    if wrong:
-        common = math.gcd(*divided.values())
-        fitting = [
-            n for n in range(1, common + 1) if common % n == 0 and (groups % n == 0 or n % groups == 0)
-        ]
-        fitting.sort(key=lambda n: abs(n - t))
-        as_started = next(n for n in fitting if processes % n == 0)
-        others = sorted([n for n in fitting if processes % n][:2])
-        raise InputError(
-            f"--tensor-model-parallel-size: {t} {wrong[0]}; choose {as_started}"
-            + (f", or with another number of processes {either(others)}" if others else "")
-        )
 
 
 def _check_microbatches(config: RunConfig, batches: BatchSchedule) -> None:

@@ -22,6 +22,7 @@ from megatron.model.gpt import GPTModel, position_ids
 from megatron.model.transformer import KVCache
 from megatron.optim.config import OptimizerConfig
 from megatron.optim.optimizer import Optimizer
+from megatron.parallel.mesh import ALONE
 from megatron.tokenizer.config import TokenizerConfig
 
 CPU = torch.device("cpu")
@@ -209,11 +210,34 @@ def test_cache_gives_the_same_logits(fields: dict) -> None:
     model = make_gpt(100, **fields)
     tokens = torch.randint(100, (2, 20), generator=torch.Generator().manual_seed(0))
     whole = model(tokens, position_ids(0, 2, 20, CPU))
-    cache = KVCache(model.config, batch=2, length=20, dtype=torch.float32, device=CPU)
+    cache = KVCache(model.config, range(2), ALONE, rows=3, length=20, dtype=torch.float32, device=CPU)
     pieces = []
     for start, end in ((0, 7), (7, 8), (8, 15), (15, 16), (16, 20)):
-        pieces.append(model(tokens[:, start:end], position_ids(start, 2, end - start, CPU), cache=cache))
+        rows = cache.rows(1, [start, start], end - start)
+        pieces.append(model(tokens[:, start:end], rows.position_ids_bs, cache=rows))
     torch.testing.assert_close(torch.cat(pieces, dim=1), whole, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fields", [{}, LLAMA], ids=["gpt2", "llama"])
+def test_rows_of_a_cache_grow_from_places_of_their_own(fields: dict) -> None:
+    model = make_gpt(100, **fields)
+    tokens = torch.randint(100, (2, 20), generator=torch.Generator().manual_seed(0))
+    whole = model(tokens, position_ids(0, 2, 20, CPU))
+    cache = KVCache(model.config, range(2), ALONE, rows=3, length=20, dtype=torch.float32, device=CPU)
+    # Of the first row the prompt is 9 tokens long, of the second 5 and then what fills it up.
+    prompts = cache.rows(0, [0, 0], 9)
+    model(tokens[:, :9], prompts.position_ids_bs, cache=prompts)
+    cache.copy([0, 1], [1, 0], 9)
+    tokens, whole = tokens.flip(0), whole.flip(0)
+    for length in (1, 3, 1):
+        starts = [5, 9]
+        new = torch.stack([row[start : start + length] for row, start in zip(tokens, starts, strict=True)])
+        rows = cache.rows(0, starts, length)
+        wanted = torch.tensor([1, 0]), torch.tensor([length - 1, 0])
+        logits = model(new, rows.position_ids_bs, cache=rows, wanted=wanted)
+        expected = torch.stack((whole[1, starts[1] + length - 1], whole[0, starts[0]]))
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("fields", [{}, LLAMA], ids=["gpt2", "llama"])

@@ -20,11 +20,15 @@ from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.huggingface import read
 from megatron.checkpoint.huggingface.families import FAMILIES
 from megatron.flags import InputError, TrainingFault
+from megatron.inference.config import InferenceConfig
 from megatron.inference.load import load_gpt
 from megatron.model.gpt import GPTModel
+from megatron.parallel.mesh import Mesh
 from megatron.tokenizer.config import TokenizerConfig
 from megatron.tokenizer.train import train_bpe
 from tools.convert_checkpoint import main
+
+CPU = torch.device("cpu")
 
 TEXT = ["the cat sat on the mat, and the dog sat on the cat; 1234 times, don't it?"] * 4
 
@@ -42,7 +46,7 @@ def give_tokenizer(folder: Path, names: tuple[str, ...]) -> int:
 
 
 def model_of(folder: Path) -> GPTModel:
-    return load_gpt(str(folder), TokenizerConfig(), torch.device("cpu"))[0]
+    return load_gpt(InferenceConfig(load=str(folder)), TokenizerConfig(), Mesh(device=CPU))[0]
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
@@ -58,7 +62,7 @@ def test_there_and_back_with_a_tokenizer(tmp_path: Path, capsys, kind: str) -> N
     assert "logits of what was written differ by 0.00e+00 of the largest\n" in out
     assert re.search(rf"logits of transformers from {theirs} differ by [0-9.]+e-0[678] of the largest\n", out)
     assert "AutoTokenizer" not in out
-    model, tokenizer = load_gpt(str(ours), TokenizerConfig(), torch.device("cpu"))
+    model, tokenizer = load_gpt(InferenceConfig(load=str(ours)), TokenizerConfig(), Mesh(device=CPU))
     assert tokenizer.files[0].parent == ours / "iter_0000000" / "tokenizer"
     assert model.embedding.word_embeddings.weight.shape[0] == tokenizer.vocab_size == 270
 

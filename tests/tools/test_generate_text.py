@@ -11,9 +11,13 @@ import torch
 from checkpoints import edit_state
 
 from megatron.flags import InputError
+from megatron.inference.config import InferenceConfig
 from megatron.inference.generate import SamplingConfig, generate
 from megatron.inference.load import load_gpt
+from megatron.parallel.mesh import Mesh
 from megatron.tokenizer.config import TokenizerConfig
+
+CPU = torch.device("cpu")
 
 TINY = """
     --device cpu --mock-data --tokenizer-type NullTokenizer --vocab-size 300 --num-workers 0
@@ -49,7 +53,7 @@ def damage(run: Path, **fields: object) -> Path:
 def test_a_damaged_vocabulary_size_is_one_line(run: Path, name: str, wrong: object) -> None:
     path = damage(run, **{name: wrong})
     with pytest.raises(InputError, match=f"^{re.escape(f'{path}: {name!r} is missing or wrong: {wrong}')}$"):
-        load_gpt(str(run), TokenizerConfig(), torch.device("cpu"))
+        load_gpt(InferenceConfig(load=str(run)), TokenizerConfig(), Mesh(device=CPU))
 
 
 @pytest.mark.parametrize(
@@ -64,19 +68,19 @@ def test_a_damaged_architecture_is_one_line(run: Path, fields: dict, message: st
     saved = json.loads(path.read_text())["config"]
     damage(run, config=saved | {"model": saved["model"] | fields})
     with pytest.raises(InputError, match=re.escape(f"{path}: {message}")):
-        load_gpt(str(run), TokenizerConfig(), torch.device("cpu"))
+        load_gpt(InferenceConfig(load=str(run)), TokenizerConfig(), Mesh(device=CPU))
 
 
 def test_sizes_are_held_against_the_files_before_memory_is_taken(run: Path) -> None:
     greedy = SamplingConfig(greedy=True, out_seq_length=5)
-    model, _ = load_gpt(str(run), TokenizerConfig(), torch.device("cpu"))
+    model, _ = load_gpt(InferenceConfig(load=str(run)), TokenizerConfig(), Mesh(device=CPU))
     expected = list(generate(model, [1, 2], greedy, eod=None))
     # The files hold no rows that pad the vocabulary, and this model needs none.
     path = damage(run, padded_vocab_size=10**15)
-    model, _ = load_gpt(str(run), TokenizerConfig(), torch.device("cpu"))
+    model, _ = load_gpt(InferenceConfig(load=str(run)), TokenizerConfig(), Mesh(device=CPU))
     assert list(generate(model, [1, 2], greedy, eod=None)) == expected
 
     saved = json.loads(path.read_text())["config"]
     damage(run, config=saved | {"model": saved["model"] | {"hidden_size": 10**6}})
     with pytest.raises(InputError, match=r"word_embeddings\.weight has shape \(301, 16\), but the model has"):
-        load_gpt(str(run), TokenizerConfig(), torch.device("cpu"))
+        load_gpt(InferenceConfig(load=str(run)), TokenizerConfig(), Mesh(device=CPU))
