@@ -658,7 +658,7 @@ def test_tools_refuse_what_they_do_not_know() -> None:
     [
         ("document_flags", "[flags]"),
         ("draw_figures", "FOLDER [flags]"),
-        ("generate_text", "--prompt TEXT [flags]"),
+        ("generate_text", "[flags]"),
         ("inspect_data", "PREFIX [flags]"),
         ("make_corpus", "[flags]"),
         ("preprocess_data", "[flags]"),

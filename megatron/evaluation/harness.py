@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +12,11 @@ from tqdm import tqdm
 
 from megatron.evaluation.score import Pair, score, windows
 from megatron.flags import InputError
+from megatron.inference.batching import Batcher, Request, generate
 from megatron.inference.config import InferenceConfig
-from megatron.inference.generate import SamplingConfig, generate_texts
 from megatron.inference.load import load_gpt
+from megatron.inference.predictor import Predictor
+from megatron.inference.sampling import SamplingConfig
 from megatron.parallel.mesh import Mesh, choose_device
 from megatron.tokenizer.config import TokenizerConfig
 
@@ -141,20 +145,39 @@ class MegatronLM(TemplateLM):
         with tqdm(total=len(requests), desc="generate_until", disable=disable_tqdm) as progress:
             for indices in alike.values():
                 config, until = sampling(requests[indices[0]].args[1], self.seed, longest)
-                prompts = [self.tok_encode(requests[i].args[0]) or [self.prefix_token_id] for i in indices]
-                found = generate_texts(
-                    self.model,
-                    self.tokenizer,
-                    prompts,
-                    config,
-                    until=until,
-                    batch_size=self.batch_size,
-                    advance=progress.update,
-                )
-                texts |= zip(indices, found, strict=True)
+                prompts = {i: self.tok_encode(requests[i].args[0]) or [self.prefix_token_id] for i in indices}
+                for i, text in self._continue(prompts, config, until, progress.update).items():
+                    texts[i] = text
         for i, text in texts.items():
             self.cache_hook.add_partial("generate_until", requests[i].args, text)
         return [texts[i] for i in range(len(requests))]
+
+    def _continue(
+        self,
+        prompts: dict[int, list[int]],
+        config: SamplingConfig,
+        until: list[str],
+        advance: Callable[[], object],
+    ) -> dict[int, str]:
+        """The texts that follow on prompts, which lose their beginning where they leave no room for what is to follow.
+        What is drawn for one depends on the seed and its place among all, not on those it is computed with."""
+        room = self.model.config.max_position_embeddings - config.out_seq_length
+        # The longest first, so that what does not fit fails at once.
+        order = sorted(prompts, key=lambda i: len(prompts[i]), reverse=True)
+        requests = [
+            Request(
+                prompt=prompts[i][-room:],
+                sampling=dataclasses.replace(config, seed=config.seed + i),
+                stops=until,
+            )
+            for i in order
+        ]
+        length = len(requests[0].prompt) + config.out_seq_length
+        rows = min(self.batch_size, len(order))
+        predictor = Predictor(self.model, Mesh(device=self._device))
+        predictor.reserve(rows, length)
+        texts = generate(Batcher(predictor, self.tokenizer), requests, lambda _: advance())
+        return dict(zip(order, texts, strict=True))
 
 
 def sampling(generation_kwargs: dict[str, Any], seed: int, longest: int) -> tuple[SamplingConfig, list[str]]:

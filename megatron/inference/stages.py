@@ -22,28 +22,25 @@ class Stages:
         self.config, self.vocab_size = model.config, model.vocab_size
         self.dtype = next(model.parameters()).dtype
         self.is_last = mesh.pp.rank == mesh.pp.size - 1
-        self._transfers = Transfers(mesh, scatter_gather=False)
+        self.transfers = Transfers(mesh, scatter_gather=False)
 
     @torch.inference_mode()
     def __call__(self, tokens_bs: Tensor, position_ids_bs: Tensor, **arguments: Any) -> Tensor | None:
-        """What `GPTModel.forward` gives on the last stage, None on the others. With tensor parallelism logits are
+        """What `GPTModel.forward` gives on the last stage, None on the others, which may not have sent all yet
+        (`transfers.finish`). With tensor parallelism logits are
         those of this process's part of the vocabulary."""
         pp, hidden_sbh = self.mesh.pp, None
         if pp.rank > 0:
             shape = (tokens_bs.shape[1], tokens_bs.shape[0], self.config.hidden_size)
             dtype = torch.float32 if self.config.fp32_residual_connection else self.dtype
-            hidden_sbh = self._transfers.receive(shape, dtype, pp.rank - 1)()
+            hidden_sbh = self.transfers.receive(shape, dtype, pp.rank - 1)()
         out = self.model(tokens_bs, position_ids_bs, hidden_sbh=hidden_sbh, **arguments)
         if self.is_last:
             return out
-        self._transfers.send(out, pp.rank + 1)
+        self.transfers.send(out, pp.rank + 1)
         return None
 
     def whole_vocabulary(self, logits_nv: Tensor) -> Tensor:
         """Logits [n, v] of all tokens, in fp32, from those of each tensor-parallel process."""
         logits_vn = all_gather(logits_nv.float().t().contiguous(), self.mesh.tp)
         return logits_vn.t()[:, : self.vocab_size]
-
-    def finish(self) -> None:
-        """Wait until all that was sent has gone."""
-        self._transfers.finish()

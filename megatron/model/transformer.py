@@ -46,7 +46,8 @@ class KVCache:
         self.first_layer = layers.start
         groups = max(config.num_query_groups // tp.size, 1)
         shape = (len(layers), 2, rows, groups, length, config.kv_channels)
-        self.memory = torch.empty(shape, dtype=dtype, device=device)
+        # Not empty: what a mask hides counts with weight zero, and zero times what is no number is none.
+        self.memory = torch.zeros(shape, dtype=dtype, device=device)
 
     def rows(self, first: int, starts: Sequence[int], length: int) -> CacheRows:
         """The sequences from row `first` on, each about to get `length` tokens, those of row i from `starts[i]` on."""

@@ -121,6 +121,14 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
     return start_all_gather(x, axis).wait()
 
 
+def broadcast(x: Tensor, axis: Axis) -> Tensor:
+    """Replace `x`, any shape, by that of the first process of `axis`, in place."""
+    if axis.size > 1:
+        with named("broadcast", axis):
+            dist.broadcast(x, axis.ranks[0], group=axis.group)
+    return x
+
+
 def all_equal(value: int, axis: Axis) -> bool:
     """Whether the processes of `axis` came with the same value, of less than 63 bits."""
     largest, smallest = all_reduce_max(torch.tensor([value, -value]), axis).tolist()

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from megatron.flags import InputError
-from megatron.inference.generate import SamplingConfig
+from megatron.inference.sampling import SamplingConfig
 from megatron.tokenizer.train import train_bpe
 from tools import convert_checkpoint, lm_eval_adapter
 

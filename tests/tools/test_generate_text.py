@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import re
 from pathlib import Path
@@ -10,12 +12,16 @@ import pytest
 import torch
 from checkpoints import edit_state
 
+from megatron.arguments import parse_run_config
 from megatron.flags import InputError
+from megatron.inference.batching import Batcher
 from megatron.inference.config import InferenceConfig
-from megatron.inference.generate import SamplingConfig, generate
 from megatron.inference.load import load_gpt
 from megatron.parallel.mesh import Mesh
 from megatron.tokenizer.config import TokenizerConfig
+from megatron.training.pretrain import pretrain
+from pretrain_gpt import DEFAULTS, GPT
+from tools.generate_text import main
 
 CPU = torch.device("cpu")
 
@@ -71,16 +77,142 @@ def test_a_damaged_architecture_is_one_line(run: Path, fields: dict, message: st
         load_gpt(InferenceConfig(load=str(run)), TokenizerConfig(), Mesh(device=CPU))
 
 
-def test_sizes_are_held_against_the_files_before_memory_is_taken(run: Path) -> None:
-    greedy = SamplingConfig(greedy=True, out_seq_length=5)
-    model, _ = load_gpt(InferenceConfig(load=str(run)), TokenizerConfig(), Mesh(device=CPU))
-    expected = list(generate(model, [1, 2], greedy, eod=None))
+def test_sizes_are_held_against_the_files_before_memory_is_taken(run: Path, capsys) -> None:
+    argv = ["--load", str(run), "--prompt", "1 2", "--greedy", "--out-seq-length", "5"]
+    main(argv)
+    expected = capsys.readouterr().out
     # The files hold no rows that pad the vocabulary, and this model needs none.
     path = damage(run, padded_vocab_size=10**15)
-    model, _ = load_gpt(InferenceConfig(load=str(run)), TokenizerConfig(), Mesh(device=CPU))
-    assert list(generate(model, [1, 2], greedy, eod=None)) == expected
+    main(argv)
+    assert capsys.readouterr().out == expected
 
     saved = json.loads(path.read_text())["config"]
     damage(run, config=saved | {"model": saved["model"] | {"hidden_size": 10**6}})
     with pytest.raises(InputError, match=r"word_embeddings\.weight has shape \(301, 16\), but the model has"):
         load_gpt(InferenceConfig(load=str(run)), TokenizerConfig(), Mesh(device=CPU))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose context is longer."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    argv = [*TINY, "--seq-length", "64", "--max-position-embeddings", "64", "--init-method-std", "0.5"]
+    with contextlib.redirect_stdout(io.StringIO()):
+        pretrain(parse_run_config([*argv, "--save", str(folder)], description="", defaults=DEFAULTS), GPT)
+    return folder
+
+
+def write(path: Path, lines: list[str]) -> str:
+    path.write_text("".join(line + "\n" for line in lines))
+    return str(path)
+
+
+def records(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_prompts_of_a_file_in_their_order(trained: Path, tmp_path: Path, capsys) -> None:
+    """A prompt's text does not depend on the others, nor on where an earlier try was stopped."""
+    prompts = ["1 2 3", "4", "5 6 7 8 9 10 11 12", "13 14", "15"]
+    lines = write(tmp_path / "prompts.txt", prompts)
+    out = tmp_path / "out.jsonl"
+    argv = ["--load", str(trained), "--sample-input-file", lines, "--out-seq-length", "20", "--top-k", "50"]
+    main([*argv, "--sample-output-file", str(out), "--max-batch-size", "2", "--num-samples", "2"])
+    found = records(out)
+    assert [record["prompt"] for record in found] == [prompt for prompt in prompts for _ in range(2)]
+    assert all(len(r["text"].split()) == 20 and r["finish_reason"] == "length" for r in found)
+    assert len({record["text"] for record in found}) == 10
+
+    whole = out.read_bytes()
+    for size in (0, 1, len(whole) // 2, len(whole) - 1, len(whole)):
+        out.write_bytes(whole[:size])
+        main([*argv, "--sample-output-file", str(out), "--num-samples", "2"])
+        assert out.read_bytes() == whole
+    write(tmp_path / "prompts.txt", prompts[::-1])
+    with pytest.raises(InputError, match=r"out\.jsonl, line 1: is not what these prompts give"):
+        main([*argv, "--sample-output-file", str(out), "--num-samples", "2"])
+
+    main(["--load", str(trained), "--prompt", "1 2 3", "--out-seq-length", "20", "--top-k", "50"])
+    assert capsys.readouterr().out.split() == ["1", "2", "3", *found[0]["text"].split()]
+
+
+def test_log_probabilities(trained: Path, tmp_path: Path) -> None:
+    lines = write(tmp_path / "prompts.jsonl", ['{"prompt": "1 2"}', '{"text": "3"}'])
+    out = tmp_path / "out.jsonl"
+    argv = ["--load", str(trained), "--sample-input-file", lines, "--sample-output-file", str(out)]
+    main([*argv, "--greedy", "--logprobs", "2", "--out-seq-length", "4"])
+    for record in records(out):
+        assert [token["text"].strip() for token in record["tokens"]] == record["text"].split()
+        for token in record["tokens"]:
+            assert token["logprob"] == token["top"][0]["logprob"] >= token["top"][1]["logprob"]
+            assert token["id"] == token["top"][0]["id"]
+
+
+def test_beams(trained: Path, capsys) -> None:
+    argv = ["--load", str(trained), "--prompt", "1 2", "--out-seq-length", "6"]
+    texts = []
+    for more in (["--greedy"], ["--beam-width", "1"], ["--beam-width", "4"]):
+        main([*argv, *more])
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] and texts[2].startswith("1 2 ")
+
+
+def test_a_conversation(trained: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was said is the context of what follows; Ctrl-C ends a text, and not the program."""
+    lines = iter(["1 2", "3", "/new", "1 2", KeyboardInterrupt, "x", "4"])
+
+    def type_line(prompt: str) -> str:
+        line = next(lines, EOFError)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    monkeypatch.setattr("builtins.input", type_line)
+    main(["--load", str(trained), "--greedy", "--out-seq-length", "5"])
+    told = capsys.readouterr()
+    answers = told.out.splitlines()
+    assert "'x'" in told.err and len(told.err.splitlines()) == 1
+    first, second, again, _, last = answers[:5]
+    assert first == again and len(first.split()) == len(second.split()) == 5 and last
+
+    def interrupt(self: Batcher) -> list:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Batcher, "step", interrupt)
+    lines = iter(["1 2", "3"])
+    main(["--load", str(trained), "--greedy"])
+    assert capsys.readouterr().out == "\n\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--prompt 1 --sample-input-file x", "give --prompt or --sample-input-file, and not both"),
+        ("--sample-input-file absent", "--sample-input-file: absent cannot be read"),
+        ("--num-samples 2", "give --prompt or --sample-input-file"),
+        ("--prompt 1 --logprobs 2", "--logprobs is told in JSON"),
+        ("--prompt 1 --stop  ", "--stop"),
+        ("--prompt 1 --temperature -1", "--temperature: -1"),
+        ("--prompt 1 --beam-width 2 --top-k 3", "--top-k is about drawing"),
+        ("--prompt 1 --length-penalty 2", "--length-penalty needs --beam-width"),
+        ("--prompt= ", "--prompt: is empty"),
+        ("--prompt abc", "'abc'"),
+    ],
+)
+def test_bad_input_is_one_line(trained: Path, flags: str, message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)) as error:
+        main(["--load", str(trained), *flags.split(" ")])
+    assert "\n" not in str(error.value)
+
+
+def test_bad_prompts_of_a_file_are_named(trained: Path, tmp_path: Path) -> None:
+    long = " ".join(["1"] * 64)
+    for name, content, message in [
+        ("a.txt", b"1\n\xff\n", "a.txt, line 2: is not UTF-8 text"),
+        ("a.jsonl", b'{"prompt": "1"}\n[1]\n', "a.jsonl, line 2: is no JSON object with a text"),
+        ("a.jsonl", b"{", "a.jsonl, line 1: is no JSON object with a text"),
+        ("b.txt", b"1\n" + long.encode() + b"\n", "the prompt has 64 tokens, and the model sees 64"),
+    ]:
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(InputError, match=re.escape(message)):
+            main(["--load", str(trained), "--sample-input-file", str(tmp_path / name)])

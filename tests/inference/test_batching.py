@@ -1,0 +1,181 @@
+"""Generation, against transformers on the same weights, and in every layout against one process."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from distributed import run_distributed
+from hf_models import VOCAB, save_hf
+
+from megatron.flags import InputError
+from megatron.inference.batching import Batcher, Growth, Request, generate
+from megatron.inference.beam import BeamConfig, beam_search
+from megatron.inference.config import InferenceConfig
+from megatron.inference.lead import lead
+from megatron.inference.load import load_gpt
+from megatron.inference.predictor import Predictor
+from megatron.inference.sampling import SamplingConfig
+from megatron.parallel.mesh import Mesh
+from megatron.tokenizer import Tokenizer
+from megatron.tokenizer.config import TokenizerConfig
+
+CPU = torch.device("cpu")
+LENGTH = 32  # of the models' context
+EOD = VOCAB - 1
+TOKENIZER = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=EOD)
+PROMPTS = [[3, 1, 4], [1], [5, 9, 2, 6, 5, 3, 5], [8, 9, 7, 9, 3], [1] * 31, [2, 7], [1, 8, 2, 8]]
+
+
+def alone(folder: Path, rows: int = 4) -> Batcher:
+    model, tokenizer = load_gpt(InferenceConfig(load=str(folder)), TOKENIZER, Mesh(device=CPU))
+    predictor = Predictor(model, Mesh(device=CPU))
+    predictor.reserve(rows, LENGTH)
+    return Batcher(predictor, tokenizer)
+
+
+def grow(batcher: Batcher, requests: list[Request]) -> list[Growth]:
+    growths = [batcher.add(request) for request in requests]
+    while batcher.waiting or batcher.growing:
+        batcher.step()
+    return growths
+
+
+def request(prompt: list[int], **fields: object) -> Request:
+    sampling = {"out_seq_length": 40, "greedy": True}
+    names = {field.name for field in dataclasses.fields(SamplingConfig)}
+    sampling |= {name: value for name, value in fields.items() if name in names}
+    others = {name: value for name, value in fields.items() if name not in names}
+    return Request(prompt=prompt, sampling=SamplingConfig(**sampling), **others)
+
+
+@pytest.fixture(scope="module", params=["gpt2", "llama"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_hf(tmp_path_factory.mktemp("hf") / "model", request.param)
+
+
+def theirs(folder: Path, prompt: list[int], **settings: object):
+    """What transformers generates up to the end of the context."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokens = torch.tensor([prompt])
+    settings = {"do_sample": False, "max_length": LENGTH, "eos_token_id": EOD, "pad_token_id": 0} | settings
+    return model.generate(
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        return_dict_in_generate=True,
+        output_scores=True,
+        output_logits=True,
+        **settings,
+    )
+
+
+def until_eod(tokens: list[int]) -> list[int]:
+    return tokens[: tokens.index(EOD)] if EOD in tokens else tokens
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_greedy_text_and_scores_are_those_of_transformers(folder: Path, penalty: float) -> None:
+    """Of prompts of unlike lengths, more than there is room for at once."""
+    requests = [request(prompt, repetition_penalty=penalty, alternatives=3) for prompt in PROMPTS]
+    for growth in grow(alone(folder), requests):
+        prompt = growth.request.prompt
+        out = theirs(folder, prompt, repetition_penalty=penalty)
+        expected = out.sequences[0, len(prompt) :].tolist()
+        assert growth.new == until_eod(expected)
+        assert growth.reason == ("stop" if EOD in expected else "length")
+        for token, score, logits in zip(expected, growth.scores, out.logits, strict=True):
+            logprobs = logits[0].log_softmax(-1)
+            assert score.logprob == pytest.approx(logprobs[token].item(), abs=1e-4)
+            best = logprobs.topk(3)
+            assert [i for i, _ in score.alternatives] == best.indices.tolist()
+            assert [p for _, p in score.alternatives] == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+def test_scores_of_a_prompt(folder: Path) -> None:
+    import transformers
+
+    prompt = PROMPTS[2]
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        logprobs = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    (_, growth) = grow(alone(folder), [request([1]), request(prompt, alternatives=0, scores_prompt=True)])
+    expected = [logprobs[i, token].item() for i, token in enumerate(prompt[1:])]
+    assert [score.logprob for score in growth.prompt_scores] == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize(("width", "penalty"), [(1, 1.0), (2, 0.0), (3, 1.0), (4, 2.0)])
+def test_beams_are_those_of_transformers(folder: Path, width: int, penalty: float) -> None:
+    predictor = alone(folder).predictor
+    for prompt in PROMPTS[:4]:
+        config = BeamConfig(beam_width=width, length_penalty=penalty)
+        found = beam_search(predictor, prompt, config, length=LENGTH, eod=EOD)
+        out = theirs(folder, prompt, num_beams=width, length_penalty=penalty, num_return_sequences=width)
+        expected = [until_eod(row[len(prompt) :].tolist()) for row in out.sequences]
+        assert [list(hypothesis.tokens) for hypothesis in found] == expected
+        if width > 1:
+            scores = [hypothesis.score for hypothesis in found]
+            assert scores == pytest.approx(out.sequences_scores.tolist(), abs=1e-4)
+
+
+SAMPLED = [
+    request(prompt, greedy=False, temperature=0.9, top_k=20 * (i % 2), top_p=0.9 * (i % 3 > 0), seed=i)
+    for i, prompt in enumerate(PROMPTS)
+]
+
+
+def test_what_is_drawn_depends_on_no_other_text(folder: Path) -> None:
+    """Nor on when a request comes, nor on those that leave or are cancelled."""
+    expected = [grow(alone(folder, rows=1), [r])[0].new for r in SAMPLED]
+    assert len({tuple(new) for new in expected}) > 5
+    assert [growth.new for growth in grow(alone(folder), SAMPLED)] == expected
+    batcher, growths = alone(folder, rows=3), []
+    for r in SAMPLED:
+        growths.append(batcher.add(r))
+        cancelled = batcher.add(request([1, 2, 3], greedy=False))
+        for _ in range(4):
+            batcher.step()
+        batcher.cancel(cancelled)
+    while batcher.waiting or batcher.growing:
+        batcher.step()
+    assert [growth.new for growth in growths] == expected
+
+
+def test_texts_end_at_stop_strings(folder: Path) -> None:
+    (whole,) = generate(alone(folder), [request([5, 9, 2, 6, 5, 3, 5], greedy=False, seed=2)])
+    words = whole.split()
+    stop = f" {words[3]} "
+    (cut,) = generate(
+        alone(folder), [request([5, 9, 2, 6, 5, 3, 5], greedy=False, seed=2, stops=["never", stop])]
+    )
+    assert cut == whole.split(stop)[0] and len(cut) < len(whole)
+
+
+def test_prompts_that_leave_no_room_are_refused(folder: Path) -> None:
+    for prompt in ([], [1] * LENGTH):
+        with pytest.raises(InputError, match="the prompt"):
+            alone(folder).add(request(prompt))
+
+
+def in_layout(folder: str, layout: dict[str, int]) -> tuple[list[str], list[tuple[int, ...]]] | None:
+    def work(predictor: Predictor, tokenizer: Tokenizer) -> tuple[list[str], list[tuple[int, ...]]]:
+        predictor.reserve(4, LENGTH)
+        texts = generate(Batcher(predictor, tokenizer), [*SAMPLED, *map(request, PROMPTS)])
+        beams = beam_search(predictor, [3, 1], BeamConfig(beam_width=3), length=9, eod=None)
+        return texts, [beam.tokens for beam in beams]
+
+    return lead(InferenceConfig(load=folder, **layout), TOKENIZER, work)
+
+
+@pytest.mark.parametrize("layout", [(2, 1), (1, 2), (2, 2)], ids=["T2", "P2", "T2 P2"])
+def test_every_layout_writes_the_same(folder: Path, layout: tuple[int, int]) -> None:
+    if layout == (2, 2) and "gpt2" not in (folder / "config.json").read_text():
+        pytest.skip("one model suffices")
+    sizes = dict(zip(("tensor_model_parallel_size", "pipeline_model_parallel_size"), layout, strict=True))
+    expected = generate(alone(folder), [*SAMPLED, *map(request, PROMPTS)])
+    beams = beam_search(alone(folder).predictor, [3, 1], BeamConfig(beam_width=3), length=9, eod=None)
+    found = run_distributed(in_layout, layout[0] * layout[1], str(folder), sizes)
+    assert found[0] == (expected, [beam.tokens for beam in beams])
