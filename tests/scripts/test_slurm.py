@@ -40,7 +40,8 @@ def slurm(tmp_path: Path):
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    (tmp_path / "pretrain_gpt.py").symlink_to(ROOT / "pretrain_gpt.py")
+    for name in ("pretrain_gpt.py", "scripts"):
+        (tmp_path / name).symlink_to(ROOT / name)
 
     job = {"SLURM_JOB_ID": str(free_port()), "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "node[1-2]"}
 
@@ -91,6 +92,19 @@ def test_what_starting_again_would_not_help_is_not_started_again(slurm, tmp_path
     job = slurm(*FLAGS, "--train-iters", "5", "--lr", "-1")
     errors = job.communicate(timeout=60)[1]
     assert job.returncode == 2 and "error: --lr: -1.0 is too small" in errors
+    assert not (tmp_path / "requeued").exists()
+
+
+def test_a_script_of_a_size_runs_as_tasks_of_the_job(slurm, tmp_path) -> None:
+    small = [flag for flag in FLAGS if flag != "pretrain_gpt.py"]
+    job = slurm(
+        "scripts/pretrain_gpt_345m.sh", *small, "--max-position-embeddings", "16", "--train-iters", "2"
+    )
+    output, errors = job.communicate(timeout=60)
+    assert job.returncode == 0, errors
+    assert "data 2 x pipeline 1 = 2 processes" in output and "training is done" in output
+    job = slurm("scripts/pretrain_gpt_345m.sh")
+    assert "error: DATA_PATH is not set" in job.communicate(timeout=60)[1] and job.returncode == 2
     assert not (tmp_path / "requeued").exists()
 
 
