@@ -36,26 +36,23 @@ as_gpt3=(
 
 # pretrain_gpt FORMAT FLAGS...: in FORMAT (--bf16 or --fp16) unless the flags name one: no flag takes another one back.
 pretrain_gpt() {
-  local format=("$1") data files
-  shift
-  if given --bf16 "$@" || given --fp16 "$@"; then
-    format=()
-  fi
+  local first data
   if given --dry-run "$@" || given --mock-data "$@"; then
     # As many ids as GPT-2's, the end of a text among them.
-    data=(--tokenizer-type NullTokenizer --vocab-size 50256)
-    given --mock-data "$@" || data+=(--mock-data)
+    first=(--tokenizer-type NullTokenizer --vocab-size 50256)
+    given --mock-data "$@" || first+=(--mock-data)
   else
     need_variables DATA_PATH VOCAB_FILE MERGE_FILE CHECKPOINT_PATH
-    read -ra files <<<"$DATA_PATH"
-    data=(
-      --data-path "${files[@]}"
+    read -ra data <<<"$DATA_PATH"
+    first=(
+      --data-path "${data[@]}"
       --tokenizer-type GPT2BPETokenizer --vocab-file "$VOCAB_FILE" --merge-file "$MERGE_FILE"
       --save "$CHECKPOINT_PATH" --load "$CHECKPOINT_PATH" --save-interval "$save_interval"
       --tensorboard-dir "$CHECKPOINT_PATH/tensorboard" --metrics-path "$CHECKPOINT_PATH/metrics.jsonl"
     )
   fi
+  given --bf16 "${@:2}" || given --fp16 "${@:2}" || first+=("$1")
   be_interruptible
   setup_python "${repo}requirements.txt"
-  launch "${repo}pretrain_gpt.py" "${format[@]}" "${data[@]}" "$@"
+  launch "${repo}pretrain_gpt.py" "${first[@]}" "${@:2}"
 }

