@@ -62,16 +62,6 @@ def test_requirements_are_pinned():
             )
 
 
-def test_container_takes_the_steps_of_the_readme():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
-    steps = re.findall(r"^RUN (bash .*)$", dockerfile, re.M)
-    steps += [" ".join(re.findall(r'"([^"]*)"', line)) for line in re.findall(r"^CMD .*$", dockerfile, re.M)]
-    assert steps == ["bash scripts/test.sh", "bash scripts/pretrain_gpt.sh"]
-    for step in steps:
-        assert re.search(rf"^{re.escape(step)}\b", readme, re.M), step
-
-
 def test_files_that_documents_link_to_exist():
     for document in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
         for target in re.findall(r"\]\(([^)#\s]+)", document.read_text(encoding="utf-8")):

@@ -10,7 +10,7 @@ set -euo pipefail
 
 for name in PET_NNODES PET_NODE_RANK PET_NPROC_PER_NODE; do
   if [[ ! ${!name:-} =~ ^[0-9]+$ ]]; then
-    echo "error: $name is '${!name:-}', not a number; this is for pods of a PyTorchJob with nprocPerNode, as pretrain.yaml" >&2
+    echo "error: $name is '${!name:-}', not a number; this is for pods of a PyTorchJob with nprocPerNode, as in pretrain.yaml" >&2
     exit 2
   fi
 done
