@@ -96,16 +96,18 @@ def test_what_starting_again_would_not_help_is_not_started_again(slurm, tmp_path
 
 
 def test_a_script_of_a_size_runs_as_tasks_of_the_job(slurm, tmp_path) -> None:
-    small = [flag for flag in FLAGS if flag != "pretrain_gpt.py"]
-    job = slurm(
-        "scripts/pretrain_gpt_345m.sh", *small, "--max-position-embeddings", "16", "--train-iters", "2"
-    )
-    output, errors = job.communicate(timeout=60)
-    assert job.returncode == 0, errors
-    assert "data 2 x pipeline 1 = 2 processes" in output and "training is done" in output
+    stand_in = tmp_path / "python"
+    stand_in.write_text('#!/bin/sh\necho "task $RANK $LOCAL_RANK $WORLD_SIZE runs $1"; exit "${STATUS:-0}"\n')
+    stand_in.chmod(0o755)
+    size = ["scripts/pretrain_gpt_1t.sh", "--mock-data"]
+    output, errors = slurm(*size, PYTHON=str(stand_in)).communicate(timeout=60)
+    assert {f"task {i} {i} 2 runs pretrain_gpt.py" for i in range(2)} <= set(output.splitlines()), errors
+    assert "training is done" in output and not (tmp_path / "requeued").exists()
+    job = slurm(*size, PYTHON=str(stand_in), STATUS="138")
+    assert "saved before the time limit" in job.communicate(timeout=60)[0] and job.returncode == 138
+    assert (tmp_path / "requeued").exists()
     job = slurm("scripts/pretrain_gpt_345m.sh")
     assert "error: DATA_PATH is not set" in job.communicate(timeout=60)[1] and job.returncode == 2
-    assert not (tmp_path / "requeued").exists()
 
 
 def test_restarts_are_bounded(slurm, tmp_path) -> None:
