@@ -2,7 +2,11 @@
 # shellcheck shell=bash
 
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
-  sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" # the comment that the script opens with
+  # The comment that the script opens with, and that of what it has sourced before this.
+  for file in "$0" ${more_help:+"$more_help"}; do
+    [[ $file == "$0" ]] || echo
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$file"
+  done
   exit
 fi
 
@@ -11,7 +15,8 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 repo=$root/
 [[ $PWD -ef $root ]] && repo=
 
-: "${GPUS_PER_NODE:=1}" "${NNODES:=1}" "${NODE_RANK:=0}" "${MASTER_ADDR:=localhost}" "${MASTER_PORT:=6000}"
+: "${GPUS_PER_NODE:=1}" "${NNODES:=1}" "${MASTER_PORT:=6000}"
+((NNODES > 1)) || : "${NODE_RANK:=0}" "${MASTER_ADDR:=localhost}"
 
 fail() {
   echo "error: $*" >&2
@@ -77,10 +82,14 @@ step() {
 }
 
 # setup_python FILE...: set `python` to one that has torch and the packages of these requirements files.
-# If python3 has torch, it is used as it is, and packages it lacks go to .venv, which then sees its packages too.
+# That is PYTHON, if it is set, whatever it has. If python3 has torch, it is used as it is, and packages it lacks go to .venv, which then sees its packages too.
 # If not, they all go to .venv.
 setup_python() {
   local venv=${repo}.venv file missing package packages=() inherited
+  if [[ -n ${PYTHON:-} ]]; then
+    python=$PYTHON
+    return
+  fi
   python=python3
   [[ -x $venv/bin/python ]] && python=$venv/bin/python
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
@@ -130,14 +139,38 @@ for path in sys.argv[1:]:
 EOF
 }
 
-# launch SCRIPT FLAGS...: run a training script, as GPUS_PER_NODE processes on each of NNODES machines.
+# launch SCRIPT FLAGS...: run a training script, as GPUS_PER_NODE processes on each of NNODES machines. Where LAUNCHER names
+# a script, that starts the processes. With --dry-run there is one process, which is told how many it stands for.
 launch() {
-  if ((GPUS_PER_NODE * NNODES == 1)); then
+  local name world=$((GPUS_PER_NODE * NNODES))
+  if given --dry-run "$@"; then
+    given --world-size "$@" || set -- "$@" --world-size "$world"
+    attend "$python" "$@"
+    exit # nothing is there to go on with
+  elif [[ -n ${LAUNCHER:-} ]]; then
+    attend bash "$LAUNCHER" "$python" "$@"
+  elif ((world == 1)); then
     attend "$python" "$@"
   else
+    for name in NODE_RANK MASTER_ADDR; do
+      [[ -n ${!name:-} ]] ||
+        fail "$name is not set, but NNODES is $NNODES; docs/launching.md says what each machine needs; NNODES=1 for one"
+    done
+    # Of processes that are told to stop, torchrun kills those that are still saving after 30 seconds, unless told this.
+    export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-3600}
     attend "$python" -m torch.distributed.run --nproc-per-node "$GPUS_PER_NODE" --nnodes "$NNODES" \
       --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" "$@"
   fi
+}
+
+# given FLAG WORD...: whether FLAG is one of the words.
+given() {
+  local word flag=$1
+  shift
+  for word; do
+    [[ $word == "$flag" || $word == "$flag="* ]] && return
+  done
+  return 1
 }
 
 # need_variables NAME...: fail unless these are set.

@@ -60,7 +60,7 @@ launch "${repo}pretrain_bert.py" "${size[@]}" \
   --save "$CHECKPOINT_PATH" --load "$CHECKPOINT_PATH" --save-interval 100 \
   --tensorboard-dir "$logs/tensorboard" --metrics-path "$logs/metrics.jsonl" "$@"
 
-((NODE_RANK == 0)) || exit 0
+((${NODE_RANK:-0} == 0)) || exit 0
 cat <<END
 
 Done.

@@ -64,7 +64,7 @@ launch "${repo}pretrain_gpt.py" "${size[@]}" \
   --save "$CHECKPOINT_PATH" --load "$CHECKPOINT_PATH" --save-interval 50 \
   --tensorboard-dir "$logs/tensorboard" --metrics-path "$logs/metrics.jsonl" "$@"
 
-((NODE_RANK == 0)) || exit 0
+((${NODE_RANK:-0} == 0)) || exit 0
 sample=("$python" "${repo}tools/generate_text.py" --load "$CHECKPOINT_PATH")
 run "${sample[@]}" --prompt "$prompt" --temperature 0.7 --top-p 0.9
 

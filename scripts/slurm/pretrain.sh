@@ -12,6 +12,7 @@
 # Pretrain under SLURM, one task per GPU, again and again until training is done.
 #
 #   sbatch [--nodes 4 ...] scripts/slurm/pretrain.sh pretrain_gpt.py --save DIR --load DIR [flags]
+#   DATA_PATH=... [...] sbatch --nodes 32 scripts/slurm/pretrain.sh scripts/pretrain_gpt_18.4b.sh [flags]
 #
 # From the repository's folder; --save and --load must name the same folder, one that all nodes see. Five minutes before
 # the time limit SLURM signals the tasks: they save and leave, and the job is put into the queue again, where it goes on
@@ -39,10 +40,11 @@ MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
 export PYTHON MASTER_ADDR MASTER_PORT
 
 status=0
-# Each task finds its place in the environment, in torchrun's terms.
-# shellcheck disable=SC2016
-srun --kill-on-bad-exit=0 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" bash -c \
-  'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS exec "$PYTHON" "$@"' task "$@" || status=$?
+if [[ $1 == *.sh ]]; then
+  LAUNCHER=scripts/slurm/tasks.sh bash "$@" || status=$?
+else
+  bash scripts/slurm/tasks.sh "$PYTHON" "$@" || status=$?
+fi
 
 faults=.pretrain-$SLURM_JOB_ID.faults # one line for each since the run last came to its time limit
 case $status in

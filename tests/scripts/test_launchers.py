@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shlex
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from checkout import RUN, TOKENIZER, commands, value
 
 from megatron.arguments import parse_run_config
 from megatron.model.layers import TensorParallel
@@ -20,78 +17,6 @@ from megatron.training.task import Part
 from pretrain_bert import DEFAULTS, build_model
 
 ROOT = Path(__file__).resolve().parents[2]
-
-# Answers the questions that scripts ask of Python, and takes everything else for done.
-PYTHON = """#!/usr/bin/env bash
-case "$*" in
-  *"import torch") exit "${NO_TORCH:-0}" ;;
-  *cuda.is_available*) exit "${NO_GPU:-1}" ;;
-  "- "*) printf '%s' "${MISSING:-}" ;;
-  "-c import sys; print"*) echo /elsewhere/site-packages ;;
-  *purelib*) mkdir -p "$VENV_PACKAGES"; echo "$VENV_PACKAGES" ;;
-  "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
-  *pretrain_gpt.py* | *pretrain_bert.py*)
-    trap 'kill $! 2>/dev/null; echo "passed on"; exit 143' TERM
-    [[ -z ${SIGNAL:-} ]] || kill -s "$SIGNAL" "$PPID"
-    [[ -z ${LONG:-} ]] || { sleep 30 >&- 2>&- & wait; }
-    exit "${STATUS:-0}" ;;
-esac
-"""
-
-OURS = {
-    "CHECKPOINT_PATH",
-    "DATA_PATH",
-    "GPUS_PER_NODE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "MERGE_FILE",
-    "NNODES",
-    "NODE_RANK",
-    "QUICKSTART_DIR",
-    "VOCAB_FILE",
-}
-TOKENIZER = {"VOCAB_FILE": "v.json", "MERGE_FILE": "m.txt"}
-
-
-class Checkout:
-    """The scripts in a folder of their own, whose name holds a space."""
-
-    def __init__(self, folder: Path) -> None:
-        self.root = folder / "my clone"
-        shutil.copytree(ROOT / "scripts", self.root / "scripts")
-        self.python = folder / "bin" / "python3"
-        self.python.parent.mkdir()
-        self.python.write_text(PYTHON)
-        self.python.chmod(0o755)
-
-    def run(
-        self, script: str, *flags: str, cwd: Path | None = None, **env: str
-    ) -> subprocess.CompletedProcess:
-        kept = {k: v for k, v in os.environ.items() if k not in OURS}
-        path = f"{self.python.parent}{os.pathsep}{os.environ['PATH']}"
-        packages = str(self.root / ".venv" / "packages")
-        return subprocess.run(
-            ["bash", str(self.root / "scripts" / script), *flags],
-            cwd=cwd or self.root,
-            env=kept | {"PATH": path, "VENV_PACKAGES": packages} | env,
-            capture_output=True,
-            text=True,
-        )
-
-
-@pytest.fixture
-def checkout(tmp_path: Path) -> Checkout:
-    return Checkout(tmp_path)
-
-
-def commands(done: subprocess.CompletedProcess) -> list[list[str]]:
-    """The commands that a script printed before it ran them."""
-    assert done.stderr == ""
-    return [shlex.split(line[2:]) for line in done.stdout.splitlines() if line.startswith("+ ")]
-
-
-def value(command: list[str], flag: str) -> str:
-    return command[command.index(flag) + 1]
 
 
 def test_quickstart_takes_every_step(checkout):
@@ -176,6 +101,8 @@ def test_several_processes_use_torchrun(checkout):
         ("pretrain_gpt.sh", {"NNODES": "2"}, "several machines need DATA_PATH"),
         ("pretrain_gpt_345m.sh", {}, "DATA_PATH is not set"),
         ("pretrain_gpt_345m.sh", {"DATA_PATH": "a"} | TOKENIZER, "CHECKPOINT_PATH is not set"),
+        ("pretrain_gpt_1t.sh", RUN, "NODE_RANK is not set, but NNODES is 384"),
+        ("pretrain_gpt_1t.sh", RUN | {"NODE_RANK": "3"}, "MASTER_ADDR is not set, but NNODES is 384"),
     ],
 )
 def test_wrong_variables_are_one_line(checkout, script, env, message):
@@ -233,8 +160,7 @@ def test_tests_pass_arguments_on(checkout):
 
 
 def test_345m_has_the_published_settings(checkout):
-    env = {"DATA_PATH": "a", "CHECKPOINT_PATH": "run"} | TOKENIZER
-    (training,) = commands(checkout.run("pretrain_gpt_345m.sh", "--lr", "1", **env))
+    (training,) = commands(checkout.run("pretrain_gpt_345m.sh", "--lr", "1", **RUN))
     published = (
         "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 "
         "--max-position-embeddings 1024 --micro-batch-size 4 --global-batch-size 8 --lr 0.00015 "
@@ -286,18 +212,7 @@ def test_bert_of_the_papers_sizes(checkout, size: str, parameters: float, tensor
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(parameters, rel=0.02)
 
 
-@pytest.mark.parametrize(
-    "script",
-    [
-        "pretrain_gpt.sh",
-        "pretrain_gpt_345m.sh",
-        "pretrain_bert.sh",
-        "pretrain_bert_336m.sh",
-        "pretrain_bert_1.3b.sh",
-        "pretrain_bert_3.9b.sh",
-        "test.sh",
-    ],
-)
+@pytest.mark.parametrize("script", sorted(p.name for p in (ROOT / "scripts").glob("[pt]*.sh")))
 def test_help_is_the_opening_comment(checkout, script):
     done = checkout.run(script, "--help")
     assert done.returncode == 0 and done.stderr == ""

@@ -40,7 +40,8 @@ def slurm(tmp_path: Path):
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    (tmp_path / "pretrain_gpt.py").symlink_to(ROOT / "pretrain_gpt.py")
+    for name in ("pretrain_gpt.py", "scripts"):
+        (tmp_path / name).symlink_to(ROOT / name)
 
     job = {"SLURM_JOB_ID": str(free_port()), "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "node[1-2]"}
 
@@ -92,6 +93,21 @@ def test_what_starting_again_would_not_help_is_not_started_again(slurm, tmp_path
     errors = job.communicate(timeout=60)[1]
     assert job.returncode == 2 and "error: --lr: -1.0 is too small" in errors
     assert not (tmp_path / "requeued").exists()
+
+
+def test_a_script_of_a_size_runs_as_tasks_of_the_job(slurm, tmp_path) -> None:
+    stand_in = tmp_path / "python"
+    stand_in.write_text('#!/bin/sh\necho "task $RANK $LOCAL_RANK $WORLD_SIZE runs $1"; exit "${STATUS:-0}"\n')
+    stand_in.chmod(0o755)
+    size = ["scripts/pretrain_gpt_1t.sh", "--mock-data"]
+    output, errors = slurm(*size, PYTHON=str(stand_in)).communicate(timeout=60)
+    assert {f"task {i} {i} 2 runs pretrain_gpt.py" for i in range(2)} <= set(output.splitlines()), errors
+    assert "training is done" in output and not (tmp_path / "requeued").exists()
+    job = slurm(*size, PYTHON=str(stand_in), STATUS="138")
+    assert "saved before the time limit" in job.communicate(timeout=60)[0] and job.returncode == 138
+    assert (tmp_path / "requeued").exists()
+    job = slurm("scripts/pretrain_gpt_345m.sh")
+    assert "error: DATA_PATH is not set" in job.communicate(timeout=60)[1] and job.returncode == 2
 
 
 def test_restarts_are_bounded(slurm, tmp_path) -> None:

@@ -1,0 +1,117 @@
+"""The scripts of published sizes, held against the papers' tables."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from checkout import RUN, Checkout, commands
+
+from megatron.arguments import parse_run_config
+from megatron.model.layers import TensorParallel
+from megatron.parallel.recompute import Recompute
+from megatron.parallel.stages import Chunk
+from megatron.training.config import RunConfig
+from megatron.training.layout import check_layout
+from megatron.training.task import Part
+from pretrain_gpt import DEFAULTS, build_model
+
+ROOT = Path(__file__).resolve().parents[2]
+# Parameters in billions, heads, hidden size, layers, T, P, GPUs, global batch.
+TABLE = {
+    # arXiv 1909.08053, table 1
+    "1.2b": (1.2, 16, 1536, 40, 1, 1, 64, 512),
+    "2.5b": (2.5, 20, 1920, 54, 2, 1, 128, 512),
+    "4.2b": (4.2, 24, 2304, 64, 4, 1, 256, 512),
+    "8.3b": (8.3, 32, 3072, 72, 8, 1, 512, 512),
+    # 2104.04473, table 1
+    "1.7b": (1.7, 24, 2304, 24, 1, 1, 32, 512),
+    "3.6b": (3.6, 32, 3072, 30, 2, 1, 64, 512),
+    "7.5b": (7.5, 32, 4096, 36, 4, 1, 128, 512),
+    "18.4b": (18.4, 48, 6144, 40, 8, 1, 256, 1024),
+    "39.1b": (39.1, 64, 8192, 48, 8, 2, 512, 1536),
+    "76.1b": (76.1, 80, 10240, 60, 8, 4, 1024, 1792),
+    "145.6b": (145.6, 96, 12288, 80, 8, 8, 1536, 2304),
+    "310.1b": (310.1, 128, 16384, 96, 8, 16, 1920, 2160),
+    "529.6b": (529.6, 128, 20480, 105, 8, 35, 2520, 2520),
+    "1t": (1008.0, 160, 25600, 128, 8, 64, 3072, 3072),
+    # 2005.14165, table 2.1; the GPUs of 2104.04473, section 5.1
+    "175b": (174.6, 96, 12288, 96, 8, 16, 1024, 1536),
+    # 1909.08053, section 5.2, but for the batch, which is that of NVIDIA's example
+    "345m": (0.355, 16, 1024, 24, 1, 1, 1, 8),
+}
+
+
+def test_every_size_has_its_row() -> None:
+    assert {f"pretrain_gpt_{size}.sh" for size in TABLE} == {
+        path.name for path in (ROOT / "scripts").glob("pretrain_gpt_*.sh")
+    }
+
+
+def parameters(config: RunConfig, vocab_size: int) -> int:
+    part = Part(
+        vocab_size=vocab_size,
+        padded_vocab_size=vocab_size,
+        chunk=Chunk(range(config.model.num_layers)),
+        tp=TensorParallel(),
+        recompute=Recompute(),
+    )
+    with torch.device("meta"):
+        return sum(p.numel() for p in build_model(config, part).parameters())
+
+
+@pytest.mark.parametrize("size", TABLE)
+def test_a_size_is_that_of_its_paper(checkout: Checkout, size: str) -> None:
+    billions, heads, hidden, layers, tensor, stages, gpus, batch = TABLE[size]
+    (dry,) = commands(checkout.run(f"pretrain_gpt_{size}.sh", "--dry-run", "--lr", "1"))
+    assert dry[:2] == ["python3", "pretrain_gpt.py"] and dry[-2:] == ["--world-size", str(gpus)]
+    words = [word for word in dry[2:-2] if word != "--dry-run"]
+    config = parse_run_config(words, description="", defaults=DEFAULTS)
+    assert config.optimizer.lr == 1 and config.data.mock_data and config.checkpoint.save is None
+    model, parallel = config.model, config.parallel
+    assert (model.num_attention_heads, model.hidden_size, model.num_layers) == (heads, hidden, layers)
+    assert (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size) == (tensor, stages)
+    assert config.training.global_batch_size == batch
+    check_layout(config, gpus)
+    # The papers pad GPT-2's 50,257 ids to 51,200, so that every layout divides them.
+    each = config.tokenizer.make_vocab_size_divisible_by * tensor
+    padded = -(-50257 // each) * each
+    assert padded == (50304 if size == "345m" else 51200)
+    assert parameters(config, padded) / 1e9 == pytest.approx(billions, abs=0.05 if billions > 1 else 0.0005)
+
+
+@pytest.mark.parametrize("size", ["345m", "8.3b", "175b"])
+def test_a_size_trains_on_data(checkout: Checkout, size: str) -> None:
+    place = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node0", "GPUS_PER_NODE": "8"}
+    done = checkout.run(f"pretrain_gpt_{size}.sh", "--bf16", **RUN | place | {"DATA_PATH": "0.3 a 0.7 b"})
+    (training,) = commands(done)
+    assert re.search("torch.distributed.run --nproc-per-node 8 --nnodes 2 --node-rank 1", " ".join(training))
+    words = training[training.index("pretrain_gpt.py") + 1 :]
+    config = parse_run_config(words, description="", defaults=DEFAULTS)
+    assert config.data.data_path == ("0.3", "a", "0.7", "b") and config.tokenizer.merge_file == "m.txt"
+    assert config.checkpoint.save == config.checkpoint.load == "run"
+    assert config.training.bf16 and not config.training.fp16
+
+
+def test_what_is_given_wins(checkout: Checkout) -> None:
+    (dry,) = commands(checkout.run("pretrain_gpt_1t.sh", "--dry-run", "--fp16", "--world-size=1536"))
+    assert "--bf16" not in dry and "--world-size" not in dry
+    (dry,) = commands(checkout.run("pretrain_gpt_1t.sh", "--dry-run", NNODES="192"))
+    assert dry[-2:] == ["--world-size", "1536"]
+    (mock,) = commands(checkout.run("pretrain_gpt_345m.sh", "--mock-data", PYTHON=str(checkout.python)))
+    assert mock[0] == str(checkout.python) and mock.count("--mock-data") == 1 and "--save" not in mock
+
+
+def test_a_dry_run_is_all_that_a_script_does(checkout: Checkout) -> None:
+    done = checkout.run("pretrain_gpt.sh", "--dry-run", **RUN)
+    assert [c[1] for c in commands(done)] == ["pretrain_gpt.py"] and done.returncode == 0
+    assert checkout.run("pretrain_gpt_1t.sh", "--dry-run", STATUS="2").returncode == 2
+
+
+def test_a_launcher_starts_the_processes_in_torchruns_place(checkout: Checkout) -> None:
+    starter = checkout.root / "start it.sh"
+    starter.write_text('echo "started $*"')
+    done = checkout.run("pretrain_gpt_1t.sh", LAUNCHER="start it.sh", **RUN)
+    assert done.returncode == 0 and "\nstarted python3 pretrain_gpt.py --data-path a --tok" in done.stdout

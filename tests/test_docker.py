@@ -1,0 +1,74 @@
+"""The Dockerfiles as far as reading them tells: the README's steps, as a user without rights."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = ["Dockerfile", "docker/cuda.Dockerfile"]
+KNOWN = {"ARG", "CMD", "COPY", "ENV", "FROM", "RUN", "USER", "WORKDIR"}
+
+
+def instructions(path: str) -> list[tuple[str, str]]:
+    """(name, rest) of each instruction, without comments; a line that ends with a backslash goes on in the next."""
+    lines = (ROOT / path).read_text(encoding="utf-8").splitlines()
+    text = "\n".join(line for line in lines if not line.startswith("#"))
+    joined = re.sub(r"\\\n\s*", "", text).splitlines()
+    return [tuple(line.split(maxsplit=1)) for line in joined if line.strip()]
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_instructions_are_in_order(path: str) -> None:
+    found = instructions(path)
+    assert {name for name, _ in found} <= KNOWN
+    names = [name for name, _ in found]
+    assert set(names[: names.index("FROM")]) <= {"ARG"}
+    stages: set[str] = set()
+    for name, rest in found:
+        if name == "FROM":
+            image, *alias = re.fullmatch(r"(\S+)(?: AS (\w+))?", rest).groups()
+            assert image in stages or re.search(r":[\w.${}-]*\d", image) or "${" in image  # a version
+            stages |= {a for a in alias if a}
+    for name in (rest.split("=")[0] for kind, rest in found if kind == "ARG"):
+        assert any(f"${name}" in rest or f"${{{name}}}" in rest for kind, rest in found if kind != "ARG")
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_what_is_done_as_root_is_packages_and_the_user(path: str) -> None:
+    found = instructions(path)
+    user = [name for name, _ in found].index("USER")
+    assert found[user][1] == "user" and [name for name, _ in found].count("USER") == 1
+    as_root = " && ".join(rest for name, rest in found[:user] if name == "RUN").split(" && ")
+    assert all(re.match(r"apt-get (update|install)|rm -rf /var/lib/apt/lists|useradd ", c) for c in as_root)
+    number = re.search(r"useradd .*--uid (\d+) user", " ".join(as_root))[1]
+    assert f"runAsUser: {number}\n" in (ROOT / "scripts/k8s/pretrain.yaml").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_what_is_done_as_the_user_is_in_the_readme(path: str) -> None:
+    readme = re.sub(r"@[\d.]+\"", '@$APEX"', (ROOT / "README.md").read_text(encoding="utf-8"))
+    found = instructions(path)
+    steps = [rest for name, rest in found[[name for name, _ in found].index("USER") :] if name == "RUN"]
+    steps = [re.sub(r'^\[ -z "\$APEX" \] \|\| ', "", step) for step in steps if not step.startswith("mkdir")]
+    steps += [" ".join(json.loads(rest)) for name, rest in found if name == "CMD"]
+    assert "python3 -m venv .venv" in steps and "bash scripts/pretrain_gpt.sh" in steps
+    for step in steps:
+        assert re.search(rf"^{re.escape(step)}( |$)", readme, re.M), step
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_what_is_copied_and_run_is_there(path: str) -> None:
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
+    for name, rest in instructions(path):
+        if name == "COPY":
+            owner, *sources, _ = rest.split()
+            assert owner == "--chown=user"
+            assert all((ROOT / source).exists() and source not in ignored for source in sources)
+        if name == "RUN":
+            assert subprocess.run(["sh", "-n", "-c", rest]).returncode == 0
+    assert {".git", ".venv"} <= set(ignored)
