@@ -200,12 +200,13 @@ class SelfAttention(nn.Module):
             q_bnsd, k_bgsd = rotate(q_bnsd, *context.rotary), rotate(k_bgsd, *context.rotary)
         if context.cache is not None:
             k_bgsd, v_bgsd = context.cache.extend(self.layer, k_bgsd, v_bgsd)
+            q_bnsd = q_bnsd.to(k_bgsd.dtype)
         attend = functools.partial(self._attend, context=context)
         if self.recompute:
             out_bnsd = rerun_attention(attend, q_bnsd, k_bgsd, v_bgsd)
         else:
             out_bnsd = attend(q_bnsd, k_bgsd, v_bgsd)
-        return self.linear_proj(out_bnsd.permute(2, 0, 1, 3).flatten(2))
+        return self.linear_proj(out_bnsd.permute(2, 0, 1, 3).flatten(2).to(x_sbh.dtype))
 
     def _attend(self, q_bnsd: Tensor, k_bgsd: Tensor, v_bgsd: Tensor, context: Context) -> Tensor:
         dropping = context.dropout_key is not None and self.dropout > 0
