@@ -67,6 +67,7 @@ def diagnose(
 
     Every process must take part.
     """
+    engine.graph = None  # which would run no hooks
     probe = _Probe(engine)
     with probe.attached():
         engine.compute_gradients(
