@@ -15,7 +15,16 @@ from megatron.ops.attention import attention, attention_by_blocks
 from megatron.ops.compiler import Compiler, Run, as_written
 from megatron.ops.config import OpsConfig
 from megatron.ops.linear import Matmul, has_onednn, matmul, onednn_matmul
-from megatron.ops.norm import apex_layer_norm, apex_rms_norm, has_apex, layer_norm, rms_norm
+from megatron.ops.norm import (
+    apex_layer_norm,
+    apex_rms_norm,
+    has_apex,
+    layer_norm,
+    rms_norm,
+    te_fault,
+    te_layer_norm,
+    te_rms_norm,
+)
 from megatron.ops.projected_loss import projected_loss
 from megatron.ops.rotary import compiled_rotate, rotate
 
@@ -44,6 +53,12 @@ class Ops:
 
 PLAIN = Ops()
 
+# LayerNorm and RMSNorm by whose they are.
+NORMS = {
+    "torch": (layer_norm, rms_norm),
+    "apex": (apex_layer_norm, apex_rms_norm),
+    "Transformer Engine": (te_layer_norm, te_rms_norm),
+}
 
 # Floating-point operations of a microbatch, on a CPU, from which on compiling saves more time in minutes than it takes.
 WORTHWHILE = 5e9
@@ -65,12 +80,11 @@ def choose_ops(config: OpsConfig, *, work: float, dtype: torch.dtype, device: to
     product, library = matmul, "torch"
     if device.type == "cpu" and has_onednn(dtype):
         product, library = onednn_matmul, "oneDNN"
-    apex = _uses_apex(config, device)
-    norms = "apex" if apex else "torch"
+    norms = _choose_norms(config.ops_backend, device)
     ops = Ops(
         matmul=product,
-        layer_norm=apex_layer_norm if apex else layer_norm,
-        rms_norm=apex_rms_norm if apex else rms_norm,
+        layer_norm=NORMS[norms][0],
+        rms_norm=NORMS[norms][1],
         projected_loss=functools.partial(projected_loss, run, product),
         kinds=(library, norms, "compiled" if compiler else "as written"),
         notes=(f"operations: products by {library}, norms by {norms}, logits a part at a time; {note}",),
@@ -86,17 +100,27 @@ def choose_ops(config: OpsConfig, *, work: float, dtype: torch.dtype, device: to
     )
 
 
-def _uses_apex(config: OpsConfig, device: torch.device) -> bool:
-    """Whether apex normalises."""
-    if config.ops_backend == "apex" and device.type != "cuda":
-        raise InputError("--ops-backend apex: apex needs a GPU; use --ops-backend auto")
-    found = device.type == "cuda" and config.ops_backend in ("auto", "apex") and has_apex()
-    if config.ops_backend == "apex" and not found:
+def _choose_norms(backend: str, device: torch.device) -> str:
+    """Whose normalisations a back end has on a device. Transformer Engine's have to be asked for: nothing is known of
+    them that were better, and importing it takes seconds."""
+    if backend in ("apex", "transformer-engine") and device.type != "cuda":
+        name = "apex" if backend == "apex" else "Transformer Engine"
+        raise InputError(f"--ops-backend {backend}: {name} needs a GPU; use --ops-backend auto")
+    if backend == "transformer-engine":
+        fault = te_fault()
+        if fault is not None:
+            raise InputError(
+                f"--ops-backend transformer-engine: Transformer Engine cannot be used here: {fault}; "
+                "pip install --no-build-isolation 'transformer_engine[pytorch]', or use --ops-backend auto"
+            )
+        return "Transformer Engine"
+    found = device.type == "cuda" and backend in ("auto", "apex") and has_apex()
+    if backend == "apex" and not found:
         raise InputError(
             "--ops-backend apex: this Python has no apex with its CUDA extensions, which is not on PyPI: install it "
             "as https://github.com/NVIDIA/apex says, or use --ops-backend auto"
         )
-    return found
+    return "apex" if found else "torch"
 
 
 def _compiler(config: OpsConfig, work: float, device: torch.device) -> tuple[Compiler | None, str]:
