@@ -14,7 +14,16 @@ from megatron.ops.activation import compiled_gelu, compiled_swiglu, gelu, swiglu
 from megatron.ops.attention import attention, attention_by_blocks
 from megatron.ops.compiler import Compiler, Run, as_written
 from megatron.ops.config import OpsConfig
-from megatron.ops.linear import Matmul, has_onednn, matmul, onednn_matmul
+from megatron.ops.linear import (
+    AddProduct,
+    Matmul,
+    add_product,
+    add_product_in_one,
+    has_add_product_in_one,
+    has_onednn,
+    matmul,
+    onednn_matmul,
+)
 from megatron.ops.norm import (
     apex_layer_norm,
     apex_rms_norm,
@@ -40,6 +49,7 @@ class Ops:
     """
 
     matmul: Matmul = matmul
+    add_product: AddProduct = add_product
     attention: Callable[..., Tensor] = attention
     gelu: Callable[..., Tensor] = gelu
     swiglu: Callable[[Tensor], Tensor] = swiglu
@@ -81,13 +91,19 @@ def choose_ops(config: OpsConfig, *, work: float, dtype: torch.dtype, device: to
     if device.type == "cpu" and has_onednn(dtype):
         product, library = onednn_matmul, "oneDNN"
     norms = _choose_norms(config.ops_backend, device)
+    in_one = has_add_product_in_one(dtype, device)
+    adding = add_product_in_one if in_one else add_product
+    sums = f"gradients of weights added {'within' if in_one else 'after'} them"
     ops = Ops(
         matmul=product,
+        add_product=adding,
         layer_norm=NORMS[norms][0],
         rms_norm=NORMS[norms][1],
-        projected_loss=functools.partial(projected_loss, run, product),
-        kinds=(library, norms, "compiled" if compiler else "as written"),
-        notes=(f"operations: products by {library}, norms by {norms}, logits a part at a time; {note}",),
+        projected_loss=functools.partial(projected_loss, run, product, adding),
+        kinds=(library, norms, sums, "compiled" if compiler else "as written"),
+        notes=(
+            f"operations: products by {library}, {sums}, norms by {norms}, logits a part at a time; {note}",
+        ),
     )
     if compiler is None:
         return ops

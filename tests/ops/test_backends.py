@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.flags import InputError
-from megatron.ops import activation, attention, compiler, linear, norm, projected_loss, rotary
+from megatron.ops import activation, attention, backend, compiler, linear, norm, projected_loss, rotary
 from megatron.ops.backend import PLAIN, Ops, choose_ops
 from megatron.ops.compiler import Compiler, as_written
 from megatron.ops.config import OpsConfig
@@ -160,7 +160,16 @@ def test_projected_loss(
 
     def fast(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return projected_loss.projected_loss(
-            run, linear.matmul, x, weight, bias, labels, vocab_size=vocab_size, axis=ALONE, sequence=False
+            run,
+            linear.matmul,
+            linear.add_product,
+            x,
+            weight,
+            bias,
+            labels,
+            vocab_size=vocab_size,
+            axis=ALONE,
+            sequence=False,
         )
 
     # A padded vocabulary's rows play no part, whatever they hold.
@@ -187,7 +196,16 @@ def test_no_samples(run: Callable) -> None:
     for product in (linear.matmul, *([linear.onednn_matmul] if linear.has_onednn(torch.float32) else [])):
         labels = torch.empty(4, 0, dtype=torch.long)
         losses = projected_loss.projected_loss(
-            run, product, x, weight, None, labels, vocab_size=16, axis=ALONE, sequence=False
+            run,
+            product,
+            linear.add_product,
+            x,
+            weight,
+            None,
+            labels,
+            vocab_size=16,
+            axis=ALONE,
+            sequence=False,
         )
         assert losses.shape == (4, 0)
 
@@ -204,7 +222,16 @@ def test_logits_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     x = random(512, 4, 8).bfloat16().requires_grad_()
     weight, labels = random(51200, 8).bfloat16().requires_grad_(), torch.zeros(512, 4, dtype=torch.long)
     loss = projected_loss.projected_loss(
-        as_written, product, x, weight, None, labels, vocab_size=51200, axis=ALONE, sequence=False
+        as_written,
+        product,
+        linear.add_product,
+        x,
+        weight,
+        None,
+        labels,
+        vocab_size=51200,
+        axis=ALONE,
+        sequence=False,
     )
     loss.sum().backward()
     bf16_and_fp32 = 512 * 4 * 51200 * (2 + 4)
@@ -226,6 +253,19 @@ def test_onednn_matmul(dtype: torch.dtype) -> None:
     assert torch.allclose(
         transposed, F.linear(x[..., :10], weight[:, :10].t()), rtol=TOLERANCE[dtype], atol=1e-2
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_add_product_in_one(dtype: torch.dtype) -> None:
+    """With no rounding to the dtype of the factors; of some rows of the sum, too."""
+    assert linear.has_add_product_in_one(dtype, torch.device("cuda"))
+    total, a, b = random(40, 24).float(), random(56, 16, seed=2).to(dtype), random(56, 24, seed=3).to(dtype)
+    exact = total.double()
+    exact[8:24] += a.double().t() @ b.double()
+    on_gpu = total.cuda()
+    linear.add_product_in_one(on_gpu[8:24], a.cuda().t(), b.cuda())
+    torch.testing.assert_close(on_gpu.cpu().double(), exact, rtol=1e-5, atol=1e-5)
 
 
 def test_apex_is_called_as_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,11 +371,12 @@ def test_transformer_engine_on_a_gpu(dtype: torch.dtype) -> None:
     check_te_norms(dtype, "cuda")
 
 
-def test_whose_norms(stand_in: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_gpu_has(stand_in: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def choose(backend: str) -> Ops:
         config = OpsConfig(ops_backend=backend, torch_compile=False)
         return choose_ops(config, work=1e12, dtype=torch.bfloat16, device=torch.device("cuda"))
 
+    monkeypatch.setattr(backend, "has_add_product_in_one", lambda *_: True)
     with pytest.raises(InputError, match=r"it is not installed; pip install .*transformer_engine\[pytorch\]"):
         choose("transformer-engine")
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.13.0")
@@ -344,6 +385,7 @@ def test_whose_norms(stand_in: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.18.0")
     chosen = choose("transformer-engine")
     assert (chosen.layer_norm, chosen.rms_norm) == (norm.te_layer_norm, norm.te_rms_norm)
+    assert chosen.add_product is linear.add_product_in_one
     assert "norms by Transformer Engine" in chosen.notes[0] and "Transformer Engine" in chosen.kinds
     assert choose("auto").layer_norm is norm.layer_norm  # it has to be asked for
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
