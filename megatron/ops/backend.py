@@ -85,12 +85,12 @@ def choose_ops(config: OpsConfig, *, work: float, dtype: torch.dtype, device: to
     """
     if config.ops_backend == "plain":
         return PLAIN
+    norms = _choose_norms(config.ops_backend, device)
     compiler, note = _compiler(config, work, device)
     run: Run = compiler or as_written
     product, library = matmul, "torch"
     if device.type == "cpu" and has_onednn(dtype):
         product, library = onednn_matmul, "oneDNN"
-    norms = _choose_norms(config.ops_backend, device)
     in_one = has_add_product_in_one(dtype, device)
     adding = add_product_in_one if in_one else add_product
     sums = f"gradients of weights added {'within' if in_one else 'after'} them"
