@@ -78,6 +78,7 @@ GPT = Task(
     vocab_positions=vocab_positions,
     forward=forward,
     causal=True,
+    is_static=True,
 )
 
 

@@ -4,9 +4,9 @@
 #
 #   bash benchmarks/gpu.sh [PART...]
 #
-# PART is tests, or a size of benchmarks/train.py: 355m or 1.3b. Without one all are run, as far as the time goes: a call
-# is over within LIMIT seconds (default: 520), and parts that it did not come to are for the next. Results are added to
-# benchmarks/results/<device>.json, and the table of all of them comes last.
+# PART is tests, or a size of benchmarks/train.py: small, with --cuda-graph as well, 355m or 1.3b. Without one all are
+# run, as far as the time goes: a call is over within LIMIT seconds (default: 520), and parts that it did not come to are
+# for the next. Results are added to benchmarks/results/<device>.json, and the table of all of them comes last.
 #
 #   NANOGPT  a checkout of nanoGPT to compare with (default: none)
 #   PYTHON   the Python that has the packages (default: python3)
@@ -17,7 +17,7 @@ source scripts/common.sh
 : "${LIMIT:=520}" "${NANOGPT:=}" "${PYTHON:=python3}"
 train=(benchmarks/train.py --device cuda --precisions bf16 ${NANOGPT:+--nanogpt "$NANOGPT"})
 parts=("$@")
-((${#parts[@]})) || parts=(tests 355m 1.3b)
+((${#parts[@]})) || parts=(tests small 355m 1.3b)
 
 name=$("$PYTHON" -c 'import torch; print(torch.cuda.get_device_name())') || fail "torch sees no GPU here"
 results=benchmarks/results/$(tr '[:upper:] /' '[:lower:]--' <<<"$name").json

@@ -35,6 +35,7 @@ from megatron.ops.linear import has_onednn, onednn_matmul
 from megatron.ops.memory import keep_freed_memory
 from megatron.parallel.mesh import choose_device, init_mesh
 from megatron.training.costs import flops_per_sample
+from megatron.training.cuda_graph import WARM_UP
 from megatron.training.engine import Engine
 from pretrain_gpt import DEFAULTS, GPT
 
@@ -59,6 +60,8 @@ SIZES = {
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 LR, WEIGHT_DECAY, CLIP = 1e-4, 0.1, 1.0
 THREADS = 2
+# The first steps compile, take memory and capture a graph.
+UNSEEN = WARM_UP + 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,6 +104,8 @@ def compare(config: BenchmarkConfig, size: Size, precision: str) -> dict[str, di
         "ours": (ours, ()),
         "ours, plain": (ours, ("--ops-backend", "plain")),
     }
+    if config.device == "cuda" and size is SIZES["small"]:
+        sides["ours, CUDA graph"] = (ours, ("--cuda-graph",))
     if config.nanogpt is not None:
         sides["nanoGPT, compiled"] = (theirs, ("nanogpt", config.nanogpt, True))
     if config.device == "cpu":
@@ -112,11 +117,13 @@ def compare(config: BenchmarkConfig, size: Size, precision: str) -> dict[str, di
         for side, (measure, arguments) in sides.items()
     }
     try:
-        rounds = [{side: run.next()[0] for side, run in workers.items()} for _ in range(config.rounds + 2)]
+        rounds = [
+            {side: run.next()[0] for side, run in workers.items()} for _ in range(config.rounds + UNSEEN)
+        ]
     finally:
         for run in workers.values():
             run.__exit__()
-    rounds = rounds[2:]  # the first steps compile, and take memory
+    rounds = rounds[UNSEEN:]
     peak = max(r.pop("largest products")[0] for r in rounds)
     return {
         side: summary(rounds, side, size, flops(config.device, size, precision), peak) for side in rounds[0]

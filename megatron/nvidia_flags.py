@@ -48,8 +48,8 @@ def _refuse(note: str, *usages: str, harmless: Sequence[str] = ()) -> tuple[Nvid
 
 # Flags of this code base that Megatron-LM does not have.
 OURS_ALONE = frozenset(
-    "--bf16-optimizer-states --check-weight-replicas-interval --data-order --device --hang-timeout --keep-last "
-    "--metrics-path --no-mask-padded-vocab --no-progress --no-torch-compile --on-non-finite --ops-backend "
+    "--bf16-optimizer-states --check-weight-replicas-interval --cuda-graph --data-order --device --hang-timeout "
+    "--keep-last --metrics-path --no-mask-padded-vocab --no-progress --no-torch-compile --on-non-finite --ops-backend "
     "--pipeline-schedule --spike-skip --verify-checkpoint".split()
 )
 
@@ -142,8 +142,11 @@ NVIDIA_FLAGS: tuple[NvidiaFlag, ...] = (
     ),
     *_accept("attention is causal without a mask being made", "--no-create-attention-mask-in-dataloader"),
     *_accept(
-        "no CUDA graphs are captured", "--cuda-graph-impl NAME", "--enable-cuda-graph", "--te-rng-tracker"
+        "--cuda-graph captures what a microbatch does, as one graph",
+        "--cuda-graph-impl NAME",
+        "--enable-cuda-graph",
     ),
+    *_accept("no dropout is captured in a CUDA graph", "--te-rng-tracker"),
     *_accept("there are no experimental features to admit", "--enable-experimental"),
     # Number formats.
     *_refuse("the loss is always taken in fp32", "--fp16-lm-cross-entropy"),

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from megatron.ops.backend import PLAIN, Ops
 from megatron.ops.embedding import embedding
-from megatron.ops.linear import Matmul
 from megatron.parallel.collectives import (
     reduce_from,
     reduce_scatter_sequence,
@@ -23,7 +22,7 @@ from megatron.parallel.collectives import (
     start_reduce_scatter,
 )
 from megatron.parallel.mesh import ALONE, Axis
-from megatron.parallel.parameters import Init, parameter, zeros
+from megatron.parallel.parameters import Init, gradient_sum, parameter, zeros
 from megatron.parallel.slices import GlobalSlice, Range, whole
 
 
@@ -57,7 +56,10 @@ class TensorParallel:
 
 class _Linear(torch.autograd.Function):
     """x Wᵀ + b for some rows of W. If it is divided by rows, its input's side is f of the paper, or with sequence
-    parallelism the all-gather along the sequence: backward sums the shares of x's gradient over `axis`."""
+    parallelism the all-gather along the sequence: backward sums the shares of x's gradient over `axis`.
+
+    The gradient of W is added to where it is summed, if W has memory for that, and autograd is given none.
+    """
 
     @staticmethod
     def forward(
@@ -68,47 +70,53 @@ class _Linear(torch.autograd.Function):
         rows: tuple[Range, ...],
         axis: Axis,
         sequence: bool,
-        matmul: Matmul,
+        ops: Ops,
     ) -> Tensor:
-        ctx.rows, ctx.axis, ctx.sequence, ctx.matmul = rows, axis, sequence, matmul
+        ctx.rows, ctx.axis, ctx.sequence, ctx.ops = rows, axis, sequence, ops
+        ctx.total = gradient_sum(weight)
         # Of an x that is divided the part: it is gathered again in backward.
         ctx.save_for_backward(x, weight)
         ctx.bias = bias is not None
         gathered = start_all_gather(x, axis).wait() if sequence else x
         outputs = [
-            matmul(gathered, weight[begin:end], None if bias is None else bias[begin:end])
+            ops.matmul(gathered, weight[begin:end], None if bias is None else bias[begin:end])
             for begin, end in rows
         ]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x, weight), axis = ctx.saved_tensors, ctx.axis
-        grads = grad.split([end - begin for begin, end in ctx.rows], dim=-1)
-        parts = [(part, slice(*rows)) for part, rows in zip(grads, ctx.rows, strict=True)]
+        (x, weight), axis, ops = ctx.saved_tensors, ctx.axis, ctx.ops
+        rows = [slice(*part) for part in ctx.rows]
+        grads = grad.split([part.stop - part.start for part in rows], dim=-1)
         # Each communication runs beside the products that do not need its result.
         gathering = start_all_gather(x, axis) if ctx.sequence else None
         grad_x = functools.reduce(
-            torch.add, [ctx.matmul(part, weight[rows].t(), None) for part, rows in parts]
+            torch.add, [ops.matmul(g, weight[part].t(), None) for g, part in zip(grads, rows, strict=True)]
         )
-        gathered = x if gathering is None else gathering.wait()
+        flat_x = (x if gathering is None else gathering.wait()).flatten(0, -2)
         reduce = start_reduce_scatter if ctx.sequence else start_all_reduce
         reducing = reduce(grad_x, axis)
-        is_whole = len(parts) == 1 and parts[0][0].shape[-1] == len(weight)
-        grad_bias = None
-        if is_whole:
-            grad_weight = grad.flatten(0, -2).t() @ gathered.flatten(0, -2)
-            if ctx.bias:
-                grad_bias = grad.flatten(0, -2).sum(0)
+        flat_grads = [g.flatten(0, -2) for g in grads]
+        grad_weight = grad_bias = None
+        if ctx.total is None:
+            grad_weight = _of_all_rows([g.t() @ flat_x for g in flat_grads], rows, weight)
         else:
-            grad_weight = torch.zeros_like(weight)
-            if ctx.bias:
-                grad_bias = weight.new_zeros(len(weight))
-            for part, rows in parts:
-                grad_weight[rows] = part.flatten(0, -2).t() @ gathered.flatten(0, -2)
-                if ctx.bias:
-                    grad_bias[rows] = part.flatten(0, -2).sum(0)
+            for g, part in zip(flat_grads, rows, strict=True):
+                ops.add_product(ctx.total[part], g.t(), flat_x)
+        if ctx.bias:
+            grad_bias = _of_all_rows([g.sum(0) for g in flat_grads], rows, weight)
         return reducing.wait(), grad_weight, grad_bias, None, None, None, None
+
+
+def _of_all_rows(parts: list[Tensor], rows: list[slice], weight: Tensor) -> Tensor:
+    """What is known of some rows of a weight, with zeros for the others."""
+    if len(parts) == 1 and len(parts[0]) == len(weight):
+        return parts[0]
+    joined = parts[0].new_zeros(len(weight), *parts[0].shape[1:])
+    for part, where in zip(parts, rows, strict=True):
+        joined[where] = part
+    return joined
 
 
 def column_linear(
@@ -120,7 +128,7 @@ def column_linear(
 ) -> Tensor:
     """x Wᵀ + b for this process's rows of W, or for those `rows` of them: [s, b, h] (or its part along s) to
     [s, b, outputs / size]."""
-    return _Linear.apply(x, weight, bias, rows or ((0, len(weight)),), tp.axis, tp.sequence, tp.ops.matmul)
+    return _Linear.apply(x, weight, bias, rows or ((0, len(weight)),), tp.axis, tp.sequence, tp.ops)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -164,9 +172,7 @@ class RowParallelLinear(nn.Module):
         """[s, b, inputs / size] to [s, b, outputs], or with sequence parallelism its part along s."""
         alone = self.tp.axis.size == 1
         rows = ((0, len(self.weight)),)
-        y = _Linear.apply(
-            x, self.weight, self.bias if alone else None, rows, ALONE, False, self.tp.ops.matmul
-        )
+        y = _Linear.apply(x, self.weight, self.bias if alone else None, rows, ALONE, False, self.tp.ops)
         y = self.tp.collect(y)
         return y if alone or self.bias is None else y + self.bias
 

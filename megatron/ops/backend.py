@@ -14,8 +14,26 @@ from megatron.ops.activation import compiled_gelu, compiled_swiglu, gelu, swiglu
 from megatron.ops.attention import attention, attention_by_blocks
 from megatron.ops.compiler import Compiler, Run, as_written
 from megatron.ops.config import OpsConfig
-from megatron.ops.linear import Matmul, has_onednn, matmul, onednn_matmul
-from megatron.ops.norm import apex_layer_norm, apex_rms_norm, has_apex, layer_norm, rms_norm
+from megatron.ops.linear import (
+    AddProduct,
+    Matmul,
+    add_product,
+    add_product_in_one,
+    has_add_product_in_one,
+    has_onednn,
+    matmul,
+    onednn_matmul,
+)
+from megatron.ops.norm import (
+    apex_layer_norm,
+    apex_rms_norm,
+    has_apex,
+    layer_norm,
+    rms_norm,
+    te_fault,
+    te_layer_norm,
+    te_rms_norm,
+)
 from megatron.ops.projected_loss import projected_loss
 from megatron.ops.rotary import compiled_rotate, rotate
 
@@ -31,6 +49,7 @@ class Ops:
     """
 
     matmul: Matmul = matmul
+    add_product: AddProduct = add_product
     attention: Callable[..., Tensor] = attention
     gelu: Callable[..., Tensor] = gelu
     swiglu: Callable[[Tensor], Tensor] = swiglu
@@ -44,6 +63,12 @@ class Ops:
 
 PLAIN = Ops()
 
+# LayerNorm and RMSNorm by whose they are.
+NORMS = {
+    "torch": (layer_norm, rms_norm),
+    "apex": (apex_layer_norm, apex_rms_norm),
+    "Transformer Engine": (te_layer_norm, te_rms_norm),
+}
 
 # Floating-point operations of a microbatch, on a CPU, from which on compiling saves more time in minutes than it takes.
 WORTHWHILE = 5e9
@@ -60,20 +85,25 @@ def choose_ops(config: OpsConfig, *, work: float, dtype: torch.dtype, device: to
     """
     if config.ops_backend == "plain":
         return PLAIN
+    norms = _choose_norms(config.ops_backend, device)
     compiler, note = _compiler(config, work, device)
     run: Run = compiler or as_written
     product, library = matmul, "torch"
     if device.type == "cpu" and has_onednn(dtype):
         product, library = onednn_matmul, "oneDNN"
-    apex = _uses_apex(config, device)
-    norms = "apex" if apex else "torch"
+    in_one = has_add_product_in_one(dtype, device)
+    adding = add_product_in_one if in_one else add_product
+    sums = f"gradients of weights added {'within' if in_one else 'after'} them"
     ops = Ops(
         matmul=product,
-        layer_norm=apex_layer_norm if apex else layer_norm,
-        rms_norm=apex_rms_norm if apex else rms_norm,
-        projected_loss=functools.partial(projected_loss, run, product),
-        kinds=(library, norms, "compiled" if compiler else "as written"),
-        notes=(f"operations: products by {library}, norms by {norms}, logits a part at a time; {note}",),
+        add_product=adding,
+        layer_norm=NORMS[norms][0],
+        rms_norm=NORMS[norms][1],
+        projected_loss=functools.partial(projected_loss, run, product, adding),
+        kinds=(library, norms, sums, "compiled" if compiler else "as written"),
+        notes=(
+            f"operations: products by {library}, {sums}, norms by {norms}, logits a part at a time; {note}",
+        ),
     )
     if compiler is None:
         return ops
@@ -86,17 +116,27 @@ def choose_ops(config: OpsConfig, *, work: float, dtype: torch.dtype, device: to
     )
 
 
-def _uses_apex(config: OpsConfig, device: torch.device) -> bool:
-    """Whether apex normalises."""
-    if config.ops_backend == "apex" and device.type != "cuda":
-        raise InputError("--ops-backend apex: apex needs a GPU; use --ops-backend auto")
-    found = device.type == "cuda" and config.ops_backend in ("auto", "apex") and has_apex()
-    if config.ops_backend == "apex" and not found:
+def _choose_norms(backend: str, device: torch.device) -> str:
+    """Whose normalisations a back end has on a device. Transformer Engine's have to be asked for: nothing is known of
+    them that were better, and importing it takes seconds."""
+    if backend in ("apex", "transformer-engine") and device.type != "cuda":
+        name = "apex" if backend == "apex" else "Transformer Engine"
+        raise InputError(f"--ops-backend {backend}: {name} needs a GPU; use --ops-backend auto")
+    if backend == "transformer-engine":
+        fault = te_fault()
+        if fault is not None:
+            raise InputError(
+                f"--ops-backend transformer-engine: Transformer Engine cannot be used here: {fault}; "
+                "pip install --no-build-isolation 'transformer_engine[pytorch]', or use --ops-backend auto"
+            )
+        return "Transformer Engine"
+    found = device.type == "cuda" and backend in ("auto", "apex") and has_apex()
+    if backend == "apex" and not found:
         raise InputError(
             "--ops-backend apex: this Python has no apex with its CUDA extensions, which is not on PyPI: install it "
             "as https://github.com/NVIDIA/apex says, or use --ops-backend auto"
         )
-    return found
+    return "apex" if found else "torch"
 
 
 def _compiler(config: OpsConfig, work: float, device: torch.device) -> tuple[Compiler | None, str]:

@@ -15,8 +15,9 @@ class OpsConfig(Config):
         "auto",
         "'plain': PyTorch's own operations, one by one; 'compile': fused ones, some by torch.compile; 'auto': as "
         "'compile', but without torch.compile where it does not work, or is not worth it for a small model on a CPU, "
-        "and on a GPU with apex's normalisations where it is installed; 'apex': the same, and it must be",
-        choices=("auto", "plain", "compile", "apex"),
+        "and on a GPU with apex's normalisations where it is installed; 'apex': the same, and it must be; "
+        "'transformer-engine': the same with Transformer Engine's",
+        choices=("auto", "plain", "compile", "apex", "transformer-engine"),
     )
     torch_compile: bool = flag(True, "compile nothing; operations run as PyTorch has them")
 

@@ -1,4 +1,4 @@
-"""The product of activations and a weight, by the fastest of a device's libraries."""
+"""Products of activations with weights and with gradients, by the fastest of a device's libraries."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch import Tensor
 
 # Of (x, weight, bias or None): what `matmul` gives.
 Matmul = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+# Of (total, a, b): what `add_product` does.
+AddProduct = Callable[[Tensor, Tensor, Tensor], None]
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -32,3 +34,25 @@ def has_onednn(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or (
         dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     )
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b: total [m, n] in fp32, a [m, k] and b [k, n]."""
+    total.add_(a @ b)
+
+
+def add_product_in_one(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """The same on a GPU in one pass over `total`, the product never rounded to the precision of `a` and `b`."""
+    torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+
+
+def has_add_product_in_one(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether this torch has it on a device, for factors of `dtype`."""
+    if device.type != "cuda":
+        return False
+    total, ones = torch.ones(8, 8, device=device), torch.ones(8, 8, dtype=dtype, device=device)
+    try:
+        add_product_in_one(total, ones, ones)
+    except (RuntimeError, TypeError):  # an older torch, or another GPU's
+        return False
+    return bool((total == 9).all())

@@ -1,10 +1,14 @@
 """Normalisation over the last axis. Statistics are taken in fp32 whatever the dtype of the input, which the output has.
 
-Weights may be of less precision than the input, as with a residual stream in fp32.
+Weights may be of less precision than the input, as with a residual stream in fp32. The kernels of apex and Transformer
+Engine take no empty input, which a replica may have at the end of an evaluation.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -21,6 +25,8 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 def apex_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
     """`layer_norm` by NVIDIA's apex."""
+    if x.numel() == 0:
+        return layer_norm(x, weight, bias, epsilon)
     from apex.normalization.fused_layer_norm import fused_layer_norm_affine
 
     return fused_layer_norm_affine(x, weight.to(x.dtype), bias.to(x.dtype), weight.shape, epsilon)
@@ -28,6 +34,8 @@ def apex_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> 
 
 def apex_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """`rms_norm` by NVIDIA's apex."""
+    if x.numel() == 0:
+        return rms_norm(x, weight, epsilon)
     from apex.normalization.fused_layer_norm import fused_rms_norm_affine
 
     return fused_rms_norm_affine(x, weight.to(x.dtype), weight.shape, epsilon)
@@ -41,3 +49,79 @@ def has_apex() -> bool:
     except ImportError:
         return False
     return True
+
+
+def te_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
+    """`layer_norm` by NVIDIA's Transformer Engine."""
+    if x.numel() == 0:
+        return layer_norm(x, weight, bias, epsilon)
+    return _TELayerNorm.apply(x, weight.to(x.dtype), bias.to(x.dtype), epsilon)
+
+
+def te_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """`rms_norm` by NVIDIA's Transformer Engine."""
+    if x.numel() == 0:
+        return rms_norm(x, weight, epsilon)
+    return _TERMSNorm.apply(x, weight.to(x.dtype), epsilon)
+
+
+# Transformer Engine's modules own their weights, which here lie in flat memory: these call the functions below its
+# modules, the same since 2.0. Their last arguments: how many multiprocessors to leave to others, and
+# whether weights are stored less 1.
+_PLAIN = (0, False)
+
+
+class _TELayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
+        from transformer_engine.pytorch.constants import TE_DType
+        from transformer_engine_torch import layernorm_fwd
+
+        flat = x.contiguous().view(-1, x.shape[-1])
+        out, mean, inverse = layernorm_fwd(
+            flat, weight, bias, epsilon, None, None, TE_DType[x.dtype], *_PLAIN
+        )
+        ctx.save_for_backward(flat, mean, inverse, weight)
+        return out.view(x.shape)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        from transformer_engine_torch import layernorm_bwd
+
+        flat, mean, inverse, weight = ctx.saved_tensors
+        grad_x, grad_weight, grad_bias = layernorm_bwd(
+            grad.reshape(flat.shape), flat, mean, inverse, weight, *_PLAIN
+        )
+        return grad_x.view(grad.shape), grad_weight, grad_bias, None
+
+
+class _TERMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        from transformer_engine.pytorch.constants import TE_DType
+        from transformer_engine_torch import rmsnorm_fwd
+
+        flat = x.contiguous().view(-1, x.shape[-1])
+        out, _, inverse = rmsnorm_fwd(flat, weight, epsilon, None, None, TE_DType[x.dtype], *_PLAIN)
+        ctx.save_for_backward(flat, inverse, weight)
+        return out.view(x.shape)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        from transformer_engine_torch import rmsnorm_bwd
+
+        flat, inverse, weight = ctx.saved_tensors
+        grad_x, grad_weight = rmsnorm_bwd(grad.reshape(flat.shape), flat, inverse, weight, *_PLAIN)
+        return grad_x.view(grad.shape), grad_weight, None
+
+
+def te_fault() -> str | None:
+    """Why Transformer Engine cannot be used here, in a line; None if it can. Imports it, which takes seconds."""
+    try:
+        version = importlib.metadata.version("transformer-engine")
+        import transformer_engine.pytorch  # noqa: F401
+    except importlib.metadata.PackageNotFoundError:
+        return "it is not installed"
+    except Exception as error:  # of many kinds, where its parts do not fit each other, CUDA or torch
+        return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    return f"it is of version {version}, and has to be of 2.0 or later" if version.startswith("1.") else None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.ops.compiler import Run
-from megatron.ops.linear import Matmul
+from megatron.ops.linear import AddProduct, Matmul
 from megatron.parallel.collectives import (
     all_reduce_max,
     all_reduce_sum,
@@ -23,6 +23,7 @@ from megatron.parallel.collectives import (
     start_reduce_scatter,
 )
 from megatron.parallel.mesh import Axis
+from megatron.parallel.parameters import gradient_sum
 
 # Bytes of logits by the kind of device.
 AT_ONCE = {"cpu": 1 << 24, "cuda": 1 << 28}
@@ -32,6 +33,7 @@ KEPT = 1 << 27
 def projected_loss(
     run: Run,
     matmul: Matmul,
+    add_product: AddProduct,
     x_sbh: Tensor,
     weight_vh: Tensor,
     bias_v: Tensor | None,
@@ -44,7 +46,7 @@ def projected_loss(
     """-log softmax(x Wᵀ + b)[label] in fp32, [s, b].
 
     Args:
-        run: what runs the formulas, `matmul` the products.
+        run: what runs the formulas, `matmul` and `add_product` the products.
         x_sbh: with `sequence` this process's part along s.
         weight_vh: this process's equal part of the padded vocabulary's rows, as of `bias_v`.
         vocab_size: rows of the whole that take part; those after them are padding.
@@ -54,7 +56,7 @@ def projected_loss(
     real = min(max(vocab_size - begin, 0), len(weight_vh))
     trains = torch.is_grad_enabled()
     return _ProjectedLoss.apply(
-        x_sbh, weight_vh, bias_v, labels_sb, run, matmul, begin, real, axis, sequence, trains
+        x_sbh, weight_vh, bias_v, labels_sb, run, matmul, add_product, begin, real, axis, sequence, trains
     )
 
 
@@ -68,6 +70,7 @@ class _ProjectedLoss(torch.autograd.Function):
         labels_sb: Tensor,
         run: Run,
         matmul: Matmul,
+        add_product: AddProduct,
         begin: int,
         real: int,
         axis: Axis,
@@ -75,6 +78,7 @@ class _ProjectedLoss(torch.autograd.Function):
         trains: bool,
     ) -> Tensor:
         ctx.run, ctx.matmul, ctx.real, ctx.axis, ctx.sequence = run, matmul, real, axis, sequence
+        ctx.total, ctx.add_product = gradient_sum(weight), add_product
         x = (start_all_gather(x_sbh, axis).wait() if sequence else x_sbh).flatten(0, 1)
         index = labels_sb.flatten() - begin
         # Labels of other processes' rows are at no column.
@@ -99,27 +103,30 @@ class _ProjectedLoss(torch.autograd.Function):
         x_sbh, weight, bias, index, log_sum = ctx.saved_tensors
         axis, grad = ctx.axis, grad_sb.flatten()
         x = (start_all_gather(x_sbh, axis).wait() if ctx.sequence else x_sbh).flatten(0, 1)
-        grad_x, grad_weight, grad_bias = torch.empty_like(x), [], []
+        grad_x, grad_weight, grad_bias = torch.empty_like(x), None, None
         for part in _parts(len(x), ctx.rows):
             logits = ctx.matmul(x[part], weight, bias) if ctx.kept is None else ctx.kept
             ctx.run(_gradient, logits, log_sum[part], grad[part], index[part], _columns(logits, ctx.real))
             grad_x[part] = ctx.matmul(logits, weight.t(), None)
-            _add(grad_weight, logits.t() @ x[part])
+            if ctx.total is None:
+                grad_weight = _plus(grad_weight, logits.t() @ x[part])
+            else:
+                ctx.add_product(ctx.total, logits.t(), x[part])
             if bias is not None:
-                _add(grad_bias, logits.sum(0))
+                grad_bias = _plus(grad_bias, logits.sum(0))
         ctx.kept = None
         start = start_reduce_scatter if ctx.sequence else start_all_reduce
         grad_x = start(grad_x.view(-1, *x_sbh.shape[1:]), axis).wait()
-        return grad_x, grad_weight[0], None if bias is None else grad_bias[0], *[None] * 8
+        return grad_x, grad_weight, grad_bias, *[None] * 9
 
 
 def _parts(total: int, size: int) -> list[slice]:
     return [slice(begin, min(begin + size, total)) for begin in range(0, max(total, 1), size)]
 
 
-def _add(total: list[Tensor], x: Tensor) -> None:
-    """Add to the one element of `total`, in fp32 where there are several to add."""
-    total[:] = [total[0].float().add_(x) if total else x]
+def _plus(total: Tensor | None, x: Tensor) -> Tensor:
+    """Their sum, in fp32 where there are two."""
+    return x if total is None else total.float().add_(x)
 
 
 def _columns(logits: Tensor, real: int) -> Tensor | None:

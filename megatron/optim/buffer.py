@@ -106,6 +106,7 @@ class ParamBuffer:
                     setattr(module, leaf, p)
                     if self.is_fp32:
                         p.grad = entry.view(self.grads)
+                    p.gradient_sum = entry.view(self.grads)
                     p.register_post_accumulate_grad_hook(self._on_grad(entry, bucket))
                     needed.append(bucket)
                 if needed and self.config.overlap_param_gather:
@@ -115,7 +116,8 @@ class ParamBuffer:
         grad = entry.view(self.grads)
 
         def accumulate(p: Tensor) -> None:
-            if not self.is_fp32:
+            # There is none where a layer has added it itself; autograd comes here all the same.
+            if p.grad is not None and not self.is_fp32:
                 grad.add_(p.grad)
                 p.grad = None
             if entry.chunk in self.final:

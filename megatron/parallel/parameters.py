@@ -35,6 +35,11 @@ def parameter_on(memory: Tensor, p: nn.Parameter) -> nn.Parameter:
     return _describe(nn.Parameter(memory), p.place, p.init, p.tied)
 
 
+def gradient_sum(p: Tensor) -> Tensor | None:
+    """Where the gradient of a parameter is summed over microbatches in fp32, if it has been given memory for that."""
+    return getattr(p, "gradient_sum", None)
+
+
 def _describe(p: nn.Parameter, place: GlobalSlice, init: Init, tied: str | None) -> nn.Parameter:
     p.place, p.init, p.tied = place, init, tied
     return p

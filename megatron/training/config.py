@@ -58,6 +58,11 @@ class TrainingConfig(Config):
         low=0,
         high=10**7,
     )
+    cuda_graph: bool = flag(
+        False,
+        "launch the work of a microbatch as one CUDA graph in place of kernel by kernel, which a GPU would wait for "
+        "with a small model; for GPT on one GPU a replica, without dropout",
+    )
     manual_gc: bool = flag(
         False,
         "collect Python's garbage when training begins and where --manual-gc-interval says so, not whenever Python "

@@ -67,6 +67,9 @@ def diagnose(
 
     Every process must take part.
     """
+    engine.graph = None  # which would run no hooks
+    for p in (p for chunk in engine.chunks for p in chunk.parameters()):
+        p.gradient_sum = None  # so that gradients pass through autograd, which runs them
     probe = _Probe(engine)
     with probe.attached():
         engine.compute_gradients(

@@ -27,6 +27,7 @@ from megatron.parallel.stages import split_layers
 from megatron.parallel.timers import OFF, Timers
 from megatron.training.config import RunConfig
 from megatron.training.costs import check_memory, flops_per_sample
+from megatron.training.cuda_graph import GraphedPass, Inputs, check_cuda_graph
 from megatron.training.task import Part, Task
 
 # Microbatches that an evaluation puts through a pipeline at once, per stage: the pipeline stands empty at both ends.
@@ -43,6 +44,7 @@ class Engine:
         parts: the chunks of the model that this process holds, without their parameters.
         chunks: the same as modules.
         timers: of what a step consists of.
+        graph: with --cuda-graph, what takes a microbatch through forward and backward.
     """
 
     def __init__(
@@ -51,10 +53,14 @@ class Engine:
         """Memory is taken, but parameters have no values yet.
 
         Raises:
-            InputError: the device has too little memory for weights, gradients and optimizer state.
+            InputError: the device has too little memory for weights, gradients and optimizer state, or a flag asks
+                for what cannot be had on it.
         """
         self.config, self.task, self.mesh = config, task, mesh
         parallel = config.parallel
+        if config.training.cuda_graph:
+            check_cuda_graph(config, task, mesh.device)
+        self.graph = GraphedPass(self._pass, mesh.device) if config.training.cuda_graph else None
         self.stages = split_layers(parallel, config.model.num_layers)
         self.parts = self.stages[mesh.pp.rank]
         self.dtype = DTYPES[config.training.precision]
@@ -190,10 +196,9 @@ class Engine:
         loss_scale = self.optimizer.loss_scale
 
         def end(_: int, sums: Tensor) -> Tensor:
-            share = sums / counts
-            losses.add_(share.detach())
-            # Times the scale; if the loss is not finite, times NaN.
-            return (share * (loss_scale + 0 * share.detach())).sum()
+            share, root = share_and_root(sums, counts, loss_scale)
+            losses.add_(share)
+            return root
 
         def dropout_key(microbatch: int) -> tuple[int, int]:
             before = (
@@ -202,10 +207,32 @@ class Engine:
             return self.config.training.seed, consumed_samples + before
 
         with self.timers("forward-backward"):
-            self._run(microbatches, end, dropout_key=dropout_key, forward=self.task.forward, training=True)
+            if self.graph is None:
+                self._run(
+                    microbatches, end, dropout_key=dropout_key, forward=self.task.forward, training=True
+                )
+            else:
+                scale = {"loss_scale": loss_scale} if self.optimizer.scaler is not None else {}
+                for batch in microbatches:
+                    losses.add_(self.graph(batch | {"counts": counts} | scale))
+                    self.mesh.activity.steps += 1
         with self.timers("grads-reduce"):
             self.buffer.finish_reduce()
         return losses
+
+    def _pass(self, inputs: Inputs) -> Tensor:
+        """Forward and backward of one microbatch, where this process holds the whole model and nothing is dropped.
+
+        Args:
+            inputs: a batch, with the counts of the global batch and, where there is one, the scale of the loss.
+
+        Returns:
+            [terms] the microbatch's share of the mean losses.
+        """
+        sums = self.task.forward(self.chunks[0], inputs, None, None)
+        share, root = share_and_root(sums, inputs["counts"], inputs.get("loss_scale", 1.0))
+        root.backward()
+        return share
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
@@ -229,6 +256,14 @@ class Engine:
     def _to_device(self, batch: Batch) -> Batch:
         """The batch on the mesh's device; from pinned memory the host does not wait for the copy."""
         return {name: tensor.to(self.mesh.device, non_blocking=True) for name, tensor in batch.items()}
+
+
+def share_and_root(sums: Tensor, counts: Tensor, loss_scale: Tensor | float) -> tuple[Tensor, Tensor]:
+    """Of the sums of a microbatch's losses, [terms]: its share of the mean losses, and the scalar that backward begins
+    at."""
+    share = sums / counts
+    # Times the scale; if the loss is not finite, times NaN.
+    return share.detach(), (share * (loss_scale + 0 * share.detach())).sum()
 
 
 def tokens_of(batch: Batch) -> Tensor:

@@ -77,6 +77,7 @@ class Task:
         measure: what is evaluated, where that is not its losses.
         begins_with: whose weights it may begin with beside its own, and which of them (--finetune).
         causal: whether a position attends to none after it, which halves the work of attention.
+        is_static: whether all batches of training have the same shapes, as --cuda-graph needs.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Task:
     measure: Measure | None = None
     begins_with: Relation | None = None
     causal: bool = False
+    is_static: bool = False
 
     @property
     def losses(self) -> Measure:

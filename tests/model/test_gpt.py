@@ -119,7 +119,7 @@ def compare_with_hf(ours: GPTModel, hf: torch.nn.Module, convert) -> None:
     hf.eval()
     tokens = torch.randint(ours.vocab_size, (3, 32))
     labels = torch.randint(ours.vocab_size, (3, 32))
-    ours.zero_grad()
+    ours.zero_grad(set_to_none=False)
     logits = ours(tokens, position_ids(0, 3, 32, CPU))
     theirs = hf(tokens).logits
     assert relative_error(logits, theirs) < 1e-5

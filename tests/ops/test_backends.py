@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import sys
 import types
 from collections.abc import Callable
@@ -13,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.flags import InputError
-from megatron.ops import activation, attention, compiler, linear, norm, projected_loss, rotary
-from megatron.ops.backend import PLAIN, choose_ops
+from megatron.ops import activation, attention, backend, compiler, linear, norm, projected_loss, rotary
+from megatron.ops.backend import PLAIN, Ops, choose_ops
 from megatron.ops.compiler import Compiler, as_written
 from megatron.ops.config import OpsConfig
 from megatron.parallel.mesh import ALONE
@@ -159,7 +160,16 @@ def test_projected_loss(
 
     def fast(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return projected_loss.projected_loss(
-            run, linear.matmul, x, weight, bias, labels, vocab_size=vocab_size, axis=ALONE, sequence=False
+            run,
+            linear.matmul,
+            linear.add_product,
+            x,
+            weight,
+            bias,
+            labels,
+            vocab_size=vocab_size,
+            axis=ALONE,
+            sequence=False,
         )
 
     # A padded vocabulary's rows play no part, whatever they hold.
@@ -186,7 +196,16 @@ def test_no_samples(run: Callable) -> None:
     for product in (linear.matmul, *([linear.onednn_matmul] if linear.has_onednn(torch.float32) else [])):
         labels = torch.empty(4, 0, dtype=torch.long)
         losses = projected_loss.projected_loss(
-            run, product, x, weight, None, labels, vocab_size=16, axis=ALONE, sequence=False
+            run,
+            product,
+            linear.add_product,
+            x,
+            weight,
+            None,
+            labels,
+            vocab_size=16,
+            axis=ALONE,
+            sequence=False,
         )
         assert losses.shape == (4, 0)
 
@@ -203,7 +222,16 @@ def test_logits_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     x = random(512, 4, 8).bfloat16().requires_grad_()
     weight, labels = random(51200, 8).bfloat16().requires_grad_(), torch.zeros(512, 4, dtype=torch.long)
     loss = projected_loss.projected_loss(
-        as_written, product, x, weight, None, labels, vocab_size=51200, axis=ALONE, sequence=False
+        as_written,
+        product,
+        linear.add_product,
+        x,
+        weight,
+        None,
+        labels,
+        vocab_size=51200,
+        axis=ALONE,
+        sequence=False,
     )
     loss.sum().backward()
     bf16_and_fp32 = 512 * 4 * 51200 * (2 + 4)
@@ -227,6 +255,19 @@ def test_onednn_matmul(dtype: torch.dtype) -> None:
     )
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_add_product_in_one(dtype: torch.dtype) -> None:
+    """With no rounding to the dtype of the factors; of some rows of the sum, too."""
+    assert linear.has_add_product_in_one(dtype, torch.device("cuda"))
+    total, a, b = random(40, 24).float(), random(56, 16, seed=2).to(dtype), random(56, 24, seed=3).to(dtype)
+    exact = total.double()
+    exact[8:24] += a.double().t() @ b.double()
+    on_gpu = total.cuda()
+    linear.add_product_in_one(on_gpu[8:24], a.cuda().t(), b.cuda())
+    torch.testing.assert_close(on_gpu.cpu().double(), exact, rtol=1e-5, atol=1e-5)
+
+
 def test_apex_is_called_as_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
     """apex is on no machine of these tests: a stand-in with its signatures computes by torch."""
     stand_in = types.ModuleType("apex.normalization.fused_layer_norm")
@@ -239,6 +280,117 @@ def test_apex_is_called_as_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, bias = random(3, 4, 8).float(), random(8).bfloat16(), random(8, seed=2).bfloat16()
     assert torch.equal(norm.apex_layer_norm(x, weight, bias, 1e-5), norm.layer_norm(x, weight, bias, 1e-5))
     assert torch.equal(norm.apex_rms_norm(x, weight, 1e-5), norm.rms_norm(x, weight, 1e-5))
+    stand_in.fused_layer_norm_affine = stand_in.fused_rms_norm_affine = None  # no samples are no work for it
+    assert norm.apex_layer_norm(x[:0], weight, bias, 1e-5).shape == x[:0].shape
+    assert norm.apex_rms_norm(x[:0], weight, 1e-5).shape == x[:0].shape
+
+
+class StandIn(types.ModuleType):
+    """What Transformer Engine's functions take and give, from 2.0 on, computed by torch."""
+
+    def check(self, x: Tensor, weight: Tensor, margin: int, less_one: bool) -> None:
+        assert (
+            x.dim() == 2
+            and x.is_contiguous()
+            and x.dtype == weight.dtype
+            and (margin, less_one) == (0, False)
+        )
+
+    def layernorm_fwd(
+        self, input, weight, bias, eps, ln_out, quantizer, otype, sm_margin, zero_centered_gamma
+    ):
+        self.check(input, weight, sm_margin, zero_centered_gamma)
+        assert bias.dtype == weight.dtype and (ln_out, quantizer, otype) == (None, None, str(input.dtype))
+        x = input.float()
+        mean, inverse = x.mean(-1), (x.var(-1, correction=0) + eps).rsqrt()
+        out = (x - mean.unsqueeze(-1)) * inverse.unsqueeze(-1) * weight.float() + bias.float()
+        return [out.to(input.dtype), mean, inverse]
+
+    def layernorm_bwd(self, dz, x, mu, rsigma, gamma, sm_margin, zero_centered_gamma, /):
+        self.check(x, gamma, sm_margin, zero_centered_gamma)
+        args = (mu.unsqueeze(-1), rsigma.unsqueeze(-1), gamma.float(), gamma.float(), [True] * 3)
+        grads = torch.ops.aten.native_layer_norm_backward(dz.float(), x.float(), [x.shape[1]], *args)
+        return [grad.to(x.dtype) for grad in grads]
+
+    def rmsnorm_fwd(self, input, weight, eps, ln_out, quantizer, otype, sm_margin, zero_centered_gamma):
+        self.check(input, weight, sm_margin, zero_centered_gamma)
+        assert (ln_out, quantizer, otype) == (None, None, str(input.dtype))
+        inverse = (input.float().square().mean(-1) + eps).rsqrt()
+        out = input.float() * inverse.unsqueeze(-1) * weight.float()
+        return [out.to(input.dtype), None, inverse]
+
+    def rmsnorm_bwd(self, dz, x, rsigma, gamma, sm_margin, zero_centered_gamma, /):
+        self.check(x, gamma, sm_margin, zero_centered_gamma)
+        normed = x.float() * rsigma.unsqueeze(-1)
+        scaled = dz.float() * gamma.float()
+        grad = (scaled - normed * (scaled * normed).mean(-1, keepdim=True)) * rsigma.unsqueeze(-1)
+        return [grad.to(x.dtype), (dz.float() * normed).sum(0).to(x.dtype)]
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    constants = types.ModuleType("transformer_engine.pytorch.constants")
+    constants.TE_DType = {dtype: str(dtype) for dtype in TOLERANCE}
+    for name in ("transformer_engine", "transformer_engine.pytorch", constants.__name__):
+        monkeypatch.setitem(sys.modules, name, constants)
+    monkeypatch.setitem(sys.modules, "transformer_engine_torch", StandIn("transformer_engine_torch"))
+
+
+def check_te_norms(dtype: torch.dtype, device: str) -> None:
+    """Transformer Engine's norms, of a dense input and of every third head, as of keys."""
+
+    def of(function: Callable, device: str, step: int) -> Callable:
+        def call(x: Tensor, *weights: Tensor) -> Tensor:
+            return function(x.to(device)[:, ::step], *(w.to(device) for w in weights), 1e-5).cpu()
+
+        return call
+
+    x, weight, bias = random(4, 6, 64), random(64, seed=2), random(64, seed=3)
+    for step in (1, 3, 6):
+        for te, plain, weights in (
+            (norm.te_layer_norm, norm.layer_norm, (weight, bias)),
+            (norm.te_rms_norm, norm.rms_norm, (weight,)),
+        ):
+            check(of(te, device, step), of(plain, "cpu", step), dtype, x, *weights)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_transformer_engine_is_called_as_it_wants(stand_in: None, dtype: torch.dtype) -> None:
+    check_te_norms(dtype, "cpu")
+    # A residual stream in fp32, and no samples.
+    x, weight = random(3, 8).float(), random(8).bfloat16()
+    torch.testing.assert_close(norm.te_rms_norm(x, weight, 1e-5), norm.rms_norm(x, weight, 1e-5))
+    assert norm.te_rms_norm(x[:0], weight, 1e-5).shape == (0, 8)
+    assert norm.te_layer_norm(x[:0], weight, weight, 1e-5).shape == (0, 8)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_transformer_engine_on_a_gpu(dtype: torch.dtype) -> None:
+    pytest.importorskip("transformer_engine.pytorch")
+    check_te_norms(dtype, "cuda")
+
+
+def test_what_a_gpu_has(stand_in: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def choose(backend: str) -> Ops:
+        config = OpsConfig(ops_backend=backend, torch_compile=False)
+        return choose_ops(config, work=1e12, dtype=torch.bfloat16, device=torch.device("cuda"))
+
+    monkeypatch.setattr(backend, "has_add_product_in_one", lambda *_: True)
+    with pytest.raises(InputError, match=r"it is not installed; pip install .*transformer_engine\[pytorch\]"):
+        choose("transformer-engine")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.13.0")
+    with pytest.raises(InputError, match=r"of version 1\.13\.0, and has to be of 2\.0 or later; pip"):
+        choose("transformer-engine")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.18.0")
+    chosen = choose("transformer-engine")
+    assert (chosen.layer_norm, chosen.rms_norm) == (norm.te_layer_norm, norm.te_rms_norm)
+    assert chosen.add_product is linear.add_product_in_one
+    assert "norms by Transformer Engine" in chosen.notes[0] and "Transformer Engine" in chosen.kinds
+    assert choose("auto").layer_norm is norm.layer_norm  # it has to be asked for
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
+    with pytest.raises(InputError, match="cannot be used here: import of transformer_engine"):
+        choose("transformer-engine")
 
 
 def test_the_choice(compiled: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,5 +414,7 @@ def test_the_choice(compiled: Compiler, monkeypatch: pytest.MonkeyPatch) -> None
         choose(ops_backend="compile")
     with pytest.raises(InputError, match="--ops-backend apex: apex needs a GPU"):
         choose(ops_backend="apex")
+    with pytest.raises(InputError, match="--ops-backend transformer-engine: Transformer Engine needs a GPU"):
+        choose(ops_backend="transformer-engine")
     with pytest.raises(InputError, match="--no-torch-compile exclude"):
         OpsConfig(ops_backend="compile", torch_compile=False)

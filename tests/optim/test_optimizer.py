@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 
 import pytest
 import torch
@@ -10,15 +12,23 @@ from models import flat
 
 from megatron.model.config import ModelConfig
 from megatron.model.gpt import GPTModel, position_ids
+from megatron.model.layers import TensorParallel
+from megatron.model.vocabulary import WORD_TABLE
+from megatron.ops import linear, projected_loss
+from megatron.ops.backend import PLAIN, Ops
+from megatron.ops.compiler import as_written
 from megatron.optim.buffer import ParamBuffer, norm
 from megatron.optim.config import OptimizerConfig
 from megatron.optim.layout import ALIGNMENT
 from megatron.optim.optimizer import Optimizer
+from megatron.parallel.config import ParallelConfig
 
 CPU = torch.device("cpu")
 
 
-def make(dtype: torch.dtype = torch.float32) -> tuple[GPTModel, ParamBuffer]:
+def make(
+    dtype: torch.dtype = torch.float32, parallel: ParallelConfig | None = None, ops: Ops = PLAIN
+) -> tuple[GPTModel, ParamBuffer]:
     config = ModelConfig(
         num_layers=2,
         hidden_size=36,
@@ -27,8 +37,8 @@ def make(dtype: torch.dtype = torch.float32) -> tuple[GPTModel, ParamBuffer]:
         attention_dropout=0.0,
         hidden_dropout=0.0,
     )
-    model = GPTModel(config, vocab_size=50, padded_vocab_size=64)
-    buffer = flat(model, dtype)
+    model = GPTModel(config, vocab_size=50, padded_vocab_size=64, tp=TensorParallel(ops=ops))
+    buffer = flat(model, dtype, config=parallel)
     buffer.initialize(3)
     return model, buffer
 
@@ -120,6 +130,42 @@ def test_a_gradient_that_is_not_finite_changes_nothing(kind: str, dtype: torch.d
     optimizer.step(lr=1e-2, weight_decay=0.1)
     assert all(master.isfinite().all() for master in buffer.masters)
     assert not torch.equal(before[1], buffer.masters[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fused", [False, True])
+def test_layers_add_gradients_of_weights_themselves(
+    fused: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As autograd would, which for the table of both ends adds these first; and full buckets are reduced."""
+    added = []
+
+    def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+        added.append(total.shape)
+        linear.add_product(total, a, b)
+
+    # Two rows of logits at a time.
+    monkeypatch.setattr(projected_loss, "KEPT", 0)
+    monkeypatch.setitem(projected_loss.AT_ONCE, "cpu", 2 * 64 * dtype.itemsize)
+    loss = functools.partial(projected_loss.projected_loss, as_written, linear.matmul, add_product)
+    ops = dataclasses.replace(PLAIN, add_product=add_product, projected_loss=loss if fused else None)
+    parallel = ParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=5000)
+    model, buffer = make(dtype, parallel, ops)
+    other, by_autograd = make(dtype, ops=ops)
+    for p in other.parameters():
+        p.gradient_sum = None
+    for step in range(2):
+        if step == 1:
+            buffer.begin_last_backward(0)
+        loss_of(model, step).backward()
+        loss_of(other, step).backward()
+    for entry, theirs in zip(buffer.entries, by_autograd.entries, strict=True):
+        ours, tied = entry.view(buffer.grads), entry.name == WORD_TABLE
+        tolerance = 4 * torch.finfo(dtype).eps * ours.abs().max().item() if tied else 0
+        torch.testing.assert_close(ours, theirs.view(by_autograd.grads), rtol=0, atol=tolerance)
+    # Those of two layers, and the table as the output layer: at once, or two of 32 rows at a time.
+    assert len(added) == 2 * (2 * 4 + (16 if fused else 1))
+    assert len(buffer.reducing) > 2 and None not in buffer.reducing
 
 
 def test_bf16_keeps_fp32_master_weights_and_gradients() -> None:

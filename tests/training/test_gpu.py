@@ -31,6 +31,20 @@ def test_same_as_on_a_cpu(pretrain, tmp_path: Path, precision: list, tolerance: 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    "precision", ["", "--bf16", "--fp16 --initial-loss-scale 65536 --loss-scale-window 3"]
+)
+def test_a_cuda_graph_changes_no_bit(pretrain, tmp_path: Path, precision: str) -> None:
+    runs = []
+    for name, more in (("plain", []), ("graph", ["--cuda-graph"])):
+        path = tmp_path / name
+        pretrain(*FLAGS, *precision.split(), "--device", "cuda", "--metrics-path", path, *more)
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        runs.append([(r.get("lm loss"), r.get("lm loss validation"), r.get("grad norm")) for r in records])
+    assert runs[1] == runs[0]
+
+
+@pytest.mark.gpu
 def test_a_resumed_run_goes_on(pretrain, tmp_path: Path) -> None:
     for folder, runs in (("whole", [[]]), ("parts", [["--exit-interval", 7], []])):
         for extra in runs:

@@ -38,6 +38,8 @@ RUNS = {
     "plain": ("GPT", "--ops-backend plain --optimizer sgd"),
     "BERT": ("BERT", f"{SCALED} {SAFE}"),
 }
+# Captured in the second iteration.
+ON_GPUS = {"CUDA graph": ("GPT", "--cuda-graph --bf16 --hidden-dropout 0 --attention-dropout 0")}
 
 # What gives a value, or a size, that only the device knows.
 TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -103,7 +105,7 @@ class Watched(Trainer):
 
 
 def train(run: str, trainer: type[Trainer], more: str) -> None:
-    task, flags = RUNS[run]
+    task, flags = (RUNS | ON_GPUS)[run]
     config = parse_run_config(f"{FLAGS} {flags} {more}".split(), description="", defaults={})
     assert pretrain(config, GPT if task == "GPT" else bert(binary_head=True), trainer) == 0
 
@@ -152,6 +154,6 @@ class WatchedOnGPU(Trainer):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", RUNS | ON_GPUS)
 def test_nothing_waits_on_a_gpu(run: str) -> None:
     train(run, WatchedOnGPU, "--device cuda")

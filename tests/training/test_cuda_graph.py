@@ -1,0 +1,219 @@
+"""A microbatch as a CUDA graph, by a stand-in for a CPU that does the captured operations again on the same memory."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from models import CPU, config_of, engine_of
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron.flags import InputError
+from megatron.parallel.mesh import Mesh, init_mesh
+from megatron.training import engine as engine_module
+from megatron.training.cuda_graph import WARM_UP, GraphedPass, check_cuda_graph
+from megatron.training.diagnosis import diagnose
+from megatron.training.engine import Engine
+from pretrain_bert import bert
+from pretrain_gpt import GPT
+
+STILL = "--hidden-dropout 0 --attention-dropout 0"
+LLAMA = """
+    --position-embedding-type rope --normalization RMSNorm --swiglu --group-query-attention --num-query-groups 2
+    --untie-embeddings-and-output-weights
+"""
+STEPS, MICROBATCHES = 6, 2
+
+
+class Graph:
+    """Operations that were captured, each with the memory that it reads and writes."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple] = []
+        self.replays = 0
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        self.replays += 1
+        for function, args, kwargs, kept in self.calls:
+            again = function(*args, **kwargs)
+            for old, new in zip(tree_leaves(kept), tree_leaves(again), strict=True):
+                # What is a view, or was changed in place, is where it was.
+                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+class Capture(TorchDispatchMode):
+    """Captures the operations of a block; memory is then as it was before, for a capture computes nothing."""
+
+    def __init__(self, graph: Graph, *, stream: Stream, capture_error_mode: str) -> None:
+        super().__init__()
+        assert capture_error_mode == "thread_local"
+        self.graph, self.stream = graph, stream
+        self.changed: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function._schema.is_mutable:
+            written = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            self.changed += [(x.detach(), x.detach().clone()) for x in written]
+        out = function(*args, **kwargs)
+        self.graph.calls.append((function, args, kwargs, out))
+        return out
+
+    def __enter__(self) -> Capture:
+        Stream.told.append(f"capture on {self.stream.name}")
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        for x, before in reversed(self.changed):
+            x.copy_(before)
+
+
+class Stream:
+    """Notes who waits for whom."""
+
+    told: list[str]
+
+    def __init__(self, device: torch.device | None = None, name: str = "side") -> None:
+        self.name = name
+
+    def wait_stream(self, other: Stream) -> None:
+        self.told.append(f"{self.name} waits for {other.name}")
+
+
+@contextmanager
+def on(stream: Stream):
+    Stream.told.append(f"run on {stream.name}")
+    yield
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in in place of torch's."""
+    Stream.told = []
+    for name, value in {
+        "CUDAGraph": Graph,
+        "graph": Capture,
+        "Stream": Stream,
+        "stream": on,
+        "current_stream": lambda: Stream(name="main"),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(engine_module, "check_cuda_graph", lambda *_: None)
+
+
+def batches(step: int):
+    generator = torch.Generator().manual_seed(step)
+    for _ in range(MICROBATCHES):
+        tokens = torch.randint(60, (2, 17), generator=generator)
+        yield {
+            "tokens": tokens[:, :-1],
+            "labels": tokens[:, 1:],
+            "loss_mask": torch.randint(2, (2, 16), generator=generator).float(),
+            "position_ids": torch.arange(16).expand(2, 16),
+            "document_ids": torch.randint(3, (2, 16), generator=generator).sort().values,
+        }
+
+
+def train(mesh: Mesh, flags: str) -> tuple[Engine, list[list[Tensor]]]:
+    """An engine after some steps, and what came of each."""
+    engine, results = engine_of(mesh, config_of(flags)), []
+    for step in range(STEPS):
+        losses, stats = engine.train_step(
+            batches(step),
+            num_microbatches=MICROBATCHES,
+            consumed_samples=4 * step,
+            lr=1e-2 / (step + 1),
+            weight_decay=0.1,
+        )
+        results.append([losses, *stats.values(), *(x.clone() for x in engine.buffer.masters)])
+    return engine, results
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        f"--bf16 --recompute-granularity selective {LLAMA}",
+        "--fp16 --initial-loss-scale 65536 --loss-scale-window 2 --recompute-granularity full",
+    ],
+    ids=["fp32", "bf16", "fp16"],
+)
+def test_trains_as_without_bit_for_bit(cuda: None, flags: str) -> None:
+    config = config_of(f"{flags} {STILL}")
+    with init_mesh(config.parallel, CPU) as mesh:
+        _, plain = train(mesh, f"{flags} {STILL}")
+        steps = mesh.activity.steps
+        engine, graphed = train(mesh, f"{flags} {STILL} --cuda-graph")
+    assert engine.graph.graph.replays == STEPS * MICROBATCHES - WARM_UP
+    for theirs, ours in zip(plain, graphed, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
+    assert len({losses.item() for losses, *_ in graphed}) == STEPS
+    assert mesh.activity.steps == steps + STEPS * MICROBATCHES  # the watchdog sees it work
+
+
+def test_streams_wait_for_each_other(cuda: None) -> None:
+    total = torch.zeros(2)
+
+    def compute(inputs: dict[str, Tensor]) -> Tensor:
+        total.add_(inputs["x"])
+        return inputs["x"] * 2
+
+    graphed = GraphedPass(compute, CPU)
+    for value in range(1, 7):
+        assert torch.equal(graphed({"x": torch.full((2,), value)}), torch.full((2,), 2 * value))
+    assert total.tolist() == [21, 21]
+    assert Stream.told == [
+        *["side waits for main", "run on side", "main waits for side"] * WARM_UP,
+        "capture on side",
+    ]
+    with pytest.raises(AssertionError, match="x"):
+        graphed({"x": torch.ones(1)})
+
+
+def test_a_diagnosis_looks_into_it(cuda: None) -> None:
+    config = config_of(f"{STILL} --cuda-graph")
+    with init_mesh(config.parallel, CPU) as mesh:
+        engine, _ = train(mesh, f"{STILL} --cuda-graph")
+        with torch.no_grad():
+            engine.chunks[0].get_parameter("decoder.layers.1.mlp.linear_fc1.bias").fill_(torch.inf)
+        found = diagnose(engine, batches(0), num_microbatches=MICROBATCHES, consumed_samples=0)
+    assert found.output.what == "the output of decoder.layers.1.mlp.linear_fc1"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--pipeline-model-parallel-size 2", "use --pipeline-model-parallel-size 1"),
+        ("--tensor-model-parallel-size 2", "use --tensor-model-parallel-size 1"),
+        ("--overlap-grad-reduce", "--overlap-grad-reduce has it within a pass"),
+        ("--use-distributed-optimizer --overlap-param-gather", "--overlap-param-gather has it within a pass"),
+        ("--attention-dropout 0.1", "use --hidden-dropout 0 --attention-dropout 0"),
+        ("--hidden-dropout 0.1", "use --hidden-dropout 0 --attention-dropout 0"),
+        ("--timing-log-level 2", "use --timing-log-level 1"),
+    ],
+)
+def test_what_it_does_not_go_with(flags: str, said: str) -> None:
+    gpu = torch.device("cuda")
+    with pytest.raises(InputError, match=f"^--cuda-graph .*{said}"):
+        check_cuda_graph(config_of(f"{STILL} {flags}"), GPT, gpu)
+
+
+def test_what_it_goes_with() -> None:
+    config, gpu = config_of(f"{STILL} --use-distributed-optimizer --timing-log-level 1"), torch.device("cuda")
+    check_cuda_graph(config, GPT, gpu)
+    with pytest.raises(
+        InputError, match="--cuda-graph needs batches of one length, and those of BERT differ"
+    ):
+        check_cuda_graph(config, bert(binary_head=True), gpu)
+    with (
+        pytest.raises(InputError, match="--cuda-graph needs a GPU, and this run computes on cpu"),
+        init_mesh(config.parallel, CPU) as mesh,
+    ):
+        engine_of(mesh, config_of("--cuda-graph"))
