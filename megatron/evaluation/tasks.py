@@ -37,6 +37,7 @@ class ZeroShotTask:
     """A task and its data.
 
     Attributes:
+        length: tokens that the model sees at once; no sample has more than one more.
         samples: the longest first, so that batches hold samples of similar length, and what does not fit fails at once.
         greedy: whether samples are counted whose scored tokens are all the most probable ones; else the losses of
             scored tokens are summed.
@@ -47,6 +48,7 @@ class ZeroShotTask:
     """
 
     name: str
+    length: int
     samples: list[Sample]
     greedy: bool
     results: Callable[[float], Results]
@@ -182,7 +184,9 @@ def _wikitext(
         "avg loss: {avg loss:.4E} | ppl: {ppl:.4E} | adjusted ppl: {adjusted ppl:.4E} | "
         "token ratio: {token ratio} |"
     )
-    return ZeroShotTask(name="WIKITEXT103", samples=samples, greedy=False, results=results, form=form)
+    return ZeroShotTask(
+        name="WIKITEXT103", length=length, samples=samples, greedy=False, results=results, form=form
+    )
 
 
 def _ppl(files: Sequence[DataFile], tokenizer: Tokenizer, config: ScoringConfig, length: int) -> ZeroShotTask:
@@ -206,7 +210,7 @@ def _ppl(files: Sequence[DataFile], tokenizer: Tokenizer, config: ScoringConfig,
         "avg loss: {avg loss:.4E} | ppl: {ppl:.4E} | word ppl: {word ppl:.4E} | "
         "bits per byte: {bits per byte:.4f} |"
     )
-    return ZeroShotTask(name="PPL", samples=samples, greedy=False, results=results, form=form)
+    return ZeroShotTask(name="PPL", length=length, samples=samples, greedy=False, results=results, form=form)
 
 
 def _exp(x: float) -> float:
@@ -250,6 +254,7 @@ def _lambada(
     ]
     return ZeroShotTask(
         name="LAMBADA",
+        length=length,
         samples=samples,
         greedy=True,
         results=lambda right: {

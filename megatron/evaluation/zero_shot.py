@@ -26,7 +26,7 @@ def make_batches(
     """This replica's share of the samples; all replicas together have each sample once.
 
     Args:
-        multiple: what the length of sequences is to be a multiple of.
+        multiple: what the length of sequences is rounded up to, unless the model sees less.
 
     Yields:
         `tokens`, `position_ids` and `labels` [b, s]; the scored tokens are labels of `rows` [n] and `positions` [n].
@@ -39,12 +39,12 @@ def make_batches(
         drop_last=False,
     ):
         if indices:
-            yield _stack(task.samples[indices.start : indices.stop], multiple)
+            yield _stack(task.samples[indices.start : indices.stop], multiple, task.length)
 
 
-def _stack(samples: Sequence[Sample], multiple: int) -> Batch:
+def _stack(samples: Sequence[Sample], multiple: int, longest: int) -> Batch:
     lengths = [len(sample.tokens) - 1 for sample in samples]
-    length = -(-max(lengths) // multiple) * multiple
+    length = min(-(-max(lengths) // multiple) * multiple, longest)
     # No token sees those after it, so that any will do to fill the rows.
     tokens_bs = np.zeros((len(samples), length + 1), np.int64)
     for row, sample in enumerate(samples):
