@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import platform
 import sys
 from collections.abc import Sequence
@@ -76,7 +77,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if output is not None:
             record = {
                 "task": task.name,
-                "results": results,
+                # JSON has no NaN and no infinity; null stands for both.
+                "results": {name: x if math.isfinite(x) else None for name, x in results.items()},
                 "counts": {"samples": len(task.samples), "scored": task.count},
                 "checkpoint": {
                     "folder": str(checkpoint.folder.absolute()),

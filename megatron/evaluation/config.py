@@ -9,23 +9,13 @@ from megatron.flags import Config, InputError, flag
 TASKS = ("WIKITEXT103", "LAMBADA", "PPL")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ScoringConfig(Config):
-    """How the texts of the tasks are scored."""
-
-    overlapping_eval: int | None = flag(
-        None,
-        "WIKITEXT103, PPL: tokens that each window over the text scores after the first, the rest being their context "
-        "(default: --seq-length, windows that do not overlap)",
-        low=1,
-    )
-    strict_lambada: bool = flag(
-        False, "LAMBADA: the whole last word is to be predicted, in place of its last token"
-    )
+# What Megatron-LM measures WIKITEXT103 with unless told otherwise.
+NVIDIA_OVERLAP = 32
+STRICT = "LAMBADA: the whole last word is to be predicted, in place of its last token"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ZeroShotConfig(ScoringConfig):
+class ZeroShotConfig(Config):
     """What a trained model is evaluated on."""
 
     task: str = flag(
@@ -42,12 +32,25 @@ class ZeroShotConfig(ScoringConfig):
         metavar="FILE",
         required=True,
     )
+    overlapping_eval: int | None = flag(
+        None,
+        "tokens that each window over the text scores after the first, the rest being their context (default: for "
+        "WIKITEXT103 32, as in Megatron-LM; for PPL --seq-length, so that windows do not overlap)",
+        low=1,
+    )
+    strict_lambada: bool = flag(False, STRICT)
     seq_length: int | None = flag(None, "tokens that the model sees (default: its context)", low=1)
     micro_batch_size: int = flag(8, "samples that a replica of the model works on at once", low=1)
 
+    def stride(self, length: int) -> int:
+        """Tokens that windows of `length` score after the first."""
+        if self.overlapping_eval is None:
+            return min(NVIDIA_OVERLAP, length) if self.task == "WIKITEXT103" else length
+        return self.overlapping_eval
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvalTasksConfig(ScoringConfig):
+class EvalTasksConfig(Config):
     """Zero-shot tasks at every evaluation of a run that trains GPT."""
 
     eval_tasks: tuple[str, ...] | None = flag(
@@ -60,6 +63,17 @@ class EvalTasksConfig(ScoringConfig):
     eval_tasks_data: tuple[str, ...] | None = flag(
         None, "a file for each of --eval-tasks, in the same order", nargs="+", metavar="FILE"
     )
+    overlapping_eval: int | None = flag(
+        None,
+        "WIKITEXT103, PPL: tokens that each window over the text scores after the first, the rest being their context "
+        "(default: --seq-length, so that windows do not overlap)",
+        low=1,
+    )
+    strict_lambada: bool = flag(False, STRICT)
+
+    def stride(self, length: int) -> int:
+        """Tokens that windows of `length` score after the first."""
+        return self.overlapping_eval or length
 
     def __post_init__(self) -> None:
         super().__post_init__()

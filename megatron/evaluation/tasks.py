@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron.evaluation.config import ScoringConfig
+from megatron.evaluation.config import EvalTasksConfig, ZeroShotConfig
 from megatron.evaluation.wikitext import detokenize
 from megatron.evaluation.windows import spans
 from megatron.flags import InputError
@@ -135,7 +135,12 @@ def read_file(path: str, flag: str) -> DataFile:
 
 
 def make_task(
-    name: str, files: Sequence[DataFile], tokenizer: Tokenizer, config: ScoringConfig, *, length: int
+    name: str,
+    files: Sequence[DataFile],
+    tokenizer: Tokenizer,
+    config: ZeroShotConfig | EvalTasksConfig,
+    *,
+    length: int,
 ) -> ZeroShotTask:
     """The task of a name on these files.
 
@@ -145,17 +150,17 @@ def make_task(
     Raises:
         InputError: a file does not hold what the task needs, naming it and the line; or the windows would leave gaps.
     """
-    if config.overlapping_eval is not None and config.overlapping_eval > length:
+    if name == "LAMBADA":
+        return _lambada(files, tokenizer, length, strict=config.strict_lambada)
+    stride = config.stride(length)
+    if stride > length:
         raise InputError(
-            f"--overlapping-eval: {config.overlapping_eval} tokens of each window cannot be scored, as --seq-length "
-            f"is {length}"
+            f"--overlapping-eval: {stride} tokens cannot be scored in each window, as --seq-length is {length}"
         )
-    return MAKERS[name](files, tokenizer, config, length)
+    return (_wikitext if name == "WIKITEXT103" else _ppl)(files, tokenizer, length, stride)
 
 
-def _wikitext(
-    files: Sequence[DataFile], tokenizer: Tokenizer, config: ScoringConfig, length: int
-) -> ZeroShotTask:
+def _wikitext(files: Sequence[DataFile], tokenizer: Tokenizer, length: int, stride: int) -> ZeroShotTask:
     samples, scored, original = [], 0, 0
     for file in files:
         text = file.text()
@@ -167,7 +172,7 @@ def _wikitext(
                 f"{file.path}: holds {len(tokens)} tokens and {words} words; WIKITEXT103 needs two of each, as the "
                 "first is not scored"
             )
-        samples += _windows(tokens, config, length, fill=False)
+        samples += _windows(tokens, length, stride, fill=False)
         scored, original = scored + len(tokens) - 1, original + words - 1
     ratio = scored / original
 
@@ -189,13 +194,13 @@ def _wikitext(
     )
 
 
-def _ppl(files: Sequence[DataFile], tokenizer: Tokenizer, config: ScoringConfig, length: int) -> ZeroShotTask:
+def _ppl(files: Sequence[DataFile], tokenizer: Tokenizer, length: int, stride: int) -> ZeroShotTask:
     samples, scored, words, size = [], 0, 0, 0
     for file in files:
         text = file.text()
         tokens = tokenizer.tokenize(text)
         # As in lm_eval's rolling log-likelihood: all tokens are scored, the first after an end of document.
-        samples += _windows([tokenizer.eod, *tokens], config, length, fill=True)
+        samples += _windows([tokenizer.eod, *tokens], length, stride, fill=True)
         scored, words, size = scored + len(tokens), words + len(text.split()), size + len(file.data)
 
     def results(loss: float) -> Results:
@@ -214,20 +219,19 @@ def _ppl(files: Sequence[DataFile], tokenizer: Tokenizer, config: ScoringConfig,
 
 
 def _exp(x: float) -> float:
-    return math.exp(x) if not x > 709 else math.inf
+    # What stands between spaces can be long, as in Chinese.
+    return math.inf if x > 709 else math.exp(x)
 
 
-def _windows(tokens: list[int], config: ScoringConfig, length: int, *, fill: bool) -> Iterator[Sample]:
-    stream, stride = np.array(tokens, np.int32), config.overlapping_eval or length
+def _windows(tokens: list[int], length: int, stride: int, *, fill: bool) -> Iterator[Sample]:
+    stream = np.array(tokens, np.int32)
     for begin, first, end in spans(len(tokens) - 1, length=length, stride=stride, fill=fill):
         yield Sample(stream[begin:end], end - first)
 
 
-def _lambada(
-    files: Sequence[DataFile], tokenizer: Tokenizer, config: ScoringConfig, length: int
-) -> ZeroShotTask:
+def _lambada(files: Sequence[DataFile], tokenizer: Tokenizer, length: int, *, strict: bool) -> ZeroShotTask:
     places, texts = zip(*(record for file in files for record in file.records()), strict=True)
-    if config.strict_lambada:
+    if strict:
         # The last word by itself, as a text that goes on would have it.
         lasts = [(text.split() or [""])[-1] for text in texts]
         befores = [text[: text.rfind(last)].strip() for text, last in zip(texts, lasts, strict=True)]
@@ -266,6 +270,3 @@ def _lambada(
         "avg accuracy: {avg accuracy:.4E}",
         notes=notes if cut else [],
     )
-
-
-MAKERS = {"WIKITEXT103": _wikitext, "LAMBADA": _lambada, "PPL": _ppl}
