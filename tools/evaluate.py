@@ -26,7 +26,7 @@ from tqdm import tqdm
 from megatron import __version__
 from megatron.arguments import Parser, add_flags, make_config, run_command
 from megatron.evaluation.config import ZeroShotConfig
-from megatron.evaluation.tasks import make_task, read_file
+from megatron.evaluation.tasks import ZeroShotTask, make_task, read_file
 from megatron.evaluation.zero_shot import evaluate
 from megatron.flags import InputError
 from megatron.inference.config import InferenceConfig
@@ -59,19 +59,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             task = make_task(config.task, files, tokenizer, config, length=seq_length(config, model))
         for note in task.notes if mesh.is_first else ():
             print(f"note: {note}", file=sys.stderr)
-        # Each process knows how far its own replica has come; they have like shares.
-        with tqdm(total=len(task.samples), desc=task.name, disable=not mesh.is_first) as progress:
-            found = evaluate(
-                Stages(model, mesh),
-                task,
-                micro_batch_size=config.micro_batch_size,
-                advance=lambda samples: progress.update(
-                    min(samples * mesh.dp.size, progress.total - progress.n)
-                ),
-            )
+        stages = Stages(model, mesh)
+        results = task.results(run(stages, task, config.micro_batch_size))
         if not mesh.is_first:
             return
-        results = task.results(found)
         line = task.line(results)
         print("-" * len(line), line, "-" * len(line), sep="\n")
         if output is not None:
@@ -79,21 +70,25 @@ def main(argv: Sequence[str] | None = None) -> None:
                 "task": task.name,
                 # JSON has no NaN and no infinity; null stands for both.
                 "results": {name: x if math.isfinite(x) else None for name, x in results.items()},
-                "counts": {"samples": len(task.samples), "scored": task.count},
-                "checkpoint": {
-                    "folder": str(checkpoint.folder.absolute()),
-                    "iteration": checkpoint.iteration,
-                },
+                "samples": len(task.samples),
+                "scored tokens": sum(sample.scored for sample in task.samples),
+                "checkpoint": str(checkpoint.folder.absolute()),
+                "iteration": checkpoint.iteration,
                 "data": [file.identity() for file in files],
                 "flags": flags_of(config, inference, chosen),
-                "processes": mesh.world.size,
-                "versions": {
-                    "megatron": __version__,
-                    "torch": str(torch.__version__),
-                    "python": platform.python_version(),
-                },
+                "computed": computed_by(stages, task, config),
             }
             output.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def run(stages: Stages, task: ZeroShotTask, micro_batch_size: int) -> float:
+    """The sum that the task's results follow from, with a bar that the first process shows."""
+    steps = math.ceil(len(task.samples) / (micro_batch_size * stages.mesh.dp.size))
+    # Where nobody watches a bar, a line now and then.
+    seconds = 0.1 if sys.stderr.isatty() else 30
+    hidden = not stages.mesh.is_first
+    with tqdm(total=steps, desc=task.name, unit="batch", mininterval=seconds, disable=hidden) as progress:
+        return evaluate(stages, task, micro_batch_size=micro_batch_size, advance=progress.update)
 
 
 def seq_length(config: ZeroShotConfig, model: GPTModel) -> int:
@@ -107,6 +102,20 @@ def seq_length(config: ZeroShotConfig, model: GPTModel) -> int:
     if config.seq_length is not None and config.seq_length > longest and learned:
         raise InputError(f"--seq-length: {config.seq_length} is longer than the model's context of {longest}")
     return config.seq_length or longest
+
+
+def computed_by(stages: Stages, task: ZeroShotTask, config: ZeroShotConfig) -> dict[str, Any]:
+    """What the figures may depend on beside the flags: what these left open, and the versions of what computes."""
+    return {
+        "seq_length": task.length,
+        "overlapping_eval": None if task.greedy else config.stride(task.length),
+        "device": stages.mesh.device.type,
+        "dtype": str(stages.dtype).removeprefix("torch."),
+        "processes": stages.mesh.world.size,
+        "megatron": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }
 
 
 def flags_of(*configs: Any) -> dict[str, Any]:

@@ -87,12 +87,12 @@ def count(batch: Batch, task: ZeroShotTask) -> int:
 
 @torch.inference_mode()
 def evaluate(
-    stages: Stages, task: ZeroShotTask, *, micro_batch_size: int, advance: Callable[[int], object]
+    stages: Stages, task: ZeroShotTask, *, micro_batch_size: int, advance: Callable[[], object]
 ) -> float:
     """The sum over all samples that `task.results` takes, on every process. Every process must take part.
 
     Args:
-        advance: called with the number of samples of each batch that this replica has gone through.
+        advance: called after each batch of this replica's, of which the first one has the most.
     """
     mesh = stages.mesh
     totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)
@@ -102,7 +102,7 @@ def evaluate(
         if out is not None:
             totals[0] += total(out, batch, task, vocab_size=stages.vocab_size, tp=mesh.tp)
             totals[1] += count(batch, task)
-        advance(len(batch["tokens"]))
+        advance()
     # The sums are there when all has been received that was sent.
     found, counted = all_reduce_sum(all_reduce_sum(totals, mesh.dp), mesh.pp).tolist()
     assert counted == task.count
