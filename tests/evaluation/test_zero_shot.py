@@ -98,11 +98,10 @@ def figures_of(load: list[object], words: dict[str, list[object]], folder: Path)
 @pytest.mark.parametrize(
     ("tp", "pp", "dp"),
     [
-        (2, 2, 1),
-        (1, 1, 2),
+        (2, 2, 2),
         pytest.param(2, 1, 1, marks=pytest.mark.slow),
         pytest.param(1, 2, 1, marks=pytest.mark.slow),
-        pytest.param(1, 2, 2, marks=pytest.mark.slow),
+        pytest.param(1, 1, 2, marks=pytest.mark.slow),
     ],
 )
 def test_nvidias_figures_in_layouts(
