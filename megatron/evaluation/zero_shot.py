@@ -92,7 +92,7 @@ def evaluate(
     """The sum over all samples that `task.results` takes, on every process. Every process must take part.
 
     Args:
-        advance: called after each batch of this replica's, of which the first one has the most.
+        advance: called after each batch of this replica's; the first replica has the most.
     """
     mesh = stages.mesh
     totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)
@@ -103,7 +103,7 @@ def evaluate(
             totals[0] += total(out, batch, task, vocab_size=stages.vocab_size, tp=mesh.tp)
             totals[1] += count(batch, task)
         advance()
-    # The sums are there when all has been received that was sent.
+    stages.transfers.finish()
     found, counted = all_reduce_sum(all_reduce_sum(totals, mesh.dp), mesh.pp).tolist()
     assert counted == task.count
     return found
