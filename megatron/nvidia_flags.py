@@ -48,9 +48,9 @@ def _refuse(note: str, *usages: str, harmless: Sequence[str] = ()) -> tuple[Nvid
 
 # Flags of this code base that Megatron-LM does not have.
 OURS_ALONE = frozenset(
-    "--bf16-optimizer-states --check-weight-replicas-interval --cuda-graph --data-order --device --hang-timeout "
-    "--keep-last --metrics-path --no-mask-padded-vocab --no-progress --no-torch-compile --on-non-finite --ops-backend "
-    "--pipeline-schedule --spike-skip --verify-checkpoint".split()
+    "--bf16-optimizer-states --check-weight-replicas-interval --cuda-graph --data-order --device --eval-tasks "
+    "--eval-tasks-data --hang-timeout --keep-last --metrics-path --no-mask-padded-vocab --no-progress "
+    "--no-torch-compile --on-non-finite --ops-backend --pipeline-schedule --spike-skip --verify-checkpoint".split()
 )
 
 # Flags that both have and that differ in what they mean or in what leaving them out means; v2.5 and today's.
@@ -67,12 +67,14 @@ DEPARTURES = {
     "--mask-prob": "the loss is a mean over all masked words of the global batch; there of the means of microbatches",
     "--max-position-embeddings": "by default --seq-length; there it must be given",
     "--num-layers-per-virtual-pipeline-stage": "two stages will do; v2.5 needs three",
+    "--overlapping-eval": "a flag of its tasks/main.py, by default 32; as here in tools/evaluate.py",
     "--pipeline-model-parallel-size": "more than there are processes is an error; v2.5 takes as many as there are",
     "--profile": "always torch's profiler, and a page on where the time goes; there by default for nsys",
     "--rampup-batch-size": "as in v2.5; today's reads it and ignores it",
     "--save-interval": "may be left out, to save where the run ends; there --save needs it",
     "--seed": "other initial weights and dropout than there, the same ones in every layout",
     "--split": "969,30,1 by default, as in v2.5; today's has no default, and rounds as --data-order head",
+    "--strict-lambada": "a flag of its tasks/main.py",
     "--tensor-model-parallel-size": "more than there are processes is an error; v2.5 takes as many as there are",
     "--tiktoken-pattern": "also patterns of OpenAI's; it must be given, while today's default is v2",
     "--timing-log-level": "reading data is timed from level 1 on, there from 2; no barriers, no waiting for the GPU",

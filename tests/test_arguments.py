@@ -101,6 +101,7 @@ NVIDIA_DEFAULTS = """
     --num-layers None, --hidden-size None, --ffn-hidden-size None, --num-attention-heads None, --kv-channels None,
     --max-position-embeddings None, --make-vocab-size-divisible-by 128, --layernorm-epsilon 1e-5,
     --openai-gelu False, --log-params-norm False, --log-num-zeros-in-grad False, --tensorboard-log-interval 1,
+    --strict-lambada False,
     --log-memory-to-tensorboard False, --log-timers-to-tensorboard False, --timing-log-level 0,
     --timing-log-option minmax, --profile False, --profile-step-start 10, --profile-step-end 12,
     --tensorboard-queue-size 1000, --attention-dropout 0.1, --hidden-dropout 0.1, --weight-decay 0.01,
@@ -142,6 +143,7 @@ OTHER_DEFAULTS = {
     "--split": None,  # '969, 30, 1'; None tells --train-data-path that none was given
     "--dataloader-type": "single",  # None, which becomes 'single'
     "--distributed-backend": None,  # 'nccl'; here gloo where there is no GPU
+    "--overlapping-eval": None,  # 32, of its tasks/main.py; here too, in tools/evaluate.py
     "--num-query-groups": None,  # 1; here too, with --group-query-attention
     "--wandb-project": None,  # '', which is the same
     "--wandb-exp-name": None,
@@ -541,6 +543,7 @@ def test_help_is_grouped_and_complete() -> None:
         "parallel",
         "checkpoint",
         "logging",
+        "evaluation",
     ]
     assert [line[:-1] for line in lines if re.fullmatch("[a-z]+:", line)] == ["options", *titles]
     for part, config in typing.get_type_hints(RunConfig).items():

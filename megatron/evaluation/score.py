@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from megatron.evaluation.windows import spans
 from megatron.model.gpt import GPTModel, position_ids
 
 Pair = tuple[list[int], list[int]]  # the tokens of a context, and of what follows on it
@@ -29,9 +30,8 @@ def windows(tokens: list[int], prefix: int, length: int) -> Iterator[Pair]:
     predicts what is left, after as much context as `length` allows, so that no window is needlessly short.
     """
     stream = [prefix, *tokens]
-    for begin in range(0, len(tokens), length):
-        end = min(begin + length, len(tokens))
-        yield stream[max(end - length, 0) : begin + 1], stream[begin + 1 : end + 1]
+    for begin, first, end in spans(len(tokens), length=length, stride=length, fill=True):
+        yield stream[begin:first], stream[first:end]
 
 
 @torch.inference_mode()

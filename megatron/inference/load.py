@@ -38,35 +38,47 @@ logger = logging.getLogger("megatron")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def load_gpt(config: InferenceConfig, tokenizer: TokenizerConfig, mesh: Mesh) -> tuple[GPTModel, Tokenizer]:
+def load_gpt(
+    config: InferenceConfig, tokenizer: TokenizerConfig, mesh: Mesh, *, as_trained: bool = False
+) -> tuple[GPTModel, Tokenizer]:
     """This process's part of the GPT of a checkpoint of any layout, and its tokenizer. Every process must take part.
 
     Args:
         tokenizer: if it names a type, used in place of the tokenizer saved with the checkpoint.
+        as_trained: keep what pads the vocabulary in the softmax, where training included it. It is no token, and else
+            left out.
 
     Raises:
         InputError: there is no such checkpoint, it holds no GPT, the tokenizer does not fit, or the layout does not.
     """
     if tokenizer.tokenizer_type is None and tokenizer != TokenizerConfig():
         raise InputError("--tokenizer-type is required with other flags of the tokenizer")
-    checkpoint = _open(config, tokenizer, mesh)
+    checkpoint = find_any_checkpoint(config, tokenizer, mesh)
     for note in checkpoint.notes if mesh.is_first else ():
         logger.warning(f"--load: {note}")
     if checkpoint.state["task"] != "GPT":
         raise InputError(f"--load: {checkpoint.folder} holds a {checkpoint.state['task']}, not a GPT")
-    # Padding of the vocabulary is no token, even where the softmax of training included it.
-    model_settings = dataclasses.replace(model_config(checkpoint), mask_padded_vocab=True)
+    model_settings = model_config(checkpoint)
+    if not as_trained:
+        model_settings = dataclasses.replace(model_settings, mask_padded_vocab=True)
     check_tensor_parallel(model_settings, mesh.tp.size, mesh.tp.size)
     (chunk,) = split_layers(config.parallel, model_settings.num_layers)[mesh.pp.rank]
     chosen = _tokenizer(checkpoint, tokenizer)
     check_vocabulary(checkpoint, chosen.vocab_size)
+    rows = chosen.vocab_size if model_settings.mask_padded_vocab else checkpoint.state["padded_vocab_size"]
+    padded = padded_vocab_size(rows, 1, mesh.tp.size)
+    if padded > rows and not model_settings.mask_padded_vocab:
+        raise InputError(
+            f"--tensor-model-parallel-size: {mesh.tp.size} does not divide the {rows} rows of the vocabulary, whose "
+            "padding is part of this model"
+        )
     dtype = _dtype(config, checkpoint)
     # Without memory, so that sizes are held against the files first.
     with torch.device("meta"):
         model = GPTModel(
             model_settings,
             vocab_size=chosen.vocab_size,
-            padded_vocab_size=padded_vocab_size(chosen.vocab_size, 1, mesh.tp.size),
+            padded_vocab_size=padded,
             chunk=chunk,
             tp=TensorParallel(mesh.tp, ops=_ops(dtype, mesh.device)),
         )
@@ -75,7 +87,15 @@ def load_gpt(config: InferenceConfig, tokenizer: TokenizerConfig, mesh: Mesh) ->
     return model.to(mesh.device).eval().requires_grad_(False), chosen
 
 
-def _open(config: InferenceConfig, tokenizer: TokenizerConfig, mesh: Mesh) -> Checkpoint:
+def find_any_checkpoint(config: InferenceConfig, tokenizer: TokenizerConfig, mesh: Mesh) -> Checkpoint:
+    """The checkpoint of any kind that `config` names. Every process must take part.
+
+    Args:
+        tokenizer: of one of Megatron-LM's, which has none.
+
+    Raises:
+        InputError: there is no such checkpoint.
+    """
     root = Path(config.load)
     with together(mesh.world, InputError):
         foreign = is_megatron(root)

@@ -15,6 +15,7 @@ from megatron.model.transformer import CacheRows, Context, Transformer
 from megatron.model.vocabulary import WORD_TABLE, Embedding, OutputLayer
 from megatron.ops.attention import document_mask
 from megatron.ops.rotary import rotary_angles
+from megatron.parallel.collectives import gather_sequence
 from megatron.parallel.random import DropoutKey
 from megatron.parallel.recompute import Recompute
 from megatron.parallel.stages import Chunk
@@ -88,8 +89,11 @@ class GPTModel(nn.Module):
             return hidden_sbh
         table = None if self.embedding is None else self.embedding.word_embeddings.weight
         if wanted is not None:
+            if self.tp.sequence:
+                hidden_sbh = gather_sequence(hidden_sbh, self.tp.axis)
             rows, positions = wanted
             hidden_1nh = hidden_sbh[positions, rows].unsqueeze(0)
+            # Which gathers again, along a sequence of 1.
             return self.output_layer(hidden_1nh, table)[0, :, : self.real]
         if labels_bs is None:
             return self.output_layer(hidden_sbh, table)[..., : self.real].transpose(0, 1)

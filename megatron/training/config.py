@@ -6,6 +6,7 @@ import dataclasses
 
 from megatron.checkpoint.config import CheckpointConfig
 from megatron.data.config import DataConfig
+from megatron.evaluation.config import EvalTasksConfig
 from megatron.flags import Config, InputError, flag
 from megatron.model.config import ModelConfig
 from megatron.ops.config import OpsConfig
@@ -171,3 +172,4 @@ class RunConfig:
     parallel: ParallelConfig
     checkpoint: CheckpointConfig
     logging: LoggingConfig
+    evaluation: EvalTasksConfig

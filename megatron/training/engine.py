@@ -28,7 +28,7 @@ from megatron.parallel.timers import OFF, Timers
 from megatron.training.config import RunConfig
 from megatron.training.costs import check_memory, flops_per_sample
 from megatron.training.cuda_graph import GraphedPass, Inputs, check_cuda_graph
-from megatron.training.task import Part, Task
+from megatron.training.task import Measure, Part, Task
 
 # Microbatches that an evaluation puts through a pipeline at once, per stage: the pipeline stands empty at both ends.
 EVAL_MICROBATCHES_PER_STAGE = 8
@@ -234,11 +234,15 @@ class Engine:
         root.backward()
         return share
 
-    @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
-        """Mean of each loss, or of what the task measures instead, over all samples of all replicas' `batches`, which
-        may differ in number and size."""
+        """Mean of each loss, or of what the task measures instead, over all samples of all replicas' `batches`."""
         measure = self.task.measure or self.task.losses
+        sums, counts = self.measure(batches, measure)
+        return {name: s / max(c, 1) for name, s, c in zip(measure.names, sums, counts, strict=True)}
+
+    @torch.no_grad()
+    def measure(self, batches: Iterable[Batch], measure: Measure) -> tuple[list[float], list[float]]:
+        """Sums and counts over all samples of all replicas' `batches`, which may differ in number and size."""
         totals = torch.zeros(2, len(measure.names), dtype=torch.float64, device=self.mesh.device)
         stages, batches = self.mesh.pp.size, iter(batches)
         at_once = 1 if stages == 1 else EVAL_MICROBATCHES_PER_STAGE * stages
@@ -251,7 +255,7 @@ class Engine:
 
             self._run(group, end, dropout_key=lambda _: None, forward=measure.forward, training=False)
         sums, counts = all_reduce_sum(all_reduce_sum(totals, self.mesh.dp), self.mesh.pp).tolist()
-        return {name: s / max(c, 1) for name, s, c in zip(measure.names, sums, counts, strict=True)}
+        return sums, counts
 
     def _to_device(self, batch: Batch) -> Batch:
         """The batch on the mesh's device; from pinned memory the host does not wait for the copy."""

@@ -19,6 +19,8 @@ from megatron import __version__
 from megatron.checkpoint.checkpoint import mark_evaluated
 from megatron.checkpoint.saver import Saver
 from megatron.data.loader import Batch, eval_batches, train_batches
+from megatron.evaluation.tasks import ZeroShotTask
+from megatron.evaluation.zero_shot import make_batches
 from megatron.flags import TrainingFault
 from megatron.optim.schedule import Schedule
 from megatron.parallel.collectives import all_reduce_sum
@@ -30,6 +32,7 @@ from megatron.training.config import RunConfig, TrainingConfig
 from megatron.training.costs import exact_flops_per_sample, flops_per_sample
 from megatron.training.devices import Peak, memory_lines, most_memory
 from megatron.training.engine import Engine
+from megatron.training.eval_tasks import measure_of
 from megatron.training.faults import stop_on_non_finite
 from megatron.training.profile import Profiler
 from megatron.training.replicas import check_replicas
@@ -118,6 +121,7 @@ class Trainer:
     train_iters: int
     train_samples: int  # that the order of the training data was made for
     datasets: dict[str, Dataset]  # by "train", "validation" and "test"; those there are
+    eval_tasks: list[ZeroShotTask]
     saver: Saver
     reporter: Reporter
     progress: Progress
@@ -181,6 +185,7 @@ class Trainer:
             self.collect()
             with garbage_collected(self.config.training):
                 self.evaluate("validation", f"iteration {self.progress.iteration}")
+                self.evaluate_tasks(f"iteration {self.progress.iteration}")
         self.progress.evaluation_due = False
 
     def finish(self) -> None:
@@ -188,9 +193,11 @@ class Trainer:
         if self.config.training.skip_train:
             self.evaluate("validation", f"iteration {self.progress.iteration} on validation set")
             self.evaluate("test", f"iteration {self.progress.iteration} on test set")
+            self.evaluate_tasks(f"iteration {self.progress.iteration}")
         elif self.progress.evaluation_due:
             self.evaluate("validation", "the end of training for val data")
             self.evaluate("test", "the end of training for test data")
+            self.evaluate_tasks("the end of training")
             self.mark_evaluated()
 
     def mark_evaluated(self) -> None:
@@ -336,6 +343,26 @@ class Trainer:
         self.reporter.evaluation(
             where, split, losses, self.progress.iteration, self.progress.consumed_samples
         )
+
+    def evaluate_tasks(self, where: str) -> None:
+        """Run the tasks of --eval-tasks, and report what they give. Every process must take part."""
+        for task in self.eval_tasks:
+            batches = make_batches(
+                task,
+                micro_batch_size=self.config.training.micro_batch_size,
+                dp=self.mesh.dp,
+                multiple=self.config.parallel.length_multiple,
+            )
+            with self.timed("evaluate"):
+                (found,), (counted,) = self.engine.measure(batches, measure_of(task))
+            assert counted == task.count
+            results = task.results(found)
+            self.reporter.measured(
+                task.line(results, f" at {where}"),
+                {f"{task.name} {name}": value for name, value in results.items()},
+                self.progress.iteration,
+                self.progress.consumed_samples,
+            )
 
     def save(self) -> None:
         """Save a checkpoint of where the run stands, if it saves any. Every process must take part."""

@@ -37,6 +37,7 @@ from megatron.training.batch_size import BatchSchedule
 from megatron.training.config import RunConfig
 from megatron.training.devices import find_peak
 from megatron.training.engine import Engine
+from megatron.training.eval_tasks import read_eval_tasks
 from megatron.training.layout import check_layout, check_same_everywhere, describe_layout
 from megatron.training.loop import Progress, Trainer, manual_gc
 from megatron.training.report import History, Reporter, show_log
@@ -179,6 +180,8 @@ def build_trainer(
     train_wanted = 0 if training.skip_train else train_samples
     wanted = (train_wanted, (train_iters // training.eval_interval + 1) * eval_samples, eval_samples)
     datasets = task.build_datasets(config, tokenizer, wanted)
+    with together(mesh.world, InputError):
+        eval_tasks = read_eval_tasks(config, task, tokenizer, reporter.say)
 
     engine = Engine(config, task, mesh, vocab_size=tokenizer.vocab_size, padded_vocab_size=padded)
     saver = Saver(
@@ -201,6 +204,7 @@ def build_trainer(
         train_iters=train_iters,
         train_samples=train_samples,
         datasets=datasets,
+        eval_tasks=eval_tasks,
         saver=saver,
         reporter=reporter,
         progress=progress,

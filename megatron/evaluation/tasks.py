@@ -1,0 +1,272 @@
+"""Zero-shot tasks: what of which texts is to be predicted, and what figures that gives.
+
+Each is the task of that name in Megatron-LM (tasks/zeroshot_gpt), with which arXiv 1909.08053 section 5.3 measures its
+models; PPL is ours.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron.evaluation.config import EvalTasksConfig, ZeroShotConfig
+from megatron.evaluation.wikitext import detokenize
+from megatron.evaluation.windows import spans
+from megatron.flags import InputError
+from megatron.tokenizer import Tokenizer
+
+Results = dict[str, float]
+
+
+class Sample(NamedTuple):
+    """Tokens [n] in int32, of which the last `scored` are each predicted from those before it."""
+
+    tokens: np.ndarray
+    scored: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroShotTask:
+    """A task and its data.
+
+    Attributes:
+        length: tokens that the model sees at once; no sample has more than one more.
+        samples: the longest first, so that batches hold samples of similar length, and what does not fit fails at once.
+        greedy: whether samples are counted whose scored tokens are all the most probable ones; else the losses of
+            scored tokens are summed.
+        count: what the mean is over: samples, or scored tokens.
+        results: what a sum over all samples comes to.
+        form: of the results, in the line for people.
+        notes: what people should know, a sentence each.
+    """
+
+    name: str
+    length: int
+    samples: list[Sample]
+    greedy: bool
+    results: Callable[[float], Results]
+    form: str
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.samples.sort(key=lambda sample: len(sample.tokens), reverse=True)
+
+    @property
+    def count(self) -> int:
+        return len(self.samples) if self.greedy else sum(sample.scored for sample in self.samples)
+
+    def line(self, results: Results, at: str = "") -> str:
+        """The results for people, in NVIDIA's format."""
+        return f" validation results on {self.name}{at} | {self.form.format_map(results)}"
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A file as it was read."""
+
+    path: Path
+    data: bytes
+
+    def identity(self) -> dict[str, Any]:
+        """What tells it from other files."""
+        digest = hashlib.sha256(self.data).hexdigest()
+        return {"file": str(self.path.absolute()), "bytes": len(self.data), "sha256": digest}
+
+    def text(self) -> str:
+        """Raises `InputError` if it is not UTF-8, or holds no words."""
+        text = self._decode(self.data, 1)
+        if not text.split():
+            raise InputError(f"{self.path}: holds no words")
+        return text
+
+    def records(self) -> Iterator[tuple[str, str]]:
+        """Where each line stands, FILE:LINE, and the text of its JSON object.
+
+        Raises:
+            InputError: naming the line.
+        """
+        for number, line in enumerate(self.data.removesuffix(b"\n").split(b"\n"), 1):
+            place = f"{self.path}:{number}"
+            try:
+                record = json.loads(self._decode(line, number))
+            except InputError:
+                raise
+            except (ValueError, RecursionError) as error:
+                raise InputError(f"{place}: is not JSON ({error})") from None
+            text = record.get("text") if isinstance(record, dict) else None
+            if not isinstance(text, str):
+                raise InputError(f"{place}: is not a JSON object with a 'text' of letters")
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                raise InputError(
+                    f"{place}: its 'text' holds half a surrogate pair, which is no letter"
+                ) from None
+            yield place, text
+
+    def _decode(self, data: bytes, first_line: int) -> str:
+        try:
+            return data.decode()
+        except UnicodeDecodeError as error:
+            line = first_line + data.count(b"\n", 0, error.start)
+            raise InputError(f"{self.path}:{line}: is not UTF-8 ({error.reason})") from None
+
+
+def read_file(path: str, flag: str) -> DataFile:
+    """Read a file that is named by a flag.
+
+    Raises:
+        InputError: it cannot be read, or is empty.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise InputError(f"{flag}: {path} cannot be read ({error.strerror})") from None
+    if not data.strip():
+        raise InputError(f"{flag}: {path} is empty")
+    return DataFile(Path(path), data)
+
+
+def make_task(
+    name: str,
+    files: Sequence[DataFile],
+    tokenizer: Tokenizer,
+    config: ZeroShotConfig | EvalTasksConfig,
+    *,
+    length: int,
+) -> ZeroShotTask:
+    """The task of a name on these files.
+
+    Args:
+        length: tokens that the model sees at once.
+
+    Raises:
+        InputError: a file does not hold what the task needs, naming it and the line; or the windows would leave gaps.
+    """
+    if name == "LAMBADA":
+        return _lambada(files, tokenizer, length, strict=config.strict_lambada)
+    stride = config.stride(length)
+    if stride > length:
+        raise InputError(
+            f"--overlapping-eval: {stride} tokens cannot be scored in each window, as --seq-length is {length}"
+        )
+    return (_wikitext if name == "WIKITEXT103" else _ppl)(files, tokenizer, length, stride)
+
+
+def _wikitext(files: Sequence[DataFile], tokenizer: Tokenizer, length: int, stride: int) -> ZeroShotTask:
+    samples, scored, original = [], 0, 0
+    for file in files:
+        text = file.text()
+        # As it is counted in the published figures: by single spaces, so that words across a line end are one.
+        words = len(text.strip().split(" "))
+        tokens = tokenizer.tokenize(detokenize(text))
+        if min(len(tokens), words) < 2:
+            raise InputError(
+                f"{file.path}: holds {len(tokens)} tokens and {words} words; WIKITEXT103 needs two of each, as the "
+                "first is not scored"
+            )
+        samples += _windows(tokens, length, stride, fill=False)
+        scored, original = scored + len(tokens) - 1, original + words - 1
+    ratio = scored / original
+
+    def results(loss: float) -> Results:
+        mean = loss / scored
+        return {
+            "avg loss": mean,
+            "ppl": math.exp(min(mean, 20.0)),  # as in NVIDIA's, so that figures can be compared
+            "adjusted ppl": math.exp(min(mean * ratio, 20.0)),
+            "token ratio": ratio,
+        }
+
+    form = (
+        "avg loss: {avg loss:.4E} | ppl: {ppl:.4E} | adjusted ppl: {adjusted ppl:.4E} | "
+        "token ratio: {token ratio} |"
+    )
+    return ZeroShotTask(
+        name="WIKITEXT103", length=length, samples=samples, greedy=False, results=results, form=form
+    )
+
+
+def _ppl(files: Sequence[DataFile], tokenizer: Tokenizer, length: int, stride: int) -> ZeroShotTask:
+    samples, scored, words, size = [], 0, 0, 0
+    for file in files:
+        text = file.text()
+        tokens = tokenizer.tokenize(text)
+        # As in lm_eval's rolling log-likelihood: all tokens are scored, the first after an end of document.
+        samples += _windows([tokenizer.eod, *tokens], length, stride, fill=True)
+        scored, words, size = scored + len(tokens), words + len(text.split()), size + len(file.data)
+
+    def results(loss: float) -> Results:
+        return {
+            "avg loss": loss / scored,
+            "ppl": _exp(loss / scored),
+            "word ppl": _exp(loss / words),
+            "bits per byte": loss / math.log(2) / size,
+        }
+
+    form = (
+        "avg loss: {avg loss:.4E} | ppl: {ppl:.4E} | word ppl: {word ppl:.4E} | "
+        "bits per byte: {bits per byte:.4f} |"
+    )
+    return ZeroShotTask(name="PPL", length=length, samples=samples, greedy=False, results=results, form=form)
+
+
+def _exp(x: float) -> float:
+    # What stands between spaces can be long, as in Chinese.
+    return math.inf if x > 709 else math.exp(x)
+
+
+def _windows(tokens: list[int], length: int, stride: int, *, fill: bool) -> Iterator[Sample]:
+    stream = np.array(tokens, np.int32)
+    for begin, first, end in spans(len(tokens) - 1, length=length, stride=stride, fill=fill):
+        yield Sample(stream[begin:end], end - first)
+
+
+def _lambada(files: Sequence[DataFile], tokenizer: Tokenizer, length: int, *, strict: bool) -> ZeroShotTask:
+    places, texts = zip(*(record for file in files for record in file.records()), strict=True)
+    if strict:
+        # The last word by itself, as a text that goes on would have it.
+        lasts = [(text.split() or [""])[-1] for text in texts]
+        befores = [text[: text.rfind(last)].strip() for text, last in zip(texts, lasts, strict=True)]
+        contexts = tokenizer.tokenize_batch(befores)
+        targets = tokenizer.tokenize_batch([f" {last}" for last in lasts])
+    else:
+        tokens = tokenizer.tokenize_batch(texts)
+        contexts, targets = [row[:-1] for row in tokens], [row[-1:] for row in tokens]
+    samples, cut = [], 0
+    for place, context, target in zip(places, contexts, targets, strict=True):
+        if not context:
+            raise InputError(f"{place}: its 'text' has nothing before what is to be predicted of it")
+        if len(target) > length:
+            raise InputError(
+                f"{place}: its last word has {len(target)} tokens, and the model sees {length} (--seq-length)"
+            )
+        whole = [*context, *target]
+        cut += len(whole) > length + 1
+        # The last token is predicted, and so is no input.
+        samples.append(Sample(np.array(whole[-length - 1 :], np.int32), len(target)))
+    notes = [
+        f"LAMBADA: {cut} of {len(samples)} texts are longer than the {length} tokens that the model sees; it sees "
+        "their ends"
+    ]
+    return ZeroShotTask(
+        name="LAMBADA",
+        length=length,
+        samples=samples,
+        greedy=True,
+        results=lambda right: {
+            "number correct": right,
+            "total examples": len(samples),
+            "avg accuracy": right / len(samples),
+        },
+        form="number correct: {number correct:.4E} | total examples: {total examples:.4E} | "
+        "avg accuracy: {avg accuracy:.4E}",
+        notes=notes if cut else [],
+    )

@@ -1,0 +1,274 @@
+"""Zero-shot tasks, against the figures of NVIDIA's own evaluation, the logits of transformers, and lm_eval."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from distributed import run_distributed
+from hf_models import save_hf
+from torch import Tensor
+
+from megatron.evaluation.wikitext import detokenize
+from megatron.inference.config import InferenceConfig
+from megatron.inference.load import load_gpt
+from megatron.parallel.mesh import Mesh
+from megatron.tokenizer.config import TokenizerConfig
+from megatron.tokenizer.gpt2 import GPT2BPETokenizer
+from tools import convert_checkpoint, evaluate
+
+LENGTH = 32  # of the context of models that are made here
+
+
+def tokenizer_flags(shared: Path) -> list[str]:
+    files = [str(shared / "data" / f"gpt2-tiny-{name}") for name in ("vocab.json", "merges.txt")]
+    return ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", files[0], "--merge-file", files[1]]
+
+
+def run(*words: object) -> None:
+    evaluate.main([str(word) for word in words])
+
+
+def result_of(folder: Path, *words: object) -> dict[str, Any]:
+    """What tools/evaluate.py writes."""
+    run(*words, "--output-path", folder / "result.json", "--device", "cpu")
+    return json.loads((folder / "result.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def native(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of NVIDIA's evaluation as a checkpoint of ours, which has its tokenizer."""
+    folder = tmp_path_factory.mktemp("native") / "run"
+    words = ["--from", "megatron", "--to", "native", "--save", str(folder), *tokenizer_flags(shared)]
+    convert_checkpoint.main([*words, "--load", str(shared / "vectors" / "eval-v2.5" / "after200_tp1")])
+    return folder
+
+
+# As in the README of the vectors, to all digits that NVIDIA's evaluation printed.
+WIKITEXT = (
+    " validation results on WIKITEXT103 | avg loss: 6.7403E+00 | ppl: 8.4583E+02 | adjusted ppl: 1.8280E+04 | "
+    "token ratio: 1.455947625388371 |"
+)
+LAMBADA = (
+    " validation results on LAMBADA | number correct: 2.0000E+00 | total examples: 4.0000E+02 | "
+    "avg accuracy: 5.0000E-03"
+)
+
+
+def tasks(shared: Path) -> dict[str, list[object]]:
+    vectors = shared / "vectors" / "eval-v2.5"
+    wiki = [
+        "--valid-data",
+        vectors / "wiki300.test.tokens",
+        "--overlapping-eval",
+        64,
+        "--micro-batch-size",
+        12,
+    ]
+    return {
+        "WIKITEXT103": ["--task", "WIKITEXT103", *wiki],
+        "LAMBADA": ["--task", "LAMBADA", "--valid-data", vectors / "lambada400.jsonl"],
+    }
+
+
+def test_nvidias_figures(shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of its own checkpoint, and of the softmax that it was trained with, over 120 rows of padding too."""
+    load = ["--load", shared / "vectors" / "eval-v2.5" / "after200_tp1", *tokenizer_flags(shared)]
+    words = tasks(shared)
+    result = result_of(tmp_path, *load, *words["WIKITEXT103"])
+    assert capsys.readouterr().out.splitlines()[1] == WIKITEXT
+    assert result["scored tokens"] == 26242 and result["iteration"] == 200
+    run(*load, *words["LAMBADA"])
+    assert capsys.readouterr().out.splitlines()[1] == LAMBADA
+    result = result_of(tmp_path, *load, *words["LAMBADA"], "--strict-lambada")
+    assert (result["results"]["number correct"], result["samples"]) == (0, 400)
+    assert result["scored tokens"] > 400
+
+
+def figures_of(load: list[object], words: dict[str, list[object]], folder: Path) -> None:
+    for name, task in words.items():
+        run(*load, *task, "--output-path", folder / f"{name}.json", "--device", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "dp"),
+    [
+        (2, 2, 2),
+        pytest.param(2, 1, 1, marks=pytest.mark.slow),
+        pytest.param(1, 2, 1, marks=pytest.mark.slow),
+        pytest.param(1, 1, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_nvidias_figures_in_layouts(
+    tp: int, pp: int, dp: int, shared: Path, native: Path, tmp_path: Path
+) -> None:
+    """With tensor parallelism from NVIDIA's checkpoint, else from ours."""
+    load: list[object] = ["--load", native]
+    if tp > 1:
+        load = ["--load", shared / "vectors" / "eval-v2.5" / "after200_tp1", *tokenizer_flags(shared)]
+    load += ["--tensor-model-parallel-size", tp, "--pipeline-model-parallel-size", pp]
+    run_distributed(figures_of, tp * pp * dp, load, tasks(shared), tmp_path)
+    wiki, lambada = (
+        json.loads((tmp_path / f"{name}.json").read_text()) for name in ("WIKITEXT103", "LAMBADA")
+    )
+    found = [wiki["results"][name] for name in ("avg loss", "ppl", "adjusted ppl")]
+    assert [f"{x:.4E}" for x in found] == ["6.7403E+00", "8.4583E+02", "1.8280E+04"]
+    assert lambada["results"] == {"number correct": 2, "total examples": 400, "avg accuracy": 0.005}
+    assert wiki["computed"]["processes"] == tp * pp * dp
+
+
+class Theirs:
+    """A small GPT-2 of transformers with random weights, as a folder that we load, and its logits."""
+
+    def __init__(self, folder: Path, shared: Path) -> None:
+        import transformers
+
+        self.folder = save_hf(folder, "gpt2", vocab_size=5000)
+        self.model = transformers.GPT2LMHeadModel.from_pretrained(self.folder).eval()
+        data = shared / "data"
+        self.tokenizer = GPT2BPETokenizer(data / "gpt2-tiny-vocab.json", data / "gpt2-tiny-merges.txt")
+
+    @torch.no_grad()
+    def logits(self, tokens: list[int]) -> Tensor:
+        """[s, v] in fp64."""
+        return self.model(torch.tensor([tokens])).logits[0].double()
+
+
+@pytest.fixture(scope="module")
+def theirs(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Theirs:
+    pytest.importorskip("transformers")
+    return Theirs(tmp_path_factory.mktemp("hf"), shared)
+
+
+@pytest.fixture(scope="module")
+def text(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "wiki.test.tokens"
+    path.write_text((shared / "data" / "wt2-test.txt").read_text(encoding="utf-8")[:4000].strip())
+    return path
+
+
+def expected_loss(theirs: Theirs, tokens: list[int], overlap: int) -> float:
+    """The sum over the windows of NVIDIA's data set, written out: padded, and masked."""
+    total, targets = 0.0, len(tokens) - 1
+    for i in range(max(math.ceil(max(targets - overlap, 0) / overlap) + 1, 1)):
+        window = tokens[i * overlap : i * overlap + LENGTH + 1]
+        mask = np.zeros(LENGTH)
+        mask[: len(window) - 1] = 1
+        if overlap != LENGTH and i > 0:
+            mask[: LENGTH - overlap] = 0
+        window += [4999] * (LENGTH + 1 - len(window))
+        logprobs = theirs.logits(window[:-1]).log_softmax(-1)
+        total -= sum(mask[k] * float(logprobs[k, window[k + 1]]) for k in range(LENGTH))
+    return total
+
+
+@pytest.mark.parametrize("overlap", [None, 8, LENGTH])
+def test_wikitext_by_the_logits_of_transformers(
+    overlap: int | None, theirs: Theirs, text: Path, shared: Path, tmp_path: Path
+) -> None:
+    load = ["--load", theirs.folder, *tokenizer_flags(shared), "--task", "WIKITEXT103", "--valid-data", text]
+    more = [] if overlap is None else ["--overlapping-eval", overlap]
+    found = result_of(tmp_path, *load, *more)
+    tokens = theirs.tokenizer.tokenize(detokenize(text.read_text()))
+    mean = expected_loss(theirs, tokens, overlap or 32) / (len(tokens) - 1)
+    ratio = (len(tokens) - 1) / (len(text.read_text().strip().split(" ")) - 1)
+    assert found["results"] == pytest.approx(
+        {
+            "avg loss": mean,
+            "ppl": math.exp(min(mean, 20)),
+            "adjusted ppl": math.exp(min(mean * ratio, 20)),
+            "token ratio": ratio,
+        },
+        rel=1e-4,
+    )
+    assert found["scored tokens"] == len(tokens) - 1
+    assert found["computed"]["overlapping_eval"] == (overlap or 32)
+
+
+def test_ppl_by_the_logits_of_transformers(theirs: Theirs, text: Path, shared: Path, tmp_path: Path) -> None:
+    """Windows that slide by 5: each token from as many before it as there are, up to those of its window."""
+    load = ["--load", theirs.folder, *tokenizer_flags(shared), "--task", "PPL", "--valid-data", text]
+    found = result_of(tmp_path, *load, "--overlapping-eval", 5)
+    stream = [4999, *theirs.tokenizer.tokenize(text.read_text())]
+    loss, done = 0.0, 0
+    while done < len(stream) - 1:
+        end = min(done + (LENGTH if done == 0 else 5), len(stream) - 1)
+        begin = max(0, end - LENGTH)
+        logprobs = theirs.logits(stream[begin:end]).log_softmax(-1)
+        loss -= sum(float(logprobs[k - 1 - begin, stream[k]]) for k in range(done + 1, end + 1))
+        done = end
+    mean = loss / (len(stream) - 1)
+    assert found["results"]["avg loss"] == pytest.approx(mean, rel=1e-4)
+    assert found["results"]["ppl"] == pytest.approx(math.exp(mean), rel=1e-3)
+    assert math.log(found["results"]["word ppl"]) == pytest.approx(
+        loss / len(text.read_text().split()), rel=1e-4
+    )
+    bits = loss / math.log(2) / len(text.read_bytes())
+    assert found["results"]["bits per byte"] == pytest.approx(bits, rel=1e-4)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_lambada_by_the_logits_of_transformers(
+    strict: bool, theirs: Theirs, shared: Path, tmp_path: Path
+) -> None:
+    """Real texts, which random weights guess nothing of; and every second of them with the word it would say."""
+    lines = (shared / "data" / "lambada_2000.jsonl").read_text().splitlines()[:30]
+    texts = [json.loads(line)["text"] for line in lines]
+    expected = 0
+    tokenize = theirs.tokenizer.tokenize
+    for i, text in enumerate(texts):
+        before = " ".join(text.split()[:-1])
+        if i % 2:
+            said = int(theirs.logits(tokenize(before)[-LENGTH:])[-1].argmax())
+            text = texts[i] = f"{before} {theirs.tokenizer.detokenize([said]).strip()}"
+        if strict:
+            context, target = (
+                tokenize(text[: text.rfind(text.split()[-1])].strip()),
+                tokenize(f" {text.split()[-1]}"),
+            )
+        else:
+            context, target = tokenize(text)[:-1], tokenize(text)[-1:]
+        seen = [*context, *target][-LENGTH - 1 : -1]
+        said = theirs.logits(seen)[-len(target) :].argmax(-1)
+        expected += said.tolist() == target
+    path = tmp_path / "lambada.jsonl"
+    path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    load = ["--load", theirs.folder, *tokenizer_flags(shared), "--task", "LAMBADA", "--valid-data", path]
+    found = result_of(tmp_path, *load, *(["--strict-lambada"] if strict else []))
+    assert found["results"]["number correct"] == expected
+    assert expected > 0
+
+
+def test_ppl_is_lm_evals_rolling_perplexity(theirs: Theirs, text: Path, shared: Path, tmp_path: Path) -> None:
+    """By its own `hf`, of its own windows; and WikiText's rules are those of its task."""
+    pytest.importorskip("lm_eval", reason="needs pip install lm_eval==0.4.13 accelerate")
+    pytest.importorskip("accelerate", reason="needs pip install accelerate")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
+    from transformers import GPT2Tokenizer
+
+    load = ["--load", theirs.folder, *tokenizer_flags(shared), "--task", "PPL", "--valid-data", text]
+    found = result_of(tmp_path, *load)["results"]
+    files = [str(file) for file in theirs.tokenizer.files]
+    tokenizer = GPT2Tokenizer(*files, eos_token="<|endoftext|>", unk_token="<|endoftext|>")
+    hf = HFLM(pretrained=theirs.model, tokenizer=tokenizer, device="cpu")
+    content = text.read_text()
+    request = Instance("loglikelihood_rolling", {}, (content,), 0)
+    (total,) = hf.loglikelihood_rolling([request], disable_tqdm=True)
+    assert found["bits per byte"] == pytest.approx(-total / math.log(2) / len(content.encode()), rel=1e-5)
+    assert math.log(found["word ppl"]) == pytest.approx(-total / len(content.split()), rel=1e-5)
+    whole = (shared / "data" / "wt2-test.txt").read_text(encoding="utf-8")
+    assert detokenize(whole) == wikitext_detokenizer({"page": whole})
+
+
+def test_padding_is_part_of_a_model_that_was_trained_so(native: Path) -> None:
+    config, mesh = InferenceConfig(load=str(native), device="cpu"), Mesh(device=torch.device("cpu"))
+    for as_trained, rows in ((True, 5120), (False, 5000)):
+        model, _ = load_gpt(config, TokenizerConfig(), mesh, as_trained=as_trained)
+        assert len(model.embedding.word_embeddings.weight) == rows
