@@ -363,6 +363,7 @@ class Trainer:
             "vocab_size": self.tokenizer.vocab_size,
             "padded_vocab_size": self.padded_vocab_size,
             "schedule": dataclasses.asdict(self.schedule),
+            "operations": list(self.engine.ops.kinds),
             "config": dataclasses.asdict(self.config),
             "versions": {"megatron": __version__, "torch": str(torch.__version__)},
         }

@@ -41,7 +41,7 @@ from megatron.training.layout import check_layout, check_same_everywhere, descri
 from megatron.training.loop import Progress, Trainer, manual_gc
 from megatron.training.report import History, Reporter, show_log
 from megatron.training.stop import StopRequests
-from megatron.training.task import Task
+from megatron.training.task import Relation, Task
 from megatron.training.watchdog import Watchdog
 
 logger = logging.getLogger("megatron")
@@ -224,18 +224,7 @@ def load(trainer: Trainer, checkpoint: Checkpoint) -> None:
         say(f"DAMAGED CHECKPOINT: {fault}; going on from {checkpoint.folder}, an older one")
     for note in checkpoint.notes:
         say(f"--load: {note}")
-    check_architecture(checkpoint, trainer.config.model)
-    relation = trainer.task.begins_with if state["task"] != trainer.task.name else None
-    related = relation is not None and state["task"] in relation.tasks and config.finetune
-    if state["task"] != trainer.task.name and not related:
-        raise InputError(f"--load: {checkpoint.folder} holds a {state['task']}, not a {trainer.task.name}")
-    check_vocabulary(checkpoint, trainer.tokenizer.vocab_size)
-    if not trainer.config.model.mask_padded_vocab and state["padded_vocab_size"] != trainer.padded_vocab_size:
-        raise InputError(
-            f"--no-mask-padded-vocab: the padding of the vocabulary is part of the model; {checkpoint.folder} pads it "
-            f"to {state['padded_vocab_size']} and this run to {trainer.padded_vocab_size}; change "
-            "--make-vocab-size-divisible-by, or --tensor-model-parallel-size which it is multiplied by"
-        )
+    relation = check_model(trainer, checkpoint)
     weights_alone = config.finetune or trainer.config.training.skip_train
     with_optimizer = config.load_optim and not weights_alone
     engine = trainer.engine
@@ -264,9 +253,34 @@ def load(trainer: Trainer, checkpoint: Checkpoint) -> None:
             + ", ".join(saved.differences(trainer.schedule))
         )
         trainer.schedule = saved if keeps else trainer.schedule
+    before, now = state.get("operations"), engine.ops.kinds
+    if before is not None and tuple(before) != now:
+        say(
+            f"{checkpoint.folder} was computed by {', '.join(before)}, and this run computes by {', '.join(now)}: from "
+            "here on it is not bit for bit the run that it continues"
+        )
     changed = order_changes(trainer, checkpoint)
     if changed:
         say(f"from here on the training data may come in another order than before: {', '.join(changed)}")
+
+
+def check_model(trainer: Trainer, checkpoint: Checkpoint) -> Relation | None:
+    """Raise `InputError` unless a run can go on from the model of a checkpoint; gives what relates it to the run's, if
+    that is another."""
+    config, state, task = trainer.config, checkpoint.state, trainer.task
+    check_architecture(checkpoint, config.model)
+    relation = task.begins_with if state["task"] != task.name else None
+    related = relation is not None and state["task"] in relation.tasks and config.checkpoint.finetune
+    if state["task"] != task.name and not related:
+        raise InputError(f"--load: {checkpoint.folder} holds a {state['task']}, not a {task.name}")
+    check_vocabulary(checkpoint, trainer.tokenizer.vocab_size)
+    if not config.model.mask_padded_vocab and state["padded_vocab_size"] != trainer.padded_vocab_size:
+        raise InputError(
+            f"--no-mask-padded-vocab: the padding of the vocabulary is part of the model; {checkpoint.folder} pads it "
+            f"to {state['padded_vocab_size']} and this run to {trainer.padded_vocab_size}; change "
+            "--make-vocab-size-divisible-by, or --tensor-model-parallel-size which it is multiplied by"
+        )
+    return relation
 
 
 def saved_progress(task: Task, checkpoint: Checkpoint | None, config: CheckpointConfig) -> Progress:
