@@ -7,13 +7,14 @@ import importlib.metadata
 import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.flags import InputError
+from megatron.flags import InputError, TrainingFault
 from megatron.ops import activation, attention, backend, compiler, linear, norm, projected_loss, rotary
 from megatron.ops.backend import PLAIN, Ops, choose_ops
 from megatron.ops.compiler import Compiler, as_written
@@ -391,6 +392,37 @@ def test_what_a_gpu_has(stand_in: None, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
     with pytest.raises(InputError, match="cannot be used here: import of transformer_engine"):
         choose("transformer-engine")
+
+
+def test_a_failure_of_the_compiler_ends_the_run_in_a_line(
+    compiled: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that comes after the trial at the start, as of a disk that has become full."""
+    broken = tmp_path / "g++"
+    broken.write_text(
+        "#!/bin/sh\ncase $* in *-dumpversion* | *--version*) exec g++ $@ ;; esac\n"
+        "echo 'In file included from a.cpp:1:' >&2\n"
+        "echo 'a.h:9: fatal error: error writing to a.o: No space left on device' >&2; exit 1\n"
+    )
+    broken.chmod(0o700)
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (str(broken),))
+
+    def tripled(x: Tensor) -> Tensor:
+        return x * 3
+
+    with pytest.raises(TrainingFault) as caught:
+        compiled(tripled, torch.ones(3))
+    assert str(caught.value) == (
+        "torch.compile, which worked when the run started, cannot compile tripled: a.h:9: fatal error: error writing "
+        "to a.o: No space left on device; add --no-torch-compile to go on without it"
+    )
+
+    def wrong(x: Tensor) -> Tensor:
+        raise RuntimeError("DefaultCPUAllocator: not enough memory")
+
+    compiled.compiled[wrong] = wrong  # what is wrong with code that is compiled is no fault of the compiler's
+    with pytest.raises(RuntimeError, match=r"^DefaultCPUAllocator"):
+        compiled(wrong, torch.ones(3))
 
 
 def test_the_choice(compiled: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
