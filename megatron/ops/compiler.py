@@ -61,11 +61,10 @@ class Compiler:
         if not is_known:
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_VARIANTS)
             self.compiled[function] = compiled = torch.compile(function, dynamic=True, fullgraph=True)
-        faults = torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit
         name, begin = function.__name__.strip("_"), time.perf_counter()
         try:
             out = compiled(*arguments)
-        except faults as error:
+        except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
             raise TrainingFault(
                 f"torch.compile, which worked when the run started, cannot compile {name}: {first_error(error)}; add "
                 "--no-torch-compile to go on without it"
