@@ -34,7 +34,7 @@ from megatron.parallel.mesh import Mesh, choose_device, init_mesh, world_size
 from megatron.parallel.random import key
 from megatron.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.training.batch_size import BatchSchedule
-from megatron.training.config import RunConfig
+from megatron.training.config import RunConfig, TrainingConfig
 from megatron.training.devices import find_peak
 from megatron.training.engine import Engine
 from megatron.training.layout import check_layout, check_same_everywhere, describe_layout
@@ -78,7 +78,9 @@ def pretrain(config: RunConfig, task: Task, trainer: Callable[..., Trainer] = Tr
             )
         reporter = Reporter(config.logging, mesh, settings=dataclasses.asdict(config))
         try:
-            return run(build_trainer(trainer, config, task, mesh, reporter, checkpoint), stop)
+            built = build_trainer(trainer, config, task, mesh, reporter, checkpoint)
+            begin(built, checkpoint)
+            return run(built, stop)
         except RuntimeError as error:
             # A CPU's allocator has no exception of its own.
             if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
@@ -153,7 +155,7 @@ def build_trainer(
     reporter: Reporter,
     checkpoint: Checkpoint | None,
 ) -> Trainer:
-    """Everything that a run consists of, as it was when `checkpoint` was saved, or at its beginning."""
+    """Everything that a run consists of, at the iteration of `checkpoint`; weights have no values yet."""
     training = config.training
     tokenizer = build_tokenizer(config.tokenizer)
     padded = padded_vocab_size(
@@ -161,13 +163,8 @@ def build_trainer(
     )
     batch_schedule = BatchSchedule.from_config(training, mesh.dp.size)
     progress = saved_progress(task, checkpoint, config.checkpoint)
-    batch_size, consumed = batch_schedule.global_batch_size, progress.consumed_samples
-    if training.train_samples is not None:
-        train_samples = training.train_samples
-        train_iters = progress.iteration + batch_schedule.iterations(train_samples, consumed)
-    else:
-        train_iters = training.train_iters
-        train_samples = consumed + max(0, train_iters - progress.iteration) * batch_size
+    train_iters, train_samples = run_length(training, batch_schedule, progress)
+    batch_size = batch_schedule.global_batch_size
     schedule = Schedule.from_config(
         config.optimizer, global_batch_size=batch_size, train_samples=train_samples
     )
@@ -188,7 +185,7 @@ def build_trainer(
         tokenizer_files={file.name: file.read_bytes() for file in tokenizer.files},
         say=reporter.say,
     )
-    trainer = kind(
+    return kind(
         config=config,
         task=task,
         mesh=mesh,
@@ -205,16 +202,27 @@ def build_trainer(
         reporter=reporter,
         progress=progress,
     )
+
+
+def run_length(config: TrainingConfig, batch_schedule: BatchSchedule, progress: Progress) -> tuple[int, int]:
+    """The iteration and the count of samples at which a run ends."""
+    consumed = progress.consumed_samples
+    if config.train_samples is not None:
+        left = batch_schedule.iterations(config.train_samples, consumed)
+        return progress.iteration + left, config.train_samples
+    left = max(0, config.train_iters - progress.iteration)
+    return config.train_iters, consumed + left * batch_schedule.global_batch_size
+
+
+def begin(trainer: Trainer, checkpoint: Checkpoint | None) -> None:
+    """Give the weights, and what else a checkpoint has, the values that the run begins with."""
     if checkpoint is None:
-        trainer.engine.buffer.initialize(training.seed)
-    else:
-        load(trainer, checkpoint)
-        if (
-            config.checkpoint.save is not None
-            and checkpoint.folder.parent.resolve() == Path(config.checkpoint.save).resolve()
-        ):
-            saver.iteration = progress.iteration
-    return trainer
+        trainer.engine.buffer.initialize(trainer.config.training.seed)
+        return
+    load(trainer, checkpoint)
+    save = trainer.config.checkpoint.save
+    if save is not None and checkpoint.folder.parent.resolve() == Path(save).resolve():
+        trainer.saver.iteration = trainer.progress.iteration
 
 
 def load(trainer: Trainer, checkpoint: Checkpoint) -> None:
