@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import itertools
 import sys
 import types
 from collections.abc import Callable
@@ -211,32 +212,42 @@ def test_no_samples(run: Callable) -> None:
         assert losses.shape == (4, 0)
 
 
-def test_logits_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a vocabulary of 51,200, fewer bytes than an eighth of what the plain way holds."""
-    held = []
+def peak_bytes(function: Callable[[], object]) -> int:
+    """Bytes of tensors at the peak of a call, beyond those that were there before it."""
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
+        function()
+    events = profile.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    return max(itertools.accumulate(change for _, change in changes))
 
-    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        out = linear.matmul(x, weight, bias)
-        held.append(out.numel() * out.element_size() if out.shape[1] == 51200 else 0)
-        return out
 
-    x = random(512, 4, 8).bfloat16().requires_grad_()
-    weight, labels = random(51200, 8).bfloat16().requires_grad_(), torch.zeros(512, 4, dtype=torch.long)
-    loss = projected_loss.projected_loss(
-        as_written,
-        product,
-        linear.add_product,
-        x,
-        weight,
-        None,
-        labels,
-        vocab_size=51200,
-        axis=ALONE,
-        sequence=False,
-    )
-    loss.sum().backward()
-    bf16_and_fp32 = 512 * 4 * 51200 * (2 + 4)
-    assert 8 * max(held) < bf16_and_fp32
+def test_logits_at_once() -> None:
+    """Of a vocabulary of 51,200, fewer bytes than an eighth of what the plain way holds, temporaries and all; and where
+    the logits are kept for backward, no more than so many beside them."""
+    weight = random(51264, 8).bfloat16().requires_grad_()
+
+    def loss(tokens: int) -> None:
+        x, labels = random(tokens, 8).bfloat16().requires_grad_(), torch.zeros(tokens, 1, dtype=torch.long)
+        losses = projected_loss.projected_loss(
+            as_written,
+            linear.matmul,
+            linear.add_product,
+            x.unsqueeze(1),
+            weight,
+            None,
+            labels,
+            vocab_size=51200,
+            axis=ALONE,
+            sequence=False,
+        )
+        losses.sum().backward()
+
+    bf16_and_fp32, few = 2048 * 51264 * (2 + 4), 512
+    kept = few * 51264 * 2
+    assert kept <= projected_loss.KEPT < 2048 * 51264 * 2
+    assert 8 * peak_bytes(lambda: loss(2048)) < bf16_and_fp32
+    assert 8 * (peak_bytes(lambda: loss(few)) - kept) < bf16_and_fp32
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
