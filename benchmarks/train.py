@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ class Size:
 
 
 SIZES = {
+    "tiny": Size(2, 64, 4, 128, 2, 512),  # to try this file
     "small": Size(6, 512, 8, 512, 8, 8192),
     "355m": Size(24, 1024, 16, 1024, 16, 50304),
     "1.3b": Size(24, 2048, 16, 2048, 4, 50304),
@@ -190,9 +191,19 @@ def ours(device: str, size: Size, precision: str, *more: str) -> Iterator[tuple[
     """Of each step seconds, megabytes at most and loss."""
     if device == "cpu":
         keep_freed_memory()
+    meter = Meter(device)
+    with training(device, size, precision, *more) as (_, step):
+        while True:
+            yield meter.time(step)
+
+
+@contextmanager
+def training(
+    device: str, size: Size, precision: str, *more: str
+) -> Iterator[tuple[Engine, Callable[[], Tensor]]]:
+    """Our model, and a step of it that gives the loss."""
     config = parse_run_config([*run_flags(device, size, precision), *more], description="", defaults=DEFAULTS)
     with init_mesh(config.parallel, choose_device(device)) as mesh:
-        meter = Meter(device)
         engine = Engine(config, GPT, mesh, vocab_size=size.vocab, padded_vocab_size=size.vocab)
         engine.buffer.initialize(1)
         ids = tokens(size)
@@ -208,8 +219,7 @@ def ours(device: str, size: Size, precision: str, *more: str) -> Iterator[tuple[
                 iter([batch]), num_microbatches=1, consumed_samples=0, lr=LR, weight_decay=WEIGHT_DECAY
             )[0].sum()
 
-        while True:
-            yield meter.time(step)
+        yield engine, step
 
 
 def theirs(
