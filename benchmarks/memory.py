@@ -14,16 +14,16 @@ import gc
 import itertools
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import torch
 from parallel import about
 from parallel_steps import memory_trace
-from parallel_workers import Workers
 from torch import Tensor, nn
 from train import SIZES, THREADS, Size, training
 
@@ -63,17 +63,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         "| precision | operations | recomputed | peak MB | must exist MB | ratio |\n|---|---|---|---|---|---|"
     )
     for case in itertools.product(WIDTH, OPERATIONS, RECOMPUTED):
-        with Workers(measure, 1, config.size, *case, threads=THREADS) as workers:
-            (found,) = workers.next()
-        results[", ".join(case)] = found
+        results[", ".join(case)] = found = measure(SIZES[config.size], *case)
         row = (*case, *(found[key] for key in ("peak MB", "must exist MB", "ratio")))
         print(f"| {' | '.join(map(str, row))} |", flush=True)
         Path(config.output).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
 
-def measure(name: str, precision: str, operations: str, recomputed: str) -> Iterator[dict[str, Any]]:
+def measure(size: Size, precision: str, operations: str, recomputed: str) -> dict[str, Any]:
     flags = f"{OPERATIONS[operations]} {RECOMPUTED[recomputed]}".split()
-    with training("cpu", SIZES[name], precision, *flags) as (engine, step):
+    with training("cpu", size, precision, *flags) as (engine, step):
         step()  # which compiles
         engine.timers.annotates = True
         before = held()
@@ -89,14 +87,14 @@ def measure(name: str, precision: str, operations: str, recomputed: str) -> Iter
         of_step, beside = at_peak(trace)
         kinds |= of_step
         peak = sum(kinds.values())
-        wanted = must_exist(engine, SIZES[name], precision, operations, recomputed)
-        yield {
+        wanted = must_exist(engine, size, precision, operations, recomputed)
+        return {
             "peak MB": megabytes(peak),
             "must exist MB": megabytes(sum(wanted.values())),
             "ratio": round(peak / sum(wanted.values()), 3),
-            "at the peak": {kind: megabytes(size) for kind, size in kinds.items()},
-            "must exist": {kind: megabytes(size) for kind, size in wanted.items()},
-            "largest of the rest": {what: megabytes(size) for what, size in beside.most_common(6)},
+            "at the peak": {kind: megabytes(found) for kind, found in kinds.items()},
+            "must exist": {kind: megabytes(found) for kind, found in wanted.items()},
+            "largest of the rest": {what: megabytes(found) for what, found in beside.most_common(6)},
         }
 
 

@@ -2,7 +2,8 @@
 
     python benchmarks/train.py --nanogpt DIR [--sizes small ...] [--precisions bf16 fp32] [--rounds N] [--device cuda]
 
-DIR is a checkout of nanoGPT; without it, it is left out. Every side has a process of its own with the same threads and
+DIR is a checkout of nanoGPT; without it, it is left out. transformers' Trainer, which is compared on a CPU, needs
+accelerate: pip install accelerate. Every side has a process of its own with the same threads and
 trains on the same random tokens with AdamW and clipping, without dropout. Steps are interleaved, so that all meet the
 same moods of the machine, and ratios are medians of the rounds'. The rate of the largest products that the machine was
 seen to do is measured in the same rounds.
@@ -11,10 +12,15 @@ seen to do is measured in the same rounds.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
+import os
+import queue
 import resource
 import statistics
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -86,6 +92,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = make_config(BenchmarkConfig, vars(parser.parse_args(argv)))
     if config.nanogpt is not None and not (Path(config.nanogpt) / "model.py").is_file():
         raise InputError(f"--nanogpt: {config.nanogpt} holds no model.py; give a checkout of nanoGPT")
+    if config.device == "cpu" and importlib.util.find_spec("accelerate") is None:
+        raise InputError(
+            "transformers' Trainer needs accelerate, which is not installed: pip install accelerate"
+        )
     results = about("train.py", argv)
     for name in config.sizes:
         for precision in config.precisions:
@@ -111,6 +121,7 @@ def compare(config: BenchmarkConfig, size: Size, precision: str) -> dict[str, di
         sides["nanoGPT, compiled"] = (theirs, ("nanogpt", config.nanogpt, True))
     if config.device == "cpu":
         sides["transformers"] = (theirs, ("transformers", None, False))
+        sides["transformers' Trainer"] = (trainer, ())
     sides["transformers, compiled"] = (theirs, ("transformers", None, True))
     sides["largest products"] = (products, ())
     workers = {
@@ -251,6 +262,73 @@ def theirs(
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
+    while True:
+        yield meter.time(step)
+
+
+def trainer(device: str, size: Size, precision: str) -> Iterator[tuple[float, float, float]]:
+    """The same by transformers' Trainer and its own loss. Its loop has a thread, and waits there after every step."""
+    meter = Meter(device)
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+    ):  # with which it would take itself for one of several processes
+        os.environ.pop(name)
+    import transformers
+
+    model, _ = transformers_gpt2(size)
+    turns, losses = queue.SimpleQueue(), queue.SimpleQueue()
+
+    class Stepwise(transformers.Trainer):
+        def training_step(self, *arguments: Any) -> Tensor:
+            self.loss = super().training_step(*arguments)
+            return self.loss
+
+    class Waits(transformers.TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            losses.put(loop.loss)
+            turns.get()
+
+    samples = [{"input_ids": ids, "labels": ids} for ids in tokens(size)[:, :-1]]
+    loop = Stepwise(
+        model,
+        transformers.TrainingArguments(
+            tempfile.mkdtemp(),
+            max_steps=10**6,
+            per_device_train_batch_size=size.batch,
+            train_sampling_strategy="sequential",
+            learning_rate=LR,
+            lr_scheduler_type="constant",
+            weight_decay=WEIGHT_DECAY,
+            max_grad_norm=CLIP,
+            bf16=precision == "bf16",
+            use_cpu=device == "cpu",
+            logging_strategy="no",
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        ),
+        train_dataset=samples * 1000,
+        callbacks=[Waits()],
+    )
+
+    def run() -> None:
+        torch.set_num_threads(THREADS)  # which is a thread's own
+        turns.get()
+        try:
+            loop.train()
+        except Exception as error:
+            losses.put(error)
+
+    def step() -> Tensor:
+        turns.put(None)
+        loss = losses.get()
+        if isinstance(loss, Exception):
+            raise loss
+        return loss
+
+    threading.Thread(target=run, daemon=True).start()
     while True:
         yield meter.time(step)
 
