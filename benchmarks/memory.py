@@ -59,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_flags(parser, BenchmarkConfig, "benchmark")
     config = make_config(BenchmarkConfig, vars(parser.parse_args(argv)))
     results = about("memory.py", argv)
+    torch.set_num_threads(THREADS)
     print(
         "| precision | operations | recomputed | peak MB | must exist MB | ratio |\n|---|---|---|---|---|---|"
     )
@@ -77,9 +78,9 @@ def measure(size: Size, precision: str, operations: str, recomputed: str) -> dic
         before = held()
         trace = memory_trace(step)
         stays = {
-            "weights": engine.buffer.params,
-            "master weights": () if engine.buffer.is_fp32 else engine.buffer.masters,
-            "gradients": engine.buffer.grads,
+            "weights": [engine.buffer.params],
+            "master weights": [] if engine.buffer.is_fp32 else engine.buffer.masters,
+            "gradients": [engine.buffer.grads],
             "moments": [piece for pieces in engine.optimizer.moments.values() for piece in pieces],
         }
         kinds = {kind: sum(piece.nbytes for piece in pieces) for kind, pieces in stays.items()}
