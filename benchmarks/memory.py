@@ -14,16 +14,16 @@ import gc
 import itertools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import torch
 from parallel import about
 from parallel_steps import memory_trace
+from parallel_workers import Workers
 from torch import Tensor, nn
 from train import SIZES, THREADS, Size, training
 
@@ -59,18 +59,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_flags(parser, BenchmarkConfig, "benchmark")
     config = make_config(BenchmarkConfig, vars(parser.parse_args(argv)))
     results = about("memory.py", argv)
-    torch.set_num_threads(THREADS)
     print(
         "| precision | operations | recomputed | peak MB | must exist MB | ratio |\n|---|---|---|---|---|---|"
     )
     for case in itertools.product(WIDTH, OPERATIONS, RECOMPUTED):
-        results[", ".join(case)] = found = measure(SIZES[config.size], *case)
+        with Workers(measure, 1, SIZES[config.size], *case, threads=THREADS) as workers:
+            (found,) = workers.next()
+        results[", ".join(case)] = found
         row = (*case, *(found[key] for key in ("peak MB", "must exist MB", "ratio")))
         print(f"| {' | '.join(map(str, row))} |", flush=True)
         Path(config.output).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
 
-def measure(size: Size, precision: str, operations: str, recomputed: str) -> dict[str, Any]:
+def measure(size: Size, precision: str, operations: str, recomputed: str) -> Iterator[dict[str, Any]]:
     flags = f"{OPERATIONS[operations]} {RECOMPUTED[recomputed]}".split()
     with training("cpu", size, precision, *flags) as (engine, step):
         step()  # which compiles
@@ -89,7 +90,7 @@ def measure(size: Size, precision: str, operations: str, recomputed: str) -> dic
         kinds |= of_step
         peak = sum(kinds.values())
         wanted = must_exist(engine, size, precision, operations, recomputed)
-        return {
+        yield {
             "peak MB": megabytes(peak),
             "must exist MB": megabytes(sum(wanted.values())),
             "ratio": round(peak / sum(wanted.values()), 3),
