@@ -145,7 +145,8 @@ def taker(operators: list[dict], moment: float) -> str:
     names = [e["name"].removeprefix("autograd::engine::evaluate_function: ") for e in callers]
     names = [name for name in names if not name.startswith("aten::empty")]
     nodes = [name for name in names if "Backward" in name]
-    return " in ".join(dict.fromkeys([names[-1].split(" Call ")[0], *nodes[::-1]]))
+    what = "compiled code" if "CompiledFxGraph" in names[-1] else names[-1]
+    return " in ".join(dict.fromkeys([what, *nodes[::-1]]))
 
 
 def must_exist(
