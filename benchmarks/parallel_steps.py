@@ -8,7 +8,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -239,6 +239,17 @@ def check_bytes() -> dict[str, dict[str, int]]:
     return results
 
 
+def memory_trace(step: Callable[[], object]) -> list[dict]:
+    """What torch's profiler traces of a step, allocations and releases among it."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        step()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        return json.loads(path.read_text())["traceEvents"]
+
+
 def peak_memory(flags: str) -> Iterator[float]:
     """MB allocated at the peak of a step, beyond what lives between steps (weights, gradients, optimizer).
 
@@ -248,14 +259,7 @@ def peak_memory(flags: str) -> Iterator[float]:
     with start(flags) as run:
         run.step()
         run.wait()
-        with torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-        ) as profile:
-            run.step()
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
-            profile.export_chrome_trace(str(path))
-            events = json.loads(path.read_text())["traceEvents"]
+        events = memory_trace(run.step)
         changes = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]")
         held = peak = 0
         for _, change in changes:

@@ -2,7 +2,8 @@
 
     python benchmarks/train.py --nanogpt DIR [--sizes small ...] [--precisions bf16 fp32] [--rounds N] [--device cuda]
 
-DIR is a checkout of nanoGPT; without it, it is left out. Every side has a process of its own with the same threads and
+DIR is a checkout of nanoGPT; without it, it is left out. transformers' Trainer, which is compared on a CPU, needs
+accelerate: pip install accelerate. Every side has a process of its own with the same threads and
 trains on the same random tokens with AdamW and clipping, without dropout. Steps are interleaved, so that all meet the
 same moods of the machine, and ratios are medians of the rounds'. The rate of the largest products that the machine was
 seen to do is measured in the same rounds.
@@ -11,13 +12,18 @@ seen to do is measured in the same rounds.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
+import os
+import queue
 import resource
 import statistics
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +59,7 @@ class Size:
 
 
 SIZES = {
+    "tiny": Size(2, 64, 4, 128, 2, 512),  # to try this file
     "small": Size(6, 512, 8, 512, 8, 8192),
     "355m": Size(24, 1024, 16, 1024, 16, 50304),
     "1.3b": Size(24, 2048, 16, 2048, 4, 50304),
@@ -85,6 +92,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = make_config(BenchmarkConfig, vars(parser.parse_args(argv)))
     if config.nanogpt is not None and not (Path(config.nanogpt) / "model.py").is_file():
         raise InputError(f"--nanogpt: {config.nanogpt} holds no model.py; give a checkout of nanoGPT")
+    if config.device == "cpu" and importlib.util.find_spec("accelerate") is None:
+        raise InputError(
+            "transformers' Trainer needs accelerate, which is not installed: pip install accelerate"
+        )
     results = about("train.py", argv)
     for name in config.sizes:
         for precision in config.precisions:
@@ -110,6 +121,7 @@ def compare(config: BenchmarkConfig, size: Size, precision: str) -> dict[str, di
         sides["nanoGPT, compiled"] = (theirs, ("nanogpt", config.nanogpt, True))
     if config.device == "cpu":
         sides["transformers"] = (theirs, ("transformers", None, False))
+        sides["transformers' Trainer"] = (trainer, ())
     sides["transformers, compiled"] = (theirs, ("transformers", None, True))
     sides["largest products"] = (products, ())
     workers = {
@@ -190,9 +202,19 @@ def ours(device: str, size: Size, precision: str, *more: str) -> Iterator[tuple[
     """Of each step seconds, megabytes at most and loss."""
     if device == "cpu":
         keep_freed_memory()
+    meter = Meter(device)
+    with training(device, size, precision, *more) as (_, step):
+        while True:
+            yield meter.time(step)
+
+
+@contextmanager
+def training(
+    device: str, size: Size, precision: str, *more: str
+) -> Iterator[tuple[Engine, Callable[[], Tensor]]]:
+    """Our model, and a step of it that gives the loss."""
     config = parse_run_config([*run_flags(device, size, precision), *more], description="", defaults=DEFAULTS)
     with init_mesh(config.parallel, choose_device(device)) as mesh:
-        meter = Meter(device)
         engine = Engine(config, GPT, mesh, vocab_size=size.vocab, padded_vocab_size=size.vocab)
         engine.buffer.initialize(1)
         ids = tokens(size)
@@ -208,8 +230,7 @@ def ours(device: str, size: Size, precision: str, *more: str) -> Iterator[tuple[
                 iter([batch]), num_microbatches=1, consumed_samples=0, lr=LR, weight_decay=WEIGHT_DECAY
             )[0].sum()
 
-        while True:
-            yield meter.time(step)
+        yield engine, step
 
 
 def theirs(
@@ -241,6 +262,73 @@ def theirs(
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
+    while True:
+        yield meter.time(step)
+
+
+def trainer(device: str, size: Size, precision: str) -> Iterator[tuple[float, float, float]]:
+    """The same by transformers' Trainer and its own loss. Its loop has a thread, and waits there after every step."""
+    meter = Meter(device)
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+    ):  # with which it would take itself for one of several processes
+        os.environ.pop(name)
+    import transformers
+
+    model, _ = transformers_gpt2(size)
+    turns, losses = queue.SimpleQueue(), queue.SimpleQueue()
+
+    class Stepwise(transformers.Trainer):
+        def training_step(self, *arguments: Any) -> Tensor:
+            self.loss = super().training_step(*arguments)
+            return self.loss
+
+    class Waits(transformers.TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            losses.put(loop.loss)
+            turns.get()
+
+    samples = [{"input_ids": ids, "labels": ids} for ids in tokens(size)[:, :-1]]
+    loop = Stepwise(
+        model,
+        transformers.TrainingArguments(
+            tempfile.mkdtemp(),
+            max_steps=10**6,
+            per_device_train_batch_size=size.batch,
+            train_sampling_strategy="sequential",
+            learning_rate=LR,
+            lr_scheduler_type="constant",
+            weight_decay=WEIGHT_DECAY,
+            max_grad_norm=CLIP,
+            bf16=precision == "bf16",
+            use_cpu=device == "cpu",
+            logging_strategy="no",
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        ),
+        train_dataset=samples * 1000,
+        callbacks=[Waits()],
+    )
+
+    def run() -> None:
+        torch.set_num_threads(THREADS)  # which is a thread's own
+        turns.get()
+        try:
+            loop.train()
+        except Exception as error:
+            losses.put(error)
+
+    def step() -> Tensor:
+        turns.put(None)
+        loss = losses.get()
+        if isinstance(loss, Exception):
+            raise loss
+        return loss
+
+    threading.Thread(target=run, daemon=True).start()
     while True:
         yield meter.time(step)
 

@@ -1,7 +1,7 @@
 """What a checkpoint holds.
 
     index.json               every file with its size and checksum, and where each tensor lies
-    state.json               iteration, position in the data, configuration, schedule, vocabulary
+    state.json               iteration, position in the data, configuration, schedule, vocabulary, operations
     model.safetensors        every parameter by its global name, in the dtype of the model
     optimizer.safetensors    `master/NAME` (fp32 weights, where the model is not fp32), `exp_avg/NAME`, ...
                              (of several processes each writes its own: model-00001-of-00004.safetensors, ...)
@@ -131,6 +131,11 @@ def _is_history(value: Any) -> bool:
     )
 
 
+def _is_operations(value: Any) -> bool:
+    """Whether `value` is an `Ops.kinds`; None, too, from before they were saved."""
+    return value is None or (isinstance(value, list) and all(isinstance(kind, str) for kind in value))
+
+
 # What state.json must hold, and how a value is told to be right.
 STATE_FIELDS = {
     "task": lambda value: isinstance(value, str),
@@ -146,6 +151,7 @@ STATE_FIELDS = {
     "padded_vocab_size": _is_count,
     "optimizer_steps": lambda value: value is None or _is_count(value),
     "schedule": lambda value: isinstance(value, dict),
+    "operations": _is_operations,
     "config": lambda value: isinstance(value, dict) and all(isinstance(v, dict) for v in value.values()),
 }
 

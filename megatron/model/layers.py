@@ -75,8 +75,7 @@ class _Linear(torch.autograd.Function):
         ctx.rows, ctx.axis, ctx.sequence, ctx.ops = rows, axis, sequence, ops
         ctx.total = gradient_sum(weight)
         # Of an x that is divided the part: it is gathered again in backward.
-        ctx.save_for_backward(x, weight)
-        ctx.bias = bias is not None
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         gathered = start_all_gather(x, axis).wait() if sequence else x
         outputs = [
             ops.matmul(gathered, weight[begin:end], None if bias is None else bias[begin:end])
@@ -87,26 +86,30 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight), axis, ops = ctx.saved_tensors, ctx.axis, ctx.ops
+        wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         rows = [slice(*part) for part in ctx.rows]
         grads = grad.split([part.stop - part.start for part in rows], dim=-1)
-        # Each communication runs beside the products that do not need its result.
-        gathering = start_all_gather(x, axis) if ctx.sequence else None
-        grad_x = functools.reduce(
-            torch.add, [ops.matmul(g, weight[part].t(), None) for g, part in zip(grads, rows, strict=True)]
-        )
-        flat_x = (x if gathering is None else gathering.wait()).flatten(0, -2)
-        reduce = start_reduce_scatter if ctx.sequence else start_all_reduce
-        reducing = reduce(grad_x, axis)
         flat_grads = [g.flatten(0, -2) for g in grads]
-        grad_weight = grad_bias = None
-        if ctx.total is None:
-            grad_weight = _of_all_rows([g.t() @ flat_x for g in flat_grads], rows, weight)
-        else:
+        # Each communication runs beside the products that do not need its result.
+        gathering = start_all_gather(x, axis) if ctx.sequence and wants_weight else None
+        grad_x = grad_weight = grad_bias = None
+        if wants_x:
+            shares = [ops.matmul(g, weight[part].t(), None) for g, part in zip(grads, rows, strict=True)]
+            grad_x = functools.reduce(torch.add, shares)
+        if gathering is not None:
+            x = gathering.wait()
+        if wants_x:
+            reducing = (start_reduce_scatter if ctx.sequence else start_all_reduce)(grad_x, axis)
+        if wants_weight and ctx.total is None:
+            grad_weight = _of_all_rows([g.t() @ x.flatten(0, -2) for g in flat_grads], rows, weight)
+        elif wants_weight:
             for g, part in zip(flat_grads, rows, strict=True):
-                ops.add_product(ctx.total[part], g.t(), flat_x)
-        if ctx.bias:
+                ops.add_product(ctx.total[part], g.t(), x.flatten(0, -2))
+        if wants_bias:
             grad_bias = _of_all_rows([g.sum(0) for g in flat_grads], rows, weight)
-        return reducing.wait(), grad_weight, grad_bias, None, None, None, None
+        if wants_x:
+            grad_x = reducing.wait()
+        return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
 def _of_all_rows(parts: list[Tensor], rows: list[slice], weight: Tensor) -> Tensor:
@@ -170,11 +173,11 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, inputs / size] to [s, b, outputs], or with sequence parallelism its part along s."""
-        alone = self.tp.axis.size == 1
+        # Of several processes each would add it.
+        fused = self.bias if self.tp.axis.size == 1 else None
         rows = ((0, len(self.weight)),)
-        y = _Linear.apply(x, self.weight, self.bias if alone else None, rows, ALONE, False, self.tp.ops)
-        y = self.tp.collect(y)
-        return y if alone or self.bias is None else y + self.bias
+        y = self.tp.collect(_Linear.apply(x, self.weight, fused, rows, ALONE, False, self.tp.ops))
+        return y if fused is self.bias else y + self.bias
 
 
 class VocabParallelEmbedding(nn.Module):

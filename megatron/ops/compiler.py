@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from megatron.flags import TrainingFault
+
 logger = logging.getLogger(__name__)
 
 # Of (function, its arguments): what the function gives.
@@ -53,14 +55,22 @@ class Compiler:
         self.compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Raises: TrainingFault: it cannot be compiled, now or for other sizes than before."""
         compiled = self.compiled.get(function)
-        if compiled is not None:
-            return compiled(*arguments)
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_VARIANTS)
-        self.compiled[function] = compiled = torch.compile(function, dynamic=True, fullgraph=True)
-        begin = time.perf_counter()
-        out = compiled(*arguments)
-        logger.info("compiled %s in %.1f s", function.__name__.strip("_"), time.perf_counter() - begin)
+        is_known = compiled is not None
+        if not is_known:
+            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_VARIANTS)
+            self.compiled[function] = compiled = torch.compile(function, dynamic=True, fullgraph=True)
+        name, begin = function.__name__.strip("_"), time.perf_counter()
+        try:
+            out = compiled(*arguments)
+        except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
+            raise TrainingFault(
+                f"torch.compile, which worked when the run started, cannot compile {name}: {first_error(error)}; add "
+                "--no-torch-compile to go on without it"
+            ) from error
+        if not is_known:
+            logger.info("compiled %s in %.1f s", name, time.perf_counter() - begin)
         return out
 
     def check(self, device: torch.device) -> str | None:
@@ -70,14 +80,21 @@ class Compiler:
         try:
             torch.compile(_probe)(torch.ones(32, device=device))
         except Exception as error:  # of whichever of torch's own kinds
-            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            return first[:200]
+            return first_error(error)
         logger.info("torch.compile works, and was ready in %.1f s", time.perf_counter() - begin)
         return None
 
 
 def _probe(x: torch.Tensor) -> torch.Tensor:
     return x * 2 + 1
+
+
+def first_error(error: Exception) -> str:
+    """What a compilation failed of, in a line: the first error of the C++ compiler, if it was run."""
+    text = str(error).strip()
+    output = text.partition("\nOutput:\n")[2].strip()
+    lines = (output or text or type(error).__name__).splitlines()
+    return next((line for line in lines if "rror:" in line), lines[0])[:200]
 
 
 def cache_folder() -> Path:

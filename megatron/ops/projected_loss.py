@@ -1,8 +1,8 @@
 """The projection to the vocabulary and its cross entropy in one, some rows at a time.
 
 Logits are the largest activation of a language model: 51,200 for every token. Here no more than `AT_ONCE` bytes of them
-exist at a time, and compiled none in fp32; backward computes them again. Where all together are no more than `KEPT`
-bytes they are kept for backward, which saves a product in four.
+exist at a time, and in fp32 none where the formulas are compiled, else a few rows; backward computes them again. Where
+all together are no more than `KEPT` bytes they are kept for backward, which saves a product in four.
 
 With a divided vocabulary two all-reduces of a number per token make one softmax of the parts (arXiv 1909.08053 section
 3): the largest logit, then the sum of exponentials with the label's logit.
@@ -28,6 +28,8 @@ from megatron.parallel.parameters import gradient_sum
 # Bytes of logits by the kind of device.
 AT_ONCE = {"cpu": 1 << 24, "cuda": 1 << 28}
 KEPT = 1 << 27
+# Parts of `AT_ONCE` that the formulas are given one after the other: as written they have each in fp32, twice.
+PIECES = 4
 
 
 def projected_loss(
@@ -86,10 +88,13 @@ class _ProjectedLoss(torch.autograd.Function):
         row_bytes = len(weight) * weight.element_size()
         keeps = trains and len(x) * row_bytes <= KEPT
         ctx.rows = max(len(x), 1) if keeps else max(AT_ONCE[x.device.type] // row_bytes, 1)
+        ctx.piece = max(AT_ONCE[x.device.type] // PIECES // row_bytes, 1)
+        columns = _columns(weight, real)
         found = []
         for part in _parts(len(x), ctx.rows):
             logits = matmul(x[part], weight, bias)
-            found.append(run(_statistics, logits, index[part], _columns(logits, real)))
+            pieces = zip(logits.split(ctx.piece), index[part].split(ctx.piece), strict=True)
+            found += [run(_statistics, *piece, columns) for piece in pieces]
         largest, exp_sum, picked = (torch.cat(values) for values in zip(*found, strict=True))
         highest = all_reduce_max(largest.clone(), axis)
         sums = all_reduce_sum(torch.stack((exp_sum * (largest - highest).exp(), picked)), axis)
@@ -103,10 +108,13 @@ class _ProjectedLoss(torch.autograd.Function):
         x_sbh, weight, bias, index, log_sum = ctx.saved_tensors
         axis, grad = ctx.axis, grad_sb.flatten()
         x = (start_all_gather(x_sbh, axis).wait() if ctx.sequence else x_sbh).flatten(0, 1)
+        columns = _columns(weight, ctx.real)
         grad_x, grad_weight, grad_bias = torch.empty_like(x), None, None
         for part in _parts(len(x), ctx.rows):
             logits = ctx.matmul(x[part], weight, bias) if ctx.kept is None else ctx.kept
-            ctx.run(_gradient, logits, log_sum[part], grad[part], index[part], _columns(logits, ctx.real))
+            rows = (logits, log_sum[part], grad[part], index[part])
+            for piece in zip(*(tensor.split(ctx.piece) for tensor in rows), strict=True):
+                ctx.run(_gradient, *piece, columns)
             grad_x[part] = ctx.matmul(logits, weight.t(), None)
             if ctx.total is None:
                 grad_weight = _plus(grad_weight, logits.t() @ x[part])
@@ -129,9 +137,9 @@ def _plus(total: Tensor | None, x: Tensor) -> Tensor:
     return x if total is None else total.float().add_(x)
 
 
-def _columns(logits: Tensor, real: int) -> Tensor | None:
-    """[v] whether a column takes part, where some do not."""
-    return None if real == logits.shape[1] else torch.arange(logits.shape[1], device=logits.device) < real
+def _columns(weight: Tensor, real: int) -> Tensor | None:
+    """[v] whether a column of the logits, a row of the weight, takes part, where some do not."""
+    return None if real == len(weight) else torch.arange(len(weight), device=weight.device) < real
 
 
 def _statistics(logits: Tensor, index: Tensor, columns: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -141,7 +149,7 @@ def _statistics(logits: Tensor, index: Tensor, columns: Tensor | None) -> tuple[
     if columns is not None:
         x = torch.where(columns, x, -1e30)
     largest = x.amax(-1)
-    exp_sum = (x - largest.unsqueeze(-1)).exp().sum(-1)
+    exp_sum = (x - largest.unsqueeze(-1)).exp_().sum(-1)
     picked = x.gather(-1, index.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     return largest, exp_sum, torch.where(index >= 0, picked, 0.0)
 
@@ -152,5 +160,5 @@ def _gradient(logits: Tensor, log_sum: Tensor, grad: Tensor, index: Tensor, colu
     if columns is not None:
         x = torch.where(columns, x, -torch.inf)
     hit = torch.arange(logits.shape[1], device=logits.device) == index.unsqueeze(-1)
-    softmax = (x - log_sum.unsqueeze(-1)).exp()
-    logits.copy_((softmax - hit.float()) * grad.unsqueeze(-1))
+    x.sub_(log_sum.unsqueeze(-1)).exp_().sub_(hit.float()).mul_(grad.unsqueeze(-1))
+    logits.copy_(x)

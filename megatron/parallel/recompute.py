@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from megatron.parallel.collectives import all_gather, share
@@ -65,8 +66,9 @@ class _Rerun(torch.autograd.Function):
         x = kept if ctx.axis.size == 1 else all_gather(kept, ctx.axis).view(ctx.shape)
         x = x.detach().requires_grad_()
         with torch.enable_grad():
-            out = ctx.run(x)
-        torch.autograd.backward(out, grad)
+            # Not the output itself, whose memory backward has no use for.
+            end = get_gradient_edge(ctx.run(x))
+        torch.autograd.backward(end, grad)
         return None, x.grad, None
 
 

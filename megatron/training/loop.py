@@ -148,27 +148,27 @@ class Trainer:
             self.evaluate_in_between()
         first = progress.iteration + 1
         iterations = range(first, self.train_iters + 1)
-        profiler = Profiler(self.config, self.engine, iterations=iterations, say=self.reporter.say)
-        while progress.iteration < self.train_iters:
-            clock.count(self.step(batches))
-            if self.due(self.config.training.manual_gc_interval):
-                gc.collect()
-            profiler.advance(progress.iteration)
-            end = progress.iteration == self.train_iters
-            if end or self.due(self.config.logging.log_interval):
-                self.report(clock)
-            if progress.iteration == first:
-                self.reporter.say(memory_lines(self.mesh, first))
-            if self.due(self.config.training.check_weight_replicas_interval):
+        with Profiler(self.config, self.engine, iterations=iterations, say=self.reporter.say) as profiler:
+            while progress.iteration < self.train_iters:
+                clock.count(self.step(batches))
+                if self.due(self.config.training.manual_gc_interval):
+                    gc.collect()
+                profiler.advance(progress.iteration)
+                end = progress.iteration == self.train_iters
+                if end or self.due(self.config.logging.log_interval):
+                    self.report(clock)
+                if progress.iteration == first:
+                    self.reporter.say(memory_lines(self.mesh, first))
+                if self.due(self.config.training.check_weight_replicas_interval):
+                    with clock.paused():
+                        check_replicas(self.engine.buffer)
+                reason = stop.reason(progress.iteration)
+                self.saver.check()
+                progress.evaluation_due = end or self.due(self.config.training.eval_interval)
                 with clock.paused():
-                    check_replicas(self.engine.buffer)
-            reason = stop.reason(progress.iteration)
-            self.saver.check()
-            progress.evaluation_due = end or self.due(self.config.training.eval_interval)
-            with clock.paused():
-                self.pause(goes_on=not end and reason is None)
-            if reason is not None and not end:
-                return reason
+                    self.pause(goes_on=not end and reason is None)
+                if reason is not None and not end:
+                    return reason
         return None
 
     def pause(self, *, goes_on: bool) -> None:
@@ -390,6 +390,7 @@ class Trainer:
             "vocab_size": self.tokenizer.vocab_size,
             "padded_vocab_size": self.padded_vocab_size,
             "schedule": dataclasses.asdict(self.schedule),
+            "operations": list(self.engine.ops.kinds),
             "config": dataclasses.asdict(self.config),
             "versions": {"megatron": __version__, "torch": str(torch.__version__)},
         }

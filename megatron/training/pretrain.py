@@ -34,7 +34,7 @@ from megatron.parallel.mesh import Mesh, choose_device, init_mesh, world_size
 from megatron.parallel.random import key
 from megatron.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.training.batch_size import BatchSchedule
-from megatron.training.config import RunConfig
+from megatron.training.config import RunConfig, TrainingConfig
 from megatron.training.devices import find_peak
 from megatron.training.engine import Engine
 from megatron.training.eval_tasks import read_eval_tasks
@@ -42,7 +42,7 @@ from megatron.training.layout import check_layout, check_same_everywhere, descri
 from megatron.training.loop import Progress, Trainer, manual_gc
 from megatron.training.report import History, Reporter, show_log
 from megatron.training.stop import StopRequests
-from megatron.training.task import Task
+from megatron.training.task import Relation, Task
 from megatron.training.watchdog import Watchdog
 
 logger = logging.getLogger("megatron")
@@ -79,7 +79,9 @@ def pretrain(config: RunConfig, task: Task, trainer: Callable[..., Trainer] = Tr
             )
         reporter = Reporter(config.logging, mesh, settings=dataclasses.asdict(config))
         try:
-            return run(build_trainer(trainer, config, task, mesh, reporter, checkpoint), stop)
+            built = build_trainer(trainer, config, task, mesh, reporter, checkpoint)
+            begin(built, checkpoint)
+            return run(built, stop)
         except RuntimeError as error:
             # A CPU's allocator has no exception of its own.
             if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
@@ -154,7 +156,7 @@ def build_trainer(
     reporter: Reporter,
     checkpoint: Checkpoint | None,
 ) -> Trainer:
-    """Everything that a run consists of, as it was when `checkpoint` was saved, or at its beginning."""
+    """Everything that a run consists of, at the iteration of `checkpoint`; weights have no values yet."""
     training = config.training
     tokenizer = build_tokenizer(config.tokenizer)
     padded = padded_vocab_size(
@@ -162,13 +164,8 @@ def build_trainer(
     )
     batch_schedule = BatchSchedule.from_config(training, mesh.dp.size)
     progress = saved_progress(task, checkpoint, config.checkpoint)
-    batch_size, consumed = batch_schedule.global_batch_size, progress.consumed_samples
-    if training.train_samples is not None:
-        train_samples = training.train_samples
-        train_iters = progress.iteration + batch_schedule.iterations(train_samples, consumed)
-    else:
-        train_iters = training.train_iters
-        train_samples = consumed + max(0, train_iters - progress.iteration) * batch_size
+    train_iters, train_samples = run_length(training, batch_schedule, progress)
+    batch_size = batch_schedule.global_batch_size
     schedule = Schedule.from_config(
         config.optimizer, global_batch_size=batch_size, train_samples=train_samples
     )
@@ -191,7 +188,7 @@ def build_trainer(
         tokenizer_files={file.name: file.read_bytes() for file in tokenizer.files},
         say=reporter.say,
     )
-    trainer = kind(
+    return kind(
         config=config,
         task=task,
         mesh=mesh,
@@ -209,16 +206,27 @@ def build_trainer(
         reporter=reporter,
         progress=progress,
     )
+
+
+def run_length(config: TrainingConfig, batch_schedule: BatchSchedule, progress: Progress) -> tuple[int, int]:
+    """The iteration and the count of samples at which a run ends."""
+    consumed = progress.consumed_samples
+    if config.train_samples is not None:
+        left = batch_schedule.iterations(config.train_samples, consumed)
+        return progress.iteration + left, config.train_samples
+    left = max(0, config.train_iters - progress.iteration)
+    return config.train_iters, consumed + left * batch_schedule.global_batch_size
+
+
+def begin(trainer: Trainer, checkpoint: Checkpoint | None) -> None:
+    """Give the weights, and what else a checkpoint has, the values that the run begins with."""
     if checkpoint is None:
-        trainer.engine.buffer.initialize(training.seed)
-    else:
-        load(trainer, checkpoint)
-        if (
-            config.checkpoint.save is not None
-            and checkpoint.folder.parent.resolve() == Path(config.checkpoint.save).resolve()
-        ):
-            saver.iteration = progress.iteration
-    return trainer
+        trainer.engine.buffer.initialize(trainer.config.training.seed)
+        return
+    load(trainer, checkpoint)
+    save = trainer.config.checkpoint.save
+    if save is not None and checkpoint.folder.parent.resolve() == Path(save).resolve():
+        trainer.saver.iteration = trainer.progress.iteration
 
 
 def load(trainer: Trainer, checkpoint: Checkpoint) -> None:
@@ -228,18 +236,7 @@ def load(trainer: Trainer, checkpoint: Checkpoint) -> None:
         say(f"DAMAGED CHECKPOINT: {fault}; going on from {checkpoint.folder}, an older one")
     for note in checkpoint.notes:
         say(f"--load: {note}")
-    check_architecture(checkpoint, trainer.config.model)
-    relation = trainer.task.begins_with if state["task"] != trainer.task.name else None
-    related = relation is not None and state["task"] in relation.tasks and config.finetune
-    if state["task"] != trainer.task.name and not related:
-        raise InputError(f"--load: {checkpoint.folder} holds a {state['task']}, not a {trainer.task.name}")
-    check_vocabulary(checkpoint, trainer.tokenizer.vocab_size)
-    if not trainer.config.model.mask_padded_vocab and state["padded_vocab_size"] != trainer.padded_vocab_size:
-        raise InputError(
-            f"--no-mask-padded-vocab: the padding of the vocabulary is part of the model; {checkpoint.folder} pads it "
-            f"to {state['padded_vocab_size']} and this run to {trainer.padded_vocab_size}; change "
-            "--make-vocab-size-divisible-by, or --tensor-model-parallel-size which it is multiplied by"
-        )
+    relation = check_model(trainer, checkpoint)
     weights_alone = config.finetune or trainer.config.training.skip_train
     with_optimizer = config.load_optim and not weights_alone
     engine = trainer.engine
@@ -268,9 +265,34 @@ def load(trainer: Trainer, checkpoint: Checkpoint) -> None:
             + ", ".join(saved.differences(trainer.schedule))
         )
         trainer.schedule = saved if keeps else trainer.schedule
+    before, now = state.get("operations"), engine.ops.kinds
+    if before is not None and tuple(before) != now:
+        say(
+            f"{checkpoint.folder} was computed by {', '.join(before)}, and this run computes by {', '.join(now)}: from "
+            "here on it is not bit for bit the run that it continues"
+        )
     changed = order_changes(trainer, checkpoint)
     if changed:
         say(f"from here on the training data may come in another order than before: {', '.join(changed)}")
+
+
+def check_model(trainer: Trainer, checkpoint: Checkpoint) -> Relation | None:
+    """Raise `InputError` unless a run can go on from the model of a checkpoint; gives what relates it to the run's, if
+    that is another."""
+    config, state, task = trainer.config, checkpoint.state, trainer.task
+    check_architecture(checkpoint, config.model)
+    relation = task.begins_with if state["task"] != task.name else None
+    related = relation is not None and state["task"] in relation.tasks and config.checkpoint.finetune
+    if state["task"] != task.name and not related:
+        raise InputError(f"--load: {checkpoint.folder} holds a {state['task']}, not a {task.name}")
+    check_vocabulary(checkpoint, trainer.tokenizer.vocab_size)
+    if not config.model.mask_padded_vocab and state["padded_vocab_size"] != trainer.padded_vocab_size:
+        raise InputError(
+            f"--no-mask-padded-vocab: the padding of the vocabulary is part of the model; {checkpoint.folder} pads it "
+            f"to {state['padded_vocab_size']} and this run to {trainer.padded_vocab_size}; change "
+            "--make-vocab-size-divisible-by, or --tensor-model-parallel-size which it is multiplied by"
+        )
+    return relation
 
 
 def saved_progress(task: Task, checkpoint: Checkpoint | None, config: CheckpointConfig) -> Progress:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import logging
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -17,6 +18,8 @@ from megatron.flags import InputError
 from megatron.parallel.mesh import rank_names
 from megatron.training.config import RunConfig
 from megatron.training.engine import Engine
+
+logger = logging.getLogger("megatron")
 
 # What work is for, by the first pattern that its path has: its own name, then those of all that it was called in.
 PATHS = {
@@ -42,7 +45,10 @@ TOP = 25
 
 class Profiler:
     """Profiles the iterations that --profile-step-start and --profile-step-end name, on the processes of
-    --profile-ranks, where --profile asks for it."""
+    --profile-ranks, where --profile asks for it.
+
+    A run that ends among them, within the `with` block, keeps the profile of those that were done.
+    """
 
     def __init__(
         self, config: RunConfig, engine: Engine, *, iterations: range, say: Callable[[str], None]
@@ -52,12 +58,13 @@ class Profiler:
         Raises:
             InputError: the folder cannot be made.
         """
-        logging, self.engine, self.say = config.logging, engine, say
-        wanted = range(logging.profile_step_start + 1, logging.profile_step_end + 1)
-        self.steps = range(wanted.start, min(wanted.stop, iterations.stop)) if logging.profile else range(0)
-        self.ranks = logging.profile_ranks
+        flags, self.engine, self.say = config.logging, engine, say
+        wanted = range(flags.profile_step_start + 1, flags.profile_step_end + 1)
+        self.steps = range(wanted.start, min(wanted.stop, iterations.stop)) if flags.profile else range(0)
+        self.last = iterations.start - 1
+        self.ranks = flags.profile_ranks
         self.torch: torch.profiler.profile | None = None
-        if not logging.profile:
+        if not flags.profile:
             return
         if not self.steps or self.steps.start not in iterations:
             say(
@@ -66,32 +73,36 @@ class Profiler:
             )
             self.steps = range(0)
             return
-        self.folder = Path(logging.tensorboard_dir or config.checkpoint.save) / "profile"
+        self.folder = Path(flags.tensorboard_dir or config.checkpoint.save) / "profile"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"--profile: {self.folder}: {error.strerror}") from None
-        self.advance(iterations.start - 1)
+
+    def __enter__(self) -> Profiler:
+        if self.steps.start == self.last + 1:
+            self._start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.steps and self.last >= self.steps.start - 1:
+            self._finish()
 
     def advance(self, iteration: int) -> None:
         """Begin or end after this iteration, if that is when."""
+        self.last = iteration
         if not self.steps:
             return
-        profiled = self.engine.mesh.world.rank in self.ranks
-        if iteration == self.steps.start - 1 and profiled:
-            self._start()
-        elif self.torch is not None:
+        if self.torch is not None:
             self.torch.step()
-        if iteration == self.steps[-1]:
-            if self.torch is not None:
-                self._write()
-            which = self.ranks[0] if len(self.ranks) == 1 else "*"
-            self.say(
-                f"profile of iterations {self.steps.start} to {self.steps[-1]}, {rank_names(self.ranks)}: where the "
-                f"time goes in {self._file('.txt', which)}, the trace in {self._file(TRACE, which)}"
-            )
+        if iteration == self.steps.start - 1:
+            self._start()
+        elif iteration == self.steps[-1]:
+            self._finish()
 
     def _start(self) -> None:
+        if self.engine.mesh.world.rank not in self.ranks:
+            return
         on_gpu = self.engine.mesh.device.type == "cuda"
         if on_gpu:  # what iterations before have begun is not to show
             torch.cuda.synchronize()
@@ -103,19 +114,42 @@ class Profiler:
         self.torch.step()  # what is to warm up is the profiler, which has done it now
         self.engine.timers.annotates = True
 
-    def _write(self) -> None:
+    def _finish(self) -> None:
+        """Keep what was recorded up to the last iteration that is done."""
+        done, self.steps = range(self.steps.start, self.last + 1), range(0)
         self.engine.timers.annotates = False
-        mesh, profiler, self.torch = self.engine.mesh, self.torch, None
-        rank = mesh.world.rank
-        profiler.export_chrome_trace(str(self._file(TRACE, rank)))
-        device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "a CPU"
-        title = f"iterations {self.steps.start} to {self.steps[-1]} of rank {rank}, on {device}"
-        self._file(".txt", rank).write_text(
-            summary(profiler.events(), title, len(self.steps)), encoding="utf-8"
+        profiler, self.torch = self.torch, None
+        if profiler is not None:
+            profiler.stop()
+        if not done:
+            self.say(f"--profile: the run ends within iteration {done.start}, the first; nothing is kept")
+            return
+        try:
+            if profiler is not None:
+                self._write(profiler, done)
+        except OSError as error:
+            logger.warning(
+                f"--profile: {self.folder}: the profile of rank {self.engine.mesh.world.rank} cannot be written, and "
+                f"is lost: {error.strerror}"
+            )
+            return
+        which = self.ranks[0] if len(self.ranks) == 1 else "*"
+        self.say(
+            f"profile of iterations {done[0]} to {done[-1]}, {rank_names(self.ranks)}: where the time goes in "
+            f"{self._file('.txt', done, which)}, the trace in {self._file(TRACE, done, which)}"
         )
 
-    def _file(self, suffix: str, rank: int | str) -> Path:
-        return self.folder / f"iterations-{self.steps.start}-{self.steps[-1]}-rank-{rank}{suffix}"
+    def _write(self, profiler: torch.profiler.profile, done: range) -> None:
+        mesh = self.engine.mesh
+        rank = mesh.world.rank
+        profiler.export_chrome_trace(str(self._file(TRACE, done, rank)))
+        device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "a CPU"
+        title = f"iterations {done[0]} to {done[-1]} of rank {rank}, on {device}"
+        page = summary(profiler.events(), title, len(done))
+        self._file(".txt", done, rank).write_text(page, encoding="utf-8")
+
+    def _file(self, suffix: str, done: range, rank: int | str) -> Path:
+        return self.folder / f"iterations-{done[0]}-{done[-1]}-rank-{rank}{suffix}"
 
 
 # What TensorBoard's plugin for profiles looks for.
@@ -131,11 +165,23 @@ class Work:
     time: float
 
 
-def summary(events: Iterable[FunctionEvent], title: str, iterations: int) -> str:
-    """A page on where the time of a profile went: by the kind of work, and the operators that take most."""
+def summary(events: Sequence[FunctionEvent], title: str, iterations: int) -> str:
+    """A page on where the time of a profile went: by the kind of work, and the operators that take most.
+
+    What comes after so many iterations, in one that was not finished, does not count.
+    """
+    steps = sorted(
+        (
+            e.time_range
+            for e in events
+            if e.device_type == DeviceType.CPU and e.name.startswith("ProfilerStep")
+        ),
+        key=lambda t: t.start,
+    )
+    begin, host_end = steps[0].start, steps[iterations - 1].end
+    if len(steps) > iterations:
+        events = [e for e in events if e.time_range.start < host_end]
     host = [e for e in events if e.device_type == DeviceType.CPU and not e.is_async]
-    steps = [e.time_range for e in host if e.name.startswith("ProfilerStep")]
-    begin, host_end = min(t.start for t in steps), max(t.end for t in steps)
     annotations = {e.name for e in host if e.is_user_annotation}
     kernels = [e for e in events if e.device_type == DeviceType.CUDA and e.name not in annotations]
     end = max([host_end, *(e.time_range.end for e in kernels)])

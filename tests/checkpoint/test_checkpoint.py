@@ -262,6 +262,7 @@ def test_where_a_run_starts(tmp_path: Path) -> None:
         (lambda f: endless(f / "index.json"), "index.json: is a symbolic link"),
         (lambda f: endless(f.parent / storage.TRACKER), "is a symbolic link"),
         (lambda f: pipe(f / "index.json"), "index.json: is not a file"),
+        (lambda f: edit(f, "operations", "plain"), "'operations'"),
         (lambda f: edit(f, "spike_window", [[10**400] * 128] * 2), "'spike_window'"),
         (lambda f: edit(f, "loss_scaler", {"scale": 0.0, "clean": 0, "patience": 2}), "'loss_scaler'"),
         (lambda f: write(f, "model.safetensors", "junk"), "model.safetensors: cannot be read"),

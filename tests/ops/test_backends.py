@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import itertools
 import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.flags import InputError
+from megatron.flags import InputError, TrainingFault
 from megatron.ops import activation, attention, backend, compiler, linear, norm, projected_loss, rotary
 from megatron.ops.backend import PLAIN, Ops, choose_ops
 from megatron.ops.compiler import Compiler, as_written
@@ -210,32 +212,42 @@ def test_no_samples(run: Callable) -> None:
         assert losses.shape == (4, 0)
 
 
-def test_logits_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a vocabulary of 51,200, fewer bytes than an eighth of what the plain way holds."""
-    held = []
+def peak_bytes(function: Callable[[], object]) -> int:
+    """Bytes of tensors at the peak of a call, beyond those that were there before it."""
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
+        function()
+    events = profile.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    return max(itertools.accumulate(change for _, change in changes))
 
-    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        out = linear.matmul(x, weight, bias)
-        held.append(out.numel() * out.element_size() if out.shape[1] == 51200 else 0)
-        return out
 
-    x = random(512, 4, 8).bfloat16().requires_grad_()
-    weight, labels = random(51200, 8).bfloat16().requires_grad_(), torch.zeros(512, 4, dtype=torch.long)
-    loss = projected_loss.projected_loss(
-        as_written,
-        product,
-        linear.add_product,
-        x,
-        weight,
-        None,
-        labels,
-        vocab_size=51200,
-        axis=ALONE,
-        sequence=False,
-    )
-    loss.sum().backward()
-    bf16_and_fp32 = 512 * 4 * 51200 * (2 + 4)
-    assert 8 * max(held) < bf16_and_fp32
+def test_logits_at_once() -> None:
+    """Of a vocabulary of 51,200, fewer bytes than an eighth of what the plain way holds, temporaries and all; and where
+    the logits are kept for backward, no more than so many beside them."""
+    weight = random(51264, 8).bfloat16().requires_grad_()
+
+    def loss(tokens: int) -> None:
+        x, labels = random(tokens, 8).bfloat16().requires_grad_(), torch.zeros(tokens, 1, dtype=torch.long)
+        losses = projected_loss.projected_loss(
+            as_written,
+            linear.matmul,
+            linear.add_product,
+            x.unsqueeze(1),
+            weight,
+            None,
+            labels,
+            vocab_size=51200,
+            axis=ALONE,
+            sequence=False,
+        )
+        losses.sum().backward()
+
+    bf16_and_fp32, few = 2048 * 51264 * (2 + 4), 512
+    kept = few * 51264 * 2
+    assert kept <= projected_loss.KEPT < 2048 * 51264 * 2
+    assert 8 * peak_bytes(lambda: loss(2048)) < bf16_and_fp32
+    assert 8 * (peak_bytes(lambda: loss(few)) - kept) < bf16_and_fp32
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -391,6 +403,37 @@ def test_what_a_gpu_has(stand_in: None, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
     with pytest.raises(InputError, match="cannot be used here: import of transformer_engine"):
         choose("transformer-engine")
+
+
+def test_a_failure_of_the_compiler_ends_the_run_in_a_line(
+    compiled: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that comes after the trial at the start, as of a disk that has become full."""
+    broken = tmp_path / "g++"
+    broken.write_text(
+        "#!/bin/sh\ncase $* in *-dumpversion* | *--version*) exec g++ $@ ;; esac\n"
+        "echo 'In file included from a.cpp:1:' >&2\n"
+        "echo 'a.h:9: fatal error: error writing to a.o: No space left on device' >&2; exit 1\n"
+    )
+    broken.chmod(0o700)
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (str(broken),))
+
+    def tripled(x: Tensor) -> Tensor:
+        return x * 3
+
+    with pytest.raises(TrainingFault) as caught:
+        compiled(tripled, torch.ones(3))
+    assert str(caught.value) == (
+        "torch.compile, which worked when the run started, cannot compile tripled: a.h:9: fatal error: error writing "
+        "to a.o: No space left on device; add --no-torch-compile to go on without it"
+    )
+
+    def wrong(x: Tensor) -> Tensor:
+        raise RuntimeError("DefaultCPUAllocator: not enough memory")
+
+    compiled.compiled[wrong] = wrong  # what is wrong with code that is compiled is no fault of the compiler's
+    with pytest.raises(RuntimeError, match=r"^DefaultCPUAllocator"):
+        compiled(wrong, torch.ones(3))
 
 
 def test_the_choice(compiled: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from checkpoints import edit_state
 
 from megatron.arguments import parse_run_config
 from megatron.data.indexed import IndexedDatasetWriter
@@ -387,6 +388,21 @@ def test_another_order_of_the_data_is_said(pretrain, tmp_path: Path) -> None:
     result = pretrain(*run, "--exit-interval", 3, "--data-order", "head")
     assert "data may come in another order than before: --data-order v2.5 there, head here" in result
     assert "in another order" not in pretrain(*run, "--exit-interval", 3, "--data-order", "head")
+
+
+def test_other_operations_are_said(pretrain, tmp_path: Path) -> None:
+    run = [*TINY, "--save", tmp_path, "--load", tmp_path, "--exit-interval", 3]
+    pretrain(*run)
+    state = json.loads((tmp_path / "iter_0000003" / "state.json").read_text())
+    before = ", ".join(state["operations"])
+    assert before.endswith("as written")
+    assert "not bit for bit" not in pretrain(*run)
+    assert (
+        f"{tmp_path / 'iter_0000006'} was computed by {before}, and this run computes by plain: from here on it is not "
+        "bit for bit the run that it continues\n"
+    ) in pretrain(*run, "--ops-backend", "plain")
+    edit_state(tmp_path / "iter_0000009", operations=None)  # as before they were saved
+    assert "not bit for bit" not in pretrain(*run)
 
 
 def test_data_that_lies_elsewhere_is_the_same_data(pretrain, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +16,7 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import Interval
 
 from megatron.flags import InputError
+from megatron.optim.optimizer import Optimizer
 from megatron.parallel.timers import NOTHING, Timers
 from megatron.training.profile import summary
 
@@ -53,6 +54,50 @@ def test_it_goes_into_the_folder_of_save(pretrain: Callable[..., str], tmp_path:
     assert (tmp_path / "profile" / "iterations-2-4-rank-0.txt").is_file()
     out = pretrain(*FLAGS, "--save", tmp_path, "--load", tmp_path, "--train-iters", 5)
     assert "--profile: iterations 2 to 3 are not in this run, which has 5 to 5; nothing is profiled" in out
+
+
+def test_a_run_that_ends_among_its_profiled_iterations(pretrain: Callable[..., str], tmp_path: Path) -> None:
+    """What was recorded is kept, of the iterations that were done; saving after them is in the trace alone."""
+    out = pretrain(*FLAGS, "--profile-step-end", 4, "--exit-interval", 3, "--save", tmp_path)
+    stem = tmp_path / "profile" / "iterations-2-3-rank-0"
+    assert f"profile of iterations 2 to 3, rank 0: where the time goes in {stem}.txt" in out
+    page = stem.with_suffix(".txt").read_text()
+    assert re.search(r"^ProfilerStep\* +1 ", page, re.M), page
+    assert gzip.decompress(Path(f"{stem}.pt.trace.json.gz").read_bytes())
+
+    for step, kept in ((3, ["iterations-2-2-rank-0.pt.trace.json.gz", "iterations-2-2-rank-0.txt"]), (2, [])):
+        folder, steps = tmp_path / f"interrupted-{step}", iter(range(1, step))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Optimizer, "step", interrupted(Optimizer.step, steps))
+            with pytest.raises(KeyboardInterrupt):
+                pretrain(*FLAGS, "--tensorboard-dir", folder)
+        assert sorted(path.name for path in (folder / "profile").iterdir()) == kept
+
+
+def interrupted(function: Callable, calls: Iterator[int]) -> Callable:
+    """`function`, interrupted when there are no more `calls`."""
+
+    def call(*arguments, **named):
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        return function(*arguments, **named)
+
+    return call
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".pt.trace.json.gz"])
+def test_a_full_disk_costs_the_profile_alone(
+    pretrain: Callable[..., str], tmp_path: Path, suffix: str
+) -> None:
+    folder = tmp_path / "profile"
+    folder.mkdir()
+    (folder / f"iterations-2-3-rank-0{suffix}").symlink_to("/dev/full")
+    out = pretrain(*FLAGS, "--tensorboard-dir", tmp_path)
+    assert (
+        f"--profile: {folder}: the profile of rank 0 cannot be written, and is lost: No space left on" in out
+    )
+    assert "profile of iterations" not in out
+    assert re.search(r"iteration +4/ +4", out)
 
 
 def test_what_cannot_be_profiled_is_refused(pretrain: Callable[..., str], tmp_path: Path) -> None:
