@@ -1,0 +1,169 @@
+"""A cluster of devices: what each can do, how they are linked, and how much of that is reached.
+
+Times are in seconds, sizes in bytes, speeds in bytes or floating-point operations per second.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from megatron.flags import InputError
+from megatron.planner.devices import DataSheet
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A device in the precision that a run computes in.
+
+    Attributes:
+        precision: "bf16", "fp16" or "fp32".
+        peak: FLOP/s of matrix products.
+        sms: processors that share the tiles of a product; 1 where a product is not divided so.
+        memory: bytes.
+        bandwidth: bytes/s of memory.
+    """
+
+    name: str
+    precision: str
+    peak: float
+    sms: int
+    memory: float
+    bandwidth: float
+
+    @property
+    def element(self) -> int:
+        """Bytes of an activation or a weight."""
+        return 4 if self.precision == "fp32" else 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """How one device reaches others: bytes/s each way for this device, and the seconds of a message of no length."""
+
+    bandwidth: float
+    latency: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Reached:
+    """How much of what data sheets say is reached, and what small pieces of work cost. The constants of the model.
+
+    Attributes:
+        product: share of a device's peak that a large matrix product reaches.
+        memory: share of memory bandwidth that operations on elements reach.
+        link: share of a link's bandwidth that collectives and transfers reach.
+        attention: share of the peak that fused attention (FlashAttention) reaches.
+        launch: seconds that any operation takes beside its work.
+    """
+
+    product: float
+    memory: float
+    link: float
+    attention: float
+    launch: float
+
+
+# `product`, `memory` and `link` are fitted to three rows of 2104.04473 table 1: 1.7B (no parallelism but data), 18.4B
+# (tensor) and 1T (tensor and pipeline); benchmarks/planner.py --fit does it. `attention` is what 2307.08691 (FlashAttention
+# 2) section 4.1 measures on an A100 for forward and backward of heads of 64 to 128 with a causal mask. `launch` is the
+# time between kernels of a stream that is not starved.
+DATA_SHEET_REACHED = Reached(product=0.80, memory=0.75, link=0.75, attention=0.55, launch=4e-6)
+
+# Of a message between GPUs of a node and between nodes.
+NVLINK_LATENCY, NETWORK_LATENCY = 3e-6, 8e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Processes that communicate: how many, and how many of them are in the same node."""
+
+    size: int
+    per_node: int
+
+    @property
+    def crosses(self) -> bool:
+        """Whether it is in more than one node."""
+        return self.per_node < self.size
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """`nodes` machines of `per_node` devices each. `link` is between devices of a node, `network` each device's share
+    of the adapters between nodes."""
+
+    device: Device
+    per_node: int
+    nodes: int
+    link: Link
+    network: Link
+    reached: Reached = DATA_SHEET_REACHED
+
+    @property
+    def devices(self) -> int:
+        return self.per_node * self.nodes
+
+    def group(self, size: int, stride: int) -> Group:
+        """Processes whose ranks are `stride` apart, on devices that are numbered node after node."""
+        return Group(size, max(1, min(size, self.per_node // stride)))
+
+    def all_reduce(self, size: float, group: Group) -> float:
+        """Seconds to sum `size` bytes over a group: twice what gathering them takes (ring all-reduce)."""
+        return 2 * self.all_gather(size, group)
+
+    def all_gather(self, size: float, group: Group) -> float:
+        """Seconds to gather, or to reduce and scatter, `size` bytes in all over a group.
+
+        A ring passes (g - 1) / g of them over each link (Patarasuk and Yuan 2009). Rings that leave a node do so through
+        the adapters of all its members of the group.
+        """
+        if group.size == 1:
+            return 0.0
+        bandwidth, latency = self.link.bandwidth, self.link.latency
+        if group.crosses:
+            bandwidth = min(bandwidth, group.per_node * self.network.bandwidth)
+            latency = self.network.latency
+        steps = math.ceil(math.log2(group.size))
+        moved = size * (group.size - 1) / group.size
+        return self.reached.launch + moved / (bandwidth * self.reached.link) + steps * latency
+
+    def send(self, size: float, stride: int) -> float:
+        """Seconds to send `size` bytes to the device whose rank is `stride` away."""
+        link = self.network if self.nodes > 1 and stride >= self.per_node else self.link
+        return self.reached.launch + link.latency + size / (link.bandwidth * self.reached.link)
+
+
+def of_data_sheet(sheet: DataSheet, devices: int) -> Cluster:
+    """So many GPUs, in NVIDIA's machines for them.
+
+    Raises:
+        InputError: there is no such machine, and they are more than one is assumed to hold; or they do not fill machines.
+    """
+    per_node, network = sheet.node or (8, None)
+    if devices > per_node:
+        if network is None:
+            raise InputError(
+                f"--gpu {sheet.name}: there is no standard machine with more than {per_node} of it; describe the "
+                "machines and the network between them in a file for --cluster (docs/scaling.md)"
+            )
+        if devices % per_node:
+            below = devices // per_node * per_node
+            raise InputError(
+                f"--gpus: {devices} {sheet.name} do not fill machines of {per_node}; choose {below} or {below + per_node}"
+            )
+    precision = "bf16" if sheet.bf16 is not None else "fp16"
+    device = Device(
+        name=sheet.name,
+        precision=precision,
+        peak=(sheet.bf16 or sheet.fp16) * 1e12,
+        sms=sheet.sms,
+        memory=sheet.memory * 1e9,
+        bandwidth=sheet.bandwidth * 1e9,
+    )
+    return Cluster(
+        device=device,
+        per_node=min(per_node, devices),
+        nodes=max(1, devices // per_node),
+        link=Link(sheet.link / 2 * 1e9, NVLINK_LATENCY),
+        network=Link((network or 0) / per_node * 1e9, NETWORK_LATENCY),
+    )
