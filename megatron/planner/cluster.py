@@ -64,14 +64,15 @@ class Reached:
     launch: float
 
 
-# `product`, `memory` and `link` are fitted to three rows of 2104.04473 table 1: 1.7B (no parallelism but data), 18.4B
-# (tensor) and 1T (tensor and pipeline); benchmarks/planner.py --fit does it. `attention` is what 2307.08691 (FlashAttention
-# 2) section 4.1 measures on an A100 for forward and backward of heads of 64 to 128 with a causal mask. `launch` is the
-# time between kernels of a stream that is not starved.
-DATA_SHEET_REACHED = Reached(product=0.80, memory=0.75, link=0.75, attention=0.55, launch=4e-6)
+# `product`, `memory` and `link` are fitted to three rows of 2104.04473 table 1: 1.7B (data parallelism alone),
+# 18.4B (and tensor), 1T (and pipeline); `python benchmarks/planner.py --fit` does it. `attention` is about what
+# FlashAttention 2 (2307.08691 section 4.1) reaches on an A100 forward and backward with a causal mask. `launch` is
+# what lies between two kernels of a GPU that is never starved.
+DATA_SHEET_REACHED = Reached(product=0.85, memory=0.61, link=0.66, attention=0.55, launch=4e-6)
 
-# Of a message between GPUs of a node and between nodes.
-NVLINK_LATENCY, NETWORK_LATENCY = 3e-6, 8e-6
+# Seconds of a step of a ring between GPUs of a node and between nodes, as NCCL's own choice of algorithms assumes
+# them (src/graph/tuning.cc, hwLat of rings with the simple protocol).
+NVLINK_LATENCY, NETWORK_LATENCY = 3.4e-6, 9.6e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,11 +81,6 @@ class Group:
 
     size: int
     per_node: int
-
-    @property
-    def crosses(self) -> bool:
-        """Whether it is in more than one node."""
-        return self.per_node < self.size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,22 +110,23 @@ class Cluster:
     def all_gather(self, size: float, group: Group) -> float:
         """Seconds to gather, or to reduce and scatter, `size` bytes in all over a group.
 
-        A ring passes (g - 1) / g of them over each link (Patarasuk and Yuan 2009). Rings that leave a node do so through
-        the adapters of all its members of the group.
+        A ring of g passes (g - 1) / g of them over each link (Patarasuk and Yuan 2009), in g - 1 steps. Rings that
+        leave a node do so through the adapters of all its members of the group.
         """
         if group.size == 1:
             return 0.0
-        bandwidth, latency = self.link.bandwidth, self.link.latency
-        if group.crosses:
+        nodes = -(-group.size // group.per_node)
+        bandwidth = self.link.bandwidth
+        if nodes > 1:
             bandwidth = min(bandwidth, group.per_node * self.network.bandwidth)
-            latency = self.network.latency
-        steps = math.ceil(math.log2(group.size))
+        latency = (group.size - nodes) * self.link.latency + (nodes - 1) * self.network.latency
         moved = size * (group.size - 1) / group.size
-        return self.reached.launch + moved / (bandwidth * self.reached.link) + steps * latency
+        return self.reached.launch + latency + moved / (bandwidth * self.reached.link)
 
-    def send(self, size: float, stride: int) -> float:
-        """Seconds to send `size` bytes to the device whose rank is `stride` away."""
-        link = self.network if self.nodes > 1 and stride >= self.per_node else self.link
+    def send(self, size: float) -> float:
+        """Seconds to send `size` bytes from a pipeline's stage to the next. With several nodes some neighbours are in
+        different ones, and the slowest set the pace."""
+        link = self.network if self.nodes > 1 else self.link
         return self.reached.launch + link.latency + size / (link.bandwidth * self.reached.link)
 
 
@@ -137,7 +134,7 @@ def of_data_sheet(sheet: DataSheet, devices: int) -> Cluster:
     """So many GPUs, in NVIDIA's machines for them.
 
     Raises:
-        InputError: there is no such machine, and they are more than one is assumed to hold; or they do not fill machines.
+        InputError: there is no such machine and they are more than 8, or they do not fill machines.
     """
     per_node, network = sheet.node or (8, None)
     if devices > per_node:
@@ -149,7 +146,8 @@ def of_data_sheet(sheet: DataSheet, devices: int) -> Cluster:
         if devices % per_node:
             below = devices // per_node * per_node
             raise InputError(
-                f"--gpus: {devices} {sheet.name} do not fill machines of {per_node}; choose {below} or {below + per_node}"
+                f"--gpus: {devices} {sheet.name} do not fill machines of {per_node}; choose {below} or "
+                f"{below + per_node}"
             )
     precision = "bf16" if sheet.bf16 is not None else "fp16"
     device = Device(

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 from megatron.planner.cluster import Cluster
-from megatron.planner.layout import Job, Layout, Program
+from megatron.planner.layout import Job, Layout, Moves, Program
 
-# An output tile of the products of large matrices, and the length of the inner dimension that filling the pipeline and
-# writing the tile cost: NVIDIA's guide "Matrix Multiplication Background" has 256 x 128 tiles, its figures of speed over K
-# such a length.
-TILE, FILL = 256 * 128, 128
-# Backward of what moves elements reads the gradient and what forward kept, and writes: 3 moves where forward has 2.
-BACKWARD_MOVES = 1.5
+# Tiles of the output that large products are cut into, and the length along the inner dimension that filling the
+# pipeline and writing a tile cost. After NVIDIA's guide "Matrix Multiplication Background", which has the first
+# tile and shows speed growing with the inner dimension.
+TILES, FILL = ((256, 128), (128, 256)), 128
+# Two tables are read, added and dropped out; backward adds to two. Cross entropy turns logits to fp32, finds the
+# largest, the exponentials and their sum; backward scales them and turns them back.
+EMBEDDING, ENTROPY = (6, 9), (10, 8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,14 +77,16 @@ class Kernels:
     def product(self, m: float, n: float, k: float, batch: float = 1) -> float:
         """Seconds of `batch` products of [m, k] and [k, n].
 
-        A product is as fast as its tiles fill the processors: the last wave is half full on average, and every tile pays
-        for filling the pipeline. Small inner dimensions are bound by memory.
+        Tiles are computed in waves, one on each processor, and the last wave may be all but empty; of the shapes of
+        tiles that with the least loss is taken. Small inner dimensions are bound by memory.
         """
         device, reached = self.cluster.device, self.cluster.reached
         work = 2 * batch * m * n * k / (device.peak * reached.product)
         if device.sms > 1:
-            tiles = batch * m * n / TILE
-            work *= (1 + device.sms / (2 * tiles)) * (1 + FILL / k)
+            waves = min(
+                math.ceil(batch * math.ceil(m / x) * math.ceil(n / y) / device.sms) * x * y for x, y in TILES
+            )
+            work *= waves * device.sms / (batch * m * n) * (1 + FILL / k)
         moved = device.element * batch * (m * k + k * n + m * n) / (device.bandwidth * reached.memory)
         return max(work, moved) + reached.launch
 
@@ -92,11 +96,10 @@ class Kernels:
         backward = self.product(tokens, inputs, outputs) + self.product(outputs, inputs, tokens)
         return Both(Spent(products=forward), Spent(products=backward))
 
-    def moves(self, elements: float) -> Both:
-        """Operations that move so many elements in forward."""
-        speed = self.cluster.device.bandwidth * self.cluster.reached.memory
-        forward = elements * self.cluster.device.element / speed
-        return Both(Spent(elements=forward), Spent(elements=BACKWARD_MOVES * forward))
+    def moved(self, elements: float, moves: Moves) -> Both:
+        """Operations that pass so many elements between memory and processor so often."""
+        speed = self.cluster.device.bandwidth * self.cluster.reached.memory / self.cluster.device.element
+        return Both(*(Spent(elements=elements * times / speed) for times in moves))
 
     @property
     def tokens(self) -> int:
@@ -124,7 +127,7 @@ class Kernels:
         forward = self.product(s, s, d, heads) + self.product(s, d, s, heads)
         backward = 2 * forward  # each product has two of the same sizes
         products = Both(Spent(products=forward), Spent(products=backward))
-        return products + self.moves(self.program.score_moves * heads * s * s)
+        return products + self.moved(heads * s * s, self.program.scores)
 
     @functools.cached_property
     def layer(self) -> Both:
@@ -140,8 +143,9 @@ class Kernels:
             + self.linear(n, heads / t, h)
             + self.linear(n, h, fc1)
             + self.linear(n, middle, h)
-            + self.moves(self.program.stream_moves * self.local_tokens * h)
-            + self.moves(self.program.mlp_moves / 2 * n * (fc1 + middle))
+            + self.moved(self.local_tokens * h, self.program.stream)
+            + self.moved(n * heads / t, self.program.heads)
+            + self.moved(n * (fc1 + middle) / 2, self.program.middle)
         )
         communicated = self.tensor_communication
         parts += Both(communicated.forward * 2, communicated.backward * 2)
@@ -165,16 +169,16 @@ class Kernels:
     @functools.cached_property
     def embedding(self) -> Both:
         """The first stage's: tables are read, one all-reduce."""
-        moved = self.moves(6 * self.local_tokens * self.job.model.hidden_size)
-        return moved + Both(self.tensor_communication.forward, Spent())
+        return self.moved(self.local_tokens * self.job.model.hidden_size, EMBEDDING) + Both(
+            self.tensor_communication.forward, Spent()
+        )
 
     @functools.cached_property
     def head(self) -> Both:
         """The last stage's: projection to the vocabulary and cross entropy in fp32."""
         model, n = self.job.model, self.tokens
         columns = self.job.padded_vocab_size(self.layout.tensor) / self.layout.tensor
-        # To fp32, the largest, exponentials and their sum; the gradient and back: ten moves of two bytes each way.
-        entropy = self.moves(10 * n * columns)
+        entropy = self.moved(n * columns, ENTROPY)
         return (
             self.linear(n, model.hidden_size, columns)
             + entropy

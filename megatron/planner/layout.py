@@ -9,6 +9,9 @@ from megatron.model.flops import flops_per_sample
 from megatron.planner.cluster import Cluster, Group
 
 
+Moves = tuple[float, float]
+
+
 @dataclasses.dataclass(frozen=True)
 class Job:
     """A GPT and the global batch that it is trained with; `vocab_size` before padding."""
@@ -36,34 +39,67 @@ class Job:
 class Program:
     """How a program computes, as far as its time and memory depend on it.
 
+    Moves say how often an element passes between memory and processor in forward and in backward, beside the matrix
+    products: an operation that reads two tensors and writes one moves 3.
+
     Attributes:
         fused_attention: scores never reach memory (FlashAttention).
-        score_moves: otherwise, how often every score passes between memory and processor in forward, beside the two
-            products: in units of one element.
-        stream_moves: the same of the elements of the residual stream: normalisations, dropouts and additions.
-        mlp_moves: the same of the elements of the MLP's middle.
+        scores: otherwise, moves of an attention score.
+        stream: of an element of the residual stream: normalisations, dropouts, additions.
+        heads: of an element of the attention's heads: biases, changes of order.
+        middle: of an element of the MLP's middle: bias and activation.
         gradient: bytes of a gradient, as it is accumulated and reduced.
         waits: a stage computes nothing while it sends or receives.
     """
 
     fused_attention: bool
-    score_moves: float
-    stream_moves: float
-    mlp_moves: float
+    scores: Moves
+    stream: Moves
+    heads: Moves
+    middle: Moves
     gradient: int
     waits: bool
 
 
-# Two normalisations (2 each), two additions with dropout (3.5 each, the mask being half an element); GELU with its bias (2).
-OURS = Program(fused_attention=True, score_moves=0, stream_moves=11, mlp_moves=2, gradient=4, waits=False)
-# 2104.04473 section 4.2: scale, mask and softmax in one kernel (2), then dropout (2.5). Transfers are waited for.
-NVIDIA_2021 = Program(
-    fused_attention=False, score_moves=4.5, stream_moves=11, mlp_moves=2, gradient=2, waits=True
+# Forward; backward, in moves. Backward of a bias reads the gradient (1), and of splitting queries, keys and values
+# writes them as one (2 each).
+#
+# Stream, twice: normalisation (2; 3), bias, dropout and addition in one (3; 2 and 1 for the bias), the branch's
+# gradient added (3). Heads: order of the result (2; 2), splitting (6), bias (3). Middle: GELU with bias (2; 3 and
+# 1).
+OURS = Program(
+    fused_attention=True,
+    scores=(0, 0),
+    stream=(10, 18),
+    heads=(2, 11),
+    middle=(2, 4),
+    gradient=4,
+    waits=False,
 )
-# 1909.08053, before those fusions: scale (2), mask by product and sum (4), softmax (2), dropout (2.5); dropout (2.5), bias
-# and addition (2 + 3) twice, normalisations; bias (2) and GELU by eight operations of one or two inputs (18).
+# 2104.04473 section 4.2. Scores: scale, mask and softmax in one (2; 3), dropout with its mask of half an element
+# (2.5; 2.5). Stream and middle as ours, with a mask of dropout (0.5; 0.5). Heads: bias (6; 3), order of the result
+# (2; 2), splitting (6). Gradients are fp16; transfers are waited for.
+NVIDIA_2021 = Program(
+    fused_attention=False,
+    scores=(4.5, 5.5),
+    stream=(11, 19),
+    heads=(8, 11),
+    middle=(2, 4),
+    gradient=2,
+    waits=True,
+)
+# The program of 1909.08053, before those fusions. Scores: scale (2; 2), mask by a product and a difference (4; 2),
+# softmax (2; 3), dropout (2.5; 2.5). Stream, twice: normalisation (2; 3), bias (2; 1), dropout (2.5; 2.5), addition
+# (3; 3). Heads: bias (6; 3), order of queries, keys, values and result (8; 2), splitting (6). Middle: bias (2; 1),
+# GELU (2; 3).
 NVIDIA_2019 = Program(
-    fused_attention=False, score_moves=10.5, stream_moves=19, mlp_moves=20, gradient=2, waits=True
+    fused_attention=False,
+    scores=(10.5, 9.5),
+    stream=(19, 19),
+    heads=(14, 11),
+    middle=(4, 4),
+    gradient=2,
+    waits=True,
 )
 
 

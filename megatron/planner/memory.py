@@ -10,8 +10,8 @@ import dataclasses
 from megatron.planner.cluster import Cluster
 from megatron.planner.layout import Job, Layout, Program
 
-# Of a device's memory, what a model can have: the rest is the driver's, the communication library's buffers and what an
-# allocator cannot use between tensors.
+# Of a device's memory, what a model can have: the rest is the driver's, the communication library's buffers and
+# what an allocator cannot use between tensors.
 USABLE = 0.92
 ADAM_MOMENTS = 8  # bytes of a parameter's two means in fp32
 LOGITS_AT_ONCE = 1 << 28  # bytes, as of ops/projected_loss.py on a GPU
@@ -78,7 +78,8 @@ def model_parameters(job: Job) -> float:
 
 
 def held_chunks(layout: Layout, microbatches: int, stage: int) -> int:
-    """Forwards whose backward is still to come, at most: that of `parallel.schedules`' lists (2104.04473 section 2.2)."""
+    """Forwards whose backward is still to come, at most: that of `parallel.schedules`' lists (2104.04473 section
+    2.2)."""
     after = layout.pipeline - stage - 1
     warmup = after if layout.chunks == 1 else 2 * after + (layout.chunks - 1) * layout.pipeline
     return min(microbatches * layout.chunks, warmup + 1)
@@ -87,9 +88,9 @@ def held_chunks(layout: Layout, microbatches: int, stage: int) -> int:
 def layer_activations(job: Job, layout: Layout, element: int, program: Program, *, recompute: str) -> float:
     """Bytes that one layer keeps of a microbatch for backward: 2205.05198 table 2.
 
-    In units of one element of [s, b, h]: both normalisations' inputs and outputs; queries, keys, values, what attention
-    gives, the MLP's middle before and after GELU; a byte for each mask of dropout; without fused attention scores before
-    and after dropout.
+    In units of one element of [s, b, h]: both normalisations' inputs and outputs; queries, keys, values, what
+    attention gives, the MLP's middle before and after GELU; a byte for each mask of dropout; without fused
+    attention scores before and after dropout.
     """
     model, t = job.model, layout.tensor
     tokens, h = layout.micro_batch_size * job.seq_length, model.hidden_size

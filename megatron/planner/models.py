@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+from megatron.model.config import ModelConfig
+from megatron.planner.layout import Job, Layout
+
+VOCAB_SIZE = 51200  # of both papers, padded
+
 
 @dataclasses.dataclass(frozen=True)
 class Published:
@@ -26,6 +31,30 @@ class Published:
     layers_per_chunk: int | None = None
     tflops: float | None = None
 
+    def model(self) -> ModelConfig:
+        return ModelConfig(
+            num_layers=self.layers,
+            hidden_size=self.hidden,
+            num_attention_heads=self.heads,
+            max_position_embeddings=self.seq_length,
+        )
+
+    def job(self) -> Job:
+        return Job(self.model(), self.seq_length, VOCAB_SIZE, self.global_batch_size)
+
+    def layout(self) -> Layout:
+        """As it was run: with full recomputation, and torch's DDP, which overlaps, where there is no pipeline."""
+        per_chunk = self.layers_per_chunk or self.layers // self.pipeline
+        return Layout(
+            tensor=self.tensor,
+            pipeline=self.pipeline,
+            data=self.gpus // (self.tensor * self.pipeline),
+            chunks=self.layers // (self.pipeline * per_chunk),
+            micro_batch_size=self.micro_batch_size,
+            recompute="full",
+            overlap_grad_reduce=self.pipeline == 1,
+        )
+
 
 # GPT-2 medium as in NVIDIA's examples, and 1909.08053 table 1: 64 replicas, a batch of 8 each.
 V100_MODELS = {
@@ -35,7 +64,8 @@ V100_MODELS = {
     "4.2b": Published(64, 2304, 24, 1024, 4, 1, 256, 512, 8),
     "8.3b": Published(72, 3072, 32, 1024, 8, 1, 512, 512, 8),
 }
-# 2104.04473 table 1 and, for 175B, section 5.1; microbatches and chunks as in the scripts published with it.
+# 2104.04473 table 1 and, for 175B, section 5.1; microbatches and chunks as in the scripts
+# published with it (NVIDIA/Megatron-LM, examples/sc21).
 A100_MODELS = {
     "1.7b": Published(24, 2304, 24, 2048, 1, 1, 32, 512, 16, tflops=137),
     "3.6b": Published(30, 3072, 32, 2048, 2, 1, 64, 512, 16, tflops=138),
@@ -50,5 +80,3 @@ A100_MODELS = {
     "1t": Published(128, 25600, 160, 2048, 8, 64, 3072, 3072, 1, tflops=163),
 }
 MODELS = V100_MODELS | A100_MODELS
-# Of both papers' vocabularies, padded.
-VOCAB_SIZE = 51200

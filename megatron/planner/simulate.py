@@ -10,8 +10,8 @@ from megatron.planner.kernels import Both, Kernels
 from megatron.planner.layout import Job, Layout, Program
 from megatron.planner.memory import stage_parameters
 
-# Bytes that pass between memory and processor for each parameter of an optimizer's step, all fp32: the gradient, twice (its
-# norm first), master weight and moments, read and written; and the new weight.
+# Bytes that pass between memory and processor for each parameter of an optimizer's step, all fp32: the gradient,
+# twice (its norm first), master weight and moments, read and written; and the new weight.
 OPTIMIZER_MOVES = 4 * (2 + 2 * 3)
 # Groups of so many microbatches, one for each stage, after which every further one takes the same time.
 SETTLED = 3
@@ -23,8 +23,8 @@ class Step:
 
     Attributes:
         seconds: of the whole step.
-        products, elements, tensor: computation of the busiest stage, as of `Spent`; `recompute` is the part of it that
-            recomputation adds.
+        products, elements, tensor: computation of the busiest stage, as of `Spent`; `recompute` is the part of it
+            that recomputation adds.
         transfers: of that stage, as far as they are waited for.
         bubble: it waits for other stages.
         gradients: reduction over replicas and gathering of weights, as far as they are not hidden.
@@ -73,10 +73,9 @@ class Stages:
         return part.backward.total + self.accumulation + waited
 
     def _accumulation(self) -> float:
-        """Adding a chunk's gradients of a microbatch to those before: they are written, read, and the sum read and
-        written."""
+        """Adding a chunk's gradients of a microbatch to those before: they are read, the sum is read and written."""
         parameters = stage_parameters(self.job, self.layout, 0) / self.layout.chunks
-        moved = parameters * (2 * self.cluster.device.element + 2 * self.program.gradient)
+        moved = parameters * (self.cluster.device.element + 2 * self.program.gradient)
         return moved / (self.cluster.device.bandwidth * self.cluster.reached.memory)
 
     def _transfer(self) -> float:
@@ -86,13 +85,12 @@ class Stages:
         if layout.pipeline == 1:
             return 0.0
         size = self.kernels.tokens * self.job.model.hidden_size * cluster.device.element
-        stride = layout.processes // layout.pipeline
         if layout.sequence_parallel:
-            return cluster.send(size / layout.tensor, stride)
+            return cluster.send(size / layout.tensor)
         if layout.scatter_gather and layout.tensor > 1:
             gather = cluster.all_gather(size, layout.tensor_group(cluster))
-            return cluster.send(size / layout.tensor, stride) + gather
-        return cluster.send(size, stride)
+            return cluster.send(size / layout.tensor) + gather
+        return cluster.send(size)
 
 
 def timeline(stages: Stages, microbatches: int) -> Timeline:
@@ -118,8 +116,8 @@ def pipeline_seconds(stages: Stages, microbatches: int) -> float:
 
 
 def gradient_seconds(stages: Stages) -> tuple[float, float]:
-    """Reduction of gradients over replicas, of tied embeddings, and gathering of weights: what all take, and what of it
-    nothing hides."""
+    """Reduction of gradients over replicas, of tied embeddings, and gathering of weights: what all take, and what
+    of it nothing hides."""
     job, layout, cluster = stages.job, stages.layout, stages.cluster
     group, element = layout.data_group(cluster), cluster.device.element
     parameters = stage_parameters(job, layout, 0)
