@@ -6,7 +6,6 @@ Times are in seconds, sizes in bytes, speeds in bytes or floating-point operatio
 from __future__ import annotations
 
 import dataclasses
-import math
 
 from megatron.flags import InputError
 from megatron.planner.devices import DataSheet

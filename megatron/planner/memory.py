@@ -124,7 +124,7 @@ def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program
         activations += min(logits, LOGITS_AT_ONCE) if program.fused_attention else logits
     return Memory(
         weights=element * parameters,
-        gradients=(4 if element == 4 else program.gradient) * parameters,
+        gradients=program.gradient * parameters,
         master=0 if element == 4 else 4 * owned,
         moments=ADAM_MOMENTS * owned,
         activations=activations,

@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
-from megatron.parallel.schedules import SCHEDULES, Compute, Forward, Timeline, simulate
+from megatron.parallel.schedules import SCHEDULES, Compute, Forward, Timeline, bubble_fraction, simulate
 from megatron.planner.cluster import Cluster
 from megatron.planner.kernels import Both, Kernels
 from megatron.planner.layout import Job, Layout, Program
 from megatron.planner.memory import stage_parameters
 
-# Bytes that pass between memory and processor for each parameter of an optimizer's step, all fp32: the gradient,
-# twice (its norm first), master weight and moments, read and written; and the new weight.
-OPTIMIZER_MOVES = 4 * (2 + 2 * 3)
-# Groups of so many microbatches, one for each stage, after which every further one takes the same time.
+# Bytes that pass between memory and processor for each parameter of an optimizer's step, in fp32: the gradient, twice
+# (its norm first); master weight and two moments, read and written.
+OPTIMIZER_BYTES = 4 * (2 + 2 * 3)
+# After so many groups of microbatches, one for each stage, every further group takes the same time.
 SETTLED = 3
+# Of a reduction that runs beside backward, what the bucket that is complete last leaves to wait for.
+LAST_BUCKET = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A step of a layout, in seconds on the stage that takes the longest.
+    """The seconds of a step, and what the busiest stage spends them on.
 
     Attributes:
-        seconds: of the whole step.
-        products, elements, tensor: computation of the busiest stage, as of `Spent`; `recompute` is the part of it
-            that recomputation adds.
-        transfers: of that stage, as far as they are waited for.
-        bubble: it waits for other stages.
-        gradients: reduction over replicas and gathering of weights, as far as they are not hidden.
+        products, elements, tensor: as of `Spent`; what recomputation adds is among them, and `recompute` by itself.
+        transfers: to and from other stages, where a stage waits for them.
+        bubble: it has nothing to do.
+        gradients: reduction over replicas and gathering of weights, as far as nothing hides them.
         optimizer: the update.
     """
 
@@ -42,41 +43,30 @@ class Step:
     optimizer: float
 
 
-class Stages:
-    """The durations of every compute of a layout."""
+class Simulator:
+    """A job in a layout: the durations of its computes, and from them of a step."""
 
     def __init__(self, job: Job, layout: Layout, cluster: Cluster, program: Program) -> None:
         self.job, self.layout, self.cluster, self.program = job, layout, cluster, program
-        kernels = Kernels(job, layout, cluster, program)
-        self.kernels = kernels
-        self.middle = kernels.chunk(first=False, last=False)
+        self.kernels = Kernels(job, layout, cluster, program)
+        self.microbatches = layout.microbatches(job)
         alone = layout.pipeline * layout.chunks == 1
-        self.first = kernels.chunk(first=True, last=alone)
-        self.last = kernels.chunk(first=alone, last=True)
-        self.accumulation = self._accumulation()
+        self.first = self.kernels.chunk(first=True, last=alone)
+        self.middle = self.kernels.chunk(first=False, last=False)
+        self.last = self.first if alone else self.kernels.chunk(first=False, last=True)
+        # A chunk's gradients are read, and with those of the microbatches before read and written.
+        moved = self._parameters / layout.chunks * (cluster.device.element + 2 * program.gradient)
+        self.accumulation = moved / self._memory_speed
         self.transfer = self._transfer()
 
-    def part(self, rank: int, chunk: int) -> Both:
-        """The time of a chunk of a stage, transfers aside."""
-        if rank == chunk == 0:
-            return self.first
-        if rank == self.layout.pipeline - 1 and chunk == self.layout.chunks - 1:
-            return self.last
-        return self.middle
+    @property
+    def _memory_speed(self) -> float:
+        return self.cluster.device.bandwidth * self.cluster.reached.memory
 
-    def duration(self, rank: int, action: Compute) -> float:
-        """How long a stage is busy with one compute."""
-        waited = self.transfer if self.program.waits else 0.0
-        part = self.part(rank, action.chunk)
-        if isinstance(action, Forward):
-            return part.forward.total + waited
-        return part.backward.total + self.accumulation + waited
-
-    def _accumulation(self) -> float:
-        """Adding a chunk's gradients of a microbatch to those before: they are read, the sum is read and written."""
-        parameters = stage_parameters(self.job, self.layout, 0) / self.layout.chunks
-        moved = parameters * (self.cluster.device.element + 2 * self.program.gradient)
-        return moved / (self.cluster.device.bandwidth * self.cluster.reached.memory)
+    @functools.cached_property
+    def _parameters(self) -> float:
+        """Of the first stage, which has the most: the last has no table of positions."""
+        return stage_parameters(self.job, self.layout, 0)
 
     def _transfer(self) -> float:
         """From a stage to the next. What all tensor-parallel processes hold alike is sent in parts and put together
@@ -88,87 +78,105 @@ class Stages:
         if layout.sequence_parallel:
             return cluster.send(size / layout.tensor)
         if layout.scatter_gather and layout.tensor > 1:
-            gather = cluster.all_gather(size, layout.tensor_group(cluster))
-            return cluster.send(size / layout.tensor) + gather
+            return cluster.send(size / layout.tensor) + cluster.all_gather(size, layout.tensor_group(cluster))
         return cluster.send(size)
 
+    def part(self, rank: int, chunk: int) -> Both:
+        """The time of one chunk and microbatch, transfers and accumulation aside."""
+        if rank == chunk == 0:
+            return self.first
+        at_end = rank == self.layout.pipeline - 1 and chunk == self.layout.chunks - 1
+        return self.last if at_end else self.middle
 
-def timeline(stages: Stages, microbatches: int) -> Timeline:
-    """The computes of a step on all ranks of a pipeline."""
-    layout = stages.layout
-    schedule = SCHEDULES[layout.schedule](layout.pipeline, layout.chunks, microbatches)
-    transfer = 0.0 if stages.program.waits else stages.transfer
-    return simulate(schedule, layout.pipeline, stages.duration, transfer)
+    def duration(self, rank: int, action: Compute) -> float:
+        """How long a stage is busy with one compute."""
+        waited = self.transfer if self.program.waits else 0.0
+        part = self.part(rank, action.chunk)
+        if isinstance(action, Forward):
+            return part.forward.total + waited
+        return part.backward.total + self.accumulation + waited
 
+    def timeline(self, microbatches: int) -> Timeline:
+        """When each rank of the pipeline computes what, by the schedule's action lists."""
+        layout = self.layout
+        schedule = SCHEDULES[layout.schedule](layout.pipeline, layout.chunks, microbatches)
+        transfer = 0.0 if self.program.waits else self.transfer
+        return simulate(schedule, layout.pipeline, self.duration, transfer)
 
-def pipeline_seconds(stages: Stages, microbatches: int) -> float:
-    """Makespan of the schedule. After `SETTLED` groups of microbatches each further one adds the same, which is not
-    walked."""
-    layout = stages.layout
-    if layout.pipeline == 1:
-        both = stages.first
-        return microbatches * (both.forward.total + both.backward.total + stages.accumulation)
-    walked = (SETTLED + 1) * layout.pipeline + microbatches % layout.pipeline
-    if microbatches <= walked:
-        return timeline(stages, microbatches).makespan
-    longer, shorter = (timeline(stages, m).makespan for m in (walked, walked - layout.pipeline))
-    return longer + (microbatches - walked) / layout.pipeline * (longer - shorter)
+    def pipeline_seconds(self) -> float:
+        """From the first forward to the last backward. Of many microbatches only the first groups are walked: after
+        `SETTLED` of them each further one adds the same."""
+        m, stages = self.microbatches, self.layout.pipeline
+        if stages == 1:
+            return m * self.busiest[1]
+        walked = (SETTLED + 1) * stages + m % stages
+        if m <= walked:
+            return self.timeline(m).makespan
+        longer, shorter = (self.timeline(n).makespan for n in (walked, walked - stages))
+        return longer + (m - walked) / stages * (longer - shorter)
 
+    @functools.cached_property
+    def busiest(self) -> tuple[Both, float]:
+        """The work of the stage that has the most, for a microbatch; and how long it is busy with it."""
+        layout = self.layout
+        ends = [
+            functools.reduce(lambda a, b: a + b, (self.part(rank, chunk) for chunk in range(layout.chunks)))
+            for rank in {0, layout.pipeline - 1}
+        ]
+        most = max(ends, key=lambda both: both.forward.total + both.backward.total)
+        waited = 2 * self.transfer if self.program.waits else 0.0
+        busy = most.forward.total + most.backward.total + layout.chunks * (self.accumulation + waited)
+        return most, busy
 
-def gradient_seconds(stages: Stages) -> tuple[float, float]:
-    """Reduction of gradients over replicas, of tied embeddings, and gathering of weights: what all take, and what
-    of it nothing hides."""
-    job, layout, cluster = stages.job, stages.layout, stages.cluster
-    group, element = layout.data_group(cluster), cluster.device.element
-    parameters = stage_parameters(job, layout, 0)
-    reduced = parameters * (4 if element == 4 else stages.program.gradient)
-    if layout.distributed_optimizer:
-        reduce = cluster.all_gather(reduced, group)
-        gather = cluster.all_gather(parameters * element, group)
-    else:
-        reduce, gather = cluster.all_reduce(reduced, group), 0.0
-    tied = 0.0
-    if layout.pipeline > 1 and not job.model.untie_embeddings_and_output_weights:
-        table = job.padded_vocab_size(layout.tensor) / layout.tensor * job.model.hidden_size
-        stride = layout.processes // layout.pipeline * (layout.pipeline - 1)
-        tied = cluster.all_reduce(4 * table, cluster.group(2, stride))
-    hidden = 0.0
-    if layout.overlap_grad_reduce:
-        # Beside the last backward of each chunk, but for the bucket that is complete last.
-        last = layout.chunks * stages.middle.backward.total
-        hidden = min(last, 0.9 * reduce)
-    return reduce + gather + tied, reduce + gather + tied - hidden
+    def estimate(self) -> float:
+        """About `step().seconds`, by the formula of the bubble in place of the clock."""
+        m, layout = self.microbatches, self.layout
+        bubble = bubble_fraction(layout.pipeline, layout.chunks, m)
+        return m * self.busiest[1] * (1 + bubble) + self.gradients() + self.optimizer()
 
+    def gradients(self) -> float:
+        """Reduction over replicas and between tied embeddings, and gathering of weights, as far as nothing hides
+        them."""
+        job, layout, cluster = self.job, self.layout, self.cluster
+        group, element = layout.data_group(cluster), cluster.device.element
+        exchange = cluster.all_gather if layout.distributed_optimizer else cluster.all_reduce
+        reduce = exchange(self._parameters * self.program.gradient, group)
+        gather = (
+            cluster.all_gather(self._parameters * element, group) if layout.distributed_optimizer else 0.0
+        )
+        tied = 0.0
+        if layout.pipeline > 1 and not job.model.untie_embeddings_and_output_weights:
+            table = job.padded_vocab_size(layout.tensor) / layout.tensor * job.model.hidden_size
+            ends = cluster.group(2, layout.processes - layout.processes // layout.pipeline)
+            tied = cluster.all_reduce(self.program.gradient * table, ends)
+        if layout.overlap_grad_reduce:
+            # Beside the last backward of each chunk.
+            beside = layout.chunks * self.middle.backward.total
+            reduce -= min(beside, (1 - LAST_BUCKET) * reduce)
+        return reduce + gather + tied
 
-def step(job: Job, layout: Layout, cluster: Cluster, program: Program) -> Step:
-    """Predict a step."""
-    stages = Stages(job, layout, cluster, program)
-    m = layout.microbatches(job)
-    pipeline = pipeline_seconds(stages, m)
-    # A stage that holds an end of the model is the busiest; with one stage it holds both.
-    work = [[stages.part(rank, chunk) for chunk in range(layout.chunks)] for rank in {0, layout.pipeline - 1}]
-    busiest = max(
-        (sum(parts[1:], parts[0]) for parts in work),
-        key=lambda both: both.forward.total + both.backward.total,
-    )
-    spent = (busiest.forward + busiest.backward) * m
-    again = {"none": 0.0, "selective": stages.kernels.attention.forward.total}.get(
-        layout.recompute, stages.kernels.layer.forward.total
-    )
-    accumulation = stages.accumulation * layout.chunks * m
-    transfers = 2 * layout.chunks * m * stages.transfer if program.waits else 0.0
-    _, gradients = gradient_seconds(stages)
-    owned = stage_parameters(job, layout, 0) / (layout.data if layout.distributed_optimizer else 1)
-    device = cluster.device
-    optimizer = owned * (OPTIMIZER_MOVES + device.element) / (device.bandwidth * cluster.reached.memory)
-    return Step(
-        seconds=pipeline + gradients + optimizer,
-        products=spent.products,
-        elements=spent.elements + accumulation,
-        tensor=spent.tensor,
-        recompute=again * layout.layers_per_chunk(job) * layout.chunks * m,
-        transfers=transfers,
-        bubble=pipeline - spent.total - accumulation - transfers,
-        gradients=gradients,
-        optimizer=optimizer,
-    )
+    def optimizer(self) -> float:
+        """The update of what this replica owns."""
+        owned = self._parameters / (self.layout.data if self.layout.distributed_optimizer else 1)
+        return owned * (OPTIMIZER_BYTES + self.cluster.device.element) / self._memory_speed
+
+    def step(self) -> Step:
+        """Predict a step."""
+        layout, m = self.layout, self.microbatches
+        pipeline, (work, busy) = self.pipeline_seconds(), self.busiest
+        spent = (work.forward + work.backward) * m
+        again = {"none": 0.0, "selective": self.kernels.attention.forward.total}.get(
+            layout.recompute, self.kernels.layer.forward.total
+        )
+        gradients, optimizer = self.gradients(), self.optimizer()
+        return Step(
+            seconds=pipeline + gradients + optimizer,
+            products=spent.products,
+            elements=spent.elements + self.accumulation * layout.chunks * m,
+            tensor=spent.tensor,
+            recompute=again * layout.layers_per_chunk(self.job) * layout.chunks * m,
+            transfers=2 * layout.chunks * m * self.transfer if self.program.waits else 0.0,
+            bubble=pipeline - m * busy,
+            gradients=gradients,
+            optimizer=optimizer,
+        )
