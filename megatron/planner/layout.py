@@ -8,7 +8,6 @@ from megatron.model.config import ModelConfig
 from megatron.model.flops import flops_per_sample
 from megatron.planner.cluster import Cluster, Group
 
-
 Moves = tuple[float, float]
 
 
