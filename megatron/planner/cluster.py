@@ -129,6 +129,18 @@ class Cluster:
         return self.reached.launch + link.latency + size / (link.bandwidth * self.reached.link)
 
 
+def device_of(sheet: DataSheet) -> Device:
+    """A GPU in bf16, or in fp16 where it has no bf16."""
+    return Device(
+        name=sheet.name,
+        precision="bf16" if sheet.bf16 is not None else "fp16",
+        peak=(sheet.bf16 or sheet.fp16) * 1e12,
+        sms=sheet.sms,
+        memory=sheet.memory * 1e9,
+        bandwidth=sheet.bandwidth * 1e9,
+    )
+
+
 def of_data_sheet(sheet: DataSheet, devices: int) -> Cluster:
     """So many GPUs, in NVIDIA's machines for them.
 
@@ -148,17 +160,8 @@ def of_data_sheet(sheet: DataSheet, devices: int) -> Cluster:
                 f"--gpus: {devices} {sheet.name} do not fill machines of {per_node}; choose {below} or "
                 f"{below + per_node}"
             )
-    precision = "bf16" if sheet.bf16 is not None else "fp16"
-    device = Device(
-        name=sheet.name,
-        precision=precision,
-        peak=(sheet.bf16 or sheet.fp16) * 1e12,
-        sms=sheet.sms,
-        memory=sheet.memory * 1e9,
-        bandwidth=sheet.bandwidth * 1e9,
-    )
     return Cluster(
-        device=device,
+        device=device_of(sheet),
         per_node=min(per_node, devices),
         nodes=max(1, devices // per_node),
         link=Link(sheet.link / 2 * 1e9, NVLINK_LATENCY),

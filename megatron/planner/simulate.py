@@ -25,7 +25,9 @@ class Step:
     """The seconds of a step, and what the busiest stage spends them on.
 
     Attributes:
-        products, elements, tensor: as of `Spent`; what recomputation adds is among them, and `recompute` by itself.
+        products, elements, tensor: of its layers, as of `Spent`; what recomputation adds is among them, and
+            `recompute` by itself.
+        ends: embeddings, output layer and loss, as far as it has them.
         transfers: to and from other stages, where a stage waits for them.
         bubble: it has nothing to do.
         gradients: reduction over replicas and gathering of weights, as far as nothing hides them.
@@ -37,10 +39,15 @@ class Step:
     elements: float
     tensor: float
     recompute: float
+    ends: float
     transfers: float
     bubble: float
     gradients: float
     optimizer: float
+
+
+def _total(both: Both) -> float:
+    return both.forward.total + both.backward.total
 
 
 class Simulator:
@@ -116,17 +123,17 @@ class Simulator:
         return longer + (m - walked) / stages * (longer - shorter)
 
     @functools.cached_property
-    def busiest(self) -> tuple[Both, float]:
-        """The work of the stage that has the most, for a microbatch; and how long it is busy with it."""
+    def busiest(self) -> tuple[float, float]:
+        """Seconds for a microbatch on the stage that has the most to do, first or last: those of embeddings, output
+        layer and loss, and all."""
         layout = self.layout
-        ends = [
-            functools.reduce(lambda a, b: a + b, (self.part(rank, chunk) for chunk in range(layout.chunks)))
+        layers = layout.chunks * _total(self.middle)
+        ends = max(
+            sum(_total(self.part(rank, chunk)) for chunk in range(layout.chunks)) - layers
             for rank in {0, layout.pipeline - 1}
-        ]
-        most = max(ends, key=lambda both: both.forward.total + both.backward.total)
+        )
         waited = 2 * self.transfer if self.program.waits else 0.0
-        busy = most.forward.total + most.backward.total + layout.chunks * (self.accumulation + waited)
-        return most, busy
+        return ends, layers + ends + layout.chunks * (self.accumulation + waited)
 
     def estimate(self) -> float:
         """About `step().seconds`, by the formula of the bubble in place of the clock."""
@@ -163,8 +170,8 @@ class Simulator:
     def step(self) -> Step:
         """Predict a step."""
         layout, m = self.layout, self.microbatches
-        pipeline, (work, busy) = self.pipeline_seconds(), self.busiest
-        spent = (work.forward + work.backward) * m
+        pipeline, (ends, busy) = self.pipeline_seconds(), self.busiest
+        spent = (self.middle.forward + self.middle.backward) * (layout.chunks * m)
         again = {"none": 0.0, "selective": self.kernels.attention.forward.total}.get(
             layout.recompute, self.kernels.layer.forward.total
         )
@@ -175,6 +182,7 @@ class Simulator:
             elements=spent.elements + self.accumulation * layout.chunks * m,
             tensor=spent.tensor,
             recompute=again * layout.layers_per_chunk(self.job) * layout.chunks * m,
+            ends=ends * m,
             transfers=2 * layout.chunks * m * self.transfer if self.program.waits else 0.0,
             bubble=pipeline - m * busy,
             gradients=gradients,

@@ -33,7 +33,7 @@ def test_the_parts_of_a_step_make_up_the_whole():
     for program in (OURS, NVIDIA_2021):
         layout = Layout(tensor=2, pipeline=4, data=2, overlap_grad_reduce=True)
         step = Simulator(job(24, 2048, 16, 32), layout, cluster(16), program).step()
-        parts = (step.products, step.elements, step.tensor, step.transfers, step.bubble)
+        parts = (step.products, step.elements, step.tensor, step.ends, step.transfers, step.bubble)
         assert sum(parts) + step.gradients + step.optimizer == pytest.approx(step.seconds)
         assert step.recompute == 0
 
