@@ -61,12 +61,11 @@ class _Section:
         return value
 
     def quantity(self, name: str, kind: str, default: str | None = None) -> float:
+        value = self.take(name, default)
         try:
-            return quantity(self.take(name, default), kind)
+            return quantity(value, kind)
         except InputError as error:
-            raise InputError(
-                f"{self.where}{name}: {error}" if "missing" not in str(error) else str(error)
-            ) from None
+            raise InputError(f"{self.where}{name}: {error}") from None
 
     def whole(self, name: str, default: int | None = None) -> int:
         value = self.take(name, default)

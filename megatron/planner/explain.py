@@ -107,8 +107,8 @@ def takeaways(best: Plan, job: Job, cluster: Cluster) -> list[str]:
     share = {name: getattr(step, name) / step.seconds for name in (*PARTS, "recompute")}
     limit = USABLE * cluster.device.memory / 1e9
     paragraphs = [
-        f"Tensor parallelism up to a node, pipelines beyond (takeaway 1). A node holds {cluster.per_node} devices; here "
-        f"T{t} {'stays within it' if t <= cluster.per_node else 'goes beyond it'}, and its communication is "
+        f"Tensor parallelism up to a node, pipelines beyond (takeaway 1). A node holds {cluster.per_node} devices; "
+        f"here T{t} {'stays within it' if t <= cluster.per_node else 'goes beyond it'}, and its communication is "
         f"{share['tensor']:.1%} of the step"
         + (f"; P{p} stages share the layers." if p > 1 else "; no pipeline is needed."),
         f"Model parallelism until the model fits, replicas beyond (takeaway 2). {t * p} devices hold the model, "
@@ -128,12 +128,12 @@ def takeaways(best: Plan, job: Job, cluster: Cluster) -> list[str]:
             + f"; by the clock a stage stands idle {share['bubble']:.1%} of the step."
         )
     paragraphs.append(
-        f"The microbatch is a matter of the case (takeaway 3): larger ones make better matrix products, and fewer of them "
-        f"a larger bubble. Here {layout.micro_batch_size} is best, which leaves {m} to a replica."
+        f"The microbatch is a matter of the case (takeaway 3): larger ones make better matrix products, and fewer of "
+        f"them a larger bubble. Here {layout.micro_batch_size} is best, which leaves {m} to a replica."
     )
     paragraphs.append(
-        f"Recomputation (section 3.5): {share['recompute']:.1%} of the step is computed again, as the activations would "
-        "not fit otherwise or a smaller microbatch would cost more."
+        f"Recomputation (section 3.5): {share['recompute']:.1%} of the step is computed again, as the activations "
+        "would not fit otherwise or a smaller microbatch would cost more."
         if layout.recompute != "none"
         else "Recomputation (section 3.5): nothing need be computed again; the activations fit."
     )

@@ -135,16 +135,16 @@ def _nothing_fits(job: Job, cluster: Cluster, too_large: int) -> str:
     """Why there is no layout, and what would be right."""
     if not too_large:
         return (
-            f"--global-batch-size: {job.global_batch_size} samples cannot be divided over {cluster.devices} devices with "
-            f"--num-attention-heads {job.model.num_attention_heads} and --num-layers {job.model.num_layers}; choose a "
+            f"--global-batch-size: {job.global_batch_size} samples cannot be divided over {cluster.devices} devices "
+            f"with --num-attention-heads {job.model.num_attention_heads} and --num-layers {job.model.num_layers}; choose a "
             "multiple of the devices, or another number of them"
         )
     least = smallest(job, cluster)
-    device = cluster.device
-    told = f"no layout of {cluster.devices} {device.name} holds this model, with {USABLE:.0%} of {device.memory / 1e9:g} GB"
+    device, room = cluster.device, USABLE * cluster.device.memory / 1e9
+    told = f"no layout on {cluster.devices} {device.name} holds this model in {room:.0f} GB each"
     if least is None:
-        return f"{told}; nor does any number of them: a layer is too large, so give devices with more memory"
-    return f"{told} each; the smallest cluster that would is {least.processes} of them ({least})"
+        return f"{told}, nor on more of them: a layer alone is too large; choose devices with more memory"
+    return f"{told}; the smallest cluster that would is {least.processes} of them ({least})"
 
 
 def smallest(job: Job, cluster: Cluster) -> Layout | None:
