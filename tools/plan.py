@@ -23,16 +23,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tqdm import tqdm
 
 from megatron.arguments import Parser, add_flags, make_config, run_command
-from megatron.flags import Config, InputError, field_types, flag, flag_name
+from megatron.flags import Config, InputError, field_types, flag
 from megatron.model.config import ModelConfig
 from megatron.planner.cluster import Cluster, of_data_sheet
 from megatron.planner.description import read_cluster
 from megatron.planner.devices import data_sheet
 from megatron.planner.explain import other_choices, takeaways, why_not
 from megatron.planner.layout import OURS, Job
-from megatron.planner.memory import USABLE, model_parameters
 from megatron.planner.models import MODELS, VOCAB_SIZE
-from megatron.planner.search import Found, Plan, search
+from megatron.planner.report import command, details, duration, heading, table, tflops
+from megatron.planner.search import Found, search
 from megatron.planner.simulate import Simulator
 from megatron.planner.trace import write_picture, write_trace
 
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tqdm(desc="layouts", unit="", leave=False, disable=not sys.stderr.isatty()) as bar:
         found = search(job, cluster, wanted=BEST, progress=lambda n: bar.update(n - bar.n))
     best = found.plans[0]
-    print(heading(job, cluster, config))
+    print(f"{config.model or 'model'}: {heading(job, cluster)}")
     print(f"{found.timed:,} layouts fit and were timed; {found.too_large:,} do not fit\n")
     print(table(found, job, cluster))
     print(f"\nThe best: {best.layout}\n{details(best, cluster)}")
@@ -146,95 +146,6 @@ def make_cluster(config: PlanConfig) -> Cluster:
     if gpus is None:
         raise InputError("--gpus or --cluster is required for a model that is given by its own flags")
     return of_data_sheet(data_sheet(config.gpu, where="--gpu"), gpus)
-
-
-def heading(job: Job, cluster: Cluster, config: PlanConfig) -> str:
-    nodes = "one node" if cluster.nodes == 1 else f"{cluster.nodes:,} nodes of {cluster.per_node}"
-    return (
-        f"{config.model or 'model'}: {model_parameters(job) / 1e9:,.2f} billion parameters on {cluster.devices:,} "
-        f"{cluster.device.name} ({nodes}, {cluster.device.precision}); {job.global_batch_size:,} samples of "
-        f"{job.seq_length:,} tokens a step"
-    )
-
-
-def table(found: Found, job: Job, cluster: Cluster) -> str:
-    """The best plans. TFLOP/s are those of the model: what is computed again does not count."""
-    rows = ["    TFLOP/s   step s  bubble  comm.  recomp.  memory  layout"]
-    for number, plan in enumerate(found.plans, start=1):
-        step = plan.step
-        shares = (step.bubble, communication(plan), step.recompute)
-        told = "".join(f"{100 * share / step.seconds:7.1f}%" for share in shares)
-        rows.append(
-            f"{number:3}{tflops(plan, job, cluster):8.1f}{step.seconds:9.2f}{told}{plan.memory.total / 1e9:5.0f} GB"
-            f"  {plan.layout}"
-        )
-    return "\n".join(rows)
-
-
-def communication(plan: Plan) -> float:
-    """Seconds that nothing hides."""
-    return plan.step.tensor + plan.step.transfers + plan.step.gradients
-
-
-def tflops(plan: Plan, job: Job, cluster: Cluster) -> float:
-    return job.flops() / plan.step.seconds / cluster.devices / 1e12
-
-
-def details(plan: Plan, cluster: Cluster) -> str:
-    """What a step of it spends its time on, and what fills the memory."""
-    step, memory = plan.step, plan.memory
-    parts = {
-        "matrix products": step.products,
-        "memory-bound operations": step.elements,
-        "tensor parallelism": step.tensor,
-        "embeddings and output": step.ends,
-        "bubble": step.bubble,
-        "gradients": step.gradients,
-        "optimizer": step.optimizer,
-    }
-    time = ", ".join(f"{name} {100 * part / step.seconds:.1f}%" for name, part in parts.items())
-    kinds = ", ".join(f"{f.name} {getattr(memory, f.name) / 1e9:.1f}" for f in dataclasses.fields(memory))
-    room = USABLE * cluster.device.memory
-    return (
-        f"  time    {time}\n"
-        f"  memory  {kinds}: {memory.total / 1e9:.1f} GB on the stage with the most, {room / 1e9:.1f} GB to be had; "
-        f"{(room - memory.total) / 1e9:.1f} GB are left"
-    )
-
-
-def duration(plan: Plan, job: Job, cluster: Cluster, tokens: float) -> str:
-    steps = tokens / (job.global_batch_size * job.seq_length)
-    hours = steps * plan.step.seconds / 3600
-    return (
-        f"  {tokens:.3g} tokens are {steps:,.0f} steps: {hours / 24:,.1f} days, {hours * cluster.devices:,.0f} GPU-hours, "
-        "without evaluations, checkpoints and interruptions"
-    )
-
-
-def command(plan: Plan, job: Job, cluster: Cluster) -> str:
-    """The command line of the best plan on one of the nodes."""
-    precision = cluster.device.precision
-    model = [
-        flag_name(f) if isinstance(value, bool) else f"{flag_name(f)} {value}"
-        for f in dataclasses.fields(job.model)
-        if (value := getattr(job.model, f.name)) != f.default and f.name not in implied(job.model)
-    ]
-    lines = [
-        f"python -m torch.distributed.run --nproc-per-node {cluster.per_node} --nnodes {cluster.nodes}"
-        + (" --node-rank RANK --master-addr HOST --master-port 6000" if cluster.nodes > 1 else ""),
-        "pretrain_gpt.py",
-        " ".join([*model, f"--seq-length {job.seq_length}"]),
-        " ".join(plan.layout.flags(job) + ([f"--{precision}"] if precision != "fp32" else [])),
-    ]
-    return " \\\n    ".join(lines)
-
-
-def implied(model: ModelConfig) -> set[str]:
-    """Fields whose value follows from the others, so that no flag need say it."""
-    given = {"num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "swiglu"}
-    plain = ModelConfig(**{name: getattr(model, name) for name in given})
-    derived = ("ffn_hidden_size", "kv_channels", "num_query_groups")
-    return {name for name in derived if getattr(plain, name) == getattr(model, name)}
 
 
 def write_files(config: PlanConfig, found: Found, job: Job, cluster: Cluster) -> None:

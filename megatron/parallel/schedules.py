@@ -12,7 +12,6 @@ Sources: GPipe 1811.06965; 1F1B (PipeDream-Flush) and the interleaved schedule 2
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -202,10 +201,11 @@ def simulate(
         row = ranks[rank]
         while len(row) < len(todo[rank]):
             action = todo[rank][len(row)]
-            if _has_producer(action, rank, stages, chunks) and (rank, action) not in arrival:
+            arrived = arrival.get((rank, action))
+            if arrived is None and _has_producer(action, rank, stages, chunks):
                 waiting.add((rank, action))
                 break
-            start = max(arrival.get((rank, action), 0.0), row[-1][2] if row else 0.0)
+            start = max(arrived or 0.0, row[-1][2] if row else 0.0)
             end = start + duration(rank, action)
             row.append((action, start, end))
             consumer = _consumer(action, rank, stages, chunks)
@@ -256,7 +256,7 @@ def _consumer(action: Compute, rank: int, stages: int, chunks: int) -> tuple[int
     part = action.chunk * stages + rank + step
     if not 0 <= part < stages * chunks:
         return None
-    return part % stages, dataclasses.replace(action, chunk=part // stages)
+    return part % stages, type(action)(action.microbatch, part // stages)
 
 
 def _has_producer(action: Compute, rank: int, stages: int, chunks: int) -> bool:

@@ -84,19 +84,19 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """`nodes` machines of `per_node` devices each. `link` is between devices of a node, `network` each device's share
-    of the adapters between nodes."""
+    """So many devices, in machines of `per_node`; fewer than that are on one. `link` is between devices of a node,
+    `network` each device's share of the adapters between nodes."""
 
     device: Device
+    devices: int
     per_node: int
-    nodes: int
     link: Link
     network: Link
     reached: Reached = DATA_SHEET_REACHED
 
     @property
-    def devices(self) -> int:
-        return self.per_node * self.nodes
+    def nodes(self) -> int:
+        return -(-self.devices // self.per_node)
 
     def group(self, size: int, stride: int) -> Group:
         """Processes whose ranks are `stride` apart, on devices that are numbered node after node."""
@@ -162,8 +162,8 @@ def of_data_sheet(sheet: DataSheet, devices: int) -> Cluster:
             )
     return Cluster(
         device=device_of(sheet),
-        per_node=min(per_node, devices),
-        nodes=max(1, devices // per_node),
+        devices=devices,
+        per_node=per_node,
         link=Link(sheet.link / 2 * 1e9, NVLINK_LATENCY),
         network=Link((network or 0) / per_node * 1e9, NETWORK_LATENCY),
     )

@@ -115,11 +115,11 @@ def read_cluster(path: Path) -> Cluster:
 
 
 def _cluster(file: _Section) -> Cluster:
-    nodes = file.whole("nodes")
+    nodes, per_node = file.whole("nodes"), file.whole("devices-per-node")
     cluster = Cluster(
         device=_device(file),
-        per_node=file.whole("devices-per-node"),
-        nodes=nodes,
+        devices=nodes * per_node,
+        per_node=per_node,
         link=_link(file.section("link"), "3.4 us"),
         # Between the nodes of one there is nothing.
         network=_link(file.section("network", {"bandwidth": "1 GB/s"} if nodes == 1 else None), "9.6 us"),

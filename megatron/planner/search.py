@@ -133,11 +133,12 @@ def search(job: Job, cluster: Cluster, *, wanted: int, progress: Callable[[int],
 
 def _nothing_fits(job: Job, cluster: Cluster, too_large: int) -> str:
     """Why there is no layout, and what would be right."""
+    model = job.model
     if not too_large:
         return (
-            f"--global-batch-size: {job.global_batch_size} samples cannot be divided over {cluster.devices} devices "
-            f"with --num-attention-heads {job.model.num_attention_heads} and --num-layers {job.model.num_layers}; choose a "
-            "multiple of the devices, or another number of them"
+            f"--global-batch-size: no layout divides {job.global_batch_size} samples, --num-layers {model.num_layers} "
+            f"and --num-attention-heads {model.num_attention_heads} over {cluster.devices} devices; choose a multiple "
+            "of the devices, or another number of them"
         )
     least = smallest(job, cluster)
     device, room = cluster.device, USABLE * cluster.device.memory / 1e9

@@ -15,7 +15,7 @@ from megatron.planner.memory import stage_parameters
 # (its norm first); master weight and two moments, read and written.
 OPTIMIZER_BYTES = 4 * (2 + 2 * 3)
 # After so many groups of microbatches, one for each stage, every further group takes the same time.
-SETTLED = 3
+SETTLED = 2
 # Of a reduction that runs beside backward, what the bucket that is complete last leaves to wait for.
 LAST_BUCKET = 0.1
 
