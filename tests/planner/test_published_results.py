@@ -144,3 +144,7 @@ def test_weak_scaling_on_v100():
     on_512 = tflops(large.job(), large.layout(), **options) / base
     assert on_8 == pytest.approx(0.77, abs=0.03)
     assert 0.74 - 0.03 <= on_512 <= 0.76 + 0.03
+
+
+def test_the_pages_tables_and_plots_are_up_to_date(command):
+    command("benchmarks/planner.py", "--check")
