@@ -120,8 +120,9 @@ def tables() -> str:
             f"{predicted:.1f} | {error:+.1%} |"
         )
     summary = (
-        "\nTFLOP/s of a GPU, recomputation counted. Over the ten rows of table 1 of arXiv 2104.04473 (175b is of section "
-        f"5.1) the mean of the absolute errors is {sum(errors) / len(errors):.1%} and the largest {max(errors):.1%}.\n\n"
+        "\nTFLOP/s of a GPU, recomputation counted. Over the ten rows of table 1 of arXiv 2104.04473 (175b is of "
+        f"section 5.1) the mean of the absolute errors is {sum(errors) / len(errors):.1%} and the largest "
+        f"{max(errors):.1%}.\n\n"
     )
     weak = [
         "| model | GPUs | published | predicted | with 64 replicas: published | predicted |",
