@@ -85,17 +85,18 @@ def fit() -> Reached:
     def errors(reached: Reached) -> np.ndarray:
         return np.array([tflops(m.job(), m.layout(), reached=reached) / m.tflops - 1 for m in models])
 
-    reached = dataclasses.replace(DATA_SHEET_REACHED, product=0.8, memory=0.8, link=0.8)
+    reached = dataclasses.replace(DATA_SHEET_REACHED, product=0.8, memory=0.8, stream=0.8, link=0.8)
     for _ in range(8):
         now, slopes = errors(reached), []
         for name in FITTED:
             nearby = dataclasses.replace(reached, **{name: 1.01 * getattr(reached, name)})
+            nearby = dataclasses.replace(nearby, stream=nearby.memory)
             slopes.append((errors(nearby) - now) / 0.01)
         change = np.linalg.lstsq(np.stack(slopes, axis=1), -now, rcond=None)[0].clip(-0.2, 0.2)
         better = {
             name: getattr(reached, name) * (1 + c) for name, c in zip(FITTED, change.tolist(), strict=True)
         }
-        reached = dataclasses.replace(reached, **better)
+        reached = dataclasses.replace(reached, stream=better["memory"], **better)
     return reached
 
 

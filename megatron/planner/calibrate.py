@@ -62,6 +62,7 @@ def _cluster(found: dict[str, float], processes: int) -> Cluster:
         reached=Reached(
             product=min(1.0, found["products"] / found["peak"]),
             memory=min(1.0, found["elements"] / found["copy"]),
+            stream=1.0,
             link=1.0,
             attention=min(1.0, found["attention"] / found["peak"]),
             launch=found["launch"],

@@ -50,7 +50,8 @@ class Reached:
 
     Attributes:
         product: share of a device's peak that a large matrix product reaches.
-        memory: share of memory bandwidth that operations on elements reach.
+        memory: share of memory bandwidth that operations on activations reach.
+        stream: the same of what passes once over all parameters: adding gradients up, the optimizer.
         link: share of a link's bandwidth that collectives and transfers reach.
         attention: share of the peak that fused attention (FlashAttention) reaches.
         launch: seconds that any operation takes beside its work.
@@ -58,16 +59,17 @@ class Reached:
 
     product: float
     memory: float
+    stream: float
     link: float
     attention: float
     launch: float
 
 
-# `product`, `memory` and `link` are fitted to three rows of 2104.04473 table 1: 1.7B (data parallelism alone),
-# 18.4B (and tensor), 1T (and pipeline); `python benchmarks/planner.py --fit` does it. `attention` is about what
-# FlashAttention 2 (2307.08691 section 4.1) reaches on an A100 forward and backward with a causal mask. `launch` is
-# what lies between two kernels of a GPU that is never starved.
-DATA_SHEET_REACHED = Reached(product=0.85, memory=0.61, link=0.66, attention=0.55, launch=4e-6)
+# `product`, `memory` (and with it `stream`) and `link` are fitted to three rows of 2104.04473 table 1: 1.7B (data
+# parallelism alone), 18.4B (and tensor), 1T (and pipeline); `python benchmarks/planner.py --fit` does it.
+# `attention` is about what FlashAttention 2 (2307.08691 section 4.1) reaches on an A100 forward and backward with a
+# causal mask. `launch` is what lies between two kernels of a GPU that is never starved.
+DATA_SHEET_REACHED = Reached(product=0.85, memory=0.61, stream=0.61, link=0.66, attention=0.55, launch=4e-6)
 
 # Seconds of a step of a ring between GPUs of a node and between nodes, as NCCL's own choice of algorithms assumes
 # them (src/graph/tuning.cc, hwLat of rings with the simple protocol).

@@ -23,6 +23,7 @@ UNITS: dict[str, dict[str, float]] = {
     "arithmetic": {"GFLOP/s": 1e9, "TFLOP/s": 1e12, "PFLOP/s": 1e15},
     "time": {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0},
 }  # fmt: skip
+SHARES = ("product", "memory", "stream", "link", "attention")  # fields of `Reached`
 EXAMPLES = {"memory": "80 GB", "speed": "600 GB/s", "arithmetic": "312 TFLOP/s", "time": "5 us"}
 
 
@@ -157,10 +158,7 @@ def _link(fields: _Section, latency: str) -> Link:
 
 def _reached(fields: _Section) -> Reached:
     default = DATA_SHEET_REACHED
-    shares = {
-        name: fields.share(name, getattr(default, name))
-        for name in ("product", "memory", "link", "attention")
-    }
+    shares = {name: fields.share(name, getattr(default, name)) for name in SHARES}
     reached = Reached(**shares, launch=fields.quantity("launch", "time", f"{1e6 * default.launch:g} us"))
     fields.end()
     return reached
@@ -183,7 +181,7 @@ def describe(cluster: Cluster) -> str:
         "link": _link_values(cluster.link),
         "network": _link_values(cluster.network),
         "reached": {
-            **{name: getattr(reached, name) for name in ("product", "memory", "link", "attention")},
+            **{name: round(getattr(reached, name), 4) for name in SHARES},
             "launch": f"{1e6 * reached.launch:.4g} us",
         },
     }

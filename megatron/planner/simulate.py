@@ -63,12 +63,13 @@ class Simulator:
         self.last = self.first if alone else self.kernels.chunk(first=False, last=True)
         # A chunk's gradients are read, and with those of the microbatches before read and written.
         moved = self._parameters / layout.chunks * (cluster.device.element + 2 * program.gradient)
-        self.accumulation = moved / self._memory_speed
+        self.accumulation = moved / self._stream
         self.transfer = self._transfer()
 
     @property
-    def _memory_speed(self) -> float:
-        return self.cluster.device.bandwidth * self.cluster.reached.memory
+    def _stream(self) -> float:
+        """Bytes/s of what passes over all parameters."""
+        return self.cluster.device.bandwidth * self.cluster.reached.stream
 
     @functools.cached_property
     def _parameters(self) -> float:
@@ -165,7 +166,7 @@ class Simulator:
     def optimizer(self) -> float:
         """The update of what this replica owns."""
         owned = self._parameters / (self.layout.data if self.layout.distributed_optimizer else 1)
-        return owned * (OPTIMIZER_BYTES + self.cluster.device.element) / self._memory_speed
+        return owned * (OPTIMIZER_BYTES + self.cluster.device.element) / self._stream
 
     def step(self) -> Step:
         """Predict a step."""

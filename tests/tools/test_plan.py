@@ -123,3 +123,17 @@ def test_planning_does_without_torch():
     program = "import sys; sys.path[:0] = ['tools', '.']; import plan; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr
+
+
+@pytest.mark.slow
+def test_a_cpu_is_measured_and_planned_for(plan, command, tmp_path: Path):
+    """In a minute on a quiet machine; in a process of its own, which starts others."""
+    command("tools/plan.py", "--calibrate", tmp_path / "here.yaml")
+    out = plan(f"{SMALL} --cluster {tmp_path / 'here.yaml'}")
+    assert re.search(r"on \d+ cpu \(one node, fp32\)", out)
+
+
+def test_a_png_is_drawn(plan, tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    plan(f"{SMALL} --gpus 8 --picture {tmp_path / 'x.png'}")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
