@@ -17,10 +17,10 @@ from parallel_workers import Workers
 from torch import Tensor
 
 from megatron.arguments import parse_run_config
+from megatron.model.flops import flops_per_sample
 from megatron.parallel import collectives
 from megatron.parallel.mesh import Mesh, choose_device, init_mesh
 from megatron.training.config import RunConfig
-from megatron.training.costs import flops_per_sample
 from megatron.training.engine import Engine
 from pretrain_gpt import DEFAULTS, GPT
 

@@ -37,10 +37,10 @@ from torch import Tensor, nn
 
 from megatron.arguments import Parser, add_flags, make_config, parse_run_config, run_command
 from megatron.flags import Config, InputError, flag
+from megatron.model.flops import flops_per_sample
 from megatron.ops.linear import has_onednn, onednn_matmul
 from megatron.ops.memory import keep_freed_memory
 from megatron.parallel.mesh import choose_device, init_mesh
-from megatron.training.costs import flops_per_sample
 from megatron.training.cuda_graph import WARM_UP
 from megatron.training.engine import Engine
 from pretrain_gpt import DEFAULTS, GPT

@@ -21,6 +21,7 @@ from megatron.parallel.schedules import (
     bubble_fraction,
     gpipe,
     interleaved,
+    one_and_two,
     one_forward_one_backward,
     simulate,
 )
@@ -84,7 +85,7 @@ def draw_schedule(title: str, schedule: Sequence[Sequence[Compute]], stages: int
     A backward takes twice as long as a forward, and the layers of a rank the same time in total whatever the
     number of chunks, so that figures of the same model have the same scale.
     """
-    timeline = simulate(schedule, stages, forward_time=1 / chunks, backward_time=2 / chunks)
+    timeline = simulate(schedule, stages, lambda rank, action: one_and_two(rank, action) / chunks)
     left, top, unit, high = 76, 44, 26, 30
     width, bottom = timeline.makespan * unit, top + stages * high
     parts = []

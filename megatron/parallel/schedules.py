@@ -12,7 +12,6 @@ Sources: GPipe 1811.06965; 1F1B (PipeDream-Flush) and the interleaved schedule 2
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -155,6 +154,11 @@ def bubble_fraction(stages: int, chunks: int, microbatches: int) -> float:
     return (stages - 1) / (chunks * microbatches)
 
 
+def one_and_two(_: int, action: Compute) -> float:
+    """The time of a compute where a backward takes twice as long as a forward."""
+    return 1.0 if isinstance(action, Forward) else 2.0
+
+
 @dataclass(frozen=True)
 class Timeline:
     """What happens when, in the unit of the times given to `simulate`.
@@ -175,8 +179,7 @@ class Timeline:
 def simulate(
     schedule: Sequence[Sequence[Action]],
     stages: int,
-    forward_time: float = 1.0,
-    backward_time: float = 2.0,
+    duration: Callable[[int, Compute], float] = one_and_two,
     transfer_time: float = 0.0,
 ) -> Timeline:
     """Run a schedule with a clock: each compute starts once its rank is free and its input has arrived.
@@ -184,7 +187,7 @@ def simulate(
     Args:
         schedule: actions per rank; `Send` and `Receive` are passed over, for where they stand does not delay
             a rank whose transfers run beside its computation.
-        forward_time: of one chunk and microbatch; likewise `backward_time`.
+        duration: of a compute on a rank.
         transfer_time: from the end of a compute to the arrival of its result on another rank.
     """
     todo = [[a for a in actions if isinstance(a, Forward | Backward)] for actions in schedule]
@@ -198,11 +201,12 @@ def simulate(
         row = ranks[rank]
         while len(row) < len(todo[rank]):
             action = todo[rank][len(row)]
-            if _has_producer(action, rank, stages, chunks) and (rank, action) not in arrival:
+            arrived = arrival.get((rank, action))
+            if arrived is None and _has_producer(action, rank, stages, chunks):
                 waiting.add((rank, action))
                 break
-            start = max(arrival.get((rank, action), 0.0), row[-1][2] if row else 0.0)
-            end = start + (forward_time if isinstance(action, Forward) else backward_time)
+            start = max(arrived or 0.0, row[-1][2] if row else 0.0)
+            end = start + duration(rank, action)
             row.append((action, start, end))
             consumer = _consumer(action, rank, stages, chunks)
             if consumer is not None:
@@ -252,7 +256,7 @@ def _consumer(action: Compute, rank: int, stages: int, chunks: int) -> tuple[int
     part = action.chunk * stages + rank + step
     if not 0 <= part < stages * chunks:
         return None
-    return part % stages, dataclasses.replace(action, chunk=part // stages)
+    return part % stages, type(action)(action.microbatch, part // stages)
 
 
 def _has_producer(action: Compute, rank: int, stages: int, chunks: int) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import re
 import resource
 import sys
 import time
@@ -16,38 +15,7 @@ import torch
 from megatron.ops.linear import Matmul
 from megatron.parallel.collectives import all_gather, all_reduce_max, all_reduce_sum
 from megatron.parallel.mesh import Mesh
-
-# Dense TFLOP/s of GPUs in fp16 and bf16 with fp32 sums, and in fp32 without TF32, by the end of their name; the first
-# that fits counts. From NVIDIA's data sheets, whose numbers with sparsity are halved. What computes in no bf16 of its
-# own has None.
-PEAKS: tuple[tuple[str, float, float | None, float], ...] = (
-    # name, fp16, bf16, fp32
-    (r"GB200", 2500, 2500, 80),
-    (r"B200", 2250, 2250, 75),
-    (r"H200 NVL", 835, 835, 60),
-    (r"H[12]00 PCIe", 756, 756, 51),
-    (r"H100 NVL", 835, 835, 60),
-    (r"G?H[12]00( \d+GB.*)?", 989, 989, 67),
-    (r"H800( \d+GB.*)?", 989, 989, 67),
-    (r"H20( \d+GB.*)?", 148, 148, 44),
-    (r"A[18]00\b.*", 312, 312, 19.5),
-    (r"A40", 149.7, 149.7, 37.4),
-    (r"A30", 165, 165, 10.3),
-    (r"A10G", 70, 70, 35),
-    (r"A10", 125, 125, 31.2),
-    (r"RTX A6000", 154.8, 154.8, 38.7),
-    (r"L40S", 362, 362, 91.6),
-    (r"L40", 181, 181, 90.5),
-    (r"L4", 121, 121, 30.3),
-    (r"RTX 6000 Ada Generation", 364, 364, 91.1),
-    (r"RTX 5090", 209.5, 209.5, 104.8),
-    (r"RTX 4090", 165.2, 165.2, 82.6),
-    (r"RTX 3090", 71, 71, 35.6),
-    (r"V100-SXM\d.*", 125, None, 15.7),
-    (r"V100-PCIE.*", 112, None, 14),
-    (r"T4", 65, None, 8.1),
-)
-COLUMNS = (torch.float16, torch.bfloat16, torch.float32)
+from megatron.planner.devices import of_torch_name
 
 # A measurement multiplies matrices of doubling size, up to the largest that can be done in so many seconds in all.
 SECONDS = 0.5
@@ -76,13 +44,11 @@ def find_peak(mesh: Mesh, product: Matmul, dtype: torch.dtype) -> Peak:
 
 def known_peak(name: str, dtype: torch.dtype) -> float | None:
     """FLOP/s in `dtype` of the GPU that torch calls `name`; None if it is not in the table, or a part of one (MIG)."""
-    if " MIG " in name:
+    sheet = of_torch_name(name)
+    if sheet is None:
         return None
-    for pattern, *tflops in PEAKS:
-        if re.search(rf"(^|\s){pattern}$", name):
-            found = tflops[COLUMNS.index(dtype)]
-            return None if found is None else found * 1e12
-    return None
+    tflops = {torch.float16: sheet.fp16, torch.bfloat16: sheet.bf16, torch.float32: sheet.fp32}[dtype]
+    return None if tflops is None else tflops * 1e12
 
 
 # Runs that follow each other in a process, as in tests, need not wait for it again.

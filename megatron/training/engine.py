@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron.data.loader import Batch
 from megatron.flags import InputError
+from megatron.model.flops import flops_per_sample
 from megatron.model.layers import TensorParallel
 from megatron.ops.backend import choose_ops
 from megatron.optim.buffer import ParamBuffer
@@ -26,7 +27,7 @@ from megatron.parallel.schedules import SCHEDULES, Action, forward_only, with_tr
 from megatron.parallel.stages import split_layers
 from megatron.parallel.timers import OFF, Timers
 from megatron.training.config import RunConfig
-from megatron.training.costs import check_memory, flops_per_sample
+from megatron.training.costs import check_memory
 from megatron.training.cuda_graph import GraphedPass, Inputs, check_cuda_graph
 from megatron.training.task import Measure, Part, Task
 

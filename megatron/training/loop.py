@@ -22,6 +22,7 @@ from megatron.data.loader import Batch, eval_batches, train_batches
 from megatron.evaluation.tasks import ZeroShotTask
 from megatron.evaluation.zero_shot import make_batches
 from megatron.flags import TrainingFault
+from megatron.model.flops import exact_flops_per_sample, flops_per_sample
 from megatron.optim.schedule import Schedule
 from megatron.parallel.collectives import all_reduce_sum
 from megatron.parallel.mesh import Mesh
@@ -29,7 +30,6 @@ from megatron.parallel.timers import BETWEEN, ITERATION, times_text
 from megatron.tokenizer import Tokenizer
 from megatron.training.batch_size import BatchSchedule
 from megatron.training.config import RunConfig, TrainingConfig
-from megatron.training.costs import exact_flops_per_sample, flops_per_sample
 from megatron.training.devices import Peak, memory_lines, most_memory
 from megatron.training.engine import Engine
 from megatron.training.eval_tasks import measure_of

@@ -17,6 +17,7 @@ from megatron.parallel.schedules import (
     forward_only,
     gpipe,
     interleaved,
+    one_and_two,
     one_forward_one_backward,
     simulate,
     with_transfers,
@@ -162,7 +163,9 @@ def test_bubble_is_the_formula():
     ]:
         for stages, chunks, microbatches in sizes:
             schedule = make(stages, chunks, microbatches)
-            timeline = simulate(schedule, stages, forward_time=1 / chunks, backward_time=2 / chunks)
+            timeline = simulate(
+                schedule, stages, lambda rank, action, v=chunks: one_and_two(rank, action) / v
+            )
             formula = (stages - 1) / (chunks * microbatches)
             assert timeline.bubble == pytest.approx(formula)
             assert bubble_fraction(stages, chunks, microbatches) == formula

@@ -8,12 +8,13 @@ from models import CPU
 
 from megatron.flags import InputError
 from megatron.model.config import ModelConfig
+from megatron.model.flops import exact_flops_per_sample, flops_per_sample
 from megatron.model.gpt import GPTModel
 from megatron.optim.config import OptimizerConfig
 from megatron.optim.layout import lay_out
 from megatron.parallel.mesh import ALONE
 from megatron.parallel.recompute import Recompute
-from megatron.training.costs import check_memory, exact_flops_per_sample, flops_per_sample
+from megatron.training.costs import check_memory
 
 
 @pytest.mark.parametrize(("layers", "hidden", "heads"), [(24, 2304, 24), (96, 12288, 96), (128, 25600, 160)])

@@ -1,0 +1,279 @@
+"""The planner's predictions beside what the papers measured.
+
+    python benchmarks/planner.py [--fit]
+
+Writes the comparison table of docs/scaling.md and plots to docs/figures/. Predictions are arithmetic: every machine
+writes the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from megatron.arguments import Parser, add_flags, make_config, run_command
+from megatron.flags import Config, InputError, flag
+from megatron.model.config import ModelConfig
+from megatron.planner.cluster import DATA_SHEET_REACHED, Reached, of_data_sheet
+from megatron.planner.devices import data_sheet
+from megatron.planner.layout import NVIDIA_2019, NVIDIA_2021, Job, Layout, Program
+from megatron.planner.models import A100_MODELS, V100_MODELS, VOCAB_SIZE, Published
+from megatron.planner.simulate import Simulator
+
+BEGIN, END = "<!-- made by python benchmarks/planner.py -->\n", "<!-- end -->\n"
+PAGE = "docs/scaling.md"
+A100, V100 = "a100-80gb", "v100-32gb-dgx2h"
+# Rows of table 1 that --fit fits to, and what of `Reached` it fits.
+ROWS, FITTED = ("1.7b", "18.4b", "1t"), ("product", "memory", "link")
+# Weak scaling of 1909.08053 figure 5 in percent: the model alone, and with 64 replicas.
+WEAK_SCALING = {"1.2b": (100, 96), "2.5b": (95, 83), "4.2b": (82, 79), "8.3b": (77, 74)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BenchmarkConfig(Config):
+    """What to do."""
+
+    fit: bool = flag(False, "fit the constants to three rows anew and print them; writes nothing")
+    check: bool = flag(False, "fail if the table or a plot is not up to date; writes nothing")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser(description=__doc__)
+    add_flags(parser, BenchmarkConfig, "benchmark")
+    config = make_config(BenchmarkConfig, vars(parser.parse_args(argv)))
+    if config.fit:
+        print(fit())
+        return
+    page = ROOT / PAGE
+    text = page.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN)
+    files = {page: before + BEGIN + tables() + END + rest.split(END)[1]}
+    files |= {ROOT / "docs/figures" / name: picture for name, picture in plots().items()}
+    for path, made in files.items():
+        if config.check and (not path.exists() or path.read_text(encoding="utf-8") != made):
+            raise InputError(f"{path.relative_to(ROOT)} is not up to date; run python benchmarks/planner.py")
+        if not config.check:
+            path.write_text(made, encoding="utf-8")
+
+
+def tflops(
+    job: Job,
+    layout: Layout,
+    gpu: str = A100,
+    program: Program = NVIDIA_2021,
+    reached: Reached = DATA_SHEET_REACHED,
+) -> float:
+    """Of a GPU, with full recomputation counted, as the papers do."""
+    cluster = dataclasses.replace(
+        of_data_sheet(data_sheet(gpu, where="gpu"), layout.processes), reached=reached
+    )
+    step = Simulator(job, layout, cluster, program).step()
+    return job.flops(recompute="full") / step.seconds / layout.processes / 1e12
+
+
+def fit() -> Reached:
+    """The constants that make the three rows' errors least, by Gauss-Newton."""
+    models = [A100_MODELS[name] for name in ROWS]
+
+    def errors(reached: Reached) -> np.ndarray:
+        return np.array([tflops(m.job(), m.layout(), reached=reached) / m.tflops - 1 for m in models])
+
+    reached = dataclasses.replace(DATA_SHEET_REACHED, product=0.8, memory=0.8, stream=0.8, link=0.8)
+    for _ in range(8):
+        now, slopes = errors(reached), []
+        for name in FITTED:
+            nearby = dataclasses.replace(reached, **{name: 1.01 * getattr(reached, name)})
+            nearby = dataclasses.replace(nearby, stream=nearby.memory)
+            slopes.append((errors(nearby) - now) / 0.01)
+        change = np.linalg.lstsq(np.stack(slopes, axis=1), -now, rcond=None)[0].clip(-0.2, 0.2)
+        better = {
+            name: getattr(reached, name) * (1 + c) for name, c in zip(FITTED, change.tolist(), strict=True)
+        }
+        reached = dataclasses.replace(reached, stream=better["memory"], **better)
+    return reached
+
+
+def tables() -> str:
+    """The tables of the page."""
+    rows = [
+        "| model | layout | GPUs | published | predicted | error |",
+        "|---|---|---|---|---|---|",
+    ]
+    errors = []
+    for name, model in A100_MODELS.items():
+        predicted = tflops(model.job(), model.layout())
+        error = predicted / model.tflops - 1
+        errors += [abs(error)] if name != "175b" else []
+        layout = model.layout()
+        shape = f"T{layout.tensor} P{layout.pipeline} D{layout.data}" + (
+            f" V{layout.chunks}" if layout.chunks > 1 else ""
+        )
+        mark = " (fitted)" if name in ROWS else ""
+        rows.append(
+            f"| {name}{mark} | {shape}, microbatch {model.micro_batch_size} | {model.gpus:,} | {model.tflops:g} | "
+            f"{predicted:.1f} | {error:+.1%} |"
+        )
+    summary = (
+        "\nTFLOP/s of a GPU, recomputation counted. Over the ten rows of table 1 of arXiv 2104.04473 (175b is of "
+        f"section 5.1) the mean of the absolute errors is {sum(errors) / len(errors):.1%} and the largest "
+        f"{max(errors):.1%}.\n\n"
+    )
+    weak = [
+        "| model | GPUs | published | predicted | with 64 replicas: published | predicted |",
+        "|---|---|---|---|---|---|",
+    ]
+    for (name, (alone, replicas)), (one, many) in zip(WEAK_SCALING.items(), weak_scaling(), strict=True):
+        weak.append(
+            f"| {name} | {V100_MODELS[name].tensor} | {alone}% | {one:.0%} | {replicas}% | {many:.0%} |"
+        )
+    base = tflops(*single(V100_MODELS["1.2b"]), V100, NVIDIA_2019)
+    told = (
+        f"\nWeak scaling of arXiv 1909.08053 on V100, where one GPU makes 39 TFLOP/s, predicted {base:.1f}.\n"
+    )
+    return "\n".join(rows) + "\n" + summary + "\n".join(weak) + "\n" + told
+
+
+def single(model: Published) -> tuple[Job, Layout]:
+    """One replica of a model, with its share of the batch."""
+    job, layout = model.job(), model.layout()
+    return (
+        dataclasses.replace(job, global_batch_size=job.global_batch_size // layout.data),
+        dataclasses.replace(layout, data=1),
+    )
+
+
+def weak_scaling() -> list[tuple[float, float]]:
+    """TFLOP/s of each model of 1909.08053 over those of the first on one GPU: the model alone, and 64 replicas."""
+    models = [V100_MODELS[name] for name in WEAK_SCALING]
+    base = tflops(*single(models[0]), V100, NVIDIA_2019)
+    return [
+        (
+            tflops(*single(model), V100, NVIDIA_2019) / base,
+            tflops(model.job(), model.layout(), V100, NVIDIA_2019) / base,
+        )
+        for model in models
+    ]
+
+
+def gpt(layers: int, hidden: int, heads: int, batch: int) -> Job:
+    """A model of the figures of 2104.04473."""
+    model = ModelConfig(
+        num_layers=layers, hidden_size=hidden, num_attention_heads=heads, max_position_embeddings=2048
+    )
+    return Job(model, 2048, VOCAB_SIZE, batch)
+
+
+# A line of a plot: its name, and y for each x; None draws nothing there.
+Line = tuple[str, list[float | None]]
+
+
+def plots() -> dict[str, str]:
+    """The plots by file name: the table, and the figures of section 5 as predicted."""
+    table = {name: model for name, model in A100_MODELS.items() if name != "175b"}
+    points = [model.tflops for model in table.values()]
+    predicted = [tflops(model.job(), model.layout()) for model in table.values()]
+    layouts = (Layout(tensor=64 // p, pipeline=p, recompute="full") for p in (2, 4, 8, 16, 32))
+    found = {
+        "planner-table-1.svg": plot(
+            "2104.04473 table 1: TFLOP/s of a GPU", list(table), [("predicted", predicted)], points
+        ),
+        "planner-figure-12.svg": plot(
+            "Figure 12: interleaving, 175B on 96 GPUs, by batch size",
+            [12, 24, 36, 48, 60],
+            by_batch((12, 24, 36, 48, 60), lambda b: gpt(96, 12288, 96, b), {
+                "interleaved": Layout(tensor=8, pipeline=12, chunks=4, recompute="full"),
+                "1F1B": Layout(tensor=8, pipeline=12, recompute="full"),
+            }),
+        ),
+        "planner-figure-13.svg": plot(
+            "Figure 13: (pipeline, tensor), 162B on 64 GPUs",
+            [f"({p}, {64 // p})" for p in (2, 4, 8, 16, 32)],
+            by_layout((32, 128), lambda b: gpt(32, 20480, 128, b), list(layouts)),
+        ),
+        "planner-figure-14.svg": plot(
+            "Figure 14: (pipeline, data), 5.9B on 64 GPUs",
+            [f"({p}, {64 // p})" for p in (2, 4, 8, 16, 32)],
+            by_layout((32, 128, 512), lambda b: gpt(32, 3840, 32, b), [
+                Layout(pipeline=p, data=64 // p, recompute="full") for p in (2, 4, 8, 16, 32)
+            ]),
+        ),
+        "planner-figure-15.svg": plot(
+            "Figure 15: (tensor, data), 5.9B on 64 GPUs",
+            [f"({t}, {64 // t})" for t in (2, 4, 8, 16, 32)],
+            by_layout((32, 128, 512), lambda b: gpt(32, 3840, 32, b), [
+                Layout(tensor=t, data=64 // t, recompute="full") for t in (2, 4, 8, 16, 32)
+            ]),
+        ),
+        "planner-figure-16.svg": plot(
+            "Figure 16: microbatch size, 91B, T8 P8",
+            [1, 2, 4, 8],
+            by_layout((128, 512), lambda b: gpt(32, 15360, 128, b), [
+                Layout(tensor=8, pipeline=8, micro_batch_size=n, recompute="full") for n in (1, 2, 4, 8)
+            ]),
+        ),
+    }  # fmt: skip
+    return found
+
+
+def by_layout(batches: Sequence[int], job: Callable[[int], Job], layouts: Sequence[Layout]) -> list[Line]:
+    """A line for each batch size, a point for each layout."""
+    return [(f"batch {n}", [tflops(job(n), layout) for layout in layouts]) for n in batches]
+
+
+def by_batch(batches: Sequence[int], job: Callable[[int], Job], layouts: dict[str, Layout]) -> list[Line]:
+    """A line for each layout, a point for each batch size."""
+    return [(name, [tflops(job(n), layout) for n in batches]) for name, layout in layouts.items()]
+
+
+INK, PAPER, GRID = "#1f2937", "#f8fafc", "#e5e7eb"
+COLOURS = ("#2f6fb7", "#2e8b57", "#b7652f")
+
+
+def plot(
+    title: str, xs: Sequence[object], lines: Sequence[Line], published: Sequence[float] | None = None
+) -> str:
+    """Lines over equally spaced x as SVG, `published` as rings. Values are TFLOP/s of a GPU, from 0 to 200."""
+    width, height, left, top, top_value = 560, 300, 46, 40, 200
+    bottom = height - 40
+
+    def place(i: int, value: float) -> tuple[float, float]:
+        return left + 30 + i * (width - left - 60) / (len(xs) - 1), bottom - value / top_value * (
+            bottom - top
+        )
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'font-family="Helvetica, Arial, sans-serif" font-size="12" fill="{INK}" role="img">',
+        f"<title>{title}</title>",
+        f'<rect width="{width}" height="{height}" rx="8" fill="{PAPER}"/>',
+        f'<text x="16" y="24" font-size="15">{title}</text>',
+    ]
+    for value in range(0, top_value + 1, 50):
+        y = place(0, value)[1]
+        parts.append(f'<line x1="{left}" y1="{y:g}" x2="{width - 16}" y2="{y:g}" stroke="{GRID}"/>')
+        parts.append(f'<text x="{left - 6}" y="{y + 4:g}" text-anchor="end">{value}</text>')
+    for i, x in enumerate(xs):
+        parts.append(f'<text x="{place(i, 0)[0]:.1f}" y="{bottom + 18}" text-anchor="middle">{x}</text>')
+    for number, ((name, values), colour) in enumerate(zip(lines, COLOURS, strict=False)):
+        points = " ".join("{:.1f},{:.1f}".format(*place(i, v)) for i, v in enumerate(values))
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts.append(f'<text x="{left + 20 + 130 * number}" y="{height - 6}" fill="{colour}">{name}</text>')
+    for i, value in enumerate(published or ()):
+        x, y = place(i, value)
+        parts.append(
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="none" stroke="{INK}" stroke-width="1.5"/>'
+        )
+    if published:
+        parts.append(f'<text x="{left + 150}" y="{height - 6}">o published</text>')
+    return "\n".join([*parts, "</svg>\n"])
+
+
+if __name__ == "__main__":
+    run_command(main)

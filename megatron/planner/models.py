@@ -1,0 +1,82 @@
+"""Models of the papers' tables, and the runs that were measured with them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron.model.config import ModelConfig
+from megatron.planner.layout import Job, Layout
+
+VOCAB_SIZE = 51200  # of both papers, padded
+
+
+@dataclasses.dataclass(frozen=True)
+class Published:
+    """A model, and the layout that it was trained in.
+
+    Attributes:
+        micro_batch_size, layers_per_chunk: of the authors' scripts; None for the second where stages are one chunk.
+        tflops: of a GPU, with recomputation counted; None where the paper has no such number.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    seq_length: int
+    tensor: int
+    pipeline: int
+    gpus: int
+    global_batch_size: int
+    micro_batch_size: int
+    layers_per_chunk: int | None = None
+    tflops: float | None = None
+
+    def model(self) -> ModelConfig:
+        return ModelConfig(
+            num_layers=self.layers,
+            hidden_size=self.hidden,
+            num_attention_heads=self.heads,
+            max_position_embeddings=self.seq_length,
+        )
+
+    def job(self) -> Job:
+        return Job(self.model(), self.seq_length, VOCAB_SIZE, self.global_batch_size)
+
+    def layout(self) -> Layout:
+        """As it was run: with full recomputation, and torch's DDP, which overlaps, where there is no pipeline."""
+        per_chunk = self.layers_per_chunk or self.layers // self.pipeline
+        return Layout(
+            tensor=self.tensor,
+            pipeline=self.pipeline,
+            data=self.gpus // (self.tensor * self.pipeline),
+            chunks=self.layers // (self.pipeline * per_chunk),
+            micro_batch_size=self.micro_batch_size,
+            recompute="full",
+            overlap_grad_reduce=self.pipeline == 1,
+        )
+
+
+# GPT-2 medium as in NVIDIA's examples, and 1909.08053 table 1: 64 replicas, a batch of 8 each.
+V100_MODELS = {
+    "345m": Published(24, 1024, 16, 1024, 1, 1, 64, 512, 8),
+    "1.2b": Published(40, 1536, 16, 1024, 1, 1, 64, 512, 8, tflops=39),
+    "2.5b": Published(54, 1920, 20, 1024, 2, 1, 128, 512, 8),
+    "4.2b": Published(64, 2304, 24, 1024, 4, 1, 256, 512, 8),
+    "8.3b": Published(72, 3072, 32, 1024, 8, 1, 512, 512, 8),
+}
+# 2104.04473 table 1 and, for 175B, section 5.1; microbatches and chunks as in the scripts
+# published with it (NVIDIA/Megatron-LM, examples/sc21).
+A100_MODELS = {
+    "1.7b": Published(24, 2304, 24, 2048, 1, 1, 32, 512, 16, tflops=137),
+    "3.6b": Published(30, 3072, 32, 2048, 2, 1, 64, 512, 16, tflops=138),
+    "7.5b": Published(36, 4096, 32, 2048, 4, 1, 128, 512, 16, tflops=142),
+    "18.4b": Published(40, 6144, 48, 2048, 8, 1, 256, 1024, 8, tflops=135),
+    "39.1b": Published(48, 8192, 64, 2048, 8, 2, 512, 1536, 4, tflops=138),
+    "76.1b": Published(60, 10240, 80, 2048, 8, 4, 1024, 1792, 2, 5, tflops=140),
+    "145.6b": Published(80, 12288, 96, 2048, 8, 8, 1536, 2304, 2, 5, tflops=148),
+    "175b": Published(96, 12288, 96, 2048, 8, 16, 1024, 1536, 1, tflops=140),
+    "310.1b": Published(96, 16384, 128, 2048, 8, 16, 1920, 2160, 1, 3, tflops=155),
+    "529.6b": Published(105, 20480, 128, 2048, 8, 35, 2520, 2520, 1, 1, tflops=163),
+    "1t": Published(128, 25600, 160, 2048, 8, 64, 3072, 3072, 1, tflops=163),
+}
+MODELS = V100_MODELS | A100_MODELS

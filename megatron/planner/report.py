@@ -1,0 +1,105 @@
+"""Plans in words and as a command line."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron.flags import flag_name
+from megatron.model.config import ModelConfig
+from megatron.planner.cluster import Cluster
+from megatron.planner.layout import Job
+from megatron.planner.memory import USABLE, model_parameters
+from megatron.planner.search import Found, Plan
+
+
+def heading(job: Job, cluster: Cluster) -> str:
+    """What is trained on what."""
+    nodes = "one node" if cluster.nodes == 1 else f"{cluster.nodes:,} nodes of {cluster.per_node}"
+    return (
+        f"{model_parameters(job) / 1e9:,.2f} billion parameters on {cluster.devices:,} "
+        f"{cluster.device.name} ({nodes}, {cluster.device.precision}); {job.global_batch_size:,} samples of "
+        f"{job.seq_length:,} tokens a step"
+    )
+
+
+def table(found: Found, job: Job, cluster: Cluster) -> str:
+    """The best plans. TFLOP/s are those of the model: what is computed again does not count."""
+    rows = ["    TFLOP/s   step s  bubble  comm.  recomp.  memory  layout"]
+    for number, plan in enumerate(found.plans, start=1):
+        step = plan.step
+        shares = (step.bubble, communication(plan), step.recompute)
+        told = "".join(f"{100 * share / step.seconds:7.1f}%" for share in shares)
+        rows.append(
+            f"{number:3}{tflops(plan, job, cluster):8.1f}{step.seconds:9.2f}{told}{plan.memory.total / 1e9:5.0f} GB"
+            f"  {plan.layout}"
+        )
+    return "\n".join(rows)
+
+
+def communication(plan: Plan) -> float:
+    """Seconds that nothing hides."""
+    return plan.step.tensor + plan.step.transfers + plan.step.gradients
+
+
+def tflops(plan: Plan, job: Job, cluster: Cluster) -> float:
+    """Of one device, as of the model: what is computed again does not count."""
+    return job.flops() / plan.step.seconds / cluster.devices / 1e12
+
+
+def details(plan: Plan, cluster: Cluster) -> str:
+    """What a step of it spends its time on, and what fills the memory."""
+    step, memory = plan.step, plan.memory
+    parts = {
+        "matrix products": step.products,
+        "memory-bound operations": step.elements,
+        "tensor parallelism": step.tensor,
+        "embeddings and output": step.ends,
+        "bubble": step.bubble,
+        "gradients": step.gradients,
+        "optimizer": step.optimizer,
+    }
+    time = ", ".join(f"{name} {100 * part / step.seconds:.1f}%" for name, part in parts.items())
+    kinds = ", ".join(f"{f.name} {getattr(memory, f.name) / 1e9:.1f}" for f in dataclasses.fields(memory))
+    room = USABLE * cluster.device.memory
+    return (
+        f"  time    {time}\n"
+        f"  memory  {kinds}: {memory.total / 1e9:.1f} GB on the stage with the most, {room / 1e9:.1f} GB to be had; "
+        f"{(room - memory.total) / 1e9:.1f} GB are left"
+    )
+
+
+def duration(plan: Plan, job: Job, cluster: Cluster, tokens: float) -> str:
+    """Of training on so many tokens."""
+    steps = tokens / (job.global_batch_size * job.seq_length)
+    hours = steps * plan.step.seconds / 3600
+    return (
+        f"  {tokens / 1e9:,.6g} billion tokens are {steps:,.0f} steps: {hours / 24:,.1f} days, "
+        f"{hours * cluster.devices:,.0f} GPU-hours, without evaluations, checkpoints and interruptions"
+    )
+
+
+def command(plan: Plan, job: Job, cluster: Cluster) -> str:
+    """The command line of the best plan on one of the nodes."""
+    precision = cluster.device.precision
+    model = [
+        flag_name(f) if isinstance(value, bool) else f"{flag_name(f)} {value}"
+        for f in dataclasses.fields(job.model)
+        if (value := getattr(job.model, f.name)) != f.default and f.name not in implied(job.model)
+    ]
+    lines = [
+        f"python -m torch.distributed.run --nproc-per-node {min(cluster.per_node, cluster.devices)} "
+        f"--nnodes {cluster.nodes}"
+        + (" --node-rank RANK --master-addr HOST --master-port 6000" if cluster.nodes > 1 else ""),
+        "pretrain_gpt.py",
+        " ".join([*model, f"--seq-length {job.seq_length}"]),
+        " ".join(plan.layout.flags(job) + ([f"--{precision}"] if precision != "fp32" else [])),
+    ]
+    return " \\\n    ".join(lines)
+
+
+def implied(model: ModelConfig) -> set[str]:
+    """Fields whose value follows from the others, so that no flag need say it."""
+    given = {"num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "swiglu"}
+    plain = ModelConfig(**{name: getattr(model, name) for name in given})
+    derived = ("ffn_hidden_size", "kv_channels", "num_query_groups")
+    return {name for name in derived if getattr(plain, name) == getattr(model, name)}

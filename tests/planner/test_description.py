@@ -1,0 +1,93 @@
+"""Descriptions of clusters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from published import cluster
+
+from megatron.flags import InputError
+from megatron.planner.description import describe, quantity, read_cluster
+
+FILE = """
+device: a100-80gb
+devices-per-node: 8
+nodes: 4
+link: {bandwidth: 300 GB/s, latency: 3.4 us}
+network: {bandwidth: 200 Gb/s}
+"""
+
+
+def read(folder: Path, text: str):
+    path = folder / "cluster.yaml"
+    path.write_text(text)
+    return read_cluster(path)
+
+
+def test_a_file_says_what_the_table_says(tmp_path: Path):
+    machine, table = read(tmp_path, FILE), cluster(32)
+    assert (machine.device, machine.nodes, machine.reached) == (table.device, 4, table.reached)
+    for ours, theirs in ((machine.link, table.link), (machine.network, table.network)):
+        assert vars(ours) == pytest.approx(vars(theirs))
+
+
+def test_what_is_written_is_read(tmp_path: Path):
+    machine = cluster(64, "h100-80gb")
+    again = read(tmp_path, describe(machine))
+    assert again.device.peak == pytest.approx(machine.device.peak)
+    assert again.link.bandwidth == pytest.approx(machine.link.bandwidth)
+    assert (again.reached, again.devices) == (machine.reached, 64)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "value"),
+    [
+        ("80 GB", "memory", 80e9),
+        ("80GiB", "memory", 80 * 2**30),
+        ("200 Gb/s", "speed", 25e9),
+        ("1.6e3 GB/s", "speed", 1.6e12),
+        ("312 TFLOP/s", "arithmetic", 312e12),
+        ("5 us", "time", 5e-6),
+    ],
+)
+def test_units(text: str, kind: str, value: float):
+    assert quantity(text, kind) == pytest.approx(value)
+
+
+OWN = "{name: x, precision: bf16, peak: 1 TFLOP/s, memory: 1 GB, bandwidth: 1 GB/s}"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("300 GB/s", "300 GB", r"link\.bandwidth: '300 GB' is not a number above 0 with its unit, MB/s, .* or Tb/s; "
+            r"write it like '600 GB/s'"),
+        ("300 GB/s", "300", r"link\.bandwidth: 300 is not a number above 0 with its unit"),
+        ("3.4 us", "-3 us", r"link\.latency: '-3 us' is not"),
+        ("a100-80gb", "a100-800gb", r"device: 'a100-800gb' is not a GPU of the table; known are .*a100-80gb"),
+        ("a100-80gb", OWN.replace("1 GB,", "1 GB/s,"), r"device\.memory: '1 GB/s' is not .*; write it like '80 GB'"),
+        ("a100-80gb", OWN.replace("bf16", "fp8"), r"device\.precision: 'fp8' is not one of bf16, fp16, fp32"),
+        ("a100-80gb", OWN.replace("peak", "peek"), r"device\.peak is missing"),
+        ("nodes: 4", "nodes: four", r"nodes: 'four' is not a whole number of at least 1"),
+        ("nodes: 4", "nodes: 4\nracks: 2", r"racks is not a field; known are nodes, devices?"),
+        ("nodes: 4", "nodes: 4\nreached: {link: 66}", r"reached\.link: 66 is not a share above 0 and up to 1"),
+        ("network: {bandwidth: 200 Gb/s}", "", r"network is missing"),
+        ("link: {", "link: 5 # {", r"link: 5 is not a mapping of fields"),
+        ("nodes: 4", "nodes: [", r"line \d+: is not YAML"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(tmp_path: Path, old: str, new: str, message: str):
+    assert old in FILE
+    with pytest.raises(InputError, match=r"^--cluster .*cluster\.yaml: " + message):
+        read(tmp_path, FILE.replace(old, new))
+
+
+def test_a_file_that_is_not_there(tmp_path: Path):
+    with pytest.raises(InputError, match=r"--cluster .*none\.yaml: cannot be read \(No such file"):
+        read_cluster(tmp_path / "none.yaml")
+
+
+def test_one_node_needs_no_network(tmp_path: Path):
+    text = FILE.replace("network: {bandwidth: 200 Gb/s}", "").replace("nodes: 4", "nodes: 1")
+    assert read(tmp_path, text).devices == 8

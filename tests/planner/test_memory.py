@@ -1,0 +1,102 @@
+"""Memory by formulas, against those of the papers and the schedules' own lists."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from published import cluster, job
+
+from megatron.model.config import ModelConfig
+from megatron.parallel.schedules import SCHEDULES, simulate
+from megatron.planner.layout import NVIDIA_2021, OURS, Job, Layout
+from megatron.planner.memory import (
+    fits,
+    held_chunks,
+    layer_activations,
+    model_parameters,
+    most_memory,
+    stage_memory,
+    stage_parameters,
+)
+from megatron.planner.models import A100_MODELS, MODELS
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_are_those_of_the_tables(name: str):
+    billions = (
+        float(name[:-1]) / 1000 if name.endswith("m") else float(name[:-1]) * (1008 if name == "1t" else 1)
+    )
+    assert model_parameters(MODELS[name].job()) / 1e9 == pytest.approx(billions, rel=0.05)
+
+
+def test_equation_2_of_2104_04473():
+    """P = 12 l h² (1 + 13 / 12h + (V + s) / 12 l h), and the final normalisation's 2h."""
+    for model in A100_MODELS.values():
+        l, h = model.layers, model.hidden  # noqa: E741
+        formula = 12 * l * h**2 * (1 + 13 / (12 * h) + (51200 + 2048) / (12 * l * h))
+        assert model_parameters(model.job()) == pytest.approx(formula + 2 * h, rel=1e-12)
+
+
+@pytest.mark.parametrize(("parallel", "recompute", "expected"), [
+    (False, "none", lambda t, share: 10 + 24 / t + 5 * share / t),
+    (True, "none", lambda t, share: (34 + 5 * share) / t),
+    (False, "selective", lambda t, share: 10 + 24 / t),
+    (True, "selective", lambda t, share: 34 / t),
+    (False, "full", lambda t, share: 2),
+])  # fmt: skip
+def test_activations_of_a_layer_are_those_of_2205_05198_table_2(parallel: bool, recompute: str, expected):
+    gpt = job(96, 12288, 96, 64)
+    layout = Layout(tensor=8, micro_batch_size=1, sequence_parallel=parallel)
+    s, h, heads = 2048, 12288, 96
+    kept = layer_activations(gpt, layout, 2, NVIDIA_2021, recompute=recompute)
+    assert kept == pytest.approx(s * h * expected(8, heads * s / h))
+
+
+def test_what_is_held_is_what_the_schedules_hold():
+    for layout in (Layout(pipeline=p, chunks=v) for p in (2, 3, 4, 8) for v in (1, 2, 3)):
+        for m in (layout.pipeline, 3 * layout.pipeline):
+            schedule = SCHEDULES[layout.schedule](layout.pipeline, layout.chunks, m)
+            peak = simulate(schedule, layout.pipeline).peak_in_flight
+            assert [held_chunks(layout, m, p) for p in range(layout.pipeline)] == peak
+
+
+def test_bytes_of_a_parameter():
+    """18 with fp32 gradients, of which the sharded optimizer divides 12 among the replicas (1910.02054)."""
+    gpt, layout = job(4, 1024, 16, 64), Layout(tensor=2, pipeline=2, data=2)
+    parameters = stage_parameters(gpt, layout, 0)
+    for sharded, expected in ((False, 18), (True, 12)):
+        memory = stage_memory(
+            gpt, dataclasses.replace(layout, distributed_optimizer=sharded), cluster(8), 0, OURS
+        )
+        state = memory.weights + memory.gradients + memory.master + memory.moments
+        assert state / parameters == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", A100_MODELS)
+def test_the_papers_runs_fit_their_gpus(name: str):
+    model = A100_MODELS[name]
+    machine = cluster(model.gpus)
+    assert fits(most_memory(model.job(), model.layout(), machine, NVIDIA_2021), machine)
+
+
+def test_parameters_of_other_shapes_are_those_of_the_model():
+    """Llama's shape, as a torch module has it."""
+    from megatron.model.gpt import GPTModel
+
+    config = ModelConfig(
+        num_layers=3,
+        hidden_size=64,
+        num_attention_heads=8,
+        group_query_attention=True,
+        num_query_groups=2,
+        swiglu=True,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        position_embedding_type="rope",
+        untie_embeddings_and_output_weights=True,
+        qk_layernorm=True,
+        max_position_embeddings=32,
+    )
+    model = GPTModel(config, vocab_size=128, padded_vocab_size=128)
+    assert model_parameters(Job(config, 32, 128, 8)) == sum(p.numel() for p in model.parameters())

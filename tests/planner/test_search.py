@@ -1,0 +1,108 @@
+"""The search for layouts."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+from published import cluster, job
+
+from megatron.flags import InputError
+from megatron.planner.explain import other_choices, takeaways, why_not
+from megatron.planner.layout import OURS
+from megatron.planner.memory import fits, most_memory
+from megatron.planner.models import MODELS
+from megatron.planner.search import Found, search, shapes, variants
+from megatron.planner.simulate import Simulator
+
+
+def found(job, cluster) -> Found:
+    return search(job, cluster, wanted=10, progress=lambda count: None)
+
+
+def test_the_best_of_a_small_case_is_the_best_of_all():
+    gpt, machine = job(24, 2048, 16, 64), cluster(8)
+    fitting = [
+        layout
+        for shape in shapes(gpt, machine)
+        for layout in variants(shape, gpt)
+        if fits(most_memory(gpt, layout, machine, OURS), machine)
+    ]
+    every = [Simulator(gpt, layout, machine, OURS).step().seconds for layout in fitting]
+    result = found(gpt, machine)
+    assert result.timed == len(fitting)
+    seconds = [plan.step.seconds for plan in result.plans]
+    assert seconds == sorted(seconds)
+    assert seconds[0] == min(every)
+
+
+def test_plans_fit_and_divide():
+    gpt, machine = MODELS["39.1b"].job(), cluster(512)
+    result = found(gpt, machine)
+    assert len(result.plans) == 10
+    assert result.too_large > 0
+    for plan in result.plans:
+        layout = plan.layout
+        assert layout.processes == 512
+        assert fits(plan.memory, machine)
+        assert gpt.model.num_layers % (layout.pipeline * layout.chunks) == 0
+        assert gpt.global_batch_size % (layout.data * layout.micro_batch_size) == 0
+        if layout.chunks > 1:
+            assert layout.microbatches(gpt) % layout.pipeline == 0
+
+
+def test_a_small_model_needs_no_model_parallelism():
+    """Takeaway 2 of 2104.04473: model parallelism only until the model fits."""
+    best = found(MODELS["1.7b"].job(), cluster(32)).plans[0]
+    assert (best.layout.tensor, best.layout.pipeline) == (1, 1)
+
+
+@pytest.mark.slow
+def test_a_trillion_parameters_stay_within_nodes():
+    """Takeaway 1: tensor parallelism up to the size of a node, then pipelines. It takes less than a minute."""
+    begin = time.perf_counter()
+    best = found(MODELS["1t"].job(), cluster(3072)).plans[0]
+    assert time.perf_counter() - begin < 60
+    assert best.layout.tensor == 8
+    assert best.layout.pipeline >= 16
+
+
+def test_other_choices_say_what_they_would_cost():
+    gpt, machine = MODELS["18.4b"].job(), cluster(256)
+    best = found(gpt, machine).plans[0]
+    told = {words: why_not(other, best, gpt, machine) for words, other in other_choices(best, gpt, machine)}
+    assert len(told) >= 8
+    for text in told.values():
+        assert re.match(
+            r"(\d+\.\d% slower, by |does not fit: needs \d+ GB of 74$|as fast, and needs )", text
+        ), text
+    assert any(text.startswith("does not fit") for text in told.values())
+    assert "recomputation" in told["full recomputation"]
+    paragraphs = takeaways(best, gpt, machine)
+    assert [f"takeaway {n}" in " ".join(paragraphs) for n in (1, 2, 3)] == [True] * 3
+
+
+def test_a_model_that_fits_nowhere_names_the_smallest_cluster():
+    gpt = MODELS["39.1b"].job()
+    with pytest.raises(InputError) as error:
+        found(gpt, cluster(4))
+    message = str(error.value)
+    assert "no layout on 4 a100-80gb holds this model in 74 GB each" in message
+    smallest = int(re.search(r"the smallest cluster that would is ([\d]+) of them", message)[1])
+    assert found(gpt, cluster(smallest)).plans
+    assert smallest == 16
+    with pytest.raises(InputError, match="is 16 of them"):
+        found(gpt, cluster(8))
+
+
+def test_a_layer_that_fits_nowhere_is_told():
+    with pytest.raises(InputError, match="nor on more of them: a layer alone is too large"):
+        found(job(2, 400_000, 16, 8), cluster(8))
+
+
+def test_a_batch_that_divides_nowhere_is_told():
+    with pytest.raises(
+        InputError, match=r"--global-batch-size: no layout divides 7 samples, .* over 64 devices"
+    ):
+        found(job(25, 5 * 128, 5, 7), cluster(64))

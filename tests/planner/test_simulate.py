@@ -1,0 +1,64 @@
+"""The clock of the planner."""
+
+from __future__ import annotations
+
+import pytest
+from published import cluster, job
+
+from megatron.planner.layout import NVIDIA_2021, OURS, Layout
+from megatron.planner.simulate import Simulator
+
+
+@pytest.mark.parametrize("program", [OURS, NVIDIA_2021])
+@pytest.mark.parametrize(
+    ("pipeline", "chunks", "microbatches"), [(4, 1, 64), (8, 1, 77), (4, 3, 48), (8, 2, 96)]
+)
+def test_a_schedule_that_is_walked_in_part_takes_what_all_of_it_takes(
+    program, pipeline, chunks, microbatches
+):
+    gpt, layout = job(48, 2048, 16, microbatches), Layout(pipeline=pipeline, chunks=chunks)
+    simulator = Simulator(gpt, layout, cluster(8), program)
+    assert simulator.pipeline_seconds() == pytest.approx(simulator.timeline(microbatches).makespan, rel=1e-6)
+
+
+def test_the_estimate_is_near_the_clock():
+    for layout in (
+        Layout(tensor=8, pipeline=p, chunks=v, recompute="full") for p in (2, 8) for v in (1, 2, 6)
+    ):
+        simulator = Simulator(job(96, 12288, 96, 64), layout, cluster(8 * layout.pipeline), OURS)
+        assert simulator.estimate() == pytest.approx(simulator.step().seconds, rel=0.05)
+
+
+def test_the_parts_of_a_step_make_up_the_whole():
+    for program in (OURS, NVIDIA_2021):
+        layout = Layout(tensor=2, pipeline=4, data=2, overlap_grad_reduce=True)
+        step = Simulator(job(24, 2048, 16, 32), layout, cluster(16), program).step()
+        parts = (step.products, step.elements, step.tensor, step.ends, step.transfers, step.bubble)
+        assert sum(parts) + step.gradients + step.optimizer == pytest.approx(step.seconds)
+        assert step.recompute == 0
+
+
+def test_a_collective_takes_its_ring():
+    """3/4 of the bytes over 300 GB/s within a node; four members of a node share four of its adapters of 25 GB/s."""
+    machine = cluster(16)
+    within, across = machine.group(4, 1), machine.group(8, 2)
+    assert (within.per_node, across.per_node) == (4, 4)
+    share = machine.reached.link
+    assert machine.all_reduce(1e9, within) == pytest.approx(2 * 0.75 * 1e9 / (300e9 * share), rel=0.01)
+    assert machine.all_reduce(1e9, across) == pytest.approx(2 * 0.875 * 1e9 / (100e9 * share), rel=0.01)
+    assert machine.all_reduce(1e9, machine.group(1, 1)) == 0
+
+
+def test_hiding_the_reduction_and_sharding_the_optimizer_help():
+    gpt = job(40, 6144, 48, 1024)
+    layouts = (
+        Layout(
+            tensor=8, data=32, micro_batch_size=8, overlap_grad_reduce=overlap, distributed_optimizer=sharded
+        )
+        for overlap in (False, True)
+        for sharded in (False, True)
+    )
+    plain, sharded, hidden, both = (Simulator(gpt, layout, cluster(256), OURS).step() for layout in layouts)
+    assert sharded.optimizer == pytest.approx(plain.optimizer / 32)
+    assert hidden.gradients < 0.2 * plain.gradients
+    assert both.seconds < plain.seconds

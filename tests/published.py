@@ -1,0 +1,33 @@
+"""Runs as the papers describe them, for the tests of the planner."""
+
+from __future__ import annotations
+
+from megatron.model.config import ModelConfig
+from megatron.planner.cluster import Cluster, of_data_sheet
+from megatron.planner.devices import data_sheet
+from megatron.planner.layout import NVIDIA_2021, Job, Layout, Program
+from megatron.planner.models import VOCAB_SIZE
+from megatron.planner.simulate import Simulator
+
+
+def cluster(gpus: int, gpu: str = "a100-80gb") -> Cluster:
+    return of_data_sheet(data_sheet(gpu, where="test"), gpus)
+
+
+def job(layers: int, hidden: int, heads: int, batch: int, seq_length: int = 2048) -> Job:
+    model = ModelConfig(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        max_position_embeddings=seq_length,
+    )
+    return Job(model, seq_length, VOCAB_SIZE, batch)
+
+
+def tflops(
+    job: Job, layout: Layout, gpu: str = "a100-80gb", program: Program = NVIDIA_2021, gpus: int | None = None
+) -> float:
+    """Predicted TFLOP/s of a GPU, with full recomputation counted as the papers do."""
+    gpus = gpus or layout.processes
+    step = Simulator(job, layout, cluster(gpus, gpu), program).step()
+    return job.flops(recompute="full") / step.seconds / layout.processes / 1e12

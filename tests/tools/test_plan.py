@@ -1,0 +1,139 @@
+"""tools/plan.py."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.arguments import parse_run_config
+from megatron.flags import InputError
+from pretrain_gpt import DEFAULTS
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SMALL = "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --global-batch-size 32"
+
+
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    import plan as tool
+
+    def run(flags: str) -> str:
+        tool.main(shlex.split(flags))
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_a_named_model_is_planned(plan, tmp_path: Path):
+    files = {name: tmp_path / name for name in ("plans.json", "trace.json", "picture.svg")}
+    out = plan(
+        f"--model 8.3b --gpus 64 --tokens 100e9 --explain --json {files['plans.json']} --trace {files['trace.json']} "
+        f"--picture {files['picture.svg']}"
+    )
+    assert out.startswith("8.3b: 8.3")
+    assert "64 a100-80gb (8 nodes of 8, bf16)" in out
+    assert len(re.findall(r"^ {1,2}\d+ .*T\d+ P\d+ D\d+", out, re.M)) == 10
+    for words in ("days", "GPU-hours", "GB are left", "Other choices", "does not fit", "takeaway 1"):
+        assert words in out
+
+    plans = json.loads(files["plans.json"].read_text())["plans"]
+    seconds = [p["step"]["seconds"] for p in plans]
+    assert seconds == sorted(seconds)
+    days = 100e9 / (512 * 1024) * seconds[0] / 86400
+    assert f"{days:,.1f} days" in out
+
+    layout = plans[0]["layout"]
+    events = json.loads(files["trace.json"].read_text())["traceEvents"]
+    assert {e["tid"] for e in events} == set(range(layout["pipeline"]))
+    computes = [e for e in events if e.get("cat") in ("forward", "backward")]
+    m = 512 // (layout["data"] * layout["micro_batch_size"])
+    assert len(computes) == 2 * m * layout["chunks"] * layout["pipeline"]
+    end = max(e["ts"] + e["dur"] for e in events if e["ph"] == "X")
+    assert end / 1e6 == pytest.approx(seconds[0], rel=0.01)
+    assert files["picture.svg"].read_text().startswith("<svg")
+
+
+def test_the_command_it_prints_is_one_of_pretraining(plan, tmp_path: Path):
+    out = plan(
+        f"{SMALL} --gpus 8 --swiglu --group-query-attention --num-query-groups 4 --disable-bias-linear "
+        f"--normalization RMSNorm --position-embedding-type rope --json {tmp_path / 'plans.json'}"
+    )
+    assert "one node" in out
+    for best in json.loads((tmp_path / "plans.json").read_text())["plans"]:
+        words = shlex.split(best["command"].replace("\\\n", " "))
+        flags = words[words.index("pretrain_gpt.py") + 1 :]
+        rest = "--mock-data --tokenizer-type NullTokenizer --vocab-size 511 --train-iters 1 --lr 1e-4"
+        config = parse_run_config([*flags, *rest.split()], description="", defaults=DEFAULTS)
+        layout = best["layout"]
+        assert config.parallel.tensor_model_parallel_size == layout["tensor"]
+        assert config.parallel.pipeline_model_parallel_size == layout["pipeline"]
+        assert config.training.micro_batch_size == layout["micro_batch_size"]
+        assert config.training.bf16
+        assert (config.model.ffn_hidden_size, config.model.num_query_groups) == (1344, 4)
+        assert not config.model.add_bias_linear
+
+
+def test_a_cluster_of_ones_own(plan, tmp_path: Path):
+    (tmp_path / "mine.yaml").write_text(
+        "device: {name: laptop, precision: fp32, peak: 0.1 TFLOP/s, memory: 8 GB, bandwidth: 20 GB/s}\n"
+        "devices-per-node: 2\nnodes: 1\nlink: {bandwidth: 1 GB/s, latency: 50 us}\n"
+    )
+    out = plan(f"{SMALL} --cluster {tmp_path / 'mine.yaml'}")
+    assert "2 laptop (one node, fp32)" in out
+    assert "--nproc-per-node 2 --nnodes 1 \\" in out
+    assert "--bf16" not in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("", "--model or --num-layers is required"),
+        ("--num-layers 2 --hidden-size 64 --num-attention-heads 2", "--seq-length is required for a model"),
+        (SMALL, "--gpus or --cluster is required"),
+        (f"{SMALL} --gpus 8 --gpu a100", "--gpu: 'a100' is not a GPU of the table; known are .*a100-80gb"),
+        (f"{SMALL} --gpus 12", "--gpus: 12 a100-80gb do not fill machines of 8; choose 8 or 16"),
+        (f"{SMALL} --gpus 16 --gpu l40s", "--gpu l40s: there is no standard machine"),
+        (f"{SMALL} --gpus 16 --cluster x.yaml", "--gpus: the file of --cluster says how many"),
+        (f"{SMALL} --gpus 8 --picture here.gif", r"--picture: here\.gif must end in \.svg or \.png"),
+        (f"{SMALL} --gpus 8 --trace /none/here.json", r"/none/here\.json cannot be written \(No such file"),
+        ("--model 39.1b --gpus 8", "no layout on 8 a100-80gb .*; the smallest cluster that would is"),
+        ("--model 7b", "--model: '7b' is not one of 345m, "),
+    ],
+)
+def test_what_is_wrong_is_named(plan, flags: str, message: str):
+    with pytest.raises(InputError, match=message) as error:
+        plan(flags)
+    assert "\n" not in str(error.value)
+
+
+def test_a_png_needs_matplotlib(plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(InputError, match=r"needs matplotlib for PNG: pip install matplotlib"):
+        plan(f"{SMALL} --gpus 8 --picture {tmp_path / 'x.png'}")
+
+
+def test_planning_does_without_torch():
+    program = "import sys; sys.path[:0] = ['tools', '.']; import plan; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
+
+
+@pytest.mark.slow
+def test_a_cpu_is_measured_and_planned_for(plan, command, tmp_path: Path):
+    """In a minute on a quiet machine; in a process of its own, which starts others."""
+    command("tools/plan.py", "--calibrate", tmp_path / "here.yaml")
+    out = plan(f"{SMALL} --cluster {tmp_path / 'here.yaml'}")
+    assert re.search(r"on \d+ cpu \(one node, fp32\)", out)
+
+
+def test_a_png_is_drawn(plan, tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    plan(f"{SMALL} --gpus 8 --picture {tmp_path / 'x.png'}")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
