@@ -25,7 +25,7 @@ from megatron.model.gpt import GPTModel
 from megatron.model.layers import TensorParallel
 from megatron.ops.backend import Ops
 from megatron.ops.compiler import as_written
-from megatron.ops.linear import has_onednn, matmul, onednn_matmul
+from megatron.ops.linear import add_product, has_onednn, matmul, onednn_matmul
 from megatron.ops.projected_loss import projected_loss
 from megatron.parallel.collectives import together
 from megatron.parallel.mesh import Mesh
@@ -130,4 +130,5 @@ def _ops(dtype: torch.dtype, device: torch.device) -> Ops:
     """Nothing compiled: what is short of time here are tokens one by one, which keep no compiled code busy."""
     onednn = device.type == "cpu" and dtype == torch.float32 and has_onednn(dtype)
     product = onednn_matmul if onednn else matmul
-    return Ops(matmul=product, projected_loss=functools.partial(projected_loss, as_written, product))
+    loss = functools.partial(projected_loss, as_written, product, add_product)
+    return Ops(matmul=product, projected_loss=loss)
