@@ -107,7 +107,20 @@ def command(plan: Plan, job: Job, cluster: Cluster) -> str:
 
 def implied(model: ModelConfig) -> set[str]:
     """Fields whose value follows from the others, so that no flag need say it."""
-    given = {"num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "swiglu"}
+    given = (
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "kv_channels",
+        "max_position_embeddings",
+        "swiglu",
+    )
     plain = ModelConfig(**{name: getattr(model, name) for name in given})
-    derived = ("ffn_hidden_size", "kv_channels", "num_query_groups")
-    return {name for name in derived if getattr(plain, name) == getattr(model, name)}
+    found = {
+        name
+        for name in ("ffn_hidden_size", "num_query_groups")
+        if getattr(plain, name) == getattr(model, name)
+    }
+    if model.kv_channels * model.num_attention_heads == model.hidden_size:
+        found.add("kv_channels")
+    return found
