@@ -62,8 +62,8 @@ def test_a_named_model_is_planned(plan, tmp_path: Path):
 
 def test_the_command_it_prints_is_one_of_pretraining(plan, tmp_path: Path):
     out = plan(
-        f"{SMALL} --gpus 8 --swiglu --kv-channels 96 --group-query-attention --num-query-groups 4 --disable-bias-linear "
-        f"--normalization RMSNorm --position-embedding-type rope --json {tmp_path / 'plans.json'}"
+        f"{SMALL} --gpus 8 --swiglu --kv-channels 96 --group-query-attention --num-query-groups 4 "
+        f"--disable-bias-linear --normalization RMSNorm --position-embedding-type rope --json {tmp_path / 'plans.json'}"
     )
     assert "one node" in out
     for best in json.loads((tmp_path / "plans.json").read_text())["plans"]:
