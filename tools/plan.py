@@ -79,7 +79,7 @@ class PlanConfig(Config):
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__)
     add_flags(parser, PlanConfig, "plan")
-    add_flags(parser, ModelConfig, "model", without=("model",))
+    add_flags(parser, ModelConfig, "model")
     args = vars(parser.parse_args(argv))
     config = make_config(PlanConfig, args)
     if config.calibrate is not None:

@@ -21,6 +21,8 @@ PARTS = {
     "gradients": "gradients and weights between replicas",
     "optimizer": "the optimizer's step",
 }
+# A difference of a step's time that is none.
+AS_FAST = 0.002
 
 
 def other_choices(best: Plan, job: Job, cluster: Cluster) -> Iterator[tuple[str, Layout]]:
@@ -88,10 +90,14 @@ def why_not(other: Layout, best: Plan, job: Job, cluster: Cluster) -> str:
     if not fits(memory, cluster):
         room = USABLE * cluster.device.memory
         return f"does not fit: needs {memory.total / 1e9:.0f} GB of {room / 1e9:.0f}"
-    plan = make_plan(job, other, cluster)
+    return slower_by(make_plan(job, other, cluster), best)
+
+
+def slower_by(plan: Plan, best: Plan) -> str:
+    """How much longer a plan's step takes than the best's, and on what."""
     slower = plan.step.seconds / best.step.seconds - 1
-    if slower < 0.002:
-        return f"as fast, and needs {memory.total / 1e9:.0f} GB"
+    if slower < AS_FAST:
+        return f"as fast, and needs {plan.memory.total / 1e9:.0f} GB"
     more = {name: getattr(plan.step, name) - getattr(best.step, name) for name in PARTS}
     again = plan.step.recompute - best.step.recompute
     worst = max(more, key=more.get)

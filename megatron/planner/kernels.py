@@ -62,12 +62,9 @@ class Both:
         return Both(self.forward * times, self.backward * times)
 
 
-NOTHING = Both(Spent(), Spent())
-
-
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """Times of the parts of a model in a layout. What it does not say of a job is in `job`."""
+    """Times of the parts of a job's model on one process of a layout."""
 
     job: Job
     layout: Layout
@@ -114,10 +111,8 @@ class Kernels:
     def attention(self) -> Both:
         """Scores and weighted sums of one layer."""
         model, s = self.job.model, self.job.seq_length
-        heads, d = (
-            self.layout.micro_batch_size * model.num_attention_heads / self.layout.tensor,
-            model.kv_channels,
-        )
+        heads = self.layout.micro_batch_size * model.num_attention_heads / self.layout.tensor
+        d = model.kv_channels
         if self.program.fused_attention:
             # Half the square under the mask. Backward recomputes the scores: five products for forward's two.
             device = self.cluster.device
@@ -178,15 +173,14 @@ class Kernels:
         """The last stage's: projection to the vocabulary and cross entropy in fp32."""
         model, n = self.job.model, self.tokens
         columns = self.job.padded_vocab_size(self.layout.tensor) / self.layout.tensor
-        entropy = self.moved(n * columns, ENTROPY)
-        return (
-            self.linear(n, model.hidden_size, columns)
-            + entropy
-            + Both(Spent(), self.tensor_communication.forward)
-        )
+        found = self.linear(n, model.hidden_size, columns) + self.moved(n * columns, ENTROPY)
+        if n * columns * self.cluster.device.element > self.program.kept_logits:
+            again = Spent(products=self.product(n, columns, model.hidden_size))
+            found += Both(Spent(), again)
+        return found + Both(Spent(), self.tensor_communication.forward)
 
     def chunk(self, *, first: bool, last: bool) -> Both:
-        """One chunk of layers and one microbatch; weight gradients are added to those of the microbatches before."""
+        """A chunk of layers and one microbatch."""
         found = self.layer * self.layout.layers_per_chunk(self.job)
         if first:
             found += self.embedding

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from megatron.model.config import ModelConfig
 from megatron.model.flops import flops_per_sample
@@ -47,6 +48,7 @@ class Program:
         stream: of an element of the residual stream: normalisations, dropouts, additions.
         heads: of an element of the attention's heads: biases, changes of order.
         middle: of an element of the MLP's middle: bias and activation.
+        kept_logits: bytes of logits that are kept for backward; where there are more, backward computes them again.
         gradient: bytes of a gradient, as it is accumulated and reduced.
         waits: a stage computes nothing while it sends or receives.
     """
@@ -56,6 +58,7 @@ class Program:
     stream: Moves
     heads: Moves
     middle: Moves
+    kept_logits: float
     gradient: int
     waits: bool
 
@@ -72,6 +75,7 @@ OURS = Program(
     stream=(10, 18),
     heads=(2, 11),
     middle=(2, 4),
+    kept_logits=1 << 27,  # as in ops/projected_loss.py
     gradient=4,
     waits=False,
 )
@@ -84,6 +88,7 @@ NVIDIA_2021 = Program(
     stream=(11, 19),
     heads=(8, 11),
     middle=(2, 4),
+    kept_logits=math.inf,
     gradient=2,
     waits=True,
 )
@@ -97,6 +102,7 @@ NVIDIA_2019 = Program(
     stream=(19, 19),
     heads=(14, 11),
     middle=(4, 4),
+    kept_logits=math.inf,
     gradient=2,
     waits=True,
 )

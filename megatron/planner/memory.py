@@ -14,7 +14,7 @@ from megatron.planner.layout import Job, Layout, Program
 # what an allocator cannot use between tensors.
 USABLE = 0.92
 ADAM_MOMENTS = 8  # bytes of a parameter's two means in fp32
-LOGITS_AT_ONCE = 1 << 28  # bytes, as of ops/projected_loss.py on a GPU
+LOGITS_AT_ONCE = 1 << 28  # bytes, as of ops/projected_loss.py on a GPU, where they are not kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,9 @@ def layer_parameters(job: Job, tensor: int) -> float:
     """Of one layer on one of `tensor` processes."""
     model = job.model
     h, heads = model.hidden_size, model.num_attention_heads * model.kv_channels
-    keys = 2 * max(model.num_query_groups, tensor) * model.kv_channels
+    # Of fewer groups than processes each holds all.
+    groups = model.num_query_groups
+    keys = 2 * groups * model.kv_channels * (1 if groups >= tensor else tensor)
     fc1, f = model.ffn_hidden_size * (2 if model.swiglu else 1), model.ffn_hidden_size
     divided = h * (heads + keys) + heads * h + h * fc1 + f * h
     whole = 2 * h * (2 if model.normalization == "LayerNorm" else 1)
@@ -120,8 +122,9 @@ def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program
         activations += layer_activations(job, layout, element, program, recompute="none")
     if stage == layout.pipeline - 1:
         tokens = layout.micro_batch_size * job.seq_length
-        logits = tokens * job.padded_vocab_size(layout.tensor) / layout.tensor * (element + 4)
-        activations += min(logits, LOGITS_AT_ONCE) if program.fused_attention else logits
+        logits = tokens * job.padded_vocab_size(layout.tensor) / layout.tensor
+        kept = logits * element <= program.kept_logits
+        activations += logits * (element + 4) if kept else LOGITS_AT_ONCE
     return Memory(
         weights=element * parameters,
         gradients=program.gradient * parameters,

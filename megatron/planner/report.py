@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 
 from megatron.flags import flag_name
 from megatron.model.config import ModelConfig
 from megatron.planner.cluster import Cluster
+from megatron.planner.explain import slower_by
 from megatron.planner.layout import Job
 from megatron.planner.memory import USABLE, model_parameters
 from megatron.planner.search import Found, Plan
@@ -23,15 +25,19 @@ def heading(job: Job, cluster: Cluster) -> str:
 
 
 def table(found: Found, job: Job, cluster: Cluster) -> str:
-    """The best plans. TFLOP/s are those of the model: what is computed again does not count."""
-    rows = ["    TFLOP/s   step s  bubble  comm.  recomp.  memory  layout"]
+    """The best plans, and what each other is behind by. TFLOP/s are those of the model: what is computed again does not
+    count."""
+    rows = ["    TFLOP/s   step s  bubble  comm.  recomp.  GB used  left  layout"]
+    room = USABLE * cluster.device.memory
     for number, plan in enumerate(found.plans, start=1):
         step = plan.step
         shares = (step.bubble, communication(plan), step.recompute)
         told = "".join(f"{100 * share / step.seconds:7.1f}%" for share in shares)
+        used, left = plan.memory.total / 1e9, (room - plan.memory.total) / 1e9
+        behind = "" if number == 1 else f": {slower_by(plan, found.plans[0])}"
         rows.append(
-            f"{number:3}{tflops(plan, job, cluster):8.1f}{step.seconds:9.2f}{told}{plan.memory.total / 1e9:5.0f} GB"
-            f"  {plan.layout}"
+            f"{number:3}{tflops(plan, job, cluster):8.1f}{step.seconds:9.2f}{told}{used:8.1f}{left:6.1f}"
+            f"  {plan.layout}{behind}"
         )
     return "\n".join(rows)
 
@@ -86,20 +92,35 @@ def command(plan: Plan, job: Job, cluster: Cluster) -> str:
         for f in dataclasses.fields(job.model)
         if (value := getattr(job.model, f.name)) != f.default and f.name not in implied(job.model)
     ]
+    flags = [*model, f"--seq-length {job.seq_length}", *plan.layout.flags(job)]
+    if precision != "fp32":
+        flags.append(f"--{precision}")
     lines = [
         f"python -m torch.distributed.run --nproc-per-node {min(cluster.per_node, cluster.devices)} "
         f"--nnodes {cluster.nodes}"
         + (" --node-rank RANK --master-addr HOST --master-port 6000" if cluster.nodes > 1 else ""),
         "pretrain_gpt.py",
-        " ".join([*model, f"--seq-length {job.seq_length}"]),
-        " ".join(plan.layout.flags(job) + ([f"--{precision}"] if precision != "fp32" else [])),
+        *textwrap.wrap(" ".join(flags), 100, break_long_words=False, break_on_hyphens=False),
     ]
     return " \\\n    ".join(lines)
 
 
 def implied(model: ModelConfig) -> set[str]:
     """Fields whose value follows from the others, so that no flag need say it."""
-    given = {"num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "swiglu"}
+    given = (
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "kv_channels",
+        "max_position_embeddings",
+        "swiglu",
+    )
     plain = ModelConfig(**{name: getattr(model, name) for name in given})
-    derived = ("ffn_hidden_size", "kv_channels", "num_query_groups")
-    return {name for name in derived if getattr(plain, name) == getattr(model, name)}
+    found = {
+        name
+        for name in ("ffn_hidden_size", "num_query_groups")
+        if getattr(plain, name) == getattr(model, name)
+    }
+    if model.kv_channels * model.num_attention_heads == model.hidden_size:
+        found.add("kv_channels")
+    return found

@@ -62,8 +62,8 @@ def test_a_named_model_is_planned(plan, tmp_path: Path):
 
 def test_the_command_it_prints_is_one_of_pretraining(plan, tmp_path: Path):
     out = plan(
-        f"{SMALL} --gpus 8 --swiglu --group-query-attention --num-query-groups 4 --disable-bias-linear "
-        f"--normalization RMSNorm --position-embedding-type rope --json {tmp_path / 'plans.json'}"
+        f"{SMALL} --gpus 8 --swiglu --kv-channels 96 --group-query-attention --num-query-groups 4 "
+        f"--disable-bias-linear --normalization RMSNorm --position-embedding-type rope --json {tmp_path / 'plans.json'}"
     )
     assert "one node" in out
     for best in json.loads((tmp_path / "plans.json").read_text())["plans"]:
@@ -76,7 +76,8 @@ def test_the_command_it_prints_is_one_of_pretraining(plan, tmp_path: Path):
         assert config.parallel.pipeline_model_parallel_size == layout["pipeline"]
         assert config.training.micro_batch_size == layout["micro_batch_size"]
         assert config.training.bf16
-        assert (config.model.ffn_hidden_size, config.model.num_query_groups) == (1344, 4)
+        model = config.model
+        assert (model.ffn_hidden_size, model.num_query_groups, model.kv_channels) == (1344, 4, 96)
         assert not config.model.add_bias_linear
 
 
