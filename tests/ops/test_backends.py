@@ -155,9 +155,7 @@ def test_projected_loss(
     run: Callable, dtype: torch.dtype, kept: int, vocab_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(projected_loss, "KEPT", kept)
-    monkeypatch.setitem(
-        projected_loss.AT_ONCE, "cpu", 6 * 96 * dtype.itemsize
-    )  # six rows, which do not divide 35
+    at_once = 6 * 96 * dtype.itemsize  # six rows, which do not divide 35
     labels = torch.randint(vocab_size, (7, 5), generator=torch.Generator().manual_seed(2))
 
     def fast(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -165,6 +163,7 @@ def test_projected_loss(
             run,
             linear.matmul,
             linear.add_product,
+            at_once,
             x,
             weight,
             bias,
@@ -201,6 +200,7 @@ def test_no_samples(run: Callable) -> None:
             run,
             product,
             linear.add_product,
+            1 << 24,
             x,
             weight,
             None,
@@ -233,6 +233,7 @@ def test_logits_at_once() -> None:
             as_written,
             linear.matmul,
             linear.add_product,
+            1 << 24,
             x.unsqueeze(1),
             weight,
             None,
