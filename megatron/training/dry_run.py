@@ -25,6 +25,7 @@ from megatron.model.layers import TensorParallel
 from megatron.ops.backend import Ops, choose_ops
 from megatron.optim.layout import lay_out
 from megatron.parallel.mesh import ALONE, AXES, fake_mesh, world_size
+from megatron.parallel.pipeline import BEHIND
 from megatron.parallel.recompute import Recompute
 from megatron.parallel.stages import Chunk, chunks_per_stage
 from megatron.tokenizer import build_tokenizer, padded_vocab_size
@@ -136,15 +137,14 @@ def longest_batch(config: RunConfig, task: Task, vocab_size: int) -> Fields:
 def enough_microbatches(config: RunConfig, microbatches: int) -> int:
     """As many microbatches of an iteration as it takes until what follows repeats what has been.
 
-    With 1F1B a stage is as full as it gets after one for each stage, and then goes through a forward and a backward
-    pass in turn. With several chunks it is so after less than two for each stage, and then repeats what it does for
-    one for each. GPipe repeats nothing.
+    With 1F1B a stage is as full as it gets after one for each stage, and then does a forward and a backward pass in
+    turn; some more let as many sends be under way as there can be. With several chunks it is full after less than two
+    for each stage, and repeats itself with every further one for each. GPipe repeats nothing.
     """
     stages, schedule = config.parallel.pipeline_model_parallel_size, config.parallel.pipeline_schedule
     if schedule == "gpipe" and stages > 1:
         return microbatches
-    # Some more than that: sends are under way for a while.
-    return min(microbatches, (3 if schedule == "interleaved" else 2) * max(stages, 4))
+    return min(microbatches, 3 * stages if schedule == "interleaved" else stages + 2 * BEHIND)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
