@@ -12,9 +12,8 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TextIO
 
 import torch
 from tqdm import tqdm
@@ -75,7 +74,6 @@ def dry_run(config: RunConfig, task: Task) -> int:
     Raises:
         InputError: the flags do not fit each other, or there is no vocabulary to count with.
     """
-    begin = time.perf_counter()
     plan, parallel = config.dry_run, config.parallel
     if world_size() > 1:
         raise InputError("--dry-run: one process counts for all; start it by python in place of torchrun")
@@ -90,18 +88,27 @@ def dry_run(config: RunConfig, task: Task) -> int:
             f"--dry-run-ranks: {beyond[0]} is not a rank of this run; the last of its {processes} (--world-size) is "
             f"{processes - 1}"
         )
-    counting = Counting.of(config, task, processes)
-    print(counting.describe(), flush=True)
-    found = [counting.rank(rank) for rank in ranks]
-    print(table(found))
-    print(f"counted in {time.perf_counter() - begin:.0f} s")
-    if plan.dry_run_json is not None:
-        record = counting.record() | {"ranks": [as_json(needs) for needs in found]}
-        try:
-            Path(plan.dry_run_json).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"--dry-run-json: {plan.dry_run_json}: {error.strerror}") from None
+    with _opened(plan.dry_run_json) as file:
+        counting = Counting.of(config, task, processes)
+        print(counting.describe(), flush=True)
+        found = []
+        for rank in ranks:
+            begin = time.perf_counter()
+            found.append(counting.rank(rank))
+            print(f"rank {rank} counted in {time.perf_counter() - begin:.0f} s", flush=True)
+        print(table(found))
+        if file is not None:
+            record = counting.record() | {"ranks": [as_json(needs) for needs in found]}
+            file.write(json.dumps(record, indent=2) + "\n")
     return 0
+
+
+def _opened(path: str | None) -> AbstractContextManager[TextIO | None]:
+    """The file that is to be written, before there is work that would be lost if it cannot be."""
+    try:
+        return nullcontext() if path is None else open(path, "w", encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--dry-run-json: {path}: {error.strerror}") from None
 
 
 def vocabulary(config: TokenizerConfig) -> int:
@@ -241,17 +248,20 @@ class Counting:
     def describe(self) -> str:
         """What is counted, in some lines."""
         record = self.record()
-        layout = " x ".join(f"{name} {size}" for name, size in record["layout"].items())
-        repeated = (
-            f"; {self.passes} of them are gone through, and the others counted as repeating what these do"
-            if self.passes < self.microbatches
-            else ""
-        )
-        return (
-            f"dry run of {self.task.name}, {record['parameters']:,} parameters; {self.processes} processes, {layout}\n"
-            f"operations as on a {'GPU' if self.gpu else 'CPU'}, in {self.config.training.precision}\n"
-            f"{self.microbatches} microbatches of {self.config.training.micro_batch_size} on each replica{repeated}"
-        )
+        layout = " x ".join(f"{name} {record[name]}" for name in ("tensor", "data", "pipeline"))
+        lines = [
+            f"dry run of {self.task.name} with {record['parameters']:,} parameters, in {record['precision']}, operations "
+            f"as on a {'GPU' if self.gpu else 'CPU'}",
+            f"processes: {layout} = {self.processes}",
+            f"microbatches on each replica: {self.microbatches}, samples in each: {record['micro batch size']}",
+        ]
+        if record["chunks"] > 1:
+            lines.insert(2, f"chunks of layers on each stage: {record['chunks']}")
+        if self.passes < self.microbatches:
+            lines.append(
+                f"gone through: the first {self.passes}; the others are counted as doing the same again"
+            )
+        return "\n".join(lines)
 
     def record(self) -> dict[str, Any]:
         """The same as JSON has it."""
@@ -260,12 +270,10 @@ class Counting:
         return {
             "task": self.task.name,
             "parameters": self.model_parameters(),
-            "layout": {
-                "tensor": tensor,
-                "data": self.processes // (tensor * pipeline),
-                "pipeline": pipeline,
-                "chunks": chunks_per_stage(parallel, self.config.model.num_layers),
-            },
+            "tensor": tensor,
+            "data": self.processes // (tensor * pipeline),
+            "pipeline": pipeline,
+            "chunks": chunks_per_stage(parallel, self.config.model.num_layers),
             "device": "cuda" if self.gpu else "cpu",
             "precision": self.config.training.precision,
             "micro batch size": self.config.training.micro_batch_size,
@@ -383,8 +391,10 @@ def table(found: list[Needs]) -> str:
     rows.append(("memory", []))
     for kind in found[0].memory:
         row(f"  {kind}", lambda n, kind=kind: size(n.memory[kind]))
-    rows.append(("communication", []))
-    for key in sorted({key for needs in found for key in needs.traffic}):
+    kinds = sorted({key for needs in found for key in needs.traffic})
+    if kinds:
+        rows.append(("communication", []))
+    for key in kinds:
         row(f"  {key[0]}, {key[1]}", lambda n, key=key: _traffic(n.traffic.get(key)))
     row("operations", lambda n: size(n.flops, "FLOP"))
     first = max(len(title) for title, _ in rows)
@@ -409,8 +419,9 @@ def size(count: float, unit: str = "B") -> str:
 
 
 def as_json(needs: Needs) -> dict[str, Any]:
-    traffic = [
-        {"kind": kind, "axis": axis, "calls": t.calls, "bytes": t.bytes}
-        for (kind, axis), t in sorted(needs.traffic.items())
+    record = {field.name: getattr(needs, field.name) for field in dataclasses.fields(needs)}
+    record["traffic"] = [
+        {"kind": kind, "axis": axis, "calls": traffic.calls, "bytes": traffic.bytes}
+        for (kind, axis), traffic in sorted(needs.traffic.items())
     ]
-    return dataclasses.asdict(needs) | {"traffic": traffic}
+    return record

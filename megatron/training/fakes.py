@@ -11,7 +11,6 @@ import torch.distributed._tools.fake_collectives  # makes communication of fake 
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from megatron.training.counting import tensors_of
@@ -26,7 +25,7 @@ def fake_tensors(*, gpu: bool) -> Iterator[None]:
     Their device is the CPU, for autograd refuses those of a GPU where torch has been built without CUDA. With `gpu` the
     operations are those that PyTorch chooses on one.
     """
-    operations = _GPUOperations() if gpu else nullcontext()
+    operations = _gpu_operations() if gpu else nullcontext()
     with FakeTensorMode(allow_non_fake_inputs=True), _HostValues(), operations:
         yield
 
@@ -45,16 +44,22 @@ class _HostValues(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-class _GPUOperations(TorchFunctionMode):
-    """Computes what PyTorch has operations of its own for on a GPU by these."""
+@contextmanager
+def _gpu_operations() -> Iterator[None]:
+    """Computes what PyTorch has operations of its own for on a GPU by these.
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.dropout:
-            return torch.native_dropout(*args, kwargs["p"], True)[0]
-        if func is F.scaled_dot_product_attention:
-            return _gpu_attention(*args, **kwargs)
-        return func(*args, **kwargs)
+    Not by a mode of torch's, which would not hold in backward, where layers are computed again.
+    """
+    originals = F.dropout, F.scaled_dot_product_attention
+    F.dropout, F.scaled_dot_product_attention = _gpu_dropout, _gpu_attention
+    try:
+        yield
+    finally:
+        F.dropout, F.scaled_dot_product_attention = originals
+
+
+def _gpu_dropout(x: Tensor, p: float) -> Tensor:
+    return torch.native_dropout(x, p, True)[0]
 
 
 def _gpu_attention(
