@@ -250,13 +250,13 @@ class Counting:
         record = self.record()
         layout = " x ".join(f"{name} {record[name]}" for name in ("tensor", "data", "pipeline"))
         lines = [
-            f"dry run of {self.task.name} with {record['parameters']:,} parameters, in {record['precision']}, operations "
-            f"as on a {'GPU' if self.gpu else 'CPU'}",
+            f"dry run of {self.task.name} with {record['parameters']:,} parameters",
+            f"computed in {record['precision']} by a {'GPU' if self.gpu else 'CPU'}'s operations",
             f"processes: {layout} = {self.processes}",
             f"microbatches on each replica: {self.microbatches}, samples in each: {record['micro batch size']}",
         ]
         if record["chunks"] > 1:
-            lines.insert(2, f"chunks of layers on each stage: {record['chunks']}")
+            lines.insert(3, f"chunks of layers on each stage: {record['chunks']}")
         if self.passes < self.microbatches:
             lines.append(
                 f"gone through: the first {self.passes}; the others are counted as doing the same again"
