@@ -173,9 +173,12 @@ class Counting:
 
     @classmethod
     def of(cls, config: RunConfig, task: Task, processes: int) -> Counting:
-        # Timers want a GPU's events.
-        logging = dataclasses.replace(config.logging, timing_log_level=0)
-        config = dataclasses.replace(config, logging=logging)
+        # Timers and graphs are a GPU's own.
+        config = dataclasses.replace(
+            config,
+            logging=dataclasses.replace(config.logging, timing_log_level=0),
+            training=dataclasses.replace(config.training, cuda_graph=False),
+        )
         tensor = config.parallel.tensor_model_parallel_size
         replicas = processes // (tensor * config.parallel.pipeline_model_parallel_size)
         size = vocabulary(config.tokenizer)
@@ -238,6 +241,7 @@ class Counting:
             *args,
             device=torch.device("cuda" if self.gpu else "cpu"),
             find=lambda _: (counter.fused, "the others compiled"),
+            adds=lambda _, device: device.type == "cuda",
             **settings,
         )
 

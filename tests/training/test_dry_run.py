@@ -31,12 +31,12 @@ from pretrain_bert import bert
 from pretrain_gpt import DEFAULTS, GPT
 
 T2, P2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
-MODEL = "--hidden-size 64 --seq-length 32 --global-batch-size 8"
+MODEL = "--num-layers 2 --hidden-size 64 --seq-length 32 --global-batch-size 8"
 TWO = [
     T2,
     f"{T2} --sequence-parallel --bf16",
     P2,
-    f"{P2} --num-layers-per-virtual-pipeline-stage 1 --recompute-granularity full",
+    f"{P2} --num-layers-per-virtual-pipeline-stage 1 --num-layers 4 --recompute-granularity full",
     "--bf16",
     "--use-distributed-optimizer --overlap-grad-reduce",
 ]
@@ -155,7 +155,7 @@ def kept(flags: str, processes: int) -> float:
     """Activations that a layer keeps for backward on a GPU, in s b h bytes."""
     sizes = f"--seq-length {S} --micro-batch-size {B} --hidden-size {H} --num-attention-heads {A} --bf16"
     settings = "--device cuda --dry-run"
-    configs = [config_of(f"{sizes} {settings} --num-layers {layers} {flags}") for layers in (5, 4)]
+    configs = [config_of(f"{sizes} {settings} --num-layers {layers} {flags}") for layers in (3, 2)]
     more, less = (Counting.of(config, GPT, processes).rank(0).memory["activations"] for config in configs)
     return (more - less) / (S * B * H)
 
