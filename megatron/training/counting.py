@@ -120,6 +120,10 @@ def _linear(x: Tensor, weight: Tensor, *_: Any, **__: Any) -> int:
     return 2 * x.numel() * weight.shape[0]
 
 
+def _addmm(total: Tensor, a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * a.numel() * b.shape[1]
+
+
 def _attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
     return sdpa_flop_count(q.shape, k.shape, v.shape)
 
@@ -129,8 +133,9 @@ def _attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, 
 
 
 aten = torch.ops.aten
-# torch's formulas, and of a CPU's operations that it has none for.
+# torch's formulas, and of what it has none for: a CPU's operations, and a product that is given another dtype.
 FLOPS = flop_registry | {
+    aten.addmm: _addmm,
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }

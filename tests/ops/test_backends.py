@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.flags import InputError, TrainingFault
-from megatron.ops import activation, attention, backend, compiler, linear, norm, projected_loss, rotary
+from megatron.ops import activation, attention, compiler, linear, norm, projected_loss, rotary
 from megatron.ops.backend import PLAIN, Ops, choose_ops
 from megatron.ops.compiler import Compiler, as_written
 from megatron.ops.config import OpsConfig
