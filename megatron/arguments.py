@@ -360,7 +360,7 @@ def run_parser(
     for name, kind in (own or {}).items():
         add_flags(parser, kind, name, defaults)
     for name, kind in typing.get_type_hints(RunConfig).items():
-        add_flags(parser, kind, name, defaults, without)
+        add_flags(parser, kind, name.replace("_", " "), defaults, without)
     for nvidia in NVIDIA_FLAGS:
         if nvidia.name in parser._option_string_actions:  # of the entry point's own
             continue

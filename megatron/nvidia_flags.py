@@ -48,9 +48,10 @@ def _refuse(note: str, *usages: str, harmless: Sequence[str] = ()) -> tuple[Nvid
 
 # Flags of this code base that Megatron-LM does not have.
 OURS_ALONE = frozenset(
-    "--bf16-optimizer-states --check-weight-replicas-interval --cuda-graph --data-order --device --eval-tasks "
-    "--eval-tasks-data --hang-timeout --keep-last --metrics-path --no-mask-padded-vocab --no-progress "
-    "--no-torch-compile --on-non-finite --ops-backend --pipeline-schedule --spike-skip --verify-checkpoint".split()
+    "--bf16-optimizer-states --check-weight-replicas-interval --cuda-graph --data-order --device --dry-run "
+    "--dry-run-json --dry-run-ranks --eval-tasks --eval-tasks-data --hang-timeout --keep-last --metrics-path "
+    "--no-mask-padded-vocab --no-progress --no-torch-compile --on-non-finite --ops-backend --pipeline-schedule "
+    "--spike-skip --verify-checkpoint --world-size".split()
 )
 
 # Flags that both have and that differ in what they mean or in what leaving them out means; v2.5 and today's.

@@ -544,10 +544,11 @@ def test_help_is_grouped_and_complete() -> None:
         "checkpoint",
         "logging",
         "evaluation",
+        "dry run",
     ]
-    assert [line[:-1] for line in lines if re.fullmatch("[a-z]+:", line)] == ["options", *titles]
+    assert [line[:-1] for line in lines if re.fullmatch("[a-z ]+:", line)] == ["options", *titles]
     for part, config in typing.get_type_hints(RunConfig).items():
-        assert lines[lines.index(f"{part}:") + 1] == f"  {summary(config)}"
+        assert lines[lines.index(f"{part.replace('_', ' ')}:") + 1] == f"  {summary(config)}"
         assert summary(config).endswith(".")
     words = set(text.replace(",", " ").split())
     for _, field, _ in all_flags():

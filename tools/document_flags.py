@@ -42,7 +42,7 @@ MARK = "<!-- made by python tools/document_flags.py -->\n"
 def flags_page() -> str:
     """The flags of a training run, a table for each part of its configuration."""
     groups = {**typing.get_type_hints(RunConfig), "fine-tuning": FinetuneConfig}
-    return FLAGS_HEADER + "".join(_table(name, config) for name, config in groups.items())
+    return FLAGS_HEADER + "".join(_table(name.replace("_", " "), config) for name, config in groups.items())
 
 
 def _table(title: str, config: type[Config]) -> str:

@@ -34,7 +34,7 @@ from megatron.ops.norm import (
     te_layer_norm,
     te_rms_norm,
 )
-from megatron.ops.projected_loss import projected_loss
+from megatron.ops.projected_loss import AT_ONCE, projected_loss
 from megatron.ops.rotary import compiled_rotate, rotate
 
 
@@ -74,11 +74,33 @@ NORMS = {
 WORTHWHILE = 5e9
 
 
-def choose_ops(config: OpsConfig, *, work: float, dtype: torch.dtype, device: torch.device) -> Ops:
+def find_compiler(device: torch.device) -> tuple[Compiler | None, str]:
+    """What compiles for a device here, and where it is kept; or None, and why nothing can be compiled."""
+    try:
+        compiler = Compiler()
+        fault = compiler.check(device)
+    except OSError as error:
+        fault = str(error)
+    if fault is not None:
+        return None, fault
+    return compiler, f"the others compiled when first needed, and kept in {compiler.folder}"
+
+
+def choose_ops(
+    config: OpsConfig,
+    *,
+    work: float,
+    dtype: torch.dtype,
+    device: torch.device,
+    find: Callable[[torch.device], tuple[Run | None, str]] = find_compiler,
+    adds: Callable[[torch.dtype, torch.device], bool] = has_add_product_in_one,
+) -> Ops:
     """The operations of a run.
 
     Args:
         work: floating-point operations of a microbatch on one process.
+        find: finds a compiler, as `find_compiler` does by trying it on the device.
+        adds: tells what `has_add_product_in_one` does by trying it there.
 
     Raises:
         InputError: what the flags ask for cannot be had here.
@@ -86,12 +108,12 @@ def choose_ops(config: OpsConfig, *, work: float, dtype: torch.dtype, device: to
     if config.ops_backend == "plain":
         return PLAIN
     norms = _choose_norms(config.ops_backend, device)
-    compiler, note = _compiler(config, work, device)
+    compiler, note = _compiler(config, work, device, find)
     run: Run = compiler or as_written
     product, library = matmul, "torch"
     if device.type == "cpu" and has_onednn(dtype):
         product, library = onednn_matmul, "oneDNN"
-    in_one = has_add_product_in_one(dtype, device)
+    in_one = adds(dtype, device)
     adding = add_product_in_one if in_one else add_product
     sums = f"gradients of weights added {'within' if in_one else 'after'} them"
     ops = Ops(
@@ -99,7 +121,7 @@ def choose_ops(config: OpsConfig, *, work: float, dtype: torch.dtype, device: to
         add_product=adding,
         layer_norm=NORMS[norms][0],
         rms_norm=NORMS[norms][1],
-        projected_loss=functools.partial(projected_loss, run, product, adding),
+        projected_loss=functools.partial(projected_loss, run, product, adding, AT_ONCE[device.type]),
         kinds=(library, norms, sums, "compiled" if compiler else "as written"),
         notes=(
             f"operations: products by {library}, {sums}, norms by {norms}, logits a part at a time; {note}",
@@ -139,21 +161,19 @@ def _choose_norms(backend: str, device: torch.device) -> str:
     return "apex" if found else "torch"
 
 
-def _compiler(config: OpsConfig, work: float, device: torch.device) -> tuple[Compiler | None, str]:
+def _compiler(
+    config: OpsConfig, work: float, device: torch.device, find: Callable[..., tuple[Run | None, str]]
+) -> tuple[Run | None, str]:
     """What compiles, if anything, and a remark on it."""
     if not config.torch_compile:
         return None, "nothing compiled (--no-torch-compile)"
     if config.ops_backend == "auto" and device.type == "cpu" and work < WORTHWHILE:
         return None, "nothing compiled, for the model is small (--ops-backend compile does all the same)"
-    try:
-        compiler = Compiler()
-        fault = compiler.check(device)
-    except OSError as error:
-        fault = str(error)
-    if fault is None:
-        return compiler, f"the others compiled when first needed, and kept in {compiler.folder}"
+    compiler, note = find(device)
+    if compiler is not None:
+        return compiler, note
     if config.ops_backend == "compile":
         raise InputError(
-            f"--ops-backend compile: torch.compile does not work here: {fault}; use --ops-backend plain"
+            f"--ops-backend compile: torch.compile does not work here: {note}; use --ops-backend plain"
         )
-    return None, f"nothing compiled, for torch.compile does not work here: {fault}"
+    return None, f"nothing compiled, for torch.compile does not work here: {note}"

@@ -36,6 +36,7 @@ def projected_loss(
     run: Run,
     matmul: Matmul,
     add_product: AddProduct,
+    at_once: int,
     x_sbh: Tensor,
     weight_vh: Tensor,
     bias_v: Tensor | None,
@@ -49,6 +50,7 @@ def projected_loss(
 
     Args:
         run: what runs the formulas, `matmul` and `add_product` the products.
+        at_once: bytes of logits that may exist at a time; `AT_ONCE` has what suits a device.
         x_sbh: with `sequence` this process's part along s.
         weight_vh: this process's equal part of the padded vocabulary's rows, as of `bias_v`.
         vocab_size: rows of the whole that take part; those after them are padding.
@@ -58,7 +60,19 @@ def projected_loss(
     real = min(max(vocab_size - begin, 0), len(weight_vh))
     trains = torch.is_grad_enabled()
     return _ProjectedLoss.apply(
-        x_sbh, weight_vh, bias_v, labels_sb, run, matmul, add_product, begin, real, axis, sequence, trains
+        x_sbh,
+        weight_vh,
+        bias_v,
+        labels_sb,
+        run,
+        matmul,
+        add_product,
+        at_once,
+        begin,
+        real,
+        axis,
+        sequence,
+        trains,
     )
 
 
@@ -73,6 +87,7 @@ class _ProjectedLoss(torch.autograd.Function):
         run: Run,
         matmul: Matmul,
         add_product: AddProduct,
+        at_once: int,
         begin: int,
         real: int,
         axis: Axis,
@@ -87,8 +102,8 @@ class _ProjectedLoss(torch.autograd.Function):
         index = index.masked_fill((index < 0) | (index >= len(weight)), -1)
         row_bytes = len(weight) * weight.element_size()
         keeps = trains and len(x) * row_bytes <= KEPT
-        ctx.rows = max(len(x), 1) if keeps else max(AT_ONCE[x.device.type] // row_bytes, 1)
-        ctx.piece = max(AT_ONCE[x.device.type] // PIECES // row_bytes, 1)
+        ctx.rows = max(len(x), 1) if keeps else max(at_once // row_bytes, 1)
+        ctx.piece = max(at_once // PIECES // row_bytes, 1)
         columns = _columns(weight, real)
         found = []
         for part in _parts(len(x), ctx.rows):
@@ -125,7 +140,7 @@ class _ProjectedLoss(torch.autograd.Function):
         ctx.kept = None
         start = start_reduce_scatter if ctx.sequence else start_all_reduce
         grad_x = start(grad_x.view(-1, *x_sbh.shape[1:]), axis).wait()
-        return grad_x, grad_weight, grad_bias, *[None] * 9
+        return grad_x, grad_weight, grad_bias, *[None] * 10
 
 
 def _parts(total: int, size: int) -> list[slice]:

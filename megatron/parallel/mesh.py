@@ -201,6 +201,29 @@ def init_mesh(
     dist.destroy_process_group()
 
 
+@contextmanager
+def fake_mesh(config: ParallelConfig, device: torch.device, *, rank: int, processes: int) -> Iterator[Mesh]:
+    """The mesh that one process of a run would have, without the others, for the length of a `with` block.
+
+    Communication over it is over at once, and leaves what it was to fill as it is.
+
+    Raises:
+        InputError: the processes do not fit the layout.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # which registers the backend, too
+
+    sizes = axis_sizes(config, processes)
+    if processes == 1:
+        yield Mesh(device=device)
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=processes)
+    try:
+        world = Axis(rank, processes, name="whole run", ranks=tuple(range(processes)))
+        yield _arrange(sizes, device, world, timeout=None)
+    finally:
+        dist.destroy_process_group()
+
+
 def _check_gloo_on_gpu(config: ParallelConfig) -> None:
     """Gloo sums GPU tensors, but neither sends nor gathers them."""
     needs = {
@@ -214,7 +237,10 @@ def _check_gloo_on_gpu(config: ParallelConfig) -> None:
             raise InputError(f"--distributed-backend: gloo on GPUs cannot serve {name}; use nccl")
 
 
-def _arrange(sizes: dict[str, int], device: torch.device, world: Axis, timeout: datetime.timedelta) -> Mesh:
+def _arrange(
+    sizes: dict[str, int], device: torch.device, world: Axis, timeout: datetime.timedelta | None
+) -> Mesh:
+    """`timeout` is None where nothing is waited for."""
     layout = torch.arange(math.prod(sizes.values())).view(*sizes.values())
     device_mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     place = [int(index) for index in (layout == world.rank).nonzero()[0]]
@@ -224,7 +250,7 @@ def _arrange(sizes: dict[str, int], device: torch.device, world: Axis, timeout: 
         line[dim] = slice(None)
         ranks = tuple(layout[tuple(line)].tolist())
         group = device_mesh.get_group(name) if size > 1 else None
-        if group is not None:
+        if group is not None and timeout is not None:
             _set_pg_timeout(
                 timeout, group
             )  # init_device_mesh takes none, and groups do not take that of the run
@@ -244,7 +270,7 @@ def world_apart(world: Axis, config: ParallelConfig) -> Axis:
     return dataclasses.replace(world, group=group, activity=Activity())
 
 
-def _ends(layout: torch.Tensor, pp: Axis, timeout: datetime.timedelta) -> Axis:
+def _ends(layout: torch.Tensor, pp: Axis, timeout: datetime.timedelta | None) -> Axis:
     """The first and last stage of this process's pipeline, if it is one of them."""
     if pp.size == 1:
         return ALONE

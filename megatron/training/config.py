@@ -7,7 +7,7 @@ import dataclasses
 from megatron.checkpoint.config import CheckpointConfig
 from megatron.data.config import DataConfig
 from megatron.evaluation.config import EvalTasksConfig
-from megatron.flags import Config, InputError, flag
+from megatron.flags import Config, InputError, flag, flag_name
 from megatron.model.config import ModelConfig
 from megatron.ops.config import OpsConfig
 from megatron.optim.config import OptimizerConfig
@@ -160,6 +160,34 @@ class LoggingConfig(Config):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DryRunConfig(Config):
+    """What a run would need, counted without the devices, data or processes that it takes."""
+
+    dry_run: bool = flag(
+        False,
+        "count memory, communication and operations of an iteration on some ranks, by tensors without values, and "
+        "leave; takes one process and neither data nor GPU, and --device auto means a GPU",
+    )
+    world_size: int | None = flag(
+        None, "processes that the run would have (default: as many as one replica takes)", low=1, high=10**6
+    )
+    dry_run_ranks: tuple[int, ...] | None = flag(
+        None,
+        "ranks to count for (default: the first of the first, the middle and the last stage)",
+        low=0,
+        nargs="+",
+        metavar="N",
+    )
+    dry_run_json: str | None = flag(None, "write what was counted to this file too", metavar="FILE")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field in dataclasses.fields(self)[1:]:
+            if not self.dry_run and getattr(self, field.name) is not None:
+                raise InputError(f"{flag_name(field)} needs --dry-run")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Everything a training run is configured by. Made by `megatron.arguments`, which has checked it."""
 
@@ -173,3 +201,4 @@ class RunConfig:
     checkpoint: CheckpointConfig
     logging: LoggingConfig
     evaluation: EvalTasksConfig
+    dry_run: DryRunConfig

@@ -14,7 +14,7 @@ from megatron.data.loader import Batch
 from megatron.flags import InputError
 from megatron.model.flops import flops_per_sample
 from megatron.model.layers import TensorParallel
-from megatron.ops.backend import choose_ops
+from megatron.ops.backend import Ops, choose_ops
 from megatron.optim.buffer import ParamBuffer
 from megatron.optim.layout import lay_out
 from megatron.optim.optimizer import Optimizer
@@ -49,9 +49,19 @@ class Engine:
     """
 
     def __init__(
-        self, config: RunConfig, task: Task, mesh: Mesh, *, vocab_size: int, padded_vocab_size: int
+        self,
+        config: RunConfig,
+        task: Task,
+        mesh: Mesh,
+        *,
+        vocab_size: int,
+        padded_vocab_size: int,
+        choose: Callable[..., Ops] = choose_ops,
+        check: Callable[..., None] = check_memory,
     ) -> None:
         """Memory is taken, but parameters have no values yet.
+
+        `choose` finds the operations and `check` sees to it that the model fits; of a dry run the machine has no say.
 
         Raises:
             InputError: the device has too little memory for weights, gradients and optimizer state, or a flag asks
@@ -72,7 +82,7 @@ class Engine:
         )
         work = sample * config.training.micro_batch_size / (mesh.tp.size * mesh.pp.size)
         with together(mesh.world, InputError):
-            self.ops = choose_ops(config.ops, work=work, dtype=self.dtype, device=mesh.device)
+            self.ops = choose(config.ops, work=work, dtype=self.dtype, device=mesh.device)
         # What all hold alike would drift apart if it were not computed alike.
         if not all_equal(key(*self.ops.kinds, bits=32), mesh.world):
             raise InputError(
@@ -94,7 +104,7 @@ class Engine:
                 )
                 for chunk in self.parts
             ]
-        check_memory(
+        check(
             lay_out(
                 self.chunks,
                 bucket_size=parallel.ddp_bucket_size,

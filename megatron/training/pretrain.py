@@ -59,6 +59,11 @@ def pretrain(config: RunConfig, task: Task, trainer: Callable[..., Trainer] = Tr
         InputError: the configuration does not fit what it names: files, checkpoints, devices, processes.
         TrainingFault: numbers have become useless, a checkpoint cannot be written, or a process is gone.
     """
+    if config.dry_run.dry_run:
+        # Imported here, for it takes seconds.
+        from megatron.training.dry_run import dry_run
+
+        return dry_run(config, task)
     check_layout(config, world_size())
     if config.data.num_workers:
         start_fork_server(__name__)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.flags import InputError, TrainingFault
-from megatron.ops import activation, attention, backend, compiler, linear, norm, projected_loss, rotary
+from megatron.ops import activation, attention, compiler, linear, norm, projected_loss, rotary
 from megatron.ops.backend import PLAIN, Ops, choose_ops
 from megatron.ops.compiler import Compiler, as_written
 from megatron.ops.config import OpsConfig
@@ -155,9 +155,7 @@ def test_projected_loss(
     run: Callable, dtype: torch.dtype, kept: int, vocab_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(projected_loss, "KEPT", kept)
-    monkeypatch.setitem(
-        projected_loss.AT_ONCE, "cpu", 6 * 96 * dtype.itemsize
-    )  # six rows, which do not divide 35
+    at_once = 6 * 96 * dtype.itemsize  # six rows, which do not divide 35
     labels = torch.randint(vocab_size, (7, 5), generator=torch.Generator().manual_seed(2))
 
     def fast(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -165,6 +163,7 @@ def test_projected_loss(
             run,
             linear.matmul,
             linear.add_product,
+            at_once,
             x,
             weight,
             bias,
@@ -201,6 +200,7 @@ def test_no_samples(run: Callable) -> None:
             run,
             product,
             linear.add_product,
+            1 << 24,
             x,
             weight,
             None,
@@ -233,6 +233,7 @@ def test_logits_at_once() -> None:
             as_written,
             linear.matmul,
             linear.add_product,
+            1 << 24,
             x.unsqueeze(1),
             weight,
             None,
@@ -386,9 +387,9 @@ def test_transformer_engine_on_a_gpu(dtype: torch.dtype) -> None:
 def test_what_a_gpu_has(stand_in: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def choose(backend: str) -> Ops:
         config = OpsConfig(ops_backend=backend, torch_compile=False)
-        return choose_ops(config, work=1e12, dtype=torch.bfloat16, device=torch.device("cuda"))
+        cuda = torch.device("cuda")
+        return choose_ops(config, work=1e12, dtype=torch.bfloat16, device=cuda, adds=lambda *_: True)
 
-    monkeypatch.setattr(backend, "has_add_product_in_one", lambda *_: True)
     with pytest.raises(InputError, match=r"it is not installed; pip install .*transformer_engine\[pytorch\]"):
         choose("transformer-engine")
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.13.0")
