@@ -25,6 +25,8 @@ class Body(BaseModel):
 
 
 B = TypeVar("B", bound=Body)
+# Else what is left of a body would be read, and thrown away, for as long as it comes.
+HANGING_UP = {"Connection": "close"}
 
 
 async def read_body(request: Request, kind: type[B], *, limit: int, seconds: float) -> B:
@@ -39,7 +41,8 @@ async def read_body(request: Request, kind: type[B], *, limit: int, seconds: flo
     try:
         content = await asyncio.wait_for(_read(request, limit), seconds)
     except asyncio.TimeoutError:
-        raise ApiError(408, f"the body did not come within {seconds:g} seconds") from None
+        late = f"the body did not come within {seconds:g} seconds"
+        raise ApiError(408, late, headers=HANGING_UP) from None
     try:
         return kind.model_validate_json(content.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -53,7 +56,8 @@ async def _read(request: Request, limit: int) -> bytes:
     async for chunk in request.stream():
         content += chunk
         if len(content) > limit:
-            raise ApiError(413, f"the body is larger than {limit} bytes, which --max-body-bytes allows")
+            large = f"the body is larger than the {limit} bytes that --max-body-bytes allows"
+            raise ApiError(413, large, headers=HANGING_UP)
     return bytes(content)
 
 

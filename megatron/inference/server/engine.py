@@ -226,7 +226,7 @@ class Engine:
         predictor = _Watched(self.predictor, goes_on)
         with contextlib.suppress(_Cut):
             found = beam_search(predictor, wanted.prompt, wanted.config, length=wanted.length, eod=wanted.eod)
-            self._tell(ticket, functools.partial(ticket.take, found))
+            self._tell(ticket, functools.partial(self._hand_out_beams, ticket, found))
             return
         self._tell(ticket, functools.partial(ticket.fail, ApiError(503, STOPPING)))
 
@@ -252,6 +252,10 @@ class Engine:
         self.metrics.token.observe(seconds, grown)
         for ticket, piece in pieces:
             ticket.take(piece)
+
+    def _hand_out_beams(self, ticket: Ticket, found: list[Hypothesis]) -> None:
+        self.metrics.generated_tokens += sum(len(hypothesis.tokens) for hypothesis in found)
+        ticket.take(found)
 
     def _tell(self, ticket: Ticket, call: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
