@@ -45,9 +45,9 @@ def load(folder: Path, tokenizer: TokenizerConfig = TOKENIZER) -> tuple[Predicto
     return Predictor(model, Mesh(device=CPU)), chosen
 
 
-def load_slow(folder: Path) -> tuple[Predictor, Tokenizer]:
+def load_slow(folder: Path, tokenizer: TokenizerConfig = TOKENIZER) -> tuple[Predictor, Tokenizer]:
     """One that takes its time, so that there is time to hang up."""
-    predictor, tokenizer = load(folder)
+    predictor, chosen = load(folder, tokenizer)
     forward = predictor.forward
 
     def slowly(*arguments: object, **options: object) -> torch.Tensor:
@@ -55,7 +55,7 @@ def load_slow(folder: Path) -> tuple[Predictor, Tokenizer]:
         return forward(*arguments, **options)
 
     predictor.forward = slowly
-    return predictor, tokenizer
+    return predictor, chosen
 
 
 @contextmanager
