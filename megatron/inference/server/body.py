@@ -1,0 +1,85 @@
+"""The bodies of requests: JSON that is checked field by field."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from starlette.requests import Request
+
+from megatron.inference.server.errors import ApiError
+
+
+class Body(BaseModel):
+    """Base of the bodies: of a field that is null the default is meant; unknown ones are wrong."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, fields: Any) -> Any:
+        if isinstance(fields, dict):
+            return {name: value for name, value in fields.items() if value is not None}
+        return fields
+
+
+B = TypeVar("B", bound=Body)
+# Else what is left of a body would be read, and thrown away, for as long as it comes.
+HANGING_UP = {"Connection": "close"}
+
+
+async def read_body(request: Request, kind: type[B], *, limit: int, seconds: float) -> B:
+    """The body of a request, of at most `limit` bytes, which must come within so many seconds.
+
+    Raises:
+        ApiError: it is not so, or not JSON, or not what `kind` says.
+    """
+    # A page of another site may send anything but JSON without asking this server first.
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(415, "send the body as JSON, with the header Content-Type: application/json")
+    try:
+        content = await asyncio.wait_for(_read(request, limit), seconds)
+    except asyncio.TimeoutError:
+        late = f"the body did not come within {seconds:g} seconds"
+        raise ApiError(408, late, headers=HANGING_UP) from None
+    try:
+        return kind.model_validate_json(content.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"the body is not UTF-8 text (byte {error.start})") from None
+    except ValidationError as error:
+        raise _wrong(error) from None
+
+
+async def _read(request: Request, limit: int) -> bytes:
+    content = bytearray()
+    async for chunk in request.stream():
+        content += chunk
+        if len(content) > limit:
+            large = f"the body is larger than the {limit} bytes that --max-body-bytes allows"
+            raise ApiError(413, large, headers=HANGING_UP)
+    return bytes(content)
+
+
+def _wrong(error: ValidationError) -> ApiError:
+    """The first thing that is wrong, as one line."""
+    first = error.errors(include_url=False)[0]
+    kind, message, param = first["type"], first["msg"], ".".join(map(str, first["loc"])) or None
+    if kind == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {first['ctx']['error']}")
+    if param is None:
+        return ApiError(400, "the body is not a JSON object")
+    if kind == "missing":
+        return ApiError(400, f"{param} is required", param=param)
+    if kind == "extra_forbidden":
+        return ApiError(400, f"{param[:60]} is not a field of this request", param=param)
+    if kind == "value_error":
+        message = str(first["ctx"]["error"])
+    else:
+        message = message.replace("Input should", "must").replace("must be a valid", "must be a")
+    return ApiError(400, f"{param}: {_shown(first['input'])} is wrong: {message}", param=param)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."

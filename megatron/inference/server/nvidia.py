@@ -1,0 +1,150 @@
+"""NVIDIA's `PUT /api`, with the fields of the server in Megatron-LM v3.0 (megatron/text_generation_server.py)."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+
+from megatron.inference.batching import Request
+from megatron.inference.beam import BeamConfig, Hypothesis
+from megatron.inference.sampling import SamplingConfig
+from megatron.inference.server.body import Body
+from megatron.inference.server.completions import COLDEST
+from megatron.inference.server.engine import Piece, Search
+from megatron.inference.server.errors import ApiError
+from megatron.inference.server.spelling import Spelling
+from megatron.tokenizer import Tokenizer
+
+
+class NvidiaRequest(Body):
+    """NVIDIA's fields, with its defaults and limits."""
+
+    prompts: Annotated[list[str], Field(min_length=1, max_length=128)]
+    tokens_to_generate: int = Field(64, ge=0, le=2**31)
+    logprobs: bool = False
+    temperature: float = Field(1.0, ge=COLDEST, le=100)
+    top_k: int = Field(0, ge=0, le=1000)
+    top_p: float = Field(0.0, ge=0, le=1)
+    top_p_decay: float = Field(0.0, ge=0, le=1)
+    top_p_bound: float = Field(0.0, ge=0, le=1)
+    add_BOS: bool = False
+    stop_on_double_eol: bool = False
+    stop_on_eol: bool = False
+    random_seed: int | None = Field(None, ge=0, lt=2**32)
+    no_log: bool = False
+    beam_width: int | None = Field(None, ge=1)
+    stop_token: int | None = None
+    length_penalty: float = Field(1.0, ge=0, le=100)
+
+    @model_validator(mode="after")
+    def _check(self) -> NvidiaRequest:
+        if self.top_p_decay:
+            raise ApiError(400, "top_p_decay is not supported; leave it out", param="top_p_decay")
+        if self.beam_width is None and self.stop_token is not None:
+            raise ApiError(400, "stop_token is for beam search; give beam_width too", param="stop_token")
+        if self.beam_width is not None and len(self.prompts) > 1:
+            raise ApiError(
+                400, f"prompts: beam search takes one, and there are {len(self.prompts)}", param="prompts"
+            )
+        if self.beam_width is not None and not self.tokens_to_generate:
+            raise ApiError(
+                400, "tokens_to_generate: beam search needs at least 1", param="tokens_to_generate"
+            )
+        return self
+
+    def tokenize(self, tokenizer: Tokenizer) -> list[list[int]]:
+        """The tokens of each prompt.
+
+        Raises:
+            InputError: a prompt is no text of the tokenizer.
+            ApiError: it has no token to begin with, and one is asked for.
+        """
+        rows = tokenizer.tokenize_batch(self.prompts)
+        if not self.add_BOS:
+            return rows
+        first = tokenizer.special_ids.get("bos", tokenizer.special_ids.get("eod"))
+        if first is None:
+            raise ApiError(400, f"add_BOS: {tokenizer} has no beginning-of-sequence token", param="add_BOS")
+        return [[first, *row] for row in rows]
+
+    def requests(self, rows: Sequence[Sequence[int]]) -> list[Request]:
+        """Texts to draw."""
+        stops = [
+            text for text, wanted in (("\n\n", self.stop_on_double_eol), ("\n", self.stop_on_eol)) if wanted
+        ]
+        seed = secrets.randbits(32) if self.random_seed is None else self.random_seed
+        return [
+            Request(
+                prompt=row,
+                sampling=SamplingConfig(
+                    out_seq_length=max(self.tokens_to_generate, 1),
+                    temperature=self.temperature,
+                    top_k=self.top_k,
+                    top_p=self.top_p,
+                    seed=(seed + number) % 2**32,
+                ),
+                stops=stops,
+                alternatives=0 if self.logprobs else None,
+                scores_prompt=self.logprobs,
+            )
+            for number, row in enumerate(rows)
+        ]
+
+    def search(self, prompt: Sequence[int], rows: int, tokenizer: Tokenizer) -> Search:
+        """The beam search, of at most as many beams as the server has rows.
+
+        Raises:
+            ApiError: it has not so many, or there is no such token to stop at.
+        """
+        if self.beam_width > rows:
+            raise ApiError(
+                400,
+                f"beam_width: {self.beam_width} is too large; the server has --max-batch-size {rows}",
+                param="beam_width",
+            )
+        eod = tokenizer.special_ids.get("eod") if self.stop_token is None else self.stop_token
+        if eod is not None and not 0 <= eod < tokenizer.vocab_size:
+            raise ApiError(
+                400,
+                f"stop_token: {eod} is not a token id; give 0 to {tokenizer.vocab_size - 1}",
+                param="stop_token",
+            )
+        config = BeamConfig(beam_width=self.beam_width, length_penalty=self.length_penalty)
+        return Search(prompt=prompt, config=config, length=self.tokens_to_generate, eod=eod)
+
+    def answer(
+        self, rows: Sequence[Sequence[int]], pieces: Sequence[Piece], tokenizer: Tokenizer
+    ) -> dict[str, list | None]:
+        """The texts, prompts included; their tokens, and the log-probabilities of all but the first."""
+        texts, tokens = list(self.prompts), [list(row) for row in rows]
+        scores: list[list[float]] = [[] for _ in rows]
+        for piece in pieces:
+            i = piece.number
+            if self.logprobs and not scores[i]:
+                scores[i] += [score.logprob for score in piece.prompt_scores]
+            if self.tokens_to_generate:
+                texts[i] += piece.text
+                if piece.token is not None:
+                    tokens[i].append(piece.token)
+                    scores[i] += [piece.score.logprob] if self.logprobs else []
+        segments = [_segments(row, tokenizer) for row in tokens]
+        return {"text": texts, "segments": segments, "logprobs": scores if self.logprobs else None}
+
+    def beams(
+        self, prompt: Sequence[int], found: Sequence[Hypothesis], tokenizer: Tokenizer
+    ) -> dict[str, list[Any]]:
+        """All beams, the best first."""
+        rows = [[*prompt, *hypothesis.tokens] for hypothesis in found]
+        return {
+            "text": [tokenizer.detokenize(row) for row in rows],
+            "segments": [_segments(row, tokenizer) for row in rows],
+            "scores": [hypothesis.score for hypothesis in found],
+        }
+
+
+def _segments(row: Sequence[int], tokenizer: Tokenizer) -> list[str]:
+    spelling = Spelling(tokenizer, [])
+    return [spelling.add(token) for token in row]

@@ -1,0 +1,361 @@
+"""The server's API: texts are those of the batcher, whoever asks, and whatever is wrong has one clear answer."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hf_models import VOCAB, save_hf
+from serving import (
+    HTTP,
+    LENGTH,
+    PROMPTS,
+    complete,
+    events,
+    expected_texts,
+    httpx,
+    load,
+    serving,
+    wait_until,
+    words,
+)
+
+from megatron.inference.beam import BeamConfig, beam_search
+from megatron.inference.predictor import Predictor
+from megatron.inference.server.engine import Engine
+from megatron.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_hf(tmp_path_factory.mktemp("hf") / "model", "gpt2", n_positions=LENGTH)
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> tuple[Predictor, Tokenizer]:
+    return load(folder)
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Iterator[tuple[str, Engine]]:
+    """A server that the tests share; its model is not that of `model`, which they may compute with."""
+    with serving(*load(folder), max_queue=200, max_body_bytes=20_000) as (url, engine):
+        yield url, engine
+
+
+def test_texts_are_those_of_the_batcher(served, model) -> None:
+    """Of many that come at once, whole and streamed, greedy and drawn."""
+    url, engine = served
+    greedy = expected_texts(model, PROMPTS, out_seq_length=20, greedy=True)
+    drawn = expected_texts(model, PROMPTS, out_seq_length=20, temperature=0.8, top_k=30, top_p=0.9, seed=5)
+    settings = {"temperature": 0.8, "top_k": 30, "top_p": 0.9, "seed": 5}
+
+    async def ask_all() -> list[httpx.Response]:
+        async with httpx.AsyncClient(timeout=30) as client:
+            bodies = [
+                {"prompt": prompt, "max_tokens": 20, "stream": stream, **fields}
+                for fields in ({"temperature": 0}, settings)
+                for stream in (False, True)
+                for prompt in map(words, PROMPTS)
+            ]
+            asked = [client.post(f"{url}/v1/completions", json=body) for body in bodies]
+            return await asyncio.gather(*asked)
+
+    texts = []
+    for response in asyncio.run(ask_all()):
+        assert response.status_code == 200, response.text
+        if response.headers["content-type"].startswith("text/event-stream"):
+            texts.append("".join(event["choices"][0]["text"] for event in events(response)))
+        else:
+            texts.append(response.json()["choices"][0]["text"])
+    assert texts == [*greedy, *greedy, *drawn, *drawn]
+    assert engine.load == engine.running == 0
+
+
+def test_every_form_of_a_prompt(served, model) -> None:
+    expected = expected_texts(model, PROMPTS[:2], out_seq_length=5, greedy=True)
+    for prompt in (list(map(words, PROMPTS[:2])), PROMPTS[:2]):
+        answer = complete(served[0], prompt=prompt, max_tokens=5, temperature=0).json()
+        assert [choice["text"] for choice in answer["choices"]] == expected
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+        assert answer["usage"] == {"prompt_tokens": 4, "completion_tokens": 10, "total_tokens": 14}
+    (choice,) = complete(served[0], prompt=PROMPTS[0], max_tokens=5, temperature=0).json()["choices"]
+    assert choice["text"] == expected[0] and choice["finish_reason"] == "length"
+
+
+def test_several_texts_of_a_prompt_and_their_seeds(served) -> None:
+    body = {"prompt": "3 1 4", "n": 3, "max_tokens": 8}
+    first, again = (complete(served[0], **body, seed=2**32 - 1).json()["choices"] for _ in range(2))
+    assert first == again and len({choice["text"] for choice in first}) == 3
+    alone = complete(served[0], **{**body, "n": 1}, seed=0).json()["choices"]
+    assert alone[0]["text"] == first[1]["text"]
+    without = [complete(served[0], **{**body, "n": 1}).json()["choices"][0]["text"] for _ in range(3)]
+    assert len(set(without)) == 3
+
+
+def test_stop_strings_end_a_text(served, model) -> None:
+    (whole,) = expected_texts(model, PROMPTS[2:3], out_seq_length=20, greedy=True)
+    stop = f" {whole.split()[4]} "
+    answer = complete(
+        served[0], prompt=words(PROMPTS[2]), max_tokens=20, temperature=0, stop=[stop, "x"]
+    ).json()
+    assert answer["choices"][0]["text"] == whole.split(stop)[0]
+    assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_are_those_of_transformers(served, folder: Path, stream: bool) -> None:
+    """Of the prompt, of what follows, and of the alternatives."""
+    import transformers
+
+    body = {"prompt": words(PROMPTS[2]), "max_tokens": 6, "temperature": 0, "logprobs": 2, "echo": True}
+    response = complete(served[0], **body, stream=stream)
+    if stream:
+        parts = [event["choices"][0] for event in events(response)]
+        text = "".join(part["text"] for part in parts)
+        told = {
+            name: [entry for part in parts for entry in part["logprobs"][name]]
+            for name in parts[0]["logprobs"]
+        }
+    else:
+        (choice,) = response.json()["choices"]
+        text, told = choice["text"], choice["logprobs"]
+    tokens = list(map(int, text.split()))
+    assert tokens[:7] == PROMPTS[2] and len(tokens) == 13
+    assert "".join(told["tokens"]) == text
+    assert told["text_offset"] == [len(words(tokens[:i])) for i in range(len(tokens))]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        logprobs = theirs(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    assert told["token_logprobs"][0] is None and told["top_logprobs"][0] is None
+    own = [logprobs[i, token].item() for i, token in enumerate(tokens[1:])]
+    assert told["token_logprobs"][1:] == pytest.approx(own, abs=1e-4)
+    for row, found, name, logprob in zip(
+        logprobs, told["top_logprobs"][1:], told["tokens"][1:], told["token_logprobs"][1:], strict=False
+    ):
+        best = row.topk(2)
+        wanted = {
+            f" {token}": value
+            for token, value in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        }
+        assert found == pytest.approx({name: logprob, **wanted}, abs=1e-4)
+
+
+def test_a_prompt_alone_is_scored(served) -> None:
+    body = {"prompt": [PROMPTS[2], PROMPTS[1]], "logprobs": 0, "echo": True, "temperature": 0}
+    more, none = (complete(served[0], **body, max_tokens=count).json() for count in (1, 0))
+    assert [choice["text"] for choice in none["choices"]] == [words(PROMPTS[2]), "1"]
+    assert none["usage"]["completion_tokens"] == 0
+    scores = [choice["logprobs"]["token_logprobs"] for choice in none["choices"]]
+    assert scores == [choice["logprobs"]["token_logprobs"][:-1] for choice in more["choices"]]
+
+
+def test_a_stream_tells_what_was_used(served) -> None:
+    body = {"prompt": ["1", "2 3"], "max_tokens": 3, "stream": True, "temperature": 0}
+    *parts, last = events(complete(served[0], **body, stream_options={"include_usage": True}))
+    assert last["choices"] == [] and last["usage"]["total_tokens"] == 9
+    assert all(part["usage"] is None and part["id"] == last["id"] for part in parts)
+    reasons = [part["choices"][0]["finish_reason"] for part in parts]
+    assert reasons.count("length") == 2 and reasons.count(None) == len(parts) - 2
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param", "message"),
+    [
+        ({}, 400, "prompt", "prompt is required"),
+        ({"prompt": words([1] * LENGTH)}, 400, "prompt", "the prompt has 64 tokens, and the model sees 64"),
+        ({"prompt": [[1], [1] * 70]}, 400, "prompt", "the prompt has 70 tokens, and the model sees 64"),
+        ({"prompt": ""}, 400, "prompt", "the prompt is empty"),
+        ({"prompt": []}, 400, "prompt", "[] is wrong: must be a text, a list of texts"),
+        ({"prompt": [True]}, 400, "prompt", "must be a text, a list of texts"),
+        ({"prompt": "1 x"}, 400, None, "'x' is not a token id"),
+        ({"prompt": [1, VOCAB]}, 400, "prompt", "100 is not a token id; give 0 to 99"),
+        ({"prompt": [-1]}, 400, "prompt", "-1 is not a token id"),
+        ({"prompt": "1", "temperature": -1}, 400, "temperature", "-1 is wrong: must be greater than"),
+        ({"prompt": "1", "top_p": 0}, 400, "top_p", "must be greater than 0"),
+        ({"prompt": "1", "max_tokens": "5"}, 400, "max_tokens", "'5' is wrong: must be a integer"),
+        ({"prompt": "1", "max_tokens": -1}, 400, "max_tokens", "must be greater than or equal to 0"),
+        ({"prompt": "1", "logprobs": 21}, 400, "logprobs", "must be less than or equal to 20"),
+        ({"prompt": "1", "stop": ["a", ""]}, 400, "stop", "none empty"),
+        ({"prompt": "1", "seed": -1}, 400, "seed", "-1 is wrong"),
+        ({"prompt": "1", "best_of": 2}, 400, "best_of", "is not supported unless it is n"),
+        ({"prompt": "1", "suffix": "2"}, 400, "suffix", "is not supported"),
+        ({"prompt": "1", "presence_penalty": 0.5}, 400, "presence_penalty", "repetition_penalty is"),
+        ({"prompt": "1", "logit_bias": {"5": 1}}, 400, "logit_bias", "is not supported"),
+        ({"prompt": "1", "stream_options": {}}, 400, "stream_options", "needs stream"),
+        ({"prompt": "1", "maxtokens": 5}, 400, "maxtokens", "maxtokens is not a field of this request"),
+        ({"prompt": "1", "model": "gpt-4"}, 404, "model", "there is no model 'gpt-4'; this one is 'tiny'"),
+        ({"prompt": "1", "n": 128, "stream": True, "max_tokens": 1}, 200, None, ""),
+        (
+            {"prompt": ["1", "2"], "n": 128},
+            400,
+            None,
+            "the request is for 256 texts, and the server takes 204",
+        ),
+        ({"prompt": "1 " * 10_000}, 413, None, "larger than the 20000 bytes"),
+        ([1], 400, None, "the body is not a JSON object"),
+    ],
+)
+def test_wrong_completions_have_one_clear_answer(
+    served, body, status: int, param: str | None, message: str
+) -> None:
+    response = HTTP.post(f"{served[0]}/v1/completions", json=body, timeout=30)
+    assert response.status_code == status, response.text
+    if status != 200:
+        error = response.json()["error"]
+        assert error["param"] == param and message in error["message"] and "\n" not in error["message"]
+        assert error["type"] == {404: "not_found_error"}.get(status, "invalid_request_error")
+    assert served[1].load == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "content", "status", "message"),
+    [
+        ("GET", "/nothing", b"", 404, "there is nothing at /nothing"),
+        ("GET", "/v1/models/other", b"", 404, "there is no model 'other'"),
+        ("GET", "/v1/completions", b"", 405, "GET is not for /v1/completions"),
+        ("POST", "/api", b"{}", 405, "POST is not for /api"),
+        ("POST", "/v1/completions", b'{"prompt": "\xff"}', 400, "the body is not UTF-8 text (byte 12)"),
+        ("POST", "/v1/completions", b'{"prompt": "\\ud800"}', 400, "the body is not JSON"),
+        ("POST", "/v1/completions", b'{"prompt": "1"', 400, "the body is not JSON: EOF"),
+        ("POST", "/v1/completions", b'{"prompt": "1", "temperature": NaN}', 400, "temperature"),
+        ("POST", "/v1/completions", b"[" * 9000, 400, "the body is not JSON"),
+        ("POST", "/v1/completions", b"", 400, "the body is not JSON"),
+    ],
+)
+def test_rubbish_has_one_clear_answer(
+    served, method: str, path: str, content: bytes, status: int, message: str
+) -> None:
+    headers = {"Content-Type": "application/json"}
+    response = HTTP.request(method, f"{served[0]}{path}", content=content, headers=headers)
+    assert response.status_code == status and message in response.json()["error"]["message"]
+
+
+def test_a_body_must_say_that_it_is_json(served) -> None:
+    """Else any page that a browser shows could have texts made."""
+    response = HTTP.post(f"{served[0]}/v1/completions", content=b'{"prompt": "1"}')
+    assert (
+        response.status_code == 415
+        and "Content-Type: application/json" in response.json()["error"]["message"]
+    )
+
+
+def test_a_body_in_pieces_is_cut_off(served) -> None:
+    def endless() -> Iterator[bytes]:
+        while True:
+            yield b" " * 5000
+
+    headers = {"Content-Type": "application/json"}
+    with pytest.raises((httpx.HTTPStatusError, httpx.TransportError)):  # as the server no longer reads
+        HTTP.post(f"{served[0]}/v1/completions", content=endless(), headers=headers).raise_for_status()
+
+
+def test_nvidias_api(served, model) -> None:
+    predictor, _ = model
+    expected = expected_texts(model, PROMPTS[:2], out_seq_length=6, top_k=1)
+    body = {"prompts": list(map(words, PROMPTS[:2])), "tokens_to_generate": 6, "top_k": 1, "logprobs": True}
+    answer = HTTP.put(f"{served[0]}/api", json=body).json()
+    assert answer["text"] == [words(row) + text for row, text in zip(PROMPTS, expected, strict=False)]
+    assert ["".join(segments) for segments in answer["segments"]] == answer["text"]
+    for prompt, segments, logprobs in zip(
+        body["prompts"], answer["segments"], answer["logprobs"], strict=True
+    ):
+        assert len(logprobs) == len(segments) - 1
+        ours = complete(served[0], prompt=prompt, max_tokens=6, temperature=0, logprobs=0, echo=True).json()
+        theirs = ours["choices"][0]["logprobs"]["token_logprobs"][1:]
+        assert logprobs == pytest.approx(theirs, abs=1e-5)
+
+    begun = HTTP.put(f"{served[0]}/api", json={**body, "add_BOS": True, "logprobs": False}).json()
+    assert begun["logprobs"] is None and begun["segments"][0][0] == str(VOCAB - 1)
+
+    body = {"prompts": ["3 1"], "tokens_to_generate": 9, "beam_width": 3, "stop_token": 5}
+    answer = HTTP.put(f"{served[0]}/api", json=body).json()
+    beams = beam_search(predictor, [3, 1], BeamConfig(beam_width=3), length=9, eod=5)
+    assert answer["text"] == [words([3, 1, *beam.tokens]) for beam in beams]
+    assert answer["scores"] == [beam.score for beam in beams]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompts": []}, "prompts"),
+        ({"prompts": "1"}, "prompts"),
+        ({"prompts": ["1"] * 129}, "prompts"),
+        ({"temperature": 0}, "temperature"),
+        ({"temperature": -1.5}, "temperature"),
+        ({"top_k": 1001}, "top_k"),
+        ({"top_p_decay": 0.5}, "top_p_decay is not supported"),
+        ({"beam_width": 2, "stop_token": VOCAB}, "stop_token: 100 is not a token id; give 0 to 99"),
+        ({"stop_token": 5}, "stop_token is for beam search"),
+        ({"beam_width": 5}, "beam_width: 5 is too large; the server has --max-batch-size 4"),
+        ({"beam_width": 2, "prompts": ["1", "2"]}, "prompts: beam search takes one, and there are 2"),
+        ({"beam_width": 2, "tokens_to_generate": 0}, "beam search needs at least 1"),
+        ({"beam_width": 2, "prompts": [words([1] * 70)]}, "the prompt has 70 tokens, and the model sees 64"),
+        ({"length": 5}, "length is not a field"),
+    ],
+)
+def test_wrong_values_of_nvidias_api(served, fields: dict, message: str) -> None:
+    response = HTTP.put(f"{served[0]}/api", json={"prompts": ["1"], **fields})
+    assert response.status_code == 400 and message in response.json()["error"]["message"]
+
+
+def test_the_key(model) -> None:
+    with serving(*model, key="schlüssel") as (url, _):
+        for path in ("/", "/health"):
+            assert HTTP.get(f"{url}{path}").status_code == 200
+        for path in ("/metrics", "/v1/models", "/v1/models/tiny", "/nothing"):
+            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": b"Bearer \xff"}):
+                refused = HTTP.get(f"{url}{path}", headers=headers)
+                assert refused.status_code == 401
+                assert refused.json()["error"]["code"] == "invalid_api_key"
+        given = {"Authorization": "Bearer schlüssel".encode()}
+        assert HTTP.get(f"{url}/v1/models", headers=given).status_code == 200
+        assert HTTP.post(f"{url}/v1/completions", json={"prompt": "1"}).status_code == 401
+        assert HTTP.post(f"{url}/v1/completions", json={"prompt": "1"}, headers=given).status_code == 200
+
+
+def test_metrics(model) -> None:
+    with serving(*model) as (url, _):
+        complete(url, prompt="1 2 3", max_tokens=4, temperature=0)
+        complete(url, prompt="1", temperature=-1)
+        HTTP.get(f"{url}/nothing/at/all")
+        HTTP.put(f"{url}/api", json={"prompts": ["1 2"], "tokens_to_generate": 5, "beam_width": 1})
+        page = HTTP.get(f"{url}/metrics")
+    assert page.headers["content-type"].startswith("text/plain; version=0.0.4")
+    for line in page.text.splitlines():
+        assert re.fullmatch(r'# (HELP|TYPE) \w+ .+|\w+(\{(\w+="[^"]*",?)+\})? [-+\d.e]+', line), line
+    values = dict(line.rsplit(" ", 1) for line in page.text.splitlines() if line[0] != "#")
+    assert values['megatron_requests_total{path="/v1/completions",status="200"}'] == "1"
+    assert values['megatron_requests_total{path="/v1/completions",status="400"}'] == "1"
+    assert values['megatron_requests_total{path="other",status="404"}'] == "1"
+    assert values["megatron_prompt_tokens_total"] == "5" and values["megatron_generated_tokens_total"] == "9"
+    assert values['megatron_time_to_first_token_seconds_bucket{le="+Inf"}'] == "2"
+    assert values["megatron_seconds_per_token_count"] == "4"
+
+
+def test_openais_client(served, model) -> None:
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"{served[0]}/v1", api_key="none", max_retries=0)
+    assert [entry.id for entry in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    (expected,) = expected_texts(model, PROMPTS[2:3], out_seq_length=12, greedy=True)
+    body = {"model": "tiny", "prompt": words(PROMPTS[2]), "max_tokens": 12, "temperature": 0}
+    whole = client.completions.create(**body, logprobs=3, extra_body={"repetition_penalty": 1.0})
+    assert whole.choices[0].text == expected and whole.usage.completion_tokens == 12
+    assert "".join(whole.choices[0].logprobs.tokens) == expected
+    stream = client.completions.create(**body, stream=True, stream_options={"include_usage": True})
+    *parts, last = list(stream)
+    assert "".join(part.choices[0].text for part in parts) == expected
+    assert parts[-1].choices[0].finish_reason == "length" and last.usage.total_tokens == 19
+    with client.completions.create(**body | {"max_tokens": 50}, stream=True) as stream:
+        next(iter(stream))
+    wait_until(lambda: served[1].load == 0)
+    with pytest.raises(openai.BadRequestError, match="temperature") as error:
+        client.completions.create(**body | {"temperature": -1})
+    assert error.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError, match="there is no model"):
+        client.completions.create(**body | {"model": "davinci"})

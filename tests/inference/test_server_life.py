@@ -1,0 +1,268 @@
+"""A server's life: queues, clients that hang up, time that runs out, signals, several processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from distributed import run_distributed
+from hf_models import save_hf
+from serving import (
+    HTTP,
+    LENGTH,
+    PROMPTS,
+    TOKENIZER,
+    complete,
+    events,
+    expected_texts,
+    httpx,
+    load,
+    load_slow,
+    serving,
+    wait_until,
+    words,
+)
+
+from megatron.flags import InputError
+from megatron.inference.config import InferenceConfig
+from megatron.inference.lead import lead
+from megatron.inference.predictor import Predictor
+from megatron.inference.server import run as run_module
+from megatron.inference.server.config import KEY_VARIABLE, ServerConfig
+from megatron.inference.server.run import listen, serve
+from megatron.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_hf(tmp_path_factory.mktemp("hf") / "model", "gpt2", n_positions=LENGTH)
+
+
+@pytest.fixture
+def slow(folder: Path) -> tuple[Predictor, Tokenizer]:
+    return load_slow(folder)
+
+
+def test_beams_wait_for_texts_that_grow(slow) -> None:
+    """And texts for beams."""
+    with serving(*slow) as (url, engine):
+        answers: list[int] = []
+        ask = [
+            lambda: complete(url, prompt="1", max_tokens=30, temperature=0),
+            lambda: HTTP.put(f"{url}/api", json={"prompts": ["1"], "tokens_to_generate": 5, "beam_width": 4}),
+            lambda: complete(url, prompt="1", max_tokens=2),
+        ]
+        threads = []
+        for number, send in enumerate(ask, start=1):
+
+            def note(number: int = number, send: Callable = send) -> None:
+                assert send().status_code == 200
+                answers.append(number)
+
+            threads.append(threading.Thread(target=note))
+            threads[-1].start()
+            wait_until(lambda number=number: engine.load >= number)
+        for thread in threads:
+            thread.join()
+        assert answers == [1, 2, 3]
+
+
+def test_a_full_queue_refuses(slow) -> None:
+    with serving(*slow, max_batch_size=1, max_queue=1) as (url, engine):
+        body = {"prompt": ["1", "2"], "max_tokens": 60, "temperature": 0, "stream": True}
+        with HTTP.stream("POST", f"{url}/v1/completions", json=body) as response:
+            assert response.status_code == 200
+            refused = complete(url, prompt="3")
+            assert refused.status_code == 429 and int(refused.headers["Retry-After"]) > 0
+            assert refused.json()["error"]["type"] == "rate_limit_error"
+            metrics = HTTP.get(f"{url}/metrics").text
+            assert "\nmegatron_running 1\n" in metrics and "\nmegatron_queue_length 1\n" in metrics
+        wait_until(lambda: engine.load == 0)
+        assert complete(url, prompt="3", max_tokens=1).status_code == 200
+
+
+def test_a_request_that_takes_too_long(slow) -> None:
+    """Has a status if nothing was sent yet, or else an event."""
+    with serving(*slow, max_batch_size=1, request_timeout=0.4) as (url, engine):
+        late = complete(url, prompt="1", max_tokens=60, temperature=0)
+        assert late.status_code == 504 and "longer than 0.4 seconds" in late.json()["error"]["message"]
+        stream = complete(url, prompt="1", max_tokens=60, temperature=0, stream=True)
+        *parts, last = [line for line in stream.text.split("\n\n") if line]
+        assert stream.status_code == 200 and parts
+        assert "longer than 0.4 seconds" in json.loads(last.removeprefix("data: "))["error"]["message"]
+        wait_until(lambda: engine.running == 0)
+        assert engine.load == 0
+
+
+@pytest.mark.parametrize("kind", ["stream", "whole", "beams"])
+def test_who_hangs_up_makes_room(slow, kind: str) -> None:
+    with serving(*slow, max_batch_size=4) as (url, engine):
+        body = {
+            "prompt": ["1", "2", "3", "4", "5"],
+            "max_tokens": 60,
+            "temperature": 0,
+            "stream": kind == "stream",
+        }
+        if kind == "beams":
+            body = {"prompts": ["1"], "tokens_to_generate": 60, "beam_width": 4}
+            request = httpx.Request("PUT", f"{url}/api", json=body)
+        else:
+            request = httpx.Request("POST", f"{url}/v1/completions", json=body)
+        with httpx.Client(timeout=0.3) as client, pytest.raises(httpx.ReadTimeout):
+            if kind == "stream":
+                # Read on, so that it is not the server that waits.
+                for _ in client.send(request, stream=True).iter_bytes():
+                    if engine.running == 4:
+                        raise httpx.ReadTimeout("enough")
+            client.send(request)
+        begin = time.monotonic()
+        wait_until(lambda: engine.load == engine.running == 0)
+        assert complete(url, prompt="1", max_tokens=1).status_code == 200
+        assert time.monotonic() - begin < 1, "the texts would have taken two seconds"
+        wait_until(lambda: ',status="499"} 1' in HTTP.get(f"{url}/metrics").text or kind == "stream")
+
+
+def test_where_the_key_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "key"
+    file.write_text("from a file\n")
+    assert ServerConfig().api_key() is None
+    assert ServerConfig(api_key_file=str(file)).api_key() == "from a file"
+    monkeypatch.setenv(KEY_VARIABLE, "from outside")
+    assert ServerConfig().api_key() == "from outside"
+    with pytest.raises(InputError, match="leave one of them out"):
+        ServerConfig(api_key_file=str(file)).api_key()
+    monkeypatch.delenv(KEY_VARIABLE)
+    file.write_text("\n")
+    for path, message in ((file, "is empty"), (tmp_path / "absent", "cannot be read")):
+        with pytest.raises(InputError, match=f"--api-key-file: .* {message}"):
+            ServerConfig(api_key_file=str(path)).api_key()
+
+
+def test_openais_client_meets_a_stream_that_ends_early(slow) -> None:
+    openai = pytest.importorskip("openai")
+    with serving(*slow, request_timeout=0.3) as (url, _):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        stream = client.completions.create(
+            model="tiny", prompt="1", max_tokens=60, temperature=0, stream=True
+        )
+        with pytest.raises(openai.APIError, match=r"longer than 0\.3 seconds"):
+            list(stream)
+
+
+def stopping_server(
+    predictor: Predictor, tokenizer: Tokenizer, number: int, max_tokens: int = 8
+) -> tuple[httpx.Response, httpx.Response]:
+    """A text, and one that a signal comes in the middle of, from a server that this thread runs."""
+    config = ServerConfig(port=0, max_batch_size=4)
+    listener = listen(config)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    answers: list[httpx.Response] = []
+
+    def client() -> None:
+        body = {"prompt": words(PROMPTS[2]), "temperature": 0}
+        while not answers:
+            try:
+                answers.append(complete(url, **body, max_tokens=8))
+            except httpx.ConnectError:
+                time.sleep(0.01)
+        with HTTP.stream(
+            "POST", f"{url}/v1/completions", json={**body, "max_tokens": max_tokens, "stream": True}
+        ) as r:
+            os.kill(os.getpid(), number)
+            r.read()
+            answers.append(r)
+
+    thread = threading.Thread(target=client)
+    thread.start()
+    try:
+        serve(config, "tiny", listener, predictor, tokenizer)
+    finally:
+        thread.join()
+        first, second = answers
+        stopping_server.answers = first, second
+    return first, second
+
+
+def streamed(response: httpx.Response) -> str:
+    return "".join(event["choices"][0]["text"] for event in events(response))
+
+
+def test_sigterm_lets_texts_end(folder, slow) -> None:
+    first, second = stopping_server(*slow, signal.SIGTERM)
+    (expected,) = expected_texts(load(folder), PROMPTS[2:3], out_seq_length=8, greedy=True)
+    assert first.json()["choices"][0]["text"] == streamed(second) == expected
+
+
+def test_ctrl_c_cuts_what_takes_long(slow, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_module, "GRACE", 0.2)
+    with pytest.raises(KeyboardInterrupt):
+        stopping_server(*slow, signal.SIGINT, max_tokens=50)
+    last = [line for line in stopping_server.answers[1].text.split("\n\n") if line][-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["message"] == "the server is stopping"
+
+
+def tensor_parallel(folder: str) -> str | None:
+    def work(predictor: Predictor, tokenizer: Tokenizer) -> str:
+        first, second = stopping_server(predictor, tokenizer, signal.SIGTERM)
+        assert first.json()["choices"][0]["text"] == streamed(second)
+        return streamed(second)
+
+    return lead(InferenceConfig(load=folder, tensor_model_parallel_size=2), TOKENIZER, work)
+
+
+def test_two_processes_serve_what_one_does(folder: Path) -> None:
+    expected = expected_texts(load(folder), PROMPTS[2:3], out_seq_length=8, greedy=True)
+    assert run_distributed(tensor_parallel, 2, str(folder)) == [*expected, None]
+
+
+def test_a_server_that_fails_says_so(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    predictor, tokenizer = load(folder)
+    config = ServerConfig(port=0, max_batch_size=1)
+    listener = listen(config)
+    forward, answers = predictor.forward, []
+
+    def fail(*arguments: object, **options: object) -> torch.Tensor:
+        time.sleep(0.1)
+        raise RuntimeError("the machine burns")
+
+    def client() -> None:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        wait_until(lambda: "is served at" in capfd.readouterr().out)
+        predictor.forward = fail
+        answers.append(complete(url, prompt="1"))
+
+    thread = threading.Thread(target=client)
+    thread.start()
+    with pytest.raises(RuntimeError, match="the machine burns"):
+        serve(config, "tiny", listener, predictor, tokenizer)
+    thread.join()
+    assert forward is not predictor.forward and answers[0].status_code == 503
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"host": "192.0.2.1"}, "--host: 192.0.2.1 is no address of this machine"),
+        ({"host": "a.b.invalid"}, "--host: a.b.invalid is no address of this machine"),
+    ],
+)
+def test_wrong_addresses(flags: dict, message: str) -> None:
+    with pytest.raises(InputError, match=f"^{re.escape(message)}"):
+        listen(ServerConfig(port=0, **flags))
+
+
+def test_a_port_in_use_is_one_line() -> None:
+    taken = listen(ServerConfig(port=0))
+    taken.listen()
+    port = taken.getsockname()[1]
+    with pytest.raises(InputError, match=f"^--port: {port} is in use; give another, or 0 for a free one$"):
+        listen(ServerConfig(port=port))
+    taken.close()

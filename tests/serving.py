@@ -1,0 +1,110 @@
+"""A server in the test's process, and what asks it. Skips without what they need."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from hf_models import VOCAB
+
+httpx = pytest.importorskip("httpx", reason="needs pip install fastapi uvicorn httpx")
+pytest.importorskip("fastapi", reason="needs pip install fastapi uvicorn httpx")
+pytest.importorskip("uvicorn", reason="needs pip install fastapi uvicorn httpx")
+
+from megatron.inference.batching import Batcher, Request, generate  # noqa: E402
+from megatron.inference.config import InferenceConfig  # noqa: E402
+from megatron.inference.load import load_gpt  # noqa: E402
+from megatron.inference.predictor import Predictor  # noqa: E402
+from megatron.inference.sampling import SamplingConfig  # noqa: E402
+from megatron.inference.server.app import make_app  # noqa: E402
+from megatron.inference.server.config import ServerConfig  # noqa: E402
+from megatron.inference.server.engine import Engine  # noqa: E402
+from megatron.inference.server.run import listen, run  # noqa: E402
+from megatron.parallel.mesh import Mesh  # noqa: E402
+from megatron.tokenizer import Tokenizer  # noqa: E402
+from megatron.tokenizer.config import TokenizerConfig  # noqa: E402
+
+CPU = torch.device("cpu")
+LENGTH = 64  # of the models' context
+PROMPTS = [[3, 1, 4], [1], [5, 9, 2, 6, 5, 3, 5], [8, 9, 7, 9, 3], [2, 7], [1, 8, 2, 8], [9] * 20]
+# A client for all, as making one takes time.
+HTTP = httpx.Client(timeout=30)
+# Of tests/hf_models.py's models.
+TOKENIZER = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCAB - 1)
+
+
+def load(folder: Path, tokenizer: TokenizerConfig = TOKENIZER) -> tuple[Predictor, Tokenizer]:
+    """The model of a folder, without room for texts yet."""
+    model, chosen = load_gpt(InferenceConfig(load=str(folder)), tokenizer, Mesh(device=CPU))
+    return Predictor(model, Mesh(device=CPU)), chosen
+
+
+def load_slow(folder: Path, tokenizer: TokenizerConfig = TOKENIZER) -> tuple[Predictor, Tokenizer]:
+    """One that takes its time, so that there is time to hang up."""
+    predictor, chosen = load(folder, tokenizer)
+    forward = predictor.forward
+
+    def slowly(*arguments: object, **options: object) -> torch.Tensor:
+        time.sleep(0.03)
+        return forward(*arguments, **options)
+
+    predictor.forward = slowly
+    return predictor, chosen
+
+
+@contextmanager
+def serving(
+    predictor: Predictor, tokenizer: Tokenizer, *, key: str | None = None, **flags: object
+) -> Iterator[tuple[str, Engine]]:
+    """A block in which a model is served as "tiny"; gives the address.
+
+    Args:
+        flags: fields of `ServerConfig`.
+    """
+    config = ServerConfig(**{"port": 0, "max_batch_size": 4} | flags)
+    predictor.reserve(config.max_batch_size, predictor.context)
+    engine = Engine(predictor, tokenizer, max_queue=config.max_queue)
+    app, listener = make_app(engine, config, model="tiny", key=key), listen(config)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    listener.listen()  # so that nobody is refused who is earlier than the thread
+    thread = threading.Thread(target=run, args=(engine, app, listener), kwargs={"greeting": url})
+    thread.start()
+    try:
+        yield url, engine
+    finally:
+        engine.stop(0)
+        thread.join()
+
+
+def complete(url: str, **body: object) -> httpx.Response:
+    return HTTP.post(f"{url}/v1/completions", json=body, timeout=30)
+
+
+def events(response: httpx.Response) -> list[dict]:
+    lines = [line for line in response.text.split("\n\n") if line]
+    assert lines.pop() == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end, "nothing of the kind within 10 s"
+        time.sleep(0.005)
+
+
+def words(tokens: list[int]) -> str:
+    return " ".join(map(str, tokens))
+
+
+def expected_texts(model: tuple[Predictor, Tokenizer], rows: list[list[int]], **fields: object) -> list[str]:
+    predictor, tokenizer = model
+    predictor.reserve(4, LENGTH)
+    sampling = SamplingConfig(**fields)
+    return generate(Batcher(predictor, tokenizer), [Request(prompt=row, sampling=sampling) for row in rows])
