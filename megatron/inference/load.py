@@ -26,7 +26,7 @@ from megatron.model.layers import TensorParallel
 from megatron.ops.backend import Ops
 from megatron.ops.compiler import as_written
 from megatron.ops.linear import add_product, has_onednn, matmul, onednn_matmul
-from megatron.ops.projected_loss import projected_loss
+from megatron.ops.projected_loss import AT_ONCE, projected_loss
 from megatron.parallel.collectives import together
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.stages import split_layers
@@ -130,5 +130,5 @@ def _ops(dtype: torch.dtype, device: torch.device) -> Ops:
     """Nothing compiled: what is short of time here are tokens one by one, which keep no compiled code busy."""
     onednn = device.type == "cpu" and dtype == torch.float32 and has_onednn(dtype)
     product = onednn_matmul if onednn else matmul
-    loss = functools.partial(projected_loss, as_written, product, add_product)
+    loss = functools.partial(projected_loss, as_written, product, add_product, AT_ONCE[device.type])
     return Ops(matmul=product, projected_loss=loss)
