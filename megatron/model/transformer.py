@@ -85,7 +85,7 @@ class CacheRows:
             if self.new is not None:
                 memory[:, :, self.new] = new_bgsd
             else:
-                memory[self.numbers_b1, :, self.position_ids_bs] = new_bgsd.transpose(1, 2)
+                memory[self.numbers_b1, :, self.position_ids_bs] = new_bgsd.transpose(1, 2).to(memory.dtype)
         return keys, values
 
 

@@ -29,8 +29,9 @@ TOKENIZER = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=EOD)
 PROMPTS = [[3, 1, 4], [1], [5, 9, 2, 6, 5, 3, 5], [8, 9, 7, 9, 3], [1] * 31, [2, 7], [1, 8, 2, 8]]
 
 
-def alone(folder: Path, rows: int = 4) -> Batcher:
-    model, tokenizer = load_gpt(InferenceConfig(load=str(folder)), TOKENIZER, Mesh(device=CPU))
+def alone(folder: Path, rows: int = 4, dtype: str = "auto") -> Batcher:
+    config = InferenceConfig(load=str(folder), dtype=dtype)
+    model, tokenizer = load_gpt(config, TOKENIZER, Mesh(device=CPU))
     predictor = Predictor(model, Mesh(device=CPU))
     predictor.reserve(rows, LENGTH)
     return Batcher(predictor, tokenizer)
@@ -142,6 +143,16 @@ def test_what_is_drawn_depends_on_no_other_text(folder: Path) -> None:
     while batcher.waiting or batcher.growing:
         batcher.step()
     assert [growth.new for growth in growths] == expected
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_precision_in_batches_of_unlike_lengths(folder: Path, dtype: str) -> None:
+    """Each token is near the most probable one in fp32; rounding may change which of two near ones it is."""
+    exact = alone(folder).predictor
+    for growth in grow(alone(folder, dtype=dtype), [request(prompt) for prompt in PROMPTS]):
+        logits_nv = exact.forward(0, [0], [growth.tokens[:-1]], every=True)[-len(growth.new) :]
+        said = logits_nv.gather(1, torch.tensor(growth.new).unsqueeze(1)).squeeze(1)
+        assert (logits_nv.amax(-1) - said).max() < 0.2
 
 
 def test_texts_end_at_stop_strings(folder: Path) -> None:
