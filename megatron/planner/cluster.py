@@ -102,6 +102,8 @@ class Cluster:
 
     def group(self, size: int, stride: int) -> Group:
         """Processes whose ranks are `stride` apart, on devices that are numbered node after node."""
+        if self.nodes == 1:
+            return Group(size, size)
         return Group(size, max(1, min(size, self.per_node // stride)))
 
     def all_reduce(self, size: float, group: Group) -> float:

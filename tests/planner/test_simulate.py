@@ -49,6 +49,14 @@ def test_a_collective_takes_its_ring():
     assert machine.all_reduce(1e9, machine.group(1, 1)) == 0
 
 
+def test_what_is_on_one_node_needs_no_network():
+    """The ends of a pipeline of four with two replicas are six ranks apart; there is no DGX of L40S."""
+    machine = cluster(8, "l40s")
+    assert machine.group(2, 6).per_node == 2
+    step = Simulator(job(24, 2048, 16, 64), Layout(pipeline=4, data=2), machine, OURS).step()
+    assert 0 < step.gradients < step.seconds
+
+
 def test_hiding_the_reduction_and_sharding_the_optimizer_help():
     gpt = job(40, 6144, 48, 1024)
     layouts = (
