@@ -97,6 +97,16 @@ def test_several_texts_of_a_prompt_and_their_seeds(served) -> None:
     assert len(set(without)) == 3
 
 
+def test_extremes_are_greedy(served, model) -> None:
+    """What is too small for fp32 asks for the most probable token, and stops no server."""
+    (expected,) = expected_texts(model, PROMPTS[:1], out_seq_length=8, greedy=True)
+    for fields in ({"temperature": 1e-300}, {"temperature": 1e-6}, {"top_p": 5e-324}):
+        answer = complete(served[0], prompt=words(PROMPTS[0]), max_tokens=8, **fields).json()
+        assert answer["choices"][0]["text"] == expected
+    body = {"prompts": [words(PROMPTS[0])], "tokens_to_generate": 8, "top_p": 5e-324}
+    assert HTTP.put(f"{served[0]}/api", json=body).json()["text"] == [words(PROMPTS[0]) + expected]
+
+
 def test_stop_strings_end_a_text(served, model) -> None:
     (whole,) = expected_texts(model, PROMPTS[2:3], out_seq_length=20, greedy=True)
     stop = f" {whole.split()[4]} "
@@ -170,20 +180,25 @@ def test_a_stream_tells_what_was_used(served) -> None:
         ({"prompt": words([1] * LENGTH)}, 400, "prompt", "the prompt has 64 tokens, and the model sees 64"),
         ({"prompt": [[1], [1] * 70]}, 400, "prompt", "the prompt has 70 tokens, and the model sees 64"),
         ({"prompt": ""}, 400, "prompt", "the prompt is empty"),
-        ({"prompt": []}, 400, "prompt", "[] is wrong: must be a text, a list of texts"),
+        ({"prompt": []}, 400, "prompt", "prompt must be a text, a list of texts"),
         ({"prompt": [True]}, 400, "prompt", "must be a text, a list of texts"),
         ({"prompt": "1 x"}, 400, None, "'x' is not a token id"),
         ({"prompt": [1, VOCAB]}, 400, "prompt", "100 is not a token id; give 0 to 99"),
         ({"prompt": [-1]}, 400, "prompt", "-1 is not a token id"),
-        ({"prompt": "1", "temperature": -1}, 400, "temperature", "-1 is wrong: must be greater than"),
+        (
+            {"prompt": "1", "temperature": -1},
+            400,
+            "temperature",
+            "temperature must be greater than or equal to 0, not -1",
+        ),
         ({"prompt": "1", "top_p": 0}, 400, "top_p", "must be greater than 0"),
-        ({"prompt": "1", "max_tokens": "5"}, 400, "max_tokens", "'5' is wrong: must be a integer"),
+        ({"prompt": "1", "max_tokens": "5"}, 400, "max_tokens", "max_tokens must be a whole number, not '5'"),
         ({"prompt": "1", "max_tokens": -1}, 400, "max_tokens", "must be greater than or equal to 0"),
         ({"prompt": "1", "logprobs": 21}, 400, "logprobs", "must be less than or equal to 20"),
         ({"prompt": "1", "stop": ["a", ""]}, 400, "stop", "none empty"),
-        ({"prompt": "1", "seed": -1}, 400, "seed", "-1 is wrong"),
+        ({"prompt": "1", "seed": -1}, 400, "seed", "not -1"),
         ({"prompt": "1", "best_of": 2}, 400, "best_of", "is not supported unless it is n"),
-        ({"prompt": "1", "suffix": "2"}, 400, "suffix", "is not supported"),
+        ({"prompt": "1", "suffix": "2"}, 400, "suffix", "suffix: '2' is not supported; leave it out"),
         ({"prompt": "1", "presence_penalty": 0.5}, 400, "presence_penalty", "repetition_penalty is"),
         ({"prompt": "1", "logit_bias": {"5": 1}}, 400, "logit_bias", "is not supported"),
         ({"prompt": "1", "stream_options": {}}, 400, "stream_options", "needs stream"),

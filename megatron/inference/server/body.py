@@ -73,11 +73,14 @@ def _wrong(error: ValidationError) -> ApiError:
         return ApiError(400, f"{param} is required", param=param)
     if kind == "extra_forbidden":
         return ApiError(400, f"{param[:60]} is not a field of this request", param=param)
+    shown = _shown(first["input"])
     if kind == "value_error":
         message = str(first["ctx"]["error"])
     else:
-        message = message.replace("Input should", "must").replace("must be a valid", "must be a")
-    return ApiError(400, f"{param}: {_shown(first['input'])} is wrong: {message}", param=param)
+        message = message.replace("Input should", "must").replace("a valid integer", "a whole number")
+        message = message.replace("a valid boolean", "true or false").replace("a valid", "a")
+    told = f"{param} {message}, not {shown}" if message.startswith("must") else f"{param}: {shown} {message}"
+    return ApiError(400, told, param=param)
 
 
 def _shown(value: Any) -> str:

@@ -21,6 +21,8 @@ from megatron.tokenizer import Tokenizer
 
 # Below, the limit is meant: the most probable token. Logits over less than this overflow.
 COLDEST = 1e-6
+# The same for top-p, which is fp32 there: less would be zero, and zero means all.
+NARROWEST = 1e-6
 
 
 def _prompts(value: Any) -> list[str] | list[list[int]]:
@@ -100,7 +102,7 @@ class CompletionRequest(Body):
             greedy=greedy,
             temperature=1.0 if greedy else self.temperature,
             top_k=self.top_k,
-            top_p=0.0 if self.top_p == 1 else self.top_p,
+            top_p=0.0 if self.top_p == 1 else max(self.top_p, NARROWEST),
             repetition_penalty=self.repetition_penalty,
             seed=seed % 2**32,
         )

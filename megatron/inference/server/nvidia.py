@@ -12,7 +12,7 @@ from megatron.inference.batching import Request
 from megatron.inference.beam import BeamConfig, Hypothesis
 from megatron.inference.sampling import SamplingConfig
 from megatron.inference.server.body import Body
-from megatron.inference.server.completions import COLDEST
+from megatron.inference.server.completions import COLDEST, NARROWEST
 from megatron.inference.server.engine import Piece, Search
 from megatron.inference.server.errors import ApiError
 from megatron.inference.server.spelling import Spelling
@@ -37,7 +37,7 @@ class NvidiaRequest(Body):
     no_log: bool = False
     beam_width: int | None = Field(None, ge=1)
     stop_token: int | None = None
-    length_penalty: float = Field(1.0, ge=0, le=100)
+    length_penalty: float = Field(1.0, ge=0, le=10)
 
     @model_validator(mode="after")
     def _check(self) -> NvidiaRequest:
@@ -83,7 +83,7 @@ class NvidiaRequest(Body):
                     out_seq_length=max(self.tokens_to_generate, 1),
                     temperature=self.temperature,
                     top_k=self.top_k,
-                    top_p=self.top_p,
+                    top_p=self.top_p and max(self.top_p, NARROWEST),
                     seed=(seed + number) % 2**32,
                 ),
                 stops=stops,
