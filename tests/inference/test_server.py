@@ -189,7 +189,7 @@ def test_a_stream_tells_what_was_used(served) -> None:
             {"prompt": "1", "temperature": -1},
             400,
             "temperature",
-            "temperature must be greater than or equal to 0, not -1",
+            "must be greater than or equal to 0, not -1",
         ),
         ({"prompt": "1", "top_p": 0}, 400, "top_p", "must be greater than 0"),
         ({"prompt": "1", "max_tokens": "5"}, 400, "max_tokens", "max_tokens must be a whole number, not '5'"),
