@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import math
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -27,6 +29,9 @@ from megatron.inference.server.app import make_app
 
 # Seconds that texts under way have to end when the server is stopped, and that answers have to be sent.
 GRACE, SENDING = 5, 3
+# A signal that follows on another after so many seconds is meant; before, torchrun passes on what a terminal has sent
+# to all.
+AGAIN = 1
 
 
 def listen(config: ServerConfig) -> socket.socket:
@@ -117,9 +122,15 @@ def _stopping_on_signals(engine: Engine) -> Iterator[list[int]]:
     An exception would cut a computation that other processes take part in.
     """
     received: list[int] = []
+    again = math.inf
 
     def stop(number: int, frame: object) -> None:
-        engine.stop(0 if received else GRACE)
+        nonlocal again
+        if not received:
+            again = time.monotonic() + AGAIN
+            engine.stop(GRACE)
+        elif time.monotonic() > again:
+            engine.stop(0)
         received.append(number)
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
