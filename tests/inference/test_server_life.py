@@ -6,9 +6,11 @@ import json
 import os
 import re
 import signal
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -157,94 +159,97 @@ def test_openais_client_meets_a_stream_that_ends_early(slow) -> None:
             list(stream)
 
 
-def stopping_server(
-    predictor: Predictor, tokenizer: Tokenizer, number: int, max_tokens: int = 8
-) -> tuple[httpx.Response, httpx.Response]:
-    """A text, and one that a signal comes in the middle of, from a server that this thread runs."""
-    config = ServerConfig(port=0, max_batch_size=4)
+def first_answer(url: str, **body: object) -> httpx.Response:
+    """Of a server that may not listen yet."""
+    while True:
+        try:
+            return complete(url, **body)
+        except httpx.ConnectError:
+            time.sleep(0.01)
+
+
+@contextmanager
+def asking(config: ServerConfig, ask: Callable[[str], None]) -> Iterator[socket.socket]:
+    """A block for a server on the socket that it is given, and `ask` with its address on another thread."""
     listener = listen(config)
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    answers: list[httpx.Response] = []
-
-    def client() -> None:
-        body = {"prompt": words(PROMPTS[2]), "temperature": 0}
-        while not answers:
-            try:
-                answers.append(complete(url, **body, max_tokens=8))
-            except httpx.ConnectError:
-                time.sleep(0.01)
-        with HTTP.stream(
-            "POST", f"{url}/v1/completions", json={**body, "max_tokens": max_tokens, "stream": True}
-        ) as r:
-            os.kill(os.getpid(), number)
-            r.read()
-            answers.append(r)
-
-    thread = threading.Thread(target=client)
+    thread = threading.Thread(target=ask, args=(f"http://127.0.0.1:{listener.getsockname()[1]}",))
     thread.start()
     try:
-        serve(config, "tiny", listener, predictor, tokenizer)
+        yield listener
     finally:
         thread.join()
-        first, second = answers
-        stopping_server.answers = first, second
-    return first, second
+
+
+def serve_until(
+    number: int,
+    predictor: Predictor,
+    tokenizer: Tokenizer,
+    answers: list[httpx.Response],
+    max_tokens: int = 8,
+) -> None:
+    """Serve a text, and one that a signal comes in the middle of."""
+
+    def ask(url: str) -> None:
+        body = {"prompt": words(PROMPTS[2]), "temperature": 0}
+        answers.append(first_answer(url, **body, max_tokens=8))
+        body |= {"max_tokens": max_tokens, "stream": True}
+        with HTTP.stream("POST", f"{url}/v1/completions", json=body) as response:
+            os.kill(os.getpid(), number)
+            response.read()
+        answers.append(response)
+
+    config = ServerConfig(port=0, max_batch_size=4)
+    with asking(config, ask) as listener:
+        serve(config, "tiny", listener, predictor, tokenizer)
 
 
 def streamed(response: httpx.Response) -> str:
     return "".join(event["choices"][0]["text"] for event in events(response))
 
 
-def test_sigterm_lets_texts_end(folder, slow) -> None:
-    first, second = stopping_server(*slow, signal.SIGTERM)
+def test_sigterm_lets_texts_end(folder: Path, slow) -> None:
+    answers: list[httpx.Response] = []
+    serve_until(signal.SIGTERM, *slow, answers)
     (expected,) = expected_texts(load(folder), PROMPTS[2:3], out_seq_length=8, greedy=True)
-    assert first.json()["choices"][0]["text"] == streamed(second) == expected
+    assert answers[0].json()["choices"][0]["text"] == streamed(answers[1]) == expected
 
 
 def test_ctrl_c_cuts_what_takes_long(slow, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_module, "GRACE", 0.2)
+    answers: list[httpx.Response] = []
     with pytest.raises(KeyboardInterrupt):
-        stopping_server(*slow, signal.SIGINT, max_tokens=50)
-    last = [line for line in stopping_server.answers[1].text.split("\n\n") if line][-1]
+        serve_until(signal.SIGINT, *slow, answers, max_tokens=50)
+    last = [line for line in answers[1].text.split("\n\n") if line][-1]
     assert json.loads(last.removeprefix("data: "))["error"]["message"] == "the server is stopping"
 
 
-def tensor_parallel(folder: str) -> str | None:
-    def work(predictor: Predictor, tokenizer: Tokenizer) -> str:
-        first, second = stopping_server(predictor, tokenizer, signal.SIGTERM)
-        assert first.json()["choices"][0]["text"] == streamed(second)
-        return streamed(second)
+def tensor_parallel(folder: str) -> list[str] | None:
+    def work(predictor: Predictor, tokenizer: Tokenizer) -> list[str]:
+        answers: list[httpx.Response] = []
+        serve_until(signal.SIGTERM, predictor, tokenizer, answers)
+        return [answers[0].json()["choices"][0]["text"], streamed(answers[1])]
 
     return lead(InferenceConfig(load=folder, tensor_model_parallel_size=2), TOKENIZER, work)
 
 
 def test_two_processes_serve_what_one_does(folder: Path) -> None:
     expected = expected_texts(load(folder), PROMPTS[2:3], out_seq_length=8, greedy=True)
-    assert run_distributed(tensor_parallel, 2, str(folder)) == [*expected, None]
+    assert run_distributed(tensor_parallel, 2, str(folder)) == [expected * 2, None]
 
 
-def test_a_server_that_fails_says_so(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_fails_says_so(folder: Path) -> None:
     predictor, tokenizer = load(folder)
-    config = ServerConfig(port=0, max_batch_size=1)
-    listener = listen(config)
-    forward, answers = predictor.forward, []
+    answers: list[httpx.Response] = []
 
     def fail(*arguments: object, **options: object) -> torch.Tensor:
-        time.sleep(0.1)
         raise RuntimeError("the machine burns")
 
-    def client() -> None:
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        wait_until(lambda: "is served at" in capfd.readouterr().out)
-        predictor.forward = fail
-        answers.append(complete(url, prompt="1"))
-
-    thread = threading.Thread(target=client)
-    thread.start()
-    with pytest.raises(RuntimeError, match="the machine burns"):
+    predictor.forward = fail
+    config = ServerConfig(port=0, max_batch_size=1)
+    asked = asking(config, lambda url: answers.append(first_answer(url, prompt="1")))
+    with pytest.raises(RuntimeError, match="the machine burns"), asked as listener:
         serve(config, "tiny", listener, predictor, tokenizer)
-    thread.join()
-    assert forward is not predictor.forward and answers[0].status_code == 503
+    assert answers[0].status_code == 503
 
 
 @pytest.mark.parametrize(
@@ -257,12 +262,3 @@ def test_a_server_that_fails_says_so(folder: Path, capfd: pytest.CaptureFixture[
 def test_wrong_addresses(flags: dict, message: str) -> None:
     with pytest.raises(InputError, match=f"^{re.escape(message)}"):
         listen(ServerConfig(port=0, **flags))
-
-
-def test_a_port_in_use_is_one_line() -> None:
-    taken = listen(ServerConfig(port=0))
-    taken.listen()
-    port = taken.getsockname()[1]
-    with pytest.raises(InputError, match=f"^--port: {port} is in use; give another, or 0 for a free one$"):
-        listen(ServerConfig(port=port))
-    taken.close()
