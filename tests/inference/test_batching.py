@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from megatron.inference.lead import lead
 from megatron.inference.load import load_gpt
 from megatron.inference.predictor import Predictor
 from megatron.inference.sampling import SamplingConfig
+from megatron.model.transformer import KVCache
 from megatron.parallel.mesh import Mesh
 from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.config import TokenizerConfig
@@ -190,3 +193,47 @@ def test_every_layout_writes_the_same(folder: Path, layout: tuple[int, int]) -> 
     beams = beam_search(alone(folder).predictor, [3, 1], BeamConfig(beam_width=3), length=9, eod=None)
     found = run_distributed(in_layout, layout[0] * layout[1], str(folder), sizes)
     assert found[0] == (expected, [beam.tokens for beam in beams])
+
+
+def test_logits_that_are_not_finite_are_one_line(folder: Path) -> None:
+    batcher = alone(folder)
+    batcher.predictor.stages.model.decoder.layers["0"].mlp.linear_fc2.weight.fill_(float("nan"))
+    with pytest.raises(InputError, match=r"^--load: the model gives logits that are not finite"):
+        grow(batcher, [request([1])])
+
+
+def in_spite_of_faults(folder: str) -> list[str] | None:
+    """Generation after another process had no memory, and after Ctrl-C in the middle of a command."""
+
+    def no_memory(*args: object, rows: int, **others: object) -> KVCache:
+        if rows == 1000 and os.environ["RANK"] == "1":
+            raise RuntimeError
+        return KVCache(*args, rows=rows, **others)
+
+    def work(predictor: Predictor, tokenizer: Tokenizer) -> list[str]:
+        with pytest.raises(
+            InputError, match="too little memory on cpu for the keys and values of 1000 texts"
+        ):
+            predictor.reserve(1000, LENGTH)
+        predictor.reserve(4, LENGTH)
+        forward = predictor._forward
+
+        def interrupted(*args: object) -> torch.Tensor:
+            signal.raise_signal(signal.SIGINT)
+            return forward(*args)
+
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(predictor, "_forward", interrupted)
+            generate(Batcher(predictor, tokenizer), SAMPLED)
+        return generate(Batcher(predictor, tokenizer), SAMPLED)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatron.inference.predictor.KVCache", no_memory)
+        return lead(InferenceConfig(load=folder, tensor_model_parallel_size=2), TOKENIZER, work)
+
+
+def test_other_processes_survive_what_the_first_one_does(tmp_path: Path) -> None:
+    """One group of keys and values, which both processes hold."""
+    folder = save_hf(tmp_path / "model", "llama 3")
+    found = run_distributed(in_spite_of_faults, 2, str(folder))
+    assert found == [generate(alone(folder), SAMPLED), None]
