@@ -6,6 +6,7 @@ import dataclasses
 import os
 import signal
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -174,12 +175,23 @@ def test_prompts_that_leave_no_room_are_refused(folder: Path) -> None:
             alone(folder).add(request(prompt))
 
 
-def in_layout(folder: str, layout: dict[str, int]) -> tuple[list[str], list[tuple[int, ...]]] | None:
-    def work(predictor: Predictor, tokenizer: Tokenizer) -> tuple[list[str], list[tuple[int, ...]]]:
+class Written(NamedTuple):
+    texts: list[str]
+    prompt_scores: list[float]
+    beams: list[tuple[int, ...]]
+
+
+def written(batcher: Batcher) -> Written:
+    texts = generate(batcher, [*SAMPLED, *map(request, PROMPTS)])
+    (scored,) = grow(batcher, [request(PROMPTS[2], scores_prompt=True)])
+    beams = beam_search(batcher.predictor, [3, 1], BeamConfig(beam_width=3), length=9, eod=None)
+    return Written(texts, [x.logprob for x in scored.prompt_scores], [beam.tokens for beam in beams])
+
+
+def in_layout(folder: str, layout: dict[str, int]) -> Written | None:
+    def work(predictor: Predictor, tokenizer: Tokenizer) -> Written:
         predictor.reserve(4, LENGTH)
-        texts = generate(Batcher(predictor, tokenizer), [*SAMPLED, *map(request, PROMPTS)])
-        beams = beam_search(predictor, [3, 1], BeamConfig(beam_width=3), length=9, eod=None)
-        return texts, [beam.tokens for beam in beams]
+        return written(Batcher(predictor, tokenizer))
 
     return lead(InferenceConfig(load=folder, **layout), TOKENIZER, work)
 
@@ -189,10 +201,11 @@ def test_every_layout_writes_the_same(folder: Path, layout: tuple[int, int]) -> 
     if layout == (2, 2) and "gpt2" not in (folder / "config.json").read_text():
         pytest.skip("one model suffices")
     sizes = dict(zip(("tensor_model_parallel_size", "pipeline_model_parallel_size"), layout, strict=True))
-    expected = generate(alone(folder), [*SAMPLED, *map(request, PROMPTS)])
-    beams = beam_search(alone(folder).predictor, [3, 1], BeamConfig(beam_width=3), length=9, eod=None)
-    found = run_distributed(in_layout, layout[0] * layout[1], str(folder), sizes)
-    assert found[0] == (expected, [beam.tokens for beam in beams])
+    expected = written(alone(folder))
+    found, *others = run_distributed(in_layout, layout[0] * layout[1], str(folder), sizes)
+    assert (found.texts, found.beams) == (expected.texts, expected.beams)
+    assert found.prompt_scores == pytest.approx(expected.prompt_scores, abs=1e-4)
+    assert not any(others)
 
 
 def test_logits_that_are_not_finite_are_one_line(folder: Path) -> None:
