@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = vars(parser.parse_args(argv))
     model, text, sampling, beam, tokenizer = (make_config(config, args) for config in configs.values())
     drawing = {field.name for field in dataclasses.fields(SamplingConfig)} - {"out_seq_length"}
-    beam.check(args.keys() & drawing)
+    beam.check(args.keys() & (drawing | {"num_samples", "logprobs"}))
     lead(model, tokenizer, functools.partial(run, text, sampling, beam))
 
 

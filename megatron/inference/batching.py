@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megatron.flags import InputError
 from megatron.inference.predictor import Predictor
 from megatron.inference.sampling import Choice, SamplingConfig, choose
 from megatron.inference.text import TextStream
@@ -76,12 +75,13 @@ class Growth:
             return self.text.finish()
         self.tokens.append(token)
         self.new.append(token)
-        text = self.text.add(token)
+        text, full = self.text.add(token), len(self.tokens) == self.end
+        if full:
+            text += self.text.finish()
         if self.text.stopped:
             self.reason = "stop"
-        elif len(self.tokens) == self.end:
+        elif full:
             self.reason = "length"
-            text += self.text.finish()
         return text
 
 
@@ -101,12 +101,7 @@ class Batcher:
         Raises:
             InputError: its prompt is empty, or leaves no room for a token.
         """
-        if not request.prompt:
-            raise InputError("the prompt is empty; give at least one token to begin with")
-        if len(request.prompt) >= self.predictor.length:
-            raise InputError(
-                f"the prompt has {len(request.prompt)} tokens, and the model sees {self.predictor.length}; shorten it"
-            )
+        self.predictor.check_prompt(request.prompt)
         growth = Growth(request, self.tokenizer, self.predictor.length)
         self.waiting.append(growth)
         return growth

@@ -22,11 +22,10 @@ class BeamConfig(Config):
     )
 
     def check(self, given: Collection[str]) -> None:
-        """Raise `InputError` if flags of sampling were `given`, by field, which beam search has no use for."""
+        """Raise `InputError` if flags were `given`, by field, that beam search has no use for."""
         if self.beam_width is not None and given:
             raise InputError(
-                f"--{min(given).replace('_', '-')} is about drawing tokens, which --beam-width does not; leave one "
-                "of the two out"
+                f"--{min(given).replace('_', '-')} has no effect with --beam-width; leave one of the two out"
             )
         if self.beam_width is None and self.length_penalty != 1:
             raise InputError("--length-penalty needs --beam-width")
@@ -45,17 +44,15 @@ def beam_search(
 ) -> list[Hypothesis]:
     """The best `config.beam_width` texts of at most `length` tokens that follow on a prompt, the best first.
 
-    A text ends at `eod`, which its length counts and its tokens do not hold. The search ends when no text that grows
-    still can be better than those that have ended, if its log-probability stays what it is.
+    A text ends at `eod`, which its length counts and its tokens do not hold. The search ends when so many have ended,
+    and the best of those that grow scores no better than the worst of them.
 
     Raises:
-        InputError: the predictor has fewer rows than beams, or no room for the prompt and a token.
+        InputError: the prompt is empty, or leaves no room for a token.
     """
     width, eods = config.beam_width, 0 if eod is None else 1
-    if len(prompt) >= predictor.length:
-        raise InputError(
-            f"the prompt has {len(prompt)} tokens, and the model sees {predictor.length}; shorten it"
-        )
+    predictor.check_prompt(prompt)
+    assert width <= predictor.rows
     length = min(length, predictor.length - len(prompt))
     ended: list[Hypothesis] = []
     beams: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]

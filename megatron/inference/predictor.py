@@ -7,8 +7,10 @@ that come and go and people who type, is in one process alone and knows nothing 
 from __future__ import annotations
 
 import itertools
+import signal
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ from megatron.flags import InputError
 from megatron.inference.stages import Stages
 from megatron.model.gpt import GPTModel
 from megatron.model.transformer import KVCache
-from megatron.parallel.collectives import broadcast
+from megatron.parallel.collectives import all_reduce_max, broadcast
 from megatron.parallel.config import ParallelConfig
 from megatron.parallel.mesh import Mesh, world_apart
 
@@ -39,11 +41,10 @@ class Predictor:
         """Make room for `length` tokens of each of `rows` sequences, in place of what there was.
 
         Raises:
-            InputError: there is too little memory.
+            InputError: a process has too little memory.
         """
-        if self.mesh.world.size > 1:
-            self._tell(RESERVE, [rows, length])
-        self._reserve(rows, length)
+        with self._command(RESERVE, [rows, length]):
+            self._reserve(rows, length)
 
     def _reserve(self, rows: int, length: int) -> None:
         self.rows, self.length, self.cache = rows, length, None  # what there was goes first
@@ -52,15 +53,19 @@ class Predictor:
         here = range(layers[0], layers[-1] + 1)
         # A CPU attends by one query to keys in fp32 2.5 times as fast as to keys in bf16 (benchmarks/README.md).
         dtype = torch.float32 if device.type == "cpu" else self.stages.dtype
+        failed = torch.tensor([0])
         try:
             self.cache = KVCache(
                 config, here, self.mesh.tp, rows=rows, length=length, dtype=dtype, device=device
             )
-        except RuntimeError as error:
+        except RuntimeError:
+            failed += 1
+        if all_reduce_max(failed, self.commands):
+            self.cache = None
             raise InputError(
-                f"--max-batch-size: {device} has too little memory for the keys and values of {rows} texts of "
-                f"{length} tokens; lower it, or --out-seq-length"
-            ) from error
+                f"too little memory on {device.type} for the keys and values of {rows} texts of {length} tokens; "
+                "lower --max-batch-size, --beam-width or --out-seq-length"
+            )
 
     def forward(
         self, first: int, starts: Sequence[int], tokens: Sequence[Sequence[int]], *, every: bool = False
@@ -69,18 +74,35 @@ class Predictor:
 
         Returns:
             Logits [n, v] in fp32 on the CPU: of what follows on the last token of each sequence, or on `every` token.
+
+        Raises:
+            InputError: they are not finite.
         """
         lengths = [len(row) for row in tokens]
         padded = [[*row, *[0] * (max(lengths) - len(row))] for row in tokens]
-        if self.mesh.world.size > 1:
-            self._tell(FORWARD, [first, every, len(tokens), *starts, *lengths, *itertools.chain(*padded)])
-        return self._forward(first, starts, lengths, padded, every)
+        content = [first, every, len(tokens), *starts, *lengths, *itertools.chain(*padded)]
+        with self._command(FORWARD, content):
+            logits_nv = self._forward(first, starts, lengths, padded, every)
+        if not logits_nv.sum().isfinite():
+            raise InputError(
+                "--load: the model gives logits that are not finite; if --dtype fp16 is too narrow for it, take bf16 "
+                "or fp32"
+            )
+        return logits_nv
+
+    def check_prompt(self, prompt: Sequence[int]) -> None:
+        """Raise `InputError` if a prompt has no tokens, or leaves no room for one more."""
+        if not prompt:
+            raise InputError("the prompt is empty; give at least one token to begin with")
+        if len(prompt) >= self.length:
+            raise InputError(
+                f"the prompt has {len(prompt)} tokens, and the model sees {self.length}; shorten it"
+            )
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         """Make the first `length` tokens of the rows `targets` those of the rows `sources`, all at once."""
-        if self.mesh.world.size > 1:
-            self._tell(COPY, [length, *sources, *targets])
-        self.cache.copy(sources, targets, length)
+        with self._command(COPY, [length, *sources, *targets]):
+            self.cache.copy(sources, targets, length)
 
     @contextmanager
     def leading(self) -> Iterator[None]:
@@ -88,8 +110,8 @@ class Predictor:
         try:
             yield
         finally:
-            if self.mesh.world.size > 1:
-                self._tell(STOP, [])
+            with self._command(STOP, []):
+                pass
 
     def follow(self) -> None:
         """Do what the first process says, until it says no more."""
@@ -99,7 +121,8 @@ class Predictor:
                 return
             content = broadcast(torch.empty(count, dtype=torch.int64), self.commands).tolist()
             if kind == RESERVE:
-                self._reserve(*content)
+                with suppress(InputError):  # which the first process says, and may go on after
+                    self._reserve(*content)
             elif kind == COPY:
                 length, *rows = content
                 self.cache.copy(rows[: len(rows) // 2], rows[len(rows) // 2 :], length)
@@ -110,10 +133,17 @@ class Predictor:
                 padded = [flat[i * s : (i + 1) * s] for i in range(b)]
                 self._forward(first, starts, lengths, padded, bool(every))
 
-    def _tell(self, kind: int, content: list[int]) -> None:
-        broadcast(torch.tensor([kind, len(content)]), self.commands)
-        if content:
-            broadcast(torch.tensor(content), self.commands)
+    @contextmanager
+    def _command(self, kind: int, content: list[int]) -> Iterator[None]:
+        """Tell the other processes what to do, and do the same in the block."""
+        if self.mesh.world.size == 1:
+            yield
+            return
+        with _whole():
+            broadcast(torch.tensor([kind, len(content)]), self.commands)
+            if content:
+                broadcast(torch.tensor(content), self.commands)
+            yield
 
     def _forward(
         self,
@@ -142,3 +172,19 @@ class Predictor:
                 logits = self.stages.transfers.receive(shape, torch.float32, pp.size - 1)()
         self.stages.transfers.finish()
         return logits.cpu() if self.mesh.is_first else torch.empty(0)
+
+
+@contextmanager
+def _whole() -> Iterator[None]:
+    """A block after which Ctrl-C has its effect. In the middle of it the other processes would wait for the rest."""
+    if threading.current_thread() is not threading.main_thread():  # which alone is interrupted
+        yield
+        return
+    caught: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: caught.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if caught:
+        signal.raise_signal(signal.SIGINT)

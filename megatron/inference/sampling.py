@@ -19,7 +19,7 @@ class SamplingConfig(Config):
     out_seq_length: int = flag(128, "tokens to generate at most", low=1, aliases=("--max-new-tokens",))
     greedy: bool = flag(False, "always take the most probable token")
     temperature: float = flag(
-        1.0, "divides the logits: below 1 the text is more predictable, above 1 more varied", above=0
+        1.0, "divides the logits: below 1 the text is more predictable, above 1 more varied", low=1e-6
     )
     top_k: int = flag(
         0, "choose among this many most probable tokens; 0 among all", low=0, aliases=("--top_k",)
@@ -32,7 +32,10 @@ class SamplingConfig(Config):
         aliases=("--top_p",),
     )
     repetition_penalty: float = flag(
-        1.0, "divides the logits of tokens that the text has already (of negative ones: multiplies)", above=0
+        1.0,
+        "divides the logits of tokens that the text has already (of negative ones: multiplies)",
+        low=1e-6,
+        high=1e6,
     )
     seed: int = flag(1234, "seed of the choices", low=0, high=2**32 - 1)
 
@@ -50,13 +53,13 @@ class Choice:
 def choose(logits_nv: Tensor, choices: Sequence[Choice]) -> list[int]:
     """The next token of each text: the most probable one, or drawn after repetition penalty, temperature, top-k and
     top-p, in this order."""
-    for i, choice in enumerate(choices):
-        penalty = choice.config.repetition_penalty
-        if penalty != 1:
-            seen = torch.tensor(sorted(set(choice.tokens)))
-            values = logits_nv[i, seen]
-            logits_nv = logits_nv.clone()
-            logits_nv[i, seen] = torch.where(values > 0, values / penalty, values * penalty)
+    penalized = [i for i, choice in enumerate(choices) if choice.config.repetition_penalty != 1]
+    if penalized:
+        logits_nv = logits_nv.clone()  # which others read too
+    for i in penalized:
+        penalty, seen = choices[i].config.repetition_penalty, torch.tensor(list(set(choices[i].tokens)))
+        values = logits_nv[i, seen]
+        logits_nv[i, seen] = torch.where(values > 0, values / penalty, values * penalty)
     tokens = logits_nv.argmax(-1).tolist()
     drawn = [i for i, choice in enumerate(choices) if not choice.config.greedy]
     if drawn:
@@ -71,17 +74,18 @@ def _draw(logits_nv: Tensor, choices: Sequence[Choice]) -> list[int]:
     x_nv = logits_nv / torch.tensor([[config.temperature] for config in configs])
     if any(config.top_k for config in configs):
         x_nv = x_nv.masked_fill(x_nv < _least_of_top_k(x_nv, [config.top_k for config in configs]), -math.inf)
-    if any(config.top_p for config in configs):
-        # Sorted without their ids: what decides is where probabilities are cut off.
-        p_nv = x_nv.softmax(-1)
-        falling = p_nv.sort(-1, descending=True).values
+    if any(0 < config.top_p < 1 for config in configs):
+        # Of equal ones those with the smaller ids come first: rounded logits often are.
+        falling, ids = x_nv.softmax(-1).sort(dim=-1, descending=True, stable=True)
         before = falling.cumsum(-1) - falling
-        # A token stays if those before it do not reach top_p yet; the first always stays.
-        stays = before < torch.tensor([[config.top_p or 2.0] for config in configs])
-        least = falling.masked_fill(~stays, math.inf).amin(-1, keepdim=True)
-        x_nv = x_nv.masked_fill(p_nv < least, -math.inf)
+        # A token goes if those before it reach top_p; the first stays.
+        goes = before >= torch.tensor([[config.top_p % 1 or math.inf] for config in configs])
+        goes[:, 0] = False
+        x_nv = x_nv.masked_fill(torch.zeros_like(goes).scatter(-1, ids, goes), -math.inf)
     below_nv = x_nv.softmax(-1, dtype=torch.float64).cumsum(-1)
-    at_n1 = torch.stack([torch.rand(1, generator=choice.generator) for choice in choices]).double()
+    at_n1 = torch.stack(
+        [torch.rand(1, dtype=torch.float64, generator=choice.generator) for choice in choices]
+    )
     return torch.searchsorted(below_nv, at_n1 * below_nv[:, -1:], right=True).squeeze(1).tolist()
 
 

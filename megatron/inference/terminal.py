@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
+import itertools
 import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from tqdm import tqdm
 
@@ -17,6 +19,7 @@ from megatron.inference.batching import Batcher, Growth, Request
 from megatron.inference.beam import BeamConfig, beam_search
 from megatron.inference.predictor import Predictor
 from megatron.inference.sampling import SamplingConfig
+from megatron.inference.text import TextStream
 from megatron.tokenizer import Tokenizer
 
 
@@ -72,13 +75,16 @@ def run(
     """Do what the flags say.
 
     Raises:
-        InputError: a prompt is empty or too long, or a file cannot be read or written.
+        InputError: a prompt is empty, too long or no text, or a file cannot be read or written.
     """
     writer = _Writer(config, sampling, beam, predictor, tokenizer)
     if config.writes_json:
         writer.write_all()
     elif config.prompt is not None:
-        if not writer.stream(config.prompt, sampling, shows_prompt=True)[1]:
+        with _naming("--prompt"):
+            tokens = writer.tokens(config.prompt)
+            _, finished = writer.stream(tokens, sampling, begin=config.prompt)
+        if not finished:
             raise KeyboardInterrupt
     else:
         writer.converse()
@@ -92,29 +98,36 @@ class _Writer:
     predictor: Predictor
     tokenizer: Tokenizer
 
-    def stream(self, prompt: str, sampling: SamplingConfig, *, shows_prompt: bool) -> tuple[str, bool]:
-        """Continue a prompt on the screen; gives the text, and whether it came to its end rather than to Ctrl-C."""
-        tokens = self.tokenizer.tokenize(prompt)
-        self.predictor.reserve(
-            self.beam.beam_width or 1,
-            min(self.predictor.context, max(len(tokens), 1) + sampling.out_seq_length),
-        )
+    def tokens(self, text: str) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InputError(f"{text[:40]!r} is not UTF-8 text") from None
+        return self.tokenizer.tokenize(text)
+
+    def reserve(self, rows: int, tokens: int) -> None:
+        """Make room for texts of so many tokens, and those that follow on them."""
+        longest = tokens + self.sampling.out_seq_length
+        self.predictor.reserve(self.beam.beam_width or rows, min(self.predictor.context, longest))
+
+    def stream(self, tokens: list[int], sampling: SamplingConfig, begin: str = "") -> tuple[str, bool]:
+        """Continue a prompt on the screen, after `begin`; gives the text, and whether it came to its end rather than to
+        Ctrl-C."""
+        self.reserve(1, len(tokens))
         if self.beam.beam_width:
-            text, shown = self.best_text(tokens)[0], prompt if shows_prompt else ""
-            print(shown + text)
+            text, _ = self.best_text(tokens)
+            print(begin + text)
             return text, True
         batcher = Batcher(self.predictor, self.tokenizer)
-        try:
-            growth = batcher.add(self.request(tokens, sampling))
-        except InputError as error:
-            raise InputError(f"--prompt: {error}") from None
+        growth = batcher.add(self.request(tokens, sampling))
+        sys.stdout.write(begin)
         whole, finished = "", False
         with contextlib.suppress(KeyboardInterrupt):
             while growth.reason is None:
                 for _, text in batcher.step():
-                    sys.stdout.write(prompt + text if shows_prompt and not whole else text)
+                    sys.stdout.write(text)
                     sys.stdout.flush()
-                    shows_prompt, whole = False, whole + text
+                    whole += text
             finished = True
         print()
         if growth.reason == "length" and len(growth.new) < sampling.out_seq_length:
@@ -133,10 +146,12 @@ class _Writer:
             alternatives=self.config.logprobs,
         )
 
+    def seeded(self, number: int) -> SamplingConfig:
+        """The settings of a text by its number: each has the seed after that of the one before."""
+        return dataclasses.replace(self.sampling, seed=(self.sampling.seed + number) % 2**32)
+
     def best_text(self, tokens: list[int]) -> tuple[str, float]:
         """What beam search finds, and its score."""
-        if not tokens:
-            raise InputError("--prompt: is empty; give at least one token to begin with")
         best = beam_search(
             self.predictor,
             tokens,
@@ -144,10 +159,12 @@ class _Writer:
             length=self.sampling.out_seq_length,
             eod=self.tokenizer.special_ids.get("eod"),
         )[0]
-        before = self.tokenizer.detokenize(tokens)
-        text = self.tokenizer.detokenize([*tokens, *best.tokens])[len(before) :]
-        ends = [at for stop in self.config.stop or () if (at := text.find(stop)) >= 0]
-        return text[: min(ends, default=len(text))], best.score
+        stream, text = TextStream(self.tokenizer, tokens, self.config.stop or ()), ""
+        for token in best.tokens:
+            text += stream.add(token)
+            if stream.stopped:
+                break
+        return text + stream.finish(), best.score
 
     def converse(self) -> None:
         """Continue what is typed, time after time, all that was said before it being its context."""
@@ -155,111 +172,140 @@ class _Writer:
             import readline  # noqa: F401
         if sys.stdin.isatty():
             print("Type a text to be continued. Ctrl-C stops the continuation, /new forgets, Ctrl-D ends.")
+        # torchrun ends all at Ctrl-C, and waits for that.
+        alone = self.predictor.mesh.world.size == 1
         said, turn = "", 0
         while True:
             try:
                 line = input("> " if sys.stdin.isatty() else "")
-            except KeyboardInterrupt:
-                print()
-                continue
+                if line == "/new":
+                    said = ""
+                    continue
+                context = said + line
+                text, finished = self.stream(self._newest(self.tokens(context)), self.seeded(turn))
+                said, turn = f"{context}{text}\n", turn + 1
+                if not (finished or alone):
+                    raise KeyboardInterrupt
             except EOFError:
                 return
-            if line == "/new":
-                said = ""
-                continue
-            sampling = dataclasses.replace(self.sampling, seed=self.sampling.seed + turn)
-            try:
-                context = self._shortened(said + line)
-                text, _ = self.stream(context, sampling, shows_prompt=False)
-            except InputError as error:
+            except KeyboardInterrupt:
+                print()
+                if not alone:
+                    raise
+            except (InputError, UnicodeDecodeError) as error:
                 print(f"error: {error}", file=sys.stderr)
-                continue
-            said, turn = f"{context}{text}\n", turn + 1
 
-    def _shortened(self, text: str) -> str:
-        """The end of a text, as much of it as leaves room for an answer."""
+    def _newest(self, tokens: list[int]) -> list[int]:
+        """The end of a context, as much of it as leaves room for an answer."""
         room = max(self.predictor.context - self.sampling.out_seq_length, self.predictor.context // 2)
-        tokens = self.tokenizer.tokenize(text)
-        if len(tokens) <= room:
-            return text
-        print(f"note: the first {len(tokens) - room} tokens are forgotten", file=sys.stderr)
-        return self.tokenizer.detokenize(tokens[-room:]).lstrip("\ufffd")
+        if len(tokens) > room:
+            print(f"note: the first {len(tokens) - room} tokens are forgotten", file=sys.stderr)
+        return tokens[-room:]
 
     def write_all(self) -> None:
         """Continue all prompts, and write JSON lines in their order."""
-        prompts = list(_prompts(self.config))
-        jobs = [
-            (prompt, i * self.config.num_samples + j)
-            for i, prompt in enumerate(prompts)
-            for j in range(self.config.num_samples)
-        ]
-        with _open_output(self.config.sample_output_file, [prompt for prompt, _ in jobs]) as (output, done):
-            tokens = [self.tokenizer.tokenize(prompt) for prompt, _ in jobs[done:]]
-            if not tokens:
+        prompts, samples = list(_prompts(self.config)), self.config.num_samples
+        texts = [text for _, text in prompts for _ in range(samples)]
+        with _open_output(self.config.sample_output_file, texts) as (output, done):
+            if done:
+                print(
+                    f"note: {output.name} has {done} of the {len(texts)} texts already, which are kept",
+                    file=sys.stderr,
+                )
+            if done == len(texts):
                 return
-            longest = min(self.predictor.context, max(map(len, tokens)) + self.sampling.out_seq_length)
-            rows = self.beam.beam_width or min(self.config.max_batch_size, len(tokens))
-            self.predictor.reserve(rows, longest)
-            with tqdm(total=len(jobs), initial=done, unit="text", disable=None) as progress:
-                for record in self._records(jobs[done:], tokens):
+            tokens = []
+            for place, text in prompts:
+                with _naming(place):
+                    tokens.append(self.tokens(text))
+            self.reserve(min(self.config.max_batch_size, len(texts) - done), max(map(len, tokens)))
+            for (place, _), ids in zip(prompts, tokens, strict=True):
+                with _naming(place):
+                    self.predictor.check_prompt(ids)
+            jobs = [_Job(texts[i], tokens[i // samples], i) for i in range(done, len(texts))]
+            records = self._best(jobs) if self.beam.beam_width else self._grown(jobs)
+            with tqdm(total=len(texts), initial=done, unit="text", disable=None) as progress:
+                for record in records:
                     output.write(json.dumps(record, ensure_ascii=False) + "\n")
                     output.flush()
                     progress.update()
 
-    def _records(self, jobs: list[tuple[str, int]], tokens: list[list[int]]) -> Iterator[dict[str, Any]]:
-        if self.beam.beam_width:
-            for (prompt, _), ids in zip(jobs, tokens, strict=True):
-                text, score = self.best_text(ids)
-                yield {"prompt": prompt, "text": text, "score": score}
-            return
-        batcher, growths = Batcher(self.predictor, self.tokenizer), []
-        for (prompt, number), ids in zip(jobs, tokens, strict=True):
-            sampling = dataclasses.replace(self.sampling, seed=self.sampling.seed + number)
-            try:
-                growths.append(batcher.add(self.request(ids, sampling)))
-            except InputError as error:
-                raise InputError(f"{prompt[:40]!r}: {error}") from None
-        texts = dict.fromkeys(growths, "")
-        for (prompt, _), growth in zip(jobs, growths, strict=True):
-            while growth.reason is None:
-                for grown, text in batcher.step():
-                    texts[grown] += text
-            record = {"prompt": prompt, "text": texts.pop(growth), "finish_reason": growth.reason}
-            yield record | ({} if self.config.logprobs is None else {"tokens": self._tokens(growth)})
+    def _best(self, jobs: list[_Job]) -> Iterator[dict[str, Any]]:
+        for job in jobs:
+            text, score = self.best_text(job.tokens)
+            yield {"prompt": job.prompt, "text": text, "score": score}
+
+    def _grown(self, jobs: list[_Job]) -> Iterator[dict[str, Any]]:
+        batcher, coming = Batcher(self.predictor, self.tokenizer), iter(jobs)
+        started: collections.deque[tuple[_Job, Growth]] = collections.deque()
+        texts: dict[Growth, str] = {}
+        while True:
+            # Those further on would take memory while they wait.
+            for job in itertools.islice(coming, self.predictor.rows - len(batcher.waiting)):
+                growth = batcher.add(self.request(job.tokens, self.seeded(job.number)))
+                started.append((job, growth))
+                texts[growth] = ""
+            if not started:
+                return
+            for growth, text in batcher.step():
+                texts[growth] += text
+            while started and started[0][1].reason is not None:
+                job, growth = started.popleft()
+                record = {"prompt": job.prompt, "text": texts.pop(growth), "finish_reason": growth.reason}
+                yield record | ({} if self.config.logprobs is None else {"tokens": self._tokens(growth)})
 
     def _tokens(self, growth: Growth) -> list[dict[str, Any]]:
         def told(token: int, logprob: float) -> dict[str, Any]:
             return {"id": token, "text": self.tokenizer.detokenize([token]), "logprob": logprob}
 
+        # The score of an end of document is last, and has no token.
+        pairs = zip(growth.new, growth.scores, strict=False)
         return [
             {**told(token, score.logprob), "top": [told(*pair) for pair in score.alternatives]}
-            for token, score in zip(
-                growth.new, growth.scores, strict=False
-            )  # that of an end of document is last
+            for token, score in pairs
         ]
 
 
-def _prompts(config: TextConfig) -> Iterator[str]:
+class _Job(NamedTuple):
+    """A text that is to be made: its prompt, the prompt's tokens, and its number among all texts."""
+
+    prompt: str
+    tokens: list[int]
+    number: int
+
+
+@contextlib.contextmanager
+def _naming(place: str) -> Iterator[None]:
+    """A block whose `InputError` is about a flag or a line."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{place}: {error}") from None
+
+
+def _prompts(config: TextConfig) -> Iterator[tuple[str, str]]:
+    """Where each prompt stands, and the prompt."""
     if config.sample_input_file is None:
         if config.prompt is None:
             raise InputError("give --prompt or --sample-input-file, as texts are to be written as JSON")
-        yield config.prompt
+        yield "--prompt", config.prompt
         return
     path = Path(config.sample_input_file)
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise InputError(f"--sample-input-file: {path} cannot be read ({error.strerror})") from None
+    if not lines:
+        raise InputError(f"--sample-input-file: {path} is empty")
     for number, line in enumerate(lines, 1):
+        place = f"{path}, line {number}"
         try:
             text = line.decode("utf-8")
-            yield _prompt_of(json.loads(text)) if path.suffix == ".jsonl" else text
+            yield place, _prompt_of(json.loads(text)) if path.suffix == ".jsonl" else text
         except UnicodeDecodeError:
-            raise InputError(f"{path}, line {number}: is not UTF-8 text") from None
+            raise InputError(f"{place}: is not UTF-8 text") from None
         except (ValueError, RecursionError):
-            raise InputError(
-                f"{path}, line {number}: is no JSON object with a text under 'prompt' or 'text'"
-            ) from None
+            raise InputError(f"{place}: is no JSON object with a text under 'prompt' or 'text'") from None
 
 
 def _prompt_of(value: Any) -> str:

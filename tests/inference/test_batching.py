@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from megatron.inference.lead import lead
 from megatron.inference.load import load_gpt
 from megatron.inference.predictor import Predictor
 from megatron.inference.sampling import SamplingConfig
+from megatron.model.transformer import KVCache
 from megatron.parallel.mesh import Mesh
 from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.config import TokenizerConfig
@@ -171,12 +175,23 @@ def test_prompts_that_leave_no_room_are_refused(folder: Path) -> None:
             alone(folder).add(request(prompt))
 
 
-def in_layout(folder: str, layout: dict[str, int]) -> tuple[list[str], list[tuple[int, ...]]] | None:
-    def work(predictor: Predictor, tokenizer: Tokenizer) -> tuple[list[str], list[tuple[int, ...]]]:
+class Written(NamedTuple):
+    texts: list[str]
+    prompt_scores: list[float]
+    beams: list[tuple[int, ...]]
+
+
+def written(batcher: Batcher) -> Written:
+    texts = generate(batcher, [*SAMPLED, *map(request, PROMPTS)])
+    (scored,) = grow(batcher, [request(PROMPTS[2], scores_prompt=True)])
+    beams = beam_search(batcher.predictor, [3, 1], BeamConfig(beam_width=3), length=9, eod=None)
+    return Written(texts, [x.logprob for x in scored.prompt_scores], [beam.tokens for beam in beams])
+
+
+def in_layout(folder: str, layout: dict[str, int]) -> Written | None:
+    def work(predictor: Predictor, tokenizer: Tokenizer) -> Written:
         predictor.reserve(4, LENGTH)
-        texts = generate(Batcher(predictor, tokenizer), [*SAMPLED, *map(request, PROMPTS)])
-        beams = beam_search(predictor, [3, 1], BeamConfig(beam_width=3), length=9, eod=None)
-        return texts, [beam.tokens for beam in beams]
+        return written(Batcher(predictor, tokenizer))
 
     return lead(InferenceConfig(load=folder, **layout), TOKENIZER, work)
 
@@ -186,7 +201,52 @@ def test_every_layout_writes_the_same(folder: Path, layout: tuple[int, int]) -> 
     if layout == (2, 2) and "gpt2" not in (folder / "config.json").read_text():
         pytest.skip("one model suffices")
     sizes = dict(zip(("tensor_model_parallel_size", "pipeline_model_parallel_size"), layout, strict=True))
-    expected = generate(alone(folder), [*SAMPLED, *map(request, PROMPTS)])
-    beams = beam_search(alone(folder).predictor, [3, 1], BeamConfig(beam_width=3), length=9, eod=None)
-    found = run_distributed(in_layout, layout[0] * layout[1], str(folder), sizes)
-    assert found[0] == (expected, [beam.tokens for beam in beams])
+    expected = written(alone(folder))
+    found, *others = run_distributed(in_layout, layout[0] * layout[1], str(folder), sizes)
+    assert (found.texts, found.beams) == (expected.texts, expected.beams)
+    assert found.prompt_scores == pytest.approx(expected.prompt_scores, abs=1e-4)
+    assert not any(others)
+
+
+def test_logits_that_are_not_finite_are_one_line(folder: Path) -> None:
+    batcher = alone(folder)
+    batcher.predictor.stages.model.decoder.layers["0"].mlp.linear_fc2.weight.fill_(float("nan"))
+    with pytest.raises(InputError, match=r"^--load: the model gives logits that are not finite"):
+        grow(batcher, [request([1])])
+
+
+def in_spite_of_faults(folder: str) -> list[str] | None:
+    """Generation after another process had no memory, and after Ctrl-C in the middle of a command."""
+
+    def no_memory(*args: object, rows: int, **others: object) -> KVCache:
+        if rows == 1000 and os.environ["RANK"] == "1":
+            raise RuntimeError
+        return KVCache(*args, rows=rows, **others)
+
+    def work(predictor: Predictor, tokenizer: Tokenizer) -> list[str]:
+        with pytest.raises(
+            InputError, match="too little memory on cpu for the keys and values of 1000 texts"
+        ):
+            predictor.reserve(1000, LENGTH)
+        predictor.reserve(4, LENGTH)
+        forward = predictor._forward
+
+        def interrupted(*args: object) -> torch.Tensor:
+            signal.raise_signal(signal.SIGINT)
+            return forward(*args)
+
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(predictor, "_forward", interrupted)
+            generate(Batcher(predictor, tokenizer), SAMPLED)
+        return generate(Batcher(predictor, tokenizer), SAMPLED)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatron.inference.predictor.KVCache", no_memory)
+        return lead(InferenceConfig(load=folder, tensor_model_parallel_size=2), TOKENIZER, work)
+
+
+def test_other_processes_survive_what_the_first_one_does(tmp_path: Path) -> None:
+    """One group of keys and values, which both processes hold."""
+    folder = save_hf(tmp_path / "model", "llama 3")
+    found = run_distributed(in_spite_of_faults, 2, str(folder))
+    assert found == [generate(alone(folder), SAMPLED), None]

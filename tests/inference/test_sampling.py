@@ -28,6 +28,10 @@ def frequencies(config: SamplingConfig, logits: torch.Tensor) -> torch.Tensor:
         ({"top_k": 99}, [0.1, 0.4, 0.2, 0.3]),
         ({"top_k": 3, "top_p": 0.7}, [0, 0.4 / 0.7, 0, 0.3 / 0.7]),
         ({"temperature": 0.5}, [0.01 / 0.3, 0.16 / 0.3, 0.04 / 0.3, 0.09 / 0.3]),
+        ({"temperature": 1e-6}, [0, 1, 0, 0]),
+        ({"top_p": 1e-60}, [0, 1, 0, 0]),
+        ({"repetition_penalty": 1e6}, [0, 0.4 / 0.9, 0.2 / 0.9, 0.3 / 0.9]),
+        ({"repetition_penalty": 1e-6}, [1 / 1.9, 0.4 / 1.9, 0.2 / 1.9, 0.3 / 1.9]),
         ({"greedy": True}, [0, 1, 0, 0]),
     ],
 )
@@ -36,6 +40,11 @@ def test_distributions(fields: dict, expected: list[float]) -> None:
     found = frequencies(SamplingConfig(**fields), logits)
     assert found.tolist() == pytest.approx(expected, abs=0.03)
     assert all(f == 0 for f, e in zip(found.tolist(), expected, strict=True) if e == 0)
+
+
+def test_of_tokens_that_are_as_probable_no_more_stay_than_top_p_takes() -> None:
+    found = frequencies(SamplingConfig(top_p=0.32), torch.zeros(20))
+    assert found.nonzero().flatten().tolist() == list(range(7))
 
 
 def test_texts_of_a_batch_have_settings_of_their_own() -> None:
@@ -68,10 +77,12 @@ def test_repetition_penalty() -> None:
     ("fields", "flag"),
     [
         ({"temperature": 0.0}, "--temperature"),
+        ({"temperature": 1e-40}, "--temperature"),
         ({"temperature": -1.0}, "--temperature"),
         ({"top_p": 1.5}, "--top-p"),
         ({"top_k": -1}, "--top-k"),
         ({"repetition_penalty": 0.0}, "--repetition-penalty"),
+        ({"repetition_penalty": 1e300}, "--repetition-penalty"),
         ({"out_seq_length": 0}, "--out-seq-length"),
     ],
 )

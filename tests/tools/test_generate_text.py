@@ -128,6 +128,9 @@ def test_prompts_of_a_file_in_their_order(trained: Path, tmp_path: Path, capsys)
         out.write_bytes(whole[:size])
         main([*argv, "--sample-output-file", str(out), "--num-samples", "2"])
         assert out.read_bytes() == whole
+        if size == len(whole):
+            assert capsys.readouterr().err == f"note: {out} has 10 of the 10 texts already, which are kept\n"
+        capsys.readouterr()
     write(tmp_path / "prompts.txt", prompts[::-1])
     with pytest.raises(InputError, match=r"out\.jsonl, line 1: is not what these prompts give"):
         main([*argv, "--sample-output-file", str(out), "--num-samples", "2"])
@@ -157,17 +160,22 @@ def test_beams(trained: Path, capsys) -> None:
     assert texts[0] == texts[1] and texts[2].startswith("1 2 ")
 
 
-def test_a_conversation(trained: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was said is the context of what follows; Ctrl-C ends a text, and not the program."""
-    lines = iter(["1 2", "3", "/new", "1 2", KeyboardInterrupt, "x", "4"])
+def type_lines(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException]) -> None:
+    """What `input` gives or raises, one after the other; then the end of what is typed."""
+    coming = iter(lines)
 
     def type_line(prompt: str) -> str:
-        line = next(lines, EOFError)
+        line = next(coming, EOFError)
         if isinstance(line, str):
             return line
         raise line
 
     monkeypatch.setattr("builtins.input", type_line)
+
+
+def test_a_conversation(trained: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was said is the context of what follows; Ctrl-C ends a text, and not the program."""
+    type_lines(monkeypatch, "1 2", "3", "/new", "1 2", KeyboardInterrupt, "x", "4")
     main(["--load", str(trained), "--greedy", "--out-seq-length", "5"])
     told = capsys.readouterr()
     answers = told.out.splitlines()
@@ -179,9 +187,17 @@ def test_a_conversation(trained: Path, capsys, monkeypatch: pytest.MonkeyPatch) 
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Batcher, "step", interrupt)
-    lines = iter(["1 2", "3"])
+    type_lines(monkeypatch, "1 2", "3")
     main(["--load", str(trained), "--greedy"])
     assert capsys.readouterr().out == "\n\n"
+
+
+def test_a_conversation_outgrows_the_context(trained: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    type_lines(monkeypatch, *["1 2 3"] * 6)
+    main(["--load", str(trained), "--out-seq-length", "20", "--greedy", "--seed", str(2**32 - 1)])
+    told = capsys.readouterr()
+    assert [len(line.split()) for line in told.out.splitlines()] == [20] * 6
+    assert told.err.splitlines() == [f"note: the first {n} tokens are forgotten" for n in (5, 28, 51, 74)]
 
 
 @pytest.mark.parametrize(
@@ -193,7 +209,13 @@ def test_a_conversation(trained: Path, capsys, monkeypatch: pytest.MonkeyPatch) 
         ("--prompt 1 --logprobs 2", "--logprobs is told in JSON"),
         ("--prompt 1 --stop  ", "--stop"),
         ("--prompt 1 --temperature -1", "--temperature: -1"),
-        ("--prompt 1 --beam-width 2 --top-k 3", "--top-k is about drawing"),
+        ("--prompt 1 --beam-width 2 --top-k 3", "--top-k has no effect with --beam-width"),
+        ("--prompt 1 --beam-width 2 --num-samples 3", "--num-samples has no effect with --beam-width"),
+        (
+            "--prompt 1 --beam-width 99999999999999",
+            "lower --max-batch-size, --beam-width or --out-seq-length",
+        ),
+        ("--prompt \udcff", "--prompt: '\\udcff' is not UTF-8 text"),
         ("--prompt 1 --length-penalty 2", "--length-penalty needs --beam-width"),
         ("--prompt= ", "--prompt: is empty"),
         ("--prompt abc", "'abc'"),
@@ -211,6 +233,10 @@ def test_bad_prompts_of_a_file_are_named(trained: Path, tmp_path: Path) -> None:
         ("a.txt", b"1\n\xff\n", "a.txt, line 2: is not UTF-8 text"),
         ("a.jsonl", b'{"prompt": "1"}\n[1]\n', "a.jsonl, line 2: is no JSON object with a text"),
         ("a.jsonl", b"{", "a.jsonl, line 1: is no JSON object with a text"),
+        ("b.jsonl", b'{"prompt": "1 \\ud800"}', r"b.jsonl, line 1: '1 \ud800' is not UTF-8 text"),
+        ("b.txt", b"1\n\n2\n", "b.txt, line 2: the prompt is empty"),
+        ("b.txt", b"1\nx\n", "b.txt, line 2: 'x' is not a token id"),
+        ("b.txt", b"", "b.txt is empty"),
         ("b.txt", b"1\n" + long.encode() + b"\n", "the prompt has 64 tokens, and the model sees 64"),
     ]:
         (tmp_path / name).write_bytes(content)
