@@ -1,4 +1,5 @@
-"""What the CPU of this machine reaches, measured in about a minute and written as a file for `tools/plan.py --cluster`.
+"""What the CPU of this machine reaches, measured in about a minute and written as a file for `tools/plan.py
+--cluster`.
 
 As many processes of one thread as there are cores, two at least, measure at the same time, for cores share memory.
 """
@@ -8,7 +9,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -98,7 +98,8 @@ def _measure(rank: int, processes: int, folder: str) -> None:
 
 
 def _time(run: Callable[[], object], *, rounds: int | None = None) -> float:
-    """Median seconds of a call, over `SECONDS` or so many rounds; the first calls warm up."""
+    """Seconds of the fastest call, of those in `SECONDS` or of so many rounds: other work on the machine only
+    slows. The first calls warm up."""
     for _ in range(3):
         run()
     times: list[float] = []
@@ -107,7 +108,7 @@ def _time(run: Callable[[], object], *, rounds: int | None = None) -> float:
         begin = time.perf_counter()
         run()
         times.append(time.perf_counter() - begin)
-    return statistics.median(times)
+    return min(times)
 
 
 def _products(ops: Ops) -> dict[str, float]:
@@ -159,7 +160,8 @@ def _attention(ops: Ops) -> float:
 
 
 def _communication(processes: int) -> dict[str, float]:
-    """A line through the seconds of a small and a large all-reduce: bytes/s of a link, and seconds of a ring's step."""
+    """A line through the seconds of a small and a large all-reduce: bytes/s of a link, and seconds of a ring's
+    step."""
     small, large = (
         _time(functools.partial(dist.all_reduce, torch.zeros(n // 4)), rounds=40) for n in MESSAGES
     )
