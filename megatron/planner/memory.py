@@ -36,7 +36,9 @@ def layer_parameters(job: Job, tensor: int) -> float:
     """Of one layer on one of `tensor` processes."""
     model = job.model
     h, heads = model.hidden_size, model.num_attention_heads * model.kv_channels
-    keys = 2 * max(model.num_query_groups, tensor) * model.kv_channels
+    keys = 2 * model.num_query_groups * model.kv_channels
+    if model.num_query_groups < tensor:  # each process holds the keys and values of all groups
+        keys *= tensor
     fc1, f = model.ffn_hidden_size * (2 if model.swiglu else 1), model.ffn_hidden_size
     divided = h * (heads + keys) + heads * h + h * fc1 + f * h
     whole = 2 * h * (2 if model.normalization == "LayerNorm" else 1)

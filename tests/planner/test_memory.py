@@ -80,9 +80,12 @@ def test_the_papers_runs_fit_their_gpus(name: str):
     assert fits(most_memory(model.job(), model.layout(), machine, NVIDIA_2021), machine)
 
 
-def test_parameters_of_other_shapes_are_those_of_the_model():
-    """Llama's shape, as a torch module has it."""
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+def test_parameters_of_other_shapes_are_those_of_the_model(tensor: int):
+    """Llama's shape, as a torch module has it: whole, divided, and divided more often than there are groups."""
     from megatron.model.gpt import GPTModel
+    from megatron.model.layers import TensorParallel
+    from megatron.parallel.mesh import Axis
 
     config = ModelConfig(
         num_layers=3,
@@ -98,5 +101,7 @@ def test_parameters_of_other_shapes_are_those_of_the_model():
         qk_layernorm=True,
         max_position_embeddings=32,
     )
-    model = GPTModel(config, vocab_size=128, padded_vocab_size=128)
-    assert model_parameters(Job(config, 32, 128, 8)) == sum(p.numel() for p in model.parameters())
+    tp = TensorParallel(Axis(rank=1 % tensor, size=tensor))
+    model = GPTModel(config, vocab_size=512, padded_vocab_size=512, tp=tp)
+    planned = stage_parameters(Job(config, 32, vocab_size=512, global_batch_size=8), Layout(tensor=tensor), 0)
+    assert planned == sum(p.numel() for p in model.parameters())
