@@ -100,7 +100,12 @@ def test_a_cluster_of_ones_own(plan, tmp_path: Path):
         (f"{SMALL} --gpus 8 --gpu a100", "--gpu: 'a100' is not a GPU of the table; known are .*a100-80gb"),
         (f"{SMALL} --gpus 12", "--gpus: 12 a100-80gb do not fill machines of 8; choose 8 or 16"),
         (f"{SMALL} --gpus 16 --gpu l40s", "--gpu l40s: there is no standard machine"),
-        (f"{SMALL} --gpus 16 --cluster x.yaml", "--gpus: the file of --cluster says how many"),
+        (f"{SMALL} --gpus 16 --cluster x.yaml", "--gpus: the file of --cluster says which"),
+        (f"{SMALL} --gpu t4 --cluster x.yaml", "--gpu: the file of --cluster says which"),
+        (
+            f"{SMALL} --max-position-embeddings 256",
+            "--seq-length: 512 is longer than --max-position-embeddings 256",
+        ),
         (f"{SMALL} --gpus 8 --picture here.gif", r"--picture: here\.gif must end in \.svg or \.png"),
         (f"{SMALL} --gpus 8 --trace /none/here.json", r"/none/here\.json cannot be written \(No such file"),
         ("--model 39.1b --gpus 8", "no layout on 8 a100-80gb .*; the smallest cluster that would is"),
