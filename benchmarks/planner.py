@@ -118,7 +118,7 @@ def tables() -> str:
         mark = " (fitted)" if name in ROWS else ""
         rows.append(
             f"| {name}{mark} | {shape}, microbatch {model.micro_batch_size} | {model.gpus:,} | {model.tflops:g} | "
-            f"{predicted:.1f} | {error:+.1%} |"
+            f"{predicted:.1f} | {round(error, 3) + 0:+.1%} |"  # + 0: no -0.0%
         )
     summary = (
         "\nTFLOP/s of a GPU, recomputation counted. Over the ten rows of table 1 of arXiv 2104.04473 (175b is of "

@@ -82,8 +82,8 @@ step() {
 }
 
 # setup_python FILE...: set `python` to one that has torch and the packages of these requirements files.
-# That is PYTHON, if it is set, whatever it has. If python3 has torch, it is used as it is, and packages it lacks go to .venv, which then sees its packages too.
-# If not, they all go to .venv.
+# That is PYTHON, if it is set, whatever it has. If python3 has torch, it is used as it is, and packages it lacks go to
+# .venv, which then sees its packages too. If not, they all go to .venv.
 setup_python() {
   local venv=${repo}.venv file missing package packages=() inherited
   if [[ -n ${PYTHON:-} ]]; then

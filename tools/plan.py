@@ -37,6 +37,7 @@ from megatron.planner.simulate import Simulator
 from megatron.planner.trace import write_picture, write_trace
 
 BEST = 10  # plans that are shown
+A100_80GB = "a100-80gb"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,7 @@ class PlanConfig(Config):
     gpus: int | None = flag(
         None, "number of GPUs (default: those of the model's row in the papers' tables)", low=1, high=10**6
     )
-    gpu: str = flag("a100-80gb", "which; in NVIDIA's machines for it", metavar="NAME")
+    gpu: str | None = flag(None, f"which, in NVIDIA's machines for it (default: {A100_80GB})", metavar="NAME")
     cluster: str | None = flag(
         None, "YAML description of a cluster, in place of --gpus and --gpu (docs/scaling.md)", metavar="FILE"
     )
@@ -112,7 +113,7 @@ def make_job(config: PlanConfig, args: dict[str, Any]) -> Job:
     """What is trained: a named model, with whatever flags say otherwise.
 
     Raises:
-        InputError: neither names a model; or a size of it is missing.
+        InputError: neither names a model; a size of it is missing; or its samples are longer than its positions.
     """
     known: dict[str, Any] = {}
     seq_length, batch = config.seq_length, config.global_batch_size
@@ -127,6 +128,10 @@ def make_job(config: PlanConfig, args: dict[str, Any]) -> Job:
             raise InputError(f"{name} is required for a model that is given by its own flags")
     sizes = {"max_position_embeddings": seq_length, **known}
     model = make_config(ModelConfig, sizes | {k: v for k, v in args.items() if k in field_types(ModelConfig)})
+    if seq_length > model.max_position_embeddings:
+        raise InputError(
+            f"--seq-length: {seq_length} is longer than --max-position-embeddings {model.max_position_embeddings}"
+        )
     return Job(model, seq_length, config.vocab_size, batch)
 
 
@@ -137,15 +142,16 @@ def make_cluster(config: PlanConfig) -> Cluster:
         InputError: nothing says how many devices; the GPU is not known; the file is wrong.
     """
     if config.cluster is not None:
-        if config.gpus is not None:
-            raise InputError(
-                "--gpus: the file of --cluster says how many devices there are; leave one of the two out"
-            )
+        for name, value in (("--gpus", config.gpus), ("--gpu", config.gpu)):
+            if value is not None:
+                raise InputError(
+                    f"{name}: the file of --cluster says which devices there are; leave one of the two out"
+                )
         return read_cluster(Path(config.cluster))
     gpus = config.gpus or (MODELS[config.model].gpus if config.model else None)
     if gpus is None:
         raise InputError("--gpus or --cluster is required for a model that is given by its own flags")
-    return of_data_sheet(data_sheet(config.gpu, where="--gpu"), gpus)
+    return of_data_sheet(data_sheet(config.gpu or A100_80GB, where="--gpu"), gpus)
 
 
 def write_files(config: PlanConfig, found: Found, job: Job, cluster: Cluster) -> None:

@@ -9,7 +9,7 @@ from megatron.parallel.schedules import bubble_fraction
 from megatron.planner.cluster import Cluster
 from megatron.planner.layout import OURS, Job, Layout
 from megatron.planner.memory import USABLE, fits, most_memory
-from megatron.planner.search import MOST_CHUNKS, Plan, divisors, make_plan
+from megatron.planner.search import MICRO_BATCH_SIZES, MOST_CHUNKS, Plan, divides, divisors, make_plan
 
 # Parts of a step in words.
 PARTS = {
@@ -71,15 +71,13 @@ def _adjusted(layout: Layout, job: Job) -> Layout:
 
 
 def _divides(layout: Layout, job: Job, cluster: Cluster) -> bool:
-    model, t = job.model, layout.tensor
-    if min(t, layout.pipeline, layout.data, layout.micro_batch_size) < 1:
+    if min(layout.tensor, layout.pipeline, layout.data) < 1:
         return False
     return (
         layout.processes == cluster.devices
-        and model.num_layers % layout.pipeline == 0
-        and model.num_attention_heads % t == 0
-        and model.ffn_hidden_size % t == 0
-        and (model.num_query_groups % t == 0 or t % model.num_query_groups == 0)
+        and layout.micro_batch_size in MICRO_BATCH_SIZES
+        and job.model.num_layers % layout.pipeline == 0
+        and divides(layout.tensor, job.model)
         and job.global_batch_size % (layout.data * layout.micro_batch_size) == 0
     )
 

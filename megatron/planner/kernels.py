@@ -14,7 +14,8 @@ from megatron.planner.layout import Job, Layout, Moves, Program
 
 # Tiles of the output that large products are cut into, and the length along the inner dimension that filling the
 # pipeline and writing a tile cost. After NVIDIA's guide "Matrix Multiplication Background", which has the first
-# tile and shows speed growing with the inner dimension.
+# tile and shows speed growing with the inner dimension; the length is assumed, and predictions hardly depend on it
+# (docs/scaling.md).
 TILES, FILL = ((256, 128), (128, 256)), 128
 # Two tables are read, added and dropped out; backward adds to two. Cross entropy turns logits to fp32, finds the
 # largest, the exponentials and their sum; backward scales them and turns them back.
@@ -119,9 +120,9 @@ class Kernels:
             forward = 2 * heads * s * s * d / (device.peak * self.cluster.reached.attention)
             launch = self.cluster.reached.launch
             return Both(Spent(products=forward + launch), Spent(products=2.5 * forward + launch))
-        forward = self.product(s, s, d, heads) + self.product(s, d, s, heads)
-        backward = 2 * forward  # each product has two of the same sizes
-        products = Both(Spent(products=forward), Spent(products=backward))
+        scores, sums = self.product(s, s, d, heads), self.product(s, d, s, heads)
+        # Backward: of the scores' gradient and of three sums over the sequence, for queries, keys and values.
+        products = Both(Spent(products=scores + sums), Spent(products=scores + 3 * sums))
         return products + self.moved(heads * s * s, self.program.scores)
 
     @functools.cached_property

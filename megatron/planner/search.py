@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator
 
 from megatron.flags import InputError
+from megatron.model.config import ModelConfig
 from megatron.planner.cluster import Cluster
 from megatron.planner.layout import OURS, Job, Layout
 from megatron.planner.memory import USABLE, Memory, fits, most_memory
@@ -49,16 +50,17 @@ def divisors(n: int) -> list[int]:
 def tensor_sizes(job: Job, cluster: Cluster) -> list[int]:
     """Sizes of tensor parallelism that divide the model, up to two nodes: what it communicates in every layer is more
     than links between nodes carry in time (2104.04473 section 5.4.1), which a size beyond one node shows."""
-    model = job.model
-    groups = model.num_query_groups
+    sizes = divisors(job.model.num_attention_heads)
     return [
-        t
-        for t in divisors(model.num_attention_heads)
-        if t <= 2 * cluster.per_node
-        and cluster.devices % t == 0
-        and model.ffn_hidden_size % t == 0
-        and (groups % t == 0 or t % groups == 0)
+        t for t in sizes if t <= 2 * cluster.per_node and cluster.devices % t == 0 and divides(t, job.model)
     ]
+
+
+def divides(tensor: int, model: ModelConfig) -> bool:
+    """Whether so many tensor-parallel processes can share a layer."""
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    whole_groups = groups % tensor == 0 or tensor % groups == 0
+    return heads % tensor == 0 and model.ffn_hidden_size % tensor == 0 and whole_groups
 
 
 def shapes(job: Job, cluster: Cluster) -> Iterator[Layout]:
@@ -152,7 +154,7 @@ def smallest(job: Job, cluster: Cluster) -> Layout | None:
     """The layout of the fewest devices that holds the model and fills nodes, with all that saves memory. More
     replicas hold less of the optimizer's state each, and the rest as often."""
     found = []
-    sizes = [t for t in divisors(job.model.num_attention_heads) if t <= cluster.per_node]
+    sizes = [t for t in range(1, cluster.per_node + 1) if divides(t, job.model)]
     for t, p, data in itertools.product(sizes, divisors(job.model.num_layers), (1, 2, 4, 8, 16)):
         layout = Layout(
             tensor=t,

@@ -9,15 +9,16 @@ from megatron.parallel.schedules import SCHEDULES, Compute, Forward, Timeline, b
 from megatron.planner.cluster import Cluster
 from megatron.planner.kernels import Both, Kernels
 from megatron.planner.layout import Job, Layout, Program
-from megatron.planner.memory import stage_parameters
+from megatron.planner.memory import end_parameters, stage_parameters
 
 # Bytes that pass between memory and processor for each parameter of an optimizer's step, in fp32: the gradient, twice
 # (its norm first); master weight and two moments, read and written.
 OPTIMIZER_BYTES = 4 * (2 + 2 * 3)
 # After so many groups of microbatches, one for each stage, every further group takes the same time.
 SETTLED = 2
-# Of a reduction that runs beside backward, what the bucket that is complete last leaves to wait for.
-LAST_BUCKET = 0.1
+# How often what a ring reduces and scatters, or gathers, passes between memory and processor: each element arrives and
+# is read; then it is added to one that is read too, or kept.
+RING_MOVES = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,16 +158,29 @@ class Simulator:
             table = job.padded_vocab_size(layout.tensor) / layout.tensor * job.model.hidden_size
             ends = cluster.group(2, layout.processes - layout.processes // layout.pipeline)
             tied = cluster.all_reduce(self.program.gradient * table, ends)
-        if layout.overlap_grad_reduce:
-            # Beside the last backward of each chunk.
-            beside = layout.chunks * self.middle.backward.total
-            reduce -= min(beside, (1 - LAST_BUCKET) * reduce)
+        if layout.overlap_grad_reduce and layout.data > 1:
+            reduce = self._exposed(reduce)
         return reduce + gather + tied
+
+    def _exposed(self, reduce: float) -> float:
+        """Of the seconds of a reduction beside the last backward of each chunk, what adds to the step.
+
+        The gradient of the embeddings is complete when backward ends. And what is hidden on the links is not in
+        memory, which the operations of backward pass through at the same time.
+        """
+        layout = self.layout
+        last = end_parameters(self.job, layout.tensor, first=True, last=False) / self._parameters
+        hidden = min(layout.chunks * self.middle.backward.total, (1 - last) * reduce)
+        halves = 1 if layout.distributed_optimizer else 2
+        moved = halves * RING_MOVES * self.program.gradient * self._parameters / self._stream
+        return reduce - hidden + moved * hidden / reduce
 
     def optimizer(self) -> float:
         """The update of what this replica owns."""
         owned = self._parameters / (self.layout.data if self.layout.distributed_optimizer else 1)
-        return owned * (OPTIMIZER_BYTES + self.cluster.device.element) / self._stream
+        element = self.cluster.device.element
+        copied = 0 if element == 4 else element  # master weights of fp32 are the weights
+        return owned * (OPTIMIZER_BYTES + copied) / self._stream
 
     def step(self) -> Step:
         """Predict a step."""

@@ -39,7 +39,7 @@ def write_trace(simulator: Simulator, path: Path) -> None:
         for kind, seconds in (("gradients", simulator.gradients()), ("optimizer", simulator.optimizer())):
             events.append(_event(kind, kind, stage, end, end + seconds, {}))
             end += seconds
-    _write(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    _write("--trace", path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
 def _event(name: str, kind: str, stage: int, start: float, end: float, about: dict[str, int]) -> dict:
@@ -61,7 +61,7 @@ def write_picture(simulator: Simulator, path: Path) -> None:
         f"{layout}: {microbatches} of {simulator.microbatches} microbatches, {1e3 * timeline.makespan:.0f} ms"
     )
     if path.suffix == ".svg":
-        _write(path, svg(timeline, title))
+        _write("--picture", path, svg(timeline, title))
     elif path.suffix == ".png":
         _write_png(timeline, title, path)
     else:
@@ -122,8 +122,8 @@ def _write_png(timeline: Timeline, title: str, path: Path) -> None:
         raise InputError(f"--picture: {path} cannot be written ({error.strerror})") from None
 
 
-def _write(path: Path, text: str) -> None:
+def _write(flag: str, path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise InputError(f"{path} cannot be written ({error.strerror})") from None
+        raise InputError(f"{flag}: {path} cannot be written ({error.strerror})") from None

@@ -82,10 +82,9 @@ def test_the_papers_runs_fit_their_gpus(name: str):
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 def test_parameters_of_other_shapes_are_those_of_the_model(tensor: int):
-    """Llama's shape, as a process has it; with four they are more than the groups of keys and values."""
+    """Llama's shape, as a torch module has it: whole, divided, and divided more often than there are groups."""
     from megatron.model.gpt import GPTModel
     from megatron.model.layers import TensorParallel
-    from megatron.ops.backend import PLAIN
     from megatron.parallel.mesh import Axis
 
     config = ModelConfig(
@@ -102,7 +101,7 @@ def test_parameters_of_other_shapes_are_those_of_the_model(tensor: int):
         qk_layernorm=True,
         max_position_embeddings=32,
     )
-    tp, gpt = TensorParallel(Axis(0, tensor), False, PLAIN), Job(config, 32, 512, 8)
+    tp = TensorParallel(Axis(rank=1 % tensor, size=tensor))
     model = GPTModel(config, vocab_size=512, padded_vocab_size=512, tp=tp)
-    held = sum(p.numel() for p in model.parameters())
-    assert stage_parameters(gpt, Layout(tensor=tensor), 0) == held
+    planned = stage_parameters(Job(config, 32, vocab_size=512, global_batch_size=8), Layout(tensor=tensor), 0)
+    assert planned == sum(p.numel() for p in model.parameters())

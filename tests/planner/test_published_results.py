@@ -125,7 +125,7 @@ def test_recomputation_costs_a_quarter_and_saves_memory(batch: int):
 def test_weak_scaling_on_v100():
     """1909.08053 section 5.1: 39 TFLOP/s by one GPU; 77% of that on 8 for 8.3B, 74% to 76% on 512.
 
-    Reducing gradients over replicas was hidden: the wire alone would have taken twice the 3% that it cost.
+    Reducing gradients over replicas was hidden: the wire alone would have taken three times the 4% that it cost.
     """
     one = V100_MODELS["1.2b"]
     options = {"gpu": "v100-32gb-dgx2h", "program": NVIDIA_2019}

@@ -57,6 +57,25 @@ def test_what_is_on_one_node_needs_no_network():
     assert 0 < step.gradients < step.seconds
 
 
+def test_what_a_hidden_reduction_costs():
+    """The table's gradient is complete last; of the rest six moves through memory, three for each half of a ring."""
+    machine, gpt = cluster(32), job(24, 2304, 24, 512)
+    layout = Layout(data=32, micro_batch_size=16, overlap_grad_reduce=True)
+    parameters, tables = 1_652_230_656, (51200 + 2048) * 2304
+    step = Simulator(gpt, layout, machine, NVIDIA_2021).step()
+    wire = 2 * 31 / 32 * 2 * parameters / (200e9 * machine.reached.link)
+    memory = 6 * 2 * (parameters - tables) / (2039e9 * machine.reached.stream)
+    assert step.gradients == pytest.approx(wire * tables / parameters + memory, rel=0.02)
+
+
+def test_backward_of_attention_is_four_products():
+    """Gradients of scores, a product as of the scores; of queries, keys and values, as of the weighted sums."""
+    kernels = Simulator(job(2, 1024, 16, 8), Layout(), cluster(1), NVIDIA_2021).kernels
+    scores, sums = kernels.product(2048, 2048, 64, 16), kernels.product(2048, 64, 2048, 16)
+    assert kernels.attention.forward.products == pytest.approx(scores + sums)
+    assert kernels.attention.backward.products == pytest.approx(scores + 3 * sums)
+
+
 def test_hiding_the_reduction_and_sharding_the_optimizer_help():
     gpt = job(40, 6144, 48, 1024)
     layouts = (
