@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron.arguments import parse_run_config
 from megatron.data.loader import Batch
 from megatron.flags import InputError
+from megatron.model.flops import flops_per_sample
 from megatron.parallel import collectives
 from megatron.parallel.mesh import Mesh, init_mesh
 from megatron.training import dry_run
@@ -178,6 +179,16 @@ def test_a_gpu_keeps_what_the_paper_says(flags: str, tensor: int, paper: float) 
     parts = tensor if "sequence" in flags else 1
     statistics = 0 if "full" in flags else (2 * 2 * 2 / parts + 4 * A / tensor) / H
     assert kept(flags, tensor) == pytest.approx(paper + statistics, abs=1e-3)
+
+
+def test_operations_are_those_of_the_formula() -> None:
+    config = config_of(
+        "--ops-backend plain --device cuda --dry-run --bf16 --global-batch-size 4 --vocab-size 127"
+    )
+    per_sample = flops_per_sample(config.model, seq_length=16, padded_vocab_size=128, vocab_positions=16)
+    # FlashAttention computes the scores again in backward, a product of five.
+    again = config.model.num_layers * 2 * 16 * 16 * config.model.hidden_size
+    assert Counting.of(config, GPT, 1).rank(0).flops == 4 * (per_sample + again)
 
 
 def test_nothing_is_left_of_a_gpu() -> None:
