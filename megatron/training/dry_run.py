@@ -94,7 +94,7 @@ def dry_run(config: RunConfig, task: Task) -> int:
         found = []
         for rank in ranks:
             begin = time.perf_counter()
-            found.append(counting.rank(rank))
+            found.append(counting.count(rank))
             print(f"rank {rank} counted in {time.perf_counter() - begin:.0f} s", flush=True)
         print(table(found))
         if file is not None:
@@ -216,8 +216,8 @@ class Counting:
         entries = [e for b in lay_out([model], bucket_size=1, shards=ALONE) for e in b.entries]
         return sum(end - begin for e in entries for begin, end in e.flat(e.counted(ALONE)))
 
-    def rank(self, rank: int) -> Needs:
-        """What one rank needs."""
+    def count(self, rank: int) -> Needs:
+        """What a rank needs."""
         size, padded = self.vocab_sizes
         with fake_mesh(self.config.parallel, CPU, rank=rank, processes=self.processes) as mesh:
             counter = Counter(mesh.activity)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -93,6 +97,21 @@ def test_a_size_trains_on_data(checkout: Checkout, size: str) -> None:
     assert config.data.data_path == ("0.3", "a", "0.7", "b") and config.tokenizer.merge_file == "m.txt"
     assert config.checkpoint.save == config.checkpoint.load == "run"
     assert config.training.bf16 and not config.training.fp16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", TABLE)
+def test_a_size_fits_the_gpus_of_its_paper(size: str, tmp_path: Path) -> None:
+    """V100s of 32 GB, then A100s of 80."""
+    file = tmp_path / "counts.json"
+    script = ["bash", ROOT / "scripts" / f"pretrain_gpt_{size}.sh", "--dry-run", "--dry-run-ranks", "0"]
+    environment = os.environ | {"PYTHON": sys.executable}
+    subprocess.run([*script, "--dry-run-json", file], check=True, env=environment)
+    record = json.loads(file.read_text())
+    billions = TABLE[size][0]
+    assert record["parameters"] / 1e9 == pytest.approx(billions, abs=0.06 if billions > 1 else 0.001)
+    v100 = size in ("345m", "1.2b", "2.5b", "4.2b", "8.3b")
+    assert record["ranks"][0]["memory"]["at most"] < (32e9 if v100 else 80e9)
 
 
 def test_what_is_given_wins(checkout: Checkout) -> None:

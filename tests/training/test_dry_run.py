@@ -6,7 +6,6 @@ import collections
 import json
 import os
 import resource
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from torch import Tensor
 from megatron.arguments import parse_run_config
 from megatron.data.loader import Batch
 from megatron.flags import InputError
+from megatron.model.flops import flops_per_sample
 from megatron.parallel import collectives
 from megatron.parallel.mesh import Mesh, init_mesh
 from megatron.training import dry_run
@@ -121,13 +121,13 @@ def test_equals_what_real_processes_need(processes: int, layouts: list[str]) -> 
     ports = [free_port() for _ in layouts]
     by_rank = run_distributed(real_steps, processes, layouts, ports, countings[0].fields)
     for i, counting in enumerate(countings):
-        fakes = [counting.rank(rank) for rank in range(processes)]
+        fakes = [counting.count(rank) for rank in range(processes)]
         for fake, steps in zip(fakes, by_rank, strict=True):
             real, wrapped = steps[i]
             assert as_wrapped(fake) == wrapped and fake.traffic == real.traffic
             assert fake.flops == real.flops and fake.parameters == real.parameters
             for kind, held in real.memory.items():
-                assert fake.memory[kind] == pytest.approx(held, rel=0.03), (layouts[i], kind)
+                assert fake.memory[kind] == pytest.approx(held, rel=0.001), (layouts[i], kind)
         of_a_replica = [needs.counted for needs in fakes if needs.place["dp"] == 0]
         assert sum(of_a_replica) == counting.model_parameters()
 
@@ -142,10 +142,10 @@ def test_equals_what_real_processes_need(processes: int, layouts: list[str]) -> 
 def test_microbatches_that_are_left_out_change_nothing(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
     counting = Counting.of(config_of(f"{flags} --bf16 --dry-run --hidden-size 8"), GPT, 2)
     assert counting.passes < counting.microbatches
-    some = counting.rank(0)
+    some = counting.count(0)
     monkeypatch.setattr(dry_run, "enough_microbatches", lambda config, microbatches: microbatches)
     assert counting.passes == counting.microbatches
-    assert counting.rank(0) == some
+    assert counting.count(0) == some
 
 
 S, B, H, A = 128, 2, 256, 4
@@ -156,7 +156,7 @@ def kept(flags: str, processes: int) -> float:
     sizes = f"--seq-length {S} --micro-batch-size {B} --hidden-size {H} --num-attention-heads {A} --bf16"
     settings = "--device cuda --dry-run"
     configs = [config_of(f"{sizes} {settings} --num-layers {layers} {flags}") for layers in (3, 2)]
-    more, less = (Counting.of(config, GPT, processes).rank(0).memory["activations"] for config in configs)
+    more, less = (Counting.of(config, GPT, processes).count(0).memory["activations"] for config in configs)
     return (more - less) / (S * B * H)
 
 
@@ -178,6 +178,16 @@ def test_a_gpu_keeps_what_the_paper_says(flags: str, tensor: int, paper: float) 
     parts = tensor if "sequence" in flags else 1
     statistics = 0 if "full" in flags else (2 * 2 * 2 / parts + 4 * A / tensor) / H
     assert kept(flags, tensor) == pytest.approx(paper + statistics, abs=1e-3)
+
+
+def test_operations_are_those_of_the_formula() -> None:
+    config = config_of(
+        "--ops-backend plain --device cuda --dry-run --bf16 --global-batch-size 4 --vocab-size 127"
+    )
+    per_sample = flops_per_sample(config.model, seq_length=16, padded_vocab_size=128, vocab_positions=16)
+    # FlashAttention computes the scores again in backward, a product of five.
+    again = config.model.num_layers * 2 * 16 * 16 * config.model.hidden_size
+    assert Counting.of(config, GPT, 1).count(0).flops == 4 * (per_sample + again)
 
 
 def test_nothing_is_left_of_a_gpu() -> None:
@@ -217,7 +227,7 @@ def test_bert_has_its_longest_batches() -> None:
     config = parse_run_config(f"{SMALL} --seq-length 128".split(), description="", defaults=DEFAULTS)
     counting = Counting.of(config, bert(binary_head=True), 1)
     assert counting.fields["text"][0] == (2, 128) and counting.fields["positions"][0] == (2, 18)
-    needs = counting.rank(0)
+    needs = counting.count(0)
     assert needs.counted == counting.model_parameters() and needs.flops > 0 and not needs.traffic
 
 
@@ -261,8 +271,8 @@ def test_sizes_for_people() -> None:
 
 @pytest.mark.slow
 def test_a_trillion_parameters(command: Callable, tmp_path: Path) -> None:
-    """On 3,072 GPUs, within 2 minutes and 8 GB; the weights and the kept activations fit their 80 GB."""
-    begin, file = time.perf_counter(), tmp_path / "1t.json"
+    """On 3,072 GPUs, within 2 minutes of a CPU's time and 8 GB."""
+    before, file = resource.getrusage(resource.RUSAGE_CHILDREN), tmp_path / "1t.json"
     command(
         *"pretrain_gpt.py --num-layers 128 --hidden-size 25600 --num-attention-heads 160 --seq-length 2048".split(),
         *"--tokenizer-type NullTokenizer --vocab-size 50256 --micro-batch-size 1 --global-batch-size 3072".split(),
@@ -270,8 +280,9 @@ def test_a_trillion_parameters(command: Callable, tmp_path: Path) -> None:
         *"--bf16 --lr 5e-5 --train-iters 1 --dry-run --world-size 3072 --dry-run-json".split(),
         file,
     )
-    assert time.perf_counter() - begin < 120
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 8 * 2**20
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime - before.ru_utime < 120
+    assert after.ru_maxrss < 8 * 2**20
     record = json.loads(file.read_text())
     assert record["parameters"] / 1e9 == pytest.approx(1008, abs=0.5)
     first, middle, _ = record["ranks"]
