@@ -142,32 +142,28 @@ class Kernels:
             + self.moved(self.local_tokens * h, self.program.stream)
             + self.moved(n * heads / t, self.program.heads)
             + self.moved(n * (fc1 + middle) / 2, self.program.middle)
+            + self.exchanged(whole=(2, 2), divided=(2, 3)) * 2
         )
-        communicated = self.tensor_communication
-        parts += Both(communicated.forward * 2, communicated.backward * 2)
         if self.layout.recompute == "full":
             return Both(parts.forward, parts.backward + parts.forward)
         if self.layout.recompute == "selective":
             return Both(parts.forward, parts.backward + self.attention.forward)
         return parts
 
-    @functools.cached_property
-    def tensor_communication(self) -> Both:
-        """Of attention or of the MLP: an all-reduce forward and one backward. With sequence parallelism each is a
-        gather and a scatter, and backward gathers the input once more for the weight's gradient (2205.05198 section
-        4.2.2)."""
+    def exchanged(self, whole: tuple[int, int], divided: tuple[int, int]) -> Both:
+        """Communication of tensor parallelism, in gathers or scatters of [s, b, h] forward and backward: an all-reduce
+        is two. `divided` is that with sequence parallelism (2205.05198 section 4.2.2), which gathers a product's input
+        once more in backward."""
         size = self.tokens * self.job.model.hidden_size * self.cluster.device.element
-        group = self.layout.tensor_group(self.cluster)
-        gather = self.cluster.all_gather(size, group)
-        backward = 3 * gather if self.layout.sequence_parallel else 2 * gather
-        return Both(Spent(tensor=2 * gather), Spent(tensor=backward))
+        seconds = self.cluster.all_gather(size, self.layout.tensor_group(self.cluster))
+        forward, backward = divided if self.layout.sequence_parallel else whole
+        return Both(Spent(tensor=forward * seconds), Spent(tensor=backward * seconds))
 
     @functools.cached_property
     def embedding(self) -> Both:
-        """The first stage's: tables are read, one all-reduce."""
-        return self.moved(self.local_tokens * self.job.model.hidden_size, EMBEDDING) + Both(
-            self.tensor_communication.forward, Spent()
-        )
+        """The first stage's: tables are read, and their parts put together."""
+        moved = self.moved(self.local_tokens * self.job.model.hidden_size, EMBEDDING)
+        return moved + self.exchanged(whole=(2, 0), divided=(1, 1))
 
     @functools.cached_property
     def head(self) -> Both:
@@ -178,7 +174,7 @@ class Kernels:
         if n * columns * self.cluster.device.element > self.program.kept_logits:
             again = Spent(products=self.product(n, columns, model.hidden_size))
             found += Both(Spent(), again)
-        return found + Both(Spent(), self.tensor_communication.forward)
+        return found + self.exchanged(whole=(0, 2), divided=(1, 2))
 
     def chunk(self, *, first: bool, last: bool) -> Both:
         """A chunk of layers and one microbatch."""

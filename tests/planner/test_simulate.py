@@ -76,6 +76,16 @@ def test_backward_of_attention_is_four_products():
     assert kernels.attention.backward.products == pytest.approx(scores + 3 * sums)
 
 
+@pytest.mark.parametrize(("parallel", "times"), [(False, 2 * 10), (True, 25)])
+def test_tensor_parallelism_exchanges_what_a_run_does(parallel: bool, times: int):
+    """Two layers: 10 all-reduces, or 15 gathers and 10 scatters, as --dry-run counts them."""
+    gpt, machine = job(2, 1024, 16, 8), cluster(2)
+    kernels = Simulator(gpt, Layout(tensor=2, sequence_parallel=parallel), machine, OURS).kernels
+    chunk = kernels.chunk(first=True, last=True)
+    one = machine.all_gather(2 * 2048 * 1024, machine.group(2, 1))
+    assert chunk.forward.tensor + chunk.backward.tensor == pytest.approx(times * one)
+
+
 def test_hiding_the_reduction_and_sharding_the_optimizer_help():
     gpt = job(40, 6144, 48, 1024)
     layouts = (

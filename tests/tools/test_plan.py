@@ -108,7 +108,10 @@ def test_a_cluster_of_ones_own(plan, tmp_path: Path):
             "--seq-length: 512 is longer than --max-position-embeddings 256",
         ),
         (f"{SMALL} --gpus 8 --picture here.gif", r"--picture: here\.gif must end in \.svg or \.png"),
-        (f"{SMALL} --gpus 8 --trace /none/here.json", r"--trace: /none/here\.json cannot be written \(No such file"),
+        (
+            f"{SMALL} --gpus 8 --trace /none/here.json",
+            r"--trace: /none/here\.json cannot be written \(No such file",
+        ),
         ("--model 39.1b --gpus 8", "no layout on 8 a100-80gb .*; the smallest cluster that would is"),
         ("--model 7b", "--model: '7b' is not one of 345m, "),
     ],
