@@ -76,6 +76,11 @@ class PlanConfig(Config):
         metavar="FILE",
     )
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.picture is not None and Path(self.picture).suffix not in (".svg", ".png"):
+            raise InputError(f"--picture: {self.picture} must end in .svg or .png")
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__)

@@ -52,7 +52,7 @@ def write_picture(simulator: Simulator, path: Path) -> None:
     it has the first ones alone, and ends as a step of these would.
 
     Raises:
-        InputError: the ending is neither, or PNG's package is missing, or the file cannot be written.
+        InputError: PNG's package is missing, or the file cannot be written.
     """
     layout = simulator.layout
     microbatches = min(simulator.microbatches, GROUPS * layout.pipeline)
@@ -62,10 +62,8 @@ def write_picture(simulator: Simulator, path: Path) -> None:
     )
     if path.suffix == ".svg":
         _write("--picture", path, svg(timeline, title))
-    elif path.suffix == ".png":
-        _write_png(timeline, title, path)
     else:
-        raise InputError(f"--picture: {path} must end in .svg or .png")
+        _write_png(timeline, title, path)
 
 
 def _boxes(timeline: Timeline) -> list[tuple[int, float, float, str]]:
