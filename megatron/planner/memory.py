@@ -120,8 +120,12 @@ def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program
     activations = held * kept
     if layout.recompute == "full":  # and the layer that is computed again
         activations += layer_activations(job, layout, element, program, recompute="none")
+    tokens = layout.micro_batch_size * job.seq_length
+    if stage == 0 and job.model.hidden_dropout:  # the embeddings' masks (2205.05198 section 4.3)
+        first = layout.pipeline if layout.chunks == 1 else 2 * layout.pipeline - 1
+        divided = layout.tensor if layout.sequence_parallel else 1
+        activations += min(layout.microbatches(job), first) * tokens * job.model.hidden_size / divided
     if stage == layout.pipeline - 1:
-        tokens = layout.micro_batch_size * job.seq_length
         logits = tokens * job.padded_vocab_size(layout.tensor) / layout.tensor
         kept = logits * element <= program.kept_logits
         activations += logits * (element + 4) if kept else LOGITS_AT_ONCE

@@ -61,6 +61,14 @@ def test_what_is_held_is_what_the_schedules_hold():
             assert [held_chunks(layout, m, p) for p in range(layout.pipeline)] == peak
 
 
+@pytest.mark.parametrize(("stage", "gigabytes"), [(0, 57.5), (32, 43.6), (63, 40.0)])
+def test_stages_take_what_a_dry_run_counts(stage: int, gigabytes: float):
+    """A trillion parameters, full recomputation: the three stages of docs/dry-run.md."""
+    model = MODELS["1t"]
+    memory = stage_memory(model.job(), model.layout(), cluster(3072), stage, OURS)
+    assert memory.total / 1e9 == pytest.approx(gigabytes, rel=0.03)
+
+
 def test_bytes_of_a_parameter():
     """18 with fp32 gradients, of which the sharded optimizer divides 12 among the replicas (1910.02054)."""
     gpt, layout = job(4, 1024, 16, 64), Layout(tensor=2, pipeline=2, data=2)
