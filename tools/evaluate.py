@@ -78,7 +78,10 @@ def main(argv: Sequence[str] | None = None) -> None:
                 "flags": flags_of(config, inference, chosen),
                 "computed": computed_by(stages, task, config),
             }
-            output.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+            try:
+                output.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+            except OSError as error:
+                raise InputError(f"--output-path: {output} cannot be written ({error.strerror})") from None
 
 
 def run(stages: Stages, task: ZeroShotTask, micro_batch_size: int) -> float:
