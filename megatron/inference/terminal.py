@@ -108,8 +108,9 @@ class _Writer:
 
     def reserve(self, rows: int, tokens: int) -> None:
         """Make room for texts of so many tokens, and those that follow on them."""
+        flag = "--beam-width, " if self.beam.beam_width else "--max-batch-size, " if rows > 1 else ""
         longest = tokens + self.sampling.out_seq_length
-        with _naming(f"--{'beam-width' if self.beam.beam_width else 'max-batch-size'}, --out-seq-length"):
+        with _naming(f"{flag}--out-seq-length"):
             self.predictor.reserve(self.beam.beam_width or rows, min(self.predictor.context, longest))
 
     def stream(self, tokens: list[int], sampling: SamplingConfig, begin: str = "") -> tuple[str, bool]:
