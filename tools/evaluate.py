@@ -30,7 +30,7 @@ from megatron.evaluation.tasks import ZeroShotTask, make_task, read_file
 from megatron.evaluation.zero_shot import evaluate
 from megatron.flags import InputError
 from megatron.inference.config import InferenceConfig
-from megatron.inference.load import find_any_checkpoint, load_gpt
+from megatron.inference.load import build_gpt, find_any_checkpoint
 from megatron.inference.stages import Stages
 from megatron.model.gpt import GPTModel
 from megatron.parallel.collectives import together
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with init_mesh(inference.parallel, choose_device(inference.device)) as mesh:
         checkpoint = find_any_checkpoint(inference, chosen, mesh)
         # So that perplexities are those of the validation in training.
-        model, tokenizer = load_gpt(inference, chosen, mesh, as_trained=True)
+        model, tokenizer = build_gpt(checkpoint, inference, chosen, mesh, as_trained=True)
         with together(mesh.world, InputError):
             task = make_task(config.task, files, tokenizer, config, length=seq_length(config, model))
         for note in task.notes if mesh.is_first else ():
@@ -78,7 +78,10 @@ def main(argv: Sequence[str] | None = None) -> None:
                 "flags": flags_of(config, inference, chosen),
                 "computed": computed_by(stages, task, config),
             }
-            output.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+            try:
+                output.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+            except OSError as error:
+                raise InputError(f"--output-path: {output} cannot be written ({error.strerror})") from None
 
 
 def run(stages: Stages, task: ZeroShotTask, micro_batch_size: int) -> float:

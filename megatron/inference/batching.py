@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megatron.inference.predictor import Predictor
+from megatron.inference.predictor import Predictor, check_prompt
 from megatron.inference.sampling import Choice, SamplingConfig, choose
 from megatron.inference.text import TextStream
 from megatron.tokenizer import Tokenizer
@@ -101,7 +101,7 @@ class Batcher:
         Raises:
             InputError: its prompt is empty, or leaves no room for a token.
         """
-        self.predictor.check_prompt(request.prompt)
+        check_prompt(request.prompt, self.predictor.length)
         growth = Growth(request, self.tokenizer, self.predictor.length)
         self.waiting.append(growth)
         return growth

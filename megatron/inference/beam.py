@@ -7,7 +7,7 @@ import heapq
 from collections.abc import Collection, Sequence
 
 from megatron.flags import Config, InputError, flag
-from megatron.inference.predictor import Predictor
+from megatron.inference.predictor import Predictor, check_prompt
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,15 +44,14 @@ def beam_search(
 ) -> list[Hypothesis]:
     """The best `config.beam_width` texts of at most `length` tokens that follow on a prompt, the best first.
 
-    A text ends at `eod`, which its length counts and its tokens do not hold. The search ends when so many have ended,
-    and the best of those that grow scores no better than the worst of them.
+    The predictor has a row for each. A text ends at `eod`, which its length counts and its tokens do not hold. The
+    search ends when so many have ended, and the best of those that grow scores no better than the worst of them.
 
     Raises:
         InputError: the prompt is empty, or leaves no room for a token.
     """
     width, eods = config.beam_width, 0 if eod is None else 1
-    predictor.check_prompt(prompt)
-    assert width <= predictor.rows
+    check_prompt(prompt, predictor.length)
     length = min(length, predictor.length - len(prompt))
     ended: list[Hypothesis] = []
     beams: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]

@@ -23,7 +23,7 @@ class InferenceConfig(Config):
     device: str = flag("auto", "where to compute", choices=("auto", "cpu", "cuda"))
     dtype: str = flag(
         "auto",
-        "precision of weights and of the key/value cache; auto takes that of the training",
+        "precision of weights, and on a GPU of the key/value cache; auto takes that of the training",
         choices=("auto", "fp32", "bf16", "fp16"),
     )
     tensor_model_parallel_size: int = flag(1, "processes that share every layer", low=1)

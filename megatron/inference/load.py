@@ -38,8 +38,18 @@ logger = logging.getLogger("megatron")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def load_gpt(
-    config: InferenceConfig, tokenizer: TokenizerConfig, mesh: Mesh, *, as_trained: bool = False
+def load_gpt(config: InferenceConfig, tokenizer: TokenizerConfig, mesh: Mesh) -> tuple[GPTModel, Tokenizer]:
+    """`build_gpt` of the checkpoint that `config` names."""
+    return build_gpt(find_any_checkpoint(config, tokenizer, mesh), config, tokenizer, mesh)
+
+
+def build_gpt(
+    checkpoint: Checkpoint,
+    config: InferenceConfig,
+    tokenizer: TokenizerConfig,
+    mesh: Mesh,
+    *,
+    as_trained: bool = False,
 ) -> tuple[GPTModel, Tokenizer]:
     """This process's part of the GPT of a checkpoint of any layout, and its tokenizer. Every process must take part.
 
@@ -49,11 +59,10 @@ def load_gpt(
             left out.
 
     Raises:
-        InputError: there is no such checkpoint, it holds no GPT, the tokenizer does not fit, or the layout does not.
+        InputError: the checkpoint holds no GPT, the tokenizer does not fit, or the layout does not.
     """
     if tokenizer.tokenizer_type is None and tokenizer != TokenizerConfig():
         raise InputError("--tokenizer-type is required with other flags of the tokenizer")
-    checkpoint = find_any_checkpoint(config, tokenizer, mesh)
     for note in checkpoint.notes if mesh.is_first else ():
         logger.warning(f"--load: {note}")
     if checkpoint.state["task"] != "GPT":

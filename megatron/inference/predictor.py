@@ -63,8 +63,8 @@ class Predictor:
         if all_reduce_max(failed, self.commands):
             self.cache = None
             raise InputError(
-                f"too little memory on {device.type} for the keys and values of {rows} texts of {length} tokens; "
-                "lower --max-batch-size, --beam-width or --out-seq-length"
+                f"there is too little memory on {device.type} for the keys and values of {rows} texts of {length} "
+                "tokens; take fewer, or shorter ones"
             )
 
     def forward(
@@ -89,15 +89,6 @@ class Predictor:
                 "or fp32"
             )
         return logits_nv
-
-    def check_prompt(self, prompt: Sequence[int]) -> None:
-        """Raise `InputError` if a prompt has no tokens, or leaves no room for one more."""
-        if not prompt:
-            raise InputError("the prompt is empty; give at least one token to begin with")
-        if len(prompt) >= self.length:
-            raise InputError(
-                f"the prompt has {len(prompt)} tokens, and the model sees {self.length}; shorten it"
-            )
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         """Make the first `length` tokens of the rows `targets` those of the rows `sources`, all at once."""
@@ -172,6 +163,14 @@ class Predictor:
                 logits = self.stages.transfers.receive(shape, torch.float32, pp.size - 1)()
         self.stages.transfers.finish()
         return logits.cpu() if self.mesh.is_first else torch.empty(0)
+
+
+def check_prompt(prompt: Sequence[int], length: int) -> None:
+    """Raise `InputError` if a prompt has no tokens, or leaves no room for one more among `length`."""
+    if not prompt:
+        raise InputError("the prompt is empty; give at least one token to begin with")
+    if len(prompt) >= length:
+        raise InputError(f"the prompt has {len(prompt)} tokens, and the model sees {length}; shorten it")
 
 
 @contextmanager

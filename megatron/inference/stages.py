@@ -27,8 +27,7 @@ class Stages:
     @torch.inference_mode()
     def __call__(self, tokens_bs: Tensor, position_ids_bs: Tensor, **arguments: Any) -> Tensor | None:
         """What `GPTModel.forward` gives on the last stage, None on the others, which may not have sent all yet
-        (`transfers.finish`). With tensor parallelism logits are
-        those of this process's part of the vocabulary."""
+        (`transfers.finish`). With tensor parallelism logits are those of this process's part of the vocabulary."""
         pp, hidden_sbh = self.mesh.pp, None
         if pp.rank > 0:
             shape = (tokens_bs.shape[1], tokens_bs.shape[0], self.config.hidden_size)

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from megatron.flags import Config, InputError, flag
 from megatron.inference.batching import Batcher, Growth, Request
 from megatron.inference.beam import BeamConfig, beam_search
-from megatron.inference.predictor import Predictor
+from megatron.inference.predictor import Predictor, check_prompt
 from megatron.inference.sampling import SamplingConfig
 from megatron.inference.text import TextStream
 from megatron.tokenizer import Tokenizer
@@ -83,7 +83,8 @@ def run(
     elif config.prompt is not None:
         with _naming("--prompt"):
             tokens = writer.tokens(config.prompt)
-            _, finished = writer.stream(tokens, sampling, begin=config.prompt)
+            check_prompt(tokens, predictor.context)
+        _, finished = writer.stream(tokens, sampling, begin=config.prompt)
         if not finished:
             raise KeyboardInterrupt
     else:
@@ -107,8 +108,10 @@ class _Writer:
 
     def reserve(self, rows: int, tokens: int) -> None:
         """Make room for texts of so many tokens, and those that follow on them."""
+        flag = "--beam-width, " if self.beam.beam_width else "--max-batch-size, " if rows > 1 else ""
         longest = tokens + self.sampling.out_seq_length
-        self.predictor.reserve(self.beam.beam_width or rows, min(self.predictor.context, longest))
+        with _naming(f"{flag}--out-seq-length"):
+            self.predictor.reserve(self.beam.beam_width or rows, min(self.predictor.context, longest))
 
     def stream(self, tokens: list[int], sampling: SamplingConfig, begin: str = "") -> tuple[str, bool]:
         """Continue a prompt on the screen, after `begin`; gives the text, and whether it came to its end rather than to
@@ -218,10 +221,8 @@ class _Writer:
             for place, text in prompts:
                 with _naming(place):
                     tokens.append(self.tokens(text))
+                    check_prompt(tokens[-1], self.predictor.context)
             self.reserve(min(self.config.max_batch_size, len(texts) - done), max(map(len, tokens)))
-            for (place, _), ids in zip(prompts, tokens, strict=True):
-                with _naming(place):
-                    self.predictor.check_prompt(ids)
             jobs = [_Job(texts[i], tokens[i // samples], i) for i in range(done, len(texts))]
             records = self._best(jobs) if self.beam.beam_width else self._grown(jobs)
             with tqdm(total=len(texts), initial=done, unit="text", disable=None) as progress:

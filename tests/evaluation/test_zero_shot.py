@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron.evaluation.wikitext import detokenize
 from megatron.inference.config import InferenceConfig
-from megatron.inference.load import load_gpt
+from megatron.inference.load import build_gpt, find_any_checkpoint
 from megatron.parallel.mesh import Mesh
 from megatron.tokenizer.config import TokenizerConfig
 from megatron.tokenizer.gpt2 import GPT2BPETokenizer
@@ -265,5 +265,6 @@ def test_ppl_is_lm_evals_rolling_perplexity(theirs: Theirs, text: Path, shared: 
 def test_padding_is_part_of_a_model_that_was_trained_so(native: Path) -> None:
     config, mesh = InferenceConfig(load=str(native), device="cpu"), Mesh(device=torch.device("cpu"))
     for as_trained, rows in ((True, 5120), (False, 5000)):
-        model, _ = load_gpt(config, TokenizerConfig(), mesh, as_trained=as_trained)
+        checkpoint = find_any_checkpoint(config, TokenizerConfig(), mesh)
+        model, _ = build_gpt(checkpoint, config, TokenizerConfig(), mesh, as_trained=as_trained)
         assert len(model.embedding.word_embeddings.weight) == rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import signal
 from pathlib import Path
 from typing import NamedTuple
@@ -206,6 +207,15 @@ def test_every_layout_writes_the_same(folder: Path, layout: tuple[int, int]) -> 
     assert (found.texts, found.beams) == (expected.texts, expected.beams)
     assert found.prompt_scores == pytest.approx(expected.prompt_scores, abs=1e-4)
     assert not any(others)
+
+
+def test_a_model_without_tokenizer_names_the_flag(folder: Path) -> None:
+    for given, message in (
+        (TokenizerConfig(), f"--load: {folder} has no tokenizer; name it with --tokenizer-type"),
+        (TokenizerConfig(vocab_file="x"), "--tokenizer-type is required with other flags of the tokenizer"),
+    ):
+        with pytest.raises(InputError, match=f"^{re.escape(message)}"):
+            load_gpt(InferenceConfig(load=str(folder)), given, Mesh(device=CPU))
 
 
 def test_logits_that_are_not_finite_are_one_line(folder: Path) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from megatron.inference.batching import Growth, Request
+from megatron.inference.sampling import SamplingConfig
 from megatron.inference.text import TextStream
 from megatron.tokenizer.base import Tokenizer
 
@@ -61,3 +63,15 @@ def test_what_only_begins_as_a_stop_string_appears_late() -> None:
 def test_special_tokens_are_no_text() -> None:
     stream = TextStream(Bytes(), [EOD], [])
     assert [stream.add(token) for token in (97, EOD, 98)] == ["a", "", "b"]
+
+
+def test_a_stop_string_in_the_last_token_ends_the_text() -> None:
+    """Also where that token begins a character, which is waited for."""
+
+    class Words(Bytes):
+        def detokenize(self, ids: Sequence[int]) -> str:
+            return b"".join([b"a ", b"the end\xf0"][i] for i in ids).decode("utf-8", errors="replace")
+
+    request = Request(prompt=[0], sampling=SamplingConfig(out_seq_length=1), stops=["end"])
+    growth = Growth(request, Words(), longest=9)
+    assert (growth.add(1, EOD), growth.reason) == ("the ", "stop")

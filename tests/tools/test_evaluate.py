@@ -81,6 +81,10 @@ def test_the_result_has_what_repeats_it(
             "--output-path: nowhere/x is not a file in a folder",
         ),
         (
+            "--task PPL --valid-data FILE --output-path /dev/full",
+            "--output-path: /dev/full cannot be written",
+        ),
+        (
             "--task PPL --valid-data FILE --tensor-model-parallel-size 2",
             "--tensor-model-parallel-size 2 times",
         ),

@@ -67,8 +67,7 @@ def serve(
     try:
         predictor.reserve(config.max_batch_size, length)
     except InputError as error:
-        told = str(error).replace("--out-seq-length", "--inference-max-seq-length")
-        raise InputError(told) from error
+        raise InputError(f"--max-batch-size, --inference-max-seq-length: {error}") from None
     engine = Engine(predictor, tokenizer, max_queue=config.max_queue)
     key, model = config.api_key(), config.served_model_name or name
     app = make_app(engine, config, model=model, key=key)
