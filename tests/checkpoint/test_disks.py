@@ -45,7 +45,7 @@ def assert_whole(root: Path, iterations: list[int]) -> None:
         manifest.verify(list(manifest.files))
 
 
-@MODES
+@pytest.mark.parametrize("mode", [pytest.param([], marks=pytest.mark.slow), ["--async-save"]])
 def test_too_little_room_is_seen_before_writing(command, disk: Path, mode: list[str]) -> None:
     flags = [*FLAGS, *mode, "--save", disk / "run", "--load", disk / "run"]
     result = command("pretrain_gpt.py", *flags, status=1)

@@ -66,13 +66,21 @@ def test_collectives_of_a_layer(sequence: bool) -> None:
         assert one[1] == {"all-reduce": 2 + 1}
 
 
-def losses_and_gradients(vocab_size: int, smoothing: float) -> tuple[np.ndarray, np.ndarray]:
+# Whole columns of padding, and processes that hold nothing else; without smoothing and with it.
+VOCABULARIES = [(vocab_size, smoothing) for vocab_size in (40, 33, 12) for smoothing in (0.0, 0.1)]
+
+
+def losses_and_gradients() -> list[tuple[np.ndarray, np.ndarray]]:
+    found = []
     with init_mesh(ParallelConfig(tensor_model_parallel_size=4), CPU) as mesh:
-        logits, labels, weights = example(vocab_size)
-        mine = logits.chunk(4, dim=-1)[mesh.tp.rank].clone().requires_grad_()
-        losses = cross_entropy(mine, labels, vocab_size=vocab_size, axis=mesh.tp, label_smoothing=smoothing)
-        (losses * weights).sum().backward()
-        return losses.detach().numpy(), mine.grad.numpy()
+        for vocab_size, smoothing in VOCABULARIES:
+            logits, labels, weights = example(vocab_size)
+            mine = logits.chunk(4, dim=-1)[mesh.tp.rank].clone().requires_grad_()
+            settings = {"vocab_size": vocab_size, "label_smoothing": smoothing}
+            losses = cross_entropy(mine, labels, axis=mesh.tp, **settings)
+            (losses * weights).sum().backward()
+            found.append((losses.detach().numpy(), mine.grad.numpy()))
+    return found
 
 
 def example(vocab_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -83,20 +91,18 @@ def example(vocab_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return logits, labels, torch.rand(7, 3, generator=generator)
 
 
-@pytest.mark.parametrize("vocab_size", [40, 33, 12])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_cross_entropy_equals_torchs(vocab_size: int, smoothing: float) -> None:
-    """Whole columns of padding, and processes that hold nothing else."""
-    results = run_distributed(losses_and_gradients, 4, vocab_size, smoothing)
-    logits, labels, weights = example(vocab_size)
-    logits.requires_grad_()
-    expected = torch.nn.functional.cross_entropy(
-        logits[..., :vocab_size].permute(0, 2, 1), labels, reduction="none", label_smoothing=smoothing
-    )
-    (expected * weights).sum().backward()
-    for losses, _ in results:
-        torch.testing.assert_close(torch.from_numpy(losses), expected.detach(), rtol=1e-5, atol=1e-5)
-    gradients = torch.from_numpy(np.concatenate([grad for _, grad in results], axis=-1))
-    torch.testing.assert_close(gradients, logits.grad, rtol=1e-5, atol=1e-6)
-    alone = cross_entropy(logits.detach(), labels, vocab_size=vocab_size, label_smoothing=smoothing)
-    torch.testing.assert_close(alone, expected.detach(), rtol=1e-5, atol=1e-5)
+def test_cross_entropy_equals_torchs() -> None:
+    processes = run_distributed(losses_and_gradients, 4)
+    for (vocab_size, smoothing), results in zip(VOCABULARIES, zip(*processes, strict=True), strict=True):
+        logits, labels, weights = example(vocab_size)
+        logits.requires_grad_()
+        expected = torch.nn.functional.cross_entropy(
+            logits[..., :vocab_size].permute(0, 2, 1), labels, reduction="none", label_smoothing=smoothing
+        )
+        (expected * weights).sum().backward()
+        for losses, _ in results:
+            torch.testing.assert_close(torch.from_numpy(losses), expected.detach(), rtol=1e-5, atol=1e-5)
+        gradients = torch.from_numpy(np.concatenate([grad for _, grad in results], axis=-1))
+        torch.testing.assert_close(gradients, logits.grad, rtol=1e-5, atol=1e-6)
+        alone = cross_entropy(logits.detach(), labels, vocab_size=vocab_size, label_smoothing=smoothing)
+        torch.testing.assert_close(alone, expected.detach(), rtol=1e-5, atol=1e-5)

@@ -146,8 +146,8 @@ def test_layers_add_gradients_of_weights_themselves(
 
     # Two rows of logits at a time.
     monkeypatch.setattr(projected_loss, "KEPT", 0)
-    monkeypatch.setitem(projected_loss.AT_ONCE, "cpu", 2 * 64 * dtype.itemsize)
-    loss = functools.partial(projected_loss.projected_loss, as_written, linear.matmul, add_product)
+    at_once = 2 * 64 * dtype.itemsize
+    loss = functools.partial(projected_loss.projected_loss, as_written, linear.matmul, add_product, at_once)
     ops = dataclasses.replace(PLAIN, add_product=add_product, projected_loss=loss if fused else None)
     parallel = ParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=5000)
     model, buffer = make(dtype, parallel, ops)
