@@ -375,7 +375,8 @@ def test_what_does_not_go_together(flags: str, message: str) -> None:
 def test_what_is_required(name: str) -> None:
     words = BASE.split()
     at = words.index(name)
-    message = "give --train-iters or --train-samples" if name == "--train-iters" else f"{name} is required: "
+    message = "--train-iters or --train-samples" if name == "--train-iters" else name
+    message += " is required: "
     with pytest.raises(InputError) as error:
         parse(base=" ".join(words[:at] + words[at + 2 :]))
     assert str(error.value).startswith(message)

@@ -25,7 +25,7 @@ from tqdm import tqdm
 from megatron.arguments import Parser, add_flags, make_config, run_command
 from megatron.flags import Config, InputError, field_types, flag
 from megatron.model.config import ModelConfig
-from megatron.planner.cluster import Cluster, of_data_sheet
+from megatron.planner.cluster import DATA_SHEET_REACHED, Cluster, of_data_sheet
 from megatron.planner.description import read_cluster
 from megatron.planner.devices import data_sheet
 from megatron.planner.explain import other_choices, takeaways, why_not
@@ -101,6 +101,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{found.timed:,} layouts fit and were timed; {found.too_large:,} do not fit\n")
     print(table(found, job, cluster))
     print(f"\nThe best: {best.layout}\n{details(best, cluster)}")
+    if cluster.reached == DATA_SHEET_REACHED:
+        print(
+            "  note    this program has not been measured on GPUs: what is reached of a data sheet is that of A100 runs"
+        )
     if config.tokens is not None:
         print(duration(best, job, cluster, config.tokens))
     print("\nOther choices, one at a time:")

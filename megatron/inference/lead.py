@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from megatron.flags import InputError
 from megatron.inference.config import InferenceConfig
-from megatron.inference.load import load_gpt
+from megatron.inference.load import build_gpt, find_any_checkpoint
 from megatron.inference.predictor import Predictor
 from megatron.parallel.mesh import choose_device, init_mesh
 from megatron.tokenizer import Tokenizer
@@ -34,8 +34,9 @@ def lead(
                 f"{mesh.world.size} processes were started, and --tensor-model-parallel-size {mesh.tp.size} times "
                 f"--pipeline-model-parallel-size {mesh.pp.size} takes {mesh.tp.size * mesh.pp.size}; start as many"
             )
-        model, chosen = load_gpt(config, tokenizer, mesh)
-        predictor = Predictor(model, mesh)
+        checkpoint = find_any_checkpoint(config, tokenizer, mesh)
+        model, chosen = build_gpt(checkpoint, config, tokenizer, mesh)
+        predictor = Predictor(model, mesh, origin=str(checkpoint.folder.resolve()))
         if not mesh.is_first:
             # Ctrl-C reaches all; what it ends is for the first one to say.
             signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -31,7 +31,9 @@ PATIENCE = ParallelConfig(distributed_timeout_minutes=10**6)
 class Predictor:
     """A GPT, and a cache with room for some sequences. Every process must make one, and all but the first `follow`."""
 
-    def __init__(self, model: GPTModel, mesh: Mesh) -> None:
+    def __init__(self, model: GPTModel, mesh: Mesh, *, origin: str = "") -> None:
+        """`origin`: the folder that the weights are from, for those who note what made a text."""
+        self.origin = origin
         self.vocab_size, self.context = model.vocab_size, model.config.max_position_embeddings
         self.stages, self.mesh = Stages(model, mesh), mesh
         self.commands = world_apart(mesh.world, PATIENCE)

@@ -41,5 +41,7 @@ class Stages:
 
     def whole_vocabulary(self, logits_nv: Tensor) -> Tensor:
         """Logits [n, v] of all tokens, in fp32, from those of each tensor-parallel process."""
-        logits_vn = all_gather(logits_nv.float().t().contiguous(), self.mesh.tp)
-        return logits_vn.t()[:, : self.vocab_size]
+        logits_nv = logits_nv.float()
+        if self.mesh.tp.size > 1:  # what is gathered is joined along the first dimension
+            logits_nv = all_gather(logits_nv.t().contiguous(), self.mesh.tp).t()
+        return logits_nv[:, : self.vocab_size]

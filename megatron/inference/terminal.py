@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import hashlib
 import itertools
 import json
 import sys
@@ -30,7 +31,7 @@ class TextConfig(Config):
     prompt: str | None = flag(None, "text to continue")
     sample_input_file: str | None = flag(
         None,
-        "a prompt on each line; of a file that ends in .jsonl the string under 'prompt' or 'text'",
+        "a prompt on each line that is not blank; of a file that ends in .jsonl the string under 'prompt' or 'text'",
         metavar="FILE",
     )
     sample_output_file: str | None = flag(
@@ -209,7 +210,8 @@ class _Writer:
         """Continue all prompts, and write JSON lines in their order."""
         prompts, samples = list(_prompts(self.config)), self.config.num_samples
         texts = [text for _, text in prompts for _ in range(samples)]
-        with _open_output(self.config.sample_output_file, texts) as (output, done):
+        made_by = self._made_by()
+        with _open_output(self.config.sample_output_file, texts, made_by) as (output, done):
             if done:
                 print(
                     f"note: {output.name} has {done} of the {len(texts)} texts already, which are kept",
@@ -227,9 +229,15 @@ class _Writer:
             records = self._best(jobs) if self.beam.beam_width else self._grown(jobs)
             with tqdm(total=len(texts), initial=done, unit="text", disable=None) as progress:
                 for record in records:
-                    output.write(json.dumps(record, ensure_ascii=False) + "\n")
+                    output.write(json.dumps(record | {"made_by": made_by}, ensure_ascii=False) + "\n")
                     output.flush()
                     progress.update()
+
+    def _made_by(self) -> str:
+        """A fingerprint of what decides on the texts of prompts, so that a file never mixes two."""
+        told = (self.config.stop, self.config.logprobs, self.config.num_samples, self.sampling, self.beam)
+        model = (self.predictor.origin, self.predictor.stages.dtype, str(self.tokenizer))
+        return hashlib.blake2b(repr((told, model)).encode(), digest_size=6).hexdigest()
 
     def _best(self, jobs: list[_Job]) -> Iterator[dict[str, Any]]:
         for job in jobs:
@@ -296,9 +304,11 @@ def _prompts(config: TextConfig) -> Iterator[tuple[str, str]]:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise InputError(f"--sample-input-file: {path} cannot be read ({error.strerror})") from None
-    if not lines:
+    if not any(line.strip() for line in lines):
         raise InputError(f"--sample-input-file: {path} is empty")
     for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         place = f"{path}, line {number}"
         try:
             text = line.decode("utf-8")
@@ -317,8 +327,8 @@ def _prompt_of(value: Any) -> str:
 
 
 @contextlib.contextmanager
-def _open_output(name: str | None, prompts: list[str]) -> Iterator[tuple[TextIO, int]]:
-    """Where JSON lines are written, and how many of them are there already."""
+def _open_output(name: str | None, prompts: list[str], made_by: str) -> Iterator[tuple[TextIO, int]]:
+    """Where JSON lines are written, and how many of them are there already, of the same prompts and `made_by`."""
     if name is None:
         yield sys.stdout, 0
         return
@@ -327,9 +337,10 @@ def _open_output(name: str | None, prompts: list[str]) -> Iterator[tuple[TextIO,
         for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
             if not line.endswith(b"\n"):
                 break  # a run was stopped in it
-            if done == len(prompts) or _record_prompt(line) != prompts[done]:
+            if done == len(prompts) or _identity(line) != (prompts[done], made_by):
                 raise InputError(
-                    f"--sample-output-file: {path}, line {done + 1}: is not what these prompts give; name another file"
+                    f"--sample-output-file: {path}, line {done + 1}: is of another prompt, checkpoint or settings, and "
+                    "so no part of this run; name another file"
                 )
             done, size = done + 1, size + len(line)
         with path.open("a", encoding="utf-8") as file:
@@ -339,8 +350,9 @@ def _open_output(name: str | None, prompts: list[str]) -> Iterator[tuple[TextIO,
         raise InputError(f"--sample-output-file: {path}: {error.strerror}") from None
 
 
-def _record_prompt(line: bytes) -> str | None:
+def _identity(line: bytes) -> tuple[str, str] | None:
     try:
-        return json.loads(line)["prompt"]
+        record = json.loads(line)
+        return record["prompt"], record["made_by"]
     except (ValueError, KeyError, TypeError):
         return None

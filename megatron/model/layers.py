@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -76,12 +77,7 @@ class _Linear(torch.autograd.Function):
         ctx.total = gradient_sum(weight)
         # Of an x that is divided the part: it is gathered again in backward.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        gathered = start_all_gather(x, axis).wait() if sequence else x
-        outputs = [
-            ops.matmul(gathered, weight[begin:end], None if bias is None else bias[begin:end])
-            for begin, end in rows
-        ]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+        return _product(x, weight, bias, rows, axis, sequence, ops)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -112,6 +108,28 @@ class _Linear(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
+def _product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    rows: tuple[Range, ...],
+    axis: Axis,
+    sequence: bool,
+    ops: Ops,
+) -> Tensor:
+    gathered = start_all_gather(x, axis).wait() if sequence else x
+    outputs = [
+        ops.matmul(gathered, weight[begin:end], None if bias is None else bias[begin:end])
+        for begin, end in rows
+    ]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
+
+def _linear(*arguments: Any) -> Tensor:
+    """`_Linear`, or where nothing is trained its product alone: of single tokens the difference shows."""
+    return _Linear.apply(*arguments) if torch.is_grad_enabled() else _product(*arguments)
+
+
 def _of_all_rows(parts: list[Tensor], rows: list[slice], weight: Tensor) -> Tensor:
     """What is known of some rows of a weight, with zeros for the others."""
     if len(parts) == 1 and len(parts[0]) == len(weight):
@@ -131,7 +149,7 @@ def column_linear(
 ) -> Tensor:
     """x Wᵀ + b for this process's rows of W, or for those `rows` of them: [s, b, h] (or its part along s) to
     [s, b, outputs / size]."""
-    return _Linear.apply(x, weight, bias, rows or ((0, len(weight)),), tp.axis, tp.sequence, tp.ops)
+    return _linear(x, weight, bias, rows or ((0, len(weight)),), tp.axis, tp.sequence, tp.ops)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -176,7 +194,7 @@ class RowParallelLinear(nn.Module):
         # Of several processes each would add it.
         fused = self.bias if self.tp.axis.size == 1 else None
         rows = ((0, len(self.weight)),)
-        y = self.tp.collect(_Linear.apply(x, self.weight, fused, rows, ALONE, False, self.tp.ops))
+        y = self.tp.collect(_linear(x, self.weight, fused, rows, ALONE, False, self.tp.ops))
         return y if fused is self.bias else y + self.bias
 
 

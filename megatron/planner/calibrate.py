@@ -38,15 +38,16 @@ def calibrate(path: Path) -> None:
         InputError: the file cannot be written.
     """
     processes = max(2, len(os.sched_getaffinity(0)))
+    try:
+        path.touch()  # rather than after a minute
+    except OSError as error:
+        raise InputError(f"--calibrate: {path} cannot be written ({error.strerror})") from None
     print(f"measuring {processes} processes of one thread for about a minute", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_measure, args=(processes, folder), nprocs=processes)
         found = json.loads((Path(folder) / "found").read_text())
     cluster = _cluster(found, processes)
-    try:
-        path.write_text(f"# Made by tools/plan.py --calibrate.\n{describe(cluster)}", encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"--calibrate: {path} cannot be written ({error.strerror})") from None
+    path.write_text(f"# Made by tools/plan.py --calibrate.\n{describe(cluster)}", encoding="utf-8")
     print(f"{path}: for tools/plan.py --cluster")
 
 

@@ -36,7 +36,7 @@ def table(found: Found, job: Job, cluster: Cluster) -> str:
         used, left = plan.memory.total / 1e9, (room - plan.memory.total) / 1e9
         behind = "" if number == 1 else f": {slower_by(plan, found.plans[0])}"
         rows.append(
-            f"{number:3}{tflops(plan, job, cluster):8.1f}{step.seconds:9.2f}{told}{used:8.1f}{left:6.1f}"
+            f"{number:3}{tflops(plan, job, cluster):8.4g}{step.seconds:9.2f}{told}{used:8.1f}{left:6.1f}"
             f"  {plan.layout}{behind}"
         )
     return "\n".join(rows)

@@ -86,7 +86,9 @@ class TrainingConfig(Config):
         super().__post_init__()
         if self.fp16 and self.bf16:
             raise InputError("--fp16 and --bf16 exclude each other; leave one of them out")
-        if (self.train_iters is None) == (self.train_samples is None):
+        if self.train_iters is None and self.train_samples is None:
+            raise InputError("--train-iters or --train-samples is required: how long to train")
+        if self.train_iters is not None and self.train_samples is not None:
             raise InputError("give --train-iters or --train-samples, and not both")
         if self.rampup_batch_size is not None and self.train_samples is None:
             raise InputError("--rampup-batch-size needs --train-samples in place of --train-iters")

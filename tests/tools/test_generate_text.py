@@ -132,7 +132,7 @@ def test_prompts_of_a_file_in_their_order(trained: Path, tmp_path: Path, capsys)
             assert capsys.readouterr().err == f"note: {out} has 10 of the 10 texts already, which are kept\n"
         capsys.readouterr()
     write(tmp_path / "prompts.txt", prompts[::-1])
-    with pytest.raises(InputError, match=r"out\.jsonl, line 1: is not what these prompts give"):
+    with pytest.raises(InputError, match=r"out\.jsonl, line 1: is of another prompt, checkpoint or settings"):
         main([*argv, "--sample-output-file", str(out), "--num-samples", "2"])
 
     main(["--load", str(trained), "--prompt", "1 2 3", "--out-seq-length", "20", "--top-k", "50"])
@@ -234,7 +234,7 @@ def test_bad_prompts_of_a_file_are_named(trained: Path, tmp_path: Path) -> None:
         ("a.jsonl", b'{"prompt": "1"}\n[1]\n', "a.jsonl, line 2: is no JSON object with a text"),
         ("a.jsonl", b"{", "a.jsonl, line 1: is no JSON object with a text"),
         ("b.jsonl", b'{"prompt": "1 \\ud800"}', r"b.jsonl, line 1: '1 \ud800' is not UTF-8 text"),
-        ("b.txt", b"1\n\n2\n", "b.txt, line 2: the prompt is empty"),
+        ("b.jsonl", b'{"prompt": "1"}\n\n{"prompt": ""}', "b.jsonl, line 3: the prompt is empty"),
         ("b.txt", b"1\nx\n", "b.txt, line 2: 'x' is not a token id"),
         ("b.txt", b"", "b.txt is empty"),
         ("b.txt", b"1\n" + long.encode() + b"\n", "the prompt has 64 tokens, and the model sees 64"),

@@ -259,7 +259,7 @@ def _as_api_error(request: Request, error: Exception) -> ApiError:
         return ApiError(GONE, "the client has hung up")
     if isinstance(error, HTTPException):
         told = {
-            404: f"there is nothing at {request.url.path[:60]}",
+            404: f"there is nothing at {request.url.path[:60]}; texts are continued at POST /v1/completions",
             405: f"{request.method} is not for {request.url.path}",
         }
         return ApiError(error.status_code, told.get(error.status_code, error.detail), headers=error.headers)

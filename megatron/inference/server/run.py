@@ -63,7 +63,11 @@ def serve(
     Args:
         name: of the model, where --served-model-name gives none.
     """
-    length = min(config.inference_max_seq_length or predictor.context, predictor.context)
+    length = config.inference_max_seq_length or predictor.context
+    if length > predictor.context:
+        raise InputError(
+            f"--inference-max-seq-length: {length} is longer than the model's context of {predictor.context}"
+        )
     try:
         predictor.reserve(config.max_batch_size, length)
     except InputError as error:
