@@ -414,9 +414,7 @@ def test_what_a_gpu_has(stand_in: None, monkeypatch: pytest.MonkeyPatch) -> None
         choose("transformer-engine")
 
 
-def test_a_failure_of_the_compiler_ends_the_run_in_a_line(
-    compiled: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_of_the_compiler_ends_the_run_in_a_line(compiled: Compiler, tmp_path: Path) -> None:
     """One that comes after the trial at the start, as of a disk that has become full."""
     broken = tmp_path / "g++"
     broken.write_text(
@@ -425,12 +423,11 @@ def test_a_failure_of_the_compiler_ends_the_run_in_a_line(
         "echo 'a.h:9: fatal error: error writing to a.o: No space left on device' >&2; exit 1\n"
     )
     broken.chmod(0o700)
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (str(broken),))
 
     def tripled(x: Tensor) -> Tensor:
         return x * 3
 
-    with pytest.raises(TrainingFault) as caught:
+    with torch._inductor.config.patch("cpp.cxx", (str(broken),)), pytest.raises(TrainingFault) as caught:
         compiled(tripled, torch.ones(3))
     assert str(caught.value) == (
         "torch.compile, which worked when the run started, cannot compile tripled: a.h:9: fatal error: error writing "
