@@ -82,7 +82,7 @@ def wait_until_it_trains(process: subprocess.Popen) -> None:
             "--hang-timeout 0 --tensor-model-parallel-size 2", 2, "tensor-parallel", marks=pytest.mark.slow
         ),
         ("--hang-timeout 0 --pipeline-model-parallel-size 2", 2, "pipeline"),
-        ("--tensor-model-parallel-size 4", 4, "tensor-parallel"),
+        pytest.param("--tensor-model-parallel-size 4", 4, "tensor-parallel", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_dies_is_named(layout: str, processes: int, axis: str) -> None:
