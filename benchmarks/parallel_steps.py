@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron.arguments import parse_run_config
 from megatron.model.flops import flops_per_sample
+from megatron.ops.memory import keep_freed_memory
 from megatron.parallel import collectives
 from megatron.parallel.mesh import Mesh, choose_device, init_mesh
 from megatron.training.config import RunConfig
@@ -130,6 +131,8 @@ def padded(vocab_size: int, mesh: Mesh) -> int:
 def start(flags: str) -> Iterator[Steps]:
     """The run that `flags` describe, after a first step, in which everything is allocated."""
     config = parse_run_config(flags.split(), description="", defaults=DEFAULTS)
+    if config.training.device == "cpu":
+        keep_freed_memory()
     with init_mesh(config.parallel, choose_device(config.training.device)) as mesh:
         yield Steps(config, mesh)
 

@@ -1,8 +1,9 @@
 """The planner's predictions for this CPU beside measured steps, in layouts of two processes of one thread.
 
-    python benchmarks/planner_cpu.py [--rounds 5] [--cluster here.yaml]
+    python benchmarks/planner_cpu.py [--turns 3] [--rounds 3]
 
-Without --cluster it first calibrates, as `tools/plan.py --calibrate` does. The machine should have nothing else to do.
+Calibrations, as `tools/plan.py --calibrate` makes them, and measurements take turns, for the speed of a machine that is
+shared with others changes from minute to minute. This machine should have nothing else to do.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ RUNS = {
 class BenchmarkConfig(Config):
     """What to measure with, and how often."""
 
-    rounds: int = flag(5, "steps of every layout, in turns", low=1)
-    cluster: str | None = flag(None, "file of a calibration (default: calibrate first)", metavar="FILE")
+    turns: int = flag(3, "calibrations, each followed by measurements", low=1)
+    rounds: int = flag(3, "measured steps of every layout in a turn", low=1)
     flags: str = flag("", "of pretrain_gpt.py, to change the model that is measured")
     output: str = flag(str(ROOT / "benchmarks/results/planner_cpu.json"), "where results go", metavar="FILE")
 
@@ -55,40 +56,49 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__)
     add_flags(parser, BenchmarkConfig, "benchmark")
     config = make_config(BenchmarkConfig, vars(parser.parse_args(argv)))
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(config.cluster or f"{folder}/here.yaml")
-        if config.cluster is None:
-            calibrate(path)
-        cluster = read_cluster(path)
     flags = f"{SPEED} {config.flags}"
-    measured = measure(flags, config.rounds)
-    results = {}
-    for name, (_, layout) in RUNS.items():
-        predicted = predict(flags, layout, cluster)
-        results[name] = {
-            "measured": round(measured[name], 4),
-            "predicted": round(predicted, 4),
-            "error": round(predicted / measured[name] - 1, 4),
-        }
-        print(f"{name}: {results[name]}", flush=True)
-    found = about("planner_cpu.py", argv) | {"flags": " ".join(flags.split()), "results": results}
-    Path(config.output).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-
-
-def measure(flags: str, rounds: int) -> dict[str, float]:
-    """Median seconds of a step of each layout."""
-    seconds: dict[str, list[float]] = {name: [] for name in RUNS}
+    turns = []
     with contextlib.ExitStack() as stack:
+        path = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "here.yaml"
         workers = {
             name: stack.enter_context(Workers(time_steps, 2, f"{flags} {more}"))
             for name, (more, _) in RUNS.items()
         }
         for run in workers.values():
             run.next()
-        for _ in range(rounds):
-            for name, run in workers.items():
-                seconds[name].append(run.next()[0])
-    return {name: statistics.median(times) for name, times in seconds.items()}
+        for _ in range(config.turns):
+            calibrate(path)
+            measured = measure(workers, config.rounds)
+            cluster = read_cluster(path)
+            predicted = {name: predict(flags, layout, cluster) for name, (_, layout) in RUNS.items()}
+            turns.append({name: {"measured": measured[name], "predicted": predicted[name]} for name in RUNS})
+            print({name: f"{errors(turns[-1:])[name]:+.1%}" for name in RUNS}, flush=True)
+    found = about("planner_cpu.py", argv) | {
+        "flags": " ".join(flags.split()),
+        "seconds": turns,
+        "predicted / measured - 1": errors(turns),
+    }
+    print(f"median of the turns: { {name: f'{error:+.1%}' for name, error in errors(turns).items()} }")
+    Path(config.output).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
+def errors(turns: list[dict[str, dict[str, float]]]) -> dict[str, float]:
+    """Of each layout: the median over turns of how far the prediction is off."""
+    return {
+        name: round(
+            statistics.median(turn[name]["predicted"] / turn[name]["measured"] for turn in turns) - 1, 4
+        )
+        for name in RUNS
+    }
+
+
+def measure(workers: dict[str, Workers], rounds: int) -> dict[str, float]:
+    """Median seconds of a step of each layout."""
+    seconds: dict[str, list[float]] = {name: [] for name in workers}
+    for _ in range(rounds):
+        for name, run in workers.items():
+            seconds[name].append(run.next()[0])
+    return {name: round(statistics.median(times), 4) for name, times in seconds.items()}
 
 
 def predict(flags: str, layout: Layout, cluster: Cluster) -> float:
@@ -96,7 +106,7 @@ def predict(flags: str, layout: Layout, cluster: Cluster) -> float:
     run = parse_run_config(flags.split(), description="", defaults=DEFAULTS)
     job = Job(run.model, run.data.seq_length, run.tokenizer.vocab_size + 1, run.training.global_batch_size)
     whole = dataclasses.replace(layout, micro_batch_size=run.training.micro_batch_size)
-    return Simulator(job, whole, cluster, OURS).step().seconds
+    return round(Simulator(job, whole, cluster, OURS).step().seconds, 4)
 
 
 if __name__ == "__main__":

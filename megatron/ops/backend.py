@@ -113,8 +113,8 @@ def choose_ops(
     product, library = matmul, "torch"
     if device.type == "cpu" and has_onednn(dtype):
         product, library = onednn_matmul, "oneDNN"
-    in_one = adds(dtype, device)
-    adding = add_product_in_one if in_one else add_product
+    adding = add_product_in_one if adds(dtype, device) else add_product
+    in_one = dtype == torch.float32 or adding is add_product_in_one
     sums = f"gradients of weights added {'within' if in_one else 'after'} them"
     ops = Ops(
         matmul=product,

@@ -37,12 +37,15 @@ def has_onednn(dtype: torch.dtype) -> bool:
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b: total [m, n] in fp32, a [m, k] and b [k, n]."""
-    total.add_(a @ b)
+    """total += a b: total [m, n] in fp32, a [m, k] and b [k, n]; in one pass if they are in fp32 too."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        total.add_(a @ b)
 
 
 def add_product_in_one(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """The same on a GPU in one pass over `total`, the product never rounded to the precision of `a` and `b`."""
+    """The same on a GPU for all precisions, the product never rounded to that of `a` and `b`."""
     torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
 

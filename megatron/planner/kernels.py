@@ -17,6 +17,8 @@ from megatron.planner.layout import Job, Layout, Moves, Program
 # tile and shows speed growing with the inner dimension; the length is assumed, and predictions hardly depend on it
 # (docs/scaling.md).
 TILES, FILL = ((256, 128), (128, 256)), 128
+# Fused attention computes scores in squares of so many queries and keys, and those on the diagonal whole.
+BLOCK = 128
 # Two tables are read, added and dropped out; backward adds to two. Cross entropy turns logits to fp32, finds the
 # largest, the exponentials and their sum; backward scales them and turns them back.
 EMBEDDING, ENTROPY = (6, 9), (10, 8)
@@ -117,7 +119,8 @@ class Kernels:
         if self.program.fused_attention:
             # Half the square under the mask. Backward recomputes the scores: five products for forward's two.
             device = self.cluster.device
-            forward = 2 * heads * s * s * d / (device.peak * self.cluster.reached.attention)
+            scored = s * (s + min(s, BLOCK)) / 2
+            forward = 4 * heads * scored * d / (device.peak * self.cluster.reached.attention)
             launch = self.cluster.reached.launch
             return Both(Spent(products=forward + launch), Spent(products=2.5 * forward + launch))
         scores, sums = self.product(s, s, d, heads), self.product(s, d, s, heads)
