@@ -39,9 +39,10 @@ class Workers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process, _ in self.started:
+        for process, connection in self.started:
+            connection.close()  # which ends it, if it waits for a request
+            process.join(10)
             process.kill()
-            process.join()
 
     def next(self) -> list[Any]:
         """What the generator of each rank yields next."""
@@ -69,5 +70,7 @@ def _serve(
         for value in measure(*arguments):
             connection.send((None, value))
             connection.recv()
+    except EOFError:  # nobody asks any more
+        return
     except Exception:
         connection.send((traceback.format_exc(), None))

@@ -159,7 +159,7 @@ def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field, scalar: 
     if scalar is bool:
         group.add_argument(*names, action="store_const", const=not field.default, **common)
         return
-    if spec.required:
+    if spec.required and default is None:
         common["help"] += " (required)"
     elif default is not None and "default" not in spec.help:
         common["help"] += f" (default: {default})"

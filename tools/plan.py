@@ -1,4 +1,4 @@
-"""Plan the training of a GPT: which layouts fit a cluster, how fast each will be, and the command that starts the
+r"""Plan the training of a GPT: which layouts fit a cluster, how fast each will be, and the command that starts the
 best.
 
     python tools/plan.py --model 1t --gpus 3072 --gpu a100-80gb --tokens 450e9
@@ -85,7 +85,8 @@ class PlanConfig(Config):
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__)
     add_flags(parser, PlanConfig, "plan")
-    add_flags(parser, ModelConfig, "model")
+    named = dict.fromkeys(("num_layers", "hidden_size", "num_attention_heads"), "that of --model")
+    add_flags(parser, ModelConfig, "model", named)
     args = vars(parser.parse_args(argv))
     config = make_config(PlanConfig, args)
     if config.calibrate is not None:
