@@ -183,17 +183,24 @@ need_variables() {
 
 # pretrain_bert FLAGS...: with the settings of arXiv 1909.08053 section 5.3 where these flags say nothing else.
 pretrain_bert() {
-  local data
-  need_variables DATA_PATH VOCAB_FILE CHECKPOINT_PATH
+  local first data
+  if given --dry-run "$@" || given --mock-data "$@"; then
+    first=(--tokenizer-type NullTokenizer --vocab-size 30522) # as many as the published vocabulary has
+    given --mock-data "$@" || first+=(--mock-data)
+  else
+    need_variables DATA_PATH VOCAB_FILE CHECKPOINT_PATH
+    read -ra data <<<"$DATA_PATH"
+    first=(
+      --data-path "${data[@]}" --tokenizer-type BertWordPieceLowerCase --vocab-file "$VOCAB_FILE"
+      --save "$CHECKPOINT_PATH" --load "$CHECKPOINT_PATH" --save-interval 10000
+      --tensorboard-dir "$CHECKPOINT_PATH/tensorboard" --metrics-path "$CHECKPOINT_PATH/metrics.jsonl"
+    )
+  fi
   be_interruptible
   setup_python "${repo}requirements.txt"
-  read -ra data <<<"$DATA_PATH"
-  launch "${repo}pretrain_bert.py" \
+  launch "${repo}pretrain_bert.py" "${first[@]}" \
     --seq-length 512 --max-position-embeddings 512 --global-batch-size 1024 --train-iters 2000000 \
     --lr 1e-4 --lr-decay-style linear --lr-decay-iters 2000000 --lr-warmup-iters 10000 --min-lr 1e-5 \
-    --weight-decay 1e-2 --clip-grad 1.0 --bf16 \
-    --data-path "${data[@]}" --split 949,50,1 --tokenizer-type BertWordPieceLowerCase --vocab-file "$VOCAB_FILE" \
-    --log-interval 100 --eval-interval 1000 --eval-iters 10 \
-    --save "$CHECKPOINT_PATH" --load "$CHECKPOINT_PATH" --save-interval 10000 \
-    --tensorboard-dir "$CHECKPOINT_PATH/tensorboard" --metrics-path "$CHECKPOINT_PATH/metrics.jsonl" "$@"
+    --weight-decay 1e-2 --clip-grad 1.0 --bf16 --split 949,50,1 \
+    --log-interval 100 --eval-interval 1000 --eval-iters 10 "$@"
 }

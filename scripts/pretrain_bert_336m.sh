@@ -7,10 +7,12 @@
 # The same command continues after an interruption. Flags given here win over those of the script. Environment variables:
 #
 #   DATA_PATH         prefix of the .bin and .idx that tools/preprocess_data.py --split-sentences wrote, or a blend; no
-#                     spaces in names (required)
-#   VOCAB_FILE        vocab.txt that the data was made with (required)
-#   CHECKPOINT_PATH   folder for checkpoints and logs (required)
+#                     spaces in names
+#   VOCAB_FILE        vocab.txt that the data was made with
+#   CHECKPOINT_PATH   folder for checkpoints and logs
 #   GPUS_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   processes, as torchrun has them (default: one)
+#
+# The first three are required, except with --dry-run and --mock-data.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

@@ -200,6 +200,8 @@ def test_bert_of_the_papers_sizes(checkout, size: str, parameters: float, tensor
     config = parse_run_config(words, description="", defaults=DEFAULTS)
     assert config.optimizer.lr == 1 and config.training.global_batch_size == 1024
     assert config.parallel.tensor_model_parallel_size == tensor
+    (dry,) = commands(checkout.run(f"pretrain_bert_{size}.sh", "--dry-run"))
+    assert "--mock-data" in dry and dry[-2:] == ["--world-size", str(tensor)]
     part = Part(
         vocab_size=30524,
         padded_vocab_size=30524,
