@@ -29,7 +29,8 @@ def test_the_readmes_file_of_settings_trains(tmp_path: Path, pretrain: Callable[
     file = tmp_path / "small.yaml"
     file.write_text(settings)
     flags = (
-        "--mock-data --tokenizer-type NullTokenizer --vocab-size 300 --num-workers 0 --eval-iters 0 --lr 1e-3"
+        "--mock-data --tokenizer-type NullTokenizer --vocab-size 300 --num-workers 0 --eval-iters 0 --lr 1e-3 "
+        "--global-batch-size 1 --micro-batch-size 1"
     )
     out = pretrain(
         "--config", file, *flags.split(), "--device", "cpu", "--train-iters", 1, "--log-interval", 1

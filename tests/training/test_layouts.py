@@ -20,8 +20,8 @@ from pretrain_gpt import GPT
 # The vocabulary of 250 ids and one is padded to 256 rows, or to 512 where 4 processes divide it.
 FLAGS = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 250 --num-layers 8 --hidden-size 32
-    --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --global-batch-size 4 --train-iters 20 --lr 2e-3
-    --attention-dropout 0 --hidden-dropout 0 --log-interval 1 --eval-interval 10 --eval-iters 1 --num-workers 0
+    --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --global-batch-size 4 --train-iters 10 --lr 2e-3
+    --attention-dropout 0 --hidden-dropout 0 --log-interval 1 --eval-interval 5 --eval-iters 1 --num-workers 0
     --device cpu --log-num-zeros-in-grad --log-params-norm --distributed-timeout-minutes 1
 """
 TASKS = {"GPT": GPT, "BERT": bert(binary_head=True)}
@@ -97,7 +97,7 @@ class Run:
     def __init__(self, folder: Path) -> None:
         lines = (folder / "metrics.jsonl").read_text().splitlines()
         self.records = [json.loads(line) for line in lines]
-        folder = folder / "checkpoints" / "iter_0000020"
+        folder = folder / "checkpoints" / "iter_0000010"
         self.weights: dict[str, torch.Tensor] = {}
         for name, tensor in json.loads((folder / "index.json").read_text())["content"]["tensors"][
             "model"
@@ -113,7 +113,7 @@ class Run:
     def assert_equals(self, other: Run, *, loss: float, weights: float, zeros: float = 40) -> None:
         """Relative differences of losses and norms up to `loss`, of each weight matrix or vector up to `weights`;
         counts of zeros apart by up to `zeros`."""
-        assert len(self.records) == len(other.records) == 20 + 3  # two evaluations in between, two at the end
+        assert len(self.records) == len(other.records) == 10 + 3  # two evaluations in between, two at the end
         for mine, theirs in zip(self.records, other.records, strict=True):
             for name, value in mine.items():
                 if name.startswith(("lm loss", "sop loss", "grad norm", "params norm")):

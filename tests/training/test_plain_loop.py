@@ -15,7 +15,7 @@ from megatron.data.build import build_gpt_datasets
 from megatron.data.config import DataConfig
 
 SIZES = {"vocab_size": 5000, "width": 64, "heads": 4, "layers": 2, "length": 64}
-STEPS = 100
+STEPS = 60
 FLAGS = f"""
     --num-layers {SIZES["layers"]} --hidden-size {SIZES["width"]} --num-attention-heads {SIZES["heads"]}
     --seq-length {SIZES["length"]} --attention-dropout 0 --hidden-dropout 0
