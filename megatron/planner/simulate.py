@@ -19,6 +19,9 @@ SETTLED = 2
 # How often what a ring reduces and scatters, or gathers, passes between memory and processor: each element arrives and
 # is read; then it is added to one that is read too, or kept.
 RING_MOVES = 3
+# Share of a GPU's processors that move what is communicated, and compute nothing meanwhile: 20 of 132 fill its links
+# (2412.19437 section 3.2.2).
+BUSY_LINKS = 20 / 132
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,14 +169,15 @@ class Simulator:
         """Of the seconds of a reduction beside the last backward of each chunk, what adds to the step.
 
         The gradient of the embeddings is complete when backward ends. And what is hidden on the links is not in
-        memory, which the operations of backward pass through at the same time.
+        memory, which the operations of backward pass through at the same time, nor on the processors.
         """
         layout = self.layout
         last = end_parameters(self.job, layout.tensor, first=True, last=False) / self._parameters
         hidden = min(layout.chunks * self.middle.backward.total, (1 - last) * reduce)
         halves = 1 if layout.distributed_optimizer else 2
         moved = halves * RING_MOVES * self.program.gradient * self._parameters / self._stream
-        return reduce - hidden + moved * hidden / reduce
+        processors = BUSY_LINKS if self.cluster.device.sms > 1 else 0.0
+        return reduce - hidden + (moved / reduce + processors) * hidden
 
     def optimizer(self) -> float:
         """The update of what this replica owns."""

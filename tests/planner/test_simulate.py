@@ -58,14 +58,16 @@ def test_what_is_on_one_node_needs_no_network():
 
 
 def test_what_a_hidden_reduction_costs():
-    """The table's gradient is complete last; of the rest six moves through memory, three for each half of a ring."""
+    """The table's gradient is complete last; of the rest six moves through memory, three for each half of a ring, and
+    the processors that move it."""
     machine, gpt = cluster(32), job(24, 2304, 24, 512)
     layout = Layout(data=32, micro_batch_size=16, overlap_grad_reduce=True)
     parameters, tables = 1_652_230_656, (51200 + 2048) * 2304
     step = Simulator(gpt, layout, machine, NVIDIA_2021).step()
     wire = 2 * 31 / 32 * 2 * parameters / (200e9 * machine.reached.link)
     memory = 6 * 2 * (parameters - tables) / (2039e9 * machine.reached.stream)
-    assert step.gradients == pytest.approx(wire * tables / parameters + memory, rel=0.02)
+    last = tables / parameters
+    assert step.gradients == pytest.approx(wire * (last + (1 - last) * 20 / 132) + memory, rel=0.02)
 
 
 def test_backward_of_attention_is_four_products():
@@ -97,5 +99,5 @@ def test_hiding_the_reduction_and_sharding_the_optimizer_help():
     )
     plain, sharded, hidden, both = (Simulator(gpt, layout, cluster(256), OURS).step() for layout in layouts)
     assert sharded.optimizer == pytest.approx(plain.optimizer / 32)
-    assert hidden.gradients < 0.2 * plain.gradients
+    assert hidden.gradients < 0.3 * plain.gradients
     assert both.seconds < plain.seconds
