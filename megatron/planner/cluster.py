@@ -69,7 +69,9 @@ class Reached:
 # parallelism alone), 18.4B (and tensor), 1T (and pipeline); `python benchmarks/planner.py --fit` does it.
 # `attention` is about what FlashAttention 2 (2307.08691 section 4.1) reaches on an A100 forward and backward with a
 # causal mask. `launch` is what lies between two kernels of a GPU that is never starved.
-DATA_SHEET_REACHED = Reached(product=0.843, memory=0.625, stream=0.625, link=0.679, attention=0.55, launch=4e-6)
+DATA_SHEET_REACHED = Reached(
+    product=0.843, memory=0.625, stream=0.625, link=0.679, attention=0.55, launch=4e-6
+)
 
 # Seconds of a step of a ring between GPUs of a node and between nodes, as NCCL's own choice of algorithms assumes
 # them (src/graph/tuning.cc, hwLat of rings with the simple protocol).
