@@ -50,16 +50,23 @@ def _gpu_operations() -> Iterator[None]:
 
     Not by a mode of torch's, which would not hold in backward, where layers are computed again.
     """
-    originals = F.dropout, F.scaled_dot_product_attention
-    F.dropout, F.scaled_dot_product_attention = _gpu_dropout, _gpu_attention
+    originals = F.dropout, F.scaled_dot_product_attention, torch.addmm
+    F.dropout, F.scaled_dot_product_attention, torch.addmm = _gpu_dropout, _gpu_attention, _gpu_addmm
     try:
         yield
     finally:
-        F.dropout, F.scaled_dot_product_attention = originals
+        F.dropout, F.scaled_dot_product_attention, torch.addmm = originals
 
 
 def _gpu_dropout(x: Tensor, p: float) -> Tensor:
     return torch.native_dropout(x, p, True)[0]
+
+
+def _gpu_addmm(total: Tensor, a: Tensor, b: Tensor, *, out_dtype: torch.dtype, out: Tensor) -> Tensor:
+    """`ops.linear.add_product_in_one`, whose precisions the fake tensors of torch 2.11 mix up: with factors of its
+    result's, which take no memory."""
+    element = torch.empty((), dtype=out_dtype)
+    return out.addmm_(element.expand(a.shape), element.expand(b.shape))
 
 
 def _gpu_attention(
