@@ -124,7 +124,9 @@ def interleaved(stages: int, chunks: int, microbatches: int) -> list[list[Comput
     return schedule
 
 
-SCHEDULES: dict[str, Callable[[int, int, int], list[list[Compute]]]] = {
+# Of stages, chunks of each and microbatches: what each stage computes, in order.
+Schedule = Callable[[int, int, int], list[list[Compute]]]
+SCHEDULES: dict[str, Schedule] = {
     "gpipe": gpipe,
     "1f1b": one_forward_one_backward,
     "interleaved": interleaved,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from megatron.model.config import ModelConfig
 from megatron.planner.cluster import Cluster
 from megatron.planner.layout import Job, Layout, Program
 
@@ -103,11 +104,22 @@ def layer_activations(job: Job, layout: Layout, element: int, program: Program, 
     keys = 2 * max(model.num_query_groups, t) * model.kv_channels
     middle = model.ffn_hidden_size * (3 if model.swiglu else 2)
     stream = tokens * h * (4 * element + (2 if model.hidden_dropout else 0)) / divided
-    inside = element * tokens * (2 * heads + keys + middle) / t
+    inside = element * tokens * (2 * heads + keys + _again(model, t) + middle) / t
     if program.fused_attention or recompute == "selective":
         return stream + inside
     scores = layout.micro_batch_size * model.num_attention_heads * job.seq_length**2 / t
     return stream + inside + scores * (2 * element + (1 if model.attention_dropout else 0))
+
+
+def _again(model: ModelConfig, tensor: int) -> float:
+    """Elements of a position that attention has in a second place, as its values keep the first alive: queries that
+    groups share where they are put together, and with RoPE queries and keys turned, and the result in another order."""
+    heads = model.num_attention_heads * model.kv_channels
+    shared = tensor < model.num_query_groups < model.num_attention_heads
+    if model.position_embedding_type != "rope":
+        return heads if shared else 0
+    keys = max(model.num_query_groups, tensor) * model.kv_channels
+    return 2 * heads + keys + (heads if shared and model.qk_layernorm else 0)
 
 
 def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program: Program) -> Memory:

@@ -23,7 +23,7 @@ from megatron.parallel.mesh import ALONE, Mesh
 from megatron.parallel.pipeline import Transfers, run_schedule
 from megatron.parallel.random import key
 from megatron.parallel.recompute import Recompute
-from megatron.parallel.schedules import SCHEDULES, Action, forward_only, with_transfers
+from megatron.parallel.schedules import SCHEDULES, Action, Schedule, forward_only, with_transfers
 from megatron.parallel.stages import split_layers
 from megatron.parallel.timers import OFF, Timers
 from megatron.training.config import RunConfig
@@ -123,12 +123,6 @@ class Engine:
         # Samples of this replica that steps have gone through, by their length and their positions at the vocabulary.
         self.samples: collections.Counter[tuple[int, int]] = collections.Counter()
 
-    @functools.lru_cache(maxsize=8)  # noqa: B019, an engine lives as long as its process
-    def _actions(self, microbatches: int, training: bool) -> list[Action]:
-        schedule = SCHEDULES[self.config.parallel.pipeline_schedule] if training else forward_only
-        stages = self.mesh.pp.size
-        return with_transfers(schedule(stages, len(self.parts), microbatches), stages)[self.mesh.pp.rank]
-
     def _run(
         self,
         batches: list[Batch],
@@ -151,8 +145,9 @@ class Engine:
             divided = self.mesh.tp.size if self.config.parallel.sequence_parallel else 1
             return length // divided, samples, self.config.model.hidden_size
 
+        schedule = SCHEDULES[self.config.parallel.pipeline_schedule] if training else forward_only
         run_schedule(
-            self._actions(len(batches), training),
+            _actions(schedule, self.mesh.pp.size, len(self.parts), len(batches))[self.mesh.pp.rank],
             compute,
             self.transfers,
             shape=shape,
@@ -271,6 +266,12 @@ class Engine:
     def _to_device(self, batch: Batch) -> Batch:
         """The batch on the mesh's device; from pinned memory the host does not wait for the copy."""
         return {name: tensor.to(self.mesh.device, non_blocking=True) for name, tensor in batch.items()}
+
+
+@functools.lru_cache(maxsize=8)
+def _actions(schedule: Schedule, stages: int, chunks: int, microbatches: int) -> list[list[Action]]:
+    """Of every stage, what it does in this order."""
+    return with_transfers(schedule(stages, chunks, microbatches), stages)
 
 
 def share_and_root(sums: Tensor, counts: Tensor, loss_scale: Tensor | float) -> tuple[Tensor, Tensor]:

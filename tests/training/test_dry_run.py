@@ -23,6 +23,8 @@ from megatron.flags import InputError
 from megatron.model.flops import flops_per_sample
 from megatron.parallel import collectives
 from megatron.parallel.mesh import Mesh, init_mesh
+from megatron.planner.layout import OURS, Job, Layout
+from megatron.planner.memory import layer_activations
 from megatron.training import dry_run
 from megatron.training.counting import Counter
 from megatron.training.dry_run import Counting, Fields, Needs, count_step, size
@@ -178,6 +180,28 @@ def test_a_gpu_keeps_what_the_paper_says(flags: str, tensor: int, paper: float) 
     parts = tensor if "sequence" in flags else 1
     statistics = 0 if "full" in flags else (2 * 2 * 2 / parts + 4 * A / tensor) / H
     assert kept(flags, tensor) == pytest.approx(paper + statistics, abs=1e-3)
+
+
+GQA = "--group-query-attention --num-query-groups 2"
+LLAMA = f"--normalization RMSNorm --position-embedding-type rope --swiglu --disable-bias-linear {GQA}"
+
+
+@pytest.mark.parametrize(
+    ("flags", "tensor"),
+    [
+        ("--normalization RMSNorm", 1),
+        ("--position-embedding-type rope", 1),
+        (GQA, 1),
+        (LLAMA, 1),
+        (f"{LLAMA} --qk-layernorm", 1),
+        (f"{LLAMA} --qk-layernorm --hidden-dropout 0", 2),
+    ],
+)
+def test_a_plan_knows_what_a_gpu_keeps(flags: str, tensor: int) -> None:
+    flags = f"{flags} {T2 if tensor == 2 else ''}"
+    job = Job(config_of(f"--hidden-size {H} --num-attention-heads {A} {flags}").model, S, 128, 8)
+    planned = layer_activations(job, Layout(tensor=tensor, micro_batch_size=B), 2, OURS, recompute="none")
+    assert planned / (S * B * H) == pytest.approx(kept(flags, tensor), rel=0.01)
 
 
 def test_operations_are_those_of_the_formula() -> None:
