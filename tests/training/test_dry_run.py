@@ -180,13 +180,16 @@ def test_a_gpu_keeps_what_the_paper_says(flags: str, tensor: int, paper: float) 
     assert kept(flags, tensor) == pytest.approx(paper + statistics, abs=1e-3)
 
 
-def test_operations_are_those_of_the_formula() -> None:
-    config = config_of(
-        "--ops-backend plain --device cuda --dry-run --bf16 --global-batch-size 4 --vocab-size 127"
-    )
+@pytest.mark.parametrize(
+    ("flags", "scores_again"),
+    # On a CPU, with dropout, attention keeps its scores.
+    [("--device cuda --bf16", True), ("--device cuda", True), ("--device cpu", False)],
+)
+def test_operations_are_those_of_the_formula(flags: str, scores_again: bool) -> None:
+    config = config_of(f"--ops-backend plain {flags} --dry-run --global-batch-size 4 --vocab-size 127")
     per_sample = flops_per_sample(config.model, seq_length=16, padded_vocab_size=128, vocab_positions=16)
-    # FlashAttention computes the scores again in backward, a product of five.
-    again = config.model.num_layers * 2 * 16 * 16 * config.model.hidden_size
+    # Fused attention computes the scores again in backward, a product of five.
+    again = scores_again * config.model.num_layers * 2 * 16 * 16 * config.model.hidden_size
     assert Counting.of(config, GPT, 1).count(0).flops == 4 * (per_sample + again)
 
 
