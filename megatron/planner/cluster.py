@@ -104,9 +104,9 @@ class Cluster:
     def group(self, size: int, stride: int) -> Group:
         """Processes whose ranks are `stride` apart, on devices that are numbered node after node.
 
-        Such groups fill blocks of size times stride ranks, one after the other. Where blocks and nodes do not divide each
-        other, a node's border cuts some of them, and leaves as little as their common divisor in a node: the slowest
-        group sets the pace.
+        Such groups fill blocks of size times stride ranks, one after the other. Where blocks and nodes do not divide
+        each other, a node's border cuts some of them, and leaves as little as their common divisor in a node: the
+        slowest group sets the pace.
         """
         if self.nodes == 1:
             return Group(size, size)

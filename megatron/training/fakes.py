@@ -50,16 +50,35 @@ def _gpu_operations() -> Iterator[None]:
 
     Not by a mode of torch's, which would not hold in backward, where layers are computed again.
     """
-    originals = F.dropout, F.scaled_dot_product_attention
-    F.dropout, F.scaled_dot_product_attention = _gpu_dropout, _gpu_attention
+    originals = F.dropout, F.rms_norm, F.scaled_dot_product_attention
+    F.dropout, F.rms_norm, F.scaled_dot_product_attention = _gpu_dropout, _gpu_rms_norm, _gpu_attention
     try:
         yield
     finally:
-        F.dropout, F.scaled_dot_product_attention = originals
+        F.dropout, F.rms_norm, F.scaled_dot_product_attention = originals
 
 
 def _gpu_dropout(x: Tensor, p: float) -> Tensor:
     return torch.native_dropout(x, p, True)[0]
+
+
+def _gpu_rms_norm(x: Tensor, shape: torch.Size, weight: Tensor, epsilon: float) -> Tensor:
+    return _RMSNorm.apply(x, weight)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """What CUDA's kernel takes and keeps. Elsewhere torch has none, and many operations in its place."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        inverse = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+        ctx.save_for_backward(x, weight, inverse)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
 
 
 def _gpu_attention(
