@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from megatron.data.preprocess import cores
 from megatron.flags import InputError
 from megatron.model.config import ModelConfig
 from megatron.model.gpt import GPTModel
@@ -41,10 +42,8 @@ from megatron.planner.memory import stage_parameters
 from megatron.planner.simulate import OPTIMIZER_BYTES, Simulator
 
 CPU = torch.device("cpu")
-ROUNDS, SECONDS = (
-    8,
-    0.7,
-)  # of each measurement: they take turns, for a machine's speed may change within a minute
+# Of each measurement: they take turns, for a machine's speed may change within a minute.
+ROUNDS, SECONDS = 8, 0.7
 MESSAGES = (1 << 14, 1 << 22)  # bytes that are reduced
 SIDE, COPIED = 1024, 1 << 24  # rows and columns of a product, and elements that are copied
 TOKENS, HIDDEN = 128, 1024  # that operations on elements are measured with
@@ -69,7 +68,7 @@ def calibrate(path: Path) -> None:
     Raises:
         InputError: the file cannot be written.
     """
-    processes = max(2, len(os.sched_getaffinity(0)))
+    processes = max(2, cores())
     try:
         path.touch()  # rather than after a minute
     except OSError as error:

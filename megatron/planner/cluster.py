@@ -6,6 +6,7 @@ Times are in seconds, sizes in bytes, speeds in bytes or floating-point operatio
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from megatron.flags import InputError
 from megatron.planner.devices import DataSheet
@@ -103,10 +104,15 @@ class Cluster:
         return -(-self.devices // self.per_node)
 
     def group(self, size: int, stride: int) -> Group:
-        """Processes whose ranks are `stride` apart, on devices that are numbered node after node."""
+        """Processes whose ranks are `stride` apart, on devices that are numbered node after node.
+
+        Such groups fill blocks of size times stride ranks, one after the other. Where blocks and nodes do not divide
+        each other, a node's border cuts some of them, and leaves as little as their common divisor in a node: the
+        slowest group sets the pace.
+        """
         if self.nodes == 1:
             return Group(size, size)
-        return Group(size, max(1, min(size, self.per_node // stride)))
+        return Group(size, max(1, math.gcd(size * stride, self.per_node) // stride))
 
     def all_reduce(self, size: float, group: Group) -> float:
         """Seconds to sum `size` bytes over a group: twice what gathering them takes (ring all-reduce)."""

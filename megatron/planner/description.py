@@ -56,9 +56,10 @@ class _Section:
 
     def take(self, name: str, default: Any = None) -> Any:
         self.known.append(name)
-        value = self.values.get(name, default)
+        value = self.values.get(name)
+        value = default if value is None else value
         if value is None:
-            raise InputError(f"{self.where}{name} is missing")
+            raise InputError(f"{self.where}{name} is missing; docs/scaling.md has an example")
         return value
 
     def quantity(self, name: str, kind: str, default: str | None = None) -> float:
@@ -83,7 +84,9 @@ class _Section:
     def section(self, name: str, default: dict | None = None) -> _Section:
         value = self.take(name, default)
         if not isinstance(value, dict):
-            raise InputError(f"{self.where}{name}: {value!r} is not a mapping of fields")
+            raise InputError(
+                f"{self.where}{name}: {value!r} is not a mapping of fields; docs/scaling.md has an example"
+            )
         return _Section(value, f"{self.where}{name}.")
 
     def end(self) -> None:
@@ -134,7 +137,9 @@ def _device(file: _Section) -> Device:
     given = file.take("device")
     if isinstance(given, str):
         return device_of(data_sheet(given, where="device"))
-    fields = file.section("device")
+    if not isinstance(given, dict):
+        raise InputError(f"device: {given!r} is neither the name of a GPU nor a mapping of fields")
+    fields = _Section(given, "device.")
     precision = fields.take("precision")
     if precision not in ("bf16", "fp16", "fp32"):
         raise InputError(f"device.precision: {precision!r} is not one of bf16, fp16, fp32")
@@ -165,7 +170,7 @@ def _reached(fields: _Section) -> Reached:
 
 
 def describe(cluster: Cluster) -> str:
-    """The file that `read_cluster` reads as this cluster, to three digits."""
+    """The file that `read_cluster` reads as this cluster, to four digits."""
     device, reached = cluster.device, cluster.reached
     values = {
         "device": {
@@ -181,7 +186,7 @@ def describe(cluster: Cluster) -> str:
         "link": _link_values(cluster.link),
         "network": _link_values(cluster.network),
         "reached": {
-            **{name: round(getattr(reached, name), 4) for name in SHARES},
+            **{name: float(f"{getattr(reached, name):.4g}") for name in SHARES},
             "launch": f"{1e6 * reached.launch:.4g} us",
         },
     }

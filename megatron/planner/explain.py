@@ -9,7 +9,15 @@ from megatron.parallel.schedules import bubble_fraction
 from megatron.planner.cluster import Cluster
 from megatron.planner.layout import OURS, Job, Layout
 from megatron.planner.memory import USABLE, fits, most_memory
-from megatron.planner.search import MICRO_BATCH_SIZES, MOST_CHUNKS, Plan, divides, divisors, make_plan
+from megatron.planner.search import (
+    MICRO_BATCH_SIZES,
+    MOST_CHUNKS,
+    Plan,
+    divides,
+    divides_sequence,
+    divisors,
+    make_plan,
+)
 
 # Parts of a step in words.
 PARTS = {
@@ -43,9 +51,9 @@ def other_choices(best: Plan, job: Job, cluster: Cluster) -> Iterator[tuple[str,
         ("nothing recomputed", {"recompute": "none"}),
         ("full recomputation", {"recompute": "full"}),
         ("no sequence parallelism", {"sequence_parallel": False}),
-        ("sequence parallelism", {"sequence_parallel": t > 1}),
+        ("sequence parallelism", {"sequence_parallel": True}),
         ("no distributed optimizer", {"distributed_optimizer": False}),
-        ("distributed optimizer", {"distributed_optimizer": d > 1}),
+        ("distributed optimizer", {"distributed_optimizer": True}),
     ]
     for words, change in changes:
         other = _adjusted(dataclasses.replace(layout, **change), job)
@@ -64,7 +72,7 @@ def _adjusted(layout: Layout, job: Job) -> Layout:
     return dataclasses.replace(
         layout,
         chunks=chunks,
-        sequence_parallel=layout.sequence_parallel and layout.tensor > 1,
+        sequence_parallel=layout.sequence_parallel and divides_sequence(layout.tensor, job),
         distributed_optimizer=layout.distributed_optimizer and layout.data > 1,
         overlap_grad_reduce=layout.data > 1,
     )

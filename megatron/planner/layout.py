@@ -26,6 +26,10 @@ class Job:
         unit = 128 * tensor
         return -(-self.vocab_size // unit) * unit
 
+    def residual_element(self, element: int) -> int:
+        """Bytes of an element of the residual stream, where one of other activations has `element`."""
+        return 4 if self.model.fp32_residual_connection else element
+
     def flops(self, *, recompute: str = "none") -> float:
         """Of a step, as 2104.04473 section 5.1 counts them; with "full" the forward pass of the layers twice."""
         sizes = {"seq_length": self.seq_length, "padded_vocab_size": self.vocab_size}

@@ -91,35 +91,40 @@ def held_chunks(layout: Layout, microbatches: int, stage: int) -> int:
 def layer_activations(job: Job, layout: Layout, element: int, program: Program, *, recompute: str) -> float:
     """Bytes that one layer keeps of a microbatch for backward: 2205.05198 table 2.
 
-    In units of one element of [s, b, h]: both normalisations' inputs and outputs; queries, keys, values, what
-    attention gives, the MLP's middle before and after GELU; a byte for each mask of dropout; without fused
+    In units of one element of [s, b, h]: both normalisations' inputs, which are the residual stream, and outputs;
+    `attention_elements`; the MLP's middle before and after GELU; a byte for each mask of dropout; without fused
     attention scores before and after dropout.
     """
     model, t = job.model, layout.tensor
     tokens, h = layout.micro_batch_size * job.seq_length, model.hidden_size
     divided = t if layout.sequence_parallel else 1
+    residual = job.residual_element(element)
     if recompute == "full":
-        return element * tokens * h / divided
-    heads = model.num_attention_heads * model.kv_channels
-    keys = 2 * max(model.num_query_groups, t) * model.kv_channels
-    middle = model.ffn_hidden_size * (3 if model.swiglu else 2)
-    stream = tokens * h * (4 * element + (2 if model.hidden_dropout else 0)) / divided
-    inside = element * tokens * (2 * heads + keys + _again(model, t) + middle) / t
+        return residual * tokens * h / divided
+    middle = model.ffn_hidden_size * (3 if model.swiglu else 2) / t
+    masks = 2 if model.hidden_dropout else 0
+    stream = tokens * h * (2 * residual + 2 * element + masks) / divided
+    inside = element * tokens * (attention_elements(model, t) + middle)
     if program.fused_attention or recompute == "selective":
         return stream + inside
     scores = layout.micro_batch_size * model.num_attention_heads * job.seq_length**2 / t
     return stream + inside + scores * (2 * element + (1 if model.attention_dropout else 0))
 
 
-def _again(model: ModelConfig, tensor: int) -> float:
-    """Elements of a position that attention has in a second place, as its values keep the first alive: queries that
-    groups share where they are put together, and with RoPE queries and keys turned, and the result in another order."""
-    heads = model.num_attention_heads * model.kv_channels
-    shared = tensor < model.num_query_groups < model.num_attention_heads
-    if model.position_embedding_type != "rope":
-        return heads if shared else 0
-    keys = max(model.num_query_groups, tensor) * model.kv_channels
-    return 2 * heads + keys + (heads if shared and model.qk_layernorm else 0)
+def attention_elements(model: ModelConfig, tensor: int) -> float:
+    """What attention keeps of a token on one of `tensor` processes, beside scores: what the projection to queries, keys
+    and values gives, whole as long as one of them refers to it, and the weighted sums."""
+    heads = model.num_attention_heads * model.kv_channels / tensor
+    groups = max(model.num_query_groups / tensor, 1)
+    keys = groups * model.kv_channels
+    kept = 2 * heads + 2 * keys
+    changed = model.qk_layernorm or model.position_embedding_type == "rope"
+    if changed:
+        # New queries and keys; and the sums, in the order of those queries, once more in that of the next product.
+        kept += 2 * heads + keys
+    if 1 < groups < model.num_attention_heads / tensor and (model.qk_layernorm or not changed):
+        kept += heads  # the queries of several groups, put together
+    return kept
 
 
 def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program: Program) -> Memory:

@@ -112,6 +112,7 @@ def implied(model: ModelConfig) -> set[str]:
         "hidden_size",
         "num_attention_heads",
         "kv_channels",
+        "group_query_attention",
         "max_position_embeddings",
         "swiglu",
     )

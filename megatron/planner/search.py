@@ -17,6 +17,8 @@ from megatron.planner.simulate import Simulator, Step
 MOST_CHUNKS, MICRO_BATCH_SIZES = 8, (1, 2, 4, 8, 16, 32)
 # Of the layouts by the estimate, so many more than asked for are walked with the clock, as the order may change.
 WALKED = 3
+# Of the smallest cluster: beyond them a process keeps hardly less.
+MOST_REPLICAS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +65,11 @@ def divides(tensor: int, model: ModelConfig) -> bool:
     return heads % tensor == 0 and model.ffn_hidden_size % tensor == 0 and whole_groups
 
 
+def divides_sequence(tensor: int, job: Job) -> bool:
+    """Whether there is sequence parallelism among so many tensor-parallel processes."""
+    return tensor > 1 and job.seq_length % tensor == 0
+
+
 def shapes(job: Job, cluster: Cluster) -> Iterator[Layout]:
     """The layouts that divide the job and the cluster, as far as axes, chunks and microbatch go."""
     model = job.model
@@ -90,7 +97,7 @@ def shapes(job: Job, cluster: Cluster) -> Iterator[Layout]:
 def variants(shape: Layout, job: Job) -> Iterator[Layout]:
     """A shape with and without what saves memory. Selective recomputation is left out: with fused attention there
     are no scores for it to save."""
-    parallel = (False, True) if shape.tensor > 1 and job.seq_length % shape.tensor == 0 else (False,)
+    parallel = (False, True) if divides_sequence(shape.tensor, job) else (False,)
     for recompute in ("none", "full"):
         for sequence_parallel in parallel:
             for sharded in (False, True) if shape.data > 1 else (False,):
@@ -151,17 +158,18 @@ def _nothing_fits(job: Job, cluster: Cluster, too_large: int) -> str:
 
 
 def smallest(job: Job, cluster: Cluster) -> Layout | None:
-    """The layout of the fewest devices that holds the model and fills nodes, with all that saves memory. More
-    replicas hold less of the optimizer's state each, and the rest as often."""
+    """The layout of the fewest devices that holds the model, divides the batch and fills nodes, with all that saves
+    memory. More replicas hold less of the optimizer's state each, and the rest as often."""
     found = []
     sizes = [t for t in range(1, cluster.per_node + 1) if divides(t, job.model)]
-    for t, p, data in itertools.product(sizes, divisors(job.model.num_layers), (1, 2, 4, 8, 16)):
+    replicas = [d for d in range(1, MOST_REPLICAS + 1) if job.global_batch_size % d == 0]
+    for t, p, data in itertools.product(sizes, divisors(job.model.num_layers), replicas):
         layout = Layout(
             tensor=t,
             pipeline=p,
             data=data,
             recompute="full",
-            sequence_parallel=t > 1 and job.seq_length % t == 0,
+            sequence_parallel=divides_sequence(t, job),
             distributed_optimizer=data > 1,
         )
         fills = layout.processes <= cluster.per_node or layout.processes % cluster.per_node == 0

@@ -86,7 +86,8 @@ class Simulator:
         layout, cluster = self.layout, self.cluster
         if layout.pipeline == 1:
             return 0.0
-        size = self.kernels.tokens * self.job.model.hidden_size * cluster.device.element
+        element = self.job.residual_element(cluster.device.element)
+        size = self.kernels.tokens * self.job.model.hidden_size * element
         if layout.sequence_parallel:
             return cluster.send(size / layout.tensor)
         if layout.scatter_gather and layout.tensor > 1:

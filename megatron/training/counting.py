@@ -133,9 +133,11 @@ def _attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, 
 
 
 aten = torch.ops.aten
-# torch's formulas, and of what it has none for: a CPU's operations, and a product that is given another dtype.
+# torch's formulas, and of what it has none for: a CPU's operations, a product that is given another dtype, and one that
+# is added in place.
 FLOPS = flop_registry | {
     aten.addmm: _addmm,
+    aten.addmm_: _addmm,
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -70,7 +71,12 @@ OWN = "{name: x, precision: bf16, peak: 1 TFLOP/s, memory: 1 GB, bandwidth: 1 GB
         ("a100-80gb", OWN.replace("bf16", "fp8"), r"device\.precision: 'fp8' is not one of bf16, fp16, fp32"),
         ("a100-80gb", OWN.replace("peak", "peek"), r"device\.peak is missing"),
         ("nodes: 4", "nodes: four", r"nodes: 'four' is not a whole number of at least 1"),
-        ("nodes: 4", "nodes: 4\nracks: 2", r"racks is not a field; known are nodes, devices?"),
+        ("nodes: 4", "nodes: 4\nracks: 2",
+            r"racks is not a field; known are nodes, devices-per-node, device, link, network, reached$"),
+        ("a100-80gb", f"{OWN}\nracks: 2",
+            r"racks is not a field; known are nodes, devices-per-node, device, link, network, reached$"),
+        ("a100-80gb", "[a100-80gb]", r"device: \['a100-80gb'\] is neither the name of a GPU nor a mapping of fields"),
+        ("a100-80gb", "", r"device is missing; docs/scaling\.md has an example"),
         ("nodes: 4", "nodes: 4\nreached: {link: 66}", r"reached\.link: 66 is not a share above 0 and up to 1"),
         ("network: {bandwidth: 200 Gb/s}", "", r"network is missing"),
         ("link: {", "link: 5 # {", r"link: 5 is not a mapping of fields"),
@@ -86,6 +92,16 @@ def test_what_is_wrong_is_named(tmp_path: Path, old: str, new: str, message: str
 def test_a_file_that_is_not_there(tmp_path: Path):
     with pytest.raises(InputError, match=r"--cluster .*none\.yaml: cannot be read \(No such file"):
         read_cluster(tmp_path / "none.yaml")
+
+
+def test_what_is_left_empty_is_as_if_left_out(tmp_path: Path):
+    assert read(tmp_path, FILE + "reached:\n").reached == cluster(8).reached
+
+
+def test_a_small_share_is_kept(tmp_path: Path):
+    machine = cluster(8)
+    slow = dataclasses.replace(machine, reached=dataclasses.replace(machine.reached, attention=1.25e-5))
+    assert read(tmp_path, describe(slow)).reached == slow.reached
 
 
 def test_one_node_needs_no_network(tmp_path: Path):

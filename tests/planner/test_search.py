@@ -96,6 +96,20 @@ def test_a_model_that_fits_nowhere_names_the_smallest_cluster():
         found(gpt, cluster(8))
 
 
+def test_the_smallest_cluster_divides_the_batch():
+    """One replica does not hold this model; two do, but cannot share seven samples."""
+    for batch, expected in ((8, "32 of them (T8 P2 D2, "), (7, "112 of them (T8 P2 D7, ")):
+        with pytest.raises(InputError, match="is " + re.escape(expected)):
+            found(job(2, 57344, 64, batch), cluster(8))
+
+
+def test_other_choices_divide_the_sequence():
+    gpt, machine = job(8, 4096, 32, 48, seq_length=1004), cluster(8)
+    others = [other for plan in found(gpt, machine).plans for _, other in other_choices(plan, gpt, machine)]
+    assert {2, 4} <= {other.tensor for other in others if other.sequence_parallel} < {2, 4, 8}
+    assert 8 in {other.tensor for other in others}
+
+
 def test_a_layer_that_fits_nowhere_is_told():
     with pytest.raises(InputError, match="nor on more of them: a layer alone is too large"):
         found(job(2, 400_000, 16, 8), cluster(8))

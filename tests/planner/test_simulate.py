@@ -49,6 +49,30 @@ def test_a_collective_takes_its_ring():
     assert machine.all_reduce(1e9, machine.group(1, 1)) == 0
 
 
+@pytest.mark.parametrize(
+    ("size", "stride", "per_node"),
+    [
+        (3, 1, 1),  # of ranks 6, 7 and 8 the last is alone in its node
+        (6, 1, 2),  # of ranks 6 to 11 two are in the first
+        (3, 2, 1),  # of ranks 6, 8 and 10 one
+        (16, 1, 8),
+        (4, 2, 4),
+        (3, 8, 1),
+    ],
+)
+def test_a_group_that_a_border_of_nodes_cuts_has_few_members_in_one(size: int, stride: int, per_node: int):
+    machine = cluster(48)
+    assert machine.group(size, stride).per_node == per_node
+    ranks = range(machine.devices)
+    blocks = [ranks[i : i + size * stride] for i in ranks[:: size * stride]]
+    groups = [block[r::stride] for block in blocks for r in range(stride)]
+    assert per_node == min(
+        sum(rank // machine.per_node == node for rank in group)
+        for group in groups
+        for node in {rank // machine.per_node for rank in group}
+    )
+
+
 def test_what_is_on_one_node_needs_no_network():
     """The ends of a pipeline of four with two replicas are six ranks apart; there is no DGX of L40S."""
     machine = cluster(8, "l40s")

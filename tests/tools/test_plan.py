@@ -81,6 +81,14 @@ def test_the_command_it_prints_is_one_of_pretraining(plan, tmp_path: Path):
         assert not config.model.add_bias_linear
 
 
+@pytest.mark.parametrize("groups", [1, 2, 8])
+def test_the_command_says_which_groups_of_queries_there_are(plan, groups: int):
+    """Of as many as heads too: left to itself, --group-query-attention makes one."""
+    out = plan(f"{SMALL} --gpus 1 --group-query-attention --num-query-groups {groups}")
+    assert "--group-query-attention" in out
+    assert ("--num-query-groups" in out) == (groups > 1)
+
+
 def test_a_cluster_of_ones_own(plan, tmp_path: Path):
     (tmp_path / "mine.yaml").write_text(
         "device: {name: laptop, precision: fp32, peak: 0.1 TFLOP/s, memory: 8 GB, bandwidth: 20 GB/s}\n"

@@ -172,6 +172,8 @@ def kept(flags: str, processes: int) -> float:
         ("--recompute-granularity full", 1, 2),
         # the two masks of dropout, a byte each
         ("--hidden-dropout 0", 1, 34 - 2),
+        # a kernel of its own on a GPU too, which keeps one number for a position in fp32, as large as two in bf16
+        ("--normalization RMSNorm", 1, 34),
     ],
 )
 def test_a_gpu_keeps_what_the_paper_says(flags: str, tensor: int, paper: float) -> None:
@@ -204,20 +206,23 @@ def test_a_plan_knows_what_a_gpu_keeps(flags: str, tensor: int) -> None:
     assert planned / (S * B * H) == pytest.approx(kept(flags, tensor), rel=0.01)
 
 
-def test_operations_are_those_of_the_formula() -> None:
-    config = config_of(
-        "--ops-backend plain --device cuda --dry-run --bf16 --global-batch-size 4 --vocab-size 127"
-    )
+@pytest.mark.parametrize(
+    ("flags", "scores_again"),
+    # On a CPU, with dropout, attention keeps its scores.
+    [("--device cuda --bf16", True), ("--device cuda", True), ("--device cpu", False)],
+)
+def test_operations_are_those_of_the_formula(flags: str, scores_again: bool) -> None:
+    config = config_of(f"--ops-backend plain {flags} --dry-run --global-batch-size 4 --vocab-size 127")
     per_sample = flops_per_sample(config.model, seq_length=16, padded_vocab_size=128, vocab_positions=16)
-    # FlashAttention computes the scores again in backward, a product of five.
-    again = config.model.num_layers * 2 * 16 * 16 * config.model.hidden_size
+    # Fused attention computes the scores again in backward, a product of five.
+    again = scores_again * config.model.num_layers * 2 * 16 * 16 * config.model.hidden_size
     assert Counting.of(config, GPT, 1).count(0).flops == 4 * (per_sample + again)
 
 
 def test_nothing_is_left_of_a_gpu() -> None:
-    before = F.dropout, F.scaled_dot_product_attention
+    before = F.dropout, F.rms_norm, F.scaled_dot_product_attention
     assert kept("--recompute-granularity selective", 1) < 34.5
-    assert (F.dropout, F.scaled_dot_product_attention) == before
+    assert (F.dropout, F.rms_norm, F.scaled_dot_product_attention) == before
     assert type(torch.ones(1)) is Tensor and torch.ones(1).item() == 1
 
 
