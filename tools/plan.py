@@ -12,6 +12,7 @@ docs/scaling.md says what the prediction knows, and how it compares with publish
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import sys
 from collections.abc import Sequence
@@ -31,7 +32,16 @@ from megatron.planner.devices import data_sheet
 from megatron.planner.explain import other_choices, takeaways, why_not
 from megatron.planner.layout import OURS, Job
 from megatron.planner.models import MODELS, VOCAB_SIZE
-from megatron.planner.report import command, details, duration, heading, table, tflops
+from megatron.planner.report import (
+    command,
+    command_flags,
+    details,
+    dry_run_command,
+    duration,
+    heading,
+    table,
+    tflops,
+)
 from megatron.planner.search import Found, search
 from megatron.planner.simulate import Simulator
 from megatron.planner.trace import write_picture, write_trace
@@ -50,7 +60,11 @@ class PlanConfig(Config):
     gpus: int | None = flag(
         None, "number of GPUs (default: those of the model's row in the papers' tables)", low=1, high=10**6
     )
-    gpu: str | None = flag(None, f"which, in NVIDIA's machines for it (default: {A100_80GB})", metavar="NAME")
+    gpu: str | None = flag(
+        None,
+        f"which, in NVIDIA's machines for it (default: {A100_80GB}); one that is not known is answered by the list",
+        metavar="NAME",
+    )
     cluster: str | None = flag(
         None, "YAML description of a cluster, in place of --gpus and --gpu (docs/scaling.md)", metavar="FILE"
     )
@@ -59,7 +73,9 @@ class PlanConfig(Config):
     )
     seq_length: int | None = flag(None, "tokens in a sample (default: those of the model's row)", low=1)
     vocab_size: int = flag(VOCAB_SIZE, "tokens of the vocabulary, before padding", low=1)
-    tokens: float | None = flag(None, "tokens to train on: tells days and GPU-hours", above=0, high=1e18)
+    tokens: float | None = flag(
+        None, "tokens to train on, such as 300e9: tells days and GPU-hours", above=0, high=1e18
+    )
     explain: bool = flag(False, "apply the takeaways of arXiv 2104.04473 to this case")
     json: str | None = flag(None, "write the plans and what is predicted of each", metavar="FILE")
     trace: str | None = flag(
@@ -72,7 +88,7 @@ class PlanConfig(Config):
     )
     calibrate: str | None = flag(
         None,
-        "measure this machine's CPU for a minute and write it as a file for --cluster; plans nothing",
+        "measure this machine's CPU for a minute or two and write it as a file for --cluster; plans nothing",
         metavar="FILE",
     )
 
@@ -94,6 +110,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         calibrate(Path(config.calibrate))
         return
+    check_files(config)
     job, cluster = make_job(config, args), make_cluster(config)
     with tqdm(desc="layouts", unit="", leave=False, disable=not sys.stderr.isatty()) as bar:
         found = search(job, cluster, wanted=BEST, progress=lambda n: bar.update(n - bar.n))
@@ -113,8 +130,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"  {words:<26}{why_not(other, best, job, cluster)}")
     if config.explain:
         print("", *takeaways(best, job, cluster), sep="\n")
+    flags = command_flags(best, job, cluster, config.tokens)
     print(
-        f"\nTo start it, with the flags of data, tokenizer, optimizer and checkpoints:\n\n{command(best, job, cluster)}"
+        f"\nTo start it, with the flags of data, tokenizer, optimizer and checkpoints:\n\n{command(flags, cluster)}"
+        f"\n\nTo count on this machine what it needs (docs/dry-run.md):\n\n{dry_run_command(flags, job, cluster)}"
     )
     write_files(config, found, job, cluster)
 
@@ -164,6 +183,24 @@ def make_cluster(config: PlanConfig) -> Cluster:
     return of_data_sheet(data_sheet(config.gpu or A100_80GB, where="--gpu"), gpus)
 
 
+def check_files(config: PlanConfig) -> None:
+    """See that what is asked for can be written, before there is anything to write.
+
+    Raises:
+        InputError: it cannot.
+    """
+    for name in ("json", "trace", "picture"):
+        if (value := getattr(config, name)) is not None:
+            path = Path(value)
+            if path.is_dir() or not path.parent.is_dir():
+                fault = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+                raise InputError(f"--{name}: {path} cannot be written: {fault}")
+            if name == "picture" and path.suffix == ".png" and importlib.util.find_spec("matplotlib") is None:
+                raise InputError(
+                    f"--picture: {path} needs matplotlib for PNG: pip install matplotlib; or end it in .svg"
+                )
+
+
 def write_files(config: PlanConfig, found: Found, job: Job, cluster: Cluster) -> None:
     """What --json, --trace and --picture ask for.
 
@@ -176,7 +213,7 @@ def write_files(config: PlanConfig, found: Found, job: Job, cluster: Cluster) ->
             {
                 **dataclasses.asdict(plan),
                 "tflops": tflops(plan, job, cluster),
-                "command": command(plan, job, cluster),
+                "command": command(command_flags(plan, job, cluster, config.tokens), cluster),
             }
             for plan in found.plans
         ]

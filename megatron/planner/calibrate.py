@@ -1,4 +1,4 @@
-"""What the CPU of this machine reaches, measured in about a minute and written as a file for `tools/plan.py
+"""What the CPU of this machine reaches, measured in about a minute or two and written as a file for `tools/plan.py
 --cluster`.
 
 As many processes of one thread as there are cores, two at least, measure at the same time, for cores share memory.
@@ -44,6 +44,7 @@ from megatron.planner.simulate import OPTIMIZER_BYTES, Simulator
 CPU = torch.device("cpu")
 # Of each measurement: they take turns, for a machine's speed may change within a minute.
 ROUNDS, SECONDS = 8, 0.7
+BUSY = 1.3  # times that the slowest round may take as long as the fastest
 MESSAGES = (1 << 14, 1 << 22)  # bytes that are reduced
 SIDE, COPIED = 1024, 1 << 24  # rows and columns of a product, and elements that are copied
 TOKENS, HIDDEN = 128, 1024  # that operations on elements are measured with
@@ -73,7 +74,7 @@ def calibrate(path: Path) -> None:
         path.touch()  # rather than after a minute
     except OSError as error:
         raise InputError(f"--calibrate: {path} cannot be written ({error.strerror})") from None
-    print(f"measuring {processes} processes of one thread for about a minute", flush=True)
+    print(f"measuring {processes} processes of one thread for a minute or two", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_measure, args=(processes, folder), nprocs=processes)
         found = json.loads((Path(folder) / "found").read_text())
@@ -133,12 +134,21 @@ def _measure(rank: int, processes: int, folder: str) -> None:
     ops = choose_ops(OpsConfig(), work=WORTHWHILE, dtype=torch.float32, device=CPU)
     runs = _memory_and_products(ops) | _models(ops) | _communication(ops)
     seconds: dict[str, list[float]] = {name: [] for name in runs}
+    rounds: list[float] = []  # of the largest model
     for i in range(ROUNDS):
         for name, run in runs.items():
             dist.barrier()
-            seconds[name] += _time(run)
+            times = _time(run)
+            seconds[name] += times
+            if name == "product":
+                rounds.append(statistics.median(times))
         if rank == 0:
             print(f"  {i + 1} of {ROUNDS} rounds", flush=True)
+    if rank == 0 and max(rounds) > BUSY * min(rounds):
+        print(
+            f"note: the slowest round took {max(rounds) / min(rounds):.1f} times as long as the fastest; this machine "
+            "has other work, and predictions will be as far off"
+        )
     # The two that others are shares of are what the machine can do, the others what it does.
     found = [
         (min if name in ("copy", "square") else statistics.median)(times) for name, times in seconds.items()

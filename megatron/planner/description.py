@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import re
 from pathlib import Path
@@ -59,7 +60,10 @@ class _Section:
         value = self.values.get(name)
         value = default if value is None else value
         if value is None:
-            raise InputError(f"{self.where}{name} is missing; docs/scaling.md has an example")
+            others = [str(other) for other in self.values if other not in self.known]
+            near = difflib.get_close_matches(name, others, n=1)
+            meant = f", and {near[0]} is not a field" if near else ""
+            raise InputError(f"{self.where}{name} is missing{meant}; docs/scaling.md has an example")
         return value
 
     def quantity(self, name: str, kind: str, default: str | None = None) -> float:
@@ -92,7 +96,8 @@ class _Section:
     def end(self) -> None:
         for name in self.values:
             if name not in self.known:
-                raise InputError(f"{self.where}{name} is not a field; known are {', '.join(self.known)}")
+                known = ", ".join(dict.fromkeys(self.known))
+                raise InputError(f"{self.where}{name} is not a field; known are {known}")
 
 
 def read_cluster(path: Path) -> Cluster:

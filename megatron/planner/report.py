@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import textwrap
 
 from megatron.flags import flag_name
@@ -17,8 +18,10 @@ from megatron.planner.search import Found, Plan
 def heading(job: Job, cluster: Cluster) -> str:
     """What is trained on what."""
     nodes = "one node" if cluster.nodes == 1 else f"{cluster.nodes:,} nodes of {cluster.per_node}"
+    parameters = model_parameters(job)
+    many = f"{parameters / 1e9:,.2f} billion" if parameters >= 1e9 else f"{parameters / 1e6:,.4g} million"
     return (
-        f"{model_parameters(job) / 1e9:,.2f} billion parameters on {cluster.devices:,} "
+        f"{many} parameters on {cluster.devices:,} "
         f"{cluster.device.name} ({nodes}, {cluster.device.precision}); {job.global_batch_size:,} samples of "
         f"{job.seq_length:,} tokens a step"
     )
@@ -36,7 +39,7 @@ def table(found: Found, job: Job, cluster: Cluster) -> str:
         used, left = plan.memory.total / 1e9, (room - plan.memory.total) / 1e9
         behind = "" if number == 1 else f": {slower_by(plan, found.plans[0])}"
         rows.append(
-            f"{number:3}{tflops(plan, job, cluster):8.4g}{step.seconds:9.2f}{told}{used:8.1f}{left:6.1f}"
+            f"{number:3}{tflops(plan, job, cluster):8.4g}{step.seconds:9.3g}{told}{used:8.1f}{left:6.1f}"
             f"  {plan.layout}{behind}"
         )
     return "\n".join(rows)
@@ -65,7 +68,7 @@ def details(plan: Plan, cluster: Cluster) -> str:
         "optimizer": step.optimizer,
     }
     time = ", ".join(f"{name} {100 * part / step.seconds:.1f}%" for name, part in parts.items())
-    kinds = ", ".join(f"{f.name} {getattr(memory, f.name) / 1e9:.1f}" for f in dataclasses.fields(memory))
+    kinds = ", ".join(f"{f.name} {getattr(memory, f.name) / 1e9:.3g}" for f in dataclasses.fields(memory))
     room = USABLE * cluster.device.memory
     return (
         f"  time    {time}\n"
@@ -84,8 +87,8 @@ def duration(plan: Plan, job: Job, cluster: Cluster, tokens: float) -> str:
     )
 
 
-def command(plan: Plan, job: Job, cluster: Cluster) -> str:
-    """The command line of the best plan on one of the nodes."""
+def command_flags(plan: Plan, job: Job, cluster: Cluster, tokens: float | None) -> list[str]:
+    """What a plan says of the flags of pretrain_gpt.py; how long to train, if so many tokens are given."""
     precision = cluster.device.precision
     model = [
         flag_name(f) if isinstance(value, bool) else f"{flag_name(f)} {value}"
@@ -95,13 +98,42 @@ def command(plan: Plan, job: Job, cluster: Cluster) -> str:
     flags = [*model, f"--seq-length {job.seq_length}", *plan.layout.flags(job)]
     if precision != "fp32":
         flags.append(f"--{precision}")
-    lines = [
+    if tokens is not None:
+        flags.append(f"--train-samples {math.ceil(tokens / job.seq_length)}")
+    return flags
+
+
+def command(flags: list[str], cluster: Cluster) -> str:
+    """The command line on one of the nodes."""
+    program = (
         f"python -m torch.distributed.run --nproc-per-node {min(cluster.per_node, cluster.devices)} "
         f"--nnodes {cluster.nodes}"
-        + (" --node-rank RANK --master-addr HOST --master-port 6000" if cluster.nodes > 1 else ""),
-        "pretrain_gpt.py",
-        *textwrap.wrap(" ".join(flags), 100, break_long_words=False, break_on_hyphens=False),
+    )
+    if cluster.nodes > 1:
+        program += " --node-rank RANK --master-addr HOST --master-port 6000"
+    return _lines(program, "pretrain_gpt.py", *_wrapped(flags))
+
+
+def dry_run_command(flags: list[str], job: Job, cluster: Cluster) -> str:
+    """The command line that counts what the run needs; one process does it for all."""
+    # NullTokenizer has an end of text beside its ids.
+    rest = [
+        "--dry-run",
+        f"--world-size {cluster.devices}",
+        "--tokenizer-type NullTokenizer",
+        f"--vocab-size {job.vocab_size - 1}",
+        "--lr 1e-4",
     ]
+    if not any(flag.startswith("--train-samples") for flag in flags):
+        rest.append("--train-iters 1")
+    return _lines("python pretrain_gpt.py", *_wrapped([*flags, *rest]))
+
+
+def _wrapped(flags: list[str]) -> list[str]:
+    return textwrap.wrap(" ".join(flags), 100, break_long_words=False, break_on_hyphens=False)
+
+
+def _lines(*lines: str) -> str:
     return " \\\n    ".join(lines)
 
 

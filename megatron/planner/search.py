@@ -142,16 +142,20 @@ def search(job: Job, cluster: Cluster, *, wanted: int, progress: Callable[[int],
 
 def _nothing_fits(job: Job, cluster: Cluster, too_large: int) -> str:
     """Why there is no layout, and what would be right."""
-    model = job.model
-    if not too_large:
+    least, devices = smallest(job, cluster), cluster.devices
+    if not too_large and (least is None or least.processes <= devices):
+        # A replica has as many of the batch's samples as the others.
+        sizes = itertools.product(tensor_sizes(job, cluster), divisors(job.model.num_layers))
+        replicas = min(devices // (t * p) for t, p in sizes if devices % (t * p) == 0)
+        below = job.global_batch_size // replicas * replicas
+        nearest = f"{below} or {below + replicas}" if below else f"{replicas}"
         return (
-            f"--global-batch-size: no layout divides {job.global_batch_size} samples, --num-layers {model.num_layers} "
-            f"and --num-attention-heads {model.num_attention_heads} over {cluster.devices} devices; choose a multiple "
-            "of the devices, or another number of them"
+            f"--global-batch-size: no layout divides {job.global_batch_size} samples, --num-layers "
+            f"{job.model.num_layers} and --num-attention-heads {job.model.num_attention_heads} over {devices} devices; "
+            f"with {nearest} samples there is one, or choose another number of devices"
         )
-    least = smallest(job, cluster)
-    device, room = cluster.device, USABLE * cluster.device.memory / 1e9
-    told = f"no layout on {cluster.devices} {device.name} holds this model in {room:.0f} GB each"
+    room = USABLE * cluster.device.memory / 1e9
+    told = f"no layout on {devices} {cluster.device.name} holds this model in {room:.3g} GB each"
     if least is None:
         return f"{told}, nor on more of them: a layer alone is too large; choose devices with more memory"
     return f"{told}; the smallest cluster that would is {least.processes} of them ({least})"

@@ -52,13 +52,15 @@ def write_picture(simulator: Simulator, path: Path) -> None:
     it has the first ones alone, and ends as a step of these would.
 
     Raises:
-        InputError: PNG's package is missing, or the file cannot be written.
+        InputError: the file cannot be written.
+        ImportError: for PNG matplotlib is missing.
     """
     layout = simulator.layout
     microbatches = min(simulator.microbatches, GROUPS * layout.pipeline)
     timeline = simulator.timeline(microbatches)
     title = (
-        f"{layout}: {microbatches} of {simulator.microbatches} microbatches, {1e3 * timeline.makespan:.0f} ms"
+        f"{layout}: {microbatches} of {simulator.microbatches} microbatches, {1e3 * timeline.makespan:.0f} ms "
+        "without gradients and optimizer"
     )
     if path.suffix == ".svg":
         _write("--picture", path, svg(timeline, title))
@@ -101,12 +103,8 @@ def svg(timeline: Timeline, title: str) -> str:
 
 
 def _write_png(timeline: Timeline, title: str, path: Path) -> None:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise InputError(
-            f"--picture: {path} needs matplotlib for PNG: pip install matplotlib; or end it in .svg"
-        ) from None
+    from matplotlib.figure import Figure
+
     rows = len(timeline.ranks)
     figure = Figure(figsize=(WIDTH / 80, 1.2 + rows * ROW / 80), layout="constrained")
     axes = figure.subplots()

@@ -69,7 +69,7 @@ OWN = "{name: x, precision: bf16, peak: 1 TFLOP/s, memory: 1 GB, bandwidth: 1 GB
         ("a100-80gb", "a100-800gb", r"device: 'a100-800gb' is not a GPU of the table; known are .*a100-80gb"),
         ("a100-80gb", OWN.replace("1 GB,", "1 GB/s,"), r"device\.memory: '1 GB/s' is not .*; write it like '80 GB'"),
         ("a100-80gb", OWN.replace("bf16", "fp8"), r"device\.precision: 'fp8' is not one of bf16, fp16, fp32"),
-        ("a100-80gb", OWN.replace("peak", "peek"), r"device\.peak is missing"),
+        ("a100-80gb", OWN.replace("peak", "peek"), r"device\.peak is missing, and peek is not a field;"),
         ("nodes: 4", "nodes: four", r"nodes: 'four' is not a whole number of at least 1"),
         ("nodes: 4", "nodes: 4\nracks: 2",
             r"racks is not a field; known are nodes, devices-per-node, device, link, network, reached$"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shlex
@@ -48,6 +49,10 @@ def test_a_named_model_is_planned(plan, tmp_path: Path):
     assert seconds == sorted(seconds)
     days = 100e9 / (512 * 1024) * seconds[0] / 86400
     assert f"{days:,.1f} days" in out
+    assert out.count(f"--train-samples {-(-100 * 10**9 // 1024)}") == 2
+    dry = shlex.split(out[out.index("python pretrain_gpt.py") :].replace("\\\n", " "))[2:]
+    config = parse_run_config(dry, description="", defaults=DEFAULTS)
+    assert config.dry_run.world_size == 64 and config.tokenizer.vocab_size + 1 == 51200
 
     layout = plans[0]["layout"]
     events = json.loads(files["trace.json"].read_text())["traceEvents"]
@@ -118,7 +123,7 @@ def test_a_cluster_of_ones_own(plan, tmp_path: Path):
         (f"{SMALL} --gpus 8 --picture here.gif", r"--picture: here\.gif must end in \.svg or \.png"),
         (
             f"{SMALL} --gpus 8 --trace /none/here.json",
-            r"--trace: /none/here\.json cannot be written \(No such file",
+            r"--trace: /none/here\.json cannot be written: there is no folder /none$",
         ),
         ("--model 39.1b --gpus 8", "no layout on 8 a100-80gb .*; the smallest cluster that would is"),
         ("--model 7b", "--model: '7b' is not one of 345m, "),
@@ -131,7 +136,7 @@ def test_what_is_wrong_is_named(plan, flags: str, message: str):
 
 
 def test_a_png_needs_matplotlib(plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(InputError, match=r"needs matplotlib for PNG: pip install matplotlib"):
         plan(f"{SMALL} --gpus 8 --picture {tmp_path / 'x.png'}")
 
