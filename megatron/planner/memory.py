@@ -137,6 +137,11 @@ def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program
     activations = held * kept
     if layout.recompute == "full":  # and the layer that is computed again
         activations += layer_activations(job, layout, element, program, recompute="none")
+    if stage == 0:
+        # Or when a chunk is through backward: the gradient of the embeddings, summed in fp32 and then rounded.
+        table = job.padded_vocab_size(layout.tensor) / layout.tensor * job.model.hidden_size
+        others = (held - layout.layers_per_chunk(job)) * kept
+        activations = max(activations, others + (4 if element == 4 else 4 + element) * table)
     tokens = layout.micro_batch_size * job.seq_length
     if stage == 0 and job.model.hidden_dropout:  # the embeddings' masks (2205.05198 section 4.3)
         first = layout.pipeline if layout.chunks == 1 else 2 * layout.pipeline - 1

@@ -19,7 +19,7 @@ import torch
 from tqdm import tqdm
 
 from megatron.data.loader import Batch
-from megatron.flags import InputError
+from megatron.flags import InputError, either
 from megatron.model.layers import TensorParallel
 from megatron.ops.backend import Ops, choose_ops
 from megatron.optim.layout import lay_out
@@ -78,7 +78,14 @@ def dry_run(config: RunConfig, task: Task) -> int:
     if world_size() > 1:
         raise InputError("--dry-run: one process counts for all; start it by python in place of torchrun")
     stages = parallel.pipeline_model_parallel_size
-    processes = plan.world_size or parallel.tensor_model_parallel_size * stages
+    replica = parallel.tensor_model_parallel_size * stages
+    processes = plan.world_size or replica
+    if processes % replica:
+        below = processes // replica * replica
+        raise InputError(
+            f"--world-size: {processes} is not a multiple of {replica}, --tensor-model-parallel-size times "
+            f"--pipeline-model-parallel-size; choose {either(n for n in (below, below + replica) if n)}"
+        )
     check_layout(config, processes)
     first_ranks = range(0, processes, processes // stages)
     ranks = plan.dry_run_ranks or sorted({first_ranks[i] for i in (0, stages // 2, stages - 1)})

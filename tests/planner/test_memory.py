@@ -90,6 +90,27 @@ def test_activations_of_a_layer_of_another_shape_are_those_that_a_dry_run_counts
     assert planned < more - less
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_large_table_is_counted_when_its_gradient_is_there(recompute: str):
+    """On the first stage of a small model; rounding and statistics aside."""
+    from models import config_of
+
+    from megatron.training.dry_run import Counting
+    from pretrain_gpt import GPT
+
+    layout = Layout(pipeline=2, micro_batch_size=2, recompute=recompute)
+    sizes = (
+        "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 16383 --bf16"
+    )
+    model = config_of(sizes).model
+    gpt = Job(model, 128, vocab_size=16384, global_batch_size=8)
+    flags = " ".join(layout.flags(gpt))
+    counted = Counting.of(config_of(f"{sizes} {flags} --device cuda --dry-run"), GPT, 2).count(0).memory
+    planned = stage_memory(gpt, layout, cluster(2), 0, OURS)
+    assert planned.total == pytest.approx(counted["at most"], rel=0.03)
+    assert planned.activations >= 6 * 16384 * 256
+
+
 def test_what_is_held_is_what_the_schedules_hold():
     for layout in (Layout(pipeline=p, chunks=v) for p in (2, 3, 4, 8) for v in (1, 2, 3)):
         for m in (layout.pipeline, 3 * layout.pipeline):

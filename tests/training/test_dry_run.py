@@ -264,7 +264,7 @@ def test_bert_has_its_longest_batches() -> None:
     ("flags", "message"),
     [
         ("--dry-run-ranks 0 2", "--dry-run-ranks: 2 is not a rank of this run; the last of its 2"),
-        ("--world-size 3", "needs a multiple of 2 processes, and there are 3"),
+        ("--world-size 3", "--world-size: 3 is not a multiple of 2, .*; choose 2 or 4$"),
         ("--dry-run-json /none/x.json", "--dry-run-json: /none/x.json: No such file or directory"),
         ("--tokenizer-type GPT2BPETokenizer", "does without files where --vocab-size is given"),
     ],
