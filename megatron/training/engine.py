@@ -76,19 +76,7 @@ class Engine:
         self.parts = self.stages[mesh.pp.rank]
         self.dtype = DTYPES[config.training.precision]
         self.recompute = Recompute.from_config(parallel, mesh.tp)
-        length = config.data.seq_length
-        sample = flops_per_sample(
-            config.model, seq_length=length, padded_vocab_size=padded_vocab_size, vocab_positions=length
-        )
-        work = sample * config.training.micro_batch_size / (mesh.tp.size * mesh.pp.size)
-        with together(mesh.world, InputError):
-            self.ops = choose(config.ops, work=work, dtype=self.dtype, device=mesh.device)
-        # What all hold alike would drift apart if it were not computed alike.
-        if not all_equal(key(*self.ops.kinds, bits=32), mesh.world):
-            raise InputError(
-                f"rank {mesh.world.rank} would compute by {', '.join(self.ops.kinds)}, and others by something else: "
-                "their machines differ in torch, apex or the C++ compiler; make them alike, or use --ops-backend plain"
-            )
+        self.ops = self._choose_ops(choose, padded_vocab_size)
         tp = TensorParallel(mesh.tp, parallel.sequence_parallel, self.ops)
         with torch.device("meta"):
             self.chunks = [
@@ -122,6 +110,24 @@ class Engine:
         self.transfers = Transfers(mesh, scatter_gather=divide)
         # Samples of this replica that steps have gone through, by their length and their positions at the vocabulary.
         self.samples: collections.Counter[tuple[int, int]] = collections.Counter()
+
+    def _choose_ops(self, choose: Callable[..., Ops], padded_vocab_size: int) -> Ops:
+        """The operations, which every process has to have alike."""
+        config, mesh = self.config, self.mesh
+        length = config.data.seq_length
+        sample = flops_per_sample(
+            config.model, seq_length=length, padded_vocab_size=padded_vocab_size, vocab_positions=length
+        )
+        work = sample * config.training.micro_batch_size / (mesh.tp.size * mesh.pp.size)
+        with together(mesh.world, InputError):
+            ops = choose(config.ops, work=work, dtype=self.dtype, device=mesh.device)
+        # What all hold alike would drift apart if it were not computed alike.
+        if not all_equal(key(*ops.kinds, bits=32), mesh.world):
+            raise InputError(
+                f"rank {mesh.world.rank} would compute by {', '.join(ops.kinds)}, and others by something else: "
+                "their machines differ in torch, apex or the C++ compiler; make them alike, or use --ops-backend plain"
+            )
+        return ops
 
     def _run(
         self,
