@@ -197,7 +197,14 @@ def in_layout(folder: str, layout: dict[str, int]) -> Written | None:
     return lead(InferenceConfig(load=folder, **layout), TOKENIZER, work)
 
 
-@pytest.mark.parametrize("layout", [(2, 1), (1, 2), (2, 2)], ids=["T2", "P2", "T2 P2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param((2, 1), marks=pytest.mark.slow, id="T2"),
+        pytest.param((1, 2), marks=pytest.mark.slow, id="P2"),
+        pytest.param((2, 2), id="T2 P2"),
+    ],
+)
 def test_every_layout_writes_the_same(folder: Path, layout: tuple[int, int]) -> None:
     sizes = dict(zip(("tensor_model_parallel_size", "pipeline_model_parallel_size"), layout, strict=True))
     expected = written(alone(folder))

@@ -68,7 +68,7 @@ def start_and_kill(flags: str, folder: Path, moment: random.Random) -> bool:
     return killed
 
 
-@pytest.mark.parametrize("kills", [5, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 def test_a_run_that_is_killed_at_random_moments(kills: int, tmp_path: Path) -> None:
     moment = random.Random(kills)
     done = rounds = 0
