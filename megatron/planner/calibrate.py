@@ -1,4 +1,4 @@
-"""What the CPU of this machine reaches, measured in about a minute or two and written as a file for `tools/plan.py
+"""What the CPU of this machine reaches, measured in a minute or two and written as a file for `tools/plan.py
 --cluster`.
 
 As many processes of one thread as there are cores, two at least, measure at the same time, for cores share memory.

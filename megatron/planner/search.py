@@ -143,7 +143,7 @@ def search(job: Job, cluster: Cluster, *, wanted: int, progress: Callable[[int],
 def _nothing_fits(job: Job, cluster: Cluster, too_large: int) -> str:
     """Why there is no layout, and what would be right."""
     least, devices = smallest(job, cluster), cluster.devices
-    if not too_large and (least is None or least.processes <= devices):
+    if not too_large and least is not None and least.processes <= devices:
         # A replica has as many of the batch's samples as the others.
         sizes = itertools.product(tensor_sizes(job, cluster), divisors(job.model.num_layers))
         replicas = min(devices // (t * p) for t, p in sizes if devices % (t * p) == 0)

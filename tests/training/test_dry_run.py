@@ -199,7 +199,7 @@ LLAMA = f"--normalization RMSNorm --position-embedding-type rope --swiglu --disa
         (GQA, 1),
         (LLAMA, 1),
         (f"{LLAMA} --qk-layernorm", 1),
-        (f"{LLAMA} --qk-layernorm --hidden-dropout 0", 2),
+        (f"{LLAMA} --qk-layernorm --fp32-residual-connection --hidden-dropout 0", 2),
     ],
 )
 def test_a_plan_knows_what_a_gpu_keeps(flags: str, tensor: int) -> None:
