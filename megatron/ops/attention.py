@@ -15,6 +15,8 @@ from megatron.ops.compiler import Run
 
 # Queries of a block, and the longest sequence whose blocks are worth keeping for backward (benchmarks/README.md).
 BLOCK, LONGEST = 128, 1024
+# exp x is 2 to the x log₂ e, whose function is the cheaper one.
+LOG2_E = math.log2(math.e)
 
 
 def attention(
@@ -79,12 +81,19 @@ class _Blocks(torch.autograd.Function):
         q_bghsd = q_bnsd.unflatten(1, (g, n // g))
         k, v = (tensor.reshape(b * g, s, d) for tensor in (k_bgtd, v_bgtd))
         out = q_bnsd.new_empty(b * g, n // g, s, d)
+        # Added to the scores of the keys that lie along a block. In compiled code comparing positions would take as
+        # long as the exponentials do.
+        later = torch.full((BLOCK, BLOCK), -math.inf, dtype=k.dtype).triu(1)
         kept = []
         for begin, end in _blocks(s):
             seen = end if causal else s
             q_xrd = q_bghsd[..., begin:end, :].reshape(b * g, -1, d)
             scores_xrt = torch.bmm(q_xrd, k[:, :seen].contiguous().transpose(1, 2))
-            exp_xrt, sum_xr1 = run(_exponentials, scores_xrt, d**-0.5, end - begin if causal else 0)
+            if causal:
+                along = scores_xrt.unflatten(1, (-1, end - begin))[..., begin:]
+                along.add_(later[: end - begin, : end - begin])
+            exp_rt, sum_r1 = run(_exponentials, scores_xrt.flatten(0, 1), d**-0.5)
+            exp_xrt, sum_xr1 = exp_rt.view_as(scores_xrt), sum_r1.unflatten(0, scores_xrt.shape[:2])
             run(_divide, torch.bmm(exp_xrt, v[:, :seen]), sum_xr1, out[:, :, begin:end])
             kept += [q_xrd, exp_xrt, sum_xr1]
         ctx.run, ctx.causal, ctx.groups = run, causal, g
@@ -97,7 +106,7 @@ class _Blocks(torch.autograd.Function):
         b, n, s, d = grad_bnsd.shape
         grad_bghsd = grad_bnsd.unflatten(1, (g, n // g))
         grad_q = k.new_empty(b * g, n // g, s, d)
-        grad_k, grad_v = torch.zeros(2, *k.shape)
+        parts_k, parts_v = [], []
         for number, (begin, end) in enumerate(_blocks(s)):
             q_xrd, exp_xrt, sum_xr1 = kept[3 * number : 3 * number + 3]
             seen = end if ctx.causal else s
@@ -107,9 +116,9 @@ class _Blocks(torch.autograd.Function):
             grad_exp_xrt = torch.bmm(grad_xrd, v[:, :seen].contiguous().transpose(1, 2))
             grad_scores_xrt = run(_scores_gradient, exp_xrt, grad_exp_xrt, sum_xr1, d**-0.5)
             grad_q[:, :, begin:end] = torch.bmm(grad_scores_xrt, k[:, :seen]).unflatten(1, (n // g, -1))
-            run(_add_to, grad_k[:, :seen], torch.bmm(grad_scores_xrt.transpose(1, 2), q_xrd))
-            run(_add_to, grad_v[:, :seen], torch.bmm(exp_xrt.transpose(1, 2), grad_xrd))
-        grad_k, grad_v = (x.to(k.dtype).view(b, g, s, d) for x in (grad_k, grad_v))
+            parts_k.append(torch.bmm(grad_scores_xrt.transpose(1, 2), q_xrd))
+            parts_v.append(torch.bmm(exp_xrt.transpose(1, 2), grad_xrd))
+        grad_k, grad_v = (_sum_of_parts(run, parts).view(b, g, s, d) for parts in (parts_k, parts_v))
         return grad_q.view(b, n, s, d), grad_k, grad_v, None, None
 
 
@@ -117,18 +126,11 @@ def _blocks(s: int) -> list[tuple[int, int]]:
     return [(begin, min(begin + BLOCK, s)) for begin in range(0, s, BLOCK)]
 
 
-def _exponentials(scores_xrt: Tensor, scale: float, queries: int) -> tuple[Tensor, Tensor]:
-    """exp(scale · (score - the row's largest)) and its sums, [x, r, 1] in fp32.
-
-    If `queries` is not 0 they are the last so many positions, and see none after their own.
-    """
-    x = scores_xrt.float() * scale
-    if queries:
-        rows, keys = scores_xrt.shape[1:]
-        position = torch.arange(rows).remainder(queries) + (keys - queries)
-        x = torch.where(torch.arange(keys) <= position.unsqueeze(1), x, -math.inf)
-    exp = (x - x.amax(-1, keepdim=True)).exp()
-    return exp.to(scores_xrt.dtype), exp.sum(-1, keepdim=True)
+def _exponentials(scores_rt: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """exp(scale · (score - the row's largest)) and its sums, [r, 1] in fp32."""
+    less_rt = scores_rt.float() - scores_rt.amax(-1, keepdim=True).float()
+    exp_rt = torch.exp2(less_rt * (scale * LOG2_E))
+    return exp_rt.to(scores_rt.dtype), exp_rt.sum(-1, keepdim=True)
 
 
 def _divide(x_xrd: Tensor, sum_xr1: Tensor, out: Tensor) -> None:
@@ -141,8 +143,20 @@ def _scores_gradient(exp_xrt: Tensor, grad_xrt: Tensor, sum_xr1: Tensor, scale: 
     return (exp * ((grad - mean) * scale)).to(exp_xrt.dtype)
 
 
-def _add_to(total: Tensor, x: Tensor) -> None:
-    total.add_(x)
+def _sum_of_parts(run: Run, parts: list[Tensor]) -> Tensor:
+    """The sum of parts [x, t, d], of which each holds the first t keys, and the last all; no t is less than the one
+    before it."""
+    total = torch.empty_like(parts[-1])
+    begin = 0
+    for number, end in enumerate(part.shape[1] for part in parts):
+        if end > begin:
+            run(_sum, total[:, begin:end], *(part[:, begin:end] for part in parts[number:]))
+        begin = end
+    return total
+
+
+def _sum(total: Tensor, *parts: Tensor) -> None:
+    total.copy_(sum(part.float() for part in parts))
 
 
 def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:

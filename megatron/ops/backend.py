@@ -22,11 +22,14 @@ from megatron.ops.linear import (
     has_add_product_in_one,
     has_onednn,
     matmul,
+    onednn_add_product,
     onednn_matmul,
 )
 from megatron.ops.norm import (
     apex_layer_norm,
     apex_rms_norm,
+    compiled_layer_norm,
+    compiled_rms_norm,
     has_apex,
     layer_norm,
     rms_norm,
@@ -110,11 +113,12 @@ def choose_ops(
     norms = _choose_norms(config.ops_backend, device)
     compiler, note = _compiler(config, work, device, find)
     run: Run = compiler or as_written
-    product, library = matmul, "torch"
+    product, adding, library = matmul, add_product, "torch"
     if device.type == "cpu" and has_onednn(dtype):
-        product, library = onednn_matmul, "oneDNN"
-    adding = add_product_in_one if adds(dtype, device) else add_product
-    in_one = dtype == torch.float32 or adding is add_product_in_one
+        product, adding, library = onednn_matmul, onednn_add_product, "oneDNN"
+    elif adds(dtype, device):
+        adding = add_product_in_one
+    in_one = adding is add_product_in_one or (dtype == torch.float32 and adding is add_product)
     sums = f"gradients of weights added {'within' if in_one else 'after'} them"
     ops = Ops(
         matmul=product,
@@ -129,6 +133,10 @@ def choose_ops(
     )
     if compiler is None:
         return ops
+    if device.type == "cpu":
+        ops = dataclasses.replace(ops, rms_norm=functools.partial(compiled_rms_norm, run))
+        if dtype == torch.bfloat16:  # in fp32 torch's own is as fast
+            ops = dataclasses.replace(ops, layer_norm=functools.partial(compiled_layer_norm, run))
     return dataclasses.replace(
         ops,
         attention=functools.partial(attention_by_blocks, run) if product is onednn_matmul else attention,

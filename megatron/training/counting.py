@@ -91,6 +91,8 @@ class Counter(TorchDispatchMode):
 
     def _hold(self, out: Any) -> None:
         for tensor in tensors_of((out,)):
+            if tensor.is_mkldnn:  # a weight in an order of oneDNN's own, which one product takes for itself
+                continue
             storage = tensor.untyped_storage()
             key = storage._cdata
             if key in self.storages:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,8 +25,7 @@ def fake_tensors(*, gpu: bool) -> Iterator[None]:
     Their device is the CPU, for autograd refuses those of a GPU where torch has been built without CUDA. With `gpu` the
     operations are those that PyTorch chooses on one.
     """
-    operations = _gpu_operations() if gpu else nullcontext()
-    with FakeTensorMode(allow_non_fake_inputs=True), _HostValues(), operations:
+    with FakeTensorMode(allow_non_fake_inputs=True), _HostValues(), _operations(GPU if gpu else CPU):
         yield
 
 
@@ -45,21 +44,15 @@ class _HostValues(TorchDispatchMode):
 
 
 @contextmanager
-def _gpu_operations() -> Iterator[None]:
-    """Computes what PyTorch has operations of its own for on a GPU by these.
+def _operations(others: dict[tuple[Any, str], Callable[..., Any]]) -> Iterator[None]:
+    """Has other functions in the place of a module's.
 
     Not by a mode of torch's, which would not hold in backward, where layers are computed again.
     """
-    others = {
-        (F, "dropout"): _gpu_dropout,
-        (F, "scaled_dot_product_attention"): _gpu_attention,
-        (F, "rms_norm"): _gpu_rms_norm,
-        (torch, "addmm"): _gpu_addmm,
-    }
-    originals = {(module, name): getattr(module, name) for module, name in others}
+    originals = {(module, name): getattr(module, name) for module, name in others if hasattr(module, name)}
     try:
-        for (module, name), function in others.items():
-            setattr(module, name, function)
+        for module, name in originals:
+            setattr(module, name, others[module, name])
         yield
     finally:
         for (module, name), function in originals.items():
@@ -120,3 +113,14 @@ def _gpu_attention(
     return aten._scaled_dot_product_efficient_attention(
         q, k, v, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal
     )[0]
+
+
+# What PyTorch has operations of its own for on a GPU, by these.
+GPU = {
+    (F, "dropout"): _gpu_dropout,
+    (F, "scaled_dot_product_attention"): _gpu_attention,
+    (F, "rms_norm"): _gpu_rms_norm,
+    (torch, "addmm"): _gpu_addmm,
+}
+# What has no fake form: a weight in an order of oneDNN's own, for one product.
+CPU = {(torch.ops.mkldnn, "_reorder_linear_weight"): lambda weight, rows: weight}

@@ -88,6 +88,30 @@ def test_gelu(run: Callable, dtype: torch.dtype, tanh: bool) -> None:
 
 
 @RUNS
+def test_norms(run: Callable, dtype: torch.dtype) -> None:
+    """Of rows that 64 divides, and of others; with weights in bf16 beside a residual stream in fp32."""
+    for shape in ((3, 5, 48), (64, 2, 48)):
+        x, weight, bias = random(*shape, scale=4), random(48, seed=2), random(48, seed=3)
+        for fast, plain, *weights in (
+            (norm.compiled_layer_norm, norm.layer_norm, weight, bias),
+            (norm.compiled_rms_norm, norm.rms_norm, weight),
+        ):
+            check(
+                lambda x, *ws, f=fast: f(run, x, *ws, 1e-5),
+                lambda x, *ws, f=plain: f(x, *ws, 1e-5),
+                dtype,
+                x,
+                *weights,
+            )
+    x = random(4, 8).float()
+    weight, bias = random(8).bfloat16().requires_grad_(), random(8, seed=2).bfloat16()
+    out = norm.compiled_layer_norm(run, x, weight, bias, 1e-5)
+    torch.testing.assert_close(out, norm.layer_norm(x, weight, bias, 1e-5))
+    out.sum().backward()
+    assert weight.grad.dtype == torch.bfloat16
+
+
+@RUNS
 def test_swiglu(run: Callable, dtype: torch.dtype) -> None:
     fast = functools.partial(activation.compiled_swiglu, run)
     check(fast, activation.swiglu, dtype, random(3, 5, 64, scale=4))
@@ -199,6 +223,8 @@ def test_no_samples(run: Callable) -> None:
     x, weight = torch.empty(4, 0, 8), random(16, 8).float()
     assert activation.compiled_gelu(run, x, tanh=True).shape == (4, 0, 8)
     assert activation.compiled_swiglu(run, x).shape == (4, 0, 4)
+    assert norm.compiled_layer_norm(run, x, weight[0], weight[1], 1e-5).shape == x.shape
+    assert norm.compiled_rms_norm(run, x, weight[0], 1e-5).shape == x.shape
     heads = torch.empty(0, 2, 128, 8)
     settings = {"mask_bst": None, "causal": True, "dropout": 0.0}
     assert attention.attention_by_blocks(run, heads, heads, heads, **settings).shape == heads.shape
@@ -274,6 +300,37 @@ def test_onednn_matmul(dtype: torch.dtype) -> None:
     assert torch.allclose(
         transposed, F.linear(x[..., :10], weight[:, :10].t()), rtol=TOLERANCE[dtype], atol=1e-2
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_onednn_gives_the_same_bits_for_few_rows_and_many(dtype: torch.dtype) -> None:
+    """With a weight as it lies, and in the order of oneDNN."""
+    if not linear.has_onednn(dtype):
+        pytest.skip("this torch or this CPU has no oneDNN for it")
+    x, weight, bias = (
+        random(linear.TRANSPOSED_REORDERED, 24).to(dtype),
+        random(40, 24).to(dtype),
+        random(40).to(dtype),
+    )
+    for w, b in ((weight, bias), (random(24, 40).to(dtype).t(), None)):
+        parts = [linear.onednn_matmul(part, w, b) for part in x.split(linear.REORDERED // 2)]
+        assert torch.equal(linear.onednn_matmul(x, w, b), torch.cat(parts))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [7, linear.SUMMED])
+def test_onednn_add_product(dtype: torch.dtype, rows: int) -> None:
+    if not linear.has_onednn(dtype):
+        pytest.skip("this torch or this CPU has no oneDNN for it")
+    total, a, b = (
+        random(40, 24).float(),
+        random(rows, 16, seed=2).to(dtype),
+        random(rows, 24, seed=3).to(dtype),
+    )
+    exact = total.double()
+    exact[8:24] += a.double().t() @ b.double()
+    linear.onednn_add_product(total[8:24], a.t(), b)
+    assert (total - exact).norm() < TOLERANCE[dtype] * exact.norm()
 
 
 @pytest.mark.gpu
