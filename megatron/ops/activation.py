@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.ops.compiler import Run
+from megatron.ops.compiler import LOG2_E, Run
 
 SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 CUBIC = 0.044715
@@ -55,18 +55,22 @@ class _Pointwise(torch.autograd.Function):
         return dx.view(x.shape), None, None, None
 
 
+# -2u log₂ e is y (LINEAR + CUBED y²).
+LINEAR = -2 * SQRT_2_OVER_PI * LOG2_E
+CUBED = LINEAR * CUBIC
+
+
 def _gelu_tanh(x: Tensor) -> Tensor:
-    # (1 + tanh u) / 2 is 1 / (1 + exp -2u), and exp is the cheaper function.
+    # (1 + tanh u) / 2 is 1 / (1 + exp -2u).
     y = x.float()
-    u2 = 2 * SQRT_2_OVER_PI * y * (1 + CUBIC * y * y)
-    return (y / (1 + (-u2).exp())).to(x.dtype)
+    return (y / (1 + torch.exp2(y * (LINEAR + CUBED * y * y)))).to(x.dtype)
 
 
 def _gelu_tanh_backward(grad: Tensor, x: Tensor) -> Tensor:
     y = x.float()
-    u2 = 2 * SQRT_2_OVER_PI * y * (1 + CUBIC * y * y)
-    s = 1 / (1 + (-u2).exp())
-    slope = s + y * s * (1 - s) * (2 * SQRT_2_OVER_PI) * (1 + 3 * CUBIC * y * y)
+    y2 = y * y
+    s = 1 / (1 + torch.exp2(y * (LINEAR + CUBED * y2)))
+    slope = s * (1 + y * (1 - s) * (2 * SQRT_2_OVER_PI) * (1 + 3 * CUBIC * y2))
     return (grad.float() * slope).to(x.dtype)
 
 

@@ -11,12 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.ops.compiler import Run
+from megatron.ops.compiler import LOG2_E, Run
 
 # Queries of a block, and the longest sequence whose blocks are worth keeping for backward (benchmarks/README.md).
 BLOCK, LONGEST = 128, 1024
-# exp x is 2 to the x log₂ e, whose function is the cheaper one.
-LOG2_E = math.log2(math.e)
 
 
 def attention(

@@ -7,6 +7,7 @@ They take no part in autograd: the forward and the backward formula of an operat
 from __future__ import annotations
 
 import logging
+import math
 import os
 import stat
 import tempfile
@@ -23,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 # Of (function, its arguments): what the function gives.
 Run = Callable[..., Any]
+
+# exp x is 2 to the x log₂ e, whose function is the cheaper one.
+LOG2_E = math.log2(math.e)
 
 # Variants of one function: sizes of 1, and dtypes, have their own.
 MOST_VARIANTS = 64

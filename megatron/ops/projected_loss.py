@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.ops.compiler import Run
+from megatron.ops.compiler import LOG2_E, Run
 from megatron.ops.linear import AddProduct, Matmul
 from megatron.parallel.collectives import (
     all_reduce_max,
@@ -174,6 +174,7 @@ def _gradient(logits: Tensor, log_sum: Tensor, grad: Tensor, index: Tensor, colu
     x = logits.float()
     if columns is not None:
         x = torch.where(columns, x, -torch.inf)
-    hit = torch.arange(logits.shape[1], device=logits.device) == index.unsqueeze(-1)
-    x.sub_(log_sum.unsqueeze(-1)).exp_().sub_(hit.float()).mul_(grad.unsqueeze(-1))
+    column = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
+    hit = column == index.to(torch.int32).unsqueeze(-1)
+    x.sub_(log_sum.unsqueeze(-1)).mul_(LOG2_E).exp2_().sub_(hit.float()).mul_(grad.unsqueeze(-1))
     logits.copy_(x)
