@@ -16,7 +16,7 @@ AddProduct = Callable[[Tensor, Tensor, Tensor], None]
 # Rows of x from which on oneDNN takes less time with a weight that was put in the order of its own first, if it lies as
 # it is multiplied and if it is transposed (benchmarks/README.md). The bits are the same.
 REORDERED, TRANSPOSED_REORDERED = 2048, 8192
-# Rows that a product sums over, from which on oneDNN adds it in fp32 no slower than torch does.
+# Rows to sum over at a time, and from which on oneDNN adds a product in fp32 no slower than torch does.
 SUMMED = 512
 
 
@@ -54,11 +54,12 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def onednn_add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """`add_product` by oneDNN in fp32, where it does not have to be small: it adds after the product."""
-    if a.dtype == total.dtype and a.shape[1] >= SUMMED:
-        total.add_(torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], ""))
-    else:
+    """`add_product` by oneDNN in fp32, unless it is small. A part of `a` is copied at a time, and its product added."""
+    if a.dtype != total.dtype or a.shape[1] < SUMMED:
         add_product(total, a, b)
+        return
+    for columns, rows in zip(a.split(SUMMED, dim=1), b.split(SUMMED), strict=True):
+        total.add_(torch.ops.mkldnn._linear_pointwise(columns, rows.t(), None, "none", [], ""))
 
 
 def add_product_in_one(total: Tensor, a: Tensor, b: Tensor) -> None:

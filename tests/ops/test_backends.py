@@ -318,7 +318,7 @@ def test_onednn_gives_the_same_bits_for_few_rows_and_many(dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [7, linear.SUMMED])
+@pytest.mark.parametrize("rows", [7, 2 * linear.SUMMED + 7])
 def test_onednn_add_product(dtype: torch.dtype, rows: int) -> None:
     if not linear.has_onednn(dtype):
         pytest.skip("this torch or this CPU has no oneDNN for it")
