@@ -118,13 +118,19 @@ def choose_ops(
         product, adding, library = onednn_matmul, onednn_add_product, "oneDNN"
     elif adds(dtype, device):
         adding = add_product_in_one
+    normalise, normalise_rms = NORMS[norms]
+    if compiler is not None and device.type == "cpu":
+        norms = "compiled code"
+        normalise, normalise_rms = (
+            functools.partial(f, run) for f in (compiled_layer_norm, compiled_rms_norm)
+        )
     in_one = adding is add_product_in_one or (dtype == torch.float32 and adding is add_product)
     sums = f"gradients of weights added {'within' if in_one else 'after'} them"
     ops = Ops(
         matmul=product,
         add_product=adding,
-        layer_norm=NORMS[norms][0],
-        rms_norm=NORMS[norms][1],
+        layer_norm=normalise,
+        rms_norm=normalise_rms,
         projected_loss=functools.partial(projected_loss, run, product, adding, AT_ONCE[device.type]),
         kinds=(library, norms, sums, "compiled" if compiler else "as written"),
         notes=(
@@ -133,10 +139,6 @@ def choose_ops(
     )
     if compiler is None:
         return ops
-    if device.type == "cpu":
-        ops = dataclasses.replace(ops, rms_norm=functools.partial(compiled_rms_norm, run))
-        if dtype == torch.bfloat16:  # in fp32 torch's own is as fast
-            ops = dataclasses.replace(ops, layer_norm=functools.partial(compiled_layer_norm, run))
     return dataclasses.replace(
         ops,
         attention=functools.partial(attention_by_blocks, run) if product is onednn_matmul else attention,
