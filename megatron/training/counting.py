@@ -127,19 +127,26 @@ def _addmm(total: Tensor, a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
-    return sdpa_flop_count(q.shape, k.shape, v.shape)
+    return sdpa_flop_count(q.shape, _for_heads(k, q), _for_heads(v, q))
 
 
 def _attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
-    return sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
+    return sdpa_backward_flop_count(grad.shape, q.shape, _for_heads(k, q), _for_heads(v, q))
+
+
+def _for_heads(x: Tensor, q: Tensor) -> tuple[int, ...]:
+    """The shape of keys or values repeated for each head of `q`, as torch's formulas before 2.13 want it."""
+    return (*q.shape[:2], *x.shape[2:])
 
 
 aten = torch.ops.aten
-# torch's formulas, and of what it has none for: a CPU's operations, a product that is given another dtype, and one that
-# is added in place.
+# torch's formulas, and others for groups of heads, a CPU's operations, a product that is given another dtype, and one
+# that is added in place.
 FLOPS = flop_registry | {
     aten.addmm: _addmm,
     aten.addmm_: _addmm,
+    aten._scaled_dot_product_flash_attention: _attention,
+    aten._scaled_dot_product_flash_attention_backward: _attention_backward,
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
