@@ -55,7 +55,7 @@ class _Pointwise(torch.autograd.Function):
         return dx.view(x.shape), None, None, None
 
 
-# -2u log₂ e is y (LINEAR + CUBED y²).
+# The tanh form has tanh u with u = √(2/π) (y + 0.044715 y³): -2u log₂ e = y (LINEAR + CUBED y²).
 LINEAR = -2 * SQRT_2_OVER_PI * LOG2_E
 CUBED = LINEAR * CUBIC
 
@@ -70,7 +70,8 @@ def _gelu_tanh_backward(grad: Tensor, x: Tensor) -> Tensor:
     y = x.float()
     y2 = y * y
     s = 1 / (1 + torch.exp2(y * (LINEAR + CUBED * y2)))
-    slope = s * (1 + y * (1 - s) * (2 * SQRT_2_OVER_PI) * (1 + 3 * CUBIC * y2))
+    # y s first, which is 0 where y² overflows.
+    slope = s + y * s * (1 - s) * (2 * SQRT_2_OVER_PI) * (1 + 3 * CUBIC * y2)
     return (grad.float() * slope).to(x.dtype)
 
 

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 # Of (function, its arguments): what the function gives.
 Run = Callable[..., Any]
 
-# exp x is 2 to the x log₂ e, whose function is the cheaper one.
+# exp x = exp2(x log₂ e), and exp2 takes less time.
 LOG2_E = math.log2(math.e)
 
 # Variants of one function: sizes of 1, and dtypes, have their own.

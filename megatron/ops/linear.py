@@ -13,9 +13,9 @@ Matmul = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 # Of (total, a, b): what `add_product` does.
 AddProduct = Callable[[Tensor, Tensor, Tensor], None]
 
-# Rows of x from which on oneDNN takes less time with a weight that was put in the order of its own first, if it lies as
-# it is multiplied and if it is transposed (benchmarks/README.md). The bits are the same.
-REORDERED, TRANSPOSED_REORDERED = 2048, 8192
+# Rows of x from which on oneDNN takes less time with a weight that is put in the order of its own first
+# (benchmarks/README.md). The bits are the same, but not with a transposed weight on torch 2.11.
+REORDERED = 2048
 # Rows to sum over at a time, and from which on oneDNN adds a product in fp32 no slower than torch does.
 SUMMED = 512
 
@@ -28,10 +28,10 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def onednn_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The same by oneDNN, which torch uses on a CPU for bf16 alone, and without its fused bias.
 
-    On AMD it is up to 2.2 times as fast in fp32 as what torch calls otherwise (benchmarks/README.md).
+    On AMD it is 1.1 to 2.2 times as fast in fp32 as what torch calls otherwise (benchmarks/README.md).
     """
     rows = x.numel() // weight.shape[1]
-    if rows >= (REORDERED if weight.is_contiguous() else TRANSPOSED_REORDERED):
+    if rows >= REORDERED and weight.is_contiguous():
         weight = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 

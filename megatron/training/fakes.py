@@ -25,7 +25,11 @@ def fake_tensors(*, gpu: bool) -> Iterator[None]:
     Their device is the CPU, for autograd refuses those of a GPU where torch has been built without CUDA. With `gpu` the
     operations are those that PyTorch chooses on one.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True), _HostValues(), _operations(GPU if gpu else CPU):
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        _HostValues(),
+        _replaced(ON_A_GPU if gpu else WITHOUT_A_FAKE),
+    ):
         yield
 
 
@@ -44,15 +48,15 @@ class _HostValues(TorchDispatchMode):
 
 
 @contextmanager
-def _operations(others: dict[tuple[Any, str], Callable[..., Any]]) -> Iterator[None]:
+def _replaced(functions: dict[tuple[Any, str], Callable[..., Any]]) -> Iterator[None]:
     """Has other functions in the place of a module's.
 
     Not by a mode of torch's, which would not hold in backward, where layers are computed again.
     """
-    originals = {(module, name): getattr(module, name) for module, name in others if hasattr(module, name)}
+    originals = {(module, name): getattr(module, name) for module, name in functions}
     try:
-        for module, name in originals:
-            setattr(module, name, others[module, name])
+        for (module, name), function in functions.items():
+            setattr(module, name, function)
         yield
     finally:
         for (module, name), function in originals.items():
@@ -115,12 +119,13 @@ def _gpu_attention(
     )[0]
 
 
-# What PyTorch has operations of its own for on a GPU, by these.
-GPU = {
+# What PyTorch has operations of its own for on a GPU.
+ON_A_GPU = {
     (F, "dropout"): _gpu_dropout,
     (F, "scaled_dot_product_attention"): _gpu_attention,
     (F, "rms_norm"): _gpu_rms_norm,
     (torch, "addmm"): _gpu_addmm,
 }
-# What has no fake form: a weight in an order of oneDNN's own, for one product.
-CPU = {(torch.ops.mkldnn, "_reorder_linear_weight"): lambda weight, rows: weight}
+# A weight in an order of oneDNN's own, for one product, which fake tensors cannot have.
+REORDER = (torch.ops.mkldnn, "_reorder_linear_weight")
+WITHOUT_A_FAKE = {REORDER: lambda weight, rows: weight} if hasattr(*REORDER) else {}

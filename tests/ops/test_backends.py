@@ -85,6 +85,9 @@ def test_gelu(run: Callable, dtype: torch.dtype, tanh: bool) -> None:
         check(functools.partial(fast, run), plain, dtype, random(*shape, scale=4))
     extreme = torch.tensor([[-3e4, -100.0, 0.0, 100.0, 3e4]]).to(dtype)
     torch.testing.assert_close(fast(run, extreme), plain(extreme))
+    huge = torch.tensor([[-3e13, 3e13]]).requires_grad_()
+    fast(run, huge).sum().backward()
+    assert torch.equal(huge.grad, torch.tensor([[0.0, 1.0]]))
 
 
 @RUNS
@@ -103,12 +106,18 @@ def test_norms(run: Callable, dtype: torch.dtype) -> None:
                 x,
                 *weights,
             )
-    x = random(4, 8).float()
-    weight, bias = random(8).bfloat16().requires_grad_(), random(8, seed=2).bfloat16()
-    out = norm.compiled_layer_norm(run, x, weight, bias, 1e-5)
-    torch.testing.assert_close(out, norm.layer_norm(x, weight, bias, 1e-5))
-    out.sum().backward()
-    assert weight.grad.dtype == torch.bfloat16
+    x, *weights = random(4, 8).float(), random(8).bfloat16(), random(8, seed=2).bfloat16()
+    for fast, plain, count in (
+        (norm.compiled_layer_norm, norm.layer_norm, 2),
+        (norm.compiled_rms_norm, norm.rms_norm, 1),
+    ):
+        found = []
+        for f in (functools.partial(fast, run), plain):
+            inputs = [tensor.detach().requires_grad_() for tensor in (x, *weights[:count])]
+            out = f(*inputs, 1e-5)
+            out.backward(random(4, 8, seed=9).float())
+            found.append([out, *(tensor.grad for tensor in inputs)])
+        torch.testing.assert_close(*found, rtol=1e-2, atol=1e-2)
 
 
 @RUNS
@@ -307,14 +316,9 @@ def test_onednn_gives_the_same_bits_for_few_rows_and_many(dtype: torch.dtype) ->
     """With a weight as it lies, and in the order of oneDNN."""
     if not linear.has_onednn(dtype):
         pytest.skip("this torch or this CPU has no oneDNN for it")
-    x, weight, bias = (
-        random(linear.TRANSPOSED_REORDERED, 24).to(dtype),
-        random(40, 24).to(dtype),
-        random(40).to(dtype),
-    )
-    for w, b in ((weight, bias), (random(24, 40).to(dtype).t(), None)):
-        parts = [linear.onednn_matmul(part, w, b) for part in x.split(linear.REORDERED // 2)]
-        assert torch.equal(linear.onednn_matmul(x, w, b), torch.cat(parts))
+    x, weight, bias = (random(*shape).to(dtype) for shape in ((linear.REORDERED, 512), (96, 512), (96,)))
+    parts = [linear.onednn_matmul(part, weight, bias) for part in x.split(linear.REORDERED // 2)]
+    assert torch.equal(linear.onednn_matmul(x, weight, bias), torch.cat(parts))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -504,7 +508,14 @@ def test_the_choice(compiled: Compiler, monkeypatch: pytest.MonkeyPatch) -> None
         return choose_ops(OpsConfig(**fields), work=work, dtype=torch.bfloat16, device=CPU)
 
     assert choose(ops_backend="plain") is PLAIN
-    assert choose().gelu is not PLAIN.gelu
+    assert choose().gelu is not PLAIN.gelu and choose().attention is not PLAIN.attention
+    assert (
+        choose().layer_norm.func is norm.compiled_layer_norm
+        and choose().rms_norm.func is norm.compiled_rms_norm
+    )
+    assert "norms by compiled code" in choose().notes[0]
+    if linear.has_onednn(torch.bfloat16):
+        assert (choose().matmul, choose().add_product) == (linear.onednn_matmul, linear.onednn_add_product)
     assert "the model is small" in choose(work=1e6).notes[0]
     none = choose(torch_compile=False)
     assert none.gelu is PLAIN.gelu and none.projected_loss is not None

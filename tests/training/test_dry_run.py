@@ -104,7 +104,7 @@ def real_batches(fields: Fields) -> Iterator[Batch]:
 
 def real_steps(layouts: list[str], ports: list[int], fields: Fields) -> list[tuple[Needs, dict]]:
     """Of each layout what this process really needs: by `Counter`, and by `Wrapped`."""
-    linear.REORDERED = linear.TRANSPOSED_REORDERED = 1
+    linear.REORDERED = 1
     found = []
     for flags, port in zip(layouts, ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
@@ -126,8 +126,7 @@ def test_equals_what_real_processes_need(
     processes: int, layouts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With weights in oneDNN's order, as where there are many tokens."""
-    for name in ("REORDERED", "TRANSPOSED_REORDERED"):
-        monkeypatch.setattr(linear, name, 1)
+    monkeypatch.setattr(linear, "REORDERED", 1)
     countings = [Counting.of(config_of(f"{MODEL} {flags}"), GPT, processes) for flags in layouts]
     ports = [free_port() for _ in layouts]
     by_rank = run_distributed(real_steps, processes, layouts, ports, countings[0].fields)
