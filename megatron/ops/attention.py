@@ -166,7 +166,7 @@ class _Sum:
 
     def value(self) -> Tensor:
         """[x, s, d], of the dtype of the parts."""
-        if self.total_xtd is not None:
+        if self.total_xtd is not None and self.total_xtd is not self.first_xsd:
             self.first_xsd[:, : self.total_xtd.shape[1]] = self.total_xtd
         return self.first_xsd
 
