@@ -1,9 +1,9 @@
-r"""Pretrain GPT. scripts/pretrain_gpt.sh is a whole example, from text to a trained model; the least to start with is
+r"""Pretrain GPT. scripts/pretrain_gpt.sh is a complete example, from text to a trained model. The shortest command is
 
     python pretrain_gpt.py --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --lr 1e-3 \
         --micro-batch-size 8 --train-iters 100 --mock-data --tokenizer-type NullTokenizer --vocab-size 1000
 
-torchrun in place of python starts several processes; the parallel flags say how they share the work.
+Use torchrun in place of python to start several processes; the parallel flags say how they split the work.
 """
 
 from __future__ import annotations
@@ -12,59 +12,54 @@ import sys
 
 from torch import Tensor
 
-from megatron.arguments import parse_run_config, run_command
-from megatron.data.build import Dataset, build_gpt_datasets, by_name
-from megatron.data.loader import Batch
+from megatron import plugins
+from megatron.arguments import parse_run_config
+from megatron.cli import run_command
+from megatron.data.dataset import Dataset
+from megatron.data.gpt_dataset import GPTBatch, build_gpt_datasets
+from megatron.model.context import ModelContext
 from megatron.model.gpt import GPTModel
 from megatron.parallel.random import DropoutKey
+from megatron.parallel.stages import Chunk
 from megatron.tokenizer import Tokenizer
 from megatron.training.config import RunConfig
-from megatron.training.pretrain import pretrain
-from megatron.training.task import Part, Task
+from megatron.training.task import Task
 
 
-def build_model(config: RunConfig, part: Part) -> GPTModel:
-    return GPTModel(
-        config.model,
-        vocab_size=part.vocab_size,
-        padded_vocab_size=part.padded_vocab_size,
-        chunk=part.chunk,
-        tp=part.tp,
-        recompute=part.recompute,
-    )
+def build_model(config: RunConfig, context: ModelContext, chunk: Chunk | None) -> GPTModel:
+    return GPTModel(config.model, context, chunk)
 
 
 def build_datasets(
     config: RunConfig, tokenizer: Tokenizer, samples: tuple[int, int, int]
 ) -> dict[str, Dataset]:
-    datasets = build_gpt_datasets(
+    return build_gpt_datasets(
         config.data,
         samples=samples,
         seed=config.training.seed,
         vocab_size=tokenizer.vocab_size,
         eod=tokenizer.special_ids.get("eod"),
     )
-    return by_name(datasets)
 
 
-def count(batch: Batch) -> Tensor:
-    return batch["loss_mask"].sum().unsqueeze(0)
+def loss_denominators(batch: GPTBatch) -> Tensor:
+    return batch.loss_mask.sum().unsqueeze(0)
 
 
-def vocab_positions(batch: Batch) -> int:
-    return batch["labels"].shape[1]
+def num_logits(batch: GPTBatch) -> int:
+    return batch.seq_length
 
 
-def forward(model: GPTModel, batch: Batch, hidden: Tensor | None, dropout_key: DropoutKey) -> Tensor:
+def forward(model: GPTModel, batch: GPTBatch, hidden: Tensor | None, dropout_key: DropoutKey) -> Tensor:
     out = model(
-        batch["tokens"],
-        batch["position_ids"],
+        batch.tokens,
+        batch.position_ids,
         hidden_sbh=hidden,
-        labels_bs=batch["labels"],
-        document_ids_bs=batch.get("document_ids"),
+        labels_bs=batch.labels,
+        document_ids_bs=batch.document_ids,
         dropout_key=dropout_key,
     )
-    return (out * batch["loss_mask"]).sum().unsqueeze(0) if model.output_layer is not None else out
+    return (out * batch.loss_mask).sum().unsqueeze(0) if model.output_layer is not None else out
 
 
 DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
@@ -74,8 +69,8 @@ GPT = Task(
     loss_names=("lm loss",),
     build_model=build_model,
     build_datasets=build_datasets,
-    count=count,
-    vocab_positions=vocab_positions,
+    loss_denominators=loss_denominators,
+    num_logits=num_logits,
     forward=forward,
     causal=True,
     is_static=True,
@@ -83,7 +78,7 @@ GPT = Task(
 
 
 def main() -> int:
-    return pretrain(parse_run_config(sys.argv[1:], description=__doc__, defaults=DEFAULTS), GPT)
+    return plugins.run(parse_run_config(sys.argv[1:], description=__doc__, defaults=DEFAULTS), GPT)
 
 
 if __name__ == "__main__":

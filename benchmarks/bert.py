@@ -27,8 +27,10 @@ from parallel import about
 from parallel_workers import Workers
 from torch import Tensor
 
-from megatron.arguments import Parser, add_flags, make_config, parse_run_config, run_command
-from megatron.data.loader import Batch, train_batches
+from megatron.arguments import parse_run_config
+from megatron.cli import Parser, add_flags, make_config, run_command
+from megatron.data.bert_dataset import BertBatch
+from megatron.data.loader import train_batches
 from megatron.flags import Config, flag
 from megatron.parallel.mesh import choose_device, init_mesh
 from megatron.tokenizer import build_tokenizer
@@ -99,7 +101,7 @@ def summary(rounds: list[dict[str, tuple[float, float, float]]]) -> dict[str, di
     return found
 
 
-def batches_of(config: RunConfig) -> tuple[Iterator[Batch], int]:
+def batches_of(config: RunConfig) -> tuple[Iterator[BertBatch], int]:
     """Endless training batches, and how many ids there are."""
     tokenizer = build_tokenizer(config.tokenizer)
     train = build_datasets(config, tokenizer, (100 * config.training.micro_batch_size, 0, 0))["train"]
@@ -110,7 +112,6 @@ def batches_of(config: RunConfig) -> tuple[Iterator[Batch], int]:
         dp_rank=0,
         dp_size=1,
         consumed_samples=0,
-        eod=None,
         pin_memory=False,
     )
     return batches, tokenizer.vocab_size
@@ -166,11 +167,11 @@ def theirs(flags: str) -> Iterator[tuple[float, float, float]]:
     for batch in batches:
         begin = time.perf_counter()
         loss = model(
-            batch["text"],
-            attention_mask=batch["padding_mask"],
-            token_type_ids=batch["types"],
+            batch.tokens,
+            attention_mask=batch.padding_mask,
+            token_type_ids=batch.tokentype_ids,
             labels=everywhere(batch),
-            next_sentence_label=batch["is_random"],
+            next_sentence_label=batch.is_random,
         ).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -180,11 +181,11 @@ def theirs(flags: str) -> Iterator[tuple[float, float, float]]:
         yield time.perf_counter() - begin, peak_since(before), value
 
 
-def everywhere(batch: Batch) -> Tensor:
+def everywhere(batch: BertBatch) -> Tensor:
     """Labels of all positions, -100 where nothing is to be guessed, which is how transformers takes them."""
-    labels = torch.full_like(batch["text"], -100)
-    rows, columns = batch["loss_mask"].nonzero(as_tuple=True)
-    labels[rows, batch["positions"][rows, columns]] = batch["labels"][rows, columns]
+    labels = torch.full_like(batch.tokens, -100)
+    rows, columns = batch.loss_mask.nonzero(as_tuple=True)
+    labels[rows, batch.positions[rows, columns]] = batch.labels[rows, columns]
     return labels
 
 

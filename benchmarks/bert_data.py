@@ -26,9 +26,10 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megatron.data.bert_dataset import BertDataset, SampleRules
+from megatron.data.bert_dataset import BertDataset
 from megatron.data.bert_index import CutRules, load_or_build
-from megatron.data.index_cache import MappedArrays
+from megatron.data.bert_samples import SampleRules
+from megatron.data.index_cache import IndexRequest, MappedArrays
 from megatron.data.indexed import HEADER, MAGIC, IndexedDataset
 
 CHUNK = 1 << 20
@@ -68,15 +69,15 @@ def make_data(prefix: Path, documents: int, mean_sentences: int, mean_length: in
 
 def open_map(dataset: IndexedDataset, seq_length: int) -> MappedArrays:
     """The map of one epoch."""
-    return load_or_build(
-        dataset,
-        range(len(dataset.doc_idx) - 1),
-        CutRules.of(seq_length=seq_length, short_seq_prob=0.1, binary_head=True),
-        name="train",
+    request = IndexRequest(
+        dataset=dataset,
+        documents=range(len(dataset.doc_idx) - 1),
+        split="train",
         samples=1,
         seed=1234,
         cache=f"{dataset.prefix}-cache",
     )
+    return load_or_build(request, CutRules.of(seq_length=seq_length, short_seq_prob=0.1, binary_head=True))
 
 
 def measure(prefix: str, seq_length: int) -> dict[str, float]:

@@ -25,7 +25,7 @@ import torch
 from parallel import about
 from parallel_workers import Workers
 
-from megatron.arguments import Parser, add_flags, make_config, run_command
+from megatron.cli import Parser, add_flags, make_config, run_command
 from megatron.flags import Config, flag
 from megatron.inference.batching import Batcher, Request, generate
 from megatron.inference.config import InferenceConfig

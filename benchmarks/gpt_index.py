@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from megatron.data.gpt_index import load_or_build
+from megatron.data.index_cache import IndexRequest
 from megatron.data.indexed import HEADER, MAGIC, IndexedDataset
 
 CHUNK = 1 << 20
@@ -57,15 +58,15 @@ def measure(prefix: str, seq_length: int) -> dict[str, float]:
     start = time.perf_counter()
     dataset = IndexedDataset(prefix)
     opened = time.perf_counter()
-    _, _, shuffle = load_or_build(
-        dataset,
-        range(len(dataset)),
-        name="train",
-        seq_length=seq_length,
+    request = IndexRequest(
+        dataset=dataset,
+        documents=range(len(dataset)),
+        split="train",
         samples=(dataset.num_tokens - 1) // seq_length,
         seed=1234,
         cache=str(Path(prefix).parent / "cache"),
     )
+    _, _, shuffle = load_or_build(request, seq_length)
     done = time.perf_counter()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB on Linux
     return {

@@ -27,10 +27,10 @@ from parallel_workers import Workers
 from torch import Tensor, nn
 from train import SIZES, THREADS, Size, training
 
-from megatron.arguments import Parser, add_flags, make_config, run_command
+from megatron.cli import Parser, add_flags, make_config, run_command
 from megatron.flags import Config, flag
-from megatron.ops.attention import BLOCK, LONGEST
-from megatron.ops.projected_loss import KEPT
+from megatron.ops.cpu.attention import BLOCK, MAX_LENGTH
+from megatron.ops.linear_cross_entropy import LOGITS_KEPT_BYTES
 from megatron.training.engine import Engine
 
 WIDTH = {"bf16": 2, "fp32": 4}  # bytes of an activation
@@ -82,7 +82,7 @@ def measure(size: Size, precision: str, operations: str, recomputed: str) -> Ite
             "weights": [engine.buffer.params],
             "master weights": [] if engine.buffer.is_fp32 else engine.buffer.masters,
             "gradients": [engine.buffer.grads],
-            "moments": [piece for pieces in engine.optimizer.moments.values() for piece in pieces],
+            "moments": [piece for pieces in engine.optimizer.state.values() for piece in pieces],
         }
         kinds = {kind: sum(piece.nbytes for piece in pieces) for kind, pieces in stays.items()}
         kinds["batch and counters"] = before - sum(kinds.values())
@@ -165,11 +165,11 @@ def must_exist(
     """
     width, n = WIDTH[precision], engine.buffer.num_elements
     one = width * size.length * size.batch * size.hidden
-    blocks = operations == "fast" and BLOCK <= size.length <= LONGEST
+    blocks = operations == "fast" and BLOCK <= size.length <= MAX_LENGTH
     seen = (size.length + BLOCK) / 2 / size.length if blocks else 0
     layer = 16 * one + int(seen * width * size.heads * size.length**2 * size.batch)
     logits = size.length * size.batch * size.vocab * (4 if operations == "plain" else width)
-    output = 2 * one + (logits if operations == "plain" or logits <= KEPT else 0)
+    output = 2 * one + (logits if operations == "plain" or logits <= LOGITS_KEPT_BYTES else 0)
     if recomputed == "nothing":
         activations = size.layers * layer + output
     else:

@@ -22,9 +22,10 @@ sys.path.insert(0, str(ROOT))
 import torch
 from parallel import about
 
-from megatron.arguments import Parser, add_flags, make_config, parse_run_config, run_command
+from megatron.arguments import parse_run_config
+from megatron.cli import Parser, add_flags, make_config, run_command
 from megatron.flags import Config, flag
-from megatron.ops.memory import keep_freed_memory
+from megatron.ops.cpu.malloc import keep_freed_memory
 from megatron.parallel.mesh import choose_device, init_mesh
 from megatron.training.engine import Engine
 from pretrain_gpt import DEFAULTS, GPT

@@ -30,8 +30,9 @@ sys.path.insert(0, str(ROOT))
 from parallel_schedules import compare_schedules
 from parallel_steps import check_bytes, compare_layouts, measure_gpu, measure_memory
 
-from megatron.arguments import Parser, add_flags, make_config, run_command
-from megatron.flags import Config, InputError, flag
+from megatron.cli import Parser, add_flags, make_config, run_command
+from megatron.errors import InputError
+from megatron.flags import Config, flag
 
 PARTS = ("layouts", "schedules", "bytes", "memory", "gpu")
 

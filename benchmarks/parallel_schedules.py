@@ -22,8 +22,10 @@ from torch.distributed.pipelining import (
 
 from megatron.parallel.config import ParallelConfig
 from megatron.parallel.mesh import Mesh, init_mesh
-from megatron.parallel.pipeline import Transfers, run_schedule
+from megatron.parallel.pipeline import PipelineStage as OurStage
+from megatron.parallel.pipeline import run_schedule
 from megatron.parallel.schedules import SCHEDULES, bubble_fraction, with_transfers
+from megatron.parallel.transfers import Transfers
 
 STAGES = 4
 FORWARD, BACKWARD = 0.02, 0.04  # seconds of a whole stage and a microbatch
@@ -57,19 +59,33 @@ class SleepingStage(nn.Module):
         return _Sleep.apply(x + self.weight, self.chunks)
 
 
+class Stage(OurStage):
+    """The sleeping chunks of a rank. `ends` is True on the last rank."""
+
+    def __init__(self, chunks: int, ends: bool) -> None:
+        super().__init__(torch.float32)
+        self.chunks, self.ends = [SleepingStage(chunks) for _ in range(chunks)], ends
+        self.x = torch.zeros(SHAPE)
+
+    def recv_shape(self, microbatch: int) -> tuple[int, ...]:
+        return SHAPE
+
+    def compute(self, chunk: int, microbatch: int, x: Tensor | None) -> Tensor:
+        out = self.chunks[chunk](self.x if x is None else x)
+        return out.sum() if self.ends and chunk == len(self.chunks) - 1 else out
+
+
 def ours(name: str, microbatches: int, mesh: Mesh) -> Callable[[], None]:
     """A function that carries out the schedule once."""
     chunks = CHUNKS[name]
     actions = with_transfers(SCHEDULES[name](STAGES, chunks, microbatches), STAGES)[mesh.pp.rank]
-    parts = [SleepingStage(chunks) for _ in range(chunks)]
-    transfers = Transfers(mesh, scatter_gather=False)
-    x = torch.zeros(SHAPE)
+    stage, transfers = Stage(chunks, mesh.pp.rank == STAGES - 1), Transfers(mesh, scatter_gather=False)
 
-    def compute(chunk: int, microbatch: int, hidden: Tensor | None) -> Tensor:
-        out = parts[chunk](x if hidden is None else hidden)
-        return out.sum() if chunk == chunks - 1 and mesh.pp.rank == STAGES - 1 else out
+    def run() -> None:
+        run_schedule(stage, actions, transfers)
+        transfers.finish()
 
-    return lambda: run_schedule(actions, compute, transfers, shape=lambda _: SHAPE, dtype=torch.float32)
+    return run
 
 
 def torchs(name: str, microbatches: int, mesh: Mesh) -> Callable[[], None]:

@@ -17,8 +17,9 @@ from parallel_workers import Workers
 from torch import Tensor
 
 from megatron.arguments import parse_run_config
+from megatron.data.gpt_dataset import GPTBatch
 from megatron.model.flops import flops_per_sample
-from megatron.ops.memory import keep_freed_memory
+from megatron.ops.cpu.malloc import keep_freed_memory
 from megatron.parallel import collectives
 from megatron.parallel.mesh import Mesh, choose_device, init_mesh
 from megatron.training.config import RunConfig
@@ -99,11 +100,14 @@ class Steps:
         every = list(samples.split(per_batch))
         self.batches = [self._batch(part) for part in every[mesh.dp.rank :: mesh.dp.size]]
 
-    def _batch(self, samples: Tensor) -> dict[str, Tensor]:
-        tokens, labels = samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
-        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-        mask = torch.ones(tokens.shape)
-        return {"tokens": tokens, "labels": labels, "position_ids": positions, "loss_mask": mask}
+    def _batch(self, samples: Tensor) -> GPTBatch:
+        tokens = samples[:, :-1].contiguous()
+        return GPTBatch(
+            tokens=tokens,
+            labels=samples[:, 1:].contiguous(),
+            position_ids=torch.arange(tokens.shape[1]).expand_as(tokens),
+            loss_mask=torch.ones(tokens.shape),
+        )
 
     def step(self) -> tuple[Tensor, dict[str, Tensor]]:
         """One step, on the same batch every time."""
@@ -301,7 +305,7 @@ def gpu_speed(flags: str) -> Iterator[dict[str, float]]:
             config.model,
             seq_length=config.data.seq_length,
             padded_vocab_size=padded(run.vocab_size, run.mesh),
-            vocab_positions=config.data.seq_length,
+            num_logits=config.data.seq_length,
         )
         yield {
             "seconds per step": round(step, 4),

@@ -1,4 +1,4 @@
-"""The planner's predictions beside what the papers measured.
+"""Compare the planner's predictions with the papers' measurements.
 
     python benchmarks/planner.py [--fit]
 
@@ -18,20 +18,21 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megatron.arguments import Parser, add_flags, make_config, run_command
-from megatron.flags import Config, InputError, flag
+from megatron.cli import Parser, add_flags, make_config, run_command
+from megatron.errors import InputError
+from megatron.flags import Config, flag
 from megatron.model.config import ModelConfig
-from megatron.planner.cluster import DATA_SHEET_REACHED, Reached, of_data_sheet
-from megatron.planner.devices import data_sheet
+from megatron.planner.cluster import DATA_SHEET_EFFICIENCY, Efficiency, cluster_from_data_sheet
 from megatron.planner.layout import NVIDIA_2019, NVIDIA_2021, Job, Layout, Program
 from megatron.planner.models import A100_MODELS, V100_MODELS, VOCAB_SIZE, Published
 from megatron.planner.simulate import Simulator
+from megatron.training.device_specs import data_sheet
 
 BEGIN, END = "<!-- made by python benchmarks/planner.py -->\n", "<!-- end -->\n"
 PAGE = "docs/scaling.md"
 A100, V100 = "a100-80gb", "v100-32gb-dgx2h"
-# Rows of table 1 that --fit fits to, and what of `Reached` it fits.
-ROWS, FITTED = ("1.7b", "18.4b", "1t"), ("product", "memory", "link")
+# Rows of table 1 that --fit fits to, and the fields of `Efficiency` that it fits.
+ROWS, FITTED = ("1.7b", "18.4b", "1t"), ("matmul", "memory", "link")
 # Weak scaling of 1909.08053 figure 5 in percent: the model alone, and with 64 replicas.
 WEAK_SCALING = {"1.2b": (100, 96), "2.5b": (95, 83), "4.2b": (82, 79), "8.3b": (77, 74)}
 
@@ -68,36 +69,36 @@ def tflops(
     layout: Layout,
     gpu: str = A100,
     program: Program = NVIDIA_2021,
-    reached: Reached = DATA_SHEET_REACHED,
+    efficiency: Efficiency = DATA_SHEET_EFFICIENCY,
 ) -> float:
     """Of a GPU, with full recomputation counted, as the papers do."""
     cluster = dataclasses.replace(
-        of_data_sheet(data_sheet(gpu, where="gpu"), layout.processes), reached=reached
+        cluster_from_data_sheet(data_sheet(gpu, where="gpu"), layout.processes), efficiency=efficiency
     )
     step = Simulator(job, layout, cluster, program).step()
     return job.flops(recompute="full") / step.seconds / layout.processes / 1e12
 
 
-def fit() -> Reached:
+def fit() -> Efficiency:
     """The constants that make the three rows' errors least, by Gauss-Newton."""
     models = [A100_MODELS[name] for name in ROWS]
 
-    def errors(reached: Reached) -> np.ndarray:
-        return np.array([tflops(m.job(), m.layout(), reached=reached) / m.tflops - 1 for m in models])
+    def errors(efficiency: Efficiency) -> np.ndarray:
+        return np.array([tflops(m.job(), m.layout(), efficiency=efficiency) / m.tflops - 1 for m in models])
 
-    reached = dataclasses.replace(DATA_SHEET_REACHED, product=0.8, memory=0.8, stream=0.8, link=0.8)
+    efficiency = dataclasses.replace(DATA_SHEET_EFFICIENCY, matmul=0.8, memory=0.8, stream=0.8, link=0.8)
     for _ in range(8):
-        now, slopes = errors(reached), []
+        now, slopes = errors(efficiency), []
         for name in FITTED:
-            nearby = dataclasses.replace(reached, **{name: 1.01 * getattr(reached, name)})
+            nearby = dataclasses.replace(efficiency, **{name: 1.01 * getattr(efficiency, name)})
             nearby = dataclasses.replace(nearby, stream=nearby.memory)
             slopes.append((errors(nearby) - now) / 0.01)
         change = np.linalg.lstsq(np.stack(slopes, axis=1), -now, rcond=None)[0].clip(-0.2, 0.2)
         better = {
-            name: getattr(reached, name) * (1 + c) for name, c in zip(FITTED, change.tolist(), strict=True)
+            name: getattr(efficiency, name) * (1 + c) for name, c in zip(FITTED, change.tolist(), strict=True)
         }
-        reached = dataclasses.replace(reached, stream=better["memory"], **better)
-    return reached
+        efficiency = dataclasses.replace(efficiency, stream=better["memory"], **better)
+    return efficiency
 
 
 def tables() -> str:
@@ -121,8 +122,8 @@ def tables() -> str:
             f"{predicted:.1f} | {round(error, 3) + 0:+.1%} |"  # + 0: no -0.0%
         )
     summary = (
-        "\nTFLOP/s of a GPU, recomputation counted. Over the ten rows of table 1 of arXiv 2104.04473 (175b is of "
-        f"section 5.1) the mean of the absolute errors is {sum(errors) / len(errors):.1%} and the largest "
+        "\nTFLOP/s per GPU, including recomputation. Over the ten rows of table 1 of arXiv 2104.04473 (175b is from "
+        f"section 5.1) the mean absolute error is {sum(errors) / len(errors):.1%} and the largest "
         f"{max(errors):.1%}.\n\n"
     )
     weak = [
@@ -134,9 +135,7 @@ def tables() -> str:
             f"| {name} | {V100_MODELS[name].tensor} | {alone}% | {one:.0%} | {replicas}% | {many:.0%} |"
         )
     base = tflops(*single(V100_MODELS["1.2b"]), V100, NVIDIA_2019)
-    told = (
-        f"\nWeak scaling of arXiv 1909.08053 on V100, where one GPU makes 39 TFLOP/s, predicted {base:.1f}.\n"
-    )
+    told = f"\nWeak scaling of arXiv 1909.08053 on V100. One GPU reaches 39 TFLOP/s; predicted: {base:.1f}.\n"
     return "\n".join(rows) + "\n" + summary + "\n".join(weak) + "\n" + told
 
 

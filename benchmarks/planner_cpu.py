@@ -24,7 +24,8 @@ from parallel import about
 from parallel_steps import PP, SPEED, TP, time_steps
 from parallel_workers import Workers
 
-from megatron.arguments import Parser, add_flags, make_config, parse_run_config, run_command
+from megatron.arguments import parse_run_config
+from megatron.cli import Parser, add_flags, make_config, run_command
 from megatron.flags import Config, flag
 from megatron.planner.calibrate import calibrate
 from megatron.planner.cluster import Cluster

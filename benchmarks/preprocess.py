@@ -28,12 +28,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megatron.arguments import Parser, add_flags, make_config, run_command
-from megatron.data.documents import documents, find_files, read_batches
-from megatron.data.preprocess import cores
-from megatron.flags import Config, InputError, flag
+from megatron.cli import Parser, add_flags, make_config, run_command
+from megatron.errors import InputError
+from megatron.flags import Config, flag
+from megatron.preprocessing.documents import documents, find_files, read_batches
+from megatron.preprocessing.encoder import Encode
+from megatron.preprocessing.workers import available_cores
 from megatron.tokenizer.bert import BertWordPieceTokenizer
-from megatron.tokenizer.engine import Encode
 from megatron.tokenizer.gpt2 import GPT2BPETokenizer, tiktoken_encoder
 
 DOCUMENT_CHARACTERS = 4000  # about the length of a web page
@@ -125,7 +126,7 @@ def contestants(config: BenchmarkConfig, texts: list[str], folder: Path) -> dict
 
 
 def encode_with_threads(encode: Encode, texts: list[str]) -> None:
-    with ThreadPoolExecutor(cores()) as pool:
+    with ThreadPoolExecutor(available_cores()) as pool:
         for _ in pool.map(encode, [texts[i : i + 64] for i in range(0, len(texts), 64)]):
             pass
 
@@ -167,7 +168,7 @@ def machine() -> dict[str, object]:
     )
     return {
         "cpu": cpu,
-        "cores": cores(),
+        "cores": available_cores(),
         "python": platform.python_version(),
         **{name: version(name) for name in ("tokenizers", "tiktoken", "numpy")},
     }

@@ -26,10 +26,10 @@ from parallel import about
 from parallel_steps import COMMON, NO_DROPOUT, Steps, start
 from parallel_workers import Workers
 
-from megatron.arguments import Parser, add_flags, make_config, run_command
 from megatron.checkpoint.config import CheckpointConfig
 from megatron.checkpoint.save import take_snapshot
 from megatron.checkpoint.saver import Saver
+from megatron.cli import Parser, add_flags, make_config, run_command
 from megatron.flags import Config, flag
 
 MODEL = f"""
@@ -99,7 +99,7 @@ def measure(flags: str, folder: str) -> Iterator[dict[str, float]]:
 def saver_of(run: Steps, root: str, *, async_save: bool) -> Saver:
     Path(root).mkdir(exist_ok=True)
     config = CheckpointConfig(save=root, keep_last=1, async_save=async_save)
-    return Saver(config, run.engine.buffer, run.engine.optimizer, tokenizer_files={}, say=lambda _: None)
+    return Saver(config, run.engine.buffer, run.engine.optimizer, tokenizer_files={}, log=lambda _: None)
 
 
 def one_round(run: Steps, waiting: Saver, going_on: Saver, iteration: int) -> dict[str, float]:

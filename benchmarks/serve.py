@@ -29,8 +29,9 @@ sys.path.insert(0, str(ROOT))
 
 from parallel import about
 
-from megatron.arguments import Parser, add_flags, make_config, run_command
-from megatron.flags import Config, InputError, flag
+from megatron.cli import Parser, add_flags, make_config, run_command
+from megatron.errors import InputError
+from megatron.flags import Config, flag
 
 try:
     import httpx

@@ -27,9 +27,10 @@ sys.path.insert(0, str(ROOT))
 
 from parallel import about
 
-from megatron.arguments import Parser, add_flags, make_config, run_command
-from megatron.data.indexed import IndexedDatasetWriter
-from megatron.flags import Config, InputError, flag
+from megatron.cli import Parser, add_flags, make_config, run_command
+from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.errors import InputError
+from megatron.flags import Config, flag
 
 VOCAB_SIZE, DOCUMENTS, DOCUMENT_LENGTH = 50256, 10_000, 1000
 MODEL = """

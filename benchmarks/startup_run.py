@@ -20,11 +20,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import pretrain_gpt
 from megatron.arguments import parse_run_config
-from megatron.data.loader import Batch
+from megatron.data.batch import Batch
 from megatron.optim.buffer import ParamBuffer
 from megatron.parallel.mesh import Mesh
 from megatron.training import pretrain
-from megatron.training.loop import Clock, Trainer
+from megatron.training.log_hook import Logging
+from megatron.training.loop import Trainer
 
 imported = time.time()
 
@@ -56,15 +57,23 @@ def main() -> None:
     phases = Phases()
     phases.seconds["interpreter and imports"] = imported - began
 
-    class Timed(Trainer):
-        def step(self, batches: Iterator[Batch]) -> int:
-            self.begin = time.time()
-            with phases.named("waiting for the first batch"):
-                first = next(batches)
-            return super().step(itertools.chain([first], batches))
+    class Timed(Logging):
+        """Called after `Logging` has waited for the device."""
 
-        def report(self, clock: Clock) -> None:
-            super().report(clock)  # waits for what the device still computes
+        def before_training(self, trainer: Trainer) -> None:
+            super().before_training(trainer)
+            plain = trainer.step
+
+            def step(batches: Iterator[Batch]) -> None:
+                self.begin = time.time()
+                with phases.named("waiting for the first batch"):
+                    first = next(batches)
+                plain(itertools.chain([first], batches))
+
+            trainer.step = step
+
+        def after_step(self, trainer: Trainer) -> None:
+            super().after_step(trainer)
             phases.seconds["first iteration"] = time.time() - self.begin
             phases.seconds["in all"] = time.time() - began
             phases.seconds["in all, of the processor"] = time.process_time()
@@ -86,7 +95,7 @@ def main() -> None:
     task = dataclasses.replace(pretrain_gpt.GPT, build_datasets=build_datasets)
     with phases.named("command line"):
         config = parse_run_config(flags, description="", defaults=pretrain_gpt.DEFAULTS)
-    pretrain.pretrain(config, task, Timed)
+    pretrain.pretrain(config, task, [Timed()])
     if os.environ.get("RANK", "0") == "0":
         output.write_text(json.dumps(phases.seconds), encoding="utf-8")
 

@@ -35,11 +35,14 @@ from parallel import about
 from parallel_workers import Workers
 from torch import Tensor, nn
 
-from megatron.arguments import Parser, add_flags, make_config, parse_run_config, run_command
-from megatron.flags import Config, InputError, flag
+from megatron.arguments import parse_run_config
+from megatron.cli import Parser, add_flags, make_config, run_command
+from megatron.data.gpt_dataset import GPTBatch
+from megatron.errors import InputError
+from megatron.flags import Config, flag
 from megatron.model.flops import flops_per_sample
-from megatron.ops.linear import has_onednn, onednn_matmul
-from megatron.ops.memory import keep_freed_memory
+from megatron.ops.cpu.linear import has_onednn, onednn_matmul
+from megatron.ops.cpu.malloc import keep_freed_memory
 from megatron.parallel.mesh import choose_device, init_mesh
 from megatron.training.cuda_graph import WARM_UP
 from megatron.training.engine import Engine
@@ -167,7 +170,7 @@ def flops(device: str, size: Size, precision: str) -> float:
     """Of a step, by the paper's formula (arXiv 2104.04473 equation 3, nothing recomputed)."""
     config = parse_run_config(run_flags(device, size, precision), description="", defaults=DEFAULTS)
     return size.batch * flops_per_sample(
-        config.model, seq_length=size.length, padded_vocab_size=size.vocab, vocab_positions=size.length
+        config.model, seq_length=size.length, padded_vocab_size=size.vocab, num_logits=size.length
     )
 
 
@@ -218,12 +221,12 @@ def training(
         engine = Engine(config, GPT, mesh, vocab_size=size.vocab, padded_vocab_size=size.vocab)
         engine.buffer.initialize(1)
         ids = tokens(size)
-        batch = {
-            "tokens": ids[:, :-1].contiguous(),
-            "labels": ids[:, 1:].contiguous(),
-            "loss_mask": torch.ones(size.batch, size.length),
-            "position_ids": torch.arange(size.length).expand(size.batch, -1),
-        }
+        batch = GPTBatch(
+            tokens=ids[:, :-1].contiguous(),
+            labels=ids[:, 1:].contiguous(),
+            loss_mask=torch.ones(size.batch, size.length),
+            position_ids=torch.arange(size.length).expand(size.batch, -1),
+        )
 
         def step() -> Tensor:
             return engine.train_step(

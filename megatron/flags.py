@@ -1,123 +1,53 @@
-"""How a configuration dataclass describes its command-line flags, and the one error type for wrong input.
+"""Configuration dataclasses whose fields are command-line flags.
 
-Every subsystem owns a frozen, keyword-only dataclass derived from `Config`. Each field is made by `flag()`,
-which records the help line, the choices and the range. `megatron.arguments` turns the fields into flags; the
-checks here run wherever the dataclass is built, so a library user meets the same messages.
+Every subsystem owns a frozen, keyword-only dataclass derived from `Config`. Each field is made by `flag()`, which
+records the help line, the choices and the range. `megatron.cli` turns the fields into flags. The checks here run when
+the dataclass is built, so code that builds one directly gets the same messages.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import sys
-import time
 import types
 import typing
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
-# No whole number of a flag is larger, so that products of two do not overflow a float.
+from megatron.errors import InputError
+
+# The largest integer that a flag accepts: a product of two does not overflow a float.
 LARGEST = 2**53
-
-
-class InputError(ValueError):
-    """Something the user gave is wrong: a flag, a file, a checkpoint.
-
-    The message names the flag or file (and line), the value, and what would be right. Entry points print it
-    as one line and exit with status 2; every other exception is a fault of ours and keeps its traceback.
-    """
-
-    exit_status = 2
-
-
-class TrainingFault(RuntimeError):
-    """Training cannot go on, and starting it again as it is would not help."""
-
-    exit_status = 1
-
-
-class PassingFault(TrainingFault):
-    """Training cannot go on, but may when it is started again: a process is gone, or a machine miscalculates."""
-
-    # Above 127 as after a signal: what restarts on such statuses (Kubeflow's ExitCode policy) restarts on this.
-    exit_status = 200
-
-
-class LostRank(PassingFault):
-    """A communication failed, because another process has ended or hangs."""
-
-
-def tell(message: str) -> None:
-    """Tell of what ends this process: the terminal, and torchrun, whose summary shows it for each process.
-
-    What is wrong with the flags is wrong on every rank, so the terminal is told by rank 0 alone, unless no
-    torchrun is there to tell of the others.
-    """
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path is None or os.environ.get("RANK", "0") == "0":
-        print(message, file=sys.stderr, flush=True)
-    else:
-        time.sleep(1)  # torchrun ends all as soon as one has ended, rank 0 perhaps before it has printed
-    if path is not None:
-        # The form that torch.distributed.elastic writes for exceptions, less the traceback.
-        told = {"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}}
-        Path(path).write_text(json.dumps(told), encoding="utf-8")
 
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """What the command line needs to know of one field. Made by `flag()`."""
+    """The description of one flag, made by `flag()`.
+
+    Attributes:
+        low, high: inclusive bounds.
+        above, below: exclusive bounds.
+        nargs, metavar: as in argparse.
+        name: replaces the name made from the field's (`--no-...` for booleans that default to true).
+        aliases: further names.
+        required: building the config raises `InputError` if the value is None, which is the default.
+    """
 
     help: str
-    choices: tuple[Any, ...] | None = None
+    choices: Sequence[Any] | None = None
     low: float | None = None
     above: float | None = None
     high: float | None = None
     below: float | None = None
     nargs: int | str | None = None
-    name: str | None = None
-    aliases: tuple[str, ...] = ()
     metavar: str | tuple[str, ...] | None = None
+    name: str | None = None
+    aliases: Sequence[str] = ()
     required: bool = False
 
 
-def flag(
-    default: Any,
-    help: str,
-    *,
-    choices: Sequence[Any] | None = None,
-    low: float | None = None,
-    above: float | None = None,
-    high: float | None = None,
-    below: float | None = None,
-    nargs: int | str | None = None,
-    name: str | None = None,
-    aliases: Sequence[str] = (),
-    metavar: str | tuple[str, ...] | None = None,
-    required: bool = False,
-) -> Any:
-    """A dataclass field that is also a command-line flag.
-
-    `low` and `high` are inclusive bounds, `above` and `below` exclusive ones. `name` replaces the flag name
-    made from the field name (`--no-...` for booleans that default to true); `aliases` are further names. A
-    `required` field is an error when it is None, its default.
-    """
-    spec = Flag(
-        help=help,
-        choices=tuple(choices) if choices is not None else None,
-        low=low,
-        above=above,
-        high=high,
-        below=below,
-        nargs=nargs,
-        name=name,
-        aliases=tuple(aliases),
-        metavar=metavar,
-        required=required,
-    )
-    return dataclasses.field(default=default, metadata={"flag": spec})
+def flag(default: Any, help: str, **description: Any) -> Any:
+    """Make a dataclass field that is also a command-line flag; `description` holds the attributes of `Flag`."""
+    return dataclasses.field(default=default, metadata={"flag": Flag(help, **description)})
 
 
 def flag_name(field: dataclasses.Field) -> str:
@@ -139,17 +69,19 @@ def value_type(annotation: Any) -> type:
 
 
 def field_types(cls: type) -> dict[str, type]:
-    """Scalar type of each flag of a config class, by field name."""
+    """The scalar type of each flag of a config class, by field name."""
     hints = typing.get_type_hints(cls)
     return {f.name: value_type(hints[f.name]) for f in dataclasses.fields(cls) if "flag" in f.metadata}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Base of all configuration dataclasses: checks when built that values are there, their types and ranges.
+    """The base of all configuration dataclasses.
+
+    Building one checks the presence, type and range of every value.
 
     Raises:
-        InputError: naming the flag, the value and what would be right.
+        InputError: a value is missing or wrong; the message names the flag, the value and the accepted values.
     """
 
     def __post_init__(self) -> None:
@@ -170,8 +102,8 @@ class Config:
                 value = _checked(field, value, scalar_types[field.name])
             object.__setattr__(self, field.name, value)
 
-    def require(self, *names: str) -> None:
-        """Raise `InputError` unless each of these fields, which not every use of the config needs, has a value."""
+    def require(self, *names: str) -> tuple[Any, ...]:
+        """Return the values of fields that some uses of the config do not need. Raise `InputError` if one is None."""
         by_name = {f.name: f for f in dataclasses.fields(self)}
         for name in names:
             if getattr(self, name) is None:
@@ -179,9 +111,11 @@ class Config:
                 spec: Flag = field.metadata["flag"]
                 choices = f"; one of {', '.join(map(str, spec.choices))}" if spec.choices else ""
                 raise InputError(f"{flag_name(field)} is required: {spec.help}{choices}")
+        return tuple(getattr(self, name) for name in names)
 
 
 def _checked(field: dataclasses.Field, value: Any, scalar: type) -> Any:
+    """Check one value of a field; returns it, an integer for a float field as a float."""
     spec: Flag = field.metadata["flag"]
     name = flag_name(field)
     if scalar is float and isinstance(value, int) and not isinstance(value, bool):
@@ -190,7 +124,7 @@ def _checked(field: dataclasses.Field, value: Any, scalar: type) -> Any:
         raise InputError(f"{name}: {value!r} is not {_type_words[scalar]}")
     if spec.choices is not None and value not in spec.choices:
         raise InputError(f"{name}: {value!r} is not one of {', '.join(map(str, spec.choices))}")
-    if scalar in (int, float):
+    if scalar is not bool and isinstance(value, int | float):
         if value != value or value in (float("inf"), float("-inf")):
             raise InputError(f"{name}: {value} is not a finite number")
         if spec.low is not None and value < spec.low:
@@ -199,16 +133,16 @@ def _checked(field: dataclasses.Field, value: Any, scalar: type) -> Any:
             raise InputError(f"{name}: {value} is too small; it must be greater than {spec.above}")
         if spec.below is not None and value >= spec.below:
             raise InputError(f"{name}: {value} is too large; it must be less than {spec.below}")
-        high = LARGEST if spec.high is None and scalar is int else spec.high
+        high = LARGEST if spec.high is None and isinstance(value, int) else spec.high
         if high is not None and value > high:
             raise InputError(f"{name}: {value} is too large; it must be at most {high}")
     return value
 
 
 def either(values: Iterable[Any]) -> str:
-    """Values to choose from, in words: "1, 2 or 4"."""
+    """Join alternatives in words: "1, 2 or 4"."""
     *others, last = map(str, values)
     return f"{', '.join(others)} or {last}" if others else last
 
 
-_type_words = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+_type_words = {int: "an integer", float: "a number", str: "text", bool: "true or false"}

@@ -1,11 +1,53 @@
-"""Damage to checkpoints, as bad disks and bad people do it."""
+"""Small checkpoints, and damage to them as bad disks and bad people do it."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
+import torch
+from models import flat
+
+from megatron.checkpoint.config import CheckpointConfig
 from megatron.checkpoint.manifest import digest, read_manifest
+from megatron.checkpoint.saver import Saver
+from megatron.model.config import ModelConfig
+from megatron.model.context import ModelContext
+from megatron.model.gpt import GPTModel
+from megatron.optim.config import OptimizerConfig
+from megatron.optim.optimizer import Optimizer
+
+CONFIG = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=2, max_position_embeddings=8)
+
+
+def make(dtype=torch.float32, padded: int = 64, kind: str = "adam", seed: int = 1, **settings):
+    model = GPTModel(CONFIG, ModelContext(vocab_size=50, padded_vocab_size=padded))
+    config = OptimizerConfig(lr=1.0, optimizer=kind, **settings)
+    buffer = flat(model, dtype, optimizer=config)
+    buffer.initialize(seed)
+    return buffer, Optimizer(buffer, config), model
+
+
+def save(root: Path, buffer, optimizer, iteration: int = 3, files=(), **fields) -> None:
+    root.mkdir(exist_ok=True)
+    state = {
+        "iteration": iteration,
+        "consumed_samples": 4 * iteration,
+        "vocab_size": 50,
+        "padded_vocab_size": 64,
+        "task": "GPT",
+        "train_samples": 100,
+        "evaluation_due": False,
+        "bad_steps": 0,
+        "history": [],
+        "schedule": {},
+        "config": {"model": dataclasses.asdict(CONFIG)},
+    }
+    config = CheckpointConfig(save=str(root), **fields)
+    contents = {file.name: file.read_bytes() for file in files}
+    with Saver(config, buffer, optimizer, tokenizer_files=contents, log=print) as saver:
+        saver.save(state)
 
 
 def sign(folder: Path, file: str) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import megatron.plugins
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # A shell starts background jobs with Ctrl-C ignored, and so would be every process that a test starts.
@@ -56,11 +58,10 @@ def pretrain(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
     def run(*flags: object) -> str:
         from megatron.arguments import parse_run_config
-        from megatron.training.pretrain import pretrain
         from pretrain_gpt import DEFAULTS, GPT
 
         config = parse_run_config([str(flag) for flag in flags], description="", defaults=DEFAULTS)
-        assert pretrain(config, GPT) == 0
+        assert megatron.plugins.run(config, GPT) == 0
         return capsys.readouterr().out
 
     return run

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 # What the processes need, imported once: each is forked from a server that has it.
-PRELOAD = ["torch", "distributed", "megatron.training.pretrain", "pretrain_gpt"]
+PRELOAD = ["torch", "pytest", "distributed", "models", "megatron.training.pretrain", "pretrain_gpt"]
 
 
 def run_distributed(function: Callable, processes: int, *arguments: Any, timeout: float = 240) -> list[Any]:

@@ -7,6 +7,8 @@ from torch import nn
 
 from megatron.arguments import parse_run_config
 from megatron.optim.buffer import ParamBuffer
+from megatron.optim.config import OptimizerConfig
+from megatron.optim.layout import lay_out, param_groups
 from megatron.parallel.config import ParallelConfig
 from megatron.parallel.mesh import Mesh
 from megatron.training.config import RunConfig
@@ -26,9 +28,14 @@ def flat(
     *,
     mesh: Mesh | None = None,
     config: ParallelConfig | None = None,
+    optimizer: OptimizerConfig | None = None,
 ) -> ParamBuffer:
     """The parameters of a model in flat memory, without values; of one process, if no mesh is given."""
-    return ParamBuffer([model], mesh or Mesh(device=CPU), config or ParallelConfig(), dtype=dtype)
+    mesh, config = mesh or Mesh(device=CPU), config or ParallelConfig()
+    optimizer = optimizer or OptimizerConfig(lr=1.0)
+    groups = param_groups(optimizer, mesh, distributed=config.use_distributed_optimizer)
+    buckets = lay_out([model], groups, bucket_size=config.ddp_bucket_size)
+    return ParamBuffer([model], buckets, mesh, config, dtype=dtype)
 
 
 def config_of(flags: str) -> RunConfig:

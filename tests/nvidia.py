@@ -11,10 +11,11 @@ from models import flat
 from torch import Tensor
 
 from megatron.checkpoint.checkpoint import Checkpoint
-from megatron.checkpoint.foreign import Assembled, Source, weights_state
-from megatron.checkpoint.nvidia.write import write_megatron
+from megatron.interop.external import ExternalTensor, ExternalTensors, weights_only_state
+from megatron.interop.nvidia.write import write_megatron
 from megatron.model.bert import BertModel
 from megatron.model.config import ModelConfig
+from megatron.model.context import ModelContext
 from megatron.model.gpt import GPTModel
 from megatron.parallel.slices import whole
 from megatron.tokenizer.config import TokenizerConfig
@@ -27,7 +28,7 @@ SHAPE = {
     "max_position_embeddings": 16,
 }
 NO_TOKENIZER = TokenizerConfig()
-SIZES = {"vocab_size": VOCAB, "padded_vocab_size": VOCAB}
+CONTEXT = ModelContext(vocab_size=VOCAB, padded_vocab_size=VOCAB)
 # The flags of the run whose files are in ../shared/vectors/gpt-v2.5.
 RUN = """
     --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64
@@ -50,23 +51,23 @@ def checkpoint_of(folder: Path, task: str = "GPT", **fields: Any) -> Checkpoint:
     """A model with random weights; the padding of its vocabulary is no part of it."""
     config = ModelConfig(**{**SHAPE, **fields})
     if task == "GPT":
-        model = GPTModel(config, **SIZES)
+        model = GPTModel(config, CONTEXT)
     else:
-        model = BertModel(config, binary_head=task == "BERT", **SIZES)
+        model = BertModel(config, CONTEXT, binary_head=task == "BERT")
     flat(model).initialize(3)
     generator = torch.Generator().manual_seed(3)
     values = {
         name: p.detach() + 0.1 * torch.rand(p.shape, generator=generator)
         for name, p in model.named_parameters()
     }
-    sources = {name: Source(tuple(x.shape), x.dtype, lambda x=x: x) for name, x in values.items()}
-    state = weights_state(task, config, NO_TOKENIZER, vocab_size=VOCAB, bf16=False)
-    return Checkpoint(folder, state, None, {"model": Assembled(folder, sources)})
+    sources = {name: ExternalTensor(tuple(x.shape), x.dtype, lambda x=x: x) for name, x in values.items()}
+    state = weights_only_state(task, config, NO_TOKENIZER, vocab_size=VOCAB, bf16=False)
+    return Checkpoint(folder, state, {"model": ExternalTensors(folder, sources)})
 
 
 def weights(checkpoint: Checkpoint, kind: str = "model") -> dict[str, Tensor]:
     """The tensors of a kind, without rows that pad the vocabulary."""
-    tensors = checkpoint.pieces(kind)
+    tensors = checkpoint.tensors[kind]
     found = {name: tensors.read(name, whole(*x["shape"])) for name, x in tensors.index.items()}
     rows = checkpoint.state["vocab_size"]
     cut = ("word_embeddings.weight", "output_layer.bias")

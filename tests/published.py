@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from megatron.model.config import ModelConfig
-from megatron.planner.cluster import Cluster, of_data_sheet
-from megatron.planner.devices import data_sheet
+from megatron.planner.cluster import Cluster, cluster_from_data_sheet
 from megatron.planner.layout import NVIDIA_2021, Job, Layout, Program
 from megatron.planner.models import VOCAB_SIZE
 from megatron.planner.simulate import Simulator
+from megatron.training.device_specs import data_sheet
 
 
 def cluster(gpus: int, gpu: str = "a100-80gb") -> Cluster:
-    return of_data_sheet(data_sheet(gpu, where="test"), gpus)
+    return cluster_from_data_sheet(data_sheet(gpu, where="test"), gpus)
 
 
 def job(layers: int, hidden: int, heads: int, batch: int, seq_length: int = 2048) -> Job:

@@ -24,7 +24,7 @@ from megatron.inference.predictor import Predictor  # noqa: E402
 from megatron.inference.sampling import SamplingConfig  # noqa: E402
 from megatron.inference.server.app import make_app  # noqa: E402
 from megatron.inference.server.config import ServerConfig  # noqa: E402
-from megatron.inference.server.engine import Engine  # noqa: E402
+from megatron.inference.server.engine import ServingEngine  # noqa: E402
 from megatron.inference.server.run import listen, run  # noqa: E402
 from megatron.parallel.mesh import Mesh  # noqa: E402
 from megatron.tokenizer import Tokenizer  # noqa: E402
@@ -61,7 +61,7 @@ def load_slow(folder: Path, tokenizer: TokenizerConfig = TOKENIZER) -> tuple[Pre
 @contextmanager
 def serving(
     predictor: Predictor, tokenizer: Tokenizer, *, key: str | None = None, **flags: object
-) -> Iterator[tuple[str, Engine]]:
+) -> Iterator[tuple[str, ServingEngine]]:
     """A block in which a model is served as "tiny"; gives the address.
 
     Args:
@@ -69,7 +69,7 @@ def serving(
     """
     config = ServerConfig(**{"port": 0, "max_batch_size": 4} | flags)
     predictor.reserve(config.max_batch_size, predictor.context)
-    engine = Engine(predictor, tokenizer, max_queue=config.max_queue)
+    engine = ServingEngine(predictor, tokenizer, max_queue=config.max_queue)
     app, listener = make_app(engine, config, model="tiny", key=key), listen(config)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     listener.listen()  # so that nobody is refused who is earlier than the thread

@@ -8,15 +8,16 @@ import os
 import re
 import subprocess
 import sys
-import typing
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from megatron.arguments import PLAIN_NAMES, Parser, parse_run_config, run_command, run_parser, summary
-from megatron.flags import Flag, InputError, PassingFault, TrainingFault, field_types, flag_name
-from megatron.nvidia_flags import OURS_ALONE
+from megatron.arguments import parse_run_config, run_parser
+from megatron.cli import OTHER_NAMES, Parser, run_command, summary
+from megatron.errors import InputError, PassingFault, TrainingFault
+from megatron.flags import Flag, field_types, flag_name
+from megatron.interop.nvidia.flags import OURS_ALONE
 from megatron.training.config import RunConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,7 +55,7 @@ def error_of(*words: str) -> str:
 
 def all_flags() -> Iterator[tuple[str, dataclasses.Field, type]]:
     """Each flag of a run: the part of the configuration that it belongs to, its field and its scalar type."""
-    for part, config in typing.get_type_hints(RunConfig).items():
+    for part, config in RunConfig.section_types().items():
         scalar_types = field_types(config)
         for field in dataclasses.fields(config):
             yield part, field, scalar_types[field.name]
@@ -136,7 +137,9 @@ NVIDIA_DEFAULTS = """
     --short-seq-prob 0.1, --bert-no-binary-head False, --add-qkv-bias False, --qk-layernorm False,
     --use-rope-scaling False, --rope-scaling-factor 8.0, --skip-train False,
     --tiktoken-pattern None, --tiktoken-num-special-tokens 1000,
-    --manual-gc False, --manual-gc-interval 0, --no-manual-gc-eval False
+    --manual-gc False, --manual-gc-interval 0, --no-manual-gc-eval False, --muon-momentum 0.95,
+    --muon-nesterov False, --muon-use-nesterov False, --muon-num-ns-steps 5, --muon-scale-mode spectral,
+    --muon-extra-scale-factor 1.0
 """
 # Defaults that are written differently and mean the same, or that depart on purpose.
 OTHER_DEFAULTS = {
@@ -196,7 +199,8 @@ def test_a_switch_that_is_given_changes_its_default() -> None:
     for part, field, kind in all_flags():
         if kind is bool:
             config = parse(f"{flag_name(field)} {needs.get(field.name, '')}")
-            assert getattr(getattr(config, part), field.name) is not field.default, field.name
+            section = config.plugins.get(part) or getattr(config, part)
+            assert getattr(section, field.name) is not field.default, field.name
 
 
 def test_aliases_lists_negative_numbers_and_equals_signs() -> None:
@@ -300,7 +304,7 @@ def test_an_unknown_flag_suggests_the_nearest(word: str, nearest: str | None) ->
         ("--learning_rate", "--lr"),
         ("--epochs", "--train-iters or --train-samples"),
         ("--output-dir", "--save"),
-        ("--dtype", "--bf16 or --fp16; without them all is fp32"),
+        ("--dtype", "--bf16 or --fp16; the default is fp32"),
     ],
 )
 def test_names_of_other_tools_lead_to_ours(word: str, instead: str) -> None:
@@ -308,8 +312,8 @@ def test_names_of_other_tools_lead_to_ours(word: str, instead: str) -> None:
 
 
 def test_the_names_that_stand_for_others_exist() -> None:
-    ours = run_parser("", {})._option_string_actions
-    for name, instead in PLAIN_NAMES.items():
+    ours = run_parser("", {}).flags
+    for name, instead in OTHER_NAMES.items():
         assert set(re.findall(r"--[\w-]+", instead)) <= set(ours), name
         assert name not in ours, "the parser knows it already"
 
@@ -324,11 +328,14 @@ CROSS = [
         "--group-query-attention --num-query-groups 3",
         "--num-query-groups: 3 does not divide --num-attention-heads 2",
     ),
-    ("--num-query-groups 1", "--num-query-groups: 1 has an effect only with --group-query-attention"),
-    ("--position-embedding-type rope --rotary-percent 0.1", "--rotary-percent: 0.1 of a head of 4 channels"),
+    ("--num-query-groups 1", "--num-query-groups: 1 needs --group-query-attention"),
+    ("--position-embedding-type rope --rotary-percent 0.1", "--rotary-percent: 0.1 of 4 channels per head"),
     ("--min-lr 1", "--min-lr: 1.0 is above --lr 0.001"),
     ("--lr-warmup-init 1", "--lr-warmup-init: 1.0 is above --lr 0.001"),
-    ("--lr-warmup-fraction .1 --lr-warmup-iters 1", "--lr-warmup-fraction: 0.1 was given together with"),
+    (
+        "--lr-warmup-fraction .1 --lr-warmup-iters 1",
+        "--lr-warmup-fraction: 0.1 was given with --lr-warmup-iters or",
+    ),
     ("--lr-decay-samples 5", "--lr-decay-samples: 5 does not go with --train-iters; use --lr-decay-iters"),
     ("--lr-warmup-samples 5", "--lr-warmup-samples: 5 does not go with --train-iters; use --lr-warmup-iters"),
     (
@@ -348,11 +355,11 @@ CROSS = [
     ),
     (
         "--fp16 --loss-scale 128 --hysteresis 3",
-        "--hysteresis: 3 is for a scale that changes, and --loss-scale 128 fixes it; leave one of them out",
+        "--hysteresis: 3 is for a dynamic scale, but --loss-scale 128 fixes it; give only one",
     ),
     (
         "--bf16-optimizer-states --optimizer sgd",
-        "--bf16-optimizer-states is for adam; --optimizer sgd keeps fp32",
+        "--bf16-optimizer-states needs --optimizer adam, not sgd",
     ),
     ("--mock-data --data-path a", "--data-path and --mock-data exclude each other"),
     ("--train-data-path a --data-path a", "--train-data-path and --data-path exclude each other"),
@@ -384,13 +391,13 @@ def test_what_is_required(name: str) -> None:
 
 def test_what_only_half_precision_heeds_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
     scaling = "--loss-scale 8192 --min-loss-scale 2"
-    with pytest.raises(InputError, match=r"--min-loss-scale: 2 is for a scale that changes"):
+    with pytest.raises(InputError, match=r"--min-loss-scale: 2 is for a dynamic scale"):
         parse("--fp16", scaling)
     parse("--bf16 --loss-scale 8192")
-    assert capsys.readouterr().err == "note: --loss-scale has no effect: only --fp16 needs its loss scaled\n"
+    assert capsys.readouterr().err == "note: --loss-scale has no effect: only --fp16 uses loss scaling\n"
     parse("--fp32-residual-connection")
     assert capsys.readouterr().err == (
-        "note: --fp32-residual-connection has no effect: without --bf16 or --fp16 all is fp32\n"
+        "note: --fp32-residual-connection has no effect: the run is in fp32 (no --bf16 or --fp16)\n"
     )
     assert parse("--bf16 --fp32-residual-connection").model.fp32_residual_connection
     assert parse("--fp16 --loss-scale 8192").optimizer.loss_scale == 8192
@@ -480,8 +487,8 @@ def test_a_list_on_the_command_line_replaces_that_of_the_file(tmp_path: Path) ->
         ("num-layer: 3", "--num-layer is not a flag of this command; did you mean --num-layers?"),
         ("num-layer: false", "--num-layer is not a flag of this command; did you mean --num-layers?"),
         ("progress: false", "--progress is not a flag of this command; did you mean --no-progress?"),
-        ("num-layers: three", "--num-layers: 'three' is not a whole number"),
-        ("num-layers: 2.0", "--num-layers: '2.0' is not a whole number"),
+        ("num-layers: three", "--num-layers: 'three' is not an integer"),
+        ("num-layers: 2.0", "--num-layers: '2.0' is not an integer"),
         ("num-layers: true", "--num-layers: True is not a single value"),
         ("num-layers: false", "--num-layers: False is not a single value"),
         ("num-layers: [1, 2]", "--num-layers: [1, 2] is not a single value"),
@@ -495,13 +502,13 @@ def test_a_list_on_the_command_line_replaces_that_of_the_file(tmp_path: Path) ->
         ("merge-file: ''", "--merge-file: is empty; give a value, or leave the flag out"),
         ("config: other.yaml", "config: belongs on the command line"),
         ("help: true", "help: belongs on the command line"),
-        ("squared-relu: true", "--squared-relu is not supported: this code base does not have it"),
+        ("squared-relu: true", "--squared-relu is not supported: not implemented"),
         ("lr: 1\nlr = 2", "line 2: is not YAML"),
         ("a: [1, 2", "line 1: is not YAML"),
         ("x: !!python/object:os.system {}", "line 1: is not YAML"),
-        ("", "must hold 'name: value' lines, the names those of flags"),
-        ("- num-layers", "must hold 'name: value' lines, the names those of flags"),
-        ("just text", "must hold 'name: value' lines, the names those of flags"),
+        ("", "must hold 'flag: value' lines"),
+        ("- num-layers", "must hold 'flag: value' lines"),
+        ("just text", "must hold 'flag: value' lines"),
         ("\x00", "is not YAML"),
         ("seed: " + "9" * 5000, "is not YAML"),
         ("[" * 1000, "is not YAML"),
@@ -548,7 +555,7 @@ def test_help_is_grouped_and_complete() -> None:
         "dry run",
     ]
     assert [line[:-1] for line in lines if re.fullmatch("[a-z ]+:", line)] == ["options", *titles]
-    for part, config in typing.get_type_hints(RunConfig).items():
+    for part, config in RunConfig.section_types().items():
         assert lines[lines.index(f"{part.replace('_', ' ')}:") + 1] == f"  {summary(config)}"
         assert summary(config).endswith(".")
     words = set(text.replace(",", " ").split())
@@ -558,7 +565,7 @@ def test_help_is_grouped_and_complete() -> None:
     assert "Train a thing." in lines
     assert "(default: NullTokenizer)" in " ".join(text.split())
     assert "--rampup-batch-size START INCREMENT SAMPLES\n" in text
-    assert "--optimizer {adam,sgd}" in text and "--device {auto,cpu,cuda}" in text
+    assert "--optimizer {adam,sgd,lion,muon}" in text and "--device {auto,cpu,cuda}" in text
 
 
 @pytest.mark.parametrize(
@@ -618,8 +625,8 @@ def test_the_summary_of_torchrun_shows_what_is_wrong(failing: str, printed: int,
         f"""
 import os, sys, time
 sys.path.insert(0, {str(ROOT)!r})
-from megatron.arguments import run_command
-from megatron.flags import InputError
+from megatron.cli import run_command
+from megatron.errors import InputError
 
 def main():
     if os.environ["RANK"] in {failing!r}:
@@ -693,7 +700,7 @@ def test_reading_the_command_line_needs_no_torch() -> None:
     ("flags", "said"),
     [
         ("--lr x", "error: --lr: 'x' is not a number"),
-        ("--tensor-model-parallel-size 8", "error: --tensor-model-parallel-size 8 times "),
+        ("--tensor-model-parallel-size 8", "error: --tensor-model-parallel-size 8 x "),
         ("--context-parallel-size 2", "error: --context-parallel-size 2 is not supported: "),
         ("--config none.yaml", "error: --config none.yaml: cannot be read (No such file or directory)"),
     ],

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.flags import InputError
+from megatron.errors import InputError
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -52,7 +52,7 @@ def test_a_stale_page_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         page = tmp_path / "docs" / name
         page.write_text(page.read_text(encoding="utf-8").replace("| `--", "| `---", 1), encoding="utf-8")
         with pytest.raises(
-            InputError, match=rf"^docs/{name} is not up to date; run python tools/document_flags"
+            InputError, match=rf"^docs/{name} is out of date; run python tools/document_flags"
         ):
             document_flags.main(["--check"])
         document_flags.main([])

@@ -7,7 +7,8 @@ import math
 
 import pytest
 
-from megatron.flags import Config, InputError, field_types, flag, flag_name
+from megatron.errors import InputError
+from megatron.flags import Config, field_types, flag, flag_name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,9 +64,9 @@ def test_good_values_pass_and_whole_numbers_become_floats() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"trays": "2"}, "--trays: '2' is not a whole number"),
-        ({"trays": 2.0}, "--trays: 2.0 is not a whole number"),
-        ({"trays": True}, "--trays: True is not a whole number"),
+        ({"trays": "2"}, "--trays: '2' is not an integer"),
+        ({"trays": 2.0}, "--trays: 2.0 is not an integer"),
+        ({"trays": True}, "--trays: True is not an integer"),
         ({"trays": 0}, "--trays: 0 is too small; it must be at least 1"),
         ({"trays": 5}, "--trays: 5 is too large; it must be at most 4"),
         ({"heat": "hot"}, "--heat: 'hot' is not a number"),

@@ -17,11 +17,13 @@ SCRIPTS = sorted([*ROOT.glob("scripts/**/*.sh"), *ROOT.glob("benchmarks/*.sh"), 
 
 
 def source_files() -> Iterator[Path]:
-    """Every file of the repository that is not made by running it."""
+    """Every text file of the repository that is not made by running it."""
     made = {".git", ".venv", "quickstart", "__pycache__", "build", "dist"}
     for folder, subfolders, names in os.walk(ROOT):
         subfolders[:] = [s for s in subfolders if s not in made and not s.endswith(("_cache", ".egg-info"))]
-        yield from (Path(folder, name) for name in names)
+        yield from (
+            Path(folder, name) for name in names if name != ".git" and not name.endswith(".safetensors")
+        )
 
 
 def test_imports_run_downwards():

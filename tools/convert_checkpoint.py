@@ -1,4 +1,4 @@
-"""Convert a model between the formats of this program, Hugging Face and Megatron-LM, and compare the logits of both.
+"""Convert a checkpoint between the native format, Hugging Face's and Megatron-LM's, and compare the logits of both.
 
 python tools/convert_checkpoint.py --from huggingface --to native --load gpt2 --save my/gpt2
 python tools/convert_checkpoint.py --from native --to huggingface --load my/run --save my/gpt2-hf
@@ -25,15 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tqdm import tqdm
 
-from megatron.arguments import Parser, add_flags, end_on_sigterm, make_config, run_command
 from megatron.checkpoint.checkpoint import Checkpoint, saved_tokenizer
-from megatron.checkpoint.convert import check_is_empty, tensors_to_write, write_native
 from megatron.checkpoint.find import find_checkpoint
-from megatron.checkpoint.huggingface.read import open_huggingface
-from megatron.checkpoint.huggingface.write import write_huggingface
-from megatron.checkpoint.nvidia.read import open_megatron
-from megatron.checkpoint.nvidia.write import write_megatron
-from megatron.flags import InputError, TrainingFault
+from megatron.cli import Parser, add_flags, make_config, run_command
+from megatron.errors import InputError, TrainingFault
 from megatron.inference.conversion import (
     TOLERANCE,
     largest_difference,
@@ -41,47 +36,52 @@ from megatron.inference.conversion import (
     their_logits,
     tokenizer_note,
 )
+from megatron.interop.convert import check_is_empty, tensors_to_write, write_native
+from megatron.interop.huggingface.read import open_huggingface
+from megatron.interop.huggingface.write import write_huggingface
+from megatron.interop.nvidia.read import open_megatron
+from megatron.interop.nvidia.write import write_megatron
 from megatron.model.config import ModelConfig
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.config import TokenizerConfig
+from megatron.tool import exit_on_sigterm
 
 FORMATS = ("native", "huggingface", "megatron")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__.splitlines()[0])
-    formats = {"choices": FORMATS, "required": True, "help": "format"}
-    parser.add_argument("--from", dest="source", **formats)
-    parser.add_argument("--to", dest="target", **formats)
+    for name, dest in (("--from", "source"), ("--to", "target")):
+        parser.add_argument(name, dest=dest, choices=FORMATS, required=True, help="format")
     parser.add_argument("--load", required=True, metavar="DIR", type=Path, help="folder to read")
     parser.add_argument(
         "--save", required=True, metavar="DIR", type=Path, help="folder to write, empty or new"
     )
     add_megatron_flags(parser)
     args = parser.parse_args(argv)
-    if args.source == args.target != "megatron":  # whose files can be divided otherwise
-        raise InputError(f"--to: {args.target} is the format of --from too; there is nothing to convert")
+    if args.source == args.target != "megatron":  # Megatron-LM's files can be converted to another layout
+        raise InputError(f"--to: {args.target} is also the format of --from; there is nothing to convert")
     check_is_empty(args.save)
-    args.save = args.save.resolve()  # what a link leads to can be replaced and deleted
+    args.save = args.save.resolve()  # a link itself cannot be replaced
     read, write = readers(args), writers(args)
     source = read[args.source](args.load)
     print(f"{source.folder}: {source.state['task']}, iteration {source.iteration}")
     for note in source.notes:
         print(f"note: {note}")
-    if args.target != "native" and "optimizer" in source.kinds:
-        print("note: the weights alone are written; the state of the optimizer stays behind")
-    elements = sum(math.prod(tensor["shape"]) for tensor in source.pieces("model").index.values())
+    if args.target != "native" and "optimizer" in source.tensors:
+        print("note: only the weights are written, not the optimizer state")
+    elements = sum(math.prod(tensor["shape"]) for tensor in source.tensors["model"].index.values())
     print(f"{elements:,} parameters, vocabulary of {source.state['vocab_size']:,} ids")
-    end_on_sigterm()
-    kinds = source.kinds if args.target == "native" else ["model"]
-    size = sum(t.nbytes for kind in kinds for t in tensors_to_write(source.pieces(kind)).values())
-    # Where nobody watches a bar, a line now and then.
+    exit_on_sigterm()
+    kinds = source.tensors if args.target == "native" else ["model"]
+    size = sum(t.nbytes for kind in kinds for t in tensors_to_write(source.tensors[kind]).values())
+    # Without a terminal, print a line now and then.
     seconds = 0.1 if sys.stderr.isatty() else 30
     with tqdm(total=size, unit="B", unit_scale=True, mininterval=seconds) as progress:
         try:
             write[args.target](source, args.save, progress.update)
         except OSError as error:
-            raise TrainingFault(f"--save: {args.save} cannot be written: {error}; nothing is kept") from None
+            raise TrainingFault(f"--save: {args.save} cannot be written: {error}; nothing was kept") from None
     try:
         compare(source, read[args.target](args.save), {args.source: args.load, args.target: args.save})
     except BaseException:
@@ -92,32 +92,28 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def add_megatron_flags(parser: argparse.ArgumentParser) -> None:
     source = parser.add_argument_group("--from megatron")
-    source.add_argument("--no-load-optim", action="store_true", help="leave out the state of the optimizer")
+    source.add_argument("--no-load-optim", action="store_true", help="do not convert the optimizer state")
     add_flags(parser, TokenizerConfig, "tokenizer of the checkpoint, with --from megatron")
-    add_flags(
-        parser, ModelConfig, "model, with --from megatron, where the files do not hold the flags of their run"
-    )
+    add_flags(parser, ModelConfig, "model, with --from megatron if the files lack the flags of their run")
     target = parser.add_argument_group("--to megatron")
     for axis in ("tensor", "pipeline"):
-        what = f"processes that the files are made for ({axis} parallel; default: 1)"
+        help = f"number of {axis}-parallel ranks to divide the model among (default: 1)"
         names = (
             f"--target-{axis}-model-parallel-size",
-            f"--target-{axis}-parallel-size",
-        )  # the latter NVIDIA's
-        target.add_argument(*names, type=int, metavar="N", help=what)
+            f"--target-{axis}-parallel-size",  # as in Megatron-LM's own converter
+        )
+        target.add_argument(*names, type=int, metavar="N", help=help)
 
 
 def readers(args: argparse.Namespace) -> dict[str, Callable]:
-    """Of each format, what opens a checkpoint in a folder."""
+    """The function that opens a checkpoint, for each format."""
     tokenizer = make_config(TokenizerConfig, vars(args))
     if tokenizer.tokenizer_type is None and tokenizer != TokenizerConfig(vocab_size=tokenizer.vocab_size):
-        raise InputError("--tokenizer-type is required with other flags of the tokenizer")
+        raise InputError("--tokenizer-type is required with other tokenizer flags")
     fields = {field.name for field in dataclasses.fields(ModelConfig)}
     model = {name: value for name, value in vars(args).items() if name in fields}
     if args.source != "megatron" and (model or args.no_load_optim or tokenizer != TokenizerConfig()):
-        raise InputError(
-            "--no-load-optim and flags of tokenizer and model have an effect only with --from megatron"
-        )
+        raise InputError("--no-load-optim and the flags of tokenizer and model need --from megatron")
     megatron = functools.partial(
         open_megatron, tokenizer=tokenizer, given=model, load_optim=not args.no_load_optim
     )
@@ -125,7 +121,7 @@ def readers(args: argparse.Namespace) -> dict[str, Callable]:
 
 
 def writers(args: argparse.Namespace) -> dict[str, Callable]:
-    """Of each format, what writes a checkpoint to a folder."""
+    """The function that writes a checkpoint, for each format."""
     sizes = {
         "tensor": args.target_tensor_model_parallel_size,
         "pipeline": args.target_pipeline_model_parallel_size,
@@ -133,25 +129,23 @@ def writers(args: argparse.Namespace) -> dict[str, Callable]:
     for axis, size in sizes.items():
         flag = f"--target-{axis}-model-parallel-size"
         if size is not None and args.target != "megatron":
-            raise InputError(
-                f"{flag}: {size} has an effect only with --to megatron; other formats have no such size"
-            )
+            raise InputError(f"{flag}: {size} needs --to megatron; other formats do not depend on the layout")
         if size is not None and size < 1:
             raise InputError(f"{flag}: {size} is too small; it must be at least 1")
     megatron = functools.partial(
-        write_megatron, **{f"{axis}_parallel": size or 1 for axis, size in sizes.items()}
+        write_megatron, tensor_parallel=sizes["tensor"] or 1, pipeline_parallel=sizes["pipeline"] or 1
     )
     return {"native": write_native, "huggingface": write_huggingface, "megatron": megatron}
 
 
 def compare(source: Checkpoint, result: Checkpoint, folders: dict[str, Path]) -> None:
-    """Print by how much logits differ from those of the source.
+    """Print the difference of the logits from those of the source.
 
     Raises:
-        TrainingFault: by more than rounding.
+        TrainingFault: they differ by more than rounding.
     """
     expected = our_logits(source)
-    found = {"what was written": largest_difference(expected, our_logits(result))}
+    found = {"the written checkpoint": largest_difference(expected, our_logits(result))}
     folder = folders.get("huggingface")
     if folder is not None:
         try:
@@ -164,19 +158,20 @@ def compare(source: Checkpoint, result: Checkpoint, folders: dict[str, Path]) ->
             print(f"note: not compared with transformers: {error}")
     for name, difference in found.items():
         print(f"logits of {name} differ by {difference:.2e} of the largest")
-    # Not a number is no small difference.
+    # NaN also fails this comparison.
     wrong = [name for name, difference in found.items() if not difference <= TOLERANCE]
     if wrong:
         raise TrainingFault(
-            f"logits of {wrong[0]} are not those of {source.folder}, within {TOLERANCE:g} of the largest; "
-            "nothing is kept of the conversion"
+            f"logits of {wrong[0]} differ from those of {source.folder} by more than {TOLERANCE:g} of the largest; "
+            "nothing was kept"
         )
 
 
 def open_native(folder: Path) -> Checkpoint:
     found = find_checkpoint(str(folder), None)
+    assert found is not None  # only a folder that is also --save may be empty
     if found.manifest is None:
-        raise InputError(f"--load: {folder} is a folder of Hugging Face's; give --from huggingface")
+        raise InputError(f"--load: {folder} is a Hugging Face model; give --from huggingface")
     return found
 
 

@@ -1,8 +1,7 @@
-"""Figures of the parallel layouts, as SVG text: `python tools/draw_figures.py docs/figures`.
+"""Draw the figures of the parallel layouts as SVG: `python tools/draw_figures.py docs/figures`.
 
-The schedules are drawn from the action lists that training runs, with the simulator's clock; so a figure
-shows what the code does. The same input gives the same bytes. Every figure has its own light background,
-which keeps it readable on a dark page.
+The schedules are drawn from the action lists that training runs, with the times of the simulator. The output is
+deterministic. Every figure has a light background, which keeps it readable on a dark page.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.arguments import Parser, run_command
+from megatron.cli import Parser, run_command
 from megatron.parallel.schedules import (
     Compute,
     Forward,
@@ -31,31 +30,31 @@ LINE = "#6b7280"
 PAPER = "#f8fafc"
 IDLE = "#e5e7eb"
 PLAIN = "#ffffff"
-# One pair of fill and text colour per chunk, dark to light; forward is blue, backward green, as in 2104.04473.
+# Fill and text color per chunk, dark to light; forward is blue, backward green, as in arXiv 2104.04473.
 FORWARD = [("#2f6fb7", "#ffffff"), ("#bcd7f5", INK), ("#6aa2dd", INK), ("#e3effb", INK)]
 BACKWARD = [("#2e8b57", "#ffffff"), ("#bfe8cd", INK), ("#6cc08b", INK), ("#e4f6ea", INK)]
-# One colour per rank, for what a rank owns.
+# Color per rank.
 RANK = ["#bcd7f5", "#fde2b3", "#bfe8cd", "#f3c9d7"]
 
 
-def text(x: float, y: float, words: str, size: int = 13, anchor: str = "middle", colour: str = INK) -> str:
-    """Words centred (or, by `anchor`, starting or ending) at x, their middle line at y."""
+def text(x: float, y: float, words: str, size: int = 13, anchor: str = "middle", color: str = INK) -> str:
+    """Text centered vertically at y, and horizontally at x unless `anchor` is "start" or "end"."""
     return (
-        f'<text x="{x:g}" y="{y + 0.35 * size:g}" font-size="{size}" text-anchor="{anchor}" fill="{colour}">'
+        f'<text x="{x:g}" y="{y + 0.35 * size:g}" font-size="{size}" text-anchor="{anchor}" fill="{color}">'
         f"{escape(words)}</text>"
     )
 
 
 def box(
-    x: float, y: float, w: float, h: float, fill: str, words: str = "", colour: str = INK, size: int = 13
+    x: float, y: float, w: float, h: float, fill: str, words: str = "", color: str = INK, size: int = 13
 ) -> str:
-    """A rectangle with words in its middle."""
+    """A rectangle with centered text."""
     drawn = f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" fill="{fill}" stroke="{LINE}" stroke-width="0.7"/>'
-    return drawn + text(x + w / 2, y + h / 2, words, size, colour=colour) if words else drawn
+    return drawn + text(x + w / 2, y + h / 2, words, size, color=color) if words else drawn
 
 
 def arrow(x1: float, y1: float, x2: float, y2: float) -> str:
-    """A straight line with its head at (x2, y2)."""
+    """A straight arrow to (x2, y2)."""
     return (
         f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{INK}" stroke-width="1.3" '
         'marker-end="url(#head)"/>'
@@ -63,7 +62,7 @@ def arrow(x1: float, y1: float, x2: float, y2: float) -> str:
 
 
 def picture(width: float, height: float, title: str, parts: Sequence[str]) -> str:
-    """A whole SVG file with a title line at the top."""
+    """A complete SVG file with a title line."""
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
@@ -80,10 +79,10 @@ def picture(width: float, height: float, title: str, parts: Sequence[str]) -> st
 
 
 def draw_schedule(title: str, schedule: Sequence[Sequence[Compute]], stages: int, chunks: int) -> str:
-    """Rows are ranks, time runs to the right, grey is the bubble; numbers are microbatches, from 0.
+    """Draw a pipeline schedule: a row per rank, time to the right, the bubble in gray, microbatches numbered from 0.
 
-    A backward takes twice as long as a forward, and the layers of a rank the same time in total whatever the
-    number of chunks, so that figures of the same model have the same scale.
+    A backward pass takes twice as long as a forward pass. The total time of a rank's layers does not depend on the
+    number of chunks, so figures of one model have one scale.
     """
     timeline = simulate(schedule, stages, lambda rank, action: one_and_two(rank, action) / chunks)
     left, top, unit, high = 76, 44, 26, 30
@@ -93,9 +92,9 @@ def draw_schedule(title: str, schedule: Sequence[Sequence[Compute]], stages: int
         y = top + rank * high
         parts += [text(left - 8, y + high / 2, f"rank {rank}", anchor="end"), box(left, y, width, high, IDLE)]
         for action, start, end in row:
-            fill, colour = (FORWARD if isinstance(action, Forward) else BACKWARD)[action.chunk % 4]
+            fill, color = (FORWARD if isinstance(action, Forward) else BACKWARD)[action.chunk % 4]
             words = str(action.microbatch)
-            parts.append(box(left + start * unit, y, (end - start) * unit, high, fill, words, colour, 12))
+            parts.append(box(left + start * unit, y, (end - start) * unit, high, fill, words, color, 12))
     microbatches = 1 + max(action.microbatch for action in schedule[0])
     bubble = bubble_fraction(stages, chunks, microbatches)
     legend, x = bottom + 26, left
@@ -118,7 +117,7 @@ def draw_schedule(title: str, schedule: Sequence[Sequence[Compute]], stages: int
 
 
 def draw_layer_split(layers: int, stages: int, chunks: int) -> str:
-    """Which rank holds which layer: without chunks above, with `chunks` per rank below."""
+    """Draw the assignment of layers to ranks: one chunk per rank above, `chunks` per rank below."""
     left, cell, high = 90, 44, 34
     parts = []
     for top, parts_per_rank in ((60, 1), (150, chunks)):
@@ -143,7 +142,7 @@ def draw_layer_split(layers: int, stages: int, chunks: int) -> str:
 
 
 def draw_tensor_parallel() -> str:
-    """The two matrices of an MLP: the first by columns, the second by rows (1909.08053 figure 3)."""
+    """Draw the two matrices of an MLP, divided by columns and by rows (arXiv 1909.08053, figure 3)."""
     parts = [box(20, 120, 60, 60, PLAIN, "X"), box(110, 120, 36, 60, IDLE, "f")]
     parts += [arrow(80, 150, 108, 150), box(664, 120, 36, 60, IDLE, "g"), box(730, 120, 60, 60, PLAIN, "Z")]
     parts.append(arrow(700, 150, 728, 150))
@@ -155,7 +154,7 @@ def draw_tensor_parallel() -> str:
             arrow(146, 150, 178, middle),
             box(180, y + 10, 50, 50, PLAIN, "X"),
             text(244, middle, "×", 16),
-            # The other rank's share of each matrix stays pale: columns side by side, rows one above the other.
+            # The other rank's shard of each matrix stays pale.
             box(258, y, 70, 70, PLAIN),
             box(258 + 35 * rank, y, 35, 70, fill, f"A{rank}"),
             arrow(328, middle, 352, middle),
@@ -177,7 +176,11 @@ def draw_tensor_parallel() -> str:
             "start",
         ),
         text(
-            20, 302, "makes a full-sized partial sum.  f: forward nothing, backward all-reduce.", 12, "start"
+            20,
+            302,
+            "computes a full-sized partial sum.  f: forward nothing, backward all-reduce.",
+            12,
+            "start",
         ),
         text(20, 320, "g: forward all-reduce (Z = Z0 + Z1), backward nothing.", 12, "start"),
     ]
@@ -185,7 +188,7 @@ def draw_tensor_parallel() -> str:
 
 
 def draw_sequence_parallel() -> str:
-    """A layer's activations along the sequence: shards outside, whole inside (2205.05198 figure 5)."""
+    """Draw the activations of a layer with sequence parallelism (arXiv 2205.05198, figure 5)."""
     blocks = [("LayerNorm", 1), ("g", 0), ("attention", 2), ("ḡ", 0), ("dropout,|LayerNorm", 1), ("g", 0)]
     blocks += [("MLP", 2), ("ḡ", 0), ("dropout", 1)]
     parts, x, top = [], 76.0, 56
@@ -215,7 +218,7 @@ def draw_sequence_parallel() -> str:
         text(
             20,
             272,
-            "Bytes of two all-reduces, and one gathering more; no activation is stored twice.",
+            "The volume of two all-reduces, plus one all-gather; no activation is stored twice.",
             12,
             "start",
         ),
@@ -224,12 +227,12 @@ def draw_sequence_parallel() -> str:
 
 
 def draw_distributed_optimizer(ranks: int = 4, buckets: int = 3) -> str:
-    """Flat gradients in buckets; each replica owns a slice of every bucket."""
+    """Draw flat gradients in buckets, of which each replica owns a shard."""
     left, cell, gap = 190, 34, 14
     bucket_width = ranks * cell
     rows = [
-        ("gradients (bf16 or fp32)", "full on every replica, one bucket after the other as backward goes"),
-        ("fp32 master weights, Adam m, v", "each replica holds its own slices alone: 1/D of the memory"),
+        ("gradients (bf16 or fp32)", "full on every replica, filled bucket by bucket in backward"),
+        ("fp32 master weights, Adam m, v", "each replica holds only its own shards: 1/D of the memory"),
         ("parameters (bf16)", "full again on every replica"),
     ]
     parts = []
@@ -250,11 +253,11 @@ def draw_distributed_optimizer(ranks: int = 4, buckets: int = 3) -> str:
                 parts.append(text(x + bucket_width / 2 + 8, y + 74, step, 12, "start"))
         parts.append(text(left, y + 45, note, 11, "start"))
     width = left + buckets * (bucket_width + gap) + 40
-    return picture(width, 340, f"Distributed optimizer: {ranks} replicas, slices coloured by owner", parts)
+    return picture(width, 340, f"Distributed optimizer: {ranks} replicas, shards colored by owner", parts)
 
 
 def figures() -> dict[str, str]:
-    """The figures of docs/parallelism.md: file name to SVG text."""
+    """The SVG text of each figure of docs/parallelism.md, by file name."""
     stages, microbatches = 4, 8
     sizes = f"{stages} ranks, {microbatches} microbatches"
     once = (stages, 1, microbatches)
@@ -274,7 +277,7 @@ def figures() -> dict[str, str]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("folder", type=Path, help="where the SVG files are written")
+    parser.add_argument("folder", type=Path, help="folder to write the SVG files to")
     folder = parser.parse_args(argv).folder
     folder.mkdir(parents=True, exist_ok=True)
     for name, svg in figures().items():

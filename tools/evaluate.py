@@ -1,10 +1,10 @@
-r"""Evaluate a trained GPT: perplexity of WikiText or of any text, or how many last words of LAMBADA it predicts.
+r"""Evaluate a trained GPT: perplexity on WikiText or any text, or accuracy on LAMBADA.
 
     python tools/evaluate.py --load my/run --task WIKITEXT103 --valid-data wiki.test.tokens --overlapping-eval 32
     python tools/evaluate.py --load my/run --task LAMBADA --valid-data lambada_test.jsonl --strict-lambada
 
-torchrun in place of python starts several processes; those that --tensor-model-parallel-size and
---pipeline-model-parallel-size leave over are replicas of the model, which share the samples.
+Start several processes with torchrun in place of python. Those beyond --tensor-model-parallel-size times
+--pipeline-model-parallel-size form further replicas of the model, among which the samples are divided.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ import torch
 from tqdm import tqdm
 
 from megatron import __version__
-from megatron.arguments import Parser, add_flags, make_config, run_command
+from megatron.cli import Parser, add_flags, make_config, run_command
+from megatron.errors import InputError
 from megatron.evaluation.config import ZeroShotConfig
 from megatron.evaluation.tasks import ZeroShotTask, make_task, read_file
 from megatron.evaluation.zero_shot import evaluate
-from megatron.flags import InputError
 from megatron.inference.config import InferenceConfig
 from megatron.inference.load import build_gpt, find_any_checkpoint
 from megatron.inference.stages import Stages
 from megatron.model.gpt import GPTModel
-from megatron.parallel.collectives import together
+from megatron.parallel.collectives import raise_on_all_ranks
 from megatron.parallel.mesh import choose_device, init_mesh
 from megatron.tokenizer.config import TokenizerConfig
+from megatron.tool import check_output_file, write_output_file
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -43,19 +44,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_flags(parser, ZeroShotConfig, "task")
     add_flags(parser, InferenceConfig, "model")
     add_flags(parser, TokenizerConfig, "tokenizer (default: the one saved with the checkpoint)")
-    parser.add_argument("--output-path", type=Path, metavar="FILE", help="JSON file to write the result to")
+    parser.add_argument("--output-path", type=Path, metavar="FILE", help="JSON file to write")
     args = vars(parser.parse_args(argv))
     config, chosen = make_config(ZeroShotConfig, args), make_config(TokenizerConfig, args)
     inference, output = make_config(InferenceConfig, args), args["output_path"]
-    if output is not None and (output.is_dir() or not output.absolute().parent.is_dir()):
-        raise InputError(f"--output-path: {output} is not a file in a folder that is there")
+    check_output_file("--output-path", output)
     files = [read_file(path, "--valid-data") for path in config.valid_data]
 
     with init_mesh(inference.parallel, choose_device(inference.device)) as mesh:
         checkpoint = find_any_checkpoint(inference, chosen, mesh)
-        # So that perplexities are those of the validation in training.
+        # With the padding of the vocabulary as in training, so that perplexities equal those of validation.
         model, tokenizer = build_gpt(checkpoint, inference, chosen, mesh, as_trained=True)
-        with together(mesh.world, InputError):
+        with raise_on_all_ranks(mesh.world, InputError):
             task = make_task(config.task, files, tokenizer, config, length=seq_length(config, model))
         for note in task.notes if mesh.is_first else ():
             print(f"note: {note}", file=sys.stderr)
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if output is not None:
             record = {
                 "task": task.name,
-                # JSON has no NaN and no infinity; null stands for both.
+                # JSON has neither NaN nor infinity; both become null.
                 "results": {name: x if math.isfinite(x) else None for name, x in results.items()},
                 "samples": len(task.samples),
                 "scored tokens": sum(sample.scored for sample in task.samples),
@@ -78,16 +78,13 @@ def main(argv: Sequence[str] | None = None) -> None:
                 "flags": flags_of(config, inference, chosen),
                 "computed": computed_by(stages, task, config),
             }
-            try:
-                output.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-            except OSError as error:
-                raise InputError(f"--output-path: {output} cannot be written ({error.strerror})") from None
+            write_output_file("--output-path", output, json.dumps(record, indent=2) + "\n")
 
 
 def run(stages: Stages, task: ZeroShotTask, micro_batch_size: int) -> float:
-    """The sum that the task's results follow from, with a bar that the first process shows."""
+    """Sum the scores of all samples; rank 0 shows a progress bar."""
     steps = math.ceil(len(task.samples) / (micro_batch_size * stages.mesh.dp.size))
-    # Where nobody watches a bar, a line now and then.
+    # Without a terminal, print a line now and then.
     seconds = 0.1 if sys.stderr.isatty() else 30
     hidden = not stages.mesh.is_first
     with tqdm(total=steps, desc=task.name, unit="batch", mininterval=seconds, disable=hidden) as progress:
@@ -95,10 +92,10 @@ def run(stages: Stages, task: ZeroShotTask, micro_batch_size: int) -> float:
 
 
 def seq_length(config: ZeroShotConfig, model: GPTModel) -> int:
-    """How many tokens the model is to see at once.
+    """The length of the model's input.
 
     Raises:
-        InputError: it has no positions for as many.
+        InputError: it is longer than the model's position embeddings.
     """
     longest = model.config.max_position_embeddings
     learned = model.config.position_embedding_type == "learned_absolute"
@@ -108,7 +105,7 @@ def seq_length(config: ZeroShotConfig, model: GPTModel) -> int:
 
 
 def computed_by(stages: Stages, task: ZeroShotTask, config: ZeroShotConfig) -> dict[str, Any]:
-    """What the figures may depend on beside the flags: what these left open, and the versions of what computes."""
+    """The facts besides flags on which the results may depend: resolved defaults, device, versions."""
     return {
         "seq_length": task.length,
         "overlapping_eval": None if task.greedy else config.stride(task.length),

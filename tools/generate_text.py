@@ -1,4 +1,4 @@
-"""Continue prompts with a trained GPT: one, those of a file, or yours as you type.
+"""Generate text from prompts with a trained GPT: a prompt, a file of prompts, or prompts that you type.
 
 python tools/generate_text.py --load checkpoints --prompt "Once upon a time"
 """
@@ -13,10 +13,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.arguments import Parser, add_flags, make_config, run_command
+from megatron.cli import Parser, add_flags, make_config, run_command
 from megatron.inference.beam import BeamConfig
 from megatron.inference.config import InferenceConfig
-from megatron.inference.lead import lead
+from megatron.inference.driver import driver
 from megatron.inference.sampling import SamplingConfig
 from megatron.inference.terminal import TextConfig, run
 from megatron.tokenizer.config import TokenizerConfig
@@ -34,10 +34,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     for title, config in configs.items():
         add_flags(parser, config, title)
     args = vars(parser.parse_args(argv))
-    model, text, sampling, beam, tokenizer = (make_config(config, args) for config in configs.values())
-    drawing = {field.name for field in dataclasses.fields(SamplingConfig)} - {"out_seq_length"}
-    beam.check(args.keys() & (drawing | {"num_samples", "logprobs"}))
-    lead(model, tokenizer, functools.partial(run, text, sampling, beam))
+    beam = make_config(BeamConfig, args)
+    sampling_flags = {field.name for field in dataclasses.fields(SamplingConfig)} - {"out_seq_length"}
+    beam.check(args.keys() & (sampling_flags | {"num_samples", "logprobs"}))
+    generate = functools.partial(run, make_config(TextConfig, args), make_config(SamplingConfig, args), beam)
+    driver(make_config(InferenceConfig, args), make_config(TokenizerConfig, args), generate)
 
 
 if __name__ == "__main__":

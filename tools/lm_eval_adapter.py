@@ -12,9 +12,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.arguments import Parser, add_flags, make_config, run_command
-from megatron.flags import InputError
+from megatron.cli import Parser, add_flags, make_config, run_command
+from megatron.errors import InputError
 from megatron.tokenizer.config import TokenizerConfig
+from megatron.tool import check_output_file, write_output_file
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -25,9 +26,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args["include_path"] is not None and not args["include_path"].is_dir():
         raise InputError(f"--include-path: {args['include_path']} is not a folder")
     output = args["output_path"]
-    if output is not None and (output.is_dir() or not output.absolute().parent.is_dir()):
-        raise InputError(f"--output-path: {output} is not a file in a folder that is there")
-    # It imports lm_eval, which need not be installed.
+    check_output_file("--output-path", output)
+    # Imported here because it imports lm_eval, which is an optional package.
     from megatron.evaluation.harness import MegatronLM, run_tasks
 
     model = MegatronLM(
@@ -39,48 +39,48 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     if "bos" in model.tokenizer.special_ids and not args["add_bos_token"]:
         print(
-            f"note: {model.tokenizer} has a beginning-of-sequence token; --add-bos-token begins each text with it, "
-            "which the models of Llama's family were trained with",
+            f"note: {model.tokenizer} has a beginning-of-sequence token; models of the Llama family need it at the "
+            "start of each text (--add-bos-token)",
             file=sys.stderr,
         )
     results, table = run_tasks(model, args["tasks"].split(","), args["include_path"], limit)
     print(table)
     if output is not None:
-        output.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        write_output_file("--output-path", output, json.dumps(results, indent=2) + "\n")
 
 
 def make_parser() -> Parser:
     parser = Parser(description=__doc__)
     parser.add_argument(
-        "--load", required=True, metavar="DIR", help="folder of checkpoints, or of a model of Hugging Face's"
+        "--load", required=True, metavar="DIR", help="folder of checkpoints, or of a Hugging Face model"
     )
     parser.add_argument(
-        "--tasks", required=True, metavar="NAME,...", help="tasks or groups of them, by name or pattern"
+        "--tasks", required=True, metavar="NAME,...", help="tasks or groups of tasks, by name or pattern"
     )
     parser.add_argument(
-        "--include-path", "--include_path", type=Path, metavar="DIR", help="folder of further tasks, as yaml"
+        "--include-path", "--include_path", type=Path, metavar="DIR", help="folder of further tasks, in YAML"
     )
     parser.add_argument(
-        "--batch-size", "--batch_size", type=int, default=1, metavar="N", help="texts computed together"
+        "--batch-size", "--batch_size", type=int, default=1, metavar="N", help="number of texts in a batch"
     )
     parser.add_argument(
-        "--limit", type=float, metavar="N", help="take the first N samples of each task, or this fraction"
+        "--limit", type=float, metavar="N", help="use the first N samples of each task, or this fraction"
     )
     parser.add_argument(
         "--output-path", "--output_path", "--output", type=Path, metavar="FILE", help="JSON file to write"
     )
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to compute")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="device to run on")
     parser.add_argument(
-        "--add-bos-token", action="store_true", help="begin each text with the beginning-of-sequence token"
+        "--add-bos-token", action="store_true", help="start each text with the beginning-of-sequence token"
     )
     add_flags(parser, TokenizerConfig, "tokenizer (default: the one saved with the checkpoint)")
     return parser
 
 
 def check_limit(limit: float | None) -> float | None:
-    """Raise `InputError` unless it is a number of samples, or a fraction of them."""
+    """Raise `InputError` unless it is an integer or a fraction below 1."""
     if limit is not None and not (0 < limit < 1 or (limit >= 1 and limit.is_integer())):
-        raise InputError(f"--limit: {limit:g} is neither a whole number of samples nor a fraction of them")
+        raise InputError(f"--limit: {limit:g} is neither an integer nor a fraction below 1")
     return limit
 
 

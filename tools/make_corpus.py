@@ -1,7 +1,7 @@
-"""Make a corpus from text that every Python installation carries: one JSON object per line.
+"""Make a corpus from the text in every Python installation: one JSON object per line.
 
-The text is the language reference (`pydoc_data.topics`), the docstrings of the modules built into the
-interpreter, and the sources of the standard library: 10 to 12 MB, the same for the same Python.
+The text is the language reference (`pydoc_data.topics`), the docstrings of the modules built into the interpreter, and
+the sources of the standard library: 10 to 12 MB, the same for the same Python version.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from pydoc_data.topics import topics
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.arguments import Parser, add_flags, make_config, run_command
-from megatron.flags import Config, InputError, flag
+from megatron.cli import Parser, add_flags, make_config, run_command
+from megatron.errors import InputError
+from megatron.flags import Config, flag
 
 # Tests are left out because slim installations do not carry them.
 SKIPPED_FOLDERS = {"__pycache__", "dist-packages", "idle_test", "site-packages", "test", "tests"}
@@ -28,13 +29,13 @@ SKIPPED_FOLDERS = {"__pycache__", "dist-packages", "idle_test", "site-packages",
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CorpusConfig(Config):
-    """Where the corpus goes, and how much of it."""
+    """Output file and size of the corpus."""
 
     output: str = flag(
         None, "file to write, one {'text', 'source'} object per line", metavar="FILE", required=True
     )
     megabytes: float | None = flag(
-        None, "stop once the documents hold this many millions of bytes (default: take all)", above=0
+        None, "stop once the documents hold this many megabytes (default: use all)", above=0
     )
 
 
@@ -47,7 +48,7 @@ def language_reference() -> Iterator[tuple[str, str]]:
 def builtin_docstrings() -> Iterator[tuple[str, str]]:
     """Yield (source, text) for each module and class written in C and built into the interpreter.
 
-    Their documentation is in no source file of the standard library.
+    No source file of the standard library has their documentation.
     """
     for name in sorted(sys.builtin_module_names):
         module = importlib.import_module(name)
@@ -66,7 +67,7 @@ def builtin_docstrings() -> Iterator[tuple[str, str]]:
 
 
 def documented(name: str, value: object) -> str:
-    """`name` and the docstring of `value`, or nothing if it has none."""
+    """The name and docstring of `value`; empty if it has none."""
     doc = getattr(value, "__doc__", None)
     return f"{name}\n\n{doc.strip()}\n" if isinstance(doc, str) else ""
 
@@ -78,7 +79,7 @@ def library_sources(root: Path) -> Iterator[tuple[str, str]]:
         for name in sorted(files):
             path = Path(folder, name)
             source = path.relative_to(root).as_posix()
-            # Left out: what holds the paths of the machine that built this Python, and the topics once more.
+            # Skip files with paths of the machine that built this Python, and the source of the topics.
             generated = name.startswith("_sysconfigdata") or source.startswith(("config-", "pydoc_data/"))
             if path.suffix != ".py" or generated:
                 continue
@@ -89,9 +90,9 @@ def library_sources(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def corpus() -> list[tuple[str, str]]:
-    """All documents as (source, text), in an order that is shuffled but always the same.
+    """All documents as (source, text), shuffled deterministically.
 
-    Shuffled, because training, validation and test documents are consecutive parts of a file.
+    They are shuffled because training, validation and test documents are consecutive parts of a file.
     """
     root = Path(sysconfig.get_path("stdlib"))
     documents = [*language_reference(), *builtin_docstrings(), *library_sources(root)]
@@ -101,17 +102,17 @@ def corpus() -> list[tuple[str, str]]:
 
 
 def first_megabytes(documents: list[tuple[str, str]], megabytes: float) -> list[tuple[str, str]]:
-    """The first documents that together hold `megabytes` million bytes of text.
+    """The first documents that together hold `megabytes` of text.
 
     Raises:
-        InputError: this Python carries less.
+        InputError: this Python installation has less text.
     """
     size = 0
     for count, (_, text) in enumerate(documents, start=1):
         size += len(text.encode())
         if size >= megabytes * 1e6:
             return documents[:count]
-    raise InputError(f"--megabytes: {megabytes:g} is too much; this Python carries {size / 1e6:.1f}")
+    raise InputError(f"--megabytes: {megabytes:g} is too much; this Python installation has {size / 1e6:.1f}")
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-r"""Turn text into the token files (.bin and .idx) that training reads.
+r"""Tokenize text into the files (.bin and .idx) that training reads.
 
     python tools/preprocess_data.py --input 'my/*.jsonl' --output-prefix my/corpus --append-eod \
         --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt
@@ -12,9 +12,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.arguments import Parser, add_flags, end_on_sigterm, make_config, run_command
-from megatron.data.preprocess import PreprocessConfig, Report, preprocess
+from megatron.cli import Parser, add_flags, make_config, run_command
+from megatron.preprocessing.preprocess import PreprocessConfig, Report, preprocess
 from megatron.tokenizer.config import TokenizerConfig
+from megatron.tool import exit_on_sigterm
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -25,8 +26,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = make_config(PreprocessConfig, args)
     tokenizer = make_config(TokenizerConfig, args)
     if (tokenizer.tokenizer_type or "").startswith("Bert") and not config.split_sentences:
-        print("note: BERT is pretrained on sentences; --split-sentences makes them", file=sys.stderr)
-    end_on_sigterm()
+        print("note: BERT is pretrained on sentences; use --split-sentences", file=sys.stderr)
+    exit_on_sigterm()
     describe(preprocess(config, tokenizer))
 
 
@@ -37,9 +38,9 @@ def describe(report: Report) -> None:
             f"{output.tokens:,} tokens"
         )
         if output.documents < report.documents:
-            print(f"  {report.documents - output.documents:,} documents without a token were left out")
+            print(f"  {report.documents - output.documents:,} documents without tokens were dropped")
     if report.bad_count:
-        print(f"{report.bad_count:,} bad lines were left out, the first of them:")
+        print(f"{report.bad_count:,} bad lines were dropped, the first of them:")
         for line in report.bad_lines:
             print(f"  {line}")
     speed = report.text_bytes / 1e6 / report.seconds

@@ -1,11 +1,10 @@
-"""Serve a trained GPT over HTTP: OpenAI's completions, NVIDIA's PUT /api, and a page to try it.
+"""Serve a trained GPT over HTTP: OpenAI's completions API, NVIDIA's PUT /api, and a web page.
 
 python tools/serve.py --load checkpoints
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import sys
@@ -14,10 +13,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.arguments import Parser, add_flags, make_config, run_command
+from megatron.cli import Parser, add_flags, make_config, run_command
 from megatron.inference.config import InferenceConfig
-from megatron.inference.lead import lead
+from megatron.inference.driver import driver
+from megatron.inference.predictor import Predictor
 from megatron.inference.server.config import ServerConfig
+from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.config import TokenizerConfig
 
 
@@ -31,8 +32,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for title, config in configs.items():
         add_flags(parser, config, title)
     args = vars(parser.parse_args(argv))
-    model, server, tokenizer = (make_config(config, args) for config in configs.values())
-    # Needs packages that nothing else does.
+    model, server = make_config(InferenceConfig, args), make_config(ServerConfig, args)
+    # Imported here because it needs packages that nothing else does.
     from megatron.inference.server.run import listen, serve
 
     listener = None
@@ -40,9 +41,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         server.api_key()
         listener = listen(server)  # before the model, which may take minutes to load
     else:
-        # torchrun passes it on to all; what it ends is for the first process to say, which these must serve until then.
+        # torchrun sends SIGTERM to all ranks. Rank 0 shuts the server down, and the others work for it until then.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    lead(model, tokenizer, functools.partial(serve, server, Path(model.load).resolve().name, listener))
+
+    def run(predictor: Predictor, tokenizer: Tokenizer) -> None:
+        assert listener is not None  # only rank 0 calls this
+        serve(server, Path(model.load).resolve().name, listener, predictor, tokenizer)
+
+    driver(model, make_config(TokenizerConfig, args), run)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Train a tokenizer on text: a byte-level BPE for GPT, or a WordPiece vocabulary for BERT.
+"""Train a tokenizer: a byte-level BPE for GPT, or a WordPiece vocabulary for BERT.
 
 python tools/train_tokenizer.py --input 'my/*.jsonl' --type bpe --vocab-size 32000 --output my/tokenizer
 """
@@ -13,10 +13,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.arguments import Parser, add_flags, make_config, run_command
-from megatron.data.documents import documents, find_files, read_batches
-from megatron.data.progress import Progress
-from megatron.flags import Config, InputError, flag
+from megatron.cli import Parser, add_flags, make_config, run_command
+from megatron.errors import InputError
+from megatron.flags import Config, flag
+from megatron.preprocessing.documents import documents, find_files, read_batches
+from megatron.preprocessing.progress import Progress
 from megatron.tokenizer.train import train_bpe, train_wordpiece
 
 LOG_INTERVAL = 100_000  # documents
@@ -24,23 +25,23 @@ LOG_INTERVAL = 100_000  # documents
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainTokenizerConfig(Config):
-    """What to learn from, and what."""
+    """The text and the kind of tokenizer."""
 
     input: tuple[str, ...] = flag(
         None,
-        "files or glob patterns, as tools/preprocess_data.py reads them",
+        "files or glob patterns, in the formats of tools/preprocess_data.py",
         nargs="+",
         metavar="FILE",
         required=True,
     )
     json_key: str = flag(
-        "text", "key of the JSON objects, or column of parquet files, that holds the text", metavar="KEY"
+        "text", "key of the JSON objects, or column of the parquet files, with the text", metavar="KEY"
     )
     type: str = flag(
         None, "GPT-2's byte-level BPE, or BERT's WordPiece", choices=("bpe", "wordpiece"), required=True
     )
-    vocab_size: int = flag(None, "number of token ids, special tokens among them", low=1, required=True)
-    cased: bool = flag(False, "wordpiece: tell upper from lower case (for BertWordPieceCase)")
+    vocab_size: int = flag(None, "number of token ids, special tokens included", low=1, required=True)
+    cased: bool = flag(False, "wordpiece: distinguish upper and lower case (for BertWordPieceCase)")
     output: str = flag(None, "folder to write the files to", metavar="DIR", required=True)
 
 
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_flags(parser, TrainTokenizerConfig, "training")
     config = make_config(TrainTokenizerConfig, vars(parser.parse_args(argv)))
     if config.cased and config.type == "bpe":
-        raise InputError("--cased: a BPE always tells upper from lower case; leave the flag out")
+        raise InputError("--cased: a BPE always distinguishes upper and lower case; leave the flag out")
     files = find_files(config.input)
     if config.type == "bpe":
         contents = train_bpe(read_texts(files, config.json_key), config.vocab_size)
@@ -65,10 +66,10 @@ def read_texts(files: Sequence[str], key: str) -> Iterator[str]:
     """Yield the text of all documents.
 
     Raises:
-        InputError: a file or a line is not as it should be.
+        InputError: a file or a line is malformed.
     """
     total = sum(map(os.path.getsize, files))
-    # On a terminal the trainer draws bars of its own.
+    # On a terminal the trainer draws its own progress bars.
     with Progress(total, LOG_INTERVAL) as progress:
         for batch in read_batches(files, [key]):
             found, bad = documents(batch, [key])
@@ -80,7 +81,7 @@ def read_texts(files: Sequence[str], key: str) -> Iterator[str]:
 
 
 def write_files(folder: Path, contents: dict[str, str]) -> None:
-    """Write files under temporary names, and rename them when all are on disk."""
+    """Write files under temporary names, and rename them once all are on disk."""
     partial = {folder / name: folder / f"{name}.partial" for name in contents}
     try:
         folder.mkdir(parents=True, exist_ok=True)

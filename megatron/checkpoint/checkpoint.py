@@ -1,13 +1,13 @@
-"""What a checkpoint holds.
+"""The contents of a checkpoint, one folder per iteration.
 
-    index.json               every file with its size and checksum, and where each tensor lies
+    index.json               every file with its size and checksum, and the location of each tensor
     state.json               iteration, position in the data, configuration, schedule, vocabulary, operations
     model.safetensors        every parameter by its global name, in the dtype of the model
-    optimizer.safetensors    `master/NAME` (fp32 weights, where the model is not fp32), `exp_avg/NAME`, ...
-                             (of several processes each writes its own: model-00001-of-00004.safetensors, ...)
-    tokenizer/               the tokenizer's files, so that the folder can be used on its own
+    optimizer.safetensors    `master/NAME` (fp32 weights of a half-precision model), `exp_avg/NAME`, ...
+                             (several processes write a file each: model-00001-of-00004.safetensors, ...)
+    tokenizer/               the tokenizer's files, so that the folder is self-contained
 
-Nothing in it can run code when loaded: tensors are safetensors, everything else is JSON.
+Loading a checkpoint cannot run code: tensors are safetensors, everything else is JSON.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron.checkpoint.foreign import Assembled
 from megatron.checkpoint.manifest import Manifest, read_manifest
-from megatron.checkpoint.pieces import Pieces
+from megatron.checkpoint.pieces import Pieces, TensorSource
 from megatron.checkpoint.storage import folder_of
-from megatron.flags import LARGEST, Config, InputError, flag_name
+from megatron.errors import InputError
+from megatron.flags import LARGEST, Config, flag_name
 from megatron.model.config import ModelConfig
-from megatron.optim import gate, scaler
+from megatron.optim import scaler, step_skipper
 from megatron.tokenizer.config import TokenizerConfig
 
 C = TypeVar("C", bound=Config)
 
 FORMAT = "megatron-checkpoint"
 VERSION = 1
-# An empty file: the evaluation that was due when the checkpoint was saved is done.
+# An empty file which says that the evaluation pending when the checkpoint was saved has been done.
 EVALUATED = "evaluated"
 
 # Fields of ModelConfig that may differ between a checkpoint and the run that loads it.
-FREE = {
+NOT_ARCHITECTURE = {
     "attention_dropout",
     "fp32_residual_connection",
     "hidden_dropout",
@@ -47,19 +47,19 @@ FREE = {
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint found on disk, its state read, its tensors not yet.
+    """A checkpoint on disk whose state has been read and whose tensors have not.
 
     Attributes:
-        manifest: None if the files are not ours.
-        foreign: then the tensors of each kind, "model" and where there is one "optimizer".
-        passed_over: what is wrong with newer ones that were not taken.
-        notes: what whoever uses a foreign one should know, a sentence each.
+        tensors: a source for each kind that the checkpoint has, "model" and "optimizer".
+        manifest: None if another program wrote the checkpoint.
+        passed_over: errors of newer checkpoints that were skipped because they are damaged.
+        notes: facts that the user of a converted checkpoint should know, a sentence each.
     """
 
     folder: Path
     state: dict[str, Any]
-    manifest: Manifest | None
-    foreign: Mapping[str, Assembled] = dataclasses.field(default_factory=dict)
+    tensors: Mapping[str, TensorSource]
+    manifest: Manifest | None = None
     passed_over: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -67,37 +67,32 @@ class Checkpoint:
     def iteration(self) -> int:
         return self.state["iteration"]
 
-    @property
-    def kinds(self) -> list[str]:
-        """The kinds of tensors that it has: "model", "optimizer"."""
-        return list(self.foreign if self.manifest is None else self.manifest.tensors)
-
-    def pieces(self, kind: str) -> Pieces | Assembled:
-        """The tensors of a kind."""
-        if self.manifest is None:
-            return self.foreign[kind]
-        return Pieces(self.folder, self.manifest.tensors[kind])
+    def verify(self, part: slice = slice(None)) -> None:
+        """Raise `InputError` unless a part of the files, by default all, have their recorded checksums."""
+        if self.manifest is not None:
+            self.manifest.verify(sorted(self.manifest.files)[part])
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """A checkpoint whose files are all there, and as long as they were when written.
+    """Open a checkpoint in the native format, after checking that every file exists with its recorded size.
 
     Raises:
-        InputError: they are not.
+        InputError: a file is missing or has another size.
     """
     manifest = read_manifest(folder)
     manifest.check_sizes()
     if "state.json" not in manifest.files or "model" not in manifest.tensors:
-        raise InputError(f"{folder / 'index.json'}: names no state.json, or no tensors of a model")
+        raise InputError(f"{folder / 'index.json'}: lists no state.json, or no tensors of a model")
     manifest.verify(["state.json"])
     state = read_state(folder)
     if (folder / EVALUATED).exists():
         state["evaluation_due"] = False
-    return Checkpoint(folder, state, manifest)
+    tensors = {kind: Pieces(folder, index) for kind, index in manifest.tensors.items()}
+    return Checkpoint(folder, state, tensors, manifest)
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The content of a checkpoint's state.json, its kind and version checked."""
+    """Read and check state.json."""
     path = folder / "state.json"
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
@@ -111,11 +106,11 @@ def read_state(folder: Path) -> dict[str, Any]:
         raise InputError(
             f"{path}: has format version {state.get('version')}; this program reads version {VERSION}"
         )
-    for name, right in STATE_FIELDS.items():
-        if not right(state.get(name)):
+    for name, is_valid in STATE_FIELDS.items():
+        if not is_valid(state.get(name)):
             raise InputError(f"{path}: {name!r} is missing or wrong: {str(state.get(name))[:60]}")
     if folder_of(folder.parent, state["iteration"]).name != folder.name:
-        raise InputError(f"{path}: is of iteration {state['iteration']}, but lies in {folder.name}")
+        raise InputError(f"{path}: is of iteration {state['iteration']}, but is in {folder.name}")
     return state
 
 
@@ -132,11 +127,11 @@ def _is_history(value: Any) -> bool:
 
 
 def _is_operations(value: Any) -> bool:
-    """Whether `value` is an `Ops.kinds`; None, too, from before they were saved."""
+    """True for an `Ops.kinds`, and for None, as in older checkpoints."""
     return value is None or (isinstance(value, list) and all(isinstance(kind, str) for kind in value))
 
 
-# What state.json must hold, and how a value is told to be right.
+# The required fields of state.json, each with a check of its value.
 STATE_FIELDS = {
     "task": lambda value: isinstance(value, str),
     "iteration": _is_count,
@@ -145,7 +140,7 @@ STATE_FIELDS = {
     "evaluation_due": lambda value: isinstance(value, bool),
     "bad_steps": _is_count,
     "history": _is_history,
-    "spike_window": gate.is_state,
+    "spike_window": step_skipper.is_state,
     "loss_scaler": scaler.is_state,
     "vocab_size": _is_count,
     "padded_vocab_size": _is_count,
@@ -157,18 +152,18 @@ STATE_FIELDS = {
 
 
 def mark_evaluated(root: Path, iteration: int) -> None:
-    """Note in the checkpoint of an iteration that the evaluation which was due when it was saved is done."""
+    """Record in a checkpoint that the evaluation pending when it was saved has been done."""
     (folder_of(root, iteration) / EVALUATED).touch()
 
 
 def model_config(checkpoint: Checkpoint) -> ModelConfig:
-    """The architecture that a checkpoint was saved with."""
+    """The model's configuration in the run that saved a checkpoint."""
     return saved_config(checkpoint, "model", ModelConfig)
 
 
-def saved_config(checkpoint: Checkpoint, part: str, config: type[C]) -> C:
-    """A part of the configuration of the run that saved a checkpoint."""
-    saved = checkpoint.state["config"].get(part, {})
+def saved_config(checkpoint: Checkpoint, section: str, config: type[C]) -> C:
+    """A section of the configuration of the run that saved a checkpoint."""
+    saved = checkpoint.state["config"].get(section, {})
     fields = {f.name for f in dataclasses.fields(config)}
     try:
         return config(**{name: value for name, value in saved.items() if name in fields})
@@ -177,30 +172,30 @@ def saved_config(checkpoint: Checkpoint, part: str, config: type[C]) -> C:
 
 
 def saved_tokenizer(checkpoint: Checkpoint) -> TokenizerConfig:
-    """The configuration of the tokenizer that was saved with a checkpoint, reading the files beside it."""
+    """The tokenizer's configuration in the run that saved a checkpoint, with the paths of the files saved with it."""
     saved = saved_config(checkpoint, "tokenizer", TokenizerConfig)
-    if checkpoint.manifest is None:  # the files are named by their paths
+    if checkpoint.manifest is None:  # another program's files, given by their paths
         return saved
     folder = checkpoint.folder / "tokenizer"
-    files = {}
+    files: dict[str, Any] = {}
     for name in ("vocab_file", "merge_file", "tokenizer_model"):
         path = getattr(saved, name)
         if path is not None:
             file = folder / Path(path).name
-            # A tokenizer given as a directory was saved as the files in it.
+            # A tokenizer given as a folder was saved as the files in that folder.
             files[name] = str(file if file.exists() else folder)
     return dataclasses.replace(saved, **files)
 
 
 def is_architecture(field: str, config: ModelConfig) -> bool:
-    """Whether a field of this config is part of what its weights are, and cannot change while they last."""
-    # Without a table of positions the model has no longest sequence of its own.
-    has_longest = config.position_embedding_type == "learned_absolute"
-    return field not in FREE and (has_longest or field != "max_position_embeddings")
+    """True for a field of the config that the weights fix: it cannot change when they are loaded."""
+    # Only learned position embeddings limit the sequence length.
+    has_positions = config.position_embedding_type == "learned_absolute"
+    return field not in NOT_ARCHITECTURE and (has_positions or field != "max_position_embeddings")
 
 
 def check_architecture(checkpoint: Checkpoint, config: ModelConfig) -> None:
-    """Raise `InputError` naming the flags in which a run's model differs from the checkpoint's."""
+    """Raise `InputError` with the flags by which a run's architecture differs from the checkpoint's."""
     is_bert = checkpoint.state["task"].startswith("BERT")
     differing = [
         f"{flag} (checkpoint: {saved}, given: {given})"
@@ -211,23 +206,23 @@ def check_architecture(checkpoint: Checkpoint, config: ModelConfig) -> None:
 
 
 def differences(a: ModelConfig, b: ModelConfig, *, is_bert: bool) -> list[tuple[str, Any, Any]]:
-    """Each flag in which two architectures differ, and both its values."""
-    same = {"group_query_attention"}  # which the number of groups tells
-    # Two flags for one thing, which a gated MLP has not at all; but BERT's head heeds only one of them.
+    """The flags by which two architectures differ, each with both values."""
+    ignored = {"group_query_attention"}  # follows from num_query_groups
+    # Both flags select the tanh form of GELU. SwiGLU has no GELU, and BERT's head uses only the second flag.
     tanh = [(config.tanh_gelu, is_bert and config.openai_gelu) for config in (a, b)]
     if tanh[0] == tanh[1] or (a.swiglu and b.swiglu and not is_bert):
-        same |= {"bias_gelu_fusion", "openai_gelu"}
+        ignored |= {"bias_gelu_fusion", "openai_gelu"}
     return [
         (flag_name(field), getattr(a, field.name), getattr(b, field.name))
         for field in dataclasses.fields(ModelConfig)
         if is_architecture(field.name, b)
-        and field.name not in same
+        and field.name not in ignored
         and getattr(a, field.name) != getattr(b, field.name)
     ]
 
 
 def check_vocabulary(checkpoint: Checkpoint, vocab_size: int) -> None:
-    """Raise `InputError` unless the tokenizer has as many ids as the one the checkpoint was trained with."""
+    """Raise `InputError` unless the tokenizer has as many ids as the checkpoint's."""
     if checkpoint.state["vocab_size"] != vocab_size:
         raise InputError(
             f"--load: {checkpoint.folder} has a vocabulary of {checkpoint.state['vocab_size']} ids, but the "

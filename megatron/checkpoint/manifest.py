@@ -1,4 +1,4 @@
-"""What a checkpoint consists of: `index.json` with the size and checksum of every file, and where each tensor lies."""
+"""The manifest of a checkpoint, index.json: the size and checksum of every file, and the location of each tensor."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any
 
 from megatron.checkpoint.pieces import Index
 from megatron.checkpoint.storage import check_is_file
-from megatron.flags import LARGEST, InputError
+from megatron.errors import InputError
+from megatron.flags import LARGEST
 
 NAME = "index.json"
-# A file of tensors, in the folder itself; and a file of the tokenizer's.
+# Files of tensors are in the folder itself.
 TENSORS = re.compile(r"(model|optimizer)(-[0-9]{5,}-of-[0-9]{5,})?\.safetensors")
 FILE = re.compile(rf"{TENSORS.pattern}|state\.json|tokenizer/[^/\0]+")
 
@@ -24,8 +25,8 @@ class Manifest:
     """The content of index.json.
 
     Attributes:
-        files: size in bytes and SHA-256 of every other file, by its path in the folder.
-        tensors: the index of the tensors of each kind, "model" and, if it was saved, "optimizer".
+        files: size in bytes and SHA-256 of every other file, by its path relative to the folder.
+        tensors: an index for each kind of tensors, "model" and, if it was saved, "optimizer".
     """
 
     folder: Path
@@ -33,39 +34,39 @@ class Manifest:
     tensors: dict[str, Index]
 
     def write(self) -> None:
-        """Write it to its folder."""
+        """Write index.json."""
         content = json.dumps({"files": self.files, "tensors": self.tensors})
         text = f'{{"sha256": "{hashlib.sha256(content.encode()).hexdigest()}",\n"content": {content}}}\n'
         (self.folder / NAME).write_text(text, encoding="utf-8")
 
     def check_sizes(self) -> None:
-        """Raise `InputError` unless every file is there and as long as it was when written."""
+        """Raise `InputError` unless every file exists and has its recorded size."""
         for name, (size, _) in self.files.items():
             path = self.folder / name
             check_is_file(path)
             if not path.is_file():
-                raise InputError(f"{path}: is missing; the checkpoint is not whole")
+                raise InputError(f"{path}: is missing; the checkpoint is incomplete")
             if path.stat().st_size != size:
                 raise InputError(
-                    f"{path}: has {path.stat().st_size} bytes, but {size} were written; it is torn"
+                    f"{path}: has {path.stat().st_size} bytes, but {size} were written; it is truncated"
                 )
 
     def verify(self, names: list[str]) -> None:
-        """Raise `InputError` unless these files hold what was written."""
+        """Raise `InputError` unless these files have their recorded checksums."""
         for name in names:
             try:
                 found = digest(self.folder / name)
             except OSError as error:
                 raise InputError(f"{self.folder / name}: cannot be read ({error.strerror})") from None
             if found != self.files[name][1]:
-                raise InputError(f"{self.folder / name}: is not what was written (its checksum differs)")
+                raise InputError(f"{self.folder / name}: is damaged (its checksum differs)")
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint.
+    """Read and check the manifest of a checkpoint.
 
     Raises:
-        InputError: there is none, or it is damaged.
+        InputError: it is missing or damaged.
     """
     path = folder / NAME
     check_is_file(path)
@@ -74,12 +75,12 @@ def read_manifest(folder: Path) -> Manifest:
         whole = json.loads(text)
         content = text[text.index('"content": ') + len('"content": ') : text.rindex("}")]
         if hashlib.sha256(content.encode()).hexdigest() != whole["sha256"]:
-            raise InputError(f"{path}: is not what was written (its checksum differs)")
+            raise InputError(f"{path}: is damaged (its checksum differs)")
         files, tensors = whole["content"]["files"], whole["content"]["tensors"]
         _check(files, tensors)
     except FileNotFoundError:
         raise InputError(
-            f"{path}: is missing; the folder is not a whole checkpoint of this program"
+            f"{path}: is missing; the folder is not a complete checkpoint of this program"
         ) from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
@@ -91,10 +92,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _check(files: Any, tensors: Any) -> None:
-    """Raise one of many errors if the content is not of the right form: who made it may mean no good."""
+    """Check a manifest that may be malicious; raises `ValueError`, `TypeError` or another error if it is wrong."""
     for name, (size, sha256) in files.items():
         if not FILE.fullmatch(name) or ".." in name:
-            raise ValueError(f"{name[:80]!r} is not the name of a file of a checkpoint")
+            raise ValueError(f"{name[:80]!r} is not the name of a checkpoint's file")
         if type(size) is not int or type(sha256) is not str:
             raise ValueError(f"size or checksum of {name} is wrong")
     for kind, index in tensors.items():
@@ -104,7 +105,7 @@ def _check(files: Any, tensors: Any) -> None:
             numbers = list(tensor["shape"])
             for file, key, rows, columns in tensor["pieces"]:
                 if file not in files or not TENSORS.fullmatch(file) or type(key) is not str:
-                    raise ValueError(f"{name[:80]} is said to be in {file[:80]!r}")
+                    raise ValueError(f"{name[:80]} is in the unknown file {file[:80]!r}")
                 (begin, end), (left, right) = rows, columns
                 numbers += [begin, end, left, right]
             if not numbers or any(type(n) is not int or not 0 <= n <= LARGEST for n in numbers):
@@ -112,9 +113,9 @@ def _check(files: Any, tensors: Any) -> None:
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file, as `sha256sum` prints it."""
-    found = hashlib.sha256()
+    """The SHA-256 of a file, as `sha256sum` prints it."""
+    sha256 = hashlib.sha256()
     with path.open("rb") as file:
         while data := file.read(1 << 20):
-            found.update(data)
-    return found.hexdigest()
+            sha256.update(data)
+    return sha256.hexdigest()

@@ -1,4 +1,4 @@
-"""Saving: every process writes its share of the tensors, the first one everything else."""
+"""Save a checkpoint: every process writes its part of the tensors, rank 0 also everything else."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import json
 import logging
 import shutil
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,8 @@ from megatron.checkpoint.pieces import (
     file_name,
     pieces_to_write,
     read_index,
-    shares,
     write_pieces,
+    written_parts,
 )
 from megatron.checkpoint.storage import (
     begin_checkpoint,
@@ -34,7 +33,7 @@ from megatron.checkpoint.storage import (
 )
 from megatron.optim.buffer import ParamBuffer
 from megatron.optim.optimizer import Optimizer
-from megatron.parallel.collectives import all_gather, all_reduce_sum, together
+from megatron.parallel.collectives import all_reduce_sum, gather_texts, raise_on_all_ranks
 from megatron.parallel.mesh import Axis
 
 logger = logging.getLogger("megatron")
@@ -42,12 +41,12 @@ logger = logging.getLogger("megatron")
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """What this process writes of a checkpoint.
+    """The part of a checkpoint that this process writes.
 
     Attributes:
-        state: content of state.json, without its format and version.
-        tensors: of each kind, "model" or "optimizer", and each group of tensors, by what stands before a parameter's
-            name: the `shares` of the group's flat memory.
+        state: the content of state.json without format and version.
+        tensors: by kind, "model" or "optimizer", and by prefix of the parameters' names, the `written_parts` of a flat
+            buffer.
     """
 
     state: dict[str, Any]
@@ -57,14 +56,14 @@ class Snapshot:
 def take_snapshot(
     config: CheckpointConfig, state: dict[str, Any], buffer: ParamBuffer, optimizer: Optimizer
 ) -> Snapshot:
-    """A checkpoint of now. Its tensors are those of the run itself, which the next step changes."""
+    """Take a snapshot. Its tensors are views of the run's own memory, which the next step changes."""
     buffer.finish_gathers()
-    groups = {"model": {"": buffer.owned(buffer.params)}}
+    groups = {"model": {"": buffer.local_shards(buffer.params)}}
     if config.save_optim:
         masters = {} if buffer.is_fp32 else {"master": buffer.masters}
-        groups["optimizer"] = {f"{name}/": owned for name, owned in (masters | optimizer.moments).items()}
+        groups["optimizer"] = {f"{name}/": owned for name, owned in (masters | optimizer.state).items()}
     tensors = {
-        kind: {prefix: shares(buffer, owned) for prefix, owned in group.items()}
+        kind: {prefix: written_parts(buffer, owned) for prefix, owned in group.items()}
         for kind, group in groups.items()
     }
     return Snapshot({"optimizer_steps": optimizer.steps if config.save_optim else None, **state}, tensors)
@@ -77,36 +76,37 @@ def write_checkpoint(
     world: Axis,
     tokenizer_files: dict[str, bytes],
 ) -> None:
-    """Write a checkpoint to the folder `config.save`, and delete those that it is not to keep.
-
-    Every process of `world`, all of the run, must take part, and writes its share.
+    """Write a checkpoint to the folder `config.save` and delete expired ones. Collective over `world`, all ranks.
 
     Args:
-        buffer: says where in the model the snapshot's tensors lie; its values are not read.
+        buffer: describes the layout of the snapshot's tensors; its values are not read.
         tokenizer_files: content of the tokenizer's files, by name.
 
     Raises:
-        OSError: it cannot be written; raised by all processes if by one.
+        OSError: on all ranks, if one of them cannot write.
     """
+    assert config.save is not None
     root, iteration, first = Path(config.save), snapshot.state["iteration"], world.rank == 0
     folder = temporary_folder(root, iteration)
     kinds = {kind: _collect(buffer, group) for kind, group in snapshot.tensors.items()}
     size = sum(t.nbytes for pieces in kinds.values() for blocks in pieces.values() for _, _, t in blocks)
     needed = int(all_reduce_sum(torch.tensor([size]), world))
     try:
-        with together(world):
+        with raise_on_all_ranks(world):
             if first:
                 begin_checkpoint(root, iteration, needed)
-        with together(world):
-            numbers = []
+        with raise_on_all_ranks(world):
+            written = {}
             for kind, pieces in kinds.items():
                 path = folder / file_name(kind, world.rank, world.size)
                 write_pieces(path, pieces)
                 sync(path)
-                numbers += [path.stat().st_size, *struct.unpack("<4q", bytes.fromhex(digest(path)))]
-                buffer.mesh.activity.steps += 1
-        files = _gather_digests(numbers, list(kinds), world)
-        with together(world):
+                written[path.name] = path.stat().st_size, digest(path)
+                buffer.mesh.heartbeat.steps += 1
+        files: dict[str, tuple[int, str]] = {}
+        for text in gather_texts(json.dumps(written), world):
+            files |= {name: (size, sha256) for name, (size, sha256) in json.loads(text).items()}
+        with raise_on_all_ranks(world):
             if first:
                 state = {"format": FORMAT, "version": VERSION, **snapshot.state}
                 files |= write_rest(folder, state, tokenizer_files)
@@ -121,23 +121,13 @@ def write_checkpoint(
         try:
             discard_older(root, iteration, **keep)
         except OSError as error:
-            logger.warning(f"--keep-last: an older checkpoint cannot be deleted: {error}")
-
-
-def _gather_digests(numbers: list[int], kinds: list[str], world: Axis) -> dict[str, tuple[int, str]]:
-    """Size and checksum of the files that all processes have written, from those of this one."""
-    table = all_gather(torch.tensor([numbers]), world).view(world.size, len(kinds), 5).tolist()
-    return {
-        file_name(kind, rank, world.size): (size, struct.pack("<4q", *words).hex())
-        for rank, row in enumerate(table)
-        for kind, (size, *words) in zip(kinds, row, strict=True)
-    }
+            logger.warning(f"--keep-last: cannot delete an older checkpoint: {error}")
 
 
 def write_rest(
     folder: Path, state: dict[str, Any], tokenizer_files: dict[str, bytes]
 ) -> dict[str, tuple[int, str]]:
-    """Write what is not tensors; gives the files' sizes and checksums."""
+    """Write state.json and the tokenizer's files; returns their sizes and checksums."""
     paths = [folder / "state.json"]
     paths[0].write_text(json.dumps(state, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     if tokenizer_files:
@@ -149,7 +139,7 @@ def write_rest(
 
 
 def _join_indices(folder: Path, files: dict, kinds: list[str]) -> dict[str, Index]:
-    """The index of the whole checkpoint, from those of its files of tensors."""
+    """Join the indices of all files of tensors."""
     joined: dict[str, Index] = {kind: {} for kind in kinds}
     for file in files:
         kind = file.split(".")[0].split("-")[0]
@@ -160,9 +150,9 @@ def _join_indices(folder: Path, files: dict, kinds: list[str]) -> dict[str, Inde
 
 
 def _collect(buffer: ParamBuffer, by_prefix: dict[str, list[Tensor]]) -> PiecesToWrite:
-    """The pieces of a file, by the names of whole tensors."""
+    """Collect the pieces of a file, by the names of whole tensors."""
     pieces: PiecesToWrite = {}
-    for prefix, mine in by_prefix.items():
-        for entry, block, values in pieces_to_write(buffer, mine):
-            pieces.setdefault(prefix + entry.name, []).append((entry.place, block, values))
+    for prefix, parts in by_prefix.items():
+        for entry, block, values in pieces_to_write(buffer, parts):
+            pieces.setdefault(prefix + entry.name, []).append((entry.shard_spec, block, values))
     return pieces

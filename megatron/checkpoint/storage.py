@@ -1,12 +1,12 @@
-"""Folders of checkpoints: where they lie, and how one comes to be there whole or not at all.
+"""The folder of a run's checkpoints, in which a checkpoint appears atomically.
 
-    DIR/latest_checkpointed_iteration.txt    the tracker: the number of the newest iteration
-    DIR/iter_0000100/...                     one folder a checkpoint
-    DIR/taken_back_to_iteration.txt          of --ckpt-step, once it has been followed
-    DIR/best/...                             of fine-tuning: a folder like DIR, with the best checkpoint alone
+    DIR/latest_checkpointed_iteration.txt    the tracker: the newest iteration
+    DIR/iter_0000100/...                     a checkpoint
+    DIR/taken_back_to_iteration.txt          the last --ckpt-step to which the run was rolled back
+    DIR/best/...                             fine-tuning: a folder like DIR with the best checkpoint only
 
-A checkpoint is written under a temporary name, every file is synced to disk, the folder is renamed, and the
-tracker is replaced last. Whatever stops this in between leaves the earlier checkpoints and the tracker whole.
+A checkpoint is written under a temporary name, its files are synced to disk, the folder is renamed, and the tracker is
+replaced last. A crash at any point leaves the earlier checkpoints and the tracker intact.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ import shutil
 from pathlib import Path
 from typing import TextIO
 
-from megatron.flags import InputError
+from megatron.errors import InputError
 
 TRACKER = "latest_checkpointed_iteration.txt"
-TAKEN_BACK = "taken_back_to_iteration.txt"
+ROLLED_BACK = "taken_back_to_iteration.txt"
 
 
 def folder_of(root: Path, iteration: int) -> Path:
-    """Folder of the checkpoint of an iteration."""
+    """The folder of an iteration's checkpoint."""
     return root / f"iter_{iteration:07d}"
 
 
 def newest_iteration(root: Path) -> int | None:
-    """The iteration that the tracker of `root` names; None if there is no tracker.
+    """The iteration in the tracker of `root`; None without a tracker.
 
     Raises:
-        InputError: the tracker is not a number, or names a checkpoint that is not there.
+        InputError: the tracker holds no iteration, or its checkpoint does not exist.
     """
     tracker = root / TRACKER
     check_is_file(tracker)
@@ -45,7 +45,7 @@ def newest_iteration(root: Path) -> int | None:
     except OSError as error:
         raise InputError(f"{tracker}: cannot be read ({error.strerror})") from None
     if not re.fullmatch(r"[0-9]{1,18}", text):
-        raise InputError(f"{tracker}: {text[:40]!r} is not the number of an iteration")
+        raise InputError(f"{tracker}: {text[:40]!r} is not an iteration")
     if not folder_of(root, int(text)).is_dir():
         raise InputError(
             f"{tracker}: names iteration {int(text)}, but there is no {folder_of(root, int(text))}"
@@ -54,40 +54,39 @@ def newest_iteration(root: Path) -> int | None:
 
 
 def check_is_file(path: Path) -> None:
-    """Raise `InputError` if there is something else than a file at `path`: a link may lead out of the folder, and a
-    pipe or a device has no end."""
+    """Raise `InputError` if `path` is anything but a file: a link may lead out of the folder, a pipe may never end."""
     if path.is_symlink():
-        raise InputError(f"{path}: is a symbolic link; a checkpoint consists of files")
+        raise InputError(f"{path}: is a symbolic link; a checkpoint holds only files")
     if path.exists() and not path.is_file():
         raise InputError(f"{path}: is not a file")
 
 
 def begin_checkpoint(root: Path, iteration: int, needed: int) -> None:
-    """Make the temporary folder that a checkpoint of `needed` bytes is written into.
+    """Make the temporary folder for a checkpoint of `needed` bytes.
 
     Raises:
-        OSError: it cannot be made, or there is too little room.
+        OSError: it cannot be made, or the disk has too little free space.
     """
-    for left in (*root.glob(".writing-iter_*"), *root.glob(".deleting-iter_*")):  # by a run that was killed
-        shutil.rmtree(left)
+    for remnant in (*root.glob(".writing-iter_*"), *root.glob(".deleting-iter_*")):  # of a killed run
+        shutil.rmtree(remnant)
     check_room(root, needed)
     temporary_folder(root, iteration).mkdir(parents=True)
 
 
 def check_room(folder: Path, needed: int) -> None:
-    """Raise `OSError` if the disk of a folder has less room than so many bytes."""
+    """Raise `OSError` if a folder's disk has fewer free bytes than `needed`."""
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise OSError(f"it needs {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free")
 
 
 def temporary_folder(root: Path, iteration: int) -> Path:
-    """Where the checkpoint of an iteration is written."""
+    """The folder to which an iteration's checkpoint is written before it is renamed."""
     return root / f".writing-{folder_of(root, iteration).name}"
 
 
 def finish_checkpoint(root: Path, iteration: int) -> None:
-    """Make the temporary folder, whose files are written and synced, the newest checkpoint."""
+    """Turn the temporary folder into the newest checkpoint."""
     folder, temporary = folder_of(root, iteration), temporary_folder(root, iteration)
     sync_all(temporary)
     replaced = folder.with_name(f".deleting-{folder.name}")
@@ -100,7 +99,7 @@ def finish_checkpoint(root: Path, iteration: int) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Give `path` this content in one step that a crash cannot split."""
+    """Replace the content of a file atomically."""
     temporary = path.with_name(f".writing-{path.name}")
     temporary.write_text(text, encoding="utf-8")
     sync(temporary)
@@ -109,7 +108,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, is on the disk."""
+    """Flush a file, or a folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -118,14 +117,14 @@ def sync(path: Path) -> None:
 
 
 def sync_all(folder: Path) -> None:
-    """Wait until all that is in a folder is on the disk."""
+    """Flush a folder and everything in it to disk."""
     for path in sorted(folder.rglob("*"), reverse=True):
         sync(path)
     sync(folder)
 
 
 def discard(folder: Path) -> None:
-    """Delete a checkpoint; under another name, so that half of one is never mistaken for a whole."""
+    """Delete a checkpoint, after renaming it so that a crash leaves no partial one."""
     doomed = folder.with_name(f".deleting-{folder.name}")
     shutil.rmtree(doomed, ignore_errors=True)
     folder.rename(doomed)
@@ -133,66 +132,35 @@ def discard(folder: Path) -> None:
 
 
 def iterations(root: Path) -> list[int]:
-    """The iterations of which `root` has checkpoints, rising."""
+    """The iterations of the checkpoints in `root`, in ascending order."""
     matches = (re.fullmatch(r"iter_([0-9]{7,})", path.name) for path in root.glob("iter_*"))
     return sorted(int(match[1]) for match in matches if match)
 
 
 def discard_older(root: Path, iteration: int, *, keep_last: int | None, retain_interval: int | None) -> None:
-    """Delete checkpoints older than that of `iteration`, until `keep_last` are left of these and it.
+    """Delete old checkpoints until `keep_last` are left, that of `iteration` included.
 
-    Those of iterations that are multiples of `retain_interval` stay, and do not count; with this and no `keep_last`
-    all others go. Later ones stay too: they are of a run that was taken back to an earlier checkpoint.
+    Multiples of `retain_interval` are kept and not counted; `retain_interval` alone implies `keep_last` 1. Later
+    checkpoints than `iteration`, of a run that was rolled back, are kept.
     """
     if keep_last is None and retain_interval is None:
         return
     older = [i for i in iterations(root) if i < iteration]
-    passing = [i for i in older if retain_interval is None or i % retain_interval]
-    for i in passing[: max(0, len(passing) + 1 - (keep_last or 1))]:
+    expiring = [i for i in older if retain_interval is None or i % retain_interval]
+    for i in expiring[: max(0, len(expiring) + 1 - (keep_last or 1))]:
         discard(folder_of(root, i))
 
 
-def keep_best(root: Path, iteration: int) -> Path:
-    """Make the checkpoint of an iteration the one in the folder `best`, which is given, and delete the one before.
-
-    Its files are links to the same contents, and take no room of their own as long as the checkpoint itself is kept.
-
-    Raises:
-        OSError: it cannot be done; the one before is whole still.
-    """
-    best = root / "best"
-    best.mkdir(exist_ok=True)
-    begin_checkpoint(best, iteration, 0)
-    source, copy = folder_of(root, iteration), temporary_folder(best, iteration)
+def rolled_back_to(root: Path) -> int | None:
+    """The iteration to which the run in `root` was last rolled back; None if it never was."""
     try:
-        shutil.copytree(source, copy, copy_function=_link, dirs_exist_ok=True)
-        finish_checkpoint(best, iteration)
-    except BaseException:
-        shutil.rmtree(copy, ignore_errors=True)
-        raise
-    for other in iterations(best):
-        if other != iteration:
-            discard(folder_of(best, other))
-    return best
-
-
-def _link(path: str, copy: str) -> None:
-    try:
-        os.link(path, copy)
-    except OSError:  # some file systems have no links
-        shutil.copyfile(path, copy)
-
-
-def taken_back(root: Path) -> int | None:
-    """The iteration that the run in `root` was last taken back to, if it ever was."""
-    try:
-        return int((root / TAKEN_BACK).read_text(encoding="utf-8"))
+        return int((root / ROLLED_BACK).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
 
 
-def take_back(root: Path, iteration: int) -> list[Path]:
-    """Make the checkpoint of an iteration the newest of `root`; gives the names under which later ones are kept."""
+def roll_back(root: Path, iteration: int) -> list[Path]:
+    """Make an iteration's checkpoint the newest of `root`; returns the new names of later checkpoints."""
     replace_text(root / TRACKER, str(iteration))
     kept = []
     for later in [i for i in iterations(root) if i > iteration]:
@@ -201,15 +169,15 @@ def take_back(root: Path, iteration: int) -> list[Path]:
             number += 1
         folder.rename(name)
         kept.append(name)
-    replace_text(root / TAKEN_BACK, str(iteration))
+    replace_text(root / ROLLED_BACK, str(iteration))
     return kept
 
 
 def lock(root: Path) -> TextIO:
-    """Claim a folder for the run of this process, for as long as the file that is given stays open.
+    """Lock a folder for this run until the returned file is closed.
 
     Raises:
-        InputError: another run has it.
+        InputError: another run holds the lock.
     """
     file = (root / ".lock").open("a+")
     try:

@@ -1,52 +1,51 @@
-"""Several data sets drawn from in given proportions."""
+"""Blends: several datasets sampled in given proportions."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from megatron.data.index_cache import MappedArrays, cached_arrays, spread
-from megatron.flags import InputError
+from megatron.data.batch import Batch
+from megatron.data.dataset import Dataset
+from megatron.data.index_cache import MappedArrays, cached_arrays, subsample
+from megatron.errors import InputError
 
 MAX_DATASETS = np.iinfo(np.int16).max
 
 
 def parse_blend(values: Sequence[str], flag: str) -> tuple[list[str], list[float] | None]:
-    """The prefixes that a data flag names, and their weights.
+    """Parse a data flag into prefixes and weights.
 
     Args:
-        values: 'weight prefix' pairs; or one or several prefixes, which then have no weights (None) and are to be
-            drawn from by their sizes.
-        flag: its name, for messages.
+        values: 'weight prefix' pairs, or prefixes alone. Prefixes alone have no weights (None) and are sampled in
+            proportion to their sizes.
+        flag: name of the flag, for messages.
 
     Raises:
-        InputError: no value, a weight without a prefix or the reverse, or a weight that is no positive number.
+        InputError: no values, an unpaired weight or prefix, or a weight that is not a positive number.
     """
     if not values:
-        raise InputError(f"{flag} names no data: a prefix, or 'weight prefix weight prefix ...' is wanted")
+        raise InputError(f"{flag} is empty; give a prefix, or 'weight prefix weight prefix ...'")
     if len(values) > 2 * MAX_DATASETS:
-        raise InputError(f"{flag}: {len(values)} values; a blend is of {MAX_DATASETS} data sets at most")
-    if len(values) == 1:
-        return list(values), None
-    weights = [_number(value) for value in values[::2]]
-    if all(weight is None for weight in weights):
+        raise InputError(f"{flag}: {len(values)} values; a blend has at most {MAX_DATASETS} datasets")
+    numbers = [_number(value) for value in values[::2]]
+    if len(values) == 1 or all(number is None for number in numbers):
         return list(values), None
     if len(values) % 2:
         raise InputError(
             f"{flag}: {len(values)} values; weights and prefixes come in pairs, 'weight prefix weight prefix ...'"
         )
-    for weight, value, prefix in zip(weights, values[::2], values[1::2], strict=True):
+    weights = []
+    for weight, value, prefix in zip(numbers, values[::2], values[1::2], strict=True):
         if weight is None:
-            raise InputError(
-                f"{flag}: {value!r} stands where the weight of {prefix} should; it is not a number"
-            )
+            raise InputError(f"{flag}: expected the weight of {prefix}, but {value!r} is not a number")
         if not 0 < weight < math.inf:
-            raise InputError(
-                f"{flag}: the weight of {prefix} is {value}; it must be greater than 0 and finite"
-            )
+            raise InputError(f"{flag}: the weight of {prefix} is {value}; it must be positive and finite")
+        weights.append(weight)
     return list(values[1::2]), weights
 
 
@@ -58,18 +57,18 @@ def _number(text: str) -> float | None:
 
 
 def blend_order(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """From which data set each sample of a blend is taken, in Megatron-LM's order.
+    """Return the dataset of each sample of a blend, in Megatron-LM's order.
 
-    Sample i goes to the data set d that lags furthest behind its share, by weights[d] * max(i, 1) - count[d],
-    the first one where several do; which takes its next sample.
+    Sample i comes from the dataset d that lags furthest behind its share, by weights[d] * max(i, 1) - count[d]; the
+    first one wins a tie. That dataset provides its next sample.
 
-    One such choice depends on all before it, yet the counts never stray far from the shares, and two courses of
-    counts soon meet. So the samples are cut in about sqrt(size) chunks that advance side by side from guessed
-    counts; then those that did not start where their predecessor ended run again, until all have.
+    Each choice depends on all earlier ones. But the counts never stray far from the shares, and two runs with
+    different counts soon converge. So about sqrt(size) chunks of samples advance in parallel from guessed counts. The
+    chunks whose guess was not the end of the chunk before run again, until every chunk starts correctly.
 
     Returns:
         dataset_index: int16 [size].
-        sample_index: int64 [size], how many samples before this one are from the same data set.
+        sample_index: int64 [size], number of earlier samples from the same dataset.
     """
     shares = np.asarray(weights, dtype=np.float64) / np.sum(weights)
     steps = math.isqrt(size) + 1
@@ -83,10 +82,10 @@ def blend_order(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.nda
         counts, rows = starts[chunks], np.arange(len(chunks))
         for step in range(steps):
             samples = np.maximum(firsts[chunks] + step, 1.0)
-            picked = np.argmax(shares * samples[:, None] - counts, axis=1)
-            dataset_index[chunks, step] = picked
-            sample_index[chunks, step] = counts[rows, picked]
-            counts[rows, picked] += 1
+            chosen = np.argmax(shares * samples[:, None] - counts, axis=1)
+            dataset_index[chunks, step] = chosen
+            sample_index[chunks, step] = counts[rows, chosen]
+            counts[rows, chosen] += 1
         ends[chunks] = counts
         chunks = 1 + np.flatnonzero((starts[1:] != ends[:-1]).any(axis=1))
         starts[chunks] = ends[chunks - 1]
@@ -94,7 +93,7 @@ def blend_order(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.nda
 
 
 def _nearest_counts(shares: np.ndarray, totals: np.ndarray) -> np.ndarray:
-    """float64 [len(totals), len(shares)] of whole numbers that sum to each total, nearest to the shares of it."""
+    """Round `totals` x `shares` to integers with these totals: float64 [len(totals), len(shares)]."""
     exact = totals[:, None] * shares
     counts = np.floor(exact)
     by_remainder = np.argsort(np.argsort(counts - exact, axis=1, kind="stable"), axis=1)
@@ -102,30 +101,31 @@ def _nearest_counts(shares: np.ndarray, totals: np.ndarray) -> np.ndarray:
     return counts + (by_remainder < missing[:, None])
 
 
+@dataclasses.dataclass
 class BlendedDataset:
-    """Samples of several data sets, of one kind, in the order of `blend_order`."""
+    """Samples of several datasets of one kind, in the order of `blend_order`."""
 
-    def __init__(self, datasets: Sequence[Any], index: MappedArrays) -> None:
-        self.datasets = datasets
-        self.index = index
-        self._dataset_index, self._sample_index = index
-        self.stack, self.fields = datasets[0].stack, datasets[0].fields
+    datasets: Sequence[Dataset]
+    index: MappedArrays
 
     def __len__(self) -> int:
-        return len(self._dataset_index)
-
-    def __reduce__(self) -> tuple[type[BlendedDataset], tuple[Sequence[Any], MappedArrays]]:
-        return BlendedDataset, (self.datasets, self.index)
+        dataset_index, _ = self.index
+        return len(dataset_index)
 
     def __getitem__(self, i: int) -> Any:
-        return self.datasets[self._dataset_index[i]][int(self._sample_index[i])]
+        dataset_index, sample_index = self.index
+        return self.datasets[dataset_index[i]][int(sample_index[i])]
+
+    def collate(self, samples: Sequence[Any]) -> Batch:
+        """Make a batch of samples, as any of the datasets does."""
+        return self.datasets[0].collate(samples)
 
 
-def load_or_build_order(weights: Sequence[float], size: int, *, name: str, cache: str) -> MappedArrays:
-    """`blend_order` of these arguments, from the cache where it is in it; `name` says what for."""
+def load_or_build_order(weights: Sequence[float], size: int, *, split: str, cache: str) -> MappedArrays:
+    """Load `blend_order(weights, size)` from the cache directory, or build and cache it."""
 
     def check(arrays: Sequence[np.ndarray]) -> bool:
-        datasets, samples = map(spread, arrays)
+        datasets, samples = map(subsample, arrays)
         whole = all(array.shape == (size,) and array.dtype.kind == "i" for array in arrays)
         return bool(
             whole
@@ -137,7 +137,7 @@ def load_or_build_order(weights: Sequence[float], size: int, *, name: str, cache
 
     return cached_arrays(
         cache,
-        f"blend-{name}-{size}ns-{len(weights)}",
+        f"blend-{split}-{size}ns-{len(weights)}",
         {"kind": "blend", "weights": list(weights), "size": size},
         ("dataset", "sample"),
         lambda: blend_order(weights, size),

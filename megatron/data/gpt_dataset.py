@@ -1,35 +1,52 @@
-"""GPT samples: stretches of token text, and the fields a model is trained on."""
+"""GPT datasets: samples are fixed-length pieces of the token stream, or synthetic."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
+from torch import Tensor
 
+from megatron.data.batch import Batch, sequence_field
+from megatron.data.build import build_datasets
 from megatron.data.config import DataConfig
-from megatron.data.index_cache import MappedArrays
+from megatron.data.dataset import Dataset
+from megatron.data.gpt_index import load_or_build
+from megatron.data.index_cache import IndexRequest, MappedArrays
 from megatron.data.indexed import IndexedDataset
-from megatron.flags import InputError
+from megatron.errors import InputError
 
 
-def ltor_fields(text: np.ndarray, eod: int | None, config: DataConfig) -> dict[str, np.ndarray]:
-    """What a left-to-right model is trained on, from samples of text.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GPTBatch(Batch):
+    """Batch of a left-to-right model.
+
+    Attributes:
+        tokens: int64 [batch, seq].
+        labels: int64 [batch, seq], the token after each.
+        loss_mask: float32 [batch, seq], weight of each prediction; with --eod-mask-loss 0 for predictions made from
+            an end-of-document token.
+        position_ids: int64 [batch, seq]; with --reset-position-ids each document starts at 0.
+        document_ids: int64 [batch, seq], only with --reset-attention-mask: number of documents that end before each
+            token. A token attends to earlier tokens of its own document only.
+    """
+
+    labels: Tensor = sequence_field(dim=1)
+    loss_mask: Tensor = sequence_field(dim=1)
+    position_ids: Tensor = sequence_field(dim=1)
+    document_ids: Tensor | None = sequence_field(dim=1, default=None)
+
+
+def ltor_batch(text: np.ndarray, eod: int | None, config: DataConfig) -> GPTBatch:
+    """Make a batch of text, int64 [batch, seq + 1].
 
     An end-of-document token belongs to the document that it ends.
 
     Args:
-        text: int64 [batch, seq + 1].
-        eod: id of the end-of-document token; may be None where no flag of `config` needs it.
+        eod: id of the end-of-document token; may be None if no flag of `config` needs it.
         config: for --reset-position-ids, --reset-attention-mask and --eod-mask-loss.
-
-    Returns:
-        tokens: int64 [batch, seq].
-        labels: int64 [batch, seq], the token after each.
-        loss_mask: float32 [batch, seq], 1 where the prediction counts; with --eod-mask-loss 0 where it is made
-            from an end-of-document token.
-        position_ids: int64 [batch, seq]; with --reset-position-ids each document starts at 0.
-        document_ids: int64 [batch, seq], only with --reset-attention-mask: documents ended before each token.
-            A token may attend to those of its own document, up to itself.
     """
     tokens, labels = np.ascontiguousarray(text[:, :-1]), np.ascontiguousarray(text[:, 1:])
     positions = np.tile(np.arange(tokens.shape[1]), (len(tokens), 1))
@@ -37,8 +54,7 @@ def ltor_fields(text: np.ndarray, eod: int | None, config: DataConfig) -> dict[s
     starts = np.zeros_like(ends)
     starts[:, 1:] = ends[:, :-1]
 
-    fields = {"tokens": tokens, "labels": labels}
-    fields["loss_mask"] = np.ones(tokens.shape, dtype=np.float32)
+    fields = {"tokens": tokens, "labels": labels, "loss_mask": np.ones(tokens.shape, dtype=np.float32)}
     if config.eod_mask_loss:
         fields["loss_mask"][ends] = 0.0
     if config.reset_position_ids:
@@ -46,98 +62,138 @@ def ltor_fields(text: np.ndarray, eod: int | None, config: DataConfig) -> dict[s
     fields["position_ids"] = positions
     if config.reset_attention_mask:
         fields["document_ids"] = np.cumsum(starts, axis=1)
-    return fields
+    return GPTBatch.from_arrays(fields)
 
 
+@dataclasses.dataclass(kw_only=True)
 class GPTSamples:
-    """How samples of GPT become a batch: what the loader asks of a data set."""
+    """Base class of GPT datasets.
 
-    @staticmethod
-    def stack(samples: Sequence[dict[str, np.ndarray]], seq_length: int) -> np.ndarray:
-        """In a worker: their text, int64 [samples, seq + 1]."""
-        text = np.empty((len(samples), seq_length + 1), dtype=np.int64)
-        for row, sample in zip(text, samples, strict=True):
-            row[:] = sample["text"]
-        return text
-
-    # In the training process: to pass five tensors from one process to another takes several times as long as to
-    # compute them (8 x 1,024 tokens: 1.2 ms against 0.1 ms).
-    fields = staticmethod(ltor_fields)
-
-
-class GPTDataset(GPTSamples):
-    """Samples of seq_length + 1 tokens, in the order of an index of `megatron.data.gpt_index`.
-
-    Pickles as paths, so that a worker process maps the files anew.
+    Attributes:
+        config: for --seq-length and the flags of `ltor_batch`.
+        vocab_size: token ids are below it.
+        eod: as of `ltor_batch`.
     """
 
-    def __init__(self, tokens: IndexedDataset, index: MappedArrays, vocab_size: int) -> None:
-        self.tokens = tokens
-        self.index = index
-        self.vocab_size = vocab_size
-        self._documents, self._starts, self._order = index
+    config: DataConfig
+    vocab_size: int
+    eod: int | None = None
+
+    def collate(self, samples: Sequence[dict[str, np.ndarray]]) -> GPTBatch:
+        """Make a batch of samples."""
+        text = np.empty((len(samples), self.config.seq_length + 1), dtype=np.int64)
+        for row, sample in zip(text, samples, strict=True):
+            row[:] = sample["text"]
+        return ltor_batch(text, self.eod, self.config)
+
+
+@dataclasses.dataclass(kw_only=True)
+class GPTDataset(GPTSamples):
+    """Samples of seq_length + 1 tokens, in the order of an index of `megatron.data.gpt_index`."""
+
+    tokens: IndexedDataset
+    index: MappedArrays
 
     def __len__(self) -> int:
-        return len(self._order)
-
-    def __reduce__(self) -> tuple[type[GPTDataset], tuple[IndexedDataset, MappedArrays, int]]:
-        return GPTDataset, (self.tokens, self.index, self.vocab_size)
+        *_, order = self.index
+        return len(order)
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        """Sample `i`: {"text": int64 [seq_length + 1]}.
+        """Return sample `i`: {"text": int64 [seq_length + 1]}.
 
         Raises:
             InputError: a token id is not in the vocabulary.
         """
         text = np.concatenate([self.tokens.get(*span) for span in self._spans(i)]).astype(np.int64)
         if text.min() < 0 or text.max() >= self.vocab_size:
-            raise InputError(self._foreign_token(i))
+            raise self.tokens.out_of_vocabulary(self._spans(i), "document", i, self.vocab_size)
         return {"text": text}
 
     def _spans(self, i: int) -> Iterator[tuple[int, int, int]]:
-        """Sequence, offset and length of each piece of sample `i`."""
-        start = int(self._order[i])
-        (first, offset), (last, end) = self._starts[start : start + 2].tolist()
+        """Yield the sequence, offset and length of each piece of sample `i`."""
+        documents, starts, order = self.index
+        start = int(order[i])
+        (first, offset), (last, end) = starts[start : start + 2].tolist()
         for position in range(first, last + 1):
-            sequence = int(self._documents[position])
+            sequence = int(documents[position])
             stop = end + 1 if position == last else int(self.tokens.sizes[sequence])
             yield sequence, offset, stop - offset
             offset = 0
 
-    def _foreign_token(self, i: int) -> str:
-        for sequence, offset, length in self._spans(i):
-            piece = self.tokens.get(sequence, offset, length).astype(np.int64)
-            foreign = (piece < 0) | (piece >= self.vocab_size)
-            if foreign.any():
-                at = int(np.argmax(foreign))
-                return (
-                    f"{self.tokens.bin_path}: token {offset + at} of document {sequence} (in sample {i}) is id "
-                    f"{piece[at]}, but the vocabulary has {self.vocab_size} ids; the file was made with another "
-                    "tokenizer, or is damaged"
-                )
-        raise AssertionError(f"sample {i} holds no foreign token")
 
+@dataclasses.dataclass(kw_only=True)
+class MockGPTDataset(GPTSamples):
+    """Synthetic samples that a model can learn: each counts up from a random start by a random step.
 
-class MockDataset(GPTSamples):
-    """Synthetic samples that a model can learn: each counts up, from a start and by a step of its own.
-
-    A sample depends on the seed and its index alone.
+    A sample depends only on the seed and its index.
     """
 
-    RANGE = 1000  # ids in use, so that what there is to learn does not grow with the vocabulary
-    MAX_STEP = 4
+    RANGE: ClassVar[int] = 1000  # ids in use, so the task does not get harder with a larger vocabulary
+    MAX_STEP: ClassVar[int] = 4
 
-    def __init__(self, samples: int, *, seq_length: int, vocab_size: int, seed: tuple[int, ...]) -> None:
-        self.samples = samples
-        self.seq_length = seq_length
-        self.range = min(vocab_size, self.RANGE)
-        self.seed = seed
+    samples: int
+    seed: tuple[int, ...]
 
     def __len__(self) -> int:
         return self.samples
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        """Sample `i`: {"text": int64 [seq_length + 1]}."""
+        """Return sample `i`: {"text": int64 [seq_length + 1]}."""
         rng = np.random.default_rng((*self.seed, i))
-        start, step = rng.integers(self.range), rng.integers(1, self.MAX_STEP + 1)
-        return {"text": (start + step * np.arange(self.seq_length + 1)) % self.range}
+        ids = min(self.vocab_size, self.RANGE)
+        start, step = rng.integers(ids), rng.integers(1, self.MAX_STEP + 1)
+        return {"text": (start + step * np.arange(self.config.seq_length + 1)) % ids}
+
+
+@dataclasses.dataclass
+class GPTDatasetBuilder:
+    """Builder of GPT datasets. Every sequence of a token file is a document."""
+
+    config: DataConfig
+    seed: int
+    vocab_size: int
+    eod: int | None
+
+    def num_documents(self, file: IndexedDataset) -> int:
+        return len(file)
+
+    def num_tokens(self, file: IndexedDataset, documents: range) -> int:
+        return int(file.sizes[documents.start : documents.stop].sum(dtype=np.int64))
+
+    def build(self, request: IndexRequest) -> GPTDataset:
+        index = load_or_build(request, self.config.seq_length)
+        return GPTDataset(tokens=request.dataset, index=index, **self._common)
+
+    def build_mock(self, samples: int, split: int) -> MockGPTDataset:
+        return MockGPTDataset(samples=samples, seed=(self.seed, split), **self._common)
+
+    @property
+    def _common(self) -> dict[str, Any]:
+        return {"config": self.config, "vocab_size": self.vocab_size, "eod": self.eod}
+
+
+def build_gpt_datasets(
+    config: DataConfig,
+    *,
+    samples: tuple[int, int, int],
+    seed: int,
+    vocab_size: int,
+    eod: int | None = None,
+) -> dict[str, Dataset]:
+    """Build the GPT datasets by name, as `build_datasets`.
+
+    Args:
+        samples: minimum number of samples for training, validation and testing.
+        seed: random seed of the sample order.
+        vocab_size: size of the vocabulary; token ids are below it.
+        eod: id of the end-of-document token; None if the tokenizer has none.
+    """
+    config.require("seq_length")
+    if config.needs_eod and eod is None:
+        raise InputError(
+            "--reset-position-ids, --reset-attention-mask and --eod-mask-loss need a tokenizer with an "
+            "end-of-document token; this one has none"
+        )
+    if config.bert_flags_given:
+        raise InputError(f"{config.bert_flags_given[0]}: applies to BERT, not to GPT; leave it out")
+    return build_datasets(GPTDatasetBuilder(config, seed, vocab_size, eod), samples)

@@ -1,39 +1,38 @@
-"""Which tokens make up a GPT sample: the document, sample and shuffle indices of Megatron-LM.
+"""Megatron-LM's document, sample and shuffle indices, which define the tokens of each GPT sample.
 
-The documents of a split are laid out in random order, as many times over as samples are wanted ("epochs"), and
-this stream is cut every `seq_length` tokens; a sample is seq_length + 1 tokens and shares its last one with the
-next. The samples are then read in random order. For equal seeds the three arrays equal Megatron-LM's (the
-random numbers are those of numpy's RandomState), though they are made here without a loop over samples.
+The documents of a split are concatenated in random order, repeated for as many epochs as the samples need. This
+stream is cut every `seq_length` tokens. A sample has seq_length + 1 tokens and shares its last one with the next
+sample. The samples are read in random order. For the same seed the three arrays equal Megatron-LM's (both draw from
+numpy's RandomState), but they are built here without a loop over samples.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from collections.abc import Sequence
 
 import numpy as np
 
-from megatron.data.index_cache import MappedArrays, cached_arrays, check_memory, file_fingerprint, spread
-from megatron.data.indexed import IndexedDataset
-from megatron.flags import InputError
+from megatron.data.index_cache import IndexRequest, MappedArrays, cached_arrays, check_memory, subsample
+from megatron.errors import InputError
 
 logger = logging.getLogger("megatron")
 
 INT32_MAX = 2**31 - 1
-CHUNK = 1 << 20  # documents or samples worked on at once, few enough for the processor's caches
+CHUNK = 1 << 20  # documents or samples processed at once, few enough for the CPU caches
 
 
 @dataclasses.dataclass(frozen=True)
 class EpochPlan:
-    """How many passes over the documents give the samples wanted.
+    """Epochs needed for a number of samples.
 
     Attributes:
         epochs: passes over the documents.
-        samples: samples in all of them; at least as many as are wanted.
-        first_samples: those shuffled among themselves before the rest: samples of all epochs but the last if
-            so little of that is wanted that, mixed in, it would be drawn from unevenly; else all.
+        samples: samples in all epochs; at least the number needed.
+        first_samples: samples shuffled together before the rest. If less than 80% of the last epoch is needed, its
+            documents would be sampled unevenly; the last epoch is then shuffled separately, and these are the samples
+            of the epochs before it. Otherwise all samples.
     """
 
     epochs: int
@@ -46,7 +45,7 @@ class EpochPlan:
 
 
 def plan_epochs(tokens_per_epoch: int, seq_length: int, samples: int) -> EpochPlan:
-    """Plan for at least `samples` samples of seq_length + 1 tokens, each overlapping the next by one."""
+    """Plan the epochs for at least `samples` samples of seq_length + 1 tokens, each overlapping the next by one."""
     epochs = -(-(samples * seq_length + 1) // tokens_per_epoch)
     available = (epochs * tokens_per_epoch - 1) // seq_length
     if epochs == 1:
@@ -63,18 +62,18 @@ def build_indices(
     """Build the three indices.
 
     Args:
-        sizes: int32 [sequences], tokens in each sequence of the data set.
-        documents: which of these sequences to take. (GPT takes every sequence for a document.)
-        seq_length: tokens from the start of one sample to that of the next.
+        sizes: int32 [sequences], tokens in each sequence of the dataset.
+        documents: range of sequences to use. (GPT treats every sequence as a document.)
+        seq_length: tokens from the start of one sample to the start of the next.
         plan: from `plan_epochs`.
-        seed: of numpy's RandomState.
+        seed: seed of numpy's RandomState.
 
     Returns:
         document index: int32 [epochs * documents], sequences in the order of the stream.
-        sample index: int32 [samples + 1, 2], where each sample starts: a position in the document index and an
-            offset into that document. Sample i ends with the token at which sample i + 1 starts.
-        shuffle index: uint32 [samples], the samples in reading order.
-        Each is int64 instead where the narrower type does not hold its values.
+        sample index: int32 [samples + 1, 2], start of each sample: a position in the document index and an offset
+            into that document. Sample i ends with the token at which sample i + 1 starts.
+        shuffle index: uint32 [samples], samples in reading order.
+        An array is int64 if its values do not fit the narrower type.
     """
     rng = np.random.RandomState(seed)
     document_index = _document_index(documents, plan, rng)
@@ -83,7 +82,7 @@ def build_indices(
 
 
 def _document_index(documents: range, plan: EpochPlan, rng: np.random.RandomState) -> np.ndarray:
-    # Shuffled as int64, for which numpy has a faster loop, and narrowed afterwards.
+    # Shuffled as int64, for which numpy is faster, and narrowed afterwards.
     dtype = np.int32 if documents.stop <= INT32_MAX else np.int64
     epochs = [plan.epochs - 1, 1] if plan.separate_last_epoch else [plan.epochs]
     parts = []
@@ -100,12 +99,12 @@ def _sample_index(sizes: np.ndarray, document_index: np.ndarray, seq_length: int
     ends = _ends(sizes, document_index)
     dtype = np.int32 if len(document_index) <= INT32_MAX else np.int64
     index = np.zeros((samples + 1, 2), dtype=dtype)
-    # Row 0 stays (0, 0), also where the first document is empty: Megatron-LM starts there in any case.
+    # Row 0 stays (0, 0) even if the first document is empty, as in Megatron-LM.
     first = 0
     for start in range(1, samples + 1, CHUNK):
         stop = min(start + CHUNK, samples + 1)
         token = np.arange(start, stop, dtype=np.int64) * seq_length
-        # Only where this chunk can lie.
+        # Search only the documents that this chunk can reach.
         last = int(np.searchsorted(ends, token[-1], side="right"))
         position = first + np.searchsorted(ends[first : last + 1], token, side="right")
         document_start = ends[position] - sizes[document_index[position]]
@@ -116,7 +115,7 @@ def _sample_index(sizes: np.ndarray, document_index: np.ndarray, seq_length: int
 
 
 def _ends(sizes: np.ndarray, document_index: np.ndarray) -> np.ndarray:
-    """int64 [documents]: where in the stream each document ends. By chunks, at less than half the time."""
+    """Return each document's end in the stream, int64 [documents]. Chunks more than halve the time."""
     ends = np.empty(len(document_index), dtype=np.int64)
     total = 0
     for start in range(0, len(ends), CHUNK):
@@ -136,40 +135,25 @@ def _shuffle_index(plan: EpochPlan, rng: np.random.RandomState) -> np.ndarray:
     return index.astype(dtype)
 
 
-def load_or_build(
-    dataset: IndexedDataset,
-    documents: range,
-    *,
-    name: str,
-    seq_length: int,
-    samples: int,
-    seed: int,
-    cache: str,
-) -> MappedArrays:
-    """The document, sample and shuffle index (`build_indices`), from the cache where they are in it.
-
-    Args:
-        documents: which sequences of `dataset` to take.
-        name: what these are for ('train', 'valid' or 'test').
-        samples: how many are wanted at least.
-        cache: folder of the cache.
+def load_or_build(request: IndexRequest, seq_length: int) -> MappedArrays:
+    """Load the document, sample and shuffle index (`build_indices`) from the cache, or build and cache them.
 
     Raises:
-        InputError: there is not a single token in `documents`, the index would not fit in memory, or the cache
-            cannot be written.
+        InputError: the documents have no tokens, the index would not fit in memory, or the cache is not writable.
     """
+    dataset, documents = request.dataset, request.documents
     tokens = int(dataset.sizes[documents.start : documents.stop].sum(dtype=np.int64))
     if tokens == 0:
         raise InputError(
-            f"{dataset.prefix}: the {len(documents)} documents for {name} hold no tokens, "
-            f"but {samples} samples are wanted"
+            f"{dataset.prefix}: the {len(documents)} documents for {request.split} have no tokens, "
+            f"but {request.samples} samples are needed"
         )
-    plan = plan_epochs(tokens, seq_length, samples)
+    plan = plan_epochs(tokens, seq_length, request.samples)
     check_memory(
-        f"{dataset.prefix}: {plan.samples:,} samples, {plan.epochs:,} epochs of this data,",
+        f"{dataset.prefix}: {plan.samples:,} samples ({plan.epochs:,} epochs)",
         needed=16 * plan.epochs * len(documents) + 24 * plan.samples,
     )
-    _report(f"{name} data {dataset.prefix}", len(documents), tokens, seq_length, samples, plan)
+    _log_size(request, tokens, seq_length, plan)
 
     def check(arrays: Sequence[np.ndarray]) -> bool:
         document, sample, shuffle = arrays
@@ -180,40 +164,31 @@ def load_or_build(
             and all(array.dtype.kind in "iu" for array in arrays)
             and _within(document, documents.start, documents.stop)
             and _within(sample[:, 0], 0, len(document))
-            and bool((np.diff(spread(sample[:, 0]).astype(np.int64)) >= 0).all())
-            and bool((spread(sample[:, 1]) <= dataset.sizes[document[spread(sample[:, 0])]]).all())
+            and bool((np.diff(subsample(sample[:, 0]).astype(np.int64)) >= 0).all())
+            and bool((subsample(sample[:, 1]) <= dataset.sizes[document[subsample(sample[:, 0])]]).all())
             and _within(shuffle, 0, plan.samples)
         )
 
     return cached_arrays(
-        cache,
-        f"{os.path.basename(dataset.prefix)[:100]}-{name}-{samples}ns-{seq_length}sl-{seed}s",
-        {
-            "kind": "gpt",
-            "data": file_fingerprint(dataset.idx_path),
-            "documents": [documents.start, documents.stop],
-            "samples": samples,
-            "seq_length": seq_length,
-            "seed": seed,
-        },
+        *request.cache_entry("gpt", f"{seq_length}sl", {"seq_length": seq_length}),
         ("document", "sample", "shuffle"),
-        lambda: build_indices(dataset.sizes, documents, seq_length, plan, seed),
+        lambda: build_indices(dataset.sizes, documents, seq_length, plan, request.seed),
         check,
     )
 
 
-def _report(data: str, documents: int, tokens: int, seq_length: int, samples: int, plan: EpochPlan) -> None:
+def _log_size(request: IndexRequest, tokens: int, seq_length: int, plan: EpochPlan) -> None:
     line = (
-        f"{data}: {documents:,} documents of {tokens:,} tokens; {samples:,} samples of {seq_length:,} tokens wanted, "
-        f"the data has {(tokens - 1) // seq_length:,}"
+        f"{request.split} data {request.dataset.prefix}: {len(request.documents):,} documents, {tokens:,} tokens, "
+        f"{(tokens - 1) // seq_length:,} samples of {seq_length:,} tokens; needed: {request.samples:,} samples"
     )
     if plan.epochs > 1:
-        line += f", so it is read {plan.epochs:,} times"
+        line += f", {plan.epochs:,} epochs"
     if plan.separate_last_epoch:
-        line += ", the last of them shuffled by itself"
+        line += ", the last one shuffled separately"
     logger.info(line)
 
 
 def _within(values: np.ndarray, start: int, stop: int) -> bool:
-    some = spread(values)
-    return bool(start <= some.min() and some.max() < stop)
+    values = subsample(values)
+    return bool(start <= values.min() and values.max() < stop)

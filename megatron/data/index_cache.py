@@ -1,13 +1,14 @@
-"""Index arrays that are built once, kept on disk, and memory-mapped by every process that needs them.
+"""Sample indices: built once, cached on disk, and memory-mapped by every process.
 
-An array's file name carries a fingerprint of all it depends on, so a changed data set, split or seed can never
-meet a stale file. Processes of one node that start together wait for the first of them to build; processes
+The file name of an array contains a hash of everything the array depends on, so a changed dataset, split or seed
+never meets a stale file. Processes on one node that start together wait for the first one to build. Processes
 that share no lock build the same bytes and replace each other's files atomically, which is harmless.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import hashlib
 import json
@@ -21,24 +22,25 @@ from typing import Any
 
 import numpy as np
 
-from megatron.flags import InputError
+from megatron.data.indexed import IndexedDataset
+from megatron.errors import InputError
 
 logger = logging.getLogger("megatron")
 
-FORMAT = 1  # part of every fingerprint; to be raised when the arrays of the same inputs change
-EDGE = 1 << 20
-PATIENCE = 5.0  # seconds of waiting before a line says what for
+FORMAT = 1  # part of every hash; increase it when the same inputs produce other arrays
+EDGE = 1 << 20  # bytes hashed at either end of a file
+LOG_WAIT_AFTER = 5.0  # seconds
 
 
 class MappedArrays:
-    """Arrays of .npy files, memory-mapped; pickles as their paths.
+    """Memory-mapped .npy files; iterates over the arrays in the order of the paths.
 
-    Iterates over the arrays, in the order of the paths.
+    Pickles as its paths, so a worker process maps the files itself.
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
         self.paths = tuple(paths)
-        # Plain views: indexing an np.memmap itself costs several times as much.
+        # Plain views: indexing an np.memmap is several times slower.
         self._arrays = [np.asarray(np.load(p, mmap_mode="r", allow_pickle=False)) for p in self.paths]
 
     def __iter__(self) -> Iterator[np.ndarray]:
@@ -48,8 +50,47 @@ class MappedArrays:
         return MappedArrays, (self.paths,)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IndexRequest:
+    """The samples an index must provide.
+
+    Attributes:
+        dataset: token file that the samples come from.
+        documents: range of documents of `dataset` to use.
+        split: "train", "valid" or "test".
+        samples: minimum number of samples.
+        seed: random seed of the order.
+        cache: cache directory.
+    """
+
+    dataset: IndexedDataset
+    documents: range
+    split: str
+    samples: int
+    seed: int
+    cache: str
+
+    def cache_entry(self, kind: str, length: str, rules: dict[str, Any]) -> tuple[str, str, dict[str, Any]]:
+        """Return the first three arguments of `cached_arrays` for an index of this request.
+
+        Args:
+            kind: "gpt" or "bert".
+            length: the sequence length, for the file names.
+            rules: what the index depends on besides this request, as JSON values.
+        """
+        name = os.path.basename(self.dataset.prefix)[:100]
+        key = {
+            "kind": kind,
+            "data": file_fingerprint(self.dataset.idx_path),
+            "documents": [self.documents.start, self.documents.stop],
+            "samples": self.samples,
+            "seed": self.seed,
+        }
+        return self.cache, f"{name}-{self.split}-{self.samples}ns-{length}-{self.seed}s", key | rules
+
+
 def file_fingerprint(path: str) -> dict[str, Any]:
-    """What tells this file from a later one of the same name, without reading all of it."""
+    """Identify the contents of a file by its size, mtime and edges, without reading all of it."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         status = os.fstat(file.fileno())
@@ -67,18 +108,18 @@ def cached_arrays(
     build: Callable[[], Sequence[np.ndarray]],
     check: Callable[[Sequence[np.ndarray]], bool],
 ) -> MappedArrays:
-    """The arrays that `build` returns, from files of an earlier call where there are any.
+    """Load the arrays from the cache, or build and cache them.
 
     Args:
-        folder: where the files are; made if absent.
-        label: beginning of the file names, for people.
-        key: everything the arrays depend on, as JSON values; its hash is part of the file names.
-        names: what the arrays are called in their file names.
-        build: makes the arrays.
-        check: whether arrays found on disk can be what `build` makes; if not, they are built again.
+        folder: cache directory; created if missing.
+        label: readable prefix of the file names.
+        key: everything the arrays depend on, as JSON values. Its hash is part of the file names.
+        names: name of each array, part of its file name.
+        build: builds the arrays.
+        check: tells whether cached arrays are plausible; if not, they are built again.
 
     Raises:
-        InputError: `folder` cannot be written.
+        InputError: `folder` is not writable.
     """
     hashed = hashlib.sha256(json.dumps({"format": FORMAT, **key}, sort_keys=True).encode()).hexdigest()[:20]
     stem = os.path.join(folder, f"{label}-{hashed}")
@@ -97,42 +138,42 @@ def cached_arrays(
     except OSError as error:
         raise InputError(
             f"sample indices cannot be written to {folder}: {error.strerror}; "
-            "name a folder with --data-cache-path that every process can write to"
+            "set --data-cache-path to a directory that every process can write to"
         ) from None
     return found
 
 
 def check_memory(what: str, needed: int) -> None:
-    """Refuse to build arrays that this machine cannot hold, as when a flag has some zeros too many.
+    """Refuse to build arrays larger than the machine's memory, as a flag with too many zeros would ask for.
 
     Args:
-        what: which samples of which data, for the message.
-        needed: bytes, roughly.
+        what: subject of the message.
+        needed: approximate size in bytes.
     """
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > available:
         raise InputError(
-            f"{what} need an index of {needed / 1e9:,.1f} GB, and this machine has {available / 1e9:,.1f} GB; "
+            f"{what} need an index of {needed / 1e9:,.1f} GB, but this machine has {available / 1e9:,.1f} GB; "
             "lower --train-iters or --train-samples"
         )
 
 
-def spread(values: np.ndarray, count: int = 1 << 20) -> np.ndarray:
-    """All of `values` where they are few, else about `count` of them at even distances; for a quick check."""
+def subsample(values: np.ndarray, count: int = 1 << 20) -> np.ndarray:
+    """Return about `count` evenly spaced rows of `values`, or all of them if there are fewer; for a quick check."""
     return values[:: max(1, len(values) // count)]
 
 
 def _load(paths: Sequence[str], check: Callable[[Sequence[np.ndarray]], bool]) -> MappedArrays | None:
-    """The arrays if all files are there and sound. Says so if there are files that are not."""
+    """Map the arrays if all files exist and are plausible. Damaged files are logged."""
     if not all(map(os.path.exists, paths)):
         return None
     try:
         arrays = MappedArrays(paths)
     except Exception:
-        arrays = None  # numpy parses the header with Python's tokenizer; damage to it can raise anything
+        arrays = None  # numpy parses the header with Python's tokenizer; a damaged one can raise anything
     if arrays is not None and check(list(arrays)):
         return arrays
-    logger.warning("%s is damaged; building it and its siblings again", paths[0])
+    logger.warning("%s is damaged; rebuilding the index", paths[0])
     return None
 
 
@@ -150,20 +191,20 @@ def _save(path: str, values: np.ndarray) -> None:
 
 @contextlib.contextmanager
 def _lock(path: str) -> Iterator[None]:
-    """Hold an advisory lock on the file, which the system lets go when this process ends in any way."""
+    """Hold an advisory lock on the file. The system releases it when this process ends, however it ends."""
     with open(path, "w") as file:
-        start, told = time.monotonic(), False
+        start, logged = time.monotonic(), False
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if not told and time.monotonic() - start > PATIENCE:
-                    logger.info("waiting for another process that builds what %s guards", path)
-                    told = True
+                if not logged and time.monotonic() - start > LOG_WAIT_AFTER:
+                    logger.info("waiting for the process that holds %s and builds the index", path)
+                    logged = True
                 time.sleep(0.1)
             except OSError as error:
-                # Some network file systems know no locks; without one the work may be done twice.
-                logger.info("%s cannot be locked (%s); going on without", path, error.strerror)
+                # Some network file systems do not support locks. Without one the work may be done twice.
+                logger.info("%s cannot be locked (%s); continuing without a lock", path, error.strerror)
                 break
         yield

@@ -1,24 +1,24 @@
-"""Which samples one data-parallel replica reads, microbatch by microbatch.
+"""Samplers: the samples of each microbatch of one data-parallel replica.
 
-The position in the data is the number of samples that all replicas together have consumed, so a run can go on
-from it in another layout.
+The position in the data is the number of samples consumed by all replicas together, so a run can resume in another
+layout.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megatron.flags import InputError
+from megatron.errors import InputError
 
 
 def sequential(
     samples: range, *, micro_batch_size: int, dp_rank: int, dp_size: int, drop_last: bool
 ) -> Iterator[range]:
-    """`samples` in order; of every micro_batch_size * dp_size of them, each replica takes its slice.
+    """Yield `samples` in order; of every micro_batch_size * dp_size samples, each replica takes its slice.
 
     Args:
-        drop_last: leave out a remainder that does not fill the microbatches of all replicas. Otherwise the
-            last microbatches of the replicas hold what there is, which may be nothing.
+        drop_last: drop a remainder that does not fill the microbatches of all replicas. Otherwise the last microbatch
+            of a replica may be short or empty.
     """
     step = micro_batch_size * dp_size
     stop = samples.start + len(samples) // step * step if drop_last else samples.stop
@@ -30,16 +30,16 @@ def sequential(
 def cyclic(
     total: int, *, consumed: int, micro_batch_size: int, dp_rank: int, dp_size: int
 ) -> Iterator[Sequence[int]]:
-    """Without end, in Megatron-LM's random order: each replica shuffles its own share anew in every epoch.
+    """Yield samples without end, in Megatron-LM's random order: each replica reshuffles its own share every epoch.
 
     Args:
-        total: samples in the data set; a remainder that does not fill every replica's microbatch is not used.
-        consumed: samples consumed so far.
+        total: samples in the dataset; a remainder that does not fill every replica's microbatch is dropped.
+        consumed: samples consumed so far by all replicas together.
 
     Raises:
-        InputError: `total` is too small, or `consumed` is not between two steps.
+        InputError: `total` is too small, or `consumed` is not a multiple of micro_batch_size * dp_size.
     """
-    import torch  # here alone: the order is that of its generator
+    import torch  # only needed here, for its random generator
 
     step = micro_batch_size * dp_size
     per_epoch = total - total % step
@@ -51,8 +51,8 @@ def cyclic(
     epoch, position = divmod(consumed, per_epoch)
     if position % step:
         raise InputError(
-            f"--dataloader-type cyclic: {consumed} samples have been consumed, which is not a whole number of steps of "
-            f"{step} samples (--micro-batch-size times replicas); resume with the sizes of the run before"
+            f"--dataloader-type cyclic: the {consumed} consumed samples are not a multiple of {step} "
+            f"(--micro-batch-size times data-parallel size); resume with the sizes of the previous run"
         )
     bucket = per_epoch // dp_size
     while True:

@@ -1,49 +1,50 @@
-"""Flags of zero-shot evaluation, by itself and within a training run."""
+"""Flags of zero-shot evaluation, of a checkpoint and within a training run."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from megatron.flags import Config, InputError, flag
+from megatron.errors import InputError
+from megatron.flags import Config, flag
 
 TASKS = ("WIKITEXT103", "LAMBADA", "PPL")
 
 
-# What Megatron-LM measures WIKITEXT103 with unless told otherwise.
+# Megatron-LM's default of --overlapping-eval.
 NVIDIA_OVERLAP = 32
-STRICT = "LAMBADA: the whole last word is to be predicted, in place of its last token"
+STRICT_HELP = "LAMBADA: predict the whole last word instead of its last token"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ZeroShotConfig(Config):
-    """What a trained model is evaluated on."""
+    """The task, its data, and how to batch it."""
 
     task: str = flag(
         None,
-        "WIKITEXT103: perplexity of tokenised WikiText, per word of it; LAMBADA: how many last words are predicted; "
+        "WIKITEXT103: perplexity of tokenized WikiText per original word; LAMBADA: accuracy of the last word; "
         "PPL: perplexity of any text",
         choices=TASKS,
         required=True,
     )
     valid_data: tuple[str, ...] = flag(
         None,
-        "text files as they are, or for LAMBADA files of a JSON object with a 'text' on each line",
+        "plain text files; for LAMBADA, files with a JSON object with a 'text' per line",
         nargs="+",
         metavar="FILE",
         required=True,
     )
     overlapping_eval: int | None = flag(
         None,
-        "tokens that each window over the text scores after the first, the rest being their context (default: for "
-        "WIKITEXT103 32, as in Megatron-LM; for PPL --seq-length, so that windows do not overlap)",
+        "stride of the windows over the text: tokens that each window after the first scores, with the rest as context "
+        "(default: 32 for WIKITEXT103, as in Megatron-LM; --seq-length, no overlap, for PPL)",
         low=1,
     )
-    strict_lambada: bool = flag(False, STRICT)
-    seq_length: int | None = flag(None, "tokens that the model sees (default: its context)", low=1)
-    micro_batch_size: int = flag(8, "samples that a replica of the model works on at once", low=1)
+    strict_lambada: bool = flag(False, STRICT_HELP)
+    seq_length: int | None = flag(None, "tokens per sequence (default: the model's context length)", low=1)
+    micro_batch_size: int = flag(8, "samples per batch of each replica", low=1)
 
     def stride(self, length: int) -> int:
-        """Tokens that windows of `length` score after the first."""
+        """Return the number of tokens that each window of `length` but the first scores."""
         if self.overlapping_eval is None:
             return min(NVIDIA_OVERLAP, length) if self.task == "WIKITEXT103" else length
         return self.overlapping_eval
@@ -51,11 +52,11 @@ class ZeroShotConfig(Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalTasksConfig(Config):
-    """Zero-shot tasks at every evaluation of a run that trains GPT."""
+    """Zero-shot tasks during the training of a GPT."""
 
     eval_tasks: tuple[str, ...] | None = flag(
         None,
-        "zero-shot tasks that are run wherever the run evaluates",
+        "zero-shot tasks to run with every evaluation",
         choices=TASKS,
         nargs="+",
         metavar="TASK",
@@ -65,14 +66,14 @@ class EvalTasksConfig(Config):
     )
     overlapping_eval: int | None = flag(
         None,
-        "WIKITEXT103, PPL: tokens that each window over the text scores after the first, the rest being their context "
-        "(default: --seq-length, so that windows do not overlap)",
+        "WIKITEXT103, PPL: stride of windows over the text: tokens that each window after the first scores, with the "
+        "rest as context (default: --seq-length, no overlap)",
         low=1,
     )
-    strict_lambada: bool = flag(False, STRICT)
+    strict_lambada: bool = flag(False, STRICT_HELP)
 
     def stride(self, length: int) -> int:
-        """Tokens that windows of `length` score after the first."""
+        """Return the number of tokens that each window of `length` but the first scores."""
         return self.overlapping_eval or length
 
     def __post_init__(self) -> None:
@@ -80,7 +81,7 @@ class EvalTasksConfig(Config):
         tasks, files = self.eval_tasks or (), self.eval_tasks_data or ()
         if len(tasks) != len(files):
             raise InputError(
-                f"--eval-tasks-data: {len(files)} files for the {len(tasks)} of --eval-tasks; give one for each"
+                f"--eval-tasks-data: {len(files)} files for {len(tasks)} --eval-tasks; give one for each task"
             )
         if len(set(tasks)) < len(tasks):
             raise InputError(f"--eval-tasks: {' '.join(tasks)} names a task twice")

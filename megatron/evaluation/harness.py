@@ -1,4 +1,4 @@
-"""A GPT as a model of lm-evaluation-harness: `lm_eval.simple_evaluate(model=MegatronLM("my/run"), tasks=[...])`."""
+"""Model class for lm-evaluation-harness: `lm_eval.simple_evaluate(model=MegatronLM("my/run"), tasks=[...])`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from megatron.errors import InputError
 from megatron.evaluation.score import Pair, score, windows
-from megatron.flags import InputError
 from megatron.inference.batching import Batcher, Request, generate
 from megatron.inference.config import InferenceConfig
 from megatron.inference.load import load_gpt
@@ -32,15 +32,15 @@ except ImportError:
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
-# As of lm_eval's own models, for tasks that say nothing.
+# Default of lm_eval's own models, for tasks without max_gen_toks.
 MAX_GEN_TOKS = 256
 
 
 class MegatronLM(TemplateLM):
-    """The GPT of a checkpoint, ours or a folder of Hugging Face's, on one device.
+    """A GPT on one device, from a native checkpoint or a Hugging Face directory.
 
-    Texts become the tokens, and windows, that they become for lm_eval's `hf`; log-probabilities are those of an fp32
-    softmax whatever the dtype of the weights.
+    Texts are tokenized and cut into windows as by lm_eval's `hf` model. Log-probabilities are computed in fp32 for any
+    dtype of the weights.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class MegatronLM(TemplateLM):
     ) -> None:
         """
         Args:
-            batch_size: texts that are computed together.
+            batch_size: texts per forward pass.
             device: auto, cpu or cuda.
             add_bos_token: begin every text with the tokenizer's beginning-of-sequence token.
-            tokenizer: in place of the one saved with the checkpoint.
-            seed: of what tasks that sample draw.
+            tokenizer: replaces the tokenizer saved with the checkpoint.
+            seed: for tasks that sample.
 
         Raises:
             InputError: there is no such checkpoint, it holds no GPT, or the tokenizer does not fit or lacks a token.
@@ -80,11 +80,11 @@ class MegatronLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What the first token of a text is scored after."""
+        """The token before the first one of a text, so that this one is scored too."""
         return self.eot_token_id if self.bos is None else self.bos
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm_eval's results say of the model."""
+        """Description of the model in lm_eval's results."""
         parameters = list(self.model.parameters())
         return {
             "load": self.load,
@@ -93,7 +93,7 @@ class MegatronLM(TemplateLM):
             "add_bos_token": self.bos is not None,
         }
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         tokens = self.tokenizer.tokenize(string)
         if self.bos is None or add_special_tokens is False or tokens[:1] == [self.bos]:
             return tokens
@@ -103,47 +103,47 @@ class MegatronLM(TemplateLM):
         self,
         requests: list[tuple[tuple[str, str], list[int], list[int]]],
         disable_tqdm: bool = False,
-        **_: Any,
+        **kwargs: Any,
     ) -> list[tuple[float, bool]]:
         longest = self.model.config.max_position_embeddings
         for (_, text), _, continuation in requests:
             if not 0 < len(continuation) <= longest:
                 raise InputError(
-                    f"--tasks: {text[:40]!r} is to be scored, but adds {len(continuation)} tokens to its context; "
-                    f"the model needs 1 to {longest}"
+                    f"--tasks: cannot score {text[:40]!r}: it adds {len(continuation)} tokens to its context, and "
+                    f"must add 1 to {longest}"
                 )
-        # A context of spaces has no tokens: lm_eval has them begin the continuation.
+        # A context of spaces only has no tokens: lm_eval moves the spaces to the continuation.
         pairs = [(context or [self.prefix_token_id], continuation) for _, context, continuation in requests]
         answers = self._score(pairs, "loglikelihood", disable_tqdm)
         for (texts, _, _), answer in zip(requests, answers, strict=True):
             self.cache_hook.add_partial("loglikelihood", texts, answer)
         return answers
 
-    def _score(self, pairs: list[Pair], what: str, disable_tqdm: bool) -> list[tuple[float, bool]]:
-        with tqdm(total=len(pairs), desc=what, disable=disable_tqdm) as progress:
+    def _score(self, pairs: list[Pair], desc: str, disable_tqdm: bool) -> list[tuple[float, bool]]:
+        with tqdm(total=len(pairs), desc=desc, disable=disable_tqdm) as progress:
             scores = score(self.model, pairs, batch_size=self.batch_size, advance=progress.update)
         return [(s.logprob, s.is_greedy) for s in scores]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         longest = self.model.config.max_position_embeddings
-        cut = [
+        pairs = [
             list(windows(self.tok_encode(text), self.prefix_token_id, longest))
             for (text,) in (request.args for request in requests)
         ]
-        answers = iter(self._score([w for ws in cut for w in ws], "loglikelihood_rolling", disable_tqdm))
-        sums = [sum(next(answers)[0] for _ in ws) for ws in cut]
+        answers = iter(self._score([w for ws in pairs for w in ws], "loglikelihood_rolling", disable_tqdm))
+        sums = [sum(next(answers)[0] for _ in ws) for ws in pairs]
         for request, total in zip(requests, sums, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return sums
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         longest = self.model.config.max_position_embeddings
-        alike: dict[str, list[int]] = {}
+        by_settings: dict[str, list[int]] = {}
         for i, request in enumerate(requests):
-            alike.setdefault(repr(request.args[1]), []).append(i)
+            by_settings.setdefault(repr(request.args[1]), []).append(i)
         texts: dict[int, str] = {}
         with tqdm(total=len(requests), desc="generate_until", disable=disable_tqdm) as progress:
-            for indices in alike.values():
+            for indices in by_settings.values():
                 config, until = sampling(requests[indices[0]].args[1], self.seed, longest)
                 prompts = {i: self.tok_encode(requests[i].args[0]) or [self.prefix_token_id] for i in indices}
                 for i, text in self._continue(prompts, config, until, progress.update).items():
@@ -159,10 +159,12 @@ class MegatronLM(TemplateLM):
         until: list[str],
         advance: Callable[[], object],
     ) -> dict[int, str]:
-        """The texts that follow on prompts, which lose their beginning where they leave no room for what is to follow.
-        What is drawn for one depends on the seed and its place among all, not on those it is computed with."""
+        """Generate continuations of prompts; a prompt that leaves too little room loses its beginning.
+
+        Samples depend on the seed and on the prompt's index, not on the other prompts of its batch.
+        """
         room = self.model.config.max_position_embeddings - config.out_seq_length
-        # The longest first, so that what does not fit fails at once.
+        # The longest first, so that out-of-memory errors come at once.
         order = sorted(prompts, key=lambda i: len(prompts[i]), reverse=True)
         requests = [
             Request(
@@ -181,21 +183,21 @@ class MegatronLM(TemplateLM):
 
 
 def sampling(generation_kwargs: dict[str, Any], seed: int, longest: int) -> tuple[SamplingConfig, list[str]]:
-    """What a task's `generation_kwargs` ask for: how to choose tokens, and the strings to stop at.
+    """Convert a task's `generation_kwargs` to a sampling configuration and stop strings.
 
     Args:
-        longest: the model's context in tokens.
+        longest: the model's context length.
 
     Raises:
-        InputError: they hold what this program has no equivalent of, or a value that is none.
+        InputError: they have an unsupported setting, or an invalid value.
     """
     given: dict[str, Any] = dict(normalize_gen_kwargs(generation_kwargs, MAX_GEN_TOKS))
     until = [stop for stop in given.pop("until") if stop]
     new, greedy = given.pop("max_gen_toks"), not given.pop("do_sample")
     if new >= longest:
         raise InputError(
-            f"--tasks: max_gen_toks {new} leaves no room for what the text follows on, as the model sees {longest} "
-            "tokens; set a smaller one in the task's generation_kwargs"
+            f"--tasks: max_gen_toks {new} leaves no room for a prompt in the model's context of {longest} tokens; set "
+            "a smaller value in the task's generation_kwargs"
         )
     if greedy:
         given.pop("temperature", None)
@@ -203,7 +205,7 @@ def sampling(generation_kwargs: dict[str, Any], seed: int, longest: int) -> tupl
     if unknown:
         name = min(unknown)
         raise InputError(
-            f"--tasks: generation_kwargs has {name} {given[name]!r}; this program has until, max_gen_toks, do_sample, "
+            f"--tasks: generation_kwargs has {name} {given[name]!r}; supported are until, max_gen_toks, do_sample, "
             "temperature, top_k and top_p"
         )
     return SamplingConfig(out_seq_length=new, greedy=greedy, seed=seed, **given), until
@@ -212,24 +214,24 @@ def sampling(generation_kwargs: dict[str, Any], seed: int, longest: int) -> tupl
 def run_tasks(
     model: MegatronLM, names: list[str], include_path: Path | None, limit: float | None
 ) -> tuple[dict[str, Any], str]:
-    """Run lm_eval's tasks of these names or patterns.
+    """Run the lm_eval tasks with these names or patterns.
 
     Args:
-        include_path: a folder of further tasks.
-        limit: how many samples of each to take, or what fraction of them; None takes all.
+        include_path: a directory with further tasks.
+        limit: number of samples of each task, or a fraction of them; None takes all.
 
     Returns:
-        The results as lm_eval has them, of values that JSON can hold, and as a table.
+        lm_eval's results with JSON-serializable values, and as a table.
 
     Raises:
-        InputError: there is no such task, or its data cannot be had.
+        InputError: there is no such task, or its data is not available.
     """
     manager = TaskManager(include_path=None if include_path is None else str(include_path))
     tasks = {name: manager.match_tasks([name]) for name in names}
     missing = [name for name, found in tasks.items() if not found]
     if missing:
         where = "" if include_path is None else f", nor in {include_path}"
-        raise InputError(f"--tasks: there is no {', '.join(missing)} among the tasks of lm_eval{where}")
+        raise InputError(f"--tasks: {', '.join(missing)}: no such task in lm_eval{where}")
     matched = sorted({task for found in tasks.values() for task in found})
     try:
         results = lm_eval.simple_evaluate(
@@ -238,12 +240,12 @@ def run_tasks(
             task_manager=manager,
             limit=limit,
             log_samples=False,
-            # Of a model that is made already, these are noted in the results.
+            # The model exists already; lm_eval records these in the results.
             batch_size=model.batch_size,
             device=str(model.device),
         )
-    except OSError as error:  # of the datasets library, for what it neither finds nor reaches
-        raise InputError(f"--tasks: the data cannot be had: {str(error).splitlines()[0]}") from error
+    except OSError as error:  # from the datasets library
+        raise InputError(f"--tasks: the data is not available: {str(error).splitlines()[0]}") from error
     table = make_table(results)
     if results.get("groups"):
         table += "\n" + make_table(results, "groups")

@@ -1,7 +1,7 @@
-"""Zero-shot tasks: what of which texts is to be predicted, and what figures that gives.
+"""Zero-shot tasks: samples, scored tokens and reported values.
 
-Each is the task of that name in Megatron-LM (tasks/zeroshot_gpt), with which arXiv 1909.08053 section 5.3 measures its
-models; PPL is ours.
+WIKITEXT103 and LAMBADA are the tasks of Megatron-LM (tasks/zeroshot_gpt), used in arXiv 1909.08053 section 5.3. PPL is
+the perplexity of any text.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron.errors import InputError
 from megatron.evaluation.config import EvalTasksConfig, ZeroShotConfig
 from megatron.evaluation.wikitext import detokenize
 from megatron.evaluation.windows import spans
-from megatron.flags import InputError
 from megatron.tokenizer import Tokenizer
 
 Results = dict[str, float]
 
 
 class Sample(NamedTuple):
-    """Tokens [n] in int32, of which the last `scored` are each predicted from those before it."""
+    """Tokens [n] in int32; the last `scored` are predicted, each from those before it."""
 
     tokens: np.ndarray
     scored: int
@@ -37,14 +37,15 @@ class ZeroShotTask:
     """A task and its data.
 
     Attributes:
-        length: tokens that the model sees at once; no sample has more than one more.
-        samples: the longest first, so that batches hold samples of similar length, and what does not fit fails at once.
-        greedy: whether samples are counted whose scored tokens are all the most probable ones; else the losses of
-            scored tokens are summed.
-        count: what the mean is over: samples, or scored tokens.
-        results: what a sum over all samples comes to.
-        form: of the results, in the line for people.
-        notes: what people should know, a sentence each.
+        length: context length; a sample has at most one token more.
+        samples: the longest first, so that samples of a batch have similar lengths and out-of-memory errors come at
+            once.
+        greedy: count the samples whose scored tokens are all the most probable ones; otherwise sum the losses of
+            scored tokens.
+        count: denominator of the mean: number of samples, or of scored tokens.
+        results: converts the sum over all samples to the reported values.
+        form: format of the log line.
+        notes: warnings about the data.
     """
 
     name: str
@@ -63,34 +64,34 @@ class ZeroShotTask:
         return len(self.samples) if self.greedy else sum(sample.scored for sample in self.samples)
 
     def line(self, results: Results, at: str = "") -> str:
-        """The results for people, in NVIDIA's format."""
+        """Return the log line, in Megatron-LM's format."""
         return f" validation results on {self.name}{at} | {self.form.format_map(results)}"
 
 
 @dataclass(frozen=True)
 class DataFile:
-    """A file as it was read."""
+    """The path and contents of a file."""
 
     path: Path
     data: bytes
 
     def identity(self) -> dict[str, Any]:
-        """What tells it from other files."""
+        """Return the file's path, size and checksum, which saved results record."""
         digest = hashlib.sha256(self.data).hexdigest()
         return {"file": str(self.path.absolute()), "bytes": len(self.data), "sha256": digest}
 
     def text(self) -> str:
-        """Raises `InputError` if it is not UTF-8, or holds no words."""
+        """Decode the file; raises `InputError` if it is not UTF-8, or has no words."""
         text = self._decode(self.data, 1)
         if not text.split():
-            raise InputError(f"{self.path}: holds no words")
+            raise InputError(f"{self.path}: has no words")
         return text
 
     def records(self) -> Iterator[tuple[str, str]]:
-        """Where each line stands, FILE:LINE, and the text of its JSON object.
+        """Yield the location (FILE:LINE) and the text of each line's JSON object.
 
         Raises:
-            InputError: naming the line.
+            InputError: a line is not such an object; names it.
         """
         for number, line in enumerate(self.data.removesuffix(b"\n").split(b"\n"), 1):
             place = f"{self.path}:{number}"
@@ -102,13 +103,11 @@ class DataFile:
                 raise InputError(f"{place}: is not JSON ({error})") from None
             text = record.get("text") if isinstance(record, dict) else None
             if not isinstance(text, str):
-                raise InputError(f"{place}: is not a JSON object with a 'text' of letters")
+                raise InputError(f"{place}: is not a JSON object with a string 'text'")
             try:
                 text.encode()
             except UnicodeEncodeError:
-                raise InputError(
-                    f"{place}: its 'text' holds half a surrogate pair, which is no letter"
-                ) from None
+                raise InputError(f"{place}: its 'text' has an unpaired surrogate") from None
             yield place, text
 
     def _decode(self, data: bytes, first_line: int) -> str:
@@ -120,7 +119,7 @@ class DataFile:
 
 
 def read_file(path: str, flag: str) -> DataFile:
-    """Read a file that is named by a flag.
+    """Read the file that `flag` names.
 
     Raises:
         InputError: it cannot be read, or is empty.
@@ -142,34 +141,35 @@ def make_task(
     *,
     length: int,
 ) -> ZeroShotTask:
-    """The task of a name on these files.
+    """Create a task from its files.
 
     Args:
-        length: tokens that the model sees at once.
+        length: context length in tokens.
 
     Raises:
-        InputError: a file does not hold what the task needs, naming it and the line; or the windows would leave gaps.
+        InputError: a file does not fit the task (names file and line), or windows would leave gaps.
     """
     if name == "LAMBADA":
         return _lambada(files, tokenizer, length, strict=config.strict_lambada)
     stride = config.stride(length)
     if stride > length:
         raise InputError(
-            f"--overlapping-eval: {stride} tokens cannot be scored in each window, as --seq-length is {length}"
+            f"--overlapping-eval: a stride of {stride} tokens exceeds the window, --seq-length {length}"
         )
     return (_wikitext if name == "WIKITEXT103" else _ppl)(files, tokenizer, length, stride)
 
 
 def _wikitext(files: Sequence[DataFile], tokenizer: Tokenizer, length: int, stride: int) -> ZeroShotTask:
-    samples, scored, original = [], 0, 0
+    samples: list[Sample] = []
+    scored = original = 0
     for file in files:
         text = file.text()
-        # As it is counted in the published figures: by single spaces, so that words across a line end are one.
+        # Published figures split at single spaces only, so that the words around a line break count as one.
         words = len(text.strip().split(" "))
         tokens = tokenizer.tokenize(detokenize(text))
         if min(len(tokens), words) < 2:
             raise InputError(
-                f"{file.path}: holds {len(tokens)} tokens and {words} words; WIKITEXT103 needs two of each, as the "
+                f"{file.path}: has {len(tokens)} tokens and {words} words; WIKITEXT103 needs two of each, because the "
                 "first is not scored"
             )
         samples += _windows(tokens, length, stride, fill=False)
@@ -180,7 +180,7 @@ def _wikitext(files: Sequence[DataFile], tokenizer: Tokenizer, length: int, stri
         mean = loss / scored
         return {
             "avg loss": mean,
-            "ppl": math.exp(min(mean, 20.0)),  # as in NVIDIA's, so that figures can be compared
+            "ppl": math.exp(min(mean, 20.0)),  # Megatron-LM's limit
             "adjusted ppl": math.exp(min(mean * ratio, 20.0)),
             "token ratio": ratio,
         }
@@ -195,11 +195,12 @@ def _wikitext(files: Sequence[DataFile], tokenizer: Tokenizer, length: int, stri
 
 
 def _ppl(files: Sequence[DataFile], tokenizer: Tokenizer, length: int, stride: int) -> ZeroShotTask:
-    samples, scored, words, size = [], 0, 0, 0
+    samples: list[Sample] = []
+    scored = words = size = 0
     for file in files:
         text = file.text()
         tokens = tokenizer.tokenize(text)
-        # As in lm_eval's rolling log-likelihood: all tokens are scored, the first after an end of document.
+        # Like lm_eval's rolling log-likelihood, score all tokens; the first follows an end-of-document token.
         samples += _windows([tokenizer.eod, *tokens], length, stride, fill=True)
         scored, words, size = scored + len(tokens), words + len(text.split()), size + len(file.data)
 
@@ -219,7 +220,7 @@ def _ppl(files: Sequence[DataFile], tokenizer: Tokenizer, length: int, stride: i
 
 
 def _exp(x: float) -> float:
-    # What stands between spaces can be long, as in Chinese.
+    # Without spaces, as in Chinese, a word is long and its perplexity may overflow.
     return math.inf if x > 709 else math.exp(x)
 
 
@@ -232,7 +233,7 @@ def _windows(tokens: list[int], length: int, stride: int, *, fill: bool) -> Iter
 def _lambada(files: Sequence[DataFile], tokenizer: Tokenizer, length: int, *, strict: bool) -> ZeroShotTask:
     places, texts = zip(*(record for file in files for record in file.records()), strict=True)
     if strict:
-        # The last word by itself, as a text that goes on would have it.
+        # Tokenize the last word separately, with the space before it.
         lasts = [(text.split() or [""])[-1] for text in texts]
         befores = [text[: text.rfind(last)].strip() for text, last in zip(texts, lasts, strict=True)]
         contexts = tokenizer.tokenize_batch(befores)
@@ -240,33 +241,34 @@ def _lambada(files: Sequence[DataFile], tokenizer: Tokenizer, length: int, *, st
     else:
         tokens = tokenizer.tokenize_batch(texts)
         contexts, targets = [row[:-1] for row in tokens], [row[-1:] for row in tokens]
-    samples, cut = [], 0
+    samples: list[Sample] = []
+    truncated = 0
     for place, context, target in zip(places, contexts, targets, strict=True):
         if not context:
-            raise InputError(f"{place}: its 'text' has nothing before what is to be predicted of it")
+            raise InputError(f"{place}: its 'text' has no context before the tokens to predict")
         if len(target) > length:
             raise InputError(
-                f"{place}: its last word has {len(target)} tokens, and the model sees {length} (--seq-length)"
+                f"{place}: its last word has {len(target)} tokens, more than --seq-length {length}"
             )
         whole = [*context, *target]
-        cut += len(whole) > length + 1
-        # The last token is predicted, and so is no input.
+        truncated += len(whole) > length + 1
+        # The last token is a target only.
         samples.append(Sample(np.array(whole[-length - 1 :], np.int32), len(target)))
     notes = [
-        f"LAMBADA: {cut} of {len(samples)} texts are longer than the {length} tokens that the model sees; it sees "
-        "their ends"
+        f"LAMBADA: {truncated} of {len(samples)} texts are longer than the context of {length} tokens and lose their "
+        "beginning"
     ]
     return ZeroShotTask(
         name="LAMBADA",
         length=length,
         samples=samples,
         greedy=True,
-        results=lambda right: {
-            "number correct": right,
+        results=lambda correct: {
+            "number correct": correct,
             "total examples": len(samples),
-            "avg accuracy": right / len(samples),
+            "avg accuracy": correct / len(samples),
         },
         form="number correct: {number correct:.4E} | total examples: {total examples:.4E} | "
         "avg accuracy: {avg accuracy:.4E}",
-        notes=notes if cut else [],
+        notes=notes if truncated else [],
     )

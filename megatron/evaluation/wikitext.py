@@ -1,4 +1,4 @@
-"""WikiText's own tokenisation taken back, by the rules with which published perplexities were measured."""
+"""Detokenizer of WikiText, with the rules behind the published perplexities."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BEFORE = (
     (" ? ", "? "),
     (" , ", ", "),
 )
-PAIRS = ("()", "[]", "{}", '""', "''")
+PAIRS = (("(", ")"), ("[", "]"), ("{", "}"), ('"', '"'), ("'", "'"))
 AFTER = (
     ("= = = =", "===="),
     ("= = =", "==="),
@@ -30,7 +30,7 @@ AFTER = (
 
 
 def detokenize(text: str) -> str:
-    """The text of a WikiText file as people write it: no spaces around punctuation or within brackets and quotes."""
+    """Remove WikiText's spaces around punctuation and within brackets and quotes."""
     for old, new in BEFORE:
         text = text.replace(old, new)
     for left, right in PAIRS:

@@ -1,4 +1,4 @@
-"""How a text that is longer than a model's context is cut up."""
+"""Windows over a text that is longer than a model's context."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ from collections.abc import Iterator
 
 
 def spans(count: int, *, length: int, stride: int, fill: bool) -> Iterator[tuple[int, int, int]]:
-    """Windows over a text of one token and `count` more that are to be predicted, each of these once.
+    """Yield windows over a text of `count` + 1 tokens that predict each token but the first once.
 
-    The first window predicts `length` tokens, every further one the next `stride`, from the `length` before the last
-    of them.
+    The first window predicts `length` tokens, every further one the next `stride`. A window has `length` input tokens.
 
     Args:
-        fill: the last window, which predicts what is left, sees `length` tokens too; else it begins where it would if
-            it were whole.
+        fill: the last window, which may predict fewer tokens, has `length` inputs too; otherwise it begins where a
+            complete window would.
 
     Yields:
-        (begin, first, end): of the tokens from `begin` on, those from `first` to `end` are predicted.
+        (begin, first, end): the window's tokens are [begin, end), and those in [first, end) are predicted.
     """
     first, size = 1, length
     while first <= count:

@@ -1,35 +1,51 @@
-"""The samples of a zero-shot task, through a model of any layout.
+"""Run the samples of a zero-shot task through a model in any layout.
 
-Shapes in names: b samples, s sequence, n scored tokens, v vocabulary. With tensor parallelism the v of `logits_nv`
-counts this process's part of the vocabulary.
+Shapes in names: b samples, s sequence, n scored tokens, v vocabulary. With tensor parallelism v is this rank's shard of
+the vocabulary.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.data.loader import Batch
+from megatron.data.batch import Batch, sequence_field
 from megatron.data.samplers import sequential
 from megatron.evaluation.tasks import Sample, ZeroShotTask
 from megatron.inference.stages import Stages
 from megatron.parallel.collectives import all_gather, all_reduce_sum
 from megatron.parallel.mesh import Axis
 
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ZeroShotBatch(Batch):
+    """Batch of a zero-shot task.
+
+    Attributes:
+        tokens, position_ids, labels: int64 [b, s].
+        rows, positions: int64 [n], the coordinates of the scored tokens in `labels`.
+    """
+
+    position_ids: Tensor = sequence_field(dim=1)
+    labels: Tensor = sequence_field(dim=1)
+    rows: Tensor
+    positions: Tensor
+
 
 def make_batches(
     task: ZeroShotTask, *, micro_batch_size: int, dp: Axis, multiple: int = 1
-) -> Iterator[Batch]:
-    """This replica's share of the samples; all replicas together have each sample once.
+) -> Iterator[ZeroShotBatch]:
+    """Yield this replica's batches; over all replicas each sample occurs once.
 
     Args:
-        multiple: what the length of sequences is rounded up to, unless the model sees less.
-
-    Yields:
-        `tokens`, `position_ids` and `labels` [b, s]; the scored tokens are labels of `rows` [n] and `positions` [n].
+        multiple: sequence lengths are rounded up to a multiple of it, up to the context length.
     """
     for indices in sequential(
         range(len(task.samples)),
@@ -42,68 +58,70 @@ def make_batches(
             yield _stack(task.samples[indices.start : indices.stop], multiple, task.length)
 
 
-def _stack(samples: Sequence[Sample], multiple: int, longest: int) -> Batch:
+def _stack(samples: Sequence[Sample], multiple: int, longest: int) -> ZeroShotBatch:
     lengths = [len(sample.tokens) - 1 for sample in samples]
     length = min(-(-max(lengths) // multiple) * multiple, longest)
-    # No token sees those after it, so that any will do to fill the rows.
+    # Attention is causal, so the padding does not matter.
     tokens_bs = np.zeros((len(samples), length + 1), np.int64)
     for row, sample in enumerate(samples):
         tokens_bs[row, : len(sample.tokens)] = sample.tokens
     rows = np.repeat(np.arange(len(samples)), [sample.scored for sample in samples])
     positions = [np.arange(n - s.scored, n) for n, s in zip(lengths, samples, strict=True)]
-    return {
-        "tokens": torch.from_numpy(tokens_bs[:, :-1]),
-        "position_ids": torch.arange(length).expand(len(samples), length),
-        "labels": torch.from_numpy(tokens_bs[:, 1:]),
-        "rows": torch.from_numpy(rows),
-        "positions": torch.from_numpy(np.concatenate(positions)),
-    }
+    return ZeroShotBatch(
+        tokens=torch.from_numpy(tokens_bs[:, :-1]),
+        position_ids=torch.arange(length).expand(len(samples), length),
+        labels=torch.from_numpy(tokens_bs[:, 1:]),
+        rows=torch.from_numpy(rows),
+        positions=torch.from_numpy(np.concatenate(positions)),
+    )
 
 
-def forward(model: Callable[..., Tensor | None], batch: Batch, task: ZeroShotTask) -> Tensor | None:
-    """What `model`, called as `GPTModel`, gives for a batch: where the layers end, the `out` of `total`."""
-    tokens_bs, position_ids_bs = batch["tokens"], batch["position_ids"]
+def forward(model: Callable[..., T], batch: ZeroShotBatch, task: ZeroShotTask) -> T:
+    """Call `model`, with the signature of `GPTModel`, on a batch; the last stage returns the `out` of `total`."""
     if task.greedy:
-        return model(tokens_bs, position_ids_bs, wanted=(batch["rows"], batch["positions"]))
-    return model(tokens_bs, position_ids_bs, labels_bs=batch["labels"])
+        return model(batch.tokens, batch.position_ids, logit_positions=(batch.rows, batch.positions))
+    return model(batch.tokens, batch.position_ids, labels_bs=batch.labels)
 
 
-def total(out: Tensor, batch: Batch, task: ZeroShotTask, *, vocab_size: int, tp: Axis) -> Tensor:
-    """A scalar in fp64: the sum of the losses `out` [b, s] of scored tokens; or by their logits `out` [n, v] the number
-    of samples whose scored tokens are all the most probable ones."""
+def total(out: Tensor, batch: ZeroShotBatch, task: ZeroShotTask, *, vocab_size: int, tp: Axis) -> Tensor:
+    """Sum a batch to an fp64 scalar.
+
+    The sum is over the losses `out` [b, s] of scored tokens, or counts the samples for which all scored tokens are the
+    most probable ones by their logits `out` [n, v].
+    """
     if not task.greedy:
-        return out[batch["rows"], batch["positions"]].double().sum()
-    # Transposed, as processes have parts of the vocabulary. Its padding is no token.
+        return out[batch.rows, batch.positions].double().sum()
+    # Transposed, because ranks hold shards of the vocabulary. Its padding is never a candidate.
     logits_vn = all_gather(out.t().contiguous(), tp)[:vocab_size]
-    wrong_n = logits_vn.argmax(0) != batch["labels"][batch["rows"], batch["positions"]]
-    wrong_b = torch.zeros(len(batch["tokens"]), dtype=torch.float64, device=out.device)
-    return (wrong_b.index_add_(0, batch["rows"], wrong_n.double()) == 0).double().sum()
+    wrong_n = logits_vn.argmax(0) != batch.labels[batch.rows, batch.positions]
+    wrong_b = torch.zeros(batch.num_sequences, dtype=torch.float64, device=out.device)
+    return (wrong_b.index_add_(0, batch.rows, wrong_n.double()) == 0).double().sum()
 
 
-def count(batch: Batch, task: ZeroShotTask) -> int:
-    """What the sums of a batch are over: samples, or scored tokens."""
-    return len(batch["tokens"] if task.greedy else batch["rows"])
+def count(batch: ZeroShotBatch, task: ZeroShotTask) -> int:
+    """Return a batch's share of `task.count`."""
+    return batch.num_sequences if task.greedy else len(batch.rows)
 
 
 @torch.inference_mode()
 def evaluate(
     stages: Stages, task: ZeroShotTask, *, micro_batch_size: int, advance: Callable[[], object]
 ) -> float:
-    """The sum over all samples that `task.results` takes, on every process. Every process must take part.
+    """Return the sum over all samples that `task.results` takes. Collective over all processes.
 
     Args:
-        advance: called after each batch of this replica's; the first replica has the most.
+        advance: called after each batch of this replica; the first replica has the most batches.
     """
     mesh = stages.mesh
     totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     for batch in make_batches(task, micro_batch_size=micro_batch_size, dp=mesh.dp):
-        batch = {name: x.to(mesh.device) for name, x in batch.items()}
+        batch = batch.to(mesh.device)
         out = forward(stages, batch, task)
         if out is not None:
             totals[0] += total(out, batch, task, vocab_size=stages.vocab_size, tp=mesh.tp)
             totals[1] += count(batch, task)
         advance()
     stages.transfers.finish()
-    found, counted = all_reduce_sum(all_reduce_sum(totals, mesh.dp), mesh.pp).tolist()
-    assert counted == task.count
-    return found
+    result, scored = all_reduce_sum(all_reduce_sum(totals, mesh.dp_cp), mesh.pp).tolist()
+    assert scored == task.count
+    return result

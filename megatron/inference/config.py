@@ -1,4 +1,4 @@
-"""Flags of what uses a trained model: which one, and where it computes."""
+"""Flags for using a trained model: the checkpoint, the device and the layout."""
 
 from __future__ import annotations
 
@@ -10,31 +10,30 @@ from megatron.parallel.config import ParallelConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InferenceConfig(Config):
-    """A checkpoint of any layout, and the layout that it is to compute in."""
+    """A checkpoint saved in any layout, and the layout to run it in."""
 
     load: str = flag(
         None,
-        "folder of checkpoints, of which the newest is used; of this program, of Megatron-LM, or a model of Hugging "
-        "Face's",
+        "directory of checkpoints (the newest is used), of a Megatron-LM checkpoint, or of a Hugging Face model",
         required=True,
         metavar="DIR",
     )
     ckpt_step: int | None = flag(None, "use the checkpoint of this iteration", low=0)
-    device: str = flag("auto", "where to compute", choices=("auto", "cpu", "cuda"))
+    device: str = flag("auto", "device to run on", choices=("auto", "cpu", "cuda"))
     dtype: str = flag(
         "auto",
-        "precision of weights, and on a GPU of the key/value cache; auto takes that of the training",
+        "precision of the weights and, on a GPU, of the key/value cache; auto: that of training",
         choices=("auto", "fp32", "bf16", "fp16"),
     )
-    tensor_model_parallel_size: int = flag(1, "processes that share every layer", low=1)
-    pipeline_model_parallel_size: int = flag(1, "stages that the layers are divided into", low=1)
+    tensor_model_parallel_size: int = flag(1, "ranks that each layer is split over", low=1)
+    pipeline_model_parallel_size: int = flag(1, "pipeline stages that the layers are split into", low=1)
     distributed_timeout_minutes: int = flag(
-        10, "how long a process waits in a collective for the others before it stops", low=1, high=10**6
+        10, "minutes that a process waits for others in a collective before it aborts", low=1, high=10**6
     )
 
     @property
     def parallel(self) -> ParallelConfig:
-        """The same layout as that of a training."""
+        """The layout as a training configuration."""
         return ParallelConfig(
             tensor_model_parallel_size=self.tensor_model_parallel_size,
             pipeline_model_parallel_size=self.pipeline_model_parallel_size,

@@ -1,4 +1,4 @@
-"""Whether two checkpoints are one model: logits on fixed tokens, by this program and by transformers."""
+"""Check a converted checkpoint: compare logits on fixed tokens with those of transformers."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.checkpoint import Checkpoint, model_config
-from megatron.checkpoint.foreign import model_without_memory
-from megatron.checkpoint.huggingface.settings import read_settings
 from megatron.checkpoint.load import load_weights
+from megatron.interop.external import meta_model
+from megatron.interop.huggingface.settings import read_settings
 from megatron.model.gpt import position_ids
 from megatron.tokenizer import Tokenizer
 
-# By how much of the largest logit others may differ: what the order of additions makes of fp32 in a deep model.
+# Largest difference relative to the largest logit: the rounding of fp32 sums in a deep model.
 TOLERANCE = 1e-4
-BATCH, LONGEST = 2, 64
-# Neither the network nor code that lies in the folder, which transformers would else offer to run.
+BATCH, MAX_LENGTH = 2, 64
+# Use neither the network nor code in the directory, which transformers would offer to run.
 FROM_FOLDER = {"local_files_only": True, "trust_remote_code": False}
 LINES = (
     "Hello world, it's 12345 tests!",
@@ -28,8 +28,8 @@ LINES = (
 
 
 def fixed_tokens(checkpoint: Checkpoint) -> tuple[Tensor, Tensor]:
-    """Tokens [b, s] that are the same at each call, and BERT's types for them."""
-    length = min(LONGEST, model_config(checkpoint).max_position_embeddings)
+    """Return tokens [b, s], the same at each call, and their token types for BERT."""
+    length = min(MAX_LENGTH, model_config(checkpoint).max_position_embeddings)
     generator = torch.Generator().manual_seed(1234)
     tokens = torch.randint(checkpoint.state["vocab_size"], (BATCH, length), generator=generator)
     return tokens, (torch.arange(length) >= length // 2).long().expand(BATCH, length)
@@ -37,23 +37,22 @@ def fixed_tokens(checkpoint: Checkpoint) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def our_logits(checkpoint: Checkpoint) -> list[Tensor]:
-    """Of GPT [b, s, v]; of BERT these of the words, and with a binary head [b, 2] of the order; computed in fp32 on
-    the CPU."""
+    """Return the logits of our model in fp32 on the CPU: [b, s, v], and [b, 2] of BERT's binary head if it has one."""
     tokens, types = fixed_tokens(checkpoint)
     task = checkpoint.state["task"]
-    model = model_without_memory(task, model_config(checkpoint), checkpoint.state["vocab_size"])
+    model = meta_model(task, model_config(checkpoint), checkpoint.state["vocab_size"])
     load_weights(checkpoint, model, torch.float32)
     if task == "GPT":
-        return [model(tokens, position_ids(0, *tokens.shape, tokens.device))]
+        return [model(tokens, position_ids(0, BATCH, tokens.shape[1], tokens.device))]
     return [x for x in model(tokens, torch.ones_like(tokens), types) if x is not None]
 
 
 @torch.no_grad()
 def their_logits(folder: Path, checkpoint: Checkpoint) -> list[Tensor]:
-    """The same logits, of the model that transformers loads from a folder; without rows that pad the vocabulary.
+    """Return the same logits of the model that transformers loads from a directory, without vocabulary padding.
 
     Args:
-        checkpoint: what the tokens are made for.
+        checkpoint: determines the tokens.
 
     Raises:
         ImportError: transformers is not installed, or has no such model.
@@ -77,25 +76,23 @@ def their_logits(folder: Path, checkpoint: Checkpoint) -> list[Tensor]:
 
 
 def tokenizer_note(folder: Path, tokenizer: Tokenizer) -> str | None:
-    """In what `AutoTokenizer` of a folder differs from a tokenizer of ours, if in anything."""
+    """Compare the `AutoTokenizer` of a directory with our tokenizer; returns a note if they differ."""
     from transformers import AutoTokenizer
 
-    # Files that it was not made for fail in it in any way.
+    # Unsuitable files raise exceptions of any type.
     try:
         theirs = AutoTokenizer.from_pretrained(folder, **FROM_FOLDER)
         ids = [theirs.encode(line, add_special_tokens=False) for line in LINES]
     except Exception as error:
         why = " ".join(str(error).split())[:200]
-        return (
-            f"AutoTokenizer of transformers loads no tokenizer from {folder} ({type(error).__name__}: {why})"
-        )
+        return f"AutoTokenizer of transformers cannot load the tokenizer in {folder} ({type(error).__name__}: {why})"
     for line, expected in zip(LINES, ids, strict=True):
         if expected != tokenizer.tokenize(line):
-            return f"AutoTokenizer of transformers gives {line!r} other ids than {tokenizer.name}"
+            return f"AutoTokenizer of transformers tokenizes {line!r} differently than {tokenizer.name}"
     return None
 
 
 def largest_difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
-    """As a share of the largest logit of the same kind."""
+    """Return the largest difference relative to the largest logit of the same tensor."""
     pairs = zip(ours, theirs, strict=True)
     return max(((a - b).abs().max() / a.abs().max()).item() for a, b in pairs)

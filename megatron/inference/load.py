@@ -1,15 +1,14 @@
-"""A trained model and its tokenizer, from a checkpoint."""
+"""Load a trained GPT and its tokenizer from a checkpoint."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
+import megatron.interop.formats  # noqa: F401 (registers checkpoint formats)
 from megatron.checkpoint.checkpoint import (
     Checkpoint,
     check_vocabulary,
@@ -18,17 +17,18 @@ from megatron.checkpoint.checkpoint import (
 )
 from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.load import load_weights
-from megatron.checkpoint.nvidia.read import is_megatron, open_megatron
-from megatron.flags import InputError
+from megatron.errors import InputError
 from megatron.inference.config import InferenceConfig
+from megatron.interop.nvidia.read import is_megatron, open_megatron
 from megatron.model.config import check_tensor_parallel
+from megatron.model.context import ModelContext
 from megatron.model.gpt import GPTModel
-from megatron.model.layers import TensorParallel
 from megatron.ops.backend import Ops
-from megatron.ops.compiler import as_written
-from megatron.ops.linear import add_product, has_onednn, matmul, onednn_matmul
-from megatron.ops.projected_loss import AT_ONCE, projected_loss
-from megatron.parallel.collectives import together
+from megatron.ops.compiler import eager
+from megatron.ops.cpu.linear import decode_matmul, has_onednn
+from megatron.ops.linear import accumulate_wgrad, matmul
+from megatron.ops.linear_cross_entropy import LOGITS_CHUNK_BYTES, LinearCrossEntropy
+from megatron.parallel.collectives import raise_on_all_ranks
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.stages import split_layers
 from megatron.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
@@ -40,7 +40,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def load_gpt(config: InferenceConfig, tokenizer: TokenizerConfig, mesh: Mesh) -> tuple[GPTModel, Tokenizer]:
-    """`build_gpt` of the checkpoint that `config` names."""
+    """Find the checkpoint that `config` names, and call `build_gpt`."""
     return build_gpt(find_any_checkpoint(config, tokenizer, mesh), config, tokenizer, mesh)
 
 
@@ -52,18 +52,17 @@ def build_gpt(
     *,
     as_trained: bool = False,
 ) -> tuple[GPTModel, Tokenizer]:
-    """This process's part of the GPT of a checkpoint of any layout, and its tokenizer. Every process must take part.
+    """Build this process's part of a GPT and load its weights, saved in any layout. Collective over all processes.
 
     Args:
-        tokenizer: if it names a type, used in place of the tokenizer saved with the checkpoint.
-        as_trained: keep what pads the vocabulary in the softmax, where training included it. It is no token, and else
-            left out.
+        tokenizer: replaces the tokenizer saved with the checkpoint if it has a type.
+        as_trained: keep vocabulary padding in the softmax if training included it. By default it is left out.
 
     Raises:
-        InputError: the checkpoint holds no GPT, the tokenizer does not fit, or the layout does not.
+        InputError: the checkpoint holds no GPT, or tokenizer or layout do not fit.
     """
     if tokenizer.tokenizer_type is None and tokenizer != TokenizerConfig():
-        raise InputError("--tokenizer-type is required with other flags of the tokenizer")
+        raise InputError("--tokenizer-type is required with other tokenizer flags")
     for note in checkpoint.notes if mesh.is_first else ():
         logger.warning(f"--load: {note}")
     if checkpoint.state["task"] != "GPT":
@@ -73,9 +72,9 @@ def build_gpt(
         model_settings = dataclasses.replace(model_settings, mask_padded_vocab=True)
     check_tensor_parallel(model_settings, mesh.tp.size, mesh.tp.size)
     (chunk,) = split_layers(config.parallel, model_settings.num_layers)[mesh.pp.rank]
-    chosen = _tokenizer(checkpoint, tokenizer)
-    check_vocabulary(checkpoint, chosen.vocab_size)
-    rows = chosen.vocab_size if model_settings.mask_padded_vocab else checkpoint.state["padded_vocab_size"]
+    loaded = _tokenizer(checkpoint, tokenizer)
+    check_vocabulary(checkpoint, loaded.vocab_size)
+    rows = loaded.vocab_size if model_settings.mask_padded_vocab else checkpoint.state["padded_vocab_size"]
     padded = padded_vocab_size(rows, 1, mesh.tp.size)
     if padded > rows and not model_settings.mask_padded_vocab:
         raise InputError(
@@ -83,47 +82,51 @@ def build_gpt(
             "padding is part of this model"
         )
     dtype = _dtype(config, checkpoint)
-    # Without memory, so that sizes are held against the files first.
+    context = ModelContext.on_mesh(
+        mesh,
+        model_settings,
+        config.parallel,
+        vocab_size=loaded.vocab_size,
+        padded_vocab_size=padded,
+        ops=_ops(dtype, mesh.device),
+    )
+    # Without memory: load_weights checks the shapes before it allocates.
     with torch.device("meta"):
-        model = GPTModel(
-            model_settings,
-            vocab_size=chosen.vocab_size,
-            padded_vocab_size=padded,
-            chunk=chunk,
-            tp=TensorParallel(mesh.tp, ops=_ops(dtype, mesh.device)),
-        )
-    with together(mesh.world, InputError):
+        model = GPTModel(model_settings, context, chunk)
+    with raise_on_all_ranks(mesh.world, InputError):
         load_weights(checkpoint, model, dtype)
-    return model.to(mesh.device).eval().requires_grad_(False), chosen
+    return model.to(mesh.device).eval().requires_grad_(False), loaded
 
 
 def find_any_checkpoint(config: InferenceConfig, tokenizer: TokenizerConfig, mesh: Mesh) -> Checkpoint:
-    """The checkpoint of any kind that `config` names. Every process must take part.
+    """Find the checkpoint that `config` names, in any format. Collective over all processes.
 
     Args:
-        tokenizer: of one of Megatron-LM's, which has none.
+        tokenizer: for a Megatron-LM checkpoint, which has none.
 
     Raises:
         InputError: there is no such checkpoint.
     """
     root = Path(config.load)
-    with together(mesh.world, InputError):
-        foreign = is_megatron(root)
-        if foreign and config.ckpt_step is not None:
+    with raise_on_all_ranks(mesh.world, InputError):
+        external = is_megatron(root)
+        if external and config.ckpt_step is not None:
             raise InputError(
-                f"--ckpt-step: {config.load} holds a checkpoint of NVIDIA's Megatron-LM; give the folder of that "
-                "iteration by --load"
+                f"--ckpt-step: {config.load} is a Megatron-LM checkpoint; give the directory of that iteration with "
+                "--load"
             )
-        if foreign:
+        if external:
             return open_megatron(root, tokenizer, load_optim=False)
-    return find_checkpoint(config.load, save=None, step=config.ckpt_step, world=mesh.world)
+    checkpoint = find_checkpoint(config.load, save=None, step=config.ckpt_step, world=mesh.world)
+    assert checkpoint is not None  # only without --load
+    return checkpoint
 
 
 def _tokenizer(checkpoint: Checkpoint, given: TokenizerConfig) -> Tokenizer:
     chosen = given if given.tokenizer_type else saved_tokenizer(checkpoint)
     if chosen.tokenizer_type is None:
         raise InputError(
-            f"--load: {checkpoint.folder} has no tokenizer; name it with --tokenizer-type, and --vocab-file, "
+            f"--load: {checkpoint.folder} has no tokenizer; give --tokenizer-type, and --vocab-file, "
             "--merge-file or --tokenizer-model"
         )
     return build_tokenizer(chosen)
@@ -136,18 +139,13 @@ def _dtype(config: InferenceConfig, checkpoint: Checkpoint) -> torch.dtype:
     return DTYPES["fp16" if training.get("fp16") else "bf16" if training.get("bf16") else "fp32"]
 
 
-# Rows that oneDNN multiplies by a weight, at most. It keeps what it prepares for each number of rows: those of prompts
-# are many, and took a server's memory from 0.6 to 1 GB in two minutes.
-FEW_ROWS = 64
-
-
 def _ops(dtype: torch.dtype, device: torch.device) -> Ops:
-    """Nothing compiled: what is short of time here are tokens one by one, which keep no compiled code busy."""
+    """Operations of inference, none of them compiled: decoding has a token at a time."""
     onednn = device.type == "cpu" and dtype == torch.float32 and has_onednn(dtype)
-    loss = functools.partial(projected_loss, as_written, matmul, add_product, AT_ONCE[device.type])
-    return Ops(matmul=_matmul_of_few_rows if onednn else matmul, projected_loss=loss)
-
-
-def _matmul_of_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`matmul`, of single tokens by oneDNN, which streams an fp32 weight twice as fast."""
-    return (onednn_matmul if x.numel() <= FEW_ROWS * x.shape[-1] else matmul)(x, weight, bias)
+    loss = LinearCrossEntropy(
+        run=eager,
+        matmul=matmul,
+        accumulate_wgrad=accumulate_wgrad,
+        chunk_bytes=LOGITS_CHUNK_BYTES[device.type],
+    )
+    return Ops(matmul=decode_matmul if onednn else matmul, linear_cross_entropy=loss)

@@ -1,7 +1,7 @@
-"""Logits of sequences that grow, from a GPT whose parts the processes of a mesh hold.
+"""Logits for generation, from a GPT split over the processes of a mesh.
 
-The first process says what is computed, and gets the logits; the others follow. So whatever decides on tokens, requests
-that come and go and people who type, is in one process alone and knows nothing of the layout.
+The first process, the driver, sends commands to the others, its workers, and gets the logits. Everything that decides
+about tokens runs in the driver and does not depend on the layout.
 """
 
 from __future__ import annotations
@@ -15,32 +15,33 @@ from contextlib import contextmanager, suppress
 import torch
 from torch import Tensor
 
-from megatron.flags import InputError
+from megatron.errors import InputError
 from megatron.inference.stages import Stages
 from megatron.model.gpt import GPTModel
-from megatron.model.transformer import KVCache
+from megatron.model.kv_cache import KVCache
 from megatron.parallel.collectives import all_reduce_max, broadcast
 from megatron.parallel.config import ParallelConfig
 from megatron.parallel.mesh import Mesh, world_apart
 
 FORWARD, COPY, RESERVE, STOP = range(4)
-# Between two commands may lie the night.
-PATIENCE = ParallelConfig(distributed_timeout_minutes=10**6)
+# A server may be idle between two commands for any time.
+NO_TIMEOUT = ParallelConfig(distributed_timeout_minutes=10**6)
 
 
 class Predictor:
-    """A GPT, and a cache with room for some sequences. Every process must make one, and all but the first `follow`."""
+    """A GPT with a key/value cache for several sequences. Each process creates one; all but the first call `worker`."""
 
     def __init__(self, model: GPTModel, mesh: Mesh, *, origin: str = "") -> None:
-        """`origin`: the folder that the weights are from, for those who note what made a text."""
+        """`origin` is the directory of the weights, for provenance records."""
         self.origin = origin
-        self.vocab_size, self.context = model.vocab_size, model.config.max_position_embeddings
+        self.vocab_size, self.context = model.context.vocab_size, model.config.max_position_embeddings
         self.stages, self.mesh = Stages(model, mesh), mesh
-        self.commands = world_apart(mesh.world, PATIENCE)
+        self.commands = world_apart(mesh.world, NO_TIMEOUT)
         self.rows = self.length = 0
+        self.cache: KVCache | None = None
 
     def reserve(self, rows: int, length: int) -> None:
-        """Make room for `length` tokens of each of `rows` sequences, in place of what there was.
+        """Allocate a cache for `rows` sequences of `length` tokens; replaces the old cache.
 
         Raises:
             InputError: a process has too little memory.
@@ -49,90 +50,98 @@ class Predictor:
             self._reserve(rows, length)
 
     def _reserve(self, rows: int, length: int) -> None:
-        self.rows, self.length, self.cache = rows, length, None  # what there was goes first
+        self.rows, self.length, self.cache = rows, length, None  # free the old cache first
         config, device = self.stages.config, self.mesh.device
         layers = [int(number) for number in self.stages.model.decoder.layers]
-        here = range(layers[0], layers[-1] + 1)
-        # A CPU attends by one query to keys in fp32 2.5 times as fast as to keys in bf16 (benchmarks/README.md).
+        local_layers = range(layers[0], layers[-1] + 1)
+        # On a CPU attention of one query over fp32 keys is 2.5 times as fast as over bf16 (benchmarks/README.md).
         dtype = torch.float32 if device.type == "cpu" else self.stages.dtype
         failed = torch.tensor([0])
         try:
             self.cache = KVCache(
-                config, here, self.mesh.tp, rows=rows, length=length, dtype=dtype, device=device
+                config, local_layers, self.mesh.tp, rows=rows, length=length, dtype=dtype, device=device
             )
         except RuntimeError:
             failed += 1
         if all_reduce_max(failed, self.commands):
             self.cache = None
             raise InputError(
-                f"there is too little memory on {device.type} for the keys and values of {rows} texts of {length} "
-                "tokens; take fewer, or shorter ones"
+                f"not enough {device.type} memory for the key/value cache of {rows} texts of {length} tokens; reduce "
+                "either"
             )
 
     def forward(
-        self, first: int, starts: Sequence[int], tokens: Sequence[Sequence[int]], *, every: bool = False
+        self,
+        first: int,
+        starts: Sequence[int],
+        tokens: Sequence[Sequence[int]],
+        *,
+        all_positions: bool = False,
     ) -> Tensor:
-        """Let the sequences from row `first` on grow, that of `tokens[i]` from position `starts[i]` on.
+        """Append `tokens[i]` to the sequence in row `first` + i, at positions `starts[i]` and following.
 
         Returns:
-            Logits [n, v] in fp32 on the CPU: of what follows on the last token of each sequence, or on `every` token.
+            Logits [n, v] in fp32 on the CPU, at the last token of each sequence or at `all_positions`.
 
         Raises:
-            InputError: they are not finite.
+            InputError: logits are not finite.
         """
         lengths = [len(row) for row in tokens]
         padded = [[*row, *[0] * (max(lengths) - len(row))] for row in tokens]
-        content = [first, every, len(tokens), *starts, *lengths, *itertools.chain(*padded)]
+        content = [first, all_positions, len(tokens), *starts, *lengths, *itertools.chain(*padded)]
         with self._command(FORWARD, content):
-            logits_nv = self._forward(first, starts, lengths, padded, every)
+            logits_nv = self._forward(first, starts, lengths, padded, all_positions)
         if not logits_nv.sum().isfinite():
             raise InputError(
-                "--load: the model gives logits that are not finite; if --dtype fp16 is too narrow for it, take bf16 "
-                "or fp32"
+                "--load: the model's logits are not finite; if --dtype is fp16, try bf16 or fp32"
             )
         return logits_nv
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
-        """Make the first `length` tokens of the rows `targets` those of the rows `sources`, all at once."""
+        """Copy the first `length` tokens of the rows `sources` to the rows `targets`, all at once."""
         with self._command(COPY, [length, *sources, *targets]):
-            self.cache.copy(sources, targets, length)
+            self._copy(sources, targets, length)
+
+    def _copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        assert self.cache is not None
+        self.cache.copy(sources, targets, length)
 
     @contextmanager
-    def leading(self) -> Iterator[None]:
-        """A block after which the other processes follow no more, however it ends."""
+    def driving(self) -> Iterator[None]:
+        """Stop the workers at the end of the block, even after an exception."""
         try:
             yield
         finally:
             with self._command(STOP, []):
                 pass
 
-    def follow(self) -> None:
-        """Do what the first process says, until it says no more."""
+    def worker(self) -> None:
+        """Execute the driver's commands until it stops."""
         while True:
             kind, count = broadcast(torch.empty(2, dtype=torch.int64), self.commands).tolist()
             if kind == STOP:
                 return
             content = broadcast(torch.empty(count, dtype=torch.int64), self.commands).tolist()
             if kind == RESERVE:
-                with suppress(InputError):  # which the first process says, and may go on after
+                with suppress(InputError):  # the driver reports it, and may continue
                     self._reserve(*content)
             elif kind == COPY:
                 length, *rows = content
-                self.cache.copy(rows[: len(rows) // 2], rows[len(rows) // 2 :], length)
+                self._copy(rows[: len(rows) // 2], rows[len(rows) // 2 :], length)
             else:
-                first, every, b, *rest = content
+                first, all_positions, b, *rest = content
                 starts, lengths, flat = rest[:b], rest[b : 2 * b], rest[2 * b :]
                 s = len(flat) // b
                 padded = [flat[i * s : (i + 1) * s] for i in range(b)]
-                self._forward(first, starts, lengths, padded, bool(every))
+                self._forward(first, starts, lengths, padded, bool(all_positions))
 
     @contextmanager
     def _command(self, kind: int, content: list[int]) -> Iterator[None]:
-        """Tell the other processes what to do, and do the same in the block."""
+        """Send a command to the workers; the driver executes it in the block."""
         if self.mesh.world.size == 1:
             yield
             return
-        with _whole():
+        with _defer_interrupt():
             broadcast(torch.tensor([kind, len(content)]), self.commands)
             if content:
                 broadcast(torch.tensor(content), self.commands)
@@ -144,41 +153,50 @@ class Predictor:
         starts: Sequence[int],
         lengths: Sequence[int],
         padded: Sequence[Sequence[int]],
-        every: bool,
+        all_positions: bool,
     ) -> Tensor:
+        assert self.cache is not None
         device, pp = self.mesh.device, self.mesh.pp
         rows = self.cache.rows(first, starts, len(padded[0]))
-        if every:
-            places = [(row, i) for row, length in enumerate(lengths) for i in range(length)]
+        if all_positions:
+            positions = [(row, i) for row, length in enumerate(lengths) for i in range(length)]
         else:
-            places = [(row, length - 1) for row, length in enumerate(lengths)]
-        wanted = tuple(torch.tensor(numbers, device=device) for numbers in zip(*places, strict=True))
+            positions = [(row, length - 1) for row, length in enumerate(lengths)]
+        logit_positions = tuple(
+            torch.tensor(numbers, device=device) for numbers in zip(*positions, strict=True)
+        )
         tokens = torch.tensor(padded, device=device)
-        logits = self.stages(tokens, rows.position_ids_bs, cache=rows, wanted=wanted)
+        logits = self.stages(tokens, rows.position_ids_bs, cache=rows, logit_positions=logit_positions)
         if logits is not None:
             logits = self.stages.whole_vocabulary(logits)
         if pp.size > 1 and self.mesh.tp.rank == 0:
             if self.stages.is_last:
+                assert logits is not None
                 self.stages.transfers.send(logits, 0)
             elif pp.rank == 0:
-                shape = (len(places), self.vocab_size)
+                shape = (len(positions), self.vocab_size)
                 logits = self.stages.transfers.receive(shape, torch.float32, pp.size - 1)()
         self.stages.transfers.finish()
-        return logits.cpu() if self.mesh.is_first else torch.empty(0)
+        if not self.mesh.is_first:
+            return torch.empty(0)
+        assert logits is not None
+        return logits.cpu()
 
 
 def check_prompt(prompt: Sequence[int], length: int) -> None:
-    """Raise `InputError` if a prompt has no tokens, or leaves no room for one more among `length`."""
+    """Raise `InputError` if a prompt is empty, or leaves no room for another token in `length`."""
     if not prompt:
-        raise InputError("the prompt is empty; give at least one token to begin with")
+        raise InputError("the prompt is empty; it needs at least one token")
     if len(prompt) >= length:
-        raise InputError(f"the prompt has {len(prompt)} tokens, and the model sees {length}; shorten it")
+        raise InputError(
+            f"the prompt has {len(prompt)} tokens and leaves no room in the context of {length}; shorten it"
+        )
 
 
 @contextmanager
-def _whole() -> Iterator[None]:
-    """A block after which Ctrl-C has its effect. In the middle of it the other processes would wait for the rest."""
-    if threading.current_thread() is not threading.main_thread():  # which alone is interrupted
+def _defer_interrupt() -> Iterator[None]:
+    """Delay Ctrl-C to the end of the block, so that workers do not wait for an incomplete command."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread is interrupted
         yield
         return
     caught: list[int] = []

@@ -1,4 +1,4 @@
-"""Text that appears as its tokens do."""
+"""Incremental detokenization."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ from collections.abc import Sequence
 
 from megatron.tokenizer import Tokenizer
 
-# Tokens before the new ones that their text may depend on, as spaces do in some tokenizers; and how many may be
-# waited for to complete a character, of four bytes at most.
-BEFORE, PATIENCE = 6, 4
+# Preceding tokens that the text of new ones may depend on, such as spaces in some tokenizers; and tokens to wait for an
+# incomplete character, which has at most four bytes.
+CONTEXT_TOKENS, MAX_INCOMPLETE_TOKENS = 6, 4
 INCOMPLETE = "\ufffd"
 
 
 class TextStream:
-    """The text that follows on a prompt, up to the first of some stop strings. Special tokens are no text."""
+    """Text of the tokens after a prompt, up to the first stop string. Special tokens are left out."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
         self._tokenizer, self._stops = tokenizer, stops
         self._special = set(tokenizer.special_ids.values())
-        self._ids = self._without_special(prompt[-BEFORE:])
-        # Tokens from `_from` on are decoded together; those before `_shown` are text already.
+        self._ids = self._without_special(prompt[-CONTEXT_TOKENS:])
+        # Tokens from `_from` on are decoded together; the text of those before `_shown` has been returned.
         self._from, self._shown = 0, len(self._ids)
-        self._held = ""  # text that may be the beginning of a stop string
+        self._held = ""  # text that may begin a stop string
         self.stopped = False
 
     def add(self, token: int) -> str:
-        """The text that is certain with one more token, beyond what was before."""
+        """Return the text that is final with one more token, since the previous call."""
         self._ids += self._without_special([token])
         text = self._decoded()
-        if text.endswith(INCOMPLETE) and len(self._ids) - self._shown < PATIENCE:
+        if text.endswith(INCOMPLETE) and len(self._ids) - self._shown < MAX_INCOMPLETE_TOKENS:
             return ""
         return self._release(text)
 
     def finish(self) -> str:
-        """What was held back."""
+        """Return the text that was held back."""
         text = "" if self.stopped else self._release(self._decoded()) + self._held
         self._held = ""
         return text
@@ -59,5 +59,5 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many of the last characters of a text are the first ones of a stop string."""
+    """Return the number of characters at the end of a text that begin a stop string."""
     return max((n for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)

@@ -1,4 +1,4 @@
-"""The arithmetic of a model, by its sizes alone; without torch, so that planning starts at once."""
+"""Floating-point operations of a model, from its sizes. Does not import torch, so that planning starts at once."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ if typing.TYPE_CHECKING:
 
 
 def flops_per_sample(
-    config: ModelConfig, *, seq_length: int, padded_vocab_size: int, vocab_positions: int
+    config: ModelConfig, *, seq_length: int, padded_vocab_size: int, num_logits: int
 ) -> float:
-    """Floating-point operations of forward and backward for one sequence, nothing recomputed.
+    """Model FLOPs of forward and backward for one sequence, without recomputation.
 
-    Counts the matrix products alone, attention over the full square, as arXiv 2104.04473 does in its section
-    5.1: for GPT-2's shape this is 72 s L h² (1 + s / 6h + V / 12 L h).
+    Counts matrix products only, with attention over the full square, as arXiv 2104.04473 section 5.1 does: for GPT-2
+    this is 72 s L h² (1 + s / 6h + V / 12 L h).
 
     Args:
-        vocab_positions: of the sequence's positions, those that are projected to the vocabulary.
+        num_logits: positions of the sequence that are projected to the vocabulary.
     """
     attention = _attention(config, pairs=seq_length * seq_length)
     layers = config.num_layers * (_layer(config, seq_length) + attention)
-    # Backward does twice what forward does.
-    return 3 * (layers + _vocabulary(config, padded_vocab_size, vocab_positions))
+    # Backward takes twice the products of forward.
+    return 3 * (layers + _vocabulary(config, padded_vocab_size, num_logits))
 
 
 def exact_flops_per_sample(
@@ -33,47 +33,41 @@ def exact_flops_per_sample(
     *,
     seq_length: int,
     padded_vocab_size: int,
-    vocab_positions: int,
+    num_logits: int,
     causal: bool,
     recompute: Recompute,
     chunks: Iterable[int],
 ) -> float:
-    """The same of the products that a run needs: of causal attention the half that the mask leaves, with what
-    `recompute` does again.
+    """Hardware FLOPs of forward and backward for one sequence: half of causal attention, and recomputation.
 
-    Not counted is what an operation repeats inside: scores in backward of FlashAttention, logits of a large vocabulary.
+    Leaves out the recomputation inside an operation: scores in backward of FlashAttention, logits of the fused linear
+    cross-entropy.
 
     Args:
-        causal: whether a position attends to none after it.
-        chunks: the number of layers of each chunk of the whole model.
+        causal: a position attends to no later one.
+        chunks: number of layers of each chunk of the whole model.
     """
     pairs = seq_length * (seq_length + 1) / 2 if causal else seq_length * seq_length
     layer, attention = _layer(config, seq_length), _attention(config, pairs=pairs)
-    again = sum(len(group) for layers in chunks for group, again in recompute.groups(layers) if again)
-    forward = config.num_layers * (layer + attention)
-    repeated = again * (layer + attention)
+    forward = config.num_layers * (layer + attention) + _vocabulary(config, padded_vocab_size, num_logits)
     if recompute.granularity == "selective":
-        repeated = config.num_layers * attention
-    return 3 * (forward + _vocabulary(config, padded_vocab_size, vocab_positions)) + repeated
-
-
-def _qkv_width(config: ModelConfig) -> int:
-    return (config.num_attention_heads + 2 * config.num_query_groups) * config.kv_channels
-
-
-def _mlp_inputs(config: ModelConfig) -> int:
-    return config.ffn_hidden_size * (2 if config.swiglu else 1)
+        recomputed = config.num_layers * attention
+    else:
+        groups = (group for layers in chunks for group in recompute.groups(layers))
+        recomputed = (layer + attention) * sum(len(group) for group, again in groups if again)
+    return 3 * forward + recomputed
 
 
 def _layer(config: ModelConfig, positions: int) -> float:
-    """Operations, two a multiplication and addition, of one layer's forward pass but for attention itself."""
+    """Forward FLOPs of the linear layers of one transformer layer, two for each multiplication and addition."""
     heads = config.num_attention_heads * config.kv_channels
-    weights = _qkv_width(config) + heads + _mlp_inputs(config) + config.ffn_hidden_size
-    return 2 * positions * config.hidden_size * weights
+    qkv = heads + 2 * config.num_query_groups * config.kv_channels
+    mlp = config.ffn_hidden_size * (3 if config.swiglu else 2)
+    return 2 * positions * config.hidden_size * (qkv + heads + mlp)
 
 
 def _attention(config: ModelConfig, *, pairs: float) -> float:
-    """Of one layer's scores, and of the sums they weight, for so many pairs of a query and a key."""
+    """Forward FLOPs of one layer's scores and weighted sums of values, for a number of query-key pairs."""
     return 2 * 2 * pairs * config.num_attention_heads * config.kv_channels
 
 

@@ -1,20 +1,18 @@
-"""Linear layers and tables that are divided over the tensor-parallel axis (arXiv 1909.08053 section 3).
+"""Linear layers split over the tensor-parallel axis (arXiv 1909.08053 section 3).
 
-With sequence parallelism (arXiv 2205.05198) the activations between them are divided along the sequence, their
-first dimension. Shapes in names: s sequence, b batch, h hidden; what is divided is marked in the text.
+With sequence parallelism (arXiv 2205.05198) the activations between them are split along the sequence, their first
+dimension. Shapes in names: s sequence, b batch, h hidden.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megatron.ops.backend import PLAIN, Ops
-from megatron.ops.embedding import embedding
+from megatron.model.context import ModelContext
+from megatron.ops.backend import Ops
 from megatron.parallel.collectives import (
     reduce_from,
     reduce_scatter_sequence,
@@ -23,137 +21,12 @@ from megatron.parallel.collectives import (
     start_reduce_scatter,
 )
 from megatron.parallel.mesh import ALONE, Axis
-from megatron.parallel.parameters import Init, gradient_sum, parameter, zeros
-from megatron.parallel.slices import GlobalSlice, Range, whole
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorParallel:
-    """How the layers of a model are divided: over which processes, and whether along the sequence between them; and
-    what computes each process's share."""
-
-    axis: Axis = ALONE
-    sequence: bool = False
-    ops: Ops = PLAIN
-
-    def part(self, total: int) -> Range:
-        """This process's part of `total` rows, which the size of the axis divides."""
-        each = total // self.axis.size
-        return self.axis.rank * each, (self.axis.rank + 1) * each
-
-    def replicated(self, *shape: int) -> GlobalSlice:
-        """Place of a parameter that works on what lies between divided layers, and so is held by all."""
-        return whole(*shape, partial=self.sequence)
-
-    def collect(self, x: Tensor) -> Tensor:
-        """Sum the shares of a divided layer's output: g, or reduce-scatter along the sequence."""
-        return reduce_scatter_sequence(x, self.axis) if self.sequence else reduce_from(x, self.axis)
-
-    @property
-    def stream(self) -> int:
-        """What distinguishes this process's dropout between divided layers: nothing, unless it has a part."""
-        return self.axis.rank if self.sequence else 0
-
-
-class _Linear(torch.autograd.Function):
-    """x Wᵀ + b for some rows of W. If it is divided by rows, its input's side is f of the paper, or with sequence
-    parallelism the all-gather along the sequence: backward sums the shares of x's gradient over `axis`.
-
-    The gradient of W is added to where it is summed, if W has memory for that, and autograd is given none.
-    """
-
-    @staticmethod
-    def forward(
-        ctx,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        rows: tuple[Range, ...],
-        axis: Axis,
-        sequence: bool,
-        ops: Ops,
-    ) -> Tensor:
-        ctx.rows, ctx.axis, ctx.sequence, ctx.ops = rows, axis, sequence, ops
-        ctx.total = gradient_sum(weight)
-        # Of an x that is divided the part: it is gathered again in backward.
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        return _product(x, weight, bias, rows, axis, sequence, ops)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x, weight), axis, ops = ctx.saved_tensors, ctx.axis, ctx.ops
-        wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
-        rows = [slice(*part) for part in ctx.rows]
-        grads = grad.split([part.stop - part.start for part in rows], dim=-1)
-        flat_grads = [g.flatten(0, -2) for g in grads]
-        # Each communication runs beside the products that do not need its result.
-        gathering = start_all_gather(x, axis) if ctx.sequence and wants_weight else None
-        grad_x = grad_weight = grad_bias = None
-        if wants_x:
-            shares = [ops.matmul(g, weight[part].t(), None) for g, part in zip(grads, rows, strict=True)]
-            grad_x = functools.reduce(torch.add, shares)
-        if gathering is not None:
-            x = gathering.wait()
-        if wants_x:
-            reducing = (start_reduce_scatter if ctx.sequence else start_all_reduce)(grad_x, axis)
-        if wants_weight and ctx.total is None:
-            grad_weight = _of_all_rows([g.t() @ x.flatten(0, -2) for g in flat_grads], rows, weight)
-        elif wants_weight:
-            for g, part in zip(flat_grads, rows, strict=True):
-                ops.add_product(ctx.total[part], g.t(), x.flatten(0, -2))
-        if wants_bias:
-            grad_bias = _of_all_rows([g.sum(0) for g in flat_grads], rows, weight)
-        if wants_x:
-            grad_x = reducing.wait()
-        return grad_x, grad_weight, grad_bias, None, None, None, None
-
-
-def _product(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    rows: tuple[Range, ...],
-    axis: Axis,
-    sequence: bool,
-    ops: Ops,
-) -> Tensor:
-    gathered = start_all_gather(x, axis).wait() if sequence else x
-    outputs = [
-        ops.matmul(gathered, weight[begin:end], None if bias is None else bias[begin:end])
-        for begin, end in rows
-    ]
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
-
-
-def _linear(*arguments: Any) -> Tensor:
-    """`_Linear`, or where nothing is trained its product alone: of single tokens the difference shows."""
-    return _Linear.apply(*arguments) if torch.is_grad_enabled() else _product(*arguments)
-
-
-def _of_all_rows(parts: list[Tensor], rows: list[slice], weight: Tensor) -> Tensor:
-    """What is known of some rows of a weight, with zeros for the others."""
-    if len(parts) == 1 and len(parts[0]) == len(weight):
-        return parts[0]
-    joined = parts[0].new_zeros(len(weight), *parts[0].shape[1:])
-    for part, where in zip(parts, rows, strict=True):
-        joined[where] = part
-    return joined
-
-
-def column_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    tp: TensorParallel,
-    rows: tuple[Range, ...] | None = None,
-) -> Tensor:
-    """x Wᵀ + b for this process's rows of W, or for those `rows` of them: [s, b, h] (or its part along s) to
-    [s, b, outputs / size]."""
-    return _linear(x, weight, bias, rows or ((0, len(weight)),), tp.axis, tp.sequence, tp.ops)
+from megatron.parallel.parameters import Init, main_grad, parameter, zeros
+from megatron.parallel.slices import GlobalSlice
 
 
 class ColumnParallelLinear(nn.Module):
-    """x Wᵀ + b with W [outputs, inputs] divided by rows: every process computes some of the outputs."""
+    """x Wᵀ + b with W [outputs, inputs] split by rows: each rank computes some of the outputs."""
 
     def __init__(
         self,
@@ -162,73 +35,107 @@ class ColumnParallelLinear(nn.Module):
         *,
         bias: bool,
         init: Init,
-        tp: TensorParallel,
-        ranges: tuple[Range, ...] | None = None,
-        shared: tuple[Range, ...] = (),
+        context: ModelContext,
+        shard: GlobalSlice | None = None,
     ) -> None:
-        """`ranges` of the outputs that this process computes (default: an equal part); `shared` as in
-        `GlobalSlice`, for outputs that all compute."""
+        """`shard`: shard spec of W, by default an equal part of its rows on each rank."""
         super().__init__()
-        self.tp = tp
-        ranges = ranges or (tp.part(outputs),)
-        place = GlobalSlice((outputs, inputs), 0, ranges, shared, partial=bool(shared))
-        self.weight = parameter(place, init)
-        self.bias = parameter(dataclasses.replace(place, shape=(outputs,)), zeros) if bias else None
+        self.context = context
+        shard = shard or GlobalSlice((outputs, inputs), 0, (context.tp.local_range(outputs),))
+        self.weight = parameter(shard, init)
+        self.bias = parameter(dataclasses.replace(shard, shape=(outputs,)), zeros) if bias else None
 
-    def forward(self, x: Tensor, rows: tuple[Range, ...] | None = None) -> Tensor:
-        """[s, b, inputs] (or its part along s) to [s, b, outputs here], or to those of `rows` alone."""
-        return column_linear(x, self.weight, self.bias, self.tp, rows)
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, inputs], or with sequence parallelism this rank's part of s, to [s, b, outputs / size]."""
+        return column_linear(x, self.weight, self.bias, self.context)
 
 
 class RowParallelLinear(nn.Module):
-    """x Wᵀ + b with W [outputs, inputs] divided by columns: every process reads some of the inputs."""
+    """x Wᵀ + b with W [outputs, inputs] split by columns: each rank reads some of the inputs."""
 
-    def __init__(self, inputs: int, outputs: int, *, bias: bool, init: Init, tp: TensorParallel) -> None:
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, init: Init, context: ModelContext) -> None:
         super().__init__()
-        self.tp = tp
-        self.weight = parameter(GlobalSlice((outputs, inputs), 1, (tp.part(inputs),)), init)
-        self.bias = parameter(tp.replicated(outputs), zeros) if bias else None
+        self.context = context
+        self.weight = parameter(GlobalSlice((outputs, inputs), 1, (context.tp.local_range(inputs),)), init)
+        self.bias = parameter(context.replicated(outputs), zeros) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[s, b, inputs / size] to [s, b, outputs], or with sequence parallelism its part along s."""
-        # Of several processes each would add it.
-        fused = self.bias if self.tp.axis.size == 1 else None
-        rows = ((0, len(self.weight)),)
-        y = self.tp.collect(_linear(x, self.weight, fused, rows, ALONE, False, self.tp.ops))
-        return y if fused is self.bias else y + self.bias
+        """[s, b, inputs / size] to [s, b, outputs], or with sequence parallelism this rank's part of s."""
+        if self.context.tp.size == 1:
+            return _linear(x, self.weight, self.bias, ALONE, False, self.context.ops)
+        y = reduce_output(_linear(x, self.weight, None, ALONE, False, self.context.ops), self.context)
+        return y if self.bias is None else y + self.bias
 
 
-class VocabParallelEmbedding(nn.Module):
-    """A table with a row for every id of the padded vocabulary, divided by rows."""
-
-    def __init__(
-        self,
-        padded_vocab_size: int,
-        hidden_size: int,
-        *,
-        real: int,
-        init: Init,
-        tp: TensorParallel,
-        tied: str | None = None,
-    ) -> None:
-        """`real`: how many rows take part in the model; `tied` as for `parameter`."""
-        super().__init__()
-        self.tp = tp
-        self.begin, self.end = tp.part(padded_vocab_size)
-        self.weight = vocabulary_table(padded_vocab_size, hidden_size, real=real, init=init, tp=tp, tied=tied)
-
-    def forward(self, ids_sb: Tensor) -> Tensor:
-        """[s, b, h], or with sequence parallelism this process's part along s."""
-        if self.tp.axis.size == 1:
-            return embedding(ids_sb, self.weight)
-        elsewhere = (ids_sb < self.begin) | (ids_sb >= self.end)
-        rows = embedding((ids_sb - self.begin).masked_fill(elsewhere, 0), self.weight)
-        return self.tp.collect(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0))
+def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, context: ModelContext) -> Tensor:
+    """x Wᵀ + b for this rank's rows of W: [s, b, h], or with sequence parallelism this rank's part of s, to
+    [s, b, outputs / size]."""
+    return _linear(x, weight, bias, context.tp, context.sequence_parallel, context.ops)
 
 
-def vocabulary_table(
-    padded_vocab_size: int, hidden_size: int, *, real: int, init: Init, tp: TensorParallel, tied: str | None
-) -> nn.Parameter:
-    """This process's rows of a table [padded_vocab_size, hidden_size], of which `real` take part in the model."""
-    place = GlobalSlice((padded_vocab_size, hidden_size), 0, (tp.part(padded_vocab_size),), real=real)
-    return parameter(place, init, tied=tied)
+def reduce_output(x: Tensor, context: ModelContext) -> Tensor:
+    """Sum the partial outputs of all tensor-parallel ranks, [s, b, h]; with sequence parallelism reduce-scatter them
+    along s."""
+    if context.sequence_parallel:
+        return reduce_scatter_sequence(x, context.tp)
+    return reduce_from(x, context.tp)
+
+
+def _linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, sequence_parallel: bool, ops: Ops
+) -> Tensor:
+    # Without gradients the product alone: the overhead of an autograd function shows with single tokens.
+    if torch.is_grad_enabled():
+        return _Linear.apply(x, weight, bias, axis, sequence_parallel, ops)
+    return ops.matmul(_gathered(x, axis, sequence_parallel), weight, bias)
+
+
+def _gathered(x: Tensor, axis: Axis, sequence_parallel: bool) -> Tensor:
+    return start_all_gather(x, axis).wait() if sequence_parallel else x
+
+
+class _Linear(torch.autograd.Function):
+    """x Wᵀ + b, with f of the paper or its form along the sequence on x: forward gathers x along the sequence, and
+    backward sums the partial gradients of x over `axis`.
+
+    If W has a `main_grad`, its gradient is accumulated there and autograd gets none.
+    """
+
+    @staticmethod
+    def forward(
+        ctx,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        axis: Axis,
+        sequence_parallel: bool,
+        ops: Ops,
+    ) -> Tensor:
+        ctx.axis, ctx.sequence_parallel, ctx.ops = axis, sequence_parallel, ops
+        ctx.main_grad = main_grad(weight)
+        # Saves only the local shard of x; backward gathers it again.
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        return ops.matmul(_gathered(x, axis, sequence_parallel), weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight), axis, ops = ctx.saved_tensors, ctx.axis, ctx.ops
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        grad_x = grad_weight = grad_bias = None
+        # Each communication overlaps with the products that do not need its result.
+        gathering = start_all_gather(x, axis) if ctx.sequence_parallel and needs_weight else None
+        if needs_x:
+            start_reduce = start_reduce_scatter if ctx.sequence_parallel else start_all_reduce
+            reducing = start_reduce(ops.matmul(grad, weight.t(), None), axis)
+        if needs_weight:
+            x = x if gathering is None else gathering.wait()
+            flat_grad, flat_x = grad.flatten(0, -2), x.flatten(0, -2)
+            if ctx.main_grad is None:
+                grad_weight = flat_grad.t() @ flat_x
+            else:
+                ops.accumulate_wgrad(ctx.main_grad, flat_grad.t(), flat_x)
+        if needs_bias:
+            grad_bias = grad.flatten(0, -2).sum(0)
+        if needs_x:
+            grad_x = reducing.wait()
+        return grad_x, grad_weight, grad_bias, None, None, None

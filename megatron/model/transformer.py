@@ -1,8 +1,8 @@
-"""The transformer that GPT and BERT are made of.
+"""The transformer of GPT and BERT.
 
-Shapes in names: s sequence, b batch, h hidden, n query heads, g key/value heads (groups), d head width,
-f MLP width, t keys, which with a cache are more than the queries. With tensor parallelism n, g and f count those
-of this process; with sequence parallelism the s of what lies between attention and MLP does too.
+Shapes in names: s sequence, b batch, h hidden, n query heads, g key/value heads (groups), d head width, f MLP width,
+t keys (more than the queries if there is a cache). With tensor parallelism n, g and f are those of this rank; with
+sequence parallelism so is the s of the activations between attention and MLP.
 """
 
 from __future__ import annotations
@@ -10,104 +10,53 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from megatron.model.config import ModelConfig
-from megatron.model.layers import ColumnParallelLinear, RowParallelLinear, TensorParallel
-from megatron.ops.backend import Ops
-from megatron.parallel.mesh import Axis
+from megatron.model.context import ModelContext
+from megatron.model.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.model.qkv import qkv_slice
 from megatron.parallel.parameters import Init, normal, ones, parameter, xavier_uniform, zeros
 from megatron.parallel.random import DropoutKey, dropout, seed_dropout
-from megatron.parallel.recompute import Recompute, rerun, rerun_attention
-from megatron.parallel.slices import GlobalSlice, Range, whole
+from megatron.parallel.recompute import recompute, recompute_attention
+from megatron.parallel.slices import GlobalSlice, whole
+from megatron.parallel.stages import Chunk
 
-
-class KVCache:
-    """Keys and values of several sequences, preallocated, of the layers and heads that a process holds.
-
-    Memory has the shape [layers, 2, rows, g, length, d].
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        layers: range,
-        tp: Axis,
-        *,
-        rows: int,
-        length: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        """Room for `length` positions of `rows` sequences."""
-        self.first_layer = layers.start
-        groups = max(config.num_query_groups // tp.size, 1)
-        shape = (len(layers), 2, rows, groups, length, config.kv_channels)
-        # Not empty: what a mask hides counts with weight zero, and zero times what is no number is none.
-        self.memory = torch.zeros(shape, dtype=dtype, device=device)
-
-    def rows(self, first: int, starts: Sequence[int], length: int) -> CacheRows:
-        """The sequences from row `first` on, each about to get `length` tokens, those of row i from `starts[i]` on."""
-        return CacheRows(self, first, starts, length)
-
-    def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
-        """Replace the first `length` positions of the rows `targets` by those of the rows `sources`, all at once."""
-        self.memory[:, :, list(targets), :, :length] = self.memory[:, :, list(sources), :, :length]
-
-
-class CacheRows:
-    """Some sequences of a cache, with room for their new tokens."""
-
-    def __init__(self, cache: KVCache, first: int, starts: Sequence[int], length: int) -> None:
-        end = max(starts) + length
-        self.first_layer = cache.first_layer
-        self.memory = cache.memory[:, :, first : first + len(starts), :, :end]
-        # Where the new positions lie: in all rows at the same place, or each row at its own.
-        self.new = slice(starts[0], end) if len(set(starts)) == 1 else None
-        device = cache.memory.device
-        self.position_ids_bs = torch.tensor(starts, device=device).unsqueeze(1) + torch.arange(
-            length, device=device
-        )
-        self.numbers_b1 = torch.arange(len(starts), device=device).unsqueeze(1)
-        # What the new tokens attend to is all that there is, each other in their order, or what a mask says.
-        self.causal = self.new is not None and starts[0] == 0
-        self.mask_bst = None
-        if not self.causal and not (self.new is not None and length == 1):
-            self.mask_bst = self.position_ids_bs.unsqueeze(2) >= torch.arange(end, device=device)
-
-    def extend(self, layer: int, k_bgsd: Tensor, v_bgsd: Tensor) -> tuple[Tensor, Tensor]:
-        """Store a layer's new keys and values; give all of them, [b, g, t, d]."""
-        keys, values = self.memory[layer - self.first_layer]
-        for memory, new_bgsd in ((keys, k_bgsd), (values, v_bgsd)):
-            if self.new is not None:
-                memory[:, :, self.new] = new_bgsd
-            else:
-                memory[self.numbers_b1, :, self.position_ids_bs] = new_bgsd.transpose(1, 2).to(memory.dtype)
-        return keys, values
+if TYPE_CHECKING:
+    from megatron.model.kv_cache import CacheRows
 
 
 @dataclasses.dataclass
-class Context:
-    """What every layer needs beside its input."""
+class LayerInputs:
+    """Inputs of every layer besides the hidden states.
 
-    rotary: tuple[Tensor, Tensor] | None = None  # cosine and sine, each [b, 1, s, channels]
-    mask_bst: Tensor | None = None  # true where attention is allowed
-    causal: bool = True  # without a mask it is allowed to no later position, or else everywhere
+    Attributes:
+        rotary: cosine and sine of the RoPE angles, each [b, 1, s, channels].
+        mask_bst: true where a query may attend to a key.
+        causal: without a mask, a query attends to no later key.
+        cache: keys and values of earlier tokens.
+        dropout_key: None drops nothing.
+    """
+
+    rotary: tuple[Tensor, Tensor] | None = None
+    mask_bst: Tensor | None = None
+    causal: bool = True
     cache: CacheRows | None = None
     dropout_key: DropoutKey = None
 
 
 class Norm(nn.Module):
-    """LayerNorm or RMSNorm, after `--normalization`. What it gives has the dtype of what it reads."""
+    """LayerNorm or RMSNorm (`--normalization`) over the last dimension; keeps the dtype of its input."""
 
-    def __init__(self, config: ModelConfig, place: GlobalSlice, ops: Ops) -> None:
+    def __init__(self, config: ModelConfig, context: ModelContext, shard: GlobalSlice | None = None) -> None:
+        """`shard`: shard spec of the scale, by default that of a norm of the residual stream."""
         super().__init__()
-        self.ops, self.epsilon = ops, config.norm_epsilon
-        self.weight = parameter(place, ones)
-        self.bias = parameter(place, zeros) if config.normalization == "LayerNorm" else None
+        self.ops, self.epsilon = context.ops, config.norm_epsilon
+        shard = shard or context.replicated(config.hidden_size)
+        self.weight = parameter(shard, ones)
+        self.bias = parameter(shard, zeros) if config.normalization == "LayerNorm" else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bias is None:
@@ -116,199 +65,172 @@ class Norm(nn.Module):
 
 
 def input_init(config: ModelConfig, outputs: int) -> Init:
-    """Initial values of the layers that read the residual stream and have so many outputs."""
+    """Initial values of a layer from the residual stream to `outputs` features."""
     if config.init_method_xavier_uniform:
         return xavier_uniform(config.hidden_size, outputs)
     return normal(config.init_method_std)
 
 
 def output_init(config: ModelConfig) -> Init:
-    """Initial values of the layers that write to the residual stream: σ / √(2 layers), so that the stream's
-    variance does not grow with depth (GPT-2)."""
+    """Initial values of a layer that writes to the residual stream: N(0, σ² / 2 layers), so that the variance of the
+    stream does not grow with depth (GPT-2)."""
     return normal(config.init_method_std / math.sqrt(2 * config.num_layers))
 
 
 class SelfAttention(nn.Module):
-    """Multi-head attention, with heads of keys and values shared among groups of query heads.
+    """Multi-head attention, in which a group of query heads may share a key and a value head (arXiv 2305.13245).
 
-    Tensor parallelism divides the query heads. It divides the groups too where there are enough of them;
-    otherwise every process holds the keys and values of all groups, and uses those of the one that its queries
-    belong to.
+    Tensor parallelism splits the heads over the ranks.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, recompute: Recompute) -> None:
+    def __init__(self, config: ModelConfig, layer: int, context: ModelContext) -> None:
         super().__init__()
-        self.layer, self.tp = layer, tp
+        self.layer, self.context = layer, context
         self.dropout = config.attention_dropout
-        self.recompute = recompute.granularity == "selective"
-        self.width = config.kv_channels
-        self.groups = max(config.num_query_groups // tp.axis.size, 1)
-        heads = config.num_attention_heads // tp.axis.size
-        self.queries = heads // self.groups  # of each group
-        outputs = (config.num_attention_heads + 2 * config.num_query_groups) * config.kv_channels
-        # Rows of the whole projection: for each group its query heads, its key, its value.
-        ranges = shared = None
-        self.used: tuple[Range, ...] | None = None  # rows of the projection here; None means all
-        if config.num_query_groups < tp.axis.size:
-            ranges, shared, own = self._shared_groups(config, heads)
-            self.used = ((0, heads * self.width), own)
+        self.recompute = context.recompute.granularity == "selective"
+        d, heads = config.kv_channels, config.num_attention_heads
+        self.head_width = d
+        self.groups = max(config.num_query_groups // context.tp.size, 1)
+        self.queries_per_group = heads // context.tp.size // self.groups
+        outputs = (heads + 2 * config.num_query_groups) * d
         self.linear_qkv = ColumnParallelLinear(
             config.hidden_size,
             outputs,
             bias=config.add_bias_linear or config.add_qkv_bias,
             init=input_init(config, outputs),
-            tp=tp,
-            ranges=ranges,
-            shared=shared or (),
+            context=context,
+            shard=qkv_slice(config, context),
         )
         self.linear_proj = RowParallelLinear(
-            config.num_attention_heads * config.kv_channels,
+            heads * d,
             config.hidden_size,
             bias=config.add_bias_linear,
             init=output_init(config),
-            tp=tp,
+            context=context,
         )
-
         self.q_layernorm = self.k_layernorm = None
         if config.qk_layernorm:
-            # One for all heads, of which each process sees some.
-            place = whole(self.width, partial=True)
-            self.q_layernorm, self.k_layernorm = Norm(config, place, tp.ops), Norm(config, place, tp.ops)
+            # All heads share one scale, and each rank normalizes some of the heads.
+            shard = whole(d, replicas=context.tp, partial=True)
+            self.q_layernorm = Norm(config, context, shard)
+            self.k_layernorm = Norm(config, context, shard)
 
-    def _shared_groups(
-        self, config: ModelConfig, heads: int
-    ) -> tuple[tuple[Range, ...], tuple[Range, ...], Range]:
-        """Rows of the projection here: `heads` queries, then keys and values of all groups; which of these rows
-        all processes hold, and which are the keys and values that the queries here go with."""
-        d, per_group = self.width, config.num_attention_heads // config.num_query_groups
-        stride = (per_group + 2) * d
-        group, first = divmod(self.tp.axis.rank * heads, per_group)
-        begin = group * stride + first * d
-        keys_values = tuple(
-            (g * stride + per_group * d, (g + 1) * stride) for g in range(config.num_query_groups)
-        )
-        rows = heads * d
-        own = (rows + 2 * d * group, rows + 2 * d * (group + 1))
-        return ((begin, begin + rows), *keys_values), ((rows, rows + 2 * d * len(keys_values)),), own
-
-    def forward(self, x_sbh: Tensor, context: Context) -> Tensor:
-        q_bnsd, k_bgsd, v_bgsd = self.split_heads(self.linear_qkv(x_sbh, self.used))
-        if self.q_layernorm is not None:
+    def forward(self, x_sbh: Tensor, inputs: LayerInputs) -> Tensor:
+        q_bnsd, k_bgsd, v_bgsd = self.split_heads(self.linear_qkv(x_sbh))
+        if self.q_layernorm is not None and self.k_layernorm is not None:
             q_bnsd, k_bgsd = self.q_layernorm(q_bnsd), self.k_layernorm(k_bgsd)
-        if context.rotary is not None:
-            rotate = self.tp.ops.rotate
-            q_bnsd, k_bgsd = rotate(q_bnsd, *context.rotary), rotate(k_bgsd, *context.rotary)
-        if context.cache is not None:
-            k_bgsd, v_bgsd = context.cache.extend(self.layer, k_bgsd, v_bgsd)
+        if inputs.rotary is not None:
+            q_bnsd = self.context.ops.apply_rotary_emb(q_bnsd, *inputs.rotary)
+            k_bgsd = self.context.ops.apply_rotary_emb(k_bgsd, *inputs.rotary)
+        if inputs.cache is not None:
+            k_bgsd, v_bgsd = inputs.cache.extend(self.layer, k_bgsd, v_bgsd)
             q_bnsd = q_bnsd.to(k_bgsd.dtype)
-        attend = functools.partial(self._attend, context=context)
+        attention = functools.partial(self.attention, inputs=inputs)
         if self.recompute:
-            out_bnsd = rerun_attention(attend, q_bnsd, k_bgsd, v_bgsd)
+            out_bnsd = recompute_attention(attention, q_bnsd, k_bgsd, v_bgsd)
         else:
-            out_bnsd = attend(q_bnsd, k_bgsd, v_bgsd)
+            out_bnsd = attention(q_bnsd, k_bgsd, v_bgsd)
         return self.linear_proj(out_bnsd.permute(2, 0, 1, 3).flatten(2).to(x_sbh.dtype))
 
-    def _attend(self, q_bnsd: Tensor, k_bgsd: Tensor, v_bgsd: Tensor, context: Context) -> Tensor:
-        dropping = context.dropout_key is not None and self.dropout > 0
-        if dropping:
-            seed_dropout(q_bnsd.device, context.dropout_key, self.layer, "attention", self.tp.axis.rank)
-        return self.tp.ops.attention(
-            q_bnsd,
-            k_bgsd,
-            v_bgsd,
-            mask_bst=context.mask_bst,
-            causal=context.causal,
-            dropout=self.dropout if dropping else 0.0,
+    def attention(self, q_bnsd: Tensor, k_bgtd: Tensor, v_bgtd: Tensor, inputs: LayerInputs) -> Tensor:
+        """softmax(q kᵀ / √d) v with dropout, [b, n, s, d]."""
+        dropout = 0.0
+        if inputs.dropout_key is not None and self.dropout > 0:
+            dropout = self.dropout
+            # By the tensor-parallel rank, since each rank has other heads.
+            seed_dropout(q_bnsd.device, inputs.dropout_key, self.layer, "attention", self.context.tp.rank)
+        return self.context.ops.attention(
+            q_bnsd, k_bgtd, v_bgtd, mask_bst=inputs.mask_bst, causal=inputs.causal, dropout=dropout
         )
 
     def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[s, b, (n + 2g) d] to q [b, n, s, d] and k, v [b, g, s, d]."""
+        """[s, b, (n + 2g) d], each group its queries, key and value, to q [b, n, s, d] and k, v [b, g, s, d]."""
         s, b, _ = qkv.shape
-        grouped = qkv.view(s, b, self.groups, self.queries + 2, self.width)
-        q, k, v = grouped.split((self.queries, 1, 1), dim=3)
-        return tuple(x.flatten(2, 3).permute(1, 2, 0, 3) for x in (q, k, v))
+        by_group = qkv.view(s, b, self.groups, self.queries_per_group + 2, self.head_width)
+        q, k, v = (
+            x.flatten(2, 3).permute(1, 2, 0, 3) for x in by_group.split((self.queries_per_group, 1, 1), dim=3)
+        )
+        return q, k, v
 
 
 class MLP(nn.Module):
     """Two linear layers with GELU between, or the gated form with SiLU (SwiGLU, arXiv 2002.05202)."""
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
+    def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
-        self.config, self.ops = config, tp.ops
+        self.config, self.ops = config, context.ops
         h, f = config.hidden_size, config.ffn_hidden_size
-        begin, end = tp.part(f)
-        # With a gate, the rows of the first layer are those of the gate and then those of the values.
-        ranges = ((begin, end), (f + begin, f + end)) if config.swiglu else ((begin, end),)
-        outputs = 2 * f if config.swiglu else f
-        self.linear_fc1 = ColumnParallelLinear(
-            h, outputs, bias=config.add_bias_linear, init=input_init(config, outputs), tp=tp, ranges=ranges
-        )
-        self.linear_fc2 = RowParallelLinear(
-            f, h, bias=config.add_bias_linear, init=output_init(config), tp=tp
-        )
+        outputs, shard = f, None
+        if config.swiglu:
+            # The weights of gate and up, one above the other: each rank holds a part of both.
+            begin, end = context.tp.local_range(f)
+            outputs, shard = 2 * f, GlobalSlice((2 * f, h), 0, ((begin, end), (f + begin, f + end)))
+        bias, init = config.add_bias_linear, input_init(config, outputs)
+        self.linear_fc1 = ColumnParallelLinear(h, outputs, bias=bias, init=init, context=context, shard=shard)
+        self.linear_fc2 = RowParallelLinear(f, h, bias=bias, init=output_init(config), context=context)
 
     def forward(self, x_sbh: Tensor) -> Tensor:
-        x = self.linear_fc1(x_sbh)
-        x = self.ops.swiglu(x) if self.config.swiglu else self.ops.gelu(x, tanh=self.config.tanh_gelu)
-        return self.linear_fc2(x)
+        x_sbf = self.linear_fc1(x_sbh)
+        x_sbf = (
+            self.ops.swiglu(x_sbf) if self.config.swiglu else self.ops.gelu(x_sbf, tanh=self.config.tanh_gelu)
+        )
+        return self.linear_fc2(x_sbf)
 
 
 class TransformerLayer(nn.Module):
     """Pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x)), with dropout before each addition.
 
-    In the original BERT's order (arXiv 1909.08053 figure 7a) it is norm(x) in place of x that is added to. With the
-    model's first normalisation on the embeddings and its last on the output, that is BERT's x = norm(x + f(x)).
+    In the order of the original BERT (arXiv 1909.08053 figure 7a) norm(x) takes the place of x in the sum. With a
+    first norm on the embeddings and the last one on the output, that is BERT's x = norm(x + f(x)).
 
-    With --fp32-residual-connection x and norm(x) are fp32, and what attention and MLP read of it is not.
+    With --fp32-residual-connection x and norm(x) are fp32, and the inputs of attention and MLP are not.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, recompute: Recompute) -> None:
+    def __init__(self, config: ModelConfig, layer: int, context: ModelContext) -> None:
         super().__init__()
-        self.layer, self.tp = layer, tp
+        self.layer, self.context = layer, context
         self.hidden_dropout = config.hidden_dropout
         self.post_norm = config.apply_residual_connection_post_layernorm
-        self.input_layernorm = Norm(config, tp.replicated(config.hidden_size), tp.ops)
-        self.self_attention = SelfAttention(config, layer, tp, recompute)
-        self.pre_mlp_layernorm = Norm(config, tp.replicated(config.hidden_size), tp.ops)
-        self.mlp = MLP(config, tp)
+        self.input_layernorm = Norm(config, context)
+        self.self_attention = SelfAttention(config, layer, context)
+        self.pre_mlp_layernorm = Norm(config, context)
+        self.mlp = MLP(config, context)
 
-    def forward(self, x_sbh: Tensor, context: Context) -> Tensor:
+    def forward(self, x_sbh: Tensor, inputs: LayerInputs) -> Tensor:
         dtype = self.input_layernorm.weight.dtype
         normed_sbh = self.input_layernorm(x_sbh)
-        attended_sbh = self._drop(self.self_attention(normed_sbh.to(dtype), context), context, "attended")
+        attended_sbh = self._drop(self.self_attention(normed_sbh.to(dtype), inputs), inputs, "attended")
         x_sbh = (normed_sbh if self.post_norm else x_sbh) + attended_sbh
         normed_sbh = self.pre_mlp_layernorm(x_sbh)
-        added_sbh = self._drop(self.mlp(normed_sbh.to(dtype)), context, "mlp")
-        return (normed_sbh if self.post_norm else x_sbh) + added_sbh
+        mlp_sbh = self._drop(self.mlp(normed_sbh.to(dtype)), inputs, "mlp")
+        return (normed_sbh if self.post_norm else x_sbh) + mlp_sbh
 
-    def _drop(self, x: Tensor, context: Context, site: str) -> Tensor:
-        return dropout(x, self.hidden_dropout, context.dropout_key, self.layer, site, self.tp.stream)
+    def _drop(self, x: Tensor, inputs: LayerInputs, site: str) -> Tensor:
+        return dropout(
+            x, self.hidden_dropout, inputs.dropout_key, self.layer, site, self.context.dropout_rank
+        )
 
 
 class Transformer(nn.Module):
-    """Layers one after the other, all of the model's or those of one chunk of it, and the final normalisation
-    after the last."""
+    """The layers of one chunk of the model, and the final norm after the last chunk."""
 
-    def __init__(
-        self, config: ModelConfig, layers: range, *, last: bool, tp: TensorParallel, recompute: Recompute
-    ) -> None:
+    def __init__(self, config: ModelConfig, context: ModelContext, chunk: Chunk) -> None:
         super().__init__()
-        # By their numbers in the whole model, so that names are the same in every layout.
-        self.layers = nn.ModuleDict({str(i): TransformerLayer(config, i, tp, recompute) for i in layers})
-        self.groups = recompute.groups(len(layers))
-        self.recompute = recompute
-        self.final_layernorm = Norm(config, tp.replicated(config.hidden_size), tp.ops) if last else None
+        # Numbered as in the whole model, so that names are the same in every layout.
+        self.layers = nn.ModuleDict({str(i): TransformerLayer(config, i, context) for i in chunk.layers})
+        self.recompute = context.recompute
+        self.final_layernorm = Norm(config, context) if chunk.last else None
 
-    def forward(self, x_sbh: Tensor, context: Context) -> Tensor:
+    def forward(self, x_sbh: Tensor, inputs: LayerInputs) -> Tensor:
         layers = list(self.layers.values())
-        for group, again in self.groups:
+        for group, recomputed in self.recompute.groups(len(layers)):
 
             def run(x: Tensor, group: range = group) -> Tensor:
                 for i in group:
-                    x = layers[i](x, context)
+                    x = layers[i](x, inputs)
                 return x
 
-            x_sbh = rerun(run, x_sbh, self.recompute.axis) if again else run(x_sbh)
+            x_sbh = recompute(run, x_sbh, self.recompute.axis) if recomputed else run(x_sbh)
         if self.final_layernorm is None:
             return x_sbh
         return self.final_layernorm(x_sbh).to(self.final_layernorm.weight.dtype)

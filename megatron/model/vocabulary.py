@@ -1,6 +1,6 @@
-"""The two ends of a language model: from ids to vectors, and from vectors to logits over the vocabulary.
+"""Embedding and output layer of a language model, both split over the vocabulary (arXiv 1909.08053 section 3).
 
-Shapes in names: s sequence, b batch, h hidden, v vocabulary. With tensor parallelism v counts this process's part.
+Shapes in names: s sequence, b batch, h hidden, v vocabulary. With tensor parallelism v counts this rank's rows.
 """
 
 from __future__ import annotations
@@ -8,11 +8,12 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megatron.model.config import ModelConfig
-from megatron.model.layers import TensorParallel, VocabParallelEmbedding, column_linear, vocabulary_table
+from megatron.model.context import ModelContext
+from megatron.model.layers import column_linear, reduce_output
 from megatron.model.transformer import input_init
 from megatron.ops.cross_entropy import cross_entropy
 from megatron.ops.embedding import embedding
-from megatron.parallel.collectives import share
+from megatron.parallel.collectives import local_shard
 from megatron.parallel.parameters import normal, parameter, zeros
 from megatron.parallel.random import DropoutKey, dropout
 from megatron.parallel.slices import GlobalSlice
@@ -20,28 +21,36 @@ from megatron.parallel.slices import GlobalSlice
 WORD_TABLE = "embedding.word_embeddings.weight"
 
 
-class Embedding(nn.Module):
-    """Word embeddings, learned positions and token types where the model has them, and dropout."""
+def num_valid_rows(config: ModelConfig, context: ModelContext) -> int:
+    """Rows of the vocabulary tables that take part in the softmax."""
+    return context.vocab_size if config.mask_padded_vocab else context.padded_vocab_size
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        padded_vocab_size: int,
-        *,
-        real: int,
-        tp: TensorParallel,
-        tied: str | None,
-        token_types: int = 0,
-    ) -> None:
+
+def vocabulary_slice(config: ModelConfig, context: ModelContext, *row: int) -> GlobalSlice:
+    """Shard spec of this rank's rows of a tensor [padded vocabulary, *row]."""
+    rows = context.padded_vocab_size
+    return GlobalSlice(
+        (rows, *row), 0, (context.tp.local_range(rows),), num_valid_rows=num_valid_rows(config, context)
+    )
+
+
+class Embedding(nn.Module):
+    """Word embeddings, plus learned positions and token types if the model has them, and dropout."""
+
+    def __init__(self, config: ModelConfig, context: ModelContext, *, tied: bool, token_types: int) -> None:
+        """`tied`: another pipeline stage holds a copy of the word embeddings."""
         super().__init__()
-        self.tp, self.dropout, self.fp32 = tp, config.hidden_dropout, config.fp32_residual_connection
-        init = normal(config.init_method_std)
-        self.word_embeddings = VocabParallelEmbedding(
-            padded_vocab_size, config.hidden_size, real=real, init=init, tp=tp, tied=tied
+        self.context, self.dropout, self.fp32 = (
+            context,
+            config.hidden_dropout,
+            config.fp32_residual_connection,
         )
+        self.word_embeddings = VocabParallelEmbedding(config, context, tied=tied)
         learned = config.position_embedding_type == "learned_absolute"
-        self.position_embeddings = Table(config.max_position_embeddings, config, tp) if learned else None
-        self.tokentype_embeddings = Table(token_types, config, tp) if token_types else None
+        self.position_embeddings = (
+            ReplicatedEmbedding(config.max_position_embeddings, config, context) if learned else None
+        )
+        self.tokentype_embeddings = ReplicatedEmbedding(token_types, config, context) if token_types else None
 
     def forward(
         self,
@@ -50,77 +59,95 @@ class Embedding(nn.Module):
         dropout_key: DropoutKey,
         types_bs: Tensor | None = None,
     ) -> Tensor:
-        """[s, b, h], or with sequence parallelism this process's part along s; the residual stream's first values."""
+        """The residual stream before the first layer, [s, b, h]; with sequence parallelism this rank's part of s."""
         x_sbh = self.word_embeddings(tokens_bs.t())
         if self.position_embeddings is not None:
             x_sbh = x_sbh + self.position_embeddings(position_ids_bs.t())
         if self.tokentype_embeddings is not None:
+            assert types_bs is not None
             x_sbh = x_sbh + self.tokentype_embeddings(types_bs.t())
-        x_sbh = dropout(x_sbh, self.dropout, dropout_key, "embedding", self.tp.stream)
+        x_sbh = dropout(x_sbh, self.dropout, dropout_key, "embedding", self.context.dropout_rank)
         return x_sbh.float() if self.fp32 else x_sbh
 
 
-class Table(nn.Module):
-    """A row for every position, or for every type of token, which every process holds."""
+class VocabParallelEmbedding(nn.Module):
+    """Word embeddings [padded vocabulary, h] split by rows over the tensor-parallel axis."""
 
-    def __init__(self, rows: int, config: ModelConfig, tp: TensorParallel) -> None:
+    def __init__(self, config: ModelConfig, context: ModelContext, *, tied: bool) -> None:
         super().__init__()
-        self.tp = tp
-        self.weight = parameter(tp.replicated(rows, config.hidden_size), normal(config.init_method_std))
+        self.context = context
+        self.begin, self.end = context.tp.local_range(context.padded_vocab_size)
+        self.weight = parameter(
+            vocabulary_slice(config, context, config.hidden_size),
+            normal(config.init_method_std),
+            tied=WORD_TABLE if tied else None,
+        )
 
     def forward(self, ids_sb: Tensor) -> Tensor:
-        if self.tp.sequence:
-            ids_sb = share(ids_sb, self.tp.axis)
+        """[s, b, h], or with sequence parallelism this rank's part of s."""
+        if self.context.tp.size == 1:
+            return embedding(ids_sb, self.weight)
+        elsewhere = (ids_sb < self.begin) | (ids_sb >= self.end)
+        rows = embedding((ids_sb - self.begin).masked_fill(elsewhere, 0), self.weight)
+        return reduce_output(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.context)
+
+
+class ReplicatedEmbedding(nn.Module):
+    """A table of positions or token types that every tensor-parallel rank holds whole."""
+
+    def __init__(self, rows: int, config: ModelConfig, context: ModelContext) -> None:
+        super().__init__()
+        self.context = context
+        self.weight = parameter(context.replicated(rows, config.hidden_size), normal(config.init_method_std))
+
+    def forward(self, ids_sb: Tensor) -> Tensor:
+        if self.context.sequence_parallel:
+            ids_sb = local_shard(ids_sb, self.context.tp)
         return embedding(ids_sb, self.weight)
 
 
 class OutputLayer(nn.Module):
-    """The projection to the vocabulary, by a table of its own or by the word embeddings.
+    """Projection to the vocabulary, by a weight of its own or by the word embeddings.
 
-    The last of several stages has no word embeddings, and so holds a copy of their table.
+    The last of several pipeline stages has no embedding, so it holds a copy of the tied table.
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        vocab_size: int,
-        padded_vocab_size: int,
-        *,
-        first: bool,
-        real: int,
-        tp: TensorParallel,
-        bias: bool = False,
+        self, config: ModelConfig, context: ModelContext, *, first: bool, bias: bool = False
     ) -> None:
+        """`first`: the stage also holds the embedding, whose table can be used."""
         super().__init__()
-        self.tp, self.real, self.weight = tp, real, None
+        self.context, self.num_valid_rows = context, num_valid_rows(config, context)
+        self.weight = self.bias = None
+        place = vocabulary_slice(config, context, config.hidden_size)
         if config.untie_embeddings_and_output_weights:
-            # Not by the padded size, which depends on the layout.
-            init, tied = input_init(config, vocab_size), None
-        else:
-            init, tied = normal(config.init_method_std), WORD_TABLE
-        if tied is None or not first:
-            self.weight = vocabulary_table(
-                padded_vocab_size, config.hidden_size, real=real, init=init, tp=tp, tied=tied
-            )
-
-        place = GlobalSlice((padded_vocab_size,), 0, (tp.part(padded_vocab_size),), real=real)
-        self.bias = parameter(place, zeros) if bias else None
+            # By the unpadded size, since the padding depends on the layout.
+            self.weight = parameter(place, input_init(config, context.vocab_size))
+        elif not first:
+            self.weight = parameter(place, normal(config.init_method_std), tied=WORD_TABLE)
+        if bias:
+            self.bias = parameter(vocabulary_slice(config, context), zeros)
 
     def forward(self, x_sbh: Tensor, word_table: Tensor | None) -> Tensor:
-        """Logits [s, b, v]; `word_table` is used where the layer has no table."""
-        return column_linear(x_sbh, word_table if self.weight is None else self.weight, self.bias, self.tp)
+        """Logits [s, b, v]. `word_table` is the weight of a layer that has none of its own."""
+        return column_linear(x_sbh, self._table(word_table), self.bias, self.context)
 
     def losses(self, x_sbh: Tensor, word_table: Tensor | None, labels_sb: Tensor) -> Tensor:
         """Cross entropy of every position in fp32, [s, b]."""
-        ops, axis = self.tp.ops, self.tp.axis
-        if ops.projected_loss is None:
-            return cross_entropy(self(x_sbh, word_table), labels_sb, vocab_size=self.real, axis=axis)
-        return ops.projected_loss(
+        ops, tp = self.context.ops, self.context.tp
+        if ops.linear_cross_entropy is None:
+            return cross_entropy(self(x_sbh, word_table), labels_sb, vocab_size=self.num_valid_rows, axis=tp)
+        return ops.linear_cross_entropy(
             x_sbh,
-            word_table if self.weight is None else self.weight,
+            self._table(word_table),
             self.bias,
             labels_sb,
-            vocab_size=self.real,
-            axis=axis,
-            sequence=self.tp.sequence,
+            vocab_size=self.num_valid_rows,
+            axis=tp,
+            sequence_parallel=self.context.sequence_parallel,
         )
+
+    def _table(self, word_table: Tensor | None) -> Tensor:
+        table = word_table if self.weight is None else self.weight
+        assert table is not None
+        return table

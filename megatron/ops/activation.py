@@ -1,17 +1,19 @@
 """Activations of the MLP.
 
-The compiled forms keep their input alone, and compute what backward needs of it again.
+The compiled forms save only their input; backward recomputes the rest.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.ops.compiler import LOG2_E, Run
+from megatron.ops.compiler import LOG2_E, CompileFn
 
 SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 CUBIC = 0.044715
@@ -23,39 +25,38 @@ def gelu(x: Tensor, *, tanh: bool) -> Tensor:
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """silu(gate) · up, where the last axis of x holds gate and then up: [..., 2f] to [..., f]."""
+    """silu(gate) · up, where the last dimension of x holds gate, then up: [..., 2f] to [..., f]."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
-def compiled_gelu(run: Run, x: Tensor, *, tanh: bool) -> Tensor:
-    """`gelu` by two functions that `run` runs."""
-    return _Pointwise.apply(
-        x, run, *((_gelu_tanh, _gelu_tanh_backward) if tanh else (_gelu_erf, _gelu_erf_backward))
-    )
+def compiled_gelu(run: CompileFn, x: Tensor, *, tanh: bool) -> Tensor:
+    """`gelu` by two functions that `run` calls."""
+    functions = (_gelu_tanh, _gelu_tanh_backward) if tanh else (_gelu_erf, _gelu_erf_backward)
+    return _Pointwise.apply(x, run, *functions)
 
 
-def compiled_swiglu(run: Run, x: Tensor) -> Tensor:
-    """`swiglu` by two functions that `run` runs."""
+def compiled_swiglu(run: CompileFn, x: Tensor) -> Tensor:
+    """`swiglu` by two functions that `run` calls."""
     return _Pointwise.apply(x, run, _swiglu, _swiglu_backward)
 
 
 class _Pointwise(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, run: Run, formula, gradient) -> Tensor:
-        ctx.run, ctx.gradient = run, gradient
+    def forward(ctx: Any, x: Tensor, run: CompileFn, forward: Callable, backward: Callable) -> Tensor:
+        ctx.run, ctx.backward_fn = run, backward
         ctx.save_for_backward(x)
-        out = run(formula, x.flatten(0, -2))
+        out = run(forward, x.flatten(0, -2))
         return out.view(*x.shape[:-1], out.shape[-1])
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (x,) = ctx.saved_tensors
-        dx = ctx.run(ctx.gradient, grad.flatten(0, -2), x.flatten(0, -2))
+        dx = ctx.run(ctx.backward_fn, grad.flatten(0, -2), x.flatten(0, -2))
         return dx.view(x.shape), None, None, None
 
 
-# The tanh form has tanh u with u = √(2/π) (y + 0.044715 y³): -2u log₂ e = y (LINEAR + CUBED y²).
+# In the tanh form, u = √(2/π) (y + 0.044715 y³), and -2u log₂ e = y (LINEAR + CUBED y²).
 LINEAR = -2 * SQRT_2_OVER_PI * LOG2_E
 CUBED = LINEAR * CUBIC
 
@@ -70,7 +71,7 @@ def _gelu_tanh_backward(grad: Tensor, x: Tensor) -> Tensor:
     y = x.float()
     y2 = y * y
     s = 1 / (1 + torch.exp2(y * (LINEAR + CUBED * y2)))
-    # y s first, which is 0 where y² overflows.
+    # y s comes first: it is 0 where y² overflows.
     slope = s + y * s * (1 - s) * (2 * SQRT_2_OVER_PI) * (1 + 3 * CUBIC * y2)
     return (grad.float() * slope).to(x.dtype)
 

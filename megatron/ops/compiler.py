@@ -1,7 +1,7 @@
-"""Small functions of tensors, each compiled to one pass over memory, or run as it is written.
+"""Functions of tensors that torch.compile fuses into one pass over memory.
 
-They take no part in autograd: the forward and the backward formula of an operation are one function each, which its
-`torch.autograd.Function` runs.
+They are outside of autograd: forward and backward of an operation are one function each, which its
+`torch.autograd.Function` calls through a `CompileFn`.
 """
 
 from __future__ import annotations
@@ -18,74 +18,70 @@ from typing import Any
 
 import torch
 
-from megatron.flags import TrainingFault
+from megatron.errors import TrainingFault
 
 logger = logging.getLogger(__name__)
 
-# Of (function, its arguments): what the function gives.
-Run = Callable[..., Any]
+# Calls a function, given with its arguments: `eager`, or a `Compiler`.
+CompileFn = Callable[..., Any]
 
-# exp x = exp2(x log₂ e), and exp2 takes less time.
+# exp x = exp2(x log₂ e), and exp2 is faster.
 LOG2_E = math.log2(math.e)
 
-# Variants of one function: sizes of 1, and dtypes, have their own.
-MOST_VARIANTS = 64
+# Compiled variants of one function: dtypes and sizes of 1 have their own.
+MAX_VARIANTS = 64
 
 
-def as_written(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Run a function by PyTorch's own operations, one after the other."""
+def eager(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function without compiling it."""
     return function(*arguments)
 
 
 class Compiler:
-    """Runs functions compiled by torch.compile, each from the first time on that it is asked for.
-
-    What is compiled holds for all sizes, so that one length of sequence after another does not compile anew. It is kept
-    in `folder` for later runs.
-    """
+    """Compiles each function at its first call, for all sizes. The code is cached in `folder` for later runs."""
 
     def __init__(self) -> None:
-        """Raises: OSError: the folder cannot be made, or others could put code there."""
+        """Raises: OSError: the cache folder cannot be made, or other users could put code there."""
         self.folder = cache_folder()
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         status = self.folder.stat()
         if status.st_uid != os.getuid() or status.st_mode & stat.S_IWOTH:
             raise OSError(
-                f"{self.folder} is not this user's alone; name a folder that is by TORCHINDUCTOR_CACHE_DIR"
+                f"{self.folder}: other users can write to it; set TORCHINDUCTOR_CACHE_DIR to a folder of your own"
             )
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(self.folder)
-        # In this process: other processes to compile in have to be started, waited for and ended.
+        # Compile in this process, since worker processes take longer to start and stop.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
         self.compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Raises: TrainingFault: it cannot be compiled, now or for other sizes than before."""
+        """Raises: TrainingFault: compiling fails, now or for new sizes."""
         compiled = self.compiled.get(function)
         is_known = compiled is not None
-        if not is_known:
-            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_VARIANTS)
+        if compiled is None:
+            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_VARIANTS)
             self.compiled[function] = compiled = torch.compile(function, dynamic=True, fullgraph=True)
         name, begin = function.__name__.strip("_"), time.perf_counter()
         try:
             out = compiled(*arguments)
         except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
             raise TrainingFault(
-                f"torch.compile, which worked when the run started, cannot compile {name}: {first_error(error)}; add "
-                "--no-torch-compile to go on without it"
+                f"torch.compile worked when the run started and now fails for {name}: {first_error(error)}; "
+                "continue with --no-torch-compile"
             ) from error
         if not is_known:
             logger.info("compiled %s in %.1f s", name, time.perf_counter() - begin)
         return out
 
     def check(self, device: torch.device) -> str | None:
-        """Why nothing can be compiled for a device here, in a line; None if it can."""
-        logger.info("trying torch.compile, which takes some ten seconds for the first time")
+        """Try to compile a function for `device`. Returns the error in one line, or None."""
+        logger.info("testing torch.compile; the first time takes about 10 s")
         begin = time.perf_counter()
         try:
             torch.compile(_probe)(torch.ones(32, device=device))
-        except Exception as error:  # of whichever of torch's own kinds
+        except Exception as error:  # torch raises many kinds
             return first_error(error)
-        logger.info("torch.compile works, and was ready in %.1f s", time.perf_counter() - begin)
+        logger.info("torch.compile works; ready in %.1f s", time.perf_counter() - begin)
         return None
 
 
@@ -94,7 +90,7 @@ def _probe(x: torch.Tensor) -> torch.Tensor:
 
 
 def first_error(error: Exception) -> str:
-    """What a compilation failed of, in a line: the first error of the C++ compiler, if it was run."""
+    """Cause of a failed compilation in one line: the first error of the C++ compiler, if it ran."""
     text = str(error).strip()
     output = text.partition("\nOutput:\n")[2].strip()
     lines = (output or text or type(error).__name__).splitlines()
@@ -102,12 +98,12 @@ def first_error(error: Exception) -> str:
 
 
 def cache_folder() -> Path:
-    """Where compiled code is kept: $TORCHINDUCTOR_CACHE_DIR, or a folder of the user's own."""
+    """Folder of compiled code: $TORCHINDUCTOR_CACHE_DIR, or one in the user's cache folder."""
     named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     if named:
         return Path(named)
     try:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # a user without a home
+    except RuntimeError:  # the user has no home
         return Path(tempfile.mkdtemp(prefix="megatron-compiled-"))
     return home / "megatron" / "compiled"

@@ -1,25 +1,25 @@
-"""Flags of how the hot operations are computed."""
+"""Flags of the operations' implementations."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from megatron.flags import Config, InputError, flag
+from megatron.errors import InputError
+from megatron.flags import Config, flag
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpsConfig(Config):
-    """By which code the hot operations are computed."""
+    """Implementations of the hot operations."""
 
     ops_backend: str = flag(
         "auto",
-        "'plain': PyTorch's own operations, one by one; 'compile': fused ones, some by torch.compile; 'auto': as "
-        "'compile', but without torch.compile where it does not work, or is not worth it for a small model on a CPU, "
-        "and on a GPU with apex's normalisations where it is installed; 'apex': the same, and it must be; "
-        "'transformer-engine': the same with Transformer Engine's",
-        choices=("auto", "plain", "compile", "apex", "transformer-engine"),
+        "'plain': PyTorch operations, one by one; 'compile': fused operations, some by torch.compile; 'auto': like "
+        "'compile', without torch.compile where it does not work or the model is too small for it on a CPU, and on a "
+        "GPU with apex's norms if it is installed; 'apex': like 'auto', and apex is required",
+        choices=("auto", "plain", "compile", "apex"),
     )
-    torch_compile: bool = flag(True, "compile nothing; operations run as PyTorch has them")
+    torch_compile: bool = flag(True, "do not use torch.compile")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""AdamW with its moments in bf16."""
+"""AdamW with moments in bf16."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-# Elements whose moments are widened to fp32 at once, by the kind of device: what stays in a CPU's cache; on a GPU so
-# many that starting kernels takes no time, and still few beside a model.
-PIECES = {"cpu": 1 << 17, "cuda": 1 << 23}
-# Its multiples, less their whole parts, are spread evenly over 0 to 1, however many of them are taken.
+# Elements converted to fp32 at once: on a CPU they fit the cache; on a GPU they hide the kernels' launches.
+CHUNK_SIZE = {"cpu": 1 << 17, "cuda": 1 << 23}
+# Conjugate of the golden ratio. The fractional parts of its multiples cover 0 to 1 evenly (an additive recurrence).
 GOLDEN = 0.6180339887498949
 
 
@@ -24,18 +23,18 @@ def bf16_adamw(
     steps: list[Tensor],
     **settings: Any,
 ) -> None:
-    """torch's fused `adamw` of fp32 parameters whose two moments are bf16.
+    """Run torch's fused `adamw` on fp32 parameters with bf16 moments.
 
-    It wants them in the dtype of the parameters, so that it is given copies, a piece at a time.
+    torch requires moments in the dtype of the parameters, so it gets fp32 copies of a chunk of them at a time.
 
-    A step lowers a second moment by a thousandth at most (1 - beta2), and neighbouring bf16 numbers differ by one part
-    in 128 to 256: rounded to the nearest, it would never fall. So it is rounded up where what bf16 cuts off is above a
-    threshold, which goes evenly through all values from step to step. Then the mean over steps is right, as with
-    stochastic rounding, and no random numbers are needed.
+    With beta2 = 0.999 a step lowers a second moment by a thousandth at most, but adjacent bf16 numbers differ by one
+    part in 128 to 256: with round-to-nearest it would never fall. Here it is rounded up if the part that bf16 cuts off
+    exceeds a threshold that covers all values evenly over the steps. Like stochastic rounding this is unbiased, but it
+    needs no random numbers.
     """
     for p, grad, mean, square, step in zip(params, grads, means, squares, steps, strict=True):
         lift = (step.double() * GOLDEN % 1 * 65536).int()
-        size = PIECES[p.device.type]
+        size = CHUNK_SIZE[p.device.type]
         for begin in range(0, p.numel(), size):
             part = slice(begin, begin + size)
             wide = mean[part].float(), square[part].float()
@@ -46,5 +45,5 @@ def bf16_adamw(
 
 
 def rounded(x: Tensor, lift: Tensor) -> Tensor:
-    """fp32 as fp32 that bf16 holds: `lift`, int32 of 0 to 65535, is added to the 16 bits that are cut off then."""
+    """Round fp32 to values of bf16: add `lift`, an int32 of 0 to 65535, to the 16 low bits, then clear these."""
     return (x.view(torch.int32) + lift).bitwise_and_(-65536).view(torch.float32)

@@ -1,122 +1,136 @@
-"""Parameters, gradients and fp32 master weights of this process's part of a model, in flat memory.
+"""Flat memory for the parameters, gradients and fp32 master weights of this rank's part of a model.
 
-Every parameter is a view into one tensor, and so is its gradient. That memory is divided into buckets, each of which
-is reduced over the data-parallel replicas in one call, while backward still works on the others if asked to.
-With the distributed optimizer (arXiv 1910.02054, stage 1) each replica owns an equal part of every bucket: it
-receives the sum of that part's gradient alone, holds its master weights and optimizer state, and gives the new
-weights to the others.
+Every parameter is a view into one tensor, and so is its gradient. The memory is cut into buckets. The gradients of a
+bucket are reduced over the replicas together, with --overlap-grad-reduce during backward. With the distributed
+optimizer (arXiv 1910.02054, stage 1) each replica owns a shard of every bucket: it alone gets the summed gradients of
+the shard, holds its master weights and optimizer state, and sends the new weights to the other replicas.
 """
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from megatron.optim.layout import Bucket, Entry, lay_out
+from megatron.optim.layout import Bucket, FlatParam
 from megatron.parallel.collectives import (
     Pending,
     all_reduce_sum,
     start_all_gather,
     start_all_reduce,
+    start_broadcast,
+    start_reduce,
     start_reduce_scatter,
 )
 from megatron.parallel.config import ParallelConfig
-from megatron.parallel.mesh import ALONE, Mesh
-from megatron.parallel.parameters import parameter_on
-from megatron.parallel.slices import common, overlap
+from megatron.parallel.mesh import Axis, Mesh
+from megatron.parallel.parameters import named_parameters, parameter_on
+from megatron.parallel.slices import Range, common, overlap
 from megatron.parallel.timers import OFF, Timers
 
-# Elements that `norm` sums at once.
-PIECE = 1 << 16
+# Elements whose norm `norm` takes at once.
+CHUNK_SIZE = 1 << 16
 
 
 class ParamBuffer:
-    """Flat storage of the chunks of a model that this process holds.
+    """Flat memory of the model chunks of this rank.
 
     Attributes:
-        params: [size], in the dtype that the model computes in.
-        grads: [size] fp32; backward adds to it.
-        masters: fp32 weights of what this replica owns of each bucket; views of `params` when the model computes
-            in fp32.
-        num_elements: elements of the whole model, each counted once, and no padding of the vocabulary.
+        params: [size] in the dtype that the model computes in.
+        grads: [size] fp32, accumulated by backward.
+        masters: fp32 master weights of the local shard of each bucket; in fp32 views of `params`.
+        num_elements: parameters of the whole model, excluding vocabulary padding.
     """
 
     def __init__(
         self,
         chunks: list[nn.Module],
+        buckets: list[Bucket],
         mesh: Mesh,
         config: ParallelConfig,
         *,
         dtype: torch.dtype,
         timers: Timers = OFF,
     ) -> None:
-        """Give the parameters of `chunks` flat memory. Their values are undefined until `initialize`."""
-        self.mesh, self.config, self.timers = mesh, config, timers
-        self.shards = mesh.dp if config.use_distributed_optimizer else ALONE
-        self.buckets = lay_out(chunks, bucket_size=config.ddp_bucket_size, shards=self.shards)
+        """Move the parameters of `chunks` to flat memory. They have no values until `initialize`.
+
+        Args:
+            buckets: layout of the memory, which `lay_out` gives.
+        """
+        self.buckets, self.mesh, self.config, self.timers = buckets, mesh, config, timers
         size = self.buckets[-1].end
         self.params = torch.zeros(size, dtype=dtype, device=mesh.device)
         self.grads = torch.zeros(size, dtype=torch.float32, device=mesh.device)
-        lengths = [bucket.owned[1] - bucket.owned[0] for bucket in self.buckets]
+        lengths = [bucket.shard[1] - bucket.shard[0] for bucket in self.buckets]
         if self.is_fp32:
-            self.masters = [self.params[slice(*bucket.owned)] for bucket in self.buckets]
+            self.masters = [self.params[slice(*bucket.shard)] for bucket in self.buckets]
         else:
             master = torch.zeros(sum(lengths), dtype=torch.float32, device=mesh.device)
             self.masters = list(master.split(lengths))
 
-        counted = [r for e in self.entries for r in e.flat(e.counted(mesh.tp))]
-        self.counted = [list(common(bucket.owned, counted)) for bucket in self.buckets]
-        shares = [r for e in self.entries if e.place.partial for r in e.flat(e.place.shared)]
-        self.shares = [r for bucket in self.buckets for r in common(bucket.owned, shares)]
+        counted = [r for e in self.entries for r in e.flat(e.counted())]
+        self.counted = [list(common(bucket.shard, counted)) for bucket in self.buckets]
+        # Ranges of gradients that are partial sums over an axis.
+        partial: dict[Axis, list[Range]] = collections.defaultdict(list)
+        for bucket in self.buckets:
+            for entry in bucket.entries:
+                if entry.shard_spec.partial:
+                    ranges = entry.flat(entry.shard_spec.shared)
+                    partial[entry.shard_spec.replicas] += common(bucket.shard, ranges)
+        self.partial = partial
         mine = sum(end - begin for begin, end in counted)
         self.num_elements = int(self._over_model(torch.tensor(mine, device=mesh.device)))
 
-        self.final: set[int] = set()  # chunks in whose last backward pass of the step we are
+        self.final: set[int] = set()  # chunks whose last backward pass of the step has begun
         self.waiting = [len(bucket.entries) for bucket in self.buckets]
-        self.reducing: list[Pending | None] = [None] * len(self.buckets)
-        self.gathering: list[Pending | None] = [None] * len(self.buckets)
+        # By index of the bucket: communication that has started, and the gradients that it reduces.
+        self.reducing: dict[int, tuple[Tensor, list[Pending]]] = {}
+        self.gathering: dict[int, list[Pending]] = {}
+        self.models = chunks
         self._attach(chunks)
 
     @property
     def is_fp32(self) -> bool:
-        """Whether parameters are their own master weights."""
+        """True if the parameters are their own master weights."""
         return self.params.dtype == torch.float32
 
     @property
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[FlatParam]:
+        """All parameters in the order of memory."""
         return [entry for bucket in self.buckets for entry in bucket.entries]
 
     @property
     def local_elements(self) -> int:
-        """Elements of the parameters that this process holds."""
+        """Elements of the parameters of this rank."""
         return sum(entry.end - entry.start for entry in self.entries)
 
     def _attach(self, chunks: list[nn.Module]) -> None:
-        """Make the parameters of the chunks views, and have gradients and modules tell when they are due."""
+        """Replace parameters by views, and register the hooks that start reductions and wait for gathers."""
         entries = {(e.chunk, e.name): (e, i) for i, b in enumerate(self.buckets) for e in b.entries}
         for chunk, model in enumerate(chunks):
             for path, module in model.named_modules():
                 needed = []
-                for leaf, p in list(module.named_parameters(recurse=False)):
+                for leaf, p in list(named_parameters(module, recurse=False)):
                     name = f"{path}.{leaf}" if path else leaf
                     entry, bucket = entries[chunk, p.tied or name]
                     p = parameter_on(entry.view(self.params), p)
                     setattr(module, leaf, p)
                     if self.is_fp32:
                         p.grad = entry.view(self.grads)
-                    p.gradient_sum = entry.view(self.grads)
+                    p.main_grad = entry.view(self.grads)
                     p.register_post_accumulate_grad_hook(self._on_grad(entry, bucket))
                     needed.append(bucket)
                 if needed and self.config.overlap_param_gather:
                     module.register_forward_pre_hook(self._on_forward(needed))
 
-    def _on_grad(self, entry: Entry, bucket: int) -> Callable[[Tensor], None]:
+    def _on_grad(self, entry: FlatParam, bucket: int) -> Callable[[Tensor], None]:
         grad = entry.view(self.grads)
 
         def accumulate(p: Tensor) -> None:
-            # There is none where a layer has added it itself; autograd comes here all the same.
+            # Layers that accumulate into main_grad themselves leave no gradient, but autograd still calls this hook.
             if p.grad is not None and not self.is_fp32:
                 grad.add_(p.grad)
                 p.grad = None
@@ -134,119 +148,161 @@ class ParamBuffer:
 
         return wait
 
+    @contextmanager
+    def gradients_by_autograd(self) -> Iterator[None]:
+        """Make layers return weight gradients to autograd, whose hooks then see them, instead of using `main_grad`."""
+        main_grads = [(p, p.main_grad) for model in self.models for _, p in named_parameters(model)]
+        for p, _ in main_grads:
+            p.main_grad = None
+        try:
+            yield
+        finally:
+            for p, grad in main_grads:
+                p.main_grad = grad
+
     def begin_last_backward(self, chunk: int) -> None:
-        """The backward pass that begins now is the step's last through `chunk`: its gradients become final."""
+        """Note that the step's last backward pass through `chunk` begins, which completes its gradients."""
         if self.config.overlap_grad_reduce:
             self.final.add(chunk)
 
     def _start_reduce(self, index: int) -> None:
+        """Start to sum the gradients of a bucket over the replicas, for each rank those of its shard."""
         bucket = self.buckets[index]
+        axis = bucket.group.reduce_axis
         grads = self.grads[bucket.start : bucket.end]
-        if self.config.grad_reduce_in_bf16 and self.mesh.dp.size > 1:
+        if self.config.grad_reduce_in_bf16 and axis.size > 1:
             grads = grads.bfloat16()
-        begin, end = (i - bucket.start for i in bucket.owned)
-        if self.shards.size > 1:
-            self.reducing[index] = start_reduce_scatter(grads, self.mesh.dp, out=grads[begin:end])
+        shards = [grads[begin - bucket.start : end - bucket.start] for begin, end in bucket.shards]
+        if len(shards) == 1:
+            pending = [start_all_reduce(grads, axis)]
+        elif bucket.is_even:
+            pending = [start_reduce_scatter(grads, axis, out=shards[axis.rank])]
         else:
-            self.reducing[index] = start_all_reduce(grads, self.mesh.dp)
+            pending = [start_reduce(x, rank, axis) for rank, x in enumerate(shards) if len(x)]
+        self.reducing[index] = grads, pending
 
     def finish_reduce(self) -> None:
-        """Make the gradients of what this replica owns those of the whole global batch."""
-        for index, pending in enumerate(self.reducing):
-            if pending is None:
+        """Wait until the gradients of the local shards are summed over the global batch."""
+        for index in range(len(self.buckets)):
+            if index not in self.reducing:
                 self._start_reduce(index)
         for index, bucket in enumerate(self.buckets):
-            reduced = self.reducing[index].wait()
-            if reduced.dtype != self.grads.dtype:
-                self.grads[slice(*bucket.owned)] = reduced
-            self.reducing[index] = None
+            grads, started = self.reducing.pop(index)
+            for pending in started:
+                pending.wait()
+            if grads.dtype != self.grads.dtype:
+                begin, end = bucket.shard
+                self.grads[begin:end] = grads[begin - bucket.start : end - bucket.start]
             self.waiting[index] = len(bucket.entries)
             if bucket.tied:
-                all_reduce_sum(self.grads[slice(*bucket.owned)], self.mesh.ends)
+                all_reduce_sum(self.grads[slice(*bucket.shard)], self.mesh.embedding)
         self.final.clear()
-        if self.shares and self.mesh.tp.size > 1:
-            parts = [self.grads[slice(*range_)] for range_ in self.shares]
-            summed = all_reduce_sum(torch.cat(parts), self.mesh.tp)
+        for axis, ranges in self.partial.items():
+            if axis.size == 1 or not ranges:
+                continue
+            parts = [self.grads[slice(*range_)] for range_ in ranges]
+            summed = all_reduce_sum(torch.cat(parts), axis)
             for part, values in zip(parts, summed.split([len(part) for part in parts]), strict=True):
                 part.copy_(values)
 
     def _over_model(self, x: Tensor) -> Tensor:
-        """The sum of `x` over the processes that together hold one replica of the model."""
+        """Sum `x` in place over the ranks that together hold one replica of the model."""
         return all_reduce_sum(all_reduce_sum(x, self.mesh.tp), self.mesh.pp)
 
     def total(self, pieces: list[Tensor], measure: Callable[[Tensor], Tensor]) -> Tensor:
-        """The sum over the whole model, each element once, of what `measure` finds in fp32 tensors, a scalar.
+        """Sum a measure over the elements of the whole model, each counted once. Every rank must call this.
 
-        `pieces` are those of each bucket that this replica owns. Every process must take part.
+        Args:
+            pieces: fp32 tensors of the local shards, by bucket.
+            measure: maps a flat tensor to a scalar.
         """
-        found = [
-            measure(piece[begin - bucket.owned[0] : end - bucket.owned[0]]).double()
-            for bucket, piece, ranges in zip(self.buckets, pieces, self.counted, strict=True)
-            for begin, end in ranges
-        ]
-        local = torch.stack(found).sum() if found else torch.zeros((), device=self.grads.device).double()
-        return all_reduce_sum(self._over_model(local), self.shards)
+        total = torch.zeros((), device=self.grads.device).double()
+        found: dict[Axis, list[Tensor]] = {bucket.group.shard_axis: [] for bucket in self.buckets}
+        for bucket, piece, ranges in zip(self.buckets, pieces, self.counted, strict=True):
+            found[bucket.group.shard_axis] += [
+                measure(piece[begin - bucket.shard[0] : end - bucket.shard[0]]).double()
+                for begin, end in ranges
+            ]
+        for axis, sums in found.items():
+            local = torch.stack(sums).sum() if sums else torch.zeros_like(total)
+            total += all_reduce_sum(self._over_model(local), axis)
+        return total
 
     def norm(self, pieces: list[Tensor]) -> Tensor:
-        """L2 norm over the whole model, a scalar; `pieces` as for `total`."""
+        """L2 norm over the whole model, an fp32 scalar; `pieces` as in `total`."""
         return self.total(pieces, lambda x: norm(x).double().square()).sqrt().float()
 
-    def owned(self, flat: Tensor) -> list[Tensor]:
-        """What this replica owns of a flat tensor, by bucket."""
-        return [flat[slice(*bucket.owned)] for bucket in self.buckets]
+    def local_shards(self, flat: Tensor) -> list[Tensor]:
+        """Views of the local shard of each bucket in a flat tensor."""
+        return [flat[slice(*bucket.shard)] for bucket in self.buckets]
 
-    def publish(self) -> None:
-        """Make the parameters of every replica those of the updated master weights."""
+    def sync_params(self) -> None:
+        """Copy the master weights to the parameters of all replicas.
+
+        With --overlap-param-gather it only starts to; modules wait before their next forward.
+        """
         for index, (bucket, master) in enumerate(zip(self.buckets, self.masters, strict=True)):
             if not self.is_fp32:
-                self.params[slice(*bucket.owned)] = master
-            if self.shards.size > 1:
+                self.params[slice(*bucket.shard)] = master
+            axis = bucket.group.shard_axis
+            shards = [self.params[slice(*shard)] for shard in bucket.shards]
+            if axis.size > 1 and bucket.is_even:
                 flat = self.params[bucket.start : bucket.end]
-                own = self.params[slice(*bucket.owned)]
-                self.gathering[index] = start_all_gather(own, self.shards, out=flat)
+                self.gathering[index] = [start_all_gather(shards[axis.rank], axis, out=flat)]
+            elif axis.size > 1:
+                self.gathering[index] = [
+                    start_broadcast(x, rank, axis) for rank, x in enumerate(shards) if len(x)
+                ]
         if not self.config.overlap_param_gather:
             self.finish_gathers()
 
     def finish_gathers(self) -> None:
-        """Wait until the parameters are those of the last step."""
+        """Wait until all parameters have the values of the last step."""
         for index in range(len(self.buckets)):
             self._finish_gather(index)
 
     def _finish_gather(self, index: int) -> None:
-        if self.gathering[index] is not None:
+        if index in self.gathering:
             with self.timers("params-gather"):
-                self.gathering[index].wait()
-            self.gathering[index] = None
+                for pending in self.gathering.pop(index):
+                    pending.wait()
 
     def initialize(self, seed: int) -> None:
-        """Give every parameter the initial values that (seed, name, place) stand for."""
+        """Set the initial values, which depend on seed, name and place in the whole model alone."""
         for bucket, master in zip(self.buckets, self.masters, strict=True):
             for entry in bucket.entries:
-                values = torch.empty(entry.place.local_shape)
-                entry.init(values, entry.place, seed, entry.name)
+                values = torch.empty(entry.shard_spec.local_shape)
+                entry.init(values, entry.shard_spec, seed, entry.name)
                 entry.view(self.params).copy_(values)
                 if not self.is_fp32:
                     for part, begin in _part(bucket, entry, master):
                         part.copy_(values.view(-1)[begin : begin + part.numel()])
 
-    def parts(self, owned: list[Tensor]) -> Iterator[tuple[Entry, Tensor, int]]:
-        """What is owned here of every parameter: the parameter, the flat part, and where in it that begins."""
+    def parts(self, owned: list[Tensor]) -> Iterator[tuple[FlatParam, Tensor, int]]:
+        """Yield each parameter that has elements in the local shards.
+
+        Args:
+            owned: tensors of the local shards, by bucket; those of buckets to leave out are empty.
+
+        Yields:
+            The parameter, its part of `owned` and the index of the first element of that part in the parameter.
+        """
         for bucket, piece in zip(self.buckets, owned, strict=True):
-            for entry in bucket.entries:
+            for entry in bucket.entries if len(piece) else ():
                 for part, begin in _part(bucket, entry, piece):
                     yield entry, part, begin
 
 
-def _part(bucket: Bucket, entry: Entry, piece: Tensor) -> Iterator[tuple[Tensor, int]]:
-    """The part of an owned piece of a bucket that belongs to a parameter, if any, and where in that it begins."""
-    both = overlap((entry.start, entry.end), bucket.owned)
+def _part(bucket: Bucket, entry: FlatParam, piece: Tensor) -> Iterator[tuple[Tensor, int]]:
+    """Yield the part of `piece`, a bucket's local shard, that belongs to a parameter, and its index in it, if any."""
+    both = overlap((entry.start, entry.end), bucket.shard)
     if both is not None:
-        yield piece[both[0] - bucket.owned[0] : both[1] - bucket.owned[0]], both[0] - entry.start
+        yield piece[both[0] - bucket.shard[0] : both[1] - bucket.shard[0]], both[0] - entry.start
 
 
 def norm(flat: Tensor) -> Tensor:
-    """L2 norm of a flat tensor, a scalar. Taken of pieces first: one long sum in fp32 loses percents on a CPU."""
-    whole = flat.numel() // PIECE * PIECE
-    pieces = torch.linalg.vector_norm(flat[:whole].view(-1, PIECE), dim=1)
+    """L2 norm of a flat tensor, a scalar. It is taken chunk by chunk: one long fp32 sum is off by percents on a CPU."""
+    whole = flat.numel() // CHUNK_SIZE * CHUNK_SIZE
+    pieces = torch.linalg.vector_norm(flat[:whole].view(-1, CHUNK_SIZE), dim=1)
     rest = torch.linalg.vector_norm(flat[whole:]).unsqueeze(0)
     return torch.linalg.vector_norm(torch.cat((pieces, rest)))

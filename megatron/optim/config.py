@@ -1,26 +1,31 @@
-"""Flags of the optimizer and of the schedules of learning rate and weight decay."""
+"""Flags of the optimizer and of the schedules of learning rate and weight decay.
+
+Flags that belong to one optimizer are in its own file.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 
-from megatron.flags import Config, InputError, flag, flag_name
+from megatron.errors import InputError
+from megatron.flags import Config, flag, flag_name
+from megatron.optim.registry import OPTIMIZERS
 
 # The scale is an fp32 number, and has to stay one when it is doubled again and again.
 LARGEST_SCALE = 2.0**48
-# Fields about a scale that changes, and all about the scale.
+# Fields of dynamic loss scaling, and all fields of loss scaling.
 DYNAMIC_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 LOSS_SCALING = ("loss_scale", *DYNAMIC_SCALE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OptimizerConfig(Config):
-    """Optimizer, clipping, and schedules. Lengths in iterations are counted in whole global batches."""
+class CommonConfig(Config):
+    """Flags that all optimizers have in common."""
 
     optimizer: str = flag(
         "adam",
-        "adam is AdamW, with decoupled weight decay; sgd is SGD with momentum",
-        choices=("adam", "sgd"),
+        "; ".join(f"{name}: {(kind.__doc__ or '').partition('.')[0]}" for name, kind in OPTIMIZERS.items()),
+        choices=tuple(OPTIMIZERS),
     )
     lr: float = flag(None, "peak learning rate", above=0, required=True)
     min_lr: float = flag(0.0, "learning rate at the end of the decay, and its floor", low=0)
@@ -53,14 +58,6 @@ class OptimizerConfig(Config):
         "constant", "how weight decay goes from start to end", choices=("constant", "linear", "cosine")
     )
     clip_grad: float = flag(1.0, "scale longer gradients down to this L2 norm; 0 does not clip", low=0)
-    adam_beta1: float = flag(0.9, "decay of Adam's mean of gradients", low=0, below=1)
-    adam_beta2: float = flag(0.999, "decay of Adam's mean of squared gradients", low=0, below=1)
-    adam_eps: float = flag(1e-8, "added to Adam's denominator", above=0)
-    bf16_optimizer_states: bool = flag(
-        False,
-        "keep Adam's two means in bf16, which takes 8 bytes a parameter with its fp32 weight in place of 12",
-    )
-    sgd_momentum: float = flag(0.9, "momentum of SGD", low=0)
     loss_scale: float | None = flag(
         None,
         "with --fp16: multiply the loss by this throughout (default: by what gradients admit)",
@@ -81,7 +78,7 @@ class OptimizerConfig(Config):
     )
     hysteresis: int = flag(
         2,
-        "with --fp16: overflows from which on, since the scale last grew, each halves it",
+        "with --fp16: the overflow, counted since the scale last grew, from which on each one halves it",
         low=1,
         high=2**31 - 1,
     )
@@ -115,11 +112,9 @@ class OptimizerConfig(Config):
             raise InputError(f"--lr-warmup-init: {self.lr_warmup_init} is above --lr {self.lr}")
         if self.lr_warmup_fraction is not None and (self.lr_warmup_iters or self.lr_warmup_samples):
             raise InputError(
-                f"--lr-warmup-fraction: {self.lr_warmup_fraction} was given together with "
-                "--lr-warmup-iters or --lr-warmup-samples; give one of them"
+                f"--lr-warmup-fraction: {self.lr_warmup_fraction} was given with --lr-warmup-iters or "
+                "--lr-warmup-samples; give only one"
             )
-        if self.bf16_optimizer_states and self.optimizer != "adam":
-            raise InputError(f"--bf16-optimizer-states is for adam; --optimizer {self.optimizer} keeps fp32")
         self._check_loss_scale()
         ends = (self.start_weight_decay, self.end_weight_decay)
         if self.weight_decay_incr_style == "constant":
@@ -143,6 +138,22 @@ class OptimizerConfig(Config):
         for field in dataclasses.fields(self):
             if field.name in DYNAMIC_SCALE and getattr(self, field.name) != field.default:
                 raise InputError(
-                    f"{flag_name(field)}: {getattr(self, field.name):g} is for a scale that changes, and --loss-scale "
-                    f"{self.loss_scale:g} fixes it; leave one of them out"
+                    f"{flag_name(field)}: {getattr(self, field.name):g} is for a dynamic scale, but --loss-scale "
+                    f"{self.loss_scale:g} fixes it; give only one"
                 )
+
+
+# The fields of the last base come first.
+_OF_EACH = dict.fromkeys(
+    o.config_class for o in reversed(OPTIMIZERS.values()) if o.config_class is not Config
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(*_OF_EACH, CommonConfig):  # type: ignore[misc]
+    """Optimizer, clipping, and schedules. Lengths in iterations are counted in whole global batches."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bf16_optimizer_states and self.optimizer != "adam":
+            raise InputError(f"--bf16-optimizer-states needs --optimizer adam, not {self.optimizer}")

@@ -1,102 +1,186 @@
-"""Where each parameter of this process's part of a model lies in flat memory, and how that is cut into buckets."""
+"""Layout of flat memory: groups of parameters, the place of each parameter, and buckets."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor, nn
 
-from megatron.parallel.mesh import Axis
-from megatron.parallel.parameters import Init
+from megatron.optim.adam import Adam
+from megatron.optim.config import OptimizerConfig
+from megatron.optim.registry import OPTIMIZERS
+from megatron.optim.spec import OptimizerSpec
+from megatron.parallel.mesh import ALONE, Axis, Mesh
+from megatron.parallel.parameters import Init, ShardedParameter, named_parameters
 from megatron.parallel.slices import GlobalSlice, Range, without
 
-# Each parameter begins on a boundary of 64 elements, which is what matrix kernels want of an address.
+# Elements that the start of each parameter is a multiple of, for matrix kernels.
 ALIGNMENT = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Entry:
-    """A parameter of the flat memory."""
+class FlatParam:
+    """A parameter in flat memory.
 
-    name: str  # in the whole model
+    Attributes:
+        name: name in the whole model.
+        chunk: index of its model chunk on this rank.
+        start: index of its first element.
+        tied: the first and the last pipeline stage both hold it.
+        copy: it is tied, and this is the last stage's.
+    """
+
+    name: str
     chunk: int
-    place: GlobalSlice
+    shard_spec: GlobalSlice
     init: Init
     start: int
-    tied: bool  # the first and the last stage both hold it
-    copy: bool  # and this is the last stage's
+    tied: bool
+    copy: bool
 
     @property
     def end(self) -> int:
-        return self.start + math.prod(self.place.local_shape)
+        """Index after its last element."""
+        return self.start + math.prod(self.shard_spec.local_shape)
 
     def view(self, flat: Tensor) -> Tensor:
-        """This parameter's part of one of the flat tensors, in its own shape."""
-        return flat[self.start : self.end].view(self.place.local_shape)
+        """View of the parameter, in its shape, in a flat tensor."""
+        return flat[self.start : self.end].view(self.shard_spec.local_shape)
 
-    def counted(self, tp: Axis) -> list[Range]:
-        """The rows of the local tensor that no other process counts and that do not pad the vocabulary."""
-        place, rows = self.place, self.place.local_shape[0]
+    def counted(self) -> list[Range]:
+        """Ranges of local rows to count and save: no vocabulary padding, and each row on one rank only."""
+        spec, rows = self.shard_spec, self.shard_spec.local_shape[0]
         if self.copy:
             return []
-        if place.real is not None:
-            rows = min(max(place.real - place.ranges[0][0], 0), rows)
-        return without((0, rows), place.shared if tp.rank > 0 else ())
+        if spec.num_valid_rows is not None:
+            rows = min(max(spec.num_valid_rows - spec.ranges[0][0], 0), rows)
+        return without((0, rows), spec.shared if spec.replicas.rank > 0 else ())
 
     def flat(self, rows: Iterable[Range]) -> list[Range]:
-        """Ranges of rows as ranges of the flat memory."""
-        start, row = self.start, self.place.row
+        """Convert ranges of rows to ranges of flat memory."""
+        start, row = self.start, self.shard_spec.row
         return [(start + begin * row, start + end * row) for begin, end in rows if begin < end]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParamGroup:
+    """Parameters that share an optimizer, weight decay and the axis over which gradients are summed.
+
+    Attributes:
+        holds: tells by name and parameter which ones belong to the group, unless an earlier group holds them.
+        decays: weight decay applies.
+        reduce_axis: ranks over which gradients are summed.
+        shard_axis: ranks over which master weights and optimizer state are sharded. It is `reduce_axis` with the
+            distributed optimizer, otherwise of size 1.
+    """
+
+    optimizer: OptimizerSpec
+    holds: Callable[[str, nn.Parameter], bool]
+    decays: bool
+    reduce_axis: Axis
+    shard_axis: Axis
+
+
+def param_groups(config: OptimizerConfig, mesh: Mesh, *, distributed: bool) -> list[ParamGroup]:
+    """Parameter groups of a run, in the order of memory.
+
+    Args:
+        distributed: use the distributed optimizer.
+    """
+    chosen = OPTIMIZERS[config.optimizer](config)
+    other = Adam(config) if chosen.whole_matrices else chosen
+    axes = {"reduce_axis": mesh.dp_cp, "shard_axis": mesh.dp_cp if distributed else ALONE}
+    groups = [
+        ParamGroup(optimizer=other, holds=lambda name, p: p.dim() >= 2, decays=True, **axes),
+        ParamGroup(optimizer=other, holds=lambda name, p: True, decays=False, **axes),
+    ]
+    if chosen.whole_matrices:
+        groups.insert(0, ParamGroup(optimizer=chosen, holds=_is_matrix_of_layer, decays=True, **axes))
+    return groups
+
+
+def _is_matrix_of_layer(name: str, p: nn.Parameter) -> bool:
+    """Tell matrices of transformer layers from embeddings, output layers and heads."""
+    return p.dim() == 2 and ".layers." in name
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """A range of the flat memory that is reduced over the replicas at once."""
+    """Range of flat memory whose gradients are reduced together.
+
+    Attributes:
+        shards: the range that each rank of the group's `shard_axis` updates.
+        tied: the first and the last pipeline stage both hold its only parameter.
+    """
 
     start: int
     end: int
-    owned: Range  # what this replica updates
-    decays: bool
+    shards: tuple[Range, ...]
+    group: ParamGroup
     tied: bool
-    entries: tuple[Entry, ...]
+    entries: tuple[FlatParam, ...]
+
+    @property
+    def is_even(self) -> bool:
+        """True if all shards have the same length."""
+        return not self.group.optimizer.whole_matrices
+
+    @property
+    def shard(self) -> Range:
+        """Local shard: the range that this rank updates."""
+        return self.shards[self.group.shard_axis.rank]
 
 
-def lay_out(chunks: list[nn.Module], *, bucket_size: int, shards: Axis) -> list[Bucket]:
-    """Put the parameters of `chunks` into buckets of about `bucket_size` elements, in the order of forward.
+# Index of the group, name, parameter, index of the model chunk.
+Item = tuple[int, str, ShardedParameter, int]
 
-    Those that weight decay applies to (matrices and embeddings; not biases and scales of normalisations) come
-    first, and vectors that every tensor-parallel process holds come last. A table that both ends of a pipeline
-    hold has a bucket of its own, so that it is divided alike on both.
 
-    Args:
-        shards: the replicas that every bucket is divided among; of size 1 where each owns it whole.
+def lay_out(chunks: list[nn.Module], groups: Sequence[ParamGroup], *, bucket_size: int) -> list[Bucket]:
+    """Put the parameters of model chunks into buckets of about `bucket_size` elements.
+
+    A bucket belongs to one group. Within a group parameters are in the order of forward, except that vectors that every
+    tensor-parallel rank holds come last. A tied table has a bucket of its own, so that the first and the last pipeline
+    stage shard it alike.
+
+    A bucket is cut into equal shards for the ranks of the group's `shard_axis`. If the optimizer needs whole matrices,
+    it is cut between matrices instead, and each rank gets about the same share of the optimizer's work.
     """
-    found = [(name, p, i) for i, chunk in enumerate(chunks) for name, p in chunk.named_parameters()]
+    found = [
+        (next(i for i, group in enumerate(groups) if group.holds(name, p)), name, p, chunk)
+        for chunk, model in enumerate(chunks)
+        for name, p in named_parameters(model)
+    ]
 
-    def kind(item: tuple[str, nn.Parameter, int]) -> tuple[bool, bool, bool]:
-        p = item[1]
-        return p.dim() < 2, p.tied is not None, p.dim() < 2 and bool(p.place.shared)
+    def kind(item: Item) -> tuple[int, bool, bool]:
+        group, _, p, _ = item
+        return group, p.tied is not None, p.dim() < 2 and bool(p.shard_spec.shared)
 
-    groups: list[list[tuple[str, nn.Parameter, int]]] = []
+    batches: list[list[Item]] = []
     size = 0
     for item in sorted(found, key=kind):
-        if not groups or size >= bucket_size or kind(groups[-1][-1])[:2] != kind(item)[:2]:
-            groups.append([])
+        if not batches or size >= bucket_size or kind(batches[-1][-1])[:2] != kind(item)[:2]:
+            batches.append([])
             size = 0
-        groups[-1].append(item)
-        size += math.prod(item[1].place.local_shape)
+        batches[-1].append(item)
+        size += math.prod(item[2].shard_spec.local_shape)
 
+    owners = _owners(found, groups)
     buckets: list[Bucket] = []
     end = 0
-    for group in groups:
+    for batch in batches:
+        group = groups[batch[0][0]]
+        ranks = group.shard_axis.size
+        if group.optimizer.whole_matrices:
+            batch.sort(key=lambda item: owners[item[1]])
         start, entries = end, []
-        for name, p, chunk in group:
-            entry = Entry(
+        for _, name, p, chunk in batch:
+            entry = FlatParam(
                 name=p.tied or name,
                 chunk=chunk,
-                place=p.place,
+                shard_spec=p.shard_spec,
                 init=p.init,
                 start=end,
                 tied=p.tied is not None,
@@ -104,15 +188,49 @@ def lay_out(chunks: list[nn.Module], *, bucket_size: int, shards: Axis) -> list[
             )
             entries.append(entry)
             end = start + round_up(entry.end - start, ALIGNMENT)
-        end = start + round_up(end - start, ALIGNMENT * shards.size)
-        each = (end - start) // shards.size
-        owned = (start + shards.rank * each, start + (shards.rank + 1) * each)
-        first = entries[0]
-        decays = len(first.place.shape) >= 2
-        buckets.append(Bucket(start, end, owned, decays, first.tied, tuple(entries)))
+        end = start + round_up(end - start, ALIGNMENT * ranks)
+        if group.optimizer.whole_matrices:
+            ends = [
+                max((e.end for e in entries if owners[e.name] <= rank), default=start)
+                for rank in range(ranks)
+            ]
+            cuts = [start, *(round_up(i, ALIGNMENT) for i in ends[:-1]), end]
+        else:
+            cuts = [start + (end - start) // ranks * rank for rank in range(ranks + 1)]
+        buckets.append(
+            Bucket(
+                start=start,
+                end=end,
+                shards=tuple(itertools.pairwise(cuts)),
+                group=group,
+                tied=entries[0].tied,
+                entries=tuple(entries),
+            )
+        )
     return buckets
 
 
+def _owners(found: list[Item], groups: Sequence[ParamGroup]) -> dict[str, int]:
+    """Assign each matrix of an optimizer that needs whole matrices to a rank of `shard_axis`.
+
+    Matrices are assigned in descending order of cost, each to the rank with the least work so far. The cost is that of
+    the product of a matrix with its transpose, rows x columns x min(rows, columns).
+
+    Returns:
+        Ranks by name of the parameter.
+    """
+    owners: dict[str, int] = {}
+    for index, group in enumerate(groups):
+        if group.optimizer.whole_matrices:
+            shapes = {name: p.shard_spec.shape for i, name, p, _ in found if i == index}
+            costs = {name: rows * columns * min(rows, columns) for name, (rows, columns) in shapes.items()}
+            work = [0] * group.shard_axis.size
+            for name, cost in sorted(costs.items(), key=lambda item: -item[1]):
+                owners[name] = work.index(min(work))
+                work[owners[name]] += cost
+    return owners
+
+
 def round_up(n: int, unit: int) -> int:
-    """The least multiple of `unit` that is not less than `n`."""
+    """Round `n` up to a multiple of `unit`."""
     return -(-n // unit) * unit

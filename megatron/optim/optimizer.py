@@ -3,132 +3,130 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
-from torch.optim.sgd import sgd
 
-from megatron.optim.bf16_adam import bf16_adamw
 from megatron.optim.buffer import ParamBuffer
 from megatron.optim.config import OptimizerConfig
-from megatron.optim.gate import Gate
+from megatron.optim.layout import Bucket, ParamGroup
 from megatron.optim.scaler import LossScaler
+from megatron.optim.shard import MatrixShard, Shard
+from megatron.optim.step_skipper import StepSkipper
+from megatron.parallel.mesh import Axis
+from megatron.parallel.slices import Block, overlap
 
 
 class Optimizer:
-    """AdamW or SGD, from torch, on the master weights of a `ParamBuffer`.
+    """Steps the master weights of a `ParamBuffer`, each group by its own optimizer.
 
-    The functions, not the classes, which import torch's compiler: a second at the start of each process. Nothing in a
-    step makes the host wait for the device: whether one is left out is decided on the device itself.
+    Nothing in a step makes the host wait for the device: the device itself decides whether a step is skipped.
 
     Attributes:
-        gate: decides it.
-        scaler: of the loss, where parameters are fp16.
-        moments: the optimizer's running means, fp32 or bf16, by torch's name: of each bucket what is owned here.
+        grads: gradients of the local shard of each bucket.
+        state: what the optimizers keep, by name: a tensor for the local shard of each bucket, which is empty where the
+            bucket's optimizer keeps no such thing.
+        step_skipper: decides which steps are skipped.
+        scaler: scales the loss, in fp16.
     """
 
     def __init__(self, buffer: ParamBuffer, config: OptimizerConfig) -> None:
-        self.buffer, self.config = buffer, config
-        self.longest = config.clip_grad or math.inf
+        self.buffer = buffer
+        self.max_norm = config.clip_grad or math.inf
         self.count_zeros = config.log_num_zeros_in_grad
-        self.gate = Gate(config, buffer.params.device)
-        is_fp16 = buffer.params.dtype == torch.float16
-        self.scaler = LossScaler(config, buffer.params.device) if is_fp16 else None
-        self.grads = buffer.owned(buffer.grads)
-        dtype = torch.bfloat16 if config.bf16_optimizer_states else torch.float32
-        self.moments = {
-            name: [torch.zeros_like(master, dtype=dtype) for master in buffer.masters]
-            for name in MOMENTS[config.optimizer]
-        }
-        self.counts = [torch.zeros((), device=master.device) for master in buffer.masters]
+        device = buffer.params.device
+        self.step_skipper = StepSkipper(config, device)
+        self.scaler = LossScaler(config, device) if buffer.params.dtype == torch.float16 else None
+        self.grads = buffer.local_shards(buffer.grads)
+        self.step_count = torch.zeros((), device=device)
+        names = dict.fromkeys(name for bucket in buffer.buckets for name in bucket.group.optimizer.state)
+        self.state: dict[str, list[Tensor]] = {name: [] for name in names}
+        self.groups: dict[ParamGroup, list[Shard]] = {bucket.group: [] for bucket in buffer.buckets}
+        for bucket, weight, grad in zip(buffer.buckets, buffer.masters, self.grads, strict=True):
+            kept = bucket.group.optimizer.state_dtypes
+            for name, pieces in self.state.items():
+                pieces.append(
+                    torch.zeros(len(weight) if name in kept else 0, dtype=kept.get(name), device=device)
+                )
+            state = {name: self.state[name][-1] for name in kept}
+            shard = Shard(weight, grad, state)
+            whole = bucket.group.optimizer.whole_matrices
+            self.groups[bucket.group] += _matrices(shard, bucket, buffer.mesh.tp) if whole else [shard]
 
     @property
     def steps(self) -> int:
-        """Steps taken, those left out not counted. Waits for the device."""
-        return int(self.counts[0].item())
+        """Steps taken, skipped ones not counted. Waits for the device."""
+        return int(self.step_count.item())
 
     @steps.setter
     def steps(self, value: int) -> None:
-        for count in self.counts:
-            count.fill_(value)
+        self.step_count.fill_(value)
 
     @property
     def loss_scale(self) -> Tensor | float:
-        """What the loss is to be multiplied by before backward; `step` divides the gradients by it."""
+        """Factor to multiply the loss by before backward; `step` divides the gradients by it."""
         return 1.0 if self.scaler is None else self.scaler.scale
 
     @torch.no_grad()
     def step(self, *, lr: float, weight_decay: float, loss: Tensor | None = None) -> dict[str, Tensor]:
         """Clip the gradients, update master weights and parameters, and clear the gradients.
 
-        `loss` is the step's, on the whole global batch, which `--spike-skip` needs.
+        `loss` is that of the global batch; only `--spike-skip` needs it.
 
         Returns:
-            Scalars on the device, of the whole model: "grad norm", the norm before clipping; "skipped", 1 where
-            nothing has been updated; with `count_zeros` also "num zeros", the elements of the gradient that are
-            zero; in fp16 also "overflow", 1 where the scale of the loss may be why the gradient is not finite, and
-            "loss scale", that of the next step.
+            Scalars on the device, of the whole model: "grad norm", the norm before clipping; "skipped", 1 if nothing
+            was updated; with `--log-num-zeros-in-grad` also "num zeros", the number of gradient elements that are
+            zero; in fp16 also "overflow", 1 if the gradient is not finite and a smaller loss scale may help, and "loss
+            scale", that of the next step.
         """
         buffer, loss_scale = self.buffer, self.loss_scale
         grad_norm = buffer.norm(self.grads) / loss_scale
-        excused = None if self.scaler is None else self.scaler.can_fall()
-        stats = {"grad norm": grad_norm, "skipped": self.gate.leaves_out(grad_norm, loss, excused)}
-        if self.scaler is not None:
+        excused = None if self.scaler is None else self.scaler.can_decrease()
+        skipped = self.step_skipper.decide(grad_norm, loss, excused)
+        stats = {"grad norm": grad_norm, "skipped": skipped}
+        if self.scaler is not None and excused is not None:
             overflow = ~grad_norm.isfinite()
-            self.scaler.update(overflow, hold=self.gate.shut.bool())
+            self.scaler.update(overflow, hold=self.step_skipper.halted.bool())
             stats |= {"overflow": (overflow & excused).float(), "loss scale": self.scaler.scale}
         if self.count_zeros:
             nonzero = buffer.total(self.grads, torch.count_nonzero)
             stats["num zeros"] = (buffer.num_elements - nonzero).float()
-        divisor = None
-        if self.scaler is not None or self.longest < math.inf:
-            divisor = loss_scale * ((grad_norm + 1e-6) / self.longest).clamp(min=1.0)
-        for decays in (True, False):
-            decay = weight_decay if decays else 0.0
-            self._update(decays, lr=lr, weight_decay=decay, grad_scale=divisor, found_inf=stats["skipped"])
-        buffer.publish()
+        grad_scale = None
+        if self.scaler is not None or self.max_norm < math.inf:
+            grad_scale = loss_scale * ((grad_norm + 1e-6) / self.max_norm).clamp(min=1.0)
+        for group, shards in self.groups.items():
+            group.optimizer.step(
+                shards,
+                lr=lr,
+                weight_decay=weight_decay if group.decays else 0.0,
+                steps=self.step_count,
+                grad_scale=grad_scale,
+                found_inf=skipped,
+            )
+        self.step_count += 1 - skipped
+        buffer.sync_params()
         buffer.grads.zero_()
         return stats
 
-    def _update(self, decays: bool, **settings: Any) -> None:
-        """Step the buckets that decay, or those that do not, by torch's fused kernels: they divide the gradients by
-        `grad_scale`, and do nothing where `found_inf` is 1, so that the host need not know and memory is not gone
-        through once more."""
-        config = self.config
-        chosen = [i for i, bucket in enumerate(self.buffer.buckets) if bucket.decays == decays]
-        state = (self.buffer.masters, self.grads, *self.moments.values())
-        masters, grads, *moments = ([pieces[i] for i in chosen] for pieces in state)
-        if config.optimizer == "sgd":
-            sgd(
-                masters,
-                grads,
-                *moments,
-                momentum=config.sgd_momentum,
-                dampening=0.0,
-                nesterov=False,
-                maximize=False,
-                fused=True,
-                **settings,
-            )
-            return
-        update = bf16_adamw if config.bf16_optimizer_states else adamw
-        update(
-            masters,
-            grads,
-            *moments,
-            [],
-            [self.counts[i] for i in chosen],
-            beta1=config.adam_beta1,
-            beta2=config.adam_beta2,
-            eps=config.adam_eps,
-            amsgrad=False,
-            maximize=False,
-            fused=True,
-            **settings,
+
+def _matrices(shard: Shard, bucket: Bucket, tp: Axis) -> list[MatrixShard]:
+    """The matrices that the local shard of a bucket consists of, as views of its tensors."""
+    found = []
+    for entry in bucket.entries:
+        if overlap((entry.start, entry.end), bucket.shard) is None:
+            continue
+        spec, begin, end = entry.shard_spec, entry.start - bucket.shard[0], entry.end - bucket.shard[0]
+        blocks = list(spec.blocks())
+        counted = [
+            (both, both.moved(local, place))
+            for rows in entry.counted()
+            for local, place in blocks
+            if (both := local.meet(Block(rows, (0, spec.row))))
+        ]
+        weight, grad, *state = (
+            flat[begin:end].view(spec.local_shape)
+            for flat in (shard.weight, shard.grad, *shard.state.values())
         )
-
-
-# The running means of each optimizer.
-MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+        kept = dict(zip(shard.state, state, strict=True))
+        found.append(MatrixShard(weight, grad, kept, spec.shape, tp, blocks, counted))
+    return found

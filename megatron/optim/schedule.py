@@ -5,13 +5,19 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from megatron.flags import InputError
+from megatron.errors import InputError
 from megatron.optim.config import OptimizerConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The schedules of one run, with every length in samples. Saved with a checkpoint as it stands."""
+    """Schedules of a run, saved in checkpoints. All lengths are in samples.
+
+    Attributes:
+        decay: samples until the end of the decay, warm-up included.
+        wsd_decay: samples of the last phase of WSD.
+        train_samples: samples over which weight decay changes.
+    """
 
     max_lr: float
     min_lr: float
@@ -24,14 +30,14 @@ class Schedule:
     start_weight_decay: float
     end_weight_decay: float
     weight_decay_style: str
-    train_samples: int  # over which weight decay changes
+    train_samples: int
 
     @classmethod
     def from_config(cls, config: OptimizerConfig, *, global_batch_size: int, train_samples: int) -> Schedule:
-        """Lengths given in iterations are turned into samples at the full global batch size.
+        """Build the schedules that the flags describe, with iterations of `global_batch_size` samples.
 
         Raises:
-            InputError: the lengths do not fit into each other.
+            InputError: the lengths contradict each other.
         """
 
         def samples(iters: int | None, in_samples: int | None) -> int | None:
@@ -44,17 +50,19 @@ class Schedule:
             warmup = samples(config.lr_warmup_iters, config.lr_warmup_samples) or 0
         if warmup > decay or (warmup == decay and config.lr_decay_style != "constant"):
             raise InputError(
-                f"the warm-up of the learning rate ({warmup:g} samples) leaves nothing of its decay "
-                f"({decay} samples); shorten the one (--lr-warmup-iters, -samples or -fraction) "
-                "or lengthen the other (--lr-decay-iters or -samples)"
+                f"the learning rate's warm-up of {warmup:g} samples must be shorter than its decay of {decay} samples; "
+                "shorten the warm-up (--lr-warmup-iters, -samples or -fraction) or lengthen the decay "
+                "(--lr-decay-iters or -samples)"
             )
         wsd_decay = samples(config.lr_wsd_decay_iters, config.lr_wsd_decay_samples) or 0
         if config.lr_decay_style == "WSD" and not 0 < wsd_decay <= decay - warmup:
             raise InputError(
-                f"--lr-decay-style WSD: its last phase must be given by --lr-wsd-decay-iters and fit between "
-                f"warm-up and end of decay; it has {wsd_decay} samples of {decay - warmup:g}"
+                f"--lr-decay-style WSD: its last phase, --lr-wsd-decay-iters or -samples, has {wsd_decay} samples; it "
+                f"must have 1 to {decay - warmup:g}, those between warm-up and end of decay"
             )
-        constant = config.weight_decay_incr_style == "constant"
+        start_weight_decay, end_weight_decay = config.start_weight_decay, config.end_weight_decay
+        if start_weight_decay is None or end_weight_decay is None:
+            start_weight_decay = end_weight_decay = config.weight_decay
         return cls(
             max_lr=config.lr,
             min_lr=config.min_lr,
@@ -64,21 +72,21 @@ class Schedule:
             decay_style=config.lr_decay_style,
             wsd_decay=wsd_decay,
             wsd_decay_style=config.lr_wsd_decay_style,
-            start_weight_decay=config.weight_decay if constant else config.start_weight_decay,
-            end_weight_decay=config.weight_decay if constant else config.end_weight_decay,
+            start_weight_decay=start_weight_decay,
+            end_weight_decay=end_weight_decay,
             weight_decay_style=config.weight_decay_incr_style,
             train_samples=train_samples,
         )
 
     def differences(self, other: Schedule) -> list[str]:
-        """Each setting in which another schedule differs, as text with the flag and both values."""
+        """Describe each difference from another schedule: the flag, this value and the other."""
         pairs = [(f.name, getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self)]
         return [
-            f"{FLAGS[name]} {mine} there, {theirs} here" for name, mine, theirs in pairs if mine != theirs
+            f"{FLAGS[name]} changed from {mine} to {theirs}" for name, mine, theirs in pairs if mine != theirs
         ]
 
     def lr(self, consumed_samples: int) -> float:
-        """Learning rate of the step that follows on `consumed_samples`."""
+        """Learning rate of the step after `consumed_samples`."""
         n, span = consumed_samples, self.max_lr - self.min_lr
         if self.warmup and n <= self.warmup:
             return self.init_lr + (self.max_lr - self.init_lr) * n / self.warmup
@@ -107,7 +115,7 @@ class Schedule:
         }[self.wsd_decay_style]
 
     def weight_decay(self, consumed_samples: int) -> float:
-        """Weight decay of the step that follows on `consumed_samples`."""
+        """Weight decay of the step after `consumed_samples`."""
         start, span = self.start_weight_decay, self.end_weight_decay - self.start_weight_decay
         progress = min(1.0, consumed_samples / self.train_samples)
         if self.weight_decay_style == "cosine":
@@ -115,18 +123,18 @@ class Schedule:
         return start + span * progress
 
 
-# The flags that each field of a schedule comes from, for people.
+# Description of each field of a schedule: the flags that set it.
 FLAGS = {
     "max_lr": "--lr",
     "min_lr": "--min-lr",
     "init_lr": "--lr-warmup-init",
-    "warmup": "samples of warm-up (--lr-warmup-iters, -samples, -fraction)",
-    "decay": "samples of decay (--lr-decay-iters, -samples, --train-iters, -samples)",
+    "warmup": "warm-up samples (--lr-warmup-iters, -samples, -fraction)",
+    "decay": "decay samples (--lr-decay-iters, -samples, --train-iters, -samples)",
     "decay_style": "--lr-decay-style",
-    "wsd_decay": "samples of WSD's last phase (--lr-wsd-decay-iters, -samples)",
+    "wsd_decay": "samples of the last phase of WSD (--lr-wsd-decay-iters, -samples)",
     "wsd_decay_style": "--lr-wsd-decay-style",
     "start_weight_decay": "weight decay at the start (--weight-decay, --start-weight-decay)",
     "end_weight_decay": "weight decay at the end (--weight-decay, --end-weight-decay)",
     "weight_decay_style": "--weight-decay-incr-style",
-    "train_samples": "samples to train for (--train-iters, --train-samples)",
+    "train_samples": "training samples (--train-iters, --train-samples)",
 }

@@ -1,8 +1,8 @@
-"""Collectives over an axis of the mesh, plain and differentiable; over an axis of size 1 each does nothing.
+"""Collectives over an axis of the mesh, plain and differentiable. Over an axis of size 1 they are the identity.
 
-The differentiable ones are g of arXiv 1909.08053 section 3 and its form along the sequence of arXiv 2205.05198
-section 4.2. Their conjugates, which communicate backward, are part of the column-parallel layer (`layers.py`),
-where that communication overlaps with work.
+The differentiable ones are g of arXiv 1909.08053 section 3 and its form along the sequence, arXiv 2205.05198 section
+4.2. Their conjugates, which communicate in backward, are part of the column-parallel layer (`model/layers.py`), where
+that communication overlaps with computation.
 """
 
 from __future__ import annotations
@@ -10,48 +10,49 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.flags import LostRank
+from megatron.errors import LostRank
 from megatron.parallel.mesh import ALONE, Axis, rank_names
 
-# torch 2.13 has renamed these, and warns of the old names at every use.
+# torch 2.13 renamed these, and warns at every use of the old names.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @contextmanager
 def named(what: str, axis: Axis) -> Iterator[None]:
-    """Note which communication this process is in, and say of one that failed which it was and among whom.
+    """Record the communication in the heartbeat, and name it and its ranks in errors.
 
-    One that failed stays noted: it is where this process stands.
+    A communication that fails stays recorded as this rank's status.
 
     Raises:
-        LostRank: it failed.
+        LostRank: the communication failed.
     """
-    axis.activity.communication = (what, axis)
+    axis.heartbeat.communication = (what, axis)
     try:
         yield
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError) or "CUDA error" in str(error):
-            raise  # of work before it, which only shows here
+            raise  # an error of an earlier kernel, which is reported here
         rank = dist.get_rank()
         others = [other for other in axis.ranks if other != rank]
         who = f"rank {others[0]}" if len(others) == 1 else "one of them"
         raise LostRank(
-            f"rank {rank} waited in {what} over the {axis.name} axis for {rank_names(others)}; {who} is gone, or did "
-            f"not come within --distributed-timeout-minutes: {str(error).splitlines()[0][:200]}"
+            f"rank {rank} waited in {what} over the {axis.name} axis for {rank_names(others)}; {who} is lost or "
+            f"exceeded --distributed-timeout-minutes: {str(error).splitlines()[0][:200]}"
         ) from error
-    axis.activity.communication = None
-    axis.activity.steps += 1
+    axis.heartbeat.communication = None
+    axis.heartbeat.steps += 1
 
 
 @dataclasses.dataclass
 class Pending:
-    """A communication that has been started. `wait` gives its result."""
+    """A started communication. `wait` returns its result."""
 
     result: Tensor
     work: dist.Work | None = None
@@ -59,7 +60,7 @@ class Pending:
     axis: Axis = ALONE
 
     def done(self) -> bool:
-        """Whether it has ended; an error shows when it is waited for."""
+        """True if it has ended, with a result or with an error that `wait` raises."""
         return self.work is None or self.work.is_completed()
 
     def wait(self) -> Tensor:
@@ -71,7 +72,7 @@ class Pending:
 
 
 def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
-    """Begin to replace `x`, any shape, by its sum over the processes of `axis`, in place."""
+    """Start to replace `x`, any shape, by its sum over `axis`, in place."""
     if axis.size == 1:
         return Pending(x)
     with named("all-reduce", axis):
@@ -79,7 +80,7 @@ def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
 
 
 def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pending:
-    """Begin to join `x` [n, ...] of all processes of `axis`, in order: [n · size, ...]. `out` may contain `x`."""
+    """Start to concatenate `x` [n, ...] of all ranks of `axis` to [n · size, ...]. `out` may contain `x`."""
     if axis.size == 1:
         return Pending(x)
     if out is None:
@@ -90,10 +91,7 @@ def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pendin
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pending:
-    """Begin to sum `x` [n · size, ...] over `axis` and give this process its part [n, ...].
-
-    `out` may be that part of `x` itself.
-    """
+    """Start to sum `x` [n · size, ...] over `axis` into this rank's part [n, ...]. `out` may be that part of `x`."""
     if axis.size == 1:
         return Pending(x)
     if out is None:
@@ -103,13 +101,31 @@ def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pe
     return Pending(out, work, "reduce-scatter", axis)
 
 
+def start_reduce(x: Tensor, owner: int, axis: Axis) -> Pending:
+    """Begin to sum `x`, any shape, over `axis` for its rank `owner`, in place; others are left with anything."""
+    if axis.size == 1:
+        return Pending(x)
+    with named("reduce", axis):
+        work = dist.reduce(x, axis.ranks[owner], group=axis.group, async_op=True)
+    return Pending(x, work, "reduce", axis)
+
+
+def start_broadcast(x: Tensor, owner: int, axis: Axis) -> Pending:
+    """Begin to replace `x`, any shape, by that of rank `owner` of `axis`, in place."""
+    if axis.size == 1:
+        return Pending(x)
+    with named("broadcast", axis):
+        work = dist.broadcast(x, axis.ranks[owner], group=axis.group, async_op=True)
+    return Pending(x, work, "broadcast", axis)
+
+
 def all_reduce_sum(x: Tensor, axis: Axis) -> Tensor:
-    """Replace `x`, any shape, by its sum over the processes of `axis`, in place."""
+    """Replace `x`, any shape, by its sum over `axis`, in place."""
     return start_all_reduce(x, axis).wait()
 
 
 def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:
-    """Replace `x`, any shape, by its maximum over the processes of `axis`, in place."""
+    """Replace `x`, any shape, by its maximum over `axis`, in place."""
     if axis.size > 1:
         with named("all-reduce", axis):
             dist.all_reduce(x, dist.ReduceOp.MAX, group=axis.group)
@@ -117,26 +133,23 @@ def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:
 
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
-    """Join `x` [n, ...] of all processes of `axis`, in order: [n · size, ...]."""
+    """Concatenate `x` [n, ...] of all ranks of `axis` to [n · size, ...]."""
     return start_all_gather(x, axis).wait()
 
 
 def broadcast(x: Tensor, axis: Axis) -> Tensor:
-    """Replace `x`, any shape, by that of the first process of `axis`, in place."""
-    if axis.size > 1:
-        with named("broadcast", axis):
-            dist.broadcast(x, axis.ranks[0], group=axis.group)
-    return x
+    """Replace `x`, any shape, by that of the first rank of `axis`, in place."""
+    return start_broadcast(x, 0, axis).wait()
 
 
 def all_equal(value: int, axis: Axis) -> bool:
-    """Whether the processes of `axis` came with the same value, of less than 63 bits."""
+    """True if all ranks of `axis` have the same value, of less than 63 bits."""
     largest, smallest = all_reduce_max(torch.tensor([value, -value]), axis).tolist()
     return largest == -smallest
 
 
 def gather_texts(text: str, axis: Axis) -> list[str]:
-    """A text of each process of `axis`, which holds the whole run, in order."""
+    """Texts of all ranks of `axis`, in order. `axis` has a gloo backend for CPU tensors."""
     data = torch.tensor(list(text.encode()), dtype=torch.uint8)
     lengths = all_gather(torch.tensor([len(data)]), axis).tolist()
     padded = torch.zeros(max(lengths) or 1, dtype=torch.uint8)
@@ -146,8 +159,8 @@ def gather_texts(text: str, axis: Axis) -> list[str]:
 
 
 @contextmanager
-def together(axis: Axis, kind: type[Exception] = OSError) -> Iterator[None]:
-    """A block that every process of `axis` runs, and that an exception of a kind ends on all if it ends it on one."""
+def raise_on_all_ranks(axis: Axis, kind: type[Exception] = OSError) -> Iterator[None]:
+    """Context in which an exception of `kind` on one rank of `axis` is raised on all of them."""
     failure: Exception | None = None
     try:
         yield
@@ -157,56 +170,56 @@ def together(axis: Axis, kind: type[Exception] = OSError) -> Iterator[None]:
     if failure is not None:
         raise failure
     if failed:
-        raise kind(f"rank {axis.ranks[failed - 1]} could not do its part, and says why")
+        raise kind(f"rank {axis.ranks[failed - 1]} failed; see its message")
 
 
-def share(x: Tensor, axis: Axis) -> Tensor:
-    """This process's part of `x` [n · size, ...] that all of `axis` hold: [n, ...]."""
+def local_shard(x: Tensor, axis: Axis) -> Tensor:
+    """This rank's part [n, ...] of `x` [n · size, ...], which all ranks of `axis` hold."""
     return x if axis.size == 1 else x.chunk(axis.size)[axis.rank].contiguous()
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, axis: Axis) -> Tensor:
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         return all_reduce_sum(x.contiguous(), axis)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
 class _ReduceScatterSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, axis: Axis) -> Tensor:
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
         return start_reduce_scatter(x, axis).wait()
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return all_gather(grad, ctx.axis), None
 
 
 class _GatherSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, axis: Axis) -> Tensor:
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
         return all_gather(x, axis)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return share(grad, ctx.axis), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return local_shard(grad, ctx.axis), None
 
 
 def reduce_from(x: Tensor, axis: Axis) -> Tensor:
-    """g of the paper: the sum of `x` over `axis`; backward passes the gradient on."""
+    """g of the paper: sum `x` over `axis`; backward is the identity."""
     return x if axis.size == 1 else _Reduce.apply(x, axis)
 
 
 def reduce_scatter_sequence(x: Tensor, axis: Axis) -> Tensor:
-    """[s, ...] of each to [s / size, ...] of their sum; backward gathers the gradient along the sequence."""
+    """Reduce-scatter [s, ...] to [s / size, ...] along the sequence; backward all-gathers the gradient."""
     return x if axis.size == 1 else _ReduceScatterSequence.apply(x, axis)
 
 
 def gather_sequence(x: Tensor, axis: Axis) -> Tensor:
-    """[s, ...] of each to [s · size, ...], for work that all processes then do alike; backward each keeps its part."""
+    """All-gather [s, ...] to [s · size, ...] for computations that all ranks repeat; backward takes the local part."""
     return x if axis.size == 1 else _GatherSequence.apply(x, axis)

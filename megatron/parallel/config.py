@@ -1,22 +1,23 @@
-"""Flags of process groups and parallel layout."""
+"""Flags of the parallel layout and of process groups."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 
-from megatron.flags import Config, InputError, flag
+from megatron.errors import InputError
+from megatron.flags import Config, flag
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Config):
-    """How the processes of torchrun share the work. What tensor and pipeline parallelism leave is data parallel."""
+    """Layout of the processes. Data parallelism takes what tensor and pipeline parallelism leave."""
 
-    tensor_model_parallel_size: int = flag(1, "processes that share every layer", low=1)
+    tensor_model_parallel_size: int = flag(1, "tensor-parallel size: ranks that split every layer", low=1)
     sequence_parallel: bool = flag(
-        False, "also split what tensor parallelism does not, norms and dropout, along the sequence"
+        False, "split norms and dropout, which tensor parallelism does not, along the sequence"
     )
-    pipeline_model_parallel_size: int = flag(1, "stages that the layers are divided into", low=1)
+    pipeline_model_parallel_size: int = flag(1, "pipeline-parallel size: stages of the pipeline", low=1)
     pipeline_schedule: str | None = flag(
         None,
         "order of forward and backward passes on a stage (default: 1f1b, or interleaved with "
@@ -24,40 +25,42 @@ class ParallelConfig(Config):
         choices=("gpipe", "1f1b", "interleaved"),
     )
     num_layers_per_virtual_pipeline_stage: int | None = flag(
-        None, "give each process several chunks of so many layers in place of one stage (interleaved)", low=1
+        None,
+        "layers of a chunk (virtual stage); each rank holds several chunks (interleaved schedule)",
+        low=1,
     )
     decoder_first_pipeline_num_layers: int | None = flag(
-        None, "layers of the first stage (default: an equal share)", low=0
+        None, "layers of the first stage (default: as many as the others)", low=0
     )
     decoder_last_pipeline_num_layers: int | None = flag(
-        None, "layers of the last stage (default: an equal share)", low=0
+        None, "layers of the last stage (default: as many as the others)", low=0
     )
     scatter_gather_tensors_in_pipeline: bool = flag(
-        True, "send whole activations from each tensor-parallel process of a stage, not its share"
+        True, "send the whole activation from each tensor-parallel rank of a stage instead of its part"
     )
     use_distributed_optimizer: bool = flag(
-        False, "divide master weights and optimizer state among the data-parallel replicas (ZeRO-1)"
+        False, "shard master weights and optimizer state over the data-parallel ranks (ZeRO-1)"
     )
-    overlap_grad_reduce: bool = flag(False, "reduce gradients over replicas while backward still runs")
+    overlap_grad_reduce: bool = flag(False, "reduce gradients over data-parallel ranks during backward")
     overlap_param_gather: bool = flag(
-        False, "gather updated parameters while forward already runs, with --use-distributed-optimizer"
+        False, "gather updated parameters during forward, with --use-distributed-optimizer"
     )
-    grad_reduce_in_bf16: bool = flag(False, "reduce gradients over replicas in bf16 (default: fp32)")
-    ddp_bucket_size: int = flag(
-        40_000_000, "elements of gradient that are reduced over replicas at once", low=1
+    grad_reduce_in_bf16: bool = flag(
+        False, "reduce gradients over data-parallel ranks in bf16 (default: fp32)"
     )
+    ddp_bucket_size: int = flag(40_000_000, "gradient elements in a bucket, which is reduced as one", low=1)
     recompute_activations: bool = flag(
         False, "shorthand for --recompute-granularity selective", name="--recompute-activations"
     )
     recompute_granularity: str | None = flag(
         None,
-        "compute again in backward, to save memory: attention alone (selective) or whole layers (full)",
+        "recompute activations in backward to save memory: attention only (selective) or whole layers (full)",
         choices=("selective", "full"),
     )
     recompute_method: str | None = flag(
         None,
-        "with full: keep the input of every group of layers (uniform), or recompute the first layers of each "
-        "stage alone (block)",
+        "with full: save the input of each group of layers (uniform), or recompute only the first layers of each "
+        "stage (block)",
         choices=("uniform", "block"),
     )
     recompute_num_layers: int | None = flag(
@@ -71,14 +74,14 @@ class ParallelConfig(Config):
     )
     distribute_saved_activations: bool = flag(
         False,
-        "with full: divide the kept inputs of layers among the tensor-parallel processes",
+        "with full: split the saved inputs over the tensor-parallel ranks",
         aliases=("--distribute-checkpointed-activations",),
     )
     distributed_backend: str | None = flag(
         None, "communication library (default: nccl on GPUs, gloo on CPUs)", choices=("nccl", "gloo")
     )
     distributed_timeout_minutes: int = flag(
-        10, "how long a process waits in a collective for the others before it stops", low=1, high=10**6
+        10, "minutes that a rank waits in a collective before it aborts", low=1, high=10**6
     )
 
     def __post_init__(self) -> None:
@@ -94,13 +97,14 @@ class ParallelConfig(Config):
 
     @property
     def length_multiple(self) -> int:
-        """What a batch of texts is padded to a multiple of: 8, as matrix kernels like it, and what sequence
-        parallelism divides."""
+        """Length to a multiple of which texts are padded: 8 for the matrix kernels, and the ranks that split s."""
         return math.lcm(8, self.tensor_model_parallel_size if self.sequence_parallel else 1)
 
     def _resolve_recompute(self) -> None:
         if self.recompute_activations and self.checkpoint_activations:
-            raise InputError("give --recompute-activations or --checkpoint-activations, and not both")
+            raise InputError(
+                "--recompute-activations and --checkpoint-activations exclude each other; leave one of them out"
+            )
         for name, given, meaning in (
             ("--recompute-activations", self.recompute_activations, "selective"),
             ("--checkpoint-activations", self.checkpoint_activations, "full"),
@@ -125,7 +129,7 @@ class ParallelConfig(Config):
                 raise InputError("--distribute-saved-activations needs --tensor-model-parallel-size above 1")
             if self.sequence_parallel:
                 raise InputError(
-                    "--distribute-saved-activations has nothing to divide with --sequence-parallel; leave it out"
+                    "--distribute-saved-activations has no effect with --sequence-parallel; leave it out"
                 )
 
     def _resolve_pipeline(self) -> None:

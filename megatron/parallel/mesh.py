@@ -1,8 +1,8 @@
-"""The processes of a run, arranged by what they share.
+"""The mesh of processes: the axes of parallelism and their process groups.
 
-`torchrun` gives each process a rank and the number of processes; `init_mesh` arranges them on the axes
-pp, dp, cp, tp (tp fastest, the order of Megatron-LM). With one process every axis has size 1, no process
-group exists, and each function of `collectives.py` is the identity.
+`torchrun` gives each process a rank and the number of processes; `init_mesh` arranges them on the axes pp, dp, cp, tp
+(tp fastest, the order of Megatron-LM). With one process every axis has size 1, there is no process group, and each
+function of `collectives.py` is the identity.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from megatron.flags import InputError, PassingFault, either
+from megatron.errors import InputError, PassingFault
+from megatron.flags import either
 from megatron.parallel.config import ParallelConfig
 from megatron.parallel.rendezvous import meet
 
-# The axes and what a person calls them, the slowest first: neighbours in tp are neighbours in rank.
+# Axes and their names in messages, slowest first: neighbors in tp are neighbors in rank.
 AXES = {"pp": "pipeline", "dp": "data-parallel", "cp": "context-parallel", "tp": "tensor-parallel"}
 
 
 @dataclasses.dataclass
-class Activity:
-    """What this process is at, for the watchdog, whose thread reads what others write here.
+class Heartbeat:
+    """Progress of this process, which the watchdog's thread reads.
 
     Attributes:
-        steps: grows with every piece of work that is done.
-        communication: which is waited for and among whom; None while there is none.
+        steps: counter of completed pieces of work.
+        communication: name and axis of the communication in progress; None if there is none.
     """
 
     steps: int = 0
@@ -42,10 +43,14 @@ class Activity:
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """This process's place among the processes that differ from it in one coordinate alone.
+    """An axis of the mesh: this process among the processes that differ from it in one coordinate.
 
-    `group` is None where these are all processes of the run. `ranks` are theirs in the whole run. Communication over
-    the axis is noted in `activity`.
+    Attributes:
+        rank: position of this process on the axis.
+        group: its process group; None for the default group of all processes.
+        name: its name in messages.
+        ranks: ranks of its processes in the whole run.
+        heartbeat: records communication over the axis.
     """
 
     rank: int = 0
@@ -53,7 +58,12 @@ class Axis:
     group: dist.ProcessGroup | None = None
     name: str = "whole run"
     ranks: tuple[int, ...] = (0,)
-    activity: Activity = dataclasses.field(default_factory=Activity, compare=False, repr=False)
+    heartbeat: Heartbeat = dataclasses.field(default_factory=Heartbeat, compare=False, repr=False)
+
+    def local_range(self, total: int) -> tuple[int, int]:
+        """Begin and end of this rank's equal part of `total` rows, a multiple of `size`."""
+        each = total // self.size
+        return self.rank * each, (self.rank + 1) * each
 
 
 ALONE = Axis()
@@ -61,11 +71,13 @@ ALONE = Axis()
 
 @dataclasses.dataclass(frozen=True)
 class Mesh:
-    """All processes of the run. `world` holds every process; the other axes split it.
+    """All processes of the run.
 
-    `ends` holds the first and the last stage of this process's pipeline, which keep tied embeddings equal; on
-    other stages, and without a pipeline, it is of size 1. All axes of more than one process note what they do in
-    `activity`.
+    Attributes:
+        world: every process. The other axes are parts of it.
+        embedding: first and last pipeline stage, which keep tied embeddings equal; of size 1 on other stages and
+            without a pipeline.
+        heartbeat: records communication over all axes.
     """
 
     device: torch.device
@@ -74,17 +86,25 @@ class Mesh:
     dp: Axis = ALONE
     cp: Axis = ALONE
     tp: Axis = ALONE
-    ends: Axis = ALONE
-    activity: Activity = dataclasses.field(default_factory=Activity, compare=False)
+    embedding: Axis = ALONE
+    heartbeat: Heartbeat = dataclasses.field(default_factory=Heartbeat, compare=False)
+
+    @property
+    def dp_cp(self) -> Axis:
+        """Processes that hold the same dense parameters and sum their gradients.
+
+        It is `dp`, the processes that read different samples, as long as samples are not split along the sequence.
+        """
+        return self.dp
 
     @property
     def is_first(self) -> bool:
-        """Whether this process speaks for the run: prints, logs and writes what one process writes."""
+        """True on the process that logs and writes for all."""
         return self.world.rank == 0
 
 
 def rank_names(ranks: Iterable[int]) -> str:
-    """Ranks in words: "rank 3", "ranks 0-2, 5"; of many stretches the first ones."""
+    """Format ranks: "rank 3", "ranks 0-2, 5"; only the first ranges if there are many."""
     stretches: list[list[int]] = []
     for rank in sorted(ranks):
         if stretches and rank == stretches[-1][1] + 1:
@@ -97,12 +117,12 @@ def rank_names(ranks: Iterable[int]) -> str:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device for `--device` `auto`, `cpu` or `cuda`: of several GPUs, the one of this local rank."""
+    """Device for --device auto, cpu or cuda; of several GPUs the one of this local rank."""
     available = torch.cuda.is_available()
     if name == "cpu" or (name == "auto" and not available):
         return torch.device("cpu")
     if not available:
-        raise InputError("--device: cuda was asked for, but torch sees no CUDA device; use --device cpu")
+        raise InputError("--device cuda: torch finds no CUDA device; use --device cpu")
     local_rank = _environment("LOCAL_RANK", 0)
     count = torch.cuda.device_count()
     if local_rank >= count:
@@ -113,32 +133,32 @@ def choose_device(name: str) -> torch.device:
 
 
 def _environment(name: str, default: int | None = None) -> int:
-    """A number that torchrun passes to the processes it starts."""
+    """Read a number that torchrun passes to its processes."""
     text = os.environ.get(name, "" if default is None else str(default))
     if not text.isdecimal():
         raise InputError(
-            f"{name}: the environment has {text!r}, not a number; start the processes by torchrun"
+            f"{name}: {text!r} in the environment is not a number; start the processes with torchrun"
         )
     return int(text)
 
 
 def world_size() -> int:
-    """How many processes torchrun started; 1 without it."""
+    """Number of processes that torchrun started; 1 without it."""
     return _environment("WORLD_SIZE", 1)
 
 
 def axis_sizes(config: ParallelConfig, processes: int) -> dict[str, int]:
-    """Size of each axis.
+    """Sizes of the axes.
 
     Raises:
-        InputError: the processes do not divide into whole replicas of the model.
+        InputError: the processes do not divide into whole model replicas.
     """
     tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     if processes % (tp * pp):
         below = processes // (tp * pp) * tp * pp
         raise InputError(
-            f"--tensor-model-parallel-size {tp} times --pipeline-model-parallel-size {pp} needs a multiple of "
-            f"{tp * pp} processes, and there {'is' if processes == 1 else 'are'} {processes}; start "
+            f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} needs a multiple of {tp * pp} "
+            f"processes, and there {'is' if processes == 1 else 'are'} {processes}; start "
             f"{either(n for n in (below, below + tp * pp) if n)} with torchrun, or choose sizes whose product is "
             f"{either(n for n in range(1, processes + 1) if processes % n == 0)}"
         )
@@ -149,13 +169,15 @@ def axis_sizes(config: ParallelConfig, processes: int) -> dict[str, int]:
 def init_mesh(
     config: ParallelConfig, device: torch.device, check: Callable[[Axis], None] = lambda world: None
 ) -> Iterator[Mesh]:
-    """Join the processes that torchrun started into one mesh, for the length of a `with` block.
+    """Context in which the processes that torchrun started are joined in a mesh.
 
     Args:
-        check: called with the axis of all processes before any other is made, which takes that they agree on a layout.
+        check: called with the axis of all processes before the others are made, since that requires the same layout on
+            all ranks.
 
     Raises:
-        InputError: the processes do not fit the layout, or the backend cannot serve the device.
+        InputError: the processes do not fit the layout, or the backend does not support the device.
+        PassingFault: not all processes joined in time.
     """
     processes = world_size()
     sizes = axis_sizes(config, processes)
@@ -170,7 +192,7 @@ def init_mesh(
     _environment("RANK")
     if not 0 < _environment("MASTER_PORT") < 2**16:
         raise InputError(
-            f"MASTER_PORT: {os.environ['MASTER_PORT']} is not a port; it must be from 1 to 65535"
+            f"MASTER_PORT: {os.environ['MASTER_PORT']} is not a port; choose one from 1 to 65535"
         )
     try:
         timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
@@ -179,38 +201,36 @@ def init_mesh(
             store=store,
             rank=rank,
             world_size=processes,
-            # Small values that the host acts on travel over gloo, so that agreeing on them never waits for a GPU.
+            # Values that the host needs are communicated over gloo, which never waits for a GPU.
             backend="gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl",
             timeout=timeout,
             device_id=device if backend == "nccl" else None,
         )
-        everyone = tuple(range(processes))
-        world = Axis(rank, processes, name="whole run", ranks=everyone)
+        world = Axis(rank, processes, ranks=tuple(range(processes)))
         check(world)
         mesh = _arrange(sizes, device, world, timeout)
     except PassingFault:
         raise
     except RuntimeError as error:
         raise PassingFault(
-            f"rank {os.environ['RANK']}: the {processes} processes did not come together within "
-            f"--distributed-timeout-minutes {config.distributed_timeout_minutes}; see what the others say, or whether "
-            f"MASTER_ADDR and MASTER_PORT lead to the first of them ({str(error).splitlines()[0][:200]})"
+            f"rank {os.environ['RANK']}: the {processes} processes did not all join within "
+            f"--distributed-timeout-minutes {config.distributed_timeout_minutes}; see the messages of the others, and "
+            f"check that MASTER_ADDR and MASTER_PORT reach rank 0 ({str(error).splitlines()[0][:200]})"
         ) from error
     yield mesh
-    # Not where an exception ends the run: NCCL would wait for communications that a lost process never joins.
+    # Not after an exception: NCCL would wait for communications that a lost rank never joins.
     dist.destroy_process_group()
 
 
 @contextmanager
 def fake_mesh(config: ParallelConfig, device: torch.device, *, rank: int, processes: int) -> Iterator[Mesh]:
-    """The mesh that one process of a run would have, without the others, for the length of a `with` block.
-
-    Communication over it is over at once, and leaves what it was to fill as it is.
+    """Context with the mesh of one process of a run, without the others: communication returns at once and leaves its
+    output as it is.
 
     Raises:
         InputError: the processes do not fit the layout.
     """
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # which registers the backend, too
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
     sizes = axis_sizes(config, processes)
     if processes == 1:
@@ -218,14 +238,14 @@ def fake_mesh(config: ParallelConfig, device: torch.device, *, rank: int, proces
         return
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=processes)
     try:
-        world = Axis(rank, processes, name="whole run", ranks=tuple(range(processes)))
+        world = Axis(rank, processes, ranks=tuple(range(processes)))
         yield _arrange(sizes, device, world, timeout=None)
     finally:
         dist.destroy_process_group()
 
 
 def _check_gloo_on_gpu(config: ParallelConfig) -> None:
-    """Gloo sums GPU tensors, but neither sends nor gathers them."""
+    """Check that the flags need no collectives that gloo lacks for GPU tensors: it reduces them only."""
     needs = {
         "--pipeline-model-parallel-size": config.pipeline_model_parallel_size > 1,
         "--sequence-parallel": config.sequence_parallel,
@@ -234,13 +254,13 @@ def _check_gloo_on_gpu(config: ParallelConfig) -> None:
     }
     for name, given in needs.items():
         if given:
-            raise InputError(f"--distributed-backend: gloo on GPUs cannot serve {name}; use nccl")
+            raise InputError(f"--distributed-backend: gloo on GPUs does not support {name}; use nccl")
 
 
 def _arrange(
     sizes: dict[str, int], device: torch.device, world: Axis, timeout: datetime.timedelta | None
 ) -> Mesh:
-    """`timeout` is None where nothing is waited for."""
+    """Make the axes of the mesh and their groups. `timeout` is None for a fake mesh."""
     layout = torch.arange(math.prod(sizes.values())).view(*sizes.values())
     device_mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     place = [int(index) for index in (layout == world.rank).nonzero()[0]]
@@ -251,35 +271,50 @@ def _arrange(
         ranks = tuple(layout[tuple(line)].tolist())
         group = device_mesh.get_group(name) if size > 1 else None
         if group is not None and timeout is not None:
-            _set_pg_timeout(
-                timeout, group
-            )  # init_device_mesh takes none, and groups do not take that of the run
-        axes[name] = Axis(place[dim], size, group, AXES[name], ranks, world.activity)
-    ends = _ends(layout, axes["pp"], timeout)
-    return Mesh(device=device, world=world, ends=ends, activity=world.activity, **axes)
+            # init_device_mesh takes no timeout, and groups do not inherit that of the run.
+            _set_pg_timeout(timeout, group)
+        axes[name] = Axis(place[dim], size, group, AXES[name], ranks, world.heartbeat)
+    embedding = _embedding_axis(layout, axes["pp"], timeout)
+    return Mesh(device=device, world=world, embedding=embedding, heartbeat=world.heartbeat, **axes)
 
 
 def world_apart(world: Axis, config: ParallelConfig) -> Axis:
-    """All processes of the run, over gloo connections of their own: for a thread, whose collectives must not mix with
-    those of training. Every process must take part."""
+    """All processes of the run with their own gloo group, for a thread whose collectives must not mix with training's.
+
+    Every process must take part.
+    """
     if world.size == 1:
         return world
     timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
     group = dist.new_group(backend="gloo", timeout=timeout)
-    # What the thread is at is not what the process is at.
-    return dataclasses.replace(world, group=group, activity=Activity())
+    # A heartbeat of its own, since the thread's progress is not that of training.
+    return dataclasses.replace(world, group=group, heartbeat=Heartbeat())
 
 
-def _ends(layout: torch.Tensor, pp: Axis, timeout: datetime.timedelta | None) -> Axis:
-    """The first and last stage of this process's pipeline, if it is one of them."""
+def split_axis(axis: Axis, size: int, config: ParallelConfig) -> Axis:
+    """Split the tensor-parallel axis into runs of `size` neighboring ranks, and return the one of this process.
+
+    Every process of the whole run must take part.
+    """
+    if size in (1, axis.size):
+        return axis if size == axis.size else ALONE
+    timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
+    group, _ = dist.new_subgroups(size, timeout=timeout)  # ranks of `axis` are neighbors in the whole run
+    begin = axis.rank // size * size
+    ranks = axis.ranks[begin : begin + size]
+    return dataclasses.replace(axis, rank=axis.rank - begin, size=size, group=group, ranks=ranks)
+
+
+def _embedding_axis(layout: torch.Tensor, pp: Axis, timeout: datetime.timedelta | None) -> Axis:
+    """First and last stage of this process's pipeline, if it is one of them."""
     if pp.size == 1:
         return ALONE
     if pp.size == 2:
         return pp
-    # Every process must take part in the making of every group.
+    # Every process must take part in making every group.
     pipelines = layout.flatten(1).t().tolist()
     groups = {(line[0], line[-1]): dist.new_group([line[0], line[-1]], timeout) for line in pipelines}
     if pp.rank not in (0, pp.size - 1):
         return ALONE
     ranks = (pp.ranks[0], pp.ranks[-1])
-    return Axis(int(pp.rank > 0), 2, groups[ranks], "pipeline's two ends", ranks, pp.activity)
+    return Axis(int(pp.rank > 0), 2, groups[ranks], "embedding", ranks, pp.heartbeat)

@@ -1,14 +1,14 @@
-"""Parameters that know their place in the whole model, and their initial values.
+"""Parameters that know their shard of the whole model's tensors, and their initial values.
 
-A parameter is made without values. It carries what part of the whole model's tensor of that name it is
-(`place`) and the rule that gives its values (`init`), which depend on (seed, name, place) and nothing else: every
-layout starts from the same model.
+A parameter is created without values. Its initial values depend only on (seed, name, place in the whole tensor), so
+that every layout starts from the same model.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -16,59 +16,77 @@ from torch import Tensor, nn
 from megatron.parallel import random
 from megatron.parallel.slices import GlobalSlice
 
-# Fills a tensor, the slice of a whole one, in place; given the run's seed and the parameter's name.
+# Fills a tensor, the given slice of a whole one, in place, from the run's seed and the parameter's name.
 Init = Callable[[Tensor, GlobalSlice, int, str], None]
 
 
-def parameter(place: GlobalSlice, init: Init, *, tied: str | None = None) -> nn.Parameter:
-    """A parameter without values that will be filled by `init`.
+class ShardedParameter(nn.Parameter):
+    """Type of the parameters of a model. They are plain `nn.Parameter`s at run time, as torch.compile prefers.
 
-    Args:
-        tied: name of the table that the first and the last stage of a pipeline both hold. Where the parameter
-            goes by another name in its own module, it is the copy.
+    Attributes:
+        shard_spec: part of the whole tensor that this rank holds.
+        init: fills it with initial values.
+        tied: name of the table, if the first and the last pipeline stage both hold it. The one that goes by another
+            name in its own module is the copy.
+        main_grad: fp32 memory for the gradient accumulated over microbatches, once a `ParamBuffer` holds the parameter.
     """
-    return _describe(nn.Parameter(torch.empty(place.local_shape)), place, init, tied)
+
+    shard_spec: GlobalSlice
+    init: Init
+    tied: str | None
+    main_grad: Tensor | None
 
 
-def parameter_on(memory: Tensor, p: nn.Parameter) -> nn.Parameter:
-    """The same parameter with its values in `memory`, of its shape."""
-    return _describe(nn.Parameter(memory), p.place, p.init, p.tied)
+def parameter(shard_spec: GlobalSlice, init: Init, *, tied: str | None = None) -> ShardedParameter:
+    """Create a parameter without values; the arguments are as in `ShardedParameter`."""
+    return _describe(nn.Parameter(torch.empty(shard_spec.local_shape)), shard_spec, init, tied)
 
 
-def gradient_sum(p: Tensor) -> Tensor | None:
-    """Where the gradient of a parameter is summed over microbatches in fp32, if it has been given memory for that."""
-    return getattr(p, "gradient_sum", None)
+def parameter_on(memory: Tensor, p: ShardedParameter) -> ShardedParameter:
+    """Create the same parameter with its values in `memory`, which has its shape."""
+    return _describe(nn.Parameter(memory), p.shard_spec, p.init, p.tied)
 
 
-def _describe(p: nn.Parameter, place: GlobalSlice, init: Init, tied: str | None) -> nn.Parameter:
-    p.place, p.init, p.tied = place, init, tied
+def named_parameters(module: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str, ShardedParameter]]:
+    """Yield what `module.named_parameters` does, typed."""
+    return cast(Iterator[tuple[str, ShardedParameter]], module.named_parameters(recurse=recurse))
+
+
+def main_grad(p: Tensor) -> Tensor | None:
+    """Return the fp32 memory for the accumulated gradient of a parameter, or None if it has none."""
+    return getattr(p, "main_grad", None)
+
+
+def _describe(p: nn.Parameter, shard_spec: GlobalSlice, init: Init, tied: str | None) -> ShardedParameter:
+    p = cast(ShardedParameter, p)
+    p.shard_spec, p.init, p.tied = shard_spec, init, tied
     return p
 
 
-def zeros(tensor: Tensor, place: GlobalSlice, seed: int, name: str) -> None:
-    """Biases."""
+def zeros(tensor: Tensor, shard: GlobalSlice, seed: int, name: str) -> None:
+    """Initialize a bias."""
     tensor.zero_()
 
 
-def ones(tensor: Tensor, place: GlobalSlice, seed: int, name: str) -> None:
-    """Scales of normalisations."""
+def ones(tensor: Tensor, shard: GlobalSlice, seed: int, name: str) -> None:
+    """Initialize the scale of a norm."""
     tensor.fill_(1.0)
 
 
 def normal(std: float) -> Init:
-    """N(0, std²)."""
+    """Initialize with N(0, std²)."""
 
-    def fill(tensor: Tensor, place: GlobalSlice, seed: int, name: str) -> None:
-        random.fill_normal_(tensor, std, place, seed=seed, name=name)
+    def fill(tensor: Tensor, shard: GlobalSlice, seed: int, name: str) -> None:
+        random.fill_normal_(tensor, std, shard, seed=seed, name=name)
 
     return fill
 
 
 def xavier_uniform(inputs: int, outputs: int) -> Init:
-    """Uniform with the variance 2 / (inputs + outputs) (Glorot and Bengio 2010, equation 16)."""
+    """Initialize uniformly with variance 2 / (inputs + outputs) (Glorot and Bengio 2010, equation 16)."""
     bound = math.sqrt(6.0 / (inputs + outputs))
 
-    def fill(tensor: Tensor, place: GlobalSlice, seed: int, name: str) -> None:
-        random.fill_uniform_(tensor, bound, place, seed=seed, name=name)
+    def fill(tensor: Tensor, shard: GlobalSlice, seed: int, name: str) -> None:
+        random.fill_uniform_(tensor, bound, shard, seed=seed, name=name)
 
     return fill

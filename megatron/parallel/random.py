@@ -1,8 +1,7 @@
-"""Random numbers that are functions of what they are for, not of what was drawn before them.
+"""Random numbers that depend on their purpose, not on what was drawn before them.
 
-Initial weights depend on (seed, parameter name, block) and dropout on (seed, sample, place in the model), so a run
-is the same in every layout, a layer that is computed again drops the same values, and a run that resumes has no
-generator state to restore.
+Initial weights depend on (seed, parameter name, tile) and dropout on (seed, sample, site in the model). So a run is
+the same in every layout, a recomputed layer drops the same values, and there is no generator state to save.
 """
 
 from __future__ import annotations
@@ -17,45 +16,44 @@ import torch.nn.functional as F
 
 from megatron.parallel.slices import GlobalSlice
 
-# Side of the square tiles in which a matrix is filled. A process that holds a part of a matrix needs only the
-# tiles that its part touches.
+# Side of the square tiles that a matrix is filled by. A rank draws only the tiles that its slice touches.
 TILE = 1024
 
 
 def key(*parts: int | str, bits: int) -> int:
-    """A number of `bits` bits that depends on all `parts`; unlike parts give unrelated numbers."""
+    """Hash `parts` to a number of `bits` bits."""
     text = "\0".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=bits // 8).digest(), "little")
 
 
-def fill_normal_(tensor: torch.Tensor, std: float, place: GlobalSlice, *, seed: int, name: str) -> None:
-    """Fill `tensor`, the part `place` of a vector or matrix, with N(0, std²) drawn for the parameter `name`."""
+def fill_normal_(tensor: torch.Tensor, std: float, shard: GlobalSlice, *, seed: int, name: str) -> None:
+    """Fill `tensor`, a slice of the parameter `name`, a vector or matrix, with N(0, std²)."""
 
     def draw(generator: np.random.Generator, tile: tuple[int, int]) -> np.ndarray:
         return generator.standard_normal(tile, np.float32) * np.float32(std)
 
-    _fill_tiles_(tensor, draw, place, seed, name)
+    _fill_tiles_(tensor, draw, shard, seed, name)
 
 
-def fill_uniform_(tensor: torch.Tensor, bound: float, place: GlobalSlice, *, seed: int, name: str) -> None:
-    """Fill with values uniform on [-bound, bound); otherwise as `fill_normal_`."""
+def fill_uniform_(tensor: torch.Tensor, bound: float, shard: GlobalSlice, *, seed: int, name: str) -> None:
+    """Fill with uniform values in [-bound, bound); otherwise like `fill_normal_`."""
 
     def draw(generator: np.random.Generator, tile: tuple[int, int]) -> np.ndarray:
         return (generator.random(tile, np.float32) * 2 - 1) * np.float32(bound)
 
-    _fill_tiles_(tensor, draw, place, seed, name)
+    _fill_tiles_(tensor, draw, shard, seed, name)
 
 
-def _fill_tiles_(tensor: torch.Tensor, draw: Callable, place: GlobalSlice, seed: int, name: str) -> None:
-    rows, columns = place.shape[0], math.prod(place.shape[1:])
+def _fill_tiles_(tensor: torch.Tensor, draw: Callable, shard: GlobalSlice, seed: int, name: str) -> None:
+    rows, columns = shard.shape[0], math.prod(shard.shape[1:])
     matrix = tensor.view(tensor.shape[0], -1)
     done = 0
-    for begin, end in place.ranges:
-        # The rows and columns of the whole that are wanted, and where they go.
+    for begin, end in shard.ranges:
+        # Rows and columns of the whole tensor to fill, and their place in the local one.
         (top, bottom), (left, right) = (
-            ((begin, end), (0, columns)) if place.dim == 0 else ((0, rows), (begin, end))
+            ((begin, end), (0, columns)) if shard.dim == 0 else ((0, rows), (begin, end))
         )
-        target = matrix.narrow(place.dim, done, end - begin)
+        target = matrix.narrow(shard.dim, done, end - begin)
         done += end - begin
         for i in range(top // TILE * TILE, bottom, TILE):
             for j in range(left // TILE * TILE, right, TILE):
@@ -68,27 +66,27 @@ def _fill_tiles_(tensor: torch.Tensor, draw: Callable, place: GlobalSlice, seed:
                 part.copy_(tile[r - i : r_end - i, c - j : c_end - j])
 
 
-# What dropout in one microbatch depends on beside its place in the model: the run's seed, and the position of the
-# microbatch's first sample in the whole run's order of samples. None where nothing is dropped.
+# Key of the dropout in a microbatch, besides the site in the model: the run's seed, and the index of the microbatch's
+# first sample in the whole run. None drops nothing.
 DropoutKey = tuple[int, int] | None
 
 
-def seed_dropout(device: torch.device, dropout_key: DropoutKey, *place: int | str) -> None:
-    """Seed torch's generator of a device, from which dropout draws, for one place in the model.
+def seed_dropout(device: torch.device, dropout_key: DropoutKey, *site: int | str) -> None:
+    """Seed torch's generator of a device, from which dropout draws, for one site in the model.
 
-    Processes that hold the same activations name the same place; those that hold parts of them, different ones.
+    Ranks that hold the same activations give the same site, and ranks that hold different parts different ones.
     """
     if dropout_key is not None:
         cuda = device.type == "cuda"
         generator = torch.cuda.default_generators[device.index] if cuda else torch.default_generator
-        # torch takes seeds of 64 bits; one bit less keeps the value a positive signed number on every version.
-        # torch.manual_seed would look for devices of every kind, which takes 70 times as long.
-        generator.manual_seed(key("dropout", *dropout_key, *place, bits=64) >> 1)
+        # 63 bits, a positive signed number for every version of torch. torch.manual_seed looks for devices of every
+        # type, which takes 70 times as long.
+        generator.manual_seed(key("dropout", *dropout_key, *site, bits=64) >> 1)
 
 
-def dropout(x: torch.Tensor, p: float, dropout_key: DropoutKey, *place: int | str) -> torch.Tensor:
-    """Dropout with values that depend on `dropout_key` and the place in the model alone."""
+def dropout(x: torch.Tensor, p: float, dropout_key: DropoutKey, *site: int | str) -> torch.Tensor:
+    """Dropout that depends only on `dropout_key` and the site in the model."""
     if p == 0.0 or dropout_key is None:
         return x
-    seed_dropout(x.device, dropout_key, *place)
+    seed_dropout(x.device, dropout_key, *site)
     return F.dropout(x, p)

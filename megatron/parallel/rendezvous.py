@@ -1,4 +1,4 @@
-"""How the processes of a run meet."""
+"""Rendezvous of the processes of a run."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ import uuid
 
 import torch.distributed as dist
 
-POLL = 0.02  # seconds between two looks of rank 0 for who has come
+POLL = 0.02  # seconds between two checks of rank 0 for new ranks
 
 
 def meet(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
-    """Meet the processes that torchrun started, at MASTER_ADDR and MASTER_PORT.
+    """Join the processes that torchrun started, at MASTER_ADDR and MASTER_PORT.
 
     Returns:
-        A store that only these processes use, this one's rank, and how many they are.
+        A store for these processes only, this one's rank, and their number.
 
     Raises:
-        RuntimeError: they did not come within `timeout`.
+        RuntimeError: not all joined within `timeout`.
     """
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
     return dist.PrefixStore(agree(store, rank, size, timeout), store), rank, size
 
 
 def agree(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> str:
-    """A name for this attempt at running, the same on every rank, and another one for every attempt.
+    """Agree on a name for this attempt of the run: the same on every rank, and new for every attempt.
 
-    With --max-restarts, torchrun keeps one store for all attempts. A process that took from it an address that one of
-    an earlier attempt has left there would wait for a process that is gone. So each rank leaves a word never used
-    before, and rank 0 answers it with its own, again if an old word is replaced, until as many have taken that up.
+    With --max-restarts, torchrun keeps one store for all attempts. A rank that read an address of an earlier attempt
+    from it would wait for a process that is gone. So each rank writes a new random word, and rank 0 replies to it with
+    its own, again if a rank replaces its word, until all ranks have acknowledged the reply.
     """
     word = uuid.uuid4().hex
     if rank > 0:
@@ -48,7 +48,7 @@ def agree(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) 
             answered.add(hello)
         if time.monotonic() > deadline:
             raise RuntimeError(
-                f"{size - 1 - store.add(f'present {word}', 0)} of {size} processes have not come"
+                f"{size - 1 - store.add(f'present {word}', 0)} of {size} processes did not join"
             )
         time.sleep(POLL)
     store.set(f"complete {word}", "")

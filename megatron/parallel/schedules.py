@@ -1,11 +1,11 @@
-"""Pipeline schedules as data: which microbatch each rank works on, in which order.
+"""Pipeline schedules as data: the order of forward and backward passes on each rank.
 
-A schedule is one list of actions per pipeline rank, made by a pure function of (stages, chunks per rank,
-microbatches). The executor walks the lists and moves tensors, `simulate` walks them with a clock, and
-`tools/draw_figures.py` draws what the clock says. No torch here.
+A schedule is a list of actions per pipeline rank, made by a pure function of (stages, chunks per rank, microbatches).
+The executor (`pipeline.py`) runs the lists, `simulate` runs them against a clock, and `tools/draw_figures.py` draws the
+result. This module does not use torch.
 
-Names: a rank's place in the pipeline is its stage. With more than one chunk per rank (virtual stages), the
-layers are cut into `stages * chunks` parts, and chunk c of rank p is part `c * stages + p`.
+A rank's position in the pipeline is its stage. With more than one chunk per rank (virtual stages), the layers are split
+into `stages * chunks` parts, and chunk c of rank p is part `c * stages + p`.
 
 Sources: GPipe 1811.06965; 1F1B (PipeDream-Flush) and the interleaved schedule 2104.04473 section 2.2.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron.flags import InputError
+from megatron.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Backward:
 
 @dataclass(frozen=True)
 class Send:
-    """Send to rank `peer` what `chunk` of this rank made: its output if `forward`, else its input's gradient."""
+    """Send the output of `chunk` to rank `peer`, or if not `forward` the gradient of its input."""
 
     microbatch: int
     chunk: int
@@ -46,7 +46,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Receive:
-    """Receive from rank `peer` what `chunk` of this rank needs: its input if `forward`, else its output's gradient."""
+    """Receive the input of `chunk` from rank `peer`, or if not `forward` the gradient of its output."""
 
     microbatch: int
     chunk: int
@@ -59,9 +59,9 @@ Action = Forward | Backward | Send | Receive
 
 
 def forward_only(stages: int, chunks: int, microbatches: int) -> list[list[Compute]]:
-    """Evaluation: microbatches in groups of `stages`, each group through one chunk after the other.
+    """Evaluation: forwards of microbatches in groups of `stages`, each group through one chunk after another.
 
-    A group keeps every rank busy until its first microbatch comes around to rank 0 for the next chunk.
+    A group keeps every rank busy until its first microbatch returns to rank 0 for the next chunk.
     """
     return [
         [
@@ -124,7 +124,7 @@ def interleaved(stages: int, chunks: int, microbatches: int) -> list[list[Comput
     return schedule
 
 
-# Of stages, chunks of each and microbatches: what each stage computes, in order.
+# (stages, chunks per stage, microbatches) to the computations of each stage, in order.
 Schedule = Callable[[int, int, int], list[list[Compute]]]
 SCHEDULES: dict[str, Schedule] = {
     "gpipe": gpipe,
@@ -136,13 +136,13 @@ SCHEDULES: dict[str, Schedule] = {
 def _require_one_chunk(name: str, chunks: int) -> None:
     if chunks != 1:
         raise InputError(
-            f"--pipeline-schedule {name}: has one chunk of layers per rank, not {chunks}; leave out "
+            f"--pipeline-schedule {name}: needs one chunk of layers per rank, not {chunks}; leave out "
             "--num-layers-per-virtual-pipeline-stage or use --pipeline-schedule interleaved"
         )
 
 
 def _alternate(forwards: Sequence[Compute], backwards: Sequence[Compute], warmup: int) -> list[Compute]:
-    """`warmup` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    """`warmup` forwards, then one forward and one backward in turn, then the remaining backwards."""
     actions = list(forwards[:warmup])
     steady = forwards[warmup:]
     for forward, backward in zip(steady, backwards, strict=False):
@@ -152,24 +152,24 @@ def _alternate(forwards: Sequence[Compute], backwards: Sequence[Compute], warmup
 
 
 def bubble_fraction(stages: int, chunks: int, microbatches: int) -> float:
-    """Idle time over useful time of each schedule here, transfers taken as free: (p - 1) / (v m)."""
+    """Idle time over useful time of each schedule here without the cost of transfers: (p - 1) / (v m)."""
     return (stages - 1) / (chunks * microbatches)
 
 
 def one_and_two(_: int, action: Compute) -> float:
-    """The time of a compute where a backward takes twice as long as a forward."""
+    """Duration of a pass if a backward takes twice as long as a forward."""
     return 1.0 if isinstance(action, Forward) else 2.0
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """What happens when, in the unit of the times given to `simulate`.
+    """A simulated schedule, in the unit of the durations given to `simulate`.
 
     Attributes:
-        makespan: from the first start to the last end.
-        ranks: per rank (action, start, end), in order.
-        bubble: idle time over useful time, on the rank with the most useful time.
-        peak_in_flight: per rank, the most forwards whose backward is still to come.
+        makespan: time from the first start to the last end.
+        ranks: (action, start, end) of each rank, in order.
+        bubble: idle time over useful time on the rank with the most useful time.
+        peak_in_flight: for each rank, the largest number of forwards whose backward has not run.
     """
 
     makespan: float
@@ -184,13 +184,12 @@ def simulate(
     duration: Callable[[int, Compute], float] = one_and_two,
     transfer_time: float = 0.0,
 ) -> Timeline:
-    """Run a schedule with a clock: each compute starts once its rank is free and its input has arrived.
+    """Simulate a schedule: each pass starts as soon as its rank is free and its input has arrived.
 
     Args:
-        schedule: actions per rank; `Send` and `Receive` are passed over, for where they stand does not delay
-            a rank whose transfers run beside its computation.
-        duration: of a compute on a rank.
-        transfer_time: from the end of a compute to the arrival of its result on another rank.
+        schedule: actions of each rank. `Send` and `Receive` are ignored, since transfers overlap with computation.
+        duration: gives the duration of a pass on a rank.
+        transfer_time: time from the end of a pass to the arrival of its result on another rank.
     """
     todo = [[a for a in actions if isinstance(a, Forward | Backward)] for actions in schedule]
     chunks = 1 + max(action.chunk for actions in todo for action in actions)
@@ -223,19 +222,18 @@ def simulate(
 
 
 def with_transfers(schedule: Sequence[Sequence[Compute]], stages: int) -> list[list[Action]]:
-    """A schedule with the point-to-point transfers that it needs, in an order that cannot deadlock.
+    """Add the point-to-point transfers to a schedule, in an order that cannot deadlock.
 
-    All transfers and computes of all ranks are put in one order, by the simulator's clock, and each rank's
-    list is its part of that order. A transfer stands at the end of the compute that makes it, before the
-    computes that start at that moment. So whatever is first in the order among what is left can always go
-    on: even if a send blocks until its receive is reached, no rank waits in a circle. For the same reason
-    both ends of a pair list their transfers, in either direction, in the same order.
+    The simulator's clock puts all transfers and passes of all ranks in one order, and each rank's list is its part of
+    that order. A transfer comes at the end of the pass that produces it, before the passes that start at that moment.
+    So the first remaining action in the order can always run: even if a send blocks until its receive, no ranks wait in
+    a cycle. For the same reason both ranks of a pair list their transfers, in either direction, in the same order.
 
-    Chunks that follow one another on the same rank (`stages` is 1) need no transfer.
+    Consecutive chunks on the same rank (`stages` is 1) need no transfer.
     """
     timeline = simulate(schedule, stages)
     chunks = 1 + max(action.chunk for actions in schedule for action in actions)
-    # The keys (time, transfers first, rank) differ: a rank starts and ends one compute at a time.
+    # The keys (time, transfers first, rank) are distinct: a rank starts and ends one pass at a time.
     events: list[list[tuple[tuple[float, int, int], Action]]] = [[] for _ in schedule]
     for rank, row in enumerate(timeline.ranks):
         for action, start, end in row:
@@ -253,7 +251,7 @@ def with_transfers(schedule: Sequence[Sequence[Compute]], stages: int) -> list[l
 
 
 def _consumer(action: Compute, rank: int, stages: int, chunks: int) -> tuple[int, Compute] | None:
-    """The rank and the compute that need the result of `action`, or None at the pipeline's ends."""
+    """Rank and pass that need the result of `action`, or None at the ends of the pipeline."""
     step = 1 if isinstance(action, Forward) else -1
     part = action.chunk * stages + rank + step
     if not 0 <= part < stages * chunks:
@@ -262,7 +260,7 @@ def _consumer(action: Compute, rank: int, stages: int, chunks: int) -> tuple[int
 
 
 def _has_producer(action: Compute, rank: int, stages: int, chunks: int) -> bool:
-    """Whether `action` needs a neighbour's result: all but the ends of the pipeline do."""
+    """True if `action` needs the result of another pass, which only the ends of the pipeline do not."""
     part = action.chunk * stages + rank
     return part != (0 if isinstance(action, Forward) else stages * chunks - 1)
 

@@ -1,4 +1,4 @@
-"""Which part of the whole model's tensors a process holds."""
+"""Slices of the whole model's tensors: the part of a tensor that one rank holds."""
 
 from __future__ import annotations
 
@@ -6,28 +6,32 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator
 
+from megatron.parallel.mesh import ALONE, Axis
+
 Range = tuple[int, int]  # begin and end
 
 
 @dataclasses.dataclass(frozen=True)
 class GlobalSlice:
-    """The part of a whole model's tensor that a process holds.
+    """Shard spec of a parameter: the part of the whole model's tensor that this rank holds.
 
     Attributes:
-        shape: of the whole tensor.
-        dim: the dimension that is divided.
-        ranges: of the whole tensor's indices along `dim`: the local tensor holds them one after the other.
-        shared: ranges of the local tensor's rows that every process of the tensor-parallel axis holds too.
-        partial: the gradient of the shared rows is this process's share, and has to be summed over that axis.
-        real: rows of the whole tensor that take part in the model; those after them pad the vocabulary.
+        shape: shape of the whole tensor.
+        dim: dimension that is split.
+        ranges: indices of the whole tensor along `dim`, which the local tensor holds one range after the other.
+        shared: rows of the local tensor that all ranks of `replicas` hold.
+        replicas: tensor-parallel ranks that hold the shared rows.
+        partial: each of `replicas` computes a partial sum of the gradient of the shared rows.
+        num_valid_rows: rows of the whole tensor that are not padding of the vocabulary; None means all.
     """
 
     shape: tuple[int, ...]
     dim: int
     ranges: tuple[Range, ...]
     shared: tuple[Range, ...] = ()
+    replicas: Axis = ALONE
     partial: bool = False
-    real: int | None = None
+    num_valid_rows: int | None = None
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -36,11 +40,11 @@ class GlobalSlice:
 
     @property
     def row(self) -> int:
-        """Elements of a row of the local tensor."""
+        """Elements in a row of the local tensor."""
         return math.prod(self.local_shape[1:])
 
     def blocks(self) -> Iterator[tuple[Block, Block]]:
-        """The blocks that the local tensor consists of: where in it they lie, and where in the whole tensor."""
+        """Blocks that make up the local tensor, each with its place in the whole tensor."""
         rows, row = self.local_shape[0], self.row
         if self.dim > 0:
             assert self.dim == 1 and len(self.shape) == 2 and len(self.ranges) == 1
@@ -54,7 +58,7 @@ class GlobalSlice:
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A part of a tensor seen as a matrix: of its first dimension, and of all others taken as one."""
+    """A rectangle of a tensor seen as a matrix, whose columns are all dimensions but the first."""
 
     rows: Range
     columns: Range
@@ -63,20 +67,25 @@ class Block:
     def shape(self) -> tuple[int, int]:
         return self.rows[1] - self.rows[0], self.columns[1] - self.columns[0]
 
+    @property
+    def index(self) -> tuple[slice, slice]:
+        """Index of the block in the matrix."""
+        return slice(*self.rows), slice(*self.columns)
+
     def meet(self, other: Block) -> Block | None:
-        """What two blocks have in common, if anything."""
+        """Intersection of two blocks."""
         rows, columns = overlap(self.rows, other.rows), overlap(self.columns, other.columns)
         return None if rows is None or columns is None else Block(rows, columns)
 
     def moved(self, source: Block, target: Block) -> Block:
-        """Where it lies if `source`, which it is a part of, is moved to `target`."""
+        """This part of `source` at its place in `target`."""
         down, right = target.rows[0] - source.rows[0], target.columns[0] - source.columns[0]
         rows, columns = self.rows, self.columns
         return Block((rows[0] + down, rows[1] + down), (columns[0] + right, columns[1] + right))
 
 
 def flat_blocks(begin: int, end: int, row: int) -> Iterator[Block]:
-    """The elements [begin, end) of a flattened matrix whose rows have `row` elements, as blocks in their order."""
+    """Split elements [begin, end) of a flattened matrix with rows of `row` elements into blocks, in order."""
     first, left = divmod(begin, row)
     last, right = divmod(end, row)
     if first == last:
@@ -91,19 +100,20 @@ def flat_blocks(begin: int, end: int, row: int) -> Iterator[Block]:
         yield Block((last, last + 1), (0, right))
 
 
-def whole(*shape: int, partial: bool = False) -> GlobalSlice:
-    """Every process holds all of it. `partial`: each computes only a share of the gradient."""
-    return GlobalSlice(shape, 0, ((0, shape[0]),), shared=((0, shape[0]),), partial=partial)
+def whole(*shape: int, replicas: Axis = ALONE, partial: bool = False) -> GlobalSlice:
+    """A whole tensor, which all ranks of `replicas` hold; `partial` as for `GlobalSlice`."""
+    rows = ((0, shape[0]),)
+    return GlobalSlice(shape, 0, rows, shared=rows, replicas=replicas, partial=partial)
 
 
 def overlap(a: Range, b: Range) -> Range | None:
-    """What two ranges have in common, if anything."""
+    """Intersection of two ranges."""
     begin, end = max(a[0], b[0]), min(a[1], b[1])
     return (begin, end) if begin < end else None
 
 
 def common(whole: Range, parts: Iterable[Range]) -> list[Range]:
-    """What of each of `parts` lies in a range; parts that touch become one."""
+    """Intersections of a range with each of `parts`; those that touch are joined."""
     result: list[Range] = []
     for part in parts:
         inside = overlap(whole, part)
@@ -115,7 +125,7 @@ def common(whole: Range, parts: Iterable[Range]) -> list[Range]:
 
 
 def without(whole: Range, holes: Iterable[Range]) -> list[Range]:
-    """The parts of a range that are in none of `holes`."""
+    """Parts of a range outside of all `holes`."""
     parts, begin = [], whole[0]
     for hole in sorted(h for h in (overlap(whole, hole) for hole in holes) if h):
         if begin < hole[0]:

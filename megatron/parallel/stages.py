@@ -1,27 +1,28 @@
-"""Which layers each stage of a pipeline holds (arXiv 2104.04473 section 2.2)."""
+"""Layers of each pipeline stage (arXiv 2104.04473 section 2.2)."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from megatron.flags import InputError, either
+from megatron.errors import InputError
+from megatron.flags import either
 from megatron.parallel.config import ParallelConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """A part of the model that one process holds: layers that follow on each other, and its ends."""
+    """Consecutive layers of the model on one rank, with the model's ends if it has them."""
 
     layers: range
-    first: bool = True  # it begins the model: embeddings
-    last: bool = True  # it ends the model: final normalisation, output layer, loss
+    first: bool = True  # has the embedding
+    last: bool = True  # has the final norm, output layer and loss
 
 
 def chunks_per_stage(config: ParallelConfig, num_layers: int) -> int:
-    """V, the chunks that each process holds: 1 but for the interleaved schedule.
+    """V, the chunks on each rank: 1 except with the interleaved schedule.
 
     Raises:
-        InputError: the layers cannot be divided as the flags say.
+        InputError: the layers do not divide as the flags say.
     """
     stages, each = config.pipeline_model_parallel_size, config.num_layers_per_virtual_pipeline_stage
     if each is None:
@@ -37,10 +38,10 @@ def chunks_per_stage(config: ParallelConfig, num_layers: int) -> int:
 
 
 def split_layers(config: ParallelConfig, num_layers: int) -> list[list[Chunk]]:
-    """The chunks of each stage. Chunk c of stage p is the (c · P + p)-th part of the model.
+    """Split the layers into the chunks of each stage. Chunk c of stage p is the (c · P + p)-th of the model.
 
     Raises:
-        InputError: the layers cannot be divided as the flags say.
+        InputError: the layers do not divide as the flags say.
     """
     stages, chunks = config.pipeline_model_parallel_size, chunks_per_stage(config, num_layers)
     sizes = (
@@ -55,13 +56,13 @@ def split_layers(config: ParallelConfig, num_layers: int) -> list[list[Chunk]]:
 
 
 def _sizes(config: ParallelConfig, num_layers: int) -> list[int]:
-    """Layers of each stage where a stage is one chunk."""
+    """Layers of each stage if a stage is one chunk."""
     stages = config.pipeline_model_parallel_size
-    given = {
+    uneven = {
         0: config.decoder_first_pipeline_num_layers,
         stages - 1: config.decoder_last_pipeline_num_layers,
     }
-    given = {stage: layers for stage, layers in given.items() if layers is not None}
+    given = {stage: layers for stage, layers in uneven.items() if layers is not None}
     if given:
         _check_uneven(given, stages, num_layers)
     elif num_layers % stages:
@@ -76,7 +77,7 @@ def _sizes(config: ParallelConfig, num_layers: int) -> list[int]:
 
 
 def _check_uneven(given: dict[int, int], stages: int, num_layers: int) -> None:
-    """Make sure that the first and last stage, as far as they are `given`, leave the others equal shares."""
+    """Check that the layers of the first and last stage, as far as `given`, leave equal numbers to the others."""
     sum_, others = sum(given.values()), stages - len(given)
     flags = [f"--decoder-{'last' if stage else 'first'}-pipeline-num-layers" for stage in given]
     said = " and ".join(f"{flag} {layers}" for flag, layers in zip(flags, given.values(), strict=True))
@@ -86,14 +87,14 @@ def _check_uneven(given: dict[int, int], stages: int, num_layers: int) -> None:
                 f"{said}: the two stages hold {_layers(sum_)} of --num-layers {num_layers}; leave one of the two out"
             )
         return
-    # A last stage without layers holds the output layer still, as a first one the embeddings.
+    # A last stage without layers still has the output layer, and a first one the embedding.
     middle = stages > 2
     fitting = range(num_layers % others, num_layers + 1 - (others if middle else 0), others)
     if sum_ not in fitting:
         nearest = sorted(sorted(fitting, key=lambda n: abs(n - sum_))[:2])
         raise InputError(
-            f"{said}: of --num-layers {num_layers} that leaves the other {others} of {stages} stages "
-            "(--pipeline-model-parallel-size) no equal shares; choose "
+            f"{said}: the other layers of --num-layers {num_layers} do not divide into the other {others} of "
+            f"{stages} stages (--pipeline-model-parallel-size); choose "
             + (
                 f"{'a sum of ' if len(given) > 1 else ''}{either(nearest)}"
                 if nearest

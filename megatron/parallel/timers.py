@@ -1,8 +1,7 @@
-"""How long the phases of an iteration take, as the device has it.
+"""Timers of the phases of an iteration.
 
-On a GPU a phase lies between two events in the stream, so that timing it never makes the host wait, and a phase that
-waits, for data or another process, is as long as the device stood still for it. On a CPU it lies between two readings
-of the clock.
+On a GPU a phase is timed by two events in the stream. The host never waits for that, and a phase that waits for data or
+another rank is as long as the device was idle. On a CPU it is timed by the clock.
 """
 
 from __future__ import annotations
@@ -11,14 +10,15 @@ import collections
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
 from megatron.parallel.collectives import all_gather
 from megatron.parallel.mesh import Axis
 
-# The phases of an iteration, and --timing-log-level from which on each is timed: 1 what is done about once, 2 what
-# every microbatch does. Some lie within others.
+# Phases of an iteration by the --timing-log-level that times them: 1 for once per iteration, 2 for each microbatch.
+# Some contain others.
 ITERATION = {
     "batch-generator": 1,
     "forward-backward": 1,
@@ -32,7 +32,7 @@ ITERATION = {
     "optimizer": 1,
     "params-gather": 1,
 }
-# What is done now and then.
+# Phases between iterations.
 BETWEEN = {"save-checkpoint": 1, "evaluate": 1}
 LEVELS = ITERATION | BETWEEN
 
@@ -40,18 +40,18 @@ NOTHING = nullcontext()
 
 
 class Timers:
-    """`with timers("optimizer"):` times the phase, if it is of the level that is asked for.
+    """`with timers("optimizer"):` times the phase if its level is at most `level`.
 
     Attributes:
-        annotates: whether phases of all levels are to be named in a profile.
+        annotates: name the phases of all levels in a profile.
     """
 
     def __init__(self, level: int, device: torch.device) -> None:
         self.level = level
         self.on_gpu = device.type == "cuda"
         self.annotates = False
-        # By phase: the marks where it began and ended, each time.
-        self.spans = collections.defaultdict(list)
+        # Begin and end of each phase, each time.
+        self.spans: dict[str, list[tuple[Any, Any]]] = collections.defaultdict(list)
 
     def __call__(self, phase: str) -> AbstractContextManager[None]:
         if self.annotates:
@@ -81,8 +81,10 @@ class Timers:
         return event
 
     def take(self, phases: Iterable[str], world: Axis) -> dict[str, dict[int, float]]:
-        """Seconds of each phase since it was last taken, by the rank of each process that went through it; nothing at
-        level 0. The host waits for the device; every process must take part."""
+        """Seconds of each phase since the last call, by the ranks that were in it; nothing at level 0.
+
+        Synchronizes the host with the device. Every process must take part.
+        """
         if self.level == 0:
             return {}
         names = list(phases)
@@ -104,7 +106,7 @@ OFF = Timers(0, torch.device("cpu"))
 
 
 def times_text(times: dict[str, dict[int, float]], option: str) -> str:
-    """What `Timers.take` gives in NVIDIA's format: the "max", "minmax" or "all" of the processes' times."""
+    """Format the result of `Timers.take` as Megatron-LM does: "max", "minmax" or "all" of the ranks' times."""
     if option == "all":
         lines = ["times across ranks (ms):"]
         for phase, by_rank in times.items():

@@ -1,4 +1,4 @@
-"""A cluster described in a YAML file, with units: `bandwidth: 600 GB/s`."""
+"""Read and write the YAML description of a cluster, with units: `bandwidth: 600 GB/s`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,19 @@ from typing import Any
 
 import yaml
 
-from megatron.flags import InputError, either
-from megatron.planner.cluster import DATA_SHEET_REACHED, Cluster, Device, Link, Reached, device_of
-from megatron.planner.devices import data_sheet
+from megatron.errors import InputError
+from megatron.flags import either
+from megatron.planner.cluster import (
+    DATA_SHEET_EFFICIENCY,
+    Cluster,
+    Device,
+    Efficiency,
+    Link,
+    device_from_data_sheet,
+)
+from megatron.training.device_specs import data_sheet
 
-# Units by kind of quantity, each with an example for messages.
+# Units by kind of quantity.
 UNITS: dict[str, dict[str, float]] = {
     "memory": {"MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40},
     "speed": {
@@ -24,15 +32,15 @@ UNITS: dict[str, dict[str, float]] = {
     "arithmetic": {"GFLOP/s": 1e9, "TFLOP/s": 1e12, "PFLOP/s": 1e15},
     "time": {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0},
 }  # fmt: skip
-SHARES = ("product", "memory", "stream", "link", "attention")  # fields of `Reached`
+SHARES = ("matmul", "memory", "stream", "link", "attention")  # fields of `Efficiency`
 EXAMPLES = {"memory": "80 GB", "speed": "600 GB/s", "arithmetic": "312 TFLOP/s", "time": "5 us"}
 
 
 def quantity(text: object, kind: str) -> float:
-    """A number with its unit, such as "80 GB", in bytes, bytes/s, FLOP/s or seconds.
+    """Parse a number with its unit, such as "80 GB", to bytes, bytes/s, FLOP/s or seconds.
 
     Raises:
-        InputError: what is expected, without the name of the field.
+        InputError: the text is not a quantity; the message lacks the field's name.
     """
     units = UNITS[kind]
     match = re.fullmatch(r"\s*([\d.]+(?:[eE][+-]?\d+)?)\s*(\S+)\s*", text) if isinstance(text, str) else None
@@ -42,14 +50,14 @@ def quantity(text: object, kind: str) -> float:
         value = math.nan
     if not 0 < value < math.inf:
         raise InputError(
-            f"{text!r} is not a number above 0 with its unit, {either(units)}; write it like {EXAMPLES[kind]!r}"
+            f"{text!r} is not a positive number with a unit ({either(units)}); write it like {EXAMPLES[kind]!r}"
         )
     return value
 
 
 @dataclasses.dataclass
 class _Section:
-    """A mapping of the file: its fields are taken one by one, and what is left is an error."""
+    """A mapping in the file. Fields are taken one by one; any that remain at `end` are an error."""
 
     values: dict[str, Any]
     where: str
@@ -62,8 +70,8 @@ class _Section:
         if value is None:
             others = [str(other) for other in self.values if other not in self.known]
             near = difflib.get_close_matches(name, others, n=1)
-            meant = f", and {near[0]} is not a field" if near else ""
-            raise InputError(f"{self.where}{name} is missing{meant}; docs/scaling.md has an example")
+            hint = f", and {near[0]} is not a field" if near else ""
+            raise InputError(f"{self.where}{name} is missing{hint}; docs/scaling.md has an example")
         return value
 
     def quantity(self, name: str, kind: str, default: str | None = None) -> float:
@@ -76,20 +84,20 @@ class _Section:
     def whole(self, name: str, default: int | None = None) -> int:
         value = self.take(name, default)
         if type(value) is not int or value < 1:
-            raise InputError(f"{self.where}{name}: {value!r} is not a whole number of at least 1")
+            raise InputError(f"{self.where}{name}: {value!r} is not an integer of at least 1")
         return value
 
     def share(self, name: str, default: float) -> float:
         value = self.take(name, default)
         if type(value) not in (int, float) or not 0 < value <= 1:
-            raise InputError(f"{self.where}{name}: {value!r} is not a share above 0 and up to 1")
+            raise InputError(f"{self.where}{name}: {value!r} must be above 0 and at most 1")
         return float(value)
 
     def section(self, name: str, default: dict | None = None) -> _Section:
         value = self.take(name, default)
         if not isinstance(value, dict):
             raise InputError(
-                f"{self.where}{name}: {value!r} is not a mapping of fields; docs/scaling.md has an example"
+                f"{self.where}{name}: {value!r} is not a mapping; docs/scaling.md has an example"
             )
         return _Section(value, f"{self.where}{name}.")
 
@@ -97,14 +105,14 @@ class _Section:
         for name in self.values:
             if name not in self.known:
                 known = ", ".join(dict.fromkeys(self.known))
-                raise InputError(f"{self.where}{name} is not a field; known are {known}")
+                raise InputError(f"{self.where}{name} is not a field; the fields are {known}")
 
 
 def read_cluster(path: Path) -> Cluster:
-    """The cluster that a file describes (docs/scaling.md).
+    """Read the description of a cluster (docs/scaling.md).
 
     Raises:
-        InputError: naming the file, the field, and what is expected.
+        InputError: names the file, the field and the expected value.
     """
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -130,9 +138,9 @@ def _cluster(file: _Section) -> Cluster:
         devices=nodes * per_node,
         per_node=per_node,
         link=_link(file.section("link"), "3.4 us"),
-        # Between the nodes of one there is nothing.
+        # A single node needs no network.
         network=_link(file.section("network", {"bandwidth": "1 GB/s"} if nodes == 1 else None), "9.6 us"),
-        reached=_reached(file.section("reached", {})),
+        efficiency=_efficiency(file.section("efficiency", {})),
     )
     file.end()
     return cluster
@@ -141,9 +149,9 @@ def _cluster(file: _Section) -> Cluster:
 def _device(file: _Section) -> Device:
     given = file.take("device")
     if isinstance(given, str):
-        return device_of(data_sheet(given, where="device"))
+        return device_from_data_sheet(data_sheet(given, where="device"))
     if not isinstance(given, dict):
-        raise InputError(f"device: {given!r} is neither the name of a GPU nor a mapping of fields")
+        raise InputError(f"device: {given!r} is neither the name of a GPU nor a mapping")
     fields = _Section(given, "device.")
     precision = fields.take("precision")
     if precision not in ("bf16", "fp16", "fp32"):
@@ -152,7 +160,7 @@ def _device(file: _Section) -> Device:
         name=str(fields.take("name")),
         precision=precision,
         peak=fields.quantity("peak", "arithmetic"),
-        sms=fields.whole("processors", 1),
+        sms=fields.whole("sms", 1),
         memory=fields.quantity("memory", "memory"),
         bandwidth=fields.quantity("bandwidth", "speed"),
     )
@@ -166,23 +174,25 @@ def _link(fields: _Section, latency: str) -> Link:
     return link
 
 
-def _reached(fields: _Section) -> Reached:
-    default = DATA_SHEET_REACHED
+def _efficiency(fields: _Section) -> Efficiency:
+    default = DATA_SHEET_EFFICIENCY
     shares = {name: fields.share(name, getattr(default, name)) for name in SHARES}
-    reached = Reached(**shares, launch=fields.quantity("launch", "time", f"{1e6 * default.launch:g} us"))
+    efficiency = Efficiency(
+        **shares, launch=fields.quantity("launch", "time", f"{1e6 * default.launch:g} us")
+    )
     fields.end()
-    return reached
+    return efficiency
 
 
 def describe(cluster: Cluster) -> str:
-    """The file that `read_cluster` reads as this cluster, to four digits."""
-    device, reached = cluster.device, cluster.reached
+    """Return the YAML from which `read_cluster` makes this cluster, with four digits."""
+    device, efficiency = cluster.device, cluster.efficiency
     values = {
         "device": {
             "name": device.name,
             "precision": device.precision,
             "peak": f"{device.peak / 1e9:.4g} GFLOP/s",
-            "processors": device.sms,
+            "sms": device.sms,
             "memory": f"{device.memory / 1e9:.4g} GB",
             "bandwidth": f"{device.bandwidth / 1e9:.4g} GB/s",
         },
@@ -190,9 +200,9 @@ def describe(cluster: Cluster) -> str:
         "nodes": cluster.nodes,
         "link": _link_values(cluster.link),
         "network": _link_values(cluster.network),
-        "reached": {
-            **{name: float(f"{getattr(reached, name):.4g}") for name in SHARES},
-            "launch": f"{1e6 * reached.launch:.4g} us",
+        "efficiency": {
+            **{name: float(f"{getattr(efficiency, name):.4g}") for name in SHARES},
+            "launch": f"{1e6 * efficiency.launch:.4g} us",
         },
     }
     return yaml.safe_dump(values, sort_keys=False)

@@ -1,6 +1,6 @@
-"""How long the parts of a model take on one device: matrix products, operations on elements, tensor parallelism.
+"""Time of the parts of a model on one device: matrix products, element-wise operations, tensor parallelism.
 
-Names: b microbatch, s sequence, h hidden, t tensor-parallel processes; n tokens of a microbatch, b s.
+Names: b microbatch size, s sequence length, h hidden size, t tensor-parallel size, n tokens of a microbatch (b s).
 """
 
 from __future__ import annotations
@@ -10,59 +10,65 @@ import functools
 import math
 
 from megatron.planner.cluster import Cluster
-from megatron.planner.layout import Job, Layout, Moves, Program
+from megatron.planner.layout import Accesses, Job, Layout, Program
 
-# Tiles of the output that large products are cut into, and the length along the inner dimension that filling the
-# pipeline and writing a tile cost. After NVIDIA's guide "Matrix Multiplication Background", which has the first
-# tile and shows speed growing with the inner dimension; the length is assumed, and predictions hardly depend on it
-# (docs/scaling.md).
-TILES, FILL = ((256, 128), (128, 256)), 128
-# Fused attention computes scores in squares of so many queries and keys, and those on the diagonal whole.
-BLOCK = 128
-# Two tables are read, added and dropped out; backward adds to two. Cross entropy turns logits to fp32, finds the
-# largest, the exponentials and their sum; backward scales them and turns them back.
-EMBEDDING, ENTROPY = (6, 9), (10, 8)
+# Output tiles of large matrix products, and the overhead of filling the pipeline and writing a tile, in elements of the
+# inner dimension. NVIDIA's guide "Matrix Multiplication Background" has the first tile and shows the speed growing
+# with the inner dimension. The overhead is assumed; predictions hardly depend on it (docs/scaling.md).
+TILES, TILE_OVERHEAD = ((256, 128), (128, 256)), 128
+# Fused attention computes scores in square blocks of this side, those on the diagonal in full.
+ATTENTION_BLOCK = 128
+# Accesses (forward, backward). Embedding: two tables are read, added and dropped out; backward adds to two. Cross
+# entropy: converts logits to fp32, takes the maximum, the exponentials and their sum; backward scales them and converts
+# them back.
+EMBEDDING, CROSS_ENTROPY = (6, 9), (10, 8)
 
 
 @dataclasses.dataclass(frozen=True)
-class Spent:
-    """Seconds, by what they are spent on.
+class Cost:
+    """Seconds by kind of work.
 
     Attributes:
-        products: matrix products.
-        elements: operations that move elements through memory.
-        tensor: communication of tensor parallelism.
+        matmul: matrix products.
+        elementwise: operations bound by memory bandwidth.
+        tensor_parallel: communication of tensor parallelism.
     """
 
-    products: float = 0.0
-    elements: float = 0.0
-    tensor: float = 0.0
+    matmul: float = 0.0
+    elementwise: float = 0.0
+    tensor_parallel: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.products + self.elements + self.tensor
+        return self.matmul + self.elementwise + self.tensor_parallel
 
-    def __add__(self, other: Spent) -> Spent:
-        return Spent(
-            self.products + other.products, self.elements + other.elements, self.tensor + other.tensor
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            self.matmul + other.matmul,
+            self.elementwise + other.elementwise,
+            self.tensor_parallel + other.tensor_parallel,
         )
 
-    def __mul__(self, times: float) -> Spent:
-        return Spent(self.products * times, self.elements * times, self.tensor * times)
+    def __mul__(self, times: float) -> Cost:
+        return Cost(self.matmul * times, self.elementwise * times, self.tensor_parallel * times)
 
 
 @dataclasses.dataclass(frozen=True)
-class Both:
-    """Forward and backward."""
+class ForwardBackward:
+    """Costs of the forward and the backward pass."""
 
-    forward: Spent
-    backward: Spent
+    forward: Cost
+    backward: Cost
 
-    def __add__(self, other: Both) -> Both:
-        return Both(self.forward + other.forward, self.backward + other.backward)
+    @property
+    def total(self) -> float:
+        return self.forward.total + self.backward.total
 
-    def __mul__(self, times: float) -> Both:
-        return Both(self.forward * times, self.backward * times)
+    def __add__(self, other: ForwardBackward) -> ForwardBackward:
+        return ForwardBackward(self.forward + other.forward, self.backward + other.backward)
+
+    def __mul__(self, times: float) -> ForwardBackward:
+        return ForwardBackward(self.forward * times, self.backward * times)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,32 +80,33 @@ class Kernels:
     cluster: Cluster
     program: Program
 
-    def product(self, m: float, n: float, k: float, batch: float = 1) -> float:
+    def matmul(self, m: float, n: float, k: float, batch: float = 1) -> float:
         """Seconds of `batch` products of [m, k] and [k, n].
 
-        Tiles are computed in waves, one on each processor, and the last wave may be all but empty; of the shapes of
-        tiles that with the least loss is taken. Small inner dimensions are bound by memory.
+        Tiles run in waves over the SMs and the last wave may be nearly empty; the tile shape with the smaller loss is
+        used. Products with a small inner dimension are bound by memory bandwidth.
         """
-        device, reached = self.cluster.device, self.cluster.reached
-        work = 2 * batch * m * n * k / (device.peak * reached.product)
+        device, efficiency = self.cluster.device, self.cluster.efficiency
+        compute = 2 * batch * m * n * k / (device.peak * efficiency.matmul)
         if device.sms > 1:
-            waves = min(
+            area = min(
                 math.ceil(batch * math.ceil(m / x) * math.ceil(n / y) / device.sms) * x * y for x, y in TILES
             )
-            work *= waves * device.sms / (batch * m * n) * (1 + FILL / k)
-        moved = device.element * batch * (m * k + k * n + m * n) / (device.bandwidth * reached.memory)
-        return max(work, moved) + reached.launch
+            compute *= area * device.sms / (batch * m * n) * (1 + TILE_OVERHEAD / k)
+        size = device.element * batch * (m * k + k * n + m * n)
+        return max(compute, size / (device.bandwidth * efficiency.memory)) + efficiency.launch
 
-    def linear(self, tokens: float, inputs: float, outputs: float) -> Both:
-        """A layer with weight [outputs, inputs]; backward multiplies for the input's gradient and the weight's."""
-        forward = self.product(tokens, outputs, inputs)
-        backward = self.product(tokens, inputs, outputs) + self.product(outputs, inputs, tokens)
-        return Both(Spent(products=forward), Spent(products=backward))
+    def linear(self, tokens: float, inputs: float, outputs: float) -> ForwardBackward:
+        """A layer with weight [outputs, inputs]; backward computes the gradients of the input and of the weight."""
+        forward = self.matmul(tokens, outputs, inputs)
+        backward = self.matmul(tokens, inputs, outputs) + self.matmul(outputs, inputs, tokens)
+        return ForwardBackward(Cost(matmul=forward), Cost(matmul=backward))
 
-    def moved(self, elements: float, moves: Moves) -> Both:
-        """Operations that pass so many elements between memory and processor so often."""
-        speed = self.cluster.device.bandwidth * self.cluster.reached.memory / self.cluster.device.element
-        return Both(*(Spent(elements=elements * times / speed) for times in moves))
+    def elementwise(self, elements: float, accesses: Accesses) -> ForwardBackward:
+        """Operations that read and write each of `elements` as often as `accesses` says."""
+        device = self.cluster.device
+        speed = device.bandwidth * self.cluster.efficiency.memory / device.element
+        return ForwardBackward(*(Cost(elementwise=elements * times / speed) for times in accesses))
 
     @property
     def tokens(self) -> int:
@@ -107,83 +114,85 @@ class Kernels:
 
     @property
     def local_tokens(self) -> float:
-        """Of the residual stream, which sequence parallelism divides."""
+        """Tokens of the residual stream on this process; sequence parallelism divides them."""
         return self.tokens / (self.layout.tensor if self.layout.sequence_parallel else 1)
 
     @functools.cached_property
-    def attention(self) -> Both:
+    def attention(self) -> ForwardBackward:
         """Scores and weighted sums of one layer."""
         model, s = self.job.model, self.job.seq_length
         heads = self.layout.micro_batch_size * model.num_attention_heads / self.layout.tensor
         d = model.kv_channels
         if self.program.fused_attention:
-            # Half the square under the mask. Backward recomputes the scores: five products for forward's two.
-            device = self.cluster.device
-            scored = s * (s + min(s, BLOCK)) / 2
-            forward = 4 * heads * scored * d / (device.peak * self.cluster.reached.attention)
-            launch = self.cluster.reached.launch
-            return Both(Spent(products=forward + launch), Spent(products=2.5 * forward + launch))
-        scores, sums = self.product(s, s, d, heads), self.product(s, d, s, heads)
-        # Backward: of the scores' gradient and of three sums over the sequence, for queries, keys and values.
-        products = Both(Spent(products=scores + sums), Spent(products=scores + 3 * sums))
-        return products + self.moved(heads * s * s, self.program.scores)
+            # The causal mask leaves half of the square. Backward recomputes the scores: five products for forward's
+            # two.
+            device, efficiency = self.cluster.device, self.cluster.efficiency
+            scores = s * (s + min(s, ATTENTION_BLOCK)) / 2
+            forward = 4 * heads * scores * d / (device.peak * efficiency.attention)
+            return ForwardBackward(
+                Cost(matmul=forward + efficiency.launch), Cost(matmul=2.5 * forward + efficiency.launch)
+            )
+        qk, pv = self.matmul(s, s, d, heads), self.matmul(s, d, s, heads)
+        # Backward: the gradient of the scores, and three sums over the sequence for queries, keys and values.
+        products = ForwardBackward(Cost(matmul=qk + pv), Cost(matmul=qk + 3 * pv))
+        return products + self.elementwise(heads * s * s, self.program.scores)
 
     @functools.cached_property
-    def layer(self) -> Both:
-        """One transformer layer, with what is recomputed in backward."""
+    def layer(self) -> ForwardBackward:
+        """One transformer layer, with its recomputation in backward."""
         model, t, n = self.job.model, self.layout.tensor, self.tokens
         h, heads = model.hidden_size, model.num_attention_heads * model.kv_channels
-        keys = 2 * max(model.num_query_groups, t) * model.kv_channels
-        middle = model.ffn_hidden_size / t
-        fc1 = middle * (2 if model.swiglu else 1)
-        parts = (
-            self.linear(n, h, (heads + keys) / t)
+        kv = 2 * max(model.num_query_groups, t) * model.kv_channels
+        ffn = model.ffn_hidden_size / t
+        fc1 = ffn * (2 if model.swiglu else 1)
+        layer = (
+            self.linear(n, h, (heads + kv) / t)
             + self.attention
             + self.linear(n, heads / t, h)
             + self.linear(n, h, fc1)
-            + self.linear(n, middle, h)
-            + self.moved(self.local_tokens * h, self.program.stream)
-            + self.moved(n * heads / t, self.program.heads)
-            + self.moved(n * (fc1 + middle) / 2, self.program.middle)
-            + self.exchanged(whole=(2, 2), divided=(2, 3)) * 2
+            + self.linear(n, ffn, h)
+            + self.elementwise(self.local_tokens * h, self.program.residual)
+            + self.elementwise(n * heads / t, self.program.heads)
+            + self.elementwise(n * (fc1 + ffn) / 2, self.program.mlp)
+            + self.tensor_parallel(plain=(2, 2), sequence_parallel=(2, 3)) * 2
         )
-        if self.layout.recompute == "full":
-            return Both(parts.forward, parts.backward + parts.forward)
-        if self.layout.recompute == "selective":
-            return Both(parts.forward, parts.backward + self.attention.forward)
-        return parts
+        again = {"none": Cost(), "selective": self.attention.forward, "full": layer.forward}
+        return ForwardBackward(layer.forward, layer.backward + again[self.layout.recompute])
 
-    def exchanged(self, whole: tuple[int, int], divided: tuple[int, int]) -> Both:
-        """Communication of tensor parallelism, in gathers or scatters of [s, b, h] forward and backward: an all-reduce
-        is two. `divided` is that with sequence parallelism (2205.05198 section 4.2.2), which gathers a product's input
-        once more in backward."""
+    def tensor_parallel(self, plain: tuple[int, int], sequence_parallel: tuple[int, int]) -> ForwardBackward:
+        """Communication of tensor parallelism, as numbers of all-gathers of [s, b, h] in forward and in backward.
+
+        An all-reduce counts as two. Sequence parallelism gathers the input of a product again in backward (2205.05198
+        section 4.2.2).
+        """
         size = self.tokens * self.job.model.hidden_size * self.cluster.device.element
         seconds = self.cluster.all_gather(size, self.layout.tensor_group(self.cluster))
-        forward, backward = divided if self.layout.sequence_parallel else whole
-        return Both(Spent(tensor=forward * seconds), Spent(tensor=backward * seconds))
+        forward, backward = sequence_parallel if self.layout.sequence_parallel else plain
+        return ForwardBackward(
+            Cost(tensor_parallel=forward * seconds), Cost(tensor_parallel=backward * seconds)
+        )
 
     @functools.cached_property
-    def embedding(self) -> Both:
-        """The first stage's: tables are read, and their parts put together."""
-        moved = self.moved(self.local_tokens * self.job.model.hidden_size, EMBEDDING)
-        return moved + self.exchanged(whole=(2, 0), divided=(1, 1))
+    def embedding(self) -> ForwardBackward:
+        """Embedding on the first stage: lookup, and the sum over tensor-parallel ranks."""
+        lookup = self.elementwise(self.local_tokens * self.job.model.hidden_size, EMBEDDING)
+        return lookup + self.tensor_parallel(plain=(2, 0), sequence_parallel=(1, 1))
 
     @functools.cached_property
-    def head(self) -> Both:
-        """The last stage's: projection to the vocabulary and cross entropy in fp32."""
+    def head(self) -> ForwardBackward:
+        """Output layer and fp32 cross entropy on the last stage."""
         model, n = self.job.model, self.tokens
         columns = self.job.padded_vocab_size(self.layout.tensor) / self.layout.tensor
-        found = self.linear(n, model.hidden_size, columns) + self.moved(n * columns, ENTROPY)
+        head = self.linear(n, model.hidden_size, columns) + self.elementwise(n * columns, CROSS_ENTROPY)
         if n * columns * self.cluster.device.element > self.program.kept_logits:
-            again = Spent(products=self.product(n, columns, model.hidden_size))
-            found += Both(Spent(), again)
-        return found + self.exchanged(whole=(0, 2), divided=(1, 2))
+            head += ForwardBackward(Cost(), Cost(matmul=self.matmul(n, columns, model.hidden_size)))
+        return head + self.tensor_parallel(plain=(0, 2), sequence_parallel=(1, 2))
 
-    def chunk(self, *, first: bool, last: bool) -> Both:
-        """A chunk of layers and one microbatch."""
-        found = self.layer * self.layout.layers_per_chunk(self.job)
+    def chunk(self, *, first: bool, last: bool) -> ForwardBackward:
+        """A model chunk on one microbatch; the `first` has the embedding, the `last` the head."""
+        chunk = self.layer * self.layout.layers_per_chunk(self.job)
         if first:
-            found += self.embedding
+            chunk += self.embedding
         if last:
-            found += self.head
-        return found
+            chunk += self.head
+        return chunk

@@ -1,4 +1,4 @@
-"""What is planned: a model and its batch, a layout of processes for it, and the program that runs it."""
+"""Inputs of a plan: a model and its batch, a parallel layout, and the implementation that runs it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from megatron.model.config import ModelConfig
 from megatron.model.flops import flops_per_sample
 from megatron.planner.cluster import Cluster, Group
 
-Moves = tuple[float, float]
+# Reads and writes of an element in memory: in forward, in backward.
+Accesses = tuple[float, float]
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A GPT and the global batch that it is trained with; `vocab_size` before padding."""
+    """A GPT and its global batch. `vocab_size` is the size before padding."""
 
     model: ModelConfig
     seq_length: int
@@ -22,104 +23,98 @@ class Job:
     global_batch_size: int
 
     def padded_vocab_size(self, tensor: int) -> int:
-        """As with --make-vocab-size-divisible-by 128."""
+        """Rows of the embedding table, with --make-vocab-size-divisible-by 128."""
         unit = 128 * tensor
         return -(-self.vocab_size // unit) * unit
 
     def residual_element(self, element: int) -> int:
-        """Bytes of an element of the residual stream, where one of other activations has `element`."""
+        """Bytes of an element of the residual stream, if other activations have `element` bytes."""
         return 4 if self.model.fp32_residual_connection else element
 
     def flops(self, *, recompute: str = "none") -> float:
-        """Of a step, as 2104.04473 section 5.1 counts them; with "full" the forward pass of the layers twice."""
+        """FLOPs of a step by 2104.04473 section 5.1; "full" recomputation adds a second forward pass of the layers."""
         sizes = {"seq_length": self.seq_length, "padded_vocab_size": self.vocab_size}
-        model = flops_per_sample(self.model, vocab_positions=self.seq_length, **sizes)
+        model = flops_per_sample(self.model, num_logits=self.seq_length, **sizes)
         if recompute == "full":
-            model += flops_per_sample(self.model, vocab_positions=0, **sizes) / 3
+            model += flops_per_sample(self.model, num_logits=0, **sizes) / 3
         return self.global_batch_size * model
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """How a program computes, as far as its time and memory depend on it.
+    """Properties of an implementation that its time and memory depend on.
 
-    Moves say how often an element passes between memory and processor in forward and in backward, beside the matrix
-    products: an operation that reads two tensors and writes one moves 3.
+    `scores`, `residual`, `heads` and `mlp` count reads and writes per element by element-wise operations: one that
+    reads two tensors and writes one has 3.
 
     Attributes:
         fused_attention: scores never reach memory (FlashAttention).
-        scores: otherwise, moves of an attention score.
-        stream: of an element of the residual stream: normalisations, dropouts, additions.
-        heads: of an element of the attention's heads: biases, changes of order.
-        middle: of an element of the MLP's middle: bias and activation.
-        kept_logits: bytes of logits that are kept for backward; where there are more, backward computes them again.
-        gradient: bytes of a gradient, as it is accumulated and reduced.
-        waits: a stage computes nothing while it sends or receives.
+        scores: accesses of an attention score, without fused attention.
+        residual: accesses of an element of the residual stream: norms, dropout, additions.
+        heads: accesses of an element of the attention heads: biases, transposes.
+        mlp: accesses of an element of the MLP's hidden layer: bias and activation.
+        kept_logits: bytes of logits that are kept for backward; above, backward recomputes them.
+        gradient: bytes of an element of a gradient when it is accumulated and reduced.
+        blocking_transfers: a stage does not compute while it sends or receives.
     """
 
     fused_attention: bool
-    scores: Moves
-    stream: Moves
-    heads: Moves
-    middle: Moves
+    scores: Accesses
+    residual: Accesses
+    heads: Accesses
+    mlp: Accesses
     kept_logits: float
     gradient: int
-    waits: bool
+    blocking_transfers: bool
 
 
-# Forward; backward, in moves. Backward of a bias reads the gradient (1), and of splitting queries, keys and values
-# writes them as one (2 each).
+# Accesses as (forward; backward). The backward of a bias reads the gradient (1); the backward of splitting queries,
+# keys and values writes them as one tensor (2 each).
 #
-# Stream, twice: normalisation (2; 3), bias, dropout and addition in one (3; 2 and 1 for the bias), the branch's
-# gradient added (3). Heads: order of the result (2; 2), splitting (6), bias (3). Middle: GELU with bias (2; 3 and
-# 1).
+# Residual stream, twice a layer: norm (2; 3), fused bias, dropout and addition (3; 2, and 1 for the bias), addition of
+# the branch's gradient (3). Heads: transpose of the result (2; 2), split (6), bias (3). MLP: GELU with bias (2; 3
+# and 1).
 OURS = Program(
     fused_attention=True,
     scores=(0, 0),
-    stream=(10, 18),
+    residual=(10, 18),
     heads=(2, 11),
-    middle=(2, 4),
-    kept_logits=1 << 27,  # as in ops/projected_loss.py
+    mlp=(2, 4),
+    kept_logits=1
+    << 27,  # LOGITS_KEPT_BYTES of megatron/ops/linear_cross_entropy.py; the planner imports no torch
     gradient=4,
-    waits=False,
+    blocking_transfers=False,
 )
-# 2104.04473 section 4.2. Scores: scale, mask and softmax in one (2; 3), dropout with its mask of half an element
-# (2.5; 2.5). Stream and middle as ours, with a mask of dropout (0.5; 0.5). Heads: bias (6; 3), order of the result
-# (2; 2), splitting (6). Gradients are fp16; transfers are waited for.
-NVIDIA_2021 = Program(
+# 2104.04473 section 4.2. Scores: fused scale, mask and softmax (2; 3), dropout with a mask of half an element
+# (2.5; 2.5). Residual stream and MLP as above, with a mask of dropout (0.5; 0.5). Heads: bias (6; 3), transpose of the
+# result (2; 2), split (6). Gradients are fp16; transfers block.
+NVIDIA_2021 = dataclasses.replace(
+    OURS,
     fused_attention=False,
     scores=(4.5, 5.5),
-    stream=(11, 19),
+    residual=(11, 19),
     heads=(8, 11),
-    middle=(2, 4),
     kept_logits=math.inf,
     gradient=2,
-    waits=True,
+    blocking_transfers=True,
 )
-# The program of 1909.08053, before those fusions. Scores: scale (2; 2), mask by a product and a difference (4; 2),
-# softmax (2; 3), dropout (2.5; 2.5). Stream, twice: normalisation (2; 3), bias (2; 1), dropout (2.5; 2.5), addition
-# (3; 3). Heads: bias (6; 3), order of queries, keys, values and result (8; 2), splitting (6). Middle: bias (2; 1),
-# GELU (2; 3).
-NVIDIA_2019 = Program(
-    fused_attention=False,
-    scores=(10.5, 9.5),
-    stream=(19, 19),
-    heads=(14, 11),
-    middle=(4, 4),
-    kept_logits=math.inf,
-    gradient=2,
-    waits=True,
+# The implementation of 1909.08053, without those fusions. Scores: scale (2; 2), mask by a product and a difference
+# (4; 2), softmax (2; 3), dropout (2.5; 2.5). Residual stream, twice: norm (2; 3), bias (2; 1), dropout (2.5; 2.5),
+# addition (3; 3). Heads: bias (6; 3), transposes of queries, keys, values and result (8; 2), split (6). MLP: bias
+# (2; 1), GELU (2; 3).
+NVIDIA_2019 = dataclasses.replace(
+    NVIDIA_2021, scores=(10.5, 9.5), residual=(19, 19), heads=(14, 11), mlp=(4, 4)
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How processes share a job. Flags of the same names say what each means (docs/parallelism.md).
+    """The parallel layout of a job. Flags of the same names are described in docs/parallelism.md.
 
     Attributes:
         tensor, pipeline, data: processes on each axis.
-        chunks: of layers that each stage holds, 1 but for the interleaved schedule.
-        recompute: "none", "selective" (attention alone) or "full" (whole layers, each by itself).
+        chunks: model chunks on each stage, above 1 only with the interleaved schedule.
+        recompute: "none", "selective" (attention) or "full" (whole layers, one at a time).
     """
 
     tensor: int = 1
@@ -142,7 +137,7 @@ class Layout:
         return "interleaved" if self.chunks > 1 else "1f1b"
 
     def microbatches(self, job: Job) -> int:
-        """Of a replica, in a step."""
+        """Number of microbatches of a replica in a step."""
         return job.global_batch_size // (self.data * self.micro_batch_size)
 
     def layers_per_chunk(self, job: Job) -> int:
@@ -155,25 +150,25 @@ class Layout:
         return cluster.group(self.data, self.tensor)
 
     def flags(self, job: Job) -> list[str]:
-        """Those of pretrain_gpt.py that stand for this layout."""
-        words = [f"--tensor-model-parallel-size {self.tensor}"] if self.tensor > 1 else []
+        """Flags of pretrain_gpt.py for this layout."""
+        flags = [f"--tensor-model-parallel-size {self.tensor}"] if self.tensor > 1 else []
         if self.sequence_parallel:
-            words.append("--sequence-parallel")
+            flags.append("--sequence-parallel")
         if self.pipeline > 1:
-            words.append(f"--pipeline-model-parallel-size {self.pipeline}")
+            flags.append(f"--pipeline-model-parallel-size {self.pipeline}")
         if self.chunks > 1:
-            words.append(f"--num-layers-per-virtual-pipeline-stage {self.layers_per_chunk(job)}")
+            flags.append(f"--num-layers-per-virtual-pipeline-stage {self.layers_per_chunk(job)}")
         if self.distributed_optimizer:
-            words.append("--use-distributed-optimizer")
+            flags.append("--use-distributed-optimizer")
         if self.overlap_grad_reduce:
-            words.append("--overlap-grad-reduce")
+            flags.append("--overlap-grad-reduce")
         if self.recompute != "none":
-            words.append(f"--recompute-granularity {self.recompute}")
-        words += [
+            flags.append(f"--recompute-granularity {self.recompute}")
+        flags += [
             f"--micro-batch-size {self.micro_batch_size}",
             f"--global-batch-size {job.global_batch_size}",
         ]
-        return words
+        return flags
 
     def __str__(self) -> str:
         parts = [f"T{self.tensor} P{self.pipeline} D{self.data}"]

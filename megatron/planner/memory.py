@@ -1,6 +1,6 @@
-"""What each stage of a layout keeps in memory, by formulas.
+"""Memory of each pipeline stage of a layout, by formulas.
 
-Names: b microbatch, s sequence, h hidden, t tensor-parallel processes.
+Names: b microbatch size, s sequence length, h hidden size, t tensor-parallel size.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from megatron.model.config import ModelConfig
 from megatron.planner.cluster import Cluster
 from megatron.planner.layout import Job, Layout, Program
 
-# Of a device's memory, what a model can have: the rest is the driver's, the communication library's buffers and
-# what an allocator cannot use between tensors.
-USABLE = 0.92
-ADAM_MOMENTS = 8  # bytes of a parameter's two means in fp32
-LOGITS_AT_ONCE = 1 << 28  # bytes, as of ops/projected_loss.py on a GPU, where they are not kept
+# Share of a device's memory that a model can use. The rest is for the driver, NCCL's buffers and fragmentation.
+USABLE_MEMORY = 0.92
+ADAM_MOMENTS = 8  # bytes per parameter: two means in fp32
+# Logits that a GPU computes at a time, where they are not kept; megatron/ops/linear_cross_entropy.py has the same.
+LOGITS_CHUNK_BYTES = 1 << 28
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes that one process keeps, by kind; of activations the most at a time."""
+    """Bytes on one process by purpose; `activations` at their peak."""
 
     weights: float
     gradients: float
@@ -33,124 +33,131 @@ class Memory:
         return self.weights + self.gradients + self.master + self.moments + self.activations
 
 
+def norm_parameters(model: ModelConfig, size: int) -> int:
+    """Number of parameters of a norm over `size` channels."""
+    return size * (2 if model.normalization == "LayerNorm" else 1)
+
+
 def layer_parameters(job: Job, tensor: int) -> float:
-    """Of one layer on one of `tensor` processes."""
+    """Number of parameters of one layer on one of `tensor` ranks."""
     model = job.model
-    h, heads = model.hidden_size, model.num_attention_heads * model.kv_channels
-    # Of fewer groups than processes each holds all.
-    groups = model.num_query_groups
-    keys = 2 * groups * model.kv_channels * (1 if groups >= tensor else tensor)
-    fc1, f = model.ffn_hidden_size * (2 if model.swiglu else 1), model.ffn_hidden_size
-    divided = h * (heads + keys) + heads * h + h * fc1 + f * h
-    whole = 2 * h * (2 if model.normalization == "LayerNorm" else 1)
+    h, heads, ffn = model.hidden_size, model.num_attention_heads * model.kv_channels, model.ffn_hidden_size
+    # With more ranks than groups each rank holds the keys and values of one group.
+    kv = 2 * max(model.num_query_groups, tensor) * model.kv_channels
+    fc1 = ffn * (2 if model.swiglu else 1)
+    sharded = h * (heads + kv) + heads * h + h * fc1 + ffn * h
+    replicated = 2 * norm_parameters(model, h)
     if model.add_bias_linear or model.add_qkv_bias:
-        divided += heads + keys
+        sharded += heads + kv
     if model.add_bias_linear:
-        divided += fc1
-        whole += 2 * h
+        sharded += fc1
+        replicated += 2 * h
     if model.qk_layernorm:
-        whole += 2 * model.kv_channels * (2 if model.normalization == "LayerNorm" else 1)
-    return divided / tensor + whole
+        replicated += 2 * norm_parameters(model, model.kv_channels)
+    return sharded / tensor + replicated
 
 
 def end_parameters(job: Job, tensor: int, *, first: bool, last: bool) -> float:
-    """Of the embeddings, if `first`, and of the final normalisation and output layer, if `last`, on one process."""
+    """Number of parameters beside the layers on one rank: embeddings if `first`, final norm and head if `last`."""
     model, table = job.model, job.padded_vocab_size(tensor) / tensor * job.model.hidden_size
-    found = 0.0
+    parameters = 0.0
     if first:
-        found += table
+        parameters += table
         if model.position_embedding_type == "learned_absolute":
-            found += model.max_position_embeddings * model.hidden_size
+            parameters += model.max_position_embeddings * model.hidden_size
     if last:
-        found += model.hidden_size * (2 if model.normalization == "LayerNorm" else 1)
+        parameters += norm_parameters(model, model.hidden_size)
         if not first or model.untie_embeddings_and_output_weights:
-            found += table
-    return found
+            parameters += table
+    return parameters
 
 
 def stage_parameters(job: Job, layout: Layout, stage: int) -> float:
-    """Of a stage, on one of its tensor-parallel processes."""
+    """Number of parameters of a stage on one tensor-parallel rank."""
     layers = layout.layers_per_chunk(job) * layout.chunks
     ends = end_parameters(job, layout.tensor, first=stage == 0, last=stage == layout.pipeline - 1)
     return layers * layer_parameters(job, layout.tensor) + ends
 
 
 def model_parameters(job: Job) -> float:
-    """Of the whole model: for GPT-2's shape equation 2 of 2104.04473, with the final normalisation."""
+    """Number of parameters of the whole model: for GPT-2's shape 2104.04473 equation 2, plus the final norm."""
     return job.model.num_layers * layer_parameters(job, 1) + end_parameters(job, 1, first=True, last=True)
 
 
-def held_chunks(layout: Layout, microbatches: int, stage: int) -> int:
-    """Forwards whose backward is still to come, at most: that of `parallel.schedules`' lists (2104.04473 section
-    2.2)."""
+def max_in_flight(layout: Layout, microbatches: int, stage: int) -> int:
+    """Peak number of forward passes of chunks that await their backward pass on a stage (2104.04473 section 2.2)."""
     after = layout.pipeline - stage - 1
     warmup = after if layout.chunks == 1 else 2 * after + (layout.chunks - 1) * layout.pipeline
     return min(microbatches * layout.chunks, warmup + 1)
 
 
 def layer_activations(job: Job, layout: Layout, element: int, program: Program, *, recompute: str) -> float:
-    """Bytes that one layer keeps of a microbatch for backward: 2205.05198 table 2.
+    """Bytes that one layer keeps of a microbatch for backward (2205.05198 table 2).
 
-    In units of one element of [s, b, h]: both normalisations' inputs, which are the residual stream, and outputs;
-    `attention_elements`; the MLP's middle before and after GELU; a byte for each mask of dropout; without fused
-    attention scores before and after dropout.
+    In units of an element of [s, b, h]: the inputs (residual stream) and outputs of both norms; `attention_elements`;
+    the MLP's hidden layer before and after GELU; a byte for each dropout mask; without fused attention, the scores
+    before and after dropout.
     """
     model, t = job.model, layout.tensor
     tokens, h = layout.micro_batch_size * job.seq_length, model.hidden_size
-    divided = t if layout.sequence_parallel else 1
+    ranks = t if layout.sequence_parallel else 1
     residual = job.residual_element(element)
     if recompute == "full":
-        return residual * tokens * h / divided
-    middle = model.ffn_hidden_size * (3 if model.swiglu else 2) / t
+        return residual * tokens * h / ranks
+    ffn = model.ffn_hidden_size * (3 if model.swiglu else 2) / t
     masks = 2 if model.hidden_dropout else 0
-    stream = tokens * h * (2 * residual + 2 * element + masks) / divided
-    inside = element * tokens * (attention_elements(model, t) + middle)
+    replicated = tokens * h * (2 * residual + 2 * element + masks) / ranks
+    sharded = element * tokens * (attention_elements(model, t) + ffn)
     if program.fused_attention or recompute == "selective":
-        return stream + inside
+        return replicated + sharded
     scores = layout.micro_batch_size * model.num_attention_heads * job.seq_length**2 / t
-    return stream + inside + scores * (2 * element + (1 if model.attention_dropout else 0))
+    return replicated + sharded + scores * (2 * element + (1 if model.attention_dropout else 0))
 
 
 def attention_elements(model: ModelConfig, tensor: int) -> float:
-    """What attention keeps of a token on one of `tensor` processes, beside scores: what the projection to queries, keys
-    and values gives, whole as long as one of them refers to it, and the weighted sums."""
+    """Elements that attention keeps of a token on one of `tensor` ranks, except scores.
+
+    These are the fused QKV projection's output, kept whole while a view of it is alive, and the weighted sums.
+    """
     heads = model.num_attention_heads * model.kv_channels / tensor
     groups = max(model.num_query_groups / tensor, 1)
-    keys = groups * model.kv_channels
-    kept = 2 * heads + 2 * keys
-    changed = model.qk_layernorm or model.position_embedding_type == "rope"
-    if changed:
-        # New queries and keys; and the sums, in the order of those queries, once more in that of the next product.
-        kept += 2 * heads + keys
-    if 1 < groups < model.num_attention_heads / tensor and (model.qk_layernorm or not changed):
-        kept += heads  # the queries of several groups, put together
+    kv = groups * model.kv_channels
+    kept = 2 * heads + 2 * kv
+    copied = model.qk_layernorm or model.position_embedding_type == "rope"
+    if copied:
+        # New queries and keys, and the weighted sums both in the layout of these queries and in that of the output
+        # projection's input.
+        kept += 2 * heads + kv
+    if 1 < groups < model.num_attention_heads / tensor and (model.qk_layernorm or not copied):
+        kept += heads  # the queries of several groups, made contiguous
     return kept
 
 
 def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program: Program) -> Memory:
-    """What each process of a stage keeps, at the peak of a step."""
+    """Memory of each process of a stage at the peak of a step."""
     element = cluster.device.element
     parameters = stage_parameters(job, layout, stage)
     owned = parameters / (layout.data if layout.distributed_optimizer else 1)
-    held = held_chunks(layout, layout.microbatches(job), stage) * layout.layers_per_chunk(job)
-    kept = layer_activations(job, layout, element, program, recompute=layout.recompute)
-    activations = held * kept
-    if layout.recompute == "full":  # and the layer that is computed again
+    in_flight = max_in_flight(layout, layout.microbatches(job), stage) * layout.layers_per_chunk(job)
+    layer = layer_activations(job, layout, element, program, recompute=layout.recompute)
+    activations = in_flight * layer
+    if layout.recompute == "full":  # the layer being recomputed
         activations += layer_activations(job, layout, element, program, recompute="none")
     if stage == 0:
-        # Or when a chunk is through backward: the gradient of the embeddings, summed in fp32 and then rounded.
+        # The peak may also be at the end of a chunk's backward: the gradient of the embedding table in fp32, and its
+        # copy in 16 bits.
         table = job.padded_vocab_size(layout.tensor) / layout.tensor * job.model.hidden_size
-        others = (held - layout.layers_per_chunk(job)) * kept
+        others = (in_flight - layout.layers_per_chunk(job)) * layer
         activations = max(activations, others + (4 if element == 4 else 4 + element) * table)
     tokens = layout.micro_batch_size * job.seq_length
-    if stage == 0 and job.model.hidden_dropout:  # the embeddings' masks (2205.05198 section 4.3)
+    if stage == 0 and job.model.hidden_dropout:  # the embeddings' dropout masks (2205.05198 section 4.3)
         first = layout.pipeline if layout.chunks == 1 else 2 * layout.pipeline - 1
-        divided = layout.tensor if layout.sequence_parallel else 1
-        activations += min(layout.microbatches(job), first) * tokens * job.model.hidden_size / divided
+        ranks = layout.tensor if layout.sequence_parallel else 1
+        activations += min(layout.microbatches(job), first) * tokens * job.model.hidden_size / ranks
     if stage == layout.pipeline - 1:
         logits = tokens * job.padded_vocab_size(layout.tensor) / layout.tensor
         kept = logits * element <= program.kept_logits
-        activations += logits * (element + 4) if kept else LOGITS_AT_ONCE
+        activations += logits * (element + 4) if kept else LOGITS_CHUNK_BYTES
     return Memory(
         weights=element * parameters,
         gradients=program.gradient * parameters,
@@ -160,12 +167,12 @@ def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program
     )
 
 
-def most_memory(job: Job, layout: Layout, cluster: Cluster, program: Program) -> Memory:
-    """That of the stage that keeps the most: the first holds the most activations, the last the logits."""
+def max_memory(job: Job, layout: Layout, cluster: Cluster, program: Program) -> Memory:
+    """Memory of the stage that needs most: the first holds the most activations, the last the logits."""
     stages = {0, layout.pipeline - 1}
     return max((stage_memory(job, layout, cluster, p, program) for p in stages), key=lambda m: m.total)
 
 
 def fits(memory: Memory, cluster: Cluster) -> bool:
-    """Whether a device holds it."""
-    return memory.total <= USABLE * cluster.device.memory
+    """Return True if it fits the usable memory of a device."""
+    return memory.total <= USABLE_MEMORY * cluster.device.memory

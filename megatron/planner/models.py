@@ -1,4 +1,4 @@
-"""Models of the papers' tables, and the runs that were measured with them."""
+"""Models of the papers' tables, and the published runs with them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import dataclasses
 from megatron.model.config import ModelConfig
 from megatron.planner.layout import Job, Layout
 
-VOCAB_SIZE = 51200  # of both papers, padded
+VOCAB_SIZE = 51200  # padded; the same in both papers
 
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-    """A model, and the layout that it was trained in.
+    """A published run: the model and the layout it was trained in.
 
     Attributes:
-        micro_batch_size, layers_per_chunk: of the authors' scripts; None for the second where stages are one chunk.
-        tflops: of a GPU, with recomputation counted; None where the paper has no such number.
+        micro_batch_size, layers_per_chunk: from the authors' scripts; the second is None without interleaving.
+        tflops: per GPU, recomputation included; None where the paper has no number.
     """
 
     layers: int
@@ -43,7 +43,7 @@ class Published:
         return Job(self.model(), self.seq_length, VOCAB_SIZE, self.global_batch_size)
 
     def layout(self) -> Layout:
-        """As it was run: with full recomputation, and torch's DDP, which overlaps, where there is no pipeline."""
+        """Layout of the run: full recomputation; without a pipeline, DDP with overlapped gradient reduction."""
         per_chunk = self.layers_per_chunk or self.layers // self.pipeline
         return Layout(
             tensor=self.tensor,
@@ -56,7 +56,7 @@ class Published:
         )
 
 
-# GPT-2 medium as in NVIDIA's examples, and 1909.08053 table 1: 64 replicas, a batch of 8 each.
+# GPT-2 medium of NVIDIA's examples, and 1909.08053 table 1: 64 replicas with 8 samples each.
 V100_MODELS = {
     "345m": Published(24, 1024, 16, 1024, 1, 1, 64, 512, 8),
     "1.2b": Published(40, 1536, 16, 1024, 1, 1, 64, 512, 8, tflops=39),
@@ -64,8 +64,8 @@ V100_MODELS = {
     "4.2b": Published(64, 2304, 24, 1024, 4, 1, 256, 512, 8),
     "8.3b": Published(72, 3072, 32, 1024, 8, 1, 512, 512, 8),
 }
-# 2104.04473 table 1 and, for 175B, section 5.1; microbatches and chunks as in the scripts
-# published with it (NVIDIA/Megatron-LM, examples/sc21).
+# 2104.04473 table 1 and, for 175B, section 5.1; microbatch sizes and chunks of the scripts published with it
+# (NVIDIA/Megatron-LM, examples/sc21).
 A100_MODELS = {
     "1.7b": Published(24, 2304, 24, 2048, 1, 1, 32, 512, 16, tflops=137),
     "3.6b": Published(30, 3072, 32, 2048, 2, 1, 64, 512, 16, tflops=138),

@@ -1,4 +1,4 @@
-"""Plans in words and as a command line."""
+"""Plans as text, and as a command line."""
 
 from __future__ import annotations
 
@@ -9,91 +9,84 @@ import textwrap
 from megatron.flags import flag_name
 from megatron.model.config import ModelConfig
 from megatron.planner.cluster import Cluster
-from megatron.planner.explain import slower_by
+from megatron.planner.explain import PARTS, slower_by
 from megatron.planner.layout import Job
-from megatron.planner.memory import USABLE, model_parameters
-from megatron.planner.search import Found, Plan
+from megatron.planner.memory import USABLE_MEMORY, model_parameters
+from megatron.planner.search import Plan, SearchResult
 
 
 def heading(job: Job, cluster: Cluster) -> str:
-    """What is trained on what."""
+    """Size of the model, of the cluster and of a step."""
     nodes = "one node" if cluster.nodes == 1 else f"{cluster.nodes:,} nodes of {cluster.per_node}"
     parameters = model_parameters(job)
     many = f"{parameters / 1e9:,.2f} billion" if parameters >= 1e9 else f"{parameters / 1e6:,.4g} million"
     return (
         f"{many} parameters on {cluster.devices:,} "
         f"{cluster.device.name} ({nodes}, {cluster.device.precision}); {job.global_batch_size:,} samples of "
-        f"{job.seq_length:,} tokens a step"
+        f"{job.seq_length:,} tokens per step"
     )
 
 
-def table(found: Found, job: Job, cluster: Cluster) -> str:
-    """The best plans, and what each other is behind by. TFLOP/s are those of the model: what is computed again does not
-    count."""
-    rows = ["    TFLOP/s   step s  bubble  comm.  recomp.  GB used  left  layout"]
-    room = USABLE * cluster.device.memory
-    for number, plan in enumerate(found.plans, start=1):
+def table(result: SearchResult, job: Job, cluster: Cluster) -> str:
+    """The best plans, and why each is slower than the first. TFLOP/s are the model's, without recomputation."""
+    rows = ["    TFLOP/s   step s  bubble  comm.  recomp.  GB used  free  layout"]
+    usable = USABLE_MEMORY * cluster.device.memory
+    for number, plan in enumerate(result.plans, start=1):
         step = plan.step
         shares = (step.bubble, communication(plan), step.recompute)
-        told = "".join(f"{100 * share / step.seconds:7.1f}%" for share in shares)
-        used, left = plan.memory.total / 1e9, (room - plan.memory.total) / 1e9
-        behind = "" if number == 1 else f": {slower_by(plan, found.plans[0])}"
+        percent = "".join(f"{100 * share / step.seconds:7.1f}%" for share in shares)
+        used, free = plan.memory.total / 1e9, (usable - plan.memory.total) / 1e9
+        reason = "" if number == 1 else f": {slower_by(plan, result.plans[0])}"
         rows.append(
-            f"{number:3}{tflops(plan, job, cluster):8.4g}{step.seconds:9.3g}{told}{used:8.1f}{left:6.1f}"
-            f"  {plan.layout}{behind}"
+            f"{number:3}{tflops(plan, job, cluster):8.4g}{step.seconds:9.3g}{percent}{used:8.1f}{free:6.1f}"
+            f"  {plan.layout}{reason}"
         )
     return "\n".join(rows)
 
 
 def communication(plan: Plan) -> float:
-    """Seconds that nothing hides."""
-    return plan.step.tensor + plan.step.transfers + plan.step.gradients
+    """Seconds of exposed communication."""
+    return plan.step.tensor_parallel + plan.step.transfers + plan.step.gradients
 
 
 def tflops(plan: Plan, job: Job, cluster: Cluster) -> float:
-    """Of one device, as of the model: what is computed again does not count."""
+    """Model TFLOP/s per device, without recomputation."""
     return job.flops() / plan.step.seconds / cluster.devices / 1e12
 
 
 def details(plan: Plan, cluster: Cluster) -> str:
-    """What a step of it spends its time on, and what fills the memory."""
+    """Breakdown of a plan's step time and memory."""
     step, memory = plan.step, plan.memory
-    parts = {
-        "matrix products": step.products,
-        "memory-bound operations": step.elements,
-        "tensor parallelism": step.tensor,
-        "embeddings and output": step.ends,
-        "bubble": step.bubble,
-        "gradients": step.gradients,
-        "optimizer": step.optimizer,
-    }
-    time = ", ".join(f"{name} {100 * part / step.seconds:.1f}%" for name, part in parts.items())
+    names = PARTS | {"ends": "embedding and output layer", "bubble": "bubble", "optimizer": "optimizer"}
+    time = ", ".join(
+        f"{words} {100 * getattr(step, name) / step.seconds:.1f}%" for name, words in names.items()
+    )
     kinds = ", ".join(f"{f.name} {getattr(memory, f.name) / 1e9:.3g}" for f in dataclasses.fields(memory))
-    room = USABLE * cluster.device.memory
+    usable = USABLE_MEMORY * cluster.device.memory
     return (
         f"  time    {time}\n"
-        f"  memory  {kinds}: {memory.total / 1e9:.1f} GB on the stage with the most, {room / 1e9:.1f} GB to be had; "
-        f"{(room - memory.total) / 1e9:.1f} GB are left"
+        f"  memory  {kinds}: {memory.total / 1e9:.1f} GB on the largest stage, {usable / 1e9:.1f} GB usable; "
+        f"{(usable - memory.total) / 1e9:.1f} GB free"
     )
 
 
 def duration(plan: Plan, job: Job, cluster: Cluster, tokens: float) -> str:
-    """Of training on so many tokens."""
+    """Days and GPU-hours of training on `tokens`."""
     steps = tokens / (job.global_batch_size * job.seq_length)
     hours = steps * plan.step.seconds / 3600
     return (
         f"  {tokens / 1e9:,.6g} billion tokens are {steps:,.0f} steps: {hours / 24:,.1f} days, "
-        f"{hours * cluster.devices:,.0f} GPU-hours, without evaluations, checkpoints and interruptions"
+        f"{hours * cluster.devices:,.0f} GPU-hours, without evaluation, checkpoints and interruptions"
     )
 
 
 def command_flags(plan: Plan, job: Job, cluster: Cluster, tokens: float | None) -> list[str]:
-    """What a plan says of the flags of pretrain_gpt.py; how long to train, if so many tokens are given."""
+    """Flags of pretrain_gpt.py for a plan; with `tokens`, also the length of training."""
     precision = cluster.device.precision
     model = [
         flag_name(f) if isinstance(value, bool) else f"{flag_name(f)} {value}"
         for f in dataclasses.fields(job.model)
-        if (value := getattr(job.model, f.name)) != f.default and f.name not in implied(job.model)
+        if (value := getattr(job.model, f.name)) != f.default and f.name not in derived_fields(job.model)
     ]
     flags = [*model, f"--seq-length {job.seq_length}", *plan.layout.flags(job)]
     if precision != "fp32":
@@ -104,7 +97,7 @@ def command_flags(plan: Plan, job: Job, cluster: Cluster, tokens: float | None) 
 
 
 def command(flags: list[str], cluster: Cluster) -> str:
-    """The command line on one of the nodes."""
+    """The command line to run on each node."""
     program = (
         f"python -m torch.distributed.run --nproc-per-node {min(cluster.per_node, cluster.devices)} "
         f"--nnodes {cluster.nodes}"
@@ -115,8 +108,8 @@ def command(flags: list[str], cluster: Cluster) -> str:
 
 
 def dry_run_command(flags: list[str], job: Job, cluster: Cluster) -> str:
-    """The command line that counts what the run needs; one process does it for all."""
-    # NullTokenizer has an end of text beside its ids.
+    """The command line of a dry run of the plan, for one process."""
+    # NullTokenizer adds an end-of-text token to its ids.
     rest = [
         "--dry-run",
         f"--world-size {cluster.devices}",
@@ -137,8 +130,8 @@ def _lines(*lines: str) -> str:
     return " \\\n    ".join(lines)
 
 
-def implied(model: ModelConfig) -> set[str]:
-    """Fields whose value follows from the others, so that no flag need say it."""
+def derived_fields(model: ModelConfig) -> set[str]:
+    """Fields whose value follows from other fields, so that they need no flag."""
     given = (
         "num_layers",
         "hidden_size",
@@ -149,11 +142,11 @@ def implied(model: ModelConfig) -> set[str]:
         "swiglu",
     )
     plain = ModelConfig(**{name: getattr(model, name) for name in given})
-    found = {
+    derived = {
         name
         for name in ("ffn_hidden_size", "num_query_groups")
         if getattr(plain, name) == getattr(model, name)
     }
     if model.kv_channels * model.num_attention_heads == model.hidden_size:
-        found.add("kv_channels")
-    return found
+        derived.add("kv_channels")
+    return derived

@@ -1,4 +1,4 @@
-"""All layouts of a job on a cluster: which fit, how fast they are, and what would be lost by another choice."""
+"""Search the layouts of a job on a cluster: those that fit, and the fastest of them."""
 
 from __future__ import annotations
 
@@ -6,24 +6,23 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 
-from megatron.flags import InputError
-from megatron.model.config import ModelConfig
+from megatron.errors import InputError
 from megatron.planner.cluster import Cluster
 from megatron.planner.layout import OURS, Job, Layout
-from megatron.planner.memory import USABLE, Memory, fits, most_memory
+from megatron.planner.memory import USABLE_MEMORY, Memory, fits, max_memory
 from megatron.planner.simulate import Simulator, Step
 
-# Chunks of a stage, and samples of a microbatch, beyond which nothing is gained.
-MOST_CHUNKS, MICRO_BATCH_SIZES = 8, (1, 2, 4, 8, 16, 32)
-# Of the layouts by the estimate, so many more than asked for are walked with the clock, as the order may change.
-WALKED = 3
-# Of the smallest cluster: beyond them a process keeps hardly less.
-MOST_REPLICAS = 16
+# Larger numbers of chunks per stage, and other microbatch sizes, gain nothing.
+MAX_CHUNKS, MICRO_BATCH_SIZES = 8, (1, 2, 4, 8, 16, 32)
+# Estimates may be in another order than the clock's results: this many times the layouts asked for are simulated.
+SIMULATED_PER_PLAN = 3
+# For the smallest cluster: more replicas save hardly any memory.
+MAX_REPLICAS = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A layout that fits, and what is predicted of it. `memory` is that of the process with the most."""
+    """A layout that fits, with its predicted step and the memory of the process that needs most."""
 
     layout: Layout
     step: Step
@@ -31,8 +30,8 @@ class Plan:
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
-    """What a search found: the best plans, the fastest first, and how many layouts were timed or did not fit."""
+class SearchResult:
+    """The best plans, the fastest first, and how many layouts were timed or did not fit."""
 
     plans: list[Plan]
     timed: int
@@ -42,7 +41,7 @@ class Found:
 def make_plan(job: Job, layout: Layout, cluster: Cluster) -> Plan:
     """Predict one layout."""
     step = Simulator(job, layout, cluster, OURS).step()
-    return Plan(layout, step, most_memory(job, layout, cluster, OURS))
+    return Plan(layout, step, max_memory(job, layout, cluster, OURS))
 
 
 def divisors(n: int) -> list[int]:
@@ -50,28 +49,22 @@ def divisors(n: int) -> list[int]:
 
 
 def tensor_sizes(job: Job, cluster: Cluster) -> list[int]:
-    """Sizes of tensor parallelism that divide the model, up to two nodes: what it communicates in every layer is more
-    than links between nodes carry in time (2104.04473 section 5.4.1), which a size beyond one node shows."""
-    sizes = divisors(job.model.num_attention_heads)
-    return [
-        t for t in sizes if t <= 2 * cluster.per_node and cluster.devices % t == 0 and divides(t, job.model)
-    ]
+    """Tensor-parallel sizes that divide model and cluster, up to two nodes.
+
+    A size beyond one node is included to show its cost: the links between nodes are too slow for communication in every
+    layer (2104.04473 section 5.4.1).
+    """
+    sizes = range(1, min(2 * cluster.per_node, cluster.devices) + 1)
+    return [t for t in sizes if cluster.devices % t == 0 and job.model.can_split(t)]
 
 
-def divides(tensor: int, model: ModelConfig) -> bool:
-    """Whether so many tensor-parallel processes can share a layer."""
-    heads, groups = model.num_attention_heads, model.num_query_groups
-    whole_groups = groups % tensor == 0 or tensor % groups == 0
-    return heads % tensor == 0 and model.ffn_hidden_size % tensor == 0 and whole_groups
-
-
-def divides_sequence(tensor: int, job: Job) -> bool:
-    """Whether there is sequence parallelism among so many tensor-parallel processes."""
+def can_sequence_parallel(job: Job, tensor: int) -> bool:
+    """Return True if sequence parallelism is possible over `tensor` ranks."""
     return tensor > 1 and job.seq_length % tensor == 0
 
 
 def shapes(job: Job, cluster: Cluster) -> Iterator[Layout]:
-    """The layouts that divide the job and the cluster, as far as axes, chunks and microbatch go."""
+    """Yield the axis sizes, chunks and microbatch sizes that divide job and cluster."""
     model = job.model
     for t, p in itertools.product(tensor_sizes(job, cluster), divisors(model.num_layers)):
         if cluster.devices % (t * p):
@@ -81,9 +74,9 @@ def shapes(job: Job, cluster: Cluster) -> Iterator[Layout]:
             if job.global_batch_size % (data * b):
                 continue
             m = job.global_batch_size // (data * b)
-            most = MOST_CHUNKS if p > 1 and m % p == 0 else 1
+            max_chunks = MAX_CHUNKS if p > 1 and m % p == 0 else 1
             for v in divisors(model.num_layers // p):
-                if v <= most:
+                if v <= max_chunks:
                     yield Layout(
                         tensor=t,
                         pipeline=p,
@@ -95,9 +88,11 @@ def shapes(job: Job, cluster: Cluster) -> Iterator[Layout]:
 
 
 def variants(shape: Layout, job: Job) -> Iterator[Layout]:
-    """A shape with and without what saves memory. Selective recomputation is left out: with fused attention there
-    are no scores for it to save."""
-    parallel = (False, True) if divides_sequence(shape.tensor, job) else (False,)
+    """Yield a shape with and without each way to save memory.
+
+    Selective recomputation is left out: fused attention has no scores for it to save.
+    """
+    parallel = (False, True) if can_sequence_parallel(job, shape.tensor) else (False,)
     for recompute in ("none", "full"):
         for sequence_parallel in parallel:
             for sharded in (False, True) if shape.data > 1 else (False,):
@@ -109,21 +104,21 @@ def variants(shape: Layout, job: Job) -> Iterator[Layout]:
                 )
 
 
-def search(job: Job, cluster: Cluster, *, wanted: int, progress: Callable[[int], None]) -> Found:
-    """The fastest layouts that fit, of each shape the fastest variant.
+def search(job: Job, cluster: Cluster, *, num_plans: int, progress: Callable[[int], object]) -> SearchResult:
+    """Find the fastest layouts that fit; each shape counts with its fastest variant.
 
     Args:
-        progress: told after each shape how many layouts have been looked at.
+        progress: called after each shape with the number of layouts examined so far.
 
     Raises:
-        InputError: none divides the job, or none fits; with the smallest cluster that would do.
+        InputError: no layout divides the job, or none fits; the message names the smallest sufficient cluster.
     """
     estimates: list[tuple[float, int, Layout]] = []
     too_large = timed = 0
     for shape in shapes(job, cluster):
         best: tuple[float, Layout] | None = None
         for layout in variants(shape, job):
-            if not fits(most_memory(job, layout, cluster, OURS), cluster):
+            if not fits(max_memory(job, layout, cluster, OURS), cluster):
                 too_large += 1
                 continue
             timed += 1
@@ -135,16 +130,16 @@ def search(job: Job, cluster: Cluster, *, wanted: int, progress: Callable[[int],
         progress(timed + too_large)
     if not estimates:
         raise InputError(_nothing_fits(job, cluster, too_large))
-    likely = [layout for _, _, layout in sorted(estimates)[: WALKED * wanted]]
+    likely = [layout for _, _, layout in sorted(estimates)[: SIMULATED_PER_PLAN * num_plans]]
     plans = sorted((make_plan(job, layout, cluster) for layout in likely), key=lambda plan: plan.step.seconds)
-    return Found(plans[:wanted], timed, too_large)
+    return SearchResult(plans[:num_plans], timed, too_large)
 
 
 def _nothing_fits(job: Job, cluster: Cluster, too_large: int) -> str:
-    """Why there is no layout, and what would be right."""
-    least, devices = smallest(job, cluster), cluster.devices
-    if not too_large and least is not None and least.processes <= devices:
-        # A replica has as many of the batch's samples as the others.
+    """Say why there is no layout, and what to change."""
+    smallest, devices = smallest_layout(job, cluster), cluster.devices
+    if not too_large and smallest is not None and smallest.processes <= devices:
+        # Every replica needs the same number of samples.
         sizes = itertools.product(tensor_sizes(job, cluster), divisors(job.model.num_layers))
         replicas = min(devices // (t * p) for t, p in sizes if devices % (t * p) == 0)
         below = job.global_batch_size // replicas * replicas
@@ -152,32 +147,34 @@ def _nothing_fits(job: Job, cluster: Cluster, too_large: int) -> str:
         return (
             f"--global-batch-size: no layout divides {job.global_batch_size} samples, --num-layers "
             f"{job.model.num_layers} and --num-attention-heads {job.model.num_attention_heads} over {devices} devices; "
-            f"with {nearest} samples there is one, or choose another number of devices"
+            f"choose {nearest} samples, or another number of devices"
         )
-    room = USABLE * cluster.device.memory / 1e9
-    told = f"no layout on {devices} {cluster.device.name} holds this model in {room:.3g} GB each"
-    if least is None:
-        return f"{told}, nor on more of them: a layer alone is too large; choose devices with more memory"
-    return f"{told}; the smallest cluster that would is {least.processes} of them ({least})"
+    usable = USABLE_MEMORY * cluster.device.memory / 1e9
+    reason = f"no layout fits this model on {devices} {cluster.device.name} with {usable:.3g} GB each"
+    if smallest is None:
+        return f"{reason}, nor on more of them: a single layer is too large; choose devices with more memory"
+    return f"{reason}; the smallest cluster that fits it has {smallest.processes} of them ({smallest})"
 
 
-def smallest(job: Job, cluster: Cluster) -> Layout | None:
-    """The layout of the fewest devices that holds the model, divides the batch and fills nodes, with all that saves
-    memory. More replicas hold less of the optimizer's state each, and the rest as often."""
+def smallest_layout(job: Job, cluster: Cluster) -> Layout | None:
+    """Return the layout with the fewest devices that holds the model, divides the batch and fills whole nodes.
+
+    It uses every way to save memory. More replicas shard the optimizer's state further, and nothing else.
+    """
     found = []
-    sizes = [t for t in range(1, cluster.per_node + 1) if divides(t, job.model)]
-    replicas = [d for d in range(1, MOST_REPLICAS + 1) if job.global_batch_size % d == 0]
+    sizes = [t for t in range(1, cluster.per_node + 1) if job.model.can_split(t)]
+    replicas = [d for d in range(1, MAX_REPLICAS + 1) if job.global_batch_size % d == 0]
     for t, p, data in itertools.product(sizes, divisors(job.model.num_layers), replicas):
         layout = Layout(
             tensor=t,
             pipeline=p,
             data=data,
             recompute="full",
-            sequence_parallel=divides_sequence(t, job),
+            sequence_parallel=can_sequence_parallel(job, t),
             distributed_optimizer=data > 1,
         )
-        fills = layout.processes <= cluster.per_node or layout.processes % cluster.per_node == 0
-        busy = dataclasses.replace(job, global_batch_size=data * p)
-        if fills and fits(most_memory(busy, layout, cluster, OURS), cluster):
+        fills_nodes = layout.processes <= cluster.per_node or layout.processes % cluster.per_node == 0
+        full_pipeline = dataclasses.replace(job, global_batch_size=data * p)
+        if fills_nodes and fits(max_memory(full_pipeline, layout, cluster, OURS), cluster):
             found.append(layout)
     return min(found, key=lambda layout: (layout.processes, layout.data), default=None)

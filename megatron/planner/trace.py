@@ -1,25 +1,26 @@
-"""The predicted timeline of a step for people: a trace for Perfetto or chrome://tracing, and a picture."""
+"""Draw the predicted timeline of a step: a trace for Perfetto or chrome://tracing, and a picture."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-from megatron.flags import InputError
+from megatron.errors import InputError
 from megatron.parallel.schedules import Forward, Timeline
 from megatron.planner.simulate import Simulator
 
-# Of a picture: groups of microbatches, one for each stage, that it has at most; its size in points.
-GROUPS, WIDTH, ROW = 2, 1200, 22
-INK, PAPER, IDLE = "#1f2937", "#f8fafc", "#e5e7eb"
-# One colour per chunk, in turns.
+# Groups of microbatches (one per stage) in a picture, at most; its width and the height of a row in points.
+MAX_GROUPS, WIDTH, ROW = 2, 1200, 22
+INK, BACKGROUND, IDLE = "#1f2937", "#f8fafc", "#e5e7eb"
+# One color per chunk, repeating.
 FORWARD = ("#2f6fb7", "#bcd7f5", "#6aa2dd", "#e3effb")
 BACKWARD = ("#2e8b57", "#bfe8cd", "#6cc08b", "#e4f6ea")
 
 
 def write_trace(simulator: Simulator, path: Path) -> None:
-    """A step of every stage in Chrome's format of traces, times in microseconds. Tensor-parallel processes and
-    replicas of a stage do the same.
+    """Write a step of every stage in Chrome's trace event format, times in microseconds.
+
+    All tensor-parallel ranks and replicas of a stage behave alike and share a row.
 
     Raises:
         InputError: the file cannot be written.
@@ -33,8 +34,8 @@ def write_trace(simulator: Simulator, path: Path) -> None:
         events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": stage, "args": {"name": name}})
         for action, start, end in row:
             kind = "forward" if isinstance(action, Forward) else "backward"
-            about = {"microbatch": action.microbatch, "chunk": action.chunk}
-            events.append(_event(f"{kind} {action.microbatch}", kind, stage, start, end, about))
+            arguments = {"microbatch": action.microbatch, "chunk": action.chunk}
+            events.append(_event(f"{kind} {action.microbatch}", kind, stage, start, end, arguments))
         end = row[-1][2]
         for kind, seconds in (("gradients", simulator.gradients()), ("optimizer", simulator.optimizer())):
             events.append(_event(kind, kind, stage, end, end + seconds, {}))
@@ -42,25 +43,26 @@ def write_trace(simulator: Simulator, path: Path) -> None:
     _write("--trace", path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
-def _event(name: str, kind: str, stage: int, start: float, end: float, about: dict[str, int]) -> dict:
+def _event(name: str, kind: str, stage: int, start: float, end: float, arguments: dict[str, int]) -> dict:
     times = {"ts": round(1e6 * start, 3), "dur": round(1e6 * (end - start), 3)}
-    return {"name": name, "cat": kind, "ph": "X", "pid": 0, "tid": stage, **times, "args": about}
+    return {"name": name, "cat": kind, "ph": "X", "pid": 0, "tid": stage, **times, "args": arguments}
 
 
 def write_picture(simulator: Simulator, path: Path) -> None:
-    """The schedule, rows being stages and grey the bubble, as SVG or PNG by the file's ending. Of many microbatches
-    it has the first ones alone, and ends as a step of these would.
+    """Draw the schedule, one row per stage, idle time in gray; SVG or PNG by the file's suffix.
+
+    With many microbatches, it shows a step of the first ones only.
 
     Raises:
         InputError: the file cannot be written.
-        ImportError: for PNG matplotlib is missing.
+        ImportError: matplotlib, needed for PNG, is missing.
     """
     layout = simulator.layout
-    microbatches = min(simulator.microbatches, GROUPS * layout.pipeline)
+    microbatches = min(simulator.microbatches, MAX_GROUPS * layout.pipeline)
     timeline = simulator.timeline(microbatches)
     title = (
         f"{layout}: {microbatches} of {simulator.microbatches} microbatches, {1e3 * timeline.makespan:.0f} ms "
-        "without gradients and optimizer"
+        "without gradient reduction and optimizer"
     )
     if path.suffix == ".svg":
         _write("--picture", path, svg(timeline, title))
@@ -69,7 +71,7 @@ def write_picture(simulator: Simulator, path: Path) -> None:
 
 
 def _boxes(timeline: Timeline) -> list[tuple[int, float, float, str]]:
-    """Stage, start, end and colour of every compute."""
+    """Stage, start, end and color of every compute."""
     return [
         (stage, start, end, (FORWARD if isinstance(action, Forward) else BACKWARD)[action.chunk % 4])
         for stage, row in enumerate(timeline.ranks)
@@ -78,7 +80,7 @@ def _boxes(timeline: Timeline) -> list[tuple[int, float, float, str]]:
 
 
 def svg(timeline: Timeline, title: str) -> str:
-    """The picture as text."""
+    """Return the picture as SVG."""
     left, top, unit = 70, 40, WIDTH / timeline.makespan
     rows = len(timeline.ranks)
     width, height = left + WIDTH + 20, top + rows * ROW + 16
@@ -86,17 +88,17 @@ def svg(timeline: Timeline, title: str) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         'font-family="Helvetica, Arial, sans-serif" font-size="12" role="img">',
         f"<title>{title}</title>",
-        f'<rect width="{width}" height="{height}" fill="{PAPER}"/>',
+        f'<rect width="{width}" height="{height}" fill="{BACKGROUND}"/>',
         f'<text x="16" y="24" font-size="15" fill="{INK}">{title}</text>',
         f'<rect x="{left}" y="{top}" width="{WIDTH}" height="{rows * ROW}" fill="{IDLE}"/>',
     ]
     for stage in range(rows):
         y = top + stage * ROW + 0.7 * ROW
         parts.append(f'<text x="{left - 8}" y="{y:g}" text-anchor="end" fill="{INK}">stage {stage}</text>')
-    for stage, start, end, colour in _boxes(timeline):
+    for stage, start, end, color in _boxes(timeline):
         x, y = left + start * unit, top + stage * ROW
         parts.append(
-            f'<rect x="{x:.2f}" y="{y}" width="{(end - start) * unit:.2f}" height="{ROW}" fill="{colour}" '
+            f'<rect x="{x:.2f}" y="{y}" width="{(end - start) * unit:.2f}" height="{ROW}" fill="{color}" '
             f'stroke="{INK}" stroke-width="0.2"/>'
         )
     return "\n".join([*parts, "</svg>\n"])
@@ -108,8 +110,8 @@ def _write_png(timeline: Timeline, title: str, path: Path) -> None:
     rows = len(timeline.ranks)
     figure = Figure(figsize=(WIDTH / 80, 1.2 + rows * ROW / 80), layout="constrained")
     axes = figure.subplots()
-    for stage, start, end, colour in _boxes(timeline):
-        axes.barh(stage, end - start, left=start, height=1, color=colour, edgecolor=INK, linewidth=0.2)
+    for stage, start, end, color in _boxes(timeline):
+        axes.barh(stage, end - start, left=start, height=1, color=color, edgecolor=INK, linewidth=0.2)
     axes.set(title=title, xlabel="seconds", ylabel="stage", yticks=range(rows), facecolor=IDLE)
     axes.set(xlim=(0, timeline.makespan), ylim=(rows - 0.5, -0.5))
     try:

@@ -1,4 +1,4 @@
-"""What every tokenizer can do."""
+"""Base class of the tokenizers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.flags import InputError
+from megatron.errors import InputError
+from megatron.tokenizer.config import TokenizerConfig
 
 
 class SpecialToken:
-    """A token with a role in training, such as `tokenizer.eod`: its id, or `InputError` if there is none."""
+    """Descriptor of a special token, such as `tokenizer.eod`: returns its id, or raises `InputError` without one."""
 
     def __init__(self, description: str) -> None:
         self.description = description
@@ -28,13 +29,13 @@ class SpecialToken:
 
 
 class Tokenizer:
-    """Base of the tokenizers.
+    """Base class of the tokenizers.
 
     Attributes:
-        name: the value of `--tokenizer-type`.
-        files: absolute paths of the files it was made from; copies of them make the same tokenizer.
-        vocab_size: number of ids, special tokens among them; every id is below it.
-        special_ids: ids of the special tokens there are, by role.
+        name: value of --tokenizer-type.
+        files: absolute paths of the tokenizer's files; copies of them make the same tokenizer.
+        vocab_size: number of ids, including special tokens; every id is below it.
+        special_ids: ids of the special tokens by role.
     """
 
     eod = SpecialToken("end-of-document")
@@ -56,24 +57,29 @@ class Tokenizer:
     def __str__(self) -> str:
         return " ".join([self.name, *(f"({file})" for file in self.files[:1])])
 
+    @classmethod
+    def from_config(cls, config: TokenizerConfig) -> Tokenizer:
+        """Build the tokenizer from its flags."""
+        raise NotImplementedError
+
     def tokenize(self, text: str) -> list[int]:
-        """The ids of `text`, with no special tokens around them."""
+        """Return the ids of `text`, without special tokens around them."""
         return self.tokenize_batch([text])[0]
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, as `tokenize` gives them. The texts hold no lone surrogates."""
+        """Return the ids of each text, as `tokenize` does. The texts have no lone surrogates."""
         raise NotImplementedError
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; bytes that are not UTF-8, as when a character is cut, become U+FFFD."""
+        """Return the text of `ids`. Invalid UTF-8, such as a truncated character, becomes U+FFFD."""
         raise NotImplementedError
 
 
 def read_text(path: str) -> str:
-    """The content of a tokenizer's file.
+    """Read a tokenizer's file.
 
     Raises:
-        InputError: it cannot be read, or is not UTF-8.
+        InputError: the file is unreadable or not UTF-8.
     """
     try:
         return Path(path).read_bytes().decode("utf-8")
@@ -84,10 +90,10 @@ def read_text(path: str) -> str:
 
 
 def read_json(path: str) -> Any:
-    """The value that a JSON file holds.
+    """Read a JSON file.
 
     Raises:
-        InputError: it cannot be read, or is not JSON.
+        InputError: the file is unreadable or not JSON.
     """
     text = read_text(path)
     try:

@@ -1,4 +1,4 @@
-"""Flags of the tokenizers."""
+"""Flags of the tokenizers, and their registry."""
 
 from __future__ import annotations
 
@@ -6,51 +6,50 @@ import dataclasses
 
 from megatron.flags import Config, flag
 
-# Three names of Megatron-LM's for one thing.
-SENTENCE_PIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
-TOKENIZER_TYPES = (
-    "GPT2BPETokenizer",
-    "BertWordPieceLowerCase",
-    "BertWordPieceCase",
-    *SENTENCE_PIECE_TYPES,
-    "HuggingFaceTokenizer",
-    "TikTokenizer",
-    "NullTokenizer",
-)
+# Class of each --tokenizer-type, as 'module:class' so that a run imports only the one it uses. The class has a
+# classmethod from_config(config: TokenizerConfig). The three SentencePiece names are Megatron-LM's.
+TOKENIZERS = {
+    "GPT2BPETokenizer": "megatron.tokenizer.gpt2:GPT2BPETokenizer",
+    "BertWordPieceLowerCase": "megatron.tokenizer.bert:BertWordPieceTokenizer",
+    "BertWordPieceCase": "megatron.tokenizer.bert:BertWordPieceTokenizer",
+    "SentencePieceTokenizer": "megatron.tokenizer.sentence_piece:SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer": "megatron.tokenizer.sentence_piece:SentencePieceTokenizer",
+    "Llama2Tokenizer": "megatron.tokenizer.sentence_piece:SentencePieceTokenizer",
+    "HuggingFaceTokenizer": "megatron.tokenizer.huggingface:HuggingFaceTokenizer",
+    "TikTokenizer": "megatron.tokenizer.tiktoken_file:TikTokenizer",
+    "NullTokenizer": "megatron.tokenizer.null:NullTokenizer",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenizerConfig(Config):
-    """Which tokenizer, and where its files are."""
+    """Tokenizer type and files."""
 
-    tokenizer_type: str | None = flag(
-        None, "kind of tokenizer, on which the files it needs depend", choices=TOKENIZER_TYPES
-    )
+    tokenizer_type: str | None = flag(None, "type of tokenizer", choices=tuple(TOKENIZERS))
     vocab_file: str | None = flag(
         None,
-        "vocabulary: vocab.json of a GPT-2 BPE, vocab.txt of a BERT WordPiece",
+        "vocabulary: vocab.json of a GPT-2 BPE, or vocab.txt of a BERT WordPiece",
         aliases=("--vocab",),
         metavar="FILE",
     )
     merge_file: str | None = flag(None, "merges.txt of a GPT-2 BPE", metavar="FILE")
     tokenizer_model: str | None = flag(
         None,
-        "SentencePiece .model file, a vocabulary of tiktoken's, or a tokenizer.json or the directory holding one "
-        "(HuggingFaceTokenizer)",
+        "SentencePiece .model file, tiktoken vocabulary, or (HuggingFaceTokenizer) a tokenizer.json or its directory",
         metavar="PATH",
     )
     tiktoken_pattern: str | None = flag(
         None,
-        "how a TikTokenizer cuts text into words: a pattern of Megatron-LM's or of OpenAI's",
+        "TikTokenizer: pattern that splits text into words, Megatron-LM's v1 or v2 or one of OpenAI's",
         choices=("v1", "v2", "gpt2", "cl100k", "o200k"),
     )
     tiktoken_num_special_tokens: int = flag(
-        1000, "special tokens that come before the pieces of a TikTokenizer's JSON vocabulary", low=7
+        1000, "TikTokenizer: special tokens before the pieces of a JSON vocabulary", low=7
     )
     vocab_size: int | None = flag(
         None,
-        "number of ids of a NullTokenizer, and at most of a TikTokenizer's JSON vocabulary (default: 131072); the "
-        "lines of vocab.txt leave [BOS] and [EOS] out; else checked against the files",
+        "NullTokenizer: number of ids; TikTokenizer: maximum for a JSON vocabulary (default: 131072); BertWordPiece: "
+        "the number of lines in vocab.txt leaves out [BOS] and [EOS]; otherwise checked against the files",
         low=1,
     )
     make_vocab_size_divisible_by: int = flag(

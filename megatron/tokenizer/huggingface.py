@@ -1,4 +1,4 @@
-"""A tokenizer.json of Hugging Face's, from disk."""
+"""Hugging Face tokenizer, from a tokenizer.json on disk."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from pathlib import Path
 
 from tokenizers import Tokenizer as HFTokenizer
 
-from megatron.flags import InputError
+from megatron.errors import InputError
 from megatron.tokenizer.base import Tokenizer, read_json, read_text
+from megatron.tokenizer.config import TokenizerConfig
 
-# The key of tokenizer_config.json that names the token of each role.
+# Key of tokenizer_config.json that names the token of each role.
 CONFIG_KEYS = {
     "eod": "eos_token",
     "eos": "eos_token",
@@ -23,10 +24,10 @@ CONFIG_KEYS = {
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A tokenizer.json, or the directory that holds one.
+    """Tokenizer of a tokenizer.json, given as the file or its directory.
 
-    The tokenizer_config.json beside a file of that name says which tokens are special; documents end with its
-    eos_token. Special tokens written out in text become their ids, as in the transformers library.
+    The tokenizer_config.json next to it names the special tokens. Documents end with its eos_token. Special tokens
+    written out in text become their ids, as in the transformers library.
     """
 
     def __init__(self, path: str) -> None:
@@ -34,7 +35,7 @@ class HuggingFaceTokenizer(Tokenizer):
         if not file.is_file():
             raise InputError(
                 f"--tokenizer-model: {file} does not exist; give a tokenizer.json or the directory holding one "
-                "(names of models on the Hugging Face hub are not looked up)"
+                "(model names on the Hugging Face hub are not looked up)"
             )
         try:
             self._tokenizer = HFTokenizer.from_str(read_text(str(file)))
@@ -42,7 +43,7 @@ class HuggingFaceTokenizer(Tokenizer):
             raise
         except Exception as error:  # the library raises nothing more specific
             raise InputError(f"{file}: is not a tokenizer.json: {error}") from None
-        # A file saved with a model's limits in it would cut documents short.
+        # A file saved with a model's maximum length would truncate documents.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         config = file.with_name("tokenizer_config.json")
@@ -53,6 +54,10 @@ class HuggingFaceTokenizer(Tokenizer):
             vocab_size=max(self._tokenizer.get_vocab().values(), default=-1) + 1,
             special_ids=self._special_ids(config) if has_config else {},
         )
+
+    @classmethod
+    def from_config(cls, config: TokenizerConfig) -> HuggingFaceTokenizer:
+        return cls(*config.require("tokenizer_model"))
 
     def _special_ids(self, config: Path) -> dict[str, int]:
         settings = read_json(str(config))
@@ -66,9 +71,7 @@ class HuggingFaceTokenizer(Tokenizer):
                 continue
             i = self._tokenizer.token_to_id(token) if isinstance(token, str) else None
             if i is None:
-                raise InputError(
-                    f"{config}: {key} is {token!r}, which the tokenizer.json beside it does not have"
-                )
+                raise InputError(f"{config}: {key} is {token!r}, which the tokenizer.json next to it lacks")
             special_ids[role] = i
         return special_ids
 

@@ -1,18 +1,19 @@
-"""A SentencePiece .model file."""
+"""SentencePiece tokenizer, from a .model file."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.flags import InputError
+from megatron.errors import InputError
 from megatron.tokenizer.base import Tokenizer
+from megatron.tokenizer.config import TokenizerConfig
 
 SPECIAL_PIECES = {"cls": ("[CLS]", "<cls>"), "sep": ("[SEP]", "<sep>"), "mask": ("[MASK]", "<mask>")}
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model. Documents end with its end-of-sequence token."""
+    """SentencePiece model. Documents end with its end-of-sequence token."""
 
     def __init__(self, model_file: str) -> None:
         try:
@@ -49,6 +50,10 @@ class SentencePieceTokenizer(Tokenizer):
             vocab_size=processor.get_piece_size(),
             special_ids=special_ids,
         )
+
+    @classmethod
+    def from_config(cls, config: TokenizerConfig) -> SentencePieceTokenizer:
+        return cls(*config.require("tokenizer_model"))
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return self._processor.encode(list(texts), num_threads=1)

@@ -1,4 +1,4 @@
-"""A vocabulary of tiktoken's: its own file, or the JSON that Megatron-LM reads."""
+"""tiktoken tokenizer, from tiktoken's own vocabulary file or Megatron-LM's JSON."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron.flags import InputError
+from megatron.errors import InputError
 from megatron.tokenizer.base import Tokenizer, read_json, read_text
+from megatron.tokenizer.config import TokenizerConfig
 from megatron.tokenizer.gpt2 import END_OF_TEXT, LONGEST_SPACE
 from megatron.tokenizer.gpt2 import PATTERN as GPT2_PATTERN
 
-# What a word may begin with, and the letters that stand at its start and at its end where case cuts words:
-# CamelCase is two. Letters without case, and marks, are of both kinds.
+# A character that may precede a word, and the letters at the start and end of a word in patterns that split by case
+# (CamelCase is two words). Letters without case, and marks, are in both classes.
 _BEFORE, _UPPER, _LOWER = (
     r"[^\r\n\p{L}\p{N}]?",
     r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]",
@@ -25,20 +26,20 @@ _SUFFIX = r"(?i:'(?:[sdmt]|ll|ve|re))"
 _SPACE = r"\s+(?!\S)|\s+"
 
 
-def _cut_by_case(after_word: str, number: str) -> str:
+def _split_by_case(after_word: str, number: str) -> str:
     words = f"{_BEFORE}{_UPPER}*{_LOWER}+{after_word}|{_BEFORE}{_UPPER}+{_LOWER}*{after_word}"
     return rf"{words}|{number}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|{_SPACE}"
 
 
-# How text is cut into words, within which pieces are joined: v1 and v2 are Megatron-LM's, the others OpenAI's.
+# Patterns that split text into words, within which pieces are merged. v1 and v2 are Megatron-LM's, the others OpenAI's.
 PATTERNS = {
     "v1": rf"{_BEFORE}+\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]++[\r\n]*|\s*[\r\n]|{_SPACE}",
-    "v2": _cut_by_case("", r"\p{N}"),
+    "v2": _split_by_case("", r"\p{N}"),
     "gpt2": GPT2_PATTERN,
     "cl100k": rf"{_SUFFIX}|{_BEFORE}+\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|{_SPACE}",
-    "o200k": _cut_by_case(f"{_SUFFIX}?", r"\p{N}{1,3}"),
+    "o200k": _split_by_case(f"{_SUFFIX}?", r"\p{N}{1,3}"),
 }
-# The first special tokens of a JSON vocabulary, by the names and in the order of Megatron-LM.
+# First special tokens of a JSON vocabulary, named and ordered as in Megatron-LM.
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 ROLES = {
     "bos": "<s>",
@@ -49,15 +50,15 @@ ROLES = {
     "cls": "<cls>",
     "sep": "<sep>",
 }
-JSON_VOCAB_SIZE = 2**17  # what Megatron-LM takes of a JSON vocabulary unless --vocab-size says otherwise
+JSON_VOCAB_SIZE = 2**17  # Megatron-LM's default --vocab-size for a JSON vocabulary
 
 
 class TikTokenizer(Tokenizer):
-    """A byte-level BPE whose pieces are joined in the order of their ranks, by the tiktoken library.
+    """Byte-level BPE that merges pieces by rank, computed by the tiktoken library.
 
-    A JSON vocabulary is Megatron-LM's: special tokens first, then the pieces, up to `vocab_size` ids in all.
-    In tiktoken's own file the ids are the ranks; the id after the last of them, <|endoftext|>, ends a document.
-    Text never becomes a special token.
+    A Megatron-LM JSON vocabulary has special tokens first, then the pieces, up to `vocab_size` ids in total. In
+    tiktoken's own file the ids are the ranks, and the id after the last one, <|endoftext|>, ends a document. Text never
+    becomes a special token.
     """
 
     def __init__(self, path: str, *, pattern: str, num_special_tokens: int, vocab_size: int | None) -> None:
@@ -67,7 +68,7 @@ class TikTokenizer(Tokenizer):
             raise InputError("TikTokenizer needs a library: pip install tiktoken") from None
 
         if not Path(path).is_file():
-            raise InputError(f"--tokenizer-model: {path} is not a file; give a vocabulary of tiktoken's")
+            raise InputError(f"--tokenizer-model: {path} is not a file; give a tiktoken vocabulary")
         if read_text(path).lstrip().startswith("["):
             names = [
                 *SPECIAL_TOKENS,
@@ -77,8 +78,8 @@ class TikTokenizer(Tokenizer):
             room = (vocab_size or JSON_VOCAB_SIZE) - len(names)
             if room < 256:
                 raise InputError(
-                    f"--vocab-size: {len(names) + room} is too small; it counts --tiktoken-num-special-tokens "
-                    f"{len(names)} and at least the 256 single bytes"
+                    f"--vocab-size: {len(names) + room} is too small for --tiktoken-num-special-tokens {len(names)} "
+                    "and the 256 single bytes"
                 )
             pieces = _pieces_of_json(path)[:room]
             ranks = {piece: len(names) + rank for rank, piece in enumerate(pieces)}
@@ -90,13 +91,13 @@ class TikTokenizer(Tokenizer):
         missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
         if missing:
             raise InputError(
-                f"{path}: lacks {len(missing)} of the 256 single bytes, {missing[0]:#04x} the first; "
-                "it is not a vocabulary of tiktoken's"
+                f"{path}: lacks {len(missing)} of the 256 single bytes, such as {missing[0]:#04x}; "
+                "it is not a tiktoken vocabulary"
             )
         self._encoding = tiktoken.Encoding(
             path, pat_str=PATTERNS[pattern], mergeable_ranks=ranks, special_tokens=special
         )
-        # Of white space in which the pattern looks ahead: but for GPT-2's, that after the last end of a line.
+        # Whitespace in which the pattern looks ahead. Except in GPT-2's pattern it excludes line ends.
         space = r"\s" if pattern == "gpt2" else r"[^\S\r\n]"
         self._too_long = re.compile(rf"(?<!{space}){space}{{{LONGEST_SPACE + 1},}}(?!\s)")
         super().__init__(
@@ -106,12 +107,19 @@ class TikTokenizer(Tokenizer):
             special_ids=special_ids,
         )
 
+    @classmethod
+    def from_config(cls, config: TokenizerConfig) -> TikTokenizer:
+        path, pattern = config.require("tokenizer_model", "tiktoken_pattern")
+        special = config.tiktoken_num_special_tokens
+        return cls(path, pattern=pattern, num_special_tokens=special, vocab_size=config.vocab_size)
+
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self._encode(text) for text in texts]
 
     def _encode(self, text: str) -> list[int]:
-        """The ids of a text, which is cut where it holds longer white space than tiktoken can encode."""
-        ids, begin = [], 0
+        """Encode a text, split where it has more whitespace than tiktoken can encode."""
+        ids: list[int] = []
+        begin = 0
         for run in self._too_long.finditer(text) if len(text) > LONGEST_SPACE else ():
             for end in range(run.start() + LONGEST_SPACE, run.end(), LONGEST_SPACE):
                 ids += self._encoding.encode_ordinary(text[begin:end])
@@ -123,7 +131,7 @@ class TikTokenizer(Tokenizer):
 
 
 def _pieces_of_json(path: str) -> list[bytes]:
-    """The pieces of a list of {"rank": 0, "token_bytes": BASE64, ...}, in which each stands at its rank."""
+    """Read the pieces of a list of {"rank": 0, "token_bytes": BASE64, ...}, ordered by rank."""
     entries = read_json(path)
     pieces = []
     for i, entry in enumerate(entries):
@@ -133,7 +141,7 @@ def _pieces_of_json(path: str) -> list[bytes]:
             or not isinstance(entry.get("token_bytes"), str)
         ):
             raise InputError(
-                f"{path}: entry {i} is {json.dumps(entry)[:80]}, not an object of rank {i} and its token_bytes"
+                f"{path}: entry {i} is {json.dumps(entry)[:80]}, not an object with rank {i} and token_bytes"
             )
         pieces.append(_bytes(entry["token_bytes"], f"{path}: entry {i}"))
     _check_once(pieces, path)
@@ -141,7 +149,7 @@ def _pieces_of_json(path: str) -> list[bytes]:
 
 
 def _ranks_of_lines(path: str) -> dict[bytes, int]:
-    """The ranks of lines of a piece in base64, a space, and its rank."""
+    """Read the rank of each piece from lines of a base64 piece, a space, and its rank."""
     pairs = list(_pairs_of_lines(path))
     _check_once([piece for piece, _ in pairs], path)
     _check_once([rank for _, rank in pairs], path)
@@ -154,7 +162,7 @@ def _pairs_of_lines(path: str) -> Iterator[tuple[bytes, int]]:
             continue
         piece, _, rank = line.partition(" ")
         if not (rank.isascii() and rank.isdecimal() and len(rank) < 10):
-            raise InputError(f"{path}:{number}: {line[:80]!r} is not a piece in base64, a space and its rank")
+            raise InputError(f"{path}:{number}: {line[:80]!r} is not a base64 piece, a space and its rank")
         yield _bytes(piece, f"{path}:{number}"), int(rank)
 
 
@@ -169,5 +177,5 @@ def _check_once(values: Sequence[bytes] | Sequence[int], path: str) -> None:
     seen = set()
     for value in values:
         if value in seen:
-            raise InputError(f"{path}: {value!r} is in it twice")
+            raise InputError(f"{path}: duplicate {value!r}")
         seen.add(value)

@@ -1,4 +1,4 @@
-"""Train the vocabulary of a tokenizer on text."""
+"""Train a tokenizer's vocabulary on text."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer, ByteLevel
 from tokenizers.trainers import BpeTrainer, WordPieceTrainer
 
-from megatron.flags import InputError
+from megatron.errors import InputError
 from megatron.tokenizer.bert import SPECIAL_TOKENS, UNKNOWN
 from megatron.tokenizer.gpt2 import END_OF_TEXT
 
-LEAST_COUNT = 2  # a pair of pieces that is seen once is not worth a piece of its own
+MIN_FREQUENCY = 2  # of a pair of pieces that is merged
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[str, str]:
-    """Train a byte-level BPE of GPT-2's kind.
+    """Train a byte-level BPE, as GPT-2's.
 
     Args:
-        vocab_size: number of ids: the 256 bytes, then what the merges make, and `<|endoftext|>` last.
+        vocab_size: number of ids: the 256 bytes, then the results of merges, and `<|endoftext|>` last.
 
     Returns:
-        The contents of its files by their names: vocab.json and merges.txt for GPT2BPETokenizer, tokenizer.json
-        and tokenizer_config.json for HuggingFaceTokenizer and other programs.
+        File contents by name: vocab.json and merges.txt for GPT2BPETokenizer, tokenizer.json and tokenizer_config.json
+        for HuggingFaceTokenizer and other programs.
 
     Raises:
         InputError: the text does not yield a vocabulary of this size.
@@ -38,7 +38,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[str, str]:
     tokenizer.decoder = ByteLevelDecoder()
     trainer = BpeTrainer(
         vocab_size=vocab_size - 1,
-        min_frequency=LEAST_COUNT,
+        min_frequency=MIN_FREQUENCY,
         initial_alphabet=ByteLevel.alphabet(),
         show_progress=sys.stderr.isatty(),
     )
@@ -58,15 +58,14 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[str, str]:
 def train_wordpiece(
     texts: Callable[[], Iterable[str]], vocab_size: int, *, lowercase: bool
 ) -> dict[str, str]:
-    """Train a WordPiece vocabulary of BERT's kind.
+    """Train a WordPiece vocabulary, as BERT's.
 
     Args:
-        texts: gives the text, and the same again when called again; it is read twice.
-        vocab_size: number of pieces: the special tokens, the characters at the start and inside of words, and
-            what they make.
+        texts: returns the texts, the same ones each time; called twice.
+        vocab_size: number of pieces: special tokens, characters at the start and inside of words, and merges of these.
 
     Returns:
-        The content of vocab.txt, for BertWordPieceLowerCase or BertWordPieceCase, by its name.
+        File contents by name: vocab.txt for BertWordPieceLowerCase or BertWordPieceCase.
 
     Raises:
         InputError: the text does not yield a vocabulary of this size.
@@ -74,13 +73,13 @@ def train_wordpiece(
     tokenizer = HFTokenizer(WordPiece(unk_token=UNKNOWN))
     tokenizer.normalizer = BertNormalizer(lowercase=lowercase)
     tokenizer.pre_tokenizer = BertPreTokenizer()
-    # The trainer would number the ##characters as it meets them in a hash table, in another order each time, and
-    # break ties between pairs by those numbers. What it is given beforehand keeps its place.
+    # The trainer would number the ##characters in the order of a hash table, which differs between runs, and break ties
+    # between pairs by these numbers. Pieces given as special tokens keep their order.
     given = [SPECIAL_TOKENS["pad"], UNKNOWN, *(SPECIAL_TOKENS[role] for role in ("cls", "sep", "mask"))]
     given += [f"##{character}" for character in _characters_inside_words(tokenizer, texts())]
     trainer = WordPieceTrainer(
         vocab_size=vocab_size,
-        min_frequency=LEAST_COUNT,
+        min_frequency=MIN_FREQUENCY,
         special_tokens=given,
         show_progress=sys.stderr.isatty(),
     )
@@ -89,7 +88,7 @@ def train_wordpiece(
 
 
 def _characters_inside_words(tokenizer: HFTokenizer, texts: Iterable[str]) -> Iterator[str]:
-    """The characters of the text that can follow another in a word, in order."""
+    """Yield the characters of the text that can follow another one in a word, sorted."""
     raw: set[str] = set()
     for text in texts:
         raw.update(text)
@@ -99,15 +98,15 @@ def _characters_inside_words(tokenizer: HFTokenizer, texts: Iterable[str]) -> It
 
 
 def _in_order(tokenizer: HFTokenizer, vocab_size: int) -> list[str]:
-    """The pieces by id, once there are as many of them as were asked for."""
+    """Return the pieces in the order of their ids; raise unless there are `vocab_size`."""
     vocab = tokenizer.get_vocab()
     if len(vocab) < vocab_size:
         raise InputError(
             f"--vocab-size: {vocab_size} is too large for this text, which yields {len(vocab)} pieces; "
-            "give more text, or ask for fewer"
+            "give more text, or lower it"
         )
     if len(vocab) > vocab_size:
         raise InputError(
-            f"--vocab-size: {vocab_size} is too small; single characters and special tokens alone take {len(vocab)}"
+            f"--vocab-size: {vocab_size} is too small; single characters and special tokens alone need {len(vocab)}"
         )
     return sorted(vocab, key=vocab.__getitem__)

@@ -1,11 +1,12 @@
-"""How many samples each step of the optimizer takes, as training goes on."""
+"""The global batch size of each step, with its ramp-up."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 
-from megatron.flags import InputError, either
+from megatron.errors import InputError
+from megatron.flags import either
 from megatron.training.config import TrainingConfig
 
 
@@ -14,15 +15,15 @@ class BatchSchedule:
     """The global batch size by samples consumed: constant, or ramped up.
 
     Attributes:
-        global_batch_size: samples in a step once the ramp is over.
-        micro_batch_size: samples that one replica works on at once.
-        data_parallel_size: replicas.
-        rampup: START, INCREMENT and SAMPLES of --rampup-batch-size: from START the batch grows by INCREMENT at a
-            time, at even distances, to reach `global_batch_size` after SAMPLES samples.
+        global_batch_size: samples in a step after the ramp-up.
+        micro_batch_size: samples in a forward and backward pass of one replica.
+        data_parallel_size: number of replicas.
+        rampup: START, INCREMENT and SAMPLES of --rampup-batch-size: the batch grows from START by INCREMENT at a time,
+            at even intervals, and reaches `global_batch_size` after SAMPLES samples.
 
     Raises:
-        InputError: a batch size on the way does not divide into microbatches on all replicas, or START and
-            INCREMENT do not lead to `global_batch_size`.
+        InputError: a batch size of the ramp-up does not divide into microbatches on all replicas, or INCREMENT does
+            not lead from START to `global_batch_size`.
     """
 
     global_batch_size: int
@@ -41,14 +42,14 @@ class BatchSchedule:
 
     def __post_init__(self) -> None:
         if self.rampup is not None:
-            self._check_rampup()
+            self._check_rampup(self.rampup)
         step = self.micro_batch_size * self.data_parallel_size
         for size in self.sizes():
             if size % step:
                 source = (
                     "--global-batch-size"
                     if size == self.global_batch_size
-                    else f"--rampup-batch-size {_words(self.rampup)}: its batch size"
+                    else f"--rampup-batch-size {_words(self.rampup or ())}: its batch size"
                 )
                 raise InputError(
                     f"{source} {size} is not a multiple of {step}, the --micro-batch-size of "
@@ -58,25 +59,25 @@ class BatchSchedule:
                 )
 
     @property
-    def most_microbatches(self) -> int:
-        """Of a step, on each replica."""
+    def max_microbatches(self) -> int:
+        """Microbatches on each replica in a step after the ramp-up."""
         return self.global_batch_size // (self.micro_batch_size * self.data_parallel_size)
 
     def batch_size(self, consumed: int) -> int:
-        """Samples in the step that starts when `consumed` samples have been."""
+        """Samples in the step that starts after `consumed` samples."""
         if self.rampup is None or consumed > self.rampup[2]:
             return self.global_batch_size
         start, increment, samples = self.rampup
-        # In floating point, so that the sizes change at the same samples as Megatron-LM's.
+        # Floating point, so that the size changes at the same samples as in Megatron-LM.
         samples_per_increment = samples / ((self.global_batch_size - start) // increment)
         return start + int(consumed / samples_per_increment) * increment
 
     def num_microbatches(self, consumed: int) -> int:
-        """Microbatches on each replica in that step."""
+        """Microbatches on each replica in the step that starts after `consumed` samples."""
         return self.batch_size(consumed) // (self.micro_batch_size * self.data_parallel_size)
 
     def iterations(self, train_samples: int, consumed: int = 0) -> int:
-        """Whole steps that are left of `train_samples` samples when `consumed` have been."""
+        """Number of whole steps from `consumed` to `train_samples` samples."""
         steps = 0
         while self.batch_size(consumed) < self.global_batch_size:
             consumed += self.batch_size(consumed)
@@ -86,26 +87,26 @@ class BatchSchedule:
         return steps + max(0, train_samples - consumed) // self.global_batch_size
 
     def sizes(self) -> range:
-        """Every batch size on the way."""
+        """Every batch size from the first step to the end of the ramp-up."""
         if self.rampup is None:
             return range(self.global_batch_size, self.global_batch_size + 1)
         return range(self.rampup[0], self.global_batch_size + 1, self.rampup[1])
 
-    def _check_rampup(self) -> None:
-        said = f"--rampup-batch-size {_words(self.rampup)}:"
-        if len(self.rampup) != 3:
-            raise InputError(f"{said} three numbers are wanted, START INCREMENT SAMPLES")
-        start, increment, samples = self.rampup
+    def _check_rampup(self, rampup: Sequence[int]) -> None:
+        flag = f"--rampup-batch-size {_words(rampup)}:"
+        if len(rampup) != 3:
+            raise InputError(f"{flag} needs three numbers, START INCREMENT SAMPLES")
+        start, increment, samples = rampup
         if min(start, increment, samples) < 1:
-            raise InputError(f"{said} START, INCREMENT and SAMPLES must be at least 1")
+            raise InputError(f"{flag} START, INCREMENT and SAMPLES must be at least 1")
         if start >= self.global_batch_size:
             raise InputError(
-                f"{said} START must be less than --global-batch-size {self.global_batch_size}; "
+                f"{flag} START must be less than --global-batch-size {self.global_batch_size}; "
                 "without a ramp, leave the flag out"
             )
         if (self.global_batch_size - start) % increment:
             raise InputError(
-                f"{said} steps of {increment} do not lead from {start} to --global-batch-size "
+                f"{flag} steps of {increment} do not lead from {start} to --global-batch-size "
                 f"{self.global_batch_size}; INCREMENT must divide their difference, {self.global_batch_size - start}"
             )
 

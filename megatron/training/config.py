@@ -1,13 +1,15 @@
-"""Flags of the training loop, of what it reports, and the bundle of all a run's configuration."""
+"""Flags of the training loop and of its reports, and the configuration of a whole run."""
 
 from __future__ import annotations
 
 import dataclasses
+import typing
+from typing import TypeVar
 
 from megatron.checkpoint.config import CheckpointConfig
 from megatron.data.config import DataConfig
-from megatron.evaluation.config import EvalTasksConfig
-from megatron.flags import Config, InputError, flag, flag_name
+from megatron.errors import InputError
+from megatron.flags import Config, flag
 from megatron.model.config import ModelConfig
 from megatron.ops.config import OpsConfig
 from megatron.optim.config import OptimizerConfig
@@ -17,70 +19,69 @@ from megatron.tokenizer.config import TokenizerConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingConfig(Config):
-    """How long, in what steps, on what device and in what precision."""
+    """Length, batch sizes, device and precision of a run."""
 
     micro_batch_size: int = flag(
-        None, "samples that a replica of the model works on at once", low=1, required=True
+        None, "samples in a forward and backward pass of one model replica", low=1, required=True
     )
     global_batch_size: int | None = flag(
         None,
-        "samples in one step of the optimizer, on all replicas (default: one microbatch on each)",
+        "samples in an optimizer step, over all replicas (default: one microbatch per replica)",
         low=1,
         high=10**7,
     )
     rampup_batch_size: tuple[int, ...] | None = flag(
         None,
-        "begin with a global batch of START samples and add INCREMENT at a time, to reach --global-batch-size "
-        "after SAMPLES samples; with --train-samples",
+        "start with a global batch of START samples and add INCREMENT at a time, reaching --global-batch-size "
+        "after SAMPLES samples; needs --train-samples",
         low=0,
         nargs=3,
         metavar=("START", "INCREMENT", "SAMPLES"),
     )
-    train_iters: int | None = flag(None, "steps to train for (a run needs this or --train-samples)", low=1)
-    train_samples: int | None = flag(
-        None, "samples to train for, in place of --train-iters (a run needs one of them)", low=1
+    train_iters: int | None = flag(
+        None, "iterations to train for (required unless --train-samples is given)", low=1
     )
+    train_samples: int | None = flag(None, "samples to train for, in place of --train-iters", low=1)
     eval_interval: int = flag(1000, "iterations between evaluations", low=1)
-    eval_iters: int = flag(100, "global batches in an evaluation; 0 does not evaluate", low=0)
-    skip_train: bool = flag(False, "evaluate the checkpoint of --load and leave, training nothing")
+    eval_iters: int = flag(100, "global batches per evaluation; 0 turns evaluation off", low=0)
+    skip_train: bool = flag(False, "evaluate the checkpoint of --load and exit without training")
     check_weight_replicas_interval: int | None = flag(
         None,
-        "iterations between comparisons of the weights that several processes hold alike; ends the run where they "
-        "differ",
+        "iterations between checks that replicated weights are equal on all ranks; the run stops if they differ",
         low=1,
         aliases=("--check-weight-hash-across-dp-replicas-interval",),
     )
-    exit_interval: int | None = flag(None, "save and leave when the iteration is a multiple of this", low=1)
-    exit_duration_in_mins: int | None = flag(None, "save and leave after this many minutes", low=1)
+    exit_interval: int | None = flag(None, "save and exit when the iteration is a multiple of this", low=1)
+    exit_duration_in_mins: int | None = flag(None, "save and exit after this many minutes", low=1)
     hang_timeout: float = flag(
         540.0,
-        "seconds that a process may get nothing done, no microbatch, transfer or file, before the run says where all "
-        "processes stand and ends; 0 waits for ever",
+        "seconds without progress (a microbatch, a transfer, a file) before the run aborts with a stack report of "
+        "all ranks; 0 waits forever",
         low=0,
         high=10**7,
     )
     cuda_graph: bool = flag(
         False,
-        "launch the work of a microbatch as one CUDA graph in place of kernel by kernel, which a GPU would wait for "
-        "with a small model; for GPT on one GPU a replica, without dropout",
+        "run forward and backward of a microbatch as one CUDA graph, which saves kernel launches with a small model; "
+        "for GPT with one GPU per replica and no dropout",
     )
     manual_gc: bool = flag(
         False,
-        "collect Python's garbage when training begins and where --manual-gc-interval says so, not whenever Python "
-        "would: on all processes at the same iteration, so that none waits for another that does",
+        "collect garbage at the same iteration on all ranks: at the start and every --manual-gc-interval",
     )
-    manual_gc_interval: int = flag(0, "iterations between collections with --manual-gc; 0 for none", low=0)
-    manual_gc_eval: bool = flag(True, "with --manual-gc: no collection before and after an evaluation")
-    seed: int = flag(1234, "seed of initial weights, order of the data and dropout", low=0, high=2**32 - 1)
+    manual_gc_interval: int = flag(
+        0, "iterations between collections with --manual-gc; 0 for none after the start", low=0
+    )
+    manual_gc_eval: bool = flag(True, "with --manual-gc, do not collect before and after an evaluation")
+    seed: int = flag(1234, "seed of initial weights, data order and dropout", low=0, high=2**32 - 1)
     device: str = flag(
-        "auto", "where to compute; 'auto' takes a GPU if there is one", choices=("auto", "cpu", "cuda")
+        "auto", "device to train on; 'auto' takes a GPU if there is one", choices=("auto", "cpu", "cuda")
     )
     fp16: bool = flag(
         False,
-        "compute in fp16, with fp32 master weights and gradient accumulation, and the loss scaled so that small "
-        "gradients are not lost",
+        "compute in fp16 with loss scaling, and with fp32 master weights and gradient accumulation",
     )
-    bf16: bool = flag(False, "compute in bfloat16, with fp32 master weights and gradient accumulation")
+    bf16: bool = flag(False, "compute in bfloat16 with fp32 master weights and gradient accumulation")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,57 +99,56 @@ class TrainingConfig(Config):
 
     @property
     def precision(self) -> str:
-        """What is computed in: "fp32", "fp16" or "bf16"."""
+        """Precision of the computation: "fp32", "fp16" or "bf16"."""
         return "fp16" if self.fp16 else "bf16" if self.bf16 else "fp32"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoggingConfig(Config):
-    """What is reported, and where to."""
+    """Logs, metrics, timers and profiles."""
 
     log_interval: int = flag(100, "iterations between lines of the log", low=1)
     log_params_norm: bool = flag(False, "log the L2 norm of the parameters")
     metrics_path: str | None = flag(
         None,
-        "write one JSON object per logged iteration and evaluation, at full precision; a run that resumes "
-        "continues the file",
+        "append a JSON object per log line and evaluation, at full precision; a resumed run continues the file",
         metavar="FILE",
     )
     tensorboard_dir: str | None = flag(None, "write TensorBoard events to this folder", metavar="DIR")
     tensorboard_log_interval: int = flag(1, "iterations between points in TensorBoard", low=1)
-    tensorboard_queue_size: int = flag(1000, "events held back before they are written", low=1)
+    tensorboard_queue_size: int = flag(1000, "TensorBoard events in memory before they are written", low=1)
     timing_log_level: int = flag(
         0,
-        "times that are told with each line of the log: 0 none but that of an iteration, 1 those of its phases, 2 also "
-        "what is done for every microbatch",
+        "timers to log: 0 none beside the time per iteration, 1 the phases of an iteration, 2 also the passes of each "
+        "microbatch",
         low=0,
         high=2,
     )
     timing_log_option: str = flag(
         "minmax",
-        "of the processes' times, tell the longest, the shortest and longest, or all",
+        "ranks' times to log: the longest, the shortest and longest, or all",
         choices=("max", "minmax", "all"),
     )
     log_timers_to_tensorboard: bool = flag(
-        False, "the longest times of --timing-log-level in TensorBoard and the file of metrics"
+        False, "write the longest times of --timing-log-level to TensorBoard and --metrics-path"
     )
     profile: bool = flag(
         False,
-        "trace some iterations with torch.profiler, and write the traces and a page on where the time goes to the "
-        "folder profile/ of --tensorboard-dir, or else of --save",
+        "trace some iterations with torch.profiler; write traces and a summary to the folder profile/ of "
+        "--tensorboard-dir, or else of --save",
     )
     profile_step_start: int = flag(10, "profile the iterations after this one", low=0)
-    profile_step_end: int = flag(12, "the last iteration that is profiled", low=1)
+    profile_step_end: int = flag(12, "last iteration to profile", low=1)
     profile_ranks: tuple[int, ...] = flag(
-        (0,), "processes that are profiled, by rank (default: 0)", low=0, nargs="+", metavar="N"
+        (0,), "ranks to profile (default: 0)", low=0, nargs="+", metavar="N"
     )
     log_memory_to_tensorboard: bool = flag(
         False,
-        "bytes allocated and reserved, of the process with the most, in TensorBoard and the file of metrics",
+        "write the bytes allocated and reserved, on the rank with the most, to TensorBoard and --metrics-path",
     )
-    wandb_project: str | None = flag(None, "report to this Weights & Biases project", metavar="NAME")
-    wandb_exp_name: str | None = flag(None, "name of the run at Weights & Biases", metavar="NAME")
-    progress: bool = flag(True, "no progress bar on a terminal")
+    wandb_project: str | None = flag(None, "log to this Weights & Biases project", metavar="NAME")
+    wandb_exp_name: str | None = flag(None, "name of the run in Weights & Biases", metavar="NAME")
+    progress: bool = flag(True, "turn the progress bar off")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -161,37 +161,19 @@ class LoggingConfig(Config):
             raise InputError("--wandb-exp-name needs --wandb-project")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DryRunConfig(Config):
-    """What a run would need, counted without the devices, data or processes that it takes."""
+# Sections of the configuration that plug-ins add, by title. Filled by `megatron.plugins`.
+PLUGIN_CONFIGS: dict[str, type[Config]] = {}
 
-    dry_run: bool = flag(
-        False,
-        "count memory, communication and operations of an iteration on some ranks, by tensors without values, and "
-        "leave; takes one process and neither data nor GPU, and --device auto means a GPU",
-    )
-    world_size: int | None = flag(
-        None, "processes that the run would have (default: as many as one replica takes)", low=1, high=10**6
-    )
-    dry_run_ranks: tuple[int, ...] | None = flag(
-        None,
-        "ranks to count for (default: the first of the first, the middle and the last stage)",
-        low=0,
-        nargs="+",
-        metavar="N",
-    )
-    dry_run_json: str | None = flag(None, "write what was counted to this file too", metavar="FILE")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for field in dataclasses.fields(self)[1:]:
-            if not self.dry_run and getattr(self, field.name) is not None:
-                raise InputError(f"{flag_name(field)} needs --dry-run")
+C = TypeVar("C", bound=Config)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything a training run is configured by. Made by `megatron.arguments`, which has checked it."""
+    """The whole configuration of a training run. `megatron.arguments` makes and checks it.
+
+    Attributes:
+        plugins: the sections of `PLUGIN_CONFIGS`.
+    """
 
     training: TrainingConfig
     data: DataConfig
@@ -202,5 +184,20 @@ class RunConfig:
     parallel: ParallelConfig
     checkpoint: CheckpointConfig
     logging: LoggingConfig
-    evaluation: EvalTasksConfig
-    dry_run: DryRunConfig
+    plugins: dict[str, Config] = dataclasses.field(default_factory=dict)
+
+    def plugin(self, kind: type[C]) -> C:
+        """The section of a plug-in, by its class."""
+        return next(config for config in self.plugins.values() if isinstance(config, kind))
+
+    @property
+    def sections(self) -> list[Config]:
+        """All sections, with those of plug-ins."""
+        core = [getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "plugins"]
+        return [*core, *self.plugins.values()]
+
+    @staticmethod
+    def section_types() -> dict[str, type[Config]]:
+        """The class of each section, by its field or, for a plug-in, its title."""
+        hints = typing.get_type_hints(RunConfig)
+        return {name: kind for name, kind in hints.items() if name != "plugins"} | PLUGIN_CONFIGS

@@ -1,4 +1,4 @@
-"""Whether what a process keeps of a model fits its memory."""
+"""Check that the static memory of a model fits the device."""
 
 from __future__ import annotations
 
@@ -6,23 +6,26 @@ import os
 
 import torch
 
-from megatron.flags import InputError
+from megatron.errors import InputError
 from megatron.optim.config import OptimizerConfig
 from megatron.optim.layout import Bucket
-from megatron.optim.optimizer import MOMENTS
 
 
 def check_memory(buckets: list[Bucket], config: OptimizerConfig, *, half: bool, device: torch.device) -> None:
-    """Refuse a model whose weights, gradients and optimizer state alone are more than the device holds; parameters take
-    two bytes if `half`, else four.
+    """Check that weights, gradients and optimizer state fit the device.
+
+    Args:
+        half: parameters take two bytes in place of four.
 
     Raises:
-        InputError: with both numbers.
+        InputError: they do not fit; names both sizes.
     """
-    size, owned = buckets[-1].end, sum(end - begin for begin, end in (b.owned for b in buckets))
-    # Parameters and fp32 gradients; fp32 master weights where the parameters are not; the optimizer's means.
-    moments = len(MOMENTS[config.optimizer]) * (2 if config.bf16_optimizer_states else 4)
-    needed = size * ((2 if half else 4) + 4) + owned * (4 * half + moments)
+    size = buckets[-1].end
+    needed = size * ((2 if half else 4) + 4)  # parameters and fp32 gradients
+    for bucket in buckets:
+        state = sum(dtype.itemsize for dtype in bucket.group.optimizer.state_dtypes.values())
+        # fp32 master weights, where parameters are not fp32, and optimizer state
+        needed += (bucket.shard[1] - bucket.shard[0]) * (4 * half + state)
     if device.type == "cuda":
         available = torch.cuda.get_device_properties(device).total_memory
     else:
@@ -31,6 +34,6 @@ def check_memory(buckets: list[Bucket], config: OptimizerConfig, *, half: bool, 
         raise InputError(
             f"{size:,} parameters on one process need {needed / 1e9:,.1f} GB for weights, gradients and the "
             f"state of {config.optimizer}, but {device} has {available / 1e9:,.1f} GB; lower --num-layers or "
-            "--hidden-size, or divide the model (--tensor-model-parallel-size, --pipeline-model-parallel-size, "
+            "--hidden-size, or split the model (--tensor-model-parallel-size, --pipeline-model-parallel-size, "
             "--use-distributed-optimizer)"
         )

@@ -1,86 +1,90 @@
-"""The pass of a microbatch, forward and backward, as a CUDA graph.
+"""Forward and backward of a microbatch as one CUDA graph.
 
-A GPU is through with the kernels of a small model sooner than its host can launch them. A graph is a list of kernels
-and of the memory that each works on, launched at once: PyTorch makes it of what a stream is given while it is captured
-("whole-network capture" in its notes on CUDA). So what differs from one microbatch to the next is copied to the same
-memory first, and nothing in a pass may depend on a value that the host alone knows.
+A GPU runs the kernels of a small model faster than the host launches them. A CUDA graph launches a recorded list of
+kernels, with fixed memory addresses, at once ("whole-network capture" in PyTorch's notes on CUDA). Inputs are therefore
+copied to the same memory for every microbatch, and no kernel may depend on a value that only the host knows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.flags import InputError
+from megatron.data.batch import Batch
+from megatron.errors import InputError
 from megatron.training.config import RunConfig
 from megatron.training.task import Task
 
-# Passes that run as they are written before one is captured. In them code is compiled and tuned, kernels are loaded and
-# libraries take their memory, none of which a capture admits.
+# Eager passes before the capture. They compile code, load kernels and allocate libraries' workspaces, none of which may
+# happen during a capture.
 WARM_UP = 3
 
-# By name: a batch, and whatever else differs from one microbatch to the next.
-Inputs = dict[str, Tensor]
+# Tensors that change from step to step, by name.
+StepTensors = dict[str, Tensor]
 
 
 class GraphedPass:
     """A function of tensors on a GPU that is captured once and then replayed.
 
     Attributes:
-        inputs: what the graph reads, filled anew for each call.
-        graph: None until it is captured.
-        output: what the graph writes.
+        batch, step: the tensors that the graph reads, overwritten by each call.
+        captured: the graph and the tensor that it writes; None before the capture.
     """
 
-    def __init__(self, compute: Callable[[Inputs], Tensor], device: torch.device) -> None:
-        """`compute` may change other memory, such as gradients, as long as that stays where it is."""
+    def __init__(self, compute: Callable[[Any, StepTensors], Tensor], device: torch.device) -> None:
+        """`compute` may write to other memory, such as gradients, as long as its address does not change."""
         self.compute = compute
-        # Also of the passes before the capture. A parameter's node in the autograd graph keeps the stream that it was
-        # made on: one of another stream would draw that stream into the capture, which fails.
+        # Warm-up passes use it too: a parameter's autograd node keeps the stream it was created on, and a node of
+        # another stream would pull that stream into the capture, which fails.
         self.stream = torch.cuda.Stream(device)
-        self.inputs: Inputs = {}
+        self.batch: Batch | None = None
+        self.step: StepTensors = {}
         self.warm_ups = 0
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.output: Tensor | None = None
+        self.captured: tuple[torch.cuda.CUDAGraph, Tensor] | None = None
 
-    def __call__(self, inputs: Inputs) -> Tensor:
-        """compute(inputs): names and shapes are the same each time. What it gives is overwritten by the next call."""
-        for name, tensor in inputs.items():
-            if name not in self.inputs:
-                self.inputs[name] = torch.empty_like(tensor)
-            assert self.inputs[name].shape == tensor.shape, name
-            self.inputs[name].copy_(tensor)
+    def __call__(self, batch: Batch, step: StepTensors) -> Tensor:
+        """Return compute(batch, step), which the next call overwrites. Names and shapes must not change."""
+        if self.batch is None:
+            self.batch = batch.map(torch.empty_like)
+            self.step = {name: torch.empty_like(tensor) for name, tensor in step.items()}
+        targets, sources = dict(self.batch.items()) | self.step, dict(batch.items()) | step
+        assert targets.keys() == sources.keys()
+        for name, target in targets.items():
+            assert target.shape == sources[name].shape, name
+            target.copy_(sources[name])
         if self.warm_ups < WARM_UP:
             self.warm_ups += 1
             return self._warm_up()
-        if self.graph is None:
-            self._capture()
-        self.graph.replay()
-        return self.output
+        if self.captured is None:
+            self.captured = self._capture()
+        graph, output = self.captured
+        graph.replay()
+        return output
 
     def _warm_up(self) -> Tensor:
         here = torch.cuda.current_stream()
         self.stream.wait_stream(here)
         with torch.cuda.stream(self.stream):
-            output = self.compute(self.inputs)
+            output = self.compute(self.batch, self.step)
         here.wait_stream(self.stream)
         return output
 
-    def _capture(self) -> None:
-        """Note down a pass. Nothing is computed."""
-        self.graph = torch.cuda.CUDAGraph()
-        # Other threads, which prepare batches or watch over communication, may ask the GPU meanwhile.
-        with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local"):
-            self.output = self.compute(self.inputs)
+    def _capture(self) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """Record a pass without running it."""
+        graph = torch.cuda.CUDAGraph()
+        # "thread_local": other threads, which prepare batches or watch communication, may call CUDA meanwhile.
+        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+            return graph, self.compute(self.batch, self.step)
 
 
 def check_cuda_graph(config: RunConfig, task: Task, device: torch.device) -> None:
-    """Make sure that one microbatch of a run is the same work on a GPU as the next.
+    """Check that --cuda-graph can serve a run: all microbatches must launch the same kernels.
 
     Raises:
-        InputError: naming what makes it differ.
+        InputError: names the flag that it does not go with.
     """
     parallel, model = config.parallel, config.model
     faults = (

@@ -1,4 +1,4 @@
-"""Whether a model and a batch fit the layout of processes, and the layout as a table for people."""
+"""Check that model and batch fit the layout of processes, and describe the layout in the log."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 import megatron
-from megatron.flags import InputError, either, flag_name
+from megatron.errors import InputError
+from megatron.flags import either, flag_name
 from megatron.model.config import check_tensor_parallel
 from megatron.parallel.collectives import all_gather, all_reduce_max
 from megatron.parallel.mesh import Axis, axis_sizes
@@ -22,10 +23,10 @@ from megatron.training.engine import Engine
 
 
 def check_layout(config: RunConfig, processes: int) -> None:
-    """Make sure that model and batch can be divided over `processes` as the flags say, before anything is built.
+    """Check that model and batch can be split over `processes` as the flags say, before anything is built.
 
     Raises:
-        InputError: naming the flags, and the nearest sizes that fit.
+        InputError: names the flags, and the nearest sizes that fit.
     """
     sizes = axis_sizes(config.parallel, processes)
     also = {}
@@ -56,10 +57,10 @@ def check_layout(config: RunConfig, processes: int) -> None:
 
 
 def _check_microbatches(config: RunConfig, batches: BatchSchedule) -> None:
-    """Make sure that the pipeline's schedule admits every number of microbatches.
+    """Check that the pipeline schedule supports every number of microbatches of the run.
 
     Raises:
-        InputError: naming the flags, and the nearest batch sizes that fit.
+        InputError: names the flags, and the nearest batch sizes that fit.
     """
     stages = config.parallel.pipeline_model_parallel_size
     if config.parallel.pipeline_schedule != "interleaved":
@@ -68,7 +69,7 @@ def _check_microbatches(config: RunConfig, batches: BatchSchedule) -> None:
     for size in batches.sizes():
         if size // unit % stages:
             below = size // (unit * stages) * unit * stages
-            ramp = "" if size == batches.global_batch_size else " on the way of --rampup-batch-size"
+            ramp = "" if size == batches.global_batch_size else " during --rampup-batch-size"
             raise InputError(
                 f"--num-layers-per-virtual-pipeline-stage: the interleaved schedule needs a multiple of {stages} "
                 f"microbatches, one for each stage, and a --global-batch-size of {size}{ramp} makes {size // unit}; "
@@ -77,16 +78,16 @@ def _check_microbatches(config: RunConfig, batches: BatchSchedule) -> None:
 
 
 def check_same_everywhere(config: RunConfig, world: Axis) -> None:
-    """Make sure that all processes were started with the same flags and run the same code.
+    """Check that all processes have the same flags, code and versions.
 
     Raises:
-        InputError: naming what differs.
+        InputError: names the differences.
     """
     values = {"the code of this program": _code(), "the version of torch": torch.__version__}
     values["the version of Python"] = sys.version.split()[0]
-    for part in dataclasses.fields(config):
-        for field in dataclasses.fields(getattr(config, part.name)):
-            values[flag_name(field)] = repr(getattr(getattr(config, part.name), field.name))
+    for section in config.sections:
+        for field in dataclasses.fields(section):
+            values[flag_name(field)] = repr(getattr(section, field.name))
     keys = torch.tensor([key(value, bits=32) for value in values.values()])
     largest, smallest = all_reduce_max(torch.stack((keys, -keys)), world)
     differing = [name for name, same in zip(values, (largest == -smallest).tolist(), strict=True) if not same]
@@ -103,7 +104,7 @@ def _shown(values: dict[str, str], names: list[str]) -> str:
 
 
 def _code() -> str:
-    """A fingerprint of this package's sources and of the entry point's."""
+    """Hash of the sources of this package and of the entry point."""
     root, entry = Path(megatron.__file__).parent, Path(sys.argv[0])
     files = sorted(root.rglob("*.py")) + ([entry] if entry.is_file() else [])
     digest = hashlib.blake2b()
@@ -113,7 +114,7 @@ def _code() -> str:
 
 
 def describe_layout(engine: Engine) -> str:
-    """The table of a run's layout. Every process must take part."""
+    """Describe the layout as a table. Every process must call it."""
     mesh, buffer = engine.mesh, engine.buffer
     per_rank = all_gather(torch.tensor([buffer.local_elements]), mesh.world).tolist()
     sizes = {"tensor": mesh.tp.size, "data": mesh.dp.size, "pipeline": mesh.pp.size}
@@ -123,7 +124,7 @@ def describe_layout(engine: Engine) -> str:
         name
         for name, on in (
             ("sequence parallel", config.sequence_parallel),
-            ("distributed optimizer", config.use_distributed_optimizer and mesh.dp.size > 1),
+            ("distributed optimizer", config.use_distributed_optimizer and mesh.dp_cp.size > 1),
             (f"{config.pipeline_schedule} schedule", mesh.pp.size > 1),
             (f"{config.recompute_granularity} recomputation", config.recompute_granularity is not None),
         )
@@ -137,9 +138,7 @@ def describe_layout(engine: Engine) -> str:
         count = per_rank[stage * each]
         ranks = f"ranks {stage * each}-{(stage + 1) * each - 1}" if each > 1 else f"rank {stage}"
         rows.append((f"stage {stage}", f"{ranks}; layers {layers}; {count:,} parameters on each rank"))
-    rows.append(
-        ("parameters", f"{buffer.num_elements:,} in all, each counted once, without what pads the vocabulary")
-    )
+    rows.append(("parameters", f"{buffer.num_elements:,} unique, excluding vocabulary padding"))
     lengths = [bucket.end - bucket.start for bucket in buffer.buckets]
     rows.append(
         ("buckets", f"{len(lengths)} on rank 0, {min(lengths):,} to {max(lengths):,} elements of gradient")

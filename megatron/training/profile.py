@@ -1,4 +1,4 @@
-"""A profile of some iterations: the trace of a process, and a page that says where its time went."""
+"""Profile some iterations: a trace for each rank, and a summary of where the time goes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -14,14 +15,15 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity
 
-from megatron.flags import InputError
+from megatron.errors import InputError
 from megatron.parallel.mesh import rank_names
 from megatron.training.config import RunConfig
 from megatron.training.engine import Engine
+from megatron.training.loop import Hook, Trainer
 
 logger = logging.getLogger("megatron")
 
-# What work is for, by the first pattern that its path has: its own name, then those of all that it was called in.
+# Category of an event, by the first pattern that matches its path: its name, then those of its callers.
 PATHS = {
     "waiting for data": re.compile(r"batch-generator"),
     "communication": re.compile(
@@ -31,34 +33,47 @@ PATHS = {
     # _Blocks is the attention of a CPU (ops/attention.py).
     "attention": re.compile(r"attention|flash|fmha|sdpa|_Blocks", re.IGNORECASE),
 }
-# Of the rest, by its name alone.
+# Category of the other events, by name alone.
 PRODUCTS = re.compile(
     r"::(mm|addmm|bmm|baddbmm|addbmm)$|_linear|gemm|gemv|cutlass|xmma|nvjet|splitk", re.IGNORECASE
 )
 COPIES = re.compile(r"^Mem(cpy|set)")
 OPERATOR = re.compile(r"^(?!autograd::)\w+::|CompiledFxGraph")
-# What the host calls to wait for a GPU.
+# Calls by which the host waits for a GPU.
 WAITS = re.compile(r"^cu(da)?\w*Synchronize")
 
 TOP = 25
 
 
-class Profiler:
-    """Profiles the iterations that --profile-step-start and --profile-step-end name, on the processes of
-    --profile-ranks, where --profile asks for it.
+class Profiling(Hook):
+    """Profile the iterations of --profile-step-start to --profile-step-end (--profile)."""
 
-    A run that ends among them, within the `with` block, keeps the profile of those that were done.
+    @contextmanager
+    def during_training(self, trainer: Trainer) -> Iterator[None]:
+        iterations = range(trainer.state.iteration + 1, trainer.train_iters + 1)
+        config, log = trainer.config, trainer.reporter.log
+        with Profiler(config, trainer.engine, iterations=iterations, log=log) as self.profiler:
+            yield
+
+    def after_step(self, trainer: Trainer) -> None:
+        self.profiler.advance(trainer.state.iteration)
+
+
+class Profiler:
+    """Profiles the iterations of --profile-step-start to --profile-step-end on the ranks of --profile-ranks.
+
+    If the run ends among them, within the `with` block, the profile has the iterations that are complete.
     """
 
     def __init__(
-        self, config: RunConfig, engine: Engine, *, iterations: range, say: Callable[[str], None]
+        self, config: RunConfig, engine: Engine, *, iterations: range, log: Callable[[str], None]
     ) -> None:
-        """`iterations` of this run, counted as in the log; `say` tells people of the files.
+        """`iterations` are those of this run, numbered as in the log; `log` prints a line.
 
         Raises:
             InputError: the folder cannot be made.
         """
-        flags, self.engine, self.say = config.logging, engine, say
+        flags, self.engine, self.log = config.logging, engine, log
         wanted = range(flags.profile_step_start + 1, flags.profile_step_end + 1)
         self.steps = range(wanted.start, min(wanted.stop, iterations.stop)) if flags.profile else range(0)
         self.last = iterations.start - 1
@@ -67,13 +82,13 @@ class Profiler:
         if not flags.profile:
             return
         if not self.steps or self.steps.start not in iterations:
-            say(
+            log(
                 f"--profile: iterations {wanted.start} to {wanted[-1]} are not in this run, which has "
                 f"{iterations.start} to {iterations[-1]}; nothing is profiled"
             )
             self.steps = range(0)
             return
-        self.folder = Path(flags.tensorboard_dir or config.checkpoint.save) / "profile"
+        self.folder = Path(flags.tensorboard_dir or config.checkpoint.save or "") / "profile"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -89,7 +104,7 @@ class Profiler:
             self._finish()
 
     def advance(self, iteration: int) -> None:
-        """Begin or end after this iteration, if that is when."""
+        """Start or finish the profile if it is due after this iteration."""
         self.last = iteration
         if not self.steps:
             return
@@ -104,25 +119,25 @@ class Profiler:
         if self.engine.mesh.world.rank not in self.ranks:
             return
         on_gpu = self.engine.mesh.device.type == "cuda"
-        if on_gpu:  # what iterations before have begun is not to show
+        if on_gpu:  # keep kernels of earlier iterations out of the profile
             torch.cuda.synchronize()
         self.torch = torch.profiler.profile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
             schedule=torch.profiler.schedule(wait=0, warmup=1, active=len(self.steps), repeat=1),
         )
         self.torch.start()
-        self.torch.step()  # what is to warm up is the profiler, which has done it now
+        self.torch.step()  # the warm-up is the profiler's own
         self.engine.timers.annotates = True
 
     def _finish(self) -> None:
-        """Keep what was recorded up to the last iteration that is done."""
+        """Write the profile of the iterations that are complete."""
         done, self.steps = range(self.steps.start, self.last + 1), range(0)
         self.engine.timers.annotates = False
         profiler, self.torch = self.torch, None
         if profiler is not None:
             profiler.stop()
         if not done:
-            self.say(f"--profile: the run ends within iteration {done.start}, the first; nothing is kept")
+            self.log(f"--profile: the run ends within iteration {done.start}, the first; nothing is kept")
             return
         try:
             if profiler is not None:
@@ -134,8 +149,8 @@ class Profiler:
             )
             return
         which = self.ranks[0] if len(self.ranks) == 1 else "*"
-        self.say(
-            f"profile of iterations {done[0]} to {done[-1]}, {rank_names(self.ranks)}: where the time goes in "
+        self.log(
+            f"profile of iterations {done[0]} to {done[-1]}, {rank_names(self.ranks)}: summary in "
             f"{self._file('.txt', done, which)}, the trace in {self._file(TRACE, done, which)}"
         )
 
@@ -152,13 +167,13 @@ class Profiler:
         return self.folder / f"iterations-{done[0]}-{done[-1]}-rank-{rank}{suffix}"
 
 
-# What TensorBoard's plugin for profiles looks for.
+# The suffix that TensorBoard's profile plugin looks for.
 TRACE = ".pt.trace.json.gz"
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Microseconds that were spent in an operator or kernel itself."""
+    """Time in an operator or kernel itself, in microseconds."""
 
     name: str
     kind: str
@@ -166,9 +181,9 @@ class Work:
 
 
 def summary(events: Sequence[FunctionEvent], title: str, iterations: int) -> str:
-    """A page on where the time of a profile went: by the kind of work, and the operators that take most.
+    """Summarize a profile: time by category, and the operators or kernels that take most.
 
-    What comes after so many iterations, in one that was not finished, does not count.
+    Events after the given number of complete iterations do not count.
     """
     steps = sorted(
         (
@@ -199,10 +214,12 @@ def summary(events: Sequence[FunctionEvent], title: str, iterations: int) -> str
             if e.thread == thread
         ]
     whole = (end - begin) / iterations / 1000
-    kinds, names, calls = collections.Counter(), collections.Counter(), collections.Counter()
+    kinds: collections.Counter[str] = collections.Counter()
+    names: collections.Counter[str] = collections.Counter()
+    calls: collections.Counter[str] = collections.Counter()
     for item in work:
-        kinds[item.kind] += item.time
-        names[item.name] += item.time
+        kinds[item.kind] += round(item.time)
+        names[item.name] += round(item.time)
         calls[item.name] += 1
 
     def row(name: str, us: float, count: str = "") -> str:
@@ -225,7 +242,7 @@ def summary(events: Sequence[FunctionEvent], title: str, iterations: int) -> str
 
 
 def _device_work(host: list[FunctionEvent], kernels: list[FunctionEvent]) -> Iterator[Work]:
-    """Every kernel, with what it is for by the operator that launched it, where that is known: not in a CUDA graph."""
+    """Yield every kernel, with the category of the operator that launched it. Kernels of a CUDA graph have none."""
     unknown = collections.Counter(e.name for e in kernels)
     for event in host:
         for kernel in event.kernels:
@@ -252,14 +269,15 @@ def _kind(name: str, callers: list[str], *, kernel: bool) -> str:
 
 
 def _callers(event: FunctionEvent) -> list[str]:
-    names = []
-    while (event := event.cpu_parent) is not None:
-        names.append(event.name)
+    names, caller = [], event.cpu_parent
+    while caller is not None:
+        names.append(caller.name)
+        caller = caller.cpu_parent
     return names
 
 
 def _label(event: FunctionEvent) -> str:
-    """Its name; of compiled code, which has but a key, where it is."""
+    """Name of an event; for compiled code, whose name is a hash, the operator that calls it."""
     if "CompiledFxGraph" not in event.name:
         return event.name
     where = next((name for name in _callers(event) if not name.startswith("Torch-Compiled")), "the model")
@@ -267,7 +285,7 @@ def _label(event: FunctionEvent) -> str:
 
 
 def _covered(spans: Iterable) -> float:
-    """Microseconds in which at least one of the spans runs."""
+    """Microseconds during which at least one of the spans runs."""
     total, last = 0.0, float("-inf")
     for span in sorted(spans, key=lambda span: span.start):
         total += max(0.0, span.end - max(span.start, last))

@@ -1,4 +1,4 @@
-"""What a run tells: log lines in NVIDIA's format, TensorBoard, Weights & Biases, a file of metrics."""
+"""Reports of a run: log lines in NVIDIA's format, TensorBoard, Weights & Biases, a file of metrics."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import math
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron.flags import InputError
+from megatron.errors import InputError
 from megatron.parallel.collectives import all_reduce_sum
 from megatron.parallel.mesh import Mesh
 from megatron.training.config import LoggingConfig
 
-# Values of an iteration that are told as their sum over an interval.
+# Values of an iteration that are reported as their sum over an interval.
 COUNTED = ("skipped", "overflow")
 
 
 def show_log(mesh: Mesh) -> None:
-    """Print what the package's other parts log, once for the run; warnings and errors by every process."""
+    """Send the package's log to stdout: messages from the first process, warnings and errors from every process."""
     handler = logging.StreamHandler(sys.stdout)
     handler.setLevel(logging.INFO if mesh.is_first else logging.WARNING)
     logger = logging.getLogger("megatron")
@@ -34,28 +34,28 @@ def show_log(mesh: Mesh) -> None:
 
 
 class History:
-    """Losses and statistics of every iteration since the last line of the log.
+    """Losses and statistics of every iteration since the last log line.
 
-    Values stay on the device until they are asked for, so that noting them does not make the host wait. What
-    has been collected goes into checkpoints: a line logged after a resume averages what it would have.
+    Values stay on the device until they are collected, so that adding them does not block the host. Checkpoints hold
+    the rows, so that the first log line after a resume averages the same iterations.
 
     Attributes:
-        rows: one dict an iteration: "iteration", "consumed samples", and each value by its name.
-        faulty: iterations among the last collected of which this process's own share of the loss was not finite.
+        rows: one dict per iteration: "iteration", "consumed samples", and each value by its name.
+        faulty: those of the last collected iterations in which this process's share of the loss was not finite.
     """
 
     def __init__(self, loss_names: tuple[str, ...], rows: list[dict[str, float]]) -> None:
         self.loss_names = loss_names
         self.rows = rows
-        self.faulty: list[int] = []
-        self.pending: list[tuple[dict[str, int], Tensor, dict[str, Tensor]]] = []
+        self.faulty: list[float] = []
+        self.pending: list[tuple[dict[str, float], Tensor, dict[str, Tensor]]] = []
 
     def add(self, iteration: int, consumed_samples: int, losses: Tensor, stats: dict[str, Tensor]) -> None:
-        """Note an iteration: [terms] this process's share of the mean losses, and scalars that all share."""
+        """Add an iteration: [terms] this process's share of the mean losses, and statistics equal on all processes."""
         self.pending.append(({"iteration": iteration, "consumed samples": consumed_samples}, losses, stats))
 
     def collect(self, mesh: Mesh) -> list[dict[str, float]]:
-        """Bring all that is pending into `rows`, and give it. Every process must take part; the host waits."""
+        """Move pending iterations to `rows` and return them. Blocks the host; every process must call it."""
         if not self.pending:
             return []
         begin = len(self.rows)
@@ -65,7 +65,7 @@ class History:
             for (row, _, _), finite in zip(self.pending, shares.isfinite().all(1).tolist(), strict=True)
             if not finite
         ]
-        losses = all_reduce_sum(all_reduce_sum(shares, mesh.dp), mesh.pp).tolist()
+        losses = all_reduce_sum(all_reduce_sum(shares, mesh.dp_cp), mesh.pp).tolist()
         stats = torch.stack([torch.stack(list(stats.values())) for _, _, stats in self.pending]).tolist()
         for (row, _, named), loss_row, stats_row in zip(self.pending, losses, stats, strict=True):
             row.update(zip(self.loss_names, loss_row, strict=True))
@@ -76,36 +76,36 @@ class History:
 
 
 def is_bad(row: dict[str, float]) -> bool:
-    """Whether the loss or gradient of an iteration was not finite, and no scale of the loss to blame for it."""
+    """True if the loss or gradient of an iteration was not finite, unless the fp16 loss scale overflowed."""
     return not math.isfinite(row["grad norm"]) and not row.get("overflow")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Interval:
-    """The iterations between two lines of the log."""
+    """The iterations between two log lines."""
 
-    rows: list[dict[str, float]]  # of a `History`
+    rows: list[dict[str, float]]  # from `History`
     loss_names: tuple[str, ...]
     train_iters: int
     lr: float
     batch_size: int
-    seconds: float  # of one iteration
+    seconds: float  # per iteration
     tokens_per_second: float
     tflops: float  # per device
-    mfu: float  # model FLOP utilisation: the same over the device's peak
-    hfu: float  # hardware FLOP utilisation: of the operations that are done
+    mfu: float  # model FLOP utilization: TFLOP/s over the device's peak
+    hfu: float  # hardware FLOP utilization: with recomputed operations
     params_norm: float | None
-    memory: dict[str, int]  # by name, if it is to be told
-    times: dict[str, dict[int, float]]  # seconds of an iteration's phases by rank, if they are to be told
+    memory: dict[str, int]  # by name, if logged
+    times: dict[str, dict[int, float]]  # seconds per iteration of each phase by rank, if logged
 
     @property
     def losses(self) -> dict[str, float]:
-        """Mean over the iterations of each loss."""
+        """Mean of each loss over the iterations."""
         return {name: sum(row[name] for row in self.rows) / len(self.rows) for name in self.loss_names}
 
     @property
     def bad(self) -> int:
-        """Iterations whose loss or gradient was not finite, overflows left out that a smaller loss scale is to mend."""
+        """Iterations whose loss or gradient was not finite, without overflows of the fp16 loss scale."""
         return sum(map(is_bad, self.rows))
 
     @property
@@ -115,11 +115,11 @@ class Interval:
 
     @property
     def longest(self) -> dict[str, float]:
-        """The time that each phase takes on the process where it takes longest, by NVIDIA's name in TensorBoard."""
+        """Longest time of each phase over the ranks, by NVIDIA's name in TensorBoard."""
         return {f"{phase}-time": max(by_rank.values()) for phase, by_rank in self.times.items()}
 
     def record(self) -> dict[str, Any]:
-        """Every value at full precision, for the file of metrics and Weights & Biases."""
+        """Every value at full precision, for --metrics-path and Weights & Biases."""
         last = dict(self.rows[-1])
         record = {"iteration": last.pop("iteration"), "consumed samples": last.pop("consumed samples")}
         record |= self.losses | {k: v for k, v in last.items() if k not in (*self.loss_names, *COUNTED)}
@@ -135,7 +135,7 @@ class Interval:
         return record | self.memory | self.longest
 
     def points(self) -> list[dict[str, float]]:
-        """The values of each iteration by their names in TensorBoard; the last has those of the interval too."""
+        """Values of each iteration by their names in TensorBoard; the last has those of the interval too."""
         renamed = {"grad norm": "grad-norm", "num zeros": "num-zeros", "loss scale": "loss-scale"}
         points = [{renamed.get(k, k): v for k, v in row.items() if k not in COUNTED} for row in self.rows]
         points[-1] |= {
@@ -150,7 +150,7 @@ class Interval:
         return points
 
     def line(self) -> str:
-        """The line of the log, in the format of Megatron-LM v2.5 with throughput appended."""
+        """The log line, in the format of Megatron-LM v2.5 with throughput appended."""
         last = self.rows[-1]
         parts = [
             f" iteration {last['iteration']:8d}/{self.train_iters:8d}",
@@ -177,25 +177,27 @@ class Interval:
 
 
 class Reporter:
-    """Writes what the first process of a run reports. On the others every method does nothing."""
+    """Writes the reports of a run. Does nothing except on the first process."""
 
     def __init__(self, config: LoggingConfig, mesh: Mesh, *, settings: dict[str, Any]) -> None:
-        """`settings` is the run's whole configuration, for those who keep it with the results.
+        """`settings` is the run's whole configuration, for Weights & Biases.
 
         Raises:
-            InputError: a package or a place that was asked for is not there.
+            InputError: a package is not installed.
         """
         self.config = config
         self.active = mesh.is_first
         self.bar: tqdm | None = None
-        self.tensorboard = self.wandb = self.metrics = None
+        self.tensorboard: Any = None
+        self.wandb: Any = None
+        self.metrics: TextIO | None = None
         if not self.active:
             return
         if config.wandb_project is not None:
             self.wandb = _open_wandb(config, settings)
 
     def start(self, iteration: int, train_iters: int) -> None:
-        """Begin after `iteration`: what an earlier try reported of later ones is taken back."""
+        """Open the reports after `iteration`, without what an earlier run reported of later iterations."""
         if not self.active:
             return
         if self.config.tensorboard_dir is not None:
@@ -207,18 +209,18 @@ class Reporter:
                 total=train_iters, initial=iteration, unit="it", dynamic_ncols=True, smoothing=0.1
             )
 
-    def say(self, text: str) -> None:
-        """Print a line for people."""
+    def log(self, text: str) -> None:
+        """Print a line, above the progress bar."""
         if self.active:
             try:
                 tqdm.write(text) if self.bar is not None else print(text, flush=True)
             except BrokenPipeError:
-                # Who read our output (head, tee, a terminal) has gone. That is no reason to lose the run.
-                sys.stdout = open(os.devnull, "w")  # noqa: SIM115, for as long as the process lives
-                sys.stderr.write("nobody reads the output any more; the run goes on\n")
+                # The reader of our output (head, tee, a terminal) is gone, which is no reason to lose the run.
+                sys.stdout = open(os.devnull, "w")  # noqa: SIM115, open until the process exits
+                sys.stderr.write("standard output is closed; the run goes on\n")
 
     def advance(self) -> None:
-        """An iteration is done."""
+        """Advance the progress bar by an iteration."""
         if self.bar is not None:
             self.bar.update()
 
@@ -226,7 +228,7 @@ class Reporter:
         """Report an interval of training."""
         if not self.active:
             return
-        self.say(interval.line())
+        self.log(interval.line())
         record = interval.record()
         self._write_metrics(record)
         if self.tensorboard is not None:
@@ -247,20 +249,20 @@ class Reporter:
             return
         ppl = {name: math.exp(min(20.0, loss)) for name, loss in losses.items()}
         line = f" validation loss at {where} | " + "".join(
-            # Above e^20 NVIDIA's format stands still; the sign says so.
+            # NVIDIA's format stops at e^20; the > marks that.
             f"{name} value: {loss:.6E} | {name} PPL: {'>' * (loss > 20)}{ppl[name]:.6E} | "
             for name, loss in losses.items()
         )
-        values = {}
+        values: dict[str, float] = {}
         for name, loss in losses.items():
             values |= {f"{name} {split}": loss, f"{name} {split} ppl": ppl[name]}
         self.measured(line, values, iteration, samples)
 
     def measured(self, line: str, values: dict[str, float], iteration: int, samples: int) -> None:
-        """Report values that an evaluation has given, by name, and in a line for people."""
+        """Report an evaluation: a line for the log, and values by name."""
         if not self.active:
             return
-        self.say("-" * len(line) + "\n" + line + "\n" + "-" * len(line))
+        self.log("-" * len(line) + "\n" + line + "\n" + "-" * len(line))
         record: dict[str, Any] = {"iteration": iteration, "consumed samples": samples, **values}
         if self.tensorboard is not None:
             for name, value in values.items():
@@ -273,7 +275,7 @@ class Reporter:
 
     def _write_metrics(self, record: dict[str, Any]) -> None:
         if self.metrics is not None:
-            # JSON has no NaN and no infinity; null stands for both.
+            # JSON has neither NaN nor infinity; null stands for both.
             finite = {
                 k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()
             }
@@ -281,7 +283,7 @@ class Reporter:
             self.metrics.flush()
 
     def close(self) -> None:
-        """End all reports."""
+        """Close all reports."""
         if self.bar is not None:
             self.bar.close()
             self.bar = None
@@ -293,7 +295,7 @@ class Reporter:
             self.wandb.finish()
 
 
-def _open_tensorboard(config: LoggingConfig, iteration: int):
+def _open_tensorboard(config: LoggingConfig, iteration: int) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -305,7 +307,7 @@ def _open_tensorboard(config: LoggingConfig, iteration: int):
         raise InputError(f"--tensorboard-dir: {config.tensorboard_dir}: {error.strerror}") from None
 
 
-def _open_wandb(config: LoggingConfig, settings: dict[str, Any]):
+def _open_wandb(config: LoggingConfig, settings: dict[str, Any]) -> Any:
     try:
         import wandb
     except ImportError:
@@ -313,15 +315,15 @@ def _open_wandb(config: LoggingConfig, settings: dict[str, Any]):
     return wandb.init(project=config.wandb_project, name=config.wandb_exp_name, config=settings)
 
 
-def _open_metrics(path: Path, iteration: int):
-    """The file of metrics, open for appending, without records of iterations after `iteration`."""
+def _open_metrics(path: Path, iteration: int) -> TextIO:
+    """Open the file of metrics for appending, and drop its records of iterations after `iteration`."""
     try:
-        path = path.resolve()  # of a link, what it points to
+        path = path.resolve()  # follow a link
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not path.is_file():  # a pipe, a device
             return open(path, "a", encoding="utf-8")
         text = path.read_text(encoding="utf-8") if path.exists() else ""
-        # A run that was killed may have left half a line.
+        # A killed run may have left half a line.
         lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
         kept = [line for line in lines if json.loads(line)["iteration"] <= iteration]
         temporary = path.with_name(f".writing-{path.name}")
@@ -331,6 +333,4 @@ def _open_metrics(path: Path, iteration: int):
     except OSError as error:
         raise InputError(f"--metrics-path: {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):
-        raise InputError(
-            f"--metrics-path: {path} holds something else than metrics; choose another file"
-        ) from None
+        raise InputError(f"--metrics-path: {path} is not a file of metrics; choose another file") from None

@@ -1,4 +1,4 @@
-"""When a run ends before its last iteration: signals and the flags that bound it."""
+"""Stop a run before its last iteration: signals, --exit-interval and --exit-duration-in-mins."""
 
 from __future__ import annotations
 
@@ -13,26 +13,25 @@ from megatron.parallel.collectives import all_reduce_max
 from megatron.parallel.mesh import Mesh
 from megatron.training.config import TrainingConfig
 
-# torchrun passes a signal on to processes that the terminal has already sent it to. What follows this soon
-# on the first is the same request, not an impatient second one.
+# torchrun forwards a signal to processes that already had it from the terminal. A signal this soon after the first is
+# the same request, not a second one.
 SAME_REQUEST_SECONDS = 3.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequests:
-    """Notices SIGINT, SIGTERM and SIGUSR1 (which SLURM sends before its time limit).
+    """Handles SIGINT, SIGTERM and SIGUSR1 (which SLURM sends before the time limit) within a `with` block.
 
-    All processes agree on stopping at the same iteration.
-
-    Within a `with` block the first signal lets the iteration end and the run save; a second one leaves at once.
+    After the first signal the run finishes the iteration, saves and exits; all processes stop at the same iteration. A
+    second signal exits at once.
     """
 
     def __init__(self, config: TrainingConfig, mesh: Mesh) -> None:
         self.config = config
         self.mesh = mesh
         self.started = time.monotonic()
-        self.signal = 0  # the first one that came, here or on another process
-        self.since: float | None = None  # when this process learnt of it
+        self.signal = 0  # the first one, on this or another process
+        self.since: float | None = None  # when this process learned of it
 
     def __enter__(self) -> StopRequests:
         self.previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
@@ -57,10 +56,10 @@ class StopRequests:
             self.signal, self.since = number, time.monotonic()
 
     def reason(self, iteration: int) -> str | None:
-        """Why to stop after `iteration`, the same on every process; None to go on. Every process must ask."""
+        """Reason to stop after `iteration`, the same on every process; None to go on. Every process must call it."""
         minutes = self.config.exit_duration_in_mins
         over = minutes is not None and time.monotonic() - self.started > 60 * minutes
-        # On the CPU, so that agreeing does not wait for the GPU.
+        # CPU tensors, so that agreeing does not wait for the GPU.
         number, over = all_reduce_max(torch.tensor([self.signal, int(over)]), self.mesh.world).tolist()
         if number:
             self._note(number)
@@ -73,5 +72,5 @@ class StopRequests:
 
     @property
     def exit_code(self) -> int:
-        """0, or after a signal what a shell expects of it: 130 for SIGINT, 138 for SIGUSR1, 143 for SIGTERM."""
+        """0, or after a signal 128 plus its number, as in a shell: 130 (SIGINT), 138 (SIGUSR1), 143 (SIGTERM)."""
         return 128 + self.signal if self.signal else 0

@@ -1,54 +1,48 @@
-"""What distinguishes one kind of pretraining from another."""
+"""A task: the parts of a run that an entry point supplies."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any, Generic
 
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
-from megatron.model.layers import TensorParallel
+from megatron.data.batch import BatchT
+from megatron.data.dataset import Dataset
+from megatron.model.context import ModelContext
 from megatron.parallel.random import DropoutKey
-from megatron.parallel.recompute import Recompute
 from megatron.parallel.stages import Chunk
+from megatron.tokenizer import Tokenizer
+from megatron.training.config import RunConfig
 
-if TYPE_CHECKING:
-    from megatron.data.loader import Batch
-    from megatron.tokenizer import Tokenizer
-    from megatron.training.config import RunConfig
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Part:
-    """Which part of the model a module is to hold, and how its layers are divided and recomputed."""
-
-    vocab_size: int
-    padded_vocab_size: int
-    chunk: Chunk
-    tp: TensorParallel
-    recompute: Recompute
+# (chunk of the model, batch, output of the chunk before or None, dropout key) to the input of the next chunk or, from
+# the model's last chunk, [terms] the sums of the losses in fp32.
+ForwardStep = Callable[[Any, BatchT, Tensor | None, DropoutKey], Tensor]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Measure:
-    """What is evaluated of a model, each a sum and a count, such as of right answers: `count` and `forward` are as
-    those of `Task`."""
-
-    names: tuple[str, ...]
-    count: Callable[[Batch], Tensor]
-    forward: Callable[[nn.Module, Batch, Tensor | None, DropoutKey], Tensor]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Relation:
-    """What a model shares with others, which it may begin with the weights of.
+class EvalMetric(Generic[BatchT]):
+    """Values that an evaluation gives, each a sum over a denominator, such as right answers over answers.
 
     Attributes:
-        tasks: names of the tasks that the others are of.
-        new: beginnings of the names of weights that this model may have and another lack. They begin at random.
-        dropped: of those that another may have and this model lacks.
+        denominators: batch to [terms].
+        forward: as of `Task`, giving the sums.
+    """
+
+    names: tuple[str, ...]
+    denominators: Callable[[BatchT], Tensor]
+    forward: ForwardStep[BatchT]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InitFrom:
+    """Other tasks whose models a run may start from (--finetune).
+
+    Attributes:
+        tasks: their names.
+        new: prefixes of the names of weights that this model has and the others may lack. They start at random.
+        dropped: prefixes of the names of weights that the others have and this model lacks.
     """
 
     tasks: tuple[str, ...]
@@ -57,42 +51,46 @@ class Relation:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Task:
-    """The parts of pretraining that an entry point supplies.
+class Task(Generic[BatchT]):
+    """The parts of a run that an entry point supplies.
 
-    A loss is a sum and a count, never a mean: how they are averaged over microbatches and replicas is decided
-    in one place, `Engine`. There both are summed over the whole global batch before they are divided, so that no
-    loss depends on how samples fall into microbatches.
+    A loss is a sum and a denominator, never a mean. `Engine` sums both over the whole global batch before it divides,
+    so that no loss depends on how samples are divided into microbatches.
 
     Attributes:
-        name: kept in checkpoints, so that what reads one knows which model it holds.
-        loss_names: one or more terms; training minimises the sum of their means.
-        build_model: (config, part) to a module without values.
-        build_datasets: (config, tokenizer, samples wanted for train, validation and test) to the datasets by name:
-            "train", and those to evaluate on.
-        count: batch to [terms], how many tokens or samples each term sums over.
-        vocab_positions: batch to how many positions of a sample are projected to the vocabulary.
-        forward: (chunk of the model, batch, what the chunk before gave or None, dropout key) to what the next
-            chunk takes; for the last chunk [terms], the sums of the losses, in fp32.
-        measure: what is evaluated, where that is not its losses.
-        begins_with: whose weights it may begin with beside its own, and which of them (--finetune).
-        causal: whether a position attends to none after it, which halves the work of attention.
-        is_static: whether all batches of training have the same shapes, as --cuda-graph needs.
+        name: saved in checkpoints, so that readers know which model they hold.
+        loss_names: one or more terms; training minimizes the sum of their means.
+        build_model: builds a chunk of the model, or all of it, without values.
+        build_datasets: (config, tokenizer, samples wanted for train, validation and test) to datasets by name: "train",
+            and those to evaluate on.
+        loss_denominators: batch to [terms], the number of tokens or samples that each term sums over.
+        num_logits: batch to the number of positions of a sample that are projected to the vocabulary.
+        forward: runs a chunk of the model.
+        metric: what evaluations report; by default the losses.
+        init_from: other tasks whose weights it may start from.
+        causal: True if a position attends to no later one, which halves the operations of attention.
+        is_static: True if all training batches have the same shapes, as --cuda-graph requires.
+        length_flags: flags that say how long a run is.
+        evaluates_again: evaluate once more when a run that has ended is started again.
+        extra_config: entries that are added to the configuration in checkpoints.
     """
 
     name: str
     loss_names: tuple[str, ...]
-    build_model: Callable[[RunConfig, Part], nn.Module]
+    build_model: Callable[[RunConfig, ModelContext, Chunk | None], nn.Module]
     build_datasets: Callable[[RunConfig, Tokenizer, tuple[int, int, int]], dict[str, Dataset]]
-    count: Callable[[Batch], Tensor]
-    vocab_positions: Callable[[Batch], int]
-    forward: Callable[[nn.Module, Batch, Tensor | None, DropoutKey], Tensor]
-    measure: Measure | None = None
-    begins_with: Relation | None = None
+    loss_denominators: Callable[[BatchT], Tensor]
+    num_logits: Callable[[BatchT], int]
+    forward: ForwardStep[BatchT]
+    metric: EvalMetric[BatchT] | None = None
+    init_from: InitFrom | None = None
     causal: bool = False
     is_static: bool = False
+    length_flags: str = "--train-iters or --train-samples"
+    evaluates_again: bool = False
+    extra_config: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
-    def losses(self) -> Measure:
-        """Its losses, which are evaluated where nothing else is said."""
-        return Measure(names=self.loss_names, count=self.count, forward=self.forward)
+    def losses(self) -> EvalMetric[BatchT]:
+        """The task's losses as a metric."""
+        return EvalMetric(names=self.loss_names, denominators=self.loss_denominators, forward=self.forward)

@@ -1,4 +1,4 @@
-"""Checkpoints: what goes in comes out, and what is not whole is refused."""
+"""Checkpoints: what goes in comes out, and what is incomplete is refused."""
 
 from __future__ import annotations
 
@@ -10,33 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import edit_state, sign
-from models import flat
+from checkpoints import CONFIG, edit_state, make, save, sign
 from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint import storage
 from megatron.checkpoint.checkpoint import check_architecture
-from megatron.checkpoint.config import CheckpointConfig
 from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.load import load_into, load_weights
 from megatron.checkpoint.manifest import read_manifest
-from megatron.checkpoint.saver import Saver
-from megatron.flags import InputError, TrainingFault
-from megatron.model.config import ModelConfig
-from megatron.model.gpt import GPTModel
+from megatron.errors import InputError, TrainingFault
 from megatron.optim.buffer import ParamBuffer
-from megatron.optim.config import OptimizerConfig
 from megatron.optim.optimizer import Optimizer
-
-CPU = torch.device("cpu")
-CONFIG = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=2, max_position_embeddings=8)
-
-
-def make(dtype=torch.float32, padded: int = 64, kind: str = "adam", seed: int = 1, **settings):
-    model = GPTModel(CONFIG, vocab_size=50, padded_vocab_size=padded)
-    buffer = flat(model, dtype)
-    buffer.initialize(seed)
-    return buffer, Optimizer(buffer, OptimizerConfig(lr=1.0, optimizer=kind, **settings)), model
 
 
 def train(buffer: ParamBuffer, optimizer: Optimizer, steps: int) -> None:
@@ -46,27 +30,6 @@ def train(buffer: ParamBuffer, optimizer: Optimizer, steps: int) -> None:
             grad = entry.view(buffer.grads)
             grad.copy_(torch.randn(grad.shape, generator=generator))
         optimizer.step(lr=1e-3, weight_decay=0.1)
-
-
-def save(root: Path, buffer, optimizer, iteration: int = 3, files=(), **fields) -> None:
-    root.mkdir(exist_ok=True)
-    state = {
-        "iteration": iteration,
-        "consumed_samples": 4 * iteration,
-        "vocab_size": 50,
-        "padded_vocab_size": 64,
-        "task": "GPT",
-        "train_samples": 100,
-        "evaluation_due": False,
-        "bad_steps": 0,
-        "history": [],
-        "schedule": {},
-        "config": {"model": dataclasses.asdict(CONFIG)},
-    }
-    config = CheckpointConfig(save=str(root), **fields)
-    contents = {file.name: file.read_bytes() for file in files}
-    with Saver(config, buffer, optimizer, tokenizer_files=contents, say=print) as saver:
-        saver.save(state)
 
 
 def load(root: Path, buffer, optimizer) -> None:
@@ -84,7 +47,7 @@ def test_everything_comes_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype, k
     assert torch.equal(buffer.params, other.params)
     for mine, theirs in (
         (buffer.masters, other.masters),
-        *zip(optimizer.moments.values(), other_optimizer.moments.values(), strict=True),
+        *zip(optimizer.state.values(), other_optimizer.state.values(), strict=True),
     ):
         assert all(torch.equal(x, y) for x, y in zip(mine, theirs, strict=True))
     train(buffer, optimizer, 2)
@@ -97,15 +60,15 @@ def test_moments_in_bf16_are_saved_as_such_and_read_by_any_run(tmp_path: Path) -
     buffer, optimizer, _ = make(torch.bfloat16, **half)
     train(buffer, optimizer, 3)
     save(tmp_path, buffer, optimizer)
-    index = find_checkpoint(str(tmp_path), None).pieces("optimizer").index
+    index = find_checkpoint(str(tmp_path), None).tensors["optimizer"].index
     kinds = {(name.split("/")[0], tensor["dtype"]) for name, tensor in index.items()}
     assert kinds == {("exp_avg", "bfloat16"), ("exp_avg_sq", "bfloat16"), ("master", "float32")}
     same, same_optimizer, _ = make(torch.bfloat16, seed=2, **half)
     wide, wide_optimizer, _ = make(torch.bfloat16, seed=2, padded=50)
     for other, other_optimizer in ((same, same_optimizer), (wide, wide_optimizer)):
         load(tmp_path, other, other_optimizer)
-        for name, pieces in optimizer.moments.items():
-            theirs = other_optimizer.moments[name]
+        for name, pieces in optimizer.state.items():
+            theirs = other_optimizer.state[name]
             assert all(torch.equal(x.float(), y.float()) for x, y in zip(pieces, theirs, strict=True))
     train(buffer, optimizer, 2)
     train(same, same_optimizer, 2)
@@ -125,7 +88,7 @@ def test_other_precision_and_padding(tmp_path: Path) -> None:
     load(tmp_path, other, other_optimizer)
     for kind, a, b in (
         ("master", buffer.masters, other.masters),
-        *((name, pieces, other_optimizer.moments[name]) for name, pieces in optimizer.moments.items()),
+        *((name, pieces, other_optimizer.state[name]) for name, pieces in optimizer.state.items()),
     ):
         for (entry, tensor, _), (_, expected, _) in zip(other.parts(b), buffer.parts(a), strict=True):
             assert torch.equal(tensor, expected[: len(tensor)]), (kind, entry.name)
@@ -135,8 +98,8 @@ def test_other_precision_and_padding(tmp_path: Path) -> None:
     for (entry, tensor, _), (_, expected, _) in zip(
         again.parts(again.masters), buffer.parts(buffer.masters), strict=True
     ):
-        real = 50 * 16 if "word_embeddings" in entry.name else len(tensor)
-        assert torch.equal(tensor[:real], expected[:real])
+        num_valid_rows = 50 * 16 if "word_embeddings" in entry.name else len(tensor)
+        assert torch.equal(tensor[:num_valid_rows], expected[:num_valid_rows])
 
 
 def test_files_are_plain(tmp_path: Path) -> None:
@@ -183,7 +146,7 @@ def test_a_lost_tracker_does_not_start_from_the_beginning(tmp_path: Path) -> Non
     save(tmp_path, buffer, optimizer)
     (tmp_path / storage.TRACKER).unlink()
     assert find_checkpoint(str(tmp_path), str(tmp_path)).folder == storage.folder_of(tmp_path, 3)
-    with pytest.raises(InputError, match="iter_0000003, but no latest_checkpointed_iteration"):
+    with pytest.raises(InputError, match="iter_0000003 but no latest_checkpointed_iteration"):
         find_checkpoint(str(tmp_path), None)
     (storage.folder_of(tmp_path, 3) / "state.json").write_text("{}")
     with pytest.raises(InputError, match=r"state\.json"):
@@ -202,13 +165,13 @@ def test_an_interrupted_save_leaves_the_last_one_whole(tmp_path: Path, monkeypat
     for name in ("sync", "replace_text"):
         for survives in range(5):
             left = [survives]
-            real = getattr(storage, name)
+            num_valid_rows = getattr(storage, name)
 
-            def dying(*args, real=real, left=left):
+            def dying(*args, num_valid_rows=num_valid_rows, left=left):
                 if left[0] == 0:
                     raise Killed
                 left[0] -= 1
-                return real(*args)
+                return num_valid_rows(*args)
 
             monkeypatch.setattr(storage, name, dying)
             try:
@@ -217,7 +180,7 @@ def test_an_interrupted_save_leaves_the_last_one_whole(tmp_path: Path, monkeypat
                 found = find_checkpoint(str(tmp_path), None)
                 assert found.iteration in (1, 2)
                 load_into(found, *make()[:2])
-            monkeypatch.setattr(storage, name, real)
+            monkeypatch.setattr(storage, name, num_valid_rows)
     assert all(path.read_bytes() == data for path, data in before.items() if path.name != storage.TRACKER)
     save(tmp_path, buffer, optimizer, 2)
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
@@ -238,7 +201,7 @@ def test_where_a_run_starts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda f: (f.parent / storage.TRACKER).write_text("x"), "not the number"),
+        (lambda f: (f.parent / storage.TRACKER).write_text("x"), "is not an iteration"),
         (lambda f: (f.parent / storage.TRACKER).write_text("9"), "iteration 9"),
         (lambda f: (f / "state.json").unlink(), "state.json: is missing"),
         (lambda f: (f / "state.json").write_text("{"), "state.json: has 1 bytes, but"),
@@ -247,7 +210,7 @@ def test_where_a_run_starts(tmp_path: Path) -> None:
         (lambda f: write(f, "state.json", "{}"), "state.json: is not the state"),
         (lambda f: edit(f, "version", 99), "version 99"),
         (lambda f: edit(f, "iteration", "three"), "'iteration'"),
-        (lambda f: edit(f, "iteration", 4), "of iteration 4, but lies in iter_0000003"),
+        (lambda f: edit(f, "iteration", 4), "of iteration 4, but is in iter_0000003"),
         (lambda f: edit(f, "consumed_samples", -8), "'consumed_samples'"),
         (lambda f: edit(f, "consumed_samples", True), "'consumed_samples'"),
         (lambda f: edit(f, "history", [1]), "'history'"),
@@ -267,14 +230,14 @@ def test_where_a_run_starts(tmp_path: Path) -> None:
         (lambda f: edit(f, "loss_scaler", {"scale": 0.0, "clean": 0, "patience": 2}), "'loss_scaler'"),
         (lambda f: write(f, "model.safetensors", "junk"), "model.safetensors: cannot be read"),
         (lambda f: edit_tensors(f, lambda t: t.pop(BIAS)), "final_layernorm.bias cannot be read"),
-        (lambda f: edit_tensors(f, lambda t: t.update({BIAS: torch.ones(3)})), "smaller than the index says"),
+        (lambda f: edit_tensors(f, lambda t: t.update({BIAS: torch.ones(3)})), "smaller than in the index"),
         (lambda f: (f / "index.json").unlink(), "index.json: is missing"),
         (lambda f: (f / "index.json").write_text("[" * 1000000), "index.json: is damaged"),
         (lambda f: (f / "index.json").write_text("{}"), "index.json: is damaged"),
         (lambda f: edit_index(f, lambda m: m.tensors["model"].pop(BIAS)), "lacks the tensor"),
         (
             lambda f: edit_index(f, lambda m: m.tensors["model"].update(extra=m.tensors["model"][BIAS])),
-            "1 tensor.s. that the model has not: extra",
+            "1 tensor.s. that the model lacks: extra",
         ),
         (
             lambda f: edit_index(f, lambda m: m.tensors["model"][BIAS].update(shape=[3])),
@@ -282,7 +245,7 @@ def test_where_a_run_starts(tmp_path: Path) -> None:
         ),
         (
             lambda f: edit_index(f, lambda m: m.tensors["model"][BIAS].update(pieces=[])),
-            "16 elements of decoder.final_layernorm.bias are in none of the files",
+            "16 elements of decoder.final_layernorm.bias are in no file",
         ),
         (
             lambda f: edit_index(f, lambda m: m.tensors["model"][BIAS]["pieces"][0].__setitem__(2, [-9, 7])),
@@ -291,7 +254,7 @@ def test_where_a_run_starts(tmp_path: Path) -> None:
         *(
             (
                 lambda f, n=name: edit_index(f, lambda m: m.files.update({n: (1, "")})),
-                "is not the name of a file",
+                "is not the name of a checkpoint's file",
             )
             for name in (
                 "../state.json",
@@ -305,7 +268,7 @@ def test_where_a_run_starts(tmp_path: Path) -> None:
             lambda f: edit_index(
                 f, lambda m: m.tensors["model"][BIAS]["pieces"][0].__setitem__(0, "../model.safetensors")
             ),
-            "is said to be in",
+            "is in the unknown file",
         ),
     ],
 )
@@ -380,6 +343,21 @@ def test_every_change_of_a_byte_is_noticed(tmp_path: Path, count: int) -> None:
         shutil.rmtree(folder)
 
 
+def test_a_change_is_noticed_wherever_it_is_in_a_large_file(tmp_path: Path) -> None:
+    """Checksums are taken a MiB at a time; those of the other tests' files take one."""
+    vocab = tmp_path / "vocab.json"
+    vocab.write_bytes(random.Random(0).randbytes(3 << 20))
+    save(tmp_path / "run", *make()[:2], files=[vocab])
+    path = tmp_path / "run" / "iter_0000003" / "tokenizer" / "vocab.json"
+    find_checkpoint(str(tmp_path / "run"), None, verify=True)
+    for place in (0, (1 << 20) - 1, 1 << 20, (3 << 20) - 1):
+        flip(path, place)
+        with pytest.raises(InputError, match="its checksum differs"):
+            find_checkpoint(str(tmp_path / "run"), None, verify=True)
+        flip(path, place)
+    find_checkpoint(str(tmp_path / "run"), None, verify=True)
+
+
 def test_no_optimizer_state(tmp_path: Path) -> None:
     save(tmp_path, *make()[:2], save_optim=False)
     with pytest.raises(InputError, match="--no-load-optim"):
@@ -401,9 +379,10 @@ def test_another_architecture_names_the_flags(tmp_path: Path) -> None:
         check_architecture(found, dataclasses.replace(CONFIG, bias_gelu_fusion=False))
 
 
-def flip(path: Path) -> None:
+def flip(path: Path, place: int | None = None) -> None:
+    """Flip a bit of the byte at `place`, by default the middle of the file."""
     data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
+    data[len(data) // 2 if place is None else place] ^= 1
     path.write_bytes(data)
 
 
@@ -420,7 +399,7 @@ def test_a_run_that_continues_itself_passes_over_a_damaged_checkpoint(tmp_path: 
         find_checkpoint(str(tmp_path), None, verify=True)
     for iteration in (1, 2):
         (tmp_path / f"iter_{iteration:07d}" / "model.safetensors").unlink()
-    with pytest.raises(InputError, match=r"iter_0000003/optimizer.*; nor is an older checkpoint whole"):
+    with pytest.raises(InputError, match=r"iter_0000003/optimizer.*; the older checkpoints are damaged too"):
         find_checkpoint(str(tmp_path), str(tmp_path))
 
 

@@ -13,8 +13,8 @@ from nvidia import checkpoint_of
 
 from megatron.checkpoint import storage
 from megatron.checkpoint.checkpoint import open_checkpoint
-from megatron.checkpoint.nvidia.write import write_megatron
-from megatron.flags import InputError, TrainingFault
+from megatron.errors import InputError, TrainingFault
+from megatron.interop.nvidia.write import write_megatron
 
 # A checkpoint takes 1.5 MB, of which 20 kB are not tensors.
 FLAGS = """
@@ -53,7 +53,7 @@ def test_too_little_room_is_seen_before_writing(command, disk: Path, mode: list[
     assert result.stderr.startswith(
         f"error: --save: the checkpoint of iteration 8 cannot be written to {disk}/run: "
     )
-    assert " are free; the checkpoints before it are whole" in result.stderr
+    assert " are free; earlier checkpoints are complete" in result.stderr
     assert_whole(disk / "run", [2, 4, 6])
     shutil.rmtree(disk / "run" / "iter_0000002")
     result = command("pretrain_gpt.py", *flags, "--keep-last", 1)
@@ -70,7 +70,7 @@ def test_a_disk_that_fills_while_a_checkpoint_is_written(
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: plenty)
         with pytest.raises(
-            TrainingFault, match=r"No space left on device.*; the checkpoints before it are whole"
+            TrainingFault, match=r"No space left on device.*; earlier checkpoints are complete"
         ):
             pretrain(*flags)
     assert_whole(disk / "run", [2, 4, 6])

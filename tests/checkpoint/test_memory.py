@@ -33,7 +33,7 @@ def load(root: str, flags: str, save_first: bool) -> tuple[int, int, int]:
     with init_mesh(config.parallel, CPU) as mesh:
         engine = Engine(config, GPT, mesh, vocab_size=2048, padded_vocab_size=2048)
         buffer, optimizer = engine.buffer, engine.optimizer
-        filled = [buffer.params, *(piece for owned in optimizer.moments.values() for piece in owned)]
+        filled = [buffer.params, *(piece for owned in optimizer.state.values() for piece in owned)]
         filled += [] if buffer.is_fp32 else buffer.masters
         for tensor in filled:
             tensor.fill_(1)  # memory that was never written to is not there yet
@@ -47,13 +47,13 @@ def load(root: str, flags: str, save_first: bool) -> tuple[int, int, int]:
             }
             state |= {"evaluation_due": False, "history": [], "vocab_size": 2048, "padded_vocab_size": 2048}
             state |= {"schedule": {}, "config": {}}
-            Saver(CheckpointConfig(save=root), buffer, optimizer, tokenizer_files={}, say=print).save(state)
+            Saver(CheckpointConfig(save=root), buffer, optimizer, tokenizer_files={}, log=print).save(state)
         checkpoint = find_checkpoint(root, None, world=mesh.world)
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         before = memory("VmRSS")
         load_into(checkpoint, buffer, optimizer)
         peak = memory("VmHWM") - before
-        largest = max(4 * math.prod(entry.place.local_shape) for entry in buffer.entries)
+        largest = max(4 * math.prod(entry.shard_spec.local_shape) for entry in buffer.entries)
         return peak, sum(tensor.nbytes for tensor in filled), largest
 
 

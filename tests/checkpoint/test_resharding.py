@@ -55,7 +55,7 @@ def carry(load: str | None, save: str, flags: str) -> None:
         buffer, optimizer = engine.buffer, engine.optimizer
         if load is None:
             buffer.initialize(1)
-            for owned in optimizer.moments.values():
+            for owned in optimizer.state.values():
                 for piece in owned:
                     piece.normal_()
             optimizer.steps = 7
@@ -65,7 +65,7 @@ def carry(load: str | None, save: str, flags: str) -> None:
         state = {"task": "GPT", "iteration": 5, "consumed_samples": 10, "train_samples": 40, "bad_steps": 0}
         state |= {"evaluation_due": False, "history": [], "vocab_size": 60, "padded_vocab_size": padded}
         state |= {"schedule": {}, "config": {}}
-        Saver(CheckpointConfig(save=save), buffer, optimizer, tokenizer_files={}, say=print).save(state)
+        Saver(CheckpointConfig(save=save), buffer, optimizer, tokenizer_files={}, log=print).save(state)
 
 
 def contents(root: Path) -> dict[str, torch.Tensor]:
@@ -83,27 +83,38 @@ def contents(root: Path) -> dict[str, torch.Tensor]:
     return whole
 
 
-def assert_same(a: Path, b: Path) -> None:
+# 4 layers with 12 parameters each, 4 of which are matrices; and 4 other parameters. Weights, master weights and state.
+TENSORS = {"adam": 4 * (4 * 12 + 4), "muon": 2 * (4 * 12 + 4) + 4 * 4 + 2 * (4 * 8 + 4)}
+
+
+def assert_same(a: Path, b: Path, optimizer: str = "adam") -> None:
     first, second = contents(a), contents(b)
-    assert first.keys() == second.keys() and len(first) == 4 * (4 * 12 + 4)
+    assert first.keys() == second.keys() and len(first) == TENSORS[optimizer]
     for name, tensor in first.items():
         assert torch.equal(tensor, second[name]), name
 
 
-def run(layout: str, load: Path | None, save: Path) -> None:
+def run(layout: str, load: Path | None, save: Path, optimizer: str = "adam") -> None:
     save.mkdir()
     processes, flags = LAYOUTS[layout]
-    run_distributed(carry, processes, load and str(load), str(save), flags)
+    run_distributed(carry, processes, load and str(load), str(save), f"{flags} --optimizer {optimizer}")
 
 
-def test_from_layout_to_layout(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "layouts"),
+    [
+        ("adam", ("one", "T4", "P2V2", "D3+ZeRO", "T2+SP", "P2D2V2+ZeRO", "one")),
+        ("muon", ("one", "T2D2+ZeRO", "P2V2", "D3+ZeRO", "one")),
+    ],
+)
+def test_from_layout_to_layout(tmp_path: Path, optimizer: str, layouts: tuple[str, ...]) -> None:
     """Through layouts of each kind, one after the other."""
     before = None
-    for layout in ("one", "T4", "P2V2", "D3+ZeRO", "T2+SP", "P2D2V2+ZeRO", "one"):
+    for layout in layouts:
         folder = tmp_path / f"{layout}-after-{before.name if before else 'nothing'}"[:40]
-        run(layout, before, folder)
+        run(layout, before, folder, optimizer)
         if before is not None:
-            assert_same(before, folder)
+            assert_same(before, folder, optimizer)
         before = folder
 
 

@@ -16,7 +16,7 @@ from megatron.checkpoint import storage
 from megatron.checkpoint.config import CheckpointConfig
 from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.saver import Saver
-from megatron.flags import InputError, TrainingFault
+from megatron.errors import InputError, TrainingFault
 from megatron.parallel.mesh import Mesh, init_mesh
 from megatron.training.engine import Engine
 from pretrain_gpt import DEFAULTS, GPT
@@ -34,10 +34,10 @@ def make_engine(mesh: Mesh, flags: str = "") -> Engine:
     return engine
 
 
-def make_saver(root: Path | str, engine: Engine, say=print, **fields) -> Saver:
+def make_saver(root: Path | str, engine: Engine, log=print, **fields) -> Saver:
     config = CheckpointConfig(save=str(root), **fields)
     files = {"vocab.json": b"{}"}
-    return Saver(config, engine.buffer, engine.optimizer, tokenizer_files=files, say=say)
+    return Saver(config, engine.buffer, engine.optimizer, tokenizer_files=files, log=log)
 
 
 def state(iteration: int) -> dict:
@@ -194,8 +194,8 @@ def test_a_failure_stops_all_ranks_at_once(tmp_path: Path) -> None:
     (first, other_says), (second, says) = run_distributed(fail_on_one_rank, 2, str(tmp_path))
     assert first == second
     assert says.startswith(f"--save: the checkpoint of iteration 2 cannot be written to {tmp_path}: ")
-    assert says.endswith("No space left on device; the checkpoints before it are whole")
-    assert "rank 1 could not do its part, and says why" in other_says
+    assert says.endswith("No space left on device; earlier checkpoints are complete")
+    assert "rank 1 failed; see its message" in other_says
     assert find_checkpoint(str(tmp_path), None, verify=True).iteration == 1
     assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000001", storage.TRACKER]
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron.data.indexed import IndexedDataset
+from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.tokenizer.bert import BertWordPieceTokenizer
 
 

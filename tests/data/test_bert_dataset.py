@@ -10,10 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.bert_dataset import BertDataset, MockBertDataset, SampleRules, build_sample
+from megatron.data.bert_dataset import BertDataset, MockBertDataset
 from megatron.data.bert_index import CutRules, load_or_build
+from megatron.data.bert_samples import SampleRules, build_sample
 from megatron.data.config import DataConfig
-from megatron.flags import InputError
+from megatron.data.index_cache import IndexRequest
+from megatron.errors import InputError
 
 PAD, CLS, SEP, MASK = 0, 1, 2, 3
 VOCABULARY = 60  # in which every third id from 10 on continues a word
@@ -243,10 +245,10 @@ def dataset(write_documents, tmp_path: Path) -> BertDataset:
         [[rng.randint(4, VOCABULARY, size=rng.randint(1, 20)) for _ in range(n)] for n in range(20)]
     )
     rules = CutRules.of(seq_length=32, short_seq_prob=0.1, binary_head=True)
-    index = load_or_build(
-        tokens, range(20), rules, name="train", samples=100, seed=5, cache=str(tmp_path / "cache")
+    request = IndexRequest(
+        dataset=tokens, documents=range(20), split="train", samples=100, seed=5, cache=str(tmp_path / "cache")
     )
-    return BertDataset(tokens, index, rules_of(32), 5)
+    return BertDataset(tokens, load_or_build(request, rules), rules_of(32), 5)
 
 
 def equal(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> bool:
@@ -287,7 +289,7 @@ def test_ids_of_another_vocabulary(dataset: BertDataset) -> None:
     rules = rules_of(32, vocab_size=50)
     smaller = BertDataset(dataset.tokens, dataset.index, rules, 5)
     message = (
-        r"corpus\.bin: token \d+ of sentence \d+ \(in sample \d+\) is id 5\d, but the vocabulary has 50 ids; "
+        r"corpus\.bin: token \d+ of sentence \d+ \(in sample \d+\) has id 5\d, but the vocabulary has 50 ids; "
         "the file was made with another tokenizer, or is damaged$"
     )
     with pytest.raises(InputError, match=message):
@@ -299,8 +301,10 @@ def test_sentences_without_tokens(write_documents, tmp_path: Path) -> None:
     """Other tools may write such; they take their place in a sample."""
     tokens = write_documents([[[], []], [[], [5, 6], []]])
     cut = CutRules.of(seq_length=16, short_seq_prob=0, binary_head=True)
-    index = load_or_build(tokens, range(2), cut, name="train", samples=20, seed=1, cache=str(tmp_path))
-    dataset = BertDataset(tokens, index, rules_of(16), 1)
+    request = IndexRequest(
+        dataset=tokens, documents=range(2), split="train", samples=20, seed=1, cache=str(tmp_path)
+    )
+    dataset = BertDataset(tokens, load_or_build(request, cut), rules_of(16), 1)
     lengths = {int(dataset[i]["padding_mask"].sum()) for i in range(len(dataset))}
     assert lengths <= {2, 4, 5}
 
@@ -333,5 +337,5 @@ def test_mock_samples() -> None:
     assert not equal(dataset(2)[0], ours[0])
     assert not dataset(1, bert_binary_head=False)[0]["types"].any()
     assert dataset(1, vocab_size=5)[3]["text"].max() <= 4
-    with pytest.raises(InputError, match=r"--mock-data: takes a vocabulary of more than 4 ids, .* has 4"):
+    with pytest.raises(InputError, match=r"--mock-data: needs a vocabulary of more than 4 ids, .* has 4"):
         dataset(1, vocab_size=4)

@@ -9,11 +9,11 @@ import pytest
 
 from megatron.data import bert_index
 from megatron.data.bert_index import CutRules, build_map, load_or_build, usable_documents
-from megatron.data.index_cache import MappedArrays
+from megatron.data.index_cache import IndexRequest, MappedArrays
 from megatron.data.indexed import IndexedDataset
 from megatron.data.mersenne_twister import MersenneTwister64
-from megatron.data.split import parse_split, split_bounds
-from megatron.flags import InputError
+from megatron.data.split import DATA_ORDERS, parse_split
+from megatron.errors import InputError
 
 NAMES = ("train", "valid", "test")
 
@@ -71,18 +71,18 @@ def test_worked_by_hand() -> None:
 def test_files_of_megatron(shared: Path, tmp_path: Path) -> None:
     folder = shared / "vectors" / "bert-v2.5"
     dataset = IndexedDataset(folder / "bert60_text_sentence")
-    bounds = split_bounds(parse_split("900,50,50"), len(dataset.doc_idx) - 1, "v2.5")
+    bounds = DATA_ORDERS["v2.5"].split_bounds(parse_split("900,50,50"), len(dataset.doc_idx) - 1)
     rules = CutRules.of(seq_length=128, short_seq_prob=0.1, binary_head=True)
     for i, (name, samples) in enumerate(zip(NAMES, (24, 4, 4), strict=True)):
-        (rows,) = load_or_build(
-            dataset,
-            range(bounds[i], bounds[i + 1]),
-            rules,
-            name=name,
+        request = IndexRequest(
+            dataset=dataset,
+            documents=range(bounds[i], bounds[i + 1]),
+            split=name,
             samples=samples,
             seed=1234,
             cache=str(tmp_path),
         )
+        (rows,) = load_or_build(request, rules)
         file = f"bert60_text_sentence_{name}_indexmap_{samples}mns_125msl_0.10ssp_1234s.npy"
         theirs = np.load(folder / file, allow_pickle=False)
         assert rows.dtype == theirs.dtype
@@ -143,9 +143,9 @@ RULES = CutRules.of(seq_length=32, short_seq_prob=0.1, binary_head=True)
 
 
 def open_map(dataset: IndexedDataset, cache: Path, rules: CutRules = RULES, **changes) -> MappedArrays:
-    arguments = {"name": "train", "samples": 50, "seed": 1, "cache": str(cache)} | changes
-    documents = arguments.pop("documents", range(len(dataset.doc_idx) - 1))
-    return load_or_build(dataset, documents, rules, **arguments)
+    whole = range(len(dataset.doc_idx) - 1)
+    arguments = {"documents": whole, "split": "train", "samples": 50, "seed": 1, "cache": str(cache)}
+    return load_or_build(IndexRequest(dataset=dataset, **arguments | changes), rules)
 
 
 def test_cached_under_all_it_depends_on(
@@ -157,8 +157,8 @@ def test_cached_under_all_it_depends_on(
         assert open_map(sentences, cache).paths == first.paths
     made = len(next(iter(first)))
     (line,) = caplog.messages
-    assert "40 documents, of which 2 with fewer than 2 sentences and 0 with a sentence of more than" in line
-    assert line.endswith(f"50 samples wanted, {made:,} made")
+    assert "40 documents; skipped: 2 with fewer than 2 sentences, 0 with a sentence of more than" in line
+    assert line.endswith(f"samples: {made:,}, needed: 50")
     paths = {first.paths}
     for changes in (
         {"samples": 51},
@@ -191,14 +191,14 @@ def test_a_damaged_cache_is_built_again(sentences: IndexedDataset, tmp_path: Pat
         assert len(rows) >= 50 and rows.shape[1] == 3
         assert (start >= 0).all() and (start + 2 <= end).all() and (end <= len(sentences)).all()
         assert (target >= 2).all() and (target <= 29).all()
-    assert "is damaged; building it and its siblings again" in caplog.text
+    assert "is damaged; rebuilding the index" in caplog.text
 
 
 def test_no_document_of_two_sentences(write: Callable, write_documents: Callable, tmp_path: Path) -> None:
     data = write([[1, 2, 3]] * 20)
     message = (
-        r"corpus\.idx: the 20 documents for train have one sentence each, or none, and to learn their order takes "
-        r"two; make the data with tools/preprocess_data\.py --split-sentences, or give --bert-no-binary-head$"
+        r"corpus\.idx: the 20 documents for train have at most one sentence each, but sentence-order prediction needs "
+        r"two; preprocess the text with tools/preprocess_data\.py --split-sentences, or give --bert-no-binary-head$"
     )
     with pytest.raises(InputError, match=message):
         open_map(data, tmp_path)
@@ -209,7 +209,7 @@ def test_no_document_of_two_sentences(write: Callable, write_documents: Callable
 def test_sentences_that_are_too_long(write_documents: Callable, tmp_path: Path) -> None:
     long = np.ones(513, dtype=int)
     data = write_documents([[[1]], [[1], [2], long, [3], long]])
-    message = r"corpus\.idx: the 2 documents for train that have .* as sentence 2 of document 1 with 513; "
+    message = r"corpus\.idx: the 2 documents for train with enough .* as sentence 2 of document 1 with 513; "
     with pytest.raises(InputError, match=message):
         open_map(data, tmp_path)
     data = write_documents([[long[:512], long[:512]]])

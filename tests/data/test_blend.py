@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron.data.blend import blend_order, load_or_build_order, parse_blend
-from megatron.flags import InputError
+from megatron.errors import InputError
 
 
 def reference(weights: np.ndarray, size: int) -> tuple[list[int], list[int]]:
@@ -64,12 +64,12 @@ def test_ten_million_samples_take_seconds() -> None:
 
 
 def test_order_is_cached(tmp_path: Path) -> None:
-    first = load_or_build_order([0.5, 0.5], 10, name="train", cache=str(tmp_path))
-    again = load_or_build_order([0.5, 0.5], 10, name="train", cache=str(tmp_path))
-    other = load_or_build_order([0.6, 0.4], 10, name="train", cache=str(tmp_path))
+    first = load_or_build_order([0.5, 0.5], 10, split="train", cache=str(tmp_path))
+    again = load_or_build_order([0.5, 0.5], 10, split="train", cache=str(tmp_path))
+    other = load_or_build_order([0.6, 0.4], 10, split="train", cache=str(tmp_path))
     assert first.paths == again.paths != other.paths
     Path(first.paths[0]).write_bytes(b"damaged")
-    datasets, _ = load_or_build_order([0.5, 0.5], 10, name="train", cache=str(tmp_path))
+    datasets, _ = load_or_build_order([0.5, 0.5], 10, split="train", cache=str(tmp_path))
     assert datasets.tolist() == reference(np.array([0.5, 0.5]), 10)[0]
 
 
@@ -90,11 +90,11 @@ def test_parse(values: list[str], expected: tuple) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ([], "--data-path names no data"),
+        ([], "--data-path is empty; give a prefix"),
         (["1", "a", "2"], "--data-path: 3 values; weights and prefixes come in pairs"),
-        (["1", "a", "x", "b"], "'x' stands where the weight of b should; it is not a number"),
-        (["a", "b", "1", "c"], "'a' stands where the weight of b should"),
-        (["1", "a", "0", "b"], "the weight of b is 0; it must be greater than 0"),
+        (["1", "a", "x", "b"], "expected the weight of b, but 'x' is not a number"),
+        (["a", "b", "1", "c"], "expected the weight of b, but 'a' is not a number"),
+        (["1", "a", "0", "b"], "the weight of b is 0; it must be positive and finite"),
         (["-1", "a", "1", "b"], "the weight of a is -1; it must be"),
         (["nan", "a", "1", "b"], "the weight of a is nan"),
         (["inf", "a", "1", "b"], "the weight of a is inf"),

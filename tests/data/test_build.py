@@ -8,19 +8,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.bert_dataset import BertDataset
+from megatron.data.bert_dataset import BertDataset, build_bert_datasets
 from megatron.data.blend import blend_order
-from megatron.data.build import build_bert_datasets, build_gpt_datasets
 from megatron.data.config import DataConfig
+from megatron.data.gpt_dataset import build_gpt_datasets
 from megatron.data.indexed import IndexedDataset
-from megatron.flags import InputError
+from megatron.errors import InputError
 from megatron.tokenizer.bert import BertWordPieceTokenizer
 from megatron.tokenizer.null import NullTokenizer
 
 
+def by_split(datasets: dict) -> tuple:
+    """The datasets for training, validation and testing, with None for an absent one."""
+    assert set(datasets) <= {"train", "validation", "test"}
+    return tuple(map(datasets.get, ("train", "validation", "test")))
+
+
 def build(samples=(40, 4, 0), vocab_size=10_000, seed=7, eod=None, **flags):
     config = DataConfig(**{"seq_length": 8} | flags)
-    return build_gpt_datasets(config, samples=samples, seed=seed, vocab_size=vocab_size, eod=eod)
+    return by_split(build_gpt_datasets(config, samples=samples, seed=seed, vocab_size=vocab_size, eod=eod))
 
 
 def texts(dataset) -> list[list[int]]:
@@ -40,15 +46,15 @@ def test_parts_that_nothing_is_wanted_of(corpus: IndexedDataset, caplog) -> None
     assert build(data_path=[corpus.prefix], split="6,2,2", samples=(40, 0, 0))[1:] == (None, None)
     with caplog.at_level(logging.INFO, "megatron"):
         assert build(data_path=[corpus.prefix], split="1", samples=(40, 9, 9))[1:] == (None, None)
-    assert "no valid data: --split 1 gives it no documents, so there will be no valid loss" in caplog.text
+    assert "no valid data: --split 1 gives it no documents; valid loss will not be computed" in caplog.text
     with caplog.at_level(logging.INFO, "megatron"):
         build(train_data_path=[corpus.prefix], samples=(40, 0, 9))
-    assert "no test data: --test-data-path is not given" in caplog.text
+    assert "no test data: --test-data-path is not set" in caplog.text
 
 
 def test_more_samples_than_an_index_can_hold(write: Callable) -> None:
     data = write([[1, 2, 3]] * 20)
-    with pytest.raises(InputError, match=r"epochs of this data, need an index of .* lower --train-iters"):
+    with pytest.raises(InputError, match=r"epochs\) need an index of .* lower --train-iters"):
         build(data_path=[data.prefix], split="1", samples=(10**13, 0, 0))
 
 
@@ -64,14 +70,14 @@ def test_an_empty_part_that_something_is_wanted_of(write: Callable, tmp_path: Pa
     data = write([[1, 2, 3]] * 20)
     with pytest.raises(
         InputError,
-        match=r"--split 969,30,1: gives 'test' 0 of the 20 documents of .*, with 0 tokens, but 5 s",
+        match=r"--split 969,30,1: 'test' gets 0 of the 20 documents of .*, with 0 tokens, but needs 5 s",
     ):
         build(data_path=[data.prefix], split="969,30,1", samples=(1, 1, 5))
     with pytest.raises(InputError, match="--split: 0,1,0 leaves no documents to train on"):
         build(data_path=[data.prefix], split="0,1,0", samples=(1, 1, 0))
     empty = write([[]], "empty")
     with pytest.raises(
-        InputError, match=r"--train-data-path: gives 'train' 1 of the 1 documents of .*empty, with 0 t"
+        InputError, match=r"--train-data-path: 'train' gets 1 of the 1 documents of .*empty, with 0 t"
     ):
         build(train_data_path=[empty.prefix], samples=(1, 0, 0))
     with pytest.raises(InputError, match=r"--train-data-path: .* of the 1 documents of .*empty"):
@@ -135,10 +141,13 @@ def test_mock_data(tmp_path: Path) -> None:
         ({"data_path": ["/no/such/file"]}, r"/no/such/file\.idx does not exist"),
         (
             {"mock_data": True, "mask_prob": 0.2},
-            "^--mask-prob: is about the samples of BERT, and this is GPT",
+            "^--mask-prob: applies to BERT, not to GPT",
         ),
-        ({"mock_data": True, "short_seq_prob": 0.0}, "^--short-seq-prob: is about the samples of BERT"),
-        ({"mock_data": True, "bert_binary_head": False}, "^--bert-no-binary-head: is about the samples of"),
+        ({"mock_data": True, "short_seq_prob": 0.0}, "^--short-seq-prob: applies to BERT, not to GPT"),
+        (
+            {"mock_data": True, "bert_binary_head": False},
+            "^--bert-no-binary-head: applies to BERT, not to GPT",
+        ),
     ],
 )
 def test_wrong_flags(flags: dict, message: str) -> None:
@@ -151,7 +160,7 @@ def test_wrong_flags(flags: dict, message: str) -> None:
 
 def build_bert(tokenizer, samples=(40, 4, 0), seed=7, **flags):
     config = DataConfig(**{"seq_length": 32} | flags)
-    return build_bert_datasets(config, samples=samples, seed=seed, tokenizer=tokenizer)
+    return by_split(build_bert_datasets(config, samples=samples, seed=seed, tokenizer=tokenizer))
 
 
 def words_of(dataset) -> set[int]:
@@ -228,12 +237,12 @@ def test_mock_data_of_bert(bert_tokenizer: BertWordPieceTokenizer) -> None:
         ({"data_path": ["a"], "seq_length": None}, "^--seq-length is required"),
         (
             {"data_path": ["a"], "eod_mask_loss": True},
-            "--eod-mask-loss are about the samples of GPT, .* is BERT",
+            "--eod-mask-loss apply to GPT, .*, not to BERT",
         ),
         ({"data_path": ["/no/such/file"]}, r"^/no/such/file\.idx does not exist"),
         (
             {"mock_data": True, "seq_length": 9},
-            "^--seq-length: 9 leaves BERT nothing to guess, .* at least 10$",
+            "^--seq-length: 9 leaves BERT no token to predict .* at least 10$",
         ),
         ({"mock_data": True, "seq_length": 12, "mask_prob": 0.1}, "^--seq-length: 12 .* at least 13$"),
         ({"mock_data": True, "seq_length": 4, "mask_prob": 1.0}, "^--seq-length: 4 .* at least 5$"),
@@ -257,16 +266,16 @@ def test_data_that_bert_cannot_be_trained_on(
     write: Callable, write_documents: Callable, bert_tokenizer: BertWordPieceTokenizer
 ) -> None:
     level = write([[5, 6, 7]] * 20)
-    with pytest.raises(InputError, match=r"corpus\.idx: the 20 documents for train have one sentence each, "):
+    with pytest.raises(
+        InputError, match=r"corpus\.idx: the 20 documents for train have at most one sentence each, "
+    ):
         build_bert(bert_tokenizer, data_path=[level.prefix], split="1")
     alone = build_bert(bert_tokenizer, data_path=[level.prefix], split="1", bert_binary_head=False)[0]
     assert isinstance(alone, BertDataset) and words_of(alone) == {5, 6, 7}
     few = write_documents([[[5], [6]]] * 20, "few")
     with pytest.raises(
-        InputError, match=r"^--split 969,30,1: gives 'test' 0 of the 20 documents of .*few, with 0 tokens"
+        InputError, match=r"^--split 969,30,1: 'test' gets 0 of the 20 documents of .*few, with 0 tokens"
     ):
         build_bert(bert_tokenizer, (1, 1, 1), data_path=[few.prefix], split="969,30,1")
-    with pytest.raises(
-        InputError, match=r"^--tokenizer-type: NullTokenizer does not tell which tokens make up a"
-    ):
+    with pytest.raises(InputError, match=r"^--tokenizer-type: NullTokenizer has no word boundaries"):
         build_bert(NullTokenizer(50), data_path=[few.prefix])

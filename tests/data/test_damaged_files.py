@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.build import build_bert_datasets, build_gpt_datasets
+from megatron.data.bert_dataset import build_bert_datasets
 from megatron.data.config import DataConfig
+from megatron.data.gpt_dataset import build_gpt_datasets
 from megatron.data.indexed import IndexedDataset
-from megatron.flags import InputError
+from megatron.errors import InputError
 from megatron.tokenizer import Tokenizer
 
 
@@ -20,7 +21,7 @@ def read_everything(prefix: str) -> None:
     for i in range(len(dataset)):
         dataset.get(i)
     config = DataConfig(data_path=(prefix,), split="8,1,1", seq_length=16)
-    for part in build_gpt_datasets(config, samples=(30, 3, 3), seed=1, vocab_size=2000):
+    for part in build_gpt_datasets(config, samples=(30, 3, 3), seed=1, vocab_size=2000).values():
         for i in range(len(part)):
             assert len(part[i]["text"]) == 17
 
@@ -57,7 +58,8 @@ def test_data_of_gpt(corpus: IndexedDataset, extension: str) -> None:
 def test_data_of_bert(sentences: IndexedDataset, extension: str, bert_tokenizer: Tokenizer) -> None:
     def read(prefix: str) -> None:
         config = DataConfig(data_path=(prefix,), split="6,2,2", seq_length=16)
-        for part in build_bert_datasets(config, samples=(30, 3, 3), seed=1, tokenizer=bert_tokenizer):
+        datasets = build_bert_datasets(config, samples=(30, 3, 3), seed=1, tokenizer=bert_tokenizer)
+        for part in datasets.values():
             for i in range(len(part)):
                 assert part[i]["text"].shape == (16,)
 

@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.build import build_bert_datasets, build_gpt_datasets
+from megatron.data.bert_dataset import build_bert_datasets
 from megatron.data.config import DataConfig
-from megatron.data.indexed import IndexedDatasetWriter
-from megatron.data.split import parse_split, split_bounds
-from megatron.flags import InputError
+from megatron.data.gpt_dataset import build_gpt_datasets
+from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.split import DATA_ORDERS, parse_split
+from megatron.errors import InputError
 from megatron.tokenizer.null import NullTokenizer
 
 
@@ -107,7 +108,7 @@ def test_samples_of_megatron(order: str, run: tuple, expected: tuple, folder: Pa
     path, split, seq_length, seed, samples = run
     data = config(folder, path, split, seq_length, order, tmp_path)
     datasets = build_gpt_datasets(data, samples=samples, seed=seed, vocab_size=30000)
-    for dataset, count, numbers in zip(datasets, samples, expected, strict=True):
+    for dataset, count, numbers in zip(datasets.values(), samples, expected, strict=True):
         texts = np.array([dataset[i]["text"] for i in range(count)])
         assert texts[[0, 1, -1], 0].tolist() == list(numbers[:3])
         assert zlib.crc32(texts.astype("<i8").tobytes()) == numbers[3]
@@ -125,23 +126,21 @@ def test_samples_of_megatron(order: str, run: tuple, expected: tuple, folder: Pa
     ],
 )
 def test_bounds_of_head(split: str, size: int, bounds: list[int]) -> None:
-    assert split_bounds(parse_split(split), size, "head") == bounds
+    assert DATA_ORDERS["head"].split_bounds(parse_split(split), size) == bounds
 
 
 def test_a_blend_without_weights_that_is_too_short(folder: Path, tmp_path: Path) -> None:
     data = config(folder, "0 1 2", "6,3,1", 8, "head", tmp_path)
     with pytest.raises(
         InputError,
-        match=r"^--split 6,3,1: a blend without weights is read once .*, which gives 420 s.* 421 of 'train'",
+        match=r"^--split 6,3,1: --data-order head reads a blend .* once, which gives 420 s.* 'train' needs 421;",
     ):
         build_gpt_datasets(data, samples=(421, 0, 0), seed=5, vocab_size=30000)
     longer = config(folder, "0 1 2", "6,3,1", 8, "v2.5", tmp_path)
-    assert len(build_gpt_datasets(longer, samples=(421, 0, 0), seed=5, vocab_size=30000)[0]) == 421
+    assert len(build_gpt_datasets(longer, samples=(421, 0, 0), seed=5, vocab_size=30000)["train"]) == 421
 
 
 def test_heads_order_is_not_of_bert() -> None:
     data = DataConfig(mock_data=True, seq_length=32, data_order="head")
-    with pytest.raises(
-        InputError, match=r"^--data-order: head is an order of GPT's samples, and this is BERT"
-    ):
+    with pytest.raises(InputError, match=r"^--data-order: head applies to GPT, not to BERT"):
         build_bert_datasets(data, samples=(1, 0, 0), seed=1, tokenizer=NullTokenizer(100))

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from megatron.data import gpt_index
+from megatron.data.config import DataConfig
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.gpt_index import build_indices, load_or_build, plan_epochs
+from megatron.data.index_cache import IndexRequest
 from megatron.data.indexed import IndexedDataset
-from megatron.data.split import parse_split, split_bounds
+from megatron.data.split import DATA_ORDERS, parse_split
 
 NAMES = ("train", "valid", "test")
 OWT = "owt60_gpt2_append_eod_text_document"
@@ -95,7 +97,7 @@ def test_files_of_megatron(
     shared: Path, prefix: str, files: str, seq_length: int, wanted, order: str
 ) -> None:
     dataset = IndexedDataset(shared / "vectors" / prefix)
-    bounds = split_bounds(parse_split("900,50,50"), len(dataset), order)
+    bounds = DATA_ORDERS[order].split_bounds(parse_split("900,50,50"), len(dataset))
     for i, (name, samples) in enumerate(zip(NAMES, wanted, strict=True)):
         documents = range(bounds[i], bounds[i + 1])
         tokens = int(dataset.sizes[documents.start : documents.stop].sum())
@@ -110,19 +112,19 @@ def test_files_of_megatron(
 
 def test_samples_of_megatron(shared: Path, tmp_path: Path) -> None:
     dataset = IndexedDataset(shared / "vectors" / OWT)
-    bounds = split_bounds(parse_split("900,50,50"), len(dataset), "v2.5")
+    bounds = DATA_ORDERS["v2.5"].split_bounds(parse_split("900,50,50"), len(dataset))
     with np.load(shared / "vectors" / "index" / "owt60_samples.npz", allow_pickle=False) as theirs:
         for i, (name, samples) in enumerate(zip(NAMES, (1000, 100, 10), strict=True)):
-            index = load_or_build(
-                dataset,
-                range(bounds[i], bounds[i + 1]),
-                name=name,
-                seq_length=128,
+            request = IndexRequest(
+                dataset=dataset,
+                documents=range(bounds[i], bounds[i + 1]),
+                split=name,
                 samples=samples,
                 seed=1234,
                 cache=str(tmp_path),
             )
-            ours = GPTDataset(dataset, index, 50257)
+            index = load_or_build(request, 128)
+            ours = GPTDataset(tokens=dataset, index=index, config=DataConfig(), vocab_size=50257)
             np.testing.assert_array_equal([ours[j]["text"] for j in range(4)], theirs[name])
 
 
@@ -158,21 +160,23 @@ def test_a_last_epoch_wanted_whole() -> None:
 
 
 def open_index(dataset: IndexedDataset, cache: Path, **changes):
-    arguments = {"name": "train", "seq_length": 8, "samples": 100, "seed": 1, "cache": str(cache)} | changes
-    return load_or_build(dataset, range(len(dataset)), **arguments)
+    arguments = {"split": "train", "samples": 100, "seed": 1, "cache": str(cache)} | changes
+    seq_length = arguments.pop("seq_length", 8)
+    request = IndexRequest(dataset=dataset, documents=range(len(dataset)), **arguments)
+    return load_or_build(request, seq_length)
 
 
 def test_cached_under_all_it_depends_on(corpus: IndexedDataset, write, tmp_path: Path, caplog) -> None:
     cache = tmp_path / "cache"
     with caplog.at_level(logging.INFO, "megatron"):
         first = open_index(corpus, cache)
-    assert f"50 documents of {corpus.num_tokens:,} tokens; 100 samples of 8 tokens wanted" in caplog.text
-    assert f"the data has {(corpus.num_tokens - 1) // 8:,}" in caplog.text and "read" not in caplog.text
+    available = f"{(corpus.num_tokens - 1) // 8:,} samples of 8 tokens"
+    assert f"50 documents, {corpus.num_tokens:,} tokens, {available}; needed: 100 samples" in caplog.text
+    assert "epochs" not in caplog.text
     with caplog.at_level(logging.INFO, "megatron"):
         open_index(corpus, cache, samples=1000)
     times = -(-8001 // corpus.num_tokens)
-    assert f"1,000 samples of 8 tokens wanted, the data has {(corpus.num_tokens - 1) // 8:,}, " in caplog.text
-    assert f"so it is read {times} times" in caplog.text
+    assert f"{available}; needed: 1,000 samples, {times} epochs" in caplog.text
     assert open_index(corpus, cache).paths == first.paths
     assert pickle.loads(pickle.dumps(first)).paths == first.paths  # noqa: S301, our own bytes
     paths = {first.paths}
@@ -197,9 +201,11 @@ def test_a_damaged_cache_is_built_again(corpus: IndexedDataset, tmp_path: Path, 
         else:
             data[rng.randint(len(data))] ^= 1 << rng.randint(8)
         Path(paths[victim]).write_bytes(data)
-        dataset = GPTDataset(corpus, open_index(corpus, cache), 65536)
+        dataset = GPTDataset(
+            tokens=corpus, index=open_index(corpus, cache), config=DataConfig(), vocab_size=65536
+        )
         for i in range(len(dataset)):
             assert len(dataset[i]["text"]) <= corpus.num_tokens
         for path, content in zip(paths, good, strict=True):
             Path(path).write_bytes(content)
-    assert "is damaged; building it and its siblings again" in caplog.text
+    assert "is damaged; rebuilding the index" in caplog.text

@@ -13,7 +13,7 @@ import pytest
 
 from megatron.data import index_cache
 from megatron.data.index_cache import cached_arrays, file_fingerprint
-from megatron.flags import InputError
+from megatron.errors import InputError
 
 
 def slow_build(log: Path) -> list[np.ndarray]:
@@ -47,7 +47,7 @@ def test_processes_that_start_together_build_once(tmp_path: Path) -> None:
 
 
 def test_waiting_says_what_for(tmp_path: Path, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(index_cache, "PATIENCE", 0.2)
+    monkeypatch.setattr(index_cache, "LOG_WAIT_AFTER", 0.2)
     folder, log = tmp_path / "cache", tmp_path / "log"
     open_arrays(folder, log)
     for array in folder.glob("*.npy"):
@@ -57,7 +57,7 @@ def test_waiting_says_what_for(tmp_path: Path, monkeypatch, caplog) -> None:
         fcntl.flock(held, fcntl.LOCK_EX)
         threading.Timer(0.6, fcntl.flock, (held, fcntl.LOCK_UN)).start()
         open_arrays(folder, log)
-    assert caplog.text.count("waiting for another process") == 1
+    assert caplog.text.count("waiting for the process that holds") == 1
     assert str(lock) in caplog.text
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.indexed import DTYPES, HEADER, MAGIC, IndexedDataset, IndexedDatasetWriter, best_dtype
-from megatron.flags import InputError
+from megatron.data.indexed import DTYPES, HEADER, MAGIC, IndexedDataset
+from megatron.data.indexed_writer import IndexedDatasetWriter, best_dtype
+from megatron.errors import InputError
 
 VECTORS = (
     "owt60_gpt2_append_eod_text_document",
@@ -124,7 +125,7 @@ def test_missing_files_name_the_nearest(tmp_path: Path) -> None:
         IndexedDataset(tmp_path / "wikki_text_document")
     with pytest.raises(InputError, match=r"without the extension, .*wiki_text_document$"):
         IndexedDataset(tmp_path / "wiki_text_document.bin")
-    with pytest.raises(InputError, match="there is no folder"):
+    with pytest.raises(InputError, match="there is no directory"):
         IndexedDataset(tmp_path / "none" / "wiki")
     (tmp_path / "wiki_text_document.bin").unlink()
     with pytest.raises(InputError, match=r"wiki_text_document\.bin does not exist"):
@@ -136,21 +137,21 @@ def test_missing_files_name_the_nearest(tmp_path: Path) -> None:
     [
         (b"", "not an index file"),
         (index_bytes([5], [0, 1])[:33], "not an index file"),
-        (index_bytes([5], [0, 1], magic=b"TNTIDX\0\0\0"), "old 'cached' format"),
-        (index_bytes([5], [0, 1], version=2), "version 2 is not known"),
+        (index_bytes([5], [0, 1], magic=b"TNTIDX\0\0\0"), "legacy 'cached' format"),
+        (index_bytes([5], [0, 1], version=2), "unknown format version 2"),
         (index_bytes([5], [0, 1], code=7), "code 7 is a floating-point type"),
-        (index_bytes([5], [0, 1], code=9), "code 9 is not known"),
-        (index_bytes([5], [0, 1])[:-1], "cut short"),
-        (HEADER.pack(MAGIC, 1, 8, 2**63, 2**60), "announces 9223372036854775808 sequences"),
+        (index_bytes([5], [0, 1], code=9), "code 9 is unknown"),
+        (index_bytes([5], [0, 1])[:-1], "truncated or damaged"),
+        (HEADER.pack(MAGIC, 1, 8, 2**63, 2**60), "lists 9223372036854775808 sequences"),
         (index_bytes([5, -1], [0, 1]), "sequence 1 has a negative size, -1"),
-        (index_bytes([2, 3], [0, 2], itemsize=4), "sequence 1 is said to start at byte 8 .* end at byte 4"),
+        (index_bytes([2, 3], [0, 2], itemsize=4), "sequence 1 should start at byte 4 .* not at byte 8"),
         (index_bytes([2, 3], [1, 2]), "run from 1 to 2, not from 0 to 2"),
         (index_bytes([2, 3], [0, 1]), "run from 0 to 1, not from 0 to 2"),
         (index_bytes([2, 3], []), "run over nothing"),
-        (index_bytes([2, 3], [0, 2, 1, 2]), "document 1 ends at sequence 1, before its start"),
+        (index_bytes([2, 3], [0, 2, 1, 2]), "document 1 ends before it starts, at sequence 1"),
         (
             index_bytes([2, 4], [0, 2]),
-            r"x\.bin: 10 bytes long, but .*x\.idx counts 6 tokens of uint16, 12 bytes",
+            r"x\.bin: 10 bytes long, but .*x\.idx lists 6 uint16 tokens, 12 bytes",
         ),
     ],
 )

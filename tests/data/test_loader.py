@@ -15,29 +15,30 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.data.bert_dataset import MockBertDataset
-from megatron.data.build import build_bert_datasets, build_gpt_datasets
+from megatron.data.batch import Batch
+from megatron.data.bert_dataset import MockBertDataset, build_bert_datasets
 from megatron.data.config import DataConfig
-from megatron.data.gpt_dataset import MockDataset
+from megatron.data.gpt_dataset import MockGPTDataset, build_gpt_datasets
 from megatron.data.loader import eval_batches, train_batches
-from megatron.flags import InputError
+from megatron.errors import InputError
 
-LAYOUT = {"micro_batch_size": 2, "dp_rank": 1, "dp_size": 2, "eod": None, "pin_memory": False}
-
-
-def mock(samples: int = 60) -> MockDataset:
-    return MockDataset(samples, seq_length=8, vocab_size=50, seed=(1, 0))
+LAYOUT = {"micro_batch_size": 2, "dp_rank": 1, "dp_size": 2, "pin_memory": False}
 
 
 def config(workers: int = 0, **flags) -> DataConfig:
     return DataConfig(seq_length=8, num_workers=workers, **flags)
 
 
+def mock(samples: int = 60) -> MockGPTDataset:
+    return MockGPTDataset(samples=samples, config=config(), vocab_size=50, seed=(1, 0))
+
+
 def equal(ours, theirs) -> bool:
-    return all(
-        set(a) == set(b) and all(torch.equal(a[k], b[k]) for k in a)
-        for a, b in zip(ours, theirs, strict=True)
-    )
+    def same(a: Batch, b: Batch) -> bool:
+        pairs = zip(a.items(), b.items(), strict=True)
+        return type(a) is type(b) and all(m == n and torch.equal(x, y) for (m, x), (n, y) in pairs)
+
+    return all(same(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["single", "cyclic"])
@@ -47,7 +48,7 @@ def test_batches_do_not_depend_on_workers(kind: str) -> None:
         return list(itertools.islice(batches, 12))
 
     expected = first(0)
-    assert expected[0]["tokens"].shape == (2, 8)
+    assert expected[0].tokens.shape == (2, 8)
     assert {k: v.dtype for k, v in expected[0].items()} == {
         "tokens": torch.int64,
         "labels": torch.int64,
@@ -55,8 +56,8 @@ def test_batches_do_not_depend_on_workers(kind: str) -> None:
         "position_ids": torch.int64,
     }
     if kind == "single":
-        assert expected[0]["tokens"][0].tolist() == mock()[8 + 2]["text"][:-1].tolist()
-        assert expected[0]["labels"][0].tolist() == mock()[8 + 2]["text"][1:].tolist()
+        assert expected[0].tokens[0].tolist() == mock()[8 + 2]["text"][:-1].tolist()
+        assert expected[0].labels[0].tolist() == mock()[8 + 2]["text"][1:].tolist()
     for workers in (1, 2):
         assert equal(first(workers), expected)
 
@@ -74,7 +75,7 @@ def test_when_the_data_run_out(workers: int) -> None:
     for _ in range(3):
         next(batches)
     with pytest.raises(
-        InputError, match="no samples left: the training data holds 19, this run began at sample 4"
+        InputError, match="no samples left: the training data has 19, this run started at sample 4"
     ):
         next(batches)
 
@@ -82,7 +83,7 @@ def test_when_the_data_run_out(workers: int) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_in_a_worker_is_the_users_line(corpus, workers: int) -> None:
     flags = config(workers, data_path=[corpus.prefix], split="1")
-    dataset = build_gpt_datasets(flags, samples=(40, 0, 0), seed=1, vocab_size=300)[0]
+    dataset = build_gpt_datasets(flags, samples=(40, 0, 0), seed=1, vocab_size=300)["train"]
     with pytest.raises(InputError, match=r"corpus\.bin: token .* the vocabulary has 300 ids") as caught:
         list(itertools.islice(train_batches(dataset, flags, consumed_samples=0, **LAYOUT), 20))
     assert "\n" not in str(caught.value)
@@ -101,7 +102,7 @@ def test_pinned_batches_are_prepared_by_a_thread(monkeypatch, workers: int) -> N
     samples, layout = range(24), LAYOUT | {"pin_memory": True}
     expected = list(eval_batches(mock(), config(), samples=samples, **LAYOUT))
     assert equal(eval_batches(mock(), config(workers), samples=samples, **layout), expected)
-    assert len(threads) == len(expected) * len(expected[0])
+    assert len(threads) == len(expected) * len(list(expected[0].items()))
     assert len(set(threads)) == 1 and threads[0] is not threading.main_thread()
 
     batches = train_batches(mock(7), config(workers), consumed_samples=0, **layout)
@@ -115,7 +116,7 @@ def test_pinned_batches_are_prepared_by_a_thread(monkeypatch, workers: int) -> N
     assert not multiprocessing.active_children()
 
 
-class Noting(MockDataset):
+class Noting(MockGPTDataset):
     """Keeps a file for every sample that has been read, by whichever process."""
 
     folder: Path
@@ -130,7 +131,7 @@ def test_a_global_batch_is_ready_before_it_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, workers: int, pin: bool
 ) -> None:
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-    dataset = Noting(60, seq_length=8, vocab_size=50, seed=(1, 0))
+    dataset = Noting(samples=60, config=config(), vocab_size=50, seed=(1, 0))
     dataset.folder = tmp_path
     layout = LAYOUT | {"pin_memory": pin}
     batches = train_batches(dataset, config(workers), consumed_samples=0, ahead=6, **layout)
@@ -153,14 +154,14 @@ def test_evaluation_counts_every_sample_once(workers: int) -> None:
         layout = LAYOUT | {"dp_rank": rank, "dp_size": 3}
         batches = list(eval_batches(dataset, config(workers), samples=samples, **layout))
         lengths.add(len(batches))
-        assert all(batch["tokens"].shape[1] == 8 for batch in batches)
-        seen += [tuple(row) for batch in batches for row in batch["tokens"].tolist()]
+        assert all(batch.seq_length == 8 for batch in batches)
+        seen += [tuple(row) for batch in batches for row in batch.tokens.tolist()]
     assert sorted(seen) == expected
     assert lengths == {3}
 
 
 def test_evaluation_beyond_the_data() -> None:
-    with pytest.raises(InputError, match="samples 50 to 61 are to be evaluated, but the data holds 60"):
+    with pytest.raises(InputError, match="evaluation needs samples 50 to 61, but the data has 60"):
         eval_batches(mock(), config(), samples=range(50, 61), **LAYOUT)
 
 
@@ -173,8 +174,9 @@ def test_the_random_stream_is_left_alone() -> None:
 
 def test_document_ids_where_attention_is_reset() -> None:
     flags = config(reset_attention_mask=True)
-    batch = next(train_batches(mock(), flags, consumed_samples=0, **LAYOUT | {"eod": 3}))
-    assert batch["document_ids"].shape == (2, 8)
+    dataset = MockGPTDataset(samples=60, config=flags, vocab_size=50, seed=(1, 0), eod=3)
+    batch = next(train_batches(dataset, flags, consumed_samples=0, **LAYOUT))
+    assert batch.document_ids.shape == (2, 8)
 
 
 def mock_bert(samples: int = 60) -> MockBertDataset:
@@ -191,14 +193,15 @@ def test_batches_of_bert() -> None:
     samples = [mock_bert()[8 + 2], mock_bert()[8 + 3]]  # of the second replica of two
     longest = max(int(sample["padding_mask"].sum()) for sample in samples)
     most = max(int(sample["loss_mask"].sum()) for sample in samples)
-    rows = dict.fromkeys(("text", "types", "padding_mask"), ((2, -(-longest // 8) * 8), torch.int64))
+    names = {"tokens": "text", "tokentype_ids": "types", "padding_mask": "padding_mask"}
+    rows = dict.fromkeys(names, ((2, -(-longest // 8) * 8), torch.int64))
     rows |= dict.fromkeys(("positions", "labels", "loss_mask"), ((2, most), torch.int64))
     rows |= {"loss_mask": ((2, most), torch.float32), "is_random": ((2,), torch.int64)}
     assert {name: (tuple(v.shape), v.dtype) for name, v in expected[0].items()} == rows
     for i, sample in enumerate(samples):
         row = {name: values[i] for name, values in expected[0].items()}
-        for name in ("text", "types", "padding_mask"):
-            assert row[name].tolist() == sample[name][: len(row[name])].tolist()
+        for name, theirs in names.items():
+            assert row[name].tolist() == sample[theirs][: len(row[name])].tolist()
         guessed = row["loss_mask"].bool()
         assert row["positions"][guessed].tolist() == np.flatnonzero(sample["loss_mask"]).tolist()
         assert row["labels"][guessed].tolist() == [x for x in sample["labels"].tolist() if x >= 0]
@@ -212,8 +215,8 @@ def test_evaluation_of_bert_counts_every_sample_once() -> None:
     for rank in range(3):
         layout = LAYOUT | {"dp_rank": rank, "dp_size": 3}
         for batch in eval_batches(mock_bert(), flags, samples=samples, **layout):
-            assert batch["text"].shape[1] in (8, 16) and batch["is_random"].shape == batch["text"].shape[:1]
-            seen += [tuple(row) for row in F.pad(batch["text"], (0, 16 - batch["text"].shape[1])).tolist()]
+            assert batch.seq_length in (8, 16) and len(batch.is_random) == batch.num_sequences
+            seen += [tuple(row) for row in F.pad(batch.tokens, (0, 16 - batch.seq_length)).tolist()]
     assert sorted(seen) == sorted(tuple(mock_bert()[i]["text"].tolist()) for i in samples)
 
 
@@ -222,34 +225,35 @@ def test_batches_of_bert_are_as_long_as_their_longest_sample() -> None:
     lengths = [int(dataset[i]["padding_mask"].sum()) for i in range(60)]
     seen = set()
     for sizes in ([i] for i in range(60)):
-        length = dataset.stack([dataset[i] for i in sizes], 61)["text"].shape[1]
+        length = dataset.collate([dataset[i] for i in sizes]).seq_length
         assert length == min(-(-max(lengths[i] for i in sizes) // 12) * 12, 61)
         seen.add(length)
     assert seen == {36, 48, 60, 61}
-    assert dataset.stack([], 61)["text"].shape == (0, 12)
+    assert dataset.collate([]).tokens.shape == (0, 12)
 
 
 def test_batches_of_a_blend_of_bert(write_documents, bert_tokenizer) -> None:
     files = [write_documents([[[5 + i] * 4, [6 + i] * 4]] * 3, f"part{i}") for i in range(2)]
     flags = DataConfig(seq_length=16, train_data_path=[file.prefix for file in files], num_workers=1)
-    dataset = build_bert_datasets(flags, samples=(40, 0, 0), seed=1, tokenizer=bert_tokenizer)[0]
+    dataset = build_bert_datasets(flags, samples=(40, 0, 0), seed=1, tokenizer=bert_tokenizer)["train"]
     batches = train_batches(dataset, flags, consumed_samples=0, **LAYOUT)
-    assert next(batches)["text"][0].tolist() == dataset[2]["text"].tolist()
+    assert next(batches).tokens[0].tolist() == dataset[2]["text"].tolist()
 
 
 SIGNALLED = """
 import itertools, signal, sys, time
 from megatron.data.config import DataConfig
-from megatron.data.gpt_dataset import MockDataset
+from megatron.data.gpt_dataset import MockGPTDataset
 from megatron.data.loader import train_batches
 
 if __name__ == "__main__":
     received = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda n, _: received.append(n))
-    dataset = MockDataset(10_000, seq_length=8, vocab_size=50, seed=(1, 0))
-    layout = {"micro_batch_size": 2, "dp_rank": 0, "dp_size": 1, "eod": None, "pin_memory": False}
-    batches = train_batches(dataset, DataConfig(seq_length=8, num_workers=2), consumed_samples=0, **layout)
+    config = DataConfig(seq_length=8, num_workers=2)
+    dataset = MockGPTDataset(samples=10_000, config=config, vocab_size=50, seed=(1, 0))
+    layout = {"micro_batch_size": 2, "dp_rank": 0, "dp_size": 1, "pin_memory": False}
+    batches = train_batches(dataset, config, consumed_samples=0, **layout)
     next(batches)
     print("reading", flush=True)
     while len(received) < 2:

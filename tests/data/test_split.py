@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from megatron.data.config import DataConfig
-from megatron.data.split import parse_split, split_bounds
-from megatron.flags import InputError
+from megatron.data.split import DATA_ORDERS, parse_split
+from megatron.errors import InputError
 
 
 @pytest.mark.parametrize(
@@ -25,13 +25,13 @@ from megatron.flags import InputError
     ],
 )
 def test_bounds(split: str, size: int, bounds: list[int]) -> None:
-    assert split_bounds(parse_split(split), size, "v2.5") == bounds
+    assert DATA_ORDERS["v2.5"].split_bounds(parse_split(split), size) == bounds
 
 
 def test_bounds_cover_everything_once() -> None:
     for split in ("969,30,1", "1,1,1", "0,1,1", "2,3,5", "0.3,0.3,0.4"):
         for size in range(200):
-            bounds = split_bounds(parse_split(split), size, "v2.5")
+            bounds = DATA_ORDERS["v2.5"].split_bounds(parse_split(split), size)
             assert bounds == sorted(bounds)
             assert (bounds[0], bounds[-1]) == (0, size)
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from megatron.flags import InputError
+from megatron.errors import InputError
 from megatron.inference.sampling import SamplingConfig
 from megatron.tokenizer.train import train_bpe
 from tools import convert_checkpoint, lm_eval_adapter
@@ -253,24 +253,24 @@ def test_the_tool(gpt2: Path, tasks: Path, theirs: dict, tmp_path: Path, capsys)
         and f"{results['pages']['byte_perplexity,none']:.4f}" in out
     )
 
-    with pytest.raises(InputError, match=rf"^--tasks: there is no nonesuch among .*, nor in {tasks}$"):
+    with pytest.raises(InputError, match=rf"^--tasks: nonesuch: no such task in lm_eval, nor in {tasks}$"):
         lm_eval_adapter.main([str(w) for w in (*words, "--tasks", "pages,nonesuch")])
 
 
 @pytest.mark.usefixtures("only_ours")
 def test_data_that_is_not_there_is_one_line(gpt2: Path, tmp_path: Path) -> None:
     (tmp_path / "lost.yaml").write_text(f"task: lost\n{source(tmp_path / 'lost.json')}{TASKS['pages']}")
-    with pytest.raises(InputError, match=r"^--tasks: the data cannot be had: .*lost\.json"):
+    with pytest.raises(InputError, match=r"^--tasks: the data is not available: .*lost\.json"):
         run_tasks(MegatronLM(str(gpt2), device="cpu"), ["lost"], tmp_path, None)
 
 
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"num_beams": 4, "max_gen_toks": 5}, "generation_kwargs has num_beams 4; this program has until,"),
+        ({"num_beams": 4, "max_gen_toks": 5}, "generation_kwargs has num_beams 4; supported are until,"),
         (
             {"max_gen_toks": LENGTH},
-            f"max_gen_toks {LENGTH} leaves no room .* as the model sees {LENGTH} tokens",
+            f"max_gen_toks {LENGTH} leaves no room .* in the model's context of {LENGTH} tokens",
         ),
         ({}, "max_gen_toks 256 leaves no room"),
         ({"max_gen_toks": 5, "temperature": -1.0, "do_sample": True}, "--temperature: -1.0 is too small"),
@@ -301,5 +301,5 @@ def test_a_context_of_spaces_is_none(gpt2: Path) -> None:
 def test_continuations_that_cannot_be_scored(gpt2: Path, continuation: str) -> None:
     model = MegatronLM(str(gpt2), device="cpu")
     request = ("the cat", continuation), *model._encode_pair("the cat", continuation)
-    with pytest.raises(InputError, match=rf"^--tasks: .* the model needs 1 to {LENGTH}$"):
+    with pytest.raises(InputError, match=rf"^--tasks: .* must add 1 to {LENGTH}$"):
         model._loglikelihood_tokens([request])

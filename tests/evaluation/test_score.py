@@ -10,6 +10,7 @@ from models import flat
 
 from megatron.evaluation.score import Score, score, windows
 from megatron.model.config import ModelConfig
+from megatron.model.context import ModelContext
 from megatron.model.gpt import GPTModel
 
 LENGTH, IDS, PREFIX = 12, 30, 29
@@ -25,7 +26,7 @@ def model(request: pytest.FixtureRequest) -> GPTModel:
         init_method_std=0.3,
         position_embedding_type=request.param,
     )
-    model = GPTModel(config, vocab_size=IDS, padded_vocab_size=64)
+    model = GPTModel(config, ModelContext(vocab_size=IDS, padded_vocab_size=64))
     flat(model).initialize(1)
     return model
 

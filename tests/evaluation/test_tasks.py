@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from megatron.errors import InputError
 from megatron.evaluation.config import EvalTasksConfig, ZeroShotConfig
 from megatron.evaluation.tasks import ZeroShotTask, make_task, read_file
 from megatron.evaluation.wikitext import detokenize
 from megatron.evaluation.windows import spans
-from megatron.flags import InputError
 from megatron.tokenizer.null import NullTokenizer
 
 IDS = 100
@@ -62,7 +62,7 @@ def test_longer_texts_of_lambada_keep_their_ends(tmp_path: Path) -> None:
     assert [s.tokens.tolist() for s in task.samples] == [[2, 3, 4, 5, 6], [1, 2, 3, 4, 5], [7, 8]]
     assert [s.scored for s in task.samples] == [1, 1, 1] and task.count == 3
     (note,) = task.notes
-    assert note.startswith("LAMBADA: 1 of 3 texts are longer than the 4 tokens that the model sees")
+    assert note.startswith("LAMBADA: 1 of 3 texts are longer than the context of 4 tokens")
     assert task_of("LAMBADA", path, length=5).notes == []
 
 
@@ -104,13 +104,13 @@ WRONG = {
     "no text": (
         "LAMBADA",
         b'{"text": "1 2"}\n{"words": "1 2"}\n',
-        "FILE:2: is not a JSON object with a 'text'",
+        "FILE:2: is not a JSON object with a string 'text'",
     ),
-    "a number": ("LAMBADA", b'{"text": 12}\n', "FILE:1: is not a JSON object with a 'text'"),
-    "a list": ("LAMBADA", b"[1, 2]\n", "FILE:1: is not a JSON object with a 'text'"),
-    "one word": ("LAMBADA", b'{"text": "1 2"}\n{"text": "1"}\n', "FILE:2: its 'text' has nothing before"),
-    "no words": ("LAMBADA", b'{"text": " "}\n', "FILE:1: its 'text' has nothing before"),
-    "half a letter": ("LAMBADA", b'{"text": "\\ud800 a"}\n', "FILE:1: its 'text' holds half a surrogate"),
+    "a number": ("LAMBADA", b'{"text": 12}\n', "FILE:1: is not a JSON object with a string 'text'"),
+    "a list": ("LAMBADA", b"[1, 2]\n", "FILE:1: is not a JSON object with a string 'text'"),
+    "one word": ("LAMBADA", b'{"text": "1 2"}\n{"text": "1"}\n', "FILE:2: its 'text' has no context before"),
+    "no words": ("LAMBADA", b'{"text": " "}\n', "FILE:1: its 'text' has no context before"),
+    "half a letter": ("LAMBADA", b'{"text": "\\ud800 a"}\n', "FILE:1: its 'text' has an unpaired surrogate"),
     "bytes": (
         "LAMBADA",
         b'{"text": "1 2"}\n{"text": "\xff"}\n',
@@ -119,12 +119,12 @@ WRONG = {
     "bytes in text": ("PPL", b"1 2\n3 4\n5 \xe4 6", r"FILE:3: is not UTF-8 \(invalid continuation byte\)"),
     "empty": ("PPL", b"", "--valid-data: FILE is empty"),
     "empty lines": ("LAMBADA", b"\n\n", "--valid-data: FILE is empty"),
-    "nothing but space": ("PPL", "\u00a0\n".encode(), "FILE: holds no words"),
-    "one token": ("WIKITEXT103", b"12\n", "FILE: holds 1 tokens and 1 words; WIKITEXT103 needs two"),
+    "nothing but space": ("PPL", "\u00a0\n".encode(), "FILE: has no words"),
+    "one token": ("WIKITEXT103", b"12\n", "FILE: has 1 tokens and 1 words; WIKITEXT103 needs two"),
     "one line of words": (
         "WIKITEXT103",
         b"12\n13\n",
-        "FILE: holds 2 tokens and 1 words; WIKITEXT103 needs two",
+        "FILE: has 2 tokens and 1 words; WIKITEXT103 needs two",
     ),
 }
 
@@ -148,10 +148,10 @@ def test_other_mistakes_are_one_line(tmp_path: Path) -> None:
             "PPL", Path("nowhere")
         ),
         f"--valid-data: {tmp_path} cannot be read (Is a directory)": lambda: task_of("PPL", tmp_path),
-        "--overlapping-eval: 5 tokens cannot be scored in each window, as --seq-length is 4": lambda: task_of(
+        "--overlapping-eval: a stride of 5 tokens exceeds the window, --seq-length 4": lambda: task_of(
             "PPL", path, overlapping_eval=5
         ),
-        "--eval-tasks-data: 1 files for the 2 of --eval-tasks; give one for each": lambda: EvalTasksConfig(
+        "--eval-tasks-data: 1 files for 2 --eval-tasks; give one for each task": lambda: EvalTasksConfig(
             eval_tasks=["PPL", "LAMBADA"], eval_tasks_data=["x"]
         ),
         "--eval-tasks: PPL PPL names a task twice": lambda: EvalTasksConfig(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import types
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from distributed import run_distributed
 from hf_models import save_hf
 from torch import Tensor
 
+from megatron.evaluation import zero_shot
 from megatron.evaluation.wikitext import detokenize
 from megatron.inference.config import InferenceConfig
 from megatron.inference.load import build_gpt, find_any_checkpoint
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.mesh import ALONE, Mesh
 from megatron.tokenizer.config import TokenizerConfig
 from megatron.tokenizer.gpt2 import GPT2BPETokenizer
 from tools import convert_checkpoint, evaluate
@@ -260,6 +262,22 @@ def test_ppl_is_lm_evals_rolling_perplexity(theirs: Theirs, text: Path, shared: 
     assert math.log(found["word ppl"]) == pytest.approx(-total / len(content.split()), rel=1e-5)
     whole = (shared / "data" / "wt2-test.txt").read_text(encoding="utf-8")
     assert detokenize(whole) == wikitext_detokenizer({"page": whole})
+
+
+def test_padding_of_the_vocabulary_is_never_the_best_guess() -> None:
+    """With negative logits for all words, the zeros of vocabulary padding are the largest."""
+    logits = torch.tensor([[-3.0, -1.0, -2.0, 0.0], [-1.0, -2.0, -3.0, 0.0]])
+    labels = torch.tensor([[1], [0]])
+    batch = zero_shot.ZeroShotBatch(
+        tokens=labels,
+        position_ids=torch.zeros_like(labels),
+        labels=labels,
+        rows=torch.arange(2),
+        positions=torch.zeros(2).long(),
+    )
+    task = types.SimpleNamespace(greedy=True)
+    assert zero_shot.total(logits, batch, task, vocab_size=3, tp=ALONE) == 2
+    assert zero_shot.total(logits, batch, task, vocab_size=4, tp=ALONE) == 0
 
 
 def test_padding_is_part_of_a_model_that_was_trained_so(native: Path) -> None:

@@ -14,15 +14,15 @@ import torch
 from distributed import run_distributed
 from hf_models import VOCAB, save_hf
 
-from megatron.flags import InputError
-from megatron.inference.batching import Batcher, Growth, Request, generate
+from megatron.errors import InputError
+from megatron.inference.batching import Batcher, Request, SequenceState, generate
 from megatron.inference.beam import BeamConfig, beam_search
 from megatron.inference.config import InferenceConfig
-from megatron.inference.lead import lead
+from megatron.inference.driver import driver
 from megatron.inference.load import load_gpt
 from megatron.inference.predictor import Predictor
 from megatron.inference.sampling import SamplingConfig
-from megatron.model.transformer import KVCache
+from megatron.model.kv_cache import KVCache
 from megatron.parallel.mesh import Mesh
 from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.config import TokenizerConfig
@@ -42,9 +42,9 @@ def alone(folder: Path, rows: int = 4, dtype: str = "auto") -> Batcher:
     return Batcher(predictor, tokenizer)
 
 
-def grow(batcher: Batcher, requests: list[Request]) -> list[Growth]:
+def grow(batcher: Batcher, requests: list[Request]) -> list[SequenceState]:
     growths = [batcher.add(request) for request in requests]
-    while batcher.waiting or batcher.growing:
+    while batcher.waiting or batcher.running:
         batcher.step()
     return growths
 
@@ -86,19 +86,19 @@ def until_eod(tokens: list[int]) -> list[int]:
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
 def test_greedy_text_and_scores_are_those_of_transformers(folder: Path, penalty: float) -> None:
     """Of prompts of unlike lengths, more than there is room for at once."""
-    requests = [request(prompt, repetition_penalty=penalty, alternatives=3) for prompt in PROMPTS]
+    requests = [request(prompt, repetition_penalty=penalty, top_logprobs=3) for prompt in PROMPTS]
     for growth in grow(alone(folder), requests):
         prompt = growth.request.prompt
         out = theirs(folder, prompt, repetition_penalty=penalty)
         expected = out.sequences[0, len(prompt) :].tolist()
         assert growth.new == until_eod(expected)
         assert growth.reason == ("stop" if EOD in expected else "length")
-        for token, score, logits in zip(expected, growth.scores, out.logits, strict=True):
+        for token, score, logits in zip(expected, growth.logprobs, out.logits, strict=True):
             logprobs = logits[0].log_softmax(-1)
             assert score.logprob == pytest.approx(logprobs[token].item(), abs=1e-4)
             best = logprobs.topk(3)
-            assert [i for i, _ in score.alternatives] == best.indices.tolist()
-            assert [p for _, p in score.alternatives] == pytest.approx(best.values.tolist(), abs=1e-4)
+            assert [i for i, _ in score.top] == best.indices.tolist()
+            assert [p for _, p in score.top] == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
 def test_scores_of_a_prompt(folder: Path) -> None:
@@ -108,9 +108,9 @@ def test_scores_of_a_prompt(folder: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     with torch.no_grad():
         logprobs = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
-    (_, growth) = grow(alone(folder), [request([1]), request(prompt, alternatives=0, scores_prompt=True)])
+    (_, growth) = grow(alone(folder), [request([1]), request(prompt, top_logprobs=0, prompt_logprobs=True)])
     expected = [logprobs[i, token].item() for i, token in enumerate(prompt[1:])]
-    assert [score.logprob for score in growth.prompt_scores] == pytest.approx(expected, abs=1e-4)
+    assert [score.logprob for score in growth.prompt_logprobs] == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize(("width", "penalty"), [(1, 1.0), (2, 0.0), (3, 1.0), (4, 2.0)])
@@ -145,7 +145,7 @@ def test_what_is_drawn_depends_on_no_other_text(folder: Path) -> None:
         for _ in range(4):
             batcher.step()
         batcher.cancel(cancelled)
-    while batcher.waiting or batcher.growing:
+    while batcher.waiting or batcher.running:
         batcher.step()
     assert [growth.new for growth in growths] == expected
 
@@ -155,7 +155,7 @@ def test_half_precision_in_batches_of_unlike_lengths(folder: Path, dtype: str) -
     """Each token is near the most probable one in fp32; rounding may change which of two near ones it is."""
     exact = alone(folder).predictor
     for growth in grow(alone(folder, dtype=dtype), [request(prompt) for prompt in PROMPTS]):
-        logits_nv = exact.forward(0, [0], [growth.tokens[:-1]], every=True)[-len(growth.new) :]
+        logits_nv = exact.forward(0, [0], [growth.tokens[:-1]], all_positions=True)[-len(growth.new) :]
         said = logits_nv.gather(1, torch.tensor(growth.new).unsqueeze(1)).squeeze(1)
         assert (logits_nv.amax(-1) - said).max() < 0.2
 
@@ -184,9 +184,9 @@ class Written(NamedTuple):
 
 def written(batcher: Batcher) -> Written:
     texts = generate(batcher, [*SAMPLED, *map(request, PROMPTS)])
-    (scored,) = grow(batcher, [request(PROMPTS[2], scores_prompt=True)])
+    (scored,) = grow(batcher, [request(PROMPTS[2], prompt_logprobs=True)])
     beams = beam_search(batcher.predictor, [3, 1], BeamConfig(beam_width=3), length=9, eod=None)
-    return Written(texts, [x.logprob for x in scored.prompt_scores], [beam.tokens for beam in beams])
+    return Written(texts, [x.logprob for x in scored.prompt_logprobs], [beam.tokens for beam in beams])
 
 
 def in_layout(folder: str, layout: dict[str, int]) -> Written | None:
@@ -194,7 +194,7 @@ def in_layout(folder: str, layout: dict[str, int]) -> Written | None:
         predictor.reserve(4, LENGTH)
         return written(Batcher(predictor, tokenizer))
 
-    return lead(InferenceConfig(load=folder, **layout), TOKENIZER, work)
+    return driver(InferenceConfig(load=folder, **layout), TOKENIZER, work)
 
 
 @pytest.mark.parametrize(
@@ -216,8 +216,8 @@ def test_every_layout_writes_the_same(folder: Path, layout: tuple[int, int]) -> 
 
 def test_a_model_without_tokenizer_names_the_flag(folder: Path) -> None:
     for given, message in (
-        (TokenizerConfig(), f"--load: {folder} has no tokenizer; name it with --tokenizer-type"),
-        (TokenizerConfig(vocab_file="x"), "--tokenizer-type is required with other flags of the tokenizer"),
+        (TokenizerConfig(), f"--load: {folder} has no tokenizer; give --tokenizer-type"),
+        (TokenizerConfig(vocab_file="x"), "--tokenizer-type is required with other tokenizer flags"),
     ):
         with pytest.raises(InputError, match=f"^{re.escape(message)}"):
             load_gpt(InferenceConfig(load=str(folder)), given, Mesh(device=CPU))
@@ -226,7 +226,7 @@ def test_a_model_without_tokenizer_names_the_flag(folder: Path) -> None:
 def test_logits_that_are_not_finite_are_one_line(folder: Path) -> None:
     batcher = alone(folder)
     batcher.predictor.stages.model.decoder.layers["0"].mlp.linear_fc2.weight.fill_(float("nan"))
-    with pytest.raises(InputError, match=r"^--load: the model gives logits that are not finite"):
+    with pytest.raises(InputError, match=r"^--load: the model's logits are not finite"):
         grow(batcher, [request([1])])
 
 
@@ -239,9 +239,7 @@ def in_spite_of_faults(folder: str) -> list[str] | None:
         return KVCache(*args, rows=rows, **others)
 
     def work(predictor: Predictor, tokenizer: Tokenizer) -> list[str]:
-        with pytest.raises(
-            InputError, match="too little memory on cpu for the keys and values of 1000 texts"
-        ):
+        with pytest.raises(InputError, match="not enough cpu memory for the key/value cache of 1000 texts"):
             predictor.reserve(1000, LENGTH)
         predictor.reserve(4, LENGTH)
         forward = predictor._forward
@@ -257,7 +255,7 @@ def in_spite_of_faults(folder: str) -> list[str] | None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megatron.inference.predictor.KVCache", no_memory)
-        return lead(InferenceConfig(load=folder, tensor_model_parallel_size=2), TOKENIZER, work)
+        return driver(InferenceConfig(load=folder, tensor_model_parallel_size=2), TOKENIZER, work)
 
 
 def test_other_processes_survive_what_the_first_one_does(tmp_path: Path) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.flags import InputError
-from megatron.inference.sampling import Choice, SamplingConfig, choose
+from megatron.errors import InputError
+from megatron.inference.sampling import Sampler, SamplingConfig, sample_tokens
 
 
 def frequencies(config: SamplingConfig, logits: torch.Tensor) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
-    choices = [Choice(config, [0], generator)] * 50
-    draws = [token for _ in range(80) for token in choose(logits.expand(50, -1), choices)]
+    samplers = [Sampler(config, [0], generator)] * 50
+    draws = [token for _ in range(80) for token in sample_tokens(logits.expand(50, -1), samplers)]
     return torch.bincount(torch.tensor(draws), minlength=len(logits)) / len(draws)
 
 
@@ -58,18 +58,18 @@ def test_texts_of_a_batch_have_settings_of_their_own() -> None:
     ]
     logits = torch.randn(len(kinds), 50, generator=torch.Generator().manual_seed(3)) * 3
 
-    def make(i: int) -> Choice:
-        return Choice(SamplingConfig(**kinds[i]), [1, 2, 3], torch.Generator().manual_seed(i))
+    def make(i: int) -> Sampler:
+        return Sampler(SamplingConfig(**kinds[i]), [1, 2, 3], torch.Generator().manual_seed(i))
 
-    together = choose(logits, [make(i) for i in range(len(kinds))])
-    assert together == [choose(logits[i : i + 1], [make(i)])[0] for i in range(len(kinds))]
+    together = sample_tokens(logits, [make(i) for i in range(len(kinds))])
+    assert together == [sample_tokens(logits[i : i + 1], [make(i)])[0] for i in range(len(kinds))]
 
 
 def test_repetition_penalty() -> None:
     logits = torch.tensor([[2.0, 1.9, -1.0]])
     config = SamplingConfig(greedy=True, repetition_penalty=1.2)
-    assert choose(logits, [Choice(config, [0, 0], torch.Generator())]) == [1]
-    assert choose(logits, [Choice(config, [2], torch.Generator())]) == [0]
+    assert sample_tokens(logits, [Sampler(config, [0, 0], torch.Generator())]) == [1]
+    assert sample_tokens(logits, [Sampler(config, [2], torch.Generator())]) == [0]
     assert logits.tolist() == [[2.0, pytest.approx(1.9), -1.0]]
 
 

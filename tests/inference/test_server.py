@@ -26,7 +26,7 @@ from serving import (
 
 from megatron.inference.beam import BeamConfig, beam_search
 from megatron.inference.predictor import Predictor
-from megatron.inference.server.engine import Engine
+from megatron.inference.server.engine import ServingEngine
 from megatron.tokenizer import Tokenizer
 
 
@@ -41,7 +41,7 @@ def model(folder: Path) -> tuple[Predictor, Tokenizer]:
 
 
 @pytest.fixture(scope="module")
-def served(folder: Path) -> Iterator[tuple[str, Engine]]:
+def served(folder: Path) -> Iterator[tuple[str, ServingEngine]]:
     """A server that the tests share; its model is not that of `model`, which they may compute with."""
     with serving(*load(folder), max_queue=200, max_body_bytes=20_000) as (url, engine):
         yield url, engine
@@ -73,7 +73,7 @@ def test_texts_are_those_of_the_batcher(served, model) -> None:
         else:
             texts.append(response.json()["choices"][0]["text"])
     assert texts == [*greedy, *greedy, *drawn, *drawn]
-    assert engine.load == engine.running == 0
+    assert engine.in_flight == engine.running == 0
 
 
 def test_every_form_of_a_prompt(served, model) -> None:
@@ -177,11 +177,21 @@ def test_a_stream_tells_what_was_used(served) -> None:
     ("body", "status", "param", "message"),
     [
         ({}, 400, "prompt", "prompt is required"),
-        ({"prompt": words([1] * LENGTH)}, 400, "prompt", "the prompt has 64 tokens, and the model sees 64"),
-        ({"prompt": [[1], [1] * 70]}, 400, "prompt", "the prompt has 70 tokens, and the model sees 64"),
+        (
+            {"prompt": words([1] * LENGTH)},
+            400,
+            "prompt",
+            "the prompt has 64 tokens and leaves no room in the context of 64",
+        ),
+        (
+            {"prompt": [[1], [1] * 70]},
+            400,
+            "prompt",
+            "the prompt has 70 tokens and leaves no room in the context of 64",
+        ),
         ({"prompt": ""}, 400, "prompt", "the prompt is empty"),
-        ({"prompt": []}, 400, "prompt", "prompt must be a text, a list of texts"),
-        ({"prompt": [True]}, 400, "prompt", "must be a text, a list of texts"),
+        ({"prompt": []}, 400, "prompt", "prompt must be a string, a list of strings"),
+        ({"prompt": [True]}, 400, "prompt", "must be a string, a list of strings"),
         ({"prompt": "1 x"}, 400, None, "'x' is not a token id"),
         ({"prompt": [1, VOCAB]}, 400, "prompt", "100 is not a token id; give 0 to 99"),
         ({"prompt": [-1]}, 400, "prompt", "-1 is not a token id"),
@@ -192,24 +202,24 @@ def test_a_stream_tells_what_was_used(served) -> None:
             "must be greater than or equal to 0, not -1",
         ),
         ({"prompt": "1", "top_p": 0}, 400, "top_p", "must be greater than 0"),
-        ({"prompt": "1", "max_tokens": "5"}, 400, "max_tokens", "max_tokens must be a whole number, not '5'"),
+        ({"prompt": "1", "max_tokens": "5"}, 400, "max_tokens", "max_tokens must be an integer, not '5'"),
         ({"prompt": "1", "max_tokens": -1}, 400, "max_tokens", "must be greater than or equal to 0"),
         ({"prompt": "1", "logprobs": 21}, 400, "logprobs", "must be less than or equal to 20"),
         ({"prompt": "1", "stop": ["a", ""]}, 400, "stop", "none empty"),
         ({"prompt": "1", "seed": -1}, 400, "seed", "not -1"),
-        ({"prompt": "1", "best_of": 2}, 400, "best_of", "is not supported unless it is n"),
+        ({"prompt": "1", "best_of": 2}, 400, "best_of", "is not supported; it must equal n"),
         ({"prompt": "1", "suffix": "2"}, 400, "suffix", "suffix: '2' is not supported; leave it out"),
         ({"prompt": "1", "presence_penalty": 0.5}, 400, "presence_penalty", "repetition_penalty is"),
         ({"prompt": "1", "logit_bias": {"5": 1}}, 400, "logit_bias", "is not supported"),
         ({"prompt": "1", "stream_options": {}}, 400, "stream_options", "needs stream"),
         ({"prompt": "1", "maxtokens": 5}, 400, "maxtokens", "maxtokens is not a field of this request"),
-        ({"prompt": "1", "model": "gpt-4"}, 404, "model", "there is no model 'gpt-4'; this one is 'tiny'"),
+        ({"prompt": "1", "model": "gpt-4"}, 404, "model", "there is no model 'gpt-4'; the model is 'tiny'"),
         ({"prompt": "1", "n": 128, "stream": True, "max_tokens": 1}, 200, None, ""),
         (
             {"prompt": ["1", "2"], "n": 128},
             400,
             None,
-            "the request is for 256 texts, and the server takes 204",
+            "the request asks for 256 texts, and the server takes at most 204",
         ),
         ({"prompt": "1 " * 10_000}, 413, None, "larger than the 20000 bytes"),
         ([1], 400, None, "the body is not a JSON object"),
@@ -224,16 +234,16 @@ def test_wrong_completions_have_one_clear_answer(
         error = response.json()["error"]
         assert error["param"] == param and message in error["message"] and "\n" not in error["message"]
         assert error["type"] == {404: "not_found_error"}.get(status, "invalid_request_error")
-    assert served[1].load == 0
+    assert served[1].in_flight == 0
 
 
 @pytest.mark.parametrize(
     ("method", "path", "content", "status", "message"),
     [
-        ("GET", "/nothing", b"", 404, "there is nothing at /nothing"),
+        ("GET", "/nothing", b"", 404, "there is no /nothing"),
         ("GET", "/v1/models/other", b"", 404, "there is no model 'other'"),
-        ("GET", "/v1/completions", b"", 405, "GET is not for /v1/completions"),
-        ("POST", "/api", b"{}", 405, "POST is not for /api"),
+        ("GET", "/v1/completions", b"", 405, "GET is not allowed for /v1/completions"),
+        ("POST", "/api", b"{}", 405, "POST is not allowed for /api"),
         ("POST", "/v1/completions", b'{"prompt": "\xff"}', 400, "the body is not UTF-8 text (byte 12)"),
         ("POST", "/v1/completions", b'{"prompt": "\\ud800"}', 400, "the body is not JSON"),
         ("POST", "/v1/completions", b'{"prompt": "1"', 400, "the body is not JSON: EOF"),
@@ -305,11 +315,14 @@ def test_nvidias_api(served, model) -> None:
         ({"top_k": 1001}, "top_k"),
         ({"top_p_decay": 0.5}, "top_p_decay is not supported"),
         ({"beam_width": 2, "stop_token": VOCAB}, "stop_token: 100 is not a token id; give 0 to 99"),
-        ({"stop_token": 5}, "stop_token is for beam search"),
+        ({"stop_token": 5}, "stop_token needs beam_width"),
         ({"beam_width": 5}, "beam_width: 5 is too large; the server has --max-batch-size 4"),
-        ({"beam_width": 2, "prompts": ["1", "2"]}, "prompts: beam search takes one, and there are 2"),
+        ({"beam_width": 2, "prompts": ["1", "2"]}, "prompts: beam search takes one prompt, not 2"),
         ({"beam_width": 2, "tokens_to_generate": 0}, "beam search needs at least 1"),
-        ({"beam_width": 2, "prompts": [words([1] * 70)]}, "the prompt has 70 tokens, and the model sees 64"),
+        (
+            {"beam_width": 2, "prompts": [words([1] * 70)]},
+            "the prompt has 70 tokens and leaves no room in the context of 64",
+        ),
         ({"length": 5}, "length is not a field"),
     ],
 )
@@ -368,7 +381,7 @@ def test_openais_client(served, model) -> None:
     assert parts[-1].choices[0].finish_reason == "length" and last.usage.total_tokens == 19
     with client.completions.create(**body | {"max_tokens": 50}, stream=True) as stream:
         next(iter(stream))
-    wait_until(lambda: served[1].load == 0)
+    wait_until(lambda: served[1].in_flight == 0)
     with pytest.raises(openai.BadRequestError, match="temperature") as error:
         client.completions.create(**body | {"temperature": -1})
     assert error.value.param == "temperature"

@@ -33,9 +33,9 @@ from serving import (
     words,
 )
 
-from megatron.flags import InputError
+from megatron.errors import InputError
 from megatron.inference.config import InferenceConfig
-from megatron.inference.lead import lead
+from megatron.inference.driver import driver
 from megatron.inference.predictor import Predictor
 from megatron.inference.server import run as run_module
 from megatron.inference.server.config import KEY_VARIABLE, ServerConfig
@@ -71,7 +71,7 @@ def test_beams_wait_for_texts_that_grow(slow) -> None:
 
             threads.append(threading.Thread(target=note))
             threads[-1].start()
-            wait_until(lambda number=number: engine.load >= number)
+            wait_until(lambda number=number: engine.in_flight >= number)
         for thread in threads:
             thread.join()
         assert answers == [1, 2, 3]
@@ -87,7 +87,7 @@ def test_a_full_queue_refuses(slow) -> None:
             assert refused.json()["error"]["type"] == "rate_limit_error"
             metrics = HTTP.get(f"{url}/metrics").text
             assert "\nmegatron_running 1\n" in metrics and "\nmegatron_queue_length 1\n" in metrics
-        wait_until(lambda: engine.load == 0)
+        wait_until(lambda: engine.in_flight == 0)
         assert complete(url, prompt="3", max_tokens=1).status_code == 200
 
 
@@ -101,7 +101,7 @@ def test_a_request_that_takes_too_long(slow) -> None:
         assert stream.status_code == 200 and parts
         assert "longer than 0.4 seconds" in json.loads(last.removeprefix("data: "))["error"]["message"]
         wait_until(lambda: engine.running == 0)
-        assert engine.load == 0
+        assert engine.in_flight == 0
 
 
 @pytest.mark.parametrize("kind", ["stream", "whole", "beams"])
@@ -126,7 +126,7 @@ def test_who_hangs_up_makes_room(slow, kind: str) -> None:
                         raise httpx.ReadTimeout("enough")
             client.send(request)
         begin = time.monotonic()
-        wait_until(lambda: engine.load == engine.running == 0)
+        wait_until(lambda: engine.in_flight == engine.running == 0)
         assert complete(url, prompt="1", max_tokens=1).status_code == 200
         assert time.monotonic() - begin < 1, "the texts would have taken two seconds"
         wait_until(lambda: ',status="499"} 1' in HTTP.get(f"{url}/metrics").text or kind == "stream")
@@ -139,7 +139,7 @@ def test_where_the_key_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert ServerConfig(api_key_file=str(file)).api_key() == "from a file"
     monkeypatch.setenv(KEY_VARIABLE, "from outside")
     assert ServerConfig().api_key() == "from outside"
-    with pytest.raises(InputError, match="leave one of them out"):
+    with pytest.raises(InputError, match="leave out one of the two"):
         ServerConfig(api_key_file=str(file)).api_key()
     monkeypatch.delenv(KEY_VARIABLE)
     file.write_text("\n")
@@ -215,7 +215,7 @@ def test_sigterm_lets_texts_end(folder: Path, slow) -> None:
 
 
 def test_ctrl_c_cuts_what_takes_long(slow, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_module, "GRACE", 0.2)
+    monkeypatch.setattr(run_module, "GRACE_SECONDS", 0.2)
     answers: list[httpx.Response] = []
     with pytest.raises(KeyboardInterrupt):
         serve_until(signal.SIGINT, *slow, answers, max_tokens=50)
@@ -229,7 +229,7 @@ def tensor_parallel(folder: str) -> list[str] | None:
         serve_until(signal.SIGTERM, predictor, tokenizer, answers)
         return [answers[0].json()["choices"][0]["text"], streamed(answers[1])]
 
-    return lead(InferenceConfig(load=folder, tensor_model_parallel_size=2), TOKENIZER, work)
+    return driver(InferenceConfig(load=folder, tensor_model_parallel_size=2), TOKENIZER, work)
 
 
 def test_two_processes_serve_what_one_does(folder: Path) -> None:
@@ -255,8 +255,8 @@ def test_a_server_that_fails_says_so(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"host": "192.0.2.1"}, "--host: 192.0.2.1 is no address of this machine"),
-        ({"host": "a.b.invalid"}, "--host: a.b.invalid is no address of this machine"),
+        ({"host": "192.0.2.1"}, "--host: 192.0.2.1 is not an address of this machine"),
+        ({"host": "a.b.invalid"}, "--host: a.b.invalid is not an address of this machine"),
     ],
 )
 def test_wrong_addresses(flags: dict, message: str) -> None:

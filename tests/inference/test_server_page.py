@@ -140,7 +140,7 @@ def test_stop(browser, folder: Path, tokenizer, artefacts: Path) -> None:
             else:
                 page.get_by_role("button", name="Stop").click()
             status(page, r"^Stopped: \d+ tokens")
-            wait_until(lambda: engine.load == engine.running == 0)
+            wait_until(lambda: engine.in_flight == engine.running == 0)
             assert page.locator(".token").count() > 5
         assert said == []
         page.close()
@@ -159,7 +159,7 @@ def test_errors_are_told_in_words(browser, folder: Path, tokenizer, artefacts: P
         page.locator("#prompt").fill("the " * 400)
         page.get_by_role("button", name="Generate").click()
         playwright.expect(error).to_have_text(
-            re.compile(r"^the prompt has \d+ tokens, and the model sees 256")
+            re.compile(r"^the prompt has \d+ tokens and leaves no room in the context of 256")
         )
         page.screenshot(path=artefacts / "page-error.png")
         page.locator("#prompt").fill("the cat")

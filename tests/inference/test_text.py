@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron.inference.batching import Growth, Request
+from megatron.inference.batching import Request, SequenceState
 from megatron.inference.sampling import SamplingConfig
 from megatron.inference.text import TextStream
 from megatron.tokenizer.base import Tokenizer
@@ -73,5 +73,5 @@ def test_a_stop_string_in_the_last_token_ends_the_text() -> None:
             return b"".join([b"a ", b"the end\xf0"][i] for i in ids).decode("utf-8", errors="replace")
 
     request = Request(prompt=[0], sampling=SamplingConfig(out_seq_length=1), stops=["end"])
-    growth = Growth(request, Words(), longest=9)
+    growth = SequenceState(request, Words(), max_length=9)
     assert (growth.add(1, EOD), growth.reason) == ("the ", "stop")

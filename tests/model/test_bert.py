@@ -12,14 +12,16 @@ from torch import Tensor
 from megatron.arguments import parse_run_config
 from megatron.checkpoint.checkpoint import model_config
 from megatron.checkpoint.load import load_weights
-from megatron.checkpoint.nvidia.read import open_megatron
-from megatron.model.bert import BertModel
+from megatron.interop.nvidia.read import open_megatron
+from megatron.model.bert import BertClassifier, BertModel
 from megatron.model.config import ModelConfig
+from megatron.model.context import ModelContext
 from megatron.tokenizer import build_tokenizer
 from pretrain_bert import DEFAULTS, bert, build_datasets
 
 HEADS, WIDTH, LENGTH, VOCAB = 4, 16, 32, 300
 SHAPE = {"num_layers": 3, "hidden_size": HEADS * WIDTH, "num_attention_heads": HEADS}
+CONTEXT = ModelContext(vocab_size=VOCAB, padded_vocab_size=VOCAB)
 
 HEAD_NAMES = {
     "bert.embeddings.word_embeddings.": "embedding.word_embeddings.",
@@ -78,7 +80,7 @@ def model(binary_head: bool = True, **fields: object) -> BertModel:
         hidden_dropout=0.0,
         **fields,
     )
-    return BertModel(config, binary_head=binary_head, vocab_size=VOCAB, padded_vocab_size=VOCAB)
+    return BertModel(config, CONTEXT, binary_head=binary_head)
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
@@ -178,6 +180,36 @@ def test_without_the_binary_head() -> None:
     assert ours.embedding.tokentype_embeddings is None
 
 
+def test_the_classifier_drops_part_of_what_it_reads() -> None:
+    """arXiv 1810.04805's code drops of the pooled output, too, as Megatron-LM does."""
+    config = ModelConfig(**SHAPE, max_position_embeddings=LENGTH, hidden_dropout=0.25)
+    ours = BertClassifier(config, CONTEXT, scores=3)
+    flat(ours).initialize(1)
+    seen = []
+    ours.pooler.register_forward_hook(lambda *call: seen.append(call[2]))
+    ours.classification_head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    tokens = torch.randint(VOCAB, (16, LENGTH), generator=torch.Generator().manual_seed(0))
+    for key in ((1, 0), (1, 16), None):
+        ours(tokens, None, torch.zeros_like(tokens), dropout_key=key)
+    (pooled, first), (_, second), (whole, same) = zip(seen[::2], seen[1::2], strict=True)
+    torch.testing.assert_close(first, (pooled / 0.75).masked_fill(first == 0, 0))
+    assert 0.2 < (first == 0).float().mean() < 0.3
+    assert not torch.equal(first == 0, second == 0)
+    assert torch.equal(whole, same)
+
+
+def test_rope_scaling_changes_positions() -> None:
+    def logits(**fields: object) -> Tensor:
+        ours = model(position_embedding_type="rope", **fields)
+        flat(ours).initialize(1)
+        tokens = torch.arange(LENGTH).unsqueeze(0)
+        return ours(tokens, None, torch.zeros_like(tokens))[0]
+
+    plain, scaled = logits(), logits(use_rope_scaling=True, rope_scaling_factor=8.0)
+    assert not torch.equal(plain, scaled)
+    assert torch.equal(plain, logits(use_rope_scaling=True, rope_scaling_factor=1.0))
+
+
 def test_equals_megatron_v25(shared: Path, tmp_path: Path) -> None:
     """The losses that NVIDIA's own code has printed for its weights, on the same batch of masked sentences."""
     vectors = shared / "vectors" / "bert-v2.5"
@@ -190,12 +222,11 @@ def test_equals_megatron_v25(shared: Path, tmp_path: Path) -> None:
     config = parse_run_config(flags.split(), description="", defaults=DEFAULTS)
     tokenizer = build_tokenizer(config.tokenizer)
     valid = build_datasets(config, tokenizer, (24, 4, 4))["validation"]
-    batch = valid.fields(valid.stack([valid[i] for i in range(4)], 128), None, config.data)
-    batch = {name: torch.from_numpy(values) for name, values in batch.items()}
+    batch = valid.collate([valid[i] for i in range(4)])
     checkpoint = open_megatron(vectors / "after6_tp1", config.tokenizer)
-    sizes = {"vocab_size": tokenizer.vocab_size, "padded_vocab_size": 30592}
-    ours = BertModel(model_config(checkpoint), binary_head=True, **sizes)
+    context = ModelContext(vocab_size=tokenizer.vocab_size, padded_vocab_size=30592)
+    ours = BertModel(model_config(checkpoint), context, binary_head=True)
     load_weights(checkpoint, ours, torch.float32)
     task = bert(binary_head=True)
-    means = task.forward(ours, batch, None, None) / task.count(batch)
+    means = task.forward(ours, batch, None, None) / task.loss_denominators(batch)
     assert [f"{x:.6E}" for x in means.tolist()] == ["1.019016E+01", "6.757880E-01"]

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from megatron.checkpoint.checkpoint import model_config
 from megatron.checkpoint.load import load_weights
-from megatron.checkpoint.nvidia.read import open_megatron
-from megatron.flags import InputError
+from megatron.errors import InputError
+from megatron.interop.nvidia.read import open_megatron
 from megatron.model.config import ModelConfig
+from megatron.model.context import ModelContext
 from megatron.model.gpt import GPTModel, position_ids
-from megatron.model.transformer import KVCache
+from megatron.model.kv_cache import KVCache
 from megatron.optim.config import OptimizerConfig
 from megatron.optim.optimizer import Optimizer
 from megatron.parallel.mesh import ALONE
@@ -42,7 +43,7 @@ LLAMA = {
 
 def make_gpt(vocab_size: int, **fields) -> GPTModel:
     config = ModelConfig(**{**SMALL, "max_position_embeddings": 32, **fields})
-    model = GPTModel(config, vocab_size=vocab_size, padded_vocab_size=vocab_size)
+    model = GPTModel(config, ModelContext(vocab_size=vocab_size, padded_vocab_size=vocab_size))
     flat(model).initialize(1234)
     return model
 
@@ -117,8 +118,8 @@ def compare_with_hf(ours: GPTModel, hf: torch.nn.Module, convert) -> None:
         p.data.normal_(std=0.2)
     ours.load_state_dict(convert(hf.state_dict()))
     hf.eval()
-    tokens = torch.randint(ours.vocab_size, (3, 32))
-    labels = torch.randint(ours.vocab_size, (3, 32))
+    tokens = torch.randint(ours.context.vocab_size, (3, 32))
+    labels = torch.randint(ours.context.vocab_size, (3, 32))
     ours.zero_grad(set_to_none=False)
     logits = ours(tokens, position_ids(0, 3, 32, CPU))
     theirs = hf(tokens).logits
@@ -173,9 +174,10 @@ def test_equals_megatron_core(shared: Path, kind: str) -> None:
     losses = json.loads((shared / "vectors" / "core-head" / f"{kind}.json").read_text())["losses"]
     part = lambda prefix: {k[len(prefix) :]: v for k, v in tensors.items() if k.startswith(prefix)}  # noqa: E731
     model = make_gpt(512, **({"bias_gelu_fusion": False} if kind == "gpt2" else LLAMA))
-    buffer = flat(model)
+    config = OptimizerConfig(lr=1e-3, adam_beta2=0.95, clip_grad=0.0)
+    buffer = flat(model, optimizer=config)
     model.load_state_dict(part("state_dict/"))
-    optimizer = Optimizer(buffer, OptimizerConfig(lr=1e-3, adam_beta2=0.95, clip_grad=0.0))
+    optimizer = Optimizer(buffer, config)
     positions = position_ids(0, 4, 32, CPU)
     assert relative_error(model(tensors["tokens"], positions), tensors["logits"]) < 1e-6
     for step, expected in enumerate(losses):
@@ -196,7 +198,7 @@ def test_equals_megatron_v25(shared: Path, written_by: str) -> None:
     """Logits of a model of 2021, from a checkpoint of its own."""
     folder = shared / "vectors" / "gpt-v2.5" / written_by
     checkpoint = open_megatron(folder, TokenizerConfig())
-    model = GPTModel(model_config(checkpoint), vocab_size=5000, padded_vocab_size=5120)
+    model = GPTModel(model_config(checkpoint), ModelContext(vocab_size=5000, padded_vocab_size=5120))
     load_weights(checkpoint, model, torch.float32)
     tokens = torch.from_numpy(np.load(folder / "ref_input.npy")).long()
     expected = torch.from_numpy(np.load(folder / "ref_logits.npy"))
@@ -235,7 +237,7 @@ def test_rows_of_a_cache_grow_from_places_of_their_own(fields: dict) -> None:
         new = torch.stack([row[start : start + length] for row, start in zip(tokens, starts, strict=True)])
         rows = cache.rows(0, starts, length)
         wanted = torch.tensor([1, 0]), torch.tensor([length - 1, 0])
-        logits = model(new, rows.position_ids_bs, cache=rows, wanted=wanted)
+        logits = model(new, rows.position_ids_bs, cache=rows, logit_positions=wanted)
         expected = torch.stack((whole[1, starts[1] + length - 1], whole[0, starts[0]]))
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
 
@@ -247,10 +249,10 @@ def test_documents_do_not_see_each_other(fields: dict) -> None:
     tokens = torch.randint(100, (1, 24), generator=torch.Generator().manual_seed(0))
     documents = torch.tensor([[0] * 10 + [1] * 14])
     positions = torch.cat((torch.arange(10), torch.arange(14))).unsqueeze(0)
-    together = model(tokens, positions, document_ids_bs=documents)
+    raise_on_all_ranks = model(tokens, positions, document_ids_bs=documents)
     first = model(tokens[:, :10], position_ids(0, 1, 10, CPU))
     second = model(tokens[:, 10:], position_ids(0, 1, 14, CPU))
-    torch.testing.assert_close(together, torch.cat((first, second), dim=1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(raise_on_all_ranks, torch.cat((first, second), dim=1), rtol=1e-4, atol=1e-5)
 
 
 def test_padding_of_the_vocabulary_changes_nothing() -> None:
@@ -258,7 +260,7 @@ def test_padding_of_the_vocabulary_changes_nothing() -> None:
     losses, gradients = [], []
     for padded in (100, 128, 1024):
         config = ModelConfig(**SMALL, max_position_embeddings=32)
-        model = GPTModel(config, vocab_size=100, padded_vocab_size=padded)
+        model = GPTModel(config, ModelContext(vocab_size=100, padded_vocab_size=padded))
         flat(model).initialize(7)
         loss = model(tokens, position_ids(0, 2, 16, CPU), labels_bs=tokens).mean()
         loss.backward()
@@ -271,7 +273,7 @@ def test_padding_of_the_vocabulary_changes_nothing() -> None:
 
 def test_unmasked_padding_takes_part_as_nvidia_has_it() -> None:
     config = ModelConfig(**SMALL, max_position_embeddings=32, mask_padded_vocab=False)
-    model = GPTModel(config, vocab_size=100, padded_vocab_size=128)
+    model = GPTModel(config, ModelContext(vocab_size=100, padded_vocab_size=128))
     flat(model).initialize(7)
     tokens = torch.randint(100, (1, 8), generator=torch.Generator().manual_seed(0))
     assert model(tokens, position_ids(0, 1, 8, CPU)).shape == (1, 8, 128)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron.model.bert import BertModel
 from megatron.model.config import ModelConfig
+from megatron.model.context import ModelContext
 from megatron.model.gpt import GPTModel, position_ids
 from megatron.ops.attention import attention
 
@@ -26,7 +27,7 @@ def make(dtype: torch.dtype, layers: int, **fields: object) -> GPTModel:
         "max_position_embeddings": 16,
     }
     config = ModelConfig(**settings, attention_dropout=0.0, hidden_dropout=0.0, **fields)
-    model = GPTModel(config, vocab_size=50, padded_vocab_size=50)
+    model = GPTModel(config, ModelContext(vocab_size=50, padded_vocab_size=50))
     flat(model, dtype).initialize(3)
     return model
 
@@ -100,7 +101,7 @@ def test_fp32_residual_connection_is_nearer_to_fp32(dtype: torch.dtype) -> None:
 def test_bert_with_an_fp32_residual_connection() -> None:
     settings = {"num_layers": 2, "hidden_size": 48, "num_attention_heads": 4, "max_position_embeddings": 16}
     config = ModelConfig(**settings, fp32_residual_connection=True)
-    model = BertModel(config, binary_head=True, vocab_size=50, padded_vocab_size=50)
+    model = BertModel(config, ModelContext(vocab_size=50, padded_vocab_size=50), binary_head=True)
     buffer = flat(model, torch.bfloat16)
     buffer.initialize(3)
     tokens = torch.randint(50, (2, 16))

@@ -10,8 +10,8 @@ from models import CPU, flat
 from torch.distributed.tensor.debug import CommDebugMode
 
 from megatron.model.config import ModelConfig
+from megatron.model.context import ModelContext
 from megatron.model.gpt import GPTModel, position_ids
-from megatron.model.layers import TensorParallel
 from megatron.ops.cross_entropy import cross_entropy
 from megatron.parallel.config import ParallelConfig
 from megatron.parallel.mesh import init_mesh
@@ -32,8 +32,8 @@ def collectives(layers: int, sequence: bool) -> tuple[dict[str, int], dict[str, 
     parallel = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=sequence)
     config = ModelConfig(num_layers=layers, hidden_size=16, num_attention_heads=2, max_position_embeddings=8)
     with init_mesh(parallel, CPU) as mesh:
-        tp = TensorParallel(mesh.tp, sequence)
-        model = GPTModel(config, vocab_size=60, padded_vocab_size=64, tp=tp)
+        context = ModelContext(vocab_size=60, padded_vocab_size=64, tp=mesh.tp, sequence_parallel=sequence)
+        model = GPTModel(config, context)
         flat(model, mesh=mesh, config=parallel).initialize(1)
         tokens = torch.arange(8).unsqueeze(0)
         with CommDebugMode() as forward:

@@ -82,7 +82,7 @@ def test_a_step_that_is_left_out_changes_nothing() -> None:
 def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, parts = (Adam(bf16_adamw, torch.bfloat16) for _ in range(2))
     whole.take(3)
-    monkeypatch.setitem(bf16_adam.PIECES, "cpu", 64)
+    monkeypatch.setitem(bf16_adam.CHUNK_SIZE, "cpu", 64)
     parts.take(3)
     assert all(map(torch.equal, whole.moments(), parts.moments()))
     assert torch.equal(whole.p, parts.p)

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from megatron.flags import InputError
+from megatron.errors import InputError
 from megatron.optim.config import OptimizerConfig
 from megatron.optim.schedule import Schedule
 

@@ -12,58 +12,81 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.parallel.config import ParallelConfig
 from megatron.parallel.mesh import init_mesh
-from megatron.parallel.pipeline import BEHIND, Transfers, run_schedule
+from megatron.parallel.pipeline import PipelineStage, run_schedule
 from megatron.parallel.schedules import SCHEDULES, forward_only, with_transfers
+from megatron.parallel.transfers import MAX_PENDING_SENDS, Transfers
 
 MICROBATCHES = 12
 
 
+class Multiply(PipelineStage):
+    """Multiplies by a weight; the second stage sums up. Counts the first stage's outputs that hold memory."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.float32)
+        self.weight = torch.ones(1000, requires_grad=True)
+        self.counts: list[int] = []
+        self.outputs: list[StorageWeakRef] = []
+
+    def recv_shape(self, microbatch: int) -> tuple[int, ...]:
+        return (1000,)
+
+    def compute(self, chunk: int, microbatch: int, x: torch.Tensor | None) -> torch.Tensor:
+        if x is not None:
+            return (x * self.weight).sum()
+        time.sleep(0.1)  # for what was sent to arrive
+        self.counts.append(sum(not output.expired() for output in self.outputs))
+        # Backward needs the factor, not the product.
+        out = torch.full((1000,), float(microbatch)) * self.weight
+        self.outputs.append(StorageWeakRef(out.untyped_storage()))
+        return out
+
+
 def outputs_alive() -> list[int]:
     """How many outputs of the first stage hold memory, each time that one more is computed."""
-    counts, outputs = [], []
     with init_mesh(ParallelConfig(pipeline_model_parallel_size=2), CPU) as mesh:
-        weight = torch.ones(1000, requires_grad=True)
-
-        def compute(chunk: int, microbatch: int, x: torch.Tensor | None) -> torch.Tensor:
-            if x is not None:
-                return (x * weight).sum()
-            time.sleep(0.1)  # for what was sent to arrive
-            counts.append(sum(not output.expired() for output in outputs))
-            out = (
-                torch.full((1000,), float(microbatch)) * weight
-            )  # backward needs the factor, not the product
-            outputs.append(StorageWeakRef(out.untyped_storage()))
-            return out
-
+        stage = Multiply()
         actions = with_transfers(SCHEDULES["gpipe"](2, 1, MICROBATCHES), 2)[mesh.pp.rank]
         transfers = Transfers(mesh, scatter_gather=False)
-        run_schedule(actions, compute, transfers, shape=lambda _: (1000,), dtype=torch.float32)
-    assert all(output.expired() for output in outputs)
-    return counts
+        run_schedule(stage, actions, transfers)
+        transfers.finish()
+    assert all(output.expired() for output in stage.outputs)
+    return stage.counts
 
 
 def test_outputs_are_freed_once_sent() -> None:
     """GPipe runs all forward passes first; what it keeps of them does not include what was sent."""
     first_stage = run_distributed(outputs_alive, 2)[0]
-    assert len(first_stage) == MICROBATCHES and max(first_stage) <= BEHIND
+    assert len(first_stage) == MICROBATCHES and max(first_stage) <= MAX_PENDING_SENDS
+
+
+class AddOne(PipelineStage):
+    """Adds one to microbatches of different sizes in every chunk; keeps what the last one gives."""
+
+    def __init__(self, sizes: list[int], last_chunk: int | None) -> None:
+        super().__init__(torch.float32)
+        self.sizes, self.last_chunk = sizes, last_chunk
+        self.results: list[list[float]] = []
+
+    def recv_shape(self, microbatch: int) -> tuple[int, ...]:
+        return (self.sizes[microbatch],)
+
+    def compute(self, chunk: int, microbatch: int, x: torch.Tensor | None) -> torch.Tensor:
+        x = torch.arange(float(self.sizes[microbatch])) if x is None else x
+        if chunk == self.last_chunk:
+            self.results.append((x + 1).tolist())
+        return x + 1
 
 
 def through_all_stages(chunks: int, sizes: list[int]) -> list[list[float]]:
-    """What comes out of a pipeline whose every chunk adds one, for microbatches of different sizes."""
-    results: list[list[float]] = []
     with init_mesh(ParallelConfig(pipeline_model_parallel_size=3), CPU) as mesh:
-
-        def compute(chunk: int, microbatch: int, x: torch.Tensor | None) -> torch.Tensor:
-            x = torch.arange(float(sizes[microbatch])) if x is None else x
-            if mesh.pp.rank == 2 and chunk == chunks - 1:
-                results.append((x + 1).tolist())
-            return x + 1
-
+        stage = AddOne(sizes, chunks - 1 if mesh.pp.rank == 2 else None)
         actions = with_transfers(forward_only(3, chunks, len(sizes)), 3)[mesh.pp.rank]
         with torch.no_grad():
             transfers = Transfers(mesh, scatter_gather=False)
-            run_schedule(actions, compute, transfers, shape=lambda i: (sizes[i],), dtype=torch.float32)
-    return results
+            run_schedule(stage, actions, transfers)
+            transfers.finish()
+    return stage.results
 
 
 @pytest.mark.parametrize("chunks", [1, 2])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -24,7 +26,15 @@ def test_rows_do_not_depend_on_how_many_follow() -> None:
     fill_normal_(long, 0.5, whole(*long.shape), seed=1, name="w")
     assert torch.equal(short, long[:1500])
     assert abs(long.std().item() - 0.5) < 0.01
-    assert not torch.equal(long[:100], long[TILE : TILE + 100])
+
+
+def test_tiles_differ_in_both_directions() -> None:
+    """Initial values that repeat along a dimension would give a layer equal rows or columns."""
+    matrix = torch.empty(2 * TILE, 2 * TILE)
+    fill_normal_(matrix, 1.0, whole(*matrix.shape), seed=1, name="w")
+    tiles = [tile for rows in matrix.chunk(2) for tile in rows.chunk(2, dim=1)]
+    for a, b in itertools.combinations(tiles, 2):
+        assert abs(torch.corrcoef(torch.stack((a.flatten(), b.flatten())))[0, 1]) < 0.1
 
 
 def test_names_and_seeds_give_other_values() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from megatron.parallel.mesh import Axis
-from megatron.parallel.recompute import rerun
+from megatron.parallel.recompute import recompute
 
 
 def test_divided_inputs_do_not_keep_the_whole_in_memory() -> None:
     x = torch.ones(4, 2, 8, requires_grad=True)
-    out = rerun(lambda x: x * 2, x, Axis(rank=1, size=2))
+    out = recompute(lambda x: x * 2, x, Axis(rank=1, size=2))
     (kept,) = out.grad_fn.saved_tensors
     assert kept.untyped_storage().nbytes() == x.numel() * 4 // 2

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from megatron.flags import InputError
+from megatron.errors import InputError
 from megatron.parallel.schedules import (
     SCHEDULES,
     Backward,
@@ -245,7 +245,7 @@ def test_a_schedule_that_waits_in_a_circle_is_caught():
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_one_chunk_is_required(name):
     with pytest.raises(
-        InputError, match=f"^--pipeline-schedule {name}: has one chunk of layers per rank, not 2"
+        InputError, match=f"^--pipeline-schedule {name}: needs one chunk of layers per rank, not 2"
     ):
         SCHEDULES[name](4, 2, 8)
 

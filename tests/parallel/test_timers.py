@@ -13,6 +13,7 @@ import torch
 from distributed import run_distributed
 from models import CPU, config_of, engine_of
 
+from megatron.data.gpt_dataset import GPTBatch
 from megatron.parallel.mesh import ALONE, init_mesh
 from megatron.parallel.timers import ITERATION, NOTHING, Timers, times_text
 from megatron.training.engine import Engine
@@ -102,8 +103,12 @@ def phases_of(flags: str) -> dict[str, dict[int, float]]:
 
 def step(engine: Engine) -> None:
     tokens = torch.zeros(2, 17, dtype=torch.long)
-    batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_mask": torch.ones(2, 16)}
-    batch["position_ids"] = torch.arange(16).expand(2, 16)
+    batch = GPTBatch(
+        tokens=tokens[:, :-1],
+        labels=tokens[:, 1:],
+        loss_mask=torch.ones(2, 16),
+        position_ids=torch.arange(16).expand(2, 16),
+    )
     engine.train_step(iter([batch] * 2), num_microbatches=2, consumed_samples=0, lr=1e-3, weight_decay=0.0)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from published import cluster
 
-from megatron.flags import InputError
+from megatron.errors import InputError
 from megatron.planner.description import describe, quantity, read_cluster
 
 FILE = """
@@ -28,7 +28,7 @@ def read(folder: Path, text: str):
 
 def test_a_file_says_what_the_table_says(tmp_path: Path):
     machine, table = read(tmp_path, FILE), cluster(32)
-    assert (machine.device, machine.nodes, machine.reached) == (table.device, 4, table.reached)
+    assert (machine.device, machine.nodes, machine.efficiency) == (table.device, 4, table.efficiency)
     for ours, theirs in ((machine.link, table.link), (machine.network, table.network)):
         assert vars(ours) == pytest.approx(vars(theirs))
 
@@ -38,7 +38,7 @@ def test_what_is_written_is_read(tmp_path: Path):
     again = read(tmp_path, describe(machine))
     assert again.device.peak == pytest.approx(machine.device.peak)
     assert again.link.bandwidth == pytest.approx(machine.link.bandwidth)
-    assert (again.reached, again.devices) == (machine.reached, 64)
+    assert (again.efficiency, again.devices) == (machine.efficiency, 64)
 
 
 @pytest.mark.parametrize(
@@ -62,24 +62,24 @@ OWN = "{name: x, precision: bf16, peak: 1 TFLOP/s, memory: 1 GB, bandwidth: 1 GB
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("300 GB/s", "300 GB", r"link\.bandwidth: '300 GB' is not a number above 0 with its unit, MB/s, .* or Tb/s; "
+        ("300 GB/s", "300 GB", r"link\.bandwidth: '300 GB' is not a positive number with a unit \(MB/s, .* or Tb/s\); "
             r"write it like '600 GB/s'"),
-        ("300 GB/s", "300", r"link\.bandwidth: 300 is not a number above 0 with its unit"),
+        ("300 GB/s", "300", r"link\.bandwidth: 300 is not a positive number with a unit"),
         ("3.4 us", "-3 us", r"link\.latency: '-3 us' is not"),
-        ("a100-80gb", "a100-800gb", r"device: 'a100-800gb' is not a GPU of the table; known are .*a100-80gb"),
+        ("a100-80gb", "a100-800gb", r"device: 'a100-800gb' is not a known GPU; known are .*a100-80gb"),
         ("a100-80gb", OWN.replace("1 GB,", "1 GB/s,"), r"device\.memory: '1 GB/s' is not .*; write it like '80 GB'"),
         ("a100-80gb", OWN.replace("bf16", "fp8"), r"device\.precision: 'fp8' is not one of bf16, fp16, fp32"),
         ("a100-80gb", OWN.replace("peak", "peek"), r"device\.peak is missing, and peek is not a field;"),
-        ("nodes: 4", "nodes: four", r"nodes: 'four' is not a whole number of at least 1"),
+        ("nodes: 4", "nodes: four", r"nodes: 'four' is not an integer of at least 1"),
         ("nodes: 4", "nodes: 4\nracks: 2",
-            r"racks is not a field; known are nodes, devices-per-node, device, link, network, reached$"),
+            r"racks is not a field; the fields are nodes, devices-per-node, device, link, network, efficiency$"),
         ("a100-80gb", f"{OWN}\nracks: 2",
-            r"racks is not a field; known are nodes, devices-per-node, device, link, network, reached$"),
-        ("a100-80gb", "[a100-80gb]", r"device: \['a100-80gb'\] is neither the name of a GPU nor a mapping of fields"),
+            r"racks is not a field; the fields are nodes, devices-per-node, device, link, network, efficiency$"),
+        ("a100-80gb", "[a100-80gb]", r"device: \['a100-80gb'\] is neither the name of a GPU nor a mapping"),
         ("a100-80gb", "", r"device is missing; docs/scaling\.md has an example"),
-        ("nodes: 4", "nodes: 4\nreached: {link: 66}", r"reached\.link: 66 is not a share above 0 and up to 1"),
+        ("nodes: 4", "nodes: 4\nefficiency: {link: 66}", r"efficiency\.link: 66 must be above 0 and at most 1"),
         ("network: {bandwidth: 200 Gb/s}", "", r"network is missing"),
-        ("link: {", "link: 5 # {", r"link: 5 is not a mapping of fields"),
+        ("link: {", "link: 5 # {", r"link: 5 is not a mapping"),
         ("nodes: 4", "nodes: [", r"line \d+: is not YAML"),
     ],
 )  # fmt: skip
@@ -95,13 +95,13 @@ def test_a_file_that_is_not_there(tmp_path: Path):
 
 
 def test_what_is_left_empty_is_as_if_left_out(tmp_path: Path):
-    assert read(tmp_path, FILE + "reached:\n").reached == cluster(8).reached
+    assert read(tmp_path, FILE + "efficiency:\n").efficiency == cluster(8).efficiency
 
 
 def test_a_small_share_is_kept(tmp_path: Path):
     machine = cluster(8)
-    slow = dataclasses.replace(machine, reached=dataclasses.replace(machine.reached, attention=1.25e-5))
-    assert read(tmp_path, describe(slow)).reached == slow.reached
+    slow = dataclasses.replace(machine, efficiency=dataclasses.replace(machine.efficiency, attention=1.25e-5))
+    assert read(tmp_path, describe(slow)).efficiency == slow.efficiency
 
 
 def test_one_node_needs_no_network(tmp_path: Path):

@@ -12,7 +12,7 @@ import pytest
 from published import cluster, job, tflops
 
 from megatron.planner.layout import NVIDIA_2019, NVIDIA_2021, Layout
-from megatron.planner.memory import fits, most_memory
+from megatron.planner.memory import fits, max_memory
 from megatron.planner.models import A100_MODELS, V100_MODELS
 from megatron.planner.simulate import Simulator
 
@@ -115,7 +115,7 @@ def test_recomputation_costs_a_quarter_and_saves_memory(batch: int):
     again, kept = (Layout(tensor=8, pipeline=16, recompute=r) for r in (FULL, "none"))
     slow, fast = (Simulator(gpt, layout, machine, NVIDIA_2021).step().seconds for layout in (again, kept))
     assert 0.67 <= fast / slow < 0.8
-    small, large = (most_memory(gpt, layout, machine, NVIDIA_2021) for layout in (again, kept))
+    small, large = (max_memory(gpt, layout, machine, NVIDIA_2021) for layout in (again, kept))
     assert fits(small, machine)
     assert small.activations < large.activations
     if batch >= 16:  # as many as stages

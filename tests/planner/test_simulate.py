@@ -33,7 +33,7 @@ def test_the_parts_of_a_step_make_up_the_whole():
     for program in (OURS, NVIDIA_2021):
         layout = Layout(tensor=2, pipeline=4, data=2, overlap_grad_reduce=True)
         step = Simulator(job(24, 2048, 16, 32), layout, cluster(16), program).step()
-        parts = (step.products, step.elements, step.tensor, step.ends, step.transfers, step.bubble)
+        parts = (step.matmul, step.elementwise, step.tensor_parallel, step.ends, step.transfers, step.bubble)
         assert sum(parts) + step.gradients + step.optimizer == pytest.approx(step.seconds)
         assert step.recompute == 0
 
@@ -43,7 +43,7 @@ def test_a_collective_takes_its_ring():
     machine = cluster(16)
     within, across = machine.group(4, 1), machine.group(8, 2)
     assert (within.per_node, across.per_node) == (4, 4)
-    share = machine.reached.link
+    share = machine.efficiency.link
     assert machine.all_reduce(1e9, within) == pytest.approx(2 * 0.75 * 1e9 / (300e9 * share), rel=0.01)
     assert machine.all_reduce(1e9, across) == pytest.approx(2 * 0.875 * 1e9 / (100e9 * share), rel=0.01)
     assert machine.all_reduce(1e9, machine.group(1, 1)) == 0
@@ -73,6 +73,17 @@ def test_a_group_that_a_border_of_nodes_cuts_has_few_members_in_one(size: int, s
     )
 
 
+@pytest.mark.parametrize("program", [OURS, NVIDIA_2021])
+def test_sharding_the_optimizer_scatters_gradients_and_gathers_weights(program):
+    """Half a ring for gradients and half a ring for bf16 weights; otherwise a whole ring for gradients."""
+    machine, gpt, parameters = cluster(8), job(24, 2304, 24, 512), 1_652_230_656
+    half_ring = 7 / 8 * parameters / (300e9 * machine.efficiency.link)
+    for sharded, size in ((True, program.gradient + 2), (False, 2 * program.gradient)):
+        layout = Layout(data=8, micro_batch_size=16, distributed_optimizer=sharded)
+        found = Simulator(gpt, layout, machine, program).gradients()
+        assert found == pytest.approx(size * half_ring, rel=0.01)
+
+
 def test_what_is_on_one_node_needs_no_network():
     """The ends of a pipeline of four with two replicas are six ranks apart; there is no DGX of L40S."""
     machine = cluster(8, "l40s")
@@ -88,8 +99,8 @@ def test_what_a_hidden_reduction_costs():
     layout = Layout(data=32, micro_batch_size=16, overlap_grad_reduce=True)
     parameters, tables = 1_652_230_656, (51200 + 2048) * 2304
     step = Simulator(gpt, layout, machine, NVIDIA_2021).step()
-    wire = 2 * 31 / 32 * 2 * parameters / (200e9 * machine.reached.link)
-    memory = 6 * 2 * (parameters - tables) / (2039e9 * machine.reached.stream)
+    wire = 2 * 31 / 32 * 2 * parameters / (200e9 * machine.efficiency.link)
+    memory = 6 * 2 * (parameters - tables) / (2039e9 * machine.efficiency.stream)
     last = tables / parameters
     assert step.gradients == pytest.approx(wire * (last + (1 - last) * 20 / 132) + memory, rel=0.02)
 
@@ -97,9 +108,9 @@ def test_what_a_hidden_reduction_costs():
 def test_backward_of_attention_is_four_products():
     """Gradients of scores, a product as of the scores; of queries, keys and values, as of the weighted sums."""
     kernels = Simulator(job(2, 1024, 16, 8), Layout(), cluster(1), NVIDIA_2021).kernels
-    scores, sums = kernels.product(2048, 2048, 64, 16), kernels.product(2048, 64, 2048, 16)
-    assert kernels.attention.forward.products == pytest.approx(scores + sums)
-    assert kernels.attention.backward.products == pytest.approx(scores + 3 * sums)
+    scores, sums = kernels.matmul(2048, 2048, 64, 16), kernels.matmul(2048, 64, 2048, 16)
+    assert kernels.attention.forward.matmul == pytest.approx(scores + sums)
+    assert kernels.attention.backward.matmul == pytest.approx(scores + 3 * sums)
 
 
 @pytest.mark.parametrize(("parallel", "times"), [(False, 2 * 10), (True, 25)])
@@ -109,7 +120,7 @@ def test_tensor_parallelism_exchanges_what_a_run_does(parallel: bool, times: int
     kernels = Simulator(gpt, Layout(tensor=2, sequence_parallel=parallel), machine, OURS).kernels
     chunk = kernels.chunk(first=True, last=True)
     one = machine.all_gather(2 * 2048 * 1024, machine.group(2, 1))
-    assert chunk.forward.tensor + chunk.backward.tensor == pytest.approx(times * one)
+    assert chunk.forward.tensor_parallel + chunk.backward.tensor_parallel == pytest.approx(times * one)
 
 
 def test_hiding_the_reduction_and_sharding_the_optimizer_help():

@@ -10,10 +10,7 @@ import torch
 from checkout import RUN, TOKENIZER, commands, value
 
 from megatron.arguments import parse_run_config
-from megatron.model.layers import TensorParallel
-from megatron.parallel.recompute import Recompute
-from megatron.parallel.stages import Chunk
-from megatron.training.task import Part
+from megatron.model.context import ModelContext
 from pretrain_bert import DEFAULTS, build_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -202,15 +199,9 @@ def test_bert_of_the_papers_sizes(checkout, size: str, parameters: float, tensor
     assert config.parallel.tensor_model_parallel_size == tensor
     (dry,) = commands(checkout.run(f"pretrain_bert_{size}.sh", "--dry-run"))
     assert "--mock-data" in dry and dry[-2:] == ["--world-size", str(tensor)]
-    part = Part(
-        vocab_size=30524,
-        padded_vocab_size=30524,
-        chunk=Chunk(range(config.model.num_layers)),
-        tp=TensorParallel(),
-        recompute=Recompute(),
-    )
+    context = ModelContext(vocab_size=30524, padded_vocab_size=30524)
     with torch.device("meta"):
-        model = build_model(config, part)
+        model = build_model(config, context, None)
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(parameters, rel=0.02)
 
 

@@ -11,11 +11,11 @@ from pydoc_data.topics import topics
 
 import pytest
 
-from megatron.flags import InputError
+from megatron.errors import InputError
+from megatron.preprocessing.encoder import choose_engine, encoder
 from megatron.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
 from megatron.tokenizer.bert import SPECIAL_TOKENS
 from megatron.tokenizer.config import TokenizerConfig
-from megatron.tokenizer.engine import choose_engine, encoder
 from megatron.tokenizer.gpt2 import tiktoken_encoder
 from megatron.tokenizer.train import train_bpe
 
@@ -145,7 +145,7 @@ def test_bpe_reads_back_what_it_wrote(bpe):
 
 def test_engine_is_tiktoken_where_it_gives_the_same_ids(bpe):
     engine, reason = choose_engine(bpe, LINES)
-    assert engine == "tiktoken" and "with the ids of tokenizers" in reason
+    assert engine == "tiktoken" and "whose ids equal those of tokenizers" in reason
     ids = encoder(bpe, engine)(LINES)
     assert [i.tolist() for i in ids] == bpe.tokenize_batch(LINES)
 
@@ -271,7 +271,7 @@ def test_null_tokenizer():
     assert tokenizer.tokenize("3 1\n99\t0 100") == [3, 1, 99, 0, 100]
     assert tokenizer.detokenize([3, 1, 99]) == "3 1 99"
     for word in ("101", "-1", "1.5", "x", "٣", "9" * 5000):
-        with pytest.raises(InputError, match=r"is not a token id; NullTokenizer takes 0 to 100"):
+        with pytest.raises(InputError, match=r"is not a token id; NullTokenizer accepts 0 to 100"):
             tokenizer.tokenize(f"1 {word}")
 
 
@@ -330,7 +330,7 @@ def gpt2_config(vocab: str | None, merges: str | None, folder: Path, good: Path)
         (
             None,
             "#version: 0.2\n",
-            r"merges.txt: has no merge for \d+ pieces of \S+/vocab.json, 'Ġ\S+' the first",
+            r"merges.txt: no merge produces \d+ pieces of \S+/vocab.json, such as 'Ġ\S+'",
         ),
     ],
 )
@@ -341,7 +341,7 @@ def test_bad_files_of_a_bpe(vocab, merges, message, tmp_path, bpe_files):
 
 def test_merges_cut_short(tmp_path, bpe_files):
     merges = (bpe_files / "merges.txt").read_text(encoding="utf-8").splitlines(keepends=True)
-    with pytest.raises(InputError, match=r"has no merge for \d+ pieces of .* cut short"):
+    with pytest.raises(InputError, match=r"no merge produces \d+ pieces of .* truncated"):
         build_tokenizer(gpt2_config(None, "".join(merges[:-10]), tmp_path, bpe_files))
 
 
@@ -360,20 +360,20 @@ def test_a_vocabulary_may_hold_further_special_tokens(tmp_path, bpe_files):
 def test_bpe_without_end_of_text(tmp_path, bpe_files):
     vocab = json.loads((bpe_files / "vocab.json").read_text())
     del vocab["<|endoftext|>"]
-    with pytest.raises(InputError, match=r"vocab.json: holds no <\|endoftext\|>"):
+    with pytest.raises(InputError, match=r"vocab.json: has no <\|endoftext\|>"):
         build_tokenizer(gpt2_config(json.dumps(vocab), None, tmp_path, bpe_files))
 
 
 @pytest.mark.parametrize("missing", [*SPECIAL_TOKENS.values(), "[UNK]"])
 def test_bert_vocabulary_without_a_special_token(missing, bert_vocab):
     bert_vocab.write_text(bert_vocab.read_text().replace(missing, "x"))
-    with pytest.raises(InputError, match="holds no " + missing.replace("[", r"\[")):
+    with pytest.raises(InputError, match="has no " + missing.replace("[", r"\[")):
         build_tokenizer(config("BertWordPieceCase", vocab_file=bert_vocab))
 
 
 def test_bert_vocabulary_with_a_piece_twice(bert_vocab):
     bert_vocab.write_text(bert_vocab.read_text() + "hello\n")
-    with pytest.raises(InputError, match=r"vocab.txt:13: 'hello' is there already, on line 6"):
+    with pytest.raises(InputError, match=r"vocab.txt:13: 'hello' is already on line 6"):
         build_tokenizer(config("BertWordPieceCase", vocab_file=bert_vocab))
 
 
@@ -392,7 +392,7 @@ def test_files_that_are_missing_or_of_another_kind(kind, content, tmp_path):
 def test_tokenizer_config_of_another_tokenizer(bpe_files, tmp_path):
     (tmp_path / "tokenizer.json").write_text((bpe_files / "tokenizer.json").read_text())
     for content, message in [
-        ('{"eos_token": "</s>"}', "eos_token is '</s>', which the tokenizer.json beside it does not have"),
+        ('{"eos_token": "</s>"}', "eos_token is '</s>', which the tokenizer.json next to it lacks"),
         ('{"eos_token": {"content": 3}}', "eos_token is 3"),
         ("[]", "is not a JSON object"),
     ]:
@@ -404,7 +404,7 @@ def test_tokenizer_config_of_another_tokenizer(bpe_files, tmp_path):
 def test_needs_no_torch(bpe_files):
     program = (
         "import sys; from megatron.tokenizer import build_tokenizer; "
-        "from megatron.tokenizer.config import TokenizerConfig as C; import megatron.data.preprocess; "
+        "from megatron.tokenizer.config import TokenizerConfig as C; import megatron.preprocessing.preprocess; "
         f"build_tokenizer(C(tokenizer_type='HuggingFaceTokenizer', tokenizer_model={str(bpe_files)!r})); "
         "assert 'torch' not in sys.modules"
     )

@@ -8,7 +8,7 @@ from pydoc_data.topics import topics
 
 import pytest
 
-from megatron.flags import InputError
+from megatron.errors import InputError
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.config import TokenizerConfig
 from megatron.tokenizer.train import train_bpe, train_wordpiece
@@ -69,7 +69,7 @@ def test_is_the_same_every_time():
 @pytest.mark.parametrize(
     ("vocab_size", "message"),
     [
-        (256, "--vocab-size: 256 is too small; single characters and special tokens alone take 257"),
+        (256, "--vocab-size: 256 is too small; single characters and special tokens alone need 257"),
         (10**6, r"--vocab-size: 1000000 is too large for this text, which yields \d+ pieces"),
     ],
 )

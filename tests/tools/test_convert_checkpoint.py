@@ -17,11 +17,11 @@ from hf_models import VOCAB, save_hf
 from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint.find import find_checkpoint
-from megatron.checkpoint.huggingface import read
-from megatron.checkpoint.huggingface.families import FAMILIES
-from megatron.flags import InputError, TrainingFault
+from megatron.errors import InputError, TrainingFault
 from megatron.inference.config import InferenceConfig
 from megatron.inference.load import load_gpt
+from megatron.interop.huggingface import read
+from megatron.interop.huggingface.families import FAMILIES
 from megatron.model.gpt import GPTModel
 from megatron.parallel.mesh import Mesh
 from megatron.tokenizer.config import TokenizerConfig
@@ -58,8 +58,8 @@ def test_there_and_back_with_a_tokenizer(tmp_path: Path, capsys, kind: str) -> N
     convert("huggingface", "native", theirs, ours)
     out = capsys.readouterr().out
     assert f"{theirs}: GPT, iteration 0" in out and "vocabulary of 270 ids" in out
-    assert "note: 30 rows pad the vocabulary of 270 ids; they are left out\n" in out
-    assert "logits of what was written differ by 0.00e+00 of the largest\n" in out
+    assert "note: 30 rows of padding beyond the vocabulary of 270 ids are dropped\n" in out
+    assert "logits of the written checkpoint differ by 0.00e+00 of the largest\n" in out
     assert re.search(rf"logits of transformers from {theirs} differ by [0-9.]+e-0[678] of the largest\n", out)
     assert "AutoTokenizer" not in out
     model, tokenizer = load_gpt(InferenceConfig(load=str(ours)), TokenizerConfig(), Mesh(device=CPU))
@@ -102,7 +102,9 @@ def test_a_tokenizer_that_transformers_does_not_load(
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     convert("huggingface", "native", folder, tmp_path / "new")
     out = capsys.readouterr().out
-    assert re.search(rf"\nnote: AutoTokenizer of transformers loads no tokenizer from {folder} \({why}", out)
+    assert re.search(
+        rf"\nnote: AutoTokenizer of transformers cannot load the tokenizer in {folder} \({why}", out
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "theirs"]
 
 
@@ -115,7 +117,9 @@ def test_a_model_that_transformers_does_not_have(tmp_path: Path, capsys, monkeyp
     assert re.search(
         r"\nnote: not compared with transformers: transformers \S+ has no GPT9LMHeadModel\n", out
     )
-    assert "logits of what was written differ by 0.00e+00" in out and "logits of transformers" not in out
+    assert (
+        "logits of the written checkpoint differ by 0.00e+00" in out and "logits of transformers" not in out
+    )
 
 
 def test_of_a_run(tmp_path: Path, pretrain: Callable[..., str], capsys) -> None:
@@ -138,7 +142,7 @@ def test_of_a_run(tmp_path: Path, pretrain: Callable[..., str], capsys) -> None:
         ("--group-query-attention --num-query-groups 1", "--num-query-groups is 1 here and 2 there"),
         (
             "--position-embedding-type rope",
-            "llama of Hugging Face has no such model: --normalization is LayerNorm",
+            "llama: --normalization is LayerNorm",
         ),
         (
             "--position-embedding-type none",
@@ -176,26 +180,26 @@ def edit_tensors(folder: Path, **tensors: torch.Tensor | None) -> None:
 
 WRONG_SETTINGS = [
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx: True is not supported"),
-    ("gpt2", {"activation_function": "relu"}, "activation_function: 'relu' is not supported; this program has 'gelu'"),
+    ("gpt2", {"activation_function": "relu"}, "activation_function: 'relu' is not supported; only 'gelu'"),
     ("gpt2", {"n_head": 5}, "config.json: --num-attention-heads: 5 does not divide --hidden-size 64"),
-    ("gpt2", {"n_layer": "2"}, "config.json: --num-layers: '2' is not a whole number"),
-    ("gpt2", {"vocab_size": None}, "config.json: vocab_size: None is not the number of ids"),
-    ("gpt2", {"model_type": "mamba"}, "model_type 'mamba' is not supported; this program reads gpt2, llama, "),
+    ("gpt2", {"n_layer": "2"}, "config.json: --num-layers: '2' is not an integer"),
+    ("gpt2", {"vocab_size": None}, "config.json: vocab_size: None is not a positive integer"),
+    ("gpt2", {"model_type": "mamba"}, "model_type 'mamba' is not supported; use gpt2, llama, "),
     ("gpt2", {"model_type": None}, "config.json: has no 'model_type'"),
     ("gpt2", {"quantization_config": {"bits": 4}}, "quantization_config: {'bits': 4} is not supported"),
-    ("llama", {"attention_bias": True}, "attention_bias: True is not supported; this program has False"),
+    ("llama", {"attention_bias": True}, "attention_bias: True is not supported; only False is"),
     ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type: 'yarn' is not supported"),
     ("llama", {"rope_parameters": "fast"}, "config.json: is damaged ("),
     ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor: 0.5 is not supported"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported"),
-    ("llama", {"num_key_value_heads": 4}, "config.json asks for other sizes than those of 4 tensor(s): "
-        "model.layers.0.self_attn.k_proj.weight (32, 64) in place of (64, 64)"),
-    ("gpt2", {"vocab_size": 10**18}, "config.json asks for a tensor of 1000000000000000000 x 64, but all "),
-    ("gpt2", {"n_positions": 2**53}, "config.json asks for a tensor of 9007199254740992 x 64, but all "),
-    ("qwen3", {"head_dim": 2**52}, "config.json asks for a tensor of 18014398509481984 x 64, but all tensors together"),
-    ("llama", {"num_attention_heads": 2**52}, "config.json asks for a tensor of 72057594037927936 x 64, but all "),
+    ("llama", {"num_key_value_heads": 4}, "config.json contradicts the shapes of 4 tensor(s): "
+        "model.layers.0.self_attn.k_proj.weight (32, 64), not (64, 64)"),
+    ("gpt2", {"vocab_size": 10**18}, "config.json describes a tensor of 1000000000000000000 x 64, but all "),
+    ("gpt2", {"n_positions": 2**53}, "config.json describes a tensor of 9007199254740992 x 64, but all "),
+    ("qwen3", {"head_dim": 2**52}, "config.json describes a tensor of 18014398509481984 x 64, but all tensors"),
+    ("llama", {"num_attention_heads": 2**52}, "config.json describes a tensor of 72057594037927936 x 64, but all "),
     ("llama", {"num_hidden_layers": 3}, "lacks 9 tensor(s): model.layers.2.input_layernorm.weight, "),
-    ("llama", {"num_hidden_layers": 1}, "has what a llama of this program has not, 9 tensor(s): model.layers.1.in"),
+    ("llama", {"num_hidden_layers": 1}, "has tensors that a supported llama lacks: 9 tensor(s): model.layers.1.in"),
     ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "config.json: rope_type: 'llama3' lacks 'factor'"),
     ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": None}}, "rope_type: 'llama3' lacks 'factor'"),
     ("llama", {"rope_parameters": {"rope_theta": None}}, "config.json: rope_theta: null is not a number"),
@@ -230,11 +234,11 @@ def test_missing_and_left_over_tensors_are_listed(tmp_path: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
     edit_tensors(folder, score__weight=torch.ones(2, 64))
     with pytest.raises(
-        InputError, match=r"has what a llama of this program has not, 1 tensor\(s\): score\.weight$"
+        InputError, match=r"has tensors that a supported llama lacks: 1 tensor\(s\): score\.weight$"
     ):
         convert("huggingface", "native", folder, tmp_path / "new")
     edit_tensors(folder, score__weight=None, model__norm__weight=torch.ones(64, dtype=torch.int32))
-    with pytest.raises(InputError, match=r"has tensors of I32; this program reads those of F32, BF16, F16$"):
+    with pytest.raises(InputError, match=r"has tensors of dtype I32; supported are F32, BF16, F16$"):
         convert("huggingface", "native", folder, tmp_path / "new")
 
 
@@ -268,13 +272,13 @@ def test_what_is_no_folder_of_a_model(tmp_path: Path) -> None:
     for source, target in (("huggingface", "native"), ("native", "huggingface")):
         with pytest.raises(InputError, match=f"^--load: {archive} is a file; unpack it if it is an archive"):
             convert(source, target, archive, tmp_path / "new")
-        with pytest.raises(
-            InputError, match=f"^--load: {hub} is not a folder; names of models on the Hugging"
-        ):
+        with pytest.raises(InputError, match=f"^--load: {hub} is not a folder; models on the Hugging"):
             convert(source, target, hub, tmp_path / "new")
     with pytest.raises(InputError, match=r"^--load: \S+ holds no config\.json$"):
         convert("huggingface", "native", tmp_path / "empty", tmp_path / "new")
-    with pytest.raises(InputError, match=r"^--load: \S+ holds no checkpoint .* no config\.json"):
+    with pytest.raises(
+        InputError, match=r"^--load: \S+ holds no checkpoint .* no Megatron-LM or Hugging Face checkpoint"
+    ):
         convert("native", "huggingface", tmp_path / "empty", tmp_path / "new")
 
 
@@ -289,9 +293,9 @@ def test_pickles_are_not_read(tmp_path: Path) -> None:
 
 def test_the_wrong_format_and_places(tmp_path: Path) -> None:
     folder = save_hf(tmp_path / "theirs", "gpt2")
-    with pytest.raises(InputError, match="is a folder of Hugging Face's; give --from huggingface"):
+    with pytest.raises(InputError, match="is a Hugging Face model; give --from huggingface"):
         convert("native", "huggingface", folder, tmp_path / "new")
-    with pytest.raises(InputError, match="--to: native is the format of --from too"):
+    with pytest.raises(InputError, match="--to: native is also the format of --from"):
         convert("native", "native", folder, tmp_path / "new")
     for source, target in (("huggingface", "native"), ("native", "huggingface")):
         with pytest.raises(InputError, match=rf"^--save: {folder} is not empty"):
@@ -304,7 +308,7 @@ def test_a_conversion_that_differs_is_not_kept(tmp_path: Path, monkeypatch) -> N
 
     right = tool.their_logits
     monkeypatch.setattr(tool, "their_logits", lambda *a: [1.001 * x for x in right(*a)])
-    with pytest.raises(TrainingFault, match=rf"^logits of transformers from {folder} are not those of "):
+    with pytest.raises(TrainingFault, match=rf"^logits of transformers from {folder} differ from those of "):
         convert("huggingface", "native", folder, tmp_path / "new")
     monkeypatch.setattr(tool, "their_logits", lambda *a: [torch.nan * x for x in right(*a)])
     with pytest.raises(TrainingFault):
@@ -326,7 +330,7 @@ def test_a_link_to_an_empty_folder(tmp_path: Path, monkeypatch, target: str) -> 
     assert (tmp_path / "link").readlink() == Path("empty") and any((tmp_path / "empty").iterdir())
     (tmp_path / "other").symlink_to("new")
     monkeypatch.setattr(tool, "TOLERANCE", -1)
-    with pytest.raises(TrainingFault, match="nothing is kept of the conversion"):
+    with pytest.raises(TrainingFault, match="nothing was kept"):
         convert(source, target, folder, tmp_path / "other")
     assert not (tmp_path / "new").exists()
 
@@ -352,7 +356,7 @@ def test_a_torn_file_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"model\.safetensors: cannot be read"):
         convert("huggingface", "native", folder, tmp_path / "new")
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
-    with pytest.raises(InputError, match=r"model\.safetensors: is a pointer of Git LFS"):
+    with pytest.raises(InputError, match=r"model\.safetensors: is a Git LFS pointer"):
         convert("huggingface", "native", folder, tmp_path / "new")
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
 
@@ -365,5 +369,5 @@ def test_as_a_command(tmp_path: Path, command) -> None:
     assert find_checkpoint(str(tmp_path / "new"), None, verify=True).state["vocab_size"] == VOCAB
     refused = command(*words, "--save", tmp_path / "new", status=2)
     assert refused.stderr == (
-        f"error: --save: {tmp_path / 'new'} is not empty; name a folder that is, or that is still to be made\n"
+        f"error: --save: {tmp_path / 'new'} is not empty; give an empty or a new folder\n"
     )

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron import __version__
-from megatron.flags import InputError
+from megatron.errors import InputError
 from tools.evaluate import main
 
 TINY = """
@@ -64,7 +64,7 @@ def test_the_result_has_what_repeats_it(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--task PPL", "--valid-data is required: text files as they are"),
+        ("--task PPL", "--valid-data is required: plain text files"),
         ("--valid-data FILE", "--task is required: WIKITEXT103"),
         ("--task PPL --valid-data nowhere", "--valid-data: nowhere cannot be read"),
         (
@@ -73,12 +73,12 @@ def test_the_result_has_what_repeats_it(
         ),
         (
             "--task PPL --valid-data FILE --overlapping-eval 17",
-            "--overlapping-eval: 17 tokens cannot be scored",
+            "--overlapping-eval: a stride of 17 tokens exceeds the window",
         ),
         ("--task LAMBADA --valid-data FILE", "FILE:1: is not JSON"),
         (
             "--task PPL --valid-data FILE --output-path nowhere/x",
-            "--output-path: nowhere/x is not a file in a folder",
+            "--output-path: nowhere/x cannot be written: there is no directory",
         ),
         (
             "--task PPL --valid-data FILE --output-path /dev/full",
@@ -86,7 +86,7 @@ def test_the_result_has_what_repeats_it(
         ),
         (
             "--task PPL --valid-data FILE --tensor-model-parallel-size 2",
-            "--tensor-model-parallel-size 2 times",
+            "--tensor-model-parallel-size 2 x",
         ),
     ],
 )

@@ -12,14 +12,14 @@ import pytest
 import torch
 from checkpoints import edit_state
 
+from megatron import plugins
 from megatron.arguments import parse_run_config
-from megatron.flags import InputError
+from megatron.errors import InputError
 from megatron.inference.batching import Batcher
 from megatron.inference.config import InferenceConfig
 from megatron.inference.load import load_gpt
 from megatron.parallel.mesh import Mesh
 from megatron.tokenizer.config import TokenizerConfig
-from megatron.training.pretrain import pretrain
 from pretrain_gpt import DEFAULTS, GPT
 from tools.generate_text import main
 
@@ -42,9 +42,7 @@ def run(pretrain, tmp_path: Path) -> Path:
 def test_says_when_the_context_is_full(run: Path, command) -> None:
     words = ["tools/generate_text.py", "--load", run, "--prompt", "1 2 3", "--greedy"]
     full = command(*words, "--out-seq-length", 14)
-    assert full.stderr == (
-        "note: ended after 13 of 14 tokens: with the prompt's 3 they fill the 16 that the model sees\n"
-    )
+    assert full.stderr == ("note: stopped after 13 tokens: the 16-token context is full\n")
     assert len(full.stdout.split()) == 16
     asked = command(*words, "--out-seq-length", 13)
     assert asked.stderr == "" and asked.stdout == full.stdout
@@ -98,7 +96,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained") / "run"
     argv = [*TINY, "--seq-length", "64", "--max-position-embeddings", "64", "--init-method-std", "0.5"]
     with contextlib.redirect_stdout(io.StringIO()):
-        pretrain(parse_run_config([*argv, "--save", str(folder)], description="", defaults=DEFAULTS), GPT)
+        plugins.run(parse_run_config([*argv, "--save", str(folder)], description="", defaults=DEFAULTS), GPT)
     return folder
 
 
@@ -129,10 +127,12 @@ def test_prompts_of_a_file_in_their_order(trained: Path, tmp_path: Path, capsys)
         main([*argv, "--sample-output-file", str(out), "--num-samples", "2"])
         assert out.read_bytes() == whole
         if size == len(whole):
-            assert capsys.readouterr().err == f"note: {out} has 10 of the 10 texts already, which are kept\n"
+            assert capsys.readouterr().err == f"note: {out} has 10 of 10 texts already\n"
         capsys.readouterr()
     write(tmp_path / "prompts.txt", prompts[::-1])
-    with pytest.raises(InputError, match=r"out\.jsonl, line 1: is of another prompt, checkpoint or settings"):
+    with pytest.raises(
+        InputError, match=r"out\.jsonl, line 1: is from another prompt, checkpoint or settings"
+    ):
         main([*argv, "--sample-output-file", str(out), "--num-samples", "2"])
 
     main(["--load", str(trained), "--prompt", "1 2 3", "--out-seq-length", "20", "--top-k", "50"])
@@ -197,23 +197,25 @@ def test_a_conversation_outgrows_the_context(trained: Path, capsys, monkeypatch:
     main(["--load", str(trained), "--out-seq-length", "20", "--greedy", "--seed", str(2**32 - 1)])
     told = capsys.readouterr()
     assert [len(line.split()) for line in told.out.splitlines()] == [20] * 6
-    assert told.err.splitlines() == [f"note: the first {n} tokens are forgotten" for n in (5, 28, 51, 74)]
+    assert told.err.splitlines() == [
+        f"note: context too long, dropped the first {n} tokens" for n in (5, 28, 51, 74)
+    ]
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--prompt 1 --sample-input-file x", "give --prompt or --sample-input-file, and not both"),
+        ("--prompt 1 --sample-input-file x", "--prompt and --sample-input-file exclude each other"),
         ("--sample-input-file absent", "--sample-input-file: absent cannot be read"),
-        ("--num-samples 2", "give --prompt or --sample-input-file"),
-        ("--prompt 1 --logprobs 2", "--logprobs is told in JSON"),
+        ("--num-samples 2", "JSON output needs --prompt or --sample-input-file"),
+        ("--prompt 1 --logprobs 2", "--logprobs needs JSON output"),
         ("--prompt 1 --stop  ", "--stop"),
         ("--prompt 1 --temperature -1", "--temperature: -1"),
         ("--prompt 1 --beam-width 2 --top-k 3", "--top-k has no effect with --beam-width"),
         ("--prompt 1 --beam-width 2 --num-samples 3", "--num-samples has no effect with --beam-width"),
         (
             "--prompt 1 --beam-width 99999999999999",
-            "--beam-width, --out-seq-length: there is too little memory",
+            "--beam-width, --out-seq-length: not enough cpu memory",
         ),
         ("--prompt \udcff", "--prompt: '\\udcff' is not UTF-8 text"),
         ("--prompt 1 --length-penalty 2", "--length-penalty needs --beam-width"),
@@ -231,13 +233,17 @@ def test_bad_prompts_of_a_file_are_named(trained: Path, tmp_path: Path) -> None:
     long = " ".join(["1"] * 64)
     for name, content, message in [
         ("a.txt", b"1\n\xff\n", "a.txt, line 2: is not UTF-8 text"),
-        ("a.jsonl", b'{"prompt": "1"}\n[1]\n', "a.jsonl, line 2: is no JSON object with a text"),
-        ("a.jsonl", b"{", "a.jsonl, line 1: is no JSON object with a text"),
+        ("a.jsonl", b'{"prompt": "1"}\n[1]\n', "a.jsonl, line 2: is not a JSON object with a string"),
+        ("a.jsonl", b"{", "a.jsonl, line 1: is not a JSON object with a string"),
         ("b.jsonl", b'{"prompt": "1 \\ud800"}', r"b.jsonl, line 1: '1 \ud800' is not UTF-8 text"),
         ("b.jsonl", b'{"prompt": "1"}\n\n{"prompt": ""}', "b.jsonl, line 3: the prompt is empty"),
         ("b.txt", b"1\nx\n", "b.txt, line 2: 'x' is not a token id"),
         ("b.txt", b"", "b.txt is empty"),
-        ("b.txt", b"1\n" + long.encode() + b"\n", "the prompt has 64 tokens, and the model sees 64"),
+        (
+            "b.txt",
+            b"1\n" + long.encode() + b"\n",
+            "the prompt has 64 tokens and leaves no room in the context of 64",
+        ),
     ]:
         (tmp_path / name).write_bytes(content)
         with pytest.raises(InputError, match=re.escape(message)):

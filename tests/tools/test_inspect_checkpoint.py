@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.flags import InputError
+from megatron.errors import InputError
 from tools.inspect_checkpoint import main
 
 FLAGS = """
@@ -29,7 +29,7 @@ def test_lists_describes_and_compares(run: Path, capsys) -> None:
     assert lines[2].endswith("(newest)") and "6 samples" in lines[2]
     assert main([str(run / "iter_0000002")]) == 0
     out = capsys.readouterr().out
-    assert "iteration 2, all checksums are right" in out
+    assert "iteration 2, checksums verified" in out
     assert "  embedding.word_embeddings.weight (51, 16) float32\n" in out
     assert main([str(run / "iter_0000002"), str(run / "iter_0000002")]) == 0
     assert main([str(run / "iter_0000002"), str(run)]) == 1

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.indexed import IndexedDatasetWriter
+from megatron.data.indexed_writer import IndexedDatasetWriter
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "inspect_data.py"
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "50"]

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from megatron.flags import InputError
+from megatron.errors import InputError
 from tools.lm_eval_adapter import main
 
 NEEDED = ["--load", "run", "--tasks", "lambada_openai"]
@@ -17,10 +17,13 @@ NEEDED = ["--load", "run", "--tasks", "lambada_openai"]
     [
         (NEEDED[:2], "the following arguments are required: --tasks"),
         ([*NEEDED, "--batch-size", "0"], "--batch-size: 0 is too small; it must be at least 1"),
-        ([*NEEDED, "--limit", "1.5"], "--limit: 1.5 is neither a whole number of samples nor a fraction"),
+        ([*NEEDED, "--limit", "1.5"], "--limit: 1.5 is neither an integer nor a fraction below 1"),
         ([*NEEDED, "--limit", "nan"], "--limit: nan is neither"),
         ([*NEEDED, "--include_path", "nowhere"], "--include-path: nowhere is not a folder"),
-        ([*NEEDED, "--output", "nowhere/x.json"], "--output-path: nowhere/x.json is not a file in a folder"),
+        (
+            [*NEEDED, "--output", "nowhere/x.json"],
+            "--output-path: nowhere/x.json cannot be written: there is no directory",
+        ),
     ],
 )
 def test_wrong_flags_are_one_line(words: list[str], message: str) -> None:

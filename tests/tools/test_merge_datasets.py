@@ -36,7 +36,7 @@ def test_merging_is_preprocessing_the_texts_together(
         "tools/merge_datasets.py", "--input", tmp_path / "parts", "--output-prefix", tmp_path / "merged"
     )
     assert done.stdout.startswith(f"{tmp_path}/merged: 40 documents, ")
-    assert done.stdout.endswith(" tokens, of 3 pairs of files\n")
+    assert done.stdout.endswith(" tokens, from 3 pairs of files\n")
     for kind in (".bin", ".idx"):
         whole = tmp_path / f"whole_text_{level}{kind}"
         assert (tmp_path / f"merged{kind}").read_bytes() == whole.read_bytes()

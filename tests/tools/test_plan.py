@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from megatron.arguments import parse_run_config
-from megatron.flags import InputError
+from megatron.errors import InputError
+from megatron.planner.config import DryRunConfig
 from pretrain_gpt import DEFAULTS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -41,7 +42,7 @@ def test_a_named_model_is_planned(plan, tmp_path: Path):
     assert out.startswith("8.3b: 8.3")
     assert "64 a100-80gb (8 nodes of 8, bf16)" in out
     assert len(re.findall(r"^ {1,2}\d+ .*T\d+ P\d+ D\d+", out, re.M)) == 10
-    for words in ("days", "GPU-hours", "GB are left", "Other choices", "does not fit", "takeaway 1"):
+    for words in ("days", "GPU-hours", "GB free", "Single changes", "does not fit", "takeaway 1"):
         assert words in out
 
     plans = json.loads(files["plans.json"].read_text())["plans"]
@@ -52,7 +53,7 @@ def test_a_named_model_is_planned(plan, tmp_path: Path):
     assert out.count(f"--train-samples {-(-100 * 10**9 // 1024)}") == 2
     dry = shlex.split(out[out.index("python pretrain_gpt.py") :].replace("\\\n", " "))[2:]
     config = parse_run_config(dry, description="", defaults=DEFAULTS)
-    assert config.dry_run.world_size == 64 and config.tokenizer.vocab_size + 1 == 51200
+    assert config.plugin(DryRunConfig).world_size == 64 and config.tokenizer.vocab_size + 1 == 51200
 
     layout = plans[0]["layout"]
     events = json.loads(files["trace.json"].read_text())["traceEvents"]
@@ -109,23 +110,29 @@ def test_a_cluster_of_ones_own(plan, tmp_path: Path):
     ("flags", "message"),
     [
         ("", "--model or --num-layers is required"),
-        ("--num-layers 2 --hidden-size 64 --num-attention-heads 2", "--seq-length is required for a model"),
+        (
+            "--num-layers 2 --hidden-size 64 --num-attention-heads 2",
+            "--seq-length is required without --model",
+        ),
         (SMALL, "--gpus or --cluster is required"),
-        (f"{SMALL} --gpus 8 --gpu a100", "--gpu: 'a100' is not a GPU of the table; known are .*a100-80gb"),
-        (f"{SMALL} --gpus 12", "--gpus: 12 a100-80gb do not fill machines of 8; choose 8 or 16"),
-        (f"{SMALL} --gpus 16 --gpu l40s", "--gpu l40s: there is no standard machine"),
-        (f"{SMALL} --gpus 16 --cluster x.yaml", "--gpus: the file of --cluster says which"),
-        (f"{SMALL} --gpu t4 --cluster x.yaml", "--gpu: the file of --cluster says which"),
+        (f"{SMALL} --gpus 8 --gpu a100", "--gpu: 'a100' is not a known GPU; known are .*a100-80gb"),
+        (f"{SMALL} --gpus 12", "--gpus: 12 a100-80gb do not fill nodes of 8; choose 8 or 16"),
+        (f"{SMALL} --gpus 16 --gpu l40s", "--gpu l40s: no standard node has more than 8"),
+        (f"{SMALL} --gpus 16 --cluster x.yaml", "--gpus: contradicts --cluster"),
+        (f"{SMALL} --gpu t4 --cluster x.yaml", "--gpu: contradicts --cluster"),
         (
             f"{SMALL} --max-position-embeddings 256",
             "--seq-length: 512 is longer than --max-position-embeddings 256",
         ),
-        (f"{SMALL} --gpus 8 --picture here.gif", r"--picture: here\.gif must end in \.svg or \.png"),
+        (f"{SMALL} --gpus 8 --picture here.gif", r"--picture: here\.gif must end with \.svg or \.png"),
         (
             f"{SMALL} --gpus 8 --trace /none/here.json",
-            r"--trace: /none/here\.json cannot be written: there is no folder /none$",
+            r"--trace: /none/here\.json cannot be written: there is no directory /none$",
         ),
-        ("--model 39.1b --gpus 8", "no layout on 8 a100-80gb .*; the smallest cluster that would is"),
+        (
+            "--model 39.1b --gpus 8",
+            "no layout fits this model on 8 a100-80gb .*; the smallest cluster that fits it has",
+        ),
         ("--model 7b", "--model: '7b' is not one of 345m, "),
     ],
 )

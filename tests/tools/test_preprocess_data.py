@@ -52,7 +52,7 @@ def test_nvidias_command_line(shared, tmp_path):
         written = (tmp_path / f"my-gpt2_text_document.{kind}").read_bytes()
         assert written == Path(f"{reference}.{kind}").read_bytes()
     assert done.stdout.startswith(f"{tmp_path}/my-gpt2_text_document: 60 documents, 60 sequences, ")
-    assert "with tiktoken" in done.stderr
+    assert "encoder: tiktoken, " in done.stderr
 
 
 def test_report(tmp_path):
@@ -66,8 +66,8 @@ def test_report(tmp_path):
     lines = done.stdout.splitlines()
     assert lines[:-1] == [
         f"{prefix}_text_document: 1 documents, 1 sequences, 2 tokens",
-        "  1 documents without a token were left out",
-        "1 bad lines were left out, the first of them:",
+        "  1 documents without tokens were dropped",
+        "1 bad lines were dropped, the first of them:",
         f"  {path}:3: 'text' is not text but a number",
     ]
     assert "MB/s" in lines[-1]
@@ -77,7 +77,7 @@ def test_report(tmp_path):
 def test_says_how_plain_text_is_cut(tmp_path):
     (tmp_path / "a.txt").write_text("1 2\n3\n\n4\n")
     (tmp_path / "a.jsonl").write_text('{"text": "1"}\n')
-    note = "plain text (*.txt) is cut into documents at its blank lines"
+    note = "plain text (*.txt): blank lines separate documents"
     done = run("--input", tmp_path / "a.txt", "--output-prefix", tmp_path / "o", *NULL)
     assert note in done.stderr and ": 2 documents, " in done.stdout
     assert note not in run("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "o", *NULL).stderr
@@ -117,7 +117,7 @@ def test_wrong_input_is_one_line_and_leaves_no_file(flags, message, tmp_path):
     done = run(*(f.format(tmp=tmp_path) for f in flags))
     assert done.returncode == 2
     *notes, error = done.stderr.splitlines()
-    assert all(note.startswith("encoding with") for note in notes)
+    assert all(note.startswith("encoder: ") for note in notes)
     assert error.startswith("error: ") and message.format(tmp=tmp_path) in error
     assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
 

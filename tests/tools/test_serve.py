@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hf_models import save_hf
 
-from megatron.flags import InputError
+from megatron.errors import InputError
 from tools.serve import main
 
 
@@ -22,7 +22,7 @@ def test_a_port_in_use_is_told_before_the_model_is_loaded() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(
-            InputError, match=f"^--port: {port} is in use; give another, or 0 for a free one$"
+            InputError, match=f"^--port: {port} is in use; choose another, or 0 for any free port$"
         ):
             main(["--load", "absent", "--port", str(port)])
 
@@ -30,7 +30,7 @@ def test_a_port_in_use_is_told_before_the_model_is_loaded() -> None:
 def test_a_checkpoint_without_tokenizer_names_the_flag(tmp_path: Path) -> None:
     pytest.importorskip("fastapi")
     folder = save_hf(tmp_path / "model", "gpt2")
-    with pytest.raises(InputError, match="has no tokenizer; name it with --tokenizer-type"):
+    with pytest.raises(InputError, match="has no tokenizer; give --tokenizer-type"):
         main(["--load", str(folder), "--port", "0"])
 
 

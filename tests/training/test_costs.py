@@ -6,13 +6,14 @@ import pytest
 import torch
 from models import CPU
 
-from megatron.flags import InputError
+from megatron.errors import InputError
 from megatron.model.config import ModelConfig
+from megatron.model.context import ModelContext
 from megatron.model.flops import exact_flops_per_sample, flops_per_sample
 from megatron.model.gpt import GPTModel
 from megatron.optim.config import OptimizerConfig
-from megatron.optim.layout import lay_out
-from megatron.parallel.mesh import ALONE
+from megatron.optim.layout import lay_out, param_groups
+from megatron.parallel.mesh import Mesh
 from megatron.parallel.recompute import Recompute
 from megatron.training.costs import check_memory
 
@@ -25,7 +26,7 @@ def test_equals_the_paper(layers: int, hidden: int, heads: int) -> None:
     )
     # Equation 3 without the quarter that recomputation adds: 72 in place of 96, and V / 12 in place of V / 16.
     paper = 72 * s * layers * hidden**2 * (1 + s / (6 * hidden) + v / (12 * layers * hidden))
-    assert flops_per_sample(config, seq_length=s, padded_vocab_size=v, vocab_positions=s) == pytest.approx(
+    assert flops_per_sample(config, seq_length=s, padded_vocab_size=v, num_logits=s) == pytest.approx(
         paper, rel=1e-12
     )
 
@@ -46,16 +47,17 @@ def test_gate_and_groups() -> None:
     weights = 80 * (8192 * (8192 + 2 * 1024) + 8192 * 8192 + 3 * 8192 * 28672) + 8192 * 32000
     attention = 80 * 4 * 4096**2 * 8192
     assert (
-        flops_per_sample(config, seq_length=4096, padded_vocab_size=32000, vocab_positions=4096)
+        flops_per_sample(config, seq_length=4096, padded_vocab_size=32000, num_logits=4096)
         == 6 * 4096 * weights + 3 * attention
     )
 
 
-def buckets(**fields) -> list:
+def buckets(config: OptimizerConfig, **fields) -> list:
     """The buckets of a model on one process, which takes no memory."""
     with torch.device("meta"):
-        model = GPTModel(ModelConfig(**fields), vocab_size=51200, padded_vocab_size=51200)
-    return lay_out([model], bucket_size=10**8, shards=ALONE)
+        model = GPTModel(ModelConfig(**fields), ModelContext(vocab_size=51200, padded_vocab_size=51200))
+    groups = param_groups(config, Mesh(device=CPU), distributed=False)
+    return lay_out([model], groups, bucket_size=10**8)
 
 
 @pytest.mark.parametrize(
@@ -64,9 +66,8 @@ def buckets(**fields) -> list:
 def test_parameters_equal_the_paper(billions: float, layers: int, hidden: int, heads: int) -> None:
     """Equation 2, which leaves out the 2 h of the final normalisation."""
     s, v = 2048, 51200
-    laid_out = buckets(
-        num_layers=layers, hidden_size=hidden, num_attention_heads=heads, max_position_embeddings=s
-    )
+    shape = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
+    laid_out = buckets(OptimizerConfig(lr=1.0), max_position_embeddings=s, **shape)
     count = sum(entry.end - entry.start for bucket in laid_out for entry in bucket.entries)
     paper = 12 * layers * hidden**2 * (1 + 13 / (12 * hidden) + (v + s) / (12 * layers * hidden))
     assert count == round(paper) + 2 * hidden
@@ -74,23 +75,26 @@ def test_parameters_equal_the_paper(billions: float, layers: int, hidden: int, h
 
 
 def test_a_model_that_cannot_fit_is_refused() -> None:
-    small = buckets(num_layers=2, hidden_size=64, num_attention_heads=4, max_position_embeddings=8)
-    check_memory(small, OptimizerConfig(lr=1.0), half=False, device=CPU)
-    large = buckets(num_layers=128, hidden_size=25600, num_attention_heads=160, max_position_embeddings=2048)
+    config = OptimizerConfig(lr=1.0)
+    small = buckets(config, num_layers=2, hidden_size=64, num_attention_heads=4, max_position_embeddings=8)
+    check_memory(small, config, half=False, device=CPU)
+    shape = {"num_layers": 128, "hidden_size": 25600, "num_attention_heads": 160}
     for settings, half, terabytes in (
         ({}, False, "16,1"),
         ({}, True, "18,1"),
         ({"bf16_optimizer_states": True}, True, "14,1"),
         ({"optimizer": "sgd"}, False, "12,0"),
     ):
+        config = OptimizerConfig(lr=1.0, **settings)
+        large = buckets(config, max_position_embeddings=2048, **shape)
         with pytest.raises(InputError, match=rf"{terabytes}\d\d\.\d GB.*cpu has"):
-            check_memory(large, OptimizerConfig(lr=1.0, **settings), half=half, device=CPU)
+            check_memory(large, config, half=half, device=CPU)
 
 
 def exact(recompute: Recompute, *, causal: bool = True, chunks: tuple[int, ...] = (4, 4)) -> float:
     """Of eight layers with h = 32, s = 64 and V = 128."""
     config = ModelConfig(num_layers=8, hidden_size=32, num_attention_heads=4, max_position_embeddings=64)
-    shape = {"seq_length": 64, "padded_vocab_size": 128, "vocab_positions": 64}
+    shape = {"seq_length": 64, "padded_vocab_size": 128, "num_logits": 64}
     return exact_flops_per_sample(config, **shape, causal=causal, recompute=recompute, chunks=chunks)
 
 

@@ -12,11 +12,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron.flags import InputError
+from megatron.data.batch import Batch
+from megatron.data.gpt_dataset import GPTBatch
+from megatron.errors import InputError
+from megatron.faults.diagnosis import diagnose
 from megatron.parallel.mesh import Mesh, init_mesh
 from megatron.training import engine as engine_module
 from megatron.training.cuda_graph import WARM_UP, GraphedPass, check_cuda_graph
-from megatron.training.diagnosis import diagnose
 from megatron.training.engine import Engine
 from pretrain_bert import bert
 from pretrain_gpt import GPT
@@ -112,13 +114,13 @@ def batches(step: int):
     generator = torch.Generator().manual_seed(step)
     for _ in range(MICROBATCHES):
         tokens = torch.randint(60, (2, 17), generator=generator)
-        yield {
-            "tokens": tokens[:, :-1],
-            "labels": tokens[:, 1:],
-            "loss_mask": torch.randint(2, (2, 16), generator=generator).float(),
-            "position_ids": torch.arange(16).expand(2, 16),
-            "document_ids": torch.randint(3, (2, 16), generator=generator).sort().values,
-        }
+        yield GPTBatch(
+            tokens=tokens[:, :-1],
+            labels=tokens[:, 1:],
+            loss_mask=torch.randint(2, (2, 16), generator=generator).float(),
+            position_ids=torch.arange(16).expand(2, 16),
+            document_ids=torch.randint(3, (2, 16), generator=generator).sort().values,
+        )
 
 
 def train(mesh: Mesh, flags: str) -> tuple[Engine, list[list[Tensor]]]:
@@ -149,32 +151,33 @@ def test_trains_as_without_bit_for_bit(cuda: None, flags: str) -> None:
     config = config_of(f"{flags} {STILL}")
     with init_mesh(config.parallel, CPU) as mesh:
         _, plain = train(mesh, f"{flags} {STILL}")
-        steps = mesh.activity.steps
+        steps = mesh.heartbeat.steps
         engine, graphed = train(mesh, f"{flags} {STILL} --cuda-graph")
-    assert engine.graph.graph.replays == STEPS * MICROBATCHES - WARM_UP
+    assert engine.graph.captured[0].replays == STEPS * MICROBATCHES - WARM_UP
     for theirs, ours in zip(plain, graphed, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
     assert len({losses.item() for losses, *_ in graphed}) == STEPS
-    assert mesh.activity.steps == steps + STEPS * MICROBATCHES  # the watchdog sees it work
+    assert mesh.heartbeat.steps == steps + STEPS * MICROBATCHES  # the watchdog sees it work
 
 
 def test_streams_wait_for_each_other(cuda: None) -> None:
     total = torch.zeros(2)
 
-    def compute(inputs: dict[str, Tensor]) -> Tensor:
-        total.add_(inputs["x"])
-        return inputs["x"] * 2
+    def compute(batch: Batch, step: dict[str, Tensor]) -> Tensor:
+        total.add_(batch.tokens)
+        return batch.tokens * step["factor"]
 
     graphed = GraphedPass(compute, CPU)
     for value in range(1, 7):
-        assert torch.equal(graphed({"x": torch.full((2,), value)}), torch.full((2,), 2 * value))
+        out = graphed(Batch(tokens=torch.full((2,), value)), {"factor": torch.tensor(value)})
+        assert torch.equal(out, torch.full((2,), value**2))
     assert total.tolist() == [21, 21]
     assert Stream.told == [
         *["side waits for main", "run on side", "main waits for side"] * WARM_UP,
         "capture on side",
     ]
-    with pytest.raises(AssertionError, match="x"):
-        graphed({"x": torch.ones(1)})
+    with pytest.raises(AssertionError, match="tokens"):
+        graphed(Batch(tokens=torch.ones(1)), {"factor": torch.tensor(1)})
 
 
 def test_a_diagnosis_looks_into_it(cuda: None) -> None:
@@ -182,8 +185,8 @@ def test_a_diagnosis_looks_into_it(cuda: None) -> None:
     with init_mesh(config.parallel, CPU) as mesh:
         engine, _ = train(mesh, f"{STILL} --cuda-graph")
         with torch.no_grad():
-            engine.chunks[0].get_parameter("decoder.layers.1.mlp.linear_fc1.bias").fill_(torch.inf)
-        found = diagnose(engine, batches(0), num_microbatches=MICROBATCHES, consumed_samples=0)
+            engine.modules[0].get_parameter("decoder.layers.1.mlp.linear_fc1.bias").fill_(torch.inf)
+        found = diagnose(engine, engine.next_global_batch(batches(0), MICROBATCHES, 0))
     assert found.output.what == "the output of decoder.layers.1.mlp.linear_fc1"
 
 

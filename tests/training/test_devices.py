@@ -20,10 +20,10 @@ from megatron.parallel.mesh import Mesh, init_mesh
 from megatron.training.devices import (
     find_peak,
     known_peak,
+    max_memory,
     measured_peak,
     memory_lines,
     memory_use,
-    most_memory,
 )
 
 
@@ -88,7 +88,7 @@ def test_utilisation_is_work_over_time_and_peak(pretrain: Callable[..., str], tm
         --num-workers 0 --device cpu --recompute-granularity full
     """.split()
     out = pretrain(*flags, "--metrics-path", tmp_path / "metrics.jsonl")
-    (told,) = re.findall(r"^peak of a device in fp32: ([\d.e-]+) TFLOP/s \(measured.*\)$", out, re.M)
+    (told,) = re.findall(r"^peak per device: ([\d.e-]+) TFLOP/s in fp32 \(measured.*\)$", out, re.M)
     record = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     s, h, vocabulary = 16, 16, 128
     layer, square, logits = 24 * s * h**2, 4 * s**2 * h, 2 * s * h * vocabulary
@@ -114,7 +114,7 @@ def memory_of(layout: str) -> tuple[str, dict[str, int]]:
     config = ParallelConfig(**{layout: 2})
     with init_mesh(config, CPU) as mesh:
         block = torch.ones((96 << 20) * mesh.world.rank, dtype=torch.uint8)
-        told = memory_lines(mesh, 3), most_memory(mesh)
+        told = memory_lines(mesh, 3), max_memory(mesh)
         del block
         return told
 

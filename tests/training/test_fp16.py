@@ -15,9 +15,9 @@ import torch
 from distributed import run_distributed
 from loss_scale import PlainScale
 
+from megatron import plugins
 from megatron.arguments import parse_run_config
-from megatron.flags import TrainingFault
-from megatron.training.pretrain import pretrain
+from megatron.errors import TrainingFault
 from pretrain_bert import bert
 from pretrain_gpt import DEFAULTS, GPT
 
@@ -65,7 +65,7 @@ def train(flags: str, task: str = "GPT", overflows: tuple[int, ...] = ()) -> str
 
     with contextlib.redirect_stdout(io.StringIO()) as output:
         try:
-            pretrain(config, dataclasses.replace(chosen, build_model=build_model))
+            plugins.run(config, dataclasses.replace(chosen, build_model=build_model))
         except TrainingFault as fault:
             return str(fault)
     return output.getvalue()
@@ -168,19 +168,19 @@ def test_an_overflow_that_no_scale_mends_is_a_fault(tmp_path: Path) -> None:
     limits = f"--initial-loss-scale {2**32} --min-loss-scale {2**30} --hysteresis 1"
     fault = train(f"--fp16 {limits} {save}")
     assert fault.startswith(
-        "iteration 3: the loss or its gradient is not finite at a loss scale of 1.07374e+09, which can fall no "
-        f"further; no weights were changed, and {tmp_path / 'a'} holds them as of iteration 2. Computed again it is "
-        "not finite either"
+        "iteration 3: the loss or its gradient is not finite at a loss scale of 1.07374e+09, which cannot be "
+        f"lowered; no weights were changed, and {tmp_path / 'a'} holds them as of iteration 2. Recomputed, it is "
+        "not finite again"
     )
     state = json.loads((tmp_path / "a" / "iter_0000002" / "state.json").read_text())
     assert state["loss_scaler"] == {"scale": 2.0**30, "clean": 0, "patience": 0}
     fault = train("--fp16 --loss-scale 1e10")
-    assert fault.startswith("iteration 1: ") and "longer warm-up, or a lower --loss-scale, or leave" in fault
+    assert fault.startswith("iteration 1: ") and "longer warm-up, or a lower --loss-scale, or skip" in fault
 
 
 def test_what_skips_overflows_ends_after_ten_that_no_scale_mends() -> None:
     fault = train("--fp16 --on-non-finite skip --loss-scale 1e10")
-    assert fault.startswith("10 gradients in a row, up to iteration 10, were not finite")
+    assert fault.startswith("iteration 10: no finite gradient for 10 iterations in a row")
 
 
 def test_the_log_tells_the_scale_and_what_was_skipped() -> None:

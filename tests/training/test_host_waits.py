@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.arguments import parse_run_config
-from megatron.data.loader import Batch
-from megatron.training.loop import Clock, Trainer
+from megatron.training.log_hook import Logging
+from megatron.training.loop import Hook, Trainer
 from megatron.training.pretrain import pretrain
 from megatron.training.stop import StopRequests
 from pretrain_bert import bert
@@ -79,42 +79,44 @@ class HostCalls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Watched(Trainer):
-    """A trainer on a CPU whose waits are counted, those in reports apart."""
+class Waits(Logging):
+    """Counts the waits of a run on a CPU, those in reports apart."""
 
-    waits: ClassVar[list[str]]
-    reports: ClassVar[list[str]]
+    def __init__(self) -> None:
+        self.found: list[str] = []
+        self.reports: list[str] = []
 
-    def train(self, stop: StopRequests) -> str | None:
+    @contextmanager
+    def during_training(self, trainer: Trainer) -> Iterator[None]:
         with HostWaits() as seen, HostCalls(seen.found):
-            type(self).waits, type(self).reports = seen.found, []
-            # What hosts agree on without their devices, by tensors of the CPU, is not counted.
-            return super().train(SimpleNamespace(reason=lambda iteration: None))
+            self.found = seen.found
+            yield
 
-    def step(self, batches: Iterator[Batch]) -> int:
-        if self.progress.iteration <= 1:
-            # When the loader starts, and when memory is told of, the host asks tensors of its own.
-            self.waits.clear()
-        return super().step(batches)
-
-    def report(self, clock: Clock) -> None:
-        before = len(self.waits)
-        super().report(clock)
-        self.reports.extend(self.waits[before:])
-        del self.waits[before:]
+    def after_step(self, trainer: Trainer) -> None:
+        if trainer.state.iteration <= 2:
+            # When the loader starts, and when memory is reported, the host asks tensors of its own.
+            self.found.clear()
+        before = len(self.found)
+        super().after_step(trainer)
+        self.reports.extend(self.found[before:])
+        del self.found[before:]
 
 
-def train(run: str, trainer: type[Trainer], more: str) -> None:
+def train(run: str, hooks: list[Hook], more: str) -> None:
     task, flags = (RUNS | ON_GPUS)[run]
     config = parse_run_config(f"{FLAGS} {flags} {more}".split(), description="", defaults={})
-    assert pretrain(config, GPT if task == "GPT" else bert(binary_head=True), trainer) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        # Hosts agree on stopping by CPU tensors, which is not counted.
+        patch.setattr(StopRequests, "reason", lambda *_: None)
+        assert pretrain(config, GPT if task == "GPT" else bert(binary_head=True), hooks) == 0
 
 
 @pytest.mark.parametrize("run", RUNS)
 def test_nothing_waits_between_reports(run: str) -> None:
-    train(run, Watched, "--device cpu")
-    assert Watched.waits == []
-    assert len(Watched.reports) >= 3  # the counting counts
+    waits = Waits()
+    train(run, [waits], "--device cpu")
+    assert waits.found == []
+    assert len(waits.reports) >= 3  # the counting counts
 
 
 @pytest.mark.parametrize(
@@ -141,19 +143,24 @@ def test_what_counts_as_a_wait(wait: Any) -> None:
     assert len(seen.found) == 1
 
 
-class WatchedOnGPU(Trainer):
-    """A trainer whose steps fail where the host waits for the GPU, those apart in which code is compiled."""
+class WaitsOnGPU(Logging):
+    """Makes steps fail where the host waits for the GPU, once everything is compiled."""
 
-    def step(self, batches: Iterator[Batch]) -> int:
-        compiled = self.progress.iteration >= self.config.logging.log_interval
-        torch.cuda.set_sync_debug_mode("error" if compiled else "default")
+    @contextmanager
+    def during_training(self, trainer: Trainer) -> Iterator[None]:
         try:
-            return super().step(batches)
+            yield
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+    def after_step(self, trainer: Trainer) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+        super().after_step(trainer)
+        if trainer.state.iteration >= trainer.config.logging.log_interval:
+            torch.cuda.set_sync_debug_mode("error")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("run", RUNS | ON_GPUS)
 def test_nothing_waits_on_a_gpu(run: str) -> None:
-    train(run, WatchedOnGPU, "--device cuda")
+    train(run, [WaitsOnGPU()], "--device cuda")

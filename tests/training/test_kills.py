@@ -14,7 +14,7 @@ import pytest
 from distributed import run_distributed, start_distributed
 
 from megatron.arguments import parse_run_config
-from megatron.training.pretrain import pretrain
+from megatron.plugins import run
 from pretrain_gpt import DEFAULTS, GPT
 
 FLAGS = """
@@ -34,7 +34,7 @@ TIMES = ("seconds per iteration", "tokens per second", "TFLOP/s per device", "mf
 def train(flags: str) -> int:
     config = parse_run_config(f"{FLAGS} {flags}".split(), description="", defaults=DEFAULTS)
     with contextlib.redirect_stdout(io.StringIO()):
-        return pretrain(config, GPT)
+        return run(config, GPT)
 
 
 def records(path: Path) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.arguments import parse_run_config
-from megatron.flags import InputError
+from megatron.errors import InputError
 from megatron.training.layout import check_layout
 
 BASE = (
@@ -22,20 +22,20 @@ WRONG = [
     (
         2,
         f"{T} 3",
-        f"{T} 3 times {P} 1 needs a multiple of 3 processes, and there are 2; start 3 ",
+        f"{T} 3 x {P} 1 needs a multiple of 3 processes, and there are 2; start 3 ",
         ["3", f"{T} 2"],
     ),
     (
         6,
         f"{T} 4",
-        f"{T} 4 times {P} 1 needs a multiple of 4 processes, and there are 6; start 4 or 8",
+        f"{T} 4 x {P} 1 needs a multiple of 4 processes, and there are 6; start 4 or 8",
         ["4", "8"],
     ),
-    (8, f"{T} 2 {P} 3", f"{T} 2 times {P} 3 needs a multiple of 6 processes", ["6", "12", f"{P} 4"]),
+    (8, f"{T} 2 {P} 3", f"{T} 2 x {P} 3 needs a multiple of 6 processes", ["6", "12", f"{P} 4"]),
     (
         1,
         f"{P} 2",
-        f"{T} 1 times {P} 2 needs a multiple of 2 processes, and there is 1; start 2 ",
+        f"{T} 1 x {P} 2 needs a multiple of 2 processes, and there is 1; start 2 ",
         ["2", f"{P} 1"],
     ),
     (8, f"{T} 8", f"{T}: 8 does not divide --num-attention-heads 12; choose 4, or ", [f"{T} 4", f"6 {T} 6"]),
@@ -87,22 +87,27 @@ WRONG = [
     (
         4,
         f"{P} 4 {FIRST} 1",
-        f"{FIRST} 1: of --num-layers 12 that leaves the other 3 of",
+        f"{FIRST} 1: the other layers of --num-layers 12 do not divide into the other 3",
         [f"{FIRST} 0", f"{FIRST} 3"],
     ),
     (
         4,
         f"{P} 4 {LAST} 13",
-        f"{LAST} 13: of --num-layers 12 that leaves the other 3 of",
+        f"{LAST} 13: the other layers of --num-layers 12 do not divide into the other 3",
         [f"{LAST} 6", f"{LAST} 9"],
     ),
     (
         4,
         f"{P} 4 {FIRST} 12",
-        f"{FIRST} 12: of --num-layers 12 that leaves the other 3",
+        f"{FIRST} 12: the other layers of --num-layers 12 do not divide into the other 3",
         [f"{FIRST} 6", f"{FIRST} 9"],
     ),
-    (4, f"{P} 4 {FIRST} 8 {LAST} 8", f"{FIRST} 8 and {LAST} 8: of --num-layers 12 that", [f"{FIRST} 2"]),
+    (
+        4,
+        f"{P} 4 {FIRST} 8 {LAST} 8",
+        f"{FIRST} 8 and {LAST} 8: the other layers of --num-layers 12 do not",
+        [f"{FIRST} 2"],
+    ),
     (
         2,
         f"{P} 2 {FIRST} 1 {LAST} 1",
@@ -112,7 +117,7 @@ WRONG = [
     (
         20,
         f"{P} 20 {FIRST} 1",
-        f"{FIRST} 1: of --num-layers 12 that leaves the other 19",
+        f"{FIRST} 1: the other layers of --num-layers 12 do not divide into the other 19",
         [f"12 {P} 12 {FIRST} 1"],
     ),
     (2, f"{P} 2 {FULL} --recompute-num-layers 20", "--recompute-num-layers: 20 is more than the 6 ", []),
@@ -134,7 +139,7 @@ WRONG = [
         2,
         f"{P} 2 {V} 3 --global-batch-size 8 --rampup-batch-size 2 2 100",
         f"{V}: the interleaved schedule needs a multiple of 2 microbatches, one for each stage, and a "
-        "--global-batch-size of 2 on the way of --rampup-batch-size makes 1; the nearest is 4",
+        "--global-batch-size of 2 during --rampup-batch-size makes 1; the nearest is 4",
         ["--rampup-batch-size 4 4 100"],
     ),
 ]

@@ -13,7 +13,7 @@ from distributed import run_distributed
 from safetensors import safe_open
 
 from megatron.arguments import parse_run_config
-from megatron.training.pretrain import pretrain
+from megatron.plugins import run
 from pretrain_bert import bert
 from pretrain_gpt import GPT
 
@@ -35,6 +35,8 @@ SHAPES = {
     "llama": LLAMA,
     "qwen2": f"{LLAMA} --add-qkv-bias",
     "qwen3": f"{LLAMA} --qk-layernorm",
+    "lion": "--optimizer lion --lr 2e-4",
+    "muon": f"{LLAMA} --optimizer muon --muon-extra-scale-factor 0.2 --muon-nesterov",
 }
 TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 SP, CHUNKS = "--sequence-parallel", "--num-layers-per-virtual-pipeline-stage"
@@ -80,6 +82,8 @@ FAST = {
     "llama": "P2 gpipe|T2D2+ZeRO",
     "qwen2": "",
     "qwen3": "T4",
+    "lion": "",
+    "muon": "P2V2|T2D2+ZeRO",
 }
 
 
@@ -88,7 +92,7 @@ def train(folder: str, flags: str, task: str = "GPT") -> None:
     places = f"--save {folder}/checkpoints --metrics-path {folder}/metrics.jsonl"
     words = f"{FLAGS} {flags} {places}".split()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        assert pretrain(parse_run_config(words, description="", defaults={}), TASKS[task]) == 0
+        assert run(parse_run_config(words, description="", defaults={}), TASKS[task]) == 0
 
 
 class Run:
@@ -198,9 +202,10 @@ def test_pipelines_send_the_residual_stream_in_fp32(one_process, tmp_path: Path,
     one.assert_equals(other, loss=2e-2, weights=2e-1, zeros=2000)
 
 
-def test_gradients_reduced_in_bf16(one_process, tmp_path: Path) -> None:
-    run_distributed(train, 2, str(tmp_path), f"--grad-reduce-in-bf16 {ZERO}")
-    one_process("").assert_equals(Run(tmp_path), loss=2e-2, weights=2e-1, zeros=2000)
+@pytest.mark.parametrize("shape", ["gpt2", pytest.param("muon", marks=pytest.mark.slow)])
+def test_gradients_reduced_in_bf16(one_process, tmp_path: Path, shape: str) -> None:
+    run_distributed(train, 2, str(tmp_path), f"{SHAPES[shape]} --grad-reduce-in-bf16 {ZERO}")
+    one_process(SHAPES[shape]).assert_equals(Run(tmp_path), loss=2e-2, weights=2e-1, zeros=2000)
 
 
 @pytest.mark.parametrize("layout", ["P2V2", "D2+ZeRO", "recomputed", "selectively recomputed"])
@@ -233,28 +238,32 @@ def test_dropout_is_replayed_exactly(tmp_path: Path, recomputation: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("before", "after", "shape"),
     [
-        ("T2D2+ZeRO", "P2V2"),
-        pytest.param("P2V2", "D2+ZeRO", marks=pytest.mark.slow),
-        pytest.param("everything", "T4", marks=pytest.mark.slow),
+        ("T2D2+ZeRO", "P2V2", "llama"),
+        ("D2+ZeRO", "T2", "muon"),
+        pytest.param("P2V2", "D2+ZeRO", "llama", marks=pytest.mark.slow),
+        pytest.param("everything", "T4", "llama", marks=pytest.mark.slow),
+        pytest.param("everything", "D2+ZeRO", "muon", marks=pytest.mark.slow),
     ],
 )
-def test_a_run_goes_on_in_another_layout(one_process, tmp_path: Path, before: str, after: str) -> None:
-    resume = f"{SHAPES['llama']} --load {tmp_path}/checkpoints"
+def test_a_run_goes_on_in_another_layout(
+    one_process, tmp_path: Path, before: str, after: str, shape: str
+) -> None:
+    resume = f"{SHAPES[shape]} --load {tmp_path}/checkpoints"
     for layout, flags in ((before, "--exit-interval 7"), (after, "")):
         processes, layout_flags = LAYOUTS[layout]
         run_distributed(train, processes, str(tmp_path), f"{resume} {layout_flags} {flags}")
-    one_process(SHAPES["llama"]).assert_equals(Run(tmp_path), loss=1e-5, weights=1e-4)
+    one_process(SHAPES[shape]).assert_equals(Run(tmp_path), loss=1e-5, weights=1e-4)
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=pytest.mark.slow) for name in ("T2+SP", "T2D2+ZeRO", "everything")]
-)
-def test_the_same_layout_goes_on_bit_for_bit(tmp_path: Path, layout: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["gpt2", "muon"])
+@pytest.mark.parametrize("layout", ["T2+SP", "T2D2+ZeRO", "everything"])
+def test_the_same_layout_goes_on_bit_for_bit(tmp_path: Path, layout: str, shape: str) -> None:
     """With dropout, and batches that worker processes read."""
     processes, flags = LAYOUTS[layout]
-    flags += " --attention-dropout 0.1 --hidden-dropout 0.2 --num-workers 1"
+    flags += f" {SHAPES[shape]} --attention-dropout 0.1 --hidden-dropout 0.2 --num-workers 1"
     for folder, runs in (("whole", [""]), ("parts", ["--exit-interval 7", ""])):
         (tmp_path / folder).mkdir()
         for extra in runs:

@@ -7,8 +7,9 @@ import gc
 import pytest
 from models import config_of
 
-from megatron.flags import InputError
-from megatron.training.loop import Trainer
+from megatron.errors import InputError
+from megatron.plugins import training_hooks
+from megatron.training.loop import Hook, Trainer
 from megatron.training.pretrain import pretrain
 from pretrain_gpt import GPT
 
@@ -29,16 +30,14 @@ def test_when_garbage_is_collected(
 ) -> None:
     iteration, collections, by_itself = 0, [], []
 
-    class Watched(Trainer):
-        def step(self, batches) -> int:
+    class Watch(Hook):
+        def after_step(self, trainer: Trainer) -> None:
             nonlocal iteration
             by_itself.append(gc.isenabled())
-            samples = super().step(batches)
-            iteration = self.progress.iteration
-            return samples
+            iteration = trainer.state.iteration
 
     monkeypatch.setattr(gc, "collect", lambda generation=2: collections.append((iteration, generation)))
-    assert pretrain(config_of(f"{FLAGS} {flags}"), GPT, Watched) == 0
+    assert pretrain(config_of(f"{FLAGS} {flags}"), GPT, [Watch(), *training_hooks()]) == 0
     assert collections == expected
     assert by_itself == [not expected] * 6
     assert gc.isenabled()

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from nvidia import RUN, run_data
 
-from megatron.checkpoint.convert import write_native
-from megatron.checkpoint.nvidia.read import open_megatron
+from megatron.interop.convert import write_native
+from megatron.interop.nvidia.read import open_megatron
 from megatron.tokenizer.config import TokenizerConfig
 
 # Iteration, learning rate, loss and gradient norm, as Megatron-LM printed them.

@@ -11,8 +11,8 @@ import torch
 from plain_gpt import PlainGPT, train
 from safetensors.torch import load_file
 
-from megatron.data.build import build_gpt_datasets
 from megatron.data.config import DataConfig
+from megatron.data.gpt_dataset import build_gpt_datasets
 
 SIZES = {"vocab_size": 5000, "width": 64, "heads": 4, "layers": 2, "length": 64}
 STEPS = 60
@@ -48,7 +48,9 @@ def test_equals_a_plain_loop(command, shared: Path, tmp_path: Path, replicas: in
     model.take_weights(load_file(tmp_path / "start" / "iter_0000001" / "model.safetensors"))
 
     config = DataConfig(data_path=(str(prefix),), split="1,0,0", seq_length=SIZES["length"])
-    dataset = build_gpt_datasets(config, samples=(8 * STEPS, 0, 0), seed=1234, vocab_size=5000, eod=None)[0]
+    dataset = build_gpt_datasets(config, samples=(8 * STEPS, 0, 0), seed=1234, vocab_size=5000, eod=None)[
+        "train"
+    ]
     batches = (
         torch.from_numpy(np.stack([dataset[8 * step + i]["text"] for i in range(8)])) for step in range(STEPS)
     )

@@ -15,11 +15,13 @@ import torch
 from checkpoints import edit_state
 
 from megatron.arguments import parse_run_config
-from megatron.data.indexed import IndexedDatasetWriter
-from megatron.flags import InputError
+from megatron.checkpoint.saver import Saver
+from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.errors import InputError
 from megatron.parallel.mesh import Mesh
 from megatron.training.config import TrainingConfig
-from megatron.training.loop import Trainer
+from megatron.training.engine import Engine
+from megatron.training.hooks import Evaluation
 from megatron.training.stop import StopRequests
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -107,10 +109,10 @@ def test_a_run_is_taken_back_to_an_earlier_checkpoint(pretrain, command, tmp_pat
     assert (tmp_path / "a" / "abandoned-iter_0000012-2").is_dir()
     wrong = command("pretrain_gpt.py", *run, "--ckpt-step", 5, status=2)
     assert wrong.stderr == (
-        f"error: --ckpt-step: {tmp_path / 'a'} holds no checkpoint of iteration 5; it holds those of 4 or 12\n"
+        f"error: --ckpt-step: {tmp_path / 'a'} holds no checkpoint of iteration 5; it holds 4, 12\n"
     )
     with pytest.raises(
-        InputError, match=r"is one checkpoint of a run; give the folder .* --ckpt-step 4 if it"
+        InputError, match=r"is one checkpoint of a run; give its parent folder, and --ckpt-step 4 if it"
     ):
         pretrain(*TINY, "--load", tmp_path / "a" / "iter_0000004", "--finetune")
 
@@ -119,7 +121,7 @@ def test_another_batch_size_trains_to_the_same_end(pretrain, tmp_path: Path) -> 
     """In iterations the number of iterations stays, in samples that of samples."""
     run = [*TINY, "--save", tmp_path / "a", "--load", tmp_path / "a", "--metrics-path", tmp_path / "a.jsonl"]
     pretrain(*run, "--exit-interval", 6)
-    assert "another order" in pretrain(*run, "--global-batch-size", 16)
+    assert "the order of the training data may change" in pretrain(*run, "--global-batch-size", 16)
     assert records(tmp_path / "a.jsonl")[-1]["iteration"] == 12
     assert records(tmp_path / "a.jsonl")[-1]["consumed samples"] == 6 * 8 + 6 * 16
 
@@ -137,7 +139,7 @@ def test_another_batch_size_trains_to_the_same_end(pretrain, tmp_path: Path) -> 
         tmp_path / "b.jsonl",
     ]
     pretrain(*run, "--exit-interval", 6)
-    assert "another order" not in pretrain(*run, "--global-batch-size", 16)
+    assert "the order of the training data" not in pretrain(*run, "--global-batch-size", 16)
     assert records(tmp_path / "b.jsonl")[-1]["iteration"] == 9
     assert records(tmp_path / "b.jsonl")[-1]["consumed samples"] == 96
 
@@ -147,11 +149,11 @@ def test_a_run_killed_in_its_last_evaluation_evaluates_when_started_again(
 ) -> None:
     run = [*TINY, "--save", tmp_path / "a", "--load", tmp_path / "a", "--metrics-path", tmp_path / "a.jsonl"]
 
-    def dying(self) -> None:
+    def dying(self, trainer) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "finish", dying)
+        patch.setattr(Evaluation, "at_end", dying)
         with pytest.raises(KeyboardInterrupt):
             pretrain(*run)
     assert "lm loss test" not in records(tmp_path / "a.jsonl")[-1]
@@ -386,8 +388,33 @@ def test_another_order_of_the_data_is_said(pretrain, tmp_path: Path) -> None:
     run = [*TINY, "--save", tmp_path / "a", "--load", tmp_path / "a"]
     pretrain(*run, "--exit-interval", 3)
     result = pretrain(*run, "--exit-interval", 3, "--data-order", "head")
-    assert "data may come in another order than before: --data-order v2.5 there, head here" in result
-    assert "in another order" not in pretrain(*run, "--exit-interval", 3, "--data-order", "head")
+    assert (
+        "the order of the training data may change from here on: --data-order changed from v2.5 to head"
+        in result
+    )
+    assert "order of the training data" not in pretrain(*run, "--exit-interval", 3, "--data-order", "head")
+    # All that the order depends on, as if the run that saved had other values.
+    folder = tmp_path / "a" / "iter_0000009"
+    config = json.loads((folder / "state.json").read_text())["config"]
+    changes = {"mock_data": False, "split": "1,1,1", "seq_length": 17, "dataloader_type": "cyclic"}
+    changes |= {
+        "data_path": ["1", "/a/b"],
+        "train_data_path": ["/a/c"],
+        "mask_prob": 0.3,
+        "short_seq_prob": 0.5,
+    }
+    now = dict(config["data"])
+    config["data"] |= changes
+    config["training"]["seed"] = 7
+    edit_state(folder, config=config, train_samples=1)
+    result = pretrain(*run, "--data-order", "head", "--exit-interval", 3)
+    (line,) = (line for line in result.splitlines() if "order of the training data" in line)
+    changed = {
+        f"--{name.replace('_', '-')} changed from {before} to {now[name]}" for name, before in changes.items()
+    }
+    changed |= {"--seed changed from 7 to 1234", "the number of samples in all changed from 1 to 96"}
+    assert all(change in line for change in changed), line
+    assert line.count(" changed from ") == len(changed)
 
 
 def test_other_operations_are_said(pretrain, tmp_path: Path) -> None:
@@ -395,14 +422,14 @@ def test_other_operations_are_said(pretrain, tmp_path: Path) -> None:
     pretrain(*run)
     state = json.loads((tmp_path / "iter_0000003" / "state.json").read_text())
     before = ", ".join(state["operations"])
-    assert before.endswith("as written")
-    assert "not bit for bit" not in pretrain(*run)
+    assert before.endswith("torch.compile: off")
+    assert "bit for bit" not in pretrain(*run)
     assert (
-        f"{tmp_path / 'iter_0000006'} was computed by {before}, and this run computes by plain: from here on it is not "
-        "bit for bit the run that it continues\n"
+        f"{tmp_path / 'iter_0000006'} was computed with {before} and this run computes with plain PyTorch, so it does "
+        "not continue bit for bit\n"
     ) in pretrain(*run, "--ops-backend", "plain")
     edit_state(tmp_path / "iter_0000009", operations=None)  # as before they were saved
-    assert "not bit for bit" not in pretrain(*run)
+    assert "bit for bit" not in pretrain(*run)
 
 
 def test_data_that_lies_elsewhere_is_the_same_data(pretrain, tmp_path: Path) -> None:
@@ -425,16 +452,59 @@ def test_data_that_lies_elsewhere_is_the_same_data(pretrain, tmp_path: Path) -> 
         3,
     ]
     outs = [pretrain(*run, "--data-path", folder / "corpus") for folder in folders]
-    assert "iteration        6/" in outs[1] and "in another order" not in outs[1]
+    assert "iteration        6/" in outs[1] and "order of the training data" not in outs[1]
+
+
+def test_a_run_that_is_cut_short_keeps_the_order_of_its_samples(pretrain, tmp_path: Path) -> None:
+    """The order of real data depends on how many samples were asked for: those of the run that began it."""
+    with IndexedDatasetWriter(str(tmp_path / "corpus"), np.uint16) as writer:
+        for i in range(50):
+            writer.add_document([np.arange(i, i + 20) % 300])
+    flags = [flag for flag in TINY if flag != "--mock-data"] + ["--data-path", tmp_path / "corpus"]
+    flags += ["--eval-iters", 0, "--lr-decay-iters", 12, "--log-interval", 1]
+    pretrain(*flags, "--metrics-path", tmp_path / "a.jsonl")
+    parts = [
+        *flags,
+        "--save",
+        tmp_path / "b",
+        "--load",
+        tmp_path / "b",
+        "--metrics-path",
+        tmp_path / "b.jsonl",
+    ]
+    pretrain(*parts, "--exit-interval", 2)
+    assert "order of the training data" not in pretrain(*parts, "--train-iters", 5)
+    assert records(tmp_path / "a.jsonl")[:5] == records(tmp_path / "b.jsonl")
+
+
+def test_evaluating_and_saving_are_not_time_of_training(pretrain, tmp_path: Path, monkeypatch) -> None:
+    clock, skipped = time.perf_counter, [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + skipped[0])
+
+    def slow(function):
+        def called(*args, **kwargs):
+            skipped[0] += 1000
+            return function(*args, **kwargs)
+
+        return called
+
+    monkeypatch.setattr(Engine, "evaluate", slow(Engine.evaluate))
+    monkeypatch.setattr(Saver, "save", slow(Saver.save))
+    flags = ["--save", tmp_path / "a", "--save-interval", 4, "--eval-interval", 4, "--log-interval", 2]
+    pretrain(*TINY, *flags, "--metrics-path", tmp_path / "a.jsonl")
+    assert skipped[0] >= 5000
+    lines = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    seconds = [line["seconds per iteration"] for line in lines if "seconds per iteration" in line]
+    assert len(seconds) == 6 and max(seconds) < 100
 
 
 def test_another_schedule_is_said(pretrain, tmp_path: Path) -> None:
     run = [*TINY, "--save", tmp_path / "a", "--load", tmp_path / "a"]
     pretrain(*run, "--exit-interval", 3)
     result = pretrain(*run, "--exit-interval", 3, "--lr", 2e-2)
-    assert "going on with the schedule of the command line: --lr 0.01 there, 0.02 here" in result
+    assert "(--lr changed from 0.01 to 0.02); using that of the command line" in result
     result = pretrain(*run, "--exit-interval", 3, "--use-checkpoint-opt_param-scheduler")
-    assert "schedule of the checkpoint" in result
+    assert "using that of the checkpoint" in result
 
 
 def test_training_that_became_useless_stops(command, tmp_path: Path) -> None:
@@ -455,7 +525,7 @@ def test_training_that_became_useless_stops(command, tmp_path: Path) -> None:
     result = command("pretrain_gpt.py", *flags, *skip, status=1)
     assert "lm loss: nan" in result.stdout
     assert "Traceback" not in result.stderr
-    assert result.stderr.startswith("error: 10 gradients in a row, up to iteration 11, ")
+    assert result.stderr.startswith("error: iteration 11: no finite gradient for 10 iterations in a row")
     assert not list((tmp_path / "a").glob("iter_*"))
     result = command("pretrain_gpt.py", *flags, status=1)
     assert result.stderr.startswith(
@@ -479,7 +549,7 @@ def test_exit_duration() -> None:
         (["--load", "/nowhere"], "--load: /nowhere is not a folder"),
         (["--save", "/proc/nowhere"], "--save: /proc/nowhere"),
         (["--save", __file__], "--save: .* is not a folder"),
-        (["--device", "cuda"], "--device: cuda"),
+        (["--device", "cuda"], "--device cuda: torch finds no"),
         (["--micro-batch-size", "3"], "--global-batch-size"),
         (["--lr-warmup-iters", "12"], "--lr-warmup-iters"),
         (["--metrics-path", "/proc/nowhere/m"], "--metrics-path"),

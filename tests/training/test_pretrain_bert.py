@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from megatron import plugins
 from megatron.arguments import parse_run_config
-from megatron.training.pretrain import pretrain
 from pretrain_bert import DEFAULTS, bert
 
 FLAGS = """
@@ -19,7 +19,7 @@ FLAGS = """
 def run(folder: Path, more: str = "") -> list[dict]:
     flags = f"{FLAGS} --save {folder}/out --load {folder}/out --metrics-path {folder}/metrics.jsonl {more}"
     config = parse_run_config(flags.split(), description="", defaults=DEFAULTS)
-    assert pretrain(config, bert(binary_head=config.data.bert_binary_head)) == 0
+    assert plugins.run(config, bert(binary_head=config.data.bert_binary_head)) == 0
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     timed = ("seconds per iteration", "tokens per second", "TFLOP/s per device", "mfu", "hfu")
     return [{name: value for name, value in row.items() if name not in timed} for row in rows]

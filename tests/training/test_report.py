@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.flags import InputError
+from megatron.errors import InputError
 from megatron.parallel.mesh import Mesh
 from megatron.training.config import LoggingConfig
 from megatron.training.report import History, Interval, Reporter

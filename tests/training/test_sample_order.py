@@ -9,8 +9,8 @@ from pathlib import Path
 from distributed import run_distributed
 
 from megatron.arguments import parse_run_config
-from megatron.data.gpt_dataset import MockDataset
-from megatron.training.pretrain import pretrain
+from megatron.data.gpt_dataset import MockGPTDataset
+from megatron.plugins import run
 from pretrain_gpt import DEFAULTS, GPT
 
 FLAGS = """
@@ -22,11 +22,11 @@ FLAGS = """
 def train(root: str, flags: str) -> list[int]:
     """The samples that this process reads, in their order."""
     read: list[int] = []
-    real = MockDataset.__getitem__
-    MockDataset.__getitem__ = lambda self, i: (read.append(i), real(self, i))[1]
+    real = MockGPTDataset.__getitem__
+    MockGPTDataset.__getitem__ = lambda self, i: (read.append(i), real(self, i))[1]
     words = f"{FLAGS} {flags} --save {root} --load {root}".split()
     with contextlib.redirect_stdout(io.StringIO()):
-        assert pretrain(parse_run_config(words, description="", defaults=DEFAULTS), GPT) == 0
+        assert run(parse_run_config(words, description="", defaults=DEFAULTS), GPT) == 0
     return read
 
 

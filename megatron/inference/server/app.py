@@ -1,4 +1,4 @@
-"""The server's addresses, over HTTP."""
+"""HTTP endpoints of the server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -18,59 +18,60 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from megatron.flags import InputError
+from megatron.errors import InputError
 from megatron.inference.server.body import B, read_body
 from megatron.inference.server.completions import Completion, CompletionRequest
 from megatron.inference.server.config import ServerConfig
-from megatron.inference.server.engine import STOPPING, Engine, Piece, Ticket
+from megatron.inference.server.engine import STOPPING, RequestHandle, ServingEngine, TextDelta, Work
 from megatron.inference.server.errors import ApiError
 from megatron.inference.server.metrics import CONTENT_TYPE
 from megatron.inference.server.nvidia import NvidiaRequest
 
 T = TypeVar("T")
 
-# Of the page and of whether the server lives nothing is secret.
+# Paths that need no key.
 OPEN_PATHS = ("/", "/health")
-# What is told of a client that has hung up; nginx's.
-GONE = 499
+# nginx's status for a client that closed the connection.
+CLIENT_CLOSED_REQUEST = 499
 
 
 class Service:
-    """What is done at each address."""
+    """Handlers of the endpoints."""
 
-    def __init__(self, engine: Engine, config: ServerConfig, model: str) -> None:
+    def __init__(self, engine: ServingEngine, config: ServerConfig, model: str) -> None:
         self.engine, self.config, self.model = engine, config, model
         self.tokenizer = engine.tokenizer
         self.page = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
 
     async def completions(self, request: Request) -> Response:
-        wanted = await self._read(request, CompletionRequest)
-        if wanted.model not in (None, self.model):
-            raise _no_model(wanted.model, self.model)
-        choices = await asyncio.to_thread(wanted.choices, self.tokenizer)
-        answer = Completion(wanted, choices, self.model)
-        ticket = self.engine.submit([choice.request for choice in choices], self.config.request_timeout)
-        self.engine.metrics.prompt_tokens += answer.prompt_tokens
-        if not wanted.stream:
-            return JSONResponse(answer.whole(await _all(ticket, request)))
-        news = ticket.news()
-        # Before it there may be a status that says what is wrong, afterwards there is one that says all is well.
-        first = await _while_wanted(ticket, request, anext(news))
-        return _TicketResponse(_events(answer, first, news), ticket)
+        body = await self._read(request, CompletionRequest)
+        if body.model is not None and body.model != self.model:
+            raise _no_model(body.model, self.model)
+        choices = await asyncio.to_thread(body.choices, self.tokenizer)
+        completion = Completion(body, choices, self.model)
+        handle = self.engine.submit([choice.request for choice in choices], self.config.request_timeout)
+        self.engine.metrics.prompt_tokens += completion.prompt_tokens
+        if not body.stream:
+            return JSONResponse(completion.whole(await _all_events(handle, request)))
+        deltas = cast(AsyncIterator[TextDelta], handle.events())
+        # Wait for the first event: the status can report an error only before the stream begins.
+        first = await _while_connected(handle, request, anext(deltas))
+        return _EventStream(_sse(completion, first, deltas), handle)
 
     async def nvidia(self, request: Request) -> Response:
-        wanted = await self._read(request, NvidiaRequest)
-        rows = await asyncio.to_thread(wanted.tokenize, self.tokenizer)
-        if wanted.beam_width is None:
-            work = wanted.requests(rows)
+        body = await self._read(request, NvidiaRequest)
+        rows = await asyncio.to_thread(body.tokenize, self.tokenizer)
+        work: Work
+        if body.beam_width is None:
+            work = body.requests(rows)
         else:
-            work = wanted.search(rows[0], self.engine.predictor.rows, self.tokenizer)
-        ticket = self.engine.submit(work, self.config.request_timeout)
+            work = body.search(rows[0], body.beam_width, self.engine.predictor.rows, self.tokenizer)
+        handle = self.engine.submit(work, self.config.request_timeout)
         self.engine.metrics.prompt_tokens += sum(map(len, rows))
-        news = await _all(ticket, request)
-        if wanted.beam_width is None:
-            return JSONResponse(wanted.answer(rows, news, self.tokenizer))
-        return JSONResponse(wanted.beams(rows[0], news[0], self.tokenizer))
+        events = await _all_events(handle, request)
+        if body.beam_width is None:
+            return JSONResponse(body.answer(rows, events, self.tokenizer))
+        return JSONResponse(body.beams(rows[0], events[0], self.tokenizer))
 
     async def models(self) -> Response:
         return JSONResponse({"object": "list", "data": [self._model()]})
@@ -87,7 +88,7 @@ class Service:
 
     async def metrics(self) -> Response:
         running = self.engine.running
-        page = self.engine.metrics.page(queue=max(self.engine.load - running, 0), running=running)
+        page = self.engine.metrics.page(queue=max(self.engine.in_flight - running, 0), running=running)
         return PlainTextResponse(page, media_type=CONTENT_TYPE)
 
     async def show_page(self) -> Response:
@@ -102,12 +103,12 @@ class Service:
         return await read_body(request, kind, limit=limit, seconds=seconds)
 
 
-def make_app(engine: Engine, config: ServerConfig, *, model: str, key: str | None) -> ASGIApp:
-    """All of the server but its sockets.
+def make_app(engine: ServingEngine, config: ServerConfig, *, model: str, key: str | None) -> ASGIApp:
+    """Create the ASGI app.
 
     Args:
-        model: what clients call the model.
-        key: what they must send, if anything.
+        model: name of the model for clients.
+        key: API key that clients must send; None requires none.
     """
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     service = Service(engine, config, model)
@@ -120,20 +121,20 @@ def make_app(engine: Engine, config: ServerConfig, *, model: str, key: str | Non
     app.put("/api")(service.nvidia)
 
     async def answer(request: Request, error: Exception) -> Response:
-        told = _as_api_error(request, error)
-        return JSONResponse(told.body(), told.status, headers=told.headers)
+        api_error = _as_api_error(request, error)
+        return JSONResponse(api_error.body(), api_error.status, headers=api_error.headers)
 
     for kind in (ApiError, InputError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, answer)
-    return _Gate(app, engine, key)
+    return _Access(app, engine, key)
 
 
 def content_policy(page: str) -> str:
-    """A Content-Security-Policy under which nothing runs, and nothing is styled, but what stands in the page."""
+    """Return a Content-Security-Policy that allows only the page's own scripts and styles."""
 
     def hashes(tag: str) -> str:
-        found = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
-        digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in found]
+        contents = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in contents]
         return " ".join(f"'sha256-{digest}'" for digest in digests)
 
     return (
@@ -142,14 +143,14 @@ def content_policy(page: str) -> str:
     )
 
 
-class _Gate:
-    """Around the app: lets in who has the key, and counts answers."""
+class _Access:
+    """Middleware that checks the API key and counts responses."""
 
-    def __init__(self, app: ASGIApp, engine: Engine, key: str | None) -> None:
+    def __init__(self, app: ASGIApp, engine: ServingEngine, key: str | None) -> None:
         self.app, self.engine, self.key = app, engine, key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        status = GONE
+        status = CLIENT_CLOSED_REQUEST
 
         async def counting(message: Message) -> None:
             nonlocal status
@@ -159,7 +160,7 @@ class _Gate:
         known = {"/", "/health", "/metrics", "/v1/models", "/v1/completions", "/api"}
         path = scope["path"] if scope["path"] in known else "other"
         try:
-            if self._may_enter(scope):
+            if self._is_allowed(scope):
                 await self.app(scope, receive, counting)
             else:
                 error = ApiError(
@@ -172,39 +173,41 @@ class _Gate:
         finally:
             self.engine.metrics.requests[path, status] += 1
 
-    def _may_enter(self, scope: Scope) -> bool:
+    def _is_allowed(self, scope: Scope) -> bool:
         if self.key is None or scope["path"] in OPEN_PATHS:
             return True
         given = dict(scope["headers"]).get(b"authorization", b"")
         return hmac.compare_digest(given, f"Bearer {self.key}".encode())
 
 
-class _TicketResponse(StreamingResponse):
-    """Server-sent events about a ticket, which is cancelled when the client hangs up."""
+class _EventStream(StreamingResponse):
+    """Server-sent events of a request, which is cancelled when the client disconnects."""
 
-    def __init__(self, events: AsyncIterator[str], ticket: Ticket) -> None:
+    def __init__(self, events: AsyncIterator[str], handle: RequestHandle) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self.ticket = ticket
+        self.handle = handle
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self.ticket.cancel()
+            self.handle.cancel()
 
 
-async def _events(answer: Completion, first: Piece, news: AsyncIterator[Piece]) -> AsyncIterator[str]:
-    if chunk := answer.chunk(first):
+async def _sse(
+    completion: Completion, first: TextDelta, deltas: AsyncIterator[TextDelta]
+) -> AsyncIterator[str]:
+    if chunk := completion.chunk(first):
         yield _event(chunk)
     try:
-        async for piece in news:
-            if chunk := answer.chunk(piece):
+        async for delta in deltas:
+            if chunk := completion.chunk(delta):
                 yield _event(chunk)
     except ApiError as error:
         yield _event(error.body())
         return
-    if answer.includes_usage:
-        yield _event(answer.last_chunk())
+    if completion.includes_usage:
+        yield _event(completion.last_chunk())
     yield "data: [DONE]\n\n"
 
 
@@ -212,32 +215,32 @@ def _event(value: Any) -> str:
     return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
-async def _all(ticket: Ticket, request: Request) -> list:
+async def _all_events(handle: RequestHandle, request: Request) -> list:
     async def collect() -> list:
-        return [news async for news in ticket.news()]
+        return [event async for event in handle.events()]
 
-    return await _while_wanted(ticket, request, collect())
+    return await _while_connected(handle, request, collect())
 
 
-async def _while_wanted(ticket: Ticket, request: Request, work: Awaitable[T]) -> T:
-    """What `work` on a ticket gives.
+async def _while_connected(handle: RequestHandle, request: Request, work: Awaitable[T]) -> T:
+    """Await `work` on a request.
 
     Raises:
-        ClientDisconnect: the client has hung up before; the ticket is cancelled.
+        ClientDisconnect: the client disconnected first; the request is cancelled.
     """
 
-    async def hang_up() -> None:
+    async def disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    tasks = asyncio.ensure_future(work), asyncio.ensure_future(hang_up())
+    tasks = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not tasks[0].done():
             raise ClientDisconnect
         return tasks[0].result()
     except BaseException:
-        ticket.cancel()
+        handle.cancel()
         raise
     finally:
         for task in tasks:
@@ -246,7 +249,7 @@ async def _while_wanted(ticket: Ticket, request: Request, work: Awaitable[T]) ->
 
 def _no_model(name: str, model: str) -> ApiError:
     return ApiError(
-        404, f"there is no model {name[:60]!r}; this one is {model!r}", param="model", code="model_not_found"
+        404, f"there is no model {name[:60]!r}; the model is {model!r}", param="model", code="model_not_found"
     )
 
 
@@ -256,11 +259,13 @@ def _as_api_error(request: Request, error: Exception) -> ApiError:
     if isinstance(error, InputError):
         return ApiError(400, str(error))
     if isinstance(error, ClientDisconnect):
-        return ApiError(GONE, "the client has hung up")
+        return ApiError(CLIENT_CLOSED_REQUEST, "the client closed the connection")
     if isinstance(error, HTTPException):
-        told = {
-            404: f"there is nothing at {request.url.path[:60]}; texts are continued at POST /v1/completions",
-            405: f"{request.method} is not for {request.url.path}",
+        messages = {
+            404: f"there is no {request.url.path[:60]}; completions are at POST /v1/completions",
+            405: f"{request.method} is not allowed for {request.url.path}",
         }
-        return ApiError(error.status_code, told.get(error.status_code, error.detail), headers=error.headers)
-    return ApiError(500, "the server has failed; its log says how")
+        return ApiError(
+            error.status_code, messages.get(error.status_code, error.detail), headers=error.headers
+        )
+    return ApiError(500, "internal error; see the server's log")

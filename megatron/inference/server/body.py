@@ -1,4 +1,4 @@
-"""The bodies of requests: JSON that is checked field by field."""
+"""Request bodies: validated JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.inference.server.errors import ApiError
 
 
 class Body(BaseModel):
-    """Base of the bodies: of a field that is null the default is meant; unknown ones are wrong."""
+    """Base class of request bodies. A null field has its default; unknown fields are errors."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -25,24 +25,24 @@ class Body(BaseModel):
 
 
 B = TypeVar("B", bound=Body)
-# Else what is left of a body would be read, and thrown away, for as long as it comes.
-HANGING_UP = {"Connection": "close"}
+# Otherwise the server would read and discard the rest of the body.
+CLOSE = {"Connection": "close"}
 
 
 async def read_body(request: Request, kind: type[B], *, limit: int, seconds: float) -> B:
-    """The body of a request, of at most `limit` bytes, which must come within so many seconds.
+    """Read a body of at most `limit` bytes within `seconds`.
 
     Raises:
-        ApiError: it is not so, or not JSON, or not what `kind` says.
+        ApiError: it is too large, too late, not JSON, or invalid for `kind`.
     """
-    # A page of another site may send anything but JSON without asking this server first.
+    # Browsers let pages of other sites send other content types without a CORS preflight.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "send the body as JSON, with the header Content-Type: application/json")
     try:
         content = await asyncio.wait_for(_read(request, limit), seconds)
     except asyncio.TimeoutError:
-        late = f"the body did not come within {seconds:g} seconds"
-        raise ApiError(408, late, headers=HANGING_UP) from None
+        late = f"the body did not arrive within {seconds:g} seconds"
+        raise ApiError(408, late, headers=CLOSE) from None
     try:
         return kind.model_validate_json(content.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -57,12 +57,12 @@ async def _read(request: Request, limit: int) -> bytes:
         content += chunk
         if len(content) > limit:
             large = f"the body is larger than the {limit} bytes that --max-body-bytes allows"
-            raise ApiError(413, large, headers=HANGING_UP)
+            raise ApiError(413, large, headers=CLOSE)
     return bytes(content)
 
 
 def _wrong(error: ValidationError) -> ApiError:
-    """The first thing that is wrong, as one line."""
+    """Convert the first validation error to one line."""
     first = error.errors(include_url=False)[0]
     kind, message, param = first["type"], first["msg"], ".".join(map(str, first["loc"])) or None
     if kind == "json_invalid":
@@ -77,10 +77,10 @@ def _wrong(error: ValidationError) -> ApiError:
     if kind == "value_error":
         message = str(first["ctx"]["error"])
     else:
-        message = message.replace("Input should", "must").replace("a valid integer", "a whole number")
+        message = message.replace("Input should", "must").replace("a valid integer", "an integer")
         message = message.replace("a valid boolean", "true or false").replace("a valid", "a")
-    told = f"{param} {message}, not {shown}" if message.startswith("must") else f"{param}: {shown} {message}"
-    return ApiError(400, told, param=param)
+    text = f"{param} {message}, not {shown}" if message.startswith("must") else f"{param}: {shown} {message}"
+    return ApiError(400, text, param=param)
 
 
 def _shown(value: Any) -> str:

@@ -11,22 +11,22 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, PlainValidator, model_validator
 
-from megatron.inference.batching import Request, Score
+from megatron.inference.batching import Request, TokenLogprob
 from megatron.inference.sampling import SamplingConfig
 from megatron.inference.server.body import Body
-from megatron.inference.server.engine import Piece
+from megatron.inference.server.engine import TextDelta
 from megatron.inference.server.errors import ApiError
-from megatron.inference.server.spelling import Spelling
+from megatron.inference.server.token_text import TokenText
 from megatron.tokenizer import Tokenizer
 
-# Below, the limit is meant: the most probable token. Logits over less than this overflow.
-COLDEST = 1e-6
-# The same for top-p, which is fp32 there: less would be zero, and zero means all.
-NARROWEST = 1e-6
+# A lower temperature means greedy decoding; dividing logits by it would overflow.
+MIN_TEMPERATURE = 1e-6
+# A smaller top-p would be zero in fp32, which means no limit.
+MIN_TOP_P = 1e-6
 
 
 def _prompts(value: Any) -> list[str] | list[list[int]]:
-    """As a list, whatever the form."""
+    """Convert each of OpenAI's forms of a prompt to a list."""
     values = value if isinstance(value, list) else [value]
     if values and all(isinstance(text, str) for text in values):
         return values
@@ -34,18 +34,18 @@ def _prompts(value: Any) -> list[str] | list[list[int]]:
         return [values]
     if values and all(isinstance(row, list) and all(type(token) is int for token in row) for row in values):
         return values
-    raise ValueError("must be a text, a list of texts, a list of token ids, or a list of such lists")
+    raise ValueError("must be a string, a list of strings, a list of token ids, or a list of such lists")
 
 
 def _stops(value: Any) -> list[str]:
     values = value if isinstance(value, list) else [value]
     if len(values) > 16 or not all(isinstance(text, str) and text for text in values):
-        raise ValueError("must be a text, or a list of up to 16 of them, none empty")
+        raise ValueError("must be a string, or a list of up to 16 strings, none empty")
     return values
 
 
-def _none_but(allowed: Any, instead: str) -> AfterValidator:
-    """Of a field that is known and not supported: the one value that asks for nothing."""
+def _only(allowed: Any, instead: str) -> AfterValidator:
+    """Reject an unsupported field unless it has the value without effect."""
 
     def check(value: Any) -> Any:
         if value != allowed:
@@ -56,13 +56,13 @@ def _none_but(allowed: Any, instead: str) -> AfterValidator:
 
 
 class StreamOptions(Body):
-    """What a stream tells beside the text."""
+    """Options of a stream."""
 
     include_usage: bool = False
 
 
 class CompletionRequest(Body):
-    """OpenAI's fields, and `top_k` and `repetition_penalty`."""
+    """OpenAI's fields, plus `top_k` and `repetition_penalty`."""
 
     prompt: Annotated[list, PlainValidator(_prompts)]
     model: str | None = None
@@ -80,39 +80,39 @@ class CompletionRequest(Body):
     seed: int | None = Field(None, ge=0, lt=2**32)
     user: str = ""
     best_of: int | None = None
-    presence_penalty: Annotated[float, _none_but(0, "repetition_penalty is")] = 0.0
-    frequency_penalty: Annotated[float, _none_but(0, "repetition_penalty is")] = 0.0
-    suffix: Annotated[str, _none_but("", "leave it out")] = ""
-    logit_bias: Annotated[dict, _none_but({}, "leave it out")] = Field(default_factory=dict)
+    presence_penalty: Annotated[float, _only(0, "repetition_penalty is")] = 0.0
+    frequency_penalty: Annotated[float, _only(0, "repetition_penalty is")] = 0.0
+    suffix: Annotated[str, _only("", "leave it out")] = ""
+    logit_bias: Annotated[dict, _only({}, "leave it out")] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _check(self) -> CompletionRequest:
         if self.best_of not in (None, self.n):
-            raise ApiError(400, f"best_of: {self.best_of} is not supported unless it is n", param="best_of")
+            raise ApiError(400, f"best_of: {self.best_of} is not supported; it must equal n", param="best_of")
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options needs stream", param="stream_options")
         return self
 
     def sampling(self, number: int) -> SamplingConfig:
-        """Of one of the `n` texts of a prompt."""
+        """Return the sampling settings of one of a prompt's `n` texts."""
         seed = secrets.randbits(32) if self.seed is None else self.seed + number
-        greedy = self.temperature < COLDEST
+        greedy = self.temperature < MIN_TEMPERATURE
         return SamplingConfig(
             out_seq_length=max(self.max_tokens, 1),
             greedy=greedy,
             temperature=1.0 if greedy else self.temperature,
             top_k=self.top_k,
-            top_p=0.0 if self.top_p == 1 else max(self.top_p, NARROWEST),
+            top_p=0.0 if self.top_p == 1 else max(self.top_p, MIN_TOP_P),
             repetition_penalty=self.repetition_penalty,
             seed=seed % 2**32,
         )
 
-    def choices(self, tokenizer: Tokenizer) -> list[Choice]:
-        """What is asked for: `n` texts for each prompt.
+    def choices(self, tokenizer: Tokenizer) -> list[ChoiceState]:
+        """Create the choices: `n` texts for each prompt.
 
         Raises:
-            InputError: a prompt is no text of the tokenizer.
-            ApiError: a token is none.
+            InputError: the tokenizer cannot encode a prompt.
+            ApiError: a token id is out of range.
         """
         if isinstance(self.prompt[0], str):
             texts, rows = self.prompt, tokenizer.tokenize_batch(self.prompt)
@@ -122,7 +122,9 @@ class CompletionRequest(Body):
             texts = [tokenizer.detokenize(row) if self.echo else "" for row in rows]
         pairs = [(text, row, i) for text, row in zip(texts, rows, strict=True) for i in range(self.n)]
         return [
-            Choice(self, number, text, self._request(row, i), Spelling(tokenizer, [] if self.echo else row))
+            ChoiceState(
+                self, number, text, self._request(row, i), TokenText(tokenizer, [] if self.echo else row)
+            )
             for number, (text, row, i) in enumerate(pairs)
         ]
 
@@ -131,13 +133,13 @@ class CompletionRequest(Body):
             prompt=prompt,
             sampling=self.sampling(number),
             stops=self.stop,
-            alternatives=self.logprobs,
-            scores_prompt=self.echo and self.logprobs is not None,
+            top_logprobs=self.logprobs,
+            prompt_logprobs=self.echo and self.logprobs is not None,
         )
 
 
 def check_tokens(rows: Sequence[Sequence[int]], tokenizer: Tokenizer) -> None:
-    """Raise `ApiError` unless all are ids of the tokenizer."""
+    """Raise `ApiError` unless all token ids are in the tokenizer's range."""
     for token in (token for row in rows for token in row):
         if not 0 <= token < tokenizer.vocab_size:
             raise ApiError(
@@ -148,52 +150,53 @@ def check_tokens(rows: Sequence[Sequence[int]], tokenizer: Tokenizer) -> None:
 
 
 @dataclasses.dataclass
-class Choice:
-    """One text on its way to the client."""
+class ChoiceState:
+    """State of one choice of the response."""
 
-    wanted: CompletionRequest
+    body: CompletionRequest
     index: int
     prompt: str
     request: Request
-    spelling: Spelling
+    token_text: TokenText
     generated: int = 0
     offset: int = 0
     has_begun: bool = False
 
-    def take(self, piece: Piece) -> dict[str, Any]:
-        """What a piece adds, in OpenAI's form."""
-        text, logprobs, reason = piece.text, None, piece.reason
-        told = [(piece.token, piece.score)] if piece.token is not None else []
-        if not self.wanted.max_tokens:
-            text, told, reason = "", [], "length"
-        self.generated += len(told)
-        if self.wanted.echo and not self.has_begun:
+    def take(self, delta: TextDelta) -> dict[str, Any]:
+        """Convert a delta to OpenAI's format."""
+        text, logprobs, reason = delta.text, None, delta.reason
+        tokens = [(delta.token, delta.logprob)] if delta.token is not None else []
+        if not self.body.max_tokens:
+            text, tokens, reason = "", [], "length"
+        self.generated += len(tokens)
+        if self.body.echo and not self.has_begun:
             text = self.prompt + text
-            told = [*zip(self.request.prompt, [None, *piece.prompt_scores], strict=False), *told]
+            prompt = zip(self.request.prompt, [None, *delta.prompt_logprobs], strict=False)
+            tokens = [*prompt, *tokens]
         self.has_begun = True
-        if self.wanted.logprobs is not None:
-            logprobs = self._logprobs(told)
+        if self.body.logprobs is not None:
+            logprobs = self._logprobs(tokens)
         return {"index": self.index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
-    def _logprobs(self, told: list[tuple[int, Score | None]]) -> dict[str, list]:
-        lists = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for token, score in told:
-            name, best = self.spelling.name(token), None
-            if score is not None:
-                best = {self.spelling.name(other): logprob for other, logprob in score.alternatives}
-                best[name] = score.logprob
-            values = (name, score and score.logprob, best, self.offset)
+    def _logprobs(self, tokens: list[tuple[int, TokenLogprob | None]]) -> dict[str, list]:
+        lists: dict[str, list] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for token, logprob in tokens:
+            name, top = self.token_text.name(token), None
+            if logprob is not None:
+                top = {self.token_text.name(other): value for other, value in logprob.top}
+                top[name] = logprob.logprob
+            values = (name, logprob and logprob.logprob, top, self.offset)
             for entries, value in zip(lists.values(), values, strict=True):
                 entries.append(value)
-            self.offset += len(self.spelling.add(token))
+            self.offset += len(self.token_text.add(token))
         return lists
 
 
 class Completion:
-    """The answer to a request: whole, or as chunks of a stream."""
+    """The response to a request: complete, or as chunks of a stream."""
 
-    def __init__(self, wanted: CompletionRequest, choices: list[Choice], model: str) -> None:
-        self.wanted, self.choices = wanted, choices
+    def __init__(self, body: CompletionRequest, choices: list[ChoiceState], model: str) -> None:
+        self.body, self.choices = body, choices
         self.head = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
@@ -203,8 +206,8 @@ class Completion:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all prompts, each counted once."""
-        return sum(len(choice.request.prompt) for choice in self.choices[:: self.wanted.n])
+        """Tokens of all prompts, each prompt counted once."""
+        return sum(len(choice.request.prompt) for choice in self.choices[:: self.body.n])
 
     def usage(self) -> dict[str, int]:
         prompt, completion = self.prompt_tokens, sum(choice.generated for choice in self.choices)
@@ -214,9 +217,9 @@ class Completion:
             "total_tokens": prompt + completion,
         }
 
-    def chunk(self, piece: Piece) -> dict[str, Any] | None:
-        """The next chunk of a stream; None if there is nothing to tell."""
-        choice = self.choices[piece.number].take(piece)
+    def chunk(self, delta: TextDelta) -> dict[str, Any] | None:
+        """Return the next chunk of a stream; None if it would be empty."""
+        choice = self.choices[delta.index].take(delta)
         if not choice["text"] and choice["logprobs"] is None and choice["finish_reason"] is None:
             return None
         usage = {"usage": None} if self.includes_usage else {}
@@ -224,17 +227,17 @@ class Completion:
 
     @property
     def includes_usage(self) -> bool:
-        options = self.wanted.stream_options
+        options = self.body.stream_options
         return options is not None and options.include_usage
 
     def last_chunk(self) -> dict[str, Any]:
         return {**self.head, "choices": [], "usage": self.usage()}
 
-    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """All of it."""
+    def whole(self, deltas: Sequence[TextDelta]) -> dict[str, Any]:
+        """Return the complete response."""
         merged: list[dict[str, Any]] = [{} for _ in self.choices]
-        for piece in pieces:
-            new, choice = self.choices[piece.number].take(piece), merged[piece.number]
+        for delta in deltas:
+            new, choice = self.choices[delta.index].take(delta), merged[delta.index]
             choice["index"] = new["index"]
             choice["text"] = choice.get("text", "") + new["text"]
             if new["logprobs"] is None:

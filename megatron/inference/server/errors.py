@@ -1,4 +1,4 @@
-"""What goes wrong with a request, in the form of OpenAI's API."""
+"""Errors in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_e
 
 
 class ApiError(Exception):
-    """A request that is answered by an error.
+    """An error response.
 
     Attributes:
-        status: of HTTP.
-        param: the field of the request that is wrong, if it is one.
-        code: a word for programs, where OpenAI has one.
+        status: HTTP status.
+        param: the invalid field of the request, if any.
+        code: OpenAI's error code, if it has one.
     """
 
     def __init__(
@@ -30,6 +30,6 @@ class ApiError(Exception):
         self.status, self.param, self.code, self.headers = status, param, code, dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the response body."""
         kind = KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}

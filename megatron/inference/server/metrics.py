@@ -1,4 +1,4 @@
-"""Figures of a server, in the text format of Prometheus."""
+"""Metrics of the server in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Histogram:
-    """How often a value was at most each of some bounds."""
+    """Histogram with cumulative buckets."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds, self.counts, self.total = bounds, [0] * (len(bounds) + 1), 0.0
@@ -20,17 +20,17 @@ class Histogram:
         self.total += value * times
 
     def lines(self, name: str) -> list[str]:
-        most = list(itertools.accumulate(self.counts))
-        buckets = zip((*self.bounds, "+Inf"), most, strict=True)
+        cumulative = list(itertools.accumulate(self.counts))
+        buckets = zip((*self.bounds, "+Inf"), cumulative, strict=True)
         return [
             *(f'{name}_bucket{{le="{bound}"}} {count}' for bound, count in buckets),
             f"{name}_sum {self.total}",
-            f"{name}_count {most[-1]}",
+            f"{name}_count {cumulative[-1]}",
         ]
 
 
 class Metrics:
-    """What is counted. For one thread, that of the event loop."""
+    """Counters. Used on the event loop's thread only."""
 
     def __init__(self) -> None:
         self.requests: collections.Counter[tuple[str, int]] = collections.Counter()
@@ -39,32 +39,32 @@ class Metrics:
         self.token = Histogram((0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0))
 
     def page(self, *, queue: int, running: int) -> str:
-        """The whole page, with how many texts wait and grow now."""
+        """Return the page, with the numbers of waiting and running sequences."""
         requests = [
             f'megatron_requests_total{{path="{path}",status="{status}"}} {count}'
             for (path, status), count in sorted(self.requests.items())
         ]
         families = [
-            ("requests_total", "counter", "requests by status; 499 is a client that hung up", requests),
-            ("prompt_tokens_total", "counter", "tokens of prompts taken on", self.prompt_tokens),
+            ("requests_total", "counter", "requests by status; 499: closed by the client", requests),
+            ("prompt_tokens_total", "counter", "prompt tokens of accepted requests", self.prompt_tokens),
             ("generated_tokens_total", "counter", "tokens generated", self.generated_tokens),
-            ("queue_length", "gauge", "texts that wait", queue),
-            ("running", "gauge", "texts that grow", running),
+            ("queue_length", "gauge", "waiting sequences", queue),
+            ("running", "gauge", "running sequences", running),
             (
                 "time_to_first_token_seconds",
                 "histogram",
-                "from a request to the first token of its texts",
+                "time from a request to its first token",
                 self.first_token.lines("megatron_time_to_first_token_seconds"),
             ),
             (
                 "seconds_per_token",
                 "histogram",
-                "of each token, what the step took that made it",
+                "duration of the step that generated a token",
                 self.token.lines("megatron_seconds_per_token"),
             ),
         ]
         lines = []
-        for name, kind, meaning, found in families:
-            lines += [f"# HELP megatron_{name} {meaning}", f"# TYPE megatron_{name} {kind}"]
-            lines += found if isinstance(found, list) else [f"megatron_{name} {found}"]
+        for name, kind, description, values in families:
+            lines += [f"# HELP megatron_{name} {description}", f"# TYPE megatron_{name} {kind}"]
+            lines += values if isinstance(values, list) else [f"megatron_{name} {values}"]
         return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""NVIDIA's `PUT /api`, with the fields of the server in Megatron-LM v3.0 (megatron/text_generation_server.py)."""
+"""Megatron-LM's `PUT /api`, with the fields of its v3.0 server (megatron/text_generation_server.py)."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from megatron.inference.batching import Request
 from megatron.inference.beam import BeamConfig, Hypothesis
 from megatron.inference.sampling import SamplingConfig
 from megatron.inference.server.body import Body
-from megatron.inference.server.completions import COLDEST, NARROWEST
-from megatron.inference.server.engine import Piece, Search
+from megatron.inference.server.completions import MIN_TEMPERATURE, MIN_TOP_P
+from megatron.inference.server.engine import BeamSearchRequest, TextDelta
 from megatron.inference.server.errors import ApiError
-from megatron.inference.server.spelling import Spelling
+from megatron.inference.server.token_text import TokenText
 from megatron.tokenizer import Tokenizer
 
 
 class NvidiaRequest(Body):
-    """NVIDIA's fields, with its defaults and limits."""
+    """Megatron-LM's fields, defaults and limits."""
 
     prompts: Annotated[list[str], Field(min_length=1, max_length=128)]
     tokens_to_generate: int = Field(64, ge=0, le=2**31)
     logprobs: bool = False
-    temperature: float = Field(1.0, ge=COLDEST, le=100)
+    temperature: float = Field(1.0, ge=MIN_TEMPERATURE, le=100)
     top_k: int = Field(0, ge=0, le=1000)
     top_p: float = Field(0.0, ge=0, le=1)
     top_p_decay: float = Field(0.0, ge=0, le=1)
@@ -44,10 +44,10 @@ class NvidiaRequest(Body):
         if self.top_p_decay:
             raise ApiError(400, "top_p_decay is not supported; leave it out", param="top_p_decay")
         if self.beam_width is None and self.stop_token is not None:
-            raise ApiError(400, "stop_token is for beam search; give beam_width too", param="stop_token")
+            raise ApiError(400, "stop_token needs beam_width", param="stop_token")
         if self.beam_width is not None and len(self.prompts) > 1:
             raise ApiError(
-                400, f"prompts: beam search takes one, and there are {len(self.prompts)}", param="prompts"
+                400, f"prompts: beam search takes one prompt, not {len(self.prompts)}", param="prompts"
             )
         if self.beam_width is not None and not self.tokens_to_generate:
             raise ApiError(
@@ -56,11 +56,11 @@ class NvidiaRequest(Body):
         return self
 
     def tokenize(self, tokenizer: Tokenizer) -> list[list[int]]:
-        """The tokens of each prompt.
+        """Tokenize the prompts.
 
         Raises:
-            InputError: a prompt is no text of the tokenizer.
-            ApiError: it has no token to begin with, and one is asked for.
+            InputError: the tokenizer cannot encode a prompt.
+            ApiError: add_BOS is set and the tokenizer has no such token.
         """
         rows = tokenizer.tokenize_batch(self.prompts)
         if not self.add_BOS:
@@ -71,9 +71,9 @@ class NvidiaRequest(Body):
         return [[first, *row] for row in rows]
 
     def requests(self, rows: Sequence[Sequence[int]]) -> list[Request]:
-        """Texts to draw."""
+        """Create the requests for sampling."""
         stops = [
-            text for text, wanted in (("\n\n", self.stop_on_double_eol), ("\n", self.stop_on_eol)) if wanted
+            text for text, enabled in (("\n\n", self.stop_on_double_eol), ("\n", self.stop_on_eol)) if enabled
         ]
         seed = secrets.randbits(32) if self.random_seed is None else self.random_seed
         return [
@@ -83,26 +83,28 @@ class NvidiaRequest(Body):
                     out_seq_length=max(self.tokens_to_generate, 1),
                     temperature=self.temperature,
                     top_k=self.top_k,
-                    top_p=self.top_p and max(self.top_p, NARROWEST),
+                    top_p=self.top_p and max(self.top_p, MIN_TOP_P),
                     seed=(seed + number) % 2**32,
                 ),
                 stops=stops,
-                alternatives=0 if self.logprobs else None,
-                scores_prompt=self.logprobs,
+                top_logprobs=0 if self.logprobs else None,
+                prompt_logprobs=self.logprobs,
             )
             for number, row in enumerate(rows)
         ]
 
-    def search(self, prompt: Sequence[int], rows: int, tokenizer: Tokenizer) -> Search:
-        """The beam search, of at most as many beams as the server has rows.
+    def search(
+        self, prompt: Sequence[int], beam_width: int, rows: int, tokenizer: Tokenizer
+    ) -> BeamSearchRequest:
+        """Create the request for beam search, with at most as many beams as the server has rows.
 
         Raises:
-            ApiError: it has not so many, or there is no such token to stop at.
+            ApiError: there are too many beams, or stop_token is not a token id.
         """
-        if self.beam_width > rows:
+        if beam_width > rows:
             raise ApiError(
                 400,
-                f"beam_width: {self.beam_width} is too large; the server has --max-batch-size {rows}",
+                f"beam_width: {beam_width} is too large; the server has --max-batch-size {rows}",
                 param="beam_width",
             )
         eod = tokenizer.special_ids.get("eod") if self.stop_token is None else self.stop_token
@@ -112,39 +114,40 @@ class NvidiaRequest(Body):
                 f"stop_token: {eod} is not a token id; give 0 to {tokenizer.vocab_size - 1}",
                 param="stop_token",
             )
-        config = BeamConfig(beam_width=self.beam_width, length_penalty=self.length_penalty)
-        return Search(prompt=prompt, config=config, length=self.tokens_to_generate, eod=eod)
+        config = BeamConfig(beam_width=beam_width, length_penalty=self.length_penalty)
+        return BeamSearchRequest(prompt=prompt, config=config, length=self.tokens_to_generate, eod=eod)
 
     def answer(
-        self, rows: Sequence[Sequence[int]], pieces: Sequence[Piece], tokenizer: Tokenizer
+        self, rows: Sequence[Sequence[int]], deltas: Sequence[TextDelta], tokenizer: Tokenizer
     ) -> dict[str, list | None]:
-        """The texts, prompts included; their tokens, and the log-probabilities of all but the first."""
+        """Return the texts with their prompts, the tokens, and the log-probabilities of all tokens but the first."""
         texts, tokens = list(self.prompts), [list(row) for row in rows]
-        scores: list[list[float]] = [[] for _ in rows]
-        for piece in pieces:
-            i = piece.number
-            if self.logprobs and not scores[i]:
-                scores[i] += [score.logprob for score in piece.prompt_scores]
+        logprobs: list[list[float]] = [[] for _ in rows]
+        for delta in deltas:
+            i = delta.index
+            if self.logprobs and not logprobs[i]:
+                logprobs[i] += [logprob.logprob for logprob in delta.prompt_logprobs]
             if self.tokens_to_generate:
-                texts[i] += piece.text
-                if piece.token is not None:
-                    tokens[i].append(piece.token)
-                    scores[i] += [piece.score.logprob] if self.logprobs else []
+                texts[i] += delta.text
+                if delta.token is not None:
+                    tokens[i].append(delta.token)
+                if delta.logprob is not None:
+                    logprobs[i].append(delta.logprob.logprob)
         segments = [_segments(row, tokenizer) for row in tokens]
-        return {"text": texts, "segments": segments, "logprobs": scores if self.logprobs else None}
+        return {"text": texts, "segments": segments, "logprobs": logprobs if self.logprobs else None}
 
     def beams(
-        self, prompt: Sequence[int], found: Sequence[Hypothesis], tokenizer: Tokenizer
+        self, prompt: Sequence[int], hypotheses: Sequence[Hypothesis], tokenizer: Tokenizer
     ) -> dict[str, list[Any]]:
-        """All beams, the best first."""
-        rows = [[*prompt, *hypothesis.tokens] for hypothesis in found]
+        """Return all beams, the best first."""
+        rows = [[*prompt, *hypothesis.tokens] for hypothesis in hypotheses]
         return {
             "text": [tokenizer.detokenize(row) for row in rows],
             "segments": [_segments(row, tokenizer) for row in rows],
-            "scores": [hypothesis.score for hypothesis in found],
+            "scores": [hypothesis.score for hypothesis in hypotheses],
         }
 
 
 def _segments(row: Sequence[int], tokenizer: Tokenizer) -> list[str]:
-    spelling = Spelling(tokenizer, [])
-    return [spelling.add(token) for token in row]
+    texts = TokenText(tokenizer, [])
+    return [texts.add(token) for token in row]

@@ -1,4 +1,4 @@
-"""A server from its start to its end."""
+"""Start and stop the server."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from megatron.flags import InputError
+from megatron.errors import InputError
 from megatron.inference.predictor import Predictor
 from megatron.inference.server.config import KEY_VARIABLE, ServerConfig
-from megatron.inference.server.engine import Engine
+from megatron.inference.server.engine import ServingEngine
 from megatron.tokenizer import Tokenizer
 
 try:
@@ -27,18 +27,17 @@ except ImportError:
 
 from megatron.inference.server.app import make_app
 
-# Seconds that texts under way have to end when the server is stopped, and that answers have to be sent.
-GRACE, SENDING = 5, 3
-# A signal that follows on another after so many seconds is meant; before, torchrun passes on what a terminal has sent
-# to all.
-AGAIN = 1
+# Seconds for running sequences to end when the server stops, and then for responses to be sent.
+GRACE_SECONDS, SEND_SECONDS = 5, 3
+# A second signal counts only after this many seconds: torchrun repeats signals that a terminal sends to all processes.
+REPEAT_SECONDS = 1
 
 
 def listen(config: ServerConfig) -> socket.socket:
-    """A socket at --host and --port, that nobody can connect to yet.
+    """Bind a socket to --host and --port, without accepting connections yet.
 
     Raises:
-        InputError: there can be none.
+        InputError: it cannot be bound.
     """
     host, port = config.host, config.port
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -48,20 +47,20 @@ def listen(config: ServerConfig) -> socket.socket:
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
-            raise InputError(f"--port: {port} is in use; give another, or 0 for a free one") from None
+            raise InputError(f"--port: {port} is in use; choose another, or 0 for any free port") from None
         if error.errno == errno.EACCES:
-            raise InputError(f"--port: {port} takes rights that you have not; give one above 1023") from None
-        raise InputError(f"--host: {host} is no address of this machine ({error.strerror})") from None
+            raise InputError(f"--port: {port} needs privileges; choose a port above 1023") from None
+        raise InputError(f"--host: {host} is not an address of this machine ({error.strerror})") from None
     return listener
 
 
 def serve(
     config: ServerConfig, name: str, listener: socket.socket, predictor: Predictor, tokenizer: Tokenizer
 ) -> None:
-    """Serve a model until SIGTERM, or until Ctrl-C, which is a KeyboardInterrupt. For the main thread.
+    """Serve a model until SIGTERM, or until Ctrl-C, which raises KeyboardInterrupt. Call it on the main thread.
 
     Args:
-        name: of the model, where --served-model-name gives none.
+        name: of the model, without --served-model-name.
     """
     length = config.inference_max_seq_length or predictor.context
     if length > predictor.context:
@@ -72,24 +71,24 @@ def serve(
         predictor.reserve(config.max_batch_size, length)
     except InputError as error:
         raise InputError(f"--max-batch-size, --inference-max-seq-length: {error}") from None
-    engine = Engine(predictor, tokenizer, max_queue=config.max_queue)
+    engine = ServingEngine(predictor, tokenizer, max_queue=config.max_queue)
     key, model = config.api_key(), config.served_model_name or name
     app = make_app(engine, config, model=model, key=key)
     host, port = listener.getsockname()[:2]
     if key is None and not (host.startswith("127.") or host == "::1"):
         print(
-            f"note: whoever reaches this machine can use the model; --api-key-file or {KEY_VARIABLE} asks for a key",
+            f"note: anyone who reaches {host} can use the model; --api-key-file or {KEY_VARIABLE} sets a key",
             file=sys.stderr,
         )
     with _stopping_on_signals(engine) as received:
         shown = f"[{host}]" if ":" in host else host
-        run(engine, app, listener, greeting=f"{model} is served at http://{shown}:{port}, until Ctrl-C")
+        run(engine, app, listener, greeting=f"serving {model} at http://{shown}:{port} (Ctrl-C stops)")
     if signal.SIGINT in received:
         raise KeyboardInterrupt
 
 
-def run(engine: Engine, app: ASGIApp, listener: socket.socket, *, greeting: str) -> None:
-    """Run an engine on this thread, and HTTP beside it on another, until the engine is stopped."""
+def run(engine: ServingEngine, app: ASGIApp, listener: socket.socket, *, greeting: str) -> None:
+    """Run the engine on this thread and HTTP on another until the engine stops."""
     settings = uvicorn.Config(
         app,
         lifespan="off",
@@ -97,7 +96,7 @@ def run(engine: Engine, app: ASGIApp, listener: socket.socket, *, greeting: str)
         log_level="warning",
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=SENDING,
+        timeout_graceful_shutdown=SEND_SECONDS,
     )
     server = uvicorn.Server(settings)
 
@@ -107,7 +106,7 @@ def run(engine: Engine, app: ASGIApp, listener: socket.socket, *, greeting: str)
         finally:
             engine.stop(0)
 
-    listener.listen(settings.backlog)  # who comes from now on waits for an answer
+    listener.listen(settings.backlog)  # clients can connect from now on
     print(greeting, flush=True)
     thread = threading.Thread(target=http)
     thread.start()
@@ -119,20 +118,20 @@ def run(engine: Engine, app: ASGIApp, listener: socket.socket, *, greeting: str)
 
 
 @contextmanager
-def _stopping_on_signals(engine: Engine) -> Iterator[list[int]]:
-    """A block in which SIGTERM and Ctrl-C stop the engine, gently the first time; gives those that have come.
+def _stopping_on_signals(engine: ServingEngine) -> Iterator[list[int]]:
+    """Stop the engine on SIGTERM and Ctrl-C: with a grace period the first time, at once the second time.
 
-    An exception would cut a computation that other processes take part in.
+    Yields the list of signals received. An exception instead would interrupt collectives with other processes.
     """
     received: list[int] = []
-    again = math.inf
+    repeat = math.inf
 
     def stop(number: int, frame: object) -> None:
-        nonlocal again
+        nonlocal repeat
         if not received:
-            again = time.monotonic() + AGAIN
-            engine.stop(GRACE)
-        elif time.monotonic() > again:
+            repeat = time.monotonic() + REPEAT_SECONDS
+            engine.stop(GRACE_SECONDS)
+        elif time.monotonic() > repeat:
             engine.stop(0)
         received.append(number)
 

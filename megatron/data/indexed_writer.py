@@ -1,0 +1,160 @@
+"""Write token files (`megatron.data.indexed` describes the format)."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import BinaryIO
+
+import numpy as np
+
+from megatron.data.indexed import DTYPES, HEADER, MAGIC, IndexedDataset, chunks
+from megatron.errors import InputError
+
+MAX_SEQUENCE = 2**31 - 1  # tokens
+
+
+def best_dtype(vocab_size: int) -> np.dtype:
+    """Return the dtype of Megatron-LM's token files: uint16 below 65,500 ids, int32 otherwise."""
+    return DTYPES[8] if vocab_size < 65500 else DTYPES[4]
+
+
+class IndexedDatasetWriter:
+    """Context manager that writes PREFIX.idx and PREFIX.bin.
+
+    The files are written under temporary names, synced to disk, and renamed when the block ends. If the block raises,
+    they are removed, and existing files at PREFIX stay unchanged.
+
+    Memory: at most 8 bytes per sequence (reached if every document has one sequence).
+
+    Raises:
+        InputError: the files cannot be written, or a token id does not fit `dtype`.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str], dtype: np.dtype | type) -> None:
+        self.prefix = os.fspath(prefix)
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        self._code = next(code for code, known in DTYPES.items() if known == self.dtype)
+        self._sizes = array.array("i")
+        self._sequences_per_document = array.array("i")
+        self._temporary = {kind: f"{self.prefix}.{kind}.{os.getpid()}.tmp" for kind in ("bin", "idx")}
+
+    def __enter__(self) -> IndexedDatasetWriter:
+        with self._writing():
+            self._bin = open(self._temporary["bin"], "wb")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            with self._writing(), self._bin:
+                if kind is None:
+                    _sync(self._bin)
+            if kind is None:
+                with self._writing():
+                    self._write_index()
+                    self._rename()
+        finally:
+            for path in self._temporary.values():
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+
+    def add_document(self, sequences: Sequence[Sequence[int] | np.ndarray]) -> None:
+        """Add one document, given as sequences of token ids."""
+        arrays = [np.asarray(s, dtype=None if len(s) else self.dtype) for s in sequences]
+        tokens = np.concatenate(arrays) if arrays else np.empty(0, self.dtype)
+        self.add_documents(tokens, [len(s) for s in arrays], [len(arrays)])
+
+    def add_documents(
+        self,
+        tokens: np.ndarray,
+        sequence_sizes: Sequence[int] | np.ndarray,
+        sequences_per_document: Sequence[int] | np.ndarray,
+    ) -> None:
+        """Add many documents at once.
+
+        Args:
+            tokens: integer [total], the ids of all sequences.
+            sequence_sizes: [sequences], tokens in each sequence; they sum to `total`.
+            sequences_per_document: [documents]; they sum to `sequences`.
+        """
+        sizes = np.asarray(sequence_sizes, dtype=np.int64)
+        counts = np.asarray(sequences_per_document, dtype=np.int64)
+        assert sizes.sum() == len(tokens) and counts.sum() == len(sizes)
+        if len(sizes) and sizes.max() > MAX_SEQUENCE:
+            raise InputError(
+                f"{self.prefix}.idx: a sequence has {sizes.max()} tokens; the maximum is {MAX_SEQUENCE}"
+            )
+        ids = np.ascontiguousarray(self._as_dtype(tokens))
+        with self._writing():
+            self._bin.write(ids.data)
+        self._sizes.frombytes(sizes.astype(np.int32).tobytes())
+        self._sequences_per_document.frombytes(counts.astype(np.int32).tobytes())
+
+    def add_dataset(self, dataset: IndexedDataset, copied: Callable[[int], None]) -> None:
+        """Add all documents of a token file of the same dtype; report the bytes of each copied piece to `copied`."""
+        assert dataset.dtype == self.dtype
+        for part in chunks(dataset.num_tokens):
+            with self._writing():
+                self._bin.write(dataset.tokens[part].data)
+            copied((part.stop - part.start) * self.dtype.itemsize)
+        for part in chunks(len(dataset)):
+            self._sizes.frombytes(dataset.sizes[part].astype(np.int32).tobytes())
+        for part in chunks(len(dataset.doc_idx) - 1):
+            counts = np.diff(dataset.doc_idx[part.start : part.stop + 1])
+            self._sequences_per_document.frombytes(counts.astype(np.int32).tobytes())
+
+    def _as_dtype(self, tokens: np.ndarray) -> np.ndarray:
+        """Convert `tokens` to the file's dtype, checking that every id fits."""
+        if tokens.dtype == self.dtype or len(tokens) == 0:
+            return tokens.astype(self.dtype, copy=False)
+        limits = np.iinfo(self.dtype)
+        if tokens.min() < limits.min or tokens.max() > limits.max:
+            wrong = tokens[np.argmax((tokens < limits.min) | (tokens > limits.max))]
+            raise InputError(
+                f"{self.prefix}.bin: token id {wrong} does not fit the file's {self.dtype.name} entries "
+                f"({limits.min} to {limits.max}); the vocabulary is larger than declared"
+            )
+        return tokens.astype(self.dtype)
+
+    def _write_index(self) -> None:
+        sizes = np.frombuffer(self._sizes, dtype=np.int32)
+        counts = np.frombuffer(self._sequences_per_document, dtype=np.int32)
+        with open(self._temporary["idx"], "wb") as file:
+            file.write(HEADER.pack(MAGIC, 1, self._code, len(sizes), len(counts) + 1))
+            file.write(sizes.astype("<i4", copy=False).data)
+            start = 0
+            for part in chunks(len(sizes)):
+                ends = start + np.cumsum(sizes[part], dtype=np.int64)
+                file.write(((ends - sizes[part]) * self.dtype.itemsize).astype("<i8", copy=False).data)
+                start = int(ends[-1])
+            file.write(bytes(8))
+            documents = 0
+            for part in chunks(len(counts)):
+                ends = documents + np.cumsum(counts[part], dtype=np.int64)
+                file.write(ends.astype("<i8", copy=False).data)
+                documents = int(ends[-1])
+            _sync(file)
+
+    def _rename(self) -> None:
+        """Rename the files to their final names. An old index never stands beside new tokens, nor the reverse."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f"{self.prefix}.idx")
+        for kind in ("bin", "idx"):
+            os.replace(self._temporary[kind], f"{self.prefix}.{kind}")
+        folder = os.open(os.path.dirname(self.prefix) or ".", os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise InputError(f"{self.prefix}.bin and .idx cannot be written: {error.strerror}") from None
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())

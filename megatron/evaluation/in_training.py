@@ -1,0 +1,93 @@
+"""Zero-shot tasks during training (--eval-tasks)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from megatron.errors import InputError
+from megatron.evaluation import zero_shot
+from megatron.evaluation.config import EvalTasksConfig
+from megatron.evaluation.tasks import ZeroShotTask, make_task, read_file
+from megatron.evaluation.zero_shot import ZeroShotBatch
+from megatron.model.gpt import GPTModel
+from megatron.parallel.collectives import raise_on_all_ranks
+from megatron.parallel.random import DropoutKey
+from megatron.tokenizer import Tokenizer
+from megatron.training.config import RunConfig
+from megatron.training.loop import Hook, Trainer
+from megatron.training.task import EvalMetric, Task
+
+
+class EvalTasks(Hook):
+    """Run the tasks of --eval-tasks with every evaluation."""
+
+    @contextmanager
+    def during_run(self, trainer: Trainer) -> Iterator[None]:
+        with raise_on_all_ranks(trainer.mesh.world, InputError):
+            self.tasks = read_eval_tasks(
+                trainer.config, trainer.task, trainer.tokenizer, trainer.reporter.log
+            )
+        yield
+
+    def evaluate(self, trainer: Trainer, where: str) -> None:
+        for task in self.tasks:
+            batches = zero_shot.make_batches(
+                task,
+                micro_batch_size=trainer.config.training.micro_batch_size,
+                dp=trainer.mesh.dp,
+                multiple=trainer.config.parallel.length_multiple,
+            )
+            with trainer.timed("evaluate"):
+                (total,), (count,) = trainer.engine.measure(batches, metric_of(task))
+            assert count == task.count
+            results = task.results(total)
+            trainer.reporter.measured(
+                task.line(results, f" at {where}"),
+                {f"{task.name} {name}": value for name, value in results.items()},
+                trainer.state.iteration,
+                trainer.state.consumed_samples,
+            )
+
+
+def read_eval_tasks(
+    config: RunConfig, task: Task, tokenizer: Tokenizer, log: Callable[[str], None]
+) -> list[ZeroShotTask]:
+    """Read the tasks of --eval-tasks and `log` their notes.
+
+    Raises:
+        InputError: the model is no GPT, or a file does not fit its task.
+    """
+    settings = config.plugin(EvalTasksConfig)
+    names, paths = settings.eval_tasks or (), settings.eval_tasks_data or ()
+    if names and task.name != "GPT":
+        raise InputError(f"--eval-tasks: {' '.join(names)} need a GPT, and this run trains {task.name}")
+    tasks: list[ZeroShotTask] = []
+    for name, path in zip(names, paths, strict=True):
+        files = [read_file(path, "--eval-tasks-data")]
+        tasks.append(make_task(name, files, tokenizer, settings, length=config.data.seq_length))
+        for note in tasks[-1].notes:
+            log(note)
+    return tasks
+
+
+def metric_of(task: ZeroShotTask) -> EvalMetric[ZeroShotBatch]:
+    """Return the metric of a zero-shot task, for batches of `zero_shot.make_batches`."""
+
+    def count(batch: ZeroShotBatch) -> Tensor:
+        return batch.tokens.new_full((1,), zero_shot.count(batch, task))
+
+    def forward(
+        model: GPTModel, batch: ZeroShotBatch, hidden: Tensor | None, dropout_key: DropoutKey
+    ) -> Tensor:
+        run = functools.partial(model, hidden_sbh=hidden, dropout_key=dropout_key)
+        out = zero_shot.forward(run, batch, task)
+        if model.output_layer is None:
+            return out
+        total = zero_shot.total(out, batch, task, vocab_size=model.context.vocab_size, tp=model.context.tp)
+        return total.unsqueeze(0)
+
+    return EvalMetric(names=(task.name,), denominators=count, forward=forward)

@@ -1,0 +1,238 @@
+"""Open a local Hugging Face model as a checkpoint: config.json, safetensors, and a tokenizer if there is one."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from megatron.checkpoint.checkpoint import Checkpoint
+from megatron.checkpoint.formats import why_not
+from megatron.checkpoint.tensor_file import DTYPES, TensorFile
+from megatron.errors import InputError
+from megatron.interop.external import (
+    ExternalTensor,
+    ExternalTensors,
+    list_names,
+    meta_model,
+    weights_only_state,
+)
+from megatron.interop.huggingface.families import Modules
+from megatron.interop.huggingface.settings import Settings, read_settings
+from megatron.model.config import ModelConfig
+from megatron.model.vocabulary import WORD_TABLE
+from megatron.parallel.parameters import named_parameters
+from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.base import read_json
+from megatron.tokenizer.config import TokenizerConfig
+
+INDEX = "model.safetensors.index.json"
+HEAD = "lm_head.weight"
+TOKENIZER_FILES = ("vocab.json", "merges.txt", "vocab.txt", "tokenizer.json")
+Files = dict[str, TensorFile]  # the file of each tensor, by its name
+
+
+def is_huggingface(folder: Path) -> bool:
+    """True if a folder looks like a Hugging Face model."""
+    return (folder / "config.json").is_file()
+
+
+def open_huggingface(folder: Path) -> Checkpoint:
+    """Open the model in a folder, without reading its tensors.
+
+    Raises:
+        InputError: it is no Hugging Face model, the architecture is not supported, or tensors are missing, unknown or
+            of other shapes than in config.json.
+    """
+    if not is_huggingface(folder):
+        raise InputError(f"--load: {folder} {why_not(folder, 'config.json')}")
+    settings = read_settings(folder / "config.json")
+    files = _find_files(folder)
+    task = "GPT"
+    if settings.family.model_type == "megatron-bert":
+        task = "BERT" if "cls.seq_relationship.weight" in files else "BERT --bert-no-binary-head"
+    tokenizer = _find_tokenizer(folder, settings)
+    ids = build_tokenizer(tokenizer).vocab_size if tokenizer.tokenizer_type else settings.rows
+    if ids > settings.rows:
+        raise InputError(
+            f"{folder}: its tokenizer has {ids} ids, more than the {settings.rows} rows (vocab_size) of the model; "
+            "replace the tokenizer's files with those of the training run, or remove them"
+        )
+    sources, notes = _find_sources(folder, files, settings, task, ids)
+    if ids < settings.rows:
+        notes.append(f"{settings.rows - ids} rows of padding beyond the vocabulary of {ids} ids are dropped")
+    bf16 = all(source.dtype == torch.bfloat16 for source in sources.values())
+    state = weights_only_state(task, settings.model, tokenizer, vocab_size=ids, bf16=bf16)
+    return Checkpoint(
+        folder, state, {"model": ExternalTensors(folder, sources)}, notes=(*settings.notes, *notes)
+    )
+
+
+def _find_files(folder: Path) -> Files:
+    """Find the file of each tensor."""
+    names = ["model.safetensors"]
+    listed: set[str] = set()
+    if (folder / INDEX).is_file():
+        weights = read_json(str(folder / INDEX))
+        weights = weights.get("weight_map") if isinstance(weights, dict) else None
+        if not isinstance(weights, dict) or not all(
+            isinstance(name, str) and re.fullmatch(r"[^/\\\0]+\.safetensors", name)
+            for name in weights.values()
+        ):
+            raise InputError(f"{folder / INDEX}: has no 'weight_map' of tensors to safetensors files")
+        names, listed = sorted(set(weights.values())), set(weights)
+    elif not (folder / "model.safetensors").is_file() and any(folder.glob("pytorch_model*.bin")):
+        raise InputError(
+            f"--load: {folder} holds its weights as a pickle, which can run code and is not read; convert it with "
+            f'transformers: AutoModelForCausalLM.from_pretrained("{folder}").save_pretrained("NEW_FOLDER")'
+        )
+    files: Files = {}
+    for name in names:
+        file = TensorFile(folder / name)
+        twice = files.keys() & file.tensors.keys()
+        if twice:
+            raise InputError(f"{file.path}: {min(twice)} is also in {files[min(twice)].path.name}")
+        files |= dict.fromkeys(file.tensors, file)
+    if listed - files.keys():
+        raise InputError(f"{folder / INDEX}: {list_names(listed - files.keys())} in none of the files")
+    return files
+
+
+def _find_sources(
+    folder: Path, files: Files, settings: Settings, task: str, vocab_size: int
+) -> tuple[dict[str, ExternalTensor], list[str]]:
+    """Describe each native tensor by the tensors in the files; also returns notes for the user."""
+    _check_sizes(folder, files, settings)
+    model = meta_model(task, settings.model, settings.rows)
+    matched = _match(folder, files, settings, model)
+    used = {part for theirs, _ in matched.values() for part in theirs}
+    left = files.keys() - used
+    if not settings.model.untie_embeddings_and_output_weights and HEAD in left:
+        _check_copy(folder, files, matched[WORD_TABLE][0][0])
+        left -= {HEAD}
+    _check_left(folder, files, settings, left, task)
+
+    found = sorted({files[part].tensors[part].dtype for part in used})
+    if unknown := [dtype for dtype in found if dtype not in DTYPES]:
+        raise InputError(
+            f"{folder}: has tensors of dtype {', '.join(unknown)}; supported are {', '.join(DTYPES)}"
+        )
+    dtype = torch.bfloat16 if found == ["BF16"] else torch.float32
+    notes = (
+        [] if found in (["BF16"], ["F32"]) else [f"tensors of dtype {', '.join(found)} are converted to F32"]
+    )
+    sources = {}
+    for name, p in named_parameters(model):
+        shape = (
+            p.shard_spec.shape
+            if p.shard_spec.num_valid_rows is None
+            else (vocab_size, *p.shard_spec.shape[1:])
+        )
+        read = functools.partial(_read, files, *matched[name], settings.model, dtype, shape[0])
+        sources[name] = ExternalTensor(shape, dtype, read)
+    return sources, notes
+
+
+def _check_sizes(folder: Path, files: Files, settings: Settings) -> None:
+    """Raise `InputError` if config.json describes a model larger than the files, before it is built."""
+    config = settings.model
+    if config.num_layers > len(files):
+        raise InputError(
+            f"{folder}: config.json has {config.num_layers} layers, but there are {len(files)} tensors in all"
+        )
+    stored = sum(math.prod(file.tensors[name].shape) for name, file in files.items())
+    rows = [settings.rows, config.num_attention_heads * config.kv_channels, config.ffn_hidden_size]
+    if config.position_embedding_type == "learned_absolute":
+        rows.append(config.max_position_embeddings)
+    if max(rows) * config.hidden_size > stored:
+        raise InputError(
+            f"{folder}: config.json describes a tensor of {max(rows)} x {config.hidden_size}, but all tensors together "
+            f"have {stored} elements"
+        )
+
+
+def _match(
+    folder: Path, files: Files, settings: Settings, model: nn.Module
+) -> dict[str, tuple[list[str], Modules]]:
+    """The names of the tensors for each native one, and their conversion; checks that they exist, and their shapes."""
+    family = settings.family
+    prefix = "" if any(name.startswith(family.prefix) for name in files) else family.prefix
+    matched, missing, wrong = {}, [], []
+    for name, p in named_parameters(model):
+        theirs, modules = family.tensors(name)
+        theirs = [part.removeprefix(prefix) for part in theirs]
+        matched[name] = theirs, modules
+        for part, like in zip(theirs, modules.split(p, settings.model), strict=True):
+            if part not in files:
+                missing.append(part)
+            elif (shape := files[part].tensors[part].shape) != tuple(like.shape):
+                wrong.append(f"{part} {shape}, not {tuple(like.shape)}")
+    if missing:
+        raise InputError(f"{folder}: lacks {list_names(missing)}")
+    if wrong:
+        raise InputError(f"{folder}: config.json contradicts the shapes of {list_names(wrong)}")
+    return matched
+
+
+def _read(
+    files: Files, theirs: list[str], modules: Modules, config: ModelConfig, dtype: torch.dtype, rows: int
+) -> Tensor:
+    return modules.join([files[name].read(name).to(dtype) for name in theirs], config)[:rows]
+
+
+def _check_copy(folder: Path, files: Files, table: str) -> None:
+    """Raise `InputError` unless the stored output layer of a tied model equals the word embeddings."""
+    if not torch.equal(files[HEAD].read(HEAD), files[table].read(table)):
+        raise InputError(
+            f"{folder}: tie_word_embeddings is true in config.json, but {HEAD} and {table} differ"
+        )
+
+
+def _check_left(folder: Path, files: Files, settings: Settings, left: set[str], task: str) -> None:
+    """Raise `InputError` if a tensor that is not read is part of the model."""
+    left = {name for name in left if not re.fullmatch(settings.family.ignored, name)}
+    if task == "BERT --bert-no-binary-head":
+        for name in [name for name in left if name.endswith("token_type_embeddings.weight")]:
+            if files[name].read(name).any():
+                raise InputError(
+                    f"{folder}: has token type embeddings that are not zero, but no head for sentence order; only both "
+                    "or neither are supported"
+                )
+            left.discard(name)
+    if left:
+        raise InputError(
+            f"{folder}: has tensors that a supported {settings.family.model_type} lacks: {list_names(left)}"
+        )
+
+
+def _find_tokenizer(folder: Path, settings: Settings) -> TokenizerConfig:
+    """Find the tokenizer in a folder; without a type if there is none."""
+    family = settings.family
+    path = {name: str(folder.absolute() / name) for name in TOKENIZER_FILES if (folder / name).is_file()}
+    if family.model_type == "gpt2" and {"vocab.json", "merges.txt"} <= path.keys():
+        return TokenizerConfig(
+            tokenizer_type="GPT2BPETokenizer", vocab_file=path["vocab.json"], merge_file=path["merges.txt"]
+        )
+    if family.model_type == "megatron-bert" and "vocab.txt" in path:
+        # Imported here because it imports the tokenizers library.
+        from megatron.tokenizer.bert import ADDED, read_vocab
+
+        file = folder / "tokenizer_config.json"
+        lowercase = (read_json(str(file)) if file.is_file() else {}).get("do_lower_case", True)
+        lines = len(read_vocab(path["vocab.txt"]))
+        return TokenizerConfig(
+            tokenizer_type="BertWordPieceLowerCase" if lowercase else "BertWordPieceCase",
+            vocab_file=path["vocab.txt"],
+            # Models of other origin than Megatron-LM have no rows for [BOS] and [EOS], which are added to the lines.
+            vocab_size=lines if settings.rows < lines + len(ADDED) else None,
+        )
+    if "tokenizer.json" in path:
+        return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=path["tokenizer.json"])
+    models = sorted(folder.absolute().glob("*.model"))
+    if models:
+        return TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(models[0]))
+    return TokenizerConfig()

@@ -1,0 +1,183 @@
+"""Conversion between config.json of a Hugging Face model and `ModelConfig`."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.checkpoint import differences
+from megatron.errors import InputError
+from megatron.flags import either
+from megatron.interop.huggingface.families import FAMILIES, Family
+from megatron.model.config import ModelConfig
+from megatron.ops.rotary import LEAST_TURNS, MOST_TURNS, TRAINED_LENGTH
+from megatron.tokenizer.base import read_json
+
+TANH_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+LLAMA3_SCALING = {
+    "low_freq_factor": LEAST_TURNS,
+    "high_freq_factor": MOST_TURNS,
+    "original_max_position_embeddings": TRAINED_LENGTH,
+}
+# The supported values of keys of any family.
+FIXED: dict[str, tuple[Any, ...]] = {
+    "quantization_config": (None,),
+    "rope_interleaved": (False,),
+    "use_mrope": (False,),
+}
+# Keys that do not change what the model computes.
+IGNORED = {
+    "architectures",
+    "bos_token_id",
+    "chunk_size_feed_forward",
+    "dtype",
+    "eos_token_id",
+    "gradient_checkpointing",
+    "is_encoder_decoder",
+    "max_window_layers",
+    "model_type",
+    "n_ctx",
+    "output_past",
+    "pad_token_id",
+    "pretraining_tp",
+    "reorder_and_upcast_attn",
+    "sliding_window",  # enabled only by use_sliding_window
+    "summary_activation",
+    "summary_first_dropout",
+    "summary_proj_to_labels",
+    "summary_type",
+    "summary_use_proj",
+    "task_specific_params",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The content of a config.json; `rows` of the word embeddings may exceed the vocabulary size."""
+
+    family: Family
+    model: ModelConfig
+    rows: int
+    notes: tuple[str, ...]
+
+
+def read_settings(path: Path) -> Settings:
+    """Read a config.json.
+
+    Raises:
+        InputError: it is damaged, or describes a model that is not supported.
+    """
+    config = read_json(str(path))
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise InputError(f"{path}: has no 'model_type'; it is not the config.json of a Hugging Face model")
+    try:
+        return _from_config(config)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+    except (TypeError, AttributeError) as error:
+        raise InputError(f"{path}: is damaged ({error})") from None
+
+
+def _from_config(config: dict[str, Any]) -> Settings:
+    if config["model_type"] not in FAMILIES:
+        raise InputError(f"model_type {config['model_type']!r} is not supported; use {either(FAMILIES)}")
+    family = FAMILIES[config["model_type"]]
+    # Keys are removed as they are used, so that those left at the end are unknown.
+    left = {key: value for key, value in config.items() if key not in IGNORED and not key.startswith("_")}
+    for key, values in (FIXED | dict(family.fixed)).items():
+        _check(key, left.pop(key, values[0]), values)
+    for kind in left.pop("layer_types", None) or ():
+        _check("layer_types", kind, ("full_attention",))
+    rows = left.pop("vocab_size", None)
+    if type(rows) is not int or rows < 1:
+        raise InputError(f"vocab_size: {rows!r} is not a positive integer")
+    fields = dict(family.shape)
+    for key, field in family.settings.items():
+        if key not in left and key not in family.defaults:
+            raise InputError(f"lacks {key!r}")
+        default = family.defaults.get(key)
+        fields[field] = left.pop(key, default)
+        if fields[field] is None and (key not in family.defaults or default is not None):
+            raise InputError(f"{key}: null is not a number")
+    groups, heads = fields.get("num_query_groups"), fields["num_attention_heads"]
+    fields["group_query_attention"] = groups not in (None, heads)
+    tied = left.pop("tie_word_embeddings", family.tied)
+    if type(tied) is not bool:
+        raise InputError(f"tie_word_embeddings: {tied!r} is not true or false")
+    fields["untie_embeddings_and_output_weights"] = not tied
+    if family.activation is not None:
+        key, default = family.activation
+        name = left.pop(key, default)
+        _check(key, name, ("gelu", *TANH_GELU))
+        # The first flag affects the layers, the second also BERT's head.
+        fields |= {"bias_gelu_fusion": name != "gelu", "openai_gelu": name != "gelu"}
+    else:
+        fields |= _read_rope(left)
+    notes = []
+    if left.pop("embd_pdrop", resid := fields["hidden_dropout"]) != resid:
+        notes.append(
+            f"config.json: embd_pdrop differs from resid_pdrop; --hidden-dropout {resid} replaces both"
+        )
+    notes += [f"config.json: {key!r} is unknown and has no effect" for key in left]
+    return Settings(family, ModelConfig(**fields), rows, tuple(notes))
+
+
+def _read_rope(left: dict[str, Any]) -> dict[str, Any]:
+    """Convert the settings of RoPE, and remove their keys. Newer versions of transformers keep them in one dict."""
+    rope = {**(left.pop("rope_scaling", None) or {}), **(left.pop("rope_parameters", None) or {})}
+    base = rope.pop("rope_theta", left.pop("rope_theta", 10000.0))
+    kind = rope.pop("rope_type", rope.pop("type", "default"))
+    _check("rope_type", kind, ("default", "llama3"))
+    share = left.pop("partial_rotary_factor", 1.0)
+    _check("partial_rotary_factor", rope.pop("partial_rotary_factor", share), (1.0,))
+    if base is None:
+        raise InputError("rope_theta: null is not a number")
+    fields = {"rotary_base": base}
+    if kind == "llama3":
+        for key, value in LLAMA3_SCALING.items():
+            _check(key, rope.pop(key, value), (value,))
+        if rope.get("factor") is None:
+            raise InputError("rope_type: 'llama3' lacks 'factor'")
+        fields |= {"use_rope_scaling": True, "rope_scaling_factor": rope.pop("factor")}
+    left |= rope
+    return fields
+
+
+def _check(key: str, value: Any, values: tuple[Any, ...]) -> None:
+    if value not in values:
+        raise InputError(f"{key}: {value!r} is not supported; only {either(map(repr, values))} is")
+
+
+def to_config(family: Family, model: ModelConfig, rows: int) -> dict[str, Any]:
+    """The content of config.json for a model, without special tokens.
+
+    Raises:
+        InputError: the family cannot express the model.
+    """
+    config: dict[str, Any] = {"model_type": family.model_type, "vocab_size": rows}
+    config |= {key: getattr(model, field) for key, field in family.settings.items()}
+    config |= {key: values[0] for key, values in family.fixed.items()}
+    config["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
+    is_bert = family.model_type == "megatron-bert"
+    if family.activation is not None:
+        tanh = model.openai_gelu if is_bert else model.tanh_gelu
+        config[family.activation[0]] = "gelu_new" if tanh else "gelu"
+    else:
+        config |= {"rope_theta": model.rotary_base, "rope_scaling": None}
+        if model.use_rope_scaling:
+            config["rope_scaling"] = {
+                "rope_type": "llama3",
+                "factor": model.rope_scaling_factor,
+                **LLAMA3_SCALING,
+            }
+    if family.model_type == "gpt2":
+        config["embd_pdrop"] = model.hidden_dropout
+    lost = differences(model, _from_config(config).model, is_bert=is_bert)
+    if lost:
+        lines = "; ".join(f"{flag} is {ours} here and {theirs} there" for flag, ours, theirs in lost)
+        raise InputError(f"the model cannot be expressed as Hugging Face's {family.model_type}: {lines}")
+    return config

@@ -1,0 +1,178 @@
+"""Write a checkpoint as a folder for `from_pretrained` of transformers, with one tensor in memory at a time."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.checkpoint.checkpoint import Checkpoint, model_config, saved_tokenizer
+from megatron.checkpoint.pieces import TensorSource
+from megatron.checkpoint.storage import check_room, sync
+from megatron.errors import InputError
+from megatron.interop.convert import SHARD_BYTES, check_is_empty
+from megatron.interop.external import meta_model
+from megatron.interop.huggingface.families import FAMILIES, Family
+from megatron.interop.huggingface.read import INDEX
+from megatron.interop.huggingface.settings import to_config
+from megatron.interop.tensor_writer import TensorToWrite, in_shards, write_tensors
+from megatron.model.config import ModelConfig
+from megatron.parallel.parameters import named_parameters
+from megatron.tokenizer import Tokenizer, build_tokenizer
+
+logger = logging.getLogger("megatron")
+
+
+def write_huggingface(
+    checkpoint: Checkpoint, root: Path, advance: Callable[[int], object], shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write the model of a checkpoint to the folder `root`; `advance` receives the bytes of each tensor written.
+
+    A failure leaves no files behind.
+
+    Raises:
+        InputError: the folder is not empty, or Hugging Face has no such model.
+        OSError: the folder cannot be written.
+    """
+    root = root.absolute()
+    check_is_empty(root)
+    task, model, rows = checkpoint.state["task"], model_config(checkpoint), checkpoint.state["vocab_size"]
+    family = FAMILIES[choose_family(task, model)]
+    try:
+        config = to_config(family, model, rows)
+    except InputError as error:
+        raise InputError(f"--load: {checkpoint.folder}: {error}") from None
+    tensors = tensors_of(family, checkpoint.tensors["model"], meta_model(task, model, rows), model)
+    if task == "BERT --bert-no-binary-head":
+        # transformers requires token type embeddings; zeros add nothing.
+        shape, dtype = (2, model.hidden_size), tensors["bert.embeddings.word_embeddings.weight"].dtype
+        types = TensorToWrite(shape, dtype, lambda: torch.zeros(shape, dtype=dtype))
+        tensors["bert.embeddings.token_type_embeddings.weight"] = types
+    if not model.mask_padded_vocab and rows < checkpoint.state["padded_vocab_size"]:
+        logger.warning(
+            f"--no-mask-padded-vocab: {checkpoint.state['padded_vocab_size'] - rows} rows of padding are dropped, "
+            "which makes the other ids slightly more probable"
+        )
+    dtypes = {tensor.dtype for tensor in tensors.values()}
+    config["architectures"] = [family.architecture(task)]
+    config["torch_dtype"] = str(dtypes.pop())[6:] if len(dtypes) == 1 else "float32"
+
+    saved = saved_tokenizer(checkpoint)
+    tokenizer = build_tokenizer(saved) if saved.tokenizer_type else None
+    special = {} if tokenizer is None else tokenizer.special_ids
+    roles = {"bos_token_id": ("bos", "eod"), "eos_token_id": ("eos", "eod"), "pad_token_id": ("pad",)}
+    config |= {key: next((special[r] for r in names if r in special), None) for key, names in roles.items()}
+    contents = {"config.json": json_text(config)}
+    if tokenizer is not None:
+        contents |= tokenizer_contents(tokenizer, model.max_position_embeddings)
+    write_folder(root, in_shards(tensors, shard_bytes), contents, advance)
+
+
+def choose_family(task: str, model: ModelConfig) -> str:
+    """The family nearest to a model."""
+    if task != "GPT":
+        return "megatron-bert"
+    if model.position_embedding_type != "rope":
+        return "gpt2"
+    if model.qk_layernorm:
+        return "qwen3"
+    return "qwen2" if model.add_qkv_bias else "llama"
+
+
+def tensors_of(
+    family: Family, source: TensorSource, model: nn.Module, config: ModelConfig
+) -> dict[str, TensorToWrite]:
+    """The tensors of transformers, each computed when it is written."""
+
+    specs = {name: p.shard_spec for name, p in named_parameters(model)}
+
+    # The tensors that come from one native tensor are written one after the other.
+    @functools.lru_cache(maxsize=1)
+    def parts(name: str) -> list[Tensor]:
+        native = source.read(name, specs[name]).to(dtype_of(name))
+        return family.tensors(name)[1].split(native, config)
+
+    def dtype_of(name: str) -> torch.dtype:
+        return getattr(torch, source.index[name]["dtype"])
+
+    def part_of(name: str, i: int) -> Tensor:
+        return parts(name)[i]
+
+    to_write = {}
+    for name, p in model.named_parameters():
+        theirs, modules = family.tensors(name)
+        for i, (part, like) in enumerate(zip(theirs, modules.split(p, config), strict=True)):
+            make = functools.partial(part_of, name, i)
+            to_write[part] = TensorToWrite(tuple(like.shape), dtype_of(name), make)
+    return to_write
+
+
+def write_folder(
+    root: Path,
+    shards: Iterable[dict[str, TensorToWrite]],
+    contents: dict[str, bytes],
+    advance: Callable[[int], object],
+) -> None:
+    """Write tensors and other files to a folder atomically."""
+    shards = list(shards)
+    size = sum(tensor.nbytes for shard in shards for tensor in shard.values())
+    temporary = root.with_name(f".writing-{root.name}")
+    shutil.rmtree(temporary, ignore_errors=True)  # of a killed conversion
+    temporary.mkdir(parents=True)
+    try:
+        check_room(temporary, size)
+        weights: dict[str, str] = {}
+        for i, shard in enumerate(shards):
+            name = "model.safetensors"
+            if len(shards) > 1:
+                name = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+            write_tensors(temporary / name, shard, advance)
+            weights |= dict.fromkeys(shard, name)
+        if len(shards) > 1:
+            contents = {
+                INDEX: json_text({"metadata": {"total_size": size}, "weight_map": weights}),
+                **contents,
+            }
+        for name, content in contents.items():
+            (temporary / name).write_bytes(content)
+        for path in (*temporary.iterdir(), temporary):
+            sync(path)
+        temporary.replace(root)
+        sync(root.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def tokenizer_contents(tokenizer: Tokenizer, longest: int) -> dict[str, bytes]:
+    """The files of a tokenizer, by the names that `AutoTokenizer` expects, and a tokenizer_config.json."""
+    contents = [file.read_bytes() for file in tokenizer.files]
+    settings: dict[str, Any] = {"model_max_length": longest}
+    if tokenizer.name == "GPT2BPETokenizer":
+        names = ["vocab.json", "merges.txt"]
+        end = "<|endoftext|>"
+        settings |= {"tokenizer_class": "GPT2Tokenizer", "bos_token": end, "eos_token": end, "unk_token": end}
+    elif tokenizer.name.startswith("BertWordPiece"):
+        names = ["vocab.txt"]
+        settings |= {
+            "tokenizer_class": "BertTokenizer",
+            "do_lower_case": tokenizer.name.endswith("LowerCase"),
+        }
+    elif tokenizer.name == "HuggingFaceTokenizer":
+        names = ["tokenizer.json", "tokenizer_config.json"][: len(contents)]
+        settings |= {"tokenizer_class": "PreTrainedTokenizerFast"}
+    else:
+        # transformers treats any tokenizer.model as Llama's, so a SentencePiece file keeps its own name.
+        return {file.name: file.read_bytes() for file in tokenizer.files}
+    return {"tokenizer_config.json": json_text(settings), **dict(zip(names, contents, strict=True))}
+
+
+def json_text(value: Any) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()

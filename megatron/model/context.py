@@ -1,0 +1,70 @@
+"""The run as the layers of a model see it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron.model.config import ModelConfig
+from megatron.ops.backend import PLAIN, Ops
+from megatron.parallel.config import ParallelConfig
+from megatron.parallel.mesh import ALONE, Axis, Mesh, split_axis
+from megatron.parallel.recompute import NO_RECOMPUTE, Recompute
+from megatron.parallel.slices import GlobalSlice, whole
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelContext:
+    """Everything a model is built from besides its config and its chunk of layers.
+
+    Attributes:
+        vocab_size: token ids of the tokenizer.
+        padded_vocab_size: rows of the word embeddings; those from `vocab_size` on are padding.
+        tp: tensor-parallel ranks, which split every layer.
+        kv: the ranks of `tp` that hold the same key and value heads, if the query groups are fewer than the ranks.
+        sequence_parallel: the activations between split layers are split too, along the sequence over `tp`.
+        ops: the implementation of each hot operation.
+        recompute: the activations that backward recomputes.
+    """
+
+    vocab_size: int
+    padded_vocab_size: int
+    tp: Axis = ALONE
+    kv: Axis = ALONE
+    sequence_parallel: bool = False
+    ops: Ops = PLAIN
+    recompute: Recompute = NO_RECOMPUTE
+
+    @classmethod
+    def on_mesh(
+        cls,
+        mesh: Mesh,
+        model: ModelConfig,
+        parallel: ParallelConfig,
+        *,
+        vocab_size: int,
+        padded_vocab_size: int,
+        ops: Ops,
+    ) -> ModelContext:
+        """Context of a run. Every process must take part."""
+        return cls(
+            vocab_size=vocab_size,
+            padded_vocab_size=padded_vocab_size,
+            tp=mesh.tp,
+            kv=split_axis(mesh.tp, max(mesh.tp.size // model.num_query_groups, 1), parallel),
+            sequence_parallel=parallel.sequence_parallel,
+            ops=ops,
+            recompute=Recompute.from_config(parallel, mesh.tp),
+        )
+
+    def replicated(self, *shape: int) -> GlobalSlice:
+        """Shard spec of a parameter that every rank of `tp` holds whole and applies between split layers.
+
+        With sequence parallelism each rank applies it to its part of the sequence, so its gradient is a partial sum.
+        """
+        return whole(*shape, replicas=self.tp, partial=self.sequence_parallel)
+
+    @property
+    def dropout_rank(self) -> int:
+        """Rank that enters the dropout key between split layers: 0 where all ranks of `tp` hold the same activations,
+        so that they drop the same elements."""
+        return self.tp.rank if self.sequence_parallel else 0

@@ -1,0 +1,84 @@
+"""Key/value cache of generation.
+
+Shapes in names: b batch, s new tokens, t all tokens, g key/value heads (groups) of this rank, d head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.model.config import ModelConfig
+from megatron.parallel.mesh import Axis
+
+
+class KVCache:
+    """Preallocated keys and values of several sequences, for the layers and heads of this rank.
+
+    The memory has shape [layers, 2, rows, g, length, d].
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layers: range,
+        tp: Axis,
+        *,
+        rows: int,
+        length: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Allocate `length` positions for each of `rows` sequences."""
+        self.first_layer = layers.start
+        groups = max(config.num_query_groups // tp.size, 1)
+        shape = (len(layers), 2, rows, groups, length, config.kv_channels)
+        # Masked positions have weight zero, but 0 x NaN is NaN, so the cache starts at zero.
+        self.memory = torch.zeros(shape, dtype=dtype, device=device)
+
+    def rows(self, first: int, starts: Sequence[int], length: int) -> CacheRows:
+        """The sequences from row `first` on. The i-th is about to get `length` tokens from position `starts[i]` on."""
+        return CacheRows(self, first, starts, length)
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        """Copy the first `length` positions of the rows `sources` to the rows `targets`, all at once."""
+        self.memory[:, :, list(targets), :, :length] = self.memory[:, :, list(sources), :, :length]
+
+
+class CacheRows:
+    """Rows of a cache with room for their new tokens.
+
+    Attributes:
+        position_ids_bs: positions of the new tokens.
+        mask_bst: true where a new token may attend to a key; None where `causal` says it all.
+        causal: without a mask, a new token attends to no later key.
+    """
+
+    def __init__(self, cache: KVCache, first: int, starts: Sequence[int], length: int) -> None:
+        end = max(starts) + length
+        self.first_layer = cache.first_layer
+        self.memory = cache.memory[:, :, first : first + len(starts), :, :end]
+        # The new positions as a slice, if they are the same in all rows.
+        self.new = slice(starts[0], end) if len(set(starts)) == 1 else None
+        device = cache.memory.device
+        self.position_ids_bs = torch.tensor(starts, device=device).unsqueeze(1) + torch.arange(
+            length, device=device
+        )
+        self.rows_b1 = torch.arange(len(starts), device=device).unsqueeze(1)
+        self.causal = self.new is not None and starts[0] == 0
+        self.mask_bst: Tensor | None = None
+        # A single token at the same position in all rows attends to every key.
+        if not self.causal and not (self.new is not None and length == 1):
+            self.mask_bst = self.position_ids_bs.unsqueeze(2) >= torch.arange(end, device=device)
+
+    def extend(self, layer: int, k_bgsd: Tensor, v_bgsd: Tensor) -> tuple[Tensor, Tensor]:
+        """Store a layer's new keys and values, and return all keys and values of the rows, [b, g, t, d]."""
+        keys, values = self.memory[layer - self.first_layer]
+        for memory, new_bgsd in ((keys, k_bgsd), (values, v_bgsd)):
+            if self.new is not None:
+                memory[:, :, self.new] = new_bgsd
+            else:
+                memory[self.rows_b1, :, self.position_ids_bs] = new_bgsd.transpose(1, 2).to(memory.dtype)
+        return keys, values

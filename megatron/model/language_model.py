@@ -1,0 +1,72 @@
+"""The part that GPT and BERT share: from token ids to the hidden states of the last layer."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from megatron.model.config import ModelConfig
+from megatron.model.context import ModelContext
+from megatron.model.transformer import LayerInputs, Transformer
+from megatron.model.vocabulary import Embedding, num_valid_rows
+from megatron.ops.rotary import rotary_angles
+from megatron.parallel.stages import Chunk
+
+
+class LanguageModel(nn.Module):
+    """Base of GPT and BERT, or of one chunk of their layers: holds the embedding and runs the transformer.
+
+    Subclasses add the transformer under their own name and the heads on top of it. They are built on the meta device:
+    parameters get memory from `ParamBuffer` and values from a checkpoint or `ParamBuffer.initialize`.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        context: ModelContext,
+        chunk: Chunk | None,
+        *,
+        output_layer: bool = True,
+        token_types: int = 0,
+    ) -> None:
+        """`output_layer`: the last chunk ends in a projection to the vocabulary."""
+        super().__init__()
+        self.config, self.context = config, context
+        self.chunk = chunk or Chunk(range(config.num_layers))
+        self.num_valid_rows = num_valid_rows(config, context)
+        self.embedding: Embedding | None = None
+        if self.chunk.first:
+            untied = config.untie_embeddings_and_output_weights or not output_layer
+            tied = not (untied or self.chunk.last)
+            self.embedding = Embedding(config, context, tied=tied, token_types=token_types)
+
+    @property
+    def word_table(self) -> Tensor | None:
+        """The word embeddings, if this chunk has them."""
+        return None if self.embedding is None else self.embedding.word_embeddings.weight
+
+    def transform(
+        self,
+        transformer: Transformer,
+        tokens_bs: Tensor,
+        position_ids_bs: Tensor,
+        inputs: LayerInputs,
+        hidden_sbh: Tensor | None,
+        types_bs: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states after this chunk's layers, [s, b, h]; with sequence parallelism this rank's part of s.
+
+        Args:
+            hidden_sbh: output of the chunk before, unless this is the first.
+            types_bs: token types, if the model has them.
+        """
+        config = self.config
+        if config.position_embedding_type == "rope":
+            inputs.rotary = rotary_angles(
+                position_ids_bs,
+                config.rotary_channels,
+                config.rotary_base,
+                config.rope_scaling_factor if config.use_rope_scaling else None,
+            )
+        if self.embedding is not None:
+            hidden_sbh = self.embedding(tokens_bs, position_ids_bs, inputs.dropout_key, types_bs)
+        return transformer(hidden_sbh, inputs)

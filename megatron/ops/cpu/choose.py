@@ -1,0 +1,35 @@
+"""Operations of a run on a CPU."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from megatron.ops.compiler import CompileFn
+from megatron.ops.cpu.attention import attention_by_blocks
+from megatron.ops.cpu.linear import WGRAD_ROWS, has_onednn, onednn_accumulate_wgrad, onednn_matmul
+from megatron.ops.cpu.norm import compiled_layer_norm, compiled_rms_norm
+
+
+def cpu_ops(dtype: torch.dtype, compiler: CompileFn | None) -> tuple[dict[str, Any], dict[str, str]]:
+    """Fields of `Ops` that are different on a CPU, and their names for the log.
+
+    Args:
+        compiler: None if nothing is compiled.
+    """
+    fields: dict[str, Any] = {}
+    names: dict[str, str] = {}
+    if has_onednn(dtype):
+        fields |= {"matmul": onednn_matmul, "accumulate_wgrad": onednn_accumulate_wgrad}
+        names["matmul"] = "oneDNN"
+        if dtype == torch.float32:
+            names["wgrad"] = f"unfused from {WGRAD_ROWS} tokens on"
+    if compiler is not None:
+        fields["layer_norm"] = functools.partial(compiled_layer_norm, compiler)
+        fields["rms_norm"] = functools.partial(compiled_rms_norm, compiler)
+        names["norm"] = "compiled"
+    if compiler is not None and has_onednn(dtype):
+        fields["attention"] = functools.partial(attention_by_blocks, compiler)
+    return fields, names

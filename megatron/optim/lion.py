@@ -1,0 +1,50 @@
+"""Lion (arXiv 2302.06675, algorithm 2)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megatron.flags import Config, flag
+from megatron.optim.spec import OptimizerSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron.optim.shard import Shard
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LionConfig(Config):
+    """Flags of Lion."""
+
+    lion_beta1: float = flag(0.9, "Lion: weight of the momentum in the update", low=0, below=1)
+    lion_beta2: float = flag(0.99, "Lion: decay of the momentum", low=0, below=1)
+
+
+class Lion(OptimizerSpec):
+    """Lion, the sign of momentum, with decoupled weight decay."""
+
+    config_class = LionConfig
+
+    def __init__(self, config: LionConfig) -> None:
+        self.beta1, self.beta2 = config.lion_beta1, config.lion_beta2
+        self.state = {"exp_avg": "float32"}
+
+    def step(
+        self,
+        shards: Sequence[Shard],
+        *,
+        lr: float,
+        weight_decay: float,
+        steps: Tensor,
+        grad_scale: Tensor | None,
+        found_inf: Tensor,
+    ) -> None:
+        taken = 1 - found_inf
+        for shard in shards:
+            grad, exp_avg = shard.scaled_grad(grad_scale, found_inf), shard.state["exp_avg"]
+            update = exp_avg.lerp(grad, 1 - self.beta1).sign_()
+            shard.weight.mul_(1 - taken * (lr * weight_decay)).sub_(update.mul_(taken * lr))
+            exp_avg.lerp_(grad, taken * (1 - self.beta2))

@@ -1,0 +1,62 @@
+"""The interface of an optimizer: its flags, the state that it keeps, and its step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from megatron.flags import Config
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+class OptimizerSpec(ABC):
+    """An optimizer. A new one is a subclass in a file of its own and a line in `registry.OPTIMIZERS`.
+
+    The command line is read without torch, for the sake of time: such a file imports torch within methods.
+
+    Attributes:
+        config_class: its flags, each with a default. All optimizers' flags are on the command line.
+        state: tensors that are kept beside each weight, by name: their dtype, as torch names it. They have the weight's
+            shape, start at zero and are saved in checkpoints under these names.
+        whole_matrices: the optimizer is for the matrices of layers, a `MatrixShard` each, and AdamW takes all other
+            parameters. Otherwise it is elementwise and takes all parameters, as flat pieces.
+    """
+
+    config_class: ClassVar[type[Config]] = Config
+    whole_matrices: ClassVar[bool] = False
+    state: Mapping[str, str]
+
+    @abstractmethod
+    def __init__(self, config: Any) -> None:
+        """Get ready. `config` has the fields of `config_class`."""
+
+    @abstractmethod
+    def step(
+        self,
+        shards: Sequence[Any],
+        *,
+        lr: float,
+        weight_decay: float,
+        steps: Tensor,
+        grad_scale: Tensor | None,
+        found_inf: Tensor,
+    ) -> None:
+        """Update weights and state in place, without waiting for the device.
+
+        Args:
+            shards: `Shard`s; `MatrixShard`s with `whole_matrices`.
+            steps: steps taken before this one, an fp32 scalar.
+            grad_scale: what gradients must be divided by, a scalar; None for 1.
+            found_inf: a scalar; where it is 1, gradients may not be finite and nothing may change.
+        """
+
+    @property
+    def state_dtypes(self) -> dict[str, torch.dtype]:
+        """Dtype of each tensor of the state, by name."""
+        import torch
+
+        return {name: getattr(torch, dtype) for name, dtype in self.state.items()}

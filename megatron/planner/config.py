@@ -1,0 +1,36 @@
+"""Flags of dry runs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron.errors import InputError
+from megatron.flags import Config, flag, flag_name
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DryRunConfig(Config):
+    """Count the cost of a run without its devices, data and processes."""
+
+    dry_run: bool = flag(
+        False,
+        "count the memory, communication and operations of an iteration on some ranks with fake tensors, and exit; "
+        "needs one process, no data and no GPU; --device auto means a GPU",
+    )
+    world_size: int | None = flag(
+        None, "number of processes of the run (default: those of one replica)", low=1, high=10**6
+    )
+    dry_run_ranks: tuple[int, ...] | None = flag(
+        None,
+        "ranks to count (default: the first rank of the first, middle and last stage)",
+        low=0,
+        nargs="+",
+        metavar="N",
+    )
+    dry_run_json: str | None = flag(None, "write the counts to this file too", metavar="FILE")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field in dataclasses.fields(self)[1:]:
+            if not self.dry_run and getattr(self, field.name) is not None:
+                raise InputError(f"{flag_name(field)} needs --dry-run")

@@ -1,0 +1,440 @@
+"""Dry run: count the resources of a run on one process, without its devices and data.
+
+For one rank after the other, the engine of a real run executes an iteration with its schedule. Only the tensors and the
+process group are fake.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TextIO
+
+import torch
+from tqdm import tqdm
+
+from megatron.data.batch import Batch
+from megatron.errors import InputError
+from megatron.flags import either
+from megatron.model.context import ModelContext
+from megatron.ops.backend import Ops, choose_ops
+from megatron.optim.layout import lay_out, param_groups
+from megatron.parallel.mesh import AXES, Mesh, fake_mesh, world_size
+from megatron.parallel.stages import chunks_per_stage
+from megatron.parallel.timers import Timers
+from megatron.parallel.transfers import MAX_PENDING_SENDS
+from megatron.planner.config import DryRunConfig
+from megatron.planner.counting import Counter, Traffic
+from megatron.planner.fakes import fake_tensors
+from megatron.tokenizer import build_tokenizer, padded_vocab_size
+from megatron.tokenizer.config import TokenizerConfig
+from megatron.tokenizer.null import NullTokenizer
+from megatron.training.batch_size import BatchSchedule
+from megatron.training.config import RunConfig
+from megatron.training.engine import Engine
+from megatron.training.layout import check_layout
+from megatron.training.task import Task
+
+CPU = torch.device("cpu")
+# Samples among which the longest is searched.
+NUM_SAMPLES = 256
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankCost:
+    """Resources that a rank needs for an iteration.
+
+    Attributes:
+        coordinates: the rank on each axis.
+        parameters: number of parameters that the rank holds.
+        unique_parameters: those that no other rank of the replica counts, excluding vocabulary padding.
+        memory: bytes by purpose at the peak of the forward and backward passes; "activations" is everything that these
+            passes have allocated by then. "peak" is the maximum over the whole iteration.
+        traffic: by kind of communication and name of the axis.
+        flops: see `Counter`.
+    """
+
+    rank: int
+    coordinates: dict[str, int]
+    parameters: int
+    unique_parameters: int
+    memory: dict[str, int]
+    traffic: dict[tuple[str, str], Traffic]
+    flops: int
+
+
+def dry_run(config: RunConfig, task: Task) -> int:
+    """Count and print the resources of some ranks of a run. Returns the exit status 0.
+
+    Raises:
+        InputError: the flags contradict each other, or the vocabulary's size is unknown.
+    """
+    plan, parallel = config.plugin(DryRunConfig), config.parallel
+    if world_size() > 1:
+        raise InputError("--dry-run: one process counts all ranks; start it with python instead of torchrun")
+    stages = parallel.pipeline_model_parallel_size
+    replica = parallel.tensor_model_parallel_size * stages
+    processes = plan.world_size or replica
+    if processes % replica:
+        below = processes // replica * replica
+        raise InputError(
+            f"--world-size: {processes} is not a multiple of {replica}, --tensor-model-parallel-size times "
+            f"--pipeline-model-parallel-size; choose {either(n for n in (below, below + replica) if n)}"
+        )
+    check_layout(config, processes)
+    first_ranks = range(0, processes, processes // stages)
+    ranks = plan.dry_run_ranks or sorted({first_ranks[i] for i in (0, stages // 2, stages - 1)})
+    beyond = [rank for rank in ranks if rank >= processes]
+    if beyond:
+        raise InputError(
+            f"--dry-run-ranks: {beyond[0]} is not a rank of this run; its {processes} ranks (--world-size) end at "
+            f"{processes - 1}"
+        )
+    with _opened(plan.dry_run_json) as file:
+        run = DryRun.from_config(config, task, processes)
+        print(run.describe(), flush=True)
+        costs = []
+        for rank in ranks:
+            begin = time.perf_counter()
+            costs.append(run.count(rank))
+            print(f"rank {rank} counted in {time.perf_counter() - begin:.0f} s", flush=True)
+        print(table(costs))
+        if file is not None:
+            record = run.record() | {"ranks": [as_json(cost) for cost in costs]}
+            file.write(json.dumps(record, indent=2) + "\n")
+    return 0
+
+
+def _opened(path: str | None) -> AbstractContextManager[TextIO | None]:
+    """Open the output file before counting, so that an error loses no work."""
+    try:
+        return nullcontext() if path is None else open(path, "w", encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--dry-run-json: {path}: {error.strerror}") from None
+
+
+def vocabulary(config: TokenizerConfig) -> int:
+    """Return the vocabulary size from --vocab-size, or else from the tokenizer's files."""
+    if config.tokenizer_type == "NullTokenizer" or config.vocab_size is None:
+        try:
+            return build_tokenizer(config).vocab_size
+        except InputError as error:
+            raise InputError(f"{error}; with --vocab-size a dry run needs no tokenizer files") from None
+    return config.vocab_size
+
+
+def longest_batch(config: RunConfig, task: Task, vocab_size: int) -> Batch:
+    """Return a microbatch of the longest samples."""
+    data = dataclasses.replace(
+        config.data,
+        mock_data=True,
+        split=None,
+        data_path=None,
+        train_data_path=None,
+        valid_data_path=None,
+        test_data_path=None,
+    )
+    tokenizer = NullTokenizer(vocab_size - 1)
+    mock = dataclasses.replace(config, data=data)
+    samples = task.build_datasets(mock, tokenizer, (NUM_SAMPLES, 0, 0))["train"]
+
+    def batch(i: int) -> Batch:
+        return samples.collate([samples[i]] * config.training.micro_batch_size)
+
+    return max(map(batch, range(NUM_SAMPLES)), key=lambda batch: sum(x.numel() for _, x in batch.items()))
+
+
+def distinct_microbatches(config: RunConfig, microbatches: int) -> int:
+    """Return the number of microbatches after which an iteration only repeats itself.
+
+    With 1F1B a stage holds the most activations after one microbatch per stage, and then alternates forward and
+    backward passes; a few more reach the maximum of pending sends. The interleaved schedule reaches the maximum after
+    fewer than two per stage, and repeats with each further one per stage. GPipe never repeats itself.
+    """
+    stages, schedule = config.parallel.pipeline_model_parallel_size, config.parallel.pipeline_schedule
+    if schedule == "gpipe" and stages > 1:
+        return microbatches
+    return min(microbatches, 3 * stages if schedule == "interleaved" else stages + 2 * MAX_PENDING_SENDS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DryRun:
+    """A run to count.
+
+    Attributes:
+        vocab_sizes: size of the vocabulary, without and with padding.
+        batch: a microbatch, of which only the shapes and dtypes matter.
+        microbatches: number of microbatches per iteration and replica.
+    """
+
+    config: RunConfig
+    task: Task
+    processes: int
+    vocab_sizes: tuple[int, int]
+    batch: Batch
+    microbatches: int
+
+    @classmethod
+    def from_config(cls, config: RunConfig, task: Task, processes: int) -> DryRun:
+        # Timers and CUDA graphs need a real GPU.
+        config = dataclasses.replace(
+            config,
+            logging=dataclasses.replace(config.logging, timing_log_level=0),
+            training=dataclasses.replace(config.training, cuda_graph=False),
+        )
+        tensor = config.parallel.tensor_model_parallel_size
+        replicas = processes // (tensor * config.parallel.pipeline_model_parallel_size)
+        size = vocabulary(config.tokenizer)
+        padded = padded_vocab_size(size, config.tokenizer.make_vocab_size_divisible_by, tensor)
+        return cls(
+            config=config,
+            task=task,
+            processes=processes,
+            vocab_sizes=(size, padded),
+            batch=longest_batch(config, task, size),
+            microbatches=BatchSchedule.from_config(config.training, replicas).max_microbatches,
+        )
+
+    @property
+    def gpu(self) -> bool:
+        return self.config.training.device != "cpu"
+
+    @property
+    def simulated(self) -> int:
+        """Number of microbatches that are executed; the others repeat them."""
+        return distinct_microbatches(self.config, self.microbatches)
+
+    def model_parameters(self) -> int:
+        """Return the whole model's number of parameters, excluding vocabulary padding."""
+        size, padded = self.vocab_sizes
+        context = ModelContext(vocab_size=size, padded_vocab_size=padded)
+        with torch.device("meta"):
+            model = self.task.build_model(self.config, context, None)
+        groups = param_groups(self.config.optimizer, Mesh(device=CPU), distributed=False)
+        entries = [e for b in lay_out([model], groups, bucket_size=1) for e in b.entries]
+        return sum(end - begin for e in entries for begin, end in e.flat(e.counted()))
+
+    def count(self, rank: int) -> RankCost:
+        """Count the resources of a rank."""
+        size, padded = self.vocab_sizes
+        with fake_mesh(self.config.parallel, CPU, rank=rank, processes=self.processes) as mesh:
+            counter = Counter(mesh.heartbeat)
+            phases = PhaseRecorder(counter)
+            with fake_tensors(gpu=self.gpu), counter:
+                engine = Engine(
+                    self.config,
+                    self.task,
+                    mesh,
+                    vocab_size=size,
+                    padded_vocab_size=padded,
+                    choose=functools.partial(self.choose_ops, counter),
+                    check=lambda *_, **__: None,
+                    timers=phases,
+                )
+                return count_step(
+                    engine, phases, self.batches(), simulated=self.simulated, microbatches=self.microbatches
+                )
+
+    def choose_ops(self, counter: Counter, *args: Any, device: torch.device, **settings: Any) -> Ops:
+        """Choose the operations of a run on the device; those that would be compiled count as fused."""
+        return choose_ops(
+            *args,
+            device=torch.device("cuda" if self.gpu else "cpu"),
+            find=lambda _: (counter.fused, "counted as fused"),
+            has_fused_wgrad=lambda _, device: device.type == "cuda",
+            **settings,
+        )
+
+    def batches(self) -> Iterator[Batch]:
+        while True:
+            yield self.batch.map(lambda x: torch.empty(x.shape, dtype=x.dtype))
+
+    def describe(self) -> str:
+        """Describe the run in a few lines."""
+        record = self.record()
+        layout = " x ".join(f"{name} {record[name]}" for name in ("tensor", "data", "pipeline"))
+        lines = [
+            f"dry run of {self.task.name} with {record['parameters']:,} parameters",
+            f"precision: {record['precision']}, operations: {'GPU' if self.gpu else 'CPU'}",
+            f"processes: {layout} = {self.processes}",
+            f"microbatches per replica: {self.microbatches}, micro batch size: {record['micro batch size']}",
+        ]
+        if record["chunks"] > 1:
+            lines.insert(3, f"model chunks per stage: {record['chunks']}")
+        if self.simulated < self.microbatches:
+            lines.append(f"simulated: the first {self.simulated} microbatches, which the others repeat")
+        return "\n".join(lines)
+
+    def record(self) -> dict[str, Any]:
+        """Return the description as JSON."""
+        parallel = self.config.parallel
+        tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+        return {
+            "task": self.task.name,
+            "parameters": self.model_parameters(),
+            "tensor": tensor,
+            "data": self.processes // (tensor * pipeline),
+            "pipeline": pipeline,
+            "chunks": chunks_per_stage(parallel, self.config.model.num_layers),
+            "device": "cuda" if self.gpu else "cpu",
+            "precision": self.config.training.precision,
+            "micro batch size": self.config.training.micro_batch_size,
+            "microbatches": self.microbatches,
+            "simulated microbatches": self.simulated,
+        }
+
+
+class PhaseRecorder(Timers):
+    """Timers of an engine in a dry run: record the counts before and after the passes, and advance `bar`."""
+
+    def __init__(self, counter: Counter) -> None:
+        super().__init__(0, CPU)
+        self.counter = counter
+        self.bar: tqdm | None = None
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        counter = self.counter
+        if phase == "forward-backward":
+            counter.peak = self.live = counter.live
+            self.before = dict(counter.traffic), counter.flops
+        yield
+        if phase == "forward-backward":
+            self.peak = counter.peak
+            self.after = dict(counter.traffic), counter.flops
+        if phase.endswith("-compute") and self.bar is not None:
+            self.bar.update()
+
+
+def count_step(
+    engine: Engine, phases: PhaseRecorder, batches: Iterator[Batch], *, simulated: int, microbatches: int
+) -> RankCost:
+    """Count the resources of an iteration of `microbatches`, of which the first `simulated` are executed.
+
+    Call it within the `with` block of the counter of `phases`, in which the engine was built with these timers.
+    """
+    counter = phases.counter
+    counter.traffic.clear()
+    counter.flops = 0
+    mesh, config = engine.mesh, engine.config
+    batch_bytes: list[int] = []
+    with tqdm(
+        total=2 * simulated * len(engine.chunks),
+        desc=f"rank {mesh.world.rank}",
+        unit="pass",
+        leave=False,
+        disable=not (config.logging.progress and sys.stderr.isatty()),
+    ) as bar:
+        phases.bar = bar
+        engine.train_step(
+            _recording_sizes(batches, batch_bytes),
+            num_microbatches=simulated,
+            consumed_samples=0,
+            lr=config.optimizer.lr,
+            weight_decay=config.optimizer.weight_decay,
+        )
+    # Gradients are reduced over replicas once per step; on other axes every pass communicates.
+    repeat = functools.partial(_repeat, microbatches, simulated)
+    (before, flops_before), (after, flops_after) = phases.before, phases.after
+    traffic = dict(counter.traffic)
+    for key in after:
+        if key[1] != AXES["dp"]:
+            passes = after[key] - before.get(key, Traffic())
+            traffic[key] += Traffic(repeat(passes.calls), repeat(passes.bytes))
+    other_batches = (microbatches - simulated) * max(batch_bytes)
+    state = state_bytes(engine)
+    memory = state | {
+        "buffers": phases.live - sum(state.values()) + other_batches,
+        "activations": phases.peak - phases.live,
+        "peak": counter.peak + other_batches,
+    }
+    return RankCost(
+        rank=mesh.world.rank,
+        coordinates={name: getattr(mesh, name).rank for name in ("pp", "dp", "tp")},
+        parameters=engine.buffer.local_elements,
+        unique_parameters=sum(
+            end - begin for e in engine.buffer.entries for begin, end in e.flat(e.counted())
+        ),
+        memory=memory,
+        traffic=traffic,
+        flops=counter.flops + repeat(flops_after - flops_before),
+    )
+
+
+def _repeat(microbatches: int, simulated: int, count: int) -> int:
+    """Return the count of the microbatches that are not executed, from that of the `simulated` ones."""
+    assert count % simulated == 0, f"{simulated} microbatches do not all do the same: {count}"
+    return count // simulated * (microbatches - simulated)
+
+
+def _recording_sizes(batches: Iterator[Batch], batch_bytes: list[int]) -> Iterator[Batch]:
+    for batch in batches:
+        batch_bytes.append(sum(x.numel() * x.element_size() for _, x in batch.items()))
+        yield batch
+
+
+def state_bytes(engine: Engine) -> dict[str, int]:
+    """Return the bytes of the state that a process keeps between iterations."""
+    buffer, optimizer = engine.buffer, engine.optimizer
+    masters = [] if buffer.is_fp32 else buffer.masters
+    tensors = {
+        "weights": [buffer.params],
+        "gradients": [buffer.grads],
+        "master weights": masters,
+        "moments": [piece for pieces in optimizer.state.values() for piece in pieces],
+    }
+    return {name: sum(x.numel() * x.element_size() for x in group) for name, group in tensors.items()}
+
+
+def table(costs: list[RankCost]) -> str:
+    """The resources of each rank, one column per rank."""
+    rows: list[tuple[str, list[str]]] = []
+
+    def row(title: str, value: Callable[[RankCost], str]) -> None:
+        rows.append((title, [value(cost) for cost in costs]))
+
+    row("rank", lambda cost: str(cost.rank))
+    row("stage, replica, tensor rank", lambda cost: ", ".join(map(str, cost.coordinates.values())))
+    row("parameters", lambda cost: f"{cost.parameters:,}")
+    rows.append(("memory", []))
+    for kind in costs[0].memory:
+        rows.append((f"  {kind}", [size(cost.memory[kind]) for cost in costs]))
+    keys = sorted({key for cost in costs for key in cost.traffic})
+    if keys:
+        rows.append(("communication", []))
+    for key in keys:
+        rows.append((f"  {key[0]}, {key[1]}", [_traffic(cost.traffic.get(key)) for cost in costs]))
+    row("operations", lambda cost: size(cost.flops, "FLOP"))
+    first = max(len(title) for title, _ in rows)
+    widths = [max(len(cells[i]) for _, cells in rows if cells) for i in range(len(costs))]
+    return "\n".join(
+        "  ".join([title.ljust(first), *(c.rjust(w) for c, w in zip(cells, widths, strict=False))]).rstrip()
+        for title, cells in rows
+    )
+
+
+def _traffic(traffic: Traffic | None) -> str:
+    return "-" if traffic is None else f"{traffic.calls:,} of {size(traffic.bytes):>8}"
+
+
+def size(count: float, unit: str = "B") -> str:
+    """Format a count of bytes, or of another unit: "16.4 GB"."""
+    prefixes = iter("KMGTPE")
+    prefix = ""
+    while count >= 999.5:
+        count, prefix = count / 1000, next(prefixes)
+    return f"{count:.3g} {prefix}{unit}"
+
+
+def as_json(cost: RankCost) -> dict[str, Any]:
+    record = {field.name: getattr(cost, field.name) for field in dataclasses.fields(cost)}
+    record["traffic"] = [
+        {"kind": kind, "axis": axis, "calls": traffic.calls, "bytes": traffic.bytes}
+        for (kind, axis), traffic in sorted(cost.traffic.items())
+    ]
+    return record

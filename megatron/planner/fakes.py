@@ -1,0 +1,136 @@
+"""Fake tensors, with shapes but without values, that behave as on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed._tools.fake_collectives  # registers collectives of fake tensors
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from megatron.planner.counting import tensors_of
+
+aten = torch.ops.aten
+
+
+@contextmanager
+def fake_tensors(*, gpu: bool) -> Iterator[None]:
+    """Make tensors within the block fake, except numbers that the host creates and reads.
+
+    Their device is the CPU: autograd rejects fake CUDA tensors if torch was built without CUDA. With `gpu`, operations
+    are those that PyTorch chooses on a GPU.
+    """
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        _HostValues(),
+        _replaced(ON_A_GPU if gpu else ON_A_CPU),
+    ):
+        yield
+
+
+class _HostValues(TorchDispatchMode):
+    """Keep results of torch.tensor real, and results computed from these only: numbers that processes agree on."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is aten.lift_fresh.default:
+            return args[0]
+        found = tensors_of(args)
+        if found and not any(isinstance(x, FakeTensor) for x in found):
+            with _disable_current_modes():
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _replaced(functions: dict[tuple[Any, str], Callable[..., Any]]) -> Iterator[None]:
+    """Replace functions of modules within the block.
+
+    A torch mode would not be active in backward, where layers are recomputed.
+    """
+    originals = {(module, name): getattr(module, name) for module, name in functions}
+    try:
+        for (module, name), function in functions.items():
+            setattr(module, name, function)
+        yield
+    finally:
+        for (module, name), function in originals.items():
+            setattr(module, name, function)
+
+
+def _gpu_dropout(x: Tensor, p: float) -> Tensor:
+    return torch.native_dropout(x, p, True)[0]
+
+
+def _gpu_rms_norm(x: Tensor, shape: torch.Size, weight: Tensor, epsilon: float) -> Tensor:
+    return _RMSNorm.apply(x, weight)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Save what torch's CUDA kernel saves: the input, and one number for each position."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _gpu_addmm(total: Tensor, a: Tensor, b: Tensor, *, out_dtype: torch.dtype, out: Tensor) -> Tensor:
+    """Stand in for torch.addmm with an output dtype, which fake tensors of torch 2.11 do not support.
+
+    Its factors take the output's dtype, without memory of their own.
+    """
+    element = torch.empty((), dtype=out_dtype)
+    return out.addmm_(element.expand(a.shape), element.expand(b.shape))
+
+
+def _gpu_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    enable_gqa: bool,
+) -> Tensor:
+    """Attention by the fastest CUDA kernel that accepts the inputs.
+
+    FlashAttention accepts no mask and no fp32; the memory-efficient kernel accepts no grouped-query attention.
+    """
+    if attn_mask is None and q.dtype != torch.float32:
+        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
+    if attn_mask is not None:
+        attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(~attn_mask, -torch.inf)
+    if enable_gqa:
+        return aten._scaled_dot_product_attention_math(
+            q, k, v, attn_mask, dropout_p, is_causal, enable_gqa=True
+        )[0]
+    if attn_mask is not None:
+        attn_mask = attn_mask.expand(*q.shape[:3], k.shape[2])
+    return aten._scaled_dot_product_efficient_attention(
+        q, k, v, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal
+    )[0]
+
+
+# Functions for which PyTorch has other operations on a GPU.
+Replacements = dict[tuple[Any, str], Callable[..., Any]]
+ON_A_GPU: Replacements = {
+    (F, "dropout"): _gpu_dropout,
+    (F, "scaled_dot_product_attention"): _gpu_attention,
+    (F, "rms_norm"): _gpu_rms_norm,
+    (torch, "addmm"): _gpu_addmm,
+}
+# oneDNN reorders a weight for one product; fake tensors cannot be reordered.
+REORDER = (torch.ops.mkldnn, "_reorder_linear_weight")
+ON_A_CPU: Replacements = {REORDER: lambda weight, rows: weight} if hasattr(*REORDER) else {}

@@ -1,0 +1,61 @@
+"""Progress of reading the input: a bar on a terminal, otherwise lines."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from tqdm import tqdm
+
+
+class Progress:
+    """Context manager that reports progress to stderr.
+
+    Args:
+        total_bytes: size of the input on disk, to estimate the remaining time.
+        log_interval: documents between two lines, if stderr is not a terminal.
+    """
+
+    def __init__(self, total_bytes: int, log_interval: int) -> None:
+        self.documents = 0
+        self.text_bytes = 0
+        self._total_bytes = max(total_bytes, 1)  # 0 if the input has no tokens
+        self._log_interval = log_interval
+        self._next_line = log_interval
+        self._start = time.monotonic()
+        on_terminal = sys.stderr.isatty()
+        self._bar = tqdm(total=total_bytes, unit="B", unit_scale=True) if on_terminal else None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def update(self, documents: int, text_bytes: int, read_bytes: int) -> None:
+        """Add documents and bytes of text; `read_bytes` is the total number of input bytes used so far."""
+        self.documents += documents
+        self.text_bytes += text_bytes
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"{self.documents:,} documents, {self.speed:.1f} MB/s", refresh=False)
+            self._bar.update(read_bytes - self._bar.n)
+        elif self.documents >= self._next_line:
+            self._next_line = self.documents - self.documents % self._log_interval + self._log_interval
+            left = self.seconds * (self._total_bytes / max(read_bytes, 1) - 1)
+            print(
+                f"{self.documents:,} documents, {self.speed:.1f} MB/s, "
+                f"{100 * read_bytes / self._total_bytes:.0f}%, {tqdm.format_interval(left)} left",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._start
+
+    @property
+    def speed(self) -> float:
+        """Average throughput in MB of text per second."""
+        return self.text_bytes / 1e6 / max(self.seconds, 1e-9)

@@ -1,0 +1,35 @@
+"""Output files and signals of the commands in tools/."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+from megatron.errors import InputError
+
+
+def check_output_file(flag: str, path: Path | None) -> None:
+    """Raise `InputError` if an output file cannot be written, before there is anything to write."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        fault = "it is a directory" if path.is_dir() else f"there is no directory {path.absolute().parent}"
+        raise InputError(f"{flag}: {path} cannot be written: {fault}")
+
+
+def write_output_file(flag: str, path: Path, text: str) -> None:
+    """Write an output file; raises `InputError` if it cannot be written."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{flag}: {path} cannot be written ({error.strerror})") from None
+
+
+def exit_on_sigterm() -> None:
+    """Exit on SIGTERM as on Ctrl-C, so that the command cleans up; ignore further signals meanwhile."""
+
+    def leave(number: int, _: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)

@@ -1,0 +1,103 @@
+"""Data sheets of GPUs: peak throughput, memory and links."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from megatron.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class DataSheet:
+    """A GPU with the figures of its data sheet, without sparsity.
+
+    Attributes:
+        name: the planner's name for it.
+        pattern: regular expression for the end of torch's name.
+        sms: streaming multiprocessors.
+        fp16, bf16: dense TFLOP/s with fp32 accumulation; None without native bf16.
+        fp32: TFLOP/s without TF32.
+        memory: GB.
+        bandwidth: memory bandwidth, GB/s.
+        link: GB/s to the other GPUs of a node, both directions added: NVLink, or PCIe where there is no NVLink between
+            all of them.
+        node: GPUs in a DGX of this kind, and GB/s in each direction of all its InfiniBand adapters; None if there is no
+            such DGX.
+    """
+
+    name: str
+    pattern: str
+    sms: int
+    fp16: float
+    bf16: float | None
+    fp32: float
+    memory: float
+    bandwidth: float
+    link: float
+    node: tuple[int, float] | None = None
+
+
+# The first matching pattern counts. Nodes are DGX-2H (1909.08053 section 5), DGX A100 (2104.04473 section 5.1),
+# DGX-1, DGX H100, H200 and B200 by their data sheets.
+DATA_SHEETS = tuple(
+    DataSheet(*row)
+    for row in (
+        ("gb200-186gb", r"GB200", 148, 2500, 2500, 80, 186, 8000, 1800),
+        ("b200-180gb", r"B200", 148, 2250, 2250, 75, 180, 8000, 1800, (8, 400)),
+        ("h200-nvl", r"H200 NVL", 132, 835, 835, 60, 141, 4800, 128),
+        ("h100-pcie", r"H[12]00 PCIe", 114, 756, 756, 51, 80, 2000, 128),
+        ("h100-nvl", r"H100 NVL", 132, 835, 835, 60, 94, 3900, 128),
+        ("gh200-96gb", r"GH200( \d+GB.*)?", 132, 989, 989, 67, 96, 4000, 900),
+        ("h200-141gb", r"H200( \d+GB.*)?", 132, 989, 989, 67, 141, 4800, 900, (8, 400)),
+        ("h100-80gb", r"H100( \d+GB.*)?", 132, 989, 989, 67, 80, 3350, 900, (8, 400)),
+        ("h800-80gb", r"H800( \d+GB.*)?", 132, 989, 989, 67, 80, 3350, 400),
+        ("h20-96gb", r"H20( \d+GB.*)?", 78, 148, 148, 44, 96, 4000, 900),
+        ("a100-80gb-pcie", r"A100 80GB PCIe", 108, 312, 312, 19.5, 80, 1935, 64),
+        ("a100-40gb-pcie", r"A100-PCIE-40GB", 108, 312, 312, 19.5, 40, 1555, 64),
+        ("a100-40gb", r"A100\b.*40GB", 108, 312, 312, 19.5, 40, 1555, 600, (8, 200)),
+        ("a100-80gb", r"A100\b.*", 108, 312, 312, 19.5, 80, 2039, 600, (8, 200)),
+        ("a800-80gb", r"A800\b.*", 108, 312, 312, 19.5, 80, 2039, 400),
+        ("a40", r"A40", 84, 149.7, 149.7, 37.4, 48, 696, 64),
+        ("a30", r"A30", 56, 165, 165, 10.3, 24, 933, 64),
+        ("a10g", r"A10G", 80, 70, 70, 35, 24, 600, 64),
+        ("a10", r"A10", 72, 125, 125, 31.2, 24, 600, 64),
+        ("rtx-a6000", r"RTX A6000", 84, 154.8, 154.8, 38.7, 48, 768, 64),
+        ("l40s", r"L40S", 142, 362, 362, 91.6, 48, 864, 64),
+        ("l40", r"L40", 142, 181, 181, 90.5, 48, 864, 64),
+        ("l4", r"L4", 58, 121, 121, 30.3, 24, 300, 64),
+        ("rtx-6000-ada", r"RTX 6000 Ada Generation", 142, 364, 364, 91.1, 48, 960, 64),
+        ("rtx-5090", r"RTX 5090", 170, 209.5, 209.5, 104.8, 32, 1792, 128),
+        ("rtx-4090", r"RTX 4090", 128, 165.2, 165.2, 82.6, 24, 1008, 64),
+        ("rtx-3090", r"RTX 3090", 82, 71, 71, 35.6, 24, 936, 64),
+        # The DGX-2H's draws 450 W: 39 TFLOP/s are 30% of its peak (1909.08053 section 5.1).
+        ("v100-32gb-dgx2h", r"V100-SXM3-32GB-H", 80, 130, None, 16.25, 32, 900, 300, (16, 100)),
+        ("v100-16gb", r"V100-SXM2-16GB", 80, 125, None, 15.7, 16, 900, 300, (8, 50)),
+        ("v100-32gb", r"V100-SXM\d.*", 80, 125, None, 15.7, 32, 900, 300, (8, 50)),
+        ("v100-pcie", r"V100-PCIE.*", 80, 112, None, 14, 16, 900, 32),
+        ("t4", r"T4", 40, 65, None, 8.1, 16, 320, 32),
+    )
+)
+
+
+def of_torch_name(name: str) -> DataSheet | None:
+    """Find a GPU by torch's name; None if it is not in the table or is a MIG slice."""
+    if " MIG " in name:
+        return None
+    return next((d for d in DATA_SHEETS if re.search(rf"(^|\s){d.pattern}$", name)), None)
+
+
+def data_sheet(name: str, *, where: str) -> DataSheet:
+    """Find a GPU by the planner's name.
+
+    Raises:
+        InputError: there is none of that name; `where` names the flag or file that gave it.
+    """
+    for sheet in DATA_SHEETS:
+        if sheet.name == name.lower():
+            return sheet
+    known = ", ".join(sheet.name for sheet in DATA_SHEETS)
+    raise InputError(
+        f"{where}: {name!r} is not a known GPU; known are {known}; describe another in a file for --cluster "
+        "(docs/scaling.md)"
+    )

@@ -1,0 +1,109 @@
+"""Hooks of every run: garbage collection, evaluation and saving."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+from megatron.data.loader import eval_batches
+from megatron.training.loop import Hook, Trainer
+
+
+class ManualGC(Hook):
+    """Collect garbage at the same iterations on all ranks (--manual-gc)."""
+
+    @contextmanager
+    def during_training(self, trainer: Trainer) -> Iterator[None]:
+        enabled = trainer.config.training.manual_gc
+        if enabled:
+            gc.collect()
+            gc.disable()
+        try:
+            yield
+        finally:
+            gc.enable()
+
+    def after_step(self, trainer: Trainer) -> None:
+        if trainer.is_due(trainer.config.training.manual_gc_interval):
+            gc.collect()
+
+
+class Evaluation(Hook):
+    """Evaluate the losses every --eval-interval iterations, at the end, and with --skip-train."""
+
+    def before_training(self, trainer: Trainer) -> None:
+        if trainer.state.evaluation_due:
+            with trainer.untimed():
+                self._evaluate_between_steps(trainer)
+
+    def after_step(self, trainer: Trainer) -> None:
+        due = trainer.is_due(trainer.config.training.eval_interval)
+        trainer.state.evaluation_due = due or trainer.is_done
+        # An evaluation due when the run stops early is left to the run that resumes.
+        if due and trainer.goes_on:
+            with trainer.untimed():
+                self._evaluate_between_steps(trainer)
+
+    def at_end(self, trainer: Trainer) -> None:
+        where = f"iteration {trainer.state.iteration}"
+        if trainer.config.training.skip_train:
+            evaluate_losses(trainer, "validation", f"{where} on validation set")
+            evaluate_losses(trainer, "test", f"{where} on test set")
+            self._run_hooks(trainer, where)
+        elif trainer.state.evaluation_due:
+            evaluate_losses(trainer, "validation", "the end of training for val data")
+            evaluate_losses(trainer, "test", "the end of training for test data")
+            self._run_hooks(trainer, "the end of training")
+            trainer.mark_evaluated()
+
+    def _evaluate_between_steps(self, trainer: Trainer) -> None:
+        if trainer.is_due(trainer.config.training.eval_interval):
+            trainer.collect()
+            with _garbage_collected(trainer):
+                where = f"iteration {trainer.state.iteration}"
+                evaluate_losses(trainer, "validation", where)
+                self._run_hooks(trainer, where)
+        trainer.state.evaluation_due = False
+
+    def _run_hooks(self, trainer: Trainer, where: str) -> None:
+        for hook in trainer.hooks:
+            hook.evaluate(trainer, where)
+
+
+def evaluate_losses(trainer: Trainer, split: str, where: str) -> None:
+    """Evaluate on the first samples of a split, the same ones each time, if there is data of that split."""
+    if split not in trainer.datasets:
+        return
+    count = trainer.config.training.eval_iters * trainer.batch_schedule.global_batch_size
+    batches = eval_batches(
+        trainer.datasets[split], trainer.config.data, samples=range(count), **trainer.loader_arguments()
+    )
+    with trainer.timed("evaluate"):
+        losses = trainer.engine.evaluate(batches)
+    trainer.reporter.evaluation(where, split, losses, trainer.state.iteration, trainer.state.consumed_samples)
+
+
+@contextmanager
+def _garbage_collected(trainer: Trainer) -> Iterator[None]:
+    """With --manual-gc, collect garbage before and after an evaluation."""
+    config = trainer.config.training
+    collects = config.manual_gc and config.manual_gc_eval
+    if collects:
+        gc.collect()
+    yield
+    if collects:
+        gc.collect(generation=0)
+
+
+class Saving(Hook):
+    """Save every --save-interval iterations, and when the run ends or stops."""
+
+    def during_training(self, trainer: Trainer) -> AbstractContextManager[object]:
+        return trainer.saver
+
+    def after_step(self, trainer: Trainer) -> None:
+        trainer.saver.check()
+        if not trainer.goes_on or trainer.is_due(trainer.config.checkpoint.save_interval):
+            with trainer.untimed():
+                trainer.save()

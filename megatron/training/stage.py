@@ -1,0 +1,126 @@
+"""This process's pipeline stage in training and in evaluation, and the losses of a step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megatron.data.batch import Batch
+from megatron.optim.buffer import ParamBuffer
+from megatron.parallel.pipeline import PipelineStage
+from megatron.parallel.random import DropoutKey
+from megatron.parallel.stages import Chunk
+from megatron.training.task import EvalMetric, ForwardStep
+
+
+@dataclasses.dataclass(frozen=True)
+class StageModel:
+    """The chunks of the model on this process.
+
+    Attributes:
+        modules: one for each of `chunks`.
+        hidden_size: last dimension of the activations between chunks, [sequence, samples, hidden_size].
+        hidden_dtype: their dtype.
+        sequence_shards: ranks that their sequence dimension is split over (sequence parallelism).
+    """
+
+    modules: Sequence[nn.Module]
+    chunks: Sequence[Chunk]
+    hidden_size: int
+    hidden_dtype: torch.dtype
+    sequence_shards: int
+
+
+class MeanLoss:
+    """The mean losses of a global batch, summed up microbatch by microbatch.
+
+    Attributes:
+        total: [terms] fp64, this process's share of the mean losses. Their sum over replicas and stages is the mean.
+    """
+
+    def __init__(self, denominators: Tensor, loss_scale: Tensor | float) -> None:
+        """`denominators`, [terms], are those of the whole global batch."""
+        self.denominators, self.loss_scale = denominators, loss_scale
+        self.total = torch.zeros(len(denominators), dtype=torch.float64, device=denominators.device)
+
+    def add(self, sums: Tensor) -> Tensor:
+        """Add a microbatch's losses, [terms]. Returns the scalar to differentiate, its scaled share of the mean."""
+        share, root = mean_share(sums, self.denominators, self.loss_scale)
+        self.total.add_(share)
+        return root
+
+
+def mean_share(sums: Tensor, denominators: Tensor, loss_scale: Tensor | float) -> tuple[Tensor, Tensor]:
+    """A microbatch's share of the mean losses, [terms], and the scalar to differentiate."""
+    share = sums / denominators
+    # 0 x NaN is NaN: a loss that is not finite makes the gradient not finite, whatever its derivative.
+    return share.detach(), (share * (loss_scale + 0 * share.detach())).sum()
+
+
+class ModelStage(PipelineStage):
+    """A stage that runs a task's forward function on microbatches."""
+
+    def __init__(self, model: StageModel, microbatches: Sequence[Batch], forward: ForwardStep) -> None:
+        super().__init__(model.hidden_dtype)
+        self.model, self.microbatches, self.forward_step = model, microbatches, forward
+
+    def recv_shape(self, microbatch: int) -> tuple[int, int, int]:
+        batch = self.microbatches[microbatch]
+        return batch.seq_length // self.model.sequence_shards, batch.num_sequences, self.model.hidden_size
+
+    def compute(self, chunk: int, microbatch: int, x: Tensor | None) -> Tensor:
+        module, batch = self.model.modules[chunk], self.microbatches[microbatch]
+        out = self.forward_step(module, batch, x, self.dropout_key(microbatch))
+        return self.end(microbatch, out) if self.model.chunks[chunk].last else out
+
+    def dropout_key(self, microbatch: int) -> DropoutKey:
+        """Key of the random numbers of dropout; None without dropout."""
+        return None
+
+    def end(self, microbatch: int, sums: Tensor) -> Tensor:
+        """Take the sums that come out of the model's last chunk."""
+        raise NotImplementedError
+
+
+class TrainStage(ModelStage):
+    """A stage of a training step: losses are averaged over the global batch, gradients go to `buffer`."""
+
+    def __init__(
+        self,
+        model: StageModel,
+        microbatches: Sequence[Batch],
+        forward: ForwardStep,
+        *,
+        loss: MeanLoss,
+        dropout_keys: Sequence[DropoutKey],
+        buffer: ParamBuffer,
+    ) -> None:
+        super().__init__(model, microbatches, forward)
+        self.loss, self.dropout_keys, self.buffer = loss, dropout_keys, buffer
+
+    def dropout_key(self, microbatch: int) -> DropoutKey:
+        return self.dropout_keys[microbatch]
+
+    def end(self, microbatch: int, sums: Tensor) -> Tensor:
+        return self.loss.add(sums)
+
+    def begin_last_backward(self, chunk: int) -> None:
+        self.buffer.begin_last_backward(chunk)
+
+
+class EvalStage(ModelStage):
+    """A stage of an evaluation, which adds a metric's sums and denominators to `totals`, [2, terms] fp64."""
+
+    def __init__(
+        self, model: StageModel, microbatches: Sequence[Batch], metric: EvalMetric, totals: Tensor
+    ) -> None:
+        super().__init__(model, microbatches, metric.forward)
+        self.metric, self.totals = metric, totals
+
+    def end(self, microbatch: int, sums: Tensor) -> Tensor:
+        self.totals[0] += sums
+        self.totals[1] += self.metric.denominators(self.microbatches[microbatch])
+        return sums

@@ -1,0 +1,58 @@
+"""Checkpoints written before the redesign of the core still load, and their runs continue as they would have then.
+
+`data/fp32` was written by one process, `data/fp16-tp2` by two tensor-parallel processes with --fp16. Both hold a run of
+eight iterations that stopped after four, with its optimizer, schedule, history, spike window and loss scaler.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint.find import find_checkpoint
+
+DATA = Path(__file__).parent / "data"
+FLAGS = """
+    --mock-data --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2
+    --global-batch-size 4 --train-iters 8 --lr 1e-2 --lr-warmup-iters 2 --lr-decay-style cosine --weight-decay 0.1
+    --spike-skip 3.0 --log-interval 1 --eval-interval 100 --eval-iters 1 --tokenizer-type NullTokenizer
+    --vocab-size 31 --make-vocab-size-divisible-by 8 --num-workers 0 --device cpu
+"""
+# As the program that wrote the checkpoints continued them in one process: loss, gradient norm, loss scale. The first
+# row is a mean of iterations 4 and 5, for the fourth had not been reported.
+RECORDED = {
+    "fp32": [
+        (3.4119744300842285, 1.0969789028167725, None),
+        (3.3658554553985596, 1.0892380475997925, None),
+        (3.3444743156433105, 1.1838902235031128, None),
+        (3.3076947927474976, 1.4206163883209229, None),
+    ],
+    "fp16-tp2": [
+        (3.410969913005829, 1.0896108150482178, 131072.0),
+        (3.3658642768859863, 1.0902526378631592, 262144.0),
+        (3.347012758255005, 1.2079687118530273, 262144.0),
+        (3.3098989725112915, 1.5205634832382202, 262144.0),
+    ],
+}
+TEST_LOSS = {"fp32": 3.309950590133667, "fp16-tp2": 3.3081541061401367}
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [("fp32", ""), ("fp16-tp2", "--fp16 --initial-loss-scale 65536 --loss-scale-window 3")],
+)
+def test_the_run_continues(name: str, flags: str, pretrain: Callable[..., str], tmp_path: Path) -> None:
+    assert find_checkpoint(str(DATA / name), None, verify=True).iteration == 4
+    metrics = tmp_path / "metrics.jsonl"
+    out = pretrain(*FLAGS.split(), *flags.split(), "--load", DATA / name, "--metrics-path", metrics)
+    assert "schedule" not in out and "another order" not in out
+    *rows, _, test = map(json.loads, metrics.read_text().splitlines())
+    assert [row["iteration"] for row in rows] == [5, 6, 7, 8]
+    for row, (loss, norm, scale) in zip(rows, RECORDED[name], strict=True):
+        assert row["lm loss"] == pytest.approx(loss, rel=1e-5)
+        assert row["grad norm"] == pytest.approx(norm, rel=1e-3 if scale else 1e-4)
+        assert row.get("loss scale") == scale
+    assert test["lm loss test"] == pytest.approx(TEST_LOSS[name], rel=1e-5)

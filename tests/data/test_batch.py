@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from classification import write_vocab
+
+from megatron.data.batch import Batch
+from megatron.data.bert_dataset import MockBertDataset
+from megatron.data.config import DataConfig
+from megatron.data.gpt_dataset import MockGPTDataset
+from megatron.finetuning.classification import ClassificationDataset, Example
+from megatron.tokenizer.bert import BertWordPieceTokenizer
+
+
+@pytest.fixture
+def batches(tmp_path) -> dict[str, Batch]:
+    """A batch of each kind of dataset, of two samples."""
+    config = DataConfig(seq_length=16, reset_attention_mask=True)
+    tokenizer = BertWordPieceTokenizer(str(write_vocab(tmp_path / "vocab.txt")), lowercase=True)
+    pair = (("the river", "a bird"),)
+    datasets = {
+        "gpt": MockGPTDataset(samples=9, config=config, vocab_size=50, seed=(1, 0), eod=3),
+        "bert": MockBertDataset(9, config, vocab_size=50, seed=(1, 0)),
+        "classification": ClassificationDataset(
+            [Example(pair * 2, 0), Example(pair * 2, 1)],
+            tokenizer,
+            seq_length=16,
+            keeps_first=False,
+            length_multiple=8,
+        ),
+    }
+    return {name: dataset.collate([dataset[0], dataset[1]]) for name, dataset in datasets.items()}
+
+
+def same(ours: Batch, theirs: Batch) -> bool:
+    pairs = list(zip(ours.items(), theirs.items(), strict=True))
+    return type(ours) is type(theirs) and all(a[0] == b[0] and torch.equal(a[1], b[1]) for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "sequences"),
+    [
+        ("gpt", {"tokens", "labels", "loss_mask", "position_ids", "document_ids"}, 2),
+        ("bert", {"tokens", "tokentype_ids", "padding_mask"}, 2),
+        ("classification", {"tokens", "tokentype_ids", "padding_mask"}, 4),
+    ],
+)
+def test_fields_declare_their_sequence_dimension(
+    batches: dict[str, Batch], name: str, fields: set[str], sequences: int
+) -> None:
+    batch = batches[name]
+    dims = batch.sequence_dims()
+    assert set(dims) == fields
+    assert batch.num_sequences == sequences
+    for field, tensor in batch.items():
+        if field in dims:
+            assert tensor.shape[dims[field]] == batch.seq_length
+
+
+def test_a_batch_survives_pickling_copying_and_mapping(batches: dict[str, Batch]) -> None:
+    for batch in batches.values():
+        copy = pickle.loads(pickle.dumps(batch))  # noqa: S301, our own bytes
+        assert same(copy, batch)
+        for _, tensor in copy.items():
+            tensor.zero_()  # writable, as --cuda-graph and in-place operations need
+        assert not same(copy, batch)
+        assert same(batch.to(torch.device("cpu"), non_blocking=True), batch)
+        assert {x.device.type for _, x in batch.to(torch.device("meta")).items()} == {"meta"}
+        assert [name for name, _ in batch.map(torch.zeros_like).items()] == [
+            name for name, _ in batch.items()
+        ]
+
+
+def test_a_missing_field_stays_missing(batches: dict[str, Batch]) -> None:
+    batch = MockGPTDataset(samples=9, config=DataConfig(seq_length=8), vocab_size=50, seed=(1, 0)).collate([])
+    for same_kind in (batch, batch.map(torch.ones_like), pickle.loads(pickle.dumps(batch))):  # noqa: S301
+        assert same_kind.document_ids is None and "document_ids" not in dict(same_kind.items())

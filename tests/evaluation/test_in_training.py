@@ -1,0 +1,146 @@
+"""--eval-tasks: the figures of NVIDIA's own evaluation by the training loop, and training that it does not disturb."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from distributed import run_distributed
+from models import CPU, config_of, engine_of
+
+from megatron.arguments import parse_run_config
+from megatron.errors import InputError
+from megatron.evaluation.in_training import metric_of, read_eval_tasks
+from megatron.evaluation.zero_shot import make_batches
+from megatron.parallel.mesh import init_mesh
+from megatron.plugins import run
+from megatron.tokenizer.null import NullTokenizer
+from pretrain_bert import bert
+from pretrain_gpt import GPT
+from tools import convert_checkpoint, evaluate
+
+TINY = """
+    --device cpu --mock-data --tokenizer-type NullTokenizer --vocab-size 59 --num-workers 0 --ops-backend plain
+    --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 20 --micro-batch-size 2 --lr 1e-2
+    --train-iters 5 --eval-interval 2 --eval-iters 1 --log-interval 1 --hidden-dropout 0.1 --attention-dropout 0.1
+""".split()
+KINDS = ("WIKITEXT103", "LAMBADA", "PPL")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A file for each of KINDS, of numbers, for more windows and lines than batches can share out evenly."""
+    folder = tmp_path_factory.mktemp("data")
+    numbers = torch.randint(59, (1500,), generator=torch.Generator().manual_seed(0)).tolist()
+    words = [str(n) for n in numbers]
+    (folder / "wiki").write_text(" ".join(words[:333]))
+    lines = [" ".join(words[i : i + 1 + i % 29 + 1]) for i in range(0, 1400, 30)]
+    (folder / "lambada").write_text("\n".join(json.dumps({"text": line}) for line in lines))
+    (folder / "text").write_text(" ".join(words[:177]))
+    return [str(folder / name) for name in ("wiki", "lambada", "text")]
+
+
+def test_training_is_the_same_with_them(pretrain, files: list[str], tmp_path: Path) -> None:
+    metrics = [tmp_path / "without.jsonl", tmp_path / "with.jsonl"]
+    pretrain(*TINY, "--metrics-path", metrics[0])
+    tasks = ["--eval-tasks", *KINDS, "--eval-tasks-data", *files, "--overlapping-eval", 7]
+    kept = ["--tensorboard-dir", tmp_path / "events", "--save", tmp_path / "run"]
+    told = pretrain(*TINY, "--metrics-path", metrics[1], *tasks, *kept)
+    without, found = ([json.loads(line) for line in path.read_text().splitlines()] for path in metrics)
+    figures = [row for row in found if any(name.startswith(KINDS) for name in row)]
+    losses = [[row["lm loss"] for row in rows if "lm loss" in row] for rows in (without, found)]
+    assert losses[0] == losses[1] and len(losses[0]) == 5
+    assert len(found) == len(without) + len(figures)
+    assert [row["iteration"] for row in figures] == [2, 2, 2, 4, 4, 4, 5, 5, 5]
+    wiki, lambada, ppl = figures[-3:]
+    assert math.exp(wiki["WIKITEXT103 avg loss"]) == pytest.approx(wiki["WIKITEXT103 ppl"])
+    assert lambada["LAMBADA total examples"] == 47
+    assert ppl["PPL ppl"] == pytest.approx(59, rel=0.2)  # of random numbers nothing can be learnt
+    assert "\n validation results on WIKITEXT103 at iteration 2 | avg loss: " in told
+    assert "\n validation results on LAMBADA at the end of training | number correct: " in told
+    for kind, file, row in zip(KINDS, files, figures[-3:], strict=True):
+        result = tmp_path / "result.json"
+        words = ["--load", str(tmp_path / "run"), "--device", "cpu", "--task", kind, "--valid-data", file]
+        evaluate.main([*words, "--overlapping-eval", "7", "--output-path", str(result)])
+        apart = {f"{kind} {name}": x for name, x in json.loads(result.read_text())["results"].items()}
+        assert apart == pytest.approx({name: row[name] for name in apart}, rel=1e-6)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    points = [(point.step, point.value) for point in events.Scalars("WIKITEXT103 adjusted ppl")]
+    assert points == [
+        (step, pytest.approx(value))
+        for step, value in ((row["iteration"], row["WIKITEXT103 adjusted ppl"]) for row in figures[::3])
+    ]
+
+
+def figures(flags: str, files: list[str], micro_batch_size: int) -> list[float]:
+    """The sums of all tasks on a model with its first weights."""
+    tasks = f"--eval-tasks {' '.join(KINDS)} --eval-tasks-data {' '.join(files)} --overlapping-eval 5"
+    config = config_of(f"{flags} {tasks} --init-method-std 0.3 --ops-backend plain")
+    found = []
+    with init_mesh(config.parallel, CPU) as mesh:
+        engine = engine_of(mesh, config)
+        for task in read_eval_tasks(config, GPT, NullTokenizer(59), print):
+            batches = make_batches(
+                task,
+                micro_batch_size=micro_batch_size,
+                dp=mesh.dp,
+                multiple=config.parallel.length_multiple,
+            )
+            (total,), (count,) = engine.measure(batches, metric_of(task))
+            assert count == task.count
+            found.append(total)
+    return found
+
+
+def test_every_layout_finds_the_same(files: list[str]) -> None:
+    """Tensor and sequence parallelism; interleaved stages, and replicas of which the last gets fewer samples."""
+    alone = figures("", files, 2)
+    assert alone[1] > 0  # some last words are guessed
+    for processes, flags in (
+        (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+        (
+            4,
+            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --use-distributed-optimizer "
+            "--overlap-param-gather",
+        ),
+    ):
+        for found in run_distributed(figures, processes, flags, files, 3):
+            assert found == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_nvidias_figures(shared: Path, tmp_path: Path, pretrain) -> None:
+    """Of the checkpoint that its evaluation was run on, by --skip-train."""
+    vectors, data = shared / "vectors" / "eval-v2.5", shared / "data"
+    folder = tmp_path / "run"
+    words = ["--from", "megatron", "--to", "native", "--load", vectors / "after200_tp1", "--save", folder]
+    words += ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", data / "gpt2-tiny-vocab.json"]
+    convert_checkpoint.main([str(w) for w in [*words, "--merge-file", data / "gpt2-tiny-merges.txt"]])
+    run = "--use-checkpoint-args --no-mask-padded-vocab --skip-train --train-iters 1 --micro-batch-size 12 --mock-data"
+    run += " --eval-iters 0 --lr 1e-3 --device cpu --num-workers 0 --ops-backend plain"
+    files = [vectors / "wiki300.test.tokens", vectors / "lambada400.jsonl"]
+    tasks = ["--eval-tasks", "WIKITEXT103", "LAMBADA", "--eval-tasks-data", *files, "--overlapping-eval", 64]
+    told = pretrain("--load", folder, *run.split(), *tasks)
+    assert (
+        "WIKITEXT103 at iteration 200 | avg loss: 6.7403E+00 | ppl: 8.4583E+02 | adjusted ppl: 1.8280E+04 | "
+        "token ratio: 1.455947625388371 |"
+    ) in told
+    assert "number correct: 2.0000E+00 | total examples: 4.0000E+02 | avg accuracy: 5.0000E-03\n" in told
+
+
+def test_what_cannot_be_evaluated_is_one_line(files: list[str], tmp_path: Path) -> None:
+    flags = [*TINY, "--eval-tasks", "PPL", "--eval-tasks-data"]
+    config = parse_run_config([*flags, "nowhere"], description="", defaults={})
+    message = "--eval-tasks-data: nowhere cannot be read (No such file or directory)"
+    with pytest.raises(InputError, match=f"^{re.escape(message)}$"):
+        run(config, GPT)
+    config = parse_run_config([*flags, files[2]], description="", defaults={})
+    with pytest.raises(InputError, match=r"^--eval-tasks: PPL need a GPT, and this run trains BERT$"):
+        read_eval_tasks(config, bert(binary_head=True), NullTokenizer(59), print)

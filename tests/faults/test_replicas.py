@@ -1,0 +1,94 @@
+"""A weight that differs between processes which should hold the same is found."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from distributed import run_distributed
+from models import CPU, config_of, engine_of
+
+from megatron.errors import PassingFault
+from megatron.faults.replicas import check_replicas, checksum
+from megatron.parallel.mesh import init_mesh
+
+
+def spoil(flags: str, rank: int, name: str, element: int) -> list[str]:
+    """What is said before a bit of one weight is turned on one rank, and after."""
+    config = config_of(flags)
+    with init_mesh(config.parallel, CPU) as mesh:
+        engine = engine_of(mesh, config)
+        said = []
+        for turn in (False, True):
+            if turn and mesh.world.rank == rank:
+                entry = next(entry for entry in engine.buffer.entries if entry.name == name)
+                bits = entry.view(engine.buffer.params).view(-1)[element:].view(torch.int16)
+                bits[0] ^= 1
+            try:
+                check_replicas(engine.buffer)
+                said.append("")
+            except PassingFault as fault:
+                said.append(str(fault))
+        return said
+
+
+@pytest.mark.parametrize(
+    ("processes", "flags", "rank", "name", "where"),
+    [
+        (
+            3,
+            "--bf16",
+            1,
+            "decoder.layers.2.mlp.linear_fc1.weight",
+            "rank 1 of the data-parallel ranks [0, 1, 2]",
+        ),
+        (
+            2,
+            "--use-distributed-optimizer",
+            0,
+            "decoder.final_layernorm.bias",
+            "rank 0, 1 of the data-parallel",
+        ),
+        (
+            2,
+            "--tensor-model-parallel-size 2",
+            1,
+            "decoder.layers.0.input_layernorm.weight",
+            "of the tensor-parallel",
+        ),
+        (
+            2,
+            "--tensor-model-parallel-size 2 --group-query-attention --num-query-groups 1",
+            1,
+            "decoder.layers.3.self_attention.linear_qkv.weight",
+            "of the tensor-parallel",
+        ),
+        (
+            2,
+            "--pipeline-model-parallel-size 2",
+            1,
+            "embedding.word_embeddings.weight",
+            "of the pipeline ranks [0, 1]",
+        ),
+    ],
+)
+def test_the_rank_and_the_parameter_are_named(
+    processes: int, flags: str, rank: int, name: str, where: str
+) -> None:
+    element = -3 if "groups" in flags else 40 if name.endswith("weight") and "norm" not in name else 5
+    for before, after in run_distributed(spoil, processes, flags, rank, name, element):
+        assert before == ""
+        assert f"{name} on {where}" in after or (where in after and f"{name} on rank 0, 1 " in after), after
+
+
+def test_every_bit_and_the_order_count() -> None:
+    values = torch.randn(3000, generator=torch.Generator().manual_seed(0))
+    sums = {int(checksum(values))}
+    for i in range(0, 3000, 101):
+        for bit in (0, 13, 31):
+            changed = values.clone()
+            changed.view(torch.int32)[i] ^= torch.tensor(
+                1 << bit if bit < 31 else -(1 << 31), dtype=torch.int32
+            )
+            sums.add(int(checksum(changed)))
+    assert len(sums) == 1 + 30 * 3
+    assert int(checksum(values.flip(0))) not in sums

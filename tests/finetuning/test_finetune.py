@@ -1,0 +1,228 @@
+"""tools/finetune_bert.py, run as a user does."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from classification import write_mnli, write_qqp, write_race, write_tsv, write_vocab
+from distributed import run_distributed
+
+from megatron.checkpoint.find import find_checkpoint
+from megatron.checkpoint.storage import newest_iteration
+from megatron.errors import InputError
+from tools.finetune_bert import main
+
+SIZES = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 32"
+FLAGS = "--seq-length 32 --micro-batch-size 8 --global-batch-size 16 --device cpu --num-workers 0 --log-interval 50"
+RECIPE = "--lr 3e-3 --lr-warmup-fraction 0.1 --init-method-std 0.1 --attention-dropout 0 --hidden-dropout 0"
+
+
+def metrics(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def untimed(rows: list[dict]) -> list[dict]:
+    timed = ("seconds per iteration", "tokens per second", "TFLOP/s per device", "mfu", "hfu")
+    return [{name: value for name, value in row.items() if name not in timed} for row in rows]
+
+
+def accuracies(path: Path, name: str) -> list[float]:
+    return [row[f"accuracy {name}"] for row in metrics(path) if f"accuracy {name}" in row]
+
+
+@pytest.mark.parametrize(
+    ("task", "epochs"),
+    [
+        ("MNLI", 3),
+        pytest.param("QQP", 6, marks=pytest.mark.slow),
+        pytest.param("RACE", 3, marks=pytest.mark.slow),
+    ],
+)
+def test_a_rule_is_learned(
+    tmp_path: Path, task: str, epochs: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From random weights; in the formats of the real data sets."""
+    write = {"MNLI": write_mnli, "QQP": write_qqp, "RACE": write_race}[task]
+    train, valid = write(tmp_path / "train.tsv", 3200, 1), write(tmp_path / "dev.tsv", 200, 2)
+    other = write(tmp_path / "dev2.tsv", 100, 3)
+    vocab = write_vocab(tmp_path / "vocab.txt")
+    flags = f"""
+        --task {task} --train-data {train} --valid-data {valid} {other} --vocab-file {vocab} --epochs {epochs}
+        {SIZES} {FLAGS} {RECIPE} --metrics-path {tmp_path}/metrics.jsonl --save {tmp_path}/out
+    """
+    assert main(flags.split()) == 0
+    out = capsys.readouterr().out
+    reached = accuracies(tmp_path / "metrics.jsonl", "dev.tsv")
+    assert len(reached) == epochs and reached[-1] >= 0.95
+    told = re.findall(
+        r"accuracy after epoch (\d) \| dev.tsv (\S+) \((\d+) of 200\) \| dev2.tsv \S+ \(\d+ of 100\)", out
+    )
+    assert [(int(n), float(x)) for n, x, _ in told] == [(i + 1, round(x, 4)) for i, x in enumerate(reached)]
+    every = (
+        accuracies(tmp_path / "metrics.jsonl", "dev.tsv"),
+        accuracies(tmp_path / "metrics.jsonl", "dev2.tsv"),
+    )
+    overall = [(200 * a + 100 * b) / 300 for a, b in zip(*every, strict=True)]
+    assert best_of(tmp_path / "out") == (200 * (overall.index(max(overall)) + 1), pytest.approx(max(overall)))
+    kept = find_checkpoint(str(tmp_path / "out" / "best"), None, verify=True)
+    assert kept.state["task"] == f"BERT fine-tuned on {task}"
+
+
+def best_of(folder: Path) -> tuple[int, float]:
+    """Iteration and accuracy of the checkpoint that is kept as the best, which is alone."""
+    (best,) = (folder / "best").glob("iter_*")
+    assert newest_iteration(folder / "best") == int(best.name[5:])
+    return int(best.name[5:]), json.loads((best / "accuracy.json").read_text())["all"]
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """A checkpoint of pretraining on four processes."""
+    folder = tmp_path_factory.mktemp("pretrained")
+    vocab = write_vocab(folder / "vocab.txt")
+    command = request.getfixturevalue("command")
+    flags = f"""
+        {SIZES} --tokenizer-type BertWordPieceLowerCase --vocab-file {vocab} --mock-data --seq-length 32
+        --micro-batch-size 4 --train-iters 2 --lr 1e-3 --eval-iters 0 --device cpu --num-workers 0
+        --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --save {folder}/checkpoints
+    """
+    command("pretrain_bert.py", *flags.split(), replicas=4)
+    return folder
+
+
+def small(tmp_path: Path, pretrained: Path, name: str, more: str = "") -> list[str]:
+    """Three epochs of 12 iterations from the pretrained model."""
+    if not (tmp_path / "train.tsv").exists():
+        write_mnli(tmp_path / "train.tsv", 200, 1)
+        write_mnli(tmp_path / "dev.tsv", 50, 2)
+    return f"""
+        --task MNLI --train-data {tmp_path}/train.tsv --valid-data {tmp_path}/dev.tsv --load {pretrained}/checkpoints
+        --epochs 3 {FLAGS} --lr 1e-3 --log-interval 1 --metrics-path {tmp_path}/{name}.jsonl --save {tmp_path}/{name}
+        {more}
+    """.split()
+
+
+def test_goes_on_where_it_stopped(
+    pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Within an epoch, at its end, and while its checkpoint is evaluated or kept."""
+    assert main(small(tmp_path, pretrained, "one")) == 0
+    out = capsys.readouterr().out
+    assert (
+        "not used: binary_head, lm_head.dense, lm_head.layer_norm, output_layer; initialized at random: cl"
+        in out
+    )
+    whole = untimed(metrics(tmp_path / "one.jsonl"))
+    best = best_of(tmp_path / "one")
+
+    for step in (7, 12):
+        assert main(small(tmp_path, pretrained, "two", f"--exit-interval {step}")) == 0
+    assert not (tmp_path / "two" / "best").exists()
+    for point in (
+        "megatron.finetuning.finetune.EpochEvaluation._evaluate_files",
+        "megatron.finetuning.finetune.keep_best",
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(point, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                main(small(tmp_path, pretrained, "two"))
+    (pretrained / "checkpoints").rename(pretrained / "elsewhere")  # it is needed no more
+    try:
+        assert main(small(tmp_path, pretrained, "two", "--exit-interval 25 --keep-last 1")) == 0
+        assert main(small(tmp_path, pretrained, "two")) == 0
+    finally:
+        (pretrained / "elsewhere").rename(pretrained / "checkpoints")
+    found = {json.dumps(row, sort_keys=True) for row in untimed(metrics(tmp_path / "two.jsonl"))}
+    assert found == {json.dumps(row, sort_keys=True) for row in whole}
+    assert best_of(tmp_path / "two") == best
+    capsys.readouterr()
+    assert main(small(tmp_path, pretrained, "two")) == 0  # there is nothing left to do, but to evaluate
+    flags = small(tmp_path, pretrained, "two", f"--load {tmp_path}/two/best --epochs 0")
+    save = flags.index("--save")
+    assert main(flags[:save] + flags[save + 2 :]) == 0
+    told = re.findall(r"accuracy (after epoch 3|of \S+/two/best) \| dev.tsv (\S+)", capsys.readouterr().out)
+    assert [float(x) for _, x in told] == [round(whole[-1]["accuracy"], 4), round(best[1], 4)]
+
+
+def finetune(flags: list[str]) -> int:
+    return main(flags)
+
+
+@pytest.mark.parametrize(
+    ("processes", "layout"),
+    [
+        (4, "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"),
+        pytest.param(2, "--pipeline-model-parallel-size 2", marks=pytest.mark.slow),
+        pytest.param(2, "--use-distributed-optimizer --overlap-param-gather", marks=pytest.mark.slow),
+    ],
+)
+def test_layouts_agree(pretrained: Path, tmp_path: Path, processes: int, layout: str) -> None:
+    """Begun in one layout, gone on with in another, at a rate at which gradients do not grow, nor what rounding did."""
+    train, valid = write_race(tmp_path / "train", 64, 1), write_race(tmp_path / "dev", 18, 2)
+    losses = {}
+    for name, parts in (("one", [(1, ""), (1, "")]), ("other", [(1, ""), (processes, layout)])):
+        for (count, how), stop in zip(parts, ("--exit-interval 3", ""), strict=True):
+            flags = f"""
+                --task RACE --train-data {train} --valid-data {valid} --load {pretrained}/checkpoints --epochs 2
+                {RECIPE} --lr 1e-3 {FLAGS} --log-interval 1 --metrics-path {tmp_path}/{name}.jsonl
+                --save {tmp_path}/{name} {how} {stop}
+            """
+            run_distributed(finetune, count, flags.split())
+        rows = metrics(tmp_path / f"{name}.jsonl")
+        losses[name] = [row[key] for row in rows for key in ("loss", "grad norm", "loss dev") if key in row]
+    assert losses["other"] == pytest.approx(losses["one"], rel=2e-5, abs=1e-5)
+
+
+def test_files_may_have_any_name(pretrained: Path, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    paths = [write_mnli(tmp_path / name, count, 1) for name, count in (("a/train", 20), ("train", 16))]
+    main(
+        f"""
+        --task MNLI --train-data {paths[0]} --valid-data {paths[0]} {paths[1]} --load {pretrained}/checkpoints
+        {FLAGS} --lr 1e-3 --epochs 1 --metrics-path {tmp_path}/metrics.jsonl
+        """.split()
+    )
+    (row,) = (row for row in metrics(tmp_path / "metrics.jsonl") if "accuracy" in row)
+    assert row.keys() >= {f"accuracy {path}" for path in paths}
+
+
+def test_batches_stay_those_the_run_began_with(pretrained: Path, tmp_path: Path) -> None:
+    assert main(small(tmp_path, pretrained, "x", "--exit-interval 3")) == 0
+    with pytest.raises(InputError, match=r"--global-batch-size: 8, but the run in .* has 16"):
+        main(small(tmp_path, pretrained, "x", "--global-batch-size 8"))
+
+
+def test_what_is_wrong_is_told(tmp_path: Path, pretrained: Path) -> None:
+    good = write_mnli(tmp_path / "good.tsv", 20, 1)
+    bad = write_tsv(tmp_path / "bad.tsv", ["sentence1", "sentence2", "gold_label"], [{"gold_label": "maybe"}])
+    base = f"--load {pretrained}/checkpoints --lr 1e-3 {FLAGS} --task MNLI"
+    for flags, message in (
+        (
+            f"{base} --train-data {good} --valid-data {good} --epochs 0 --save {tmp_path}/x",
+            "--epochs: 0 evaluates",
+        ),
+        (f"{base} --train-data {good}", r"--valid-data is required"),
+        (f"{base} --train-data {bad} --valid-data {good}", r"bad.tsv:2: gold_label is 'maybe'"),
+        (f"{base} --train-data {good} --valid-data {tmp_path}", r"cannot be read \(Is a directory\)"),
+        (f"{base} --train-data {good} --valid-data {good} {good}", "has a duplicate file"),
+        (
+            f"{base} --train-data {good} --valid-data {good} --global-batch-size 32",
+            "has 20 examples, fewer than",
+        ),
+        (
+            f"{base} --train-data {good} --valid-data {good} --train-iters 5",
+            "--train-iters is not a flag of this",
+        ),
+        (
+            f"{base} --train-data {good} --valid-data {good} --num-layers 3",
+            None,
+        ),  # the checkpoint overrides the flag
+    ):
+        if message is None:
+            assert main([*flags.split(), "--epochs", "1"]) == 0
+            continue
+        with pytest.raises(InputError, match=message):
+            main(flags.split())

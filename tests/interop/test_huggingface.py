@@ -1,0 +1,241 @@
+"""Models of Hugging Face's in and out: the logits are those of transformers, the tensors return bit for bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from distributed import run_distributed
+from hf_models import KINDS, VOCAB, save_hf
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron.arguments import parse_run_config
+from megatron.checkpoint.checkpoint import Checkpoint, model_config, saved_tokenizer
+from megatron.checkpoint.find import find_checkpoint
+from megatron.errors import InputError
+from megatron.inference.conversion import largest_difference, our_logits, their_logits
+from megatron.interop.convert import write_native
+from megatron.interop.huggingface.read import open_huggingface
+from megatron.interop.huggingface.write import write_huggingface
+from megatron.parallel.slices import whole
+from megatron.plugins import run
+from megatron.tokenizer import build_tokenizer
+from pretrain_bert import DEFAULTS as BERT_DEFAULTS
+from pretrain_bert import bert
+from pretrain_gpt import DEFAULTS, GPT
+
+IDS = ["--tokenizer-type", "NullTokenizer", "--vocab-size", VOCAB - 1]
+STEP = """
+    --mock-data --micro-batch-size 2 --train-iters 1 --lr 1e-3 --device cpu --num-workers 0 --eval-iters 1
+    --log-interval 1 --attention-dropout 0 --hidden-dropout 0
+""".split()
+
+
+def quiet(size: int) -> None:
+    """Of progress nothing is shown."""
+
+
+def tensors_in(folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+def native(checkpoint: Checkpoint, root: Path) -> Checkpoint:
+    write_native(checkpoint, root, quiet)
+    return find_checkpoint(str(root), None, verify=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_there_and_back(tmp_path: Path, kind: str) -> None:
+    """By way of a checkpoint of ours, in files of several tensors."""
+    original = save_hf(tmp_path / "theirs", kind)
+    read = open_huggingface(original)
+    expected = their_logits(original, read)
+    assert largest_difference(expected, our_logits(read)) < 1e-5
+    ours = native(read, tmp_path / "ours")
+    assert read.notes == () and ours.state["vocab_size"] == VOCAB
+
+    written = tmp_path / "written"
+    write_huggingface(ours, written, quiet, 50_000)
+    assert len(list(written.glob("model-*-of-*.safetensors"))) > 1
+    before, after = tensors_in(original), tensors_in(written)
+    assert before.keys() == after.keys()
+    assert all(tensor.equal(after[name]) for name, tensor in before.items())
+    assert largest_difference(expected, their_logits(written, read)) == 0
+    again = open_huggingface(written)
+    assert again.notes == () and again.state == read.state
+    for name, tensor in read.tensors["model"].index.items():
+        place = whole(*tensor["shape"])
+        assert again.tensors["model"].read(name, place).equal(read.tensors["model"].read(name, place))
+
+
+AUTOMATIC = {
+    "gpt2": "AutoModelForCausalLM",
+    "llama": "AutoModelForCausalLM",
+    "qwen3": "AutoModelForCausalLM",
+    "bert": "AutoModelForPreTraining",
+    "bert of words": "AutoModelForMaskedLM",
+}
+
+
+@pytest.mark.parametrize("kind", AUTOMATIC)
+def test_automatic_classes_load_what_is_written(tmp_path: Path, kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    read = open_huggingface(save_hf(tmp_path / "theirs", kind, torch.bfloat16))
+    assert read.state["config"]["training"] == {"bf16": True}
+    write_huggingface(native(read, tmp_path / "ours"), tmp_path / "written", quiet)
+    loader = getattr(transformers, AUTOMATIC[kind])
+    model, report = loader.from_pretrained(tmp_path / "written", output_loading_info=True)
+    assert model.dtype == torch.bfloat16
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    theirs = model.config.to_dict()
+    for key, value in json.loads((tmp_path / "theirs" / "config.json").read_text()).items():
+        if key not in ("transformers_version", "n_inner", "bos_token_id", "eos_token_id", "pad_token_id"):
+            assert theirs[key] == value, key
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert"])
+def test_older_files(tmp_path: Path, kind: str) -> None:
+    """Of the model without its heads' class, with constants and copies of tied tables, and settings in older words."""
+    folder = save_hf(tmp_path, kind)
+    read = open_huggingface(folder)
+    expected, tensors = our_logits(read), load_file(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    if kind == "gpt2":
+        tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+        tensors["h.0.attn.bias"] = torch.ones(1, 1, 32, 32, dtype=torch.uint8)
+        tensors["h.0.attn.masked_bias"] = torch.tensor(-1e4)
+        tensors["lm_head.weight"] = tensors["wte.weight"].clone()
+        del config["tie_word_embeddings"]
+    elif kind == "llama":
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+        del config["rope_parameters"], config["head_dim"]
+        config |= {"rope_theta": 10000, "rope_scaling": None}
+    else:
+        tensors["bert.embeddings.position_ids"] = torch.arange(32).unsqueeze(0)
+        tensors["cls.predictions.decoder.bias"] = tensors["cls.predictions.bias"].clone()
+        tensors["cls.predictions.decoder.weight"] = tensors["bert.embeddings.word_embeddings.weight"].clone()
+        config |= {"position_embedding_type": "absolute", "architectures": ["MegatronBertModel"]}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    found = open_huggingface(folder)
+    assert found.notes == () and found.state == read.state
+    assert largest_difference(expected, our_logits(found)) == 0
+    assert largest_difference(expected, their_logits(folder, found)) < 1e-5
+    if kind == "gpt2":
+        tensors["lm_head.weight"] += 1
+        save_file(tensors, folder / "model.safetensors")
+        with pytest.raises(InputError, match=r"lm_head\.weight and wte\.weight differ"):
+            open_huggingface(folder)
+
+
+@pytest.mark.parametrize("dtypes", [("F16",), ("BF16", "F32")], ids=" and ".join)
+def test_other_dtypes_become_fp32(tmp_path: Path, dtypes: tuple[str, ...]) -> None:
+    folder = save_hf(tmp_path, "llama", torch.float16)
+    if "BF16" in dtypes:
+        tensors = load_file(folder / "model.safetensors")
+        widened = {k: v.float() if "norm" in k else v.bfloat16() for k, v in tensors.items()}
+        save_file(widened, folder / "model.safetensors")
+    found = open_huggingface(folder)
+    assert found.notes == (f"tensors of dtype {', '.join(dtypes)} are converted to F32",)
+    name = "decoder.layers.1.mlp.linear_fc2.weight"
+    assert found.tensors["model"].index[name]["dtype"] == "float32"
+    expected = load_file(folder / "model.safetensors")["model.layers.1.mlp.down_proj.weight"]
+    assert found.tensors["model"].read(name, whole(64, 160)).equal(expected.float())
+
+
+def train(folder: str, load: str, flags: str) -> None:
+    """A run of this process, which may be one of several."""
+    words = [*STEP, *map(str, IDS), "--load", load, "--finetune", "--use-checkpoint-args", *flags.split()]
+    words += ["--metrics-path", f"{folder}/metrics.jsonl"]
+    assert run(parse_run_config(words, description="", defaults=DEFAULTS), GPT) == 0
+
+
+def test_layouts_read_the_same_model(tmp_path: Path) -> None:
+    """Losses of a step, and after it, of one process and of four that hold parts of layers and of heads."""
+    folder = save_hf(tmp_path / "theirs", "qwen2", num_key_value_heads=1)
+    records = []
+    for processes, flags in (
+        (1, ""),
+        (
+            4,
+            "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --make-vocab-size-divisible-by 30",
+        ),
+    ):
+        place = tmp_path / str(processes)
+        place.mkdir()
+        run_distributed(train, processes, str(place), str(folder), f"{flags} --global-batch-size 2")
+        records.append([json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()])
+    assert len(records[0]) == len(records[1]) == 3
+    for one, four in zip(*records, strict=True):
+        for key in one.keys() & {"lm loss", "lm loss validation", "grad norm"}:
+            assert four[key] == pytest.approx(one[key], rel=1e-5)
+
+
+def test_each_tensor_is_read_once(tmp_path: Path, monkeypatch, pretrain: Callable[..., str]) -> None:
+    """For the parameters and their master weights together."""
+    import megatron.interop.huggingface.read as reader
+
+    folder, seen, right = save_hf(tmp_path, "llama", torch.bfloat16), [], reader._read
+
+    def read(files: dict, theirs: list[str], *rest: object) -> Tensor:
+        seen.extend(theirs)
+        return right(files, theirs, *rest)
+
+    monkeypatch.setattr(reader, "_read", read)
+    pretrain(*STEP, *IDS, "--load", folder, "--finetune", "--use-checkpoint-args", "--bf16")
+    assert sorted(seen) == sorted(tensors_in(folder))
+
+
+def test_bert_without_rows_for_bos_and_eos(tmp_path: Path) -> None:
+    """Megatron-LM adds both to what vocab.txt holds; a model made elsewhere has rows for its lines alone."""
+    folder = save_hf(tmp_path / "theirs", "bert")
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(chr(ord("!") + i) for i in range(VOCAB - 5))]
+    (folder / "vocab.txt").write_text("\n".join(pieces) + "\n")
+    ours = native(open_huggingface(folder), tmp_path / "ours")
+    assert ours.state["vocab_size"] == build_tokenizer(saved_tokenizer(ours)).vocab_size == VOCAB
+    for load in (folder, tmp_path / "ours"):
+        words = [*STEP, "--load", str(load), "--finetune", "--use-checkpoint-args", "--seq-length", "16"]
+        words += ["--save", str(tmp_path / f"run of {load.name}")]
+        config = parse_run_config(words, description="", defaults=BERT_DEFAULTS)
+        assert run(config, bert(binary_head=True)) == 0
+        write_huggingface(find_checkpoint(config.checkpoint.save, None), tmp_path / f"{load.name}-hf", quiet)
+        assert open_huggingface(tmp_path / f"{load.name}-hf").state["vocab_size"] == VOCAB
+    write_huggingface(ours, tmp_path / "written", quiet)
+    before, after = tensors_in(folder), tensors_in(tmp_path / "written")
+    assert before.keys() == after.keys()
+    assert all(tensor.equal(after[name]) for name, tensor in before.items())
+    (folder / "vocab.txt").write_text("\n".join([*pieces, "one more"]) + "\n")
+    with pytest.raises(InputError, match="its tokenizer has 101 ids, more than the 100 rows "):
+        open_huggingface(folder)
+
+
+def test_training_starts_from_it(tmp_path: Path, pretrain: Callable[..., str]) -> None:
+    folder = save_hf(tmp_path / "theirs", "gpt2")
+    words = [*STEP, *IDS, "--load", folder, "--use-checkpoint-args"]
+    out = pretrain(*words, "--finetune", "--seq-length", 16, "--save", tmp_path / "run")
+    assert "iteration        1/" in out
+    saved = find_checkpoint(str(tmp_path / "run"), None)
+    assert saved.state["config"]["data"]["seq_length"] == 16
+    assert model_config(saved).max_position_embeddings == 32
+    for loaded in (folder, native(open_huggingface(folder), tmp_path / "native").folder.parent):
+        for flags in ((), ("--no-load-optim",)):
+            with pytest.raises(
+                InputError, match=r"holds a model without the state of a run .* add --finetune"
+            ):
+                pretrain(*STEP, *IDS, "--load", loaded, "--use-checkpoint-args", *flags)
+    assert "iteration 0 on validation set | lm loss value: " in pretrain(
+        *words, "--skip-train", "--eval-iters", 1
+    )
+    with pytest.raises(InputError, match=r"--verify-checkpoint: .* has no checksums"):
+        pretrain(*words, "--finetune", "--verify-checkpoint")
+    shape = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32".split()
+    assert "lm loss" in pretrain(*STEP, *IDS, "--load", folder, "--finetune", *shape)
+    with pytest.raises(InputError, match=r"holds another model: --num-layers \(checkpoint: 2, given: 3\)"):
+        pretrain(*STEP, *IDS, "--load", folder, "--finetune", *shape, "--num-layers", 3)

@@ -1,0 +1,88 @@
+"""Find the test files that concern a module."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from pathlib import Path
+
+# Tests that run a module without importing it: files and folders, by the prefix of the module's path.
+RUNS_IN_A_STEP = [
+    "tests/training/test_engine.py",
+    "tests/training/test_plain_loop.py",
+    "tests/training/test_layouts.py",
+]
+RUNS_IN_A_RUN = ["tests/training/test_pretrain.py", "tests/training/test_pretrain_bert.py"]
+CONCERNS = {
+    "megatron/arguments.py": ["tests/test_arguments.py", *RUNS_IN_A_RUN],
+    "megatron/cli.py": ["tests/test_flags.py", "tests/test_arguments.py", "tests/tools"],
+    "megatron/errors.py": ["tests/test_arguments.py", "tests/tools", "tests/faults"],
+    "megatron/flags.py": ["tests/test_flags.py", "tests/test_arguments.py"],
+    "megatron/checkpoint/": ["tests/checkpoint", "tests/test_durability.py", *RUNS_IN_A_RUN],
+    "megatron/data/": ["tests/data", "tests/test_durability.py", *RUNS_IN_A_RUN],
+    "megatron/evaluation/": [
+        "tests/evaluation",
+        "tests/tools/test_evaluate.py",
+        "tests/tools/test_lm_eval_adapter.py",
+    ],
+    "megatron/faults/": ["tests/faults"],
+    "megatron/finetuning/": ["tests/finetuning"],
+    "megatron/inference/": [
+        "tests/inference",
+        "tests/tools/test_generate_text.py",
+        "tests/tools/test_serve.py",
+    ],
+    "megatron/interop/": ["tests/interop", "tests/tools"],
+    "megatron/model/": ["tests/model", *RUNS_IN_A_STEP, "tests/golden", "tests/inference"],
+    "megatron/ops/": ["tests/ops", "tests/model", "tests/golden"],
+    "megatron/optim/": ["tests/optim", *RUNS_IN_A_STEP, "tests/golden", "tests/checkpoint", *RUNS_IN_A_RUN],
+    "megatron/parallel/": [
+        "tests/parallel",
+        "tests/model",
+        *RUNS_IN_A_STEP,
+        "tests/checkpoint",
+        "tests/faults",
+    ],
+    "megatron/planner/": ["tests/planner", "tests/tools/test_plan.py"],
+    "megatron/plugins.py": ["tests/faults", "tests/evaluation/test_in_training.py", "tests/interop"],
+    "megatron/preprocessing/": ["tests/data", "tests/tools"],
+    "megatron/tokenizer/": ["tests/tokenizer", "tests/tools"],
+    "megatron/training/": ["tests/training", "tests/faults", "tests/golden"],
+}
+
+
+def concerned(path: str, root: Path) -> list[str]:
+    """The test files that concern a module, the likeliest first.
+
+    These are its mirror (megatron/a/b.py has tests/a/test_b.py), the tests of its package that import it, all others
+    that import it, and those that `CONCERNS` names.
+    """
+    package, _, module = path.removeprefix("megatron/").removesuffix(".py").rpartition("/")
+    mirror = f"tests/{package}/test_{module}.py".replace("//", "/")
+    dotted = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    importing = [test for test, names in _imports(root).items() if dotted in names]
+    importing.sort(key=lambda test: not test.startswith(f"tests/{package}/"))
+    table = [test for start, tests in CONCERNS.items() if path.startswith(start) for test in tests]
+    named = [file for test in table for file in _files(root / test, root)]
+    found = dict.fromkeys(([mirror] if (root / mirror).is_file() else []) + importing + named)
+    return list(found)
+
+
+def _files(path: Path, root: Path) -> list[str]:
+    files = sorted(path.rglob("test_*.py")) if path.is_dir() else [path]
+    return [str(file.relative_to(root)) for file in files]
+
+
+@functools.lru_cache(maxsize=1)
+def _imports(root: Path) -> dict[str, set[str]]:
+    """The modules of megatron that each test file imports."""
+    found = {}
+    for file in _files(root / "tests", root):
+        names: set[str] = set()
+        for node in ast.walk(ast.parse((root / file).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module is not None:
+                names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        found[file] = {name for name in names if name.startswith("megatron")}
+    return found

@@ -1,0 +1,347 @@
+"""Dry runs, against what real processes allocate and communicate."""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from distributed import free_port, run_distributed
+from models import CPU, config_of
+from torch import Tensor
+
+from megatron.arguments import parse_run_config
+from megatron.data.batch import Batch
+from megatron.errors import InputError
+from megatron.model.flops import flops_per_sample
+from megatron.ops.cpu import linear
+from megatron.parallel import collectives
+from megatron.parallel.mesh import Mesh, init_mesh
+from megatron.planner import dry_run
+from megatron.planner.counting import Counter
+from megatron.planner.dry_run import DryRun, PhaseRecorder, RankCost, count_step, size
+from megatron.planner.layout import OURS, Job, Layout
+from megatron.planner.memory import layer_activations
+from megatron.training.engine import Engine
+from pretrain_bert import bert
+from pretrain_gpt import DEFAULTS, GPT
+
+T2, P2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+MODEL = "--num-layers 2 --hidden-size 64 --seq-length 32 --global-batch-size 8"
+TWO = [
+    T2,
+    f"{T2} --sequence-parallel --bf16",
+    P2,
+    f"{P2} --num-layers-per-virtual-pipeline-stage 1 --num-layers 4 --recompute-granularity full",
+    "--bf16",
+    "--use-distributed-optimizer --overlap-grad-reduce",
+    "--use-distributed-optimizer --optimizer muon",
+]
+# A thread of gloo's now and then lets go of a tensor a moment after it has come, of an activation in fp32 at most.
+LATE = 4 * 32 * 2 * 64
+FOUR = [f"{T2} {P2} --bf16 --recompute-granularity selective"]
+
+
+class Wrapped:
+    """Counts calls and bytes where torch.distributed is called: by function, and the group's name in the mesh."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.names = {
+            id(getattr(mesh, name).group): name for name in ("embedding", "world", "pp", "dp", "tp")
+        }
+        self.counts: collections.Counter = collections.Counter()
+        replaced = [(dist, "all_reduce"), (dist, "isend"), (dist, "irecv"), (dist, "broadcast")]
+        replaced += [(dist, "reduce"), (collectives, "_gather"), (collectives, "_reduce_scatter")]
+        self.originals = [(module, name, getattr(module, name)) for module, name in replaced]
+
+    def __enter__(self) -> Wrapped:
+        for module, name, original in self.originals:
+            setattr(module, name, self.wrapped(name, original))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for module, name, original in self.originals:
+            setattr(module, name, original)
+
+    def wrapped(self, name: str, original: Callable) -> Callable:
+        def call(*tensors: Tensor, group: object = None, **settings: object) -> object:
+            key = name.strip("_"), self.names[id(group)]
+            self.counts[(*key, "calls")] += 1
+            found = [x for x in tensors if isinstance(x, Tensor)]
+            self.counts[(*key, "bytes")] += max(x.numel() * x.element_size() for x in found)
+            return original(*tensors, group=group, **settings)
+
+        return call
+
+
+FUNCTIONS = {
+    "all-reduce": "all_reduce",
+    "all-gather": "gather",
+    "reduce-scatter": "reduce_scatter",
+    "reduce": "reduce",
+    "broadcast": "broadcast",
+    "send": "isend",
+    "receive": "irecv",
+}
+AXES = {"tensor-parallel": "tp", "pipeline": "pp", "data-parallel": "dp", "whole run": "world"}
+
+
+def as_wrapped(needs: RankCost) -> dict[tuple[str, str, str], int]:
+    """What a dry run has counted, in the words of `Wrapped`."""
+    found = {}
+    for (kind, axis), traffic in needs.traffic.items():
+        for what in ("calls", "bytes"):
+            found[FUNCTIONS[kind], AXES[axis], what] = getattr(traffic, what)
+    return found
+
+
+def real_batches(batch: Batch) -> Iterator[Batch]:
+    while True:
+        yield batch.map(torch.ones_like)
+
+
+def real_steps(layouts: list[str], ports: list[int], batch: Batch) -> list[tuple[RankCost, dict]]:
+    """Of each layout what this process really needs: by `Counter`, and by `Wrapped`."""
+    linear.MIN_REORDER_ROWS = 1
+    found = []
+    for flags, port in zip(layouts, ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        config = config_of(f"{MODEL} {flags}")
+        with init_mesh(config.parallel, CPU) as mesh:
+            microbatches = 8 // (2 * mesh.dp.size)
+            phases = PhaseRecorder(Counter(mesh.heartbeat))
+            with phases.counter:
+                sizes = {"vocab_size": 60, "padded_vocab_size": 128 * mesh.tp.size}
+                engine = Engine(config, GPT, mesh, **sizes, timers=phases)
+                engine.buffer.initialize(1)
+                with Wrapped(mesh) as wrapped:
+                    settings = {"simulated": microbatches, "microbatches": microbatches}
+                    needs = count_step(engine, phases, real_batches(batch), **settings)
+            found.append((needs, dict(wrapped.counts)))
+    return found
+
+
+@pytest.mark.parametrize(("processes", "layouts"), [(2, TWO), (4, FOUR)])
+def test_equals_what_real_processes_need(
+    processes: int, layouts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With weights in oneDNN's order, as where there are many tokens."""
+    monkeypatch.setattr(linear, "MIN_REORDER_ROWS", 1)
+    countings = [DryRun.from_config(config_of(f"{MODEL} {flags}"), GPT, processes) for flags in layouts]
+    ports = [free_port() for _ in layouts]
+    by_rank = run_distributed(real_steps, processes, layouts, ports, countings[0].batch)
+    for i, counting in enumerate(countings):
+        fakes = [counting.count(rank) for rank in range(processes)]
+        for fake, steps in zip(fakes, by_rank, strict=True):
+            real, wrapped = steps[i]
+            assert as_wrapped(fake) == wrapped and fake.traffic == real.traffic
+            assert fake.flops == real.flops and fake.parameters == real.parameters
+            for kind, held in real.memory.items():
+                more = LATE if kind in ("activations", "peak") else 0
+                assert -0.001 * held <= held - fake.memory[kind] <= 0.001 * held + more, (layouts[i], kind)
+        of_a_replica = [needs.unique_parameters for needs in fakes if needs.coordinates["dp"] == 0]
+        assert sum(of_a_replica) == counting.model_parameters()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--num-layers 2 --pipeline-model-parallel-size 2 --global-batch-size 24 --overlap-grad-reduce",
+        f"{P2} --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 16 --world-size 2",
+    ],
+)
+def test_microbatches_that_are_left_out_change_nothing(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    counting = DryRun.from_config(config_of(f"{flags} --bf16 --dry-run --hidden-size 8"), GPT, 2)
+    assert counting.simulated < counting.microbatches
+    some = counting.count(0)
+    monkeypatch.setattr(dry_run, "distinct_microbatches", lambda config, microbatches: microbatches)
+    assert counting.simulated == counting.microbatches
+    assert counting.count(0) == some
+
+
+S, B, H, A = 128, 2, 256, 4
+
+
+def kept(flags: str, processes: int) -> float:
+    """Activations that a layer keeps for backward on a GPU, in s b h bytes."""
+    sizes = f"--seq-length {S} --micro-batch-size {B} --hidden-size {H} --num-attention-heads {A} --bf16"
+    settings = "--device cuda --dry-run"
+    configs = [config_of(f"{sizes} {settings} --num-layers {layers} {flags}") for layers in (3, 2)]
+    more, less = (
+        DryRun.from_config(config, GPT, processes).count(0).memory["activations"] for config in configs
+    )
+    return (more - less) / (S * B * H)
+
+
+@pytest.mark.parametrize(
+    ("flags", "tensor", "paper"),
+    [
+        # arXiv 2205.05198, equations 1, 2 and 4 and table 2, without the 5 a s / h that FlashAttention does not keep
+        ("", 1, 34),
+        (T2, 2, 10 + 24 / 2),
+        (f"{T2} --sequence-parallel", 2, 34 / 2),
+        ("--recompute-granularity full", 1, 2),
+        # the two masks of dropout, a byte each
+        ("--hidden-dropout 0", 1, 34 - 2),
+        # a kernel of its own on a GPU too, which keeps one number for a position in fp32, as large as two in bf16
+        ("--normalization RMSNorm", 1, 34),
+    ],
+)
+def test_a_gpu_keeps_what_the_paper_says(flags: str, tensor: int, paper: float) -> None:
+    # The paper leaves out statistics: of each normalisation two numbers for a position, here in bf16, and of softmax
+    # one for a position and head, in fp32.
+    parts = tensor if "sequence" in flags else 1
+    statistics = 0 if "full" in flags else (2 * 2 * 2 / parts + 4 * A / tensor) / H
+    assert kept(flags, tensor) == pytest.approx(paper + statistics, abs=1e-3)
+
+
+GQA = "--group-query-attention --num-query-groups 2"
+LLAMA = f"--normalization RMSNorm --position-embedding-type rope --swiglu --disable-bias-linear {GQA}"
+
+
+@pytest.mark.parametrize(
+    ("flags", "tensor"),
+    [
+        ("--normalization RMSNorm", 1),
+        ("--position-embedding-type rope", 1),
+        (GQA, 1),
+        (LLAMA, 1),
+        (f"{LLAMA} --qk-layernorm", 1),
+        (f"{LLAMA} --qk-layernorm --fp32-residual-connection --hidden-dropout 0", 2),
+    ],
+)
+def test_a_plan_knows_what_a_gpu_keeps(flags: str, tensor: int) -> None:
+    flags = f"{flags} {T2 if tensor == 2 else ''}"
+    job = Job(config_of(f"--hidden-size {H} --num-attention-heads {A} {flags}").model, S, 128, 8)
+    planned = layer_activations(job, Layout(tensor=tensor, micro_batch_size=B), 2, OURS, recompute="none")
+    assert planned / (S * B * H) == pytest.approx(kept(flags, tensor), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("flags", "scores_again"),
+    # On a CPU, with dropout, attention keeps its scores.
+    [("--device cuda --bf16", True), ("--device cuda", True), ("--device cpu", False)],
+)
+def test_operations_are_those_of_the_formula(flags: str, scores_again: bool) -> None:
+    config = config_of(f"--ops-backend plain {flags} --dry-run --global-batch-size 4 --vocab-size 127")
+    per_sample = flops_per_sample(config.model, seq_length=16, padded_vocab_size=128, num_logits=16)
+    # Fused attention computes the scores again in backward, a product of five.
+    again = scores_again * config.model.num_layers * 2 * 16 * 16 * config.model.hidden_size
+    assert DryRun.from_config(config, GPT, 1).count(0).flops == 4 * (per_sample + again)
+
+
+def test_nothing_is_left_of_a_gpu() -> None:
+    before = F.dropout, F.rms_norm, F.scaled_dot_product_attention
+    assert kept("--recompute-granularity selective", 1) < 34.5
+    assert (F.dropout, F.rms_norm, F.scaled_dot_product_attention) == before
+    assert type(torch.ones(1)) is Tensor and torch.ones(1).item() == 1
+
+
+SMALL = """
+    --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --train-iters 20
+    --lr 2e-3 --vocab-size 59 --dry-run
+"""
+
+
+def test_the_command(pretrain: Callable[..., str], tmp_path: Path) -> None:
+    """No data and no vocabulary's files are there, and none of the processes."""
+    file = tmp_path / "counts.json"
+    flags = f"{SMALL} --pipeline-model-parallel-size 4 {T2} --world-size 24 --data-path none --dry-run-json {file}"
+    printed = pretrain(*flags.split(), "--vocab-file", "none", "--merge-file", "none")
+    lines = printed.splitlines()
+    assert (
+        lines[0] == f"dry run of GPT with {4 * (12 * 32**2 + 13 * 32) + (59 + 16) * 32 + 2 * 32:,} parameters"
+    )
+    assert lines[1:4] == [
+        "precision: fp32, operations: GPU",
+        "processes: tensor 2 x data 3 x pipeline 4 = 24",
+        "microbatches per replica: 1, micro batch size: 2",
+    ]
+    assert "rank 12 counted in" in printed and "all-reduce, embedding" in printed
+    record = json.loads(file.read_text())
+    assert [(r["rank"], r["coordinates"]["pp"]) for r in record["ranks"]] == [(0, 0), (12, 2), (18, 3)]
+    assert {"kind": "send", "axis": "pipeline", "calls": 1, "bytes": 2048} in record["ranks"][0]["traffic"]
+
+
+def test_bert_has_its_longest_batches() -> None:
+    config = parse_run_config(f"{SMALL} --seq-length 128".split(), description="", defaults=DEFAULTS)
+    counting = DryRun.from_config(config, bert(binary_head=True), 1)
+    assert counting.batch.tokens.shape == (2, 128) and counting.batch.positions.shape == (2, 18)
+    needs = counting.count(0)
+    assert needs.unique_parameters == counting.model_parameters() and needs.flops > 0 and not needs.traffic
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--dry-run-ranks 0 2", "--dry-run-ranks: 2 is not a rank of this run; its 2 ranks"),
+        ("--world-size 3", "--world-size: 3 is not a multiple of 2, .*; choose 2 or 4$"),
+        ("--dry-run-json /none/x.json", "--dry-run-json: /none/x.json: No such file or directory"),
+        ("--tokenizer-type GPT2BPETokenizer", "with --vocab-size a dry run needs no tokenizer files"),
+    ],
+)
+def test_bad_input(flags: str, message: str) -> None:
+    words = SMALL.replace("--vocab-size 59", "") if "tokenizer" in flags else SMALL
+    with pytest.raises(InputError, match=message):
+        dry_run.dry_run(
+            parse_run_config(f"{words} {T2} {flags}".split(), description="", defaults=DEFAULTS), GPT
+        )
+
+
+def test_flags_of_a_dry_run_need_it() -> None:
+    with pytest.raises(InputError, match=r"^--world-size needs --dry-run$"):
+        config_of("--world-size 8")
+
+
+def test_torchrun_is_not_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match="start it with python instead of torchrun"):
+        dry_run.dry_run(config_of("--dry-run"), GPT)
+
+
+def test_sizes_for_people() -> None:
+    assert [size(n) for n in (0, 999, 1000, 1_234_567, 16.4e9)] == [
+        "0 B",
+        "999 B",
+        "1 KB",
+        "1.23 MB",
+        "16.4 GB",
+    ]
+
+
+@pytest.mark.slow
+def test_a_trillion_parameters(command: Callable, tmp_path: Path) -> None:
+    """On 3,072 GPUs, within 2 minutes of a CPU's time and 8 GB."""
+    before, file = resource.getrusage(resource.RUSAGE_CHILDREN), tmp_path / "1t.json"
+    command(
+        *"pretrain_gpt.py --num-layers 128 --hidden-size 25600 --num-attention-heads 160 --seq-length 2048".split(),
+        *"--tokenizer-type NullTokenizer --vocab-size 50256 --micro-batch-size 1 --global-batch-size 3072".split(),
+        *"--tensor-model-parallel-size 8 --pipeline-model-parallel-size 64 --recompute-granularity full".split(),
+        *"--bf16 --lr 5e-5 --train-iters 1 --dry-run --world-size 3072 --dry-run-json".split(),
+        file,
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime - before.ru_utime < 120
+    assert after.ru_maxrss < 8 * 2**20
+    record = json.loads(file.read_text())
+    assert record["parameters"] / 1e9 == pytest.approx(1008, abs=0.5)
+    first, middle, _ = record["ranks"]
+    # 12 h² and the vectors of each of two layers, of which every process has an eighth, or all where all work on it.
+    h = 25600
+    assert middle["parameters"] == 2 * (12 * h**2 // 8 + (3 + 4) * h // 8 + 6 * h)
+    for rank in record["ranks"]:
+        assert rank["memory"]["peak"] < 80e9  # as the paper's GPUs have
+        # 1F1B on stage p keeps the inputs of two layers of 64 - p microbatches; a layer is computed again in backward.
+        kept = (64 - rank["coordinates"]["pp"]) * 2 * 2 * 2048 * h
+        assert kept < rank["memory"]["activations"] < kept + 6e9
+    # Two in forward, two again, two in backward; of each layer and microbatch.
+    sums = {(row["kind"], row["axis"]): row["calls"] for row in middle["traffic"]}
+    assert sums["all-reduce", "tensor-parallel"] == 512 * 2 * 6 + 1  # that of the gradient's norm
+    assert first["memory"]["weights"] == 2 * (first["parameters"])

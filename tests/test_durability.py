@@ -1,0 +1,125 @@
+"""What survives a power cut: content is on disk before it gets the name under which it is read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import make, save
+from nvidia import checkpoint_of
+
+from megatron.checkpoint import storage
+from megatron.data.index_cache import cached_arrays
+from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.finetuning.best import keep_best
+from megatron.interop.huggingface.write import write_folder
+from megatron.interop.nvidia.write import write_megatron
+from megatron.interop.tensor_writer import TensorToWrite
+
+MARK = 10**18  # the modification time, in ns, of what is on disk; every later change replaces it
+
+
+class Disk:
+    """Records fsync and rename, and fails at the rename of content that is not on disk.
+
+    Attributes:
+        renamed: the new names, in order.
+        unsettled: folders in which a power cut would undo a rename.
+        early: new names that were given while an earlier rename was unsettled.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.renamed: list[str] = []
+        self.unsettled: set[int] = set()
+        self.early: set[str] = set()
+        fsync = os.fsync
+
+        def synced(descriptor: int) -> None:
+            fsync(descriptor)
+            os.utime(descriptor, ns=(MARK, MARK))
+            self.unsettled.discard(os.fstat(descriptor).st_ino)
+
+        monkeypatch.setattr(os, "fsync", synced)
+        for name in ("rename", "replace"):
+            monkeypatch.setattr(os, name, self._moving(getattr(os, name)))
+
+    def _moving(self, move):
+        def moved(source: str | os.PathLike, target: str | os.PathLike) -> None:
+            source, target = Path(source), Path(target)
+            late = [path for path in (source, *source.rglob("*")) if not on_disk(path)]
+            assert not late, f"renamed to {target} before {late} was synced"
+            if self.unsettled:
+                self.early.add(target.name)
+            move(source, target)
+            self.renamed.append(target.name)
+            self.unsettled.add(target.parent.stat().st_ino)
+
+        return moved
+
+
+def on_disk(path: Path) -> bool:
+    return path.stat().st_mtime_ns == MARK
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
+    disk = Disk(monkeypatch)
+    yield disk
+    assert not disk.unsettled, "the last rename is not on disk"
+
+
+def test_a_checkpoint(disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process syncs the tensors that it writes: the first one cannot do it for another machine."""
+    sync_all, vocab = storage.sync_all, tmp_path / "vocab.json"
+    vocab.write_text("{}")
+
+    def after_tensors(folder: Path) -> None:
+        assert all(map(on_disk, folder.glob("*.safetensors")))
+        sync_all(folder)
+
+    monkeypatch.setattr(storage, "sync_all", after_tensors)
+    for _ in range(2):  # the second replaces the first
+        save(tmp_path / "run", *make()[:2], iteration=1, files=[vocab])
+    save(tmp_path / "run", *make()[:2], iteration=2)
+    one, two, tracker = "iter_0000001", "iter_0000002", storage.TRACKER
+    assert disk.renamed == [one, tracker, f".deleting-{one}", one, tracker, two, tracker]
+    assert disk.early == {one}  # the old one makes room for the new one: either is found by its number
+    assert storage.roll_back(tmp_path / "run", 1)
+    assert disk.renamed[7:] == [tracker, f"abandoned-{two}-1", storage.ROLLED_BACK]
+    assert tracker not in disk.early
+
+
+def test_the_best_checkpoint(disk: Disk, tmp_path: Path) -> None:
+    save(tmp_path, *make()[:2], iteration=1)
+    keep_best(tmp_path, 1)
+    assert disk.renamed == ["iter_0000001", storage.TRACKER] * 2 and not disk.early
+
+
+def test_a_dataset(disk: Disk, tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "corpus", np.uint16) as writer:
+        writer.add_document([np.arange(5)])
+    assert disk.renamed == ["corpus.bin", "corpus.idx"]
+
+
+def test_indices_of_samples(disk: Disk, tmp_path: Path) -> None:
+    """They are made again if they are lost; only half of one must not be found."""
+    cached_arrays(str(tmp_path), "gpt", {}, ("a", "b"), lambda: [np.arange(5)] * 2, lambda _: True)
+    assert [name[-6:] for name in disk.renamed] == ["-a.npy", "-b.npy"]
+    disk.unsettled.clear()
+
+
+def test_converted_checkpoints(disk: Disk, tmp_path: Path) -> None:
+    shards = [{name: TensorToWrite((2,), torch.float32, lambda: torch.ones(2))} for name in "ab"]
+    write_folder(tmp_path / "hf", shards, {"config.json": b"{}"}, lambda size: None)
+    write_megatron(
+        checkpoint_of(tmp_path),
+        tmp_path / "nvidia",
+        lambda size: None,
+        tensor_parallel=2,
+        pipeline_parallel=2,
+    )
+    assert disk.renamed == ["hf", "release", storage.TRACKER] and not disk.early

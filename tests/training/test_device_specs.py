@@ -1,0 +1,49 @@
+"""The table of GPUs."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.errors import InputError
+from megatron.training.device_specs import DATA_SHEETS, data_sheet, of_torch_name
+
+
+def test_names_are_unique():
+    names = [sheet.name for sheet in DATA_SHEETS]
+    assert len(set(names)) == len(names)
+    assert all(data_sheet(name.upper(), where="").name == name for name in names)
+
+
+@pytest.mark.parametrize(
+    ("torch_name", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100 80GB PCIe", "a100-80gb-pcie"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40gb-pcie"),
+        ("NVIDIA H100 80GB HBM3", "h100-80gb"),
+        ("NVIDIA GH200 480GB", "gh200-96gb"),
+        ("NVIDIA H200", "h200-141gb"),
+        ("Tesla V100-SXM2-16GB", "v100-16gb"),
+        ("Tesla V100-SXM2-32GB", "v100-32gb"),
+        ("Tesla V100-SXM3-32GB-H", "v100-32gb-dgx2h"),
+    ],
+)
+def test_names_of_torch_tell_memory_and_form_apart(torch_name: str, name: str):
+    assert of_torch_name(torch_name).name == name
+
+
+def test_the_machines_of_the_papers():
+    """2104.04473 section 5.1: 8 GPUs of 312 TFLOP/s and 80 GB, 8 adapters of 200 Gb/s; 1909.08053 section 5: 16 GPUs,
+    100 GB/s between servers, 39 TFLOP/s are 30% of the peak."""
+    a100, v100 = data_sheet("a100-80gb", where=""), data_sheet("v100-32gb-dgx2h", where="")
+    assert (a100.fp16, a100.memory, a100.link, a100.node) == (312, 80, 600, (8, 8 * 200 / 8))
+    assert (v100.memory, v100.link, v100.node) == (32, 300, (16, 100))
+    assert 39 / v100.fp16 == pytest.approx(0.30)
+
+
+def test_an_unknown_name_is_answered_with_the_known():
+    with pytest.raises(
+        InputError, match=r"^--gpu: 'a100' is not a known GPU; known are gb200.*, t4; describe"
+    ):
+        data_sheet("a100", where="--gpu")
