@@ -1,10 +1,10 @@
-"""Training steps of this checkout against those of another, such as of the commit before a redesign.
+"""Compare training steps of this checkout with those of another one, such as the commit before a redesign.
 
     git worktree add ../before COMMIT
     python benchmarks/before_after.py --before ../before [--sizes small] [--precisions fp32 bf16] [--rounds N]
 
-Each checkout trains in a process of its own, with the sizes and steps of its benchmarks/train.py. Steps alternate, so
-that both meet the same conditions of the machine; the ratio is the median over the rounds.
+Each checkout trains in its own process, with the sizes and steps of its own benchmarks/train.py. Steps of the two
+checkouts alternate, so both run under the same load of the machine. The ratio is the median over the rounds.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from parallel import about
+from parallel import run_metadata
 
 from megatron.cli import Parser, add_flags, make_config, run_command
 from megatron.errors import InputError
 from megatron.flags import Config, flag
 
 WARM_UP = 4
-# Reads a line for each step, and prints its seconds and its loss.
+# Runs one step for each line it reads, and prints its seconds and loss.
 WORKER = """
 import sys
 sys.path[:0] = [f"{sys.argv[1]}/benchmarks", sys.argv[1]]
@@ -42,41 +42,43 @@ for _, (seconds, _, loss) in zip(sys.stdin, train.ours("cpu", train.SIZES[sys.ar
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchmarkConfig(Config):
-    """The checkouts and steps to compare."""
+    """Options of the benchmark."""
 
-    before: str = flag(None, "the other checkout", metavar="DIR", required=True)
-    sizes: tuple[str, ...] = flag(("small",), "models of benchmarks/train.py", nargs="+")
-    precisions: tuple[str, ...] = flag(("bf16", "fp32"), "precisions", choices=("bf16", "fp32"), nargs="+")
-    rounds: int = flag(15, "measured steps of each side", low=1)
-    threads: int = flag(2, "threads of each side", low=1)
+    before: str = flag(None, "checkout to compare with", metavar="DIR", required=True)
+    sizes: tuple[str, ...] = flag(("small",), "model sizes, as in benchmarks/train.py", nargs="+")
+    precisions: tuple[str, ...] = flag(
+        ("bf16", "fp32"), "precisions to measure", choices=("bf16", "fp32"), nargs="+"
+    )
+    rounds: int = flag(15, "measured steps per checkout", low=1)
+    threads: int = flag(2, "threads per checkout", low=1)
     output: str = flag(
-        str(ROOT / "benchmarks/results/before_after.json"), "file of the results", metavar="FILE"
+        str(ROOT / "benchmarks/results/before_after.json"), "file to write the results to", metavar="FILE"
     )
 
 
 class Side:
-    """A checkout that trains in a process of its own."""
+    """A checkout that trains in its own process."""
 
-    def __init__(self, tree: Path, size: str, precision: str, threads: int) -> None:
+    def __init__(self, checkout: Path, size: str, precision: str, threads: int) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(tree), size, precision, str(threads)],
+            [sys.executable, "-c", WORKER, str(checkout), size, precision, str(threads)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            cwd=tree,
+            cwd=checkout,
             env={**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)},
         )
 
     def step(self) -> tuple[float, float]:
-        """Seconds and loss of the next step."""
+        """Run the next step and return its seconds and loss."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
-        for line in self.process.stdout:  # other lines are the checkout's log
+        for line in self.process.stdout:  # other lines are log output
             if line.startswith("step "):
                 _, seconds, loss = line.split()
                 return float(seconds), float(loss)
-        raise InputError("a checkout's process ended; see its message above")
+        raise InputError("the process of a checkout exited; see its message above")
 
     def close(self) -> None:
         self.process.kill()
@@ -84,13 +86,13 @@ class Side:
 
 
 def compare(config: BenchmarkConfig, size: str, precision: str) -> dict[str, float]:
-    """Median seconds of a step of both sides, and how many times faster this checkout is."""
-    trees = {"before": Path(config.before).resolve(), "after": ROOT}
-    sides = {name: Side(tree, size, precision, config.threads) for name, tree in trees.items()}
+    """Return median seconds per step of both checkouts, and the speedup of this one."""
+    checkouts = {"before": Path(config.before).resolve(), "after": ROOT}
+    sides = {name: Side(checkout, size, precision, config.threads) for name, checkout in checkouts.items()}
     try:
         rounds = []
         for number in range(WARM_UP + config.rounds):
-            # The side that comes first alternates too.
+            # Alternate which checkout goes first.
             order = list(sides) if number % 2 else list(sides)[::-1]
             rounds.append({name: sides[name].step() for name in order})
     finally:
@@ -114,12 +116,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = make_config(BenchmarkConfig, vars(parser.parse_args(argv)))
     if not (Path(config.before) / "benchmarks/train.py").is_file():
         raise InputError(f"--before: {config.before} is not a checkout of this repository")
-    results = about("before_after.py", ["--before", "DIR"])
+    results = run_metadata("before_after.py", ["--before", "DIR"])
     for size in config.sizes:
         for precision in config.precisions:
-            results[f"{size}, {precision}"] = found = compare(config, size, precision)
+            results[f"{size}, {precision}"] = result = compare(config, size, precision)
             print(
-                f"{size}, {precision}: " + "  ".join(f"{key} {value:,}" for key, value in found.items()),
+                f"{size}, {precision}: " + "  ".join(f"{key} {value:,}" for key, value in result.items()),
                 flush=True,
             )
             Path(config.output).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")

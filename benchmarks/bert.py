@@ -1,11 +1,11 @@
-"""Pretraining steps of BERT against transformers' MegatronBert in a plain PyTorch loop: time and memory.
+"""Compare time and memory of BERT pretraining steps with transformers' MegatronBert in a plain PyTorch loop.
 
     python benchmarks/bert.py [--rounds N]
 
-Both train a model of the same sizes in fp32 with fused AdamW, dropout and clipping, on the same batches of
---mock-data, padded alike to a multiple of 8. Each has a process of its own with two threads; steps are interleaved.
-transformers' model projects every position to the vocabulary, and ours those of the masked words. Ours is measured
-a second time with full recomputation, the setting for large models.
+Both train a model of the same shape in fp32 with fused AdamW, dropout and gradient clipping, on the same batches of
+--mock-data, padded to a multiple of 8. Each runs in its own process with two threads, and their steps alternate. The
+transformers model computes logits for every position, ours only for masked positions. Ours is measured a second time
+with full recomputation, as large models use it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch
-from parallel import about
+from parallel import run_metadata
 from parallel_workers import Workers
 from torch import Tensor
 
@@ -55,10 +55,12 @@ THREADS = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchmarkConfig(Config):
-    """How often to measure."""
+    """Options of the benchmark."""
 
-    rounds: int = flag(5, "steps of each side, one after the other", low=1)
-    output: str = flag(str(ROOT / "benchmarks/results/bert.json"), "where results go", metavar="FILE")
+    rounds: int = flag(5, "measured steps per implementation", low=1)
+    output: str = flag(
+        str(ROOT / "benchmarks/results/bert.json"), "file to write the results to", metavar="FILE"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -66,26 +68,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__.splitlines()[0])
     add_flags(parser, BenchmarkConfig, "benchmark")
     config = make_config(BenchmarkConfig, vars(parser.parse_args(argv)))
-    results = about("bert.py", argv)
+    results = run_metadata("bert.py", argv)
     for name, sizes in SIZES.items():
         flags = f"{COMMON} {sizes}"
         sides = {
             "ours": Workers(ours, 1, flags, threads=THREADS),
             "ours, recomputing": Workers(ours, 1, f"{flags} --recompute-granularity full", threads=THREADS),
-            "transformers": Workers(theirs, 1, flags, threads=THREADS),
+            "transformers": Workers(baseline, 1, flags, threads=THREADS),
         }
         try:
             rounds = [{side: run.next()[0] for side, run in sides.items()} for _ in range(config.rounds + 1)]
         finally:
             for run in sides.values():
                 run.__exit__()
-        results[name] = summary(rounds[1:])  # the first step takes memory
+        results[name] = summarize(rounds[1:])  # the first step allocates memory
         print(f"{name}: {json.dumps(results[name])}", flush=True)
     Path(config.output).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
 
-def summary(rounds: list[dict[str, tuple[float, float, float]]]) -> dict[str, dict[str, float]]:
-    """Median seconds of a step, peak memory, last loss; and the ratios to transformers."""
+def summarize(rounds: list[dict[str, tuple[float, float, float]]]) -> dict[str, dict[str, float]]:
+    """Return median seconds per step, peak memory, the last loss, and the ratios to transformers."""
     found = {}
     for side in rounds[0]:
         seconds = statistics.median(r[side][0] for r in rounds)
@@ -101,8 +103,8 @@ def summary(rounds: list[dict[str, tuple[float, float, float]]]) -> dict[str, di
     return found
 
 
-def batches_of(config: RunConfig) -> tuple[Iterator[BertBatch], int]:
-    """Endless training batches, and how many ids there are."""
+def build_batches(config: RunConfig) -> tuple[Iterator[BertBatch], int]:
+    """Return an endless iterator of training batches, and the vocabulary size."""
     tokenizer = build_tokenizer(config.tokenizer)
     train = build_datasets(config, tokenizer, (100 * config.training.micro_batch_size, 0, 0))["train"]
     batches = train_batches(
@@ -117,17 +119,17 @@ def batches_of(config: RunConfig) -> tuple[Iterator[BertBatch], int]:
     return batches, tokenizer.vocab_size
 
 
-def peak_since(before: float) -> float:
-    """Megabytes that this process has come to hold beyond `before`, its packages' own."""
+def peak_rss(before: float) -> float:
+    """Return the peak resident memory in MB beyond `before`, the peak after importing the packages."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3 - before
 
 
 def ours(flags: str) -> Iterator[tuple[float, float, float]]:
-    """Seconds of each step, megabytes at most, loss."""
+    """Train our model. Yields seconds, peak MB and loss of each step."""
     config = parse_run_config(flags.split(), description="", defaults=DEFAULTS)
-    batches, vocab_size = batches_of(config)
+    batches, vocab_size = build_batches(config)
     with init_mesh(config.parallel, choose_device("cpu")) as mesh:
-        before = peak_since(0)
+        before = peak_rss(0)
         padded = -(-vocab_size // 128) * 128
         task = bert(binary_head=True)
         engine = Engine(config, task, mesh, vocab_size=vocab_size, padded_vocab_size=padded)
@@ -139,28 +141,28 @@ def ours(flags: str) -> Iterator[tuple[float, float, float]]:
                 batches, num_microbatches=1, consumed_samples=step, lr=1e-4, weight_decay=0.01
             )
             loss = losses.sum().item()
-            yield time.perf_counter() - begin, peak_since(before), loss
+            yield time.perf_counter() - begin, peak_rss(before), loss
             step += config.training.micro_batch_size
 
 
-def theirs(flags: str) -> Iterator[tuple[float, float, float]]:
-    """The same of transformers' model."""
+def baseline(flags: str) -> Iterator[tuple[float, float, float]]:
+    """Train the transformers model. Yields seconds, peak MB and loss of each step."""
     import transformers
 
     config = parse_run_config(flags.split(), description="", defaults=DEFAULTS)
-    batches, vocab_size = batches_of(config)
-    before = peak_since(0)
-    sizes = config.model
+    batches, vocab_size = build_batches(config)
+    before = peak_rss(0)
+    shape = config.model
     model = transformers.MegatronBertForPreTraining(
         transformers.MegatronBertConfig(
             vocab_size=vocab_size,
-            num_hidden_layers=sizes.num_layers,
-            hidden_size=sizes.hidden_size,
-            num_attention_heads=sizes.num_attention_heads,
-            intermediate_size=sizes.ffn_hidden_size,
-            max_position_embeddings=sizes.max_position_embeddings,
+            num_hidden_layers=shape.num_layers,
+            hidden_size=shape.hidden_size,
+            num_attention_heads=shape.num_attention_heads,
+            intermediate_size=shape.ffn_hidden_size,
+            max_position_embeddings=shape.max_position_embeddings,
             hidden_act="gelu_new",
-            layer_norm_eps=sizes.norm_epsilon,
+            layer_norm_eps=shape.norm_epsilon,
         )
     ).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
@@ -170,7 +172,7 @@ def theirs(flags: str) -> Iterator[tuple[float, float, float]]:
             batch.tokens,
             attention_mask=batch.padding_mask,
             token_type_ids=batch.tokentype_ids,
-            labels=everywhere(batch),
+            labels=dense_labels(batch),
             next_sentence_label=batch.is_random,
         ).loss
         loss.backward()
@@ -178,11 +180,11 @@ def theirs(flags: str) -> Iterator[tuple[float, float, float]]:
         optimizer.step()
         optimizer.zero_grad()
         value = loss.item()
-        yield time.perf_counter() - begin, peak_since(before), value
+        yield time.perf_counter() - begin, peak_rss(before), value
 
 
-def everywhere(batch: BertBatch) -> Tensor:
-    """Labels of all positions, -100 where nothing is to be guessed, which is how transformers takes them."""
+def dense_labels(batch: BertBatch) -> Tensor:
+    """Labels of all positions as transformers expects them: -100 where the token is not masked."""
     labels = torch.full_like(batch.tokens, -100)
     rows, columns = batch.loss_mask.nonzero(as_tuple=True)
     labels[rows, batch.positions[rows, columns]] = batch.labels[rows, columns]

@@ -1,11 +1,11 @@
-"""How long the BERT sentence map of a large data set takes to build, and how fast samples are made.
+"""Measure the time to build the BERT sentence map of a large dataset, and the rate of building samples.
 
     python benchmarks/bert_data.py [--documents N] [--mean-sentences N] [--mean-length N] [--seq-length N]
 
-Makes an index file of that many documents (the .bin beside it is sparse: it takes no room), then, in a fresh
-process each, opens the data and builds the map for one epoch, and opens it again from the cache. Then makes samples,
-of a smaller data set that has tokens, by one thread. Writes benchmarks/results/bert_data.json. Takes 12 bytes of disk
-per sentence and 12 per sample in the temporary folder.
+Writes an index file with that many documents (its .bin file is sparse and takes no disk space). A new process opens the
+data and builds the map for one epoch, and another one loads it from the cache. Then one thread builds samples from a
+smaller dataset with tokens. Writes benchmarks/results/bert_data.json. Needs 12 bytes of disk per sentence and 12 per
+sample in the temporary directory.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ from megatron.data.index_cache import IndexRequest, MappedArrays
 from megatron.data.indexed import HEADER, MAGIC, IndexedDataset
 
 CHUNK = 1 << 20
-SMALLER = 5_000  # documents of the data that samples are made of
+SMALL_DOCUMENTS = 5_000  # documents in the dataset for building samples
 SAMPLES = 5_000
 VOCABULARY = 30_522
-CONTINUING = VOCABULARY // 5  # about as many pieces continue a word in the vocabulary of BERT
+CONTINUATION_PIECES = VOCABULARY // 5  # about the number of ## pieces in BERT's vocabulary
 
 
-def lengths(rng: np.random.Generator, mean: int, sigma: float, count: int) -> np.ndarray:
-    """Log-normal whole numbers, as the lengths of sentences and documents are."""
+def draw_lengths(rng: np.random.Generator, mean: int, sigma: float, count: int) -> np.ndarray:
+    """Draw log-normal integers, the distribution of sentence and document lengths."""
     return np.maximum(rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, count), 1).astype("<i8")
 
 
 def make_data(prefix: Path, documents: int, mean_sentences: int, mean_length: int) -> int:
-    """Write the index of such documents, and a .bin of zeros; gives the number of tokens."""
+    """Write an index of random lengths and a .bin file of zeros. Returns the number of tokens."""
     rng = np.random.default_rng(0)
-    counts = lengths(rng, mean_sentences, 1.0, documents)
+    counts = draw_lengths(rng, mean_sentences, 1.0, documents)
     sentences = int(counts.sum())
     tokens = 0
     with open(f"{prefix}.idx", "wb") as file:
         file.write(HEADER.pack(MAGIC, 1, 8, sentences, documents + 1))
-        for at in range(0, sentences, CHUNK):
-            sizes = lengths(rng, mean_length, 0.6, min(CHUNK, sentences - at))
+        for begin in range(0, sentences, CHUNK):
+            sizes = draw_lengths(rng, mean_length, 0.6, min(CHUNK, sentences - begin))
             ends = tokens + np.cumsum(sizes)
-            file.seek(HEADER.size + 4 * at)
+            file.seek(HEADER.size + 4 * begin)
             file.write(sizes.astype("<i4").data)
-            file.seek(HEADER.size + 4 * sentences + 8 * at)
+            file.seek(HEADER.size + 4 * sentences + 8 * begin)
             file.write(((ends - sizes) * 2).data)
             tokens = int(ends[-1])
         file.write(bytes(8))
@@ -67,8 +67,8 @@ def make_data(prefix: Path, documents: int, mean_sentences: int, mean_length: in
     return tokens
 
 
-def open_map(dataset: IndexedDataset, seq_length: int) -> MappedArrays:
-    """The map of one epoch."""
+def load_map(dataset: IndexedDataset, seq_length: int) -> MappedArrays:
+    """Load the map for one epoch from the cache, or build it."""
     request = IndexRequest(
         dataset=dataset,
         documents=range(len(dataset.doc_idx) - 1),
@@ -81,11 +81,11 @@ def open_map(dataset: IndexedDataset, seq_length: int) -> MappedArrays:
 
 
 def measure(prefix: str, seq_length: int) -> dict[str, float]:
-    """Open the data and then its map; what that took in this process."""
+    """Open the data, then its map, and return the time and memory that this process needed."""
     start = time.perf_counter()
     dataset = IndexedDataset(prefix)
     opened = time.perf_counter()
-    (rows,) = open_map(dataset, seq_length)
+    (rows,) = load_map(dataset, seq_length)
     done = time.perf_counter()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB on Linux
     return {
@@ -99,13 +99,13 @@ def measure(prefix: str, seq_length: int) -> dict[str, float]:
     }
 
 
-def in_fresh_process(prefix: Path, seq_length: int) -> dict[str, float]:
+def measure_in_new_process(prefix: Path, seq_length: int) -> dict[str, float]:
     command = [sys.executable, __file__, "--measure", str(prefix), "--seq-length", str(seq_length)]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
 def samples_per_cpu_second(prefix: Path, seq_length: int) -> int:
-    """How many samples one thread makes in a second of its time, the best of three."""
+    """Return the samples that one thread builds per second of CPU time, the best of three runs."""
     dataset = IndexedDataset(prefix)
     rules = SampleRules(
         seq_length=seq_length,
@@ -116,9 +116,9 @@ def samples_per_cpu_second(prefix: Path, seq_length: int) -> int:
         sep=102,
         mask=103,
         pad=0,
-        continues=np.arange(VOCABULARY) >= VOCABULARY - CONTINUING,
+        continues=np.arange(VOCABULARY) >= VOCABULARY - CONTINUATION_PIECES,
     )
-    samples = BertDataset(dataset, open_map(dataset, seq_length), rules, seed=1234)
+    samples = BertDataset(dataset, load_map(dataset, seq_length), rules, seed=1234)
     seconds = []
     for _ in range(3):
         start = time.process_time()
@@ -130,26 +130,26 @@ def samples_per_cpu_second(prefix: Path, seq_length: int) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--documents", type=int, default=10**7)
-    parser.add_argument("--mean-sentences", type=int, default=20, help="in a document, on average")
-    parser.add_argument("--mean-length", type=int, default=25, help="tokens in a sentence, on average")
-    parser.add_argument("--seq-length", type=int, default=512)
+    parser.add_argument("--documents", type=int, default=10**7, help="documents in the dataset")
+    parser.add_argument("--mean-sentences", type=int, default=20, help="sentences per document, on average")
+    parser.add_argument("--mean-length", type=int, default=25, help="tokens per sentence, on average")
+    parser.add_argument("--seq-length", type=int, default=512, help="tokens per sample")
     parser.add_argument("--measure", metavar="PREFIX", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
         print(json.dumps(measure(arguments.measure, arguments.seq_length)))
         return
     with tempfile.TemporaryDirectory() as folder:
-        prefix, smaller = Path(folder, "data"), Path(folder, "smaller")
+        prefix, small = Path(folder, "data"), Path(folder, "small")
         make_data(prefix, arguments.documents, arguments.mean_sentences, arguments.mean_length)
         results = {
-            "build": in_fresh_process(prefix, arguments.seq_length),
-            "from_cache": in_fresh_process(prefix, arguments.seq_length),
+            "build": measure_in_new_process(prefix, arguments.seq_length),
+            "from_cache": measure_in_new_process(prefix, arguments.seq_length),
         }
-        tokens = make_data(smaller, SMALLER, arguments.mean_sentences, arguments.mean_length)
+        tokens = make_data(small, SMALL_DOCUMENTS, arguments.mean_sentences, arguments.mean_length)
         ids = np.random.default_rng(1).integers(1000, VOCABULARY, tokens)
-        smaller.with_suffix(".bin").write_bytes(ids.astype("<u2").data)
-        results["samples_per_cpu_second"] = samples_per_cpu_second(smaller, arguments.seq_length)
+        small.with_suffix(".bin").write_bytes(ids.astype("<u2").data)
+        results["samples_per_cpu_second"] = samples_per_cpu_second(small, arguments.seq_length)
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True
     )

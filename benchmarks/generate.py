@@ -1,10 +1,10 @@
-"""Generation against `transformers.generate`, of the same weights, prompts and number of tokens.
+"""Compare generation speed with `transformers.generate`, for the same weights, prompts and number of tokens.
 
     python benchmarks/generate.py [--sizes small ...] [--precisions fp32 bf16] [--batches 1 32] [--device cuda]
 
-Each side has a process of its own with the same threads, and takes the most probable token each time. The prompts of a
-batch are of unlike lengths; transformers has them padded on the left. Rounds are interleaved, so that both meet the
-same moods of the machine, and ratios are medians of the rounds'.
+Each implementation runs in its own process with the same number of threads and decodes greedily. The prompts of a batch
+differ in length; transformers gets them padded on the left. Rounds of the two alternate, so both run under the same
+load of the machine. Ratios are medians over the rounds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch
-from parallel import about
+from parallel import run_metadata
 from parallel_workers import Workers
 
 from megatron.cli import Parser, add_flags, make_config, run_command
@@ -42,18 +42,20 @@ CONTEXT, THREADS = 1024, 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchmarkConfig(Config):
-    """What to measure, and how often."""
+    """Options of the benchmark."""
 
-    device: str = flag("cpu", "where to compute", choices=("cpu", "cuda"))
-    sizes: tuple[str, ...] = flag(("small", "124m"), "models", choices=tuple(SIZES), nargs="+")
+    device: str = flag("cpu", "device to measure", choices=("cpu", "cuda"))
+    sizes: tuple[str, ...] = flag(("small", "124m"), "models to measure", choices=tuple(SIZES), nargs="+")
     precisions: tuple[str, ...] = flag(
-        ("fp32", "bf16"), "what to compute in", choices=("fp32", "bf16"), nargs="+"
+        ("fp32", "bf16"), "precisions to measure", choices=("fp32", "bf16"), nargs="+"
     )
-    batches: tuple[int, ...] = flag((1, 32), "texts at once", nargs="+", low=1)
-    prompt: int = flag(128, "tokens of the longest prompt; the shortest has half as many", low=2)
-    new: int = flag(128, "tokens that follow on each", low=1)
-    rounds: int = flag(5, "of each side, one after the other", low=1)
-    output: str = flag(str(ROOT / "benchmarks/results/generate.json"), "where results go", metavar="FILE")
+    batches: tuple[int, ...] = flag((1, 32), "batch sizes to measure", nargs="+", low=1)
+    prompt: int = flag(128, "length of the longest prompt in tokens; the shortest is half as long", low=2)
+    new: int = flag(128, "tokens to generate per prompt", low=1)
+    rounds: int = flag(5, "measured rounds per implementation", low=1)
+    output: str = flag(
+        str(ROOT / "benchmarks/results/generate.json"), "file to write the results to", metavar="FILE"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -61,11 +63,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__.splitlines()[0])
     add_flags(parser, BenchmarkConfig, "benchmark")
     config = make_config(BenchmarkConfig, vars(parser.parse_args(argv)))
-    results = about("generate.py", argv)
+    results = run_metadata("generate.py", argv)
     for size in config.sizes:
         for precision in config.precisions:
             with tempfile.TemporaryDirectory() as folder:
-                save(folder, size, precision)
+                save_model(folder, size, precision)
                 for batch in config.batches:
                     name = f"{size}, {precision}, {batch} at once, {config.device}"
                     results[name] = compare(config, folder, precision, batch)
@@ -74,10 +76,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def compare(config: BenchmarkConfig, folder: str, precision: str, batch: int) -> dict[str, float]:
-    """Tokens a second of each side, and our rate over theirs."""
+    """Return tokens per second of both implementations, and the ratio of ours to transformers."""
     sides = {
         name: Workers(measure, 1, config, folder, precision, batch, threads=THREADS)
-        for name, measure in (("ours", ours), ("transformers", theirs))
+        for name, measure in (("ours", ours), ("transformers", baseline))
     }
     try:
         rounds = [{name: run.next()[0] for name, run in sides.items()} for _ in range(config.rounds + 1)][1:]
@@ -97,8 +99,8 @@ def compare(config: BenchmarkConfig, folder: str, precision: str, batch: int) ->
     }
 
 
-def save(folder: str, size: str, precision: str) -> None:
-    """Write a GPT-2 with random weights."""
+def save_model(folder: str, size: str, precision: str) -> None:
+    """Save a GPT-2 with random weights."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
@@ -125,25 +127,25 @@ def prompts(config: BenchmarkConfig, vocabulary: int, batch: int) -> list[list[i
 def ours(
     config: BenchmarkConfig, folder: str, precision: str, batch: int
 ) -> Iterator[tuple[float, list[list[int]]]]:
-    """Of each round seconds, and the texts' tokens."""
+    """Generate with our predictor. Yields seconds and the generated tokens of each round."""
     vocabulary = json.loads((Path(folder) / "config.json").read_text())["vocab_size"]
     mesh = Mesh(device=choose_device(config.device))
-    tokenizer = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=vocabulary - 1)
-    model, chosen = load_gpt(InferenceConfig(load=folder, dtype=precision), tokenizer, mesh)
+    tokenizer_config = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=vocabulary - 1)
+    model, tokenizer = load_gpt(InferenceConfig(load=folder, dtype=precision), tokenizer_config, mesh)
     predictor = Predictor(model, mesh)
     predictor.reserve(batch, config.prompt + config.new)
     sampling = SamplingConfig(greedy=True, out_seq_length=config.new)
-    asked = [Request(prompt=prompt, sampling=sampling) for prompt in prompts(config, vocabulary, batch)]
+    requests = [Request(prompt=prompt, sampling=sampling) for prompt in prompts(config, vocabulary, batch)]
     while True:
         begin = time.perf_counter()
-        texts = generate(Batcher(predictor, chosen), asked)
+        texts = generate(Batcher(predictor, tokenizer), requests)
         yield time.perf_counter() - begin, [[int(word) for word in text.split()] for text in texts]
 
 
-def theirs(
+def baseline(
     config: BenchmarkConfig, folder: str, precision: str, batch: int
 ) -> Iterator[tuple[float, list[list[int]]]]:
-    """The same of transformers."""
+    """Generate with transformers. Yields seconds and the generated tokens of each round."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()

@@ -1,10 +1,10 @@
-"""How long the GPT sample indices of a large data set take to build, and how much memory.
+"""Measure the time and memory to build the GPT sample indices of a large dataset.
 
     python benchmarks/gpt_index.py [--documents N] [--mean-length N] [--seq-length N]
 
-Makes an index file of that many documents (the .bin beside it is sparse: it takes no room), then, in a fresh
-process each, opens the data and builds the indices for one epoch, and opens them again from the cache. Writes
-benchmarks/results/gpt_index.json. Takes 20 bytes of disk per document and 12 per sample in the temporary folder.
+Writes an index file with that many documents (its .bin file is sparse and takes no disk space). A new process opens the
+data and builds the indices for one epoch, and another one loads them from the cache. Writes
+benchmarks/results/gpt_index.json. Needs 20 bytes of disk per document and 12 per sample in the temporary directory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CHUNK = 1 << 20
 
 
 def make_data(prefix: Path, documents: int, mean_length: int) -> None:
-    """An index of documents whose lengths are spread as those of web pages are (log-normal)."""
+    """Write an index of documents with log-normal lengths, the distribution of web pages."""
     rng = np.random.default_rng(0)
     sigma = 1.0
     lengths = rng.lognormal(np.log(mean_length) - sigma**2 / 2, sigma, documents)
@@ -54,7 +54,7 @@ def make_data(prefix: Path, documents: int, mean_length: int) -> None:
 
 
 def measure(prefix: str, seq_length: int) -> dict[str, float]:
-    """Open the data and then its indices; what that took in this process."""
+    """Open the data, then its indices, and return the time and memory that this process needed."""
     start = time.perf_counter()
     dataset = IndexedDataset(prefix)
     opened = time.perf_counter()
@@ -79,16 +79,16 @@ def measure(prefix: str, seq_length: int) -> dict[str, float]:
     }
 
 
-def in_fresh_process(prefix: Path, seq_length: int) -> dict[str, float]:
+def measure_in_new_process(prefix: Path, seq_length: int) -> dict[str, float]:
     command = [sys.executable, __file__, "--measure", str(prefix), "--seq-length", str(seq_length)]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--documents", type=int, default=10**8)
-    parser.add_argument("--mean-length", type=int, default=512, help="tokens in a document, on average")
-    parser.add_argument("--seq-length", type=int, default=1024)
+    parser.add_argument("--documents", type=int, default=10**8, help="documents in the dataset")
+    parser.add_argument("--mean-length", type=int, default=512, help="tokens per document, on average")
+    parser.add_argument("--seq-length", type=int, default=1024, help="tokens per sample")
     parser.add_argument("--measure", metavar="PREFIX", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
@@ -98,8 +98,8 @@ def main() -> None:
         prefix = Path(folder) / "data"
         make_data(prefix, arguments.documents, arguments.mean_length)
         results = {
-            "build": in_fresh_process(prefix, arguments.seq_length),
-            "from_cache": in_fresh_process(prefix, arguments.seq_length),
+            "build": measure_in_new_process(prefix, arguments.seq_length),
+            "from_cache": measure_in_new_process(prefix, arguments.seq_length),
         }
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# What takes a GPU, on a bare machine that has the packages and no network: the tests marked gpu, then speed and memory
-# against what a user would pick instead.
+# Run everything that needs a GPU, on a machine that has the packages and no network: the tests marked gpu, then speed
+# and memory compared with other training loops.
 #
 #   bash benchmarks/gpu.sh [PART...]
 #
-# PART is tests, or a size of benchmarks/train.py: small, with --cuda-graph as well, 355m or 1.3b. Without one all are
-# run, as far as the time goes: a call is over within LIMIT seconds (default: 520), and parts that it did not come to are
-# for the next. Results are added to benchmarks/results/<device>.json, and the table of all of them comes last.
+# PART is tests, or a size of benchmarks/train.py: small (also with --cuda-graph), 355m or 1.3b; by default all of them.
+# A call ends within LIMIT seconds (default: 520); name the parts that it did not reach in the next call. Results are
+# added to benchmarks/results/<device>.json, and the table of all of them comes last.
 #
 #   NANOGPT  a checkout of nanoGPT to compare with (default: none)
 #   PYTHON   the Python that has the packages (default: python3)
@@ -19,14 +19,14 @@ train=(benchmarks/train.py --device cuda --precisions bf16 ${NANOGPT:+--nanogpt 
 parts=("$@")
 ((${#parts[@]})) || parts=(tests small 355m 1.3b)
 
-name=$("$PYTHON" -c 'import torch; print(torch.cuda.get_device_name())') || fail "torch sees no GPU here"
+name=$("$PYTHON" -c 'import torch; print(torch.cuda.get_device_name())') || fail "torch finds no GPU"
 results=benchmarks/results/$(tr '[:upper:] /' '[:lower:]--' <<<"$name").json
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
-# Run Python for as long as is left of this call.
+# Run Python for the time that is left of this call.
 within_limit() {
-  ((SECONDS < LIMIT)) || fail "LIMIT=$LIMIT seconds are over; call again for this part"
+  ((SECONDS < LIMIT)) || fail "LIMIT=$LIMIT seconds are over; call again with this part"
   run timeout --signal=INT --kill-after=10 "$((LIMIT - SECONDS))" "$PYTHON" "$@"
 }
 

@@ -1,4 +1,4 @@
-"""Adds what a part of gpu.sh has found to the results of a device, or prints all of them.
+"""Add the results of one part of gpu.sh to the results file of a device, or print that file.
 
 python benchmarks/gpu_table.py RESULTS [PART FILE]
 """
@@ -18,22 +18,24 @@ def main() -> None:
     results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     if part:
         name, found = part[0], Path(part[1])
-        results[name] = tests(found) if name == "tests" else json.loads(found.read_text(encoding="utf-8"))
+        results[name] = (
+            read_test_report(found) if name == "tests" else json.loads(found.read_text(encoding="utf-8"))
+        )
         path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     else:
         for name, found in results.items():
             print_part(name, found)
 
 
-def tests(report: Path) -> dict[str, float]:
-    """The numbers of a report that pytest's --junitxml has written."""
+def read_test_report(report: Path) -> dict[str, float]:
+    """Read the counts and duration from a report of pytest's --junitxml."""
     suite = next(ElementTree.parse(report).iter("testsuite"))
     counts = {name: int(suite.get(name)) for name in ("tests", "failures", "errors", "skipped")}
     return counts | {"seconds": float(suite.get("time"))}
 
 
 def print_part(name: str, found: dict[str, Any]) -> None:
-    """A line for the tests, and one for each side that was compared."""
+    """Print one line for the tests, or one per implementation that was compared."""
     if name == "tests":
         print("tests: " + ", ".join(f"{key} {value:g}" for key, value in found.items()))
         return

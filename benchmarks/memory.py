@@ -1,9 +1,9 @@
-"""Bytes at the peak of a step on a CPU over those that must exist, of `train.py`'s model.
+"""Measure the peak memory of a training step on a CPU, relative to the bytes that must exist.
 
     python benchmarks/memory.py [--size small]
 
-Every allocation and release of torch's allocator is counted, as its profiler reports them, temporaries among them. That
-counts tensors, not what the system gives the process, and gives the same numbers in every run.
+The model is that of `train.py`. torch's profiler reports every allocation and release of the CPU allocator, including
+temporaries. This counts tensors, not the resident memory of the process, so every run gives the same numbers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from parallel import about
+from parallel import run_metadata
 from parallel_steps import memory_trace
 from parallel_workers import Workers
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ from megatron.ops.cpu.attention import BLOCK, MAX_LENGTH
 from megatron.ops.linear_cross_entropy import LOGITS_KEPT_BYTES
 from megatron.training.engine import Engine
 
-WIDTH = {"bf16": 2, "fp32": 4}  # bytes of an activation
+ELEMENT_SIZE = {"bf16": 2, "fp32": 4}  # bytes of an activation
 OPERATIONS = {
     "fast": "--ops-backend compile",
     "not compiled": "--no-torch-compile",
@@ -47,10 +47,12 @@ RECOMPUTED = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchmarkConfig(Config):
-    """What to count."""
+    """Options of the benchmark."""
 
-    size: str = flag("small", "model", choices=tuple(SIZES))
-    output: str = flag(str(ROOT / "benchmarks/results/memory.json"), "where results go", metavar="FILE")
+    size: str = flag("small", "model size", choices=tuple(SIZES))
+    output: str = flag(
+        str(ROOT / "benchmarks/results/memory.json"), "file to write the results to", metavar="FILE"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -58,11 +60,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__.splitlines()[0])
     add_flags(parser, BenchmarkConfig, "benchmark")
     config = make_config(BenchmarkConfig, vars(parser.parse_args(argv)))
-    results = about("memory.py", argv)
+    results = run_metadata("memory.py", argv)
     print(
         "| precision | operations | recomputed | peak MB | must exist MB | ratio |\n|---|---|---|---|---|---|"
     )
-    for case in itertools.product(WIDTH, OPERATIONS, RECOMPUTED):
+    for case in itertools.product(ELEMENT_SIZE, OPERATIONS, RECOMPUTED):
         with Workers(measure, 1, SIZES[config.size], *case, threads=THREADS) as workers:
             (found,) = workers.next()
         results[", ".join(case)] = found
@@ -74,29 +76,31 @@ def main(argv: Sequence[str] | None = None) -> None:
 def measure(size: Size, precision: str, operations: str, recomputed: str) -> Iterator[dict[str, Any]]:
     flags = f"{OPERATIONS[operations]} {RECOMPUTED[recomputed]}".split()
     with training("cpu", size, precision, *flags) as (engine, step):
-        step()  # which compiles
+        step()  # compiles
         engine.timers.annotates = True
-        before = held()
+        before = live_bytes()
         trace = memory_trace(step)
-        stays = {
+        persistent = {
             "weights": [engine.buffer.params],
             "master weights": [] if engine.buffer.is_fp32 else engine.buffer.masters,
             "gradients": [engine.buffer.grads],
             "moments": [piece for pieces in engine.optimizer.state.values() for piece in pieces],
         }
-        kinds = {kind: sum(piece.nbytes for piece in pieces) for kind, pieces in stays.items()}
+        kinds = {kind: sum(piece.nbytes for piece in pieces) for kind, pieces in persistent.items()}
         kinds["batch and counters"] = before - sum(kinds.values())
-        of_step, beside = at_peak(trace)
-        kinds |= of_step
+        step_bytes, by_operator = find_peak(trace)
+        kinds |= step_bytes
         peak = sum(kinds.values())
-        wanted = must_exist(engine, size, precision, operations, recomputed)
+        required = required_bytes(engine, size, precision, operations, recomputed)
         yield {
             "peak MB": megabytes(peak),
-            "must exist MB": megabytes(sum(wanted.values())),
-            "ratio": round(peak / sum(wanted.values()), 3),
+            "must exist MB": megabytes(sum(required.values())),
+            "ratio": round(peak / sum(required.values()), 3),
             "at the peak": {kind: megabytes(found) for kind, found in kinds.items()},
-            "must exist": {kind: megabytes(found) for kind, found in wanted.items()},
-            "largest of the rest": {what: megabytes(found) for what, found in beside.most_common(6)},
+            "must exist": {kind: megabytes(found) for kind, found in required.items()},
+            "largest of the rest": {
+                operator: megabytes(found) for operator, found in by_operator.most_common(6)
+            },
         }
 
 
@@ -104,20 +108,23 @@ def megabytes(size: float) -> float:
     return round(size / 1e6, 1)
 
 
-def held() -> int:
-    """Bytes of the tensors that there are."""
+def live_bytes() -> int:
+    """Return the bytes of all live CPU tensors."""
     gc.collect()
     tensors = [x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter) and x.device.type == "cpu"]
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
     return sum(storages.values())
 
 
-def at_peak(events: list[dict]) -> tuple[dict[str, int], collections.Counter[str]]:
-    """Bytes that a step has taken when it holds most: what forward kept for backward, and the rest; and of the rest,
-    which operators took it."""
+def find_peak(events: list[dict]) -> tuple[dict[str, int], collections.Counter[str]]:
+    """Find the peak of a step in the profiler's events.
+
+    Returns:
+        bytes allocated by the step at its peak: saved by forward for backward, and the rest; and the rest by operator.
+    """
     changes = sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"])
     live: dict[int, dict] = {}
-    size = most = 0
+    size = largest = 0
     peak: list[dict] = []
     for change in changes:
         size += change["args"]["Bytes"]
@@ -125,55 +132,57 @@ def at_peak(events: list[dict]) -> tuple[dict[str, int], collections.Counter[str
             live[change["args"]["Addr"]] = change
         else:
             live.pop(change["args"]["Addr"], None)
-        if size > most:
-            most, peak = size, list(live.values())
+        if size > largest:
+            largest, peak = size, list(live.values())
     (backward,) = (e["ts"] for e in events if e.get("name") == "backward-compute")
     kept = sum(e["args"]["Bytes"] for e in peak if e["ts"] < backward)
     operators = [e for e in events if e.get("cat") == "cpu_op"]
     rest = collections.Counter()
     for event in peak:
         if event["ts"] >= backward:
-            rest[taker(operators, event["ts"])] += event["args"]["Bytes"]
-    return {"kept for backward": kept, "the rest": most - kept}, rest
+            rest[allocating_operator(operators, event["ts"])] += event["args"]["Bytes"]
+    return {"kept for backward": kept, "the rest": largest - kept}, rest
 
 
-def taker(operators: list[dict], moment: float) -> str:
-    """The operator that took memory at a moment, and the node of the backward pass that it is of."""
+def allocating_operator(operators: list[dict], timestamp: float) -> str:
+    """Name the operator that allocated at a timestamp, and the autograd nodes that called it."""
     callers = sorted(
-        (e for e in operators if e["ts"] <= moment <= e["ts"] + e["dur"]), key=lambda e: (e["ts"], -e["dur"])
+        (e for e in operators if e["ts"] <= timestamp <= e["ts"] + e["dur"]),
+        key=lambda e: (e["ts"], -e["dur"]),
     )
     names = [e["name"].removeprefix("autograd::engine::evaluate_function: ") for e in callers]
     names = [name for name in names if not name.startswith("aten::empty")]
     nodes = [name for name in names if "Backward" in name]
-    what = "compiled code" if "CompiledFxGraph" in names[-1] else names[-1]
-    return " in ".join(dict.fromkeys([what, *nodes[::-1]]))
+    operator = "compiled code" if "CompiledFxGraph" in names[-1] else names[-1]
+    return " in ".join(dict.fromkeys([operator, *nodes[::-1]]))
 
 
-def must_exist(
+def required_bytes(
     engine: Engine, size: Size, precision: str, operations: str, recomputed: str
 ) -> dict[str, int]:
-    """Bytes of weights, gradients and moments, and of the least that backward needs with these operations.
+    """Bytes of weights, gradients and moments, and the minimum activations that backward needs with these operations.
 
-    A layer's are those of arXiv 2205.05198 equation 1, sbh (34 + 5as/h) in 16 bits, less what this run has none of: the
-    masks of dropout between layers, sbh each, and mask and output of dropout in attention, 3as²b of 5. That leaves 16
-    numbers for each of sbh and one for each of as²b, the softmax: of it plain attention keeps none, and ours the blocks
-    that a query may see. The output layer adds, as in the same paper, its input, the last normalisation's and the
-    logits: plain in fp32, else in the model's precision, up to as many as are kept.
+    For a layer, arXiv 2205.05198 equation 1 has sbh (34 + 5as/h) bytes in 16 bits. This run has no dropout, so the
+    masks of dropout between layers (sbh each) and the mask and output of dropout in attention (3as²b of the 5as²b) are
+    subtracted. That leaves 16 elements per sbh and one per as²b, the softmax output. Plain attention keeps none of the
+    softmax output, and ours keeps the blocks that a query may attend to. As in the same paper, the output layer adds
+    its input, the input of the last normalization, and the logits. The logits are fp32 with plain operations. Otherwise
+    they have the model's precision, and are kept up to LOGITS_KEPT_BYTES.
 
-    Recomputed, there are each layer's input and one layer's all (arXiv 2104.04473 section 3.5), or before that the
-    logits.
+    With full recomputation, the input of every layer must exist, and either all activations of one layer (arXiv
+    2104.04473 section 3.5) or, before those, the logits.
     """
-    width, n = WIDTH[precision], engine.buffer.num_elements
-    one = width * size.length * size.batch * size.hidden
+    element_size, n = ELEMENT_SIZE[precision], engine.buffer.num_elements
+    sbh = element_size * size.length * size.batch * size.hidden
     blocks = operations == "fast" and BLOCK <= size.length <= MAX_LENGTH
     seen = (size.length + BLOCK) / 2 / size.length if blocks else 0
-    layer = 16 * one + int(seen * width * size.heads * size.length**2 * size.batch)
-    logits = size.length * size.batch * size.vocab * (4 if operations == "plain" else width)
-    output = 2 * one + (logits if operations == "plain" or logits <= LOGITS_KEPT_BYTES else 0)
+    layer = 16 * sbh + int(seen * element_size * size.heads * size.length**2 * size.batch)
+    logits = size.length * size.batch * size.vocab * (4 if operations == "plain" else element_size)
+    output = 2 * sbh + (logits if operations == "plain" or logits <= LOGITS_KEPT_BYTES else 0)
     if recomputed == "nothing":
         activations = size.layers * layer + output
     else:
-        activations = size.layers * one + max(layer - one, output)
+        activations = size.layers * sbh + max(layer - sbh, output)
     weights = {"weights": 4 * n} if precision == "fp32" else {"weights": 2 * n, "master weights": 4 * n}
     return weights | {"gradients": 4 * n, "moments": 8 * n, "activations": activations}
 

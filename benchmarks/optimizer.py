@@ -1,9 +1,9 @@
-"""A step of the optimizer over the time that streaming its bytes once takes.
+"""Compare the time of an optimizer step with the time to stream its bytes once.
 
     python benchmarks/optimizer.py [--millions N] [--rounds N]
 
-The bytes of an element: gradient, master weight and two moments are read; the last three and the bf16 weight are
-written, and the gradient is cleared. The rate of streaming is that of a copy of as much memory, in the same rounds.
+Per element, a step reads the gradient, the master weight and two moments, writes the last three and the bf16 weight,
+and clears the gradient. The streaming bandwidth is that of a copy of the same size, measured in the same rounds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch
-from parallel import about
+from parallel import run_metadata
 
 from megatron.arguments import parse_run_config
 from megatron.cli import Parser, add_flags, make_config, run_command
@@ -40,11 +40,13 @@ LAYER = 12 * 512**2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchmarkConfig(Config):
-    """What to measure, and how often."""
+    """Options of the benchmark."""
 
-    millions: int = flag(25, "parameters", low=1)
-    rounds: int = flag(15, "steps of each side, one after the other", low=1)
-    output: str = flag(str(ROOT / "benchmarks/results/optimizer.json"), "where results go", metavar="FILE")
+    millions: int = flag(25, "parameters of the model, in millions", low=1)
+    rounds: int = flag(15, "measured steps per precision", low=1)
+    output: str = flag(
+        str(ROOT / "benchmarks/results/optimizer.json"), "file to write the results to", metavar="FILE"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -53,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_flags(parser, BenchmarkConfig, "benchmark")
     config = make_config(BenchmarkConfig, vars(parser.parse_args(argv)))
     keep_freed_memory()
-    results = about("optimizer.py", argv) | {"threads": torch.get_num_threads()}
+    results = run_metadata("optimizer.py", argv) | {"threads": torch.get_num_threads()}
     for precision in BYTES:
         results[precision] = measure(config, precision)
         print(f"{precision}: {json.dumps(results[precision])}", flush=True)
@@ -74,21 +76,21 @@ def measure(config: BenchmarkConfig, precision: str) -> dict[str, float]:
             engine.buffer.grads.fill_(1e-3)
             begin = time.perf_counter()
             engine.optimizer.step(lr=1e-4, weight_decay=0.1)
-            taken.append(time.perf_counter() - begin)
+            step_seconds.append(time.perf_counter() - begin)
 
-        taken: list[float] = []
-        copies: list[float] = []
+        step_seconds: list[float] = []
+        copy_seconds: list[float] = []
         for _ in range(config.rounds + 2):
             step()
-            copies.append(seconds(lambda: target.copy_(source)))
-    rate = statistics.median(source.nbytes * 2 / t for t in copies[2:])
+            copy_seconds.append(seconds(lambda: target.copy_(source)))
+    bandwidth = statistics.median(source.nbytes * 2 / t for t in copy_seconds[2:])
     bytes_once = engine.buffer.local_elements * BYTES[precision]
-    took = statistics.median(taken[2:])
+    median = statistics.median(step_seconds[2:])
     return {
         "parameters": engine.buffer.local_elements,
-        "seconds": round(took, 4),
-        "GB/s of a copy": round(rate / 1e9, 2),
-        "over streaming its bytes once": round(took / (bytes_once / rate), 3),
+        "seconds": round(median, 4),
+        "GB/s of a copy": round(bandwidth / 1e9, 2),
+        "over streaming its bytes once": round(median / (bytes_once / bandwidth), 3),
     }
 
 

@@ -1,14 +1,14 @@
-"""What the layouts cost: time, bytes sent and memory, on this machine.
+"""Measure the cost of parallel layouts on this machine: time, bytes communicated and memory.
 
     python benchmarks/parallel.py [--only layouts|schedules|bytes|memory|gpu ...]
 
-layouts: one process of two threads against tensor, pipeline and data parallelism over two processes of one thread.
-schedules: bubbles with simulated stages, against theory and torch.distributed.pipelining.
-bytes: what each process communicates in a step, which must be exactly what docs/parallelism.md says.
-memory: peak of a step with each way of recomputing activations.
-gpu: a 345M model on one GPU; two processes that share the GPU over gloo train what one trains.
+layouts: one process with two threads against tensor, pipeline and data parallelism over two single-threaded processes.
+schedules: pipeline bubbles with simulated stages, against theory and torch.distributed.pipelining.
+bytes: bytes that each process communicates in a step, which must equal the formulas of docs/parallelism.md.
+memory: peak memory of a step with each kind of activation recomputation.
+gpu: a 345M model on one GPU; two processes that share the GPU over gloo must match one process.
 
-What is compared runs in turns, in processes that stay alive, so that all meet the same moods of the machine.
+All sides of a comparison take turns in processes that stay alive, so they run under the same load of the machine.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ PARTS = ("layouts", "schedules", "bytes", "memory", "gpu")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchmarkConfig(Config):
-    """What to measure, and how often."""
+    """Options of the benchmark."""
 
     only: tuple[str, ...] | None = flag(
-        None, "parts to measure (default: all that this machine can)", choices=PARTS, nargs="+"
+        None, "parts to measure (default: all, gpu only if there is one)", choices=PARTS, nargs="+"
     )
-    rounds: int = flag(5, "times that everything compared is run", low=1)
+    rounds: int = flag(5, "measured rounds", low=1)
     output: str = flag(
         str(ROOT / "benchmarks/results/parallel.json"),
-        "where results go; parts that are not measured keep theirs",
+        "file to write the results to; parts that are not measured keep their results",
         metavar="FILE",
     )
 
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     has_gpu = torch.cuda.is_available()
     parts = config.only or PARTS[: None if has_gpu else -1]
     if "gpu" in parts and not has_gpu:
-        raise InputError("--only: gpu was asked for, but torch sees no CUDA device")
+        raise InputError("--only: gpu needs a CUDA device, but torch finds none")
     measure = {
         "layouts": lambda: compare_layouts(config.rounds),
         "schedules": lambda: compare_schedules(config.rounds),
@@ -71,18 +71,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     output = Path(config.output)
     results = json.loads(output.read_text(encoding="utf-8")) if output.exists() else {}
     for part in parts:
-        results[part] = about("parallel.py", argv) | {"results": measure[part]()}
+        results[part] = run_metadata("parallel.py", argv) | {"results": measure[part]()}
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
 
-def about(script: str, argv: Sequence[str]) -> dict[str, object]:
-    """What was run, and on what."""
-    changed = " and changes" if git("status", "--porcelain") else ""
+def run_metadata(script: str, argv: Sequence[str]) -> dict[str, object]:
+    """Describe the run for the results: command, commit and machine."""
+    dirty = "-dirty" if git("status", "--porcelain") else ""
     gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
     return {
         "command": " ".join([f"python benchmarks/{script}", *argv]),
-        "commit": git("rev-parse", "--short", "HEAD") + changed,
+        "commit": git("rev-parse", "--short", "HEAD") + dirty,
         "load average before": round(os.getloadavg()[0], 1),
         "machine": {
             "cores": len(os.sched_getaffinity(0)),

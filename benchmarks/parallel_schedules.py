@@ -1,6 +1,6 @@
-"""Pipeline schedules with simulated stages: ours and those of torch.distributed.pipelining, over gloo.
+"""Compare pipeline schedules with those of torch.distributed.pipelining, with simulated stages over gloo.
 
-A stage sleeps instead of computing, so that four processes need not have four cores.
+Stages sleep instead of computing, so four processes do not need four cores.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from megatron.parallel.schedules import SCHEDULES, bubble_fraction, with_transfe
 from megatron.parallel.transfers import Transfers
 
 STAGES = 4
-FORWARD, BACKWARD = 0.02, 0.04  # seconds of a whole stage and a microbatch
-SHAPE = (64, 1, 64)  # of what stages pass on: small, for its transfer is not what is measured
+FORWARD, BACKWARD = 0.02, 0.04  # seconds per stage and microbatch
+SHAPE = (64, 1, 64)  # of the activations between stages; small, because transfer time is not measured
 CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
 MICROBATCHES = (2 * STAGES, 4 * STAGES)
 
@@ -48,7 +48,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class SleepingStage(nn.Module):
-    """One of `chunks` parts of a rank's work."""
+    """One of `chunks` model chunks of a rank."""
 
     def __init__(self, chunks: int) -> None:
         super().__init__()
@@ -60,11 +60,11 @@ class SleepingStage(nn.Module):
 
 
 class Stage(OurStage):
-    """The sleeping chunks of a rank. `ends` is True on the last rank."""
+    """The sleeping model chunks of a rank. `is_last` is True on the last rank."""
 
-    def __init__(self, chunks: int, ends: bool) -> None:
+    def __init__(self, chunks: int, is_last: bool) -> None:
         super().__init__(torch.float32)
-        self.chunks, self.ends = [SleepingStage(chunks) for _ in range(chunks)], ends
+        self.chunks, self.is_last = [SleepingStage(chunks) for _ in range(chunks)], is_last
         self.x = torch.zeros(SHAPE)
 
     def recv_shape(self, microbatch: int) -> tuple[int, ...]:
@@ -72,11 +72,11 @@ class Stage(OurStage):
 
     def compute(self, chunk: int, microbatch: int, x: Tensor | None) -> Tensor:
         out = self.chunks[chunk](self.x if x is None else x)
-        return out.sum() if self.ends and chunk == len(self.chunks) - 1 else out
+        return out.sum() if self.is_last and chunk == len(self.chunks) - 1 else out
 
 
 def ours(name: str, microbatches: int, mesh: Mesh) -> Callable[[], None]:
-    """A function that carries out the schedule once."""
+    """Return a function that runs the schedule once."""
     chunks = CHUNKS[name]
     actions = with_transfers(SCHEDULES[name](STAGES, chunks, microbatches), STAGES)[mesh.pp.rank]
     stage, transfers = Stage(chunks, mesh.pp.rank == STAGES - 1), Transfers(mesh, scatter_gather=False)
@@ -88,8 +88,8 @@ def ours(name: str, microbatches: int, mesh: Mesh) -> Callable[[], None]:
     return run
 
 
-def torchs(name: str, microbatches: int, mesh: Mesh) -> Callable[[], None]:
-    """The same by torch.distributed.pipelining."""
+def torch_pipelining(name: str, microbatches: int, mesh: Mesh) -> Callable[[], None]:
+    """Return a function that runs the schedule of torch.distributed.pipelining once."""
     chunks, rank = CHUNKS[name], mesh.pp.rank
     stages = [
         PipelineStage(SleepingStage(chunks), chunk * STAGES + rank, chunks * STAGES, mesh.device)
@@ -109,9 +109,10 @@ def torchs(name: str, microbatches: int, mesh: Mesh) -> Callable[[], None]:
 
 
 def time_schedules() -> Iterator[dict[tuple[int, str, str], float]]:
-    """Every contestant once, in turns: by (microbatches, schedule, whose), the seconds of this rank.
+    """Run every schedule of both implementations once per round.
 
-    They are counted from the moment at which all ranks are ready.
+    Yields:
+        seconds of this rank after a barrier, by (microbatches, schedule, implementation).
     """
     config = ParallelConfig(pipeline_model_parallel_size=STAGES, distributed_timeout_minutes=2)
     with init_mesh(config, torch.device("cpu")) as mesh:
@@ -119,7 +120,7 @@ def time_schedules() -> Iterator[dict[tuple[int, str, str], float]]:
             (microbatches, name, make.__name__): make(name, microbatches, mesh)
             for microbatches in MICROBATCHES
             for name in CHUNKS
-            for make in (ours, torchs)
+            for make in (ours, torch_pipelining)
         }
         while True:
             seconds = {}
@@ -132,11 +133,11 @@ def time_schedules() -> Iterator[dict[tuple[int, str, str], float]]:
 
 
 def compare_schedules(rounds: int) -> dict[str, object]:
-    """Bubbles against the formula and against torch, and the schedules against each other."""
+    """Compare bubbles with theory, times with torch's, and the schedules with each other."""
     with Workers(time_schedules, STAGES) as workers:
-        workers.next()  # connections are made at first use
+        workers.next()  # the first use connects the ranks
         measured = [workers.next() for _ in range(rounds)]
-    # A schedule has taken as long as its slowest rank.
+    # The slowest rank determines the time of a schedule.
     median = {
         key: statistics.median(max(rank[key] for rank in ranks) for ranks in measured)
         for key in measured[0][0]
@@ -150,12 +151,12 @@ def _summary(microbatches: int, median: dict[tuple[int, str, str], float]) -> di
     rows: dict[str, object] = {}
     for name, chunks in CHUNKS.items():
         theory = bubble_fraction(STAGES, chunks, microbatches)
-        time_here, time_torch = (median[microbatches, name, whose] for whose in ("ours", "torchs"))
+        our_time, torch_time = (median[microbatches, name, key] for key in ("ours", "torch_pipelining"))
         rows[name] = {
             "bubble by theory": round(theory, 4),
-            "bubble": round(time_here / work - 1, 4),
-            "time / theory": round(time_here / (work * (1 + theory)), 4),
-            "time / torch's": round(time_here / time_torch, 4),
+            "bubble": round(our_time / work - 1, 4),
+            "time / theory": round(our_time / (work * (1 + theory)), 4),
+            "time / torch's": round(our_time / torch_time, 4),
         }
         print(f"m = {microbatches} {name}: {rows[name]}", flush=True)
     gain = median[microbatches, "1f1b", "ours"] / median[microbatches, "interleaved", "ours"]

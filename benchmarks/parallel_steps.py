@@ -1,4 +1,4 @@
-"""Steps of training in one layout: their time, what they communicate, and what they allocate."""
+"""Training steps in one layout: time, bytes communicated and memory allocated."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ COMMON = """
 NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
 TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 
-# 16 microbatches keep the bubble of P2 small; the small vocabulary keeps its last stage's work near the first's. What
-# tensor parallelism communicates grows with the hidden size, what it computes with its square.
+# 16 microbatches keep the bubble of P2 small, and a small vocabulary balances its two stages. Communication of tensor
+# parallelism grows with the hidden size, computation with its square.
 SPEED = f"""
     {COMMON} {NO_DROPOUT} --device cpu --num-layers 4 --hidden-size 1024 --num-attention-heads 16
     --seq-length 128 --vocab-size 2047 --micro-batch-size 1 --global-batch-size 16
 """
 SPEED_LAYOUTS = {"one": (1, ""), "T2": (2, TP), "P2": (2, PP), "D2": (2, "")}
 
-# Sizes of which every part is a multiple of what flat memory is aligned to, so that nothing is padded.
+# Every shard is a multiple of the alignment of the flat buffers, so there is no padding.
 BYTES = f"""
     {COMMON} {NO_DROPOUT} --device cpu --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 64
     --vocab-size 1023 --micro-batch-size 2 --global-batch-size 8
@@ -54,7 +54,7 @@ BYTES_LAYOUTS = {
     "D2+distributed optimizer": "--use-distributed-optimizer",
 }
 
-# With dropout, as GPT-3 was trained: attention then keeps its whole matrix, which selective recomputation saves.
+# With dropout, as GPT-3 was trained, attention keeps its whole matrix, which selective recomputation avoids.
 MEMORY = f"""
     {COMMON} --device cpu --num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512
     --vocab-size 2047 --micro-batch-size 2 --global-batch-size 2
@@ -84,21 +84,25 @@ GPU_SAME = f"""
 """
 
 
-class Steps:
-    """An engine with its batches. `flags` are those of pretrain_gpt.py."""
+class StepRunner:
+    """An engine and one global batch."""
 
     def __init__(self, config: RunConfig, mesh: Mesh) -> None:
         self.config, self.mesh = config, mesh
-        self.vocab_size = config.tokenizer.vocab_size + 1  # NullTokenizer's end-of-document is one more
+        self.vocab_size = config.tokenizer.vocab_size + 1  # NullTokenizer adds the end-of-document token
         self.engine = Engine(
-            config, GPT, mesh, vocab_size=self.vocab_size, padded_vocab_size=padded(self.vocab_size, mesh)
+            config,
+            GPT,
+            mesh,
+            vocab_size=self.vocab_size,
+            padded_vocab_size=pad_vocab_size(self.vocab_size, mesh),
         )
         self.engine.buffer.initialize(config.training.seed)
-        size, per_batch = config.training.global_batch_size, config.training.micro_batch_size
-        draw = torch.Generator().manual_seed(0)
-        samples = torch.randint(self.vocab_size, (size, config.data.seq_length + 1), generator=draw)
-        every = list(samples.split(per_batch))
-        self.batches = [self._batch(part) for part in every[mesh.dp.rank :: mesh.dp.size]]
+        size, micro_batch_size = config.training.global_batch_size, config.training.micro_batch_size
+        generator = torch.Generator().manual_seed(0)
+        samples = torch.randint(self.vocab_size, (size, config.data.seq_length + 1), generator=generator)
+        microbatches = list(samples.split(micro_batch_size))
+        self.batches = [self._batch(part) for part in microbatches[mesh.dp.rank :: mesh.dp.size]]
 
     def _batch(self, samples: Tensor) -> GPTBatch:
         tokens = samples[:, :-1].contiguous()
@@ -110,7 +114,7 @@ class Steps:
         )
 
     def step(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """One step, on the same batch every time."""
+        """Run one step. The batch is always the same."""
         return self.engine.train_step(
             iter(self.batches),
             num_microbatches=len(self.batches),
@@ -120,30 +124,30 @@ class Steps:
         )
 
     def wait(self) -> None:
-        """Until every process is here, and its device idle."""
+        """Synchronize the device, then all processes."""
         if self.mesh.device.type == "cuda":
             torch.cuda.synchronize()
         if self.mesh.world.size > 1:
             dist.barrier()
 
 
-def padded(vocab_size: int, mesh: Mesh) -> int:
+def pad_vocab_size(vocab_size: int, mesh: Mesh) -> int:
     return -(-vocab_size // (128 * mesh.tp.size)) * 128 * mesh.tp.size
 
 
 @contextlib.contextmanager
-def start(flags: str) -> Iterator[Steps]:
-    """The run that `flags` describe, after a first step, in which everything is allocated."""
+def start_run(flags: str) -> Iterator[StepRunner]:
+    """Context with the run that `flags` of pretrain_gpt.py describe."""
     config = parse_run_config(flags.split(), description="", defaults=DEFAULTS)
     if config.training.device == "cpu":
         keep_freed_memory()
     with init_mesh(config.parallel, choose_device(config.training.device)) as mesh:
-        yield Steps(config, mesh)
+        yield StepRunner(config, mesh)
 
 
 def time_steps(flags: str) -> Iterator[float]:
-    """Seconds of each step, from the moment at which all processes are ready to that at which all are done."""
-    with start(flags) as run:
+    """Yield the seconds of each step, between barriers of all processes."""
+    with start_run(flags) as run:
         run.step()
         while True:
             run.wait()
@@ -154,7 +158,7 @@ def time_steps(flags: str) -> Iterator[float]:
 
 
 def compare_layouts(rounds: int) -> dict[str, object]:
-    """One process of two threads against layouts of two processes of one, in turns."""
+    """Compare one process with two threads with layouts of two single-threaded processes."""
     seconds: dict[str, list[float]] = {name: [] for name in SPEED_LAYOUTS}
     with contextlib.ExitStack() as stack:
         runs = {
@@ -176,36 +180,36 @@ def compare_layouts(rounds: int) -> dict[str, object]:
         if name != "one"
     }
     for name, ratio in ratios.items():
-        print(f"{name} / one process of two threads: {ratio:.3f} of its time", flush=True)
-    print("(P2 has a bubble of 1/16, so that 1.063 would be its best if one process used both cores fully)")
+        print(f"{name}: {ratio:.3f} of the time of one process with two threads", flush=True)
+    print("(the bubble of P2 is 1/16, so at best it takes 1.063 if one process uses both cores fully)")
     return {"flags": " ".join(SPEED.split()), "seconds": seconds, "time / one process": ratios}
 
 
 def count_bytes(flags: str) -> Iterator[dict[str, int]]:
-    """Bytes given to each kind of communication by this process in a step.
+    """Yield the bytes that this process communicates in a step, by collective.
 
-    An all-gather counts as its output and a reduce-scatter as its input: the whole, of which others hold parts.
+    An all-gather counts the size of its output, and a reduce-scatter that of its input.
     """
     sent: collections.Counter[str] = collections.Counter()
 
-    def counting(kind: str, function, which: int):
+    def count_calls(kind: str, function, tensor_index: int):
         def call(*args, **kwargs):
-            sent[kind] += args[which].numel() * args[which].element_size()
+            sent[kind] += args[tensor_index].numel() * args[tensor_index].element_size()
             return function(*args, **kwargs)
 
         return call
 
-    with start(flags) as run:
-        dist.all_reduce = counting("all-reduce", dist.all_reduce, 0)
-        dist.isend = counting("send", dist.isend, 0)
-        collectives._gather = counting("all-gather", collectives._gather, 0)
-        collectives._reduce_scatter = counting("reduce-scatter", collectives._reduce_scatter, 1)
+    with start_run(flags) as run:
+        dist.all_reduce = count_calls("all-reduce", dist.all_reduce, 0)
+        dist.isend = count_calls("send", dist.isend, 0)
+        collectives._gather = count_calls("all-gather", collectives._gather, 0)
+        collectives._reduce_scatter = count_calls("reduce-scatter", collectives._reduce_scatter, 1)
         run.step()
         yield dict(sent)
 
 
 def expected_bytes(flags: str) -> dict[str, int]:
-    """The same by the formulas of docs/parallelism.md, for GPT-2's shape in fp32 and two processes."""
+    """Return the bytes that the formulas of docs/parallelism.md give for a GPT-2 in fp32 on two processes."""
     config = parse_run_config(flags.split(), description="", defaults=DEFAULTS)
     parallel, layers, h = config.parallel, config.model.num_layers, config.model.hidden_size
     b, s = config.training.micro_batch_size, config.data.seq_length
@@ -213,7 +217,7 @@ def expected_bytes(flags: str) -> dict[str, int]:
     m = config.training.global_batch_size // (b * (2 // (tp * pp)))
     vocabulary = config.tokenizer.vocab_size + 1
     sbh, positions = 4 * s * b * h, config.model.max_position_embeddings
-    norm = 8  # the square of the gradient's norm, in fp64
+    norm = 8  # squared gradient norm, fp64
     if tp > 1:
         cross_entropy = 3 * 4 * s * b
         if not parallel.sequence_parallel:
@@ -227,27 +231,27 @@ def expected_bytes(flags: str) -> dict[str, int]:
     if pp > 1:
         return {"send": m * sbh, "all-reduce": 4 * vocabulary * h + norm}
     weights = 4 * h * (layers * (12 * h + 13) + vocabulary + positions + 2)
-    tokens = 4  # their number, by which the loss is divided
+    tokens = 4  # number of tokens, the denominator of the loss
     if parallel.use_distributed_optimizer:
         return {"reduce-scatter": weights, "all-gather": weights, "all-reduce": tokens + norm}
     return {"all-reduce": weights + tokens}
 
 
 def check_bytes() -> dict[str, dict[str, int]]:
-    """What every rank gives to each kind of communication in a step, which must be what the formulas say."""
+    """Check that the bytes each rank communicates in a step equal the formulas."""
     results = {}
     for name, flags in BYTES_LAYOUTS.items():
         with Workers(count_bytes, 2, f"{BYTES} {flags}") as workers:
             found = workers.next()
         expected = expected_bytes(f"{BYTES} {flags}")
-        assert all(rank == expected for rank in found), f"{name}: {found}, by the formulas {expected}"
+        assert all(rank == expected for rank in found), f"{name}: {found}, expected {expected}"
         results[name] = expected
-        print(f"{name}: {expected} bytes a step on each rank, as by the formulas", flush=True)
+        print(f"{name}: {expected} bytes per step and rank, equal to the formulas", flush=True)
     return results
 
 
 def memory_trace(step: Callable[[], object]) -> list[dict]:
-    """What torch's profiler traces of a step, allocations and releases among it."""
+    """Return the trace events of torch's profiler for a step, including allocations and releases."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         step()
@@ -258,25 +262,25 @@ def memory_trace(step: Callable[[], object]) -> list[dict]:
 
 
 def peak_memory(flags: str) -> Iterator[float]:
-    """MB allocated at the peak of a step, beyond what lives between steps (weights, gradients, optimizer).
+    """Yield the peak MB allocated during a step, excluding weights, gradients and optimizer state.
 
-    The profiler reports every allocation and release of torch's CPU allocator, so temporaries and the work of
-    backward count too, and not just what autograd keeps.
+    The profiler reports every allocation and release of torch's CPU allocator, so temporaries and the memory of
+    backward count too, in addition to the tensors that autograd saves.
     """
-    with start(flags) as run:
+    with start_run(flags) as run:
         run.step()
         run.wait()
         events = memory_trace(run.step)
         changes = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]")
-        held = peak = 0
+        allocated = peak = 0
         for _, change in changes:
-            held += change
-            peak = max(peak, held)
+            allocated += change
+            peak = max(peak, allocated)
         yield peak / 1e6
 
 
 def measure_memory() -> dict[str, object]:
-    """Peak of a step with each way of recomputing, the larger of two ranks."""
+    """Measure the peak of a step with each kind of recomputation, the maximum over ranks."""
     peaks = {}
     print("| | MB |\n|---|---|")
     for name, (processes, flags) in MEMORY_RUNS.items():
@@ -287,8 +291,8 @@ def measure_memory() -> dict[str, object]:
 
 
 def gpu_speed(flags: str) -> Iterator[dict[str, float]]:
-    """Throughput and memory of one GPU: the median of ten steps."""
-    with start(flags) as run:
+    """Yield throughput and memory of one GPU, with the median of ten steps."""
+    with start_run(flags) as run:
         for _ in range(3):
             run.step()
         torch.cuda.reset_peak_memory_stats()
@@ -304,7 +308,7 @@ def gpu_speed(flags: str) -> Iterator[dict[str, float]]:
         flops = samples * flops_per_sample(
             config.model,
             seq_length=config.data.seq_length,
-            padded_vocab_size=padded(run.vocab_size, run.mesh),
+            padded_vocab_size=pad_vocab_size(run.vocab_size, run.mesh),
             num_logits=config.data.seq_length,
         )
         yield {
@@ -315,28 +319,28 @@ def gpu_speed(flags: str) -> Iterator[dict[str, float]]:
         }
 
 
-def few_steps(flags: str) -> Iterator[tuple[float, float]]:
-    """This process's share of the loss, and the gradient's norm, after some steps."""
-    with start(flags) as run:
+def train_steps(flags: str) -> Iterator[tuple[float, float]]:
+    """Yield this process's share of the loss and the gradient norm after five steps."""
+    with start_run(flags) as run:
         for _ in range(5):
             losses, stats = run.step()
         yield losses.sum().item(), stats["grad norm"].item()
 
 
 def measure_gpu() -> dict[str, object]:
-    """One GPU by itself, then shared by two processes over gloo, which must train what one process trains."""
+    """Measure one GPU, then check that two processes sharing it over gloo match one process."""
     with Workers(gpu_speed, 1, GPU, threads=2) as workers:
         (speed,) = workers.next()
     print(f"one GPU: {speed}", flush=True)
     found = {}
     for name, (processes, flags) in {"one": (1, ""), "T2": (2, TP), "D2": (2, "")}.items():
-        with Workers(few_steps, processes, f"{GPU_SAME} {flags}") as workers:
+        with Workers(train_steps, processes, f"{GPU_SAME} {flags}") as workers:
             ranks = workers.next()
-        # Replicas have a share of the loss each; tensor-parallel processes all have the whole.
+        # Each data-parallel replica has a share of the loss; each tensor-parallel rank has all of it.
         loss = sum(loss for loss, _ in ranks) if name == "D2" else ranks[0][0]
         found[name] = {"loss": loss, "grad norm": ranks[0][1]}
         for quantity, value in found[name].items():
             one = found["one"][quantity]
-            assert abs(value - one) <= 1e-4 * one, f"{name}: {quantity} {value}, of one process {one}"
-    print(f"gloo on a shared GPU trains the same: {found}", flush=True)
+            assert abs(value - one) <= 1e-4 * one, f"{name}: {quantity} is {value}, one process has {one}"
+    print(f"two processes on a shared GPU over gloo match one process: {found}", flush=True)
     return {"flags": " ".join(GPU.split()), "one GPU": speed, "gloo, after 5 steps": found}

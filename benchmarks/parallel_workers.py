@@ -1,4 +1,4 @@
-"""Processes that form one run and stay alive between measurements, each working only when asked."""
+"""Processes of one run that stay alive between measurements and are idle until the next request."""
 
 from __future__ import annotations
 
@@ -12,48 +12,48 @@ from typing import Any
 
 import torch
 
-TIMEOUT = 200  # seconds that one measurement may take
+TIMEOUT = 200  # seconds per measurement
 
 
 class Workers:
-    """`measure(*arguments)`, a generator function of the top level of its module, in several processes."""
+    """Run the generator `measure(*arguments)` in several processes. It must be a module-level function."""
 
     def __init__(self, measure: Callable[..., Iterator], processes: int, *arguments: Any, threads: int = 1):
         context = multiprocessing.get_context("spawn")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        self.started = []
+        self.workers = []
         for rank in range(processes):
-            ours, theirs = context.Pipe()
+            parent, child = context.Pipe()
             environment = {"RANK": rank, "WORLD_SIZE": processes, "LOCAL_RANK": 0}
             environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             process = context.Process(
-                target=_serve, args=(theirs, environment, threads, measure, arguments), daemon=True
+                target=_serve, args=(child, environment, threads, measure, arguments), daemon=True
             )
             process.start()
-            theirs.close()
-            self.started.append((process, ours))
+            child.close()
+            self.workers.append((process, parent))
 
     def __enter__(self) -> Workers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process, connection in self.started:
-            connection.close()  # which ends it, if it waits for a request
+        for process, connection in self.workers:
+            connection.close()  # ends a process that waits for a request
             process.join(10)
             process.kill()
 
     def next(self) -> list[Any]:
-        """What the generator of each rank yields next."""
-        for _, connection in self.started:
+        """Return the next value of each rank's generator."""
+        for _, connection in self.workers:
             connection.send(None)
-        return [_answer(rank, connection) for rank, (_, connection) in enumerate(self.started)]
+        return [_receive(rank, connection) for rank, (_, connection) in enumerate(self.workers)]
 
 
-def _answer(rank: int, connection: Connection) -> Any:
+def _receive(rank: int, connection: Connection) -> Any:
     if not connection.poll(TIMEOUT):
-        raise RuntimeError(f"rank {rank} did not answer within {TIMEOUT} s")
+        raise RuntimeError(f"rank {rank} did not respond within {TIMEOUT} s")
     failure, value = connection.recv()
     if failure is not None:
         raise RuntimeError(f"rank {rank}:\n{failure}")
@@ -70,7 +70,7 @@ def _serve(
         for value in measure(*arguments):
             connection.send((None, value))
             connection.recv()
-    except EOFError:  # nobody asks any more
+    except EOFError:  # the parent closed the connection
         return
     except Exception:
         connection.send((traceback.format_exc(), None))

@@ -1,9 +1,9 @@
-"""Compare the planner's predictions with the papers' measurements.
+"""Compare the planner's predictions with the measurements of the papers.
 
     python benchmarks/planner.py [--fit]
 
-Writes the comparison table of docs/scaling.md and plots to docs/figures/. Predictions are arithmetic: every machine
-writes the same.
+Writes the comparison table of docs/scaling.md and the plots in docs/figures/. The predictions are deterministic and do
+not depend on the machine.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from megatron.training.device_specs import data_sheet
 BEGIN, END = "<!-- made by python benchmarks/planner.py -->\n", "<!-- end -->\n"
 PAGE = "docs/scaling.md"
 A100, V100 = "a100-80gb", "v100-32gb-dgx2h"
-# Rows of table 1 that --fit fits to, and the fields of `Efficiency` that it fits.
+# Rows of table 1 that --fit uses, and the fields of `Efficiency` that it fits.
 ROWS, FITTED = ("1.7b", "18.4b", "1t"), ("matmul", "memory", "link")
-# Weak scaling of 1909.08053 figure 5 in percent: the model alone, and with 64 replicas.
+# Weak scaling in percent, from 1909.08053 figure 5: one model replica, and 64 replicas.
 WEAK_SCALING = {"1.2b": (100, 96), "2.5b": (95, 83), "4.2b": (82, 79), "8.3b": (77, 74)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchmarkConfig(Config):
-    """What to do."""
+    """Options of the benchmark."""
 
-    fit: bool = flag(False, "fit the constants to three rows anew and print them; writes nothing")
-    check: bool = flag(False, "fail if the table or a plot is not up to date; writes nothing")
+    fit: bool = flag(False, "refit the constants to three rows and print them; writes nothing")
+    check: bool = flag(False, "fail if the table or a plot is out of date; writes nothing")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -71,7 +71,7 @@ def tflops(
     program: Program = NVIDIA_2021,
     efficiency: Efficiency = DATA_SHEET_EFFICIENCY,
 ) -> float:
-    """Of a GPU, with full recomputation counted, as the papers do."""
+    """Predict TFLOP/s per GPU, counting full recomputation as the papers do."""
     cluster = dataclasses.replace(
         cluster_from_data_sheet(data_sheet(gpu, where="gpu"), layout.processes), efficiency=efficiency
     )
@@ -80,7 +80,7 @@ def tflops(
 
 
 def fit() -> Efficiency:
-    """The constants that make the three rows' errors least, by Gauss-Newton."""
+    """Fit the constants to the three rows with Gauss-Newton."""
     models = [A100_MODELS[name] for name in ROWS]
 
     def errors(efficiency: Efficiency) -> np.ndarray:
@@ -102,7 +102,7 @@ def fit() -> Efficiency:
 
 
 def tables() -> str:
-    """The tables of the page."""
+    """Format the tables of docs/scaling.md."""
     rows = [
         "| model | layout | GPUs | published | predicted | error |",
         "|---|---|---|---|---|---|",
@@ -134,13 +134,13 @@ def tables() -> str:
         weak.append(
             f"| {name} | {V100_MODELS[name].tensor} | {alone}% | {one:.0%} | {replicas}% | {many:.0%} |"
         )
-    base = tflops(*single(V100_MODELS["1.2b"]), V100, NVIDIA_2019)
-    told = f"\nWeak scaling of arXiv 1909.08053 on V100. One GPU reaches 39 TFLOP/s; predicted: {base:.1f}.\n"
-    return "\n".join(rows) + "\n" + summary + "\n".join(weak) + "\n" + told
+    base = tflops(*single_replica(V100_MODELS["1.2b"]), V100, NVIDIA_2019)
+    note = f"\nWeak scaling of arXiv 1909.08053 on V100. One GPU reaches 39 TFLOP/s; predicted: {base:.1f}.\n"
+    return "\n".join(rows) + "\n" + summary + "\n".join(weak) + "\n" + note
 
 
-def single(model: Published) -> tuple[Job, Layout]:
-    """One replica of a model, with its share of the batch."""
+def single_replica(model: Published) -> tuple[Job, Layout]:
+    """Return job and layout of one replica of a model, with its share of the batch."""
     job, layout = model.job(), model.layout()
     return (
         dataclasses.replace(job, global_batch_size=job.global_batch_size // layout.data),
@@ -149,12 +149,12 @@ def single(model: Published) -> tuple[Job, Layout]:
 
 
 def weak_scaling() -> list[tuple[float, float]]:
-    """TFLOP/s of each model of 1909.08053 over those of the first on one GPU: the model alone, and 64 replicas."""
+    """Scaling efficiency of each model of 1909.08053 relative to the first on one GPU: one replica, and 64 replicas."""
     models = [V100_MODELS[name] for name in WEAK_SCALING]
-    base = tflops(*single(models[0]), V100, NVIDIA_2019)
+    base = tflops(*single_replica(models[0]), V100, NVIDIA_2019)
     return [
         (
-            tflops(*single(model), V100, NVIDIA_2019) / base,
+            tflops(*single_replica(model), V100, NVIDIA_2019) / base,
             tflops(model.job(), model.layout(), V100, NVIDIA_2019) / base,
         )
         for model in models
@@ -162,24 +162,24 @@ def weak_scaling() -> list[tuple[float, float]]:
 
 
 def gpt(layers: int, hidden: int, heads: int, batch: int) -> Job:
-    """A model of the figures of 2104.04473."""
+    """Return the job of a GPT in the figures of 2104.04473."""
     model = ModelConfig(
         num_layers=layers, hidden_size=hidden, num_attention_heads=heads, max_position_embeddings=2048
     )
     return Job(model, 2048, VOCAB_SIZE, batch)
 
 
-# A line of a plot: its name, and y for each x; None draws nothing there.
+# A line of a plot: its name, and y for each x; None for no point.
 Line = tuple[str, list[float | None]]
 
 
 def plots() -> dict[str, str]:
-    """The plots by file name: the table, and the figures of section 5 as predicted."""
+    """Draw table 1 and the predictions for the figures of section 5. Returns SVG by file name."""
     table = {name: model for name, model in A100_MODELS.items() if name != "175b"}
     points = [model.tflops for model in table.values()]
     predicted = [tflops(model.job(), model.layout()) for model in table.values()]
     layouts = (Layout(tensor=64 // p, pipeline=p, recompute="full") for p in (2, 4, 8, 16, 32))
-    found = {
+    pictures = {
         "planner-table-1.svg": plot(
             "2104.04473 table 1: TFLOP/s of a GPU", list(table), [("predicted", predicted)], points
         ),
@@ -218,56 +218,56 @@ def plots() -> dict[str, str]:
             ]),
         ),
     }  # fmt: skip
-    return found
+    return pictures
 
 
 def by_layout(batches: Sequence[int], job: Callable[[int], Job], layouts: Sequence[Layout]) -> list[Line]:
-    """A line for each batch size, a point for each layout."""
+    """Return one line per batch size, with one point per layout."""
     return [(f"batch {n}", [tflops(job(n), layout) for layout in layouts]) for n in batches]
 
 
 def by_batch(batches: Sequence[int], job: Callable[[int], Job], layouts: dict[str, Layout]) -> list[Line]:
-    """A line for each layout, a point for each batch size."""
+    """Return one line per layout, with one point per batch size."""
     return [(name, [tflops(job(n), layout) for n in batches]) for name, layout in layouts.items()]
 
 
-INK, PAPER, GRID = "#1f2937", "#f8fafc", "#e5e7eb"
-COLOURS = ("#2f6fb7", "#2e8b57", "#b7652f")
+TEXT_COLOR, BACKGROUND, GRID_COLOR = "#1f2937", "#f8fafc", "#e5e7eb"
+COLORS = ("#2f6fb7", "#2e8b57", "#b7652f")
 
 
 def plot(
     title: str, xs: Sequence[object], lines: Sequence[Line], published: Sequence[float] | None = None
 ) -> str:
-    """Lines over equally spaced x as SVG, `published` as rings. Values are TFLOP/s of a GPU, from 0 to 200."""
+    """Draw lines over equally spaced x as SVG, and `published` as rings. Values are TFLOP/s per GPU, from 0 to 200."""
     width, height, left, top, top_value = 560, 300, 46, 40, 200
     bottom = height - 40
 
-    def place(i: int, value: float) -> tuple[float, float]:
+    def position(i: int, value: float) -> tuple[float, float]:
         return left + 30 + i * (width - left - 60) / (len(xs) - 1), bottom - value / top_value * (
             bottom - top
         )
 
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'font-family="Helvetica, Arial, sans-serif" font-size="12" fill="{INK}" role="img">',
+        f'font-family="Helvetica, Arial, sans-serif" font-size="12" fill="{TEXT_COLOR}" role="img">',
         f"<title>{title}</title>",
-        f'<rect width="{width}" height="{height}" rx="8" fill="{PAPER}"/>',
+        f'<rect width="{width}" height="{height}" rx="8" fill="{BACKGROUND}"/>',
         f'<text x="16" y="24" font-size="15">{title}</text>',
     ]
     for value in range(0, top_value + 1, 50):
-        y = place(0, value)[1]
-        parts.append(f'<line x1="{left}" y1="{y:g}" x2="{width - 16}" y2="{y:g}" stroke="{GRID}"/>')
+        y = position(0, value)[1]
+        parts.append(f'<line x1="{left}" y1="{y:g}" x2="{width - 16}" y2="{y:g}" stroke="{GRID_COLOR}"/>')
         parts.append(f'<text x="{left - 6}" y="{y + 4:g}" text-anchor="end">{value}</text>')
     for i, x in enumerate(xs):
-        parts.append(f'<text x="{place(i, 0)[0]:.1f}" y="{bottom + 18}" text-anchor="middle">{x}</text>')
-    for number, ((name, values), colour) in enumerate(zip(lines, COLOURS, strict=False)):
-        points = " ".join("{:.1f},{:.1f}".format(*place(i, v)) for i, v in enumerate(values))
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        parts.append(f'<text x="{left + 20 + 130 * number}" y="{height - 6}" fill="{colour}">{name}</text>')
+        parts.append(f'<text x="{position(i, 0)[0]:.1f}" y="{bottom + 18}" text-anchor="middle">{x}</text>')
+    for number, ((name, values), color) in enumerate(zip(lines, COLORS, strict=False)):
+        points = " ".join("{:.1f},{:.1f}".format(*position(i, v)) for i, v in enumerate(values))
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2"/>')
+        parts.append(f'<text x="{left + 20 + 130 * number}" y="{height - 6}" fill="{color}">{name}</text>')
     for i, value in enumerate(published or ()):
-        x, y = place(i, value)
+        x, y = position(i, value)
         parts.append(
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="none" stroke="{INK}" stroke-width="1.5"/>'
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="none" stroke="{TEXT_COLOR}" stroke-width="1.5"/>'
         )
     if published:
         parts.append(f'<text x="{left + 150}" y="{height - 6}">o published</text>')

@@ -1,9 +1,9 @@
-"""The planner's predictions for this CPU beside measured steps, in layouts of two processes of one thread.
+"""Compare the planner's predictions for this CPU with measured steps, in layouts of two single-threaded processes.
 
     python benchmarks/planner_cpu.py [--turns 3] [--rounds 3]
 
-Calibrations, as `tools/plan.py --calibrate` makes them, and measurements take turns, for the speed of a machine that is
-shared with others changes from minute to minute. This machine should have nothing else to do.
+Calibrations as by `tools/plan.py --calibrate` alternate with measurements, because the speed of a shared machine
+changes from minute to minute. Run this on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from parallel import about
+from parallel import run_metadata
 from parallel_steps import PP, SPEED, TP, time_steps
 from parallel_workers import Workers
 
@@ -44,12 +44,14 @@ RUNS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchmarkConfig(Config):
-    """What to measure with, and how often."""
+    """Options of the benchmark."""
 
-    turns: int = flag(3, "calibrations, each followed by measurements", low=1)
-    rounds: int = flag(3, "measured steps of every layout in a turn", low=1)
-    flags: str = flag("", "of pretrain_gpt.py, to change the model that is measured")
-    output: str = flag(str(ROOT / "benchmarks/results/planner_cpu.json"), "where results go", metavar="FILE")
+    turns: int = flag(3, "number of calibrations, each followed by measurements", low=1)
+    rounds: int = flag(3, "measured steps per layout and calibration", low=1)
+    flags: str = flag("", "flags of pretrain_gpt.py that change the measured model")
+    output: str = flag(
+        str(ROOT / "benchmarks/results/planner_cpu.json"), "file to write the results to", metavar="FILE"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -74,17 +76,17 @@ def main(argv: Sequence[str] | None = None) -> None:
             predicted = {name: predict(flags, layout, cluster) for name, (_, layout) in RUNS.items()}
             turns.append({name: {"measured": measured[name], "predicted": predicted[name]} for name in RUNS})
             print({name: f"{errors(turns[-1:])[name]:+.1%}" for name in RUNS}, flush=True)
-    found = about("planner_cpu.py", argv) | {
+    results = run_metadata("planner_cpu.py", argv) | {
         "flags": " ".join(flags.split()),
         "seconds": turns,
         "predicted / measured - 1": errors(turns),
     }
-    print(f"median of the turns: { {name: f'{error:+.1%}' for name, error in errors(turns).items()} }")
-    Path(config.output).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    print(f"median over the turns: { {name: f'{error:+.1%}' for name, error in errors(turns).items()} }")
+    Path(config.output).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
 
 def errors(turns: list[dict[str, dict[str, float]]]) -> dict[str, float]:
-    """Of each layout: the median over turns of how far the prediction is off."""
+    """Return the relative error of the prediction for each layout, the median over the turns."""
     return {
         name: round(
             statistics.median(turn[name]["predicted"] / turn[name]["measured"] for turn in turns) - 1, 4
@@ -94,7 +96,7 @@ def errors(turns: list[dict[str, dict[str, float]]]) -> dict[str, float]:
 
 
 def measure(workers: dict[str, Workers], rounds: int) -> dict[str, float]:
-    """Median seconds of a step of each layout."""
+    """Return the median seconds per step of each layout."""
     seconds: dict[str, list[float]] = {name: [] for name in workers}
     for _ in range(rounds):
         for name, run in workers.items():
@@ -103,7 +105,7 @@ def measure(workers: dict[str, Workers], rounds: int) -> dict[str, float]:
 
 
 def predict(flags: str, layout: Layout, cluster: Cluster) -> float:
-    """Seconds of a step of the run that the flags describe."""
+    """Predict the seconds per step of the run that the flags describe."""
     run = parse_run_config(flags.split(), description="", defaults=DEFAULTS)
     job = Job(run.model, run.data.seq_length, run.tokenizer.vocab_size + 1, run.training.global_batch_size)
     whole = dataclasses.replace(layout, micro_batch_size=run.training.micro_batch_size)

@@ -1,7 +1,7 @@
-r"""Speed of tools/preprocess_data.py, against libraries that encode the same text from memory with all cores.
+r"""Compare the throughput of tools/preprocess_data.py with libraries that encode the same text in memory on all cores.
 
-Each round runs every contestant once, so that all of them meet the same moods of the machine. The tool is timed as a
-user would: the whole command, from its start to the files on disk. The libraries are timed for encoding alone.
+Each round runs every case once, so all of them run under the same load of the machine. The time of the tool is that of
+the whole command, from its start to the files on disk. The time of the libraries is that of encoding only.
 
     python benchmarks/preprocess.py corpus.txt --megabytes 100 --vocab-file vocab.json --merge-file merges.txt \
         --bert-vocab-file vocab.txt
@@ -37,39 +37,41 @@ from megatron.preprocessing.workers import available_cores
 from megatron.tokenizer.bert import BertWordPieceTokenizer
 from megatron.tokenizer.gpt2 import GPT2BPETokenizer, tiktoken_encoder
 
-DOCUMENT_CHARACTERS = 4000  # about the length of a web page
-SLOW_SHARE = 4  # what is slower than GPT-2's tool encodes this fraction of the text, to keep the wait short
+DOCUMENT_CHARACTERS = 4000  # approximate length of a web page
+SLOW_DIVISOR = 4  # slow cases encode this fraction of the text, 1 / SLOW_DIVISOR
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchmarkConfig(Config):
-    """What to encode, and with what."""
+    """Options of the benchmark."""
 
-    megabytes: float = flag(100.0, "text to encode; the file is repeated or cut", above=0)
-    rounds: int = flag(3, "times that everything is run", low=1)
-    vocab_file: str = flag(None, "vocab.json of GPT-2", metavar="FILE", required=True)
-    merge_file: str = flag(None, "merges.txt of GPT-2", metavar="FILE", required=True)
-    bert_vocab_file: str = flag(None, "vocab.txt of BERT, lower case", metavar="FILE", required=True)
-    output: str = flag(str(ROOT / "benchmarks/results/preprocess.json"), "where results go", metavar="FILE")
+    megabytes: float = flag(100.0, "size of the text to encode; the file is repeated or cut", above=0)
+    rounds: int = flag(3, "measured rounds", low=1)
+    vocab_file: str = flag(None, "GPT-2 vocab.json", metavar="FILE", required=True)
+    merge_file: str = flag(None, "GPT-2 merges.txt", metavar="FILE", required=True)
+    bert_vocab_file: str = flag(None, "BERT vocab.txt, uncased", metavar="FILE", required=True)
+    output: str = flag(
+        str(ROOT / "benchmarks/results/preprocess.json"), "file to write the results to", metavar="FILE"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     parser = Parser(description=__doc__)
     parser.add_argument(
-        "text", metavar="TEXT_FILE", help="plain text, its paragraphs separated by blank lines"
+        "text", metavar="TEXT_FILE", help="plain text with paragraphs separated by blank lines"
     )
     add_flags(parser, BenchmarkConfig, "benchmark")
     args = vars(parser.parse_args(argv))
     config = make_config(BenchmarkConfig, args)
-    load = round(os.getloadavg()[0], 1)
+    load_average = round(os.getloadavg()[0], 1)
     texts = make_texts(args["text"], config.megabytes)
     with tempfile.TemporaryDirectory() as folder:
-        speeds = run_rounds(contestants(config, texts, Path(folder)), config.rounds)
+        speeds = run_rounds(make_cases(config, texts, Path(folder)), config.rounds)
     results = {
-        "commit": git("rev-parse", "HEAD") + (" and changes" if git("status", "--porcelain") else ""),
+        "commit": git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain") else ""),
         "command": " ".join(["python benchmarks/preprocess.py", *argv]),
-        "machine": machine() | {"load average before": load},
+        "machine": machine_info() | {"load average before": load_average},
         "MB/s": speeds,
         "ratios": ratios(speeds),
     }
@@ -80,12 +82,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def make_texts(path: str, megabytes: float) -> list[str]:
-    """Documents of about DOCUMENT_CHARACTERS made from the paragraphs of a file, over and over."""
+    """Build documents of about DOCUMENT_CHARACTERS from the paragraphs of a file, repeated as needed."""
     files = find_files([path])
     found = (documents(batch, ["text"])[0] for batch in read_batches(files, ["text"]))
     paragraphs = [document.texts[0] for document in itertools.chain.from_iterable(found)]
     if not paragraphs:
-        raise InputError(f"{path}: holds no text")
+        raise InputError(f"{path}: contains no text")
     source = itertools.cycle(paragraphs)
     texts: list[str] = []
     size = 0
@@ -98,9 +100,9 @@ def make_texts(path: str, megabytes: float) -> list[str]:
     return texts
 
 
-def contestants(config: BenchmarkConfig, texts: list[str], folder: Path) -> dict[str, Callable[[], float]]:
-    """What is measured: functions that run once and return MB/s, by name."""
-    part = texts[: max(1, len(texts) // SLOW_SHARE)]
+def make_cases(config: BenchmarkConfig, texts: list[str], folder: Path) -> dict[str, Callable[[], float]]:
+    """Return the cases by name: functions that run once and return MB/s."""
+    part = texts[: max(1, len(texts) // SLOW_DIVISOR)]
     for name, content in (("all.jsonl", texts), ("part.jsonl", part)):
         lines = "".join(json.dumps({"text": text}) + "\n" for text in content)
         (folder / name).write_text(lines, encoding="utf-8")
@@ -117,11 +119,11 @@ def contestants(config: BenchmarkConfig, texts: list[str], folder: Path) -> dict
     gpt2_flags += ["--tokenizer-type", "GPT2BPETokenizer"]
     bert_flags = ["--vocab-file", config.bert_vocab_file, "--tokenizer-type", "BertWordPieceLowerCase"]
     return {
-        "GPT-2 tool": lambda: speed(texts, lambda: tool("all.jsonl", *gpt2_flags)),
-        "GPT-2 tiktoken": lambda: speed(texts, lambda: encode_with_threads(tiktoken, texts)),
-        "GPT-2 encode_batch": lambda: speed(part, lambda: gpt2._bpe.encode_batch(part)),
-        "BERT tool": lambda: speed(part, lambda: tool("part.jsonl", *bert_flags)),
-        "BERT encode_batch": lambda: speed(part, lambda: bert._wordpiece.encode_batch(part)),
+        "GPT-2 tool": lambda: throughput(texts, lambda: tool("all.jsonl", *gpt2_flags)),
+        "GPT-2 tiktoken": lambda: throughput(texts, lambda: encode_with_threads(tiktoken, texts)),
+        "GPT-2 encode_batch": lambda: throughput(part, lambda: gpt2._bpe.encode_batch(part)),
+        "BERT tool": lambda: throughput(part, lambda: tool("part.jsonl", *bert_flags)),
+        "BERT encode_batch": lambda: throughput(part, lambda: bert._wordpiece.encode_batch(part)),
     }
 
 
@@ -131,8 +133,8 @@ def encode_with_threads(encode: Encode, texts: list[str]) -> None:
             pass
 
 
-def speed(texts: list[str], run: Callable[[], object]) -> float:
-    """Millions of bytes of `texts` a second while `run` runs."""
+def throughput(texts: list[str], run: Callable[[], object]) -> float:
+    """Run `run` and return the throughput in MB of `texts` per second."""
     start = time.perf_counter()
     run()
     return sum(len(text.encode()) for text in texts) / 1e6 / (time.perf_counter() - start)
@@ -148,7 +150,7 @@ def run_rounds(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, l
 
 
 def ratios(speeds: dict[str, list[float]]) -> dict[str, float]:
-    """The tool against the libraries: medians over the rounds."""
+    """Return the throughput of the tool relative to the libraries, medians over the rounds."""
     return {
         f"{model} tool / {library}": round(
             statistics.median(map(operator.truediv, speeds[f"{model} tool"], speeds[f"{model} {library}"])), 2
@@ -157,7 +159,7 @@ def ratios(speeds: dict[str, list[float]]) -> dict[str, float]:
     }
 
 
-def machine() -> dict[str, object]:
+def machine_info() -> dict[str, object]:
     cpu = next(
         (
             line.split(":", 1)[1].strip()

@@ -1,11 +1,12 @@
-"""What a server bears: many clients at once against one, and those that behave badly among them.
+"""Load-test the server with many concurrent clients, some of them misbehaving, against a single client.
 
     python benchmarks/serve.py [--clients 64] [--seconds 120]
 
-A small GPT with random weights, served on this machine. First one client sends good requests, one after another; then
-all clients at once, of whom one in eight hangs up in the middle of its texts and one in eight sends rubbish. Lengths of
-prompts and texts are mixed, the same in both parts; half the good requests stream. Of good requests none may fail. The
-server's memory is read a while after the start, in the middle and at the end.
+The server runs a small GPT with random weights on this machine. First, one client sends valid requests one after
+another. Then all clients run at once: one in eight disconnects during generation, and one in eight sends malformed
+requests. Lengths of prompts and completions have the same distribution in both parts, and half of the valid requests
+stream. No valid request may fail. The resident memory of the server is read shortly after the start, in the middle and
+at the end.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from parallel import about
+from parallel import run_metadata
 
 from megatron.cli import Parser, add_flags, make_config, run_command
 from megatron.errors import InputError
@@ -44,9 +45,9 @@ MODEL = f"""
     --hidden-size 256 --num-attention-heads 8 --seq-length {LENGTH} --micro-batch-size 1 --train-iters 1 --lr 1e-3
     --eval-iters 0
 """
-# The longest prompt, and the shortest and longest text, in tokens.
-PROMPT, TEXT = 128, (8, 96)
-RUBBISH = [
+# Tokens of the longest prompt, and of the shortest and longest completion.
+MAX_PROMPT, COMPLETION = 128, (8, 96)
+MALFORMED = [
     b"",
     b"{",
     b'{"prompt": "\xff"}',
@@ -58,22 +59,24 @@ RUBBISH = [
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchmarkConfig(Config):
-    """How many clients, for how long."""
+    """Options of the benchmark."""
 
-    clients: int = flag(64, "clients at once", low=8)
-    seconds: float = flag(120.0, "that they go on for; the single client takes a quarter of it", above=0)
-    output: str = flag(str(ROOT / "benchmarks/results/serve.json"), "where results go", metavar="FILE")
+    clients: int = flag(64, "concurrent clients", low=8)
+    seconds: float = flag(120.0, "duration of the load; the single client runs for a quarter of it", above=0)
+    output: str = flag(
+        str(ROOT / "benchmarks/results/serve.json"), "file to write the results to", metavar="FILE"
+    )
 
 
 @dataclasses.dataclass
-class Tally:
-    """What clients have met."""
+class ClientStats:
+    """Results of all clients."""
 
-    tokens: int = 0  # of good requests
-    good: int = 0
-    seconds: float = 0.0  # until the last answer
+    tokens: int = 0  # generated for valid requests
+    completed: int = 0
+    seconds: float = 0.0  # until the last response
     failures: list[str] = dataclasses.field(default_factory=list)
-    others: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    other_responses: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     latencies: list[float] = dataclasses.field(default_factory=list)
 
 
@@ -82,29 +85,31 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__.splitlines()[0])
     add_flags(parser, BenchmarkConfig, "benchmark")
     config = make_config(BenchmarkConfig, vars(parser.parse_args(argv)))
-    results = about("serve.py", argv) | {"flags": " ".join(MODEL.split())}
-    with served() as (url, process):
+    results = run_metadata("serve.py", argv) | {"flags": " ".join(MODEL.split())}
+    with run_server() as (url, process):
         print("one client", flush=True)
-        serial = asyncio.run(load(url, 1, config.seconds / 4, []))
+        serial = asyncio.run(run_clients(url, 1, config.seconds / 4, []))
         print(f"{config.clients} clients", flush=True)
         memory: list[float] = []
-        every = asyncio.run(load(url, config.clients, config.seconds, memory, process.pid))
-    rates = serial.tokens / serial.seconds, every.tokens / every.seconds
-    every.latencies.sort()
+        concurrent = asyncio.run(run_clients(url, config.clients, config.seconds, memory, process.pid))
+    rates = serial.tokens / serial.seconds, concurrent.tokens / concurrent.seconds
+    concurrent.latencies.sort()
     results |= {
         "serial": {
             "tokens a second": round(rates[0], 1),
-            "requests": serial.good,
+            "requests": serial.completed,
             "failures": serial.failures,
         },
         "clients": {
             "tokens a second": round(rates[1], 1),
-            "requests": every.good,
-            "failures": every.failures[:10],
-            "number of failures": len(every.failures),
-            "seconds of a request, median": round(every.latencies[len(every.latencies) // 2], 3),
-            "seconds of a request, 99 of 100": round(every.latencies[len(every.latencies) * 99 // 100], 3),
-            "hung up, and answers to rubbish": dict(sorted(every.others.items())),
+            "requests": concurrent.completed,
+            "failures": concurrent.failures[:10],
+            "number of failures": len(concurrent.failures),
+            "seconds of a request, median": round(concurrent.latencies[len(concurrent.latencies) // 2], 3),
+            "seconds of a request, 99 of 100": round(
+                concurrent.latencies[len(concurrent.latencies) * 99 // 100], 3
+            ),
+            "hung up, and answers to rubbish": dict(sorted(concurrent.other_responses.items())),
         },
         "throughput over serial": round(rates[1] / rates[0], 2),
         "resident memory of the server, MB": memory,
@@ -114,8 +119,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 @contextmanager
-def served() -> Iterator[tuple[str, subprocess.Popen]]:
-    """A server of a model that was made for it: its address and process."""
+def run_server() -> Iterator[tuple[str, subprocess.Popen]]:
+    """Context with the address and process of a server, which runs a new model."""
     with tempfile.TemporaryDirectory() as folder:
         train = [sys.executable, "pretrain_gpt.py", *MODEL.split(), "--save", folder]
         subprocess.run(train, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
@@ -133,50 +138,54 @@ def served() -> Iterator[tuple[str, subprocess.Popen]]:
         try:
             address = re.search(r"http://\S+\d", process.stdout.readline())
             if address is None:
-                raise RuntimeError("the server has not started")
+                raise RuntimeError("the server did not start")
             yield address.group(), process
         finally:
             process.terminate()
             process.wait()
 
 
-async def load(url: str, clients: int, seconds: float, memory: list[float], pid: int | None = None) -> Tally:
-    """Let clients ask for so many seconds; with `pid`, note the memory of that process three times."""
-    tally, begin = Tally(), time.monotonic()
+async def run_clients(
+    url: str, clients: int, seconds: float, memory: list[float], pid: int | None = None
+) -> ClientStats:
+    """Run the clients for `seconds`. With `pid`, append the memory of that process to `memory` three times."""
+    stats, begin = ClientStats(), time.monotonic()
     end = begin + seconds
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=clients)
     async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as http:
-        roles = [good] if clients == 1 else [hang_up, rubbish, *[good] * 6]
-        tasks = [roles[i % len(roles)](http, tally, random.Random(i), end) for i in range(clients)]
+        roles = (
+            [valid_client] if clients == 1 else [disconnecting_client, malformed_client, *[valid_client] * 6]
+        )
+        tasks = [roles[i % len(roles)](http, stats, random.Random(i), end) for i in range(clients)]
         if pid is not None:
-            tasks.append(watch(pid, seconds, memory))
+            tasks.append(record_memory(pid, seconds, memory))
         await asyncio.gather(*tasks)
-    tally.seconds = time.monotonic() - begin
-    return tally
+    stats.seconds = time.monotonic() - begin
+    return stats
 
 
-async def watch(pid: int, seconds: float, memory: list[float]) -> None:
+async def record_memory(pid: int, seconds: float, memory: list[float]) -> None:
     begin = time.monotonic()
-    for moment in (min(10, seconds / 4), seconds / 2, seconds):
-        await asyncio.sleep(begin + moment - time.monotonic())
+    for offset in (min(10, seconds / 4), seconds / 2, seconds):
+        await asyncio.sleep(begin + offset - time.monotonic())
         kilobytes = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
         memory.append(round(int(kilobytes.group(1)) / 1024, 1))
 
 
-def body_of(rng: random.Random) -> dict[str, object]:
-    """A request: prompt and text of lengths that are drawn, the short ones more often."""
-    length = int(PROMPT ** rng.random())
+def draw_request(rng: random.Random) -> dict[str, object]:
+    """Draw a request. Short prompts are more frequent."""
+    length = int(MAX_PROMPT ** rng.random())
     return {
         "prompt": [rng.randrange(VOCAB_SIZE) for _ in range(length)],
-        "max_tokens": rng.randint(*TEXT),
+        "max_tokens": rng.randint(*COMPLETION),
         "seed": rng.getrandbits(32),
         "stream": rng.random() < 0.5,
     }
 
 
-async def good(http: httpx.AsyncClient, tally: Tally, rng: random.Random, end: float) -> None:
+async def valid_client(http: httpx.AsyncClient, stats: ClientStats, rng: random.Random, end: float) -> None:
     while time.monotonic() < end:
-        body = body_of(rng)
+        body = draw_request(rng)
         if body["stream"]:
             body["stream_options"] = {"include_usage": True}
         begin = time.monotonic()
@@ -188,16 +197,18 @@ async def good(http: httpx.AsyncClient, tally: Tally, rng: random.Random, end: f
                 usage = json.loads(last.removeprefix("data: "))["usage"] if done == "data: [DONE]" else None
             else:
                 usage = response.json()["usage"]
-            tally.tokens += usage["completion_tokens"]
-            tally.good += 1
-            tally.latencies.append(time.monotonic() - begin)
+            stats.tokens += usage["completion_tokens"]
+            stats.completed += 1
+            stats.latencies.append(time.monotonic() - begin)
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-            tally.failures.append(f"{type(error).__name__}: {error}")
+            stats.failures.append(f"{type(error).__name__}: {error}")
 
 
-async def hang_up(http: httpx.AsyncClient, tally: Tally, rng: random.Random, end: float) -> None:
+async def disconnecting_client(
+    http: httpx.AsyncClient, stats: ClientStats, rng: random.Random, end: float
+) -> None:
     while time.monotonic() < end:
-        body = body_of(rng)
+        body = draw_request(rng)
         if body["stream"]:
             async with http.stream("POST", "/v1/completions", json=body) as response:
                 async for _ in response.aiter_lines():
@@ -207,16 +218,18 @@ async def hang_up(http: httpx.AsyncClient, tally: Tally, rng: random.Random, end
             try:
                 await http.post("/v1/completions", json=body, timeout=rng.uniform(0.01, 0.3))
             except httpx.TimeoutException:
-                tally.others["hung up before the answer"] += 1
+                stats.other_responses["hung up before the answer"] += 1
                 continue
-        tally.others["hung up in a stream, or answered before"] += 1
+        stats.other_responses["hung up in a stream, or answered before"] += 1
 
 
-async def rubbish(http: httpx.AsyncClient, tally: Tally, rng: random.Random, end: float) -> None:
+async def malformed_client(
+    http: httpx.AsyncClient, stats: ClientStats, rng: random.Random, end: float
+) -> None:
     while time.monotonic() < end:
         headers = {"Content-Type": "application/json"}
-        response = await http.post("/v1/completions", content=rng.choice(RUBBISH), headers=headers)
-        tally.others[f"rubbish, status {response.status_code}"] += 1
+        response = await http.post("/v1/completions", content=rng.choice(MALFORMED), headers=headers)
+        stats.other_responses[f"rubbish, status {response.status_code}"] += 1
         await asyncio.sleep(rng.uniform(0, 0.2))
 
 

@@ -1,4 +1,4 @@
-"""pretrain_gpt.py with a clock. Started by startup.py, which says when it did, and reads the seconds of each phase.
+"""Run pretrain_gpt.py and write the seconds of each phase to FILE. startup.py starts it at TIME.
 
 python benchmarks/startup_run.py TIME FILE [flags of pretrain_gpt.py]
 """
@@ -31,71 +31,71 @@ imported = time.time()
 
 
 class Phases:
-    """Seconds that parts of a run have taken, by name."""
+    """Seconds of the phases of a run, by name."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     @contextmanager
-    def named(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> Iterator[None]:
         start = time.time()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.time() - start
 
-    def of(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, which counts among a phase."""
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a function so that its time counts towards a phase."""
 
-        def run(*arguments: Any, **named: Any) -> Any:
-            with self.named(name):
-                return function(*arguments, **named)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self.phase(name):
+                return function(*args, **kwargs)
 
         return run
 
 
 def main() -> None:
-    began, output, flags = float(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
+    start_time, output, flags = float(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
     phases = Phases()
-    phases.seconds["interpreter and imports"] = imported - began
+    phases.seconds["interpreter and imports"] = imported - start_time
 
-    class Timed(Logging):
-        """Called after `Logging` has waited for the device."""
+    class TimedLogging(Logging):
+        """Logging hook that times the first iteration, after `Logging` has synchronized the device."""
 
         def before_training(self, trainer: Trainer) -> None:
             super().before_training(trainer)
-            plain = trainer.step
+            train_step = trainer.step
 
             def step(batches: Iterator[Batch]) -> None:
                 self.begin = time.time()
-                with phases.named("waiting for the first batch"):
+                with phases.phase("waiting for the first batch"):
                     first = next(batches)
-                plain(itertools.chain([first], batches))
+                train_step(itertools.chain([first], batches))
 
             trainer.step = step
 
         def after_step(self, trainer: Trainer) -> None:
             super().after_step(trainer)
             phases.seconds["first iteration"] = time.time() - self.begin
-            phases.seconds["in all"] = time.time() - began
+            phases.seconds["in all"] = time.time() - start_time
             phases.seconds["in all, of the processor"] = time.process_time()
 
     init_mesh = pretrain.init_mesh
 
     @contextmanager
-    def timed_mesh(*arguments: Any) -> Iterator[Mesh]:
+    def timed_mesh(*args: Any) -> Iterator[Mesh]:
         with ExitStack() as stack:
-            with phases.named("process group"):
-                mesh = stack.enter_context(init_mesh(*arguments))
+            with phases.phase("process group"):
+                mesh = stack.enter_context(init_mesh(*args))
             yield mesh
 
     pretrain.init_mesh = timed_mesh
-    pretrain.build_tokenizer = phases.of("tokenizer", pretrain.build_tokenizer)
-    pretrain.Engine = phases.of("model", pretrain.Engine)
-    ParamBuffer.initialize = phases.of("model", ParamBuffer.initialize)
-    build_datasets = phases.of("datasets", pretrain_gpt.GPT.build_datasets)
+    pretrain.build_tokenizer = phases.timed("tokenizer", pretrain.build_tokenizer)
+    pretrain.Engine = phases.timed("model", pretrain.Engine)
+    ParamBuffer.initialize = phases.timed("model", ParamBuffer.initialize)
+    build_datasets = phases.timed("datasets", pretrain_gpt.GPT.build_datasets)
     task = dataclasses.replace(pretrain_gpt.GPT, build_datasets=build_datasets)
-    with phases.named("command line"):
+    with phases.phase("command line"):
         config = parse_run_config(flags, description="", defaults=pretrain_gpt.DEFAULTS)
-    pretrain.pretrain(config, task, [Timed()])
+    pretrain.pretrain(config, task, [TimedLogging()])
     if os.environ.get("RANK", "0") == "0":
         output.write_text(json.dumps(phases.seconds), encoding="utf-8")
 

@@ -1,12 +1,12 @@
-"""Training steps against what a user would pick instead: nanoGPT and transformers, on the same sizes and tokens.
+"""Compare training steps with nanoGPT and transformers, for the same model sizes and tokens.
 
     python benchmarks/train.py --nanogpt DIR [--sizes small ...] [--precisions bf16 fp32] [--rounds N] [--device cuda]
 
-DIR is a checkout of nanoGPT; without it, it is left out. transformers' Trainer, which is compared on a CPU, needs
-accelerate: pip install accelerate. Every side has a process of its own with the same threads and
-trains on the same random tokens with AdamW and clipping, without dropout. Steps are interleaved, so that all meet the
-same moods of the machine, and ratios are medians of the rounds'. The rate of the largest products that the machine was
-seen to do is measured in the same rounds.
+DIR is a checkout of nanoGPT; without it, nanoGPT is skipped. transformers' Trainer, which is compared on a CPU, needs
+accelerate (pip install accelerate). Each implementation runs in its own process with the same number of threads, and
+trains on the same random tokens with AdamW and gradient clipping, without dropout. Their steps alternate, so all run
+under the same load of the machine. Ratios are medians over the rounds. The peak rate of large matmuls is measured in
+the same rounds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch
-from parallel import about
+from parallel import run_metadata
 from parallel_workers import Workers
 from torch import Tensor, nn
 
@@ -51,7 +51,7 @@ from pretrain_gpt import DEFAULTS, GPT
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """A GPT-2 of `layers` layers, and a microbatch of it."""
+    """Shape of a GPT-2 and of its microbatch."""
 
     layers: int
     hidden: int
@@ -62,7 +62,7 @@ class Size:
 
 
 SIZES = {
-    "tiny": Size(2, 64, 4, 128, 2, 512),  # to try this file
+    "tiny": Size(2, 64, 4, 128, 2, 512),  # to test this script
     "small": Size(6, 512, 8, 512, 8, 8192),
     "355m": Size(24, 1024, 16, 1024, 16, 50304),
     "1.3b": Size(24, 2048, 16, 2048, 4, 50304),
@@ -70,22 +70,24 @@ SIZES = {
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 LR, WEIGHT_DECAY, CLIP = 1e-4, 0.1, 1.0
 THREADS = 2
-# The first steps compile, take memory and capture a graph.
-UNSEEN = WARM_UP + 1
+# Rounds that compile, allocate memory and capture a CUDA graph; not measured.
+WARM_UP_ROUNDS = WARM_UP + 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchmarkConfig(Config):
-    """What to measure, and how often."""
+    """Options of the benchmark."""
 
-    nanogpt: str | None = flag(None, "checkout of nanoGPT", metavar="DIR")
-    device: str = flag("cpu", "where to compute", choices=("cpu", "cuda"))
+    nanogpt: str | None = flag(None, "checkout of nanoGPT to compare with", metavar="DIR")
+    device: str = flag("cpu", "device to measure", choices=("cpu", "cuda"))
     sizes: tuple[str, ...] = flag(("small",), "models to measure", choices=tuple(SIZES), nargs="+")
     precisions: tuple[str, ...] = flag(
-        ("bf16", "fp32"), "what to compute in", choices=tuple(DTYPES), nargs="+"
+        ("bf16", "fp32"), "precisions to measure", choices=tuple(DTYPES), nargs="+"
     )
-    rounds: int = flag(7, "steps of each side, one after the other", low=1)
-    output: str = flag(str(ROOT / "benchmarks/results/train.json"), "where results go", metavar="FILE")
+    rounds: int = flag(7, "measured steps per implementation", low=1)
+    output: str = flag(
+        str(ROOT / "benchmarks/results/train.json"), "file to write the results to", metavar="FILE"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -94,17 +96,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_flags(parser, BenchmarkConfig, "benchmark")
     config = make_config(BenchmarkConfig, vars(parser.parse_args(argv)))
     if config.nanogpt is not None and not (Path(config.nanogpt) / "model.py").is_file():
-        raise InputError(f"--nanogpt: {config.nanogpt} holds no model.py; give a checkout of nanoGPT")
+        raise InputError(f"--nanogpt: {config.nanogpt} has no model.py; give a checkout of nanoGPT")
     if config.device == "cpu" and importlib.util.find_spec("accelerate") is None:
         raise InputError(
-            "transformers' Trainer needs accelerate, which is not installed: pip install accelerate"
+            "accelerate is not installed, but transformers' Trainer needs it: pip install accelerate"
         )
-    results = about("train.py", argv)
+    results = run_metadata("train.py", argv)
     for name in config.sizes:
         for precision in config.precisions:
-            results[f"{name}, {precision}, {config.device}"] = found = compare(config, SIZES[name], precision)
+            results[f"{name}, {precision}, {config.device}"] = results_by_side = compare(
+                config, SIZES[name], precision
+            )
             print(f"{name}, {precision}, {config.device}:")
-            for side, values in found.items():
+            for side, values in results_by_side.items():
                 print(
                     f"  {side:24} " + "  ".join(f"{key} {value:,}" for key, value in values.items()),
                     flush=True,
@@ -113,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def compare(config: BenchmarkConfig, size: Size, precision: str) -> dict[str, dict[str, float]]:
-    """What each side needs for a step, and our speed over it."""
+    """Return time and memory per step of each implementation, and our speedup over it."""
     sides: dict[str, tuple[Callable, tuple]] = {
         "ours": (ours, ()),
         "ours, plain": (ours, ("--ops-backend", "plain")),
@@ -121,31 +125,32 @@ def compare(config: BenchmarkConfig, size: Size, precision: str) -> dict[str, di
     if config.device == "cuda" and size is SIZES["small"]:
         sides["ours, CUDA graph"] = (ours, ("--cuda-graph",))
     if config.nanogpt is not None:
-        sides["nanoGPT, compiled"] = (theirs, ("nanogpt", config.nanogpt, True))
+        sides["nanoGPT, compiled"] = (baseline, ("nanogpt", config.nanogpt, True))
     if config.device == "cpu":
-        sides["transformers"] = (theirs, ("transformers", None, False))
-        sides["transformers' Trainer"] = (trainer, ())
-    sides["transformers, compiled"] = (theirs, ("transformers", None, True))
-    sides["largest products"] = (products, ())
+        sides["transformers"] = (baseline, ("transformers", None, False))
+        sides["transformers' Trainer"] = (hf_trainer, ())
+    sides["transformers, compiled"] = (baseline, ("transformers", None, True))
+    sides["largest products"] = (matmul_rate, ())
     workers = {
         side: Workers(measure, 1, config.device, size, precision, *arguments, threads=THREADS)
         for side, (measure, arguments) in sides.items()
     }
     try:
         rounds = [
-            {side: run.next()[0] for side, run in workers.items()} for _ in range(config.rounds + UNSEEN)
+            {side: run.next()[0] for side, run in workers.items()}
+            for _ in range(config.rounds + WARM_UP_ROUNDS)
         ]
     finally:
         for run in workers.values():
             run.__exit__()
-    rounds = rounds[UNSEEN:]
+    rounds = rounds[WARM_UP_ROUNDS:]
     peak = max(r.pop("largest products")[0] for r in rounds)
     return {
-        side: summary(rounds, side, size, flops(config.device, size, precision), peak) for side in rounds[0]
+        side: summarize(rounds, side, size, flops(config.device, size, precision), peak) for side in rounds[0]
     } | {"largest products": {"TFLOP/s": round(peak / 1e12, 3)}}
 
 
-def summary(rounds: list[dict], side: str, size: Size, work: float, peak: float) -> dict[str, float]:
+def summarize(rounds: list[dict], side: str, size: Size, work: float, peak: float) -> dict[str, float]:
     seconds = statistics.median(r[side][0] for r in rounds)
     return {
         "seconds": round(seconds, 4),
@@ -167,7 +172,7 @@ def run_flags(device: str, size: Size, precision: str) -> list[str]:
 
 
 def flops(device: str, size: Size, precision: str) -> float:
-    """Of a step, by the paper's formula (arXiv 2104.04473 equation 3, nothing recomputed)."""
+    """FLOPs per step by arXiv 2104.04473 equation 3, without recomputation."""
     config = parse_run_config(run_flags(device, size, precision), description="", defaults=DEFAULTS)
     return size.batch * flops_per_sample(
         config.model, seq_length=size.length, padded_vocab_size=size.vocab, num_logits=size.length
@@ -181,7 +186,7 @@ def tokens(size: Size) -> Tensor:
 
 
 class Meter:
-    """Seconds of a block, and the most megabytes held since this was made."""
+    """Measures the seconds of a step and the peak memory since construction."""
 
     def __init__(self, device: str) -> None:
         self.cuda = device == "cuda"
@@ -195,14 +200,14 @@ class Meter:
 
     def time(self, step: Callable[[], Tensor]) -> tuple[float, float, float]:
         begin = time.perf_counter()
-        loss = step().item()  # which waits for the device
+        loss = step().item()  # synchronizes the device
         if self.cuda:
             torch.cuda.synchronize()
         return time.perf_counter() - begin, self.megabytes(), loss
 
 
 def ours(device: str, size: Size, precision: str, *more: str) -> Iterator[tuple[float, float, float]]:
-    """Of each step seconds, megabytes at most and loss."""
+    """Train our model. Yields seconds, peak MB and loss of each step."""
     if device == "cpu":
         keep_freed_memory()
     meter = Meter(device)
@@ -215,7 +220,7 @@ def ours(device: str, size: Size, precision: str, *more: str) -> Iterator[tuple[
 def training(
     device: str, size: Size, precision: str, *more: str
 ) -> Iterator[tuple[Engine, Callable[[], Tensor]]]:
-    """Our model, and a step of it that gives the loss."""
+    """Context with our engine, and a function that runs one step and returns the loss."""
     config = parse_run_config([*run_flags(device, size, precision), *more], description="", defaults=DEFAULTS)
     with init_mesh(config.parallel, choose_device(device)) as mesh:
         engine = Engine(config, GPT, mesh, vocab_size=size.vocab, padded_vocab_size=size.vocab)
@@ -236,19 +241,19 @@ def training(
         yield engine, step
 
 
-def theirs(
+def baseline(
     device: str, size: Size, precision: str, package: str, folder: str | None, compiled: bool
 ) -> Iterator[tuple[float, float, float]]:
-    """The same of a model of theirs in nanoGPT's step: fp32 weights, autocast, AdamW, clipping."""
+    """Train a baseline model with nanoGPT's step: fp32 weights, autocast, AdamW, clipping. Yields as `ours` does."""
     meter = Meter(device)
     torch.manual_seed(1)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     model, loss_of = nanogpt(folder, size) if package == "nanogpt" else transformers_gpt2(size)
     model = model.to(device).train()
-    decays = [p for p in model.parameters() if p.dim() >= 2]
+    decayed = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
     optimizer = torch.optim.AdamW(
-        [{"params": decays, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}],
+        [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}],
         lr=LR,
         fused=True,
     )
@@ -269,32 +274,29 @@ def theirs(
         yield meter.time(step)
 
 
-def trainer(device: str, size: Size, precision: str) -> Iterator[tuple[float, float, float]]:
-    """The same by transformers' Trainer and its own loss. Its loop has a thread, and waits there after every step."""
+def hf_trainer(device: str, size: Size, precision: str) -> Iterator[tuple[float, float, float]]:
+    """Train with transformers' Trainer and its own loss. Its loop runs in a thread and waits after every step."""
     meter = Meter(device)
-    for name in (
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-    ):  # with which it would take itself for one of several processes
+    # With these variables, Trainer would run as one of several processes.
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         os.environ.pop(name)
     import transformers
 
     model, _ = transformers_gpt2(size)
     turns, losses = queue.SimpleQueue(), queue.SimpleQueue()
 
-    class Stepwise(transformers.Trainer):
+    class SteppedTrainer(transformers.Trainer):
         def training_step(self, *arguments: Any) -> Tensor:
             self.loss = super().training_step(*arguments)
             return self.loss
 
-    class Waits(transformers.TrainerCallback):
+    class WaitAfterStep(transformers.TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            losses.put(loop.loss)
+            losses.put(trainer.loss)
             turns.get()
 
     samples = [{"input_ids": ids, "labels": ids} for ids in tokens(size)[:, :-1]]
-    loop = Stepwise(
+    trainer = SteppedTrainer(
         model,
         transformers.TrainingArguments(
             tempfile.mkdtemp(),
@@ -313,14 +315,14 @@ def trainer(device: str, size: Size, precision: str) -> Iterator[tuple[float, fl
             disable_tqdm=True,
         ),
         train_dataset=samples * 1000,
-        callbacks=[Waits()],
+        callbacks=[WaitAfterStep()],
     )
 
     def run() -> None:
-        torch.set_num_threads(THREADS)  # which is a thread's own
+        torch.set_num_threads(THREADS)  # a setting per thread
         turns.get()
         try:
-            loop.train()
+            trainer.train()
         except Exception as error:
             losses.put(error)
 
@@ -373,25 +375,29 @@ def transformers_gpt2(size: Size) -> tuple[nn.Module, Callable[..., Tensor]]:
     return transformers.GPT2LMHeadModel(config), loss_of
 
 
-def products(device: str, size: Size, precision: str) -> Iterator[tuple[float]]:
-    """Floating-point operations a second of the fastest of some large products."""
+def matmul_rate(device: str, size: Size, precision: str) -> Iterator[tuple[float]]:
+    """Yield the FLOP/s of the fastest of several large matmuls."""
     dtype = DTYPES[precision]
     n = 8192 if device == "cuda" else 2048
     shapes = ((n, n, n), (size.batch * size.length, size.hidden, 4 * size.hidden))
-    forms: list[Callable[..., Any]] = [nn.functional.linear]
+    matmuls: list[Callable[..., Any]] = [nn.functional.linear]
     if device == "cpu" and has_onednn(dtype):
-        forms.append(lambda x, w: onednn_matmul(x, w))
+        matmuls.append(lambda x, w: onednn_matmul(x, w))
     cases = [
-        (form, torch.randn(m, k, dtype=dtype, device=device), torch.randn(out, k, dtype=dtype, device=device))
+        (
+            matmul,
+            torch.randn(m, k, dtype=dtype, device=device),
+            torch.randn(out, k, dtype=dtype, device=device),
+        )
         for m, k, out in shapes
-        for form in forms
+        for matmul in matmuls
     ]
     while True:
         best = 0.0
-        for form, x, w in cases:
+        for matmul, x, w in cases:
             for _ in range(5):
                 begin = time.perf_counter()
-                form(x, w)
+                matmul(x, w)
                 if device == "cuda":
                     torch.cuda.synchronize()
                 best = max(best, 2 * x.numel() * len(w) / (time.perf_counter() - begin))

@@ -1,20 +1,20 @@
-# The README's set-up in a container with the CUDA compiler, and apex if asked for.
+# The README's setup in a container with the CUDA compiler, and optionally apex.
 #
 #   docker build -f docker/cuda.Dockerfile -t megatron:cuda [--build-arg APEX=25.09] .
 #   docker run --rm -it --init --gpus all --ipc host -v megatron-quickstart:/home/user/megatron/quickstart megatron:cuda
 #
-# CUDA is that of torch in requirements.txt: apex compiles with no other. APEX is a tag of github.com/NVIDIA/apex. Without
-# it PyTorch's own normalisations are used.
+# The CUDA version must be that of torch in requirements.txt, because apex compiles with no other. APEX is a tag of
+# github.com/NVIDIA/apex. Without it, PyTorch's own normalization is used.
 ARG CUDA=13.0.2
 FROM nvidia/cuda:${CUDA}-devel-ubuntu24.04
 RUN apt-get update && apt-get install --yes --no-install-recommends git g++ python3-dev python3-venv && rm -rf /var/lib/apt/lists/*
 RUN useradd --create-home --uid 1001 user
 USER user
-# As the user, whom a volume that is mounted here then belongs to.
+# Created by the user, so that a volume mounted here belongs to the user.
 RUN mkdir -p /home/user/megatron/quickstart
 WORKDIR /home/user/megatron
 ENV PIP_NO_CACHE_DIR=1 PATH=/home/user/megatron/.venv/bin:$PATH
-# Before the code, which changes more often.
+# Before the code, because the code changes more often.
 COPY --chown=user requirements.txt .
 RUN python3 -m venv .venv
 RUN .venv/bin/python -m pip install -r requirements.txt

@@ -26,11 +26,14 @@ from megatron.training.log_hook import Logging
 from megatron.training.loop import Hook
 from megatron.training.pretrain import pretrain
 from megatron.training.profile import Profiling
+from megatron.training.report import WRITERS
+from megatron.training.report_writers import MetricsFile, TensorBoard, WeightsAndBiases
 from megatron.training.task import Task
 
 PARSER_EXTENSIONS[:] = [add_nvidia_flags]
 OTHER_NAMES.update(FLAG_NAMES)
 DATA_ORDERS["head"] = HeadDataOrder()
+WRITERS[:] = [MetricsFile, TensorBoard, WeightsAndBiases]
 PLUGIN_CONFIGS.update({"evaluation": EvalTasksConfig, "dry run": DryRunConfig})
 
 

@@ -1,8 +1,8 @@
-# Sourced by the scripts beside it: finds or makes a Python with the packages, prints what it runs, launches training.
+# Sourced by the other scripts: finds or creates a Python environment, prints commands, launches training.
 # shellcheck shell=bash
 
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
-  # The comment that the script opens with, and that of what it has sourced before this.
+  # The opening comment of the script, and that of a script it sourced before this one.
   for file in "$0" ${more_help:+"$more_help"}; do
     [[ $file == "$0" ]] || echo
     sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$file"
@@ -11,7 +11,7 @@ if [[ ${1:-} == -h || ${1:-} == --help ]]; then
 fi
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-# In front of the repository's files: nothing where that is the current folder, so that printed commands stay short.
+# Prefix of paths in the repository: empty in the repository's root, which keeps printed commands short.
 repo=$root/
 [[ $PWD -ef $root ]] && repo=
 
@@ -23,40 +23,40 @@ fail() {
   exit 2
 }
 
-# On SIGINT and SIGTERM: leave after what is running, not before, for the training saves then; say that nothing is lost;
-# and exit with 130 or 143, where torchrun would with 1. Ctrl-C comes to the whole job from the terminal. SIGTERM may
-# come to the script alone, so it is passed on.
-be_interruptible() {
-  trap 'interrupted=130 caught=1' INT
-  trap 'interrupted=143 caught=1; [[ -z $child ]] || kill -TERM "$child" 2>/dev/null || true' TERM
-  trap '((! $? || ! interrupted)) || { echo "Interrupted. The same command continues."; exit "$interrupted"; }' EXIT
+# On SIGINT and SIGTERM, exit after the running command ends, because training saves a checkpoint first. Print a
+# message, and exit with 130 or 143 where torchrun exits with 1. The terminal sends Ctrl-C to the whole job. SIGTERM may
+# be sent to the script only, so it is forwarded.
+trap_signals() {
+  trap 'interrupted=130 signaled=1' INT
+  trap 'interrupted=143 signaled=1; [[ -z $child ]] || kill -TERM "$child" 2>/dev/null || true' TERM
+  trap '((! $? || ! interrupted)) || { echo "Interrupted. Run the same command to resume."; exit "$interrupted"; }' EXIT
 }
-interrupted=0 caught=0 child=
+interrupted=0 signaled=0 child=
 
-# Run a command as `run` does, but let traps act while it runs, as bash does only during `wait`.
-attend() {
+# Like `run`, but in the background: bash runs traps only between commands and during `wait`.
+run_interruptible() {
   local status
   ((! interrupted)) || exit "$interrupted"
   show "$@"
-  (trap - INT && exec "$@") <&0 & # a background job would ignore Ctrl-C and have no input
+  (trap - INT && exec "$@") <&0 & # by default a background job ignores Ctrl-C and has no stdin
   child=$!
-  # A signal ends the wait, not the command.
-  caught=1
-  while ((caught)); do
-    caught=0
+  # A signal interrupts the wait, not the command.
+  signaled=1
+  while ((signaled)); do
+    signaled=0
     wait "$child" && status=0 || status=$?
   done
   child=
   return "$status"
 }
 
-# Print a command, in a form that can be copied, then run it.
+# Print a command with shell quoting, then run it.
 run() {
   show "$@"
   "$@"
 }
 
-# Print a command, in a form that can be copied.
+# Print a command with shell quoting.
 show() {
   local word
   printf '+'
@@ -70,20 +70,20 @@ show() {
   printf '\n'
 }
 
-# step FILE COMMAND...: run the command unless FILE, which it writes last or in one go, is there.
+# step FILE COMMAND...: run the command unless its output FILE exists. FILE must be written last or atomically.
 step() {
   local output=$1
   shift
   if [[ -e $output ]]; then
-    echo "$output is there; nothing to do"
+    echo "$output exists; skipping"
   else
-    attend "$@"
+    run_interruptible "$@"
   fi
 }
 
-# setup_python FILE...: set `python` to one that has torch and the packages of these requirements files.
-# That is PYTHON, if it is set, whatever it has. If python3 has torch, it is used as it is, and packages it lacks go to
-# .venv, which then sees its packages too. If not, they all go to .venv.
+# setup_python FILE...: set `python` to an interpreter with torch and the packages of the requirements files.
+# PYTHON, if set, is used without a check. If python3 has torch, missing packages are installed into .venv, which
+# inherits the packages of python3. Otherwise all packages are installed into .venv.
 setup_python() {
   local venv=${repo}.venv file missing package packages=() inherited
   if [[ -n ${PYTHON:-} ]]; then
@@ -93,9 +93,9 @@ setup_python() {
   python=python3
   [[ -x $venv/bin/python ]] && python=$venv/bin/python
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-    fail "$python is not Python 3.10 or newer; put one that is first on the PATH"
+    fail "$python is older than Python 3.10; put a newer python3 first on PATH"
   if ! "$python" -c 'import torch' 2>/dev/null; then
-    echo "torch cannot be imported by $python; installing everything into $venv"
+    echo "$python cannot import torch; installing all packages into $venv"
     make_venv "$venv"
     for file; do
       run "$python" -m pip install -r "$file"
@@ -104,9 +104,9 @@ setup_python() {
   fi
   missing=$(missing_packages "$@")
   [[ -z $missing ]] && return
-  echo "$python has torch, but not all packages; installing the others into $venv"
+  echo "$python has torch but lacks other packages; installing them into $venv"
   if [[ $python == python3 ]]; then
-    # Not venv's --system-site-packages: that hides the packages of an active virtual environment.
+    # venv's --system-site-packages would hide the packages of an active virtual environment.
     inherited=$("$python" -c 'import sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")')
     make_venv "$venv"
     echo "$inherited" >"$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/inherited.pth"
@@ -122,7 +122,7 @@ make_venv() {
   python=$1/bin/python
 }
 
-# Print the lines of requirements files whose package is not installed, torch's aside.
+# Print the lines of requirements files whose package is not installed, except torch.
 missing_packages() {
   "$python" - "$@" <<'EOF'
 import importlib.metadata
@@ -139,32 +139,32 @@ for path in sys.argv[1:]:
 EOF
 }
 
-# launch SCRIPT FLAGS...: run a training script, as GPUS_PER_NODE processes on each of NNODES machines. Where LAUNCHER names
-# a script, that starts the processes. With --dry-run there is one process, which is told how many it stands for.
+# launch SCRIPT FLAGS...: run a training script with GPUS_PER_NODE processes on each of NNODES nodes. If LAUNCHER
+# is set, this script starts the processes. A dry run is one process with --world-size.
 launch() {
   local name world=$((GPUS_PER_NODE * NNODES))
-  if given --dry-run "$@"; then
-    given --world-size "$@" || set -- "$@" --world-size "$world"
-    attend "$python" "$@"
-    exit # nothing is there to go on with
+  if has_flag --dry-run "$@"; then
+    has_flag --world-size "$@" || set -- "$@" --world-size "$world"
+    run_interruptible "$python" "$@"
+    exit # a dry run has no outputs for later steps
   elif [[ -n ${LAUNCHER:-} ]]; then
-    attend bash "$LAUNCHER" "$python" "$@"
+    run_interruptible bash "$LAUNCHER" "$python" "$@"
   elif ((world == 1)); then
-    attend "$python" "$@"
+    run_interruptible "$python" "$@"
   else
     for name in NODE_RANK MASTER_ADDR; do
       [[ -n ${!name:-} ]] ||
-        fail "$name is not set, but NNODES is $NNODES; docs/launching.md says what each machine needs; NNODES=1 for one"
+        fail "$name is not set, but NNODES is $NNODES; set it on each node (docs/launching.md), or set NNODES=1"
     done
-    # Of processes that are told to stop, torchrun kills those that are still saving after 30 seconds, unless told this.
+    # By default torchrun kills processes that are still saving 30 seconds after a signal.
     export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-3600}
-    attend "$python" -m torch.distributed.run --nproc-per-node "$GPUS_PER_NODE" --nnodes "$NNODES" \
+    run_interruptible "$python" -m torch.distributed.run --nproc-per-node "$GPUS_PER_NODE" --nnodes "$NNODES" \
       --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" "$@"
   fi
 }
 
-# given FLAG WORD...: whether FLAG is one of the words.
-given() {
+# has_flag FLAG WORD...: succeed if FLAG is one of the words.
+has_flag() {
   local word flag=$1
   shift
   for word; do
@@ -173,32 +173,32 @@ given() {
   return 1
 }
 
-# need_variables NAME...: fail unless these are set.
-need_variables() {
+# require_variables NAME...: fail unless these environment variables are set.
+require_variables() {
   local name
   for name; do
-    [[ -n ${!name:-} ]] || fail "$name is not set; bash $0 --help says what it is"
+    [[ -n ${!name:-} ]] || fail "$name is not set; see bash $0 --help"
   done
 }
 
-# pretrain_bert FLAGS...: with the settings of arXiv 1909.08053 section 5.3 where these flags say nothing else.
+# pretrain_bert FLAGS...: train with the settings of arXiv 1909.08053 section 5.3. The flags override them.
 pretrain_bert() {
-  local first data
-  if given --dry-run "$@" || given --mock-data "$@"; then
-    first=(--tokenizer-type NullTokenizer --vocab-size 30522) # as many as the published vocabulary has
-    given --mock-data "$@" || first+=(--mock-data)
+  local defaults data
+  if has_flag --dry-run "$@" || has_flag --mock-data "$@"; then
+    defaults=(--tokenizer-type NullTokenizer --vocab-size 30522) # size of the published vocabulary
+    has_flag --mock-data "$@" || defaults+=(--mock-data)
   else
-    need_variables DATA_PATH VOCAB_FILE CHECKPOINT_PATH
+    require_variables DATA_PATH VOCAB_FILE CHECKPOINT_PATH
     read -ra data <<<"$DATA_PATH"
-    first=(
+    defaults=(
       --data-path "${data[@]}" --tokenizer-type BertWordPieceLowerCase --vocab-file "$VOCAB_FILE"
       --save "$CHECKPOINT_PATH" --load "$CHECKPOINT_PATH" --save-interval 10000
       --tensorboard-dir "$CHECKPOINT_PATH/tensorboard" --metrics-path "$CHECKPOINT_PATH/metrics.jsonl"
     )
   fi
-  be_interruptible
+  trap_signals
   setup_python "${repo}requirements.txt"
-  launch "${repo}pretrain_bert.py" "${first[@]}" \
+  launch "${repo}pretrain_bert.py" "${defaults[@]}" \
     --seq-length 512 --max-position-embeddings 512 --global-batch-size 1024 --train-iters 2000000 \
     --lr 1e-4 --lr-decay-style linear --lr-decay-iters 2000000 --lr-warmup-iters 10000 --min-lr 1e-5 \
     --weight-decay 1e-2 --clip-grad 1.0 --bf16 --split 949,50,1 \

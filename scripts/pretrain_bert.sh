@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Pretrain a BERT on whatever this machine has: packages, corpus, vocabulary, data, training.
+# Pretrain a small BERT on this machine, with or without a GPU: packages, corpus, vocabulary, data, training.
 #
 #   bash scripts/pretrain_bert.sh [flags of pretrain_bert.py]
 #
-# What is there already is kept, so the same command continues after an interruption. Flags given here win over
-# those below. Environment variables:
+# Existing files are kept, so run the same command to resume after an interruption. Flags given here override those of
+# the script. Environment variables:
 #
-#   QUICKSTART_DIR    folder for everything that is made (default: quickstart, in the repository)
-#   CHECKPOINT_PATH   folder for checkpoints, and then for logs too (default: $QUICKSTART_DIR/bert/checkpoints)
-#   DATA_PATH         your own data in place of the corpus, made with --split-sentences: prefix of .bin and .idx, or a
-#                     blend (no spaces in names)
-#   VOCAB_FILE        vocab.txt that DATA_PATH was made with
-#   GPUS_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   processes, as torchrun has them (default: one)
+#   QUICKSTART_DIR    directory for all outputs (default: quickstart, in the repository)
+#   CHECKPOINT_PATH   directory for checkpoints and, if set, logs (default: $QUICKSTART_DIR/bert/checkpoints)
+#   DATA_PATH         your own data instead of the corpus, preprocessed with --split-sentences: prefix of .bin and .idx,
+#                     or a blend (no spaces in names)
+#   VOCAB_FILE        vocab.txt of DATA_PATH
+#   GPUS_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   as for torchrun (default: one process)
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
@@ -19,15 +19,15 @@ out=${QUICKSTART_DIR:-${repo}quickstart}
 logs=${CHECKPOINT_PATH:-$out/bert}
 CHECKPOINT_PATH=${CHECKPOINT_PATH:-$out/bert/checkpoints}
 if [[ -n ${DATA_PATH:-} ]]; then
-  [[ -n ${VOCAB_FILE:-} ]] || fail "with DATA_PATH, VOCAB_FILE must name the vocab.txt that the data was made with"
+  [[ -n ${VOCAB_FILE:-} ]] || fail "with DATA_PATH, VOCAB_FILE must name the vocab.txt of the data"
   read -ra data <<<"$DATA_PATH"
 else
-  [[ -z ${VOCAB_FILE:-} ]] || fail "VOCAB_FILE goes with DATA_PATH, the data that was made with it"
-  ((NNODES == 1)) || fail "several machines need DATA_PATH, data that all of them see"
+  [[ -z ${VOCAB_FILE:-} ]] || fail "VOCAB_FILE needs DATA_PATH, the data tokenized with it"
+  ((NNODES == 1)) || fail "several nodes need DATA_PATH, data that all nodes can read"
   data=("$out/bert/corpus_text_sentence")
 fi
 
-be_interruptible
+trap_signals
 setup_python "${repo}requirements.txt"
 
 if [[ -z ${DATA_PATH:-} ]]; then
@@ -68,6 +68,6 @@ Done.
   loss curves  $python -m tensorboard.main --logdir $logs/tensorboard
   raw numbers  $logs/metrics.jsonl
 Next:
-  longer       the same command, and --train-iters 3000
+  longer       the same command with --train-iters 3000
   your text    README.md, "Your own text", with --split-sentences and a WordPiece vocabulary
 END

@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
-# Pretrain the BERT of 1.3 billion parameters of arXiv 1909.08053 (table 4), with the settings of its section 5.3 and bf16.
-# The paper did so on 256 GPUs, 128 replicas of the model on 2 GPUs each.
+# Pretrain the 1.3-billion-parameter BERT of arXiv 1909.08053 (table 4), with the settings of its section 5.3, in bf16.
+# The paper used 256 GPUs: tensor-parallel size 2, data-parallel size 128.
 #
 #   DATA_PATH=... VOCAB_FILE=... CHECKPOINT_PATH=... bash scripts/pretrain_bert_1.3b.sh [flags of pretrain_bert.py]
 #
-# The same command continues after an interruption. Flags given here win over those of the script. Environment variables:
+# Run the same command to resume after an interruption. Flags given here override those of the script. Environment
+# variables:
 #
-#   DATA_PATH         prefix of the .bin and .idx that tools/preprocess_data.py --split-sentences wrote, or a blend; no
+#   DATA_PATH         prefix of the .bin and .idx files of tools/preprocess_data.py --split-sentences, or a blend; no
 #                     spaces in names
-#   VOCAB_FILE        vocab.txt that the data was made with
-#   CHECKPOINT_PATH   folder for checkpoints and logs
-#   GPUS_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   processes, as torchrun has them (default: 2 on this machine)
+#   VOCAB_FILE        vocab.txt of the data
+#   CHECKPOINT_PATH   directory for checkpoints and logs
+#   GPUS_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   as for torchrun (default: 2 processes on this node)
 #
 # The first three are required, except with --dry-run and --mock-data.
 set -euo pipefail

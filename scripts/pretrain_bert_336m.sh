@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
-# Pretrain the BERT of 336 million parameters of arXiv 1909.08053 (table 4), with the settings of its section 5.3 and bf16.
-# The paper did so on 128 GPUs, 128 replicas of the model.
+# Pretrain the 336-million-parameter BERT of arXiv 1909.08053 (table 4), with the settings of its section 5.3, in bf16.
+# The paper used 128 GPUs: data-parallel size 128.
 #
 #   DATA_PATH=... VOCAB_FILE=... CHECKPOINT_PATH=... bash scripts/pretrain_bert_336m.sh [flags of pretrain_bert.py]
 #
-# The same command continues after an interruption. Flags given here win over those of the script. Environment variables:
+# Run the same command to resume after an interruption. Flags given here override those of the script. Environment
+# variables:
 #
-#   DATA_PATH         prefix of the .bin and .idx that tools/preprocess_data.py --split-sentences wrote, or a blend; no
+#   DATA_PATH         prefix of the .bin and .idx files of tools/preprocess_data.py --split-sentences, or a blend; no
 #                     spaces in names
-#   VOCAB_FILE        vocab.txt that the data was made with
-#   CHECKPOINT_PATH   folder for checkpoints and logs
-#   GPUS_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   processes, as torchrun has them (default: one)
+#   VOCAB_FILE        vocab.txt of the data
+#   CHECKPOINT_PATH   directory for checkpoints and logs
+#   GPUS_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   as for torchrun (default: one process)
 #
 # The first three are required, except with --dry-run and --mock-data.
 set -euo pipefail

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Pretrain a GPT on whatever this machine has: packages, corpus, tokenizer, data, training, a sample of its text.
+# Pretrain a small GPT on this machine, with or without a GPU: packages, corpus, tokenizer, data, training, text sample.
 #
 #   bash scripts/pretrain_gpt.sh [flags of pretrain_gpt.py]
 #
-# What is there already is kept, so the same command continues after an interruption. Flags given here win over
-# those below. Environment variables:
+# Existing files are kept, so run the same command to resume after an interruption. Flags given here override those of
+# the script. Environment variables:
 #
-#   QUICKSTART_DIR    folder for everything that is made (default: quickstart, in the repository)
-#   CHECKPOINT_PATH   folder for checkpoints, and then for logs too (default: $QUICKSTART_DIR/checkpoints)
-#   DATA_PATH         your own data in place of the corpus: prefix of .bin and .idx, or a blend (no spaces in names)
-#   VOCAB_FILE, MERGE_FILE                         tokenizer that DATA_PATH was made with
-#   GPUS_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   processes, as torchrun has them (default: one)
+#   QUICKSTART_DIR    directory for all outputs (default: quickstart, in the repository)
+#   CHECKPOINT_PATH   directory for checkpoints and, if set, logs (default: $QUICKSTART_DIR/checkpoints)
+#   DATA_PATH         your own data instead of the corpus: prefix of .bin and .idx, or a blend (no spaces in names)
+#   VOCAB_FILE, MERGE_FILE                         tokenizer of DATA_PATH
+#   GPUS_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   as for torchrun (default: one process)
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
@@ -19,18 +19,18 @@ logs=${CHECKPOINT_PATH:-$out}
 CHECKPOINT_PATH=${CHECKPOINT_PATH:-$out/checkpoints}
 if [[ -n ${DATA_PATH:-} ]]; then
   [[ -n ${VOCAB_FILE:-} && -n ${MERGE_FILE:-} ]] ||
-    fail "with DATA_PATH, VOCAB_FILE and MERGE_FILE must name the tokenizer that the data was made with"
+    fail "with DATA_PATH, VOCAB_FILE and MERGE_FILE must name the tokenizer of the data"
   read -ra data <<<"$DATA_PATH"
   prompt=The
 else
   [[ -z ${VOCAB_FILE:-} && -z ${MERGE_FILE:-} ]] ||
-    fail "VOCAB_FILE and MERGE_FILE go with DATA_PATH, the data that was made with them"
-  ((NNODES == 1)) || fail "several machines need DATA_PATH, data that all of them see"
+    fail "VOCAB_FILE and MERGE_FILE need DATA_PATH, the data tokenized with them"
+  ((NNODES == 1)) || fail "several nodes need DATA_PATH, data that all nodes can read"
   data=("$out/corpus_text_document")
   prompt=class
 fi
 
-be_interruptible
+trap_signals
 setup_python "${repo}requirements.txt"
 
 if [[ -z ${DATA_PATH:-} ]]; then
@@ -76,6 +76,6 @@ Done.
   raw numbers  $logs/metrics.jsonl
 Next:
   more text    ${sample[*]} --prompt "The"
-  longer       the same command, and --train-iters 2000
+  longer       the same command with --train-iters 2000
   your text    README.md, "Your own text"
 END

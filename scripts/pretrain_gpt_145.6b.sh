@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
-# Pretrain the GPT of 145.6 billion parameters of arXiv 2104.04473 (table 1) on its 1536 A100 GPUs of 80 GB: 192
-# machines of 8, tensor parallelism over 8 GPUs, a pipeline of 8 stages in 2 chunks each, 24 replicas, in bf16.
+# Pretrain the 145.6-billion-parameter GPT of arXiv 2104.04473 (table 1) on 1536 A100 80GB GPUs as in the paper: 192
+# nodes with 8 GPUs, tensor-parallel size 8, pipeline-parallel size 8 with 2 model chunks per rank, data-parallel size
+# 24, bf16.
 #
 #   DATA_PATH=... VOCAB_FILE=... MERGE_FILE=... CHECKPOINT_PATH=... \
 #     bash scripts/pretrain_gpt_145.6b.sh [flags of pretrain_gpt.py]
 #
-# The paper gives no schedule for it: the tokens and their schedule are those of GPT-3 (2005.14165), the learning rate
-# GPT-3's of 175 billion. Flags given here win over those of the script.
+# The paper gives no schedule for this model. Tokens and schedule are those of GPT-3 (2005.14165), and the learning
+# rate is that of GPT-3 175B. Flags given here override those of the script.
 set -euo pipefail
 : "${NNODES:=192}" "${GPUS_PER_NODE:=8}"
 source "$(dirname "${BASH_SOURCE[0]}")/gpt.sh"
 
 pretrain_gpt --bf16 --num-layers 80 --hidden-size 12288 --num-attention-heads 96 --init-method-std 0.0052 \
   --tensor-model-parallel-size 8 --pipeline-model-parallel-size 8 --num-layers-per-virtual-pipeline-stage 5 \
-  --micro-batch-size 2 --global-batch-size 2304 "${as_gpt3[@]}" \
+  --micro-batch-size 2 --global-batch-size 2304 "${gpt3_settings[@]}" \
   --lr 6e-5 --min-lr 6e-6 "$@"

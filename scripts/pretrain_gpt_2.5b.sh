@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Pretrain the GPT of 2.5 billion parameters of arXiv 1909.08053 (table 1), with the settings of its section 4.2, on its
-# 128 V100 GPUs: 8 machines of 16, tensor parallelism over 2 GPUs, 64 replicas, in fp16.
+# Pretrain the 2.5-billion-parameter GPT of arXiv 1909.08053 (table 1), with the settings of its section 4.2, on 128
+# V100 GPUs as in the paper: 8 nodes with 16 GPUs, tensor-parallel size 2, data-parallel size 64, fp16.
 #
 #   DATA_PATH=... VOCAB_FILE=... MERGE_FILE=... CHECKPOINT_PATH=... \
 #     bash scripts/pretrain_gpt_2.5b.sh [flags of pretrain_gpt.py]
 #
-# Flags given here win over those of the script; --bf16 is for newer GPUs.
+# Flags given here override those of the script. Use --bf16 on newer GPUs.
 set -euo pipefail
 : "${NNODES:=8}" "${GPUS_PER_NODE:=16}"
 source "$(dirname "${BASH_SOURCE[0]}")/gpt.sh"
 
 pretrain_gpt --fp16 --num-layers 54 --hidden-size 1920 --num-attention-heads 20 \
   --tensor-model-parallel-size 2 --make-vocab-size-divisible-by 512 --micro-batch-size 8 \
-  "${as_gpt2[@]}" "$@"
+  "${gpt2_settings[@]}" "$@"

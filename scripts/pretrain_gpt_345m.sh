@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Pretrain the 345-million-parameter GPT of Megatron-LM's examples: GPT-2 medium, with their settings and bf16, on one
+# Pretrain the 345-million-parameter GPT of Megatron-LM's examples (GPT-2 medium) with their settings, in bf16 on one
 # GPU.
 #
 #   DATA_PATH=... VOCAB_FILE=... MERGE_FILE=... CHECKPOINT_PATH=... \
 #     bash scripts/pretrain_gpt_345m.sh [flags of pretrain_gpt.py]
 #
-# Flags given here win over those of the script.
+# Flags given here override those of the script.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/gpt.sh"
 

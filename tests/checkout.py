@@ -1,4 +1,4 @@
-"""The launch scripts in a checkout of their own, with a stand-in for Python that records what it is asked to do."""
+"""A copy of the launch scripts with a stub for Python that answers their queries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Answers the questions that scripts ask of Python, and takes everything else for done.
+# Stub for Python: answers the queries of the scripts; every other command succeeds at once.
 PYTHON = """#!/usr/bin/env bash
 case "$*" in
   *"import torch") exit "${NO_TORCH:-0}" ;;
@@ -27,7 +27,7 @@ case "$*" in
 esac
 """
 
-OURS = {
+SCRIPT_VARIABLES = {
     "CHECKPOINT_PATH",
     "DATA_PATH",
     "GPUS_PER_NODE",
@@ -46,7 +46,7 @@ RUN = TOKENIZER | {"DATA_PATH": "a", "CHECKPOINT_PATH": "run"}
 
 
 class Checkout:
-    """The scripts in a folder of their own, whose name holds a space."""
+    """Copy of the scripts in a folder whose name contains a space."""
 
     def __init__(self, folder: Path) -> None:
         self.root = folder / "my clone"
@@ -59,7 +59,7 @@ class Checkout:
     def run(
         self, script: str, *flags: str, cwd: Path | None = None, **env: str
     ) -> subprocess.CompletedProcess:
-        kept = {k: v for k, v in os.environ.items() if k not in OURS}
+        kept = {k: v for k, v in os.environ.items() if k not in SCRIPT_VARIABLES}
         path = f"{self.python.parent}{os.pathsep}{os.environ['PATH']}"
         packages = str(self.root / ".venv" / "packages")
         return subprocess.run(
@@ -72,7 +72,7 @@ class Checkout:
 
 
 def commands(done: subprocess.CompletedProcess) -> list[list[str]]:
-    """The commands that a script printed before it ran them."""
+    """Return the commands that a script printed before it ran them."""
     assert done.stderr == ""
     return [shlex.split(line[2:]) for line in done.stdout.splitlines() if line.startswith("+ ")]
 

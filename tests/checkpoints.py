@@ -1,4 +1,4 @@
-"""Small checkpoints, and damage to them as bad disks and bad people do it."""
+"""Small checkpoints, and edits that damage them."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def save(root: Path, buffer, optimizer, iteration: int = 3, files=(), **fields) 
 
 
 def sign(folder: Path, file: str) -> None:
-    """Let the manifest say that this is what was written, as who means harm would."""
+    """Update a file's size and checksum in the manifest, as an attacker would."""
     path, manifest = folder / file, read_manifest(folder)
     manifest.files[file] = (path.stat().st_size, digest(path))
     manifest.write()
 
 
 def edit_state(folder: Path, **fields: object) -> Path:
-    """Change fields of a checkpoint's state.json, which is given."""
+    """Edit fields of a checkpoint's state.json, update its checksum and return its path."""
     path = folder / "state.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
     sign(folder, path.name)

@@ -14,13 +14,13 @@ import megatron.plugins
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# A shell starts background jobs with Ctrl-C ignored, and so would be every process that a test starts.
+# A shell starts background jobs with SIGINT ignored, and the processes that a test starts would inherit this.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
 def sigterm() -> Iterator[None]:
-    """Of a tool that runs within a test's process, nothing is left afterwards of how it meets SIGTERM."""
+    """Restore the SIGTERM handler, since a tool that runs in the test's process may replace it."""
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)
@@ -28,7 +28,7 @@ def sigterm() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """The folder of real text, vocabularies and reference numbers beside the checkout; skips without it."""
+    """Path of the folder of real text, vocabularies and reference numbers next to the checkout; skips without it."""
     folder = ROOT.parent / "shared"
     if not folder.is_dir():
         pytest.skip("needs ../shared (real text, vocabularies and reference numbers)")
@@ -37,9 +37,9 @@ def shared() -> Path:
 
 @pytest.fixture(scope="session")
 def command() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs a Python command of the repository, `command("tools/x.py", "--flag", 1)`, and gives its output.
+    """Run a Python command of the repository, `command("tools/x.py", "--flag", 1)`, and return its result.
 
-    With `replicas` it is started by torchrun as that many processes; with `status` (default 0) it must end so.
+    With `replicas` > 1 the command runs under torchrun. `status` is the expected exit status.
     """
 
     def run(*words: object, replicas: int = 1, status: int = 0) -> subprocess.CompletedProcess[str]:
@@ -54,7 +54,7 @@ def command() -> Callable[..., subprocess.CompletedProcess[str]]:
 
 @pytest.fixture
 def pretrain(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs pretrain_gpt.py within the test's process, which is faster; gives what it printed."""
+    """Run pretrain_gpt.py in the test's process, which is faster, and return its stdout."""
 
     def run(*flags: object) -> str:
         from megatron.arguments import parse_run_config

@@ -1,4 +1,4 @@
-"""Runs a function in several processes that form one run, over gloo."""
+"""Run a function in several processes of one gloo job."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 
-# What the processes need, imported once: each is forked from a server that has it.
+# Imported once by the fork server from which each process is forked.
 PRELOAD = ["torch", "pytest", "distributed", "models", "megatron.training.pretrain", "pretrain_gpt"]
 
 
 def run_distributed(function: Callable, processes: int, *arguments: Any, timeout: float = 240) -> list[Any]:
-    """What `function(*arguments)` gives on each rank. It must be importable, at the top level of its module.
+    """Run `function(*arguments)` on each rank and return the results in rank order.
 
-    Fails with the traceback of the first rank that fails, or if one takes longer than `timeout` seconds.
+    The function must be defined at the top level of its module. Fails with the tracebacks of the ranks that fail, or if
+    one takes longer than `timeout` seconds.
     """
     started = start_distributed(function, processes, *arguments)
     try:
@@ -36,7 +37,7 @@ def run_distributed(function: Callable, processes: int, *arguments: Any, timeout
 def start_distributed(
     function: Callable, processes: int, *arguments: Any
 ) -> list[tuple[multiprocessing.Process, Connection]]:
-    """As `run_distributed`, without waiting: the processes, and what each will tell."""
+    """Start the processes of `run_distributed` without waiting; each has a connection for its result."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     port = free_port()
@@ -52,7 +53,7 @@ def start_distributed(
 
 
 def rank_environment(rank: int, processes: int, port: int) -> dict[str, str]:
-    """What torchrun tells a process."""
+    """Environment variables that torchrun sets for a process."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -74,7 +75,7 @@ def _result(rank: int, connection: Connection, timeout: float) -> tuple[bool, An
     try:
         return connection.recv()
     except EOFError:
-        return False, f"rank {rank} ended without a word"
+        return False, f"rank {rank} exited without a result"
 
 
 def _run(connection: Connection, environment: dict[str, str], function: Callable, arguments: tuple) -> None:

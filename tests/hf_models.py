@@ -1,4 +1,4 @@
-"""Small models of Hugging Face's with random weights, for tests."""
+"""Small Hugging Face models with random weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KINDS = {
 
 
 def save_hf(folder: Path, kind: str, dtype: torch.dtype = torch.float32, **fields: object) -> Path:
-    """Save a model of a kind, with these fields of its configuration; skips without transformers."""
+    """Save a model of a kind with the given configuration fields; skips without transformers."""
     transformers = pytest.importorskip("transformers")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

@@ -1,4 +1,4 @@
-"""Megatron-LM's dynamic loss scale in plain Python, by its description."""
+"""Megatron-LM's dynamic loss scale in plain Python, following its description."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class PlainScale:
         self.left, self.clean = self.hysteresis, 0
 
     def step(self, overflow: bool) -> float:
-        """The scale after a step."""
+        """Return the scale after a step."""
         if overflow:
             self.clean = 0
             self.left -= 1

@@ -1,4 +1,4 @@
-"""Models for tests."""
+"""Small models for tests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def flat(
     config: ParallelConfig | None = None,
     optimizer: OptimizerConfig | None = None,
 ) -> ParamBuffer:
-    """The parameters of a model in flat memory, without values; of one process, if no mesh is given."""
+    """Allocate the parameters of a model in flat memory, uninitialized; without `mesh` for a single process."""
     mesh, config = mesh or Mesh(device=CPU), config or ParallelConfig()
     optimizer = optimizer or OptimizerConfig(lr=1.0)
     groups = param_groups(optimizer, mesh, distributed=config.use_distributed_optimizer)
@@ -39,12 +39,12 @@ def flat(
 
 
 def config_of(flags: str) -> RunConfig:
-    """A small model's, with these flags."""
+    """Parse the configuration of a small model with additional flags."""
     return parse_run_config(f"{FLAGS} {flags}".split(), description="", defaults=DEFAULTS)
 
 
 def engine_of(mesh: Mesh, config: RunConfig) -> Engine:
-    """That model with its first weights."""
+    """Build an engine with initialized weights."""
     engine = Engine(config, GPT, mesh, vocab_size=60, padded_vocab_size=64)
     engine.buffer.initialize(1)
     return engine

@@ -1,15 +1,15 @@
-"""Put faults into the code, one at a time, and count those that the tests notice.
+"""Mutation testing: put faults into the code, one at a time, and count those that the tests detect.
 
     python tests/mutate.py --count 100 --seed 1 --jobs 2 --results mutations.jsonl
-    python tests/mutate.py --retry --results mutations.jsonl         # those that no test noticed, once more
+    python tests/mutate.py --retry --results mutations.jsonl         # test the undetected faults again
     python tests/mutate.py --summary --results mutations.jsonl
 
-A fault is a change of one line: a reduction is dropped or made over another group, a wait, sync, rename or other call
-is missing, a bound is off by one, a check is weaker, a seed is another. It is put into a copy of the checkout. There
-the test files that concern the module run until one fails. A test that fails without the fault, too, is left out.
+A fault changes one line: a reduction is dropped or runs over another group; a wait, sync, rename or other call is
+missing; a bound is off by one; a check is weaker; a seed differs. It is put into a copy of the checkout, where the test
+files that cover the module run until one fails. Tests that fail without the fault too are left out.
 
-Each result is a line of the results file at once, so that a run that is interrupted goes on from there. A fault that
-changes nothing that could be tested can be marked: --equivalent ID "why".
+Each result is appended to the results file at once, so that an interrupted run can be continued. Mark a fault that does
+not change behavior with --equivalent ID "why".
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from mutation.places import Mutation, mutations, parses
 from mutation.runner import Copy, Outcome
 
 ROOT = Path(__file__).resolve().parent.parent
-# Areas that have two faults for each one of the others: a fault there costs a run its result.
+# Areas that get twice as many faults as others, since a fault there ruins a training run.
 CORE = ("checkpoint", "data", "model", "ops", "optim", "parallel", "training")
-# Files whose code runs on a GPU alone.
+# Files whose code needs a GPU.
 EXCLUDED = ("megatron/training/cuda_graph.py",)
 
 
@@ -62,26 +62,30 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--count", type=int, default=100, help="faults to put in (default: 100)")
-    parser.add_argument("--seed", type=int, default=1, help="another seed chooses other faults (default: 1)")
-    parser.add_argument("--areas", nargs="+", help="packages of megatron/, or base (default: all)")
+    parser.add_argument("--count", type=int, default=100, help="number of faults (default: 100)")
     parser.add_argument(
-        "--limit", type=float, default=3600, help="seconds for the tests of one (default: 3600)"
+        "--seed", type=int, default=1, help="seed of the random choice of faults (default: 1)"
     )
-    parser.add_argument("--jobs", type=int, default=1, help="faults that are tested at once (default: 1)")
     parser.add_argument(
-        "--results", default="mutations.jsonl", help="file of results (default: mutations.jsonl)"
+        "--areas", nargs="+", help="packages of megatron/, or base for its own modules (default: all)"
     )
-    parser.add_argument("--retry", action="store_true", help="test those again that no test noticed")
-    parser.add_argument("--summary", action="store_true", help="print what the file of results holds")
     parser.add_argument(
-        "--equivalent", nargs=2, metavar=("ID", "REASON"), help="mark one that changes nothing"
+        "--limit", type=float, default=3600, help="seconds for the tests of one fault (default: 3600)"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="faults tested at the same time (default: 1)")
+    parser.add_argument(
+        "--results", default="mutations.jsonl", help="results file (default: mutations.jsonl)"
+    )
+    parser.add_argument("--retry", action="store_true", help="test undetected faults again")
+    parser.add_argument("--summary", action="store_true", help="print the summary of the results file")
+    parser.add_argument(
+        "--equivalent", nargs=2, metavar=("ID", "REASON"), help="mark a fault that does not change behavior"
     )
     return parser.parse_args(arguments)
 
 
 def all_mutations(root: Path, areas: Sequence[str] | None) -> list[Mutation]:
-    """Every fault that can be put into the packages named, or into all."""
+    """All mutations of the named packages, or of all packages."""
     listed = subprocess.run(
         ["git", "ls-files", "megatron/*.py"], cwd=root, check=True, capture_output=True, text=True
     )
@@ -94,7 +98,7 @@ def all_mutations(root: Path, areas: Sequence[str] | None) -> list[Mutation]:
 
 
 def choose(found: Sequence[Mutation], seed: int, root: Path) -> Iterator[Mutation]:
-    """Faults in random order, but by turns of all areas, and within these of all kinds."""
+    """Yield mutations in random order, alternating between areas and, within an area, between kinds."""
     by_area: dict[str, dict[str, list[Mutation]]] = {}
     for mutation in found:
         by_area.setdefault(mutation.area, {}).setdefault(mutation.kind, []).append(mutation)
@@ -117,16 +121,16 @@ def choose(found: Sequence[Mutation], seed: int, root: Path) -> Iterator[Mutatio
 
 
 class Results:
-    """The file of results. Of several lines with the same fault the last counts."""
+    """The results file. The last of several lines for the same fault counts."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.by_id: dict[str, dict[str, Any]] = {}
-        self.seconds: dict[str, float] = {}  # of each test file, the most that it took
+        self.seconds: dict[str, float] = {}  # longest time of each test file
         self.lock = threading.Lock()
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         for line in text.splitlines():
-            with contextlib.suppress(json.JSONDecodeError):  # half a line, of a run that was killed
+            with contextlib.suppress(json.JSONDecodeError):  # incomplete line of a run that was killed
                 self._take(json.loads(line))
         if text and not text.endswith("\n"):
             path.write_text(text + "\n", encoding="utf-8")
@@ -142,7 +146,7 @@ class Results:
             self._take(row)
 
     def quickest_first(self, tests: Sequence[str]) -> list[str]:
-        """Test files by the seconds they took in earlier runs, those that have not run yet in their place."""
+        """Sort test files by their time in earlier runs; the first, and those without a time, keep their places."""
         known = iter(
             sorted((test for test in tests[1:] if test in self.seconds), key=lambda test: self.seconds[test])
         )
@@ -153,7 +157,7 @@ class Results:
         return [row for row in self.by_id.values() if "equivalent" not in row]
 
     def summary(self) -> str:
-        """List the faults that no test noticed, and the counts by area."""
+        """List the undetected faults, and the counts by area."""
         lines, total, noticed = [], collections.Counter(), collections.Counter()
         for row in self.counted:
             total[row["area"]] += 1
@@ -176,12 +180,12 @@ def _share(noticed: int, total: int) -> str:
 
 
 class Workers:
-    """Tests faults, each in one of several copies of the checkout."""
+    """Tests mutations, each in one of several copies of the checkout."""
 
     def __init__(self, results: Results, root: Path, *, jobs: int, limit: float) -> None:
         self.results, self.root, self.jobs, self.limit = results, root, jobs, limit
         self.stop = threading.Event()
-        self.sound: dict[str, bool] = {}  # tests that noticed a fault: whether they pass without one
+        self.passes_unmutated: dict[str, bool] = {}  # for each test that failed with a fault
 
     def run(self, chosen: Sequence[Mutation]) -> None:
         waiting, begin, numbers = iter(chosen), time.monotonic(), itertools.count(1)
@@ -216,41 +220,41 @@ class Workers:
                 for thread in threads:
                     thread.join()
             except KeyboardInterrupt:
-                print("interrupted; the same command goes on from here", file=sys.stderr)
+                print("interrupted; run the same command to continue", file=sys.stderr)
             finally:
                 self.stop.set()
                 for thread in threads:
                     thread.join()
 
     def one(self, mutation: Mutation, copy: Copy) -> dict[str, Any] | None:
-        """The result of a fault; None if it was interrupted."""
+        """Result of a mutation; None if the run was interrupted."""
         tests = self.results.quickest_first(concerned(mutation.path, copy.root))
         outcome = Outcome("failed", "", 0.0, {})
         while outcome.kind == "failed":
-            without = [test for test, passes in self.sound.items() if not passes]
-            with copy.fault(mutation):
+            without = [test for test, passes in self.passes_unmutated.items() if not passes]
+            with copy.mutated(mutation):
                 outcome = copy.test(tests, without=without, limit=self.limit, stop=self.stop)
             if outcome.kind != "failed" or self.passes(outcome.test, copy):
                 break
         if self.stop.is_set():
             return None
         row = {"id": mutation.id, "area": mutation.area, "kind": mutation.kind, "diff": mutation.diff}
-        row |= {"outcome": outcome.kind, "test": outcome.test, "seconds": round(outcome.taken, 1)}
+        row |= {"outcome": outcome.kind, "test": outcome.test, "seconds": round(outcome.elapsed, 1)}
         return row | {"files": len(tests), "of files": outcome.seconds}
 
     def passes(self, test: str, copy: Copy) -> bool:
         """True if a test passes without the fault, so that its failure is due to the fault."""
-        if test not in self.sound:
+        if test not in self.passes_unmutated:
             selected = [test] if "::" in test else ["--collect-only", test or "tests"]
             found = copy.test(selected, without=(), limit=self.limit, stop=self.stop)
-            self.sound[test] = found.kind != "failed"
+            self.passes_unmutated[test] = found.kind != "failed"
             if found.kind == "failed" and not test:
                 sys.exit(
                     "error: without a fault, too, pytest cannot read the tests of a clone of this checkout"
                 )
             if found.kind == "failed":
                 print(f"{test} fails without a fault, too, and is left out", flush=True)
-        return self.sound[test]
+        return self.passes_unmutated[test]
 
 
 if __name__ == "__main__":

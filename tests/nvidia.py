@@ -1,4 +1,4 @@
-"""Small checkpoints in Megatron-LM's own form, and the run of its that tests repeat."""
+"""Small checkpoints in Megatron-LM's format, and the settings of its reference run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHAPE = {
 }
 NO_TOKENIZER = TokenizerConfig()
 CONTEXT = ModelContext(vocab_size=VOCAB, padded_vocab_size=VOCAB)
-# The flags of the run whose files are in ../shared/vectors/gpt-v2.5.
+# Flags of the reference run whose files are in ../shared/vectors/gpt-v2.5.
 RUN = """
     --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64
     --global-batch-size 4 --micro-batch-size 2 --train-iters 6 --lr 1e-3 --min-lr 1e-5 --lr-decay-style cosine
@@ -40,7 +40,7 @@ RUN = """
 
 
 def run_data(shared: Path, cache: Path) -> list[object]:
-    """And those of its data."""
+    """Data flags of the reference run."""
     vectors, data = shared / "vectors" / "gpt-v2.5", shared / "data"
     flags = ["--data-path", vectors / "tiny60_text_document", "--data-cache-path", cache]
     flags += ["--vocab-file", data / "gpt2-tiny-vocab.json"]
@@ -48,7 +48,7 @@ def run_data(shared: Path, cache: Path) -> list[object]:
 
 
 def checkpoint_of(folder: Path, task: str = "GPT", **fields: Any) -> Checkpoint:
-    """A model with random weights; the padding of its vocabulary is no part of it."""
+    """Build a checkpoint with random weights and an unpadded vocabulary."""
     config = ModelConfig(**{**SHAPE, **fields})
     if task == "GPT":
         model = GPTModel(config, CONTEXT)
@@ -66,7 +66,7 @@ def checkpoint_of(folder: Path, task: str = "GPT", **fields: Any) -> Checkpoint:
 
 
 def weights(checkpoint: Checkpoint, kind: str = "model") -> dict[str, Tensor]:
-    """The tensors of a kind, without rows that pad the vocabulary."""
+    """Read the tensors of a kind without the rows of vocabulary padding."""
     tensors = checkpoint.tensors[kind]
     found = {name: tensors.read(name, whole(*x["shape"])) for name, x in tensors.index.items()}
     rows = checkpoint.state["vocab_size"]
@@ -92,7 +92,7 @@ def files(root: Path) -> list[Path]:
 
 
 def edit(root: Path, change: Callable[[dict[str, Any]], object], *, first: bool = False) -> None:
-    """Change what each process's file holds, or that of the first one alone."""
+    """Edit the content of each process's file, or of the first file only."""
     for path in files(root)[: 1 if first else None]:
         content = torch.load(path, weights_only=False)
         change(content)
@@ -100,8 +100,10 @@ def edit(root: Path, change: Callable[[dict[str, Any]], object], *, first: bool 
 
 
 def optimizer_of(models: list[dict[str, Any]], half: bool) -> dict[str, Any]:
-    """The state of Megatron-LM's Adam whose moments are 2 and 3 times the weights, and whose fp32 weights are 4 times
-    them: in its order, which is written down here once more."""
+    """Build the state of Megatron-LM's Adam in its parameter order.
+
+    The moments are 2 and 3 times the weights, and the fp32 master weights are 4 times the weights.
+    """
     groups: list[list[Tensor]] = [[], []]
     for model in models:
         language_model = model["language_model"]

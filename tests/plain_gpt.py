@@ -1,6 +1,6 @@
-"""A GPT and its training in plain PyTorch, to hold the real ones against.
+"""A GPT and its training loop in plain PyTorch, as a reference.
 
-Written the way a textbook has it: separate tensors, one process, no flat memory, torch's own AdamW.
+One process, separate tensors, no flat memory, and torch's AdamW.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         b, t, c = x.shape
-        # Rows of qkv are grouped by head, as Megatron has them.
+        # Rows of qkv are grouped by head, as in Megatron-LM.
         q, k, v = self.qkv(self.ln_1(x)).view(b, t, self.heads, 3, c // self.heads).permute(3, 0, 2, 1, 4)
         scores = q @ k.transpose(-2, -1) / math.sqrt(c // self.heads)
         future = torch.ones(t, t, dtype=torch.bool).triu(1)
@@ -45,8 +45,8 @@ class PlainGPT(nn.Module):
             x = block(x)
         return self.ln_f(x) @ self.wte.weight.t()
 
-    def take_weights(self, weights: dict[str, torch.Tensor]) -> None:
-        """Copy the weights of a checkpoint; rows that pad the vocabulary are left out."""
+    def load_weights(self, weights: dict[str, torch.Tensor]) -> None:
+        """Copy the weights of a checkpoint without the rows of vocabulary padding."""
         names = {
             "embedding.word_embeddings": "wte",
             "embedding.position_embeddings": "wpe",
@@ -83,7 +83,7 @@ def train(
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8)
     for step, batch in zip(range(steps), batches, strict=False):
-        # Cosine with linear warm-up; the first step has learning rate 0, as NVIDIA's does.
+        # Cosine decay with linear warmup; the first step has learning rate 0, as in Megatron-LM.
         if step <= warmup:
             rate = lr * step / warmup
         else:

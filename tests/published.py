@@ -1,4 +1,4 @@
-"""Runs as the papers describe them, for the tests of the planner."""
+"""Clusters and jobs of the papers, for the planner's tests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def job(layers: int, hidden: int, heads: int, batch: int, seq_length: int = 2048
 def tflops(
     job: Job, layout: Layout, gpu: str = "a100-80gb", program: Program = NVIDIA_2021, gpus: int | None = None
 ) -> float:
-    """Predicted TFLOP/s of a GPU, with full recomputation counted as the papers do."""
+    """Predicted TFLOP/s per GPU, counting full recomputation as the papers do."""
     gpus = gpus or layout.processes
     step = Simulator(job, layout, cluster(gpus, gpu), program).step()
     return job.flops(recompute="full") / step.seconds / layout.processes / 1e12

@@ -1,13 +1,13 @@
-"""Record runs of this program bit for bit, and compare two records.
+"""Record the results of runs bit for bit, and compare two records.
 
     python tests/record.py make before             # about three minutes on two cores
     ... change the code ...
     python tests/record.py make after
     python tests/record.py compare before after
 
-A refactoring that changes no behavior leaves every number as it is. A record holds, for each run, the metrics of every
-iteration at full precision, a SHA-256 of every tensor of the final checkpoint (weights and optimizer state), and the
-texts and scores that the tools print. Both records must be made on the same machine: other processors round otherwise.
+A refactoring must not change any number. For each run, a record holds the metrics of every iteration at full precision,
+the SHA-256 of every tensor of the final checkpoint (weights and optimizer state), and the text and scores that the
+tools print. Make both records on the same machine, since rounding differs between CPUs.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Run:
 
     Attributes:
         needs: names of runs whose folders the command reads, as {name} in `flags`.
-        writes: whether the command writes metrics and a checkpoint; the output of others is compared as text.
+        writes: the command writes metrics and a checkpoint; otherwise its output is compared as text.
     """
 
     script: str
@@ -152,17 +152,17 @@ def main() -> int:
 
 
 def make_record(tree: Path, names: list[str]) -> dict[str, Any]:
-    """Run the commands, each after those it needs, two at a time."""
-    wanted = list(dict.fromkeys(need for name in names for need in (*RUNS[name].needs, name)))
+    """Run the commands, each after those that it needs, two at a time."""
+    needed = list(dict.fromkeys(need for name in names for need in (*RUNS[name].needs, name)))
     with tempfile.TemporaryDirectory() as folder:
-        places = {**write_data(Path(folder)), **{name: f"{folder}/{name}/checkpoints" for name in wanted}}
+        paths = {**write_data(Path(folder)), **{name: f"{folder}/{name}/checkpoints" for name in needed}}
         record: dict[str, Any] = {}
         with ThreadPoolExecutor(2) as pool:
             for ready in (
-                [name for name in wanted if not RUNS[name].needs],
-                [name for name in wanted if RUNS[name].needs],
+                [name for name in needed if not RUNS[name].needs],
+                [name for name in needed if RUNS[name].needs],
             ):
-                results = pool.map(lambda name: execute(tree, RUNS[name], places, places[name]), ready)
+                results = pool.map(lambda name: execute(tree, RUNS[name], paths, paths[name]), ready)
                 for name, result in zip(ready, results, strict=True):
                     print(f"{name}: done", flush=True)
                     record[name] = result
@@ -170,7 +170,7 @@ def make_record(tree: Path, names: list[str]) -> dict[str, Any]:
 
 
 def write_data(folder: Path) -> dict[str, str]:
-    """A vocabulary for BERT, labelled texts for fine-tuning, and a text of numbers for evaluation."""
+    """Write a vocabulary for BERT, labeled texts for fine-tuning, and a text of numbers for evaluation."""
     numbers = np.random.default_rng(0).integers(0, 250, 400)
     text = folder / "text"
     text.write_text(" ".join(map(str, numbers)), encoding="utf-8")
@@ -178,11 +178,11 @@ def write_data(folder: Path) -> dict[str, str]:
     return {"vocab": str(vocab), "mnli": str(mnli), "text": str(text)}
 
 
-def execute(tree: Path, run: Run, places: dict[str, str], checkpoints: str) -> dict[str, Any]:
-    """Execute one run and collect what it leaves."""
+def execute(tree: Path, run: Run, paths: dict[str, str], checkpoints: str) -> dict[str, Any]:
+    """Execute a command; return its metrics and digests of its tensors, or its output."""
     folder = Path(checkpoints).parent
     folder.mkdir(parents=True, exist_ok=True)
-    words = [word.format(**places) for word in shlex.split(run.flags)]
+    words = [word.format(**paths) for word in shlex.split(run.flags)]
     if run.writes:
         words += ["--metrics-path", f"{folder}/metrics.jsonl"]
         words += [] if "--skip-train" in words else ["--save", checkpoints]
@@ -206,7 +206,7 @@ def execute(tree: Path, run: Run, places: dict[str, str], checkpoints: str) -> d
 
 
 def tensor_digests(checkpoints: Path) -> Iterator[tuple[str, str]]:
-    """Name and SHA-256 of each whole tensor of the last checkpoint, however it is divided into files."""
+    """Yield name and SHA-256 of each tensor of the last checkpoint, assembled from its files."""
     last = max(checkpoints.glob("iter_*"))
     index = json.loads((last / "index.json").read_text(encoding="utf-8"))["content"]["tensors"]
     for kind, tensors in index.items():
@@ -223,8 +223,8 @@ def tensor_digests(checkpoints: Path) -> Iterator[tuple[str, str]]:
             yield f"{kind} {name}", hashlib.sha256(data).hexdigest()
 
 
-def differences(before: dict[str, Any], after: dict[str, Any], most: int = 3) -> Iterator[str]:
-    """A line for each difference, at most `most` of each kind in each run."""
+def differences(before: dict[str, Any], after: dict[str, Any], limit: int = 3) -> Iterator[str]:
+    """Yield a line for each difference, at most `limit` of each kind in each run."""
     for name in sorted(before.keys() | after.keys()):
         if name not in before or name not in after:
             yield f"{name}: is missing from the {'second' if name in before else 'first'} record"
@@ -234,10 +234,10 @@ def differences(before: dict[str, Any], after: dict[str, Any], most: int = 3) ->
             if old == new:
                 continue
             found = list(changed_items(old, new))
-            for line in found[:most]:
+            for line in found[:limit]:
                 yield f"{name}, {kind}: {line}"
-            if len(found) > most:
-                yield f"{name}, {kind}: {len(found) - most} more"
+            if len(found) > limit:
+                yield f"{name}, {kind}: {len(found) - limit} more"
 
 
 def changed_items(old: Any, new: Any) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""A server in the test's process, and what asks it. Skips without what they need."""
+"""A server in the test's process and an HTTP client for it. Skips without their packages."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ from megatron.tokenizer import Tokenizer  # noqa: E402
 from megatron.tokenizer.config import TokenizerConfig  # noqa: E402
 
 CPU = torch.device("cpu")
-LENGTH = 64  # of the models' context
+LENGTH = 64  # context length of the models
 PROMPTS = [[3, 1, 4], [1], [5, 9, 2, 6, 5, 3, 5], [8, 9, 7, 9, 3], [2, 7], [1, 8, 2, 8], [9] * 20]
-# A client for all, as making one takes time.
+# One client for all tests, since creating one takes time.
 HTTP = httpx.Client(timeout=30)
-# Of tests/hf_models.py's models.
+# Tokenizer of the models in tests/hf_models.py.
 TOKENIZER = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCAB - 1)
 
 
 def load(folder: Path, tokenizer: TokenizerConfig = TOKENIZER) -> tuple[Predictor, Tokenizer]:
-    """The model of a folder, without room for texts yet."""
+    """Load the model of a folder, without a KV cache yet."""
     model, chosen = load_gpt(InferenceConfig(load=str(folder)), tokenizer, Mesh(device=CPU))
     return Predictor(model, Mesh(device=CPU)), chosen
 
 
 def load_slow(folder: Path, tokenizer: TokenizerConfig = TOKENIZER) -> tuple[Predictor, Tokenizer]:
-    """One that takes its time, so that there is time to hang up."""
+    """Load a model with slow forward passes, so that clients can disconnect in the middle."""
     predictor, chosen = load(folder, tokenizer)
     forward = predictor.forward
 
@@ -62,7 +62,7 @@ def load_slow(folder: Path, tokenizer: TokenizerConfig = TOKENIZER) -> tuple[Pre
 def serving(
     predictor: Predictor, tokenizer: Tokenizer, *, key: str | None = None, **flags: object
 ) -> Iterator[tuple[str, ServingEngine]]:
-    """A block in which a model is served as "tiny"; gives the address.
+    """Serve a model as "tiny" within a block; yields the address and the engine.
 
     Args:
         flags: fields of `ServerConfig`.
@@ -72,7 +72,7 @@ def serving(
     engine = ServingEngine(predictor, tokenizer, max_queue=config.max_queue)
     app, listener = make_app(engine, config, model="tiny", key=key), listen(config)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    listener.listen()  # so that nobody is refused who is earlier than the thread
+    listener.listen()  # accept connections before the thread runs
     thread = threading.Thread(target=run, args=(engine, app, listener), kwargs={"greeting": url})
     thread.start()
     try:
@@ -95,7 +95,7 @@ def events(response: httpx.Response) -> list[dict]:
 def wait_until(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + 10
     while not condition():
-        assert time.monotonic() < end, "nothing of the kind within 10 s"
+        assert time.monotonic() < end, "condition not met within 10 s"
         time.sleep(0.005)
 
 

@@ -1,4 +1,4 @@
-"""The command line of a training run: Megatron-LM's names and defaults, files of settings, and clear errors."""
+"""The command line of a training run: Megatron-LM's names and defaults, config files, and errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron.training.config import RunConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# The least that a run must be told.
+# Flags that a run requires.
 BASE = (
     "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 16 "
     "--micro-batch-size 1 --train-iters 10 --lr 1e-3"
@@ -41,20 +41,20 @@ GPT_345M = """
 
 
 def parse(*flags: str, base: str = BASE) -> RunConfig:
-    """The configuration of `base` and `flags`, each of which may hold several words."""
+    """Parse the words of `base` and `flags`."""
     words = [word for flag in (base, *flags) for word in flag.split()]
     return parse_run_config(words, description="a test", defaults={})
 
 
 def error_of(*words: str) -> str:
-    """What the command line of `BASE` and `words` is told."""
+    """Return the error message for `BASE` followed by `words`."""
     with pytest.raises(InputError) as error:
         parse_run_config([*BASE.split(), *words], description="a test", defaults={})
     return str(error.value)
 
 
 def all_flags() -> Iterator[tuple[str, dataclasses.Field, type]]:
-    """Each flag of a run: the part of the configuration that it belongs to, its field and its scalar type."""
+    """Yield each flag of a run: its section of the configuration, its field and its scalar type."""
     for part, config in RunConfig.section_types().items():
         scalar_types = field_types(config)
         for field in dataclasses.fields(config):
@@ -68,7 +68,7 @@ NUMBERS = {name: (spec, kind) for name, (spec, kind) in VALUED.items() if kind i
 CHOICES = {name: spec for name, (spec, _) in VALUED.items() if spec.choices is not None}
 
 
-# ---- what is understood
+# ---- valid command lines
 
 
 def test_the_example_of_gpt_345m(capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,8 +96,8 @@ def test_the_example_of_gpt_345m(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == ""
 
 
-# What Megatron-LM v2.5 takes where a flag is not given (v3.0 and later for those that came later). It stores
-# the opposite of each --no-... flag; here False says that the flag is not given.
+# Defaults of Megatron-LM v2.5, and of v3.0 and later for later flags. It stores the opposite of each --no-... flag;
+# False here means that the flag is not given.
 NVIDIA_DEFAULTS = """
     --num-layers None, --hidden-size None, --ffn-hidden-size None, --num-attention-heads None, --kv-channels None,
     --max-position-embeddings None, --make-vocab-size-divisible-by 128, --layernorm-epsilon 1e-5,
@@ -141,21 +141,21 @@ NVIDIA_DEFAULTS = """
     --muon-nesterov False, --muon-use-nesterov False, --muon-num-ns-steps 5, --muon-scale-mode spectral,
     --muon-extra-scale-factor 1.0
 """
-# Defaults that are written differently and mean the same, or that depart on purpose.
+# Defaults that are spelled differently but mean the same, or that differ on purpose.
 OTHER_DEFAULTS = {
-    "--split": None,  # '969, 30, 1'; None tells --train-data-path that none was given
+    "--split": None,  # '969, 30, 1'; with None, --train-data-path can tell that --split was not given
     "--dataloader-type": "single",  # None, which becomes 'single'
-    "--distributed-backend": None,  # 'nccl'; here gloo where there is no GPU
-    "--overlapping-eval": None,  # 32, of its tasks/main.py; here too, in tools/evaluate.py
-    "--num-query-groups": None,  # 1; here too, with --group-query-attention
-    "--wandb-project": None,  # '', which is the same
+    "--distributed-backend": None,  # 'nccl'; here gloo without a GPU
+    "--overlapping-eval": None,  # 32 in its tasks/main.py; the same here in tools/evaluate.py
+    "--num-query-groups": None,  # 1; the same here with --group-query-attention
+    "--wandb-project": None,  # '', which is equivalent
     "--wandb-exp-name": None,
     "--ddp-bucket-size": 40_000_000,  # None, which becomes 40 million, or more with many replicas
     "--profile-ranks": (0,),  # [0]
-    "--recompute-num-layers": None,  # 1; here too, with full recomputation
+    "--recompute-num-layers": None,  # 1; the same here with full recomputation
     "--checkpoint-num-layers": None,
 }
-# As the README of v2.5 calls --vocab-file, and HEAD the flag that v3.0 spells with an underscore.
+# Name of --vocab-file in the README of v2.5, and the hyphenated spelling in later versions of a flag of v3.0.
 ALIASES = {
     "--check-weight-hash-across-dp-replicas-interval",
     "--vocab",
@@ -179,14 +179,14 @@ def test_defaults_are_nvidias() -> None:
     assert seen == set(expected) | set(OTHER_DEFAULTS) | OURS_ALONE | ALIASES
 
 
-def test_what_is_not_given_follows_from_the_rest() -> None:
+def test_derived_defaults() -> None:
     config = parse()
     assert config.model.max_position_embeddings == 16
     assert (config.model.ffn_hidden_size, config.model.kv_channels) == (32, 4)
     assert parse("--group-query-attention").model.num_query_groups == 1
 
 
-def test_a_switch_that_is_given_changes_its_default() -> None:
+def test_a_switch_inverts_its_default() -> None:
     needs = {
         "sequence_parallel": "--tensor-model-parallel-size 2",
         "overlap_param_gather": "--use-distributed-optimizer",
@@ -220,7 +220,7 @@ def test_entry_points_choose_defaults_that_the_command_line_overrides() -> None:
     assert config.tokenizer.tokenizer_type == "NullTokenizer"
 
 
-# ---- what is wrong with a value, flag by flag
+# ---- bad values of single flags
 
 
 def out_of_range(spec: Flag, kind: type) -> Iterator[str]:
@@ -238,7 +238,7 @@ def out_of_range(spec: Flag, kind: type) -> Iterator[str]:
 @pytest.mark.parametrize("name", NUMBERS)
 def test_bad_numbers(name: str) -> None:
     spec, kind = NUMBERS[name]
-    assert spec.low is not None or spec.above is not None, "no number here may be as small as one likes"
+    assert spec.low is not None or spec.above is not None, "every number has a lower bound"
     words = ["x", "", "1,5", "nan", "inf", "-inf", "0x10", *out_of_range(spec, kind)]
     for word in words + (["1.5", "1e3"] if kind is int else []):
         message = error_of(name, *[word] * (spec.nargs if isinstance(spec.nargs, int) else 1))
@@ -307,18 +307,18 @@ def test_an_unknown_flag_suggests_the_nearest(word: str, nearest: str | None) ->
         ("--dtype", "--bf16 or --fp16; the default is fp32"),
     ],
 )
-def test_names_of_other_tools_lead_to_ours(word: str, instead: str) -> None:
+def test_flags_of_other_tools_suggest_ours(word: str, instead: str) -> None:
     assert error_of(word, "3") == f"{word.split('=')[0]} is not a flag of this command; use {instead}"
 
 
-def test_the_names_that_stand_for_others_exist() -> None:
+def test_suggested_flags_exist() -> None:
     ours = run_parser("", {}).flags
     for name, instead in OTHER_NAMES.items():
         assert set(re.findall(r"--[\w-]+", instead)) <= set(ours), name
         assert name not in ours, "the parser knows it already"
 
 
-# ---- what does not go together
+# ---- conflicting and missing flags
 
 CROSS = [
     ("--train-samples 100", "give --train-iters or --train-samples, and not both"),
@@ -374,12 +374,12 @@ CROSS = [
 
 
 @pytest.mark.parametrize(("flags", "message"), CROSS, ids=[flags for flags, _ in CROSS])
-def test_what_does_not_go_together(flags: str, message: str) -> None:
+def test_conflicting_flags(flags: str, message: str) -> None:
     assert error_of(*flags.split()).startswith(message)
 
 
 @pytest.mark.parametrize("name", BASE.split()[::2])
-def test_what_is_required(name: str) -> None:
+def test_required_flags(name: str) -> None:
     words = BASE.split()
     at = words.index(name)
     message = "--train-iters or --train-samples" if name == "--train-iters" else name
@@ -389,7 +389,7 @@ def test_what_is_required(name: str) -> None:
     assert str(error.value).startswith(message)
 
 
-def test_what_only_half_precision_heeds_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_without_effect_in_this_precision_are_noted(capsys: pytest.CaptureFixture[str]) -> None:
     scaling = "--loss-scale 8192 --min-loss-scale 2"
     with pytest.raises(InputError, match=r"--min-loss-scale: 2 is for a dynamic scale"):
         parse("--fp16", scaling)
@@ -404,7 +404,7 @@ def test_what_only_half_precision_heeds_is_noted(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err == ""
 
 
-def test_help_and_reference_say_what_is_required() -> None:
+def test_help_and_reference_mark_required_flags() -> None:
     required = {flag_name(field) for _, field, _ in all_flags() if field.metadata["flag"].required}
     assert required == set(BASE.split()[::2]) - {"--seq-length", "--train-iters"}
     text = " ".join(run_parser("", {}).format_help().split())
@@ -415,7 +415,7 @@ def test_help_and_reference_say_what_is_required() -> None:
         assert re.search(rf"\| `{name}` \| [^|]* \| \(required\) \|", page), name
 
 
-def test_runs_that_count_in_samples_take_no_lengths_in_iterations() -> None:
+def test_runs_in_samples_reject_lengths_in_iterations() -> None:
     base = BASE.replace("--train-iters 10", "--train-samples 100")
     config = parse("--lr-warmup-samples 5 --lr-decay-samples 90 --rampup-batch-size 1 1 5", base=base)
     assert config.training.rampup_batch_size == (1, 1, 5)
@@ -425,7 +425,7 @@ def test_runs_that_count_in_samples_take_no_lengths_in_iterations() -> None:
         parse("--lr-decay-iters 5", base=base)
 
 
-# ---- a file of settings
+# ---- config files
 
 
 def file_of(folder: Path, text: str) -> str:
@@ -434,7 +434,7 @@ def file_of(folder: Path, text: str) -> str:
     return str(path)
 
 
-def test_a_file_gives_values_and_the_command_line_wins(tmp_path: Path) -> None:
+def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
     path = file_of(
         tmp_path,
         """
@@ -467,7 +467,7 @@ def test_a_file_gives_values_and_the_command_line_wins(tmp_path: Path) -> None:
     assert (config.checkpoint.save, config.training.rampup_batch_size) == (None, None)
 
 
-def test_a_list_of_a_file_has_its_length_checked(tmp_path: Path) -> None:
+def test_the_length_of_a_list_in_a_file_is_checked(tmp_path: Path) -> None:
     base = BASE.replace("--train-iters", "--train-samples")
     path = file_of(tmp_path, "rampup-batch-size: [2, 2, 100]\n")
     assert parse(f"--config {path}", base=base).training.rampup_batch_size == (2, 2, 100)
@@ -514,17 +514,17 @@ def test_a_list_on_the_command_line_replaces_that_of_the_file(tmp_path: Path) ->
         ("[" * 1000, "is not YAML"),
     ],
 )
-def test_what_is_wrong_with_a_file(tmp_path: Path, text: str, message: str) -> None:
+def test_bad_config_files(tmp_path: Path, text: str, message: str) -> None:
     path = file_of(tmp_path, text)
     assert error_of("--config", path) == f"--config {path}: {message}"
 
 
-def test_values_of_a_file_are_held_to_their_range(tmp_path: Path) -> None:
+def test_the_range_of_values_in_a_file_is_checked(tmp_path: Path) -> None:
     path = file_of(tmp_path, "lr: -1e-4\nclip-grad: .nan\nseed: -1\n")
     assert error_of("--config", path, "--lr", "1", "--seed", "1") == "--clip-grad: nan is not a finite number"
 
 
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_config_files(tmp_path: Path) -> None:
     missing = str(tmp_path / "none.yaml")
     assert error_of("--config", missing) == f"--config {missing}: cannot be read (No such file or directory)"
     assert error_of("--config", str(tmp_path)) == f"--config {tmp_path}: cannot be read (Is a directory)"
@@ -569,7 +569,7 @@ def test_help_is_grouped_and_complete() -> None:
 
 
 @pytest.mark.parametrize(
-    ("raised", "code", "said"),
+    ("raised", "code", "expected"),
     [
         (InputError("--lr: is odd"), 2, "error: --lr: is odd\n"),
         (TrainingFault("useless"), 1, "error: useless\n"),
@@ -579,7 +579,7 @@ def test_help_is_grouped_and_complete() -> None:
     ],
 )
 def test_exit_codes(
-    raised: BaseException | None, code: int, said: str, capsys: pytest.CaptureFixture[str]
+    raised: BaseException | None, code: int, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def main() -> int:
         if raised is not None:
@@ -589,14 +589,14 @@ def test_exit_codes(
     with pytest.raises(SystemExit) as exit:
         run_command(main)
     assert exit.value.code == code
-    assert capsys.readouterr().err == said
+    assert capsys.readouterr().err == expected
 
 
 @pytest.mark.parametrize(
     ("rank", "under_torchrun", "printed"),
     [(None, False, True), ("0", True, True), ("3", True, False), ("3", False, True)],
 )
-def test_what_is_wrong_on_every_rank_is_printed_once(
+def test_an_error_on_every_rank_is_printed_once(
     rank: str | None,
     under_torchrun: bool,
     printed: bool,
@@ -619,7 +619,7 @@ def test_what_is_wrong_on_every_rank_is_printed_once(
 
 
 @pytest.mark.parametrize(("failing", "printed"), [("01", 1), ("1", 0)])
-def test_the_summary_of_torchrun_shows_what_is_wrong(failing: str, printed: int, tmp_path: Path) -> None:
+def test_the_summary_of_torchrun_shows_the_error(failing: str, printed: int, tmp_path: Path) -> None:
     script = tmp_path / "run.py"
     script.write_text(
         f"""
@@ -646,17 +646,17 @@ run_command(main)
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     lines = done.stderr.splitlines()
-    # torchrun ends the other processes when the first has failed, rank 0 perhaps before it prints.
+    # torchrun ends the other processes when the first has failed, possibly before rank 0 prints.
     assert lines.count("error: --data-path: is nowhere") <= printed
     assert lines[-2].strip() == "traceback : error: --data-path: is nowhere"
 
 
-def test_our_own_faults_keep_their_traceback() -> None:
+def test_bugs_keep_their_traceback() -> None:
     with pytest.raises(ZeroDivisionError):
         run_command(lambda: 1 // 0)
 
 
-def test_tools_refuse_what_they_do_not_know() -> None:
+def test_tools_reject_unknown_flags() -> None:
     parser = Parser()
     parser.add_argument("--input")
     with pytest.raises(InputError, match=r"^--inptu is not a flag of this command; did you mean --input\?$"):
@@ -677,7 +677,7 @@ def test_tools_refuse_what_they_do_not_know() -> None:
         ("train_tokenizer", "[flags]"),
     ],
 )
-def test_tools_help_with_a_short_usage_line_and_their_docstring(
+def test_help_of_tools_is_a_usage_line_and_the_docstring(
     tool: str, usage: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(ROOT / "tools")
@@ -688,7 +688,7 @@ def test_tools_help_with_a_short_usage_line_and_their_docstring(
     assert capsys.readouterr().out.startswith(f"usage: {tool}.py {usage}\n\n{module.__doc__.strip()}\n\n")
 
 
-def test_reading_the_command_line_needs_no_torch() -> None:
+def test_parsing_does_not_import_torch() -> None:
     probe = (
         "import sys; from megatron.arguments import parse_run_config as parse; "
         f"parse({BASE.split()!r}, description='', defaults={{}}); sys.exit('torch' in sys.modules)"
@@ -697,7 +697,7 @@ def test_reading_the_command_line_needs_no_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "expected"),
     [
         ("--lr x", "error: --lr: 'x' is not a number"),
         ("--tensor-model-parallel-size 8", "error: --tensor-model-parallel-size 8 x "),
@@ -705,15 +705,15 @@ def test_reading_the_command_line_needs_no_torch() -> None:
         ("--config none.yaml", "error: --config none.yaml: cannot be read (No such file or directory)"),
     ],
 )
-def test_pretrain_gpt_says_what_is_wrong_in_one_line(flags: str, said: str) -> None:
+def test_pretrain_gpt_reports_errors_in_one_line(flags: str, expected: str) -> None:
     done = pretrain_gpt(*BASE.split(), *flags.split())
     assert done.returncode == 2
-    assert done.stderr.startswith(said)
+    assert done.stderr.startswith(expected)
     assert done.stderr.count("\n") == 1
     assert done.stdout == ""
 
 
-def test_pretrain_gpt_helps() -> None:
+def test_help_of_pretrain_gpt() -> None:
     done = pretrain_gpt("--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert "Pretrain GPT." in done.stdout and "--micro-batch-size N" in done.stdout

@@ -1,4 +1,4 @@
-"""The Dockerfiles as far as reading them tells: the README's steps, as a user without rights."""
+"""Static checks of the Dockerfiles: the README's steps, run by an unprivileged user."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KNOWN = {"ARG", "CMD", "COPY", "ENV", "FROM", "RUN", "USER", "WORKDIR"}
 
 
 def instructions(path: str) -> list[tuple[str, str]]:
-    """(name, rest) of each instruction, without comments; a line that ends with a backslash goes on in the next."""
+    """Return (name, rest) of each instruction, without comments and with continuation lines joined."""
     lines = (ROOT / path).read_text(encoding="utf-8").splitlines()
     text = "\n".join(line for line in lines if not line.startswith("#"))
     joined = re.sub(r"\\\n\s*", "", text).splitlines()
@@ -32,14 +32,14 @@ def test_instructions_are_in_order(path: str) -> None:
     for name, rest in found:
         if name == "FROM":
             image, *alias = re.fullmatch(r"(\S+)(?: AS (\w+))?", rest).groups()
-            assert image in stages or re.search(r":[\w.${}-]*\d", image) or "${" in image  # a version
+            assert image in stages or re.search(r":[\w.${}-]*\d", image) or "${" in image  # pinned version
             stages |= {a for a in alias if a}
     for name in (rest.split("=")[0] for kind, rest in found if kind == "ARG"):
         assert any(f"${name}" in rest or f"${{{name}}}" in rest for kind, rest in found if kind != "ARG")
 
 
 @pytest.mark.parametrize("path", FILES)
-def test_what_is_done_as_root_is_packages_and_the_user(path: str) -> None:
+def test_root_only_installs_packages_and_adds_the_user(path: str) -> None:
     found = instructions(path)
     user = [name for name, _ in found].index("USER")
     assert found[user][1] == "user" and [name for name, _ in found].count("USER") == 1
@@ -50,7 +50,7 @@ def test_what_is_done_as_root_is_packages_and_the_user(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", FILES)
-def test_what_is_done_as_the_user_is_in_the_readme(path: str) -> None:
+def test_steps_of_the_user_are_in_the_readme(path: str) -> None:
     readme = re.sub(r"@[\d.]+\"", '@$APEX"', (ROOT / "README.md").read_text(encoding="utf-8"))
     found = instructions(path)
     steps = [rest for name, rest in found[[name for name, _ in found].index("USER") :] if name == "RUN"]
@@ -62,7 +62,7 @@ def test_what_is_done_as_the_user_is_in_the_readme(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", FILES)
-def test_what_is_copied_and_run_is_there(path: str) -> None:
+def test_copied_files_exist_and_commands_parse(path: str) -> None:
     ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
     for name, rest in instructions(path):
         if name == "COPY":

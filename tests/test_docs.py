@@ -1,4 +1,4 @@
-"""The generated pages of docs/ match the code that they are made from."""
+"""The generated pages of docs/ match the code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_flag_references_are_up_to_date() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_readmes_file_of_settings_trains(tmp_path: Path, pretrain: Callable[..., str]) -> None:
+def test_the_readmes_config_file_trains(tmp_path: Path, pretrain: Callable[..., str]) -> None:
     (settings,) = re.findall(
         r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL
     )
@@ -36,7 +36,7 @@ def test_the_readmes_file_of_settings_trains(tmp_path: Path, pretrain: Callable[
         "--config", file, *flags.split(), "--device", "cpu", "--train-iters", 1, "--log-interval", 1
     )
     assert "iteration        1/" in out
-    # Embeddings and output; of each layer queries, keys and values, projection, gated MLP, two norms; the last norm.
+    # Embedding and output layer; per layer QKV, projection, gated MLP and two norms; the final norm.
     layer = 256 * (256 + 2 * 2 * 32) + 256 * 256 + 3 * 256 * 640 + 2 * 256
     assert f"{2 * 384 * 256 + 4 * layer + 256:,} parameters" in out
 

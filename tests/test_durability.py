@@ -1,4 +1,4 @@
-"""What survives a power cut: content is on disk before it gets the name under which it is read."""
+"""Durability: content is synced to disk before it is renamed to its final name."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from megatron.interop.huggingface.write import write_folder
 from megatron.interop.nvidia.write import write_megatron
 from megatron.interop.tensor_writer import TensorToWrite
 
-MARK = 10**18  # the modification time, in ns, of what is on disk; every later change replaces it
+MARK = 10**18  # modification time, in ns, of synced files; every later write changes it
 
 
 class Disk:
-    """Records fsync and rename, and fails at the rename of content that is not on disk.
+    """Records fsync and rename, and fails if content is renamed before it is synced.
 
     Attributes:
-        renamed: the new names, in order.
-        unsettled: folders in which a power cut would undo a rename.
-        early: new names that were given while an earlier rename was unsettled.
+        renamed: new names, in order.
+        unsynced: folders with a rename that a power failure would undo.
+        early: new names of renames that followed an unsynced rename.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.renamed: list[str] = []
-        self.unsettled: set[int] = set()
+        self.unsynced: set[int] = set()
         self.early: set[str] = set()
         fsync = os.fsync
 
         def synced(descriptor: int) -> None:
             fsync(descriptor)
             os.utime(descriptor, ns=(MARK, MARK))
-            self.unsettled.discard(os.fstat(descriptor).st_ino)
+            self.unsynced.discard(os.fstat(descriptor).st_ino)
 
         monkeypatch.setattr(os, "fsync", synced)
         for name in ("rename", "replace"):
@@ -52,11 +52,11 @@ class Disk:
             source, target = Path(source), Path(target)
             late = [path for path in (source, *source.rglob("*")) if not on_disk(path)]
             assert not late, f"renamed to {target} before {late} was synced"
-            if self.unsettled:
+            if self.unsynced:
                 self.early.add(target.name)
             move(source, target)
             self.renamed.append(target.name)
-            self.unsettled.add(target.parent.stat().st_ino)
+            self.unsynced.add(target.parent.stat().st_ino)
 
         return moved
 
@@ -69,11 +69,11 @@ def on_disk(path: Path) -> bool:
 def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
     disk = Disk(monkeypatch)
     yield disk
-    assert not disk.unsettled, "the last rename is not on disk"
+    assert not disk.unsynced, "the last rename is not on disk"
 
 
 def test_a_checkpoint(disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each process syncs the tensors that it writes: the first one cannot do it for another machine."""
+    """Each process syncs the tensors that it writes; rank 0 cannot sync those of another machine."""
     sync_all, vocab = storage.sync_all, tmp_path / "vocab.json"
     vocab.write_text("{}")
 
@@ -87,7 +87,7 @@ def test_a_checkpoint(disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     save(tmp_path / "run", *make()[:2], iteration=2)
     one, two, tracker = "iter_0000001", "iter_0000002", storage.TRACKER
     assert disk.renamed == [one, tracker, f".deleting-{one}", one, tracker, two, tracker]
-    assert disk.early == {one}  # the old one makes room for the new one: either is found by its number
+    assert disk.early == {one}  # the old one is moved away for the new one; both are found by their number
     assert storage.roll_back(tmp_path / "run", 1)
     assert disk.renamed[7:] == [tracker, f"abandoned-{two}-1", storage.ROLLED_BACK]
     assert tracker not in disk.early
@@ -106,10 +106,10 @@ def test_a_dataset(disk: Disk, tmp_path: Path) -> None:
 
 
 def test_indices_of_samples(disk: Disk, tmp_path: Path) -> None:
-    """They are made again if they are lost; only half of one must not be found."""
+    """A lost index is rebuilt; a partial one must not be found."""
     cached_arrays(str(tmp_path), "gpt", {}, ("a", "b"), lambda: [np.arange(5)] * 2, lambda _: True)
     assert [name[-6:] for name in disk.renamed] == ["-a.npy", "-b.npy"]
-    disk.unsettled.clear()
+    disk.unsynced.clear()
 
 
 def test_converted_checkpoints(disk: Disk, tmp_path: Path) -> None:

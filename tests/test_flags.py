@@ -1,4 +1,4 @@
-"""The base of all config dataclasses: types, choices and ranges are checked wherever one is built."""
+"""The base class of all configs: types, choices and ranges are checked on construction."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.flags import Config, field_types, flag, flag_name
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Oven(Config):
-    """An example of a config."""
+    """Example of a config."""
 
     trays: int = flag(2, "trays", low=1, high=4)
     heat: float = flag(180.0, "degrees", above=0, aliases=("--temperature",))
@@ -28,7 +28,7 @@ class Oven(Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bread(Config):
-    """An example of a config with a field that must be given."""
+    """Example of a config with a required field."""
 
     flour: int = flag(None, "grams of flour", low=1, required=True)
     seeds: str | None = flag(None, "what to strew on it", choices=("poppy", "sesame"))

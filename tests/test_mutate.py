@@ -1,4 +1,4 @@
-"""tests/mutate.py: the faults it puts in, the tests it runs, and what it counts."""
+"""tests/mutate.py: mutations, selection of tests, and counts."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_every_kind_of_fault_is_found_and_changes_one_line() -> None:
         assert [i for i, (a, b) in enumerate(pairs, start=1) if a != b] == [mutation.line]
 
 
-def test_a_fault_keeps_its_name_when_other_lines_change() -> None:
+def test_the_id_of_a_fault_survives_changes_of_other_lines() -> None:
     moved = SOURCE.replace("    x = all", "    y = 3\n    x = all")
     before, after = ([m.id for m in mutations("a.py", source)] for source in (SOURCE, moved))
     assert before == after and len(set(before)) == len(before)
@@ -74,7 +74,7 @@ def test_the_code_has_faults_of_all_areas_and_kinds() -> None:
     assert first == again and len(set(first)) == 40 and len(set(first) & set(other)) < 10
 
 
-def test_which_tests_concern_a_module() -> None:
+def test_tests_that_concern_a_module() -> None:
     for start, tests in CONCERNS.items():
         assert all((ROOT / path).exists() for path in (start, *tests)), start
     found = concerned("megatron/optim/buffer.py", ROOT)
@@ -85,7 +85,7 @@ def test_which_tests_concern_a_module() -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A small project in git, one of whose tests fails whatever its code does."""
+    """A small git project with one test that always fails."""
     files = {
         "megatron/a/b.py": "def clip(x):\n    if x > 3:\n        x = 3\n    return x + 1\n",
         "tests/a/test_b.py": """
@@ -110,13 +110,13 @@ def test_faults_are_counted_once_and_survivors_shown(checkout: Path, tmp_path: P
     assert mutate.main(["--count", "9", *results], checkout) == 0
     out = capsys.readouterr().out
     assert "tests/a/test_b.py::test_wrong fails without a fault, too, and is left out" in out
-    # x > 3 and x >= 3 do the same.
+    # x > 3 and x >= 3 are equivalent here.
     (shown,) = (line for line in out.splitlines() if line.startswith("    + "))
     assert shown == "    + if x >= 3:"
     assert out.splitlines()[-1] == "all               3 of    4 noticed (75%)"
     (survivor,) = (line.split()[0] for line in out.splitlines() if "not noticed by 1 test files" in line)
     lines = (tmp_path / "results.jsonl").read_text().splitlines()
-    # As if it had been killed while it wrote the last: it goes on from there.
+    # As if killed while writing the last result: the run resumes from there.
     (tmp_path / "results.jsonl").write_text("\n".join(lines)[:-20])
     mutate.main(["--count", "9", *results], checkout)
     out = capsys.readouterr().out

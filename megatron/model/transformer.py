@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -24,8 +24,15 @@ from megatron.parallel.recompute import recompute, recompute_attention
 from megatron.parallel.slices import GlobalSlice, whole
 from megatron.parallel.stages import Chunk
 
-if TYPE_CHECKING:
-    from megatron.model.kv_cache import CacheRows
+
+class Cache(Protocol):
+    """Keys and values of earlier tokens, for generation."""
+
+    mask_bst: Tensor | None
+    causal: bool
+
+    def extend(self, layer: int, k_bgsd: Tensor, v_bgsd: Tensor) -> tuple[Tensor, Tensor]:
+        """Store new keys and values of a layer, and return all of its keys and values, [b, g, t, d]."""
 
 
 @dataclasses.dataclass
@@ -36,14 +43,14 @@ class LayerInputs:
         rotary: cosine and sine of the RoPE angles, each [b, 1, s, channels].
         mask_bst: true where a query may attend to a key.
         causal: without a mask, a query attends to no later key.
-        cache: keys and values of earlier tokens.
+        cache: if given, attention extends it and attends to all that it holds.
         dropout_key: None drops nothing.
     """
 
     rotary: tuple[Tensor, Tensor] | None = None
     mask_bst: Tensor | None = None
     causal: bool = True
-    cache: CacheRows | None = None
+    cache: Cache | None = None
     dropout_key: DropoutKey = None
 
 

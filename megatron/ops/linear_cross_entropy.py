@@ -164,7 +164,7 @@ def _statistics(logits: Tensor, index: Tensor, valid: Tensor | None) -> tuple[Te
     if valid is not None:
         x = torch.where(valid, x, -1e30)
     maximum = x.amax(-1)
-    exp_sum = (x - maximum.unsqueeze(-1)).mul_(LOG2_E).exp2_().sum(-1)
+    exp_sum = (x - maximum.unsqueeze(-1)).exp_().sum(-1)
     picked = x.gather(-1, index.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     return maximum, exp_sum, torch.where(index >= 0, picked, 0.0)
 

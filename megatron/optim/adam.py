@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron.flags import Config, flag
-from megatron.optim.spec import OptimizerSpec
+from megatron.optim.spec import OptimizerSpec, StepInputs
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from megatron.optim.shard import Shard
 
 
@@ -38,16 +36,7 @@ class Adam(OptimizerSpec):
         dtype = "bfloat16" if config.bf16_optimizer_states else "float32"
         self.state = {"exp_avg": dtype, "exp_avg_sq": dtype}
 
-    def step(
-        self,
-        shards: Sequence[Shard],
-        *,
-        lr: float,
-        weight_decay: float,
-        steps: Tensor,
-        grad_scale: Tensor | None,
-        found_inf: Tensor,
-    ) -> None:
+    def step(self, shards: Sequence[Shard], inputs: StepInputs) -> None:
         # The function, not the class, which imports torch's compiler: a second at the start of each process.
         from torch.optim.adamw import adamw
 
@@ -61,15 +50,15 @@ class Adam(OptimizerSpec):
             [shard.state["exp_avg"] for shard in shards],
             [shard.state["exp_avg_sq"] for shard in shards],
             [],
-            list(steps.repeat(len(shards)).unbind()),
-            lr=lr,
+            list(inputs.steps.repeat(len(shards)).unbind()),
+            lr=inputs.lr,
             beta1=config.adam_beta1,
             beta2=config.adam_beta2,
             eps=config.adam_eps,
-            weight_decay=weight_decay,
+            weight_decay=inputs.weight_decay,
             amsgrad=False,
             maximize=False,
             fused=True,
-            grad_scale=grad_scale,
-            found_inf=found_inf,
+            grad_scale=inputs.grad_scale,
+            found_inf=inputs.found_inf,
         )

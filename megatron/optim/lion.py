@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron.flags import Config, flag
-from megatron.optim.spec import OptimizerSpec
+from megatron.optim.spec import OptimizerSpec, StepInputs
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from megatron.optim.shard import Shard
 
 
@@ -32,19 +30,10 @@ class Lion(OptimizerSpec):
         self.beta1, self.beta2 = config.lion_beta1, config.lion_beta2
         self.state = {"exp_avg": "float32"}
 
-    def step(
-        self,
-        shards: Sequence[Shard],
-        *,
-        lr: float,
-        weight_decay: float,
-        steps: Tensor,
-        grad_scale: Tensor | None,
-        found_inf: Tensor,
-    ) -> None:
-        taken = 1 - found_inf
+    def step(self, shards: Sequence[Shard], inputs: StepInputs) -> None:
+        lr, taken = inputs.lr, 1 - inputs.found_inf
         for shard in shards:
-            grad, exp_avg = shard.scaled_grad(grad_scale, found_inf), shard.state["exp_avg"]
+            grad, exp_avg = shard.scaled_grad(inputs), shard.state["exp_avg"]
             update = exp_avg.lerp(grad, 1 - self.beta1).sign_()
-            shard.weight.mul_(1 - taken * (lr * weight_decay)).sub_(update.mul_(taken * lr))
+            shard.weight.mul_(1 - taken * (lr * inputs.weight_decay)).sub_(update.mul_(taken * lr))
             exp_avg.lerp_(grad, taken * (1 - self.beta2))

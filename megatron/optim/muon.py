@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron.flags import Config, flag
-from megatron.optim.spec import OptimizerSpec
+from megatron.optim.spec import OptimizerSpec, StepInputs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,25 +54,16 @@ class Muon(OptimizerSpec):
         self.config = config
         self.state = {"momentum_buffer": "float32"}
 
-    def step(
-        self,
-        shards: Sequence[MatrixShard],
-        *,
-        lr: float,
-        weight_decay: float,
-        steps: Tensor,
-        grad_scale: Tensor | None,
-        found_inf: Tensor,
-    ) -> None:
+    def step(self, shards: Sequence[MatrixShard], inputs: StepInputs) -> None:
         config = self.config
-        taken = 1 - found_inf
+        lr, taken = inputs.lr, 1 - inputs.found_inf
         for shard in shards:
-            grad, momentum = shard.scaled_grad(grad_scale, found_inf), shard.state["momentum_buffer"]
+            grad, momentum = shard.scaled_grad(inputs), shard.state["momentum_buffer"]
             momentum.lerp_(grad, taken * (1 - config.muon_momentum))
             update = grad.lerp(momentum, config.muon_momentum) if config.muon_nesterov else momentum
             update = shard.local(newton_schulz(shard.gather(update), config.muon_num_ns_steps))
             scale = SCALE_FACTORS[config.muon_scale_mode](*shard.shape) * config.muon_extra_scale_factor
-            shard.weight.mul_(1 - taken * (lr * weight_decay)).sub_(update * (taken * (lr * scale)))
+            shard.weight.mul_(1 - taken * (lr * inputs.weight_decay)).sub_(update * (taken * (lr * scale)))
 
 
 def newton_schulz(x: Tensor, steps: int) -> Tensor:

@@ -12,6 +12,7 @@ from megatron.optim.config import OptimizerConfig
 from megatron.optim.layout import Bucket, ParamGroup
 from megatron.optim.scaler import LossScaler
 from megatron.optim.shard import MatrixShard, Shard
+from megatron.optim.spec import StepInputs
 from megatron.optim.step_skipper import StepSkipper
 from megatron.parallel.mesh import Axis
 from megatron.parallel.slices import Block, overlap
@@ -95,14 +96,14 @@ class Optimizer:
         if self.scaler is not None or self.max_norm < math.inf:
             grad_scale = loss_scale * ((grad_norm + 1e-6) / self.max_norm).clamp(min=1.0)
         for group, shards in self.groups.items():
-            group.optimizer.step(
-                shards,
+            inputs = StepInputs(
                 lr=lr,
                 weight_decay=weight_decay if group.decays else 0.0,
                 steps=self.step_count,
                 grad_scale=grad_scale,
                 found_inf=skipped,
             )
+            group.optimizer.step(shards, inputs)
         self.step_count += 1 - skipped
         buffer.sync_params()
         buffer.grads.zero_()

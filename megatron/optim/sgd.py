@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron.flags import Config, flag
-from megatron.optim.spec import OptimizerSpec
+from megatron.optim.spec import OptimizerSpec, StepInputs
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from megatron.optim.shard import Shard
 
 
@@ -31,29 +29,20 @@ class SGD(OptimizerSpec):
         self.config = config
         self.state = {"momentum_buffer": "float32"}
 
-    def step(
-        self,
-        shards: Sequence[Shard],
-        *,
-        lr: float,
-        weight_decay: float,
-        steps: Tensor,
-        grad_scale: Tensor | None,
-        found_inf: Tensor,
-    ) -> None:
+    def step(self, shards: Sequence[Shard], inputs: StepInputs) -> None:
         from torch.optim.sgd import sgd
 
         sgd(
             [shard.weight for shard in shards],
             [shard.grad for shard in shards],
             [shard.state["momentum_buffer"] for shard in shards],
-            lr=lr,
-            weight_decay=weight_decay,
+            lr=inputs.lr,
+            weight_decay=inputs.weight_decay,
             momentum=self.config.sgd_momentum,
             dampening=0.0,
             nesterov=False,
             maximize=False,
             fused=True,
-            grad_scale=grad_scale,
-            found_inf=found_inf,
+            grad_scale=inputs.grad_scale,
+            found_inf=inputs.found_inf,
         )

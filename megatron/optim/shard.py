@@ -7,6 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from megatron.optim.spec import StepInputs
 from megatron.parallel.collectives import all_reduce_sum
 from megatron.parallel.mesh import Axis
 from megatron.parallel.slices import Block
@@ -26,11 +27,11 @@ class Shard:
     grad: Tensor
     state: dict[str, Tensor]
 
-    def scaled_grad(self, grad_scale: Tensor | None, found_inf: Tensor) -> Tensor:
-        """Divide the gradient by `grad_scale`, in place; it becomes zero where `found_inf` is 1."""
-        if grad_scale is not None:
-            self.grad.div_(grad_scale)
-        return self.grad.masked_fill_(found_inf.bool(), 0.0)
+    def scaled_grad(self, inputs: StepInputs) -> Tensor:
+        """Divide the gradient by `inputs.grad_scale`, in place; it becomes zero where `inputs.found_inf` is 1."""
+        if inputs.grad_scale is not None:
+            self.grad.div_(inputs.grad_scale)
+        return self.grad.masked_fill_(inputs.found_inf.bool(), 0.0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -11,6 +12,23 @@ from megatron.flags import Config
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepInputs:
+    """Inputs of an optimizer's step besides its shards.
+
+    Attributes:
+        steps: number of steps before this one, an fp32 scalar.
+        grad_scale: divisor of the gradients, a scalar; None for 1.
+        found_inf: a scalar; where it is 1, gradients may not be finite, and the step must change nothing.
+    """
+
+    lr: float
+    weight_decay: float
+    steps: Tensor
+    grad_scale: Tensor | None
+    found_inf: Tensor
 
 
 class OptimizerSpec(ABC):
@@ -35,24 +53,9 @@ class OptimizerSpec(ABC):
         """Get ready. `config` has the fields of `config_class`."""
 
     @abstractmethod
-    def step(
-        self,
-        shards: Sequence[Any],
-        *,
-        lr: float,
-        weight_decay: float,
-        steps: Tensor,
-        grad_scale: Tensor | None,
-        found_inf: Tensor,
-    ) -> None:
-        """Update weights and state in place, without waiting for the device.
-
-        Args:
-            shards: `Shard`s; `MatrixShard`s with `whole_matrices`.
-            steps: steps taken before this one, an fp32 scalar.
-            grad_scale: what gradients must be divided by, a scalar; None for 1.
-            found_inf: a scalar; where it is 1, gradients may not be finite and nothing may change.
-        """
+    def step(self, shards: Sequence[Any], inputs: StepInputs) -> None:
+        """Update weights and state of `Shard`s (`MatrixShard`s with `whole_matrices`) in place, without waiting for the
+        device."""
 
     @property
     def state_dtypes(self) -> dict[str, torch.dtype]:

@@ -1,21 +1,19 @@
-"""Reports of a run: log lines in NVIDIA's format, TensorBoard, Weights & Biases, a file of metrics."""
+"""Reports of a run: log lines in NVIDIA's format, a progress bar, and writers that plug in."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import math
 import os
 import sys
-from pathlib import Path
-from typing import Any, TextIO
+from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron.errors import InputError
 from megatron.parallel.collectives import all_reduce_sum
 from megatron.parallel.mesh import Mesh
 from megatron.training.config import LoggingConfig
@@ -134,21 +132,6 @@ class Interval:
         record |= {"TFLOP/s per device": self.tflops, "mfu": self.mfu, "hfu": self.hfu}
         return record | self.memory | self.longest
 
-    def points(self) -> list[dict[str, float]]:
-        """Values of each iteration by their names in TensorBoard; the last has those of the interval too."""
-        renamed = {"grad norm": "grad-norm", "num zeros": "num-zeros", "loss scale": "loss-scale"}
-        points = [{renamed.get(k, k): v for k, v in row.items() if k not in COUNTED} for row in self.rows]
-        points[-1] |= {
-            "learning-rate": self.lr,
-            "batch-size": self.batch_size,
-            "iteration-time": self.seconds,
-        }
-        points[-1] |= {"tokens-per-second": self.tokens_per_second, "throughput": self.tflops}
-        points[-1] |= {"mfu": self.mfu, "hfu": self.hfu} | self.memory | self.longest
-        if self.params_norm is not None:
-            points[-1]["params-norm"] = self.params_norm
-        return points
-
     def line(self) -> str:
         """The log line, in the format of Megatron-LM v2.5 with throughput appended."""
         last = self.rows[-1]
@@ -176,11 +159,44 @@ class Interval:
         return " | ".join(parts) + " |"
 
 
+class Writer(ABC):
+    """A destination of reports beside the log. A new one is a subclass in `WRITERS`."""
+
+    @classmethod
+    @abstractmethod
+    def make(cls, config: LoggingConfig, settings: dict[str, Any]) -> Writer | None:
+        """Return the writer that the flags ask for, if any. `settings` is the run's whole configuration.
+
+        Raises:
+            InputError: a package is not installed.
+        """
+
+    @abstractmethod
+    def start(self, iteration: int) -> None:
+        """Open the destination after `iteration`, and drop what an earlier run reported of later iterations."""
+
+    @abstractmethod
+    def training(self, interval: Interval) -> None:
+        """Write an interval of training."""
+
+    @abstractmethod
+    def evaluation(self, values: dict[str, float], iteration: int, samples: int) -> None:
+        """Write values of an evaluation by name."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Write what is left."""
+
+
+# Filled by `megatron.plugins`.
+WRITERS: list[type[Writer]] = []
+
+
 class Reporter:
-    """Writes the reports of a run. Does nothing except on the first process."""
+    """Reports of a run: the log, a progress bar, and `WRITERS`. Does nothing except on the first process."""
 
     def __init__(self, config: LoggingConfig, mesh: Mesh, *, settings: dict[str, Any]) -> None:
-        """`settings` is the run's whole configuration, for Weights & Biases.
+        """`settings` is the run's whole configuration.
 
         Raises:
             InputError: a package is not installed.
@@ -188,23 +204,14 @@ class Reporter:
         self.config = config
         self.active = mesh.is_first
         self.bar: tqdm | None = None
-        self.tensorboard: Any = None
-        self.wandb: Any = None
-        self.metrics: TextIO | None = None
-        if not self.active:
-            return
-        if config.wandb_project is not None:
-            self.wandb = _open_wandb(config, settings)
+        kinds = WRITERS if self.active else []
+        self.writers = [writer for kind in kinds if (writer := kind.make(config, settings)) is not None]
 
     def start(self, iteration: int, train_iters: int) -> None:
         """Open the reports after `iteration`, without what an earlier run reported of later iterations."""
-        if not self.active:
-            return
-        if self.config.tensorboard_dir is not None:
-            self.tensorboard = _open_tensorboard(self.config, iteration)
-        if self.config.metrics_path is not None:
-            self.metrics = _open_metrics(Path(self.config.metrics_path), iteration)
-        if self.config.progress and sys.stderr.isatty():
+        for writer in self.writers:
+            writer.start(iteration)
+        if self.active and self.config.progress and sys.stderr.isatty():
             self.bar = tqdm(
                 total=train_iters, initial=iteration, unit="it", dynamic_ncols=True, smoothing=0.1
             )
@@ -229,17 +236,8 @@ class Reporter:
         if not self.active:
             return
         self.log(interval.line())
-        record = interval.record()
-        self._write_metrics(record)
-        if self.tensorboard is not None:
-            for point in interval.points():
-                iteration, samples = point.pop("iteration"), point.pop("consumed samples")
-                if iteration % self.config.tensorboard_log_interval == 0 or "learning-rate" in point:
-                    for name, value in point.items():
-                        self.tensorboard.add_scalar(name, value, iteration)
-                        self.tensorboard.add_scalar(f"{name} vs samples", value, samples)
-        if self.wandb is not None:
-            self.wandb.log(record, step=record["iteration"])
+        for writer in self.writers:
+            writer.training(interval)
 
     def evaluation(
         self, where: str, split: str, losses: dict[str, float], iteration: int, samples: int
@@ -263,74 +261,13 @@ class Reporter:
         if not self.active:
             return
         self.log("-" * len(line) + "\n" + line + "\n" + "-" * len(line))
-        record: dict[str, Any] = {"iteration": iteration, "consumed samples": samples, **values}
-        if self.tensorboard is not None:
-            for name, value in values.items():
-                self.tensorboard.add_scalar(name, value, iteration)
-                if not name.endswith(" ppl"):
-                    self.tensorboard.add_scalar(f"{name} vs samples", value, samples)
-        self._write_metrics(record)
-        if self.wandb is not None:
-            self.wandb.log(record, step=iteration)
-
-    def _write_metrics(self, record: dict[str, Any]) -> None:
-        if self.metrics is not None:
-            # JSON has neither NaN nor infinity; null stands for both.
-            finite = {
-                k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()
-            }
-            self.metrics.write(json.dumps(finite) + "\n")
-            self.metrics.flush()
+        for writer in self.writers:
+            writer.evaluation(values, iteration, samples)
 
     def close(self) -> None:
         """Close all reports."""
         if self.bar is not None:
             self.bar.close()
             self.bar = None
-        if self.tensorboard is not None:
-            self.tensorboard.close()
-        if self.metrics is not None:
-            self.metrics.close()
-        if self.wandb is not None:
-            self.wandb.finish()
-
-
-def _open_tensorboard(config: LoggingConfig, iteration: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise InputError("--tensorboard-dir needs TensorBoard: pip install tensorboard") from None
-    try:
-        queue = config.tensorboard_queue_size
-        return SummaryWriter(config.tensorboard_dir, max_queue=queue, purge_step=iteration + 1)
-    except OSError as error:
-        raise InputError(f"--tensorboard-dir: {config.tensorboard_dir}: {error.strerror}") from None
-
-
-def _open_wandb(config: LoggingConfig, settings: dict[str, Any]) -> Any:
-    try:
-        import wandb
-    except ImportError:
-        raise InputError("--wandb-project needs Weights & Biases: pip install wandb") from None
-    return wandb.init(project=config.wandb_project, name=config.wandb_exp_name, config=settings)
-
-
-def _open_metrics(path: Path, iteration: int) -> TextIO:
-    """Open the file of metrics for appending, and drop its records of iterations after `iteration`."""
-    try:
-        path = path.resolve()  # follow a link
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not path.is_file():  # a pipe, a device
-            return open(path, "a", encoding="utf-8")
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-        # A killed run may have left half a line.
-        lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
-        kept = [line for line in lines if json.loads(line)["iteration"] <= iteration]
-        temporary = path.with_name(f".writing-{path.name}")
-        temporary.write_text("".join(kept), encoding="utf-8")
-        temporary.rename(path)
-        return open(path, "a", encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"--metrics-path: {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
-        raise InputError(f"--metrics-path: {path} is not a file of metrics; choose another file") from None
+        for writer in self.writers:
+            writer.close()

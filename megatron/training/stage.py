@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -80,9 +81,9 @@ class ModelStage(PipelineStage):
         """Key of the random numbers of dropout; None without dropout."""
         return None
 
+    @abstractmethod
     def end(self, microbatch: int, sums: Tensor) -> Tensor:
-        """Take the sums that come out of the model's last chunk."""
-        raise NotImplementedError
+        """Take the sums, [terms], that come out of the model's last chunk. In training the result is differentiated."""
 
 
 class TrainStage(ModelStage):

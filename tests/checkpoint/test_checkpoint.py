@@ -1,4 +1,4 @@
-"""Checkpoints: what goes in comes out, and what is incomplete is refused."""
+"""Save and load checkpoints, and refuse incomplete or damaged ones."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def load(root: Path, buffer, optimizer) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["adam", "sgd"])
-def test_everything_comes_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype, kind: str) -> None:
+def test_round_trip_is_bit_exact(tmp_path: Path, dtype: torch.dtype, kind: str) -> None:
     buffer, optimizer, _ = make(dtype, padded=50, kind=kind)
     train(buffer, optimizer, 3)
     save(tmp_path, buffer, optimizer)
@@ -55,7 +55,7 @@ def test_everything_comes_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype, k
     assert all(torch.equal(x, y) for x, y in zip(buffer.masters, other.masters, strict=True))
 
 
-def test_moments_in_bf16_are_saved_as_such_and_read_by_any_run(tmp_path: Path) -> None:
+def test_bf16_optimizer_states_convert_to_and_from_fp32(tmp_path: Path) -> None:
     half = {"bf16_optimizer_states": True, "padded": 50}
     buffer, optimizer, _ = make(torch.bfloat16, **half)
     train(buffer, optimizer, 3)
@@ -74,13 +74,13 @@ def test_moments_in_bf16_are_saved_as_such_and_read_by_any_run(tmp_path: Path) -
     train(same, same_optimizer, 2)
     assert all(torch.equal(x, y) for x, y in zip(buffer.masters, same.masters, strict=True))
     save(tmp_path, wide, wide_optimizer, iteration=4)
-    load(tmp_path, same, same_optimizer)  # and of fp32, rounded
+    load(tmp_path, same, same_optimizer)  # rounds fp32 states to bf16
     train(same, same_optimizer, 1)
     assert all(master.isfinite().all() for master in same.masters)
 
 
 def test_other_precision_and_padding(tmp_path: Path) -> None:
-    """fp32 continues as bf16 and back; the padding of the vocabulary is not part of the model."""
+    """A checkpoint loads in another precision and with another padding of the vocabulary."""
     buffer, optimizer, _ = make(torch.bfloat16)
     train(buffer, optimizer, 3)
     save(tmp_path, buffer, optimizer)
@@ -98,11 +98,11 @@ def test_other_precision_and_padding(tmp_path: Path) -> None:
     for (entry, tensor, _), (_, expected, _) in zip(
         again.parts(again.masters), buffer.parts(buffer.masters), strict=True
     ):
-        num_valid_rows = 50 * 16 if "word_embeddings" in entry.name else len(tensor)
-        assert torch.equal(tensor[:num_valid_rows], expected[:num_valid_rows])
+        num_valid = 50 * 16 if "word_embeddings" in entry.name else len(tensor)
+        assert torch.equal(tensor[:num_valid], expected[:num_valid])
 
 
-def test_files_are_plain(tmp_path: Path) -> None:
+def test_files_of_a_checkpoint(tmp_path: Path) -> None:
     buffer, optimizer, model = make()
     vocab = tmp_path / "vocab.json"
     vocab.write_text("{}")
@@ -132,7 +132,7 @@ def test_keep_last(tmp_path: Path) -> None:
     for iteration in (1, 2, 30):
         save(tmp_path, buffer, optimizer, iteration, keep_last=2)
     assert storage.iterations(tmp_path) == [2, 30]
-    # A run that was taken back to an earlier checkpoint deletes neither what it saves nor what it may regret.
+    # After a rollback, --keep-last deletes neither the newest checkpoint nor those of later iterations.
     storage.replace_text(tmp_path / storage.TRACKER, "2")
     for iteration in (3, 4):
         save(tmp_path, buffer, optimizer, iteration, keep_last=1)
@@ -140,8 +140,8 @@ def test_keep_last(tmp_path: Path) -> None:
         assert storage.iterations(tmp_path) == [iteration, 30]
 
 
-def test_a_lost_tracker_does_not_start_from_the_beginning(tmp_path: Path) -> None:
-    """As of a run that was killed between its first checkpoint and the tracker."""
+def test_run_resumes_without_the_tracker(tmp_path: Path) -> None:
+    """A run killed between its first checkpoint and the tracker resumes from that checkpoint."""
     buffer, optimizer, _ = make()
     save(tmp_path, buffer, optimizer)
     (tmp_path / storage.TRACKER).unlink()
@@ -153,7 +153,7 @@ def test_a_lost_tracker_does_not_start_from_the_beginning(tmp_path: Path) -> Non
         find_checkpoint(str(tmp_path), str(tmp_path))
 
 
-def test_an_interrupted_save_leaves_the_last_one_whole(tmp_path: Path, monkeypatch) -> None:
+def test_interrupted_save_keeps_the_previous_checkpoint(tmp_path: Path, monkeypatch) -> None:
     buffer, optimizer, _ = make()
     save(tmp_path, buffer, optimizer, 1)
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
@@ -161,32 +161,32 @@ def test_an_interrupted_save_leaves_the_last_one_whole(tmp_path: Path, monkeypat
     class Killed(BaseException):
         pass
 
-    # Whatever call of the operating system it is that the process does not survive.
+    # The process may die in any call that syncs or renames.
     for name in ("sync", "replace_text"):
-        for survives in range(5):
-            left = [survives]
-            num_valid_rows = getattr(storage, name)
+        for num_calls in range(5):
+            calls_left = [num_calls]
+            original = getattr(storage, name)
 
-            def dying(*args, num_valid_rows=num_valid_rows, left=left):
-                if left[0] == 0:
+            def fail(*args, original=original, calls_left=calls_left):
+                if calls_left[0] == 0:
                     raise Killed
-                left[0] -= 1
-                return num_valid_rows(*args)
+                calls_left[0] -= 1
+                return original(*args)
 
-            monkeypatch.setattr(storage, name, dying)
+            monkeypatch.setattr(storage, name, fail)
             try:
                 save(tmp_path, buffer, optimizer, 2)
             except Killed:
                 found = find_checkpoint(str(tmp_path), None)
                 assert found.iteration in (1, 2)
                 load_into(found, *make()[:2])
-            monkeypatch.setattr(storage, name, num_valid_rows)
+            monkeypatch.setattr(storage, name, original)
     assert all(path.read_bytes() == data for path, data in before.items() if path.name != storage.TRACKER)
     save(tmp_path, buffer, optimizer, 2)
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
 
 
-def test_where_a_run_starts(tmp_path: Path) -> None:
+def test_load_from_an_empty_or_missing_folder(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     for folder in (empty, tmp_path / "absent"):
@@ -199,7 +199,7 @@ def test_where_a_run_starts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         (lambda f: (f.parent / storage.TRACKER).write_text("x"), "is not an iteration"),
         (lambda f: (f.parent / storage.TRACKER).write_text("9"), "iteration 9"),
@@ -221,10 +221,10 @@ def test_where_a_run_starts(tmp_path: Path) -> None:
         (lambda f: edit(f, "padded_vocab_size", None), "'padded_vocab_size'"),
         (lambda f: (f / "model.safetensors").unlink(), "model.safetensors: is missing"),
         (lambda f: (f / "optimizer.safetensors").unlink(), "optimizer.safetensors: is missing"),
-        (lambda f: link(f / "model.safetensors"), "model.safetensors: is a symbolic link"),
-        (lambda f: endless(f / "index.json"), "index.json: is a symbolic link"),
-        (lambda f: endless(f.parent / storage.TRACKER), "is a symbolic link"),
-        (lambda f: pipe(f / "index.json"), "index.json: is not a file"),
+        (lambda f: replace_by_link(f / "model.safetensors"), "model.safetensors: is a symbolic link"),
+        (lambda f: link_to_dev_zero(f / "index.json"), "index.json: is a symbolic link"),
+        (lambda f: link_to_dev_zero(f.parent / storage.TRACKER), "is a symbolic link"),
+        (lambda f: replace_by_pipe(f / "index.json"), "index.json: is not a file"),
         (lambda f: edit(f, "operations", "plain"), "'operations'"),
         (lambda f: edit(f, "spike_window", [[10**400] * 128] * 2), "'spike_window'"),
         (lambda f: edit(f, "loss_scaler", {"scale": 0.0, "clean": 0, "patience": 2}), "'loss_scaler'"),
@@ -272,26 +272,26 @@ def test_where_a_run_starts(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_not_whole_is_refused(tmp_path: Path, change, words: str) -> None:
+def test_damaged_checkpoint_is_refused(tmp_path: Path, change, message: str) -> None:
     buffer, optimizer, _ = make()
     save(tmp_path, buffer, optimizer)
     change(tmp_path / "iter_0000003")
-    with pytest.raises(InputError, match=words) as caught:
+    with pytest.raises(InputError, match=message) as caught:
         load(tmp_path, *make()[:2])
     assert "\n" not in str(caught.value)
 
 
-def link(path: Path) -> None:
+def replace_by_link(path: Path) -> None:
     path.rename(path.with_name("elsewhere"))
     path.symlink_to("elsewhere")
 
 
-def endless(path: Path) -> None:
+def link_to_dev_zero(path: Path) -> None:
     path.unlink()
     path.symlink_to("/dev/zero")
 
 
-def pipe(path: Path) -> None:
+def replace_by_pipe(path: Path) -> None:
     path.unlink()
     os.mkfifo(path)
 
@@ -322,7 +322,7 @@ BIAS = "decoder.final_layernorm.bias"
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(500, marks=pytest.mark.slow)])
-def test_every_change_of_a_byte_is_noticed(tmp_path: Path, count: int) -> None:
+def test_any_flipped_bit_or_truncation_is_detected(tmp_path: Path, count: int) -> None:
     buffer, optimizer, _ = make()
     save(tmp_path / "good", buffer, optimizer)
     rng = random.Random(0)
@@ -343,18 +343,18 @@ def test_every_change_of_a_byte_is_noticed(tmp_path: Path, count: int) -> None:
         shutil.rmtree(folder)
 
 
-def test_a_change_is_noticed_wherever_it_is_in_a_large_file(tmp_path: Path) -> None:
-    """Checksums are taken a MiB at a time; those of the other tests' files take one."""
+def test_flipped_bit_in_a_large_file_is_detected(tmp_path: Path) -> None:
+    """Checksums are computed in blocks of 1 MiB, and the files of the other tests fit in one."""
     vocab = tmp_path / "vocab.json"
     vocab.write_bytes(random.Random(0).randbytes(3 << 20))
     save(tmp_path / "run", *make()[:2], files=[vocab])
     path = tmp_path / "run" / "iter_0000003" / "tokenizer" / "vocab.json"
     find_checkpoint(str(tmp_path / "run"), None, verify=True)
-    for place in (0, (1 << 20) - 1, 1 << 20, (3 << 20) - 1):
-        flip(path, place)
+    for offset in (0, (1 << 20) - 1, 1 << 20, (3 << 20) - 1):
+        flip(path, offset)
         with pytest.raises(InputError, match="its checksum differs"):
             find_checkpoint(str(tmp_path / "run"), None, verify=True)
-        flip(path, place)
+        flip(path, offset)
     find_checkpoint(str(tmp_path / "run"), None, verify=True)
 
 
@@ -365,7 +365,7 @@ def test_no_optimizer_state(tmp_path: Path) -> None:
     load(tmp_path, make()[0], None)
 
 
-def test_another_architecture_names_the_flags(tmp_path: Path) -> None:
+def test_architecture_mismatch_names_the_flags(tmp_path: Path) -> None:
     save(tmp_path, *make()[:2])
     other = dataclasses.replace(CONFIG, num_layers=2, ffn_hidden_size=32, hidden_dropout=0.5)
     with pytest.raises(
@@ -379,14 +379,14 @@ def test_another_architecture_names_the_flags(tmp_path: Path) -> None:
         check_architecture(found, dataclasses.replace(CONFIG, bias_gelu_fusion=False))
 
 
-def flip(path: Path, place: int | None = None) -> None:
-    """Flip a bit of the byte at `place`, by default the middle of the file."""
+def flip(path: Path, offset: int | None = None) -> None:
+    """Flip one bit of the byte at `offset`, by default in the middle of the file."""
     data = bytearray(path.read_bytes())
-    data[len(data) // 2 if place is None else place] ^= 1
+    data[len(data) // 2 if offset is None else offset] ^= 1
     path.write_bytes(data)
 
 
-def test_a_run_that_continues_itself_passes_over_a_damaged_checkpoint(tmp_path: Path) -> None:
+def test_resumed_run_skips_a_damaged_checkpoint(tmp_path: Path) -> None:
     buffer, optimizer, _ = make()
     for iteration in (1, 2, 3):
         save(tmp_path, buffer, optimizer, iteration)
@@ -394,7 +394,7 @@ def test_a_run_that_continues_itself_passes_over_a_damaged_checkpoint(tmp_path: 
     found = find_checkpoint(str(tmp_path), str(tmp_path))
     assert found.iteration == 2
     assert len(found.passed_over) == 1 and "iter_0000003/optimizer.safetensors" in found.passed_over[0]
-    # Another run that starts from it is told, and does not get other weights than it asked for.
+    # A run that starts from it fails instead of loading other weights than it asked for.
     with pytest.raises(InputError, match="its checksum differs"):
         find_checkpoint(str(tmp_path), None, verify=True)
     for iteration in (1, 2):
@@ -403,7 +403,7 @@ def test_a_run_that_continues_itself_passes_over_a_damaged_checkpoint(tmp_path: 
         find_checkpoint(str(tmp_path), str(tmp_path))
 
 
-def test_retained_checkpoints_stay(tmp_path: Path) -> None:
+def test_save_retain_interval(tmp_path: Path) -> None:
     buffer, optimizer, _ = make()
     for iteration in range(1, 8):
         save(tmp_path / "a", buffer, optimizer, iteration, save_retain_interval=3)
@@ -412,7 +412,7 @@ def test_retained_checkpoints_stay(tmp_path: Path) -> None:
     assert storage.iterations(tmp_path / "b") == [3, 5, 6, 7]
 
 
-def test_a_disk_without_room(tmp_path: Path, monkeypatch) -> None:
+def test_full_disk(tmp_path: Path, monkeypatch) -> None:
     buffer, optimizer, _ = make()
     save(tmp_path, buffer, optimizer, 1)
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
@@ -424,25 +424,25 @@ def test_a_disk_without_room(tmp_path: Path, monkeypatch) -> None:
     save(tmp_path, buffer, optimizer, 2)
 
 
-def test_two_runs_do_not_save_into_one_folder(tmp_path: Path) -> None:
-    claim = storage.lock(tmp_path)
+def test_two_runs_cannot_save_to_one_folder(tmp_path: Path) -> None:
+    held = storage.lock(tmp_path)
     with pytest.raises(InputError, match=r"is being written to by another run \(process \d+ on "):
         storage.lock(tmp_path)
-    claim.close()
+    held.close()
     storage.lock(tmp_path).close()
 
 
-def test_pickles_and_links_are_not_loaded(tmp_path: Path) -> None:
+def test_pickles_and_oversized_headers_are_refused(tmp_path: Path) -> None:
     buffer, optimizer, _ = make()
     save(tmp_path, buffer, optimizer)
     folder = tmp_path / "iter_0000003"
     for file in ("model.safetensors", "optimizer.safetensors"):
-        shutil.copytree(tmp_path, tmp_path / f"attack-{file}", ignore=shutil.ignore_patterns("attack*"))
-        attacked = tmp_path / f"attack-{file}"
-        torch.save({"weight": torch.ones(3)}, attacked / folder.name / file)
-        sign(attacked / folder.name, file)
+        shutil.copytree(tmp_path, tmp_path / f"damaged-{file}", ignore=shutil.ignore_patterns("damaged*"))
+        damaged = tmp_path / f"damaged-{file}"
+        torch.save({"weight": torch.ones(3)}, damaged / folder.name / file)
+        sign(damaged / folder.name, file)
         with pytest.raises(InputError, match="cannot be read"):
-            load(attacked, *make()[:2])
+            load(damaged, *make()[:2])
     header = (2**62).to_bytes(8, "little") + b"{}"
     (folder / "model.safetensors").write_bytes(header)
     sign(folder, "model.safetensors")

@@ -1,5 +1,4 @@
-"""Disks that are full or cannot be written to, and folders that another run has: one line says so, checkpoints stay
-whole, and the run goes on when there is room."""
+"""Full and read-only disks: errors take one line, checkpoints stay complete, and a run resumes once there is space."""
 
 from __future__ import annotations
 
@@ -16,18 +15,18 @@ from megatron.checkpoint.checkpoint import open_checkpoint
 from megatron.errors import InputError, TrainingFault
 from megatron.interop.nvidia.write import write_megatron
 
-# A checkpoint takes 1.5 MB, of which 20 kB are not tensors.
+# A checkpoint takes 1.5 MB, all but 20 kB of it in tensors.
 FLAGS = """
     --device cpu --mock-data --tokenizer-type NullTokenizer --vocab-size 300 --num-workers 0 --lr 1e-2
     --num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 --train-iters 12
     --eval-iters 0 --save-interval 2
 """.split()
-MODES = pytest.mark.parametrize("mode", [[], ["--async-save"]], ids=["waiting", "in the background"])
+MODES = pytest.mark.parametrize("mode", [[], ["--async-save"]], ids=["sync", "async"])
 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 5 MB."""
+    """A tmpfs of 5 MB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", str(folder)]
@@ -37,7 +36,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def assert_whole(root: Path, iterations: list[int]) -> None:
+def assert_complete(root: Path, iterations: list[int]) -> None:
     assert storage.iterations(root) == iterations
     assert storage.newest_iteration(root) == iterations[-1]
     for iteration in iterations:
@@ -46,7 +45,7 @@ def assert_whole(root: Path, iterations: list[int]) -> None:
 
 
 @pytest.mark.parametrize("mode", [pytest.param([], marks=pytest.mark.slow), ["--async-save"]])
-def test_too_little_room_is_seen_before_writing(command, disk: Path, mode: list[str]) -> None:
+def test_missing_space_is_detected_before_writing(command, disk: Path, mode: list[str]) -> None:
     flags = [*FLAGS, *mode, "--save", disk / "run", "--load", disk / "run"]
     result = command("pretrain_gpt.py", *flags, status=1)
     assert result.stderr.count("\n") == 1
@@ -54,17 +53,15 @@ def test_too_little_room_is_seen_before_writing(command, disk: Path, mode: list[
         f"error: --save: the checkpoint of iteration 8 cannot be written to {disk}/run: "
     )
     assert " are free; earlier checkpoints are complete" in result.stderr
-    assert_whole(disk / "run", [2, 4, 6])
+    assert_complete(disk / "run", [2, 4, 6])
     shutil.rmtree(disk / "run" / "iter_0000002")
     result = command("pretrain_gpt.py", *flags, "--keep-last", 1)
     assert "iterations 7 to 12" in result.stdout
-    assert_whole(disk / "run", [12])
+    assert_complete(disk / "run", [12])
 
 
 @MODES
-def test_a_disk_that_fills_while_a_checkpoint_is_written(
-    pretrain, disk: Path, mode: list[str], monkeypatch
-) -> None:
+def test_disk_fills_during_a_save(pretrain, disk: Path, mode: list[str], monkeypatch) -> None:
     flags = [*FLAGS, *mode, "--save", disk / "run", "--load", disk / "run"]
     plenty = shutil.disk_usage(disk)._replace(free=10**9)
     with monkeypatch.context() as patch:
@@ -73,32 +70,32 @@ def test_a_disk_that_fills_while_a_checkpoint_is_written(
             TrainingFault, match=r"No space left on device.*; earlier checkpoints are complete"
         ):
             pretrain(*flags)
-    assert_whole(disk / "run", [2, 4, 6])
+    assert_complete(disk / "run", [2, 4, 6])
     assert not list((disk / "run").glob(".writing-iter*"))
-    # Room for the tensors, but not for the index of them.
+    # Space for the tensors but not for their index.
     shutil.rmtree(disk / "run" / "iter_0000002")
     free = shutil.disk_usage(disk).free
     size = sum(p.stat().st_size for p in (disk / "run" / "iter_0000006").glob("*.safetensors"))
     (disk / "other").write_bytes(bytes(free - size - 3 * 4096))
     with pytest.raises(TrainingFault, match=r"iteration 8 .*No space left on device.*"):
         pretrain(*flags)
-    assert_whole(disk / "run", [4, 6])
+    assert_complete(disk / "run", [4, 6])
     (disk / "other").unlink()
     pretrain(*flags, "--keep-last", 1)
-    assert_whole(disk / "run", [12])
+    assert_complete(disk / "run", [12])
 
 
-def test_a_disk_that_cannot_be_written_to(pretrain, disk: Path) -> None:
+def test_read_only_disk(pretrain, disk: Path) -> None:
     flags = [*FLAGS, "--save", disk / "run", "--load", disk / "run"]
     pretrain(*flags, "--exit-interval", 2)
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
     with pytest.raises(InputError, match=f"--save: {disk}/run cannot be written to"):
         pretrain(*flags)
-    assert_whole(disk / "run", [2])
+    assert_complete(disk / "run", [2])
 
 
-def test_no_room_for_megatrons_form(disk: Path, tmp_path: Path, monkeypatch) -> None:
-    """Seen before it is written; or while it is, and then it leaves nothing either."""
+def test_full_disk_during_megatron_export(disk: Path, tmp_path: Path, monkeypatch) -> None:
+    """An export checks the free space first; if the disk fills nevertheless, no files are left."""
     checkpoint, root = checkpoint_of(tmp_path, ffn_hidden_size=2500, num_layers=2), disk / "x"
     sizes = {"tensor_parallel": 2, "pipeline_parallel": 2}
     write_megatron(checkpoint, tmp_path / "x", lambda size: None, **sizes)
@@ -114,7 +111,7 @@ def test_no_room_for_megatrons_form(disk: Path, tmp_path: Path, monkeypatch) -> 
     assert not root.exists()
 
 
-def test_two_runs_do_not_save_into_one_folder(pretrain, tmp_path: Path) -> None:
+def test_two_runs_cannot_save_to_one_folder(pretrain, tmp_path: Path) -> None:
     with storage.lock(tmp_path), pytest.raises(InputError, match="is being written to by another run"):
         pretrain(*FLAGS, "--save", tmp_path)
     assert not storage.iterations(tmp_path)

@@ -1,4 +1,4 @@
-"""Loading takes little more memory than what is loaded, also where no process holds what one of them saved."""
+"""Loading needs little memory beyond the loaded state, also when the checkpoint was saved in another layout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron.parallel.mesh import init_mesh
 from megatron.training.engine import Engine
 from pretrain_gpt import DEFAULTS, GPT
 
-# 20 M parameters: with its moments, 240 MB.
+# 20 M parameters, 240 MB with Adam's moments.
 FLAGS = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 2047 --num-layers 6 --hidden-size 512 --lr 2e-3
     --num-attention-heads 8 --seq-length 16 --micro-batch-size 2 --train-iters 20 --device cpu
@@ -28,7 +28,7 @@ ZERO, TP = "--use-distributed-optimizer", "--tensor-model-parallel-size 2"
 
 
 def load(root: str, flags: str, save_first: bool) -> tuple[int, int, int]:
-    """By how many bytes memory grew for a while in loading; bytes that were filled; and those of the largest tensor."""
+    """Load a checkpoint; return temporary memory, size of the state and size of its largest tensor, in bytes."""
     config = parse_run_config(f"{FLAGS} {flags}".split(), description="", defaults=DEFAULTS)
     with init_mesh(config.parallel, CPU) as mesh:
         engine = Engine(config, GPT, mesh, vocab_size=2048, padded_vocab_size=2048)
@@ -36,7 +36,7 @@ def load(root: str, flags: str, save_first: bool) -> tuple[int, int, int]:
         filled = [buffer.params, *(piece for owned in optimizer.state.values() for piece in owned)]
         filled += [] if buffer.is_fp32 else buffer.masters
         for tensor in filled:
-            tensor.fill_(1)  # memory that was never written to is not there yet
+            tensor.fill_(1)  # the kernel allocates memory at the first write
         if save_first:
             state = {
                 "task": "GPT",
@@ -49,7 +49,7 @@ def load(root: str, flags: str, save_first: bool) -> tuple[int, int, int]:
             state |= {"schedule": {}, "config": {}}
             Saver(CheckpointConfig(save=root), buffer, optimizer, tokenizer_files={}, log=print).save(state)
         checkpoint = find_checkpoint(root, None, world=mesh.world)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak
         before = memory("VmRSS")
         load_into(checkpoint, buffer, optimizer)
         peak = memory("VmHWM") - before
@@ -58,12 +58,12 @@ def load(root: str, flags: str, save_first: bool) -> tuple[int, int, int]:
 
 
 def memory(name: str) -> int:
-    """Bytes, of what Linux counts under this name."""
+    """Memory of this process in bytes: a field of /proc/self/status."""
     return 1024 * int(re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux measures the peak of memory")
-def test_loading_takes_the_memory_of_what_is_loaded(tmp_path: Path) -> None:
+def test_peak_memory_of_loading(tmp_path: Path) -> None:
     for processes, flags, save_first in ((4, f"{TP} {ZERO}", True), (2, f"{ZERO} --bf16", False)):
         for peak, share, largest in run_distributed(load, processes, str(tmp_path), flags, save_first):
             assert share > 75e6 and 0 < peak < 0.2 * share + largest, (flags, peak, share, largest)

@@ -1,7 +1,7 @@
-"""Checkpoints written before the redesign of the core still load, and their runs continue as they would have then.
+"""Checkpoints of an earlier version still load, and their runs continue with the same losses.
 
 `data/fp32` was written by one process, `data/fp16-tp2` by two tensor-parallel processes with --fp16. Both hold a run of
-eight iterations that stopped after four, with its optimizer, schedule, history, spike window and loss scaler.
+eight iterations that was stopped after four, with its optimizer, schedule, history, spike window and loss scaler.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ FLAGS = """
     --spike-skip 3.0 --log-interval 1 --eval-interval 100 --eval-iters 1 --tokenizer-type NullTokenizer
     --vocab-size 31 --make-vocab-size-divisible-by 8 --num-workers 0 --device cpu
 """
-# As the program that wrote the checkpoints continued them in one process: loss, gradient norm, loss scale. The first
-# row is a mean of iterations 4 and 5, for the fourth had not been reported.
+# Loss, gradient norm and loss scale of the version that wrote the checkpoints, continued in one process. The first row
+# is a mean over iterations 4 and 5, since iteration 4 had not been logged.
 RECORDED = {
     "fp32": [
         (3.4119744300842285, 1.0969789028167725, None),
@@ -44,7 +44,7 @@ TEST_LOSS = {"fp32": 3.309950590133667, "fp16-tp2": 3.3081541061401367}
     ("name", "flags"),
     [("fp32", ""), ("fp16-tp2", "--fp16 --initial-loss-scale 65536 --loss-scale-window 3")],
 )
-def test_the_run_continues(name: str, flags: str, pretrain: Callable[..., str], tmp_path: Path) -> None:
+def test_run_continues(name: str, flags: str, pretrain: Callable[..., str], tmp_path: Path) -> None:
     assert find_checkpoint(str(DATA / name), None, verify=True).iteration == 4
     metrics = tmp_path / "metrics.jsonl"
     out = pretrain(*FLAGS.split(), *flags.split(), "--load", DATA / name, "--metrics-path", metrics)

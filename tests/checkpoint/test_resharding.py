@@ -1,4 +1,4 @@
-"""A checkpoint of any layout loads in any other: weights, master weights and Adam's means, bit for bit."""
+"""A checkpoint loads in any other layout, with bit-exact weights, master weights and optimizer states."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ LAYOUTS = {
 }
 
 
-def carry(load: str | None, save: str, flags: str) -> None:
-    """Load a checkpoint in a layout, and save it again; without one, start from noise."""
+def load_and_save(load: str | None, save: str, flags: str) -> None:
+    """Load a checkpoint in a layout and save it again. Without `load`, start from random weights and states."""
     config = parse_run_config(f"{FLAGS} {flags}".split(), description="", defaults=DEFAULTS)
     with init_mesh(config.parallel, CPU) as mesh:
         padded = padded_vocab_size(60, 8, mesh.tp.size)
@@ -69,7 +69,7 @@ def carry(load: str | None, save: str, flags: str) -> None:
 
 
 def contents(root: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, put together from the files as docs/checkpoints.md says."""
+    """All tensors of a checkpoint, assembled from its files as docs/checkpoints.md describes."""
     folder, whole = root / "iter_0000005", {}
     for kind, tensors in json.loads((folder / "index.json").read_text())["content"]["tensors"].items():
         for name, tensor in tensors.items():
@@ -79,11 +79,11 @@ def contents(root: Path) -> dict[str, torch.Tensor]:
                 assert target.isnan().all(), f"{name} was saved twice"
                 with safe_open(folder / file, framework="pt") as opened:
                     target.copy_(opened.get_tensor(key).view(target.shape))
-            assert not found.isnan().any(), f"{name} was not saved whole"
+            assert not found.isnan().any(), f"{name} is incomplete"
     return whole
 
 
-# 4 layers with 12 parameters each, 4 of which are matrices; and 4 other parameters. Weights, master weights and state.
+# 4 layers of 12 parameters, 4 of them matrices, and 4 other parameters: weights, master weights, optimizer states.
 TENSORS = {"adam": 4 * (4 * 12 + 4), "muon": 2 * (4 * 12 + 4) + 4 * 4 + 2 * (4 * 8 + 4)}
 
 
@@ -97,7 +97,9 @@ def assert_same(a: Path, b: Path, optimizer: str = "adam") -> None:
 def run(layout: str, load: Path | None, save: Path, optimizer: str = "adam") -> None:
     save.mkdir()
     processes, flags = LAYOUTS[layout]
-    run_distributed(carry, processes, load and str(load), str(save), f"{flags} --optimizer {optimizer}")
+    run_distributed(
+        load_and_save, processes, load and str(load), str(save), f"{flags} --optimizer {optimizer}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,8 +109,8 @@ def run(layout: str, load: Path | None, save: Path, optimizer: str = "adam") -> 
         ("muon", ("one", "T2D2+ZeRO", "P2V2", "D3+ZeRO", "one")),
     ],
 )
-def test_from_layout_to_layout(tmp_path: Path, optimizer: str, layouts: tuple[str, ...]) -> None:
-    """Through layouts of each kind, one after the other."""
+def test_chain_of_layouts(tmp_path: Path, optimizer: str, layouts: tuple[str, ...]) -> None:
+    """A chain of loads and saves through layouts of each kind."""
     before = None
     for layout in layouts:
         folder = tmp_path / f"{layout}-after-{before.name if before else 'nothing'}"[:40]

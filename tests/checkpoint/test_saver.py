@@ -1,4 +1,4 @@
-"""Saving in the background: the same files, of the state at the time of saving, one checkpoint after the other."""
+"""Asynchronous saves write the same files as synchronous ones, one checkpoint at a time."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def state(iteration: int) -> dict:
 
 
 def step(engine: Engine, seed: int) -> None:
-    """A step of the optimizer, on gradients of no meaning."""
+    """Take an optimizer step on random gradients."""
     engine.buffer.grads.copy_(torch.randn(engine.buffer.grads.shape, generator=torch.manual_seed(seed)))
     engine.optimizer.step(lr=1e-3, weight_decay=0.1)
 
@@ -67,7 +67,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def save_three(root: str, flags: str, in_background: bool) -> None:
-    """Checkpoints of three steps; in the background, training goes on behind the writer's back."""
+    """Save checkpoints of three steps. With `in_background`, training continues during the writes."""
     config = parse_run_config(f"{FLAGS} {flags}".split(), description="", defaults=DEFAULTS)
     with init_mesh(config.parallel, CPU) as mesh:
         engine = make_engine(mesh, flags)
@@ -88,31 +88,31 @@ def save_three(root: str, flags: str, in_background: bool) -> None:
         (2, "--use-distributed-optimizer --overlap-param-gather"),
     ],
 )
-def test_the_files_are_the_same(tmp_path: Path, processes: int, flags: str) -> None:
-    for name in ("waiting", "going-on"):
+def test_async_files_equal_sync_files(tmp_path: Path, processes: int, flags: str) -> None:
+    for name in ("sync", "async"):
         (tmp_path / name).mkdir()
-        run_distributed(save_three, processes, str(tmp_path / name), flags, name == "going-on", timeout=60)
-    waiting, going_on = (contents(tmp_path / name) for name in ("waiting", "going-on"))
-    assert waiting == going_on
-    assert waiting[storage.TRACKER] == b"3"
-    assert storage.iterations(tmp_path / "going-on") == [2, 3]
-    assert find_checkpoint(str(tmp_path / "going-on"), None, verify=True).iteration == 3
+        run_distributed(save_three, processes, str(tmp_path / name), flags, name == "async", timeout=60)
+    sync_files, async_files = (contents(tmp_path / name) for name in ("sync", "async"))
+    assert sync_files == async_files
+    assert sync_files[storage.TRACKER] == b"3"
+    assert storage.iterations(tmp_path / "async") == [2, 3]
+    assert find_checkpoint(str(tmp_path / "async"), None, verify=True).iteration == 3
 
 
 @pytest.mark.gpu
-def test_the_files_are_the_same_from_a_gpu(tmp_path: Path) -> None:
+def test_async_files_equal_sync_files_from_a_gpu(tmp_path: Path) -> None:
     engine = make_engine(Mesh(device=torch.device("cuda")), "--bf16")
-    for name, in_background in (("waiting", False), ("going-on", True)):
+    for name, in_background in (("sync", False), ("async", True)):
         (tmp_path / name).mkdir()
         with make_saver(tmp_path / name, engine, async_save=in_background) as saver:
             saver.save(state(1))
             if in_background:
                 step(engine, 2)
-    assert contents(tmp_path / "waiting") == contents(tmp_path / "going-on")
+    assert contents(tmp_path / "sync") == contents(tmp_path / "async")
 
 
-class Gate:
-    """Holds the writer up, at the disk, until it is opened."""
+class BlockedDisk:
+    """Blocks the writer in its first sync until `opened` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened, self.entered = threading.Event(), threading.Event()
@@ -123,51 +123,51 @@ class Gate:
         assert self.opened.wait(60)
 
 
-def test_it_is_said_to_be_saved_when_it_is(tmp_path: Path, monkeypatch) -> None:
-    said: list[str] = []
-    gate, engine = Gate(monkeypatch), make_engine(Mesh(device=CPU))
-    with make_saver(tmp_path, engine, said.append, async_save=True) as saver:
+def test_save_is_logged_once_complete(tmp_path: Path, monkeypatch) -> None:
+    logged: list[str] = []
+    disk, engine = BlockedDisk(monkeypatch), make_engine(Mesh(device=CPU))
+    with make_saver(tmp_path, engine, logged.append, async_save=True) as saver:
         saver.save(state(1))
-        assert gate.entered.wait(60)
+        assert disk.entered.wait(60)
         saver.check()
-        assert said == [] and storage.newest_iteration(tmp_path) is None
-        gate.opened.set()
+        assert logged == [] and storage.newest_iteration(tmp_path) is None
+        disk.opened.set()
         saver.wait()
-        assert said == [f"saved checkpoint at iteration 1 to {tmp_path}"]
+        assert logged == [f"saved checkpoint at iteration 1 to {tmp_path}"]
         saver.check()
-    assert len(said) == 1 and storage.newest_iteration(tmp_path) == 1
+    assert len(logged) == 1 and storage.newest_iteration(tmp_path) == 1
 
 
-@pytest.mark.parametrize("leave", [None, ValueError, KeyboardInterrupt])
-def test_leaving_waits_unless_it_must_be_quick(tmp_path: Path, monkeypatch, leave) -> None:
-    gate, engine = Gate(monkeypatch), make_engine(Mesh(device=CPU))
-    threading.Timer(0.5, gate.opened.set).start()
+@pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
+def test_exit_waits_for_the_writer_unless_interrupted(tmp_path: Path, monkeypatch, error) -> None:
+    disk, engine = BlockedDisk(monkeypatch), make_engine(Mesh(device=CPU))
+    threading.Timer(0.5, disk.opened.set).start()
     try:
         with make_saver(tmp_path, engine, async_save=True) as saver:
             saver.save(state(1))
-            if leave is not None:
-                raise leave
+            if error is not None:
+                raise error
     except (ValueError, KeyboardInterrupt):
-        assert leave is not None
-    assert gate.opened.is_set() == (leave is not KeyboardInterrupt)
-    assert storage.newest_iteration(tmp_path) == (None if leave is KeyboardInterrupt else 1)
-    gate.opened.wait(60)
+        assert error is not None
+    assert disk.opened.is_set() == (error is not KeyboardInterrupt)
+    assert storage.newest_iteration(tmp_path) == (None if error is KeyboardInterrupt else 1)
+    disk.opened.wait(60)
     if saver.writing is not None:
         saver.writing.join()
 
 
-def test_the_next_save_waits_for_the_last(tmp_path: Path, monkeypatch) -> None:
-    gate, engine = Gate(monkeypatch), make_engine(Mesh(device=CPU))
+def test_next_save_waits_for_the_previous(tmp_path: Path, monkeypatch) -> None:
+    disk, engine = BlockedDisk(monkeypatch), make_engine(Mesh(device=CPU))
     with make_saver(tmp_path, engine, async_save=True) as saver:
         saver.save(state(1))
-        threading.Timer(0.3, gate.opened.set).start()
+        threading.Timer(0.3, disk.opened.set).start()
         saver.save(state(2))
-        assert gate.opened.is_set() and storage.iterations(tmp_path)[0] == 1
+        assert disk.opened.is_set() and storage.iterations(tmp_path)[0] == 1
     assert storage.iterations(tmp_path) == [1, 2]
 
 
 def fail_on_one_rank(root: str) -> tuple[int, str]:
-    """The iteration at which the run learns that a rank could not write the checkpoint of iteration 2, and how."""
+    """Fail to write iteration 2 on rank 1; return the iteration at which `check` raises, and the message."""
     config = parse_run_config(FLAGS.split(), description="", defaults=DEFAULTS)
     with init_mesh(config.parallel, CPU) as mesh:
         engine = make_engine(mesh)
@@ -190,29 +190,29 @@ def full_disk(*_: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_a_failure_stops_all_ranks_at_once(tmp_path: Path) -> None:
-    (first, other_says), (second, says) = run_distributed(fail_on_one_rank, 2, str(tmp_path))
+def test_failed_write_stops_all_ranks_at_the_same_iteration(tmp_path: Path) -> None:
+    (first, other_message), (second, message) = run_distributed(fail_on_one_rank, 2, str(tmp_path))
     assert first == second
-    assert says.startswith(f"--save: the checkpoint of iteration 2 cannot be written to {tmp_path}: ")
-    assert says.endswith("No space left on device; earlier checkpoints are complete")
-    assert "rank 1 failed; see its message" in other_says
+    assert message.startswith(f"--save: the checkpoint of iteration 2 cannot be written to {tmp_path}: ")
+    assert message.endswith("No space left on device; earlier checkpoints are complete")
+    assert "rank 1 failed; see its message" in other_message
     assert find_checkpoint(str(tmp_path), None, verify=True).iteration == 1
     assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000001", storage.TRACKER]
 
 
-def test_what_else_went_wrong_is_not_lost(tmp_path: Path, monkeypatch) -> None:
-    """Of two faults the one that ended training is raised, and that of the writer is said."""
-    said: list[str] = []
+def test_writer_error_is_logged_if_training_fails_too(tmp_path: Path, monkeypatch) -> None:
+    """The error of training is raised, and that of the writer is logged."""
+    logged: list[str] = []
     monkeypatch.setattr(save_module, "write_pieces", full_disk)
     with (
         pytest.raises(ValueError, match="training"),
-        make_saver(tmp_path, make_engine(Mesh(device=CPU)), said.append, async_save=True) as saver,
+        make_saver(tmp_path, make_engine(Mesh(device=CPU)), logged.append, async_save=True) as saver,
     ):
         saver.save(state(1))
         raise ValueError("training")
-    assert len(said) == 1 and "No space left" in said[0]
+    assert len(logged) == 1 and "No space left" in logged[0]
 
 
-def test_it_needs_a_folder() -> None:
+def test_async_save_needs_a_folder() -> None:
     with pytest.raises(InputError, match="--async-save needs --save"):
         CheckpointConfig(async_save=True)

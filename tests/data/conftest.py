@@ -1,4 +1,4 @@
-"""Small token files for the tests of the data path."""
+"""Small token files and a tokenizer for the data tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.tokenizer.bert import BertWordPieceTokenizer
 
 @pytest.fixture
 def write_documents(tmp_path: Path) -> Callable[..., IndexedDataset]:
-    """Writes documents of several sequences, given as lists of lists of ids, and opens the files."""
+    """Function that writes documents of several sequences, given as lists of lists of ids, and opens the files."""
 
     def _write(
         documents: Sequence[Sequence[Sequence[int] | np.ndarray]], name: str = "corpus"
@@ -30,7 +30,7 @@ def write_documents(tmp_path: Path) -> Callable[..., IndexedDataset]:
 
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[..., IndexedDataset]:
-    """Writes documents of one sequence each, given as lists of ids, and opens the files."""
+    """Function that writes documents of one sequence each, given as lists of ids, and opens the files."""
 
     def _write(
         documents: Sequence[Sequence[int] | np.ndarray], name: str = "corpus", dtype: type = np.uint16
@@ -45,7 +45,7 @@ def write(tmp_path: Path) -> Callable[..., IndexedDataset]:
 
 @pytest.fixture
 def corpus(write: Callable[..., IndexedDataset]) -> IndexedDataset:
-    """50 documents of 0 to 40 tokens; ids count up through all of them, so that each is one of its kind."""
+    """50 documents of 0 to 40 tokens with ids that count up through all of them, so that no id repeats."""
     sizes = np.random.RandomState(0).randint(0, 41, size=50)
     tokens = np.split(np.arange(sizes.sum()), np.cumsum(sizes)[:-1])
     return write(tokens)
@@ -53,7 +53,7 @@ def corpus(write: Callable[..., IndexedDataset]) -> IndexedDataset:
 
 @pytest.fixture
 def sentences(write_documents: Callable[..., IndexedDataset]) -> IndexedDataset:
-    """40 documents of 0 to 39 sentences of 1 to 19 tokens, of ids 5 to 1999."""
+    """40 documents of 0 to 39 sentences of 1 to 19 tokens, with ids 5 to 1999."""
     rng = np.random.RandomState(0)
     return write_documents(
         [[rng.randint(5, 2000, size=rng.randint(1, 20)) for _ in range(n)] for n in range(40)]
@@ -62,7 +62,7 @@ def sentences(write_documents: Callable[..., IndexedDataset]) -> IndexedDataset:
 
 @pytest.fixture
 def bert_tokenizer(tmp_path: Path) -> BertWordPieceTokenizer:
-    """A WordPiece tokenizer of 2,002 ids; the pieces from 1,500 on continue a word."""
+    """WordPiece tokenizer of 2,002 ids; the pieces from 1,500 on continue a word."""
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     pieces += [f"w{i}" if i < 1500 else f"##w{i}" for i in range(5, 2000)]
     (tmp_path / "vocab.txt").write_text("\n".join(pieces), encoding="utf-8")

@@ -16,7 +16,7 @@ from megatron.tokenizer.bert import BertWordPieceTokenizer
 
 @pytest.fixture
 def batches(tmp_path) -> dict[str, Batch]:
-    """A batch of each kind of dataset, of two samples."""
+    """A batch of two samples from each kind of dataset."""
     config = DataConfig(seq_length=16, reset_attention_mask=True)
     tokenizer = BertWordPieceTokenizer(str(write_vocab(tmp_path / "vocab.txt")), lowercase=True)
     pair = (("the river", "a bird"),)
@@ -59,9 +59,9 @@ def test_fields_declare_their_sequence_dimension(
             assert tensor.shape[dims[field]] == batch.seq_length
 
 
-def test_a_batch_survives_pickling_copying_and_mapping(batches: dict[str, Batch]) -> None:
+def test_pickle_copy_and_map(batches: dict[str, Batch]) -> None:
     for batch in batches.values():
-        copy = pickle.loads(pickle.dumps(batch))  # noqa: S301, our own bytes
+        copy = pickle.loads(pickle.dumps(batch))  # noqa: S301, pickled here
         assert same(copy, batch)
         for _, tensor in copy.items():
             tensor.zero_()  # writable, as --cuda-graph and in-place operations need
@@ -73,7 +73,7 @@ def test_a_batch_survives_pickling_copying_and_mapping(batches: dict[str, Batch]
         ]
 
 
-def test_a_missing_field_stays_missing(batches: dict[str, Batch]) -> None:
+def test_missing_field_stays_missing(batches: dict[str, Batch]) -> None:
     batch = MockGPTDataset(samples=9, config=DataConfig(seq_length=8), vocab_size=50, seed=(1, 0)).collate([])
     for same_kind in (batch, batch.map(torch.ones_like), pickle.loads(pickle.dumps(batch))):  # noqa: S301
         assert same_kind.document_ids is None and "document_ids" not in dict(same_kind.items())

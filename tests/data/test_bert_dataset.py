@@ -18,7 +18,7 @@ from megatron.data.index_cache import IndexRequest
 from megatron.errors import InputError
 
 PAD, CLS, SEP, MASK = 0, 1, 2, 3
-VOCABULARY = 60  # in which every third id from 10 on continues a word
+VOCABULARY = 60  # every third id from 10 on continues a word
 
 
 def rules_of(seq_length: int, vocab_size: int = VOCABULARY, **changes) -> SampleRules:
@@ -42,7 +42,7 @@ def joined(lists: list[list[int]]) -> list[int]:
 
 
 def reference(sentences: list[list[int]], target: int, rules: SampleRules, seed: int) -> dict[str, list[int]]:
-    """Megatron-LM v2.5's sample by its own way, token by token."""
+    """Megatron-LM v2.5's sample, built token by token."""
     rng = np.random.RandomState(seed)
     a, b, exchanged = joined(sentences), [], False
     if rules.binary_head:
@@ -76,13 +76,13 @@ def reference(sentences: list[list[int]], target: int, rules: SampleRules, seed:
         if count >= limit:
             break
         n = rng.choice([1, 2, 3], p=weights / weights.sum())
-        places = joined(span[n - 1])
-        while count + len(places) > limit and n > 1:
+        positions = joined(span[n - 1])
+        while count + len(positions) > limit and n > 1:
             n -= 1
-            places = joined(span[n - 1])
-        if count + len(places) > limit or any(labels[i] >= 0 for i in places):
+            positions = joined(span[n - 1])
+        if count + len(positions) > limit or any(labels[i] >= 0 for i in positions):
             continue
-        for i in places:
+        for i in positions:
             labels[i] = tokens[i]
             if rng.random() < 0.8:
                 output[i] = MASK
@@ -100,7 +100,7 @@ def reference(sentences: list[list[int]], target: int, rules: SampleRules, seed:
     }
 
 
-def test_any_sentences_as_token_by_token() -> None:
+def test_random_sentences_equal_the_reference() -> None:
     trial = np.random.RandomState(0)
     seen = set()
     for seed in range(1500):
@@ -126,21 +126,21 @@ def test_any_sentences_as_token_by_token() -> None:
     assert len(seen) == 8
 
 
-# ---- statistics, in text of words of one token
+# ---- statistics, on words of one token each
 
-CHI_SQUARE = {1: 10.83, 2: 13.82, 8: 26.12, 10: 29.59, 99: 148.23}  # exceeded by a chance of 0.001
+CHI_SQUARE = {1: 10.83, 2: 13.82, 8: 26.12, 10: 29.59, 99: 148.23}  # critical values for p = 0.001
 SAMPLES = pytest.mark.parametrize("samples", [20_000, pytest.param(100_000, marks=pytest.mark.slow)])
 
 
-def check(counts: np.ndarray, shares: np.ndarray | list[float]) -> None:
-    """Counts are such as the shares, which sum to 1, let expect."""
+def check_shares(counts: np.ndarray, shares: np.ndarray | list[float]) -> None:
+    """Chi-square test of counts against their expected shares, which sum to 1."""
     expected = np.asarray(shares) * np.sum(counts)
     assert len(counts) == len(expected)
     assert ((counts - expected) ** 2 / expected).sum() < CHI_SQUARE[len(expected) - 1], (counts, expected)
 
 
 @SAMPLES
-def test_segments_and_what_hides_a_word(samples: int) -> None:
+def test_segments_and_masking(samples: int) -> None:
     vocabulary, sentences = 2000, [10] * 10
     rules = rules_of(103, vocabulary, continues=np.zeros(vocabulary, dtype=bool))
     text, rng = 100 + np.arange(100), np.random.RandomState()
@@ -159,16 +159,16 @@ def test_segments_and_what_hides_a_word(samples: int) -> None:
         hidden[1] += kept.sum()
         others += now[~masked & ~kept].tolist()
     hidden[2] = len(others)
-    check(exchanged, [0.5, 0.5])
-    check(borders, [1 / 9] * 9)
-    # Any token of the vocabulary may take the place, [MASK] and the token itself too.
+    check_shares(exchanged, [0.5, 0.5])
+    check_shares(borders, [1 / 9] * 9)
+    # A random token may be any of the vocabulary, including [MASK] and the original token.
     itself = 0.1 / vocabulary
-    check(hidden, [0.8 + itself, 0.1 + itself, 0.1 - 2 * itself])
-    check(np.bincount(np.array(others) // 20), [0.01] * 100)
+    check_shares(hidden, [0.8 + itself, 0.1 + itself, 0.1 - 2 * itself])
+    check_shares(np.bincount(np.array(others) // 20), [0.01] * 100)
 
 
 @SAMPLES
-def test_ends_that_are_cut_off(samples: int) -> None:
+def test_truncation(samples: int) -> None:
     rules = rules_of(83, 200, continues=np.zeros(200, dtype=bool))
     text, rng = 100 + np.arange(100), np.random.RandomState()
     lost = np.zeros((2, 11), dtype=int)
@@ -176,7 +176,7 @@ def test_ends_that_are_cut_off(samples: int) -> None:
         rng.seed(seed)
         sample = build_sample(text, [50, 50], 80, rules, rng)
         whole = np.where(sample["loss_mask"], sample["labels"], sample["text"])
-        first, second = whole[1:41], whole[42:82]  # ten tokens less of each
+        first, second = whole[1:41], whole[42:82]  # each loses ten tokens
         if sample["is_random"]:
             first, second = second, first
         assert (np.diff(first) == 1).all() and (np.diff(second) == 1).all() and sample["truncated"]
@@ -184,29 +184,29 @@ def test_ends_that_are_cut_off(samples: int) -> None:
         lost[1, second[0] - 150] += 1
     binomial = [math.comb(10, k) / 2**10 for k in range(11)]
     for counts in lost:
-        check(counts, binomial)
+        check_shares(counts, binomial)
 
 
 @SAMPLES
-def test_words_masked_together(samples: int) -> None:
-    """Three tokens are taken of 2,000, so that spans do not touch: a span of 3, or of 2 and 1, or of 1 three times."""
+def test_ngram_masking(samples: int) -> None:
+    """Three of 2,000 tokens are masked, so spans do not touch: one of 3, one of 2 and one of 1, or three of 1."""
     rules = rules_of(2003, 10, mask_prob=0.0016, binary_head=False, continues=np.zeros(10, dtype=bool))
     text, rng = np.full(2000, 9), np.random.RandomState()
     spans = [0, 0, 0]
     for seed in range(samples):
         rng.seed(seed)
-        places = np.flatnonzero(build_sample(text, [2000], 2000, rules, rng)["loss_mask"])
-        assert len(places) == 3
-        spans[np.sum(np.diff(places) > 1)] += 1
-    # Of 1, 2 and 3 words by 6, 3 and 2 in 11; what is too long for what is left to take is shortened.
+        positions = np.flatnonzero(build_sample(text, [2000], 2000, rules, rng)["loss_mask"])
+        assert len(positions) == 3
+        spans[np.sum(np.diff(positions) > 1)] += 1
+    # Spans of 1, 2 and 3 words have probabilities 6/11, 3/11 and 2/11. A span longer than the tokens left is shortened.
     one, two, three = 6 / 11, 3 / 11, 2 / 11
-    check(spans, [three, two + one * (two + three), one * one])
+    check_shares(spans, [three, two + one * (two + three), one * one])
 
 
-# ---- whole words, by another tokenizer
+# ---- whole-word masking, with transformers' tokenizer
 
 
-def test_words_are_those_of_transformers(shared: Path) -> None:
+def test_whole_words_equal_transformers(shared: Path) -> None:
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.BertTokenizer(vocab=str(shared / "data" / "bert-base-uncased-vocab.txt"))
     lines = (shared / "vectors" / "owt60.jsonl").read_text(encoding="utf-8").splitlines()[:20]
@@ -235,7 +235,7 @@ def test_words_are_those_of_transformers(shared: Path) -> None:
     assert masked_words > 500
 
 
-# ---- data sets
+# ---- datasets
 
 
 @pytest.fixture
@@ -255,7 +255,7 @@ def equal(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> bool:
     return set(ours) == set(theirs) and all(np.array_equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_samples_of_a_file(dataset: BertDataset) -> None:
+def test_dataset_equals_the_reference(dataset: BertDataset) -> None:
     (rows,) = dataset.index
     for i, (start, end, target) in enumerate(rows.tolist()):
         sentences = [dataset.tokens.get(sentence).tolist() for sentence in range(start, end)]
@@ -264,9 +264,9 @@ def test_samples_of_a_file(dataset: BertDataset) -> None:
     assert len(dataset) == len(rows) >= 100
 
 
-def test_a_sample_depends_on_seed_and_index_alone(dataset: BertDataset) -> None:
+def test_samples_depend_only_on_seed_and_index(dataset: BertDataset) -> None:
     expected = [dataset[i] for i in range(len(dataset))]
-    copy = pickle.loads(pickle.dumps(dataset))  # noqa: S301, our own bytes
+    copy = pickle.loads(pickle.dumps(dataset))  # noqa: S301, pickled here
     for i in np.random.RandomState(1).permutation(len(dataset)).tolist():
         assert equal(copy[i], expected[i])
     last = BertDataset(dataset.tokens, dataset.index, dataset.rules, 2**32 - 1)
@@ -275,17 +275,17 @@ def test_a_sample_depends_on_seed_and_index_alone(dataset: BertDataset) -> None:
     sentences = [dataset.tokens.get(sentence).tolist() for sentence in range(start, end)]
     assert (
         last[6]["text"].tolist() == reference(sentences, target, dataset.rules, 5)["text"]
-    )  # seeds go round
+    )  # seeds wrap around at 2^32
 
 
-def test_samples_by_several_threads(dataset: BertDataset) -> None:
+def test_reading_from_several_threads(dataset: BertDataset) -> None:
     order = list(range(len(dataset))) * 5
     expected = [dataset[i] for i in order]
     with ThreadPoolExecutor(4) as threads:
         assert all(map(equal, threads.map(dataset.__getitem__, order), expected))
 
 
-def test_ids_of_another_vocabulary(dataset: BertDataset) -> None:
+def test_id_outside_the_vocabulary_is_located(dataset: BertDataset) -> None:
     rules = rules_of(32, vocab_size=50)
     smaller = BertDataset(dataset.tokens, dataset.index, rules, 5)
     message = (
@@ -297,8 +297,8 @@ def test_ids_of_another_vocabulary(dataset: BertDataset) -> None:
             smaller[i]
 
 
-def test_sentences_without_tokens(write_documents, tmp_path: Path) -> None:
-    """Other tools may write such; they take their place in a sample."""
+def test_empty_sentences(write_documents, tmp_path: Path) -> None:
+    """Other tools may write empty sentences; they count as sentences of a sample."""
     tokens = write_documents([[[], []], [[], [5, 6], []]])
     cut = CutRules.of(seq_length=16, short_seq_prob=0, binary_head=True)
     request = IndexRequest(

@@ -31,7 +31,7 @@ def ours(
 def reference(
     sizes: np.ndarray, bounds: np.ndarray, rules: CutRules, samples: int, seed: int
 ) -> list[list[int]]:
-    """Megatron-LM v2.5's map by its own way, sentence by sentence."""
+    """Megatron-LM v2.5's map, built sentence by sentence."""
     rng = np.random.RandomState(seed)
 
     def draw() -> int:
@@ -59,7 +59,7 @@ def reference(
     return rows
 
 
-def test_worked_by_hand() -> None:
+def test_small_example() -> None:
     sizes = np.array([10, 12, 7, 9, 30, 5, 6, 7, 8, 20, 600, 3, 4, 5], np.int32)
     bounds = np.array([0, 4, 5, 9, 14])
     rules = CutRules.of(seq_length=32, short_seq_prob=0.1, binary_head=True)
@@ -68,7 +68,7 @@ def test_worked_by_hand() -> None:
     assert ours(sizes, bounds, rules, 6, 1234) == [b, b, a, a, a, b]
 
 
-def test_files_of_megatron(shared: Path, tmp_path: Path) -> None:
+def test_equals_megatron_files(shared: Path, tmp_path: Path) -> None:
     folder = shared / "vectors" / "bert-v2.5"
     dataset = IndexedDataset(folder / "bert60_text_sentence")
     bounds = DATA_ORDERS["v2.5"].split_bounds(parse_split("900,50,50"), len(dataset.doc_idx) - 1)
@@ -90,13 +90,13 @@ def test_files_of_megatron(shared: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("chunk", [3, 1 << 18])
-def test_any_data_as_sentence_by_sentence(monkeypatch, chunk: int) -> None:
+def test_random_data_equals_the_reference(monkeypatch, chunk: int) -> None:
     monkeypatch.setattr(bert_index, "CHUNK", chunk)
     rng = np.random.RandomState(0)
     made = []
     for seed in range(300):
         counts = rng.randint(0, rng.choice([3, 8, 40]), size=rng.randint(1, 25))
-        before = rng.randint(0, 20)  # sentences of other documents, of another split
+        before = rng.randint(0, 20)  # sentences in documents of another split
         sizes = rng.randint(0, rng.choice([3, 30, 200]), size=before + counts.sum() + 5).astype(np.int32)
         sizes[rng.rand(len(sizes)) < rng.choice([0, 0.02])] = 513
         bounds = before + np.concatenate([[0], np.cumsum(counts)])
@@ -113,8 +113,8 @@ def test_any_data_as_sentence_by_sentence(monkeypatch, chunk: int) -> None:
     assert max(made) > 250
 
 
-def test_targets() -> None:
-    """The share of short targets, and that they are uniform, in documents that take one target each."""
+def test_target_lengths() -> None:
+    """Share and uniformity of short targets, on documents that take one target each."""
     documents, longest = 100_000, 62
     sizes, bounds = np.full(2 * documents, 3, np.int32), 2 * np.arange(documents + 1)
     rules = CutRules.of(seq_length=longest + 3, short_seq_prob=0.1, binary_head=True)
@@ -126,13 +126,13 @@ def test_targets() -> None:
     assert len(counts) == len(expected)
     assert (
         (counts - expected) ** 2 / expected
-    ).sum() < 99.6  # of 60 degrees of freedom; more by a chance of 0.001
+    ).sum() < 99.6  # chi-square with 60 degrees of freedom, p = 0.001
 
 
 @pytest.mark.parametrize(
     ("probability", "every"), [(0.1, 10), (0.3, 3), (0.7, 1), (1.0, 1), (0.0, 0), (5e-324, 2**32), (0.4, 3)]
 )
-def test_the_probability_is_one_in_a_whole_number(probability: float, every: int) -> None:
+def test_short_seq_prob_is_rounded_to_one_in_n(probability: float, every: int) -> None:
     rules = CutRules.of(seq_length=16, short_seq_prob=probability, binary_head=False)
     assert (rules.short_every, rules.min_sentences) == (every, 1)
     sizes, bounds = np.full(20, 3, np.int32), np.array([0, 20])
@@ -148,7 +148,7 @@ def open_map(dataset: IndexedDataset, cache: Path, rules: CutRules = RULES, **ch
     return load_or_build(IndexRequest(dataset=dataset, **arguments | changes), rules)
 
 
-def test_cached_under_all_it_depends_on(
+def test_cache_key_covers_all_inputs(
     sentences: IndexedDataset, write_documents, tmp_path: Path, caplog
 ) -> None:
     cache = tmp_path / "cache"
@@ -169,12 +169,12 @@ def test_cached_under_all_it_depends_on(
         {"rules": CutRules(28, 10, 2)},
     ):
         paths.add(open_map(sentences, cache, **changes).paths)
-    write_documents([[[1, 2], [3]]] * 40)  # the same prefix, made anew
+    write_documents([[[1, 2], [3]]] * 40)  # new files with the same prefix
     paths.add(open_map(IndexedDataset(sentences.prefix), cache).paths)
     assert len(paths) == 8
 
 
-def test_a_damaged_cache_is_built_again(sentences: IndexedDataset, tmp_path: Path, caplog) -> None:
+def test_damaged_cache_is_rebuilt(sentences: IndexedDataset, tmp_path: Path, caplog) -> None:
     cache = tmp_path / "cache"
     (path,) = open_map(sentences, cache).paths
     good = Path(path).read_bytes()
@@ -194,7 +194,9 @@ def test_a_damaged_cache_is_built_again(sentences: IndexedDataset, tmp_path: Pat
     assert "is damaged; rebuilding the index" in caplog.text
 
 
-def test_no_document_of_two_sentences(write: Callable, write_documents: Callable, tmp_path: Path) -> None:
+def test_documents_of_one_sentence_are_refused(
+    write: Callable, write_documents: Callable, tmp_path: Path
+) -> None:
     data = write([[1, 2, 3]] * 20)
     message = (
         r"corpus\.idx: the 20 documents for train have at most one sentence each, but sentence-order prediction needs "
@@ -206,7 +208,7 @@ def test_no_document_of_two_sentences(write: Callable, write_documents: Callable
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_sentences_that_are_too_long(write_documents: Callable, tmp_path: Path) -> None:
+def test_too_long_sentences(write_documents: Callable, tmp_path: Path) -> None:
     long = np.ones(513, dtype=int)
     data = write_documents([[[1]], [[1], [2], long, [3], long]])
     message = r"corpus\.idx: the 2 documents for train with enough .* as sentence 2 of document 1 with 513; "
@@ -216,7 +218,7 @@ def test_sentences_that_are_too_long(write_documents: Callable, tmp_path: Path) 
     assert next(iter(open_map(data, tmp_path, samples=1))).tolist() == [[0, 2, 29]]
 
 
-def test_more_samples_than_memory_holds(sentences: IndexedDataset, tmp_path: Path) -> None:
+def test_index_larger_than_memory(sentences: IndexedDataset, tmp_path: Path) -> None:
     with pytest.raises(
         InputError, match=r"corpus: 10,000,000,000,000 samples need an index of .* lower --tr"
     ):

@@ -11,7 +11,7 @@ from megatron.errors import InputError
 
 
 def reference(weights: np.ndarray, size: int) -> tuple[list[int], list[int]]:
-    """Megatron-LM's choice, sample by sample."""
+    """Megatron-LM's blend, computed sample by sample."""
     shares = np.asarray(weights, dtype=np.float64) / np.sum(weights)
     counts = np.zeros(len(shares), dtype=np.int64)
     datasets, samples = [], []
@@ -23,7 +23,7 @@ def reference(weights: np.ndarray, size: int) -> tuple[list[int], list[int]]:
     return datasets, samples
 
 
-def test_worked_by_hand() -> None:
+def test_small_example() -> None:
     datasets, samples = blend_order([0.2, 0.3, 0.5], 12)
     assert list(zip(datasets.tolist(), samples.tolist(), strict=True)) == [
         *[(2, 0), (1, 0), (0, 0), (2, 1), (1, 1), (2, 2)],
@@ -31,11 +31,11 @@ def test_worked_by_hand() -> None:
     ]
 
 
-def test_any_weights_as_sample_by_sample() -> None:
+def test_random_weights_equal_the_reference() -> None:
     rng = np.random.RandomState(0)
     for trial in range(120):
         number = rng.choice([1, 2, 3, 7, 40])
-        # Even ones, with ties; very uneven ones; and any.
+        # Small integers with ties, very unequal weights, and random weights.
         weights = [rng.randint(1, 4, number), rng.rand(number) ** 6 + 1e-6, rng.rand(number) + 1e-3][
             trial % 3
         ]
@@ -44,7 +44,7 @@ def test_any_weights_as_sample_by_sample() -> None:
         assert (datasets.tolist(), samples.tolist()) == reference(weights, size)
 
 
-def test_no_data_set_gives_more_than_its_share_rounded_up() -> None:
+def test_no_dataset_exceeds_its_share_rounded_up() -> None:
     rng = np.random.RandomState(1)
     for _ in range(300):
         weights = rng.rand(rng.randint(1, 10)) ** rng.randint(1, 5) + 1e-4
@@ -100,6 +100,6 @@ def test_parse(values: list[str], expected: tuple) -> None:
         (["inf", "a", "1", "b"], "the weight of a is inf"),
     ],
 )
-def test_wrong_blends(values: list[str], message: str) -> None:
+def test_invalid_blends(values: list[str], message: str) -> None:
     with pytest.raises(InputError, match=message):
         parse_blend(values, "--data-path")

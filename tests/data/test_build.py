@@ -19,7 +19,7 @@ from megatron.tokenizer.null import NullTokenizer
 
 
 def by_split(datasets: dict) -> tuple:
-    """The datasets for training, validation and testing, with None for an absent one."""
+    """Datasets for training, validation and testing; None for an absent one."""
     assert set(datasets) <= {"train", "validation", "test"}
     return tuple(map(datasets.get, ("train", "validation", "test")))
 
@@ -33,7 +33,7 @@ def texts(dataset) -> list[list[int]]:
     return [dataset[i]["text"].tolist() for i in range(len(dataset))]
 
 
-def test_parts_share_no_document(corpus: IndexedDataset, tmp_path: Path) -> None:
+def test_splits_share_no_document(corpus: IndexedDataset, tmp_path: Path) -> None:
     train, valid, test = build(data_path=[corpus.prefix], split="6,2,2", samples=(40, 9, 9))
     seen = [{token for text in texts(part) for token in text} for part in (train, valid, test)]
     assert not seen[0] & seen[1] | seen[0] & seen[2] | seen[1] & seen[2]
@@ -42,7 +42,7 @@ def test_parts_share_no_document(corpus: IndexedDataset, tmp_path: Path) -> None
     assert (tmp_path / "index-cache").is_dir()
 
 
-def test_parts_that_nothing_is_wanted_of(corpus: IndexedDataset, caplog) -> None:
+def test_splits_without_samples_or_documents(corpus: IndexedDataset, caplog) -> None:
     assert build(data_path=[corpus.prefix], split="6,2,2", samples=(40, 0, 0))[1:] == (None, None)
     with caplog.at_level(logging.INFO, "megatron"):
         assert build(data_path=[corpus.prefix], split="1", samples=(40, 9, 9))[1:] == (None, None)
@@ -58,7 +58,7 @@ def test_more_samples_than_an_index_can_hold(write: Callable) -> None:
         build(data_path=[data.prefix], split="1", samples=(10**13, 0, 0))
 
 
-def test_the_default_split_of_a_small_file(write: Callable, caplog) -> None:
+def test_default_split_of_a_small_file(write: Callable, caplog) -> None:
     data = write([[1, 2, 3]] * 20)
     with caplog.at_level(logging.INFO, "megatron"):
         train, valid, test = build(data_path=[data.prefix], samples=(1, 1, 5))
@@ -66,7 +66,7 @@ def test_the_default_split_of_a_small_file(write: Callable, caplog) -> None:
     assert "no test data: --split 969, 30, 1 (the default) gives it no documents" in caplog.text
 
 
-def test_an_empty_part_that_something_is_wanted_of(write: Callable, tmp_path: Path) -> None:
+def test_empty_split_that_needs_samples(write: Callable, tmp_path: Path) -> None:
     data = write([[1, 2, 3]] * 20)
     with pytest.raises(
         InputError,
@@ -104,7 +104,7 @@ def test_blend_by_size(write: Callable) -> None:
     assert np.bincount([text[0] // 1000 for text in texts(train)]).tolist() == [10, 20, 30]
 
 
-def test_own_paths(corpus: IndexedDataset, write: Callable, tmp_path: Path) -> None:
+def test_separate_data_paths(corpus: IndexedDataset, write: Callable, tmp_path: Path) -> None:
     other = write([np.arange(3000, 3050)], "other")
     train, valid, test = build(
         train_data_path=[corpus.prefix],
@@ -150,7 +150,7 @@ def test_mock_data(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_wrong_flags(flags: dict, message: str) -> None:
+def test_invalid_flags(flags: dict, message: str) -> None:
     with pytest.raises(InputError, match=message):
         build(**flags)
 
@@ -164,18 +164,18 @@ def build_bert(tokenizer, samples=(40, 4, 0), seed=7, **flags):
 
 
 def words_of(dataset) -> set[int]:
-    """The ids that all samples hold, those that are hidden among them."""
+    """Ids of all samples, including masked ones."""
     samples = [dataset[i] for i in range(len(dataset))]
     return {id for s in samples for id in np.where(s["loss_mask"], s["labels"], s["text"]).tolist() if id > 4}
 
 
 @pytest.fixture
 def documents(write_documents: Callable) -> IndexedDataset:
-    """20 documents of 6 sentences of 7 tokens, each token one of its kind."""
+    """20 documents of 6 sentences of 7 tokens, in which no id repeats."""
     return write_documents(np.arange(1000, 1840).reshape(20, 6, 7).tolist())
 
 
-def test_parts_of_bert_are_of_whole_documents(
+def test_bert_splits_hold_whole_documents(
     documents: IndexedDataset, bert_tokenizer: BertWordPieceTokenizer, tmp_path: Path
 ) -> None:
     parts = build_bert(bert_tokenizer, (40, 9, 9), data_path=[documents.prefix], split="6,2,2")
@@ -195,7 +195,7 @@ def test_parts_of_bert_are_of_whole_documents(
     assert len(list((tmp_path / "elsewhere").glob("*-map.npy"))) == 2
 
 
-def test_the_first_samples_of_a_seed(
+def test_bert_samples_depend_on_seed_and_flags(
     documents: IndexedDataset, bert_tokenizer: BertWordPieceTokenizer
 ) -> None:
     def texts(**flags) -> list[list[int]]:
@@ -208,7 +208,7 @@ def test_the_first_samples_of_a_seed(
     assert texts(bert_binary_head=False) != texts()
 
 
-def test_blend_of_bert(write_documents: Callable, bert_tokenizer: BertWordPieceTokenizer) -> None:
+def test_bert_blend(write_documents: Callable, bert_tokenizer: BertWordPieceTokenizer) -> None:
     files = [
         write_documents((np.arange(84).reshape(2, 6, 7) + 5 + 500 * i).tolist(), f"part{i}") for i in range(3)
     ]
@@ -222,7 +222,7 @@ def test_blend_of_bert(write_documents: Callable, bert_tokenizer: BertWordPieceT
         assert set((whole[whole > 4] // 500).tolist()) == {file}
 
 
-def test_mock_data_of_bert(bert_tokenizer: BertWordPieceTokenizer) -> None:
+def test_bert_mock_data(bert_tokenizer: BertWordPieceTokenizer) -> None:
     for tokenizer in (bert_tokenizer, NullTokenizer(50)):
         train, valid, test = build_bert(tokenizer, (30, 10, 0), mock_data=True)
         assert (len(train), len(valid), test) == (30, 10, None)
@@ -248,13 +248,13 @@ def test_mock_data_of_bert(bert_tokenizer: BertWordPieceTokenizer) -> None:
         ({"mock_data": True, "seq_length": 4, "mask_prob": 1.0}, "^--seq-length: 4 .* at least 5$"),
     ],
 )
-def test_wrong_flags_of_bert(flags: dict, message: str, bert_tokenizer: BertWordPieceTokenizer) -> None:
+def test_invalid_bert_flags(flags: dict, message: str, bert_tokenizer: BertWordPieceTokenizer) -> None:
     with pytest.raises(InputError, match=message):
         build_bert(bert_tokenizer, **flags)
 
 
 @pytest.mark.parametrize(("seq_length", "mask_prob"), [(10, 0.15), (13, 0.1), (8, 0.2), (5, 0.5), (5, 1.0)])
-def test_the_shortest_sequence(
+def test_shortest_bert_sequence(
     seq_length: int, mask_prob: float, documents: IndexedDataset, bert_tokenizer: BertWordPieceTokenizer
 ) -> None:
     flags = {"data_path": [documents.prefix], "split": "1", "seq_length": seq_length, "mask_prob": mask_prob}
@@ -262,7 +262,7 @@ def test_the_shortest_sequence(
     assert any(train[i]["loss_mask"].any() for i in range(len(train)))
 
 
-def test_data_that_bert_cannot_be_trained_on(
+def test_unusable_bert_data(
     write: Callable, write_documents: Callable, bert_tokenizer: BertWordPieceTokenizer
 ) -> None:
     level = write([[5, 6, 7]] * 20)

@@ -1,4 +1,4 @@
-"""Token files cut short or altered at random: one clear line, or (where other ids result) data."""
+"""Token files truncated or altered at random: reading gives an error of one line or, if only ids changed, data."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def read_everything(prefix: str) -> None:
             assert len(part[i]["text"]) == 17
 
 
-def cut_and_flip(corpus: IndexedDataset, extension: str, read: Callable[[str], None]) -> None:
-    """Damage a file in a hundred ways; to read it gives data or one clear line."""
+def truncate_and_flip(corpus: IndexedDataset, extension: str, read: Callable[[str], None]) -> None:
+    """Damage a file in a hundred ways; reading it gives data or an error of one line."""
     rng = np.random.RandomState(0)
     file = Path(corpus.prefix + extension)
     good = file.read_bytes()
@@ -50,12 +50,12 @@ def cut_and_flip(corpus: IndexedDataset, extension: str, read: Callable[[str], N
 
 
 @pytest.mark.parametrize("extension", [".idx", ".bin"])
-def test_data_of_gpt(corpus: IndexedDataset, extension: str) -> None:
-    cut_and_flip(corpus, extension, read_everything)
+def test_gpt_data(corpus: IndexedDataset, extension: str) -> None:
+    truncate_and_flip(corpus, extension, read_everything)
 
 
 @pytest.mark.parametrize("extension", [".idx", ".bin"])
-def test_data_of_bert(sentences: IndexedDataset, extension: str, bert_tokenizer: Tokenizer) -> None:
+def test_bert_data(sentences: IndexedDataset, extension: str, bert_tokenizer: Tokenizer) -> None:
     def read(prefix: str) -> None:
         config = DataConfig(data_path=(prefix,), split="6,2,2", seq_length=16)
         datasets = build_bert_datasets(config, samples=(30, 3, 3), seed=1, tokenizer=bert_tokenizer)
@@ -63,4 +63,4 @@ def test_data_of_bert(sentences: IndexedDataset, extension: str, bert_tokenizer:
             for i in range(len(part)):
                 assert part[i]["text"].shape == (16,)
 
-    cut_and_flip(sentences, extension, read)
+    truncate_and_flip(sentences, extension, read)

@@ -1,4 +1,4 @@
-"""Splits and blends in Megatron-LM's order: what its own code, v2.5 and HEAD of August 2026, made of such files."""
+"""Splits and blends in Megatron-LM's order, against its own code of v2.5 and of HEAD in August 2026."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron.tokenizer.null import NullTokenizer
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three files, of 61, 37 and 143 documents of 0 to 49 tokens, which count up from 0, 10,000 and 20,000."""
+    """Three files of 61, 37 and 143 documents of 0 to 49 tokens, which count up from 0, 10,000 and 20,000."""
     folder = tmp_path_factory.mktemp("data")
     for k, documents in enumerate((61, 37, 143)):
         sizes = np.random.RandomState(k).randint(0, 50, size=documents)
@@ -30,8 +30,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 TEN = "0.1 0 0.1 1 0.1 2 0.1 0 0.1 1 0.1 2 0.1 0 0.1 1 0.1 2 0.1 0"
-# --data-path, --split, --seq-length, --seed and samples; then of training, validation and test data the first token of
-# the first, second and last sample, and the CRC-32 of all as int64.
+# --data-path, --split, --seq-length, --seed and samples; then, for training, validation and test data, the first token
+# of the first, second and last sample, and the CRC-32 of all tokens as int64.
 BOTH = [
     (
         ("0", "7,2,1", 8, 1234, (100, 40, 10)),
@@ -41,7 +41,7 @@ BOTH = [
         ("0", "5.5,2.5,2", 17, 1, (260, 30, 20)),
         ((179, 385, 624, 3726081574), (886, 905, 752, 3994033994), (1243, 1118, 1281, 810179877)),
     ),
-    # A weight makes a blend even of one data set.
+    # A single dataset with a weight is a blend too.
     (
         ("1.0 2", "7,2,1", 8, 1234, (398, 110, 90)),
         (
@@ -104,7 +104,9 @@ def config(folder: Path, path: str, split: str, seq_length: int, order: str, cac
 
 
 @pytest.mark.parametrize(("order", "run", "expected"), CASES)
-def test_samples_of_megatron(order: str, run: tuple, expected: tuple, folder: Path, tmp_path: Path) -> None:
+def test_samples_equal_megatron(
+    order: str, run: tuple, expected: tuple, folder: Path, tmp_path: Path
+) -> None:
     path, split, seq_length, seed, samples = run
     data = config(folder, path, split, seq_length, order, tmp_path)
     datasets = build_gpt_datasets(data, samples=samples, seed=seed, vocab_size=30000)
@@ -125,11 +127,11 @@ def test_samples_of_megatron(order: str, run: tuple, expected: tuple, folder: Pa
         ("1,1,2", 2, [0, 0, 1, 2]),
     ],
 )
-def test_bounds_of_head(split: str, size: int, bounds: list[int]) -> None:
+def test_split_bounds_of_head(split: str, size: int, bounds: list[int]) -> None:
     assert DATA_ORDERS["head"].split_bounds(parse_split(split), size) == bounds
 
 
-def test_a_blend_without_weights_that_is_too_short(folder: Path, tmp_path: Path) -> None:
+def test_too_short_blend_without_weights(folder: Path, tmp_path: Path) -> None:
     data = config(folder, "0 1 2", "6,3,1", 8, "head", tmp_path)
     with pytest.raises(
         InputError,
@@ -140,7 +142,7 @@ def test_a_blend_without_weights_that_is_too_short(folder: Path, tmp_path: Path)
     assert len(build_gpt_datasets(longer, samples=(421, 0, 0), seed=5, vocab_size=30000)["train"]) == 421
 
 
-def test_heads_order_is_not_of_bert() -> None:
+def test_head_order_is_for_gpt_only() -> None:
     data = DataConfig(mock_data=True, seq_length=32, data_order="head")
     with pytest.raises(InputError, match=r"^--data-order: head applies to GPT, not to BERT"):
         build_bert_datasets(data, samples=(1, 0, 0), seed=1, tokenizer=NullTokenizer(100))

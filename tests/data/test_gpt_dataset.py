@@ -26,7 +26,7 @@ def index_of(
 
 
 def megatron_fields(row: list[int], config: DataConfig) -> dict[str, np.ndarray]:
-    """One row's fields by way of the mask that Megatron-LM writes token by token, document by document."""
+    """Fields of one row, from the mask that Megatron-LM builds token by token."""
     tokens = row[:-1]
     n = len(tokens)
     allowed = np.tril(np.ones((n, n), dtype=bool))
@@ -46,7 +46,7 @@ def megatron_fields(row: list[int], config: DataConfig) -> dict[str, np.ndarray]
 
 
 @pytest.mark.parametrize("bits", range(8))
-def test_fields_as_megatron_makes_them(bits: int) -> None:
+def test_fields_equal_megatron(bits: int) -> None:
     config = DataConfig(
         reset_position_ids=bool(bits & 1), reset_attention_mask=bool(bits & 2), eod_mask_loss=bool(bits & 4)
     )
@@ -77,7 +77,7 @@ def test_fields_without_an_end_of_document_token() -> None:
     assert {name for name, _ in batch.items()} == {"tokens", "labels", "loss_mask", "position_ids"}
 
 
-def test_a_batch_of_no_samples() -> None:
+def test_empty_batch() -> None:
     flags = DataConfig(reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True)
     for batch in (
         ltor_batch(np.empty((0, 6), np.int64), EOD, flags),
@@ -86,20 +86,20 @@ def test_a_batch_of_no_samples() -> None:
         assert {tuple(tensor.shape) for _, tensor in batch.items()} == {(0, 5)}
 
 
-def test_samples_are_the_stream_cut_in_pieces(corpus, tmp_path) -> None:
-    """In stream order, samples join into the documents, one after the other, sharing a token at each seam."""
+def test_samples_partition_the_stream(corpus, tmp_path) -> None:
+    """In stream order, samples join into the concatenated documents; neighbors share one token."""
     index = index_of(corpus, range(3, 40), 7, samples=300, seed=5, cache=tmp_path)
     dataset = GPTDataset(tokens=corpus, index=index, config=DataConfig(), vocab_size=corpus.num_tokens)
     documents, _, order = index
     stream = np.concatenate([corpus.get(i) for i in documents])
     assert len(dataset) == len(order) >= 300
-    for i, place in enumerate(order.tolist()):
+    for i, position in enumerate(order.tolist()):
         text = dataset[i]["text"]
         assert text.dtype == np.int64
-        np.testing.assert_array_equal(text, stream[place * 7 : place * 7 + 8])
+        np.testing.assert_array_equal(text, stream[position * 7 : position * 7 + 8])
 
 
-def test_an_id_outside_the_vocabulary_is_located(write, tmp_path) -> None:
+def test_id_outside_the_vocabulary_is_located(write, tmp_path) -> None:
     data = write([[1, 2, 3, 4], [5, 6], [7, 8, 50, 9]])
     index = index_of(data, range(3), 9, samples=1, seed=1, cache=tmp_path)
     assert GPTDataset(tokens=data, index=index, config=DataConfig(), vocab_size=51)[0]["text"].max() == 50

@@ -20,7 +20,7 @@ OWT = "owt60_gpt2_append_eod_text_document"
 
 
 def reference(sizes: np.ndarray, documents: range, seq_length: int, samples: int, seed: int) -> tuple:
-    """Megatron-LM v2.5's indices by its own way, sample by sample."""
+    """Megatron-LM v2.5's indices, built sample by sample."""
     per_epoch = int(sizes[documents.start : documents.stop].sum())
     epochs = 1
     while (epochs * per_epoch - 1) // seq_length < samples:
@@ -76,7 +76,7 @@ def reference(sizes: np.ndarray, documents: range, seq_length: int, samples: int
         ),
     ],
 )
-def test_worked_by_hand(samples: int, separate: bool, document: str, sample: str, shuffle: str) -> None:
+def test_small_examples(samples: int, separate: bool, document: str, sample: str, shuffle: str) -> None:
     plan = plan_epochs(36, 8, samples)
     assert plan.separate_last_epoch == separate
     built = build_indices(np.array([7, 3, 12, 5, 9], np.int32), range(5), 8, plan, 1234)
@@ -87,18 +87,18 @@ def test_worked_by_hand(samples: int, separate: bool, document: str, sample: str
 
 @pytest.mark.parametrize("order", ["v2.5", "head"])
 @pytest.mark.parametrize(
-    ("prefix", "files", "seq_length", "wanted"),
+    ("prefix", "files", "seq_length", "num_samples"),
     [
         (OWT, "index/owt60_text_document", 128, (1000, 100, 10)),
         ("gpt-v2.5/tiny60_text_document", "gpt-v2.5/tiny60_text_document", 64, (24, 4, 4)),
     ],
 )
-def test_files_of_megatron(
-    shared: Path, prefix: str, files: str, seq_length: int, wanted, order: str
+def test_equals_megatron_files(
+    shared: Path, prefix: str, files: str, seq_length: int, num_samples, order: str
 ) -> None:
     dataset = IndexedDataset(shared / "vectors" / prefix)
     bounds = DATA_ORDERS[order].split_bounds(parse_split("900,50,50"), len(dataset))
-    for i, (name, samples) in enumerate(zip(NAMES, wanted, strict=True)):
+    for i, (name, samples) in enumerate(zip(NAMES, num_samples, strict=True)):
         documents = range(bounds[i], bounds[i + 1])
         tokens = int(dataset.sizes[documents.start : documents.stop].sum())
         plan = plan_epochs(tokens, seq_length, samples)
@@ -110,7 +110,7 @@ def test_files_of_megatron(
             np.testing.assert_array_equal(index, theirs)
 
 
-def test_samples_of_megatron(shared: Path, tmp_path: Path) -> None:
+def test_samples_equal_megatron(shared: Path, tmp_path: Path) -> None:
     dataset = IndexedDataset(shared / "vectors" / OWT)
     bounds = DATA_ORDERS["v2.5"].split_bounds(parse_split("900,50,50"), len(dataset))
     with np.load(shared / "vectors" / "index" / "owt60_samples.npz", allow_pickle=False) as theirs:
@@ -129,7 +129,7 @@ def test_samples_of_megatron(shared: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("chunk", [3, 1 << 20])
-def test_any_data_as_sample_by_sample(monkeypatch, chunk: int) -> None:
+def test_random_data_equals_the_reference(monkeypatch, chunk: int) -> None:
     monkeypatch.setattr(gpt_index, "CHUNK", chunk)
     rng = np.random.RandomState(0)
     separate, epochs = set(), set()
@@ -151,9 +151,9 @@ def test_any_data_as_sample_by_sample(monkeypatch, chunk: int) -> None:
     assert len(epochs) > 10
 
 
-def test_a_last_epoch_wanted_whole() -> None:
-    """Samples across the epochs' seams can give the last epoch one more than it has by itself."""
-    plan = plan_epochs(5, 4, 2)  # one epoch has one sample; two have two, and nothing is left over
+def test_complete_last_epoch() -> None:
+    """Samples that span two epochs can give the last epoch one more sample than it has alone."""
+    plan = plan_epochs(5, 4, 2)  # one epoch has one sample, and two have exactly two
     assert (plan.epochs, plan.samples) == (2, 2)
     plan = plan_epochs(7, 4, 3)
     assert (plan.epochs, plan.samples) == (2, 3)
@@ -166,7 +166,7 @@ def open_index(dataset: IndexedDataset, cache: Path, **changes):
     return load_or_build(request, seq_length)
 
 
-def test_cached_under_all_it_depends_on(corpus: IndexedDataset, write, tmp_path: Path, caplog) -> None:
+def test_cache_key_covers_all_inputs(corpus: IndexedDataset, write, tmp_path: Path, caplog) -> None:
     cache = tmp_path / "cache"
     with caplog.at_level(logging.INFO, "megatron"):
         first = open_index(corpus, cache)
@@ -178,17 +178,17 @@ def test_cached_under_all_it_depends_on(corpus: IndexedDataset, write, tmp_path:
     times = -(-8001 // corpus.num_tokens)
     assert f"{available}; needed: 1,000 samples, {times} epochs" in caplog.text
     assert open_index(corpus, cache).paths == first.paths
-    assert pickle.loads(pickle.dumps(first)).paths == first.paths  # noqa: S301, our own bytes
+    assert pickle.loads(pickle.dumps(first)).paths == first.paths  # noqa: S301, pickled here
     paths = {first.paths}
     for changes in ({"seq_length": 9}, {"samples": 101}, {"seed": 2}):
         paths.add(open_index(corpus, cache, **changes).paths)
     documents = [corpus.get(i) for i in range(len(corpus))]
-    again = write(documents[::-1])  # the same prefix, made anew
+    again = write(documents[::-1])  # new files with the same prefix
     paths.add(open_index(again, cache).paths)
     assert len(paths) == 5
 
 
-def test_a_damaged_cache_is_built_again(corpus: IndexedDataset, tmp_path: Path, caplog) -> None:
+def test_damaged_cache_is_rebuilt(corpus: IndexedDataset, tmp_path: Path, caplog) -> None:
     cache = tmp_path / "cache"
     paths = open_index(corpus, cache).paths
     good = [Path(path).read_bytes() for path in paths]

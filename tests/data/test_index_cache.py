@@ -35,7 +35,7 @@ def open_arrays(folder: Path, log: Path, key: int = 0) -> list[list[int]]:
     return [values.tolist() for values in arrays]
 
 
-def test_processes_that_start_together_build_once(tmp_path: Path) -> None:
+def test_concurrent_processes_build_once(tmp_path: Path) -> None:
     folder, log = tmp_path / "cache", tmp_path / "log"
     with multiprocessing.get_context("fork").Pool(4) as pool:
         results = pool.starmap(open_arrays, [(folder, log)] * 4, chunksize=1)
@@ -46,7 +46,7 @@ def test_processes_that_start_together_build_once(tmp_path: Path) -> None:
     assert len(log.read_text().splitlines()) == 2
 
 
-def test_waiting_says_what_for(tmp_path: Path, monkeypatch, caplog) -> None:
+def test_waiting_for_the_lock_is_logged(tmp_path: Path, monkeypatch, caplog) -> None:
     monkeypatch.setattr(index_cache, "LOG_WAIT_AFTER", 0.2)
     folder, log = tmp_path / "cache", tmp_path / "log"
     open_arrays(folder, log)
@@ -61,7 +61,7 @@ def test_waiting_says_what_for(tmp_path: Path, monkeypatch, caplog) -> None:
     assert str(lock) in caplog.text
 
 
-def test_a_file_system_without_locks(tmp_path: Path, monkeypatch) -> None:
+def test_file_system_without_locks(tmp_path: Path, monkeypatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(38, "Function not implemented")
 
@@ -69,13 +69,13 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch) -> None:
     assert open_arrays(tmp_path, tmp_path / "log") == [[0, 1, 2, 3, 4], [0, 1, 2]]
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_unwritable_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"cannot be written to .*file/cache: .*--data-cache-path"):
         open_arrays(tmp_path / "file" / "cache", tmp_path / "log")
 
 
-def test_a_finished_cache_needs_no_writing(tmp_path: Path, monkeypatch) -> None:
+def test_complete_cache_is_only_read(tmp_path: Path, monkeypatch) -> None:
     first = open_arrays(tmp_path, tmp_path / "log")
     monkeypatch.setattr(index_cache, "_lock", None)
     monkeypatch.setattr(os, "makedirs", None)

@@ -21,7 +21,7 @@ VECTORS = (
 
 
 def index_bytes(sizes, doc_idx, *, code=8, itemsize=2, version=1, magic=MAGIC) -> bytes:
-    """An .idx file, put together by hand from the description of the format."""
+    """An .idx file, built from the description of the format."""
     pointers = np.concatenate([[0], np.cumsum(sizes)[:-1]]) * itemsize if len(sizes) else []
     return (
         struct.pack("<9sQBQQ", magic, version, code, len(sizes), len(doc_idx))
@@ -31,14 +31,14 @@ def index_bytes(sizes, doc_idx, *, code=8, itemsize=2, version=1, magic=MAGIC) -
     )
 
 
-def put(folder: Path, idx: bytes, tokens: int = 5, itemsize: int = 2) -> Path:
+def write_files(folder: Path, idx: bytes, tokens: int = 5, itemsize: int = 2) -> Path:
     (folder / "x.idx").write_bytes(idx)
     (folder / "x.bin").write_bytes(bytes(tokens * itemsize))
     return folder / "x"
 
 
 @pytest.mark.parametrize("name", VECTORS)
-def test_reads_and_writes_the_bytes_of_megatron(shared: Path, tmp_path: Path, name: str) -> None:
+def test_files_equal_megatron(shared: Path, tmp_path: Path, name: str) -> None:
     source = shared / "vectors" / name
     theirs = IndexedDataset(source)
     with IndexedDatasetWriter(tmp_path / "one", theirs.dtype) as writer:
@@ -69,11 +69,11 @@ def test_round_trip(tmp_path: Path, dtype: np.dtype) -> None:
     assert read.get(0, 1).tolist() == [2, 3]
     assert read.get(0, 1, 1).tolist() == [2]
     assert read.num_tokens == 6
-    copy = pickle.loads(pickle.dumps(read))  # noqa: S301, our own bytes
+    copy = pickle.loads(pickle.dumps(read))  # noqa: S301, pickled here
     assert copy.get(3).tolist() == read.get(3).tolist()
 
 
-def test_nothing_in_it(tmp_path: Path) -> None:
+def test_empty_dataset(tmp_path: Path) -> None:
     with IndexedDatasetWriter(tmp_path / "x", np.int32):
         pass
     read = IndexedDataset(tmp_path / "x")
@@ -86,7 +86,7 @@ def test_best_dtype() -> None:
     assert best_dtype(65500) == np.int32
 
 
-def test_an_id_that_does_not_fit(tmp_path: Path) -> None:
+def test_id_out_of_range_of_the_dtype(tmp_path: Path) -> None:
     for tokens, wrong in (([1, 65536, 2], 65536), ([-1], -1)):
         with (
             pytest.raises(InputError, match=rf"token id {wrong} does not fit.* uint16 .*0 to 65535"),
@@ -96,7 +96,7 @@ def test_an_id_that_does_not_fit(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_final_names_only_when_complete(tmp_path: Path) -> None:
+def test_files_are_renamed_when_complete(tmp_path: Path) -> None:
     with IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
         writer.add_document([[1]])
     with (
@@ -110,13 +110,13 @@ def test_final_names_only_when_complete(tmp_path: Path) -> None:
     assert IndexedDataset(tmp_path / "x").get(0).tolist() == [1]
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_folder(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"no/x\.bin .*cannot be written: No such file"):
         IndexedDatasetWriter(tmp_path / "no" / "x", np.uint16).__enter__()
 
 
-def test_missing_files_name_the_nearest(tmp_path: Path) -> None:
-    put(tmp_path, index_bytes([5], [0, 1]))
+def test_missing_files_suggest_similar_names(tmp_path: Path) -> None:
+    write_files(tmp_path, index_bytes([5], [0, 1]))
     for extension in (".idx", ".bin"):
         (tmp_path / f"x{extension}").rename(tmp_path / f"wiki_text_document{extension}")
     with pytest.raises(InputError, match=r"wiki\.idx does not exist: did you mean .*wiki_text_document\?"):
@@ -155,15 +155,15 @@ def test_missing_files_name_the_nearest(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_damage_is_named(tmp_path: Path, idx: bytes, message: str) -> None:
+def test_damaged_index(tmp_path: Path, idx: bytes, message: str) -> None:
     with pytest.raises(InputError, match=message) as caught:
-        IndexedDataset(put(tmp_path, idx))
+        IndexedDataset(write_files(tmp_path, idx))
     assert str(tmp_path / "x") in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_modes_of_multimodal_files_are_passed_over(tmp_path: Path, caplog) -> None:
-    prefix = put(tmp_path, index_bytes([2, 3], [0, 2]) + bytes([0, 1]))
+def test_modes_of_multimodal_files_are_ignored(tmp_path: Path, caplog) -> None:
+    prefix = write_files(tmp_path, index_bytes([2, 3], [0, 2]) + bytes([0, 1]))
     with caplog.at_level(logging.WARNING, "megatron"):
         assert IndexedDataset(prefix).sizes.tolist() == [2, 3]
     assert "multimodal" in caplog.text

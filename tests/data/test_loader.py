@@ -62,7 +62,7 @@ def test_batches_do_not_depend_on_workers(kind: str) -> None:
         assert equal(first(workers), expected)
 
 
-def test_training_goes_on_where_it_was() -> None:
+def test_training_resumes_at_consumed_samples() -> None:
     batches = train_batches(mock(), config(), consumed_samples=0, **LAYOUT)
     whole = list(itertools.islice(batches, 15))
     later = train_batches(mock(), config(), consumed_samples=5 * 4, **LAYOUT)
@@ -70,7 +70,7 @@ def test_training_goes_on_where_it_was() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_when_the_data_run_out(workers: int) -> None:
+def test_training_out_of_samples(workers: int) -> None:
     batches = train_batches(mock(19), config(workers), consumed_samples=4, **LAYOUT)
     for _ in range(3):
         next(batches)
@@ -81,7 +81,7 @@ def test_when_the_data_run_out(workers: int) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_error_in_a_worker_is_the_users_line(corpus, workers: int) -> None:
+def test_worker_error_is_one_line(corpus, workers: int) -> None:
     flags = config(workers, data_path=[corpus.prefix], split="1")
     dataset = build_gpt_datasets(flags, samples=(40, 0, 0), seed=1, vocab_size=300)["train"]
     with pytest.raises(InputError, match=r"corpus\.bin: token .* the vocabulary has 300 ids") as caught:
@@ -90,8 +90,8 @@ def test_an_error_in_a_worker_is_the_users_line(corpus, workers: int) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_pinned_batches_are_prepared_by_a_thread(monkeypatch, workers: int) -> None:
-    """Copying into page-locked memory, which takes a GPU, is stood in for by noting which thread would do it."""
+def test_batches_are_pinned_by_a_thread(monkeypatch, workers: int) -> None:
+    """A patched `pin_memory` records its thread, since pinning itself needs a GPU."""
     threads = []
 
     def pin(tensor: torch.Tensor) -> torch.Tensor:
@@ -116,8 +116,8 @@ def test_pinned_batches_are_prepared_by_a_thread(monkeypatch, workers: int) -> N
     assert not multiprocessing.active_children()
 
 
-class Noting(MockGPTDataset):
-    """Keeps a file for every sample that has been read, by whichever process."""
+class RecordingDataset(MockGPTDataset):
+    """Creates a file for each sample that any process reads."""
 
     folder: Path
 
@@ -127,11 +127,11 @@ class Noting(MockGPTDataset):
 
 
 @pytest.mark.parametrize(("workers", "pin"), [(1, False), (2, True), (0, True)])
-def test_a_global_batch_is_ready_before_it_is_asked_for(
+def test_global_batch_is_prefetched(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, workers: int, pin: bool
 ) -> None:
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-    dataset = Noting(samples=60, config=config(), vocab_size=50, seed=(1, 0))
+    dataset = RecordingDataset(samples=60, config=config(), vocab_size=50, seed=(1, 0))
     dataset.folder = tmp_path
     layout = LAYOUT | {"pin_memory": pin}
     batches = train_batches(dataset, config(workers), consumed_samples=0, ahead=6, **layout)
@@ -146,7 +146,7 @@ def test_a_global_batch_is_ready_before_it_is_asked_for(
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_evaluation_counts_every_sample_once(workers: int) -> None:
+def test_evaluation_reads_every_sample_once(workers: int) -> None:
     dataset, samples = mock(), range(3, 16)
     expected = sorted(tuple(dataset[i]["text"][:-1].tolist()) for i in samples)
     seen, lengths = [], set()
@@ -160,19 +160,19 @@ def test_evaluation_counts_every_sample_once(workers: int) -> None:
     assert lengths == {3}
 
 
-def test_evaluation_beyond_the_data() -> None:
+def test_evaluation_out_of_samples() -> None:
     with pytest.raises(InputError, match="evaluation needs samples 50 to 61, but the data has 60"):
         eval_batches(mock(), config(), samples=range(50, 61), **LAYOUT)
 
 
-def test_the_random_stream_is_left_alone() -> None:
+def test_global_rng_state_is_unchanged() -> None:
     before = torch.get_rng_state()
     for workers in (0, 1):
         list(eval_batches(mock(), config(workers), samples=range(8), **LAYOUT))
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_document_ids_where_attention_is_reset() -> None:
+def test_document_ids_with_reset_attention_mask() -> None:
     flags = config(reset_attention_mask=True)
     dataset = MockGPTDataset(samples=60, config=flags, vocab_size=50, seed=(1, 0), eod=3)
     batch = next(train_batches(dataset, flags, consumed_samples=0, **LAYOUT))
@@ -183,14 +183,14 @@ def mock_bert(samples: int = 60) -> MockBertDataset:
     return MockBertDataset(samples, DataConfig(seq_length=16), vocab_size=50, seed=(1, 0))
 
 
-def test_batches_of_bert() -> None:
+def test_bert_batches() -> None:
     def first(workers: int) -> list:
         flags = DataConfig(seq_length=16, num_workers=workers)
         batches = train_batches(mock_bert(), flags, consumed_samples=8, **LAYOUT)
         return list(itertools.islice(batches, 12))
 
     expected = first(0)
-    samples = [mock_bert()[8 + 2], mock_bert()[8 + 3]]  # of the second replica of two
+    samples = [mock_bert()[8 + 2], mock_bert()[8 + 3]]  # of the second of two replicas
     longest = max(int(sample["padding_mask"].sum()) for sample in samples)
     most = max(int(sample["loss_mask"].sum()) for sample in samples)
     names = {"tokens": "text", "tokentype_ids": "types", "padding_mask": "padding_mask"}
@@ -202,15 +202,15 @@ def test_batches_of_bert() -> None:
         row = {name: values[i] for name, values in expected[0].items()}
         for name, theirs in names.items():
             assert row[name].tolist() == sample[theirs][: len(row[name])].tolist()
-        guessed = row["loss_mask"].bool()
-        assert row["positions"][guessed].tolist() == np.flatnonzero(sample["loss_mask"]).tolist()
-        assert row["labels"][guessed].tolist() == [x for x in sample["labels"].tolist() if x >= 0]
+        masked = row["loss_mask"].bool()
+        assert row["positions"][masked].tolist() == np.flatnonzero(sample["loss_mask"]).tolist()
+        assert row["labels"][masked].tolist() == [x for x in sample["labels"].tolist() if x >= 0]
         assert row["is_random"] == sample["is_random"]
     for workers in (1, 2):
         assert equal(first(workers), expected)
 
 
-def test_evaluation_of_bert_counts_every_sample_once() -> None:
+def test_bert_evaluation_reads_every_sample_once() -> None:
     flags, samples, seen = DataConfig(seq_length=16, num_workers=0), range(3, 16), []
     for rank in range(3):
         layout = LAYOUT | {"dp_rank": rank, "dp_size": 3}
@@ -220,7 +220,7 @@ def test_evaluation_of_bert_counts_every_sample_once() -> None:
     assert sorted(seen) == sorted(tuple(mock_bert()[i]["text"].tolist()) for i in samples)
 
 
-def test_batches_of_bert_are_as_long_as_their_longest_sample() -> None:
+def test_bert_batches_are_padded_to_their_longest_sample() -> None:
     dataset = MockBertDataset(60, DataConfig(seq_length=61), vocab_size=50, seed=(1, 0), length_multiple=12)
     lengths = [int(dataset[i]["padding_mask"].sum()) for i in range(60)]
     seen = set()
@@ -232,7 +232,7 @@ def test_batches_of_bert_are_as_long_as_their_longest_sample() -> None:
     assert dataset.collate([]).tokens.shape == (0, 12)
 
 
-def test_batches_of_a_blend_of_bert(write_documents, bert_tokenizer) -> None:
+def test_bert_blend_batches(write_documents, bert_tokenizer) -> None:
     files = [write_documents([[[5 + i] * 4, [6 + i] * 4]] * 3, f"part{i}") for i in range(2)]
     flags = DataConfig(seq_length=16, train_data_path=[file.prefix for file in files], num_workers=1)
     dataset = build_bert_datasets(flags, samples=(40, 0, 0), seed=1, tokenizer=bert_tokenizer)["train"]
@@ -240,7 +240,7 @@ def test_batches_of_a_blend_of_bert(write_documents, bert_tokenizer) -> None:
     assert next(batches).tokens[0].tolist() == dataset[2]["text"].tolist()
 
 
-SIGNALLED = """
+SIGNAL_SCRIPT = """
 import itertools, signal, sys, time
 from megatron.data.config import DataConfig
 from megatron.data.gpt_dataset import MockGPTDataset
@@ -268,9 +268,9 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("end", ["killed", "by an error"])
-def test_workers_outlive_signals_to_the_group_but_not_the_training(tmp_path: Path, end: str) -> None:
+def test_workers_ignore_signals_and_end_with_training(tmp_path: Path, end: str) -> None:
     script = tmp_path / "script.py"
-    script.write_text(SIGNALLED)
+    script.write_text(SIGNAL_SCRIPT)
     process = subprocess.Popen(
         [sys.executable, script, end],
         start_new_session=True,
@@ -286,7 +286,7 @@ def test_workers_outlive_signals_to_the_group_but_not_the_training(tmp_path: Pat
     assert process.stdout.readline() == "read on after 2 signals\n"
     if end == "killed":
         process.kill()
-    # The pipes are at their ends only when every process that holds them has ended.
+    # The pipes close only when every process that holds them has ended.
     _, errors = process.communicate(timeout=60)
     assert "left by an error" in errors or end == "killed"
     assert errors.count("Traceback") == (0 if end == "killed" else 1)

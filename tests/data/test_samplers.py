@@ -10,7 +10,7 @@ from megatron.errors import InputError
 
 
 def megatron_cyclic(total: int, consumed: int, mbs: int, rank: int, dp: int):
-    """One epoch's microbatches of Megatron-LM's random sampler, from the description of it."""
+    """One epoch of microbatches from Megatron-LM's random sampler, written from its description."""
     active = total - total % (mbs * dp)
     epoch, current = consumed // active, consumed % active
     bucket = (total // (mbs * dp)) * mbs
@@ -22,7 +22,7 @@ def megatron_cyclic(total: int, consumed: int, mbs: int, rank: int, dp: int):
 
 
 @pytest.mark.parametrize(("mbs", "dp"), [(1, 1), (2, 3), (4, 2)])
-def test_cyclic_is_megatron_s(mbs: int, dp: int) -> None:
+def test_cyclic_equals_megatron(mbs: int, dp: int) -> None:
     total, step = 53, mbs * dp
     for consumed in (0, step, 3 * step, total // step * step, 5 * (total // step * step) + 2 * step):
         for rank in range(dp):
@@ -36,14 +36,14 @@ def test_cyclic_is_megatron_s(mbs: int, dp: int) -> None:
             assert list(itertools.islice(ours, 100)) == expected[:100]
 
 
-def test_cyclic_sees_every_sample_once_an_epoch() -> None:
+def test_cyclic_reads_every_sample_once_per_epoch() -> None:
     ranks = [cyclic(24, consumed=0, micro_batch_size=2, dp_rank=r, dp_size=3) for r in range(3)]
     for _ in range(3):
         epoch = [sample for rank in ranks for batch in itertools.islice(rank, 4) for sample in batch]
         assert sorted(epoch) == list(range(24))
 
 
-def test_cyclic_refuses() -> None:
+def test_cyclic_refuses_invalid_sizes() -> None:
     with pytest.raises(InputError, match="5 samples do not fill one microbatch of 2 samples on 3 replicas"):
         next(cyclic(5, consumed=0, micro_batch_size=2, dp_rank=0, dp_size=3))
     with pytest.raises(InputError, match="the 7 consumed samples are not a multiple of 6"):
@@ -52,7 +52,7 @@ def test_cyclic_refuses() -> None:
 
 @pytest.mark.parametrize("consumed", [0, 12, 13])
 def test_sequential_order(consumed: int) -> None:
-    """Microbatch m of replica r is samples [m * mbs * dp + r * mbs, + mbs) of those not yet consumed."""
+    """Microbatch m of replica r holds samples [m * mbs * dp + r * mbs, + mbs) of those not yet consumed."""
     mbs, dp, total = 2, 3, 40
     for rank in range(dp):
         ours = sequential(
@@ -65,7 +65,7 @@ def test_sequential_order(consumed: int) -> None:
         assert [list(batch) for batch in ours] == expected
 
 
-def test_sequential_to_the_last_sample() -> None:
+def test_sequential_without_drop_last() -> None:
     for total, mbs, dp in itertools.product(range(14), (1, 2, 3), (1, 2, 4)):
         ranks = [
             list(sequential(range(total), micro_batch_size=mbs, dp_rank=r, dp_size=dp, drop_last=False))

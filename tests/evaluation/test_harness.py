@@ -1,6 +1,6 @@
-"""lm-evaluation-harness on a GPT of ours, against its own `hf` on the same weights, task by task and number by number.
+"""lm-evaluation-harness gives MegatronLM and its own `hf` model the same scores on the same weights.
 
-Needs `pip install lm_eval==0.4.13 accelerate`, and is skipped without; `hf` needs the second.
+Needs `pip install lm_eval==0.4.13 accelerate` (accelerate for `hf`); skipped otherwise.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from megatron.evaluation import harness  # noqa: E402
 from megatron.evaluation.harness import MegatronLM, run_tasks, sampling  # noqa: E402
 
 WORDS = "the a cat dog bird sat ran flew on under over mat hat tree quickly slowly and then but so 12 7 I'm".split()
-LENGTH = 48  # of the models' context
+LENGTH = 48  # context length of the models
 IDS = 320
-LENGTHS = [2, 3, 5, 5, 6, 8, 12, 20, 30, 46, 47, 48, 49, 95, 96, 97, 120] * 2  # of the texts, in words
+LENGTHS = [2, 3, 5, 5, 6, 8, 12, 20, 30, 46, 47, 48, 49, 95, 96, 97, 120] * 2  # lengths of the texts in words
 SAMPLES = len(LENGTHS)
 TASKS = {
     "choice": """
@@ -79,7 +79,7 @@ COMPARED = ["choice", "last_word", "pages", "continue"]
 
 @pytest.fixture(scope="module", autouse=True)
 def offline() -> Iterator[None]:
-    """As HF_HUB_OFFLINE=1 and HF_DATASETS_OFFLINE=1, which may come too late: all is here, so nothing is asked for."""
+    """Set HF_HUB_OFFLINE and HF_DATASETS_OFFLINE after import, since the tests need no network."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         patch.setattr("datasets.config.HF_HUB_OFFLINE", True)
@@ -87,21 +87,21 @@ def offline() -> Iterator[None]:
 
 
 def source(data: Path) -> str:
-    """The lines of a task that take its samples from a file."""
+    """Lines of a task's file that read samples from a file."""
     files = f"{{data_files: {{test: {data}}}, cache_dir: {data.parent / 'cache'}}}"
     return f"dataset_path: json\ndataset_kwargs: {files}\ntest_split: test\n"
 
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of tasks over a file of texts."""
+    """Folder of tasks over a file of texts."""
     folder = tmp_path_factory.mktemp("tasks")
     rng = random.Random(1)
     samples = []
     for length in LENGTHS:
         text = " ".join(
             [*rng.choices(WORDS, k=length - 1), rng.choice(("bir", "mat"))]
-        )  # the first is likely
+        )  # the models are likely to generate the first
         choices = [" " + " ".join(rng.choices(WORDS, k=rng.choice((1, 1, 2, 5)))) for _ in range(4)]
         samples.append({"text": text, "choices": choices, "gold": rng.randrange(4)})
     data = folder / "samples.json"
@@ -112,13 +112,13 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def save_model(folder: Path, kind: str, names: tuple[str, ...], vocab_size: int) -> Path:
-    """Save a tiny model of Hugging Face's with random weights and these files of its tokenizer."""
+    """Save a tiny Hugging Face model with random weights, and these files of its tokenizer."""
     length = {"gpt2": "n_positions", "llama": "max_position_embeddings"}[kind]
     save_hf(folder, kind, vocab_size=vocab_size, **{length: LENGTH, "tie_word_embeddings": False})
     weights = load_file(folder / "model.safetensors")
-    weights["lm_head.weight"][:256] *= 0.1  # it speaks in words, not in single bytes,
+    weights["lm_head.weight"][:256] *= 0.1  # generate words instead of single bytes
     if kind == "gpt2":
-        weights["transformer.ln_f.bias"][:] = 0  # and not in the same ones always
+        weights["transformer.ln_f.bias"][:] = 0  # and vary them
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     rng = random.Random(0)
     files = train_bpe([" ".join(rng.choices(WORDS, k=50)) for _ in range(20)], IDS)
@@ -129,14 +129,14 @@ def save_model(folder: Path, kind: str, names: tuple[str, ...], vocab_size: int)
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a GPT-2."""
+    """Folder of a GPT-2."""
     names = ("vocab.json", "merges.txt", "tokenizer_config.json")
     return save_model(tmp_path_factory.mktemp("gpt2"), "gpt2", names, IDS)
 
 
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
-    """The folder of a Llama, whose tokenizer begins each text with a token of its own."""
+    """Folder of a Llama whose tokenizer prepends a BOS token."""
     folder = save_model(tmp_path, "llama", ("tokenizer.json",), IDS + 1)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_special_tokens(["<s>"])
@@ -149,7 +149,7 @@ def llama(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def run(tasks: Path) -> Callable[..., dict[str, Any]]:
-    """Runs tasks on a model, and gives lm_eval's results."""
+    """Function that runs tasks on a model and returns lm_eval's results."""
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
     return lambda model, names: lm_eval.simple_evaluate(
         model=model, tasks=names, task_manager=manager, bootstrap_iters=0
@@ -157,13 +157,13 @@ def run(tasks: Path) -> Callable[..., dict[str, Any]]:
 
 
 def responses(results: dict[str, Any], task: str) -> list:
-    """What the model answered to each request of a task."""
+    """Responses of the model to all requests of a task."""
     samples = sorted(results["samples"][task], key=lambda sample: sample["doc_id"])
     return [answer for sample in samples for answers in sample["resps"] for answer in answers]
 
 
 def hf(folder: Path) -> LM:
-    """lm_eval's own model for folders of Hugging Face's."""
+    """lm_eval's own model for Hugging Face folders."""
     from lm_eval.models.huggingface import HFLM
 
     return HFLM(pretrained=str(folder), device="cpu", batch_size=3)
@@ -171,12 +171,12 @@ def hf(folder: Path) -> LM:
 
 @pytest.fixture(scope="module")
 def theirs(gpt2: Path, run: Callable) -> dict[str, Any]:
-    """The results of `hf` on the GPT-2."""
+    """Results of `hf` on the GPT-2."""
     return run(hf(gpt2), COMPARED)
 
 
-def same(ours: dict[str, Any], theirs: dict[str, Any], *, within: float) -> None:
-    """Assert that every answer and every metric agree, texts and choices exactly."""
+def assert_same_results(ours: dict[str, Any], theirs: dict[str, Any], *, within: float) -> None:
+    """Assert equal answers and metrics; texts and choices must be exactly equal."""
     for task in COMPARED:
         for a, b in zip(responses(ours, task), responses(theirs, task), strict=True):
             if task == "continue":
@@ -195,32 +195,34 @@ def same(ours: dict[str, Any], theirs: dict[str, Any], *, within: float) -> None
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 100])
-def test_numbers_are_those_of_hf(batch_size: int, gpt2: Path, run: Callable, theirs: dict) -> None:
-    """In batches of any size; some texts are longer than the model's context."""
+def test_results_equal_hf(batch_size: int, gpt2: Path, run: Callable, theirs: dict) -> None:
+    """Results do not depend on the batch size. Some texts are longer than the context."""
     ours = run(MegatronLM(str(gpt2), device="cpu", batch_size=batch_size), COMPARED)
-    same(ours, theirs, within=1e-6)
+    assert_same_results(ours, theirs, within=1e-6)
     assert 0 < ours["results"]["last_word"]["acc,none"] < 1
     lengths = sorted(map(len, responses(ours, "continue")))
-    assert lengths[0] < 10 and lengths[-1] > 20  # some met what they stop at
+    assert lengths[0] < 10 and lengths[-1] > 20  # some reach a stop string
 
 
-def test_a_checkpoint_of_ours_gives_them_too(gpt2, tmp_path: Path, run: Callable, theirs: dict) -> None:
+def test_native_checkpoint_equals_hf(gpt2, tmp_path: Path, run: Callable, theirs: dict) -> None:
     words = ["--from", "huggingface", "--to", "native", "--load", gpt2, "--save", tmp_path / "run"]
     convert_checkpoint.main([str(word) for word in words])
-    same(run(MegatronLM(str(tmp_path / "run"), device="cpu", batch_size=4), COMPARED), theirs, within=1e-6)
+    assert_same_results(
+        run(MegatronLM(str(tmp_path / "run"), device="cpu", batch_size=4), COMPARED), theirs, within=1e-6
+    )
 
 
-def test_texts_that_begin_with_a_token(llama: Path, run: Callable) -> None:
+def test_tokenizer_with_bos_token(llama: Path, run: Callable) -> None:
     model = MegatronLM(str(llama), device="cpu", batch_size=4, add_bos_token=True)
     assert (
         model.tok_encode("the cat")
         == [IDS, *model.tokenizer.tokenize("the cat")]
         == model.tok_encode("<s>the cat")
     )
-    same(run(model, COMPARED), run(hf(llama), COMPARED), within=1e-5)
+    assert_same_results(run(model, COMPARED), run(hf(llama), COMPARED), within=1e-5)
 
 
-def test_what_is_drawn_depends_on_the_seed_alone(gpt2: Path, run: Callable) -> None:
+def test_samples_depend_only_on_the_seed(gpt2: Path, run: Callable) -> None:
     def draw(batch_size: int, seed: int) -> list[str]:
         model = MegatronLM(str(gpt2), device="cpu", batch_size=batch_size, seed=seed)
         return responses(run(model, ["draw"]), "draw")
@@ -231,13 +233,13 @@ def test_what_is_drawn_depends_on_the_seed_alone(gpt2: Path, run: Callable) -> N
 
 
 @pytest.fixture
-def only_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spares the search for lm_eval's own tasks, which takes ten seconds."""
+def without_default_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do not index lm_eval's own tasks, which takes ten seconds."""
     monkeypatch.setattr(harness, "TaskManager", functools.partial(TaskManager, include_defaults=False))
 
 
-@pytest.mark.usefixtures("only_ours")
-def test_the_tool(gpt2: Path, tasks: Path, theirs: dict, tmp_path: Path, capsys) -> None:
+@pytest.mark.usefixtures("without_default_tasks")
+def test_command_line(gpt2: Path, tasks: Path, theirs: dict, tmp_path: Path, capsys) -> None:
     words = ["--load", gpt2, "--include-path", tasks, "--batch-size", 4, "--device", "cpu"]
     file = tmp_path / "results.json"
     lm_eval_adapter.main([str(w) for w in (*words, "--tasks", "pages,last_w*", "--output", file)])
@@ -257,15 +259,15 @@ def test_the_tool(gpt2: Path, tasks: Path, theirs: dict, tmp_path: Path, capsys)
         lm_eval_adapter.main([str(w) for w in (*words, "--tasks", "pages,nonesuch")])
 
 
-@pytest.mark.usefixtures("only_ours")
-def test_data_that_is_not_there_is_one_line(gpt2: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("without_default_tasks")
+def test_missing_data_is_one_line(gpt2: Path, tmp_path: Path) -> None:
     (tmp_path / "lost.yaml").write_text(f"task: lost\n{source(tmp_path / 'lost.json')}{TASKS['pages']}")
     with pytest.raises(InputError, match=r"^--tasks: the data is not available: .*lost\.json"):
         run_tasks(MegatronLM(str(gpt2), device="cpu"), ["lost"], tmp_path, None)
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("kwargs", "message"),
     [
         ({"num_beams": 4, "max_gen_toks": 5}, "generation_kwargs has num_beams 4; supported are until,"),
         (
@@ -276,19 +278,19 @@ def test_data_that_is_not_there_is_one_line(gpt2: Path, tmp_path: Path) -> None:
         ({"max_gen_toks": 5, "temperature": -1.0, "do_sample": True}, "--temperature: -1.0 is too small"),
     ],
 )
-def test_generation_that_is_refused(asked: dict, message: str) -> None:
+def test_invalid_generation_kwargs(kwargs: dict, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        sampling(asked, 1, LENGTH)
+        sampling(kwargs, 1, LENGTH)
 
 
-def test_generation_that_is_asked_for() -> None:
+def test_generation_kwargs() -> None:
     config, until = sampling({"until": ["\n", ""], "max_gen_toks": 7, "temperature": 0.0}, 5, LENGTH)
     assert until == ["\n"] and config == SamplingConfig(out_seq_length=7, greedy=True, seed=5)
     config, until = sampling({"until": "x", "do_sample": True, "top_p": 0.9, "max_new_tokens": 7}, 5, LENGTH)
     assert until == ["x"] and config == SamplingConfig(out_seq_length=7, top_p=0.9, seed=5)
 
 
-def test_a_context_of_spaces_is_none(gpt2: Path) -> None:
+def test_context_of_spaces_is_empty(gpt2: Path) -> None:
     model = MegatronLM(str(gpt2), device="cpu")
     spaces = ("  ", "cat"), *model._encode_pair("  ", "cat")
     end = model.tokenizer.eod
@@ -298,7 +300,7 @@ def test_a_context_of_spaces_is_none(gpt2: Path) -> None:
 
 
 @pytest.mark.parametrize("continuation", ["", "the " * LENGTH])
-def test_continuations_that_cannot_be_scored(gpt2: Path, continuation: str) -> None:
+def test_invalid_continuations(gpt2: Path, continuation: str) -> None:
     model = MegatronLM(str(gpt2), device="cpu")
     request = ("the cat", continuation), *model._encode_pair("the cat", continuation)
     with pytest.raises(InputError, match=rf"^--tasks: .* must add 1 to {LENGTH}$"):

@@ -1,4 +1,4 @@
-"""--eval-tasks: the figures of NVIDIA's own evaluation by the training loop, and training that it does not disturb."""
+"""--eval-tasks: NVIDIA's zero-shot metrics during training, without an effect on training."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KINDS = ("WIKITEXT103", "LAMBADA", "PPL")
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """A file for each of KINDS, of numbers, for more windows and lines than batches can share out evenly."""
+    """A file of numbers for each of KINDS, with windows and lines that do not divide evenly into batches."""
     folder = tmp_path_factory.mktemp("data")
     numbers = torch.randint(59, (1500,), generator=torch.Generator().manual_seed(0)).tolist()
     words = [str(n) for n in numbers]
@@ -44,30 +44,30 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [str(folder / name) for name in ("wiki", "lambada", "text")]
 
 
-def test_training_is_the_same_with_them(pretrain, files: list[str], tmp_path: Path) -> None:
+def test_eval_tasks_do_not_change_training(pretrain, files: list[str], tmp_path: Path) -> None:
     metrics = [tmp_path / "without.jsonl", tmp_path / "with.jsonl"]
     pretrain(*TINY, "--metrics-path", metrics[0])
     tasks = ["--eval-tasks", *KINDS, "--eval-tasks-data", *files, "--overlapping-eval", 7]
-    kept = ["--tensorboard-dir", tmp_path / "events", "--save", tmp_path / "run"]
-    told = pretrain(*TINY, "--metrics-path", metrics[1], *tasks, *kept)
+    outputs = ["--tensorboard-dir", tmp_path / "events", "--save", tmp_path / "run"]
+    out = pretrain(*TINY, "--metrics-path", metrics[1], *tasks, *outputs)
     without, found = ([json.loads(line) for line in path.read_text().splitlines()] for path in metrics)
-    figures = [row for row in found if any(name.startswith(KINDS) for name in row)]
+    metric_rows = [row for row in found if any(name.startswith(KINDS) for name in row)]
     losses = [[row["lm loss"] for row in rows if "lm loss" in row] for rows in (without, found)]
     assert losses[0] == losses[1] and len(losses[0]) == 5
-    assert len(found) == len(without) + len(figures)
-    assert [row["iteration"] for row in figures] == [2, 2, 2, 4, 4, 4, 5, 5, 5]
-    wiki, lambada, ppl = figures[-3:]
+    assert len(found) == len(without) + len(metric_rows)
+    assert [row["iteration"] for row in metric_rows] == [2, 2, 2, 4, 4, 4, 5, 5, 5]
+    wiki, lambada, ppl = metric_rows[-3:]
     assert math.exp(wiki["WIKITEXT103 avg loss"]) == pytest.approx(wiki["WIKITEXT103 ppl"])
     assert lambada["LAMBADA total examples"] == 47
-    assert ppl["PPL ppl"] == pytest.approx(59, rel=0.2)  # of random numbers nothing can be learnt
-    assert "\n validation results on WIKITEXT103 at iteration 2 | avg loss: " in told
-    assert "\n validation results on LAMBADA at the end of training | number correct: " in told
-    for kind, file, row in zip(KINDS, files, figures[-3:], strict=True):
+    assert ppl["PPL ppl"] == pytest.approx(59, rel=0.2)  # random numbers cannot be learned
+    assert "\n validation results on WIKITEXT103 at iteration 2 | avg loss: " in out
+    assert "\n validation results on LAMBADA at the end of training | number correct: " in out
+    for kind, file, row in zip(KINDS, files, metric_rows[-3:], strict=True):
         result = tmp_path / "result.json"
         words = ["--load", str(tmp_path / "run"), "--device", "cpu", "--task", kind, "--valid-data", file]
         evaluate.main([*words, "--overlapping-eval", "7", "--output-path", str(result)])
-        apart = {f"{kind} {name}": x for name, x in json.loads(result.read_text())["results"].items()}
-        assert apart == pytest.approx({name: row[name] for name in apart}, rel=1e-6)
+        standalone = {f"{kind} {name}": x for name, x in json.loads(result.read_text())["results"].items()}
+        assert standalone == pytest.approx({name: row[name] for name in standalone}, rel=1e-6)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path / "events"))
@@ -75,12 +75,12 @@ def test_training_is_the_same_with_them(pretrain, files: list[str], tmp_path: Pa
     points = [(point.step, point.value) for point in events.Scalars("WIKITEXT103 adjusted ppl")]
     assert points == [
         (step, pytest.approx(value))
-        for step, value in ((row["iteration"], row["WIKITEXT103 adjusted ppl"]) for row in figures[::3])
+        for step, value in ((row["iteration"], row["WIKITEXT103 adjusted ppl"]) for row in metric_rows[::3])
     ]
 
 
-def figures(flags: str, files: list[str], micro_batch_size: int) -> list[float]:
-    """The sums of all tasks on a model with its first weights."""
+def task_sums(flags: str, files: list[str], micro_batch_size: int) -> list[float]:
+    """Sums of all tasks for a model at initialization."""
     tasks = f"--eval-tasks {' '.join(KINDS)} --eval-tasks-data {' '.join(files)} --overlapping-eval 5"
     config = config_of(f"{flags} {tasks} --init-method-std 0.3 --ops-backend plain")
     found = []
@@ -99,10 +99,10 @@ def figures(flags: str, files: list[str], micro_batch_size: int) -> list[float]:
     return found
 
 
-def test_every_layout_finds_the_same(files: list[str]) -> None:
-    """Tensor and sequence parallelism; interleaved stages, and replicas of which the last gets fewer samples."""
-    alone = figures("", files, 2)
-    assert alone[1] > 0  # some last words are guessed
+def test_layouts_agree(files: list[str]) -> None:
+    """Tensor and sequence parallelism; interleaved stages with replicas, the last of which gets fewer samples."""
+    expected = task_sums("", files, 2)
+    assert expected[1] > 0  # some last words are predicted
     for processes, flags in (
         (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
         (
@@ -111,13 +111,13 @@ def test_every_layout_finds_the_same(files: list[str]) -> None:
             "--overlap-param-gather",
         ),
     ):
-        for found in run_distributed(figures, processes, flags, files, 3):
-            assert found == pytest.approx(alone, rel=1e-5)
+        for found in run_distributed(task_sums, processes, flags, files, 3):
+            assert found == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.slow
-def test_nvidias_figures(shared: Path, tmp_path: Path, pretrain) -> None:
-    """Of the checkpoint that its evaluation was run on, by --skip-train."""
+def test_equals_nvidia_metrics(shared: Path, tmp_path: Path, pretrain) -> None:
+    """Metrics of NVIDIA's checkpoint as printed by its own evaluation, with --skip-train."""
     vectors, data = shared / "vectors" / "eval-v2.5", shared / "data"
     folder = tmp_path / "run"
     words = ["--from", "megatron", "--to", "native", "--load", vectors / "after200_tp1", "--save", folder]
@@ -127,15 +127,15 @@ def test_nvidias_figures(shared: Path, tmp_path: Path, pretrain) -> None:
     run += " --eval-iters 0 --lr 1e-3 --device cpu --num-workers 0 --ops-backend plain"
     files = [vectors / "wiki300.test.tokens", vectors / "lambada400.jsonl"]
     tasks = ["--eval-tasks", "WIKITEXT103", "LAMBADA", "--eval-tasks-data", *files, "--overlapping-eval", 64]
-    told = pretrain("--load", folder, *run.split(), *tasks)
+    out = pretrain("--load", folder, *run.split(), *tasks)
     assert (
         "WIKITEXT103 at iteration 200 | avg loss: 6.7403E+00 | ppl: 8.4583E+02 | adjusted ppl: 1.8280E+04 | "
         "token ratio: 1.455947625388371 |"
-    ) in told
-    assert "number correct: 2.0000E+00 | total examples: 4.0000E+02 | avg accuracy: 5.0000E-03\n" in told
+    ) in out
+    assert "number correct: 2.0000E+00 | total examples: 4.0000E+02 | avg accuracy: 5.0000E-03\n" in out
 
 
-def test_what_cannot_be_evaluated_is_one_line(files: list[str], tmp_path: Path) -> None:
+def test_invalid_eval_tasks_are_one_line(files: list[str], tmp_path: Path) -> None:
     flags = [*TINY, "--eval-tasks", "PPL", "--eval-tasks-data"]
     config = parse_run_config([*flags, "nowhere"], description="", defaults={})
     message = "--eval-tasks-data: nowhere cannot be read (No such file or directory)"

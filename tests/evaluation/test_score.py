@@ -1,4 +1,4 @@
-"""Scores of continuations, against the logits of each text by itself."""
+"""Scores of continuations, against the logits of each text alone."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def model(request: pytest.FixtureRequest) -> GPTModel:
 
 
 @torch.no_grad()
-def alone(model: GPTModel, context: list[int], continuation: list[int]) -> Score:
-    """The score by the chain rule, one forward for each token of the continuation."""
+def reference_score(model: GPTModel, context: list[int], continuation: list[int]) -> Score:
+    """Score by the chain rule, with one forward pass for each token of the continuation."""
     logprob, is_greedy = 0.0, True
     for i, token in enumerate(continuation):
-        # What the model sees begins where it begins for the last token.
+        # All tokens are predicted in the window of the last one.
         begin = max(0, len(context) + len(continuation) - 1 - LENGTH)
         seen = [*context, *continuation[:i]][begin:]
         logits = model(torch.tensor([seen]), torch.arange(len(seen)).unsqueeze(0))[0, -1, :IDS].double()
@@ -46,20 +46,20 @@ def alone(model: GPTModel, context: list[int], continuation: list[int]) -> Score
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 50])
-def test_pairs_of_unlike_lengths(model: GPTModel, batch_size: int) -> None:
+def test_pairs_of_different_lengths(model: GPTModel, batch_size: int) -> None:
     rng = random.Random(0)
     draw = lambda most: rng.choices(range(IDS), k=rng.randint(1, most))  # noqa: E731
     pairs = [(draw(20), draw(LENGTH)) for _ in range(20)]
-    # Answers of one token, and one context cut in two ways.
+    # Continuations of one token, and a text that is split in two ways.
     pairs += [([1, 2, 3], [token]) for token in range(IDS)] + [([1, 2], [3, 4]), ([1], [2, 3, 5])]
     done: list[int] = []
     found = score(model, pairs, batch_size=batch_size, advance=done.append)
-    expected = [alone(model, *pair) for pair in pairs]
+    expected = [reference_score(model, *pair) for pair in pairs]
     assert [s.logprob for s in found] == pytest.approx([s.logprob for s in expected], rel=1e-5)
     assert [s.is_greedy for s in found] == [s.is_greedy for s in expected]
     assert sum(s.is_greedy for s in found[20:50]) == 1
     assert sum(done) == len(pairs)
-    # What shares its input is computed once: 20 texts and that of [1, 2, 3].
+    # Pairs with the same input are computed once: 20 texts and [1, 2, 3].
     assert len(done) == -(-21 // batch_size)
 
 
@@ -78,15 +78,15 @@ def test_windows_hold_each_token_once(count: int) -> None:
     assert [token for _, continuation in pairs for token in continuation] == tokens
     stream = [PREFIX, *tokens]
     for i, (context, continuation) in enumerate(pairs):
-        # A stretch of the text, as long as the model sees (and one token more, which is predicted) or as there is.
+        # A slice of the text: one context length plus the predicted token, or all that there is.
         assert len(context) + len(continuation) == min(count, length) + 1
         begin = stream.index(context[0])
         assert stream[begin : begin + len(context) + len(continuation)] == context + continuation
         assert len(context) == 1 or i == len(pairs) - 1
 
 
-def test_windows_of_the_harness() -> None:
-    """The example in the documentation of lm_eval's `LM.loglikelihood_rolling`."""
+def test_windows_equal_lm_eval() -> None:
+    """Example from the documentation of lm_eval's `LM.loglikelihood_rolling`."""
     assert list(windows(list(range(10)), PREFIX, 4)) == [
         ([PREFIX], [0, 1, 2, 3]),
         ([3], [4, 5, 6, 7]),

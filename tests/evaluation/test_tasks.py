@@ -1,4 +1,4 @@
-"""What the zero-shot tasks make of files, against what is known of them, and of files that are wrong."""
+"""Samples that the zero-shot tasks read from files, and errors for invalid files."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ def test_each_token_is_predicted_once(count: int, stride: int, fill: bool) -> No
     predicted = [i for _, first, end in windows for i in range(first, end)]
     assert predicted == list(range(1, count + 1))
     assert all(0 <= begin < first and end - begin <= 11 for begin, first, end in windows)
-    # After the first window every prediction has at least as much context as the stride leaves.
+    # After the first window, each prediction has at least length - stride tokens of context.
     assert all(
         first - begin == 11 - stride or (fill and end == count + 1) for begin, first, end in windows[1:]
     )
     assert all(end - begin == min(11, count + 1) for begin, _, end in windows if fill)
 
 
-def test_windows_start_where_megatrons_do() -> None:
-    """Sequence i of its data set begins at i times the overlap, and after the first scores the last so many."""
+def test_windows_equal_megatron() -> None:
+    """Sequence i of Megatron-LM's dataset starts at i * overlap; only the first scores more than `overlap` tokens."""
     windows = list(spans(99, length=20, stride=8, fill=False))
     assert [begin for begin, _, _ in windows] == [8 * i for i in range(len(windows))]
     assert [first for _, first, _ in windows[1:]] == [8 * i + 20 - 8 + 1 for i in range(1, len(windows))]
 
 
-def test_wikitext_as_people_write_it() -> None:
+def test_wikitext_detokenizer() -> None:
     text = (
         " = Robert <unk> = \n \n Robert ( born 12 @-@ 3 @,@ 000 ) said : \" it 's 5 @.@ 5 ° C \" ; the boys ' N "
         "[ sic ] . \n"
@@ -55,7 +55,7 @@ def test_wikitext_as_people_write_it() -> None:
     assert detokenize(text).strip(" ") == expected
 
 
-def test_longer_texts_of_lambada_keep_their_ends(tmp_path: Path) -> None:
+def test_long_lambada_texts_are_truncated_on_the_left(tmp_path: Path) -> None:
     path = tmp_path / "lambada.jsonl"
     path.write_text('{"text": "1 2 3 4 5 6"}\n{"text": "7 8"}\r\n{"text": "1 2 3 4 5"}')
     task = task_of("LAMBADA", path)
@@ -66,7 +66,7 @@ def test_longer_texts_of_lambada_keep_their_ends(tmp_path: Path) -> None:
     assert task_of("LAMBADA", path, length=5).notes == []
 
 
-def test_a_strict_last_word_is_tokenised_by_itself(shared: Path, tmp_path: Path) -> None:
+def test_strict_lambada_tokenizes_the_last_word_alone(shared: Path, tmp_path: Path) -> None:
     from megatron.tokenizer.gpt2 import GPT2BPETokenizer
 
     data = shared / "data"
@@ -80,7 +80,7 @@ def test_a_strict_last_word_is_tokenised_by_itself(shared: Path, tmp_path: Path)
     assert tokenizer.detokenize(sample.tokens[: -sample.scored].tolist()) == "a unicorn met another"
 
 
-def test_files_are_summed(tmp_path: Path) -> None:
+def test_sum_over_files(tmp_path: Path) -> None:
     paths = [tmp_path / "a.txt", tmp_path / "b.txt"]
     for path, words in zip(paths, (7, 3), strict=True):
         path.write_text(" ".join(map(str, range(words))))
@@ -98,7 +98,7 @@ def test_files_are_summed(tmp_path: Path) -> None:
     assert task.results(1e5)["ppl"] == float("inf")
 
 
-WRONG = {
+INVALID_FILES = {
     "no JSON": ("LAMBADA", b'{"text": "1 2"}\nrubbish\n', r"FILE:2: is not JSON \(Expecting value"),
     "a blank line": ("LAMBADA", b'{"text": "1 2"}\n\n{"text": "1 2"}\n', r"FILE:2: is not JSON"),
     "no text": (
@@ -110,7 +110,11 @@ WRONG = {
     "a list": ("LAMBADA", b"[1, 2]\n", "FILE:1: is not a JSON object with a string 'text'"),
     "one word": ("LAMBADA", b'{"text": "1 2"}\n{"text": "1"}\n', "FILE:2: its 'text' has no context before"),
     "no words": ("LAMBADA", b'{"text": " "}\n', "FILE:1: its 'text' has no context before"),
-    "half a letter": ("LAMBADA", b'{"text": "\\ud800 a"}\n', "FILE:1: its 'text' has an unpaired surrogate"),
+    "unpaired surrogate": (
+        "LAMBADA",
+        b'{"text": "\\ud800 a"}\n',
+        "FILE:1: its 'text' has an unpaired surrogate",
+    ),
     "bytes": (
         "LAMBADA",
         b'{"text": "1 2"}\n{"text": "\xff"}\n',
@@ -129,9 +133,9 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("name", "content", "message"), WRONG.values(), ids=WRONG.keys())
+@pytest.mark.parametrize(("name", "content", "message"), INVALID_FILES.values(), ids=INVALID_FILES.keys())
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_wrong_file_is_one_line(
+def test_invalid_file_is_one_line(
     name: str, content: bytes, message: str, strict: bool, tmp_path: Path
 ) -> None:
     path = tmp_path / "data"
@@ -140,7 +144,7 @@ def test_a_wrong_file_is_one_line(
         task_of(name, path, strict_lambada=strict)
 
 
-def test_other_mistakes_are_one_line(tmp_path: Path) -> None:
+def test_other_errors_are_one_line(tmp_path: Path) -> None:
     path = tmp_path / "text"
     path.write_text("1 2 3 4")
     messages = {
@@ -158,6 +162,6 @@ def test_other_mistakes_are_one_line(tmp_path: Path) -> None:
             eval_tasks=["PPL", "PPL"], eval_tasks_data=["x", "y"]
         ),
     }
-    for message, mistake in messages.items():
+    for message, call in messages.items():
         with pytest.raises(InputError, match=f"^{re.escape(message)}$"):
-            mistake()
+            call()

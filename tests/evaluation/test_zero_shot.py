@@ -1,4 +1,4 @@
-"""Zero-shot tasks, against the figures of NVIDIA's own evaluation, the logits of transformers, and lm_eval."""
+"""Zero-shot tasks, against NVIDIA's own evaluation, the logits of transformers, and lm_eval."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron.tokenizer.config import TokenizerConfig
 from megatron.tokenizer.gpt2 import GPT2BPETokenizer
 from tools import convert_checkpoint, evaluate
 
-LENGTH = 32  # of the context of models that are made here
+LENGTH = 32  # context length of the models made here
 
 
 def tokenizer_flags(shared: Path) -> list[str]:
@@ -37,21 +37,21 @@ def run(*words: object) -> None:
 
 
 def result_of(folder: Path, *words: object) -> dict[str, Any]:
-    """What tools/evaluate.py writes."""
+    """Run tools/evaluate.py and return the result that it writes."""
     run(*words, "--output-path", folder / "result.json", "--device", "cpu")
     return json.loads((folder / "result.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def native(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model of NVIDIA's evaluation as a checkpoint of ours, which has its tokenizer."""
+    """Model of NVIDIA's evaluation as a native checkpoint, which includes the tokenizer."""
     folder = tmp_path_factory.mktemp("native") / "run"
     words = ["--from", "megatron", "--to", "native", "--save", str(folder), *tokenizer_flags(shared)]
     convert_checkpoint.main([*words, "--load", str(shared / "vectors" / "eval-v2.5" / "after200_tp1")])
     return folder
 
 
-# As in the README of the vectors, to all digits that NVIDIA's evaluation printed.
+# From the README of the vectors, with all digits that NVIDIA's evaluation printed.
 WIKITEXT = (
     " validation results on WIKITEXT103 | avg loss: 6.7403E+00 | ppl: 8.4583E+02 | adjusted ppl: 1.8280E+04 | "
     "token ratio: 1.455947625388371 |"
@@ -78,8 +78,8 @@ def tasks(shared: Path) -> dict[str, list[object]]:
     }
 
 
-def test_nvidias_figures(shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of its own checkpoint, and of the softmax that it was trained with, over 120 rows of padding too."""
+def test_equals_nvidia_metrics(shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From NVIDIA's own checkpoint, with the softmax it was trained with, over 120 rows of padding too."""
     load = ["--load", shared / "vectors" / "eval-v2.5" / "after200_tp1", *tokenizer_flags(shared)]
     words = tasks(shared)
     result = result_of(tmp_path, *load, *words["WIKITEXT103"])
@@ -92,18 +92,21 @@ def test_nvidias_figures(shared: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert result["scored tokens"] > 400
 
 
-# All at once; and where tensor-parallel processes compare their parts of the vocabulary.
+# All axes at once, and an argmax over vocabulary shards.
 LAYOUTS = [("WIKITEXT103", 2, 2, 2), ("LAMBADA", 2, 1, 2)]
-MORE = [(task, *sizes) for task in ("WIKITEXT103", "LAMBADA") for sizes in ((2, 1, 1), (1, 2, 1), (1, 1, 2))]
+SLOW_LAYOUTS = [
+    (task, *sizes) for task in ("WIKITEXT103", "LAMBADA") for sizes in ((2, 1, 1), (1, 2, 1), (1, 1, 2))
+]
 
 
 @pytest.mark.parametrize(
-    ("task", "tp", "pp", "dp"), LAYOUTS + [pytest.param(*layout, marks=pytest.mark.slow) for layout in MORE]
+    ("task", "tp", "pp", "dp"),
+    LAYOUTS + [pytest.param(*layout, marks=pytest.mark.slow) for layout in SLOW_LAYOUTS],
 )
-def test_nvidias_figures_in_layouts(
+def test_layouts_equal_nvidia_metrics(
     task: str, tp: int, pp: int, dp: int, shared: Path, native: Path, tmp_path: Path
 ) -> None:
-    """With tensor parallelism from NVIDIA's checkpoint, else from ours."""
+    """Tensor-parallel layouts load NVIDIA's checkpoint, others the native one."""
     load: list[object] = ["--load", native]
     if tp > 1:
         load = ["--load", shared / "vectors" / "eval-v2.5" / "after200_tp1", *tokenizer_flags(shared)]
@@ -115,12 +118,12 @@ def test_nvidias_figures_in_layouts(
     if task == "LAMBADA":
         assert found["results"] == {"number correct": 2, "total examples": 400, "avg accuracy": 0.005}
     else:
-        figures = [found["results"][name] for name in ("avg loss", "ppl", "adjusted ppl")]
-        assert [f"{x:.4E}" for x in figures] == ["6.7403E+00", "8.4583E+02", "1.8280E+04"]
+        metrics = [found["results"][name] for name in ("avg loss", "ppl", "adjusted ppl")]
+        assert [f"{x:.4E}" for x in metrics] == ["6.7403E+00", "8.4583E+02", "1.8280E+04"]
 
 
-class Theirs:
-    """A small GPT-2 of transformers with random weights, as a folder that we load, and its logits."""
+class HFReference:
+    """A small GPT-2 of transformers with random weights: its folder, which can be loaded here, and its logits."""
 
     def __init__(self, folder: Path, shared: Path) -> None:
         import transformers
@@ -132,14 +135,14 @@ class Theirs:
 
     @torch.no_grad()
     def logits(self, tokens: list[int]) -> Tensor:
-        """[s, v] in fp64."""
+        """Logits [s, v] in fp64."""
         return self.model(torch.tensor([tokens])).logits[0].double()
 
 
 @pytest.fixture(scope="module")
-def theirs(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Theirs:
+def theirs(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> HFReference:
     pytest.importorskip("transformers")
-    return Theirs(tmp_path_factory.mktemp("hf"), shared)
+    return HFReference(tmp_path_factory.mktemp("hf"), shared)
 
 
 @pytest.fixture(scope="module")
@@ -149,8 +152,8 @@ def text(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def expected_loss(theirs: Theirs, tokens: list[int], overlap: int) -> float:
-    """The sum over the windows of NVIDIA's data set, written out: padded, and masked."""
+def expected_loss(theirs: HFReference, tokens: list[int], overlap: int) -> float:
+    """Sum over the windows of NVIDIA's dataset, padded and masked."""
     total, targets = 0.0, len(tokens) - 1
     for i in range(max(math.ceil(max(targets - overlap, 0) / overlap) + 1, 1)):
         window = tokens[i * overlap : i * overlap + LENGTH + 1]
@@ -165,8 +168,8 @@ def expected_loss(theirs: Theirs, tokens: list[int], overlap: int) -> float:
 
 
 @pytest.mark.parametrize("overlap", [None, 8, LENGTH])
-def test_wikitext_by_the_logits_of_transformers(
-    overlap: int | None, theirs: Theirs, text: Path, shared: Path, tmp_path: Path
+def test_wikitext_equals_transformers(
+    overlap: int | None, theirs: HFReference, text: Path, shared: Path, tmp_path: Path
 ) -> None:
     load = ["--load", theirs.folder, *tokenizer_flags(shared), "--task", "WIKITEXT103", "--valid-data", text]
     more = [] if overlap is None else ["--overlapping-eval", overlap]
@@ -187,8 +190,8 @@ def test_wikitext_by_the_logits_of_transformers(
     assert found["computed"]["overlapping_eval"] == (overlap or 32)
 
 
-def test_ppl_by_the_logits_of_transformers(theirs: Theirs, text: Path, shared: Path, tmp_path: Path) -> None:
-    """Windows that slide by 5: each token from as many before it as there are, up to those of its window."""
+def test_ppl_equals_transformers(theirs: HFReference, text: Path, shared: Path, tmp_path: Path) -> None:
+    """Windows slide by 5, and each token is predicted from all tokens before it in its window."""
     load = ["--load", theirs.folder, *tokenizer_flags(shared), "--task", "PPL", "--valid-data", text]
     found = result_of(tmp_path, *load, "--overlapping-eval", 5)
     stream = [4999, *theirs.tokenizer.tokenize(text.read_text())]
@@ -210,10 +213,8 @@ def test_ppl_by_the_logits_of_transformers(theirs: Theirs, text: Path, shared: P
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_lambada_by_the_logits_of_transformers(
-    strict: bool, theirs: Theirs, shared: Path, tmp_path: Path
-) -> None:
-    """Real texts, which random weights guess nothing of; and every second of them with the word it would say."""
+def test_lambada_equals_transformers(strict: bool, theirs: HFReference, shared: Path, tmp_path: Path) -> None:
+    """Random weights predict no last word of real texts, so every second text ends in the predicted word."""
     lines = (shared / "data" / "lambada_2000.jsonl").read_text().splitlines()[:30]
     texts = [json.loads(line)["text"] for line in lines]
     expected = 0
@@ -221,8 +222,8 @@ def test_lambada_by_the_logits_of_transformers(
     for i, text in enumerate(texts):
         before = " ".join(text.split()[:-1])
         if i % 2:
-            said = int(theirs.logits(tokenize(before)[-LENGTH:])[-1].argmax())
-            text = texts[i] = f"{before} {theirs.tokenizer.detokenize([said]).strip()}"
+            predicted = int(theirs.logits(tokenize(before)[-LENGTH:])[-1].argmax())
+            text = texts[i] = f"{before} {theirs.tokenizer.detokenize([predicted]).strip()}"
         if strict:
             context, target = (
                 tokenize(text[: text.rfind(text.split()[-1])].strip()),
@@ -231,8 +232,8 @@ def test_lambada_by_the_logits_of_transformers(
         else:
             context, target = tokenize(text)[:-1], tokenize(text)[-1:]
         seen = [*context, *target][-LENGTH - 1 : -1]
-        said = theirs.logits(seen)[-len(target) :].argmax(-1)
-        expected += said.tolist() == target
+        predicted = theirs.logits(seen)[-len(target) :].argmax(-1)
+        expected += predicted.tolist() == target
     path = tmp_path / "lambada.jsonl"
     path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
     load = ["--load", theirs.folder, *tokenizer_flags(shared), "--task", "LAMBADA", "--valid-data", path]
@@ -241,8 +242,8 @@ def test_lambada_by_the_logits_of_transformers(
     assert expected > 0
 
 
-def test_ppl_is_lm_evals_rolling_perplexity(theirs: Theirs, text: Path, shared: Path, tmp_path: Path) -> None:
-    """By its own `hf`, of its own windows; and WikiText's rules are those of its task."""
+def test_ppl_equals_lm_eval(theirs: HFReference, text: Path, shared: Path, tmp_path: Path) -> None:
+    """lm_eval computes it with its own `hf` and windows. The detokenizer equals that of its WikiText task."""
     pytest.importorskip("lm_eval", reason="needs pip install lm_eval==0.4.13 accelerate")
     pytest.importorskip("accelerate", reason="needs pip install accelerate")
     from lm_eval.api.instance import Instance
@@ -264,8 +265,8 @@ def test_ppl_is_lm_evals_rolling_perplexity(theirs: Theirs, text: Path, shared: 
     assert detokenize(whole) == wikitext_detokenizer({"page": whole})
 
 
-def test_padding_of_the_vocabulary_is_never_the_best_guess() -> None:
-    """With negative logits for all words, the zeros of vocabulary padding are the largest."""
+def test_vocabulary_padding_is_never_predicted() -> None:
+    """If the logits of all words are negative, the zeros of the vocabulary padding are the largest."""
     logits = torch.tensor([[-3.0, -1.0, -2.0, 0.0], [-1.0, -2.0, -3.0, 0.0]])
     labels = torch.tensor([[1], [0]])
     batch = zero_shot.ZeroShotBatch(
@@ -280,7 +281,7 @@ def test_padding_of_the_vocabulary_is_never_the_best_guess() -> None:
     assert zero_shot.total(logits, batch, task, vocab_size=4, tp=ALONE) == 0
 
 
-def test_padding_is_part_of_a_model_that_was_trained_so(native: Path) -> None:
+def test_vocabulary_padding_is_kept_as_trained(native: Path) -> None:
     config, mesh = InferenceConfig(load=str(native), device="cpu"), Mesh(device=torch.device("cpu"))
     for as_trained, rows in ((True, 5120), (False, 5000)):
         checkpoint = find_any_checkpoint(config, TokenizerConfig(), mesh)

@@ -1,4 +1,4 @@
-"""Processes that die, hang or were started otherwise: the others say so and end."""
+"""Ranks that die, hang or start with other flags: the other ranks report it and exit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FLAGS = """
 """.split()
 
 
-# pretrain_gpt.py, but forward passes are slow on every rank, or have no end on rank 1 once it has trained a little.
+# pretrain_gpt.py with a patched forward pass: slow on every rank, or failing or hanging on rank 1 after some steps.
 PATCHED = """
 import dataclasses, itertools, os, time
 import pretrain_gpt
@@ -48,9 +48,10 @@ STUCK = PATCHED.format("os.environ['RANK'] == '1' and next(count) > 30 and time.
 
 
 def start(flags: list[list[str]], program: str | None = None) -> list[subprocess.Popen]:
-    """One process for each list of flags, as torchrun would start them, but without torchrun to end them.
+    """Start one process for each list of flags as torchrun would, but without torchrun to end the others.
 
-    `program`: source to run in place of pretrain_gpt.py.
+    Args:
+        program: source to run in place of pretrain_gpt.py.
     """
     port = free_port()
     command = [sys.executable, *FLAGS] if program is None else [sys.executable, "-c", program, *FLAGS[1:]]
@@ -67,7 +68,7 @@ def start(flags: list[list[str]], program: str | None = None) -> list[subprocess
     ]
 
 
-def wait_until_it_trains(process: subprocess.Popen) -> None:
+def wait_for_training(process: subprocess.Popen) -> None:
     for line in process.stdout:
         if " iteration        3/" in line:
             return
@@ -85,15 +86,15 @@ def wait_until_it_trains(process: subprocess.Popen) -> None:
         pytest.param("--tensor-model-parallel-size 4", 4, "tensor-parallel", marks=pytest.mark.slow),
     ],
 )
-def test_a_rank_that_dies_is_named(layout: str, processes: int, axis: str) -> None:
-    """Among two by what failed, among more by the watchdog."""
+def test_dead_rank_is_named(layout: str, processes: int, axis: str) -> None:
+    """With two ranks the failed communication names it, with more ranks the watchdog."""
     ranks = start([layout.split()] * processes)
     try:
-        wait_until_it_trains(ranks[0])
+        wait_for_training(ranks[0])
         ranks[1].kill()
-        began = time.monotonic()
+        begin = time.monotonic()
         _, errors = ranks[0].communicate(timeout=60)
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - begin < 30
         assert ranks[0].returncode == LostRank.exit_status
         last = errors.strip().splitlines()[-1]
         assert last.startswith("error: rank 0 waited in ")
@@ -112,10 +113,10 @@ def test_a_rank_that_dies_is_named(layout: str, processes: int, axis: str) -> No
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_is_waited_for_no_longer_than_the_timeout() -> None:
+def test_hung_rank_ends_the_run_after_the_timeout() -> None:
     ranks = start([["--tensor-model-parallel-size", "2", "--hang-timeout", "0"]] * 2)
     try:
-        wait_until_it_trains(ranks[0])
+        wait_for_training(ranks[0])
         ranks[1].send_signal(signal.SIGSTOP)
         _, errors = ranks[0].communicate(timeout=120)
         assert ranks[0].returncode == LostRank.exit_status
@@ -125,28 +126,28 @@ def test_a_rank_that_hangs_is_waited_for_no_longer_than_the_timeout() -> None:
             rank.kill()
 
 
-def test_a_rank_that_sleeps_for_ever_ends_the_run_and_is_named() -> None:
+def test_sleeping_rank_ends_the_run_and_is_named() -> None:
     ranks = start([["--pipeline-model-parallel-size", "2", "--hang-timeout", "2"]] * 2, STUCK)
     try:
-        wait_until_it_trains(ranks[0])
-        began = time.monotonic()
+        wait_for_training(ranks[0])
+        begin = time.monotonic()
         errors = [rank.communicate(timeout=60)[1] for rank in ranks]
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - begin < 30
         assert [rank.returncode for rank in ranks] == [LostRank.exit_status] * 2
-        told, own = errors
-        assert "rank 0: receive over the pipeline axis, waiting for rank 1, for " in told
-        assert "(--hang-timeout); rank 1 is in no communication, in forward (<string>:" in told
-        assert "\n  rank 0: receive over the pipeline axis, for " in told
-        assert "in forward" in told.partition("stack of rank 1:\n")[2], "the stack of the one that sleeps"
-        assert "  thread MainThread:" in own and "roll call by" not in own, "one rank tells of all"
+        report, own = errors
+        assert "rank 0: receive over the pipeline axis, waiting for rank 1, for " in report
+        assert "(--hang-timeout); rank 1 is in no communication, in forward (<string>:" in report
+        assert "\n  rank 0: receive over the pipeline axis, for " in report
+        assert "in forward" in report.partition("stack of rank 1:\n")[2], "the stack of the sleeping rank"
+        assert "  thread MainThread:" in own and "roll call by" not in own, "one rank reports on all"
         assert "error: rank 1 ends with the run: rank 1 is in no communication" in own
     finally:
         for rank in ranks:
             rank.kill()
 
 
-def test_ranks_with_different_layouts_are_told_so() -> None:
-    """Before they make groups that do not match."""
+def test_different_layouts_are_reported() -> None:
+    """The layouts are compared before process groups are created, which would not match."""
     ranks = start([[], [], ["--tensor-model-parallel-size", "2"], ["--tensor-model-parallel-size", "2"]])
     for rank in ranks:
         _, errors = rank.communicate(timeout=60)
@@ -155,12 +156,12 @@ def test_ranks_with_different_layouts_are_told_so() -> None:
 
 
 @pytest.mark.slow
-def test_the_timeout_holds_in_every_group() -> None:
-    """Also in those that are not the whole run."""
+def test_timeout_applies_to_every_group() -> None:
+    """The timeout applies to the groups of single axes too."""
     layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --hang-timeout 0".split()
     ranks = start([layout] * 4)
     try:
-        wait_until_it_trains(ranks[0])
+        wait_for_training(ranks[0])
         ranks[2].send_signal(signal.SIGSTOP)
         for rank in (ranks[0], ranks[1], ranks[3]):
             rank.communicate(timeout=150)
@@ -170,8 +171,8 @@ def test_the_timeout_holds_in_every_group() -> None:
             rank.kill()
 
 
-def test_the_fault_of_one_rank_is_the_runs() -> None:
-    """Also its status: what starts runs again is not to do so for what is wrong on one machine alone."""
+def test_error_of_one_rank_ends_the_run() -> None:
+    """All ranks exit with its status, so that an error on one machine does not restart the run."""
     ranks = start([["--use-distributed-optimizer"]] * 2, FAILING)
     try:
         errors = [rank.communicate(timeout=60)[1] for rank in ranks]
@@ -184,15 +185,15 @@ def test_the_fault_of_one_rank_is_the_runs() -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_stopped_ends_the_run_and_is_named() -> None:
+def test_stopped_rank_ends_the_run_and_is_named() -> None:
     ranks = start([["--tensor-model-parallel-size", "2", "--hang-timeout", "3"]] * 4)
     try:
-        wait_until_it_trains(ranks[0])
+        wait_for_training(ranks[0])
         ranks[1].send_signal(signal.SIGSTOP)
-        began = time.monotonic()
+        begin = time.monotonic()
         others = [ranks[0], *ranks[2:]]
         errors = [rank.communicate(timeout=60)[1] for rank in others]
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - begin < 30
         assert [rank.returncode for rank in others] == [LostRank.exit_status] * 3
         assert "rank 1 gave no answer: it has ended or is stopped" in errors[0]
         assert all("  thread MainThread:" in text for text in errors), "each shows its own stacks"
@@ -204,11 +205,11 @@ def test_a_rank_that_is_stopped_ends_the_run_and_is_named() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signal_to", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_the_rank_that_keeps_the_store_is_lost_without_torchrun(signal_to: signal.Signals) -> None:
-    """Nobody can call the roll then; the others end all the same."""
+def test_losing_the_store_without_torchrun(signal_to: signal.Signals) -> None:
+    """The roll call needs the store, but the other ranks exit without it."""
     ranks = start([["--hang-timeout", "2"]] * 2)
     try:
-        wait_until_it_trains(ranks[0])
+        wait_for_training(ranks[0])
         ranks[0].send_signal(signal_to)
         _, errors = ranks[1].communicate(timeout=60)
         if signal_to == signal.SIGKILL:
@@ -222,7 +223,7 @@ def test_the_rank_that_keeps_the_store_is_lost_without_torchrun(signal_to: signa
             rank.kill()
 
 
-def test_a_slow_run_that_moves_is_left_alone() -> None:
+def test_slow_run_is_not_aborted() -> None:
     """Four microbatches of half a second make an iteration longer than the timeout."""
     (run,) = start([["--train-iters", "2", "--hang-timeout", "1.5"]], SLOW)
     out, errors = run.communicate(timeout=60)
@@ -231,14 +232,14 @@ def test_a_slow_run_that_moves_is_left_alone() -> None:
 
 
 @pytest.mark.slow
-def test_torchrun_shows_which_rank_was_killed() -> None:
-    """It ends all other processes at once, and they still say what they learn."""
+def test_killed_rank_is_reported_under_torchrun() -> None:
+    """torchrun ends all other processes at once, and they still report the lost rank."""
     command = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", *FLAGS]
     run = subprocess.Popen(
         [sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
-        wait_until_it_trains(run)
+        wait_for_training(run)
         children = subprocess.run(
             ["pgrep", "-P", str(run.pid)], capture_output=True, text=True
         ).stdout.split()
@@ -249,7 +250,7 @@ def test_torchrun_shows_which_rank_was_killed() -> None:
         run.kill()
 
 
-def test_ranks_with_different_flags_are_told_so() -> None:
+def test_different_flags_are_reported() -> None:
     ranks = start([["--seed", "1"], ["--seed", "2", "--clip-grad", "0.5"]])
     for number, rank in enumerate(ranks):
         _, errors = rank.communicate(timeout=60)
@@ -258,10 +259,10 @@ def test_ranks_with_different_flags_are_told_so() -> None:
         assert f"rank {number} has " in errors and f"--seed {number + 1}" in errors
 
 
-def test_torchrun_starts_a_run_again_that_lost_a_process(tmp_path: Path) -> None:
-    """`--max-restarts`: it goes on from its last checkpoint, and its metrics have no gap and nothing twice."""
-    place = ["--save", tmp_path / "run", "--load", tmp_path / "run", "--save-interval", "10"]
-    flags = [*FLAGS[1:], *place, "--metrics-path", tmp_path / "metrics.jsonl", "--train-iters", "120"]
+def test_torchrun_restarts_a_run_that_lost_a_process(tmp_path: Path) -> None:
+    """With --max-restarts the run resumes from its last checkpoint, and its metrics have no gaps or duplicates."""
+    checkpoint = ["--save", tmp_path / "run", "--load", tmp_path / "run", "--save-interval", "10"]
+    flags = [*FLAGS[1:], *checkpoint, "--metrics-path", tmp_path / "metrics.jsonl", "--train-iters", "120"]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=2"]
     process = subprocess.Popen(
         [*command, f"--master-port={free_port()}", FLAGS[0], *map(str, flags)],
@@ -283,7 +284,7 @@ def test_torchrun_starts_a_run_again_that_lost_a_process(tmp_path: Path) -> None
     finally:
         process.kill()
     assert process.returncode == 0, errors
-    begun = re.search(r"iterations (\d+) to 120", output)
-    assert begun and int(begun[1]) % 10 == 1 and int(begun[1]) > 10, output
+    resumed = re.search(r"iterations (\d+) to 120", output)
+    assert resumed and int(resumed[1]) % 10 == 1 and int(resumed[1]) > 10, output
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["iteration"] for row in rows] == list(range(1, 121))

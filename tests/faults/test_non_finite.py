@@ -1,4 +1,4 @@
-"""A value that is not finite, put in at a known place, is found there."""
+"""An injected NaN is found where it was injected."""
 
 from __future__ import annotations
 
@@ -29,7 +29,14 @@ CHUNKS = "--num-layers-per-virtual-pipeline-stage"
 
 @dataclasses.dataclass(frozen=True)
 class Injection:
-    """NaN in one place: of `rank`, at the calls of `module` whose numbers are `calls`."""
+    """NaN in the output of a module, or in its gradient.
+
+    Attributes:
+        rank: rank that computes the NaN.
+        module: path of the module.
+        calls: numbers of the affected calls of the module.
+        backward: put the NaN into the gradient of the output.
+    """
 
     rank: int
     module: str
@@ -39,7 +46,7 @@ class Injection:
     def task(self, rank: int):
         count = 0
 
-        def spoil(_: object, __: object, out: torch.Tensor | tuple) -> torch.Tensor | tuple:
+        def inject(_: object, __: object, out: torch.Tensor | tuple) -> torch.Tensor | tuple:
             nonlocal count
             count += 1
             if count - 1 not in self.calls:
@@ -55,14 +62,14 @@ class Injection:
             model = GPT.build_model(*arguments)
             for path, module in model.named_modules():
                 if rank == self.rank and path == self.module:
-                    module.register_forward_hook(spoil)
+                    module.register_forward_hook(inject)
             return model
 
         return dataclasses.replace(GPT, build_model=build_model)
 
 
 def train(flags: str, injection: Injection) -> tuple[str, str]:
-    """What ended the run, and what it printed, as rank 0 has it."""
+    """Train; return the error that ended the run, and this rank's output."""
     config = parse_run_config(f"{FLAGS} {flags}".split(), description="", defaults=DEFAULTS)
     with contextlib.redirect_stdout(io.StringIO()) as output:
         try:
@@ -73,7 +80,7 @@ def train(flags: str, injection: Injection) -> tuple[str, str]:
 
 
 def calls(iteration: int, microbatch: int, microbatches: int, again: int) -> tuple[int, int]:
-    """Of a microbatch in an iteration (the first is 1) and when that is computed again after `again` iterations."""
+    """Call numbers of a microbatch in `iteration` (from 1), and in its recomputation after `again` iterations."""
     return (iteration - 1) * microbatches + microbatch, again * microbatches + microbatch
 
 
@@ -108,7 +115,7 @@ CASES = {
         Injection(1, "decoder.layers.2.mlp.linear_fc1", calls(3, 5, 8, 4)),
         "rank 1, microbatch 5",
     ),
-    # Of the loss itself all gradients would be finite.
+    # No backward case: with NaN in the loss itself, all gradients are finite.
     "loss": (2, f"{PP} 2", Injection(1, "", calls(2, 2, 8, 4)), "rank 1, microbatch 2"),
     "D2+ZeRO": (
         2,
@@ -128,7 +135,7 @@ CASES = {
         if not back or case != "loss"
     ],
 )
-def test_the_rank_microbatch_and_layer_are_named(case: str, backward: bool, tmp_path: Path) -> None:
+def test_rank_microbatch_and_layer_are_named(case: str, backward: bool, tmp_path: Path) -> None:
     processes, flags, injection, where = CASES[case]
     injection = dataclasses.replace(injection, backward=backward)
     flags = f"{flags} --log-interval 4 --save {tmp_path / 'a'}"
@@ -147,11 +154,11 @@ def test_the_rank_microbatch_and_layer_are_named(case: str, backward: bool, tmp_
     assert f"({where})" in fault
 
 
-def test_the_weights_are_those_before_it(tmp_path: Path) -> None:
+def test_checkpoint_holds_the_weights_before_the_nan(tmp_path: Path) -> None:
     clean = Injection(1, "", ())
     run_distributed(train, 2, f"--log-interval 2 --save {tmp_path / 'a'} --exit-interval 6", clean)
-    spoiled = Injection(1, "decoder.layers.0.mlp.linear_fc1", calls(7, 2, 4, 12))
-    ((fault, _), *_) = run_distributed(train, 2, f"--log-interval 12 --save {tmp_path / 'b'}", spoiled)
+    injection = Injection(1, "decoder.layers.0.mlp.linear_fc1", calls(7, 2, 4, 12))
+    ((fault, _), *_) = run_distributed(train, 2, f"--log-interval 12 --save {tmp_path / 'b'}", injection)
     assert f"no weights were changed, and {tmp_path / 'b'} holds them as of iteration 6" in fault
     folders = [tmp_path / name / "iter_0000006" for name in "ab"]
     for path in folders[0].glob("*.safetensors"):
@@ -159,12 +166,12 @@ def test_the_weights_are_those_before_it(tmp_path: Path) -> None:
     one, other = (json.loads((folder / "state.json").read_text()) for folder in folders)
     assert one["consumed_samples"] == other["consumed_samples"] == 48
     assert [row["iteration"] for row in other["history"]] == [1, 2, 3, 4, 5, 6]
-    # Gone on with, it ends as if nothing had happened.
+    # Resumed without the injection, the run completes.
     again = f"--log-interval 1 --save {tmp_path / 'b'} --load {tmp_path / 'b'}"
     assert run_distributed(train, 2, again, clean)[0][0] == ""
 
 
-def test_what_does_not_repeat_is_told_to_be_passing(tmp_path: Path) -> None:
+def test_nan_that_does_not_repeat_is_a_passing_fault(tmp_path: Path) -> None:
     once = Injection(1, "decoder.layers.0.mlp.linear_fc1", (9,))
     ((fault, _), *_) = run_distributed(train, 2, f"--log-interval 1 --save {tmp_path / 'a'}", once)
     assert fault.startswith("PassingFault: iteration 3: ")
@@ -172,19 +179,19 @@ def test_what_does_not_repeat_is_told_to_be_passing(tmp_path: Path) -> None:
     assert "holds them as of iteration 2" in fault
 
 
-def test_skipped_iterations_change_nothing_and_the_run_goes_on(tmp_path: Path) -> None:
-    spoiled = Injection(0, "decoder.layers.0.mlp.linear_fc1", (8, 9))
+def test_run_continues_after_a_skipped_iteration(tmp_path: Path) -> None:
+    injection = Injection(0, "decoder.layers.0.mlp.linear_fc1", (8, 9))
     flags = f"--on-non-finite skip --log-interval 1 --metrics-path {tmp_path / 'a.jsonl'}"
-    fault, output = run_distributed(train, 2, flags, spoiled)[0]
+    fault, output = run_distributed(train, 2, flags, injection)[0]
     assert fault == "" and "number of skipped iterations:   1 | number of nan iterations:   1" in output
     rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     assert [row["skipped iterations"] for row in rows] == [0, 0, 1] + [0] * 9
     assert rows[2]["grad norm"] is None and rows[3]["grad norm"] > 0
 
 
-def test_ten_in_a_row_end_a_run_that_skips() -> None:
-    """The tenth of 21 iterations, each with 4 calls on a rank, is good."""
-    spoiled = Injection(0, "decoder.layers.0.mlp.linear_fc1", (*range(36), *range(40, 84)))
+def test_ten_skipped_iterations_in_a_row_end_the_run() -> None:
+    """Run 21 iterations with 4 calls per rank, of which only the tenth is finite."""
+    injection = Injection(0, "decoder.layers.0.mlp.linear_fc1", (*range(36), *range(40, 84)))
     flags = "--on-non-finite skip --log-interval 1 --train-iters 21"
-    fault, _ = run_distributed(train, 2, flags, spoiled)[0]
+    fault, _ = run_distributed(train, 2, flags, injection)[0]
     assert fault.startswith("TrainingFault: iteration 20: no finite gradient for 10 iterations in a row")

@@ -1,4 +1,4 @@
-"""A weight that differs between processes which should hold the same is found."""
+"""A weight that differs between replicas is found."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from megatron.faults.replicas import check_replicas, checksum
 from megatron.parallel.mesh import init_mesh
 
 
-def spoil(flags: str, rank: int, name: str, element: int) -> list[str]:
-    """What is said before a bit of one weight is turned on one rank, and after."""
+def flip_and_check(flags: str, rank: int, name: str, element: int) -> list[str]:
+    """Messages of the check before and after one bit of a weight is flipped on one rank."""
     config = config_of(flags)
     with init_mesh(config.parallel, CPU) as mesh:
         engine = engine_of(mesh, config)
-        said = []
-        for turn in (False, True):
-            if turn and mesh.world.rank == rank:
+        messages = []
+        for flip in (False, True):
+            if flip and mesh.world.rank == rank:
                 entry = next(entry for entry in engine.buffer.entries if entry.name == name)
                 bits = entry.view(engine.buffer.params).view(-1)[element:].view(torch.int16)
                 bits[0] ^= 1
             try:
                 check_replicas(engine.buffer)
-                said.append("")
+                messages.append("")
             except PassingFault as fault:
-                said.append(str(fault))
-        return said
+                messages.append(str(fault))
+        return messages
 
 
 @pytest.mark.parametrize(
@@ -71,16 +71,14 @@ def spoil(flags: str, rank: int, name: str, element: int) -> list[str]:
         ),
     ],
 )
-def test_the_rank_and_the_parameter_are_named(
-    processes: int, flags: str, rank: int, name: str, where: str
-) -> None:
+def test_rank_and_parameter_are_named(processes: int, flags: str, rank: int, name: str, where: str) -> None:
     element = -3 if "groups" in flags else 40 if name.endswith("weight") and "norm" not in name else 5
-    for before, after in run_distributed(spoil, processes, flags, rank, name, element):
+    for before, after in run_distributed(flip_and_check, processes, flags, rank, name, element):
         assert before == ""
         assert f"{name} on {where}" in after or (where in after and f"{name} on rank 0, 1 " in after), after
 
 
-def test_every_bit_and_the_order_count() -> None:
+def test_checksum_covers_every_bit_and_the_order() -> None:
     values = torch.randn(3000, generator=torch.Generator().manual_seed(0))
     sums = {int(checksum(values))}
     for i in range(0, 3000, 101):

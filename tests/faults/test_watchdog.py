@@ -1,4 +1,4 @@
-"""What a run that stands still says of itself, and what watching it costs. test_faults.py has runs that do."""
+"""Status reports of hung ranks, and the watchdog's cost. Runs that hang are in test_faults.py."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def idle(seconds: float = 31.0) -> RankStatus:
     return RankStatus(None, "forward (gpt.py:7)", seconds, "  the stack of one that is idle\n")
 
 
-def described_by_a_thread(mesh: Mesh, here: RankStatus) -> str:
-    """As the watchdog's thread describes its process."""
+def describe_from_a_thread(mesh: Mesh, here: RankStatus) -> str:
+    """Describe this process from another thread, as the watchdog does."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(describe_here, mesh, here).result()
 
@@ -39,11 +39,11 @@ def described_by_a_thread(mesh: Mesh, here: RankStatus) -> str:
         (range(0, 3072, 8), "ranks 0, 8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120, ..."),
     ],
 )
-def test_ranks_are_told_in_stretches(ranks, text: str) -> None:
+def test_rank_names(ranks, text: str) -> None:
     assert rank_names(ranks) == text
 
 
-def test_the_rank_in_no_communication_is_the_cause() -> None:
+def test_rank_outside_a_communication_is_the_cause() -> None:
     answers = {rank: waiting("all-reduce over the tensor-parallel axis") for rank in range(4)}
     answers[2] = idle()
     assert cause(answers, 4) == "rank 2 is in no communication, in forward (gpt.py:7)"
@@ -55,7 +55,7 @@ def test_the_rank_in_no_communication_is_the_cause() -> None:
     ]
 
 
-def test_a_rank_that_gives_no_answer_is_the_cause() -> None:
+def test_rank_without_an_answer_is_the_cause() -> None:
     answers = {0: waiting("receive over the pipeline axis"), 2: idle(seconds=0.1)}
     assert cause(answers, 4).startswith("ranks 1, 3 gave no answer: they have ended or are stopped")
     assert summary(answers, 4, still=15).splitlines() == [
@@ -65,7 +65,7 @@ def test_a_rank_that_gives_no_answer_is_the_cause() -> None:
     ]
 
 
-def test_ranks_that_wait_for_each_other_are_told_apart() -> None:
+def test_ranks_that_wait_for_each_other() -> None:
     answers = {
         0: waiting("all-reduce over the data-parallel axis"),
         1: waiting("all-gather over the whole run axis"),
@@ -74,7 +74,7 @@ def test_ranks_that_wait_for_each_other_are_told_apart() -> None:
     assert len(summary(answers, 2, still=15).splitlines()) == 2
 
 
-def test_the_summary_of_thousands_of_ranks_is_short() -> None:
+def test_summary_of_thousands_of_ranks_is_short() -> None:
     answers = {
         rank: waiting(f"{'send' if rank < 1024 else 'receive'} over the pipeline axis")
         for rank in range(3072)
@@ -87,7 +87,7 @@ def test_the_summary_of_thousands_of_ranks_is_short() -> None:
     assert cause(answers, 3072).startswith("rank 3000 gave no answer: it has")
 
 
-def test_communications_are_noted_while_they_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_communications_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     heartbeat = Heartbeat()
     axis = Axis(1, 3, name="data-parallel", ranks=(0, 4, 8), heartbeat=heartbeat)
     mesh = Mesh(
@@ -95,7 +95,7 @@ def test_communications_are_noted_while_they_last(monkeypatch: pytest.MonkeyPatc
     )
     with named("all-reduce", axis):
         here = rank_status(mesh, 12.0)
-        text = described_by_a_thread(mesh, here)
+        text = describe_from_a_thread(mesh, here)
     assert str(here) == "all-reduce over the data-parallel axis"
     assert text.startswith(
         "rank 4: all-reduce over the data-parallel axis, waiting for ranks 0, 8, for 12 s\n"
@@ -105,10 +105,10 @@ def test_communications_are_noted_while_they_last(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 4)
     with pytest.raises(RuntimeError, match=r"for ranks 0, 8; one of them is lost"), named("all-reduce", axis):
         raise RuntimeError("connection closed")
-    assert heartbeat.communication == ("all-reduce", axis), "one that failed is where the process stands"
+    assert heartbeat.communication == ("all-reduce", axis), "a failed communication stays recorded"
 
 
-def test_all_threads_are_shown_the_main_one_first() -> None:
+def test_all_threads_are_listed_main_thread_first() -> None:
     leave = threading.Event()
 
     def sleeps_elsewhere() -> None:
@@ -118,7 +118,7 @@ def test_all_threads_are_shown_the_main_one_first() -> None:
     other.start()
     try:
         mesh = Mesh(torch.device("cpu"))
-        lines = described_by_a_thread(mesh, rank_status(mesh, 1.0)).splitlines()
+        lines = describe_from_a_thread(mesh, rank_status(mesh, 1.0)).splitlines()
     finally:
         leave.set()
         other.join()
@@ -128,17 +128,17 @@ def test_all_threads_are_shown_the_main_one_first() -> None:
     assert not any("in describe_here" in line for line in lines)
 
 
-def test_noting_a_communication_costs_next_to_nothing() -> None:
-    """A step of a model of 32 layers makes some 500 communications a microbatch."""
+def test_recording_a_communication_is_cheap() -> None:
+    """A step of a 32-layer model makes about 500 communications per microbatch."""
     axis = Axis(0, 2, name="tensor-parallel", ranks=(0, 1))
-    began = time.perf_counter()
+    begin = time.perf_counter()
     for _ in range(10_000):
         with named("all-reduce", axis):
             pass
-    assert (time.perf_counter() - began) / 10_000 < 50e-6
+    assert (time.perf_counter() - begin) / 10_000 < 50e-6
 
 
-def test_a_block_that_ends_leaves_no_thread() -> None:
+def test_watchdog_thread_ends_with_its_context() -> None:
     before = threading.active_count()
     with Watchdog(Mesh(torch.device("cpu")), 60):
         assert threading.active_count() == before + 1

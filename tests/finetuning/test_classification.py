@@ -25,8 +25,15 @@ def dataset(examples: list[Example], tokenizer, seq_length: int = 16, keeps_firs
     )
 
 
-def test_columns_are_found_by_name_wherever_they_stand(tmp_path: Path) -> None:
-    dev = [*MNLI_COLUMNS[:-1], "label2", "label3", "label4", "label5", "gold_label"]  # of the dev files
+def test_columns_are_found_by_name(tmp_path: Path) -> None:
+    dev = [
+        *MNLI_COLUMNS[:-1],
+        "label2",
+        "label3",
+        "label4",
+        "label5",
+        "gold_label",
+    ]  # columns of the dev files
     for columns in (MNLI_COLUMNS, dev, ["gold_label", "sentence2", "sentence1"]):
         path = write_tsv(tmp_path / "x.tsv", columns, [GOOD, GOOD | {"gold_label": "entailment"}])
         pair = ("a river", 'a "stone')
@@ -57,7 +64,7 @@ def test_files_of_each_format(tmp_path: Path) -> None:
         (["a\tb\tneutral\t"], "x.tsv:2: has 4 columns"),
     ],
 )
-def test_wrong_rows_are_named(tmp_path: Path, rows: list[str], message: str) -> None:
+def test_invalid_rows(tmp_path: Path, rows: list[str], message: str) -> None:
     path = tmp_path / "x.tsv"
     path.write_text("\n".join(["sentence1\tsentence2\tgold_label", *rows, "a\tb\tneutral"]), encoding="utf-8")
     with pytest.raises(InputError, match=r"--skip-bad-rows") as error:
@@ -80,7 +87,7 @@ def test_wrong_rows_are_named(tmp_path: Path, rows: list[str], message: str) -> 
         (None, "cannot be read (No such file or directory)"),
     ],
 )
-def test_wrong_files(tmp_path: Path, content: bytes | None, message: str) -> None:
+def test_invalid_files(tmp_path: Path, content: bytes | None, message: str) -> None:
     path = tmp_path / "x.tsv"
     if content is not None:
         path.write_bytes(content)
@@ -103,7 +110,7 @@ PASSAGE = {"article": "a", "questions": ["b _"], "options": [["1", "2", "3", "4"
         ([1], "is not a JSON object"),
     ],
 )
-def test_wrong_passages(tmp_path: Path, passage: object, message: str) -> None:
+def test_invalid_passages(tmp_path: Path, passage: object, message: str) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text(json.dumps(PASSAGE) + "\n\n" + json.dumps(passage) + "\n", encoding="utf-8")
     with pytest.raises(InputError) as error:
@@ -112,7 +119,7 @@ def test_wrong_passages(tmp_path: Path, passage: object, message: str) -> None:
     assert len(read_race(path, lambda _: None)) == 1
 
 
-def test_a_folder_without_passages(tmp_path: Path) -> None:
+def test_folder_without_passages(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"has no \.txt files"):
         read_race(tmp_path, None)
 
@@ -146,20 +153,20 @@ def test_batches(tokenizer) -> None:
         ((20, 20), True, (12, 1)),
     ],
 )
-def test_the_longer_text_is_cut(tokenizer, lengths, keeps_first, kept) -> None:
+def test_longer_text_is_truncated(tokenizer, lengths, keeps_first, kept) -> None:
     pair = tuple(" ".join(["tree"] * n) for n in lengths)
     data = dataset([Example((pair,), 0)], tokenizer, keeps_first=keeps_first)
     ((a, b),), _ = data[0]
     assert (len(a), len(b)) == kept
 
 
-def test_a_long_question_leaves_room_for_the_article(tokenizer) -> None:
+def test_long_question_leaves_room_for_the_article(tokenizer) -> None:
     pair = (" ".join(["tree"] * 300), " ".join(["bird"] * 300))
     ((a, b),), _ = dataset([Example((pair,), 0)], tokenizer, seq_length=256, keeps_first=True)[0]
     assert (len(a), len(b)) == (128, 256 - 3 - 128)
 
 
-def test_epochs_hold_every_example_once_in_an_order_of_their_own(tokenizer) -> None:
+def test_each_epoch_is_shuffled_without_repetition(tokenizer) -> None:
     data = dataset([Example((("tree", "tree"),), i) for i in range(10)], tokenizer)
     epochs = Epochs(data, epochs=3, samples_per_epoch=8, seed=1)
     orders = np.array([epochs[i][1] for i in range(len(epochs))]).reshape(3, 8)
@@ -171,7 +178,7 @@ def test_epochs_hold_every_example_once_in_an_order_of_their_own(tokenizer) -> N
     ]
 
 
-def test_of_a_long_question_the_option_is_kept(tokenizer) -> None:
+def test_long_question_keeps_its_option(tokenizer) -> None:
     pair = (" ".join(["tree"] * 30 + ["anna"]), "bird")
     ((a, _),), _ = dataset([Example((pair,), 0)], tokenizer, keeps_first=True)[0]
     assert len(a) == 12 and a[-1] == tokenizer.vocab.index("anna")

@@ -1,4 +1,4 @@
-"""tools/finetune_bert.py, run as a user does."""
+"""End-to-end runs of tools/finetune_bert.py."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def accuracies(path: Path, name: str) -> list[float]:
         pytest.param("RACE", 3, marks=pytest.mark.slow),
     ],
 )
-def test_a_rule_is_learned(
+def test_finetuning_learns_a_rule(
     tmp_path: Path, task: str, epochs: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From random weights; in the formats of the real data sets."""
+    """Start from random weights, with data in the formats of the real datasets."""
     write = {"MNLI": write_mnli, "QQP": write_qqp, "RACE": write_race}[task]
     train, valid = write(tmp_path / "train.tsv", 3200, 1), write(tmp_path / "dev.tsv", 200, 2)
     other = write(tmp_path / "dev2.tsv", 100, 3)
@@ -57,10 +57,12 @@ def test_a_rule_is_learned(
     out = capsys.readouterr().out
     reached = accuracies(tmp_path / "metrics.jsonl", "dev.tsv")
     assert len(reached) == epochs and reached[-1] >= 0.95
-    told = re.findall(
+    reported = re.findall(
         r"accuracy after epoch (\d) \| dev.tsv (\S+) \((\d+) of 200\) \| dev2.tsv \S+ \(\d+ of 100\)", out
     )
-    assert [(int(n), float(x)) for n, x, _ in told] == [(i + 1, round(x, 4)) for i, x in enumerate(reached)]
+    assert [(int(n), float(x)) for n, x, _ in reported] == [
+        (i + 1, round(x, 4)) for i, x in enumerate(reached)
+    ]
     every = (
         accuracies(tmp_path / "metrics.jsonl", "dev.tsv"),
         accuracies(tmp_path / "metrics.jsonl", "dev2.tsv"),
@@ -72,7 +74,7 @@ def test_a_rule_is_learned(
 
 
 def best_of(folder: Path) -> tuple[int, float]:
-    """Iteration and accuracy of the checkpoint that is kept as the best, which is alone."""
+    """Iteration and accuracy of the checkpoint kept as the best, of which there must be one."""
     (best,) = (folder / "best").glob("iter_*")
     assert newest_iteration(folder / "best") == int(best.name[5:])
     return int(best.name[5:]), json.loads((best / "accuracy.json").read_text())["all"]
@@ -80,7 +82,7 @@ def best_of(folder: Path) -> tuple[int, float]:
 
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """A checkpoint of pretraining on four processes."""
+    """Checkpoint of pretraining with four processes."""
     folder = tmp_path_factory.mktemp("pretrained")
     vocab = write_vocab(folder / "vocab.txt")
     command = request.getfixturevalue("command")
@@ -93,8 +95,8 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixture
     return folder
 
 
-def small(tmp_path: Path, pretrained: Path, name: str, more: str = "") -> list[str]:
-    """Three epochs of 12 iterations from the pretrained model."""
+def finetune_flags(tmp_path: Path, pretrained: Path, name: str, more: str = "") -> list[str]:
+    """Flags for three epochs of 12 iterations from the pretrained model."""
     if not (tmp_path / "train.tsv").exists():
         write_mnli(tmp_path / "train.tsv", 200, 1)
         write_mnli(tmp_path / "dev.tsv", 50, 2)
@@ -105,11 +107,11 @@ def small(tmp_path: Path, pretrained: Path, name: str, more: str = "") -> list[s
     """.split()
 
 
-def test_goes_on_where_it_stopped(
+def test_resume(
     pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Within an epoch, at its end, and while its checkpoint is evaluated or kept."""
-    assert main(small(tmp_path, pretrained, "one")) == 0
+    """Resume within an epoch, at its end, and after an interrupted evaluation or copy of the best checkpoint."""
+    assert main(finetune_flags(tmp_path, pretrained, "one")) == 0
     out = capsys.readouterr().out
     assert (
         "not used: binary_head, lm_head.dense, lm_head.layer_norm, output_layer; initialized at random: cl"
@@ -119,7 +121,7 @@ def test_goes_on_where_it_stopped(
     best = best_of(tmp_path / "one")
 
     for step in (7, 12):
-        assert main(small(tmp_path, pretrained, "two", f"--exit-interval {step}")) == 0
+        assert main(finetune_flags(tmp_path, pretrained, "two", f"--exit-interval {step}")) == 0
     assert not (tmp_path / "two" / "best").exists()
     for point in (
         "megatron.finetuning.finetune.EpochEvaluation._evaluate_files",
@@ -128,23 +130,25 @@ def test_goes_on_where_it_stopped(
         with monkeypatch.context() as patch:
             patch.setattr(point, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
-                main(small(tmp_path, pretrained, "two"))
-    (pretrained / "checkpoints").rename(pretrained / "elsewhere")  # it is needed no more
+                main(finetune_flags(tmp_path, pretrained, "two"))
+    (pretrained / "checkpoints").rename(pretrained / "elsewhere")  # no longer needed
     try:
-        assert main(small(tmp_path, pretrained, "two", "--exit-interval 25 --keep-last 1")) == 0
-        assert main(small(tmp_path, pretrained, "two")) == 0
+        assert main(finetune_flags(tmp_path, pretrained, "two", "--exit-interval 25 --keep-last 1")) == 0
+        assert main(finetune_flags(tmp_path, pretrained, "two")) == 0
     finally:
         (pretrained / "elsewhere").rename(pretrained / "checkpoints")
     found = {json.dumps(row, sort_keys=True) for row in untimed(metrics(tmp_path / "two.jsonl"))}
     assert found == {json.dumps(row, sort_keys=True) for row in whole}
     assert best_of(tmp_path / "two") == best
     capsys.readouterr()
-    assert main(small(tmp_path, pretrained, "two")) == 0  # there is nothing left to do, but to evaluate
-    flags = small(tmp_path, pretrained, "two", f"--load {tmp_path}/two/best --epochs 0")
+    assert main(finetune_flags(tmp_path, pretrained, "two")) == 0  # only evaluates
+    flags = finetune_flags(tmp_path, pretrained, "two", f"--load {tmp_path}/two/best --epochs 0")
     save = flags.index("--save")
     assert main(flags[:save] + flags[save + 2 :]) == 0
-    told = re.findall(r"accuracy (after epoch 3|of \S+/two/best) \| dev.tsv (\S+)", capsys.readouterr().out)
-    assert [float(x) for _, x in told] == [round(whole[-1]["accuracy"], 4), round(best[1], 4)]
+    reported = re.findall(
+        r"accuracy (after epoch 3|of \S+/two/best) \| dev.tsv (\S+)", capsys.readouterr().out
+    )
+    assert [float(x) for _, x in reported] == [round(whole[-1]["accuracy"], 4), round(best[1], 4)]
 
 
 def finetune(flags: list[str]) -> int:
@@ -160,7 +164,7 @@ def finetune(flags: list[str]) -> int:
     ],
 )
 def test_layouts_agree(pretrained: Path, tmp_path: Path, processes: int, layout: str) -> None:
-    """Begun in one layout, gone on with in another, at a rate at which gradients do not grow, nor what rounding did."""
+    """Start in one layout and resume in another, at a learning rate that does not amplify rounding errors."""
     train, valid = write_race(tmp_path / "train", 64, 1), write_race(tmp_path / "dev", 18, 2)
     losses = {}
     for name, parts in (("one", [(1, ""), (1, "")]), ("other", [(1, ""), (processes, layout)])):
@@ -189,13 +193,13 @@ def test_files_may_have_any_name(pretrained: Path, tmp_path: Path) -> None:
     assert row.keys() >= {f"accuracy {path}" for path in paths}
 
 
-def test_batches_stay_those_the_run_began_with(pretrained: Path, tmp_path: Path) -> None:
-    assert main(small(tmp_path, pretrained, "x", "--exit-interval 3")) == 0
+def test_global_batch_size_is_fixed_on_resume(pretrained: Path, tmp_path: Path) -> None:
+    assert main(finetune_flags(tmp_path, pretrained, "x", "--exit-interval 3")) == 0
     with pytest.raises(InputError, match=r"--global-batch-size: 8, but the run in .* has 16"):
-        main(small(tmp_path, pretrained, "x", "--global-batch-size 8"))
+        main(finetune_flags(tmp_path, pretrained, "x", "--global-batch-size 8"))
 
 
-def test_what_is_wrong_is_told(tmp_path: Path, pretrained: Path) -> None:
+def test_invalid_flags_and_data(tmp_path: Path, pretrained: Path) -> None:
     good = write_mnli(tmp_path / "good.tsv", 20, 1)
     bad = write_tsv(tmp_path / "bad.tsv", ["sentence1", "sentence2", "gold_label"], [{"gold_label": "maybe"}])
     base = f"--load {pretrained}/checkpoints --lr 1e-3 {FLAGS} --task MNLI"

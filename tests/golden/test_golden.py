@@ -1,7 +1,7 @@
-"""Loss curves that were written down, and those of the fast operations against the plain ones.
+"""Recorded loss curves, and loss curves of compiled operations against plain ones.
 
-`PYTHONPATH=. python tests/golden/test_golden.py` writes the curves anew: a change that needs it changes what is
-computed, and has to say why.
+`PYTHONPATH=. python tests/golden/test_golden.py` records the curves again. A change that needs this changes the
+computation, and must say why.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STEPS = 40
 
 
 def curve(flags: str, *, steps: int = STEPS, seed: int = 1) -> list[float]:
-    """The loss of every step, on sequences in which each token follows from the last, but one in four that does not."""
+    """Loss of every step, on sequences in which three of four tokens are determined by the token before."""
     config = parse_run_config([*FLAGS.split(), *flags.split()], description="", defaults=DEFAULTS)
     draw = torch.Generator().manual_seed(0)
     follows = torch.randperm(128, generator=draw)
@@ -63,7 +63,7 @@ def curve(flags: str, *, steps: int = STEPS, seed: int = 1) -> list[float]:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("operations", ["plain", "auto"])
 def test_curve(shape: str, operations: str) -> None:
-    """In fp32 all machines agree to some digits, which training makes fewer."""
+    """fp32 losses agree between machines up to rounding errors, which training amplifies."""
     golden = json.loads(CURVES.read_text(encoding="utf-8"))[shape]
     ours = curve(f"{SHAPES[shape]} --ops-backend {operations}")
     assert ours == pytest.approx(golden, rel=2e-4)
@@ -72,14 +72,14 @@ def test_curve(shape: str, operations: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("precision", ["--bf16", ""])
-def test_fast_operations_train_as_well(shape: str, precision: str) -> None:
-    """The loss of the compiled operations is as near to that of the plain ones as the plain ones' of other seeds."""
+def test_compiled_operations_train_as_well(shape: str, precision: str) -> None:
+    """Losses of compiled and plain operations differ by less than those of different seeds."""
 
-    def ends(operations: str) -> list[float]:
+    def final_losses(operations: str) -> list[float]:
         flags = f"{SHAPES[shape]} {precision} --ops-backend {operations}"
         return [statistics.mean(curve(flags, steps=200, seed=seed)[-50:]) for seed in (1, 2, 3)]
 
-    plain, fast = ends("plain"), ends("compile")
+    plain, fast = final_losses("plain"), final_losses("compile")
     spread = max(plain) - min(plain)
     assert all(abs(a - b) < spread for a, b in zip(plain, fast, strict=True))
     assert abs(statistics.mean(plain) - statistics.mean(fast)) < spread / 2

@@ -1,4 +1,4 @@
-"""Generation, against transformers on the same weights, and in every layout against one process."""
+"""Generation, against transformers on the same weights, and in all layouts against one process."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from megatron.inference.batching import Batcher, Request, SequenceState, generat
 from megatron.inference.beam import BeamConfig, beam_search
 from megatron.inference.config import InferenceConfig
 from megatron.inference.driver import driver
+from megatron.inference.kv_cache import KVCache
 from megatron.inference.load import load_gpt
 from megatron.inference.predictor import Predictor
 from megatron.inference.sampling import SamplingConfig
-from megatron.model.kv_cache import KVCache
 from megatron.parallel.mesh import Mesh
 from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.config import TokenizerConfig
 
 CPU = torch.device("cpu")
-LENGTH = 32  # of the models' context
+LENGTH = 32  # context length of the models
 EOD = VOCAB - 1
 TOKENIZER = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=EOD)
 PROMPTS = [[3, 1, 4], [1], [5, 9, 2, 6, 5, 3, 5], [8, 9, 7, 9, 3], [1] * 31, [2, 7], [1, 8, 2, 8]]
 
 
-def alone(folder: Path, rows: int = 4, dtype: str = "auto") -> Batcher:
+def make_batcher(folder: Path, rows: int = 4, dtype: str = "auto") -> Batcher:
     config = InferenceConfig(load=str(folder), dtype=dtype)
     model, tokenizer = load_gpt(config, TOKENIZER, Mesh(device=CPU))
     predictor = Predictor(model, Mesh(device=CPU))
@@ -42,11 +42,11 @@ def alone(folder: Path, rows: int = 4, dtype: str = "auto") -> Batcher:
     return Batcher(predictor, tokenizer)
 
 
-def grow(batcher: Batcher, requests: list[Request]) -> list[SequenceState]:
-    growths = [batcher.add(request) for request in requests]
+def run_requests(batcher: Batcher, requests: list[Request]) -> list[SequenceState]:
+    states = [batcher.add(request) for request in requests]
     while batcher.waiting or batcher.running:
         batcher.step()
-    return growths
+    return states
 
 
 def request(prompt: list[int], **fields: object) -> Request:
@@ -62,8 +62,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return save_hf(tmp_path_factory.mktemp("hf") / "model", request.param)
 
 
-def theirs(folder: Path, prompt: list[int], **settings: object):
-    """What transformers generates up to the end of the context."""
+def generate_with_transformers(folder: Path, prompt: list[int], **settings: object):
+    """transformers' generation up to the end of the context."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -84,16 +84,16 @@ def until_eod(tokens: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
-def test_greedy_text_and_scores_are_those_of_transformers(folder: Path, penalty: float) -> None:
-    """Of prompts of unlike lengths, more than there is room for at once."""
+def test_greedy_tokens_and_logprobs_equal_transformers(folder: Path, penalty: float) -> None:
+    """Prompts of different lengths, more than the batch has rows."""
     requests = [request(prompt, repetition_penalty=penalty, top_logprobs=3) for prompt in PROMPTS]
-    for growth in grow(alone(folder), requests):
-        prompt = growth.request.prompt
-        out = theirs(folder, prompt, repetition_penalty=penalty)
+    for state in run_requests(make_batcher(folder), requests):
+        prompt = state.request.prompt
+        out = generate_with_transformers(folder, prompt, repetition_penalty=penalty)
         expected = out.sequences[0, len(prompt) :].tolist()
-        assert growth.new == until_eod(expected)
-        assert growth.reason == ("stop" if EOD in expected else "length")
-        for token, score, logits in zip(expected, growth.logprobs, out.logits, strict=True):
+        assert state.new == until_eod(expected)
+        assert state.reason == ("stop" if EOD in expected else "length")
+        for token, score, logits in zip(expected, state.logprobs, out.logits, strict=True):
             logprobs = logits[0].log_softmax(-1)
             assert score.logprob == pytest.approx(logprobs[token].item(), abs=1e-4)
             best = logprobs.topk(3)
@@ -101,25 +101,29 @@ def test_greedy_text_and_scores_are_those_of_transformers(folder: Path, penalty:
             assert [p for _, p in score.top] == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
-def test_scores_of_a_prompt(folder: Path) -> None:
+def test_prompt_logprobs(folder: Path) -> None:
     import transformers
 
     prompt = PROMPTS[2]
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     with torch.no_grad():
         logprobs = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
-    (_, growth) = grow(alone(folder), [request([1]), request(prompt, top_logprobs=0, prompt_logprobs=True)])
+    (_, state) = run_requests(
+        make_batcher(folder), [request([1]), request(prompt, top_logprobs=0, prompt_logprobs=True)]
+    )
     expected = [logprobs[i, token].item() for i, token in enumerate(prompt[1:])]
-    assert [score.logprob for score in growth.prompt_logprobs] == pytest.approx(expected, abs=1e-4)
+    assert [score.logprob for score in state.prompt_logprobs] == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize(("width", "penalty"), [(1, 1.0), (2, 0.0), (3, 1.0), (4, 2.0)])
-def test_beams_are_those_of_transformers(folder: Path, width: int, penalty: float) -> None:
-    predictor = alone(folder).predictor
+def test_beam_search_equals_transformers(folder: Path, width: int, penalty: float) -> None:
+    predictor = make_batcher(folder).predictor
     for prompt in PROMPTS[:4]:
         config = BeamConfig(beam_width=width, length_penalty=penalty)
         found = beam_search(predictor, prompt, config, length=LENGTH, eod=EOD)
-        out = theirs(folder, prompt, num_beams=width, length_penalty=penalty, num_return_sequences=width)
+        out = generate_with_transformers(
+            folder, prompt, num_beams=width, length_penalty=penalty, num_return_sequences=width
+        )
         expected = [until_eod(row[len(prompt) :].tolist()) for row in out.sequences]
         assert [list(hypothesis.tokens) for hypothesis in found] == expected
         if width > 1:
@@ -133,66 +137,66 @@ SAMPLED = [
 ]
 
 
-def test_what_is_drawn_depends_on_no_other_text(folder: Path) -> None:
-    """Nor on when a request comes, nor on those that leave or are cancelled."""
-    expected = [grow(alone(folder, rows=1), [r])[0].new for r in SAMPLED]
+def test_samples_do_not_depend_on_the_batch(folder: Path) -> None:
+    """Sampled tokens do not depend on other requests, nor on when those start, end or are cancelled."""
+    expected = [run_requests(make_batcher(folder, rows=1), [r])[0].new for r in SAMPLED]
     assert len({tuple(new) for new in expected}) > 5
-    assert [growth.new for growth in grow(alone(folder), SAMPLED)] == expected
-    batcher, growths = alone(folder, rows=3), []
+    assert [state.new for state in run_requests(make_batcher(folder), SAMPLED)] == expected
+    batcher, states = make_batcher(folder, rows=3), []
     for r in SAMPLED:
-        growths.append(batcher.add(r))
+        states.append(batcher.add(r))
         cancelled = batcher.add(request([1, 2, 3], greedy=False))
         for _ in range(4):
             batcher.step()
         batcher.cancel(cancelled)
     while batcher.waiting or batcher.running:
         batcher.step()
-    assert [growth.new for growth in growths] == expected
+    assert [state.new for state in states] == expected
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_half_precision_in_batches_of_unlike_lengths(folder: Path, dtype: str) -> None:
-    """Each token is near the most probable one in fp32; rounding may change which of two near ones it is."""
-    exact = alone(folder).predictor
-    for growth in grow(alone(folder, dtype=dtype), [request(prompt) for prompt in PROMPTS]):
-        logits_nv = exact.forward(0, [0], [growth.tokens[:-1]], all_positions=True)[-len(growth.new) :]
-        said = logits_nv.gather(1, torch.tensor(growth.new).unsqueeze(1)).squeeze(1)
-        assert (logits_nv.amax(-1) - said).max() < 0.2
+def test_half_precision_with_prompts_of_different_lengths(folder: Path, dtype: str) -> None:
+    """Each token is close to the most probable one in fp32, since rounding may swap tokens of similar probability."""
+    exact = make_batcher(folder).predictor
+    for state in run_requests(make_batcher(folder, dtype=dtype), [request(prompt) for prompt in PROMPTS]):
+        logits_nv = exact.forward(0, [0], [state.tokens[:-1]], all_positions=True)[-len(state.new) :]
+        chosen = logits_nv.gather(1, torch.tensor(state.new).unsqueeze(1)).squeeze(1)
+        assert (logits_nv.amax(-1) - chosen).max() < 0.2
 
 
-def test_texts_end_at_stop_strings(folder: Path) -> None:
-    (whole,) = generate(alone(folder), [request([5, 9, 2, 6, 5, 3, 5], greedy=False, seed=2)])
+def test_stop_strings(folder: Path) -> None:
+    (whole,) = generate(make_batcher(folder), [request([5, 9, 2, 6, 5, 3, 5], greedy=False, seed=2)])
     words = whole.split()
     stop = f" {words[3]} "
     (cut,) = generate(
-        alone(folder), [request([5, 9, 2, 6, 5, 3, 5], greedy=False, seed=2, stops=["never", stop])]
+        make_batcher(folder), [request([5, 9, 2, 6, 5, 3, 5], greedy=False, seed=2, stops=["never", stop])]
     )
     assert cut == whole.split(stop)[0] and len(cut) < len(whole)
 
 
-def test_prompts_that_leave_no_room_are_refused(folder: Path) -> None:
+def test_empty_and_too_long_prompts(folder: Path) -> None:
     for prompt in ([], [1] * LENGTH):
         with pytest.raises(InputError, match="the prompt"):
-            alone(folder).add(request(prompt))
+            make_batcher(folder).add(request(prompt))
 
 
-class Written(NamedTuple):
+class Outputs(NamedTuple):
     texts: list[str]
     prompt_scores: list[float]
     beams: list[tuple[int, ...]]
 
 
-def written(batcher: Batcher) -> Written:
+def outputs_of(batcher: Batcher) -> Outputs:
     texts = generate(batcher, [*SAMPLED, *map(request, PROMPTS)])
-    (scored,) = grow(batcher, [request(PROMPTS[2], prompt_logprobs=True)])
+    (scored,) = run_requests(batcher, [request(PROMPTS[2], prompt_logprobs=True)])
     beams = beam_search(batcher.predictor, [3, 1], BeamConfig(beam_width=3), length=9, eod=None)
-    return Written(texts, [x.logprob for x in scored.prompt_logprobs], [beam.tokens for beam in beams])
+    return Outputs(texts, [x.logprob for x in scored.prompt_logprobs], [beam.tokens for beam in beams])
 
 
-def in_layout(folder: str, layout: dict[str, int]) -> Written | None:
-    def work(predictor: Predictor, tokenizer: Tokenizer) -> Written:
+def in_layout(folder: str, layout: dict[str, int]) -> Outputs | None:
+    def work(predictor: Predictor, tokenizer: Tokenizer) -> Outputs:
         predictor.reserve(4, LENGTH)
-        return written(Batcher(predictor, tokenizer))
+        return outputs_of(Batcher(predictor, tokenizer))
 
     return driver(InferenceConfig(load=folder, **layout), TOKENIZER, work)
 
@@ -205,16 +209,16 @@ def in_layout(folder: str, layout: dict[str, int]) -> Written | None:
         pytest.param((2, 2), id="T2 P2"),
     ],
 )
-def test_every_layout_writes_the_same(folder: Path, layout: tuple[int, int]) -> None:
+def test_layouts_agree(folder: Path, layout: tuple[int, int]) -> None:
     sizes = dict(zip(("tensor_model_parallel_size", "pipeline_model_parallel_size"), layout, strict=True))
-    expected = written(alone(folder))
+    expected = outputs_of(make_batcher(folder))
     found, *others = run_distributed(in_layout, layout[0] * layout[1], str(folder), sizes)
     assert (found.texts, found.beams) == (expected.texts, expected.beams)
     assert found.prompt_scores == pytest.approx(expected.prompt_scores, abs=1e-4)
     assert not any(others)
 
 
-def test_a_model_without_tokenizer_names_the_flag(folder: Path) -> None:
+def test_missing_tokenizer_names_the_flag(folder: Path) -> None:
     for given, message in (
         (TokenizerConfig(), f"--load: {folder} has no tokenizer; give --tokenizer-type"),
         (TokenizerConfig(vocab_file="x"), "--tokenizer-type is required with other tokenizer flags"),
@@ -223,15 +227,15 @@ def test_a_model_without_tokenizer_names_the_flag(folder: Path) -> None:
             load_gpt(InferenceConfig(load=str(folder)), given, Mesh(device=CPU))
 
 
-def test_logits_that_are_not_finite_are_one_line(folder: Path) -> None:
-    batcher = alone(folder)
+def test_non_finite_logits_are_one_line(folder: Path) -> None:
+    batcher = make_batcher(folder)
     batcher.predictor.stages.model.decoder.layers["0"].mlp.linear_fc2.weight.fill_(float("nan"))
     with pytest.raises(InputError, match=r"^--load: the model's logits are not finite"):
-        grow(batcher, [request([1])])
+        run_requests(batcher, [request([1])])
 
 
-def in_spite_of_faults(folder: str) -> list[str] | None:
-    """Generation after another process had no memory, and after Ctrl-C in the middle of a command."""
+def generate_after_faults(folder: str) -> list[str] | None:
+    """Generate after rank 1 ran out of memory, and after Ctrl-C in a forward pass."""
 
     def no_memory(*args: object, rows: int, **others: object) -> KVCache:
         if rows == 1000 and os.environ["RANK"] == "1":
@@ -258,8 +262,8 @@ def in_spite_of_faults(folder: str) -> list[str] | None:
         return driver(InferenceConfig(load=folder, tensor_model_parallel_size=2), TOKENIZER, work)
 
 
-def test_other_processes_survive_what_the_first_one_does(tmp_path: Path) -> None:
-    """One group of keys and values, which both processes hold."""
+def test_other_ranks_survive_faults_of_a_command(tmp_path: Path) -> None:
+    """The model has a single key/value group, which both processes hold."""
     folder = save_hf(tmp_path / "model", "llama 3")
-    found = run_distributed(in_spite_of_faults, 2, str(folder))
-    assert found == [generate(alone(folder), SAMPLED), None]
+    found = run_distributed(generate_after_faults, 2, str(folder))
+    assert found == [generate(make_batcher(folder), SAMPLED), None]

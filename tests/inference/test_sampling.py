@@ -1,4 +1,4 @@
-"""Choosing a token, against the distributions asked for."""
+"""Sampled tokens, against the requested distributions."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def test_distributions(fields: dict, expected: list[float]) -> None:
     assert all(f == 0 for f, e in zip(found.tolist(), expected, strict=True) if e == 0)
 
 
-def test_of_tokens_that_are_as_probable_no_more_stay_than_top_p_takes() -> None:
+def test_top_p_with_equally_probable_tokens() -> None:
     found = frequencies(SamplingConfig(top_p=0.32), torch.zeros(20))
     assert found.nonzero().flatten().tolist() == list(range(7))
 
 
-def test_texts_of_a_batch_have_settings_of_their_own() -> None:
-    """What is drawn for each is what is drawn for it alone."""
+def test_rows_of_a_batch_have_separate_settings() -> None:
+    """Each row of a batch gets the same token as alone."""
     kinds = [
         {},
         {"greedy": True},
@@ -61,8 +61,8 @@ def test_texts_of_a_batch_have_settings_of_their_own() -> None:
     def make(i: int) -> Sampler:
         return Sampler(SamplingConfig(**kinds[i]), [1, 2, 3], torch.Generator().manual_seed(i))
 
-    together = sample_tokens(logits, [make(i) for i in range(len(kinds))])
-    assert together == [sample_tokens(logits[i : i + 1], [make(i)])[0] for i in range(len(kinds))]
+    batched = sample_tokens(logits, [make(i) for i in range(len(kinds))])
+    assert batched == [sample_tokens(logits[i : i + 1], [make(i)])[0] for i in range(len(kinds))]
 
 
 def test_repetition_penalty() -> None:
@@ -86,6 +86,6 @@ def test_repetition_penalty() -> None:
         ({"out_seq_length": 0}, "--out-seq-length"),
     ],
 )
-def test_wrong_settings_are_refused(fields: dict, flag: str) -> None:
+def test_invalid_settings(fields: dict, flag: str) -> None:
     with pytest.raises(InputError, match=flag):
         SamplingConfig(**fields)

@@ -1,4 +1,4 @@
-"""The server's API: texts are those of the batcher, whoever asks, and whatever is wrong has one clear answer."""
+"""HTTP API of the server: texts equal the batcher's, and each invalid request gets one clear error."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ def model(folder: Path) -> tuple[Predictor, Tokenizer]:
 
 @pytest.fixture(scope="module")
 def served(folder: Path) -> Iterator[tuple[str, ServingEngine]]:
-    """A server that the tests share; its model is not that of `model`, which they may compute with."""
+    """Server shared by the tests. Its model is not the one of the fixture `model`, with which tests may compute."""
     with serving(*load(folder), max_queue=200, max_body_bytes=20_000) as (url, engine):
         yield url, engine
 
 
-def test_texts_are_those_of_the_batcher(served, model) -> None:
-    """Of many that come at once, whole and streamed, greedy and drawn."""
+def test_texts_equal_the_batcher(served, model) -> None:
+    """Many concurrent requests, whole and streamed, greedy and sampled."""
     url, engine = served
     greedy = expected_texts(model, PROMPTS, out_seq_length=20, greedy=True)
-    drawn = expected_texts(model, PROMPTS, out_seq_length=20, temperature=0.8, top_k=30, top_p=0.9, seed=5)
+    sampled = expected_texts(model, PROMPTS, out_seq_length=20, temperature=0.8, top_k=30, top_p=0.9, seed=5)
     settings = {"temperature": 0.8, "top_k": 30, "top_p": 0.9, "seed": 5}
 
     async def ask_all() -> list[httpx.Response]:
@@ -62,8 +62,8 @@ def test_texts_are_those_of_the_batcher(served, model) -> None:
                 for stream in (False, True)
                 for prompt in map(words, PROMPTS)
             ]
-            asked = [client.post(f"{url}/v1/completions", json=body) for body in bodies]
-            return await asyncio.gather(*asked)
+            posts = [client.post(f"{url}/v1/completions", json=body) for body in bodies]
+            return await asyncio.gather(*posts)
 
     texts = []
     for response in asyncio.run(ask_all()):
@@ -72,11 +72,11 @@ def test_texts_are_those_of_the_batcher(served, model) -> None:
             texts.append("".join(event["choices"][0]["text"] for event in events(response)))
         else:
             texts.append(response.json()["choices"][0]["text"])
-    assert texts == [*greedy, *greedy, *drawn, *drawn]
+    assert texts == [*greedy, *greedy, *sampled, *sampled]
     assert engine.in_flight == engine.running == 0
 
 
-def test_every_form_of_a_prompt(served, model) -> None:
+def test_prompt_formats(served, model) -> None:
     expected = expected_texts(model, PROMPTS[:2], out_seq_length=5, greedy=True)
     for prompt in (list(map(words, PROMPTS[:2])), PROMPTS[:2]):
         answer = complete(served[0], prompt=prompt, max_tokens=5, temperature=0).json()
@@ -87,7 +87,7 @@ def test_every_form_of_a_prompt(served, model) -> None:
     assert choice["text"] == expected[0] and choice["finish_reason"] == "length"
 
 
-def test_several_texts_of_a_prompt_and_their_seeds(served) -> None:
+def test_several_completions_and_their_seeds(served) -> None:
     body = {"prompt": "3 1 4", "n": 3, "max_tokens": 8}
     first, again = (complete(served[0], **body, seed=2**32 - 1).json()["choices"] for _ in range(2))
     assert first == again and len({choice["text"] for choice in first}) == 3
@@ -97,8 +97,8 @@ def test_several_texts_of_a_prompt_and_their_seeds(served) -> None:
     assert len(set(without)) == 3
 
 
-def test_extremes_are_greedy(served, model) -> None:
-    """What is too small for fp32 asks for the most probable token, and stops no server."""
+def test_tiny_temperature_and_top_p_are_greedy(served, model) -> None:
+    """Values too small for fp32 select the most probable token and do not stop the server."""
     (expected,) = expected_texts(model, PROMPTS[:1], out_seq_length=8, greedy=True)
     for fields in ({"temperature": 1e-300}, {"temperature": 1e-6}, {"top_p": 5e-324}):
         answer = complete(served[0], prompt=words(PROMPTS[0]), max_tokens=8, **fields).json()
@@ -107,7 +107,7 @@ def test_extremes_are_greedy(served, model) -> None:
     assert HTTP.put(f"{served[0]}/api", json=body).json()["text"] == [words(PROMPTS[0]) + expected]
 
 
-def test_stop_strings_end_a_text(served, model) -> None:
+def test_stop_strings(served, model) -> None:
     (whole,) = expected_texts(model, PROMPTS[2:3], out_seq_length=20, greedy=True)
     stop = f" {whole.split()[4]} "
     answer = complete(
@@ -118,8 +118,8 @@ def test_stop_strings_end_a_text(served, model) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_log_probabilities_are_those_of_transformers(served, folder: Path, stream: bool) -> None:
-    """Of the prompt, of what follows, and of the alternatives."""
+def test_logprobs_equal_transformers(served, folder: Path, stream: bool) -> None:
+    """Log probabilities of the prompt, the completion and the alternatives."""
     import transformers
 
     body = {"prompt": words(PROMPTS[2]), "max_tokens": 6, "temperature": 0, "logprobs": 2, "echo": True}
@@ -127,35 +127,39 @@ def test_log_probabilities_are_those_of_transformers(served, folder: Path, strea
     if stream:
         parts = [event["choices"][0] for event in events(response)]
         text = "".join(part["text"] for part in parts)
-        told = {
+        returned = {
             name: [entry for part in parts for entry in part["logprobs"][name]]
             for name in parts[0]["logprobs"]
         }
     else:
         (choice,) = response.json()["choices"]
-        text, told = choice["text"], choice["logprobs"]
+        text, returned = choice["text"], choice["logprobs"]
     tokens = list(map(int, text.split()))
     assert tokens[:7] == PROMPTS[2] and len(tokens) == 13
-    assert "".join(told["tokens"]) == text
-    assert told["text_offset"] == [len(words(tokens[:i])) for i in range(len(tokens))]
+    assert "".join(returned["tokens"]) == text
+    assert returned["text_offset"] == [len(words(tokens[:i])) for i in range(len(tokens))]
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     with torch.no_grad():
         logprobs = theirs(torch.tensor([tokens])).logits[0].log_softmax(-1)
-    assert told["token_logprobs"][0] is None and told["top_logprobs"][0] is None
+    assert returned["token_logprobs"][0] is None and returned["top_logprobs"][0] is None
     own = [logprobs[i, token].item() for i, token in enumerate(tokens[1:])]
-    assert told["token_logprobs"][1:] == pytest.approx(own, abs=1e-4)
+    assert returned["token_logprobs"][1:] == pytest.approx(own, abs=1e-4)
     for row, found, name, logprob in zip(
-        logprobs, told["top_logprobs"][1:], told["tokens"][1:], told["token_logprobs"][1:], strict=False
+        logprobs,
+        returned["top_logprobs"][1:],
+        returned["tokens"][1:],
+        returned["token_logprobs"][1:],
+        strict=False,
     ):
         best = row.topk(2)
-        wanted = {
+        top = {
             f" {token}": value
             for token, value in zip(best.indices.tolist(), best.values.tolist(), strict=True)
         }
-        assert found == pytest.approx({name: logprob, **wanted}, abs=1e-4)
+        assert found == pytest.approx({name: logprob, **top}, abs=1e-4)
 
 
-def test_a_prompt_alone_is_scored(served) -> None:
+def test_prompt_logprobs_without_completion(served) -> None:
     body = {"prompt": [PROMPTS[2], PROMPTS[1]], "logprobs": 0, "echo": True, "temperature": 0}
     more, none = (complete(served[0], **body, max_tokens=count).json() for count in (1, 0))
     assert [choice["text"] for choice in none["choices"]] == [words(PROMPTS[2]), "1"]
@@ -164,7 +168,7 @@ def test_a_prompt_alone_is_scored(served) -> None:
     assert scores == [choice["logprobs"]["token_logprobs"][:-1] for choice in more["choices"]]
 
 
-def test_a_stream_tells_what_was_used(served) -> None:
+def test_stream_reports_usage(served) -> None:
     body = {"prompt": ["1", "2 3"], "max_tokens": 3, "stream": True, "temperature": 0}
     *parts, last = events(complete(served[0], **body, stream_options={"include_usage": True}))
     assert last["choices"] == [] and last["usage"]["total_tokens"] == 9
@@ -225,9 +229,7 @@ def test_a_stream_tells_what_was_used(served) -> None:
         ([1], 400, None, "the body is not a JSON object"),
     ],
 )
-def test_wrong_completions_have_one_clear_answer(
-    served, body, status: int, param: str | None, message: str
-) -> None:
+def test_invalid_completions(served, body, status: int, param: str | None, message: str) -> None:
     response = HTTP.post(f"{served[0]}/v1/completions", json=body, timeout=30)
     assert response.status_code == status, response.text
     if status != 200:
@@ -252,16 +254,14 @@ def test_wrong_completions_have_one_clear_answer(
         ("POST", "/v1/completions", b"", 400, "the body is not JSON"),
     ],
 )
-def test_rubbish_has_one_clear_answer(
-    served, method: str, path: str, content: bytes, status: int, message: str
-) -> None:
+def test_invalid_requests(served, method: str, path: str, content: bytes, status: int, message: str) -> None:
     headers = {"Content-Type": "application/json"}
     response = HTTP.request(method, f"{served[0]}{path}", content=content, headers=headers)
     assert response.status_code == status and message in response.json()["error"]["message"]
 
 
-def test_a_body_must_say_that_it_is_json(served) -> None:
-    """Else any page that a browser shows could have texts made."""
+def test_content_type_must_be_json(served) -> None:
+    """Otherwise any web page open in a browser could send requests."""
     response = HTTP.post(f"{served[0]}/v1/completions", content=b'{"prompt": "1"}')
     assert (
         response.status_code == 415
@@ -269,17 +269,17 @@ def test_a_body_must_say_that_it_is_json(served) -> None:
     )
 
 
-def test_a_body_in_pieces_is_cut_off(served) -> None:
+def test_endless_chunked_body_is_rejected(served) -> None:
     def endless() -> Iterator[bytes]:
         while True:
             yield b" " * 5000
 
     headers = {"Content-Type": "application/json"}
-    with pytest.raises((httpx.HTTPStatusError, httpx.TransportError)):  # as the server no longer reads
+    with pytest.raises((httpx.HTTPStatusError, httpx.TransportError)):  # the server stops reading
         HTTP.post(f"{served[0]}/v1/completions", content=endless(), headers=headers).raise_for_status()
 
 
-def test_nvidias_api(served, model) -> None:
+def test_nvidia_api(served, model) -> None:
     predictor, _ = model
     expected = expected_texts(model, PROMPTS[:2], out_seq_length=6, top_k=1)
     body = {"prompts": list(map(words, PROMPTS[:2])), "tokens_to_generate": 6, "top_k": 1, "logprobs": True}
@@ -294,8 +294,8 @@ def test_nvidias_api(served, model) -> None:
         theirs = ours["choices"][0]["logprobs"]["token_logprobs"][1:]
         assert logprobs == pytest.approx(theirs, abs=1e-5)
 
-    begun = HTTP.put(f"{served[0]}/api", json={**body, "add_BOS": True, "logprobs": False}).json()
-    assert begun["logprobs"] is None and begun["segments"][0][0] == str(VOCAB - 1)
+    with_bos = HTTP.put(f"{served[0]}/api", json={**body, "add_BOS": True, "logprobs": False}).json()
+    assert with_bos["logprobs"] is None and with_bos["segments"][0][0] == str(VOCAB - 1)
 
     body = {"prompts": ["3 1"], "tokens_to_generate": 9, "beam_width": 3, "stop_token": 5}
     answer = HTTP.put(f"{served[0]}/api", json=body).json()
@@ -326,12 +326,12 @@ def test_nvidias_api(served, model) -> None:
         ({"length": 5}, "length is not a field"),
     ],
 )
-def test_wrong_values_of_nvidias_api(served, fields: dict, message: str) -> None:
+def test_invalid_nvidia_requests(served, fields: dict, message: str) -> None:
     response = HTTP.put(f"{served[0]}/api", json={"prompts": ["1"], **fields})
     assert response.status_code == 400 and message in response.json()["error"]["message"]
 
 
-def test_the_key(model) -> None:
+def test_api_key(model) -> None:
     with serving(*model, key="schlüssel") as (url, _):
         for path in ("/", "/health"):
             assert HTTP.get(f"{url}{path}").status_code == 200
@@ -365,7 +365,7 @@ def test_metrics(model) -> None:
     assert values["megatron_seconds_per_token_count"] == "4"
 
 
-def test_openais_client(served, model) -> None:
+def test_openai_client(served, model) -> None:
     openai = pytest.importorskip("openai")
     client = openai.OpenAI(base_url=f"{served[0]}/v1", api_key="none", max_retries=0)
     assert [entry.id for entry in client.models.list()] == ["tiny"]

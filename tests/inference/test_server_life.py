@@ -1,4 +1,4 @@
-"""A server's life: queues, clients that hang up, time that runs out, signals, several processes."""
+"""Lifecycle of the server: queue, disconnects, timeouts, signals and several processes."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def slow(folder: Path) -> tuple[Predictor, Tokenizer]:
     return load_slow(folder)
 
 
-def test_beams_wait_for_texts_that_grow(slow) -> None:
-    """And texts for beams."""
+def test_beam_search_runs_alone(slow) -> None:
+    """Beam search waits for running texts, and later texts wait for beam search."""
     with serving(*slow) as (url, engine):
         answers: list[int] = []
         ask = [
@@ -77,7 +77,7 @@ def test_beams_wait_for_texts_that_grow(slow) -> None:
         assert answers == [1, 2, 3]
 
 
-def test_a_full_queue_refuses(slow) -> None:
+def test_full_queue(slow) -> None:
     with serving(*slow, max_batch_size=1, max_queue=1) as (url, engine):
         body = {"prompt": ["1", "2"], "max_tokens": 60, "temperature": 0, "stream": True}
         with HTTP.stream("POST", f"{url}/v1/completions", json=body) as response:
@@ -91,8 +91,8 @@ def test_a_full_queue_refuses(slow) -> None:
         assert complete(url, prompt="3", max_tokens=1).status_code == 200
 
 
-def test_a_request_that_takes_too_long(slow) -> None:
-    """Has a status if nothing was sent yet, or else an event."""
+def test_request_timeout(slow) -> None:
+    """The error is a status if nothing was sent yet, otherwise an event of the stream."""
     with serving(*slow, max_batch_size=1, request_timeout=0.4) as (url, engine):
         late = complete(url, prompt="1", max_tokens=60, temperature=0)
         assert late.status_code == 504 and "longer than 0.4 seconds" in late.json()["error"]["message"]
@@ -105,7 +105,7 @@ def test_a_request_that_takes_too_long(slow) -> None:
 
 
 @pytest.mark.parametrize("kind", ["stream", "whole", "beams"])
-def test_who_hangs_up_makes_room(slow, kind: str) -> None:
+def test_disconnected_client_frees_its_rows(slow, kind: str) -> None:
     with serving(*slow, max_batch_size=4) as (url, engine):
         body = {
             "prompt": ["1", "2", "3", "4", "5"],
@@ -120,7 +120,7 @@ def test_who_hangs_up_makes_room(slow, kind: str) -> None:
             request = httpx.Request("POST", f"{url}/v1/completions", json=body)
         with httpx.Client(timeout=0.3) as client, pytest.raises(httpx.ReadTimeout):
             if kind == "stream":
-                # Read on, so that it is not the server that waits.
+                # Keep reading, so that the server does not block on sending.
                 for _ in client.send(request, stream=True).iter_bytes():
                     if engine.running == 4:
                         raise httpx.ReadTimeout("enough")
@@ -132,7 +132,7 @@ def test_who_hangs_up_makes_room(slow, kind: str) -> None:
         wait_until(lambda: ',status="499"} 1' in HTTP.get(f"{url}/metrics").text or kind == "stream")
 
 
-def test_where_the_key_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sources_of_the_api_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "key"
     file.write_text("from a file\n")
     assert ServerConfig().api_key() is None
@@ -148,7 +148,7 @@ def test_where_the_key_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             ServerConfig(api_key_file=str(path)).api_key()
 
 
-def test_openais_client_meets_a_stream_that_ends_early(slow) -> None:
+def test_openai_client_on_a_stream_timeout(slow) -> None:
     openai = pytest.importorskip("openai")
     with serving(*slow, request_timeout=0.3) as (url, _):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
@@ -159,8 +159,8 @@ def test_openais_client_meets_a_stream_that_ends_early(slow) -> None:
             list(stream)
 
 
-def first_answer(url: str, **body: object) -> httpx.Response:
-    """Of a server that may not listen yet."""
+def first_response(url: str, **body: object) -> httpx.Response:
+    """Response of a server that may not listen yet."""
     while True:
         try:
             return complete(url, **body)
@@ -169,8 +169,8 @@ def first_answer(url: str, **body: object) -> httpx.Response:
 
 
 @contextmanager
-def asking(config: ServerConfig, ask: Callable[[str], None]) -> Iterator[socket.socket]:
-    """A block for a server on the socket that it is given, and `ask` with its address on another thread."""
+def client_thread(config: ServerConfig, ask: Callable[[str], None]) -> Iterator[socket.socket]:
+    """Context with a socket for a server, while another thread calls `ask` with the server's address."""
     listener = listen(config)
     thread = threading.Thread(target=ask, args=(f"http://127.0.0.1:{listener.getsockname()[1]}",))
     thread.start()
@@ -180,18 +180,18 @@ def asking(config: ServerConfig, ask: Callable[[str], None]) -> Iterator[socket.
         thread.join()
 
 
-def serve_until(
+def serve_until_signal(
     number: int,
     predictor: Predictor,
     tokenizer: Tokenizer,
     answers: list[httpx.Response],
     max_tokens: int = 8,
 ) -> None:
-    """Serve a text, and one that a signal comes in the middle of."""
+    """Serve one text, and another during which the signal `number` arrives."""
 
     def ask(url: str) -> None:
         body = {"prompt": words(PROMPTS[2]), "temperature": 0}
-        answers.append(first_answer(url, **body, max_tokens=8))
+        answers.append(first_response(url, **body, max_tokens=8))
         body |= {"max_tokens": max_tokens, "stream": True}
         with HTTP.stream("POST", f"{url}/v1/completions", json=body) as response:
             os.kill(os.getpid(), number)
@@ -199,7 +199,7 @@ def serve_until(
         answers.append(response)
 
     config = ServerConfig(port=0, max_batch_size=4)
-    with asking(config, ask) as listener:
+    with client_thread(config, ask) as listener:
         serve(config, "tiny", listener, predictor, tokenizer)
 
 
@@ -207,18 +207,18 @@ def streamed(response: httpx.Response) -> str:
     return "".join(event["choices"][0]["text"] for event in events(response))
 
 
-def test_sigterm_lets_texts_end(folder: Path, slow) -> None:
+def test_sigterm_completes_running_texts(folder: Path, slow) -> None:
     answers: list[httpx.Response] = []
-    serve_until(signal.SIGTERM, *slow, answers)
+    serve_until_signal(signal.SIGTERM, *slow, answers)
     (expected,) = expected_texts(load(folder), PROMPTS[2:3], out_seq_length=8, greedy=True)
     assert answers[0].json()["choices"][0]["text"] == streamed(answers[1]) == expected
 
 
-def test_ctrl_c_cuts_what_takes_long(slow, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_stops_long_texts(slow, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_module, "GRACE_SECONDS", 0.2)
     answers: list[httpx.Response] = []
     with pytest.raises(KeyboardInterrupt):
-        serve_until(signal.SIGINT, *slow, answers, max_tokens=50)
+        serve_until_signal(signal.SIGINT, *slow, answers, max_tokens=50)
     last = [line for line in answers[1].text.split("\n\n") if line][-1]
     assert json.loads(last.removeprefix("data: "))["error"]["message"] == "the server is stopping"
 
@@ -226,18 +226,18 @@ def test_ctrl_c_cuts_what_takes_long(slow, monkeypatch: pytest.MonkeyPatch) -> N
 def tensor_parallel(folder: str) -> list[str] | None:
     def work(predictor: Predictor, tokenizer: Tokenizer) -> list[str]:
         answers: list[httpx.Response] = []
-        serve_until(signal.SIGTERM, predictor, tokenizer, answers)
+        serve_until_signal(signal.SIGTERM, predictor, tokenizer, answers)
         return [answers[0].json()["choices"][0]["text"], streamed(answers[1])]
 
     return driver(InferenceConfig(load=folder, tensor_model_parallel_size=2), TOKENIZER, work)
 
 
-def test_two_processes_serve_what_one_does(folder: Path) -> None:
+def test_two_processes_serve_the_same_texts(folder: Path) -> None:
     expected = expected_texts(load(folder), PROMPTS[2:3], out_seq_length=8, greedy=True)
     assert run_distributed(tensor_parallel, 2, str(folder)) == [expected * 2, None]
 
 
-def test_a_server_that_fails_says_so(folder: Path) -> None:
+def test_server_error_is_reported(folder: Path) -> None:
     predictor, tokenizer = load(folder)
     answers: list[httpx.Response] = []
 
@@ -246,8 +246,8 @@ def test_a_server_that_fails_says_so(folder: Path) -> None:
 
     predictor.forward = fail
     config = ServerConfig(port=0, max_batch_size=1)
-    asked = asking(config, lambda url: answers.append(first_answer(url, prompt="1")))
-    with pytest.raises(RuntimeError, match="the machine burns"), asked as listener:
+    client = client_thread(config, lambda url: answers.append(first_response(url, prompt="1")))
+    with pytest.raises(RuntimeError, match="the machine burns"), client as listener:
         serve(config, "tiny", listener, predictor, tokenizer)
     assert answers[0].status_code == 503
 
@@ -259,6 +259,6 @@ def test_a_server_that_fails_says_so(folder: Path) -> None:
         ({"host": "a.b.invalid"}, "--host: a.b.invalid is not an address of this machine"),
     ],
 )
-def test_wrong_addresses(flags: dict, message: str) -> None:
+def test_invalid_addresses(flags: dict, message: str) -> None:
     with pytest.raises(InputError, match=f"^{re.escape(message)}"):
         listen(ServerConfig(port=0, **flags))

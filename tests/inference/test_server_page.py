@@ -1,6 +1,6 @@
-"""The page, in headless Chromium.
+"""The server's page, in headless Chromium.
 
-Needs Chromium and `pip install playwright`. Screenshots are kept in the folder that the environment's ARTEFACTS names.
+Needs Chromium and `pip install playwright`. Screenshots go to the folder that the environment variable ARTEFACTS names.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FLAGS = """
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TokenizerConfig:
-    """Of text, so that characters may take several tokens."""
+    """BPE tokenizer trained on text, in which a character may take several tokens."""
     folder, rng = tmp_path_factory.mktemp("tokenizer"), random.Random(0)
     files = train_bpe([" ".join(rng.choices(WORDS, k=50)) for _ in range(20)], IDS)
     for name in ("vocab.json", "merges.txt"):
@@ -62,21 +62,21 @@ def browser() -> Iterator[playwright.Browser]:
 
 
 @pytest.fixture
-def artefacts(tmp_path: Path) -> Path:
+def screenshots(tmp_path: Path) -> Path:
     folder = Path(os.environ.get("ARTEFACTS", tmp_path))
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def open_page(browser: playwright.Browser, url: str, **settings: object) -> tuple[playwright.Page, list[str]]:
-    """The page, and what its console says that should say nothing."""
+    """Open the page; return it and the list of its console messages and errors, which should stay empty."""
     page = browser.new_page(**settings)
-    said: list[str] = []
-    page.on("console", lambda message: said.append(message.text))
-    page.on("pageerror", lambda error: said.append(str(error)))
+    console: list[str] = []
+    page.on("console", lambda message: console.append(message.text))
+    page.on("pageerror", lambda error: console.append(str(error)))
     page.goto(url)
     playwright.expect(page.locator("#model")).to_have_text("tiny")
-    return page, said
+    return page, console
 
 
 def set_slider(page: playwright.Page, name: str, value: float) -> None:
@@ -90,10 +90,10 @@ def status(page: playwright.Page, pattern: str) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 360])
 def test_type_and_generate(
-    browser, folder: Path, tokenizer, artefacts: Path, scheme: str, width: int
+    browser, folder: Path, tokenizer, screenshots: Path, scheme: str, width: int
 ) -> None:
     with serving(*load(folder, tokenizer)) as (url, _):
-        page, said = open_page(browser, url, color_scheme=scheme, viewport={"width": width, "height": 800})
+        page, console = open_page(browser, url, color_scheme=scheme, viewport={"width": width, "height": 800})
         page.locator("#prompt").fill("the cat sat on")
         set_slider(page, "max_tokens", 60)
         set_slider(page, "temperature", 0)
@@ -103,7 +103,7 @@ def test_type_and_generate(
         expected = HTTP.post(f"{url}/v1/completions", json=body).json()["choices"][0]["text"]
         assert page.locator("#text").text_content() == expected
 
-        # By pointing, then by keyboard alone: one press of Tab reaches the text, arrow keys go on.
+        # With the mouse, then with the keyboard: Tab focuses the text, arrow keys move along it.
         page.locator(".token").nth(3).hover()
         assert page.locator("#about tr").count() in (5, 6)
         assert page.locator("#about tr.own").count() == 1
@@ -113,20 +113,20 @@ def test_type_and_generate(
         page.keyboard.press("ArrowRight")
         assert page.evaluate("[...document.querySelectorAll('.token')].indexOf(document.activeElement)") == 2
         assert page.locator(".token.shown").count() == 1
-        page.screenshot(path=artefacts / f"page-{scheme}-{width}.png", full_page=True)
+        page.screenshot(path=screenshots / f"page-{scheme}-{width}.png", full_page=True)
 
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "scrolls sideways"
         small = """[...document.querySelectorAll("button, input:not([hidden]), textarea")]
             .filter((e) => e.offsetParent && e.getBoundingClientRect().height < 44).map((e) => e.id)"""
         assert page.evaluate(small) == []
-        assert said == []
+        assert console == []
         page.close()
 
 
-def test_stop(browser, folder: Path, tokenizer, artefacts: Path) -> None:
-    """By the button and by Esc; the server has room again at once, and what was made stays."""
+def test_stop(browser, folder: Path, tokenizer, screenshots: Path) -> None:
+    """The button and Esc stop a text. Its row is free at once, and the text so far stays on the page."""
     with serving(*load_slow(folder, tokenizer), max_batch_size=1) as (url, engine):
-        page, said = open_page(browser, url)
+        page, console = open_page(browser, url)
         page.locator("#prompt").fill("the dog")
         set_slider(page, "max_tokens", 250)
         set_slider(page, "temperature", 0)
@@ -134,7 +134,7 @@ def test_stop(browser, folder: Path, tokenizer, artefacts: Path) -> None:
             page.locator("#prompt").focus()
             page.keyboard.press("Control+Enter")
             page.locator(".token").nth(5).wait_for()
-            page.screenshot(path=artefacts / "page-generating.png")
+            page.screenshot(path=screenshots / "page-generating.png")
             if number:
                 page.keyboard.press("Escape")
             else:
@@ -142,11 +142,11 @@ def test_stop(browser, folder: Path, tokenizer, artefacts: Path) -> None:
             status(page, r"^Stopped: \d+ tokens")
             wait_until(lambda: engine.in_flight == engine.running == 0)
             assert page.locator(".token").count() > 5
-        assert said == []
+        assert console == []
         page.close()
 
 
-def test_errors_are_told_in_words(browser, folder: Path, tokenizer, artefacts: Path) -> None:
+def test_error_messages(browser, folder: Path, tokenizer, screenshots: Path) -> None:
     with serving(*load(folder, tokenizer), key="open sesame") as (url, _):
         page = browser.new_page()
         page.goto(url)
@@ -161,7 +161,7 @@ def test_errors_are_told_in_words(browser, folder: Path, tokenizer, artefacts: P
         playwright.expect(error).to_have_text(
             re.compile(r"^the prompt has \d+ tokens and leaves no room in the context of 256")
         )
-        page.screenshot(path=artefacts / "page-error.png")
+        page.screenshot(path=screenshots / "page-error.png")
         page.locator("#prompt").fill("the cat")
         page.get_by_role("button", name="Generate").click()
         status(page, r"tokens")

@@ -1,4 +1,4 @@
-"""Tensors that come from elsewhere than our own files, and their conversion to ours."""
+"""Tensors of external files, and their conversion to native checkpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron.tokenizer.config import TokenizerConfig
 SHAPES = {"table": (10, 4), "matrix": (6, 8), "vector": (5,)}
 
 
-def foreign(folder: Path) -> tuple[Checkpoint, dict[str, torch.Tensor]]:
+def external_checkpoint(folder: Path) -> tuple[Checkpoint, dict[str, torch.Tensor]]:
     values = {name: torch.randn(shape).bfloat16() for name, shape in SHAPES.items()}
     sources = {
         name: ExternalTensor(tuple(x.shape), torch.bfloat16, lambda x=x: x.float())
@@ -32,8 +32,8 @@ def foreign(folder: Path) -> tuple[Checkpoint, dict[str, torch.Tensor]]:
     return Checkpoint(folder, state, {"model": ExternalTensors(folder, sources)}), values
 
 
-def test_parts_of_tensors(tmp_path: Path) -> None:
-    checkpoint, values = foreign(tmp_path)
+def test_shards_of_tensors(tmp_path: Path) -> None:
+    checkpoint, values = external_checkpoint(tmp_path)
     tensors = checkpoint.tensors["model"]
     columns = GlobalSlice((6, 8), 1, ((2, 6),))
     assert tensors.read("matrix", columns).equal(values["matrix"][:, 2:6].float())
@@ -48,10 +48,10 @@ def test_parts_of_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shard", [50, 10**9])
-def test_becomes_one_of_ours(tmp_path: Path, shard: int) -> None:
-    checkpoint, values = foreign(tmp_path)
-    root, told = tmp_path / "native", []
-    write_native(checkpoint, root, told.append, shard)
+def test_conversion_to_native(tmp_path: Path, shard: int) -> None:
+    checkpoint, values = external_checkpoint(tmp_path)
+    root, progress = tmp_path / "native", []
+    write_native(checkpoint, root, progress.append, shard)
     found = find_checkpoint(str(root), None, verify=True)
     assert found.iteration == 0 and found.state["vocab_size"] == 10
     assert {file for file in found.manifest.files if file.startswith("model")} == (
@@ -62,11 +62,11 @@ def test_becomes_one_of_ours(tmp_path: Path, shard: int) -> None:
     } == dict.fromkeys(SHAPES, "bfloat16")
     for name, expected in values.items():
         assert found.tensors["model"].read(name, whole(*SHAPES[name])).equal(expected.float())
-    assert told == [2 * x.numel() for x in values.values()]
+    assert progress == [2 * x.numel() for x in values.values()]
 
 
-def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
-    checkpoint, _ = foreign(tmp_path)
+def test_failed_conversion_leaves_no_files(tmp_path: Path) -> None:
+    checkpoint, _ = external_checkpoint(tmp_path)
 
     def fail() -> torch.Tensor:
         raise InputError("torn")
@@ -80,8 +80,8 @@ def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["a file", "full"])
-def test_what_is_there_stays(tmp_path: Path, kind: str) -> None:
-    checkpoint, _ = foreign(tmp_path)
+def test_existing_files_are_not_overwritten(tmp_path: Path, kind: str) -> None:
+    checkpoint, _ = external_checkpoint(tmp_path)
     root = tmp_path / "x"
     if kind == "full":
         root.mkdir()

@@ -1,4 +1,4 @@
-"""Models of Hugging Face's in and out: the logits are those of transformers, the tensors return bit for bit."""
+"""Import and export of Hugging Face models: logits equal those of transformers, and tensors round-trip bit for bit."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ STEP = """
 """.split()
 
 
-def quiet(size: int) -> None:
-    """Of progress nothing is shown."""
+def no_progress(size: int) -> None:
+    """Progress callback that does nothing."""
 
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:
@@ -47,13 +47,13 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
 
 
 def native(checkpoint: Checkpoint, root: Path) -> Checkpoint:
-    write_native(checkpoint, root, quiet)
+    write_native(checkpoint, root, no_progress)
     return find_checkpoint(str(root), None, verify=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_there_and_back(tmp_path: Path, kind: str) -> None:
-    """By way of a checkpoint of ours, in files of several tensors."""
+def test_round_trip(tmp_path: Path, kind: str) -> None:
+    """Convert to a native checkpoint and back, with the tensors in several files."""
     original = save_hf(tmp_path / "theirs", kind)
     read = open_huggingface(original)
     expected = their_logits(original, read)
@@ -62,7 +62,7 @@ def test_there_and_back(tmp_path: Path, kind: str) -> None:
     assert read.notes == () and ours.state["vocab_size"] == VOCAB
 
     written = tmp_path / "written"
-    write_huggingface(ours, written, quiet, 50_000)
+    write_huggingface(ours, written, no_progress, 50_000)
     assert len(list(written.glob("model-*-of-*.safetensors"))) > 1
     before, after = tensors_in(original), tensors_in(written)
     assert before.keys() == after.keys()
@@ -71,11 +71,13 @@ def test_there_and_back(tmp_path: Path, kind: str) -> None:
     again = open_huggingface(written)
     assert again.notes == () and again.state == read.state
     for name, tensor in read.tensors["model"].index.items():
-        place = whole(*tensor["shape"])
-        assert again.tensors["model"].read(name, place).equal(read.tensors["model"].read(name, place))
+        shard_spec = whole(*tensor["shape"])
+        assert (
+            again.tensors["model"].read(name, shard_spec).equal(read.tensors["model"].read(name, shard_spec))
+        )
 
 
-AUTOMATIC = {
+AUTO_CLASSES = {
     "gpt2": "AutoModelForCausalLM",
     "llama": "AutoModelForCausalLM",
     "qwen3": "AutoModelForCausalLM",
@@ -84,13 +86,13 @@ AUTOMATIC = {
 }
 
 
-@pytest.mark.parametrize("kind", AUTOMATIC)
-def test_automatic_classes_load_what_is_written(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", AUTO_CLASSES)
+def test_auto_classes_load_exported_models(tmp_path: Path, kind: str) -> None:
     transformers = pytest.importorskip("transformers")
     read = open_huggingface(save_hf(tmp_path / "theirs", kind, torch.bfloat16))
     assert read.state["config"]["training"] == {"bf16": True}
-    write_huggingface(native(read, tmp_path / "ours"), tmp_path / "written", quiet)
-    loader = getattr(transformers, AUTOMATIC[kind])
+    write_huggingface(native(read, tmp_path / "ours"), tmp_path / "written", no_progress)
+    loader = getattr(transformers, AUTO_CLASSES[kind])
     model, report = loader.from_pretrained(tmp_path / "written", output_loading_info=True)
     assert model.dtype == torch.bfloat16
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
@@ -102,7 +104,7 @@ def test_automatic_classes_load_what_is_written(tmp_path: Path, kind: str) -> No
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "bert"])
 def test_older_files(tmp_path: Path, kind: str) -> None:
-    """Of the model without its heads' class, with constants and copies of tied tables, and settings in older words."""
+    """Files without the prefix of the model with heads, with buffers, copies of tied embeddings, and older settings."""
     folder = save_hf(tmp_path, kind)
     read = open_huggingface(folder)
     expected, tensors = our_logits(read), load_file(folder / "model.safetensors")
@@ -151,14 +153,14 @@ def test_other_dtypes_become_fp32(tmp_path: Path, dtypes: tuple[str, ...]) -> No
 
 
 def train(folder: str, load: str, flags: str) -> None:
-    """A run of this process, which may be one of several."""
+    """Train one step on this process, which may be one of several."""
     words = [*STEP, *map(str, IDS), "--load", load, "--finetune", "--use-checkpoint-args", *flags.split()]
     words += ["--metrics-path", f"{folder}/metrics.jsonl"]
     assert run(parse_run_config(words, description="", defaults=DEFAULTS), GPT) == 0
 
 
 def test_layouts_read_the_same_model(tmp_path: Path) -> None:
-    """Losses of a step, and after it, of one process and of four that hold parts of layers and of heads."""
+    """Losses of a step and after it, with one process and with four that hold shards of layers and heads."""
     folder = save_hf(tmp_path / "theirs", "qwen2", num_key_value_heads=1)
     records = []
     for processes, flags in (
@@ -168,10 +170,10 @@ def test_layouts_read_the_same_model(tmp_path: Path) -> None:
             "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --make-vocab-size-divisible-by 30",
         ),
     ):
-        place = tmp_path / str(processes)
-        place.mkdir()
-        run_distributed(train, processes, str(place), str(folder), f"{flags} --global-batch-size 2")
-        records.append([json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()])
+        root = tmp_path / str(processes)
+        root.mkdir()
+        run_distributed(train, processes, str(root), str(folder), f"{flags} --global-batch-size 2")
+        records.append([json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()])
     assert len(records[0]) == len(records[1]) == 3
     for one, four in zip(*records, strict=True):
         for key in one.keys() & {"lm loss", "lm loss validation", "grad norm"}:
@@ -179,14 +181,14 @@ def test_layouts_read_the_same_model(tmp_path: Path) -> None:
 
 
 def test_each_tensor_is_read_once(tmp_path: Path, monkeypatch, pretrain: Callable[..., str]) -> None:
-    """For the parameters and their master weights together."""
+    """The parameters and their master weights share one read."""
     import megatron.interop.huggingface.read as reader
 
-    folder, seen, right = save_hf(tmp_path, "llama", torch.bfloat16), [], reader._read
+    folder, seen, original = save_hf(tmp_path, "llama", torch.bfloat16), [], reader._read
 
     def read(files: dict, theirs: list[str], *rest: object) -> Tensor:
         seen.extend(theirs)
-        return right(files, theirs, *rest)
+        return original(files, theirs, *rest)
 
     monkeypatch.setattr(reader, "_read", read)
     pretrain(*STEP, *IDS, "--load", folder, "--finetune", "--use-checkpoint-args", "--bf16")
@@ -194,7 +196,7 @@ def test_each_tensor_is_read_once(tmp_path: Path, monkeypatch, pretrain: Callabl
 
 
 def test_bert_without_rows_for_bos_and_eos(tmp_path: Path) -> None:
-    """Megatron-LM adds both to what vocab.txt holds; a model made elsewhere has rows for its lines alone."""
+    """Megatron-LM adds both to vocab.txt; a model from elsewhere has embedding rows for the lines of vocab.txt only."""
     folder = save_hf(tmp_path / "theirs", "bert")
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(chr(ord("!") + i) for i in range(VOCAB - 5))]
     (folder / "vocab.txt").write_text("\n".join(pieces) + "\n")
@@ -205,9 +207,11 @@ def test_bert_without_rows_for_bos_and_eos(tmp_path: Path) -> None:
         words += ["--save", str(tmp_path / f"run of {load.name}")]
         config = parse_run_config(words, description="", defaults=BERT_DEFAULTS)
         assert run(config, bert(binary_head=True)) == 0
-        write_huggingface(find_checkpoint(config.checkpoint.save, None), tmp_path / f"{load.name}-hf", quiet)
+        write_huggingface(
+            find_checkpoint(config.checkpoint.save, None), tmp_path / f"{load.name}-hf", no_progress
+        )
         assert open_huggingface(tmp_path / f"{load.name}-hf").state["vocab_size"] == VOCAB
-    write_huggingface(ours, tmp_path / "written", quiet)
+    write_huggingface(ours, tmp_path / "written", no_progress)
     before, after = tensors_in(folder), tensors_in(tmp_path / "written")
     assert before.keys() == after.keys()
     assert all(tensor.equal(after[name]) for name, tensor in before.items())
@@ -216,7 +220,7 @@ def test_bert_without_rows_for_bos_and_eos(tmp_path: Path) -> None:
         open_huggingface(folder)
 
 
-def test_training_starts_from_it(tmp_path: Path, pretrain: Callable[..., str]) -> None:
+def test_training_from_a_huggingface_model(tmp_path: Path, pretrain: Callable[..., str]) -> None:
     folder = save_hf(tmp_path / "theirs", "gpt2")
     words = [*STEP, *IDS, "--load", folder, "--use-checkpoint-args"]
     out = pretrain(*words, "--finetune", "--seq-length", 16, "--save", tmp_path / "run")

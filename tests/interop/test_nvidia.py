@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron-LM: those that its own code has written, and what we write in its form."""
+"""Megatron-LM checkpoints: files that NVIDIA's own code wrote, and files written here in the same format."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from megatron.interop.nvidia.write import write_megatron
 from megatron.model.config import ModelConfig
 from megatron.tokenizer.config import TokenizerConfig
 
-# --- what NVIDIA's own code has written
+# --- checkpoints written by NVIDIA's own code
 
 
 @pytest.mark.parametrize("written_by", ["init_tp2", "init_pp2"])
-def test_layouts_hold_one_model(shared: Path, written_by: str) -> None:
+def test_layouts_hold_the_same_model(shared: Path, written_by: str) -> None:
     vectors = shared / "vectors" / "gpt-v2.5"
     expected = weights(open_megatron(vectors / "init_tp1", NO_TOKENIZER))
     assert_equal(weights(open_megatron(vectors / written_by, NO_TOKENIZER)), expected)
@@ -60,10 +60,10 @@ def test_layouts_hold_one_model(shared: Path, written_by: str) -> None:
         ("bert-v2.5/after6_tp1", 1, 1, 30524),
     ],
 )
-def test_what_we_write_is_as_nvidia_wrote_it(
+def test_export_equals_nvidia_files(
     shared: Path, tmp_path: Path, name: str, tensor: int, pipeline: int, vocab_size: int
 ) -> None:
-    """The nested dicts key for key, order included, and every tensor bit for bit: from one of ours in between."""
+    """Convert to native and back: the same nested dicts in the same order, and every tensor bit for bit."""
     theirs = shared / "vectors" / name
     checkpoint = open_megatron(theirs, TokenizerConfig(vocab_size=vocab_size))
     write_native(checkpoint, tmp_path / "native", lambda size: None)
@@ -77,11 +77,11 @@ def test_what_we_write_is_as_nvidia_wrote_it(
         ours, expected = (torch.load(path, weights_only=False) for path in (ours, expected))
         assert_same(ours["model"], expected["model"])
         assert ours["checkpoint_version"] == 3.0
-        said = vars(expected["args"])
-        assert said.items() >= {
+        their_args = vars(expected["args"])
+        assert their_args.items() >= {
             (name, value)
             for name, value in vars(ours["args"]).items()
-            if name in said and not name.startswith(("consumed", "tokenizer", "rank"))
+            if name in their_args and not name.startswith(("consumed", "tokenizer", "rank"))
         }
 
 
@@ -94,8 +94,8 @@ def assert_same(ours: Any, theirs: Any) -> None:
         assert_same(ours[key], value)
 
 
-def test_a_run_goes_on_from_nvidias_optimizer(pretrain: Callable, shared: Path, tmp_path: Path) -> None:
-    """After six iterations there, three here are as after six here; and so is the state that they begin with."""
+def test_resume_from_nvidia_optimizer(pretrain: Callable, shared: Path, tmp_path: Path) -> None:
+    """Three iterations after six of Megatron-LM equal those after six here, as does the state after six."""
     vectors = shared / "vectors" / "gpt-v2.5"
     for name in ("init_tp1", "after6_tp1"):
         checkpoint = open_megatron(vectors / name, TokenizerConfig(vocab_size=5000))
@@ -116,7 +116,7 @@ def test_a_run_goes_on_from_nvidias_optimizer(pretrain: Callable, shared: Path, 
     found, expected = weights(ours, "optimizer"), weights(theirs, "optimizer")
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        if not name.endswith("linear_qkv.bias"):  # the gradient of a key's bias is mere rounding
+        if not name.endswith("linear_qkv.bias"):  # the gradient of the keys' biases is a rounding error
             assert (found[name] - tensor).norm() <= 1e-5 * tensor.norm(), name
 
     records = {}
@@ -149,7 +149,7 @@ def test_half_precision(tmp_path: Path, dtype: torch.dtype) -> None:
     root = written(tmp_path)
 
     def cast(content: dict[str, Any]) -> None:
-        content["model"] = mapped(content["model"], lambda key, x: x.to(dtype))
+        content["model"] = map_tensors(content["model"], lambda key, x: x.to(dtype))
 
     edit(root, cast)
     found = open_megatron(root, NO_TOKENIZER)
@@ -164,7 +164,7 @@ def test_half_precision(tmp_path: Path, dtype: torch.dtype) -> None:
     assert any("fp16" in note for note in found.notes) == (dtype == torch.float16)
 
 
-def test_half_precision_is_written(tmp_path: Path) -> None:
+def test_export_in_half_precision(tmp_path: Path) -> None:
     checkpoint = checkpoint_of(tmp_path)
     values = {name: x.bfloat16() for name, x in weights(checkpoint).items()}
     sources = {name: ExternalTensor(tuple(x.shape), x.dtype, lambda x=x: x) for name, x in values.items()}
@@ -177,14 +177,14 @@ def test_half_precision_is_written(tmp_path: Path) -> None:
     assert_equal(weights(found), {name: x.float() for name, x in values.items()})
 
 
-def mapped(nested: dict[str, Any], change: Callable[[str, Tensor], Tensor]) -> dict[str, Any]:
-    return {k: mapped(v, change) if isinstance(v, dict) else change(k, v) for k, v in nested.items()}
+def map_tensors(nested: dict[str, Any], change: Callable[[str, Tensor], Tensor]) -> dict[str, Any]:
+    return {k: map_tensors(v, change) if isinstance(v, dict) else change(k, v) for k, v in nested.items()}
 
 
 @pytest.mark.parametrize("version", [None, 0, 1.0, 2.0])
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_older_versions(tmp_path: Path, version: float | None, tensor: int) -> None:
-    """Their order of the rows of attention, their names, and no flags, as in the models that NVIDIA has released."""
+    """Older order of attention's rows, older names, and no flags, as in the models that NVIDIA released."""
     root = written(tmp_path, tensor=tensor)
     heads = HEADS // tensor
 
@@ -203,7 +203,7 @@ def test_older_versions(tmp_path: Path, version: float | None, tensor: int) -> N
         return out
 
     def rewrite(content: dict[str, Any]) -> None:
-        language_model = mapped(content["model"]["language_model"], older)
+        language_model = map_tensors(content["model"]["language_model"], older)
         encoder = {
             k.replace("self_attention", "attention"): v for k, v in language_model.pop("encoder").items()
         }
@@ -222,7 +222,7 @@ def test_older_versions(tmp_path: Path, version: float | None, tensor: int) -> N
 
 
 def interleave(root: Path, stages: int, chunks: int) -> None:
-    """Rewrite a checkpoint of one process as one of so many stages with so many chunks of layers each."""
+    """Rewrite a checkpoint of one process as one of `stages` stages with `chunks` model chunks each."""
     (path,) = files(root)
     content = torch.load(path, weights_only=False)
     model = content.pop("model")
@@ -285,7 +285,7 @@ def test_optimizer(tmp_path: Path, task: str, tensor: int, pipeline: Any, half: 
         content["lr_scheduler"] = schedule | {"decay_style": "linear"}
 
     edit(root, train)
-    assert list(open_megatron(root, NO_TOKENIZER).tensors) == ["model"]  # a release has no more
+    assert list(open_megatron(root, NO_TOKENIZER).tensors) == ["model"]  # a release holds only the model
     (root / "release").rename(root / "iter_0000012")
     (root / "latest_checkpointed_iteration.txt").write_text("12")
     found = open_megatron(root, NO_TOKENIZER)
@@ -293,8 +293,8 @@ def test_optimizer(tmp_path: Path, task: str, tensor: int, pipeline: Any, half: 
     scales = {"exp_avg": 2, "exp_avg_sq": 3} | ({"master": 4} if half else {})
     expected = {f"{kind}/{name}": scale * x for kind, scale in scales.items() for name, x in model.items()}
     assert_equal(weights(found, "optimizer"), expected)
-    wanted = {"iteration": 12, "consumed_samples": 96, "train_samples": 160, "optimizer_steps": 12}
-    assert found.state.items() >= wanted.items()
+    expected_state = {"iteration": 12, "consumed_samples": 96, "train_samples": 160, "optimizer_steps": 12}
+    assert found.state.items() >= expected_state.items()
     assert found.state["schedule"]["start_weight_decay"] == 0.1
     without = open_megatron(root, NO_TOKENIZER, load_optim=False)
     assert list(without.tensors) == ["model"] and without.state["optimizer_steps"] is None
@@ -315,7 +315,7 @@ V1_SCHEDULE = {"start_lr": 1e-3, "min_lr": 1e-5, "warmup_iter": 1, "end_iter": 2
     ids=["v1", "old schedule", "no global batch"],
 )
 def test_runs_that_count_iterations(tmp_path: Path, flags: dict[str, int], schedule: dict[str, Any]) -> None:
-    """Of v1, whose flags and schedule do not say how many samples have been consumed: the weights alone."""
+    """v1's flags and schedule lack the consumed samples, so only the weights are loaded."""
     root = written(tmp_path, tensor=2)
 
     def older(content: dict[str, Any]) -> None:
@@ -337,7 +337,7 @@ def test_runs_that_count_iterations(tmp_path: Path, flags: dict[str, int], sched
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_the_distributed_optimizers_folders_are_no_stages(tmp_path: Path, tensor: int) -> None:
+def test_distributed_optimizer_folders_are_not_stages(tmp_path: Path, tensor: int) -> None:
     root = written(tmp_path, tensor=tensor)
     for path in files(root):
         path.rename(path.with_name("model_rng.pt"))
@@ -354,15 +354,15 @@ def test_the_distributed_optimizers_folders_are_no_stages(tmp_path: Path, tensor
 
 
 @pytest.mark.parametrize("name", ["make_vocab_size_divisible_by", "seq_length", "tensor_model_parallel_size"])
-def test_flags_that_are_none(tmp_path: Path, name: str) -> None:
-    """They are as those that are not there."""
+def test_none_flags_are_ignored(tmp_path: Path, name: str) -> None:
+    """A flag with the value None counts as absent."""
     root = written(tmp_path)
     edit(root, lambda content: vars(content["args"]).update({name: None}))
     assert_equal(weights(open_megatron(root, NO_TOKENIZER)), weights(checkpoint_of(tmp_path)))
 
 
 def test_flags_are_a_plain_namespace(tmp_path: Path) -> None:
-    """As whatever reads such files expects."""
+    """Other programs that read these files expect argparse.Namespace."""
     training = {"attention_dropout": 0.2, "hidden_dropout": 0.3, "init_method_std": 0.01}
     root = written(tmp_path, **training)
     args = torch.load(files(root)[0], weights_only=False)["args"]
@@ -373,7 +373,7 @@ def test_flags_are_a_plain_namespace(tmp_path: Path) -> None:
     assert (args.padded_vocab_size, args.orig_vocab_size, args.params_dtype) == (128, VOCAB, torch.float32)
 
 
-def test_a_tokenizer_without_files_is_kept(tmp_path: Path) -> None:
+def test_tokenizer_without_files_is_kept(tmp_path: Path) -> None:
     tokenizer = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCAB - 1)
     write_native(open_megatron(written(tmp_path), tokenizer), tmp_path / "native", lambda size: None)
     assert saved_tokenizer(find_checkpoint(str(tmp_path / "native"), None)) == tokenizer

@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron-LM that are damaged, or are not what they seem; and models that it has not."""
+"""Damaged or inconsistent Megatron-LM checkpoints, and models that its format does not support."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def flags(**values: object) -> Callable[[dict[str, Any]], None]:
 
 
 def doubled(inner: Any, times: int = 40, width: int = 2) -> Any:
-    """Containers of the same one, so many times: a file of a few bytes, and a text without end."""
+    """Nest containers that repeat one element: a file of a few bytes whose repr is exponentially long."""
     for _ in range(times):
         inner = [inner] * width if isinstance(inner, list) else {str(i): inner for i in range(width)}
     return inner
 
 
-# What is done to the folder of four processes' files.
+# Changes to the folder of a checkpoint of four processes.
 DAMAGE = {
     "no folder": (lambda release: shutil.rmtree(release / FOLDER), f"lacks {FOLDER}"),
     "no file": (
@@ -48,7 +48,7 @@ DAMAGE = {
         lambda release: [shutil.rmtree(path) for path in release.glob("*_001")],
         "holds files of 2 x 1 ranks .* pipeline_model_parallel_size 2; some are missing",
     ),
-    "torn": (
+    "truncated": (
         lambda release: (release / FOLDER / "model_optim_rng.pt").write_bytes(b"PK\3\4..."),
         f"{FOLDER}/.*: is damaged",
     ),
@@ -61,21 +61,21 @@ DAMAGE = {
         "is not a Megatron-LM checkpoint",
     ),
 }
-# What is done to the content of the first process's file.
+# Changes to the content of the first process's file.
 CHANGES = {
     "text": (
         lambda content: content["model"].update(binary_head={"weight": "x"}),
         "binary_head.weight is neither a tensor nor",
     ),
-    "a tensor less": (
+    "missing tensor": (
         lambda content: encoder(content).pop(LAST),
         r"ranks hold unequal shards of 1 tensor\(s\): decoder\.layers\.1\.mlp\.linear_fc2\.bias",
     ),
-    "tensors more": (
+    "extra tensors": (
         lambda content: encoder(content).update({f"layers.0.x{i}.weight": torch.ones(1) for i in range(11)}),
         r"has unknown or duplicate tensors: 11 tensor\(s\): .*x8\.weight in mp_rank_00_000, \.\.\.$",
     ),
-    "whole numbers": (
+    "integers": (
         lambda content: encoder(content).update({LAST: torch.arange(32)}),
         "its weights are float32 and int64",
     ),
@@ -89,8 +89,11 @@ CHANGES = {
     ),
     "width": (flags(hidden_size=64), "hidden_size is 64 in its flags, but 32 by its tensors"),
     "layers": (flags(num_layers=10**5), "num_layers is 100000 in its flags, but 4 by its tensors"),
-    "T": (flags(tensor_model_parallel_size=4), "tensor_model_parallel_size 4; some are missing"),
-    "a gate": (flags(swiglu=True), "was trained with --swiglu, which is not supported"),
+    "tensor-parallel size": (
+        flags(tensor_model_parallel_size=4),
+        "tensor_model_parallel_size 4; some are missing",
+    ),
+    "swiglu": (flags(swiglu=True), "was trained with --swiglu, which is not supported"),
     "another activation": (flags(squared_relu=True), "was trained with --squared-relu, which is not"),
     "vocabulary": (
         flags(orig_vocab_size=300),
@@ -101,25 +104,25 @@ CHANGES = {
         flags(data_path=["a", torch.ones(1)]),
         "its flag data_path is of type StoredTensor, which is impossible",
     ),
-    "a list": (flags(seed=[1]), "its flag seed is of type list, which is impossible"),
+    "list": (flags(seed=[1]), "its flag seed is of type list, which is impossible"),
     "zero": (flags(make_vocab_size_divisible_by=0), "divisible_by is 0, which is impossible"),
-    "a long number": (flags(seed=-(10**5000)), "its flag seed is of type int, which is impossible"),
-    "a long number of layers": (flags(num_layers=10**5000), "its flag num_layers is of type int, which"),
-    "lists without end": (flags(num_layers=doubled([])), "its flag num_layers is of type list, which"),
-    "a version without end": (
+    "long number": (flags(seed=-(10**5000)), "its flag seed is of type int, which is impossible"),
+    "long number of layers": (flags(num_layers=10**5000), "its flag num_layers is of type int, which"),
+    "exponential list": (flags(num_layers=doubled([])), "its flag num_layers is of type list, which"),
+    "exponential version": (
         lambda content: content.update(checkpoint_version=doubled([])),
         "checkpoint_version is of type list; supported are",
     ),
-    "dicts without end": (
+    "exponential dict": (
         lambda content: content["model"].update(x=doubled({}, 7, width=60)),
         r"has too many tensors, or too long a name \(",
     ),
-    "a long name": (
+    "long name": (
         lambda content: content["model"].update({"x" * 300: {}}),
         r"has too many tensors, or too long a name \(xxx",
     ),
-    "a number for a name": (lambda content: content["model"].update({1: {}}), "model is neither a tensor"),
-    "a tensor twice": (
+    "number as name": (lambda content: content["model"].update({1: {}}), "model is neither a tensor"),
+    "duplicate tensor": (
         lambda content: encoder(content).update({"layers.0.attention.dense.bias": torch.ones(32)}),
         r"duplicate tensors: 1 tensor.*encoder\.layers\.0\.attention\.dense\.bias in mp_rank_00_000",
     ),
@@ -132,20 +135,20 @@ CHANGES = {
 
 @pytest.mark.parametrize("name", list(DAMAGE))
 def test_damaged_folders(tmp_path: Path, name: str) -> None:
-    root, (change, told) = written(tmp_path, tensor=2, pipeline=2), DAMAGE[name]
+    root, (change, message) = written(tmp_path, tensor=2, pipeline=2), DAMAGE[name]
     change(root / "release")
-    assert_refused(root, told)
+    assert_refused(root, message)
 
 
 @pytest.mark.parametrize("name", list(CHANGES))
-def test_wrong_content(tmp_path: Path, name: str) -> None:
-    root, (change, told) = written(tmp_path, tensor=2, pipeline=2), CHANGES[name]
+def test_invalid_content(tmp_path: Path, name: str) -> None:
+    root, (change, message) = written(tmp_path, tensor=2, pipeline=2), CHANGES[name]
     edit(root, change, first=True)
-    assert_refused(root, told)
+    assert_refused(root, message)
 
 
-def assert_refused(root: Path, told: str) -> None:
-    with pytest.raises(InputError, match=told) as caught:
+def assert_refused(root: Path, message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
         open_megatron(root, NO_TOKENIZER)
     assert str(root) in str(caught.value) and "\n" not in str(caught.value)
 
@@ -160,7 +163,7 @@ def test_heads_that_cannot_be_divided(tmp_path: Path) -> None:
         open_megatron(root, sizes, given)
 
 
-def test_copies_of_the_table_must_be_equal(tmp_path: Path) -> None:
+def test_copies_of_tied_embeddings_must_be_equal(tmp_path: Path) -> None:
     root = written(tmp_path, tensor=2, pipeline=2)
     path = files(root)[3]
     content = torch.load(path, weights_only=False)
@@ -174,7 +177,7 @@ def test_copies_of_the_table_must_be_equal(tmp_path: Path) -> None:
     assert not (tmp_path / "native").exists()
 
 
-def test_optimizers_that_do_not_fit(tmp_path: Path) -> None:
+def test_mismatched_optimizers(tmp_path: Path) -> None:
     root = written(tmp_path)
     (root / "release").rename(root / "iter_0000001")
     (root / "latest_checkpointed_iteration.txt").write_text("1")
@@ -208,7 +211,7 @@ def test_optimizers_that_do_not_fit(tmp_path: Path) -> None:
         open_megatron(root, NO_TOKENIZER)
 
 
-def test_what_is_no_checkpoint(tmp_path: Path) -> None:
+def test_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"^--load: \S+ holds no Megatron-LM checkpoint"):
         open_megatron(tmp_path, NO_TOKENIZER)
     with pytest.raises(InputError, match=r"^--load: \S+ is not a folder"):
@@ -224,7 +227,7 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
         open_megatron(tmp_path, NO_TOKENIZER)
 
 
-def test_the_vocabulary_must_be_known(tmp_path: Path) -> None:
+def test_vocabulary_size_must_be_known(tmp_path: Path) -> None:
     root = written(tmp_path, tensor=2)
     edit(root, lambda content: delattr(content["args"], "orig_vocab_size"))
     with pytest.raises(InputError, match=r"have 256 rows with padding; give the tokenizer"):
@@ -240,7 +243,7 @@ def test_the_vocabulary_must_be_known(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "sizes", "told"),
+    ("fields", "sizes", "message"),
     [
         (
             {"position_embedding_type": "rope"},
@@ -258,15 +261,13 @@ def test_the_vocabulary_must_be_known(tmp_path: Path) -> None:
         ({}, (1, 3), "--target-pipeline-model-parallel-size: 3 does not divide the model's num_layers, 4"),
     ],
 )
-def test_models_that_cannot_be_written(
-    tmp_path: Path, fields: dict, sizes: tuple[int, int], told: str
-) -> None:
-    with pytest.raises(InputError, match=f"^{told}"):
+def test_unsupported_models(tmp_path: Path, fields: dict, sizes: tuple[int, int], message: str) -> None:
+    with pytest.raises(InputError, match=f"^{message}"):
         written(tmp_path, "GPT", *sizes, **fields)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
+def test_failed_export_leaves_no_files(tmp_path: Path) -> None:
     checkpoint = checkpoint_of(tmp_path)
 
     def fail() -> Tensor:

@@ -1,6 +1,6 @@
-"""What we write, through the converters of the `transformers` package, unchanged: they too read Megatron-LM's form.
+"""Exported Megatron-LM checkpoints, read by the unchanged converters of `transformers`.
 
-No version since 4.48 has them. To run these tests, unpack an older wheel and name its folder of models:
+transformers has had no converters since 4.48. To run these tests, unpack an older wheel and name its folder of models:
 
     pip download transformers==4.47.1 --no-deps && unzip transformers-4.47.1-py3-none-any.whl -d unpacked
     TRANSFORMERS_CONVERTERS=unpacked/transformers/models pytest tests/interop/test_nvidia_converters.py
@@ -25,14 +25,14 @@ FUSED, ERF, OPENAI = {}, {"bias_gelu_fusion": False}, {"bias_gelu_fusion": False
 
 
 def convert(kind: str, checkpoint: Checkpoint, folder: Path, *flags: object) -> Path:
-    """The folder of Hugging Face's that their converter makes of what we write."""
+    """Export a checkpoint, run transformers' converter on it, and return the resulting Hugging Face folder."""
     converters = os.environ.get("TRANSFORMERS_CONVERTERS")
     if converters is None:
         pytest.skip("needs TRANSFORMERS_CONVERTERS, the folder transformers/models of a version before 4.48")
     script = Path(converters).resolve() / kind / f"convert_{kind}_checkpoint.py"
     write_megatron(checkpoint, folder / "megatron", lambda size: None, tensor_parallel=1, pipeline_parallel=1)
     path = folder / "megatron" / "release" / "mp_rank_00" / "model_optim_rng.pt"
-    # Their files hold the flags, which torch reads only if told so; what our tests have written is safe.
+    # The files hold an argparse.Namespace, which torch loads only with this variable. They are trusted.
     env = os.environ | {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1", "HF_HUB_OFFLINE": "1"}
     words = [sys.executable, script, *flags, path]
     done = subprocess.run(list(map(str, words)), cwd=folder, env=env, capture_output=True, text=True)
@@ -44,7 +44,7 @@ def convert(kind: str, checkpoint: Checkpoint, folder: Path, *flags: object) -> 
 def test_gpt2(tmp_path: Path, shared: Path, fields: dict) -> None:
     checkpoint = checkpoint_of(tmp_path, **fields)
     checkpoint.state["config"]["tokenizer"]["tokenizer_type"] = "GPT2BPETokenizer"
-    tokenizer = tmp_path / "openai-community" / "gpt2"  # which they would download
+    tokenizer = tmp_path / "openai-community" / "gpt2"  # the converter would download it
     tokenizer.mkdir(parents=True)
     for theirs, ours in (("vocab.json", "gpt2-tiny-vocab.json"), ("merges.txt", "gpt2-tiny-merges.txt")):
         (tokenizer / theirs).symlink_to(shared / "data" / ours)

@@ -1,4 +1,4 @@
-"""Every flag of NVIDIA's is ours, or noted, or refused; none is met with silence."""
+"""Every Megatron-LM flag is supported, noted as having no effect, or refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.errors import InputError
 from megatron.interop.nvidia.flags import NVIDIA_FLAGS, NvidiaFlag
 from megatron.training.config import RunConfig
 
-# The least that a run must be told.
+# The required flags of a run.
 BASE = (
     "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 16 "
     "--micro-batch-size 1 --train-iters 10 --lr 1e-3"
@@ -90,49 +90,49 @@ EXAMPLES_2026 = """
 
 
 @pytest.mark.parametrize(("names", "count"), [(V2_5, 135), (V3_0, 52), (EXAMPLES_2026, 92)])
-def test_every_flag_of_nvidias_is_known(names: str, count: int) -> None:
+def test_every_nvidia_flag_is_known(names: str, count: int) -> None:
     assert len(set(names.split())) == count
     known = run_parser("", {}).flags
     assert [name for name in names.split() if f"--{name}" not in known] == []
 
 
-def test_the_notes_are_short_lines() -> None:
+def test_notes_are_short_lines() -> None:
     ours = run_parser("", {}).flags.keys() - {flag.name for flag in NVIDIA_FLAGS}
     for flag in NVIDIA_FLAGS:
         assert flag.note and len(flag.note) <= 80, flag.name
         assert "\n" not in flag.note and not flag.note.endswith(".")
-        # What stands in for a flag has to exist, by its whole name.
+        # A flag that a note recommends must exist under its full name.
         assert set(re.findall(r"--[\w-]+", flag.note)) <= set(ours), flag.name
         assert not flag.harmless or flag.refused, flag.name
 
 
 @pytest.fixture(scope="module")
-def without():
-    """The configuration of a run that is given none of these flags."""
+def base_config():
+    """Configuration of a run without any of these flags."""
     return parse()
 
 
 @pytest.mark.parametrize("flag", NVIDIA_FLAGS, ids=lambda flag: flag.name)
-def test_a_flag_is_noted_once_or_refused(
-    flag: NvidiaFlag, without, capsys: pytest.CaptureFixture[str]
+def test_flag_is_noted_once_or_refused(
+    flag: NvidiaFlag, base_config, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = f"{flag.name} 8" if flag.nargs else flag.name
     if flag.refused:
         assert error_of(given) == f"{given} is not supported: {flag.note}"
     else:
-        assert parse(f"{given} {given}") == without
+        assert parse(f"{given} {given}") == base_config
         assert capsys.readouterr().err == f"note: {given} has no effect: {flag.note}\n"
 
 
 @pytest.mark.parametrize("flag", [flag for flag in NVIDIA_FLAGS if flag.harmless], ids=lambda flag: flag.name)
-def test_values_that_ask_for_nothing(flag: NvidiaFlag, without, capsys: pytest.CaptureFixture[str]) -> None:
+def test_harmless_values(flag: NvidiaFlag, base_config, capsys: pytest.CaptureFixture[str]) -> None:
     for value in flag.harmless:
-        assert parse(f"{flag.name} {value}") == without
-        assert parse(f"{flag.name}={value}") == without
+        assert parse(f"{flag.name} {value}") == base_config
+        assert parse(f"{flag.name}={value}") == base_config
     assert capsys.readouterr().err == ""
 
 
-def test_values_that_follow() -> None:
+def test_values_of_flags() -> None:
     assert error_of("--fp8-format") == "--fp8-format: expected 1 argument"
     assert error_of("--squared-relu=1") == "--squared-relu: takes no value, but was given '1'"
     assert error_of("--moe-router-load-balancing-type a b").startswith(
@@ -141,7 +141,7 @@ def test_values_that_follow() -> None:
     assert parse("--recompute-modules core_attn mlp --lr 2").optimizer.lr == 2
 
 
-def test_only_the_first_process_notes(
+def test_only_rank_0_prints_notes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", "1")

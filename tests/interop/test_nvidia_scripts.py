@@ -1,7 +1,7 @@
-"""The command lines of Megatron-LM's example scripts for GPT and BERT, of v2.5 and of August 2026.
+"""Command lines of Megatron-LM's example scripts for GPT and BERT, of v2.5 and of August 2026.
 
-Each is the list of flags that a script passes on, with its own values and paths that stand for any, and the number of
-processes that it is for. What is not refused by name must mean what the list says, and fit so many processes.
+Each is the list of flags that a script passes, with its values, placeholders for paths, and its number of processes.
+Flags that are not refused by name must set the given values, and the layout must fit the number of processes.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ class Script:
     """A command line.
 
     Attributes:
-        flags: as the script has them.
-        processes: that it starts.
-        refused: its flags that are refused here.
-        missing: what Megatron-LM too finds missing in it.
-        wrong: what is said of its layout, which Megatron-LM does not take either.
+        flags: flags of the script.
+        processes: number of processes that it starts.
+        refused: flags that are refused here.
+        missing: required flags that the script lacks; Megatron-LM requires them too.
+        layout_error: message about its layout, which Megatron-LM does not support either.
     """
 
     flags: str
     processes: int = 1
     refused: str = ""
     missing: str = ""
-    wrong: str = ""
+    layout_error: str = ""
 
 
 # ---- v2.5
@@ -111,15 +111,15 @@ SCRIPTS = {
     "README GPT": Script(README_GPT, processes=4),
 }
 
-# ---- v2.5, of the paper on pipelines (arXiv 2104.04473): scripts of one configuration for each figure
+# ---- v2.5, arXiv 2104.04473: one configuration for each figure
 
-SC21 = f"""
+SC21_FLAGS = f"""
     --data-path my_text_document {BPE} --log-interval 5 --seq-length 2048 --max-position-embeddings 2048
     --train-iters 500 --lr-decay-iters 320 --lr 0.0001 --min-lr 0.00001 --lr-decay-style cosine
     --lr-warmup-fraction 0.01 --split 969,30,1 --eval-iters 100 --eval-interval 1000 --clip-grad 1.0 --fp16
     --loss-scale 8192 --checkpoint-activations
 """
-# Processes; tensor- and pipeline-parallel size; micro and global batch; layers, width, heads; layers of a chunk.
+# Processes; tensor- and pipeline-parallel size; micro- and global batch size; layers, width, heads; layers per chunk.
 SC21_RUNS = {
     "figure 11": (8, 8, 1, 1, 8, 3, 20480, 128, None),
     "figure 12": (96, 8, 12, 1, 12, 96, 12288, 96, 2),
@@ -143,7 +143,7 @@ SC21_RUNS = {
 for name, (processes, t, p, micro, batch, layers, width, heads, chunk) in SC21_RUNS.items():
     interleaved = "" if chunk is None else f"--num-layers-per-virtual-pipeline-stage {chunk}"
     SCRIPTS[f"sc21 {name}"] = Script(
-        f"{SC21} --tensor-model-parallel-size {t} --pipeline-model-parallel-size {p} --micro-batch-size {micro} "
+        f"{SC21_FLAGS} --tensor-model-parallel-size {t} --pipeline-model-parallel-size {p} --micro-batch-size {micro} "
         f"--global-batch-size {batch} --num-layers {layers} --hidden-size {width} --num-attention-heads {heads} "
         f"--DDP-impl {'torch' if name in ('1.7B', '3.6B', '7.5B', '18B') else 'local'} {interleaved}",
         processes=processes,
@@ -196,11 +196,11 @@ LLAMA_FSDP = """
 """
 MOCK = "--mock-data --tokenizer-type NullTokenizer --tiktoken-pattern v2"
 REAL = "--data-path my_text_document --tokenizer-type HuggingFaceTokenizer --tokenizer-model llama3"
-NOT_OF_LLAMA = (
+LLAMA_REFUSED = (
     "--decoupled-lr --decoupled-min-lr --fp8-format --fp8-amax-history-len --fp8-amax-compute-algo "
     "--fp8-param-gather"
 )
-# Of examples/gpt3/README.md.
+# From examples/gpt3/README.md.
 README_SIZES = {"345M": (12, 512, 8, 1024), "857M": (24, 1024, 16, 2048)}
 TODAY_GUIDE_8 = """
     --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --num-layers 32 --hidden-size 4096
@@ -234,19 +234,19 @@ TODAY_MIXTRAL = """
 """
 SCRIPTS |= {
     "today train_bert_340m_distributed": Script(
-        TODAY_BERT, processes=128, wrong="16 stages do not divide --num-layers 24"
+        TODAY_BERT, processes=128, layout_error="16 stages do not divide --num-layers 24"
     ),
     "today train_gpt3_175b_distributed": Script(
         TODAY_GPT, processes=128, refused="--step-batch-size-schedule"
     ),
     "today train_llama3_8b_h100_fp8, mock": Script(
-        f"{TODAY_LLAMA} {LLAMA_H100} {MOCK}", processes=8, refused=NOT_OF_LLAMA
+        f"{TODAY_LLAMA} {LLAMA_H100} {MOCK}", processes=8, refused=LLAMA_REFUSED
     ),
     "today train_llama3_8b_h100_fp8": Script(
-        f"{TODAY_LLAMA} {LLAMA_H100} {REAL}", processes=8, refused=NOT_OF_LLAMA
+        f"{TODAY_LLAMA} {LLAMA_H100} {REAL}", processes=8, refused=LLAMA_REFUSED
     ),
     "today train_llama3_8b_fsdp_h100_fp8": Script(
-        f"{TODAY_LLAMA} {LLAMA_FSDP} {MOCK}", processes=8, refused=NOT_OF_LLAMA
+        f"{TODAY_LLAMA} {LLAMA_FSDP} {MOCK}", processes=8, refused=LLAMA_REFUSED
     ),
     "today guide, Llama": Script(TODAY_GUIDE_8, processes=8),
     "today guide, GPT-3": Script(TODAY_GUIDE_MP, processes=8),
@@ -281,8 +281,8 @@ for name, (layers, width, heads, length) in README_SIZES.items():
     )
 
 
-def given(script: Script) -> list[tuple[str, list[str]]]:
-    """The flags of a script, each with its values."""
+def flags_of(script: Script) -> list[tuple[str, list[str]]]:
+    """Flags of a script, each with its values."""
     parts = re.split(r"(?:^|\s)(?=--)", f"{script.flags} {script.missing}".strip())
     return [(name, values) for name, *values in (re.split(r"[\s=]+", part.strip()) for part in parts if part)]
 
@@ -292,8 +292,8 @@ def words(flags: list[tuple[str, list[str]]]) -> list[str]:
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS.keys())
-def test_what_is_refused_is_refused_by_name_all_at_once(script: Script) -> None:
-    flags = given(script)
+def test_refused_flags_are_listed_in_one_error(script: Script) -> None:
+    flags = flags_of(script)
     refused = script.refused.split()
     if refused:
         with pytest.raises(InputError) as error:
@@ -304,12 +304,12 @@ def test_what_is_refused_is_refused_by_name_all_at_once(script: Script) -> None:
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS.keys())
-def test_the_rest_means_what_it_says(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each flag that is ours sets its field to its value; each other one is noted. The layout fits the processes."""
-    flags = [(name, values) for name, values in given(script) if name not in script.refused.split()]
+def test_other_flags_set_their_fields(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each supported flag sets its field and each other flag is noted. The layout fits the processes."""
+    flags = [(name, values) for name, values in flags_of(script) if name not in script.refused.split()]
     config = parse_run_config(words(flags), description="a test", defaults={})
-    if script.wrong:
-        with pytest.raises(InputError, match=script.wrong):
+    if script.layout_error:
+        with pytest.raises(InputError, match=script.layout_error):
             check_layout(config, script.processes)
     else:
         check_layout(config, script.processes)

@@ -1,4 +1,4 @@
-"""Checkpoints of today's Megatron-LM, saved with torch.distributed.checkpoint."""
+"""Checkpoints of current Megatron-LM, saved with torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron.interop.nvidia.read import open_megatron
 from megatron.model.config import ModelConfig
 from megatron.tokenizer.config import TokenizerConfig
 
-# torch tells that there is one process.
+# torch warns that there is only one process.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 GIVEN = {"num_attention_heads": HEADS}
@@ -42,8 +42,8 @@ def open_dist(folder: Path, given: dict[str, Any] | None = None, vocab_size: int
 
 
 @pytest.mark.parametrize("written_by", ["torch_dist_tp1", "torch_dist_tp2"])
-def test_equals_nvidias_own_model(shared: Path, written_by: str) -> None:
-    """Bit for bit the weights whose logits, gradients and losses tests/model/test_gpt.py compares."""
+def test_equals_nvidia_weights(shared: Path, written_by: str) -> None:
+    """Bit-exact weights. tests/model/test_gpt.py compares their logits, gradients and losses."""
     vectors = shared / "vectors" / "core-head"
     prefix = "state_dict/"
     theirs = load_file(vectors / "gpt2.safetensors")
@@ -54,7 +54,7 @@ def test_equals_nvidias_own_model(shared: Path, written_by: str) -> None:
 
 
 def stacked(tensors: dict[str, Tensor], fused: bool) -> dict[str, Tensor]:
-    """As Megatron core names them."""
+    """Stack the tensors of all layers, under the names of Megatron Core."""
     result: dict[str, Tensor] = {}
     for name in tensors:
         first = name.startswith("decoder.layers.0.")
@@ -76,8 +76,8 @@ def save(folder: Path, tensors: dict[str, Any]) -> Path:
 
 @pytest.mark.parametrize("fields", [{}, LLAMA], ids=["gpt2", "llama"])
 @pytest.mark.parametrize("form", ["stacked", "stacked and fused", "one by one"])
-def test_what_torch_writes(tmp_path: Path, form: str, fields: dict) -> None:
-    """Files of torch itself, with the flags of the run in common.pt."""
+def test_files_of_torch(tmp_path: Path, form: str, fields: dict) -> None:
+    """Files written by torch itself, with the run's flags in common.pt."""
     checkpoint = checkpoint_of(tmp_path, **fields)
     expected = weights(checkpoint)
     tensors = expected if form == "one by one" else stacked(expected, fused=form.endswith("fused"))
@@ -86,7 +86,7 @@ def test_what_torch_writes(tmp_path: Path, form: str, fields: dict) -> None:
     (root / "latest_checkpointed_iteration.txt").write_text("3")
     args = vars(model_config(checkpoint)) | {"orig_vocab_size": VOCAB, "make_vocab_size_divisible_by": 4}
     if not fields:
-        args["num_query_groups"] = 1  # their default
+        args["num_query_groups"] = 1  # Megatron-LM's default
     torch.save({"args": argparse.Namespace(**args), "iteration": 3}, folder / "common.pt")
     found = open_megatron(root, TokenizerConfig())
     assert_equal(weights(found), expected)
@@ -111,8 +111,8 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("name", list(VARIANTS))
-def test_other_models_of_the_same_tensors(tmp_path: Path, name: str) -> None:
-    """What the flags of the run alone tell is refused; the values that ask for nothing are not."""
+def test_unsupported_models_with_the_same_tensors(tmp_path: Path, name: str) -> None:
+    """Models that only differ in the flags of the run are refused, unless the flag has a harmless value."""
     checkpoint = checkpoint_of(tmp_path)
     folder = save(tmp_path / "x", stacked(weights(checkpoint), fused=True))
     args = vars(model_config(checkpoint)) | {"num_query_groups": 1}
@@ -120,8 +120,8 @@ def test_other_models_of_the_same_tensors(tmp_path: Path, name: str) -> None:
     torch.save({"args": argparse.Namespace(**args, **{name: harmless})}, folder / "common.pt")
     open_dist(folder)
     torch.save({"args": argparse.Namespace(**args, **{name: variant})}, folder / "common.pt")
-    told = rf"common\.pt: was trained with --{name.replace('_', '-')}, which is not supported in this"
-    with pytest.raises(InputError, match=told):
+    message = rf"common\.pt: was trained with --{name.replace('_', '-')}, which is not supported in this"
+    with pytest.raises(InputError, match=message):
         open_dist(folder)
 
 
@@ -133,7 +133,7 @@ class Hostile:
 def metadata_with(change: Callable[[Any], object]) -> Callable[[Path], None]:
     def edit(folder: Path) -> None:
         path = folder / ".metadata"
-        whole = pickle.loads(path.read_bytes())  # noqa: S301 the test's own
+        whole = pickle.loads(path.read_bytes())  # noqa: S301, pickled here
         path.write_bytes(pickle.dumps(change(whole) or whole))
 
     return edit
@@ -165,8 +165,8 @@ def twice(whole: Any) -> None:
         info.offset, info.length = largest.offset, largest.length
 
 
-def named_deep(folder: Path) -> None:
-    """A chunk whose name is a tuple nested so deep that Python crashes when it hashes it."""
+def deeply_nested_name(folder: Path) -> None:
+    """A chunk whose name is a tuple nested so deeply that Python crashes when hashing it."""
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
     def add(whole: Any) -> None:
@@ -174,13 +174,13 @@ def named_deep(folder: Path) -> None:
 
     metadata_with(add)(folder)
     content = (folder / ".metadata").read_bytes()
-    name = b"\x8c\x04DEEP"  # as pickles have a text of four bytes
+    name = b"\x8c\x04DEEP"  # the pickle of a string of four bytes
     assert content.count(name) == 1
     (folder / ".metadata").write_bytes(content.replace(name, b")" + b"\x85" * 200_000))
 
 
 def layers(*shape: int) -> Callable[[Path], None]:
-    """A tensor of all layers, of this shape and without elements."""
+    """A tensor that stacks all layers, with this shape and no elements."""
 
     def add(whole: Any) -> None:
         entry = dataclasses.replace(whole.state_dict_metadata["decoder.final_layernorm.bias"], chunks=[])
@@ -191,7 +191,7 @@ def layers(*shape: int) -> Callable[[Path], None]:
 
 
 def overlapping(folder: Path) -> None:
-    """Of a tensor that two processes have written the second half is the first once more: as many elements."""
+    """Replace a tensor by two chunks of half its size, the second of which overlaps the first."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
     def halve(whole: Any) -> None:
@@ -225,11 +225,11 @@ BAD = {
         r"\.metadata: is damaged \(the chunks of decoder.final_layernorm.bias are too",
     ),
     "twice": (metadata_with(twice), r"\.metadata: is damaged \(the chunks in __0_0\.distcp overlap"),
-    "a name that cannot be hashed": (
-        named_deep,
+    "unhashable name": (
+        deeply_nested_name,
         r"\.metadata: is damaged \(the name of a chunk is not a string",
     ),
-    "layers of nothing": (
+    "empty layers": (
         layers(10**9, 0),
         r"\.metadata: is damaged \(decoder\.layers\.x\.weight stacks all layers, but has the shape \(1000000000, 0\)",
     ),
@@ -240,7 +240,7 @@ BAD = {
     ),
     "moved": (metadata_with(moved), r"\.distcp: is damaged, or not a file of torch.save"),
     "other": (metadata_with(lambda whole: {"a": 1}), r"\.metadata: is damaged"),
-    "torn": (
+    "truncated": (
         lambda folder: (folder / ".metadata").write_bytes((folder / ".metadata").read_bytes()[:1000]),
         r"\.metadata: is damaged",
     ),
@@ -250,7 +250,7 @@ BAD = {
         lambda folder: (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr"})),
         "is not of the format 'torch_dist'",
     ),
-    "a tensor less": (
+    "missing tensor": (
         metadata_with(lambda whole: without(whole, "decoder.layers.self_attention.linear_proj.bias")),
         r"lacks 4 tensor\(s\): decoder\.layers\.0\.self_attention\.linear_proj\.bias, ",
     ),
@@ -260,14 +260,14 @@ BAD = {
 @pytest.mark.parametrize("name", list(BAD))
 def test_bad_input(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     folder = save(tmp_path / "x", stacked(weights(checkpoint_of(tmp_path)), fused=True))
-    change, told = BAD[name]
+    change, message = BAD[name]
     change(folder)
-    with pytest.raises(InputError, match=told) as caught:
+    with pytest.raises(InputError, match=message) as caught:
         weights(open_dist(folder))
     assert "\n" not in str(caught.value) and capsys.readouterr().out == ""
 
 
-def test_heads_are_needed(tmp_path: Path) -> None:
+def test_num_attention_heads_is_required(tmp_path: Path) -> None:
     folder = save(tmp_path / "x", stacked(weights(checkpoint_of(tmp_path)), fused=True))
     with pytest.raises(InputError, match=r"^--num-attention-heads is required"):
         open_dist(folder, {})

@@ -1,4 +1,4 @@
-"""Files of torch.save: what they hold, read as torch reads it; and files that mean harm, or are damaged."""
+"""Files of torch.save: read as torch.load reads them; malicious and damaged files are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BOTH = pytest.mark.parametrize("zipped", [True, False], ids=["zip", "stream"])
 
 
 def values(whole: Any) -> Any:
-    """What was read, with values for tensors and dicts of attributes for objects."""
+    """Loaded data with tensors for stored tensors, and dicts of attributes for objects."""
     if isinstance(whole, dict):
         return {key: values(value) for key, value in whole.items()}
     if isinstance(whole, (list, tuple)):
@@ -64,8 +64,8 @@ def test_equals_torch(tmp_path: Path, zipped: bool) -> None:
 
 
 @BOTH
-def test_states_of_random_generators(tmp_path: Path, zipped: bool) -> None:
-    """They are read past, whatever they hold."""
+def test_rng_states(tmp_path: Path, zipped: bool) -> None:
+    """Files may hold RNG states of Python, NumPy and torch."""
     states = {"a": random.getstate(), "b": np.random.RandomState(1).get_state(), "c": torch.get_rng_state()}
     torch.save(states, tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
     found = read_torch_file(tmp_path / "x.pt")
@@ -74,7 +74,7 @@ def test_states_of_random_generators(tmp_path: Path, zipped: bool) -> None:
 
 
 @BOTH
-def test_a_part_of_a_file(tmp_path: Path, zipped: bool) -> None:
+def test_file_inside_a_file(tmp_path: Path, zipped: bool) -> None:
     torch.save(torch.arange(9), tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
     content = (tmp_path / "x.pt").read_bytes()
     (tmp_path / "two").write_bytes(b"before" + content + b"after")
@@ -86,8 +86,8 @@ def test_a_part_of_a_file(tmp_path: Path, zipped: bool) -> None:
 
 
 @BOTH
-def test_a_part_is_not_held_in_memory(tmp_path: Path, zipped: bool) -> None:
-    """Only what is wanted of it: here a row of sixteen of 1 MB."""
+def test_memory_of_reading_a_row(tmp_path: Path, zipped: bool) -> None:
+    """Only the requested rows are read: here one of sixteen rows of 1 MB."""
     torch.save(
         torch.arange(2**22).view(16, -1).int(), tmp_path / "x.pt", _use_new_zipfile_serialization=zipped
     )
@@ -99,7 +99,7 @@ def test_a_part_is_not_held_in_memory(tmp_path: Path, zipped: bool) -> None:
 
 
 class Call:
-    """Pickled as a call of a function with arguments."""
+    """Pickles as a call of a function with arguments."""
 
     def __init__(self, function: Any, *args: Any) -> None:
         self.call = function, args
@@ -109,7 +109,7 @@ class Call:
 
 
 class WithState:
-    """Pickled as a call whose result is given attributes."""
+    """Pickles as a call whose result is given a state."""
 
     def __init__(self, function: Any, args: tuple, state: Any) -> None:
         self.parts = function, args, state
@@ -118,7 +118,7 @@ class WithState:
         return self.parts
 
 
-def hostile(marker: Path) -> dict[str, Any]:
+def malicious_objects(marker: Path) -> dict[str, Any]:
     import os
 
     command = f"touch {marker}"
@@ -136,10 +136,10 @@ def hostile(marker: Path) -> dict[str, Any]:
 
 
 @BOTH
-@pytest.mark.parametrize("name", list(hostile(Path())))
-def test_nothing_is_run(tmp_path: Path, name: str, zipped: bool) -> None:
+@pytest.mark.parametrize("name", list(malicious_objects(Path())))
+def test_no_code_is_executed(tmp_path: Path, name: str, zipped: bool) -> None:
     marker = tmp_path / "marker"
-    thing = hostile(marker)[name]
+    thing = malicious_objects(marker)[name]
     torch.save({"model": thing}, tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
     with pytest.raises(InputError, match=r"x\.pt: (holds|is damaged)"):
         read_torch_file(tmp_path / "x.pt")
@@ -147,7 +147,7 @@ def test_nothing_is_run(tmp_path: Path, name: str, zipped: bool) -> None:
 
 
 def zip_of(path: Path, program: bytes, **entries: bytes) -> Path:
-    """A file as torch.save writes, with a pickle of one's own."""
+    """Zip file in the format of torch.save, with the given pickle."""
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("x/data.pkl", program)
         for name, content in entries.items():
@@ -158,25 +158,25 @@ def zip_of(path: Path, program: bytes, **entries: bytes) -> Path:
 STORAGE = b"(X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\0%bX\x03\0\0\0cpuK%ctQ"
 
 
-# A list of the same list twice, forty times over: its text has no end.
+# A list that holds the same list twice, nested forty times: its repr is exponentially long.
 DOUBLED = b"(" * 40 + b"]" + b"q\0h\0l" * 40
 
 
 def tensor(
     elements: int, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], key: bytes = b"0"
 ) -> bytes:
-    """Program that makes a tensor of so many elements of storage."""
+    """Pickle of a tensor whose storage has `elements` elements."""
 
     def numbers(values: tuple[int, ...]) -> bytes:
         return b"(" + b"".join(b"\x8a\x08" + n.to_bytes(8, "little") for n in values) + b"t"
 
     storage = STORAGE % (key, bytes([elements]))
-    place = b"K" + bytes([offset]) + numbers(shape) + numbers(stride)
-    return b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(" + storage + place + b"\x89}tR."
+    location = b"K" + bytes([offset]) + numbers(shape) + numbers(stride)
+    return b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(" + storage + location + b"\x89}tR."
 
 
 @pytest.mark.parametrize(
-    ("program", "told"),
+    ("program", "message"),
     [
         (tensor(200, 0, (4,), (1,)), "has the wrong length"),
         (tensor(4, 1, (4,), (1,)), "reaches beyond"),
@@ -210,29 +210,29 @@ def tensor(
         (b"", "damaged"),
     ],
 )
-def test_programs_that_mean_harm(tmp_path: Path, program: bytes, told: str) -> None:
+def test_malicious_pickles(tmp_path: Path, program: bytes, message: str) -> None:
     path = zip_of(tmp_path / "x.pt", program, **{"0": bytes(16)})
-    with pytest.raises(InputError, match=told) as caught:
+    with pytest.raises(InputError, match=message) as caught:
         read_torch_file(path)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 500
 
 
-def test_enumerations_of_nvidias_are_read_past(tmp_path: Path) -> None:
-    """The flags of a run hold some; their classes need not be there."""
+def test_unknown_enums(tmp_path: Path) -> None:
+    """The flags of a run hold enums, whose classes need not be importable."""
     program = b"\x80\x02cmegatron.enums\nModelType\nK\x01\x85R."
     found = read_torch_file(zip_of(tmp_path / "x.pt", program))
     assert (found.kind, found.args, found.get("name")) == ("megatron.enums.ModelType", (1,), None)
 
 
-def test_nesting_without_end_is_read(tmp_path: Path) -> None:
-    """It does no harm where nothing follows it down."""
+def test_deep_nesting(tmp_path: Path) -> None:
+    """Deep nesting is harmless as long as nothing recurses into it."""
     path = zip_of(tmp_path / "x.pt", b"\x80\x02" + b"]" * 200_000 + b"a" * 199_999 + b".")
     assert len(read_torch_file(path)) == 1
 
 
-def test_zips_that_are_not_of_torch(tmp_path: Path) -> None:
+def test_other_zip_files(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("release/mp_rank_00/model_optim_rng.pt", b"")
@@ -250,8 +250,8 @@ def test_zips_that_are_not_of_torch(tmp_path: Path) -> None:
 
 
 @BOTH
-def test_torn_files(tmp_path: Path, zipped: bool) -> None:
-    """Cut anywhere, a file gives one message."""
+def test_truncated_files(tmp_path: Path, zipped: bool) -> None:
+    """Truncation at any length gives an error."""
     path = tmp_path / "x.pt"
     torch.save({"a": torch.arange(99.0), "b": [1, "x"]}, path, _use_new_zipfile_serialization=zipped)
     content = path.read_bytes()
@@ -262,7 +262,7 @@ def test_torn_files(tmp_path: Path, zipped: bool) -> None:
 
 
 @BOTH
-def test_flipped_bytes_never_raise_anything_else(tmp_path: Path, zipped: bool) -> None:
+def test_flipped_bytes_raise_only_input_errors(tmp_path: Path, zipped: bool) -> None:
     path = tmp_path / "x.pt"
     torch.save({"a": torch.arange(9.0), "b": [1, "x"]}, path, _use_new_zipfile_serialization=zipped)
     content = path.read_bytes()
@@ -276,7 +276,7 @@ def test_flipped_bytes_never_raise_anything_else(tmp_path: Path, zipped: bool) -
             values(read_torch_file(path))
 
 
-def test_what_is_no_file(tmp_path: Path) -> None:
+def test_missing_and_other_files(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(InputError, match="is missing, or not a file"):
             read_torch_file(path)
@@ -288,7 +288,7 @@ def test_what_is_no_file(tmp_path: Path) -> None:
         read_torch_file(tmp_path / "x")
 
 
-def test_equals_torch_on_files_of_nvidias(shared: Path) -> None:
+def test_equals_torch_on_nvidia_files(shared: Path) -> None:
     found = sorted(shared.glob("vectors/*/*/*/*/model_optim_rng.pt"))
     assert found
     for path in found:

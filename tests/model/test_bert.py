@@ -1,4 +1,4 @@
-"""Our BERT against models that others wrote: transformers' MegatronBert and the original BERT."""
+"""BERT, against transformers' MegatronBert and the original BERT."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ MEGATRON_NAMES = {
 
 
 def original_names(layers: int) -> dict[str, str]:
-    """In the original, normalisations follow what ours precede."""
+    """Names of the layer norms: those of the original follow a block, and those here precede the next."""
     names = {"bert.embeddings.LayerNorm.": "encoder.layers.0.input_layernorm."}
     for i in range(layers):
         names[f"encoder.layer.{i}.attention.output.LayerNorm."] = f"encoder.layer.{i}.pre_mlp_layernorm."
@@ -61,7 +61,7 @@ def from_hf(state: dict[str, Tensor], names: dict[str, str]) -> dict[str, Tensor
     result = {}
     for name, tensor in state.items():
         if ".key." in name or ".value." in name or ".decoder." in name or name.endswith("position_ids"):
-            continue  # with the query, tied, constant
+            continue  # merged with the query, tied, or constant
         if ".query." in name:
             parts = (tensor, *(state[name.replace("query", x)] for x in ("key", "value")))
             tensor = torch.cat([x.view(HEADS, WIDTH, *x.shape[1:]) for x in parts], dim=1).flatten(0, 1)
@@ -88,7 +88,7 @@ def relative_error(ours: Tensor, theirs: Tensor) -> float:
 
 
 def positions_of(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each row of a mask is true, [b, p], zero where it has fewer; and 1 for those there are, else 0."""
+    """Positions [b, p] of the true elements of each row, padded with 0, and weights that are 0 for padding."""
     rows = [row.nonzero().flatten() for row in chosen]
     positions = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     weights = torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)) for row in rows], batch_first=True)
@@ -97,7 +97,7 @@ def positions_of(chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("post_norm", [False, True], ids=["MegatronBert", "the original"])
 def test_equals_transformers(post_norm: bool) -> None:
-    """Logits of both heads, losses, and all gradients."""
+    """Compare logits of both heads, losses and all gradients."""
     transformers = pytest.importorskip("transformers")
     shape = {"num_hidden_layers": 3, "hidden_size": HEADS * WIDTH, "num_attention_heads": HEADS}
     shape |= {"intermediate_size": 4 * HEADS * WIDTH, "max_position_embeddings": LENGTH, "vocab_size": VOCAB}
@@ -132,36 +132,36 @@ def test_equals_transformers(post_norm: bool) -> None:
     )
     loss = (losses * weights).sum() / weights.sum() + torch.nn.functional.cross_entropy(order_logits, order)
     loss.backward()
-    wanted = hf(
+    expected = hf(
         tokens,
         attention_mask=mask,
         token_type_ids=types,
         labels=labels.masked_fill(~chosen, -100),
         next_sentence_label=order,
     ).loss
-    wanted.backward()
-    assert abs(loss.item() / wanted.item() - 1) < 1e-5
+    expected.backward()
+    assert abs(loss.item() / expected.item() - 1) < 1e-5
     for name, grad in from_hf({name: p.grad for name, p in hf.named_parameters()}, names).items():
-        if "linear_qkv.bias" in name:  # a key's bias changes nothing
+        if "linear_qkv.bias" in name:  # the bias of keys cancels in the softmax
             continue
         assert relative_error(ours.get_parameter(name).grad, grad) < 1e-4, name
 
 
-def test_heads_at_some_positions_give_what_they_give_at_all() -> None:
+def test_heads_at_selected_positions() -> None:
     ours = model()
     flat(ours).initialize(1)
     tokens = torch.randint(VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(0))
     ones, types = torch.ones_like(tokens), torch.zeros_like(tokens)
     positions = torch.tensor([[3, 9, 0], [31, 0, 0]])
     everywhere, order = ours(tokens, ones, types, labels_bp=tokens)
-    there, same_order = ours(
+    selected, same_order = ours(
         tokens, ones, types, positions_bp=positions, labels_bp=tokens.gather(1, positions)
     )
-    torch.testing.assert_close(there, everywhere.gather(1, positions))
+    torch.testing.assert_close(selected, everywhere.gather(1, positions))
     torch.testing.assert_close(same_order, order)
 
 
-def test_padding_changes_nothing() -> None:
+def test_padding_does_not_change_outputs() -> None:
     ours = model()
     flat(ours).initialize(1)
     tokens = torch.randint(VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(0))
@@ -180,8 +180,8 @@ def test_without_the_binary_head() -> None:
     assert ours.embedding.tokentype_embeddings is None
 
 
-def test_the_classifier_drops_part_of_what_it_reads() -> None:
-    """arXiv 1810.04805's code drops of the pooled output, too, as Megatron-LM does."""
+def test_classifier_dropout() -> None:
+    """Dropout on the pooled output, as in the code of arXiv 1810.04805 and in Megatron-LM."""
     config = ModelConfig(**SHAPE, max_position_embeddings=LENGTH, hidden_dropout=0.25)
     ours = BertClassifier(config, CONTEXT, scores=3)
     flat(ours).initialize(1)
@@ -211,7 +211,7 @@ def test_rope_scaling_changes_positions() -> None:
 
 
 def test_equals_megatron_v25(shared: Path, tmp_path: Path) -> None:
-    """The losses that NVIDIA's own code has printed for its weights, on the same batch of masked sentences."""
+    """Losses that NVIDIA's own code printed for its weights on the same batch of masked sentences."""
     vectors = shared / "vectors" / "bert-v2.5"
     flags = f"""
         --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128

@@ -1,4 +1,4 @@
-"""Our GPT against models that others wrote: transformers' GPT-2 and Llama, and NVIDIA's own."""
+"""GPT, against transformers' GPT-2 and Llama, and NVIDIA's own models."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch import Tensor
 from megatron.checkpoint.checkpoint import model_config
 from megatron.checkpoint.load import load_weights
 from megatron.errors import InputError
+from megatron.inference.kv_cache import KVCache
 from megatron.interop.nvidia.read import open_megatron
 from megatron.model.config import ModelConfig
 from megatron.model.context import ModelContext
 from megatron.model.gpt import GPTModel, position_ids
-from megatron.model.kv_cache import KVCache
 from megatron.optim.config import OptimizerConfig
 from megatron.optim.optimizer import Optimizer
 from megatron.parallel.mesh import ALONE
@@ -53,7 +53,7 @@ def relative_error(ours: Tensor, theirs: Tensor) -> float:
 
 
 def joint_qkv(q: Tensor, k: Tensor, v: Tensor, groups: int, width: int) -> Tensor:
-    """Rows of separate q, k, v projections in the order of ours: for each group queries, key, value."""
+    """Rows of separate q, k, v projections in the order of linear_qkv: queries, key and value of each group."""
     parts = [x.view(groups, -1, width, *x.shape[1:]) for x in (q, k, v)]
     return torch.cat(parts, dim=1).flatten(0, 2)
 
@@ -128,7 +128,7 @@ def compare_with_hf(ours: GPTModel, hf: torch.nn.Module, convert) -> None:
     torch.nn.functional.cross_entropy(theirs.flatten(0, 1), labels.flatten()).backward()
     gradients = convert({name: p.grad for name, p in hf.named_parameters()})
     for name, p in ours.named_parameters():
-        # Keys' biases cancel in the softmax: their gradient is rounding, so it is held against the rest of qkv.
+        # The biases of keys cancel in the softmax. Their gradient is a rounding error, small against the rest of qkv.
         assert relative_error(p.grad, gradients[name]) < 1e-4, name
 
 
@@ -169,7 +169,7 @@ def test_equals_transformers_llama() -> None:
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_equals_megatron_core(shared: Path, kind: str) -> None:
-    """Logits, gradients, three steps of AdamW and their losses."""
+    """Compare logits, gradients, and the losses and weights of three steps of AdamW."""
     tensors = load_file(shared / "vectors" / "core-head" / f"{kind}.safetensors")
     losses = json.loads((shared / "vectors" / "core-head" / f"{kind}.json").read_text())["losses"]
     part = lambda prefix: {k[len(prefix) :]: v for k, v in tensors.items() if k.startswith(prefix)}  # noqa: E731
@@ -189,13 +189,13 @@ def test_equals_megatron_core(shared: Path, kind: str) -> None:
                 assert relative_error(model.get_parameter(name).grad, grad) < 1e-5, name
         optimizer.step(lr=1e-3, weight_decay=0.0)
     for name, weight in part("state_dict_after/").items():
-        # The gradient of keys' biases is mere rounding, which Adam blows up to steps of up to lr.
+        # The gradient of the keys' biases is a rounding error, which Adam amplifies to steps of up to lr.
         torch.testing.assert_close(model.get_parameter(name).data, weight, rtol=1e-4, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("written_by", ["init_tp1", "init_tp2", "init_pp2"])
 def test_equals_megatron_v25(shared: Path, written_by: str) -> None:
-    """Logits of a model of 2021, from a checkpoint of its own."""
+    """Logits of a model of 2021, from its own checkpoint."""
     folder = shared / "vectors" / "gpt-v2.5" / written_by
     checkpoint = open_megatron(folder, TokenizerConfig())
     model = GPTModel(model_config(checkpoint), ModelContext(vocab_size=5000, padded_vocab_size=5120))
@@ -222,12 +222,12 @@ def test_cache_gives_the_same_logits(fields: dict) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("fields", [{}, LLAMA], ids=["gpt2", "llama"])
-def test_rows_of_a_cache_grow_from_places_of_their_own(fields: dict) -> None:
+def test_cache_rows_of_different_lengths(fields: dict) -> None:
     model = make_gpt(100, **fields)
     tokens = torch.randint(100, (2, 20), generator=torch.Generator().manual_seed(0))
     whole = model(tokens, position_ids(0, 2, 20, CPU))
     cache = KVCache(model.config, range(2), ALONE, rows=3, length=20, dtype=torch.float32, device=CPU)
-    # Of the first row the prompt is 9 tokens long, of the second 5 and then what fills it up.
+    # The first prompt has 9 tokens, the second 5 and then padding.
     prompts = cache.rows(0, [0, 0], 9)
     model(tokens[:, :9], prompts.position_ids_bs, cache=prompts)
     cache.copy([0, 1], [1, 0], 9)
@@ -236,26 +236,26 @@ def test_rows_of_a_cache_grow_from_places_of_their_own(fields: dict) -> None:
         starts = [5, 9]
         new = torch.stack([row[start : start + length] for row, start in zip(tokens, starts, strict=True)])
         rows = cache.rows(0, starts, length)
-        wanted = torch.tensor([1, 0]), torch.tensor([length - 1, 0])
-        logits = model(new, rows.position_ids_bs, cache=rows, logit_positions=wanted)
+        logit_positions = torch.tensor([1, 0]), torch.tensor([length - 1, 0])
+        logits = model(new, rows.position_ids_bs, cache=rows, logit_positions=logit_positions)
         expected = torch.stack((whole[1, starts[1] + length - 1], whole[0, starts[0]]))
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("fields", [{}, LLAMA], ids=["gpt2", "llama"])
-def test_documents_do_not_see_each_other(fields: dict) -> None:
-    """With document ids and positions that restart, two documents in a row are as two samples."""
+def test_documents_do_not_attend_to_each_other(fields: dict) -> None:
+    """With document ids and positions that restart, two packed documents equal two samples."""
     model = make_gpt(100, **fields)
     tokens = torch.randint(100, (1, 24), generator=torch.Generator().manual_seed(0))
     documents = torch.tensor([[0] * 10 + [1] * 14])
     positions = torch.cat((torch.arange(10), torch.arange(14))).unsqueeze(0)
-    raise_on_all_ranks = model(tokens, positions, document_ids_bs=documents)
+    packed = model(tokens, positions, document_ids_bs=documents)
     first = model(tokens[:, :10], position_ids(0, 1, 10, CPU))
     second = model(tokens[:, 10:], position_ids(0, 1, 14, CPU))
-    torch.testing.assert_close(raise_on_all_ranks, torch.cat((first, second), dim=1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(packed, torch.cat((first, second), dim=1), rtol=1e-4, atol=1e-5)
 
 
-def test_padding_of_the_vocabulary_changes_nothing() -> None:
+def test_vocabulary_padding_changes_nothing() -> None:
     tokens = torch.randint(100, (2, 16), generator=torch.Generator().manual_seed(0))
     losses, gradients = [], []
     for padded in (100, 128, 1024):
@@ -271,7 +271,7 @@ def test_padding_of_the_vocabulary_changes_nothing() -> None:
     assert not gradients[2][100:].any()
 
 
-def test_unmasked_padding_takes_part_as_nvidia_has_it() -> None:
+def test_no_mask_padded_vocab_keeps_padded_logits() -> None:
     config = ModelConfig(**SMALL, max_position_embeddings=32, mask_padded_vocab=False)
     model = GPTModel(config, ModelContext(vocab_size=100, padded_vocab_size=128))
     flat(model).initialize(7)
@@ -291,12 +291,12 @@ def test_unmasked_padding_takes_part_as_nvidia_has_it() -> None:
         ({"num_layers": None}, "--num-layers"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(fields: dict, flag: str) -> None:
+def test_invalid_sizes(fields: dict, flag: str) -> None:
     with pytest.raises(InputError, match=flag):
         ModelConfig(**{**SMALL, "max_position_embeddings": 32, **fields})
 
 
-def test_a_saved_configuration_builds_itself_again() -> None:
+def test_config_round_trip() -> None:
     for fields in ({}, LLAMA):
         config = ModelConfig(**{**SMALL, "max_position_embeddings": 32, **fields})
         assert ModelConfig(**dataclasses.asdict(config)) == config

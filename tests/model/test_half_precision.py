@@ -1,4 +1,4 @@
-"""What is computed in half precision and what in fp32, against the same written out in plain PyTorch."""
+"""Half-precision and fp32 computations, against a plain PyTorch implementation."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def make(dtype: torch.dtype, layers: int, **fields: object) -> GPTModel:
 
 
 def plain_logits(model: GPTModel, tokens_bs: Tensor, *, post_norm: bool) -> Tensor:
-    """GPT-2's logits with a residual stream in fp32, and all weights and the inputs of layers in their own dtype."""
+    """GPT-2's logits with a residual stream in fp32; weights and inputs of layers keep their own dtype."""
     weights = dict(model.named_parameters())
     dtype = weights["embedding.word_embeddings.weight"].dtype
 
     def norm(x: Tensor, name: str) -> Tensor:
-        centred = x - x.mean(-1, keepdim=True)
+        centered = x - x.mean(-1, keepdim=True)
         scale = weights[f"{name}.weight"].float(), weights[f"{name}.bias"].float()
-        return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * scale[0] + scale[1]
+        return centered / (centered.square().mean(-1, keepdim=True) + 1e-5).sqrt() * scale[0] + scale[1]
 
     def linear(x: Tensor, name: str) -> Tensor:
         return F.linear(x, weights[f"{name}.weight"], weights[f"{name}.bias"])
@@ -81,21 +81,21 @@ def test_fp32_residual_connection(dtype: torch.dtype, post_norm: bool) -> None:
         theirs = plain_logits(model, tokens, post_norm=post_norm)
         without = make(dtype, 12, **fields)(tokens, position_ids(0, 2, 16, CPU))
     assert ours.dtype == dtype
-    # Where attention rounds is not the same.
+    # Attention rounds at different places than the plain implementation.
     assert distance(ours, theirs) < 0.5 * distance(without, theirs)
 
 
 @pytest.mark.parametrize("dtype", HALF)
-def test_fp32_residual_connection_is_nearer_to_fp32(dtype: torch.dtype) -> None:
-    """Over many layers, whose sums a stream of half precision rounds each time."""
+def test_fp32_residual_connection_is_closer_to_fp32(dtype: torch.dtype) -> None:
+    """A half-precision residual stream is rounded in each of many layers."""
     tokens = torch.randint(50, (2, 16), generator=torch.Generator().manual_seed(0))
-    away = []
+    distances = []
     for fp32 in (True, False):
         model, exact = make(dtype, 24, fp32_residual_connection=fp32), make(torch.float32, 24)
         exact.load_state_dict({name: p.float() for name, p in model.state_dict().items()})
         logits = [one(tokens, position_ids(0, 2, 16, CPU)).detach() for one in (model, exact)]
-        away.append(distance(*logits))
-    assert away[0] < 0.7 * away[1]
+        distances.append(distance(*logits))
+    assert distances[0] < 0.7 * distances[1]
 
 
 def test_bert_with_an_fp32_residual_connection() -> None:
@@ -115,12 +115,14 @@ def test_bert_with_an_fp32_residual_connection() -> None:
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("dtype", HALF)
 def test_softmax_of_attention_is_fp32(dtype: torch.dtype, backward: bool, device: str) -> None:
-    """Products of queries and keys far above 65504, the largest number of fp16, that differ by less than half
-    precision tells apart. So `--attention-softmax-in-fp32` is always so, and `--apply-query-key-layer-scaling`, which
-    keeps such products small in fp16, has nothing to do."""
+    """Attention scores far above 65504, the largest number of fp16, that differ by less than half precision resolves.
+
+    `--attention-softmax-in-fp32` is therefore always on, and `--apply-query-key-layer-scaling`, which keeps scores
+    small in fp16, is not needed.
+    """
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, 32, 64, generator=generator).to(dtype) for _ in range(3))
-    q[..., 0], k[..., 0] = 512.0, 512.0  # adds 2^18 to every product, which cancels in the softmax
+    q[..., 0], k[..., 0] = 512.0, 512.0  # adds 2^18 to every score, which cancels in the softmax
     if dtype == torch.float16:
         assert (q @ k.transpose(-2, -1)).isinf().all()
     results = []

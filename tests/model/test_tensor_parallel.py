@@ -1,4 +1,4 @@
-"""Tensor parallelism communicates what the papers say and no more, and its cross entropy is torch's."""
+"""Collectives of tensor parallelism, against the papers; vocabulary-parallel cross entropy, against torch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from megatron.parallel.config import ParallelConfig
 from megatron.parallel.mesh import init_mesh
 
 
-def count(counts: dict) -> dict[str, int]:
-    """Collectives by a name that is the same in all versions of torch."""
+def count_collectives(counts: dict) -> dict[str, int]:
+    """Number of collectives by a name that is the same in all versions of torch."""
     names = {"allreduce": "all-reduce", "allgather": "all-gather", "reduce_scatter": "reduce-scatter"}
     found: dict[str, int] = {}
     for operator, number in counts.items():
@@ -28,7 +28,7 @@ def count(counts: dict) -> dict[str, int]:
 
 
 def collectives(layers: int, sequence: bool) -> tuple[dict[str, int], dict[str, int]]:
-    """Those of a forward and of a backward pass."""
+    """Collectives of a forward and of a backward pass."""
     parallel = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=sequence)
     config = ModelConfig(num_layers=layers, hidden_size=16, num_attention_heads=2, max_position_embeddings=8)
     with init_mesh(parallel, CPU) as mesh:
@@ -40,13 +40,16 @@ def collectives(layers: int, sequence: bool) -> tuple[dict[str, int], dict[str, 
             losses = model(tokens, position_ids(0, 1, 8, CPU), labels_bs=tokens)
         with CommDebugMode() as backward:
             losses.mean().backward()
-        return count(forward.get_comm_counts()), count(backward.get_comm_counts())
+        return count_collectives(forward.get_comm_counts()), count_collectives(backward.get_comm_counts())
 
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_collectives_of_a_layer(sequence: bool) -> None:
-    """Two all-reduces forward and two backward (1909.08053 figure 4); along the sequence each becomes an all-gather
-    and a reduce-scatter, and backward gathers the two layers' inputs again (2205.05198 section 4.2)."""
+    """Two all-reduces in forward and two in backward (1909.08053 figure 4).
+
+    With sequence parallelism each becomes an all-gather and a reduce-scatter, and backward gathers the inputs of the
+    two column-parallel layers again (2205.05198 section 4.2).
+    """
     per_layer = []
     one, three = (run_distributed(collectives, 2, layers, sequence)[0] for layers in (1, 3))
     for few, many in zip(one, three, strict=True):
@@ -57,7 +60,7 @@ def test_collectives_of_a_layer(sequence: bool) -> None:
     if sequence:
         assert forward == {"all-gather": 2, "reduce-scatter": 2}
         assert backward == {"all-gather": 2 + 2, "reduce-scatter": 2}
-        # The ends of the model: embedding; output layer, cross entropy.
+        # Outside the layers: embedding; output layer and cross entropy.
         assert one[0] == {"all-gather": 2 + 1, "reduce-scatter": 2 + 1, "all-reduce": 2}
         assert one[1] == {"all-gather": 4 + 1 + 1, "reduce-scatter": 2 + 1}
     else:
@@ -66,7 +69,7 @@ def test_collectives_of_a_layer(sequence: bool) -> None:
         assert one[1] == {"all-reduce": 2 + 1}
 
 
-# Whole columns of padding, and processes that hold nothing else; without smoothing and with it.
+# With padded columns, and ranks that hold only padding; without and with label smoothing.
 VOCABULARIES = [(vocab_size, smoothing) for vocab_size in (40, 33, 12) for smoothing in (0.0, 0.1)]
 
 
@@ -75,23 +78,23 @@ def losses_and_gradients() -> list[tuple[np.ndarray, np.ndarray]]:
     with init_mesh(ParallelConfig(tensor_model_parallel_size=4), CPU) as mesh:
         for vocab_size, smoothing in VOCABULARIES:
             logits, labels, weights = example(vocab_size)
-            mine = logits.chunk(4, dim=-1)[mesh.tp.rank].clone().requires_grad_()
+            local = logits.chunk(4, dim=-1)[mesh.tp.rank].clone().requires_grad_()
             settings = {"vocab_size": vocab_size, "label_smoothing": smoothing}
-            losses = cross_entropy(mine, labels, axis=mesh.tp, **settings)
+            losses = cross_entropy(local, labels, axis=mesh.tp, **settings)
             (losses * weights).sum().backward()
-            found.append((losses.detach().numpy(), mine.grad.numpy()))
+            found.append((losses.detach().numpy(), local.grad.numpy()))
     return found
 
 
 def example(vocab_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(vocab_size)
     logits = 5 * torch.randn(7, 3, 40, generator=generator)
-    logits[..., vocab_size:] = 1e4  # padding, whatever its logits are, plays no part
+    logits[..., vocab_size:] = 1e4  # logits of padding have no effect
     labels = torch.randint(vocab_size, (7, 3), generator=generator)
     return logits, labels, torch.rand(7, 3, generator=generator)
 
 
-def test_cross_entropy_equals_torchs() -> None:
+def test_cross_entropy_equals_torch() -> None:
     processes = run_distributed(losses_and_gradients, 4)
     for (vocab_size, smoothing), results in zip(VOCABULARIES, zip(*processes, strict=True), strict=True):
         logits, labels, weights = example(vocab_size)

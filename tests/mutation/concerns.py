@@ -1,4 +1,4 @@
-"""Find the test files that concern a module."""
+"""Find the test files that cover a module."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import ast
 import functools
 from pathlib import Path
 
-# Tests that run a module without importing it: files and folders, by the prefix of the module's path.
-RUNS_IN_A_STEP = [
+# Tests that run a module without importing it: files and folders, by prefix of the module's path.
+STEP_TESTS = [
     "tests/training/test_engine.py",
     "tests/training/test_plain_loop.py",
     "tests/training/test_layouts.py",
 ]
-RUNS_IN_A_RUN = ["tests/training/test_pretrain.py", "tests/training/test_pretrain_bert.py"]
+RUN_TESTS = ["tests/training/test_pretrain.py", "tests/training/test_pretrain_bert.py"]
 CONCERNS = {
-    "megatron/arguments.py": ["tests/test_arguments.py", *RUNS_IN_A_RUN],
+    "megatron/arguments.py": ["tests/test_arguments.py", *RUN_TESTS],
     "megatron/cli.py": ["tests/test_flags.py", "tests/test_arguments.py", "tests/tools"],
     "megatron/errors.py": ["tests/test_arguments.py", "tests/tools", "tests/faults"],
     "megatron/flags.py": ["tests/test_flags.py", "tests/test_arguments.py"],
-    "megatron/checkpoint/": ["tests/checkpoint", "tests/test_durability.py", *RUNS_IN_A_RUN],
-    "megatron/data/": ["tests/data", "tests/test_durability.py", *RUNS_IN_A_RUN],
+    "megatron/checkpoint/": ["tests/checkpoint", "tests/test_durability.py", *RUN_TESTS],
+    "megatron/data/": ["tests/data", "tests/test_durability.py", *RUN_TESTS],
     "megatron/evaluation/": [
         "tests/evaluation",
         "tests/tools/test_evaluate.py",
@@ -33,13 +33,13 @@ CONCERNS = {
         "tests/tools/test_serve.py",
     ],
     "megatron/interop/": ["tests/interop", "tests/tools"],
-    "megatron/model/": ["tests/model", *RUNS_IN_A_STEP, "tests/golden", "tests/inference"],
+    "megatron/model/": ["tests/model", *STEP_TESTS, "tests/golden", "tests/inference"],
     "megatron/ops/": ["tests/ops", "tests/model", "tests/golden"],
-    "megatron/optim/": ["tests/optim", *RUNS_IN_A_STEP, "tests/golden", "tests/checkpoint", *RUNS_IN_A_RUN],
+    "megatron/optim/": ["tests/optim", *STEP_TESTS, "tests/golden", "tests/checkpoint", *RUN_TESTS],
     "megatron/parallel/": [
         "tests/parallel",
         "tests/model",
-        *RUNS_IN_A_STEP,
+        *STEP_TESTS,
         "tests/checkpoint",
         "tests/faults",
     ],
@@ -52,10 +52,10 @@ CONCERNS = {
 
 
 def concerned(path: str, root: Path) -> list[str]:
-    """The test files that concern a module, the likeliest first.
+    """Test files that cover a module, the most likely to fail first.
 
-    These are its mirror (megatron/a/b.py has tests/a/test_b.py), the tests of its package that import it, all others
-    that import it, and those that `CONCERNS` names.
+    These are its own tests (tests/a/test_b.py for megatron/a/b.py), the tests of its package that import it, all other
+    tests that import it, and those listed in `CONCERNS`.
     """
     package, _, module = path.removeprefix("megatron/").removesuffix(".py").rpartition("/")
     mirror = f"tests/{package}/test_{module}.py".replace("//", "/")
@@ -75,7 +75,7 @@ def _files(path: Path, root: Path) -> list[str]:
 
 @functools.lru_cache(maxsize=1)
 def _imports(root: Path) -> dict[str, set[str]]:
-    """The modules of megatron that each test file imports."""
+    """Modules of megatron that each test file imports."""
     found = {}
     for file in _files(root / "tests", root):
         names: set[str] = set()

@@ -1,6 +1,6 @@
-"""Find places in source code where a plausible fault can be put in, each a change of one line.
+"""Find lines of source code into which a plausible fault can be put by changing that line only.
 
-Places are found in the syntax tree and changed in the text, so that the rest of the file stays as it is.
+Mutations are found in the syntax tree and applied to the text, so that the rest of the file does not change.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Iterator
 
 REDUCTIONS = {"all_reduce_sum", "all_reduce_max", "reduce_from", "broadcast"}
-# The groups that each is mixed up with. While context parallelism is 1, cp holds one process and dp_cp is dp.
+# Groups that replace each group. With context parallelism 1, cp holds one process and dp_cp is dp.
 GROUPS = {
     "tp": ("dp", "pp"),
     "pp": ("tp", "dp"),
@@ -21,7 +21,7 @@ GROUPS = {
     "world": ("dp", "pp"),
     "embedding": ("dp", "tp"),
 }
-# Methods and functions that order what different processes, threads, streams or disks see.
+# Methods and functions that synchronize processes, threads, streams or disks.
 WAITS = {
     "wait", "wait_stream", "record_stream", "synchronize", "join", "barrier", "finish", "finish_gathers",
     "finish_reduce", "sync", "sync_all", "sync_params", "fsync", "flush", "rename", "replace", "replace_text", "check",
@@ -29,8 +29,8 @@ WAITS = {
 OPPOSITES = {"min": "max", "minimum": "maximum", "amin": "amax", "argmin": "argmax"}
 OPPOSITES |= {opposite: name for name, opposite in OPPOSITES.items()}
 COMPARISONS = {ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">")}
-# Calls that only tell people something.
-TALK = {
+# Calls that only log or collect messages.
+LOGGING_CALLS = {
     "advance", "append", "debug", "error", "exception", "info", "log", "log_times", "print", "report_fatal", "warn",
     "warning", "write",
 }  # fmt: skip
@@ -40,13 +40,13 @@ Functions = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 @dataclasses.dataclass(frozen=True)
 class Mutation:
-    """A fault to put into one line of a file.
+    """A fault in one line of a file.
 
     Attributes:
-        path: the file, relative to the checkout.
-        line: its number, from 1.
-        kind: one of those that `mutations` finds.
-        occurrence: how many lines before this one have the same text and the same fault.
+        path: path of the file, relative to the checkout.
+        line: line number, from 1.
+        kind: one of the kinds that `mutations` finds.
+        occurrence: number of lines before this one with the same text and the same fault.
     """
 
     path: str
@@ -58,13 +58,13 @@ class Mutation:
 
     @property
     def area(self) -> str:
-        """The package within megatron/, or "base" for its own modules."""
+        """Package within megatron/, or "base" for its own modules."""
         parts = self.path.split("/")
         return parts[1] if len(parts) > 2 else "base"
 
     @property
     def id(self) -> str:
-        """A name that stays when other lines of the file change."""
+        """Identifier that does not depend on the other lines of the file."""
         key = (self.path, self.kind, self.before.strip(), self.after.strip(), str(self.occurrence))
         return hashlib.sha256("\0".join(key).encode()).hexdigest()[:10]
 
@@ -75,7 +75,7 @@ class Mutation:
         )
 
     def apply(self, source: str) -> str:
-        """The file with the fault."""
+        """Source of the file with the fault."""
         lines = source.splitlines(keepends=True)
         assert lines[self.line - 1].rstrip("\n") == self.before
         lines[self.line - 1] = self.after + "\n"
@@ -83,7 +83,7 @@ class Mutation:
 
 
 def mutations(path: str, source: str) -> list[Mutation]:
-    """Find the faults that can be put into a file. Python may not parse all of them: see `parses`."""
+    """Find all mutations of a file. Some are not valid Python: see `parses`."""
     lines = source.splitlines()
     changes: set[tuple[int, str, str, str]] = set()
     for kind, node, text in _Finder(source).edits():
@@ -92,7 +92,7 @@ def mutations(path: str, source: str) -> list[Mutation]:
         before = lines[node.lineno - 1]
         encoded = before.encode()
         after = (encoded[: node.col_offset] + text.encode() + encoded[node.end_col_offset :]).decode()
-        # Tests on a CPU do not see what only a GPU shows.
+        # Tests on a CPU do not cover code for GPUs.
         if after != before and "cuda" not in before and "nccl" not in before:
             changes.add((node.lineno, kind, before, after))
     occurrences: collections.Counter[tuple[str, str, str]] = collections.Counter()
@@ -105,7 +105,7 @@ def mutations(path: str, source: str) -> list[Mutation]:
 
 
 def parses(mutation: Mutation, source: str) -> bool:
-    """True if the file with the fault is Python."""
+    """True if the mutated file is valid Python."""
     try:
         ast.parse(mutation.apply(source))
     except SyntaxError:
@@ -115,7 +115,7 @@ def parses(mutation: Mutation, source: str) -> bool:
 
 @dataclasses.dataclass
 class _Span:
-    """A part of a line, which stands in for a node that the syntax tree does not have."""
+    """Part of a line, for an edit that is not a node of the syntax tree."""
 
     lineno: int
     end_lineno: int
@@ -127,7 +127,7 @@ Edit = tuple[str, "ast.AST | _Span", str]
 
 
 class _Finder:
-    """Finds kind, place and new text of each fault in a file."""
+    """Finds kind, location and new text of each mutation of a file."""
 
     def __init__(self, source: str) -> None:
         self.tree = ast.parse(source)
@@ -138,7 +138,7 @@ class _Finder:
             yield from self._in_statement(node) if isinstance(node, ast.stmt) else self._in_expression(node)
 
     def _text(self, node: ast.AST) -> str:
-        """The text of a node; of one of several lines, what stands in the first, for it is not edited."""
+        """Text of a node. Nodes of several lines are not edited, so their first line suffices."""
         end = node.end_col_offset if node.lineno == node.end_lineno else None
         return self.lines[node.lineno - 1][node.col_offset : end].decode()
 
@@ -153,7 +153,7 @@ class _Finder:
         elif isinstance(node, ast.Raise) and (node.exc is None or node.cause is not None):
             yield "weaker check", node, "pass"
         elif isinstance(node, ast.Raise):
-            # The exception is made and not raised, which changes one line even where its message takes several.
+            # The exception is created but not raised: a change of one line even if the message takes several.
             end = node.col_offset + len("raise ")
             yield "weaker check", _Span(node.lineno, node.lineno, node.col_offset, end), ""
         elif isinstance(node, ast.If):
@@ -208,7 +208,7 @@ class _Finder:
                 yield "another seed", value, f"{self._text(value)} + 1"
 
     def _between(self, left: ast.expr, right: ast.expr, old: str, new: str) -> Iterator[Edit]:
-        """Replace the operator between two operands that stand in one line."""
+        """Replace the operator between two operands on the same line."""
         if left.end_lineno != right.lineno:
             return
         span = _Span(right.lineno, right.lineno, left.end_col_offset, right.col_offset)
@@ -223,8 +223,8 @@ class _Finder:
 
 
 def _executed(node: ast.AST, *, in_init: bool) -> Iterator[ast.AST]:
-    """The nodes that decide what code does: no annotations, docstrings, decorators, texts for people or imports."""
-    if isinstance(node, ast.stmt) and _is_talk(node):
+    """Nodes that affect behavior: no annotations, docstrings, decorators, messages or imports."""
+    if isinstance(node, ast.stmt) and _is_logging(node):
         return
     if isinstance(node, (ast.Import, ast.ImportFrom, ast.JoinedStr, ast.Assert)):
         return
@@ -241,18 +241,18 @@ def _executed(node: ast.AST, *, in_init: bool) -> Iterator[ast.AST]:
         children = [*node.orelse]
     else:
         children = list(ast.iter_child_nodes(node))
-    # An attribute assigned in __init__ is not dropped: its first use would fail at once.
+    # Assignments in __init__ are kept, since the first use of the attribute would fail at once.
     if not (in_init and isinstance(node, (ast.Assign, ast.AugAssign))):
         yield node
     for child in children:
         yield from _executed(child, in_init=in_init)
 
 
-def _is_talk(node: ast.stmt) -> bool:
+def _is_logging(node: ast.stmt) -> bool:
     if not isinstance(node, ast.Expr):
         return False
     return isinstance(node.value, ast.Constant) or (
-        isinstance(node.value, ast.Call) and _name(node.value.func) in TALK
+        isinstance(node.value, ast.Call) and _name(node.value.func) in LOGGING_CALLS
     )
 
 
@@ -261,7 +261,7 @@ def _mentions(node: ast.AST, *words: str) -> bool:
 
 
 def _name(node: ast.AST) -> str:
-    """The last part of a dotted name, or nothing."""
+    """Last component of a dotted name; empty if the node is not a name."""
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 

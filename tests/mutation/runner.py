@@ -25,22 +25,22 @@ class Outcome:
 
     Attributes:
         kind: "passed", "failed", "timed out" or "stopped".
-        test: the one that failed, or the file that could not be imported.
-        taken: seconds.
-        seconds: those of each test file that ran, unless all was given up.
+        test: first test that failed, or file that could not be imported.
+        elapsed: seconds of the whole run.
+        seconds: seconds of each test file; empty if the run timed out or was stopped.
     """
 
     kind: str
     test: str
-    taken: float
+    elapsed: float
     seconds: dict[str, float]
 
 
 class Copy:
-    """A clone of the checkout, changes that are not committed included, to put faults into."""
+    """Clone of the checkout, including uncommitted changes, to which mutations are applied."""
 
     def __init__(self, root: Path, folder: Path, cores: int) -> None:
-        """`folder` is new; tests find the folder `shared` beside the clone, where there is one beside the checkout."""
+        """Clone into `folder`, which must not exist. Links the folder `shared` beside the checkout, if there is one."""
         self.root = folder / "checkout"
         folder.mkdir()
         if (root.parent / "shared").is_dir():
@@ -61,12 +61,12 @@ class Copy:
     def test(
         self, selected: Sequence[str], *, without: Sequence[str], limit: float, stop: threading.Event
     ) -> Outcome:
-        """Run tests, files or single ones, until one fails.
+        """Run test files or single tests until one fails.
 
         Args:
-            without: tests that are left out.
-            limit: seconds after which the rest is given up.
-            stop: gives up at once.
+            without: tests to leave out.
+            limit: seconds after which the run is aborted.
+            stop: aborts the run once set.
         """
         report = self.root.parent / "report.xml"
         report.unlink(missing_ok=True)
@@ -88,7 +88,7 @@ class Copy:
             env=self.environment,
             stdout=(self.root.parent / "output").open("w"),
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that what tests have started ends with them
+            start_new_session=True,  # so that the processes of the tests can be killed too
         )
         ended = ""
         while process.poll() is None and not ended:
@@ -99,16 +99,16 @@ class Copy:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        taken = time.monotonic() - begin
+        elapsed = time.monotonic() - begin
         if ended:
-            return Outcome(ended, "", taken, {})
-        # 5: there are none, as where none is for this machine.
+            return Outcome(ended, "", elapsed, {})
+        # 5: no tests were collected, for example because all need a GPU.
         kind = "passed" if process.returncode in (0, 5) else "failed"
-        return Outcome(kind, _failed(self.root.parent / "output"), taken, _seconds(report))
+        return Outcome(kind, _failed(self.root.parent / "output"), elapsed, _seconds(report))
 
     @contextlib.contextmanager
-    def fault(self, mutation: Mutation) -> Iterator[None]:
-        """The copy with a fault, for the length of a `with` block."""
+    def mutated(self, mutation: Mutation) -> Iterator[None]:
+        """Context in which the copy has the mutation."""
         path = self.root / mutation.path
         source = path.read_text(encoding="utf-8")
         try:
@@ -120,19 +120,19 @@ class Copy:
     @staticmethod
     def _write(path: Path, source: str) -> None:
         path.write_text(source, encoding="utf-8")
-        # Python compares times in whole seconds, and sizes, which a fault may leave as they are.
+        # Python compares mtime, in whole seconds, and size. A fault may change neither.
         for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):
             compiled.unlink()
 
 
 def _failed(output: Path) -> str:
-    """The first test that failed, or the first file that could not be read, by pytest's output."""
+    """First test that failed or file that could not be read, in pytest's output."""
     found = re.search(r"^(?:FAILED|ERROR) (\S.*?)(?: - |$)", output.read_text(errors="replace"), re.MULTILINE)
     return found[1] if found else ""
 
 
 def _seconds(report: Path) -> dict[str, float]:
-    """Seconds by test file."""
+    """Seconds by test file, from the JUnit report."""
     found: collections.Counter[str] = collections.Counter()
     if report.is_file():
         for case in ElementTree.parse(report).iter("testcase"):

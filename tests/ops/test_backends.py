@@ -1,4 +1,4 @@
-"""Every fast form of an operation against the plain one in fp64, forward and backward, and what chooses them."""
+"""Compiled, oneDNN, apex and fused operations against the plain ones in fp64, and the choice of the backend."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from megatron.ops.cpu import norm as cpu_norm
 from megatron.parallel.mesh import ALONE
 
 CPU = torch.device("cpu")
-# What a few roundings in the dtype make.
+# Relative error of a few roundings in the dtype.
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
-# Each variant takes seconds to compile: by default those of one dtype.
+# Each variant takes seconds to compile, so only one dtype is compiled by default.
 RUNS = pytest.mark.parametrize(
     ("how", "dtype"),
-    [("as written", dtype) for dtype in TOLERANCE]
+    [("eager", dtype) for dtype in TOLERANCE]
     + [
         pytest.param("compiled", dtype, marks=() if dtype == torch.bfloat16 else pytest.mark.slow)
         for dtype in TOLERANCE
@@ -40,7 +40,7 @@ RUNS = pytest.mark.parametrize(
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
-    """Compiles for all tests, into a folder of theirs."""
+    """Compiler shared by all tests, with a cache folder of its own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
         run = Compiler()
@@ -51,7 +51,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
 
 @pytest.fixture
 def run(request: pytest.FixtureRequest, how: str) -> Callable:
-    return eager if how == "as written" else request.getfixturevalue("compiled")
+    return eager if how == "eager" else request.getfixturevalue("compiled")
 
 
 def random(*shape: int, scale: float = 1.0, seed: int = 1) -> Tensor:
@@ -59,8 +59,7 @@ def random(*shape: int, scale: float = 1.0, seed: int = 1) -> Tensor:
 
 
 def errors(function: Callable, plain: Callable, dtype: torch.dtype, *inputs: Tensor) -> list[float]:
-    """How far outputs and gradients of `function` in `dtype` are from those of `plain` in fp64, of the same rounded
-    inputs, relative to their norms."""
+    """Relative errors of outputs and gradients of `function` in `dtype` against `plain` in fp64 on the same inputs."""
     results = []
     for f, used in ((function, dtype), (plain, torch.float64)):
         xs = [x.to(dtype).to(used).requires_grad_() for x in inputs]
@@ -75,8 +74,10 @@ def errors(function: Callable, plain: Callable, dtype: torch.dtype, *inputs: Ten
 
 
 def check(fast: Callable, plain: Callable, dtype: torch.dtype, *inputs: Tensor) -> None:
-    """Fail unless `fast` in `dtype` gives what `plain` gives in fp64. An error that is NaN fails, too: max() of a list
-    would pass over it."""
+    """Check that `fast` in `dtype` matches `plain` in fp64.
+
+    NaN errors fail, too; max() of a list would miss them.
+    """
     found = errors(fast, plain, dtype, *inputs)
     assert all(error <= TOLERANCE[dtype] for error in found), found
 
@@ -87,7 +88,7 @@ def test_gelu(run: Callable, dtype: torch.dtype, tanh: bool) -> None:
     fast, plain = (functools.partial(f, tanh=tanh) for f in (activation.compiled_gelu, activation.gelu))
     for shape in ((3, 5, 48), (2, 7, 17)):
         check(functools.partial(fast, run), plain, dtype, random(*shape, scale=4))
-    # Of the rank above, and with gradients, so that nothing is compiled once more.
+    # Same rank as above and with gradients, to avoid another compilation.
     extreme = torch.tensor([-3e4, -100.0, 0.0, 100.0, 3e4]).to(dtype).repeat(2, 2, 1).requires_grad_()
     torch.testing.assert_close(fast(run, extreme), plain(extreme))
     wide = torch.float32 if dtype == torch.float16 else dtype
@@ -98,7 +99,7 @@ def test_gelu(run: Callable, dtype: torch.dtype, tanh: bool) -> None:
 
 @RUNS
 def test_norms(run: Callable, how: str, dtype: torch.dtype) -> None:
-    """The number of rows has 64, 2 or 1 in common with 64. The last is another function to compile."""
+    """The greatest common divisor of the number of rows and 64 is 64, 2 or 1; the last needs another compilation."""
     shapes = ((64, 2, 48), (6, 5, 48), (3, 5, 48))
     for shape in shapes[: 2 if how == "compiled" and dtype == torch.bfloat16 else 3]:
         x, weight, bias = random(*shape, scale=4), random(48, seed=2), random(48, seed=3)
@@ -115,9 +116,9 @@ def test_norms(run: Callable, how: str, dtype: torch.dtype) -> None:
             )
 
 
-@pytest.mark.parametrize("how", ["as written", pytest.param("compiled", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_norms_of_an_fp32_residual_stream(run: Callable) -> None:
-    """Weights are bf16."""
+    """The input is fp32 and the weights are bf16."""
     x, *weights = random(4, 8).float(), random(8).bfloat16(), random(8, seed=2).bfloat16()
     for fast, plain, count in (
         (cpu_norm.compiled_layer_norm, norm.layer_norm, 2),
@@ -139,7 +140,7 @@ def test_swiglu(run: Callable, dtype: torch.dtype) -> None:
 
 
 @RUNS
-def test_rotate(run: Callable, dtype: torch.dtype) -> None:
+def test_rotary_emb(run: Callable, dtype: torch.dtype) -> None:
     cos, sin = rotary.rotary_angles(torch.arange(9).expand(2, 9), 12, 10000.0)
     fast = functools.partial(rotary.compiled_rotary_emb, run, cos=cos, sin=sin)
     plain = functools.partial(rotary.apply_rotary_emb, cos=cos, sin=sin)
@@ -154,20 +155,22 @@ def test_rotate(run: Callable, dtype: torch.dtype) -> None:
             dtype,
             causal,
             *heads,
-            # Compiled, by default one of them.
+            # By default only one compiled case runs.
             marks=()
-            if how == "as written" or (dtype == torch.bfloat16 and causal and heads == (4, 2))
+            if how == "eager" or (dtype == torch.bfloat16 and causal and heads == (4, 2))
             else pytest.mark.slow,
         )
-        for how in ("as written", "compiled")
+        for how in ("eager", "compiled")
         for dtype in (torch.float32, torch.bfloat16)
         for causal in (True, False)
         for heads in ((4, 4), (4, 2), (3, 1))
     ],
 )
 def test_attention(run: Callable, dtype: torch.dtype, causal: bool, heads: int, groups: int) -> None:
-    """As near to fp64 as products and a softmax in the same dtype. Lengths are a block, some, and one that ends within
-    one."""
+    """Errors against fp64 are at most 1.4 times those of unfused attention in the same dtype.
+
+    The lengths are one block, three blocks, and a length that is not a multiple of the block size.
+    """
     settings = {"mask_bst": None, "causal": causal, "dropout": 0.0}
     fast = functools.partial(cpu_attention.attention_by_blocks, run, **settings)
     plain = functools.partial(attention.attention, **settings)
@@ -187,7 +190,7 @@ def test_attention(run: Callable, dtype: torch.dtype, causal: bool, heads: int, 
     assert type(fast(x, k.to(dtype), v.to(dtype)).grad_fn).__name__ == "_BlocksBackward"
 
 
-def test_attention_with_a_mask_or_dropout_is_plain() -> None:
+def test_attention_with_a_mask_or_dropout_falls_back_to_plain() -> None:
     x = random(1, 2, 128, 8).bfloat16().requires_grad_()
     for settings in (
         {"mask_bst": torch.ones(1, 128, 128, dtype=torch.bool), "causal": True, "dropout": 0.0},
@@ -211,18 +214,18 @@ def plain_loss(x_sbh: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, voca
 
 @RUNS
 @pytest.mark.parametrize(("kept", "vocab_size"), [(0, 96), (0, 90), (1 << 27, 90)])
-def test_projected_loss(
+def test_linear_cross_entropy(
     run: Callable, dtype: torch.dtype, kept: int, vocab_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear_cross_entropy, "LOGITS_KEPT_BYTES", kept)
-    at_once = 6 * 96 * dtype.itemsize  # six rows, which do not divide 35
+    chunk_bytes = 6 * 96 * dtype.itemsize  # six rows, which do not divide 35
     labels = torch.randint(vocab_size, (7, 5), generator=torch.Generator().manual_seed(2))
 
     def fast(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return fused_loss(
             run,
             linear.matmul,
-            at_once,
+            chunk_bytes,
             x,
             weight,
             bias,
@@ -232,7 +235,7 @@ def test_projected_loss(
             sequence_parallel=False,
         )
 
-    # A padded vocabulary's rows play no part, whatever they hold.
+    # Rows of vocabulary padding must not contribute, whatever their values.
     weight = torch.cat((random(vocab_size, 32, seed=3), random(96 - vocab_size, 32, scale=1e3)))
     check(
         fast,
@@ -244,9 +247,9 @@ def test_projected_loss(
     )
 
 
-@pytest.mark.parametrize("how", ["as written", "compiled"])
+@pytest.mark.parametrize("how", ["eager", "compiled"])
 def test_no_samples(run: Callable) -> None:
-    """As a replica has them at the end of an evaluation."""
+    """A replica gets empty batches at the end of an evaluation."""
     x, weight = torch.empty(4, 0, 8), random(16, 8).float()
     assert activation.compiled_gelu(run, x, tanh=True).shape == (4, 0, 8)
     assert activation.compiled_swiglu(run, x).shape == (4, 0, 4)
@@ -276,7 +279,7 @@ def test_no_samples(run: Callable) -> None:
 
 
 def peak_bytes(function: Callable[[], object]) -> int:
-    """Bytes of tensors at the peak of a call, beyond those that were there before it."""
+    """Peak number of bytes that tensors allocate during a call."""
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
         function()
@@ -285,9 +288,8 @@ def peak_bytes(function: Callable[[], object]) -> int:
     return max(itertools.accumulate(change for _, change in changes))
 
 
-def test_logits_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The peak is below an eighth of what the plain way holds; where logits are kept for backward, the peak beside
-    them."""
+def test_peak_memory_of_chunked_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the logits kept for backward, the peak is below an eighth of the memory of unchunked logits."""
     rows = 12864
     weight = random(rows, 8).bfloat16().requires_grad_()
 
@@ -314,14 +316,14 @@ def test_logits_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 8 * (peak_bytes(lambda: loss(few)) - kept) < bf16_and_fp32
 
 
-def need_onednn(dtype: torch.dtype) -> None:
+def skip_without_onednn(dtype: torch.dtype) -> None:
     if not cpu_linear.has_onednn(dtype):
-        pytest.skip("this torch or this CPU has no oneDNN for it")
+        pytest.skip("this torch or this CPU has no oneDNN matmul for this dtype")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_onednn_matmul(dtype: torch.dtype) -> None:
-    need_onednn(dtype)
+    skip_without_onednn(dtype)
     x, weight, bias = random(3, 4, 24).to(dtype), random(10, 24, seed=2).to(dtype), random(10).to(dtype)
     exact = F.linear(x.double(), weight.double(), bias.double())
     assert (cpu_linear.onednn_matmul(x, weight, bias).double() - exact).abs().max() < TOLERANCE[
@@ -329,16 +331,16 @@ def test_onednn_matmul(dtype: torch.dtype) -> None:
     ] * exact.abs().max()
     transposed = cpu_linear.onednn_matmul(
         x[..., :10], weight.t()[:10].t()[:, :10].t(), None
-    )  # as backward has it
+    )  # as in backward
     assert torch.allclose(
         transposed, F.linear(x[..., :10], weight[:, :10].t()), rtol=TOLERANCE[dtype], atol=1e-2
     )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_onednn_gives_the_same_bits_for_few_rows_and_many(dtype: torch.dtype) -> None:
-    """With a weight as it lies, and in the order of oneDNN."""
-    need_onednn(dtype)
+def test_onednn_is_bitwise_equal_for_few_and_many_rows(dtype: torch.dtype) -> None:
+    """Few rows use the weight's own layout; many rows use oneDNN's."""
+    skip_without_onednn(dtype)
     x, weight, bias = (
         random(*shape).to(dtype) for shape in ((cpu_linear.MIN_REORDER_ROWS, 512), (96, 512), (96,))
     )
@@ -350,8 +352,8 @@ def test_onednn_gives_the_same_bits_for_few_rows_and_many(dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [7, 2 * cpu_linear.WGRAD_ROWS + 7])
-def test_onednn_add_product(dtype: torch.dtype, rows: int) -> None:
-    need_onednn(dtype)
+def test_onednn_accumulate_wgrad(dtype: torch.dtype, rows: int) -> None:
+    skip_without_onednn(dtype)
     total, a, b = (
         random(40, 24).float(),
         random(rows, 16, seed=2).to(dtype),
@@ -365,8 +367,8 @@ def test_onednn_add_product(dtype: torch.dtype, rows: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_add_product_in_one(dtype: torch.dtype) -> None:
-    """With no rounding to the dtype of the factors; of some rows of the sum, too."""
+def test_fused_accumulate_wgrad(dtype: torch.dtype) -> None:
+    """Accumulates in fp32 without rounding to the dtype of the inputs, also into a slice of rows."""
     assert linear.has_fused_accumulate_wgrad(dtype, torch.device("cuda"))
     total, a, b = random(40, 24).float(), random(56, 16, seed=2).to(dtype), random(56, 24, seed=3).to(dtype)
     exact = total.double()
@@ -376,8 +378,8 @@ def test_add_product_in_one(dtype: torch.dtype) -> None:
     torch.testing.assert_close(on_gpu.cpu().double(), exact, rtol=1e-5, atol=1e-5)
 
 
-def test_apex_is_called_as_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
-    """apex is on no machine of these tests: a stand-in with its signatures computes by torch."""
+def test_calls_of_apex(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in with apex's signatures computes with torch, since the tests run without apex."""
     stand_in = types.ModuleType("apex.normalization.fused_layer_norm")
     stand_in.fused_layer_norm_affine = lambda x, weight, bias, shape, eps: F.layer_norm(
         x, shape, weight, bias, eps
@@ -388,12 +390,14 @@ def test_apex_is_called_as_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, bias = random(3, 4, 8).float(), random(8).bfloat16(), random(8, seed=2).bfloat16()
     assert torch.equal(norm.apex_layer_norm(x, weight, bias, 1e-5), norm.layer_norm(x, weight, bias, 1e-5))
     assert torch.equal(norm.apex_rms_norm(x, weight, 1e-5), norm.rms_norm(x, weight, 1e-5))
-    stand_in.fused_layer_norm_affine = stand_in.fused_rms_norm_affine = None  # no samples are no work for it
+    stand_in.fused_layer_norm_affine = stand_in.fused_rms_norm_affine = (
+        None  # apex is not called for empty inputs
+    )
     assert norm.apex_layer_norm(x[:0], weight, bias, 1e-5).shape == x[:0].shape
     assert norm.apex_rms_norm(x[:0], weight, 1e-5).shape == x[:0].shape
 
 
-def test_what_a_gpu_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choice_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def choose(name: str) -> Ops:
         config = OpsConfig(ops_backend=name, torch_compile=False)
         cuda = torch.device("cuda")
@@ -415,8 +419,8 @@ def test_what_a_gpu_has(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "norm: apex" in choose("auto").kinds
 
 
-def test_a_failure_of_the_compiler_ends_the_run_in_a_line(compiled: Compiler, tmp_path: Path) -> None:
-    """One that comes after the trial at the start, as of a disk that has become full."""
+def test_a_compiler_failure_ends_the_run_with_one_line(compiled: Compiler, tmp_path: Path) -> None:
+    """The compiler fails after the trial compilation at startup, for example because the disk is full."""
     broken = tmp_path / "g++"
     broken.write_text(
         "#!/bin/sh\ncase $* in *-dumpversion* | *--version*) exec g++ $@ ;; esac\n"
@@ -438,12 +442,12 @@ def test_a_failure_of_the_compiler_ends_the_run_in_a_line(compiled: Compiler, tm
     def wrong(x: Tensor) -> Tensor:
         raise RuntimeError("DefaultCPUAllocator: not enough memory")
 
-    compiled.compiled[wrong] = wrong  # what is wrong with code that is compiled is no fault of the compiler's
+    compiled.compiled[wrong] = wrong  # errors raised by compiled code are not failures of the compiler
     with pytest.raises(RuntimeError, match=r"^DefaultCPUAllocator"):
         compiled(wrong, torch.ones(3))
 
 
-def test_the_choice(compiled: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choice_on_a_cpu(compiled: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     def choose(work: float = 1e12, **fields):
         return choose_ops(OpsConfig(**fields), work=work, dtype=torch.bfloat16, device=CPU)
 
@@ -466,10 +470,10 @@ def test_the_choice(compiled: Compiler, monkeypatch: pytest.MonkeyPatch) -> None
     none = choose(torch_compile=False)
     assert none.gelu is PLAIN.gelu and none.linear_cross_entropy is not None
     assert none.notes[1] == "torch.compile: off (--no-torch-compile)"
-    told = []
-    monkeypatch.setattr(compiler.logger, "info", lambda text, *values: told.append(text % values))
+    messages = []
+    monkeypatch.setattr(compiler.logger, "info", lambda text, *values: messages.append(text % values))
     assert choose(ops_backend="compile").gelu is not PLAIN.gelu
-    assert told[-1].startswith("torch.compile works")
+    assert messages[-1].startswith("torch.compile works")
 
     monkeypatch.setattr(compiler.Compiler, "check", lambda self, device: "no C++ compiler")
     assert "no C++ compiler" in choose().notes[1]

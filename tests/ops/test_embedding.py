@@ -1,4 +1,4 @@
-"""Lookup of rows, and the sum of their gradients."""
+"""Embedding lookup and the accumulation of its gradients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_equals_torch(dtype: torch.dtype) -> None:
     torch.testing.assert_close(grads[0], grads[1])
 
 
-def test_many_gradients_of_one_row_add_up_in_bf16() -> None:
+def test_many_gradients_of_one_row_accumulate_in_bf16() -> None:
     weight = torch.zeros(3, 2, dtype=torch.bfloat16, requires_grad=True)
     rows = embedding(torch.ones(4096, dtype=torch.long), weight)
     rows.backward(torch.full_like(rows, 1e-3))

@@ -1,4 +1,4 @@
-"""RoPE's frequencies, as transformers has them."""
+"""RoPE frequency scaling against transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adam with its moments in bf16, against torch's in fp32."""
+"""Adam with bf16 moments against torch's with fp32 moments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.optim.bf16_adam import bf16_adamw, rounded
 
 
 class Adam:
-    """Parameters that one of the functions steps."""
+    """Parameters updated by one of the two implementations."""
 
     def __init__(self, function: Callable[..., None], dtype: torch.dtype, size: int = 200) -> None:
         self.function = function
@@ -48,8 +48,8 @@ class Adam:
         return self.mean.float(), self.square.float()
 
 
-def test_follows_fp32_where_moments_rise_and_fall() -> None:
-    """Of a second moment that falls by less than bf16 can tell in a step, too."""
+def test_tracks_fp32_while_moments_rise_and_fall() -> None:
+    """The second moment also decays by less than the bf16 resolution per step."""
     ours, theirs = Adam(bf16_adamw, torch.bfloat16), Adam(adamw, torch.float32)
     start = ours.p.clone()
     for steps, scale in ((300, 1.0), (1500, 0.01), (300, 0.3)):
@@ -62,7 +62,7 @@ def test_follows_fp32_where_moments_rise_and_fall() -> None:
     assert ours.square.dtype == torch.bfloat16 and ours.count == 2100
 
 
-def test_rounds_by_thresholds_that_are_right_in_the_mean() -> None:
+def test_rounding_is_unbiased() -> None:
     x = torch.tensor([1.0, -1.0, 1 + 1 / 512, -1 - 3 / 512, 1e-30, 0.0])
     lifts = [torch.tensor(math.floor(step * bf16_adam.GOLDEN % 1 * 65536)).int() for step in range(1000)]
     found = torch.stack([rounded(x, lift) for lift in lifts]).double()
@@ -70,7 +70,7 @@ def test_rounds_by_thresholds_that_are_right_in_the_mean() -> None:
     torch.testing.assert_close(found.mean(0), x.double(), rtol=1e-5, atol=0)
 
 
-def test_a_step_that_is_left_out_changes_nothing() -> None:
+def test_a_skipped_step_changes_nothing() -> None:
     optimizer = Adam(bf16_adamw, torch.bfloat16)
     optimizer.take(5)
     weights, before = optimizer.p.clone(), [x.clone() for x in optimizer.moments()]
@@ -79,10 +79,10 @@ def test_a_step_that_is_left_out_changes_nothing() -> None:
     assert optimizer.count == 5
 
 
-def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, parts = (Adam(bf16_adamw, torch.bfloat16) for _ in range(2))
+def test_chunk_size_does_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, chunked = (Adam(bf16_adamw, torch.bfloat16) for _ in range(2))
     whole.take(3)
     monkeypatch.setitem(bf16_adam.CHUNK_SIZE, "cpu", 64)
-    parts.take(3)
-    assert all(map(torch.equal, whole.moments(), parts.moments()))
-    assert torch.equal(whole.p, parts.p)
+    chunked.take(3)
+    assert all(map(torch.equal, whole.moments(), chunked.moments()))
+    assert torch.equal(whole.p, chunked.p)

@@ -1,4 +1,4 @@
-"""Flat parameter memory: when communication starts, and what waits for it."""
+"""Flat parameter memory: the start of communication, and the waits for it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CONFIG = ModelConfig(
 def make(
     dtype: torch.dtype = torch.float32, bucket_size: int = 1, **parallel: object
 ) -> tuple[GPTModel, ParamBuffer]:
-    """A model and its memory, by default with a bucket for each parameter."""
+    """Build a model and its buffer, by default with one bucket per parameter."""
     model = GPTModel(CONFIG, ModelContext(vocab_size=50, padded_vocab_size=64))
     buffer = flat(model, dtype, config=ParallelConfig(ddp_bucket_size=bucket_size, **parallel))
     buffer.initialize(3)
@@ -45,7 +45,7 @@ def loss_of(model: GPTModel, step: int) -> Tensor:
 
 
 class Gather(Pending):
-    """A gather of a bucket that has been started: the parameters are NaN until it is waited for."""
+    """A pending all-gather of a bucket; the parameters are NaN until `wait`."""
 
     def __init__(self, params: Tensor) -> None:
         super().__init__(params)
@@ -85,8 +85,7 @@ def test_a_snapshot_waits_for_all_parameters() -> None:
 def test_each_step_reduces_final_gradients(
     overlap: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two microbatches the first reduces nothing; the second reduces, with overlap, each bucket when its gradients
-    are complete. Without overlap all is reduced after backward."""
+    """With two microbatches, only the last backward reduces: per bucket with overlap, else after backward."""
     model, buffer = make(dtype, bucket_size=700, overlap_grad_reduce=overlap)
     buckets = len(buffer.buckets)
     assert 1 < buckets < len(buffer.entries)

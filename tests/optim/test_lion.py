@@ -1,4 +1,4 @@
-"""Lion, against algorithm 2 of arXiv 2302.06675 in fp64."""
+"""Lion against algorithm 2 of arXiv 2302.06675 in fp64."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 
 from megatron.optim.lion import Lion, LionConfig
 from megatron.optim.shard import Shard
+from megatron.optim.spec import StepInputs
 
 
 def test_equals_the_paper() -> None:
@@ -23,7 +24,7 @@ def test_equals_the_paper() -> None:
         weight = weight - lr * (update + decay * weight)
         momentum = beta2 * momentum + (1 - beta2) * grad
         settings = {"lr": lr, "weight_decay": decay, "steps": taken, "grad_scale": scale}
-        lion.step([Shard(ours, grad * 4, state)], **settings, found_inf=taken)
-        lion.step([Shard(ours, grad * torch.nan, state)], **settings, found_inf=skipped)
+        lion.step([Shard(ours, grad * 4, state)], StepInputs(**settings, found_inf=taken))
+        lion.step([Shard(ours, grad * torch.nan, state)], StepInputs(**settings, found_inf=skipped))
         torch.testing.assert_close(state["exp_avg"], momentum, rtol=0, atol=1e-14)
         torch.testing.assert_close(ours, weight, rtol=0, atol=1e-14)

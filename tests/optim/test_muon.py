@@ -1,4 +1,4 @@
-"""Muon, against torch's, and who orthogonalizes which matrix."""
+"""Muon against torch's, and the assignment of matrices to ranks."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from megatron.optim.config import OptimizerConfig
 from megatron.optim.layout import ALIGNMENT, Bucket, lay_out, param_groups
 from megatron.optim.muon import Muon, MuonConfig, newton_schulz
 from megatron.optim.shard import MatrixShard
+from megatron.optim.spec import StepInputs
 from megatron.parallel.mesh import ALONE, Axis, Mesh
 
 CPU = torch.device("cpu")
@@ -31,7 +32,7 @@ def shard(weight: torch.Tensor, grad: torch.Tensor, momentum: torch.Tensor) -> M
 def test_equals_torch_in_fp64(
     ours: tuple[str, float], theirs: str, nesterov: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # torch rounds to bf16 before it orthogonalizes; here it stays in fp64.
+    # torch rounds to bf16 before Newton-Schulz; the patch keeps fp64.
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda x: x.clone())
     generator = torch.Generator().manual_seed(0)
     start = [torch.randn(*shape, generator=generator).double() for shape in ((24, 8), (8, 24), (16, 16))]
@@ -57,7 +58,9 @@ def test_equals_torch_in_fp64(
             p.grad = grad.clone()
         oracle.step()
         shards = [shard(w, grad * 4, m) for w, grad, m in zip(weights, grads, momenta, strict=True)]
-        muon.step(shards, lr=0.02, weight_decay=0.1, steps=taken, grad_scale=scale, found_inf=taken)
+        muon.step(
+            shards, StepInputs(lr=0.02, weight_decay=0.1, steps=taken, grad_scale=scale, found_inf=taken)
+        )
     for mine, p in zip(weights, expected, strict=True):
         torch.testing.assert_close(mine, p.data, rtol=0, atol=1e-13)
 
@@ -76,14 +79,14 @@ def test_updates_have_the_scale_of_their_mode(shape: tuple[int, int], mode: str,
     weight, zero = torch.zeros(shape), torch.tensor(0.0)
     muon = Muon(MuonConfig(muon_scale_mode=mode, muon_extra_scale_factor=3.0))
     step = shard(weight, grad.clone(), torch.zeros(shape))
-    muon.step([step], lr=0.5, weight_decay=0.1, steps=zero, grad_scale=None, found_inf=zero)
-    # The size of a gradient does not matter.
+    muon.step([step], StepInputs(lr=0.5, weight_decay=0.1, steps=zero, grad_scale=None, found_inf=zero))
+    # The update does not depend on the scale of the gradient.
     torch.testing.assert_close(
         weight, -0.5 * 3 * factor(*shape) * newton_schulz(grad, 5), rtol=1e-4, atol=1e-5
     )
 
 
-def test_singular_values_come_close_to_one() -> None:
+def test_newton_schulz_brings_singular_values_close_to_one() -> None:
     u, _ = torch.linalg.qr(torch.randn(40, 20, generator=torch.Generator().manual_seed(0)).double())
     v, _ = torch.linalg.qr(torch.randn(20, 20, generator=torch.Generator().manual_seed(1)).double())
     singular = torch.logspace(-1.5, 1, 20).double()
@@ -102,7 +105,7 @@ def buckets(replicas: int, rank: int, bucket_size: int = 50_000) -> list[Bucket]
     return lay_out([model], groups, bucket_size=bucket_size)
 
 
-def test_matrices_of_layers_are_muons_and_all_else_is_adams() -> None:
+def test_muon_updates_the_matrices_of_layers_and_adam_the_rest() -> None:
     laid_out = buckets(1, 0)
     muon, adam = (
         {e.name for b in laid_out if ("exp_avg" in b.group.optimizer.state) == adam for e in b.entries}
@@ -114,7 +117,7 @@ def test_matrices_of_layers_are_muons_and_all_else_is_adams() -> None:
 
 
 @pytest.mark.parametrize("replicas", [2, 3, 4, 40])
-def test_each_matrix_is_whole_on_one_owner_and_owners_are_balanced(replicas: int) -> None:
+def test_each_matrix_has_one_owner_and_owners_are_balanced(replicas: int) -> None:
     work, owned = [0] * replicas, []
     for rank in range(replicas):
         for bucket in buckets(replicas, rank):

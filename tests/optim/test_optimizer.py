@@ -1,4 +1,4 @@
-"""Flat parameter memory and its optimizer, against torch's own on separate tensors."""
+"""Flat parameter memory and its optimizer against torch's on separate tensors."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_equals_torch_on_separate_tensors(kind: str, clip: float) -> None:
 @pytest.mark.parametrize("kind", ["adam", "sgd", "lion", "muon"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_gradient_that_is_not_finite_changes_nothing(kind: str, dtype: torch.dtype, value: float) -> None:
+def test_a_non_finite_gradient_changes_nothing(kind: str, dtype: torch.dtype, value: float) -> None:
     config = OptimizerConfig(optimizer=kind, lr=1.0, on_non_finite="skip", loss_scale=1.0)
     model, buffer = make(dtype, optimizer=config)
     optimizer = Optimizer(buffer, config)
@@ -135,17 +135,17 @@ def test_a_gradient_that_is_not_finite_changes_nothing(kind: str, dtype: torch.d
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fused", [False, True])
-def test_layers_add_gradients_of_weights_themselves(
+def test_layers_accumulate_weight_gradients(
     fused: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As autograd would, which for the table of both ends adds these first; and full buckets are reduced."""
+    """Gradients match autograd's, which first sums those of the tied embedding; full buckets are reduced."""
     added = []
 
     def accumulate_wgrad(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         added.append(total.shape)
         linear.accumulate_wgrad(total, a, b)
 
-    # Two rows of logits at a time.
+    # Chunks of two rows of logits.
     monkeypatch.setattr(linear_cross_entropy, "LOGITS_KEPT_BYTES", 0)
     loss = linear_cross_entropy.LinearCrossEntropy(
         run=eager,
@@ -170,7 +170,7 @@ def test_layers_add_gradients_of_weights_themselves(
         ours, tied = entry.view(buffer.grads), entry.name == WORD_TABLE
         tolerance = 4 * torch.finfo(dtype).eps * ours.abs().max().item() if tied else 0
         torch.testing.assert_close(ours, theirs.view(by_autograd.grads), rtol=0, atol=tolerance)
-    # Those of two layers, and the table as the output layer: at once, or two of 32 rows at a time.
+    # Linear layers of both transformer layers, and the tied output layer: once, or in 16 chunks of two of the 32 rows.
     assert len(added) == 2 * (2 * 4 + (16 if fused else 1))
     assert len(buffer.reducing) == len(buffer.buckets) > 2
 
@@ -191,7 +191,7 @@ def test_bf16_keeps_fp32_master_weights_and_gradients() -> None:
         buffer.grads.zero_()
     torch.testing.assert_close(single, sums)
     buffer.grads.copy_(single)
-    # Steps far below the resolution of bf16 add up in the master weights.
+    # Updates below the resolution of bf16 accumulate in the master weights.
     optimizer = Optimizer(buffer, OptimizerConfig(lr=1.0))
     before = torch.cat(buffer.masters)
     optimizer.step(lr=1e-6, weight_decay=0.0)
@@ -200,7 +200,7 @@ def test_bf16_keeps_fp32_master_weights_and_gradients() -> None:
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.1])
-def test_fp16_steps_as_fp32_does_on_the_gradient_divided_by_the_scale(clip: float) -> None:
+def test_fp16_steps_match_fp32_on_the_unscaled_gradient(clip: float) -> None:
     stats, masters = [], []
     for dtype, scale in ((torch.float32, 1.0), (torch.float16, 2.0**20)):
         _, buffer = make(dtype)
@@ -216,7 +216,7 @@ def test_fp16_steps_as_fp32_does_on_the_gradient_divided_by_the_scale(clip: floa
 
 
 def test_initial_values() -> None:
-    """As GPT-2's: N(0, 0.02²), layers that write to the residual stream scaled by 1/√(2 layers)."""
+    """GPT-2's initialization: N(0, 0.02²), scaled by 1/√(2 layers) for layers that write to the residual stream."""
     model, _ = make()
     again, _ = make()
     for (name, p), q in zip(model.named_parameters(), again.parameters(), strict=True):

@@ -1,4 +1,4 @@
-"""The scale of the loss, against a plain model of Megatron-LM's."""
+"""The loss scaler against a plain model of Megatron-LM's."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def scaler(**settings: object) -> LossScaler:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_follows_the_plain_model(seed: int) -> None:
-    """Over random overflows, rare and frequent, and resumed somewhere in between."""
+def test_matches_the_plain_model(seed: int) -> None:
+    """Random overflows, rare and frequent, with state saved and loaded at random steps."""
     draw = random.Random(seed)
     initial, minimum = 2.0 ** draw.randint(0, 33), draw.choice((1.0, 0.25, 0.7))
     settings = {"loss_scale_window": draw.randint(1, 9), "hysteresis": draw.randint(1, 4)}
@@ -41,7 +41,7 @@ def test_follows_the_plain_model(seed: int) -> None:
             ours.load(state)
 
 
-def test_hysteresis_is_given_back_by_growth_alone() -> None:
+def test_only_growth_restores_hysteresis() -> None:
     ours = scaler(initial_loss_scale=64.0, loss_scale_window=3, hysteresis=2)
     scales = []
     for overflow in (1, 0, 1, 0, 1, 1, 0, 0, 0, 1, 1):
@@ -50,7 +50,7 @@ def test_hysteresis_is_given_back_by_growth_alone() -> None:
     assert scales == [64, 64, 32, 32, 16, 8, 8, 8, 16, 16, 8]
 
 
-def test_a_fixed_scale_stays() -> None:
+def test_a_fixed_scale_stays_constant() -> None:
     ours = scaler(loss_scale=128.0)
     for overflow in (YES, YES, NO, YES):
         assert not ours.can_decrease()
@@ -59,7 +59,7 @@ def test_a_fixed_scale_stays() -> None:
     assert ours.scale == 128 and ours.state() is None and is_state(None)
 
 
-def test_nothing_is_noted_once_the_run_is_to_stop() -> None:
+def test_hold_freezes_the_state() -> None:
     ours = scaler(initial_loss_scale=4.0, hysteresis=1)
     for _ in range(2):
         ours.update(NO, hold=NO)
@@ -77,7 +77,7 @@ def test_never_grows_to_infinity() -> None:
     assert ours.scale == 2.0**126 and is_state(ours.state())
 
 
-def test_a_raised_minimum_holds_for_a_scale_that_was_saved() -> None:
+def test_a_raised_minimum_applies_to_a_loaded_scale() -> None:
     ours = scaler(min_loss_scale=16.0)
     ours.load({"scale": 2.0, "clean": 1, "patience": 0})
     assert ours.scale == 16
@@ -96,7 +96,7 @@ def test_a_raised_minimum_holds_for_a_scale_that_was_saved() -> None:
         {"more": 1},
     ],
 )
-def test_a_wrong_state_is_told_from_a_right_one(change: dict) -> None:
+def test_is_state_rejects_invalid_states(change: dict) -> None:
     right = {"scale": 8.0, "clean": 0, "patience": 0}
     assert is_state(right) and not is_state(right | change)
     assert not is_state([right]) and not is_state({"scale": 8.0})

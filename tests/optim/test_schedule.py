@@ -19,7 +19,7 @@ def make(**fields) -> Schedule:
 
 
 def test_cosine_equals_nvidias_log() -> None:
-    """The learning rates that Megatron-LM v2.5 logged in 6 iterations of 4 samples."""
+    """Learning rates that Megatron-LM v2.5 logged in 6 iterations of 4 samples."""
     config = OptimizerConfig(
         lr=1e-3, min_lr=1e-5, lr_decay_style="cosine", lr_decay_iters=6, lr_warmup_fraction=0.34
     )
@@ -92,6 +92,6 @@ def test_weight_decay_grows() -> None:
         ({"weight_decay_incr_style": "linear"}, "--start-weight-decay"),
     ],
 )
-def test_what_does_not_fit_is_refused(fields: dict, flag: str) -> None:
+def test_invalid_combinations_are_refused(fields: dict, flag: str) -> None:
     with pytest.raises(InputError, match=flag):
         make(**fields)

@@ -1,4 +1,4 @@
-"""The axes of a run: the groups behind them, and what their processes agree on."""
+"""Axes of the mesh, their process groups, and agreement across ranks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from megatron.parallel.config import ParallelConfig
 from megatron.parallel.mesh import Axis, Mesh, init_mesh, world_apart
 
 PROCESSES = 4
-MINUTES = 7  # a timeout that is nobody's default
+MINUTES = 7  # differs from all default timeouts
 
 
-def facts() -> dict[str, object]:
-    """This process's view of two meshes: two stages of two tensor-parallel processes, and four stages."""
-    square, line = (
+def inspect_meshes() -> dict[str, object]:
+    """Inspect two meshes on this rank: PP 2 x TP 2, and PP 4."""
+    two_by_two, four_stages = (
         ParallelConfig(
             pipeline_model_parallel_size=PROCESSES // tp,
             tensor_model_parallel_size=tp,
@@ -24,15 +24,15 @@ def facts() -> dict[str, object]:
         )
         for tp in (2, 1)
     )
-    with init_mesh(square, CPU) as mesh:
-        apart = world_apart(mesh.world, square)
+    with init_mesh(two_by_two, CPU) as mesh:
+        apart = world_apart(mesh.world, two_by_two)
         found = {"timeouts": timeouts(mesh.pp, mesh.tp, apart)} | heartbeats(mesh, apart) | agreement(apart)
-    with init_mesh(line, CPU) as mesh:
-        return found | {"timeouts of a line": timeouts(mesh.pp, mesh.embedding)}
+    with init_mesh(four_stages, CPU) as mesh:
+        return found | {"timeouts of PP 4": timeouts(mesh.pp, mesh.embedding)}
 
 
 def timeouts(*axes: Axis) -> list[float | None]:
-    """Minutes that each axis's process group waits; None for an axis that has no group here."""
+    """Timeout in minutes of each axis's process group; None for an axis without a group on this rank."""
     groups = [axis.group for axis in axes]
     return [g and g._get_backend(CPU).options._timeout.total_seconds() / 60 for g in groups]
 
@@ -40,12 +40,12 @@ def timeouts(*axes: Axis) -> list[float | None]:
 def heartbeats(mesh: Mesh, apart: Axis) -> dict[str, object]:
     before = mesh.heartbeat.steps
     all_equal(1, apart)
-    stands_still = mesh.heartbeat.steps == before and mesh.heartbeat.communication is None
+    unchanged = mesh.heartbeat.steps == before and mesh.heartbeat.communication is None
     all_equal(1, mesh.world)
-    return {"heartbeat": (stands_still, mesh.heartbeat.steps - before, apart.heartbeat.steps)}
+    return {"heartbeat": (unchanged, mesh.heartbeat.steps - before, apart.heartbeat.steps)}
 
 
-# Which value is the largest, which the smallest and which process has it must not matter.
+# Covers different ranks with the largest and with the smallest value.
 VALUES = [(5, 5, 5, 5), (5, 5, 5, 6), (6, 5, 5, 5), (5, 5, 6, 5), (5, 5, 4, 5), (1, 2, 3, 4), (4, 3, 2, 1)]
 
 
@@ -62,22 +62,22 @@ def agreement(world: Axis) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def found() -> list[dict]:
-    return run_distributed(facts, PROCESSES)
+    return run_distributed(inspect_meshes, PROCESSES)
 
 
 def test_every_group_has_the_timeout_of_the_run(found: list[dict]) -> None:
-    """init_device_mesh takes none, and its groups would wait for half an hour."""
+    """init_device_mesh has no timeout argument, so its groups would default to half an hour."""
     assert [rank["timeouts"] for rank in found] == [[MINUTES] * 3] * PROCESSES
     ends, between = [MINUTES, MINUTES], [MINUTES, None]
-    assert [rank["timeouts of a line"] for rank in found] == [ends, between, between, ends]
+    assert [rank["timeouts of PP 4"] for rank in found] == [ends, between, between, ends]
 
 
-def test_a_background_thread_has_a_heartbeat_of_its_own(found: list[dict]) -> None:
-    """If the thread that saves moved the run's heartbeat, the watchdog would not see that training hangs."""
+def test_a_background_thread_has_its_own_heartbeat(found: list[dict]) -> None:
+    """If the saving thread advanced the run's heartbeat, the watchdog would not notice that training hangs."""
     assert [rank["heartbeat"] for rank in found] == [(True, 1, 1)] * PROCESSES
 
 
-def test_equal_values_are_told_from_unequal_ones_on_every_rank(found: list[dict]) -> None:
+def test_all_equal_agrees_on_every_rank(found: list[dict]) -> None:
     assert [rank["equal"] for rank in found] == [[True] + [False] * 6] * PROCESSES
 
 

@@ -1,4 +1,4 @@
-"""The executor of pipeline schedules, on real processes."""
+"""The executor of pipeline schedules on real processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MICROBATCHES = 12
 
 
 class Multiply(PipelineStage):
-    """Multiplies by a weight; the second stage sums up. Counts the first stage's outputs that hold memory."""
+    """Multiplies by a weight; the second stage sums. Counts the first stage's outputs that are still allocated."""
 
     def __init__(self) -> None:
         super().__init__(torch.float32)
@@ -34,16 +34,16 @@ class Multiply(PipelineStage):
     def compute(self, chunk: int, microbatch: int, x: torch.Tensor | None) -> torch.Tensor:
         if x is not None:
             return (x * self.weight).sum()
-        time.sleep(0.1)  # for what was sent to arrive
+        time.sleep(0.1)  # time for earlier sends to arrive
         self.counts.append(sum(not output.expired() for output in self.outputs))
-        # Backward needs the factor, not the product.
+        # Backward saves the factor, not the product.
         out = torch.full((1000,), float(microbatch)) * self.weight
         self.outputs.append(StorageWeakRef(out.untyped_storage()))
         return out
 
 
 def outputs_alive() -> list[int]:
-    """How many outputs of the first stage hold memory, each time that one more is computed."""
+    """Number of first-stage outputs that are still allocated, at each forward pass."""
     with init_mesh(ParallelConfig(pipeline_model_parallel_size=2), CPU) as mesh:
         stage = Multiply()
         actions = with_transfers(SCHEDULES["gpipe"](2, 1, MICROBATCHES), 2)[mesh.pp.rank]
@@ -55,13 +55,13 @@ def outputs_alive() -> list[int]:
 
 
 def test_outputs_are_freed_once_sent() -> None:
-    """GPipe runs all forward passes first; what it keeps of them does not include what was sent."""
+    """GPipe runs all forward passes first and must not keep outputs that were sent."""
     first_stage = run_distributed(outputs_alive, 2)[0]
     assert len(first_stage) == MICROBATCHES and max(first_stage) <= MAX_PENDING_SENDS
 
 
 class AddOne(PipelineStage):
-    """Adds one to microbatches of different sizes in every chunk; keeps what the last one gives."""
+    """Adds one to microbatches of different sizes in every chunk; records the outputs of the last chunk."""
 
     def __init__(self, sizes: list[int], last_chunk: int | None) -> None:
         super().__init__(torch.float32)

@@ -1,4 +1,4 @@
-"""Random numbers that depend on their purpose alone."""
+"""Random numbers keyed by their purpose, independent of the layout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_keys_depend_on_every_part() -> None:
 
 
 def test_rows_do_not_depend_on_how_many_follow() -> None:
-    """The padding of a vocabulary must not change the rows of its words."""
+    """Vocabulary padding must not change the rows of real tokens."""
     short, long = torch.empty(1500, 20), torch.empty(2600, 20)
     fill_normal_(short, 0.5, whole(*short.shape), seed=1, name="w")
     fill_normal_(long, 0.5, whole(*long.shape), seed=1, name="w")
@@ -28,7 +28,7 @@ def test_rows_do_not_depend_on_how_many_follow() -> None:
     assert abs(long.std().item() - 0.5) < 0.01
 
 
-def test_tiles_differ_in_both_directions() -> None:
+def test_tiles_differ_along_both_dimensions() -> None:
     """Initial values that repeat along a dimension would give a layer equal rows or columns."""
     matrix = torch.empty(2 * TILE, 2 * TILE)
     fill_normal_(matrix, 1.0, whole(*matrix.shape), seed=1, name="w")
@@ -37,7 +37,7 @@ def test_tiles_differ_in_both_directions() -> None:
         assert abs(torch.corrcoef(torch.stack((a.flatten(), b.flatten())))[0, 1]) < 0.1
 
 
-def test_names_and_seeds_give_other_values() -> None:
+def test_names_and_seeds_change_the_values() -> None:
     tensors = [torch.empty(8, 8) for _ in range(3)]
     for tensor, (seed, name) in zip(tensors, ((1, "a"), (1, "b"), (2, "a")), strict=True):
         fill_normal_(tensor, 1.0, whole(*tensor.shape), seed=seed, name=name)
@@ -53,7 +53,7 @@ def test_uniform_keeps_its_bound() -> None:
 
 
 def test_values_are_pinned() -> None:
-    """A change of these would change every run's initial weights."""
+    """A change of these values would change every run's initial weights."""
     tensor = torch.empty(4)
     fill_normal_(tensor, 1.0, whole(*tensor.shape), seed=1234, name="embedding.word_embeddings.weight")
     assert tensor.tolist() == [
@@ -70,15 +70,15 @@ def test_a_slice_has_the_values_of_the_whole(dim: int, ranges: tuple) -> None:
     shape = (2600, 40) if dim == 0 else (40, 2600)
     tensor = torch.empty(shape)
     fill_normal_(tensor, 1.0, whole(*shape), seed=1, name="w")
-    place = GlobalSlice(shape, dim, ranges)
-    part = torch.empty(place.local_shape)
-    fill_normal_(part, 1.0, place, seed=1, name="w")
+    shard_spec = GlobalSlice(shape, dim, ranges)
+    part = torch.empty(shard_spec.local_shape)
+    fill_normal_(part, 1.0, shard_spec, seed=1, name="w")
     assert torch.equal(part, torch.cat([tensor.narrow(dim, b, e - b) for b, e in ranges], dim=dim))
 
 
-def test_dropout_is_a_function_of_seed_sample_and_place() -> None:
-    def draw(seed: int, sample: int, *place: object) -> torch.Tensor:
-        seed_dropout(torch.device("cpu"), (seed, sample), *place)
+def test_dropout_is_a_function_of_seed_sample_and_location() -> None:
+    def draw(seed: int, sample: int, *location: object) -> torch.Tensor:
+        seed_dropout(torch.device("cpu"), (seed, sample), *location)
         return torch.rand(5)
 
     first = draw(1, 0, "hidden", 0)

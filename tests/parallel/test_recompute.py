@@ -1,4 +1,4 @@
-"""What recomputation keeps in memory."""
+"""Memory kept by activation recomputation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron.parallel.mesh import Axis
 from megatron.parallel.recompute import recompute
 
 
-def test_divided_inputs_do_not_keep_the_whole_in_memory() -> None:
+def test_distributed_inputs_keep_only_the_local_shard() -> None:
     x = torch.ones(4, 2, 8, requires_grad=True)
     out = recompute(lambda x: x * 2, x, Axis(rank=1, size=2))
     (kept,) = out.grad_fn.saved_tensors

@@ -1,4 +1,4 @@
-"""Processes meet, whatever those of earlier attempts have left in the store."""
+"""Rendezvous on a store that holds keys of earlier attempts."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def attempt(port: int, ranks: range, size: int, timeout: datetime.timedelta = TI
         return list(threads.map(one, ranks))
 
 
-def test_every_attempt_has_a_name_of_its_own() -> None:
+def test_every_attempt_has_its_own_name() -> None:
     port = free_port()
     server = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     names = [attempt(port, range(5), 5) for _ in range(4)]
     assert [len(set(ranks)) for ranks in names] == [1] * 4
     assert len({ranks[0] for ranks in names}) == 4
-    # An attempt that some did not come to, with rank 0 and without.
+    # Attempts with missing ranks, with and without rank 0.
     short = datetime.timedelta(seconds=0.5)
     for ranks in (range(4), range(2, 5)):
         with pytest.raises(RuntimeError):

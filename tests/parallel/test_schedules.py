@@ -1,4 +1,4 @@
-"""Properties of the pipeline schedules, over a grid of sizes; formulas from 2104.04473 section 2."""
+"""Properties of the pipeline schedules over a grid of sizes; formulas from arXiv 2104.04473, section 2."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CASES = [
     *((interleaved, *sizes) for sizes in INTERLEAVED),
     *((forward_only, *sizes) for sizes in FORWARD_ONLY),
 ]
-# The grid in pieces by number of stages, so that a failure says roughly where; by default a part of it.
+# Cases by number of stages, so that a failure names it; by default only some groups run.
 BY_STAGES = [
     pytest.param(
         [case for case in CASES if case[1] == stages],
@@ -66,7 +66,7 @@ def test_every_compute_happens_once_and_forward_comes_first(cases):
 
 
 @pytest.mark.parametrize("cases", BY_STAGES)
-def test_transfers_that_block_do_not_deadlock(cases):
+def test_blocking_transfers_do_not_deadlock(cases):
     for make, stages, chunks, microbatches in cases:
         schedule = make(stages, chunks, microbatches)
         actions = with_transfers(schedule, stages)
@@ -75,30 +75,30 @@ def test_transfers_that_block_do_not_deadlock(cases):
 
 
 def run_with_rendezvous(actions, stages, chunks):
-    """Run each rank's list strictly in order; a transfer happens only when both ends are at it.
+    """Run each rank's actions in order with rendezvous transfers, which happen only when both ends reach them.
 
-    Every compute must find its input there, and at the end nothing may be left undelivered. At a rendezvous
-    both ends must be at the same transfer, so this also shows that a pair agrees on the order.
+    Every compute must find its input, and nothing may be left undelivered. Both ends must be at the same transfer,
+    so this also checks that the ranks of a pair agree on the order.
     """
     at = [0] * stages
-    held = [set() for _ in range(stages)]  # per rank: (forward, microbatch, chunk) of inputs that are there
+    held = [set() for _ in range(stages)]  # per rank: (kind, forward, microbatch, chunk) of available tensors
 
-    def here(rank):
+    def current(rank):
         return actions[rank][at[rank]] if at[rank] < len(actions[rank]) else None
 
     moved = True
     while moved:
         moved = False
         for rank in range(stages):
-            action = here(rank)
+            action = current(rank)
             while isinstance(action, Forward | Backward):
                 run_compute(action, rank, stages, chunks, held)
                 at[rank] += 1
                 moved = True
-                action = here(rank)
+                action = current(rank)
             if not isinstance(action, Send):
                 continue
-            receive = here(action.peer)
+            receive = current(action.peer)
             if not (isinstance(receive, Receive) and receive.peer == rank):
                 continue
             part = action.chunk * stages + rank + (1 if action.forward else -1)
@@ -111,12 +111,12 @@ def run_with_rendezvous(actions, stages, chunks):
             at[rank] += 1
             at[action.peer] += 1
             moved = True
-    assert [here(rank) for rank in range(stages)] == [None] * stages
+    assert [current(rank) for rank in range(stages)] == [None] * stages
     assert not any(held)
 
 
 def run_compute(action, rank, stages, chunks, held):
-    """Take the compute's input from `held[rank]` and leave its output where the next one looks for it."""
+    """Consume the compute's input from `held[rank]` and add its output for the next compute or transfer."""
     forward = isinstance(action, Forward)
     part = action.chunk * stages + rank
     first, last = (0, stages * chunks - 1) if forward else (stages * chunks - 1, 0)
@@ -162,7 +162,7 @@ def test_peak_of_activations_in_flight():
         assert peak == [min(microbatches * chunks, w + 1) for w in warmup]
 
 
-def test_bubble_is_the_formula():
+def test_bubble_equals_the_formula():
     for make, sizes in [
         (gpipe, ONE_CHUNK),
         (one_forward_one_backward, ONE_CHUNK),
@@ -179,7 +179,7 @@ def test_bubble_is_the_formula():
             assert timeline.makespan == pytest.approx(3 * microbatches * (1 + formula))
 
 
-def test_evaluation_has_no_more_than_the_pipeline_fill_as_bubble():
+def test_bubble_of_forward_only_is_the_pipeline_fill():
     for stages, chunks, microbatches in FORWARD_ONLY:
         if microbatches % stages == 0:
             makespan = simulate(forward_only(stages, chunks, microbatches), stages).makespan
@@ -187,7 +187,7 @@ def test_evaluation_has_no_more_than_the_pipeline_fill_as_bubble():
 
 
 def test_1f1b_of_the_paper():
-    """2104.04473 figure 4, top: four devices, eight microbatches (numbered from 0 here)."""
+    """arXiv 2104.04473, figure 4, top: four devices, eight microbatches (numbered from 0 current)."""
     schedule = one_forward_one_backward(4, 1, 8)
     names = [" ".join(f"{type(a).__name__[0]}{a.microbatch}" for a in actions) for actions in schedule]
     assert names[0] == "F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7"
@@ -195,7 +195,7 @@ def test_1f1b_of_the_paper():
 
 
 def test_interleaved_of_the_paper():
-    """2104.04473 figure 4, bottom: device 1 runs ten forwards, then alternates."""
+    """arXiv 2104.04473, figure 4, bottom: device 1 runs ten forward passes, then alternates."""
     actions = interleaved(4, 2, 8)[0]
     names = " ".join(f"{type(a).__name__[0]}{a.microbatch}{'ab'[a.chunk]}" for a in actions[:14])
     assert names == "F0a F1a F2a F3a F0b F1b F2b F3b F4a F5a F6a B0b F7a B1b"
@@ -231,12 +231,12 @@ def test_one_stage_transfers_nothing():
     assert with_transfers(schedule, 1) == schedule
 
 
-def test_a_transfer_delays_the_neighbour():
-    """Two stages, one microbatch: over and back."""
+def test_a_transfer_delays_the_neighbor():
+    """Two stages, one microbatch: forward and back."""
     assert simulate(gpipe(2, 1, 1), 2, transfer_time=0.5).makespan == 1 + 0.5 + 1 + 2 + 0.5 + 2
 
 
-def test_a_schedule_that_waits_in_a_circle_is_caught():
+def test_a_deadlock_is_detected():
     schedule = [[Backward(0, 0), Forward(0, 0)], [Forward(0, 0), Backward(0, 0)]]
     with pytest.raises(AssertionError, match="deadlocks"):
         simulate(schedule, 2)

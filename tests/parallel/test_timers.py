@@ -1,4 +1,4 @@
-"""Times of an iteration's phases: what is timed at which level, what is told, and that a GPU is not waited for."""
+"""Phase timers: levels, log output, and no synchronization with the GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FLAGS = """
 BLOCK = re.compile(r"\(min, max\) time across ranks \(ms\):((?:\n    [\w-]+ \.+: \([\d.]+, [\d.]+\))+)")
 
 
-def test_a_level_times_its_phases_and_nothing_else() -> None:
+def test_each_level_times_only_its_phases() -> None:
     off, coarse, fine = (Timers(level, CPU) for level in (0, 1, 2))
     assert off("optimizer") is off("forward-compute") is coarse("forward-compute") is NOTHING
     for timers in (off, coarse, fine):
@@ -41,14 +41,14 @@ def test_a_level_times_its_phases_and_nothing_else() -> None:
     assert fine.take(ITERATION, ALONE) == {}
 
 
-def test_a_phase_that_fails_is_not_timed() -> None:
+def test_a_failed_phase_is_not_timed() -> None:
     timers = Timers(1, CPU)
     with pytest.raises(ZeroDivisionError), timers("optimizer"):
         _ = 1 / 0
     assert timers.take(ITERATION, ALONE) == {}
 
 
-def test_the_text_is_nvidias() -> None:
+def test_text_has_nvidias_format() -> None:
     times = {"forward-compute": {0: 0.012345, 1: 0.5}, "optimizer": {1: 0.001}}
     assert times_text(times, "minmax") == (
         "(min, max) time across ranks (ms):\n"
@@ -65,7 +65,7 @@ def test_the_text_is_nvidias() -> None:
     )
 
 
-def test_a_run_tells_of_its_phases(pretrain: Callable[..., str], tmp_path: Path) -> None:
+def test_a_run_logs_its_phases(pretrain: Callable[..., str], tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     flags = ["--timing-log-level", 2, "--log-timers-to-tensorboard", "--metrics-path", metrics]
     out = pretrain(*FLAGS, *flags, "--save", tmp_path / "save")
@@ -87,12 +87,12 @@ def test_a_run_tells_of_its_phases(pretrain: Callable[..., str], tmp_path: Path)
     assert 0.5 * record["seconds per iteration"] < whole < record["seconds per iteration"]
 
 
-def test_without_a_level_nothing_is_told(pretrain: Callable[..., str]) -> None:
+def test_level_0_logs_nothing(pretrain: Callable[..., str]) -> None:
     assert "time across ranks" not in pretrain(*FLAGS)
 
 
 def phases_of(flags: str) -> dict[str, dict[int, float]]:
-    """Those of two steps with two microbatches."""
+    """Phase times of two steps with two microbatches each."""
     config = config_of(f"{flags} --timing-log-level 2")
     with init_mesh(config.parallel, CPU) as mesh:
         engine = engine_of(mesh, config)
@@ -112,7 +112,7 @@ def step(engine: Engine) -> None:
     engine.train_step(iter([batch] * 2), num_microbatches=2, consumed_samples=0, lr=1e-3, weight_decay=0.0)
 
 
-def test_stages_tell_of_what_they_wait_for() -> None:
+def test_stages_time_their_transfers() -> None:
     times, same = run_distributed(phases_of, 2, "--pipeline-model-parallel-size 2")
     assert same == times
     assert times.keys() == set(ITERATION) - {"params-gather"}
@@ -123,14 +123,14 @@ def test_stages_tell_of_what_they_wait_for() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", ["", "--overlap-param-gather"])
-def test_replicas_tell_of_gathering_parameters(overlap: str) -> None:
+def test_replicas_time_the_parameter_gather(overlap: str) -> None:
     times, _ = run_distributed(phases_of, 2, f"--use-distributed-optimizer {overlap}")
     assert set(times["params-gather"]) == {0, 1}
 
 
 @pytest.mark.gpu
-def test_a_gpu_is_not_waited_for() -> None:
-    """Of a phase that lasts on the GPU alone; and of one in which the host sleeps while the GPU is at work."""
+def test_timers_do_not_synchronize_with_the_gpu() -> None:
+    """Times a phase that only launches GPU work, and an empty phase while the GPU is busy."""
     device = torch.device("cuda", 0)
     x = torch.randn(4096, 4096, device=device)
     timers = Timers(2, device)
@@ -147,6 +147,6 @@ def test_a_gpu_is_not_waited_for() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     times = timers.take(ITERATION, ALONE)
-    # 100 products of 137 GFLOP on a device of less than 200 TFLOP/s in fp32.
+    # 100 matmuls of 137 GFLOP at less than 200 TFLOP/s in fp32.
     assert times["forward-compute"][0] > 0.05 > launched
     assert times["batch-generator"][0] < 1e-3

@@ -1,4 +1,4 @@
-"""Constants from measured seconds."""
+"""Cluster constants fitted to measured times."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from megatron.planner.simulate import Simulator
 
 
 def measured(machine: Cluster) -> dict[str, float]:
-    """What a calibration would find on a machine of which the planner is right about everything.
+    """Return the times that a calibration would measure on a machine that matches the planner's model exactly.
 
-    Per element a normalisation moves 2 and 3, an addition 3, GELU of four times as many 2 and 3 each; Adam reads the
-    gradient twice and master weight and two moments once, and writes these three.
+    Elements moved per element: 2 forward and 3 backward by a normalization, 3 by an addition, 2 and 3 by GELU on four
+    times as many elements. Adam reads the gradient twice and master weight and two moments once, and writes these
+    three.
     """
     device, efficiency = machine.device, machine.efficiency
     found = {name: Simulator(job, Layout(), machine, OURS).busiest[1] for name, job in JOBS.items()}
@@ -36,7 +37,7 @@ def measured(machine: Cluster) -> dict[str, float]:
         (4, Efficiency(matmul=0.6, memory=0.9, stream=0.8, link=1.0, attention=0.02, launch=5e-6)),
     ],
 )
-def test_the_constants_of_a_machine_are_found(processes: int, efficiency: Efficiency):
+def test_the_fit_recovers_the_constants_of_a_machine(processes: int, efficiency: Efficiency):
     link = Link(2e9, 3e-5)
     device = Device("cpu", "fp32", peak=1e11, sms=1, memory=8e9, bandwidth=2e10)
     found = fit_cluster(measured(Cluster(device, processes, processes, link, link, efficiency)), processes)

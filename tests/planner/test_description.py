@@ -1,4 +1,4 @@
-"""Descriptions of clusters."""
+"""Cluster description files."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def read(folder: Path, text: str):
     return read_cluster(path)
 
 
-def test_a_file_says_what_the_table_says(tmp_path: Path):
+def test_a_file_equals_the_table(tmp_path: Path):
     machine, table = read(tmp_path, FILE), cluster(32)
     assert (machine.device, machine.nodes, machine.efficiency) == (table.device, 4, table.efficiency)
     for ours, theirs in ((machine.link, table.link), (machine.network, table.network)):
         assert vars(ours) == pytest.approx(vars(theirs))
 
 
-def test_what_is_written_is_read(tmp_path: Path):
+def test_round_trip(tmp_path: Path):
     machine = cluster(64, "h100-80gb")
     again = read(tmp_path, describe(machine))
     assert again.device.peak == pytest.approx(machine.device.peak)
@@ -56,7 +56,7 @@ def test_units(text: str, kind: str, value: float):
     assert quantity(text, kind) == pytest.approx(value)
 
 
-OWN = "{name: x, precision: bf16, peak: 1 TFLOP/s, memory: 1 GB, bandwidth: 1 GB/s}"
+CUSTOM = "{name: x, precision: bf16, peak: 1 TFLOP/s, memory: 1 GB, bandwidth: 1 GB/s}"
 
 
 @pytest.mark.parametrize(
@@ -67,13 +67,13 @@ OWN = "{name: x, precision: bf16, peak: 1 TFLOP/s, memory: 1 GB, bandwidth: 1 GB
         ("300 GB/s", "300", r"link\.bandwidth: 300 is not a positive number with a unit"),
         ("3.4 us", "-3 us", r"link\.latency: '-3 us' is not"),
         ("a100-80gb", "a100-800gb", r"device: 'a100-800gb' is not a known GPU; known are .*a100-80gb"),
-        ("a100-80gb", OWN.replace("1 GB,", "1 GB/s,"), r"device\.memory: '1 GB/s' is not .*; write it like '80 GB'"),
-        ("a100-80gb", OWN.replace("bf16", "fp8"), r"device\.precision: 'fp8' is not one of bf16, fp16, fp32"),
-        ("a100-80gb", OWN.replace("peak", "peek"), r"device\.peak is missing, and peek is not a field;"),
+        ("a100-80gb", CUSTOM.replace("1 GB,", "1 GB/s,"), r"device\.memory: '1 GB/s' is not .*; write it like '80 GB'"),
+        ("a100-80gb", CUSTOM.replace("bf16", "fp8"), r"device\.precision: 'fp8' is not one of bf16, fp16, fp32"),
+        ("a100-80gb", CUSTOM.replace("peak", "peek"), r"device\.peak is missing, and peek is not a field;"),
         ("nodes: 4", "nodes: four", r"nodes: 'four' is not an integer of at least 1"),
         ("nodes: 4", "nodes: 4\nracks: 2",
             r"racks is not a field; the fields are nodes, devices-per-node, device, link, network, efficiency$"),
-        ("a100-80gb", f"{OWN}\nracks: 2",
+        ("a100-80gb", f"{CUSTOM}\nracks: 2",
             r"racks is not a field; the fields are nodes, devices-per-node, device, link, network, efficiency$"),
         ("a100-80gb", "[a100-80gb]", r"device: \['a100-80gb'\] is neither the name of a GPU nor a mapping"),
         ("a100-80gb", "", r"device is missing; docs/scaling\.md has an example"),
@@ -83,22 +83,22 @@ OWN = "{name: x, precision: bf16, peak: 1 TFLOP/s, memory: 1 GB, bandwidth: 1 GB
         ("nodes: 4", "nodes: [", r"line \d+: is not YAML"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named(tmp_path: Path, old: str, new: str, message: str):
+def test_errors_name_the_field(tmp_path: Path, old: str, new: str, message: str):
     assert old in FILE
     with pytest.raises(InputError, match=r"^--cluster .*cluster\.yaml: " + message):
         read(tmp_path, FILE.replace(old, new))
 
 
-def test_a_file_that_is_not_there(tmp_path: Path):
+def test_missing_file(tmp_path: Path):
     with pytest.raises(InputError, match=r"--cluster .*none\.yaml: cannot be read \(No such file"):
         read_cluster(tmp_path / "none.yaml")
 
 
-def test_what_is_left_empty_is_as_if_left_out(tmp_path: Path):
+def test_an_empty_section_equals_a_missing_one(tmp_path: Path):
     assert read(tmp_path, FILE + "efficiency:\n").efficiency == cluster(8).efficiency
 
 
-def test_a_small_share_is_kept(tmp_path: Path):
+def test_a_small_efficiency_survives_a_round_trip(tmp_path: Path):
     machine = cluster(8)
     slow = dataclasses.replace(machine, efficiency=dataclasses.replace(machine.efficiency, attention=1.25e-5))
     assert read(tmp_path, describe(slow)).efficiency == slow.efficiency

@@ -1,4 +1,4 @@
-"""Dry runs, against what real processes allocate and communicate."""
+"""Dry runs against the allocations and the traffic of real processes."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ TWO = [
     "--use-distributed-optimizer --overlap-grad-reduce",
     "--use-distributed-optimizer --optimizer muon",
 ]
-# A thread of gloo's now and then lets go of a tensor a moment after it has come, of an activation in fp32 at most.
-LATE = 4 * 32 * 2 * 64
+# A gloo thread may release a tensor shortly after its transfer; at most one fp32 activation.
+RELEASE_SLACK = 4 * 32 * 2 * 64
 FOUR = [f"{T2} {P2} --bf16 --recompute-granularity selective"]
 
 
-class Wrapped:
-    """Counts calls and bytes where torch.distributed is called: by function, and the group's name in the mesh."""
+class TrafficCounter:
+    """Counts calls and bytes of torch.distributed by function and mesh axis."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.names = {
@@ -61,7 +61,7 @@ class Wrapped:
         replaced += [(dist, "reduce"), (collectives, "_gather"), (collectives, "_reduce_scatter")]
         self.originals = [(module, name, getattr(module, name)) for module, name in replaced]
 
-    def __enter__(self) -> Wrapped:
+    def __enter__(self) -> TrafficCounter:
         for module, name, original in self.originals:
             setattr(module, name, self.wrapped(name, original))
         return self
@@ -93,8 +93,8 @@ FUNCTIONS = {
 AXES = {"tensor-parallel": "tp", "pipeline": "pp", "data-parallel": "dp", "whole run": "world"}
 
 
-def as_wrapped(needs: RankCost) -> dict[tuple[str, str, str], int]:
-    """What a dry run has counted, in the words of `Wrapped`."""
+def traffic_counts(needs: RankCost) -> dict[tuple[str, str, str], int]:
+    """Traffic that a dry run counted, with the keys of `TrafficCounter`."""
     found = {}
     for (kind, axis), traffic in needs.traffic.items():
         for what in ("calls", "bytes"):
@@ -108,7 +108,7 @@ def real_batches(batch: Batch) -> Iterator[Batch]:
 
 
 def real_steps(layouts: list[str], ports: list[int], batch: Batch) -> list[tuple[RankCost, dict]]:
-    """Of each layout what this process really needs: by `Counter`, and by `Wrapped`."""
+    """Measure the costs of each layout on this rank, by `Counter` and by `TrafficCounter`."""
     linear.MIN_REORDER_ROWS = 1
     found = []
     for flags, port in zip(layouts, ports, strict=True):
@@ -121,7 +121,7 @@ def real_steps(layouts: list[str], ports: list[int], batch: Batch) -> list[tuple
                 sizes = {"vocab_size": 60, "padded_vocab_size": 128 * mesh.tp.size}
                 engine = Engine(config, GPT, mesh, **sizes, timers=phases)
                 engine.buffer.initialize(1)
-                with Wrapped(mesh) as wrapped:
+                with TrafficCounter(mesh) as wrapped:
                     settings = {"simulated": microbatches, "microbatches": microbatches}
                     needs = count_step(engine, phases, real_batches(batch), **settings)
             found.append((needs, dict(wrapped.counts)))
@@ -129,10 +129,8 @@ def real_steps(layouts: list[str], ports: list[int], batch: Batch) -> list[tuple
 
 
 @pytest.mark.parametrize(("processes", "layouts"), [(2, TWO), (4, FOUR)])
-def test_equals_what_real_processes_need(
-    processes: int, layouts: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With weights in oneDNN's order, as where there are many tokens."""
+def test_equals_real_processes(processes: int, layouts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are in oneDNN's layout, as they are for many tokens."""
     monkeypatch.setattr(linear, "MIN_REORDER_ROWS", 1)
     countings = [DryRun.from_config(config_of(f"{MODEL} {flags}"), GPT, processes) for flags in layouts]
     ports = [free_port() for _ in layouts]
@@ -141,10 +139,10 @@ def test_equals_what_real_processes_need(
         fakes = [counting.count(rank) for rank in range(processes)]
         for fake, steps in zip(fakes, by_rank, strict=True):
             real, wrapped = steps[i]
-            assert as_wrapped(fake) == wrapped and fake.traffic == real.traffic
+            assert traffic_counts(fake) == wrapped and fake.traffic == real.traffic
             assert fake.flops == real.flops and fake.parameters == real.parameters
             for kind, held in real.memory.items():
-                more = LATE if kind in ("activations", "peak") else 0
+                more = RELEASE_SLACK if kind in ("activations", "peak") else 0
                 assert -0.001 * held <= held - fake.memory[kind] <= 0.001 * held + more, (layouts[i], kind)
         of_a_replica = [needs.unique_parameters for needs in fakes if needs.coordinates["dp"] == 0]
         assert sum(of_a_replica) == counting.model_parameters()
@@ -157,7 +155,7 @@ def test_equals_what_real_processes_need(
         f"{P2} --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 16 --world-size 2",
     ],
 )
-def test_microbatches_that_are_left_out_change_nothing(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_omitted_microbatches_change_nothing(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
     counting = DryRun.from_config(config_of(f"{flags} --bf16 --dry-run --hidden-size 8"), GPT, 2)
     assert counting.simulated < counting.microbatches
     some = counting.count(0)
@@ -169,8 +167,8 @@ def test_microbatches_that_are_left_out_change_nothing(flags: str, monkeypatch: 
 S, B, H, A = 128, 2, 256, 4
 
 
-def kept(flags: str, processes: int) -> float:
-    """Activations that a layer keeps for backward on a GPU, in s b h bytes."""
+def saved(flags: str, processes: int) -> float:
+    """Activations that a layer saves for backward on a GPU, in units of s b h bytes."""
     sizes = f"--seq-length {S} --micro-batch-size {B} --hidden-size {H} --num-attention-heads {A} --bf16"
     settings = "--device cuda --dry-run"
     configs = [config_of(f"{sizes} {settings} --num-layers {layers} {flags}") for layers in (3, 2)]
@@ -183,23 +181,23 @@ def kept(flags: str, processes: int) -> float:
 @pytest.mark.parametrize(
     ("flags", "tensor", "paper"),
     [
-        # arXiv 2205.05198, equations 1, 2 and 4 and table 2, without the 5 a s / h that FlashAttention does not keep
+        # arXiv 2205.05198, equations 1, 2 and 4 and table 2, without 5 a s / h, which FlashAttention does not save
         ("", 1, 34),
         (T2, 2, 10 + 24 / 2),
         (f"{T2} --sequence-parallel", 2, 34 / 2),
         ("--recompute-granularity full", 1, 2),
-        # the two masks of dropout, a byte each
+        # two dropout masks, one byte per element
         ("--hidden-dropout 0", 1, 34 - 2),
-        # a kernel of its own on a GPU too, which keeps one number for a position in fp32, as large as two in bf16
+        # a fused kernel on a GPU, too, which saves one fp32 number per position, as large as two in bf16
         ("--normalization RMSNorm", 1, 34),
     ],
 )
-def test_a_gpu_keeps_what_the_paper_says(flags: str, tensor: int, paper: float) -> None:
-    # The paper leaves out statistics: of each normalisation two numbers for a position, here in bf16, and of softmax
-    # one for a position and head, in fp32.
+def test_saved_activations_on_a_gpu_match_the_paper(flags: str, tensor: int, paper: float) -> None:
+    # The paper omits statistics: two bf16 numbers per position for each normalization, and one fp32 number per position
+    # and head for softmax.
     parts = tensor if "sequence" in flags else 1
     statistics = 0 if "full" in flags else (2 * 2 * 2 / parts + 4 * A / tensor) / H
-    assert kept(flags, tensor) == pytest.approx(paper + statistics, abs=1e-3)
+    assert saved(flags, tensor) == pytest.approx(paper + statistics, abs=1e-3)
 
 
 GQA = "--group-query-attention --num-query-groups 2"
@@ -217,29 +215,29 @@ LLAMA = f"--normalization RMSNorm --position-embedding-type rope --swiglu --disa
         (f"{LLAMA} --qk-layernorm --fp32-residual-connection --hidden-dropout 0", 2),
     ],
 )
-def test_a_plan_knows_what_a_gpu_keeps(flags: str, tensor: int) -> None:
+def test_planned_activations_match_a_dry_run(flags: str, tensor: int) -> None:
     flags = f"{flags} {T2 if tensor == 2 else ''}"
     job = Job(config_of(f"--hidden-size {H} --num-attention-heads {A} {flags}").model, S, 128, 8)
     planned = layer_activations(job, Layout(tensor=tensor, micro_batch_size=B), 2, OURS, recompute="none")
-    assert planned / (S * B * H) == pytest.approx(kept(flags, tensor), rel=0.01)
+    assert planned / (S * B * H) == pytest.approx(saved(flags, tensor), rel=0.01)
 
 
 @pytest.mark.parametrize(
-    ("flags", "scores_again"),
-    # On a CPU, with dropout, attention keeps its scores.
+    ("flags", "recomputes_scores"),
+    # On a CPU with dropout, attention saves its scores.
     [("--device cuda --bf16", True), ("--device cuda", True), ("--device cpu", False)],
 )
-def test_operations_are_those_of_the_formula(flags: str, scores_again: bool) -> None:
+def test_flops_match_the_formula(flags: str, recomputes_scores: bool) -> None:
     config = config_of(f"--ops-backend plain {flags} --dry-run --global-batch-size 4 --vocab-size 127")
     per_sample = flops_per_sample(config.model, seq_length=16, padded_vocab_size=128, num_logits=16)
-    # Fused attention computes the scores again in backward, a product of five.
-    again = scores_again * config.model.num_layers * 2 * 16 * 16 * config.model.hidden_size
-    assert DryRun.from_config(config, GPT, 1).count(0).flops == 4 * (per_sample + again)
+    # Fused attention recomputes the scores in backward, which is one more matmul.
+    recomputed = recomputes_scores * config.model.num_layers * 2 * 16 * 16 * config.model.hidden_size
+    assert DryRun.from_config(config, GPT, 1).count(0).flops == 4 * (per_sample + recomputed)
 
 
-def test_nothing_is_left_of_a_gpu() -> None:
+def test_gpu_patches_are_removed() -> None:
     before = F.dropout, F.rms_norm, F.scaled_dot_product_attention
-    assert kept("--recompute-granularity selective", 1) < 34.5
+    assert saved("--recompute-granularity selective", 1) < 34.5
     assert (F.dropout, F.rms_norm, F.scaled_dot_product_attention) == before
     assert type(torch.ones(1)) is Tensor and torch.ones(1).item() == 1
 
@@ -251,7 +249,7 @@ SMALL = """
 
 
 def test_the_command(pretrain: Callable[..., str], tmp_path: Path) -> None:
-    """No data and no vocabulary's files are there, and none of the processes."""
+    """Runs without data, vocabulary files and the processes of the layout."""
     file = tmp_path / "counts.json"
     flags = f"{SMALL} --pipeline-model-parallel-size 4 {T2} --world-size 24 --data-path none --dry-run-json {file}"
     printed = pretrain(*flags.split(), "--vocab-file", "none", "--merge-file", "none")
@@ -270,7 +268,7 @@ def test_the_command(pretrain: Callable[..., str], tmp_path: Path) -> None:
     assert {"kind": "send", "axis": "pipeline", "calls": 1, "bytes": 2048} in record["ranks"][0]["traffic"]
 
 
-def test_bert_has_its_longest_batches() -> None:
+def test_bert_uses_its_longest_batches() -> None:
     config = parse_run_config(f"{SMALL} --seq-length 128".split(), description="", defaults=DEFAULTS)
     counting = DryRun.from_config(config, bert(binary_head=True), 1)
     assert counting.batch.tokens.shape == (2, 128) and counting.batch.positions.shape == (2, 18)
@@ -295,18 +293,18 @@ def test_bad_input(flags: str, message: str) -> None:
         )
 
 
-def test_flags_of_a_dry_run_need_it() -> None:
+def test_dry_run_flags_need_dry_run() -> None:
     with pytest.raises(InputError, match=r"^--world-size needs --dry-run$"):
         config_of("--world-size 8")
 
 
-def test_torchrun_is_not_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(InputError, match="start it with python instead of torchrun"):
         dry_run.dry_run(config_of("--dry-run"), GPT)
 
 
-def test_sizes_for_people() -> None:
+def test_size_formats_bytes() -> None:
     assert [size(n) for n in (0, 999, 1000, 1_234_567, 16.4e9)] == [
         "0 B",
         "999 B",
@@ -318,7 +316,7 @@ def test_sizes_for_people() -> None:
 
 @pytest.mark.slow
 def test_a_trillion_parameters(command: Callable, tmp_path: Path) -> None:
-    """On 3,072 GPUs, within 2 minutes of a CPU's time and 8 GB."""
+    """3,072 GPUs, within 2 minutes of CPU time and 8 GB of memory."""
     before, file = resource.getrusage(resource.RUSAGE_CHILDREN), tmp_path / "1t.json"
     command(
         *"pretrain_gpt.py --num-layers 128 --hidden-size 25600 --num-attention-heads 160 --seq-length 2048".split(),
@@ -333,15 +331,16 @@ def test_a_trillion_parameters(command: Callable, tmp_path: Path) -> None:
     record = json.loads(file.read_text())
     assert record["parameters"] / 1e9 == pytest.approx(1008, abs=0.5)
     first, middle, _ = record["ranks"]
-    # 12 h² and the vectors of each of two layers, of which every process has an eighth, or all where all work on it.
+    # Weight matrices of 12 h² and vectors of two layers; each rank holds an eighth, and all of the replicated vectors.
     h = 25600
     assert middle["parameters"] == 2 * (12 * h**2 // 8 + (3 + 4) * h // 8 + 6 * h)
     for rank in record["ranks"]:
-        assert rank["memory"]["peak"] < 80e9  # as the paper's GPUs have
-        # 1F1B on stage p keeps the inputs of two layers of 64 - p microbatches; a layer is computed again in backward.
-        kept = (64 - rank["coordinates"]["pp"]) * 2 * 2 * 2048 * h
-        assert kept < rank["memory"]["activations"] < kept + 6e9
-    # Two in forward, two again, two in backward; of each layer and microbatch.
+        assert rank["memory"]["peak"] < 80e9  # memory of the paper's GPUs
+        # With 1F1B, stage p saves the inputs of two layers for 64 - p microbatches; backward recomputes one layer at a
+        # time.
+        saved = (64 - rank["coordinates"]["pp"]) * 2 * 2 * 2048 * h
+        assert saved < rank["memory"]["activations"] < saved + 6e9
+    # Per layer and microbatch: two in forward, two in recomputation, two in backward.
     sums = {(row["kind"], row["axis"]): row["calls"] for row in middle["traffic"]}
-    assert sums["all-reduce", "tensor-parallel"] == 512 * 2 * 6 + 1  # that of the gradient's norm
+    assert sums["all-reduce", "tensor-parallel"] == 512 * 2 * 6 + 1  # for the gradient norm
     assert first["memory"]["weights"] == 2 * (first["parameters"])

@@ -1,4 +1,4 @@
-"""Memory by formulas, against those of the papers and the schedules' own lists."""
+"""The planner's memory formulas against the papers, the schedules and dry runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from pretrain_gpt import GPT
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_parameters_are_those_of_the_tables(name: str):
+def test_parameters_match_the_tables(name: str):
     billions = (
         float(name[:-1]) / 1000 if name.endswith("m") else float(name[:-1]) * (1008 if name == "1t" else 1)
     )
@@ -40,7 +40,7 @@ def test_parameters_are_those_of_the_tables(name: str):
 
 
 def test_equation_2_of_2104_04473():
-    """P = 12 l h² (1 + 13 / 12h + (V + s) / 12 l h), and the final normalisation's 2h."""
+    """P = 12 l h² (1 + 13 / 12h + (V + s) / 12 l h), plus 2h for the final normalization."""
     for model in A100_MODELS.values():
         l, h = model.layers, model.hidden  # noqa: E741
         formula = 12 * l * h**2 * (1 + 13 / (12 * h) + (51200 + 2048) / (12 * l * h))
@@ -54,17 +54,17 @@ def test_equation_2_of_2104_04473():
     (True, "selective", lambda t, share: 34 / t),
     (False, "full", lambda t, share: 2),
 ])  # fmt: skip
-def test_activations_of_a_layer_are_those_of_2205_05198_table_2(parallel: bool, recompute: str, expected):
+def test_layer_activations_match_2205_05198_table_2(parallel: bool, recompute: str, expected):
     gpt = job(96, 12288, 96, 64)
     layout = Layout(tensor=8, micro_batch_size=1, sequence_parallel=parallel)
     s, h, heads = 2048, 12288, 96
-    kept = layer_activations(gpt, layout, 2, NVIDIA_2021, recompute=recompute)
-    assert kept == pytest.approx(s * h * expected(8, heads * s / h))
+    saved = layer_activations(gpt, layout, 2, NVIDIA_2021, recompute=recompute)
+    assert saved == pytest.approx(s * h * expected(8, heads * s / h))
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_a_large_table_is_counted_when_its_gradient_is_there(recompute: str):
-    """On the first stage of a small model; rounding and statistics aside."""
+def test_the_gradient_of_a_large_embedding_is_counted(recompute: str):
+    """First stage of a small model; rounding and statistics are ignored."""
     layout = Layout(pipeline=2, micro_batch_size=2, recompute=recompute)
     sizes = (
         "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 16383 --bf16"
@@ -80,7 +80,7 @@ def test_a_large_table_is_counted_when_its_gradient_is_there(recompute: str):
     assert planned.activations >= 6 * 16384 * 256
 
 
-def test_microbatches_in_flight_are_those_of_the_schedules():
+def test_microbatches_in_flight_match_the_schedules():
     for layout in (Layout(pipeline=p, chunks=v) for p in (2, 3, 4, 8) for v in (1, 2, 3)):
         for m in (layout.pipeline, 3 * layout.pipeline):
             schedule = SCHEDULES[layout.schedule](layout.pipeline, layout.chunks, m)
@@ -89,15 +89,15 @@ def test_microbatches_in_flight_are_those_of_the_schedules():
 
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 57.5), (32, 43.6), (63, 40.0)])
-def test_stages_take_what_a_dry_run_counts(stage: int, gigabytes: float):
-    """A trillion parameters, full recomputation: the three stages of docs/dry-run.md."""
+def test_stage_memory_matches_a_dry_run(stage: int, gigabytes: float):
+    """One trillion parameters with full recomputation: the three stages of docs/dry-run.md."""
     model = MODELS["1t"]
     memory = stage_memory(model.job(), model.layout(), cluster(3072), stage, OURS)
     assert memory.total / 1e9 == pytest.approx(gigabytes, rel=0.03)
 
 
 def test_bytes_of_a_parameter():
-    """18 with fp32 gradients, of which the sharded optimizer divides 12 among the replicas (1910.02054)."""
+    """18 with fp32 gradients, of which the distributed optimizer shards 12 over the replicas (arXiv 1910.02054)."""
     gpt, layout = job(4, 1024, 16, 64), Layout(tensor=2, pipeline=2, data=2)
     parameters = stage_parameters(gpt, layout, 0)
     for sharded, expected in ((False, 18), (True, 12)):
@@ -116,8 +116,8 @@ def test_the_papers_runs_fit_their_gpus(name: str):
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
-def test_parameters_of_other_shapes_are_those_of_the_model(tensor: int):
-    """Llama's shape, as a torch module has it: whole, divided, and divided more often than there are groups."""
+def test_parameters_of_llama_match_the_model(tensor: int):
+    """Llama's shape: unsharded, sharded, and with more tensor-parallel ranks than query groups."""
     config = ModelConfig(
         num_layers=3,
         hidden_size=64,
@@ -138,8 +138,15 @@ def test_parameters_of_other_shapes_are_those_of_the_model(tensor: int):
     assert planned == sum(p.numel() for p in model.parameters())
 
 
-# Layouts that the planner does not search: the formulas have no GPipe, no uneven stages and no partial recomputation.
-UNPLANNED = {"P2 gpipe", "P2 uneven", "P4 uneven", "recomputed", "block recomputed", "T2 kept in parts"}
+# Layouts outside the planner's search, which has no formulas for GPipe, uneven stages or partial recomputation.
+UNPLANNED = {
+    "P2 gpipe",
+    "P2 uneven",
+    "P4 uneven",
+    "recomputed",
+    "block recomputed",
+    "T2 distributed activations",
+}
 PLANNED = [
     (shape, layout) for shape in SHAPES if shape != "bert" for layout in LAYOUTS if layout not in UNPLANNED
 ]
@@ -147,7 +154,7 @@ DRY_RUNS = {("gpt2", "P4V2"), ("llama", "P4"), ("qwen2", "P4"), ("qwen3", "P4V2"
 
 
 def planned(shape: str, name: str) -> tuple[RunConfig, int, Job, Layout]:
-    """Return a layout of tests/training/test_layouts.py as a run's configuration, and as the planner's."""
+    """Return a layout of tests/training/test_layouts.py as a run's configuration and as the planner's layout."""
     processes, flags = LAYOUTS[name]
     config = config_of(
         "--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 511 --bf16 "
@@ -170,7 +177,7 @@ def planned(shape: str, name: str) -> tuple[RunConfig, int, Job, Layout]:
 
 
 @pytest.mark.parametrize(("shape", "name"), PLANNED)
-def test_parameters_of_every_layout_are_those_of_the_model(shape: str, name: str):
+def test_parameters_of_every_layout_match_the_model(shape: str, name: str):
     config, _, gpt, layout = planned(shape, name)
     tp = Axis(rank=layout.tensor - 1, size=layout.tensor)
     context = ModelContext(vocab_size=512, padded_vocab_size=gpt.padded_vocab_size(layout.tensor), tp=tp)
@@ -184,8 +191,8 @@ def test_parameters_of_every_layout_are_those_of_the_model(shape: str, name: str
     ("shape", "name"),
     [pytest.param(*case, marks=() if case in DRY_RUNS else pytest.mark.slow) for case in PLANNED],
 )
-def test_memory_of_every_layout_is_that_of_a_dry_run(shape: str, name: str):
-    """Exact for the state; statistics of norms and buffers are left out of the formulas."""
+def test_memory_of_every_layout_matches_a_dry_run(shape: str, name: str):
+    """Exact for weights, gradients and optimizer state; the formulas omit buffers and statistics of norms."""
     config, processes, gpt, layout = planned(shape, name)
     run = DryRun.from_config(config, GPT, processes)
     stage = layout.pipeline - 1

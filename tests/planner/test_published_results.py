@@ -1,7 +1,7 @@
-"""The simulator against the figures that the papers measured.
+"""The simulator against the papers' measurements.
 
-Of 2104.04473 table 1 the constants were fitted to three rows; docs/scaling.md says what else was known when the
-model was made. Numbers that figures alone show are not repeated, but what the text says of them is.
+The constants were fitted to three rows of table 1 of arXiv 2104.04473; docs/scaling.md lists what else was known when
+the model was built. Results that only figures show are tested as far as the text states them.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ def test_throughput_of_2104_04473_table_1():
 
 
 def test_gpt_3_of_2104_04473_section_5_1():
-    """140 TFLOP/s a GPU, on 1,024."""
+    """140 TFLOP/s per GPU on 1,024 GPUs."""
     model = A100_MODELS["175b"]
     assert tflops(model.job(), model.layout()) == pytest.approx(140, rel=0.05)
 
 
 @pytest.mark.parametrize("batch", [12, 24, 36, 48, 60])
-def test_interleaving_gains_more_than_a_tenth_where_batches_are_small(batch: int):
-    """Figure 12: 175B on 96 GPUs, two layers in a chunk; the gain shrinks as the batch grows."""
+def test_interleaving_gains_more_than_a_tenth_at_small_batches(batch: int):
+    """Figure 12: 175B on 96 GPUs, two layers per chunk; the gain shrinks as the batch grows."""
     gpt, plain = job(96, 12288, 96, batch), Layout(tensor=8, pipeline=12, recompute=FULL)
     gain = tflops(gpt, dataclasses.replace(plain, chunks=4)) / tflops(gpt, plain)
     larger = job(96, 12288, 96, batch + 12)
     assert gain > tflops(larger, dataclasses.replace(plain, chunks=4)) / tflops(larger, plain)
-    assert gain > 1.10 or batch == 60  # where it is still 9%
+    assert gain > 1.10 or batch == 60  # the gain is still 9%
 
 
 @pytest.mark.parametrize("batch", [12, 36, 60])
-def test_sending_parts_gains_a_tenth_of_the_interleaved_schedule(batch: int):
+def test_scatter_gather_gains_a_tenth_with_interleaving(batch: int):
     """Figure 18: up to 11%."""
     gpt, layout = job(96, 12288, 96, batch), Layout(tensor=8, pipeline=12, chunks=4, recompute=FULL)
     gain = tflops(gpt, layout) / tflops(gpt, dataclasses.replace(layout, scatter_gather=False))
@@ -58,7 +58,7 @@ def test_sending_parts_gains_a_tenth_of_the_interleaved_schedule(batch: int):
 
 @pytest.mark.parametrize("batch", [32, 128])
 def test_tensor_parallelism_is_best_within_a_node(batch: int):
-    """Figure 13: 162B on 64 GPUs. With 128 samples four-way tensor parallelism is predicted as fast as eight-way."""
+    """Figure 13: 162B on 64 GPUs. With 128 samples, TP 4 is predicted to be as fast as TP 8."""
     gpt = job(32, 20480, 128, batch)
     speed = {
         tensor: tflops(gpt, Layout(tensor=tensor, pipeline=64 // tensor, recompute=FULL))
@@ -74,7 +74,7 @@ def test_tensor_parallelism_is_best_within_a_node(batch: int):
 
 @pytest.mark.parametrize("batch", [32, 128, 512])
 def test_pipelines_are_slower_than_replicas(batch: int):
-    """Figure 14: 5.9B on 64 GPUs; and larger batches are faster."""
+    """Figure 14: 5.9B on 64 GPUs. Larger batches are also faster."""
     speeds = [
         tflops(job(32, 3840, 32, batch), Layout(pipeline=p, data=64 // p, recompute=FULL))
         for p in (2, 4, 8, 16, 32)
@@ -95,7 +95,7 @@ def test_tensor_parallelism_is_slower_than_replicas(batch: int):
 
 
 @pytest.mark.parametrize("batch", [128, 512])
-def test_two_is_the_best_microbatch(batch: int):
+def test_two_is_the_best_micro_batch_size(batch: int):
     """Figure 16: 91B, T8 P8."""
     gpt = job(32, 15360, 128, batch)
     speed = {
@@ -107,25 +107,27 @@ def test_two_is_the_best_microbatch(batch: int):
 
 @pytest.mark.parametrize("batch", [2**i for i in range(9)])
 def test_recomputation_costs_a_quarter_and_saves_memory(batch: int):
-    """Figure 17, 145B, T8 P16: up to 33% slower for small batches.
+    """Figure 17: 145B, T8 P16; up to 33% slower at small batches.
 
-    That without it large batches do not fit is not reproduced: by the formulas they take 66 GB of 80.
+    The paper runs out of memory at large batches without recomputation. The formulas give 66 of 80 GB.
     """
     gpt, machine = job(80, 12288, 96, batch), cluster(128)
-    again, kept = (Layout(tensor=8, pipeline=16, recompute=r) for r in (FULL, "none"))
-    slow, fast = (Simulator(gpt, layout, machine, NVIDIA_2021).step().seconds for layout in (again, kept))
+    recompute, no_recompute = (Layout(tensor=8, pipeline=16, recompute=r) for r in (FULL, "none"))
+    slow, fast = (
+        Simulator(gpt, layout, machine, NVIDIA_2021).step().seconds for layout in (recompute, no_recompute)
+    )
     assert 0.67 <= fast / slow < 0.8
-    small, large = (max_memory(gpt, layout, machine, NVIDIA_2021) for layout in (again, kept))
+    small, large = (max_memory(gpt, layout, machine, NVIDIA_2021) for layout in (recompute, no_recompute))
     assert fits(small, machine)
     assert small.activations < large.activations
-    if batch >= 16:  # as many as stages
+    if batch >= 16:  # at least as many microbatches as stages
         assert small.total < 0.4 * large.total
 
 
 def test_weak_scaling_on_v100():
-    """1909.08053 section 5.1: 39 TFLOP/s by one GPU; 77% of that on 8 for 8.3B, 74% to 76% on 512.
+    """arXiv 1909.08053, section 5.1: 39 TFLOP/s on one GPU; 77% of it per GPU on 8 GPUs for 8.3B, 74% to 76% on 512.
 
-    Reducing gradients over replicas was hidden: the wire alone would have taken three times the 4% that it cost.
+    Gradient reduction was overlapped: the transfer alone would have taken three times the 4% that it cost.
     """
     one = V100_MODELS["1.2b"]
     options = {"gpu": "v100-32gb-dgx2h", "program": NVIDIA_2019}
@@ -140,5 +142,5 @@ def test_weak_scaling_on_v100():
     assert 0.74 - 0.03 <= on_512 <= 0.76 + 0.03
 
 
-def test_the_pages_tables_and_plots_are_up_to_date(command):
+def test_tables_and_plots_in_docs_are_up_to_date(command):
     command("benchmarks/planner.py", "--check")

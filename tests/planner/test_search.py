@@ -1,4 +1,4 @@
-"""The search for layouts."""
+"""The planner's search for layouts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def found(job, cluster) -> SearchResult:
     return search(job, cluster, num_plans=10, progress=lambda count: None)
 
 
-def test_the_best_of_a_small_case_is_the_best_of_all():
+def test_the_best_plan_is_the_best_of_all_layouts():
     gpt, machine = job(24, 2048, 16, 64), cluster(8)
     fitting = [
         layout
@@ -53,14 +53,14 @@ def test_plans_fit_and_divide():
 
 
 def test_a_small_model_needs_no_model_parallelism():
-    """Takeaway 2 of 2104.04473: model parallelism only until the model fits."""
+    """Takeaway 2 of arXiv 2104.04473: model parallelism only until the model fits."""
     best = found(MODELS["1.7b"].job(), cluster(32)).plans[0]
     assert (best.layout.tensor, best.layout.pipeline) == (1, 1)
 
 
 @pytest.mark.slow
 def test_a_trillion_parameters_stay_within_nodes():
-    """Takeaway 1: tensor parallelism up to the size of a node, then pipelines. It takes less than a minute."""
+    """Takeaway 1: tensor parallelism up to the size of a node, then pipelines. The search takes less than a minute."""
     begin = time.perf_counter()
     best = found(MODELS["1t"].job(), cluster(3072)).plans[0]
     assert time.perf_counter() - begin < 60
@@ -68,15 +68,17 @@ def test_a_trillion_parameters_stay_within_nodes():
     assert best.layout.pipeline >= 16
 
 
-def test_other_choices_say_what_they_would_cost():
+def test_other_choices_state_their_cost():
     gpt, machine = MODELS["18.4b"].job(), cluster(256)
     best = found(gpt, machine).plans[0]
-    told = {words: why_not(other, best, gpt, machine) for words, other in other_choices(best, gpt, machine)}
-    assert len(told) >= 8
-    for text in told.values():
+    reasons = {
+        words: why_not(other, best, gpt, machine) for words, other in other_choices(best, gpt, machine)
+    }
+    assert len(reasons) >= 8
+    for text in reasons.values():
         assert re.match(r"(\d+\.\d% slower: |does not fit: needs \d+ GB of 74$|as fast; needs )", text), text
-    assert any(text.startswith("does not fit") for text in told.values())
-    assert "recomputation" in told["full recomputation"]
+    assert any(text.startswith("does not fit") for text in reasons.values())
+    assert "recomputation" in reasons["full recomputation"]
     paragraphs = takeaways(best, gpt, machine)
     assert [f"takeaway {n}" in " ".join(paragraphs) for n in (1, 2, 3)] == [True] * 3
 
@@ -95,7 +97,7 @@ def test_a_model_that_fits_nowhere_names_the_smallest_cluster():
 
 
 def test_the_smallest_cluster_divides_the_batch():
-    """One replica does not hold this model; two do, but cannot share seven samples."""
+    """The model fits with two replicas but not with one, and two replicas cannot divide seven samples."""
     for batch, expected in ((8, "32 of them (T8 P2 D2, "), (7, "112 of them (T8 P2 D7, ")):
         with pytest.raises(InputError, match="has " + re.escape(expected)):
             found(job(2, 57344, 64, batch), cluster(8))
@@ -108,12 +110,12 @@ def test_other_choices_divide_the_sequence():
     assert 8 in {other.tensor for other in others}
 
 
-def test_a_layer_that_fits_nowhere_is_told():
+def test_a_layer_that_fits_nowhere_is_an_error():
     with pytest.raises(InputError, match="nor on more of them: a single layer is too large"):
         found(job(2, 400_000, 16, 8), cluster(8))
 
 
-def test_a_batch_that_divides_nowhere_is_told():
+def test_a_batch_that_no_layout_divides_is_an_error():
     with pytest.raises(
         InputError,
         match=r"--global-batch-size: no layout divides 7 samples, .* over 64 devices; choose \d+ samples, or",

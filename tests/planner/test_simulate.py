@@ -1,4 +1,4 @@
-"""The clock of the planner."""
+"""The planner's simulator: schedules, collectives and kernels."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from megatron.planner.simulate import Simulator
 @pytest.mark.parametrize(
     ("pipeline", "chunks", "microbatches"), [(4, 1, 64), (8, 1, 77), (4, 3, 48), (8, 2, 96)]
 )
-def test_a_schedule_that_is_walked_in_part_takes_what_all_of_it_takes(
-    program, pipeline, chunks, microbatches
-):
+def test_a_partially_simulated_schedule_equals_the_full_simulation(program, pipeline, chunks, microbatches):
     gpt, layout = job(48, 2048, 16, microbatches), Layout(pipeline=pipeline, chunks=chunks)
     simulator = Simulator(gpt, layout, cluster(8), program)
     assert simulator.pipeline_seconds() == pytest.approx(simulator.timeline(microbatches).makespan, rel=1e-6)
 
 
-def test_the_estimate_is_near_the_clock():
+def test_the_estimate_is_close_to_the_simulation():
     for layout in (
         Layout(tensor=8, pipeline=p, chunks=v, recompute="full") for p in (2, 8) for v in (1, 2, 6)
     ):
@@ -29,7 +27,7 @@ def test_the_estimate_is_near_the_clock():
         assert simulator.estimate() == pytest.approx(simulator.step().seconds, rel=0.05)
 
 
-def test_the_parts_of_a_step_make_up_the_whole():
+def test_the_parts_of_a_step_sum_to_its_time():
     for program in (OURS, NVIDIA_2021):
         layout = Layout(tensor=2, pipeline=4, data=2, overlap_grad_reduce=True)
         step = Simulator(job(24, 2048, 16, 32), layout, cluster(16), program).step()
@@ -38,8 +36,8 @@ def test_the_parts_of_a_step_make_up_the_whole():
         assert step.recompute == 0
 
 
-def test_a_collective_takes_its_ring():
-    """3/4 of the bytes over 300 GB/s within a node; four members of a node share four of its adapters of 25 GB/s."""
+def test_a_collective_takes_the_time_of_a_ring():
+    """3/4 of the bytes at 300 GB/s within a node; across nodes, four ranks of a node share four adapters of 25 GB/s."""
     machine = cluster(16)
     within, across = machine.group(4, 1), machine.group(8, 2)
     assert (within.per_node, across.per_node) == (4, 4)
@@ -52,15 +50,15 @@ def test_a_collective_takes_its_ring():
 @pytest.mark.parametrize(
     ("size", "stride", "per_node"),
     [
-        (3, 1, 1),  # of ranks 6, 7 and 8 the last is alone in its node
-        (6, 1, 2),  # of ranks 6 to 11 two are in the first
-        (3, 2, 1),  # of ranks 6, 8 and 10 one
+        (3, 1, 1),  # ranks 6, 7 and 8: the last is alone in its node
+        (6, 1, 2),  # ranks 6 to 11: two are in the first node
+        (3, 2, 1),  # ranks 6, 8 and 10: one is in the first node
         (16, 1, 8),
         (4, 2, 4),
         (3, 8, 1),
     ],
 )
-def test_a_group_that_a_border_of_nodes_cuts_has_few_members_in_one(size: int, stride: int, per_node: int):
+def test_ranks_per_node_of_a_group_across_a_node_boundary(size: int, stride: int, per_node: int):
     machine = cluster(48)
     assert machine.group(size, stride).per_node == per_node
     ranks = range(machine.devices)
@@ -74,8 +72,8 @@ def test_a_group_that_a_border_of_nodes_cuts_has_few_members_in_one(size: int, s
 
 
 @pytest.mark.parametrize("program", [OURS, NVIDIA_2021])
-def test_sharding_the_optimizer_scatters_gradients_and_gathers_weights(program):
-    """Half a ring for gradients and half a ring for bf16 weights; otherwise a whole ring for gradients."""
+def test_the_distributed_optimizer_scatters_gradients_and_gathers_weights(program):
+    """Half a ring for gradients and half a ring for bf16 weights, instead of a whole ring for gradients."""
     machine, gpt, parameters = cluster(8), job(24, 2304, 24, 512), 1_652_230_656
     half_ring = 7 / 8 * parameters / (300e9 * machine.efficiency.link)
     for sharded, size in ((True, program.gradient + 2), (False, 2 * program.gradient)):
@@ -84,17 +82,19 @@ def test_sharding_the_optimizer_scatters_gradients_and_gathers_weights(program):
         assert found == pytest.approx(size * half_ring, rel=0.01)
 
 
-def test_what_is_on_one_node_needs_no_network():
-    """The ends of a pipeline of four with two replicas are six ranks apart; there is no DGX of L40S."""
+def test_a_single_node_needs_no_network():
+    """The ends of a pipeline of four stages with two replicas are six ranks apart; there is no DGX with L40S."""
     machine = cluster(8, "l40s")
     assert machine.group(2, 6).per_node == 2
     step = Simulator(job(24, 2048, 16, 64), Layout(pipeline=4, data=2), machine, OURS).step()
     assert 0 < step.gradients < step.seconds
 
 
-def test_what_a_hidden_reduction_costs():
-    """The table's gradient is complete last; of the rest six moves through memory, three for each half of a ring, and
-    the processors that move it."""
+def test_cost_of_an_overlapped_reduction():
+    """The embedding's gradient is complete last, so its reduction is exposed.
+
+    The rest costs six moves through memory, three for each half of a ring, and the SMs that move it.
+    """
     machine, gpt = cluster(32), job(24, 2304, 24, 512)
     layout = Layout(data=32, micro_batch_size=16, overlap_grad_reduce=True)
     parameters, tables = 1_652_230_656, (51200 + 2048) * 2304
@@ -105,8 +105,8 @@ def test_what_a_hidden_reduction_costs():
     assert step.gradients == pytest.approx(wire * (last + (1 - last) * 20 / 132) + memory, rel=0.02)
 
 
-def test_backward_of_attention_is_four_products():
-    """Gradients of scores, a product as of the scores; of queries, keys and values, as of the weighted sums."""
+def test_backward_of_attention_is_four_matmuls():
+    """The gradient of the scores has their cost; those of queries, keys and values cost as much as the weighted sum."""
     kernels = Simulator(job(2, 1024, 16, 8), Layout(), cluster(1), NVIDIA_2021).kernels
     scores, sums = kernels.matmul(2048, 2048, 64, 16), kernels.matmul(2048, 64, 2048, 16)
     assert kernels.attention.forward.matmul == pytest.approx(scores + sums)
@@ -114,8 +114,8 @@ def test_backward_of_attention_is_four_products():
 
 
 @pytest.mark.parametrize(("parallel", "times"), [(False, 2 * 10), (True, 25)])
-def test_tensor_parallelism_exchanges_what_a_run_does(parallel: bool, times: int):
-    """Two layers: 10 all-reduces, or 15 gathers and 10 scatters, as --dry-run counts them."""
+def test_tensor_parallel_traffic_matches_a_dry_run(parallel: bool, times: int):
+    """Two layers: 10 all-reduces, or 15 all-gathers and 10 reduce-scatters, as --dry-run counts them."""
     gpt, machine = job(2, 1024, 16, 8), cluster(2)
     kernels = Simulator(gpt, Layout(tensor=2, sequence_parallel=parallel), machine, OURS).kernels
     chunk = kernels.chunk(first=True, last=True)
@@ -123,7 +123,7 @@ def test_tensor_parallelism_exchanges_what_a_run_does(parallel: bool, times: int
     assert chunk.forward.tensor_parallel + chunk.backward.tensor_parallel == pytest.approx(times * one)
 
 
-def test_hiding_the_reduction_and_sharding_the_optimizer_help():
+def test_overlap_and_the_distributed_optimizer_save_time():
     gpt = job(40, 6144, 48, 1024)
     layouts = (
         Layout(

@@ -1,4 +1,4 @@
-"""Reading text: where documents begin and end, what is wrong with a line and where it stands."""
+"""Reading documents from text files, and errors with file and line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def zstd(data: bytes) -> bytes:
 
 
 def read(*files: Path, keys: tuple[str, ...] = ("text",)) -> tuple[list[str], list[str]]:
-    """The first text of all documents, and all complaints."""
+    """Return the first text of each document, and all error messages."""
     texts, bad = [], []
     for batch in read_batches([str(f) for f in files], keys):
         found, wrong = documents(batch, keys)
@@ -37,7 +37,7 @@ def json_lines(texts: list[str]) -> bytes:
 
 @pytest.fixture
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes at which a few kilobytes of text are cut everywhere."""
+    """Shrink blocks and batches, so that a few kilobytes of text cross every boundary."""
     monkeypatch.setattr(module, "BLOCK_BYTES", 61)
     monkeypatch.setattr(module, "BATCH_BYTES", 200)
     monkeypatch.setattr(module, "BATCH_ROWS", 7)
@@ -45,7 +45,7 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["plain", "gz", "zst", "gz in two streams", "zst in two streams"])
 def compressed(request: pytest.FixtureRequest) -> Callable[[Path, bytes], Path]:
-    """Writes a file in one of the compressions; returns its path."""
+    """Function that writes a file in one of the compressions and returns its path."""
 
     def write(path: Path, data: bytes) -> Path:
         kind, _, two = request.param.partition(" in ")
@@ -104,7 +104,7 @@ def test_several_keys(tmp_path):
     assert bad == [f"{path}:2: has no key 'b'; its keys: 'a' (--json-keys)"]
 
 
-def test_what_is_not_a_line_of_text(tmp_path):
+def test_bad_lines(tmp_path):
     lines = {
         b'{"text": "good"}': None,
         b'{"text": "cut': "is not JSON: Unterminated string starting at (column 10); each line",
@@ -136,7 +136,7 @@ def test_what_is_not_a_line_of_text(tmp_path):
         assert message.startswith(beginning)
 
 
-def test_lines_are_counted_through_batches(tmp_path, small_batches):
+def test_line_numbers_continue_across_batches(tmp_path, small_batches):
     for name, bad_line in (("a.jsonl", b"{bad}\n"), ("a.txt", b"\nbad \xff\n\n")):
         lines = [b'{"text": "good"}\n\n'] * 100
         lines[60] = bad_line
@@ -149,7 +149,7 @@ def test_lines_are_counted_through_batches(tmp_path, small_batches):
 
 
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
-def test_compressed_file_that_was_cut_short(tmp_path, suffix):
+def test_truncated_compressed_file(tmp_path, suffix):
     data = random.Random(0).randbytes(3000).hex().encode()
     whole = gzip.compress(data) if suffix == "gz" else zstd(data)
     path = tmp_path / f"a.txt.{suffix}"
@@ -163,7 +163,7 @@ def test_compressed_file_that_was_cut_short(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.zst", "a.parquet"])
-def test_file_that_is_not_what_its_name_says(tmp_path, name):
+def test_file_that_does_not_match_its_suffix(tmp_path, name):
     pytest.importorskip({"gz": "zlib", "zst": "zstandard", "uet": "pyarrow"}[name[-3:].lstrip(".")])
     path = tmp_path / name
     path.write_bytes(b'{"text": "not compressed"}\n')
@@ -172,7 +172,7 @@ def test_file_that_is_not_what_its_name_says(tmp_path, name):
 
 
 def test_damaged_files_give_documents_or_one_line(tmp_path):
-    """Cut and flipped at random: other text may result, but no other kind of exception."""
+    """Truncated and bit-flipped files may give other text, but no other exception."""
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     lines = json_lines(TEXTS[:30])
@@ -217,7 +217,7 @@ def test_find_files(tmp_path):
         find_files([str(tmp_path)])
 
 
-def test_what_cannot_be_read(tmp_path):
+def test_unreadable_files(tmp_path):
     (tmp_path / "a.txt").write_text("x")
     with pytest.raises(InputError, match="plain text, which has no keys; give one key"):
         list(read_batches([str(tmp_path / "a.txt")], ["a", "b"]))

@@ -33,7 +33,7 @@ def run(folder: Path, output: Path) -> IndexedDataset:
         "bert-v2.5/bert60_text_sentence",
     ],
 )
-def test_parts_of_megatrons_files_make_them_again(shared: Path, tmp_path: Path, name: str) -> None:
+def test_merging_parts_reproduces_megatrons_files(shared: Path, tmp_path: Path, name: str) -> None:
     whole = IndexedDataset(shared / "vectors" / name)
     bounds = [0, 1, 20, 20, 57, 60]  # one part is empty
     for i, (first, last) in enumerate(itertools.pairwise(bounds)):
@@ -45,8 +45,8 @@ def test_parts_of_megatrons_files_make_them_again(shared: Path, tmp_path: Path, 
         assert (tmp_path / f"merged{kind}").read_bytes() == Path(f"{whole.prefix}{kind}").read_bytes()
 
 
-def test_document_boundaries_are_moved_by_the_sequences_before(tmp_path: Path, capsys) -> None:
-    """Megatron-LM's rule: to all boundaries but the first of a file the number of sequences before it is added."""
+def test_document_boundaries_are_offset(tmp_path: Path, capsys) -> None:
+    """As in Megatron-LM, all boundaries of a file but the first are offset by the number of preceding sequences."""
     parts = {
         "b": [[[1, 2], [3]], [], [[4]]],
         "a": [[[5]], [[], [6, 7, 8]]],
@@ -66,7 +66,7 @@ def test_document_boundaries_are_moved_by_the_sequences_before(tmp_path: Path, c
     assert lines[-1].startswith("6 documents, ") and "100%" in lines[-1]
 
 
-def test_files_larger_than_a_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_larger_than_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.RandomState(0)
     parts = [
         [[rng.randint(9, size=rng.randint(5)).tolist() for _ in range(rng.randint(4))] for _ in range(30)]
@@ -118,7 +118,7 @@ def test_wrong_folders(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["parts"]
 
 
-def test_an_interrupted_merge_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_merge_keeps_the_old_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in "ab":
         write(tmp_path / "parts" / name, [[[1]]])
     write(tmp_path / "merged", [[[7]]])

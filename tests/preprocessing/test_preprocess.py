@@ -1,4 +1,4 @@
-"""Text files to token files: NVIDIA's bytes, and nothing lost without a word."""
+"""Preprocessing text into token files: equality with Megatron-LM's files, output and errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NULL = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=1000)
 
 @pytest.fixture
 def numbers(tmp_path: Path) -> Path:
-    """Documents whose text is token ids; the second and the last have none."""
+    """Documents whose text is token ids; the second and the last are empty."""
     path = tmp_path / "numbers.jsonl"
     texts = ["1 2 3", "", "4", " ".join(map(str, range(1000))), " \n "]
     path.write_text("".join(json.dumps({"text": t, "other": f"{n}"}) + "\n" for n, t in enumerate(texts)))
@@ -47,7 +47,7 @@ def same_files(prefix: str | Path, reference: Path) -> bool:
     )
 
 
-# Against NVIDIA's
+# Comparison with Megatron-LM
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def bert_settings(shared: Path) -> EncoderSettings:
 
 
 def test_writes_the_bytes_of_megatron_for_bert(shared, tmp_path, monkeypatch):
-    """The reference was made with a splitter that is easily said."""
+    """The reference was made with this simple sentence splitter."""
     monkeypatch.setattr(module, "split_sentences", lambda text, **_: re.split(r"(?<=[.!?])\s+", text))
     encode = BatchEncoder(bert_settings(shared))
     with IndexedDatasetWriter(tmp_path / "o", np.uint16) as writer:
@@ -96,15 +96,15 @@ def test_splits_the_text_of_megatrons_bert_file_into_sentences(shared):
     theirs = IndexedDataset(shared / "vectors/bert-v2.5/bert60_text_sentence")
     assert ours.tokens.tolist() == np.concatenate([theirs.get(i) for i in range(len(theirs))]).tolist()
     assert len(ours.sequences_per_document) == 60
-    # Each of its boundaries is one of ours, but for abbreviations and the like; ours has headings besides.
+    # Most of its boundaries are ours, too, except for abbreviations and the like; ours also splits at headings.
     boundaries = [set(np.cumsum(sizes).tolist()) for sizes in (ours.sequence_sizes, theirs.sizes)]
     assert len(boundaries[0] & boundaries[1]) > 0.85 * len(boundaries[1])
 
 
-# What is written
+# Output
 
 
-def test_documents_without_tokens_are_left_out_and_counted(numbers, tmp_path):
+def test_documents_without_tokens_are_dropped_and_counted(numbers, tmp_path):
     report = preprocess(config(numbers, output=tmp_path / "o"), NULL)
     assert sequences(tmp_path / "o_text_document") == [[1, 2, 3], [4], list(range(1000))]
     assert IndexedDataset(tmp_path / "o_text_document").doc_idx.tolist() == [0, 1, 2, 3]
@@ -149,7 +149,7 @@ def test_newlines_stay_with_their_sentence(tmp_path, shared):
     assert texts == ["One.\n\n", "Two.  ", "Three."]
 
 
-def test_wide_ids_make_wide_files(tmp_path):
+def test_large_ids_are_stored_as_int32(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("0 65535 65536 99999\n")
     preprocess(
@@ -169,7 +169,7 @@ def test_many_batches_keep_their_order(tmp_path, monkeypatch):
     assert sequences(tmp_path / "o_text_document") == [[i] for i in range(1000)]
 
 
-def test_same_files_whatever_the_batches(shared, tmp_path, monkeypatch):
+def test_files_do_not_depend_on_the_batches(shared, tmp_path, monkeypatch):
     tokenizer = TokenizerConfig(
         tokenizer_type="BertWordPieceLowerCase",
         vocab_file=str(shared / "data/bert-base-uncased-vocab.txt"),
@@ -181,7 +181,7 @@ def test_same_files_whatever_the_batches(shared, tmp_path, monkeypatch):
     assert same_files(tmp_path / "one_text_sentence", tmp_path / "many_text_sentence")
 
 
-# What is wrong
+# Errors
 
 
 def test_a_bad_line_stops_or_is_listed(tmp_path):
@@ -198,7 +198,7 @@ def test_a_bad_line_stops_or_is_listed(tmp_path):
     assert places == [f"{path}:{number}" for number in (2, *range(4, 13))]
 
 
-def test_a_text_that_the_tokenizer_refuses_is_a_bad_line(tmp_path):
+def test_a_text_that_the_tokenizer_rejects_is_a_bad_line(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "1 2"}\n{"text": "4 1001"}\n{"text": "3"}\n')
     report = preprocess(config(path, output=tmp_path / "o", on_bad_line="skip"), NULL)

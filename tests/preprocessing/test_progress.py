@@ -1,4 +1,4 @@
-"""What is reported while a tool reads."""
+"""Progress reports of tools."""
 
 from __future__ import annotations
 

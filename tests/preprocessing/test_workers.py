@@ -1,4 +1,4 @@
-"""Processes that work on a stream of items."""
+"""Worker processes that map a stream of items in order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def make_slow_square(settings: int) -> Callable[[int], int]:
-    """Every third item takes longer, so that later ones overtake it."""
+    """Every third item takes longer, so that later items overtake it."""
 
     def square(item: int) -> int:
         time.sleep(0.02 if item % 3 == 0 else 0.001)
@@ -40,7 +40,7 @@ def make_killed(item_that_kills: int) -> Callable[[int], int]:
 
 
 def make_stopped_and_killed(_: None) -> Callable[[bytes], None]:
-    """Soon after its first item it reads no more, and then it is killed."""
+    """Worker that stops reading soon after its first item, and is then killed."""
 
     def work(item: bytes) -> None:
         if not item:
@@ -51,7 +51,7 @@ def make_stopped_and_killed(_: None) -> Callable[[bytes], None]:
 
 
 def make_killed_while_sending(item_that_kills: int) -> Callable[[int], bytes]:
-    """Killed with a result half sent: it is more than a pipe holds, and nobody reads it at first."""
+    """Worker that is killed while it sends a result that exceeds the pipe's buffer."""
 
     def work(item: int) -> bytes:
         if item != item_that_kills:
@@ -69,7 +69,7 @@ def make_failing(_: None) -> Callable[[int], int]:
     return work
 
 
-def make_nothing(_: None) -> Callable[[object], int]:
+def make_unbuildable(_: None) -> Callable[[object], int]:
     raise ValueError("cannot be made")
 
 
@@ -83,7 +83,7 @@ def test_no_items():
     assert list(map_in_order(make_slow_square, 0, [], 2)) == []
 
 
-def test_items_are_drawn_as_they_are_needed():
+def test_items_are_drawn_on_demand():
     drawn = []
 
     def items() -> Iterator[int]:
@@ -107,7 +107,7 @@ def test_a_killed_worker_is_an_error(item):
 
 
 def test_a_worker_killed_while_an_item_is_sent_to_it_is_an_error():
-    """The unread part of the item makes this another error of the system than an end at any other time."""
+    """The unread part of the item makes the operating system report a different error."""
 
     def items() -> Iterator[bytes]:
         yield b""
@@ -120,14 +120,14 @@ def test_a_worker_killed_while_an_item_is_sent_to_it_is_an_error():
 
 def test_a_worker_killed_while_it_sends_is_an_error():
     results = map_in_order(make_killed_while_sending, 1, range(2), 1)
-    next(results)  # by now the next item is at work
+    next(results)  # the worker now processes the next item
     time.sleep(1.0)
     with pytest.raises(InputError, match="killed by signal 9"):
         next(results)
 
 
-@pytest.mark.parametrize("make", [make_failing, make_nothing])
-def test_a_fault_in_a_worker_is_no_input_error(make, capfd):
+@pytest.mark.parametrize("make", [make_failing, make_unbuildable])
+def test_a_bug_in_a_worker_is_not_an_input_error(make, capfd):
     with pytest.raises(RuntimeError, match="see its traceback above"):
         list(map_in_order(make, None, range(20), 2))
     assert "Traceback" in capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of scripts."""
+"""Fixtures of the script tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""benchmarks/gpu.sh, run against a stand-in for Python that has a GPU and finds something at once."""
+"""benchmarks/gpu.sh with a stub for Python that reports a GPU and returns results at once."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def results(checkout: Path) -> dict:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def test_parts_add_to_the_results_of_the_device(checkout: Path) -> None:
+def test_parts_are_added_to_the_results_of_the_device(checkout: Path) -> None:
     done = run(checkout, "tests")
-    assert done.returncode == 1  # as the tests did
+    assert done.returncode == 1  # the exit status of the tests
     counts = {"tests": 7, "failures": 1, "errors": 0, "skipped": 2, "seconds": 3.5}
     assert results(checkout) == {"tests": counts}
 
@@ -74,7 +74,7 @@ def test_parts_add_to_the_results_of_the_device(checkout: Path) -> None:
     ]
 
 
-def test_without_parts_all_are_run_as_far_as_the_time_goes(checkout: Path) -> None:
+def test_without_parts_all_run_until_the_time_limit(checkout: Path) -> None:
     done = run(checkout)
     sizes = [line.split("--sizes ")[1].split()[0] for line in done.stdout.splitlines() if "--sizes" in line]
     assert sizes == ["small", "355m", "1.3b"]
@@ -83,6 +83,6 @@ def test_without_parts_all_are_run_as_far_as_the_time_goes(checkout: Path) -> No
     assert done.stderr.splitlines() == ["error: LIMIT=0 seconds are over; call again for this part"] * 4
 
 
-def test_without_a_gpu_one_line_says_so(checkout: Path) -> None:
+def test_without_a_gpu_is_a_one_line_error(checkout: Path) -> None:
     done = run(checkout, NO_GPU="1")
     assert (done.returncode, done.stderr) == (2, "error: torch sees no GPU here\n")

@@ -1,4 +1,4 @@
-"""The job for Kubernetes against the rules of Kubeflow's PyTorchJob, and what its pods run."""
+"""The Kubernetes job against the schema of Kubeflow's PyTorchJob, and the processes in its pods."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def quantity(value: Any) -> bool:
     return re.fullmatch(r"\d+(\.\d+)?([KMGTPE]i?|m|k)?", str(value)) is not None
 
 
-# Of kubeflow.org/v1's PyTorchJob and the pod in it, the fields that the manifest has use for, as in the definition that
-# the operator publishes: a type, a check, a list of one form, or fields; "*" stands for any name.
+# The fields of kubeflow.org/v1's PyTorchJob and its pod that the manifest uses, from the operator's published
+# definition: a type, a check, a list with one schema, or fields; "*" stands for any name.
 SCHEMA = {
     "apiVersion": str,
     "kind": str,
@@ -66,24 +66,24 @@ SCHEMA = {
 }
 
 
-def faults(value: Any, form: Any, where: str = "") -> list[str]:
-    """Where `value` is not of the form."""
-    if isinstance(form, list):
+def faults(value: Any, schema: Any, where: str = "") -> list[str]:
+    """Return the paths at which `value` does not match the schema."""
+    if isinstance(schema, list):
         if not isinstance(value, list):
             return [f"{where}: not a list"]
-        return [fault for i, item in enumerate(value) for fault in faults(item, form[0], f"{where}[{i}]")]
-    if isinstance(form, dict):
+        return [fault for i, item in enumerate(value) for fault in faults(item, schema[0], f"{where}[{i}]")]
+    if isinstance(schema, dict):
         if not isinstance(value, dict):
             return [f"{where}: has no fields"]
-        found = [f"{where}.{name}: unknown" for name in value if name not in form and "*" not in form]
-        for name in value.keys() & form.keys() if "*" not in form else value:
-            found += faults(value[name], form.get(name, form.get("*")), f"{where}.{name}")
+        found = [f"{where}.{name}: unknown" for name in value if name not in schema and "*" not in schema]
+        for name in value.keys() & schema.keys() if "*" not in schema else value:
+            found += faults(value[name], schema.get(name, schema.get("*")), f"{where}.{name}")
         return found
-    fits = type(value) is form if isinstance(form, type) else form(value)
+    fits = type(value) is schema if isinstance(schema, type) else schema(value)
     return [] if fits else [f"{where}: {value!r}"]
 
 
-def test_the_job_has_the_fields_of_its_kind() -> None:
+def test_the_job_matches_the_schema() -> None:
     assert faults(MANIFEST, SCHEMA) == []
     assert (MANIFEST["apiVersion"], MANIFEST["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
     assert faults({"spec": {"nprocPerNode": 8, "runpolicy": {}}}, SCHEMA) == [
@@ -92,7 +92,7 @@ def test_the_job_has_the_fields_of_its_kind() -> None:
     ]
 
 
-def test_the_job_keeps_the_rules_that_the_operator_checks() -> None:
+def test_the_job_passes_the_operators_checks() -> None:
     assert re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", MANIFEST["metadata"]["name"])
     replicas = MANIFEST["spec"]["pytorchReplicaSpecs"]
     assert replicas.keys() == {"Master", "Worker"}
@@ -101,7 +101,7 @@ def test_the_job_keeps_the_rules_that_the_operator_checks() -> None:
         pod = spec["template"]["spec"]
         (container,) = pod["containers"]
         assert container["name"] == "pytorch" and container["image"]
-        # Its processes are one per GPU, its statuses those of the program, and nothing runs as root.
+        # One process per GPU, restart decided by the program's exit code, and no root.
         assert container["resources"]["limits"]["nvidia.com/gpu"] == int(MANIFEST["spec"]["nprocPerNode"])
         assert spec["restartPolicy"] == "ExitCode" and pod["securityContext"]["runAsNonRoot"]
         volumes = {volume["name"] for volume in pod["volumes"]}
@@ -109,7 +109,7 @@ def test_the_job_keeps_the_rules_that_the_operator_checks() -> None:
         assert pod["terminationGracePeriodSeconds"] > 60
 
 
-def test_a_pod_runs_a_script_that_is_there(checkout: Checkout) -> None:
+def test_a_pod_runs_an_existing_script(checkout: Checkout) -> None:
     (container,) = MANIFEST["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"]
     bash, script = container["command"]
     assert bash == "bash" and (ROOT / script).is_file()
@@ -126,7 +126,7 @@ def run(*command: str, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(words, env=os.environ | POD | environment, text=True, **pipe)
 
 
-def test_processes_know_their_place() -> None:
+def test_processes_get_their_ranks() -> None:
     process = run("bash", "-c", 'echo "$RANK $LOCAL_RANK $WORLD_SIZE"')
     assert sorted(process.communicate()[0].splitlines()) == ["4 0 6", "5 1 6"]
     assert process.returncode == 0
@@ -135,12 +135,12 @@ def test_processes_know_their_place() -> None:
 @pytest.mark.parametrize(
     ("statuses", "status"), [("0 0", 0), ("200 1", 1), ("2 200", 2), ("0 137", 137), ("143 0", 143)]
 )
-def test_the_status_is_that_of_the_gravest_fault(statuses: str, status: int) -> None:
+def test_the_exit_status_is_the_most_severe(statuses: str, status: int) -> None:
     process = run("bash", "-c", "statuses=($STATUSES); exit ${statuses[LOCAL_RANK]}", STATUSES=statuses)
     assert process.wait() == status
 
 
-def test_sigterm_is_passed_on_and_waited_for() -> None:
+def test_sigterm_is_forwarded_and_awaited() -> None:
     saving = "trap 'sleep 0.2; echo saved; exit 143' TERM; echo ready; while :; do sleep 0.05; done"
     process = run("bash", "-c", saving)
     assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
@@ -149,7 +149,7 @@ def test_sigterm_is_passed_on_and_waited_for() -> None:
     assert process.returncode == 143
 
 
-def test_outside_a_pod_it_says_so() -> None:
+def test_outside_a_pod_is_an_error() -> None:
     process = run("true", PET_NPROC_PER_NODE="auto")
     assert process.communicate()[1].startswith("error: PET_NPROC_PER_NODE is 'auto', not a number")
     assert process.returncode == 2

@@ -1,4 +1,4 @@
-"""The launch scripts, run against a stand-in for Python that records what it is asked to do."""
+"""The launch scripts with a stub for Python; the tests check the commands that they print."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def test_quickstart_takes_every_step(checkout):
     assert "--bf16" not in training
 
 
-def test_quickstart_skips_what_is_there(checkout):
+def test_quickstart_skips_existing_files(checkout):
     out = checkout.root / "quickstart"
     (out / "tokenizer").mkdir(parents=True)
     for name in ("corpus.jsonl", "tokenizer/vocab.json", "corpus_text_document.idx"):
         (out / name).touch()
     done = checkout.run("pretrain_gpt.sh")
     assert [c[1] for c in commands(done)] == ["pretrain_gpt.py", "tools/generate_text.py"]
-    assert "quickstart/corpus.jsonl is there" in done.stdout
+    assert "quickstart/corpus.jsonl exists" in done.stdout
 
 
 def test_runs_from_any_folder(checkout, tmp_path):
@@ -81,7 +81,7 @@ def test_several_processes_use_torchrun(checkout):
         "MASTER_PORT": "777",
     }
     done = checkout.run("pretrain_gpt.sh", **env, DATA_PATH="a", **TOKENIZER)
-    (training,) = commands(done)  # text is sampled by the first machine only
+    (training,) = commands(done)  # only the first node samples text
     assert training[1:3] == ["-m", "torch.distributed.run"]
     expected = {"nproc-per-node": "2", "nnodes": "3", "node-rank": "1", "master-addr": "node0"}
     for flag, number in (expected | {"master-port": "777"}).items():
@@ -94,8 +94,8 @@ def test_several_processes_use_torchrun(checkout):
     [
         ("pretrain_gpt.sh", {"DATA_PATH": "a"}, "VOCAB_FILE and MERGE_FILE must name the tokenizer"),
         ("pretrain_gpt.sh", {"DATA_PATH": "a", "VOCAB_FILE": "v"}, "VOCAB_FILE and MERGE_FILE must name"),
-        ("pretrain_gpt.sh", TOKENIZER, "VOCAB_FILE and MERGE_FILE go with DATA_PATH"),
-        ("pretrain_gpt.sh", {"NNODES": "2"}, "several machines need DATA_PATH"),
+        ("pretrain_gpt.sh", TOKENIZER, "VOCAB_FILE and MERGE_FILE need DATA_PATH"),
+        ("pretrain_gpt.sh", {"NNODES": "2"}, "several nodes need DATA_PATH"),
         ("pretrain_gpt_345m.sh", {}, "DATA_PATH is not set"),
         ("pretrain_gpt_345m.sh", {"DATA_PATH": "a"} | TOKENIZER, "CHECKPOINT_PATH is not set"),
         ("pretrain_gpt_1t.sh", RUN, "NODE_RANK is not set, but NNODES is 384"),
@@ -110,26 +110,26 @@ def test_wrong_variables_are_one_line(checkout, script, env, message):
 
 
 @pytest.mark.parametrize("status", [0, 1, 2])
-def test_status_of_training_is_the_scripts(checkout, status):
+def test_the_exit_status_is_that_of_training(checkout, status):
     done = checkout.run("pretrain_gpt.sh", STATUS=str(status))
     assert done.returncode == status
     assert ("Done." in done.stdout) == (status == 0)
-    assert "The same command continues" not in done.stdout
+    assert "Run the same command to resume" not in done.stdout
 
 
 @pytest.mark.parametrize(("signal", "status"), [("INT", 130), ("TERM", 143)])
 def test_interruption(checkout, signal, status):
-    # As under torchrun, which has the status of an error when a signal stops it.
+    # torchrun also exits with 1 when a signal stops it.
     done = checkout.run("pretrain_gpt.sh", SIGNAL=signal, STATUS="1")
     assert done.returncode == status
     assert "Done." not in done.stdout
-    assert "The same command continues" in done.stdout
+    assert "Run the same command to resume" in done.stdout
 
 
-def test_sigterm_to_the_script_alone_is_passed_on(checkout):
+def test_sigterm_to_the_script_alone_is_forwarded(checkout):
     done = checkout.run("pretrain_gpt.sh", SIGNAL="TERM", LONG="1")
     assert done.returncode == 143
-    assert "passed on" in done.stdout and "The same command continues" in done.stdout
+    assert "passed on" in done.stdout and "Run the same command to resume" in done.stdout
 
 
 def test_without_torch_everything_is_installed(checkout):
@@ -140,18 +140,18 @@ def test_without_torch_everything_is_installed(checkout):
     assert corpus[0] == ".venv/bin/python"
 
 
-def test_with_torch_only_what_is_missing_is_installed(checkout):
+def test_with_torch_only_missing_packages_are_installed(checkout):
     missing = 'tqdm==1.2; python_version >= "3.11"\ntiktoken==0.1'
     done = checkout.run("pretrain_gpt.sh", MISSING=missing)
     venv, install, corpus = commands(done)[:3]
     assert venv == ["python3", "-m", "venv", ".venv"]
     assert install == [".venv/bin/python", "-m", "pip", "install", *missing.split("\n")]
     assert corpus[0] == ".venv/bin/python"
-    # The environment sees the packages, torch among them, of the Python that made it.
+    # The environment inherits the packages, torch among them, of the Python that created it.
     assert (checkout.root / ".venv/packages/inherited.pth").read_text() == "/elsewhere/site-packages\n"
 
 
-def test_tests_pass_arguments_on(checkout):
+def test_the_test_script_passes_arguments_to_pytest(checkout):
     (command,) = commands(checkout.run("test.sh", "-m", "slow", "tests/a b"))
     assert command == ["python3", "-m", "pytest", "-m", "slow", "tests/a b"]
 
@@ -170,7 +170,7 @@ def test_345m_has_the_published_settings(checkout):
     assert training[-2:] == ["--lr", "1"]
 
 
-def test_the_quickstart_of_bert(checkout):
+def test_bert_quickstart(checkout):
     done = checkout.run("pretrain_bert.sh", "--train-iters", "7")
     assert done.returncode == 0, done.stderr
     corpus, tokenizer, data, training = commands(done)
@@ -190,7 +190,7 @@ def test_the_quickstart_of_bert(checkout):
 @pytest.mark.parametrize(
     ("size", "parameters", "tensor"), [("336m", 0.336e9, 1), ("1.3b", 1.3e9, 2), ("3.9b", 3.9e9, 4)]
 )
-def test_bert_of_the_papers_sizes(checkout, size: str, parameters: float, tensor: int) -> None:
+def test_bert_sizes_match_the_paper(checkout, size: str, parameters: float, tensor: int) -> None:
     env = {"DATA_PATH": "a", "VOCAB_FILE": "v.txt", "CHECKPOINT_PATH": "run"}
     (training,) = commands(checkout.run(f"pretrain_bert_{size}.sh", "--lr", "1", **env))
     words = training[training.index("pretrain_bert.py") + 1 :]

@@ -1,4 +1,4 @@
-"""The quickstart itself at reduced sizes, interrupted and started again."""
+"""The quickstart at reduced size, interrupted and resumed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZES = """
 
 
 def start(folder: Path) -> subprocess.Popen[str]:
-    """Start the quickstart with its files in `folder`, as the leader of a process group of its own."""
+    """Start the quickstart with its files in `folder`, in a process group of its own."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return subprocess.Popen(
         ["bash", ROOT / "scripts" / "pretrain_gpt.sh", *SIZES],
@@ -33,7 +33,7 @@ def start(folder: Path) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str], status: int = 0) -> str:
-    """What it prints until it ends, which must be with `status`."""
+    """Wait until the process exits with `status`, and return its stdout."""
     try:
         stdout, stderr = process.communicate(timeout=300)
     except subprocess.TimeoutExpired:
@@ -44,16 +44,16 @@ def finish(process: subprocess.Popen[str], status: int = 0) -> str:
 
 
 def metrics(folder: Path) -> list[dict]:
-    """What was logged, without what depends on the clock."""
+    """Logged metrics without timings."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     timed = ("seconds per iteration", "tokens per second", "TFLOP/s per device", "mfu", "hfu")
     return [{k: v for k, v in line.items() if k not in timed} for line in lines]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a quickstart that ran to its end, on little text."""
-    folder = tmp_path_factory.mktemp("undisturbed")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a quickstart that ran without interruption on a small corpus."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
     corpus = ["tools/make_corpus.py", "--output", folder / "corpus.jsonl", "--megabytes", "1"]
     subprocess.run([sys.executable, *corpus], cwd=ROOT, check=True, capture_output=True)
     assert "Done." in finish(start(folder))
@@ -62,23 +62,25 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("interruption", ["Ctrl-C", "SIGTERM to the script"])
-def test_continues_without_a_seam(undisturbed: Path, tmp_path: Path, interruption: str) -> None:
+def test_a_resumed_quickstart_matches_an_uninterrupted_one(
+    uninterrupted: Path, tmp_path: Path, interruption: str
+) -> None:
     folder = tmp_path / "interrupted"
     made = shutil.ignore_patterns("checkpoints", "tensorboard", "metrics.jsonl")
-    shutil.copytree(undisturbed, folder, ignore=made)
+    shutil.copytree(uninterrupted, folder, ignore=made)
     process = start(folder)
     while "iteration       30/" not in process.stdout.readline():
         assert process.poll() is None
     if interruption == "Ctrl-C":
         os.killpg(process.pid, signal.SIGINT)
-        assert "The same command continues" in finish(process, 130)
+        assert "Run the same command to resume" in finish(process, 130)
     else:
         process.send_signal(signal.SIGTERM)
-        assert "The same command continues" in finish(process, 143)
+        assert "Run the same command to resume" in finish(process, 143)
     stopped = int((folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
     assert 30 <= stopped < 60
 
     assert f"iterations {stopped + 1} to 60" in finish(start(folder))
-    assert metrics(folder) == metrics(undisturbed)
+    assert metrics(folder) == metrics(uninterrupted)
     logged = [line["iteration"] for line in metrics(folder) if "lm loss" in line]
     assert logged == [10, 20, 30, 40, 50, 60]

@@ -1,4 +1,4 @@
-"""The scripts of published sizes, held against the papers' tables."""
+"""The scripts of published sizes against the papers' tables."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TABLE = {
     "2.5b": (2.5, 20, 1920, 54, 2, 1, 128, 512),
     "4.2b": (4.2, 24, 2304, 64, 4, 1, 256, 512),
     "8.3b": (8.3, 32, 3072, 72, 8, 1, 512, 512),
-    # 2104.04473, table 1
+    # arXiv 2104.04473, table 1
     "1.7b": (1.7, 24, 2304, 24, 1, 1, 32, 512),
     "3.6b": (3.6, 32, 3072, 30, 2, 1, 64, 512),
     "7.5b": (7.5, 32, 4096, 36, 4, 1, 128, 512),
@@ -38,14 +38,14 @@ TABLE = {
     "310.1b": (310.1, 128, 16384, 96, 8, 16, 1920, 2160),
     "529.6b": (529.6, 128, 20480, 105, 8, 35, 2520, 2520),
     "1t": (1008.0, 160, 25600, 128, 8, 64, 3072, 3072),
-    # 2005.14165, table 2.1; the GPUs of 2104.04473, section 5.1
+    # arXiv 2005.14165, table 2.1; GPUs of arXiv 2104.04473, section 5.1
     "175b": (174.6, 96, 12288, 96, 8, 16, 1024, 1536),
-    # 1909.08053, section 5.2, but for the batch, which is that of NVIDIA's example
+    # arXiv 1909.08053, section 5.2, with the batch size of NVIDIA's example
     "345m": (0.355, 16, 1024, 24, 1, 1, 1, 8),
 }
 
 
-def test_every_size_has_its_row() -> None:
+def test_every_script_has_its_row() -> None:
     assert {f"pretrain_gpt_{size}.sh" for size in TABLE} == {
         path.name for path in (ROOT / "scripts").glob("pretrain_gpt_*.sh")
     }
@@ -58,7 +58,7 @@ def parameters(config: RunConfig, vocab_size: int) -> int:
 
 
 @pytest.mark.parametrize("size", TABLE)
-def test_a_size_is_that_of_its_paper(checkout: Checkout, size: str) -> None:
+def test_a_size_matches_its_paper(checkout: Checkout, size: str) -> None:
     billions, heads, hidden, layers, tensor, stages, gpus, batch = TABLE[size]
     (dry,) = commands(checkout.run(f"pretrain_gpt_{size}.sh", "--dry-run", "--lr", "1"))
     assert dry[:2] == ["python3", "pretrain_gpt.py"] and dry[-2:] == ["--world-size", str(gpus)]
@@ -70,7 +70,7 @@ def test_a_size_is_that_of_its_paper(checkout: Checkout, size: str) -> None:
     assert (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size) == (tensor, stages)
     assert config.training.global_batch_size == batch
     check_layout(config, gpus)
-    # The papers pad GPT-2's 50,257 ids to 51,200, so that every layout divides them.
+    # The papers pad GPT-2's 50,257 ids to 51,200, which all layouts divide.
     each = config.tokenizer.make_vocab_size_divisible_by * tensor
     padded = -(-50257 // each) * each
     assert padded == (50304 if size == "345m" else 51200)
@@ -79,8 +79,8 @@ def test_a_size_is_that_of_its_paper(checkout: Checkout, size: str) -> None:
 
 @pytest.mark.parametrize("size", ["345m", "8.3b", "175b"])
 def test_a_size_trains_on_data(checkout: Checkout, size: str) -> None:
-    place = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node0", "GPUS_PER_NODE": "8"}
-    done = checkout.run(f"pretrain_gpt_{size}.sh", "--bf16", **RUN | place | {"DATA_PATH": "0.3 a 0.7 b"})
+    nodes = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node0", "GPUS_PER_NODE": "8"}
+    done = checkout.run(f"pretrain_gpt_{size}.sh", "--bf16", **RUN | nodes | {"DATA_PATH": "0.3 a 0.7 b"})
     (training,) = commands(done)
     assert re.search("torch.distributed.run --nproc-per-node 8 --nnodes 2 --node-rank 1", " ".join(training))
     words = training[training.index("pretrain_gpt.py") + 1 :]
@@ -93,7 +93,7 @@ def test_a_size_trains_on_data(checkout: Checkout, size: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", TABLE)
 def test_a_size_fits_the_gpus_of_its_paper(size: str, tmp_path: Path) -> None:
-    """V100s of 32 GB, then A100s of 80."""
+    """V100 with 32 GB, or A100 with 80 GB."""
     file = tmp_path / "counts.json"
     script = ["bash", ROOT / "scripts" / f"pretrain_gpt_{size}.sh", "--dry-run", "--dry-run-ranks", "0"]
     environment = os.environ | {"PYTHON": sys.executable}
@@ -105,7 +105,7 @@ def test_a_size_fits_the_gpus_of_its_paper(size: str, tmp_path: Path) -> None:
     assert record["ranks"][0]["memory"]["peak"] < (32e9 if v100 else 80e9)
 
 
-def test_what_is_given_wins(checkout: Checkout) -> None:
+def test_flags_and_variables_override_the_script(checkout: Checkout) -> None:
     (dry,) = commands(checkout.run("pretrain_gpt_1t.sh", "--dry-run", "--fp16", "--world-size=1536"))
     assert "--bf16" not in dry and "--world-size" not in dry
     (dry,) = commands(checkout.run("pretrain_gpt_1t.sh", "--dry-run", NNODES="192"))
@@ -114,13 +114,13 @@ def test_what_is_given_wins(checkout: Checkout) -> None:
     assert mock[0] == str(checkout.python) and mock.count("--mock-data") == 1 and "--save" not in mock
 
 
-def test_a_dry_run_is_all_that_a_script_does(checkout: Checkout) -> None:
+def test_a_dry_run_runs_nothing_else(checkout: Checkout) -> None:
     done = checkout.run("pretrain_gpt.sh", "--dry-run", **RUN)
     assert [c[1] for c in commands(done)] == ["pretrain_gpt.py"] and done.returncode == 0
     assert checkout.run("pretrain_gpt_1t.sh", "--dry-run", STATUS="2").returncode == 2
 
 
-def test_a_launcher_starts_the_processes_in_torchruns_place(checkout: Checkout) -> None:
+def test_a_launcher_replaces_torchrun(checkout: Checkout) -> None:
     starter = checkout.root / "start it.sh"
     starter.write_text('echo "started $*"')
     done = checkout.run("pretrain_gpt_1t.sh", LAUNCHER="start it.sh", **RUN)

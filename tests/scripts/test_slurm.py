@@ -1,4 +1,4 @@
-"""The SLURM job, run with stand-ins for srun and scontrol that do what SLURM's do."""
+"""The SLURM job with stand-ins for srun and scontrol."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FLAGS = """
     --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --global-batch-size 4 --lr 1e-3 --log-interval 1
     --eval-iters 0 --num-workers 0 --device cpu --distributed-timeout-minutes 1
 """.split()
-# Starts the tasks, writes down their process numbers, and ends with the highest status of all.
+# Starts the tasks, writes their process ids to a file, and exits with the highest status.
 SRUN = f"""#!{sys.executable}
 import os, pathlib, subprocess, sys
 arguments = [word for word in sys.argv[1:] if not word.startswith(("--kill-on-bad", "--cpus"))]
@@ -36,7 +36,7 @@ case $1 in show) echo 127.0.0.1 ;; requeue) echo requeued "$2" >> requeued ;; es
 
 @pytest.fixture
 def slurm(tmp_path: Path):
-    """Starts the job in a folder of its own; gives the process."""
+    """Function that starts the job in a folder of its own and returns the process."""
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -69,9 +69,9 @@ def wait_for(path: Path, size: int) -> None:
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGUSR1, 138), pytest.param(signal.SIGKILL, 200, marks=pytest.mark.slow)]
 )
-def test_a_job_that_is_stopped_goes_on_when_it_is_started_again(slurm, tmp_path, number, status) -> None:
-    place = ["--save", tmp_path / "run", "--load", tmp_path / "run", "--metrics-path", tmp_path / "m.jsonl"]
-    job = slurm(*FLAGS, *place, "--save-interval", "5", "--train-iters", "100000")
+def test_a_stopped_job_is_requeued_and_resumes(slurm, tmp_path, number, status) -> None:
+    paths = ["--save", tmp_path / "run", "--load", tmp_path / "run", "--metrics-path", tmp_path / "m.jsonl"]
+    job = slurm(*FLAGS, *paths, "--save-interval", "5", "--train-iters", "100000")
     wait_for(tmp_path / "m.jsonl", 3000)
     tasks = [int(word) for word in (tmp_path / "tasks").read_text().split()]
     for task in tasks if number == signal.SIGUSR1 else tasks[1:]:
@@ -81,21 +81,21 @@ def test_a_job_that_is_stopped_goes_on_when_it_is_started_again(slurm, tmp_path,
     assert (tmp_path / "requeued").read_text().startswith("requeued ")
     assert "Traceback" not in errors
     done = int((tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text())
-    job = slurm(*FLAGS, *place, "--train-iters", str(done + 2))
+    job = slurm(*FLAGS, *paths, "--train-iters", str(done + 2))
     output, errors = job.communicate(timeout=60)
     assert job.returncode == 0, errors
     assert f"iterations {done + 1} to {done + 2}" in output and "training is done" in output
     assert not list(tmp_path.glob(".*.faults"))
 
 
-def test_what_starting_again_would_not_help_is_not_started_again(slurm, tmp_path) -> None:
+def test_input_errors_are_not_requeued(slurm, tmp_path) -> None:
     job = slurm(*FLAGS, "--train-iters", "5", "--lr", "-1")
     errors = job.communicate(timeout=60)[1]
     assert job.returncode == 2 and "error: --lr: -1.0 is too small" in errors
     assert not (tmp_path / "requeued").exists()
 
 
-def test_a_script_of_a_size_runs_as_tasks_of_the_job(slurm, tmp_path) -> None:
+def test_a_size_script_runs_as_tasks_of_the_job(slurm, tmp_path) -> None:
     stand_in = tmp_path / "python"
     stand_in.write_text('#!/bin/sh\necho "task $RANK $LOCAL_RANK $WORLD_SIZE runs $1"; exit "${STATUS:-0}"\n')
     stand_in.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Text to ids: held against the libraries whose ids these are, and against known ids."""
+"""Tokenizers against the libraries that define their ids, and against known ids."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def config(kind: str, **files: str | Path | int) -> TokenizerConfig:
 
 @pytest.fixture(scope="module")
 def bpe_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the files of a small BPE, trained on the documentation of Python."""
+    """Folder with the files of a small BPE trained on Python's documentation."""
     folder = tmp_path_factory.mktemp("bpe")
     for name, content in train_bpe([topics[name] for name in sorted(topics)], 1000).items():
         (folder / name).write_text(content, encoding="utf-8")
@@ -110,14 +110,14 @@ def test_gpt2_gives_the_ids_of_transformers(gpt2, shared):
     assert gpt2.tokenize_batch(lines) == theirs(lines)["input_ids"]
 
 
-def test_end_of_text_written_in_text_is_ordinary_text(gpt2):
+def test_end_of_text_in_text_is_ordinary_text(gpt2):
     expected = [64, 27, 91, 437, 1659, 5239, 91, 29, 65]
     assert gpt2.tokenize("a<|endoftext|>b") == expected
     assert tiktoken_encoder(gpt2)(["a<|endoftext|>b"])[0].tolist() == expected
 
 
 def test_tiktoken_gives_the_ids_of_tokenizers_for_every_character(bpe):
-    """Both know which characters are letters and numbers from tables of Unicode of their own."""
+    """Each has its own Unicode tables of letters and numbers."""
     characters = [chr(c) for c in [*range(0xD800), *range(0xE000, 0x20000), 0xE0001, 0xE0100, 0x10FFFD]]
     texts = [
         "".join(f"a{c}1 {c}{c}! {c}" for c in characters[i : i + 50]) for i in range(0, len(characters), 50)
@@ -137,7 +137,7 @@ def test_tiktoken_gives_the_ids_of_tokenizers_on_text(gpt2, shared):
         assert ids.tolist() == right, text[:100]
 
 
-def test_bpe_reads_back_what_it_wrote(bpe):
+def test_bpe_round_trip(bpe):
     for line in LINES:
         assert bpe.detokenize(bpe.tokenize(line)) == line
     assert bpe.detokenize(bpe.tokenize("é")[:1]) == "\ufffd"
@@ -151,10 +151,10 @@ def test_engine_is_tiktoken_where_it_gives_the_same_ids(bpe):
 
 
 def test_engine_falls_back_where_ids_do_not_follow_the_merges(bpe_files, tmp_path):
-    """The same merges with ids in another order are the same tokenizer, but not to tiktoken."""
+    """With permuted ids the tokenizer is equivalent, but tiktoken reads the order of the merges from the ids."""
     vocab = json.loads((bpe_files / "vocab.json").read_text())
-    turned = {piece: len(vocab) - 1 - i for piece, i in vocab.items()}
-    (tmp_path / "vocab.json").write_text(json.dumps(turned))
+    reversed_ids = {piece: len(vocab) - 1 - i for piece, i in vocab.items()}
+    (tmp_path / "vocab.json").write_text(json.dumps(reversed_ids))
     tokenizer = build_tokenizer(
         config("GPT2BPETokenizer", vocab_file=tmp_path / "vocab.json", merge_file=bpe_files / "merges.txt")
     )
@@ -179,7 +179,7 @@ def test_bert_gives_the_ids_of_transformers(shared, lowercase):
     ours = build_tokenizer(config(kind, vocab_file=vocab))
     theirs = transformers.BertTokenizer(vocab=str(vocab), do_lower_case=lowercase)
     lines = [line for line in LINES if "[MASK]" not in line]
-    # transformers drops characters of the private use area, which are [UNK] to the original BERT.
+    # transformers drops private-use characters, which are [UNK] to the original BERT.
     lines += [line for line in real_lines(shared) if "\uf122" not in line]
     assert ours.tokenize_batch(lines) == theirs(lines, add_special_tokens=False)["input_ids"]
 
@@ -215,7 +215,7 @@ def test_bert_rules(bert_vocab):
     assert lower.detokenize(lower.tokenize("hello worlds!")) == "hello worlds!"
 
 
-# The others
+# Other tokenizers
 
 
 def test_sentencepiece(shared):
@@ -249,7 +249,7 @@ def test_huggingface_gives_the_ids_of_transformers(bpe_files):
     assert ours.tokenize_batch(LINES) == theirs(LINES, add_special_tokens=False)["input_ids"]
 
 
-def test_huggingface_takes_no_limits_from_the_file(bpe_files, tmp_path):
+def test_huggingface_ignores_truncation_in_the_file(bpe_files, tmp_path):
     settings = json.loads((bpe_files / "tokenizer.json").read_text())
     settings["truncation"] = {
         "direction": "Right",
@@ -289,10 +289,10 @@ def test_padded_vocab_size(vocab_size, divisor, shards, padded):
     assert padded_vocab_size(vocab_size, divisor, shards) == padded
 
 
-# Wrong input
+# Bad input
 
 
-def test_flags_that_are_missing_or_do_not_fit(bpe_files):
+def test_missing_or_inconsistent_flags(bpe_files):
     for kind, flag in [
         ("GPT2BPETokenizer", "--vocab-file"),
         ("BertWordPieceCase", "--vocab-file"),
@@ -309,7 +309,7 @@ def test_flags_that_are_missing_or_do_not_fit(bpe_files):
 
 
 def gpt2_config(vocab: str | None, merges: str | None, folder: Path, good: Path) -> TokenizerConfig:
-    """The good files, but for those whose content is given."""
+    """Config of the good files, with the given contents in place of theirs."""
     for name, content in (("vocab.json", vocab), ("merges.txt", merges)):
         text = (good / name).read_text(encoding="utf-8") if content is None else content
         (folder / name).write_text(text, encoding="utf-8")
@@ -334,12 +334,12 @@ def gpt2_config(vocab: str | None, merges: str | None, folder: Path, good: Path)
         ),
     ],
 )
-def test_bad_files_of_a_bpe(vocab, merges, message, tmp_path, bpe_files):
+def test_bad_bpe_files(vocab, merges, message, tmp_path, bpe_files):
     with pytest.raises(InputError, match=message):
         build_tokenizer(gpt2_config(vocab, merges, tmp_path, bpe_files))
 
 
-def test_merges_cut_short(tmp_path, bpe_files):
+def test_truncated_merges(tmp_path, bpe_files):
     merges = (bpe_files / "merges.txt").read_text(encoding="utf-8").splitlines(keepends=True)
     with pytest.raises(InputError, match=r"no merge produces \d+ pieces of .* truncated"):
         build_tokenizer(gpt2_config(None, "".join(merges[:-10]), tmp_path, bpe_files))
@@ -351,7 +351,7 @@ def test_merges_of_a_larger_vocabulary(tmp_path, bpe_files, shared):
         build_tokenizer(gpt2_config(None, merges, tmp_path, bpe_files))
 
 
-def test_a_vocabulary_may_hold_further_special_tokens(tmp_path, bpe_files):
+def test_a_vocabulary_may_have_more_special_tokens(tmp_path, bpe_files):
     vocab = json.loads((bpe_files / "vocab.json").read_text(encoding="utf-8"))
     vocab |= {"<pad>": len(vocab), "madeupword0000": len(vocab) + 1}
     assert build_tokenizer(gpt2_config(json.dumps(vocab), None, tmp_path, bpe_files)).vocab_size == 1002
@@ -371,7 +371,7 @@ def test_bert_vocabulary_without_a_special_token(missing, bert_vocab):
         build_tokenizer(config("BertWordPieceCase", vocab_file=bert_vocab))
 
 
-def test_bert_vocabulary_with_a_piece_twice(bert_vocab):
+def test_bert_vocabulary_with_a_duplicate_piece(bert_vocab):
     bert_vocab.write_text(bert_vocab.read_text() + "hello\n")
     with pytest.raises(InputError, match=r"vocab.txt:13: 'hello' is already on line 6"):
         build_tokenizer(config("BertWordPieceCase", vocab_file=bert_vocab))
@@ -381,7 +381,7 @@ def test_bert_vocabulary_with_a_piece_twice(bert_vocab):
     "kind", ["GPT2BPETokenizer", "BertWordPieceCase", "SentencePieceTokenizer", "HuggingFaceTokenizer"]
 )
 @pytest.mark.parametrize("content", [None, b"", b"\xff\xfe\x00", b"text\n", b"{}"])
-def test_files_that_are_missing_or_of_another_kind(kind, content, tmp_path):
+def test_missing_or_invalid_files(kind, content, tmp_path):
     path = tmp_path / "file"
     if content is not None:
         path.write_bytes(content)
@@ -401,7 +401,7 @@ def test_tokenizer_config_of_another_tokenizer(bpe_files, tmp_path):
             build_tokenizer(config("HuggingFaceTokenizer", tokenizer_model=tmp_path))
 
 
-def test_needs_no_torch(bpe_files):
+def test_does_not_import_torch(bpe_files):
     program = (
         "import sys; from megatron.tokenizer import build_tokenizer; "
         "from megatron.tokenizer.config import TokenizerConfig as C; import megatron.preprocessing.preprocess; "

@@ -1,4 +1,4 @@
-"""Training a vocabulary: what the files hold, and that they are the same each time."""
+"""Training a vocabulary: content of the files, and determinism."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def write(folder: Path, contents: dict[str, str]) -> Path:
     return folder
 
 
-def test_bpe_files_fit_together(tmp_path):
+def test_bpe_files_are_consistent(tmp_path):
     folder = write(tmp_path, train_bpe(TEXTS, 600))
     vocab = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
     merges = (folder / "merges.txt").read_text(encoding="utf-8").splitlines()
@@ -47,7 +47,7 @@ def test_bpe_files_fit_together(tmp_path):
 @pytest.mark.parametrize(
     ("lowercase", "kind"), [(True, "BertWordPieceLowerCase"), (False, "BertWordPieceCase")]
 )
-def test_wordpiece_knows_its_text(tmp_path, lowercase, kind):
+def test_wordpiece_covers_its_text(tmp_path, lowercase, kind):
     folder = write(tmp_path, train_wordpiece(lambda: TEXTS, 1000, lowercase=lowercase))
     config = TokenizerConfig(tokenizer_type=kind, vocab_file=str(folder / "vocab.txt"))
     tokenizer = build_tokenizer(config)
@@ -59,8 +59,8 @@ def test_wordpiece_knows_its_text(tmp_path, lowercase, kind):
     assert "".join(tokenizer.vocab[i] for i in ids[:200]).count("##") < 130
 
 
-def test_is_the_same_every_time():
-    """The library seeds its hash tables anew each time, so two runs in one process do as two of the command."""
+def test_training_is_deterministic():
+    """The library seeds its hash tables for each training, so a single process can show differences between runs."""
     assert train_bpe(TEXTS, 600) == train_bpe(TEXTS, 600)
     first = train_wordpiece(lambda: TEXTS, 1000, lowercase=True)
     assert all(train_wordpiece(lambda: TEXTS, 1000, lowercase=True) == first for _ in range(3))
@@ -73,11 +73,11 @@ def test_is_the_same_every_time():
         (10**6, r"--vocab-size: 1000000 is too large for this text, which yields \d+ pieces"),
     ],
 )
-def test_size_that_the_text_does_not_yield(vocab_size, message):
+def test_vocab_size_that_the_text_does_not_yield(vocab_size, message):
     with pytest.raises(InputError, match=message):
         train_bpe(TEXTS, vocab_size)
 
 
-def test_wordpiece_size_that_the_text_does_not_yield():
+def test_wordpiece_vocab_size_that_the_text_does_not_yield():
     with pytest.raises(InputError, match="--vocab-size: 6 is too small"):
         train_wordpiece(lambda: TEXTS, 6, lowercase=True)

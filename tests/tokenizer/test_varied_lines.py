@@ -1,4 +1,4 @@
-"""1,000 lines of every kind: each tokenizer gives the ids of the library whose files it reads."""
+"""1,000 varied lines: each tokenizer gives the same ids as the library whose files it reads."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WORDS += " <|endoftext|> 👩‍👩‍👧‍👦 🏳️‍🌈 e\u0301 ﷺ ½
 
 
 def varied_lines() -> list[str]:
-    """Long runs of one character and empty lines, then words and characters of random blocks in random order."""
+    """Return long runs of one character and empty lines, then words and characters of random blocks in random order."""
     rng = random.Random(20261121)
     blocks = [[int(end, 16) for end in block.split("-")] for block in BLOCKS.split()]
     lines = ["", " ", "\n", "\r\n", "\x00", "\ufeff", "a" * 5000, "Ab" * 2500, " " * 3000, "\n" * 3000]
@@ -58,7 +58,7 @@ def varied_lines() -> list[str]:
 
 
 LINES = varied_lines()
-# What tokenizers are trained on: English and some of the lines, so that pieces of every script come up.
+# Training text of tokenizers: English and some of the lines, so that pieces of every script occur.
 TEXTS = [topics[name] for name in sorted(topics)][:30] + [line for line in LINES[17:400] if "<" not in line]
 
 
@@ -75,7 +75,7 @@ def assert_same(
 
 @pytest.fixture(scope="module")
 def bpe_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the files of a byte-level BPE that tools/train_tokenizer.py would write."""
+    """Folder with the files of a byte-level BPE, as tools/train_tokenizer.py writes them."""
     folder = tmp_path_factory.mktemp("bpe")
     for name, content in train_bpe(TEXTS, 2000).items():
         (folder / name).write_text(content, encoding="utf-8")
@@ -84,7 +84,7 @@ def bpe_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pieces(bpe_files: Path) -> list[bytes]:
-    """The pieces of that BPE but for <|endoftext|>, the 256 bytes first and in order, as tiktoken has them."""
+    """Pieces of that BPE without <|endoftext|>, the 256 bytes first and in order, as in tiktoken's files."""
     vocab = json.loads((bpe_files / "vocab.json").read_text(encoding="utf-8"))
     found = [piece_bytes(piece) for piece in sorted(vocab, key=vocab.get) if piece != "<|endoftext|>"]
     single = {piece for piece in found if len(piece) == 1}
@@ -92,17 +92,17 @@ def pieces(bpe_files: Path) -> list[bytes]:
     return [*sorted(single), *(piece for piece in found if piece not in single)]
 
 
-def test_the_lines_are_of_many_kinds() -> None:
+def test_the_lines_are_varied() -> None:
     text = "".join(LINES)
     assert len(LINES) == 1000 and len({ord(c) >> 8 for c in text}) > 150
     assert all(chr(c) in text for c in [*range(32), 0x7F, 0x200D, 0xFE0F, 0x1F469])
 
 
-# ---- a tokenizer.json
+# ---- tokenizer.json
 
 
 def hugging_face(kind: str) -> Any:
-    """A tokenizer of the library's, trained on TEXTS."""
+    """Train a tokenizer of the tokenizers library on TEXTS."""
     from tokenizers import Tokenizer as HFTokenizer
     from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -120,7 +120,7 @@ def hugging_face(kind: str) -> Any:
             vocab_size=2000, unk_token="<unk>", special_tokens=["<unk>"], show_progress=False
         )
     else:
-        # As Llama 2: characters that are not in the vocabulary become their bytes.
+        # As in Llama 2, characters outside the vocabulary become bytes.
         tokenizer = HFTokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
         special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
@@ -132,7 +132,7 @@ def hugging_face(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "unigram", "byte-fallback"])
-def test_a_tokenizer_json(kind: str, tmp_path: Path) -> None:
+def test_tokenizer_json(kind: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     hugging_face(kind).save(str(tmp_path / "tokenizer.json"))
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
@@ -140,7 +140,7 @@ def test_a_tokenizer_json(kind: str, tmp_path: Path) -> None:
     assert_same(ours.tokenize_batch(LINES), theirs(LINES, add_special_tokens=False)["input_ids"])
 
 
-def test_a_byte_level_tokenizer_json(bpe_files: Path) -> None:
+def test_byte_level_tokenizer_json(bpe_files: Path) -> None:
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoTokenizer.from_pretrained(bpe_files, local_files_only=True)
     ours = build("HuggingFaceTokenizer", bpe_files)
@@ -160,7 +160,7 @@ def test_gpt2(shared: Path) -> None:
             tokenizer_type="GPT2BPETokenizer", vocab_file=str(files["vocab"]), merge_file=str(files["merges"])
         )
     )
-    # There <|endoftext|> in text is the special token.
+    # transformers reads <|endoftext|> in text as the special token.
     lines = [line for line in LINES if "<|endoftext|>" not in line]
     expected = theirs(lines)["input_ids"]
     assert_same(ours.tokenize_batch(lines), expected, lines)
@@ -172,7 +172,7 @@ def test_bert(shared: Path) -> None:
     vocab = str(shared / "data/bert-base-uncased-vocab.txt")
     ours = build_tokenizer(TokenizerConfig(tokenizer_type="BertWordPieceLowerCase", vocab_file=vocab))
     theirs = transformers.BertTokenizer(vocab=vocab)
-    # What docs/data.md says of private use, long words and special tokens in text.
+    # Excludes private-use characters, long words and special tokens, as explained in docs/data.md.
     lines = [
         line for line in LINES if "[MASK]" not in line and not any("\ue000" <= c <= "\uf8ff" for c in line)
     ]
@@ -187,7 +187,7 @@ def test_bert(shared: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["shared", "unigram", "bpe", "char"])
-def test_a_sentencepiece_model(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_sentencepiece_model(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     sentencepiece = pytest.importorskip("sentencepiece")
     if kind == "shared":
         model = request.getfixturevalue("shared") / "data/sentencepiece-test_model.model"
@@ -214,7 +214,7 @@ def test_a_sentencepiece_model(kind: str, tmp_path: Path, request: pytest.Fixtur
 
 
 def encodings(monkeypatch: pytest.MonkeyPatch, ranks: dict[bytes, int]) -> dict[str, Any]:
-    """OpenAI's encodings as the library defines them, of these ranks in place of those that it would download."""
+    """OpenAI's encodings as tiktoken defines them, with these ranks instead of downloaded ones."""
     tiktoken = pytest.importorskip("tiktoken")
     public = pytest.importorskip("tiktoken_ext.openai_public")
     monkeypatch.setattr(public, "load_tiktoken_bpe", lambda *_, **__: ranks)
@@ -242,9 +242,11 @@ def json_of(pieces: Sequence[bytes]) -> str:
     )
 
 
-def test_tiktokens_own_files(pieces: list[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiktoken_files(pieces: list[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load = pytest.importorskip("tiktoken.load")
-    ranks = {piece: rank + (rank > 1000) for rank, piece in enumerate(pieces)}  # with a gap, as OpenAI's have
+    ranks = {
+        piece: rank + (rank > 1000) for rank, piece in enumerate(pieces)
+    }  # with a gap, as in OpenAI's files
     path = tmp_path / "x.tiktoken"
     path.write_text(lines_of(ranks))
     assert load.load_tiktoken_bpe(str(path)) == ranks
@@ -257,14 +259,14 @@ def test_tiktokens_own_files(pieces: list[bytes], tmp_path: Path, monkeypatch: p
     assert ours.detokenize([ours.eod]) == "<|endoftext|>"
 
 
-LIMIT = 999_998  # of white space; with one more the regular expressions of tiktoken panic
+LIMIT = 999_998  # characters of whitespace; with one more, tiktoken's regular expressions panic
 
 
 @pytest.mark.parametrize(
     "pattern", ["gpt2", *(pytest.param(p, marks=pytest.mark.slow) for p in ("v1", "o200k"))]
 )
-def test_white_space_that_is_too_long_for_tiktoken(pattern: str, pieces: list[bytes], tmp_path: Path) -> None:
-    """It is cut where tiktoken cannot encode it, and only there."""
+def test_whitespace_too_long_for_tiktoken(pattern: str, pieces: list[bytes], tmp_path: Path) -> None:
+    """The text is split where tiktoken cannot encode it, and only there."""
     pytest.importorskip("tiktoken")
     path = tmp_path / "x.tiktoken"
     path.write_text(lines_of({piece: rank for rank, piece in enumerate(pieces)}))
@@ -280,7 +282,7 @@ def test_white_space_that_is_too_long_for_tiktoken(pattern: str, pieces: list[by
     assert ids[:3] == ours.tokenize("the cat")[:3]
 
 
-def test_white_space_that_is_too_long_for_tiktoken_as_engine(bpe_files: Path) -> None:
+def test_whitespace_too_long_for_the_tiktoken_engine(bpe_files: Path) -> None:
     pytest.importorskip("tiktoken")
     vocab, merges = str(bpe_files / "vocab.json"), str(bpe_files / "merges.txt")
     ours = build_tokenizer(
@@ -290,7 +292,7 @@ def test_white_space_that_is_too_long_for_tiktoken_as_engine(bpe_files: Path) ->
     assert_same(tiktoken_encoder(ours)(texts), ours.tokenize_batch(texts), texts)
 
 
-# As Megatron-LM has them in its two versions.
+# The patterns of Megatron-LM's two versions.
 NVIDIA_PATTERNS = {
     "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
     "v2": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
@@ -349,14 +351,14 @@ def test_json_vocabularies_of_megatron(pattern: str, pieces: list[bytes], tmp_pa
         ('[{"rank": 0, "token_bytes": "I"}]', "x: entry 0: 'I' is not base64"),
     ],
 )
-def test_files_that_are_no_vocabulary_of_tiktokens(content: str, message: str, tmp_path: Path) -> None:
+def test_invalid_tiktoken_vocabularies(content: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_text(content)
     with pytest.raises(InputError, match=message):
         build("TikTokenizer", path, tiktoken_pattern="v2")
 
 
-def test_too_small_a_vocabulary_for_the_size_that_was_given(pieces: list[bytes], tmp_path: Path) -> None:
+def test_wrong_vocab_size_or_pattern(pieces: list[bytes], tmp_path: Path) -> None:
     path = tmp_path / "vocab.json"
     path.write_text(json_of(pieces))
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""tools/convert_checkpoint.py: what it prints, compares, refuses and leaves behind."""
+"""tools/convert_checkpoint.py: output, comparisons, errors, and files left behind."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def convert(source: str, target: str, load: Path | str, save: Path) -> None:
     main(["--from", source, "--to", target, "--load", str(load), "--save", str(save)])
 
 
-def give_tokenizer(folder: Path, names: tuple[str, ...]) -> int:
-    """Put files of a BPE into a folder; gives the number of its ids."""
+def add_tokenizer(folder: Path, names: tuple[str, ...]) -> int:
+    """Write files of a BPE into a folder and return its vocabulary size."""
     files = train_bpe(TEXT, 270)
     for name in names:
         (folder / name).write_text(files[name])
@@ -50,11 +50,11 @@ def model_of(folder: Path) -> GPTModel:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_there_and_back_with_a_tokenizer(tmp_path: Path, capsys, kind: str) -> None:
+def test_round_trip_with_a_tokenizer(tmp_path: Path, capsys, kind: str) -> None:
     theirs, ours, again = (tmp_path / name for name in ("theirs", "ours", "again"))
     save_hf(theirs, kind, vocab_size=300)
     names = {"gpt2": ("vocab.json", "merges.txt"), "llama": ("tokenizer.json", "tokenizer_config.json")}[kind]
-    give_tokenizer(theirs, names)
+    add_tokenizer(theirs, names)
     convert("huggingface", "native", theirs, ours)
     out = capsys.readouterr().out
     assert f"{theirs}: GPT, iteration 0" in out and "vocabulary of 270 ids" in out
@@ -91,12 +91,12 @@ def test_there_and_back_with_a_tokenizer(tmp_path: Path, capsys, kind: str) -> N
     ],
     ids=["code", "damaged"],
 )
-def test_a_tokenizer_that_transformers_does_not_load(
+def test_a_tokenizer_that_transformers_cannot_load(
     tmp_path: Path, capsys, monkeypatch, settings: dict, why: str
 ) -> None:
-    """It costs a note, not the conversion; and code in the folder does not run, whatever the terminal answers."""
+    """The conversion succeeds with a note, and code in the folder is not run, even if the answer to a prompt is yes."""
     folder = save_hf(tmp_path / "theirs", "llama", vocab_size=300)
-    give_tokenizer(folder, ("tokenizer.json",))
+    add_tokenizer(folder, ("tokenizer.json",))
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     monkeypatch.setattr("builtins.input", lambda *_: "y")
@@ -108,7 +108,7 @@ def test_a_tokenizer_that_transformers_does_not_load(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "theirs"]
 
 
-def test_a_model_that_transformers_does_not_have(tmp_path: Path, capsys, monkeypatch) -> None:
+def test_an_architecture_that_transformers_lacks(tmp_path: Path, capsys, monkeypatch) -> None:
     folder = save_hf(tmp_path / "theirs", "gpt2")
     unknown = dataclasses.replace(FAMILIES["gpt2"], architectures=("GPT9LMHeadModel",))
     monkeypatch.setitem(FAMILIES, "gpt2", unknown)
@@ -122,8 +122,8 @@ def test_a_model_that_transformers_does_not_have(tmp_path: Path, capsys, monkeyp
     )
 
 
-def test_of_a_run(tmp_path: Path, pretrain: Callable[..., str], capsys) -> None:
-    """A checkpoint of several files, with optimizer, whose vocabulary is padded."""
+def test_checkpoint_of_a_run(tmp_path: Path, pretrain: Callable[..., str], capsys) -> None:
+    """A checkpoint with several files, optimizer state and a padded vocabulary."""
     flags = """
         --mock-data --tokenizer-type NullTokenizer --vocab-size 50 --num-layers 2 --hidden-size 16
         --num-attention-heads 2 --seq-length 8 --micro-batch-size 2 --train-iters 2 --lr 1e-2 --device cpu
@@ -154,7 +154,7 @@ def test_of_a_run(tmp_path: Path, pretrain: Callable[..., str], capsys) -> None:
         ),
     ],
 )
-def test_what_hugging_face_does_not_have(tmp_path: Path, pretrain, flags: str, message: str) -> None:
+def test_models_that_hugging_face_lacks(tmp_path: Path, pretrain, flags: str, message: str) -> None:
     base = """
         --mock-data --tokenizer-type NullTokenizer --vocab-size 50 --num-layers 1 --hidden-size 16
         --num-attention-heads 2 --seq-length 8 --micro-batch-size 2 --train-iters 1 --lr 1e-2 --device cpu
@@ -172,7 +172,7 @@ def edit_config(folder: Path, **fields: object) -> None:
 
 
 def edit_tensors(folder: Path, **tensors: torch.Tensor | None) -> None:
-    """Replace, add, or with None take away."""
+    """Replace or add tensors; None removes one."""
     path = folder / "model.safetensors"
     edited = load_file(path) | {name.replace("__", "."): tensor for name, tensor in tensors.items()}
     save_file({name: tensor for name, tensor in edited.items() if tensor is not None}, path)
@@ -216,7 +216,7 @@ WRONG_SETTINGS = [
 @pytest.mark.parametrize(
     ("kind", "fields", "message"), WRONG_SETTINGS, ids=[repr(c[1])[:50] for c in WRONG_SETTINGS]
 )
-def test_settings_that_do_not_fit(tmp_path: Path, kind: str, fields: dict, message: str) -> None:
+def test_unsupported_settings(tmp_path: Path, kind: str, fields: dict, message: str) -> None:
     folder = save_hf(tmp_path / "theirs", kind)
     edit_config(folder, **fields)
     with pytest.raises(InputError, match=re.escape(message)) as caught:
@@ -225,7 +225,7 @@ def test_settings_that_do_not_fit(tmp_path: Path, kind: str, fields: dict, messa
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
 
 
-def test_missing_and_left_over_tensors_are_listed(tmp_path: Path) -> None:
+def test_missing_and_unexpected_tensors_are_listed(tmp_path: Path) -> None:
     folder = save_hf(tmp_path / "theirs", "llama", num_hidden_layers=4)
     tensors = load_file(folder / "model.safetensors")
     edit_tensors(folder, **{name: None for name in tensors if "proj" in name})
@@ -242,7 +242,7 @@ def test_missing_and_left_over_tensors_are_listed(tmp_path: Path) -> None:
         convert("huggingface", "native", folder, tmp_path / "new")
 
 
-def test_sharded_files_that_do_not_fit(tmp_path: Path) -> None:
+def test_inconsistent_sharded_files(tmp_path: Path) -> None:
     folder = save_hf(tmp_path / "theirs", "gpt2")
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").rename(folder / "a.safetensors")
@@ -264,7 +264,7 @@ def test_sharded_files_that_do_not_fit(tmp_path: Path) -> None:
         convert("huggingface", "native", folder, tmp_path / "new")
 
 
-def test_what_is_no_folder_of_a_model(tmp_path: Path) -> None:
+def test_paths_without_a_model(tmp_path: Path) -> None:
     archive = tmp_path / "model.zip"
     zipfile.ZipFile(archive, "w").close()
     (tmp_path / "empty").mkdir()
@@ -291,7 +291,7 @@ def test_pickles_are_not_read(tmp_path: Path) -> None:
         convert("huggingface", "native", folder, tmp_path / "new")
 
 
-def test_the_wrong_format_and_places(tmp_path: Path) -> None:
+def test_wrong_format_and_folder(tmp_path: Path) -> None:
     folder = save_hf(tmp_path / "theirs", "gpt2")
     with pytest.raises(InputError, match="is a Hugging Face model; give --from huggingface"):
         convert("native", "huggingface", folder, tmp_path / "new")
@@ -302,7 +302,7 @@ def test_the_wrong_format_and_places(tmp_path: Path) -> None:
             convert(source, target, folder, folder)
 
 
-def test_a_conversion_that_differs_is_not_kept(tmp_path: Path, monkeypatch) -> None:
+def test_a_conversion_with_different_logits_is_not_kept(tmp_path: Path, monkeypatch) -> None:
     folder = save_hf(tmp_path / "theirs", "gpt2")
     import tools.convert_checkpoint as tool
 
@@ -337,7 +337,7 @@ def test_a_link_to_an_empty_folder(tmp_path: Path, monkeypatch, target: str) -> 
 
 @pytest.mark.parametrize("at", ["_read", "our_logits"])
 def test_sigterm_leaves_nothing(tmp_path: Path, monkeypatch, at: str) -> None:
-    """Neither while tensors are written, nor when all is there but not compared yet."""
+    """The signal arrives while tensors are written, or before the written checkpoint is compared."""
     import tools.convert_checkpoint as tool
 
     folder = save_hf(tmp_path / "theirs", "gpt2")
@@ -349,7 +349,7 @@ def test_sigterm_leaves_nothing(tmp_path: Path, monkeypatch, at: str) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
 
 
-def test_a_torn_file_leaves_nothing(tmp_path: Path) -> None:
+def test_a_truncated_file_leaves_nothing(tmp_path: Path) -> None:
     folder = save_hf(tmp_path / "theirs", "gpt2")
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-10])
@@ -361,7 +361,7 @@ def test_a_torn_file_leaves_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
 
 
-def test_as_a_command(tmp_path: Path, command) -> None:
+def test_command(tmp_path: Path, command) -> None:
     folder = save_hf(tmp_path / "theirs", "gpt2")
     words = ["tools/convert_checkpoint.py", "--from", "huggingface", "--to", "native", "--load", folder]
     done = command(*words, "--save", tmp_path / "new")

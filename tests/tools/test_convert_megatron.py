@@ -1,4 +1,4 @@
-"""tools/convert_checkpoint.py, from and to Megatron-LM's form."""
+"""tools/convert_checkpoint.py from and to Megatron-LM's format."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tools.convert_checkpoint import main
 
 @pytest.fixture
 def convert(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs the tool within the test's process; gives what it printed."""
+    """Function that runs the tool in the test's process and returns its stdout."""
 
     def run(source: str, target: str, load: Path, save: Path, *flags: object) -> str:
         words = ("--from", source, "--to", target, "--load", load, "--save", save, *flags)
@@ -28,25 +28,25 @@ def convert(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     return run
 
 
-def test_there_and_back(convert: Callable[..., str], tmp_path: Path) -> None:
+def test_round_trip(convert: Callable[..., str], tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     root = written(tmp_path, tensor=2)
-    said = convert("megatron", "native", root, tmp_path / "native")
-    assert "logits of the written checkpoint differ by 0.00e+00 of the largest" in said
+    printed = convert("megatron", "native", root, tmp_path / "native")
+    assert "logits of the written checkpoint differ by 0.00e+00 of the largest" in printed
     sizes = ("--target-tensor-model-parallel-size", 4, "--target-pipeline-model-parallel-size", 2)
     convert("native", "megatron", tmp_path / "native", tmp_path / "back", *sizes)
     assert_equal(
         weights(open_megatron(tmp_path / "back", TokenizerConfig())), weights(checkpoint_of(tmp_path))
     )
     assert len(list(tmp_path.glob("back/release/mp_rank_0[0-3]_00[01]"))) == 8
-    said = convert("megatron", "huggingface", tmp_path / "back", tmp_path / "hf")
-    assert "logits of transformers from" in said
+    printed = convert("megatron", "huggingface", tmp_path / "back", tmp_path / "hf")
+    assert "logits of transformers from" in printed
     convert("huggingface", "megatron", tmp_path / "hf", tmp_path / "again")
     found = weights(open_megatron(tmp_path / "again", TokenizerConfig()))
     assert_equal(found, weights(checkpoint_of(tmp_path)))
 
 
-def test_files_are_divided_otherwise(convert: Callable[..., str], tmp_path: Path) -> None:
+def test_resharding(convert: Callable[..., str], tmp_path: Path) -> None:
     root, sizes = written(tmp_path, tensor=2), ("--target-pipeline-model-parallel-size", 2)
     convert("megatron", "megatron", root, tmp_path / "divided", *sizes)
     assert len(list(tmp_path.glob("divided/release/mp_rank_00_00[01]"))) == 2
@@ -54,21 +54,21 @@ def test_files_are_divided_otherwise(convert: Callable[..., str], tmp_path: Path
     assert_equal(found, weights(checkpoint_of(tmp_path)))
 
 
-def test_heads_that_nothing_confirms(convert: Callable[..., str], tmp_path: Path) -> None:
-    """Equal logits say nothing of them, so a note does."""
+def test_an_unconfirmed_number_of_heads_is_noted(convert: Callable[..., str], tmp_path: Path) -> None:
+    """Equal logits do not confirm the number of heads, so a note says so."""
     root = written(tmp_path)
     assert "number of heads" not in convert("megatron", "native", root, tmp_path / "native")
     edit(root, lambda content: content.pop("args"))
-    flags = ("--num-attention-heads", 8, "--vocab-size", VOCAB)  # it has 4
-    said = convert("megatron", "native", root, tmp_path / "wrong", *flags)
-    assert "note: --num-attention-heads 8 cannot be checked against" in said
-    assert "differ by 0.00e+00" in said
+    flags = ("--num-attention-heads", 8, "--vocab-size", VOCAB)  # the model has 4
+    printed = convert("megatron", "native", root, tmp_path / "wrong", *flags)
+    assert "note: --num-attention-heads 8 cannot be checked against" in printed
+    assert "differ by 0.00e+00" in printed
 
 
-def test_the_bar_counts_what_is_written(
+def test_the_progress_bar_counts_written_bytes(
     convert: Callable[..., str], shared: Path, tmp_path: Path, monkeypatch
 ) -> None:
-    """Of a checkpoint with the optimizer's state, its weights."""
+    """For a checkpoint with optimizer state, the bar counts only the weights."""
     bars = []
 
     class Bar(tqdm):
@@ -84,7 +84,7 @@ def test_the_bar_counts_what_is_written(
     assert [bar.n / bar.total for bar in bars] == pytest.approx([1, 1, 1], abs=0.05)
 
 
-def test_tokenizer_and_optimizer_come_along(
+def test_tokenizer_and_optimizer_are_converted(
     convert: Callable[..., str], shared: Path, tmp_path: Path
 ) -> None:
     data = shared / "data"
@@ -101,7 +101,7 @@ def test_tokenizer_and_optimizer_come_along(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (
             ("native", "megatron", "--num-attention-heads", 4),
@@ -130,15 +130,15 @@ def test_tokenizer_and_optimizer_come_along(
         ),
     ],
 )
-def test_bad_input(convert: Callable[..., str], tmp_path: Path, words: tuple, told: str) -> None:
+def test_bad_input(convert: Callable[..., str], tmp_path: Path, words: tuple, message: str) -> None:
     source, target, *flags = words
     with pytest.raises(InputError) as caught:
         convert(source, target, written(tmp_path), tmp_path / "x", *flags)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
     assert not (tmp_path / "x").exists()
 
 
-def test_training_from_it_says_what_to_do(pretrain: Callable, tmp_path: Path) -> None:
+def test_training_from_it_suggests_conversion(pretrain: Callable, tmp_path: Path) -> None:
     root = written(tmp_path)
     flags = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --lr 1e-3"
     flags += (

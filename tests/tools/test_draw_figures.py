@@ -1,4 +1,4 @@
-"""The figures: well-formed, true to the schedules, and those in docs/ up to date."""
+"""The figures: well-formed, consistent with the schedules, and up to date in docs/."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tools/evaluate.py: what it writes, and what it says of wrong flags."""
+"""tools/evaluate.py: the result file, and errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TINY = """
 
 @pytest.fixture
 def run(pretrain, tmp_path: Path) -> Path:
-    """The folder of a run's checkpoints."""
+    """Checkpoint folder of a run."""
     pretrain(*TINY, "--save", tmp_path / "run")
     return tmp_path / "run"
 
@@ -35,7 +35,7 @@ def numbers(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_result_has_what_repeats_it(
+def test_the_result_file_suffices_to_reproduce_it(
     run: Path, numbers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "result.json"
@@ -48,7 +48,7 @@ def test_the_result_has_what_repeats_it(
         f" validation results on PPL | avg loss: {loss:.4E} | ppl: {math.exp(loss):.4E} | word ppl"
     )
     assert dashes == "-" * len(line)
-    assert loss == pytest.approx(math.log(301), rel=0.05)  # a model that knows nothing yet
+    assert loss == pytest.approx(math.log(301), rel=0.05)  # an untrained model
     data = numbers.read_bytes()
     assert result["data"] == [
         {"file": str(numbers), "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}

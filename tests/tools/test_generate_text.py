@@ -1,4 +1,4 @@
-"""tools/generate_text.py, on a model that has hardly been trained."""
+"""tools/generate_text.py with a barely trained model."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ TINY = """
 
 @pytest.fixture
 def run(pretrain, tmp_path: Path) -> Path:
-    """The folder of a run's checkpoints."""
+    """Checkpoint folder of a run."""
     pretrain(*TINY, "--save", tmp_path / "run")
     return tmp_path / "run"
 
 
-def test_says_when_the_context_is_full(run: Path, command) -> None:
+def test_a_full_context_is_noted(run: Path, command) -> None:
     words = ["tools/generate_text.py", "--load", run, "--prompt", "1 2 3", "--greedy"]
     full = command(*words, "--out-seq-length", 14)
     assert full.stderr == ("note: stopped after 13 tokens: the 16-token context is full\n")
@@ -75,11 +75,11 @@ def test_a_damaged_architecture_is_one_line(run: Path, fields: dict, message: st
         load_gpt(InferenceConfig(load=str(run)), TokenizerConfig(), Mesh(device=CPU))
 
 
-def test_sizes_are_held_against_the_files_before_memory_is_taken(run: Path, capsys) -> None:
+def test_sizes_are_checked_against_the_files_before_allocating(run: Path, capsys) -> None:
     argv = ["--load", str(run), "--prompt", "1 2", "--greedy", "--out-seq-length", "5"]
     main(argv)
     expected = capsys.readouterr().out
-    # The files hold no rows that pad the vocabulary, and this model needs none.
+    # The files omit the rows of vocabulary padding, and this model does not need them.
     path = damage(run, padded_vocab_size=10**15)
     main(argv)
     assert capsys.readouterr().out == expected
@@ -92,7 +92,7 @@ def test_sizes_are_held_against_the_files_before_memory_is_taken(run: Path, caps
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose context is longer."""
+    """Checkpoint folder of a run with a longer context."""
     folder = tmp_path_factory.mktemp("trained") / "run"
     argv = [*TINY, "--seq-length", "64", "--max-position-embeddings", "64", "--init-method-std", "0.5"]
     with contextlib.redirect_stdout(io.StringIO()):
@@ -109,8 +109,8 @@ def records(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_prompts_of_a_file_in_their_order(trained: Path, tmp_path: Path, capsys) -> None:
-    """A prompt's text does not depend on the others, nor on where an earlier try was stopped."""
+def test_prompts_of_a_file_keep_their_order(trained: Path, tmp_path: Path, capsys) -> None:
+    """A completion does not depend on the other prompts, nor on where an earlier attempt stopped."""
     prompts = ["1 2 3", "4", "5 6 7 8 9 10 11 12", "13 14", "15"]
     lines = write(tmp_path / "prompts.txt", prompts)
     out = tmp_path / "out.jsonl"
@@ -161,7 +161,7 @@ def test_beams(trained: Path, capsys) -> None:
 
 
 def type_lines(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException]) -> None:
-    """What `input` gives or raises, one after the other; then the end of what is typed."""
+    """Make `input` return or raise these in turn, then signal end of file."""
     coming = iter(lines)
 
     def type_line(prompt: str) -> str:
@@ -174,12 +174,12 @@ def type_lines(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException
 
 
 def test_a_conversation(trained: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was said is the context of what follows; Ctrl-C ends a text, and not the program."""
+    """Earlier turns are the context of later ones; Ctrl-C ends a completion, not the program."""
     type_lines(monkeypatch, "1 2", "3", "/new", "1 2", KeyboardInterrupt, "x", "4")
     main(["--load", str(trained), "--greedy", "--out-seq-length", "5"])
-    told = capsys.readouterr()
-    answers = told.out.splitlines()
-    assert "'x'" in told.err and len(told.err.splitlines()) == 1
+    captured = capsys.readouterr()
+    answers = captured.out.splitlines()
+    assert "'x'" in captured.err and len(captured.err.splitlines()) == 1
     first, second, again, _, last = answers[:5]
     assert first == again and len(first.split()) == len(second.split()) == 5 and last
 
@@ -192,12 +192,14 @@ def test_a_conversation(trained: Path, capsys, monkeypatch: pytest.MonkeyPatch) 
     assert capsys.readouterr().out == "\n\n"
 
 
-def test_a_conversation_outgrows_the_context(trained: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversation_longer_than_the_context(
+    trained: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
     type_lines(monkeypatch, *["1 2 3"] * 6)
     main(["--load", str(trained), "--out-seq-length", "20", "--greedy", "--seed", str(2**32 - 1)])
-    told = capsys.readouterr()
-    assert [len(line.split()) for line in told.out.splitlines()] == [20] * 6
-    assert told.err.splitlines() == [
+    captured = capsys.readouterr()
+    assert [len(line.split()) for line in captured.out.splitlines()] == [20] * 6
+    assert captured.err.splitlines() == [
         f"note: context too long, dropped the first {n} tokens" for n in (5, 28, 51, 74)
     ]
 

@@ -1,4 +1,4 @@
-"""tools/inspect_checkpoint.py on checkpoints of a run."""
+"""tools/inspect_checkpoint.py on the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run(pretrain, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_lists_describes_and_compares(run: Path, capsys) -> None:
+def test_list_describe_and_compare(run: Path, capsys) -> None:
     assert main([str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["1", "2", "3"]
@@ -38,7 +38,7 @@ def test_lists_describes_and_compares(run: Path, capsys) -> None:
     assert "consumed_samples: 4 and 6" in out
 
 
-def test_says_what_is_damaged(run: Path, capsys) -> None:
+def test_damage_is_reported(run: Path, capsys) -> None:
     path = run / "iter_0000002" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     assert main([str(run)]) == 1

@@ -1,4 +1,4 @@
-"""The command that looks into token files."""
+"""tools/inspect_data.py: summary, documents and errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def prefix(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-def test_says_what_there_is(prefix):
+def test_summary(prefix):
     done = run(prefix)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [
@@ -88,14 +88,14 @@ def test_negative_ids_are_found(tmp_path):
         (["{prefix}", "--tokenizer-type", "GPT2BPETokenizer"], "--vocab-file is required"),
     ],
 )
-def test_what_is_wrong_is_one_line(flags, message, prefix):
+def test_errors_are_one_line(flags, message, prefix):
     done = run(*(f.format(prefix=prefix) for f in flags))
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
     assert message.format(prefix=prefix) in done.stderr
 
 
-def test_a_file_that_was_cut_short(prefix):
+def test_a_truncated_file(prefix):
     path = Path(f"{prefix}.bin")
     path.write_bytes(path.read_bytes()[:-1])
     done = run(prefix)

@@ -1,4 +1,4 @@
-"""tools/lm_eval_adapter.py without lm_eval; with it, tests/evaluation/test_harness.py runs it."""
+"""tools/lm_eval_adapter.py without lm_eval; tests/evaluation/test_harness.py runs it with lm_eval."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_wrong_flags_are_one_line(words: list[str], message: str) -> None:
         main(words)
 
 
-def test_without_lm_eval_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_lm_eval_the_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.delitem(sys.modules, "megatron.evaluation.harness", raising=False)
     with pytest.raises(InputError, match=r"is not installed: pip install lm_eval==0\.4\.13$"):

@@ -1,4 +1,4 @@
-"""The corpus of the quickstart: large enough, clean, and the same every time."""
+"""The quickstart's corpus: large enough, clean and deterministic."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_holds_ten_megabytes_of_distinct_documents(corpus):
     assert not [s for s in text if {"test", "tests", "idle_test", "site-packages"} & set(s.split("/"))]
 
 
-def test_is_the_same_every_time(corpus, tmp_path):
+def test_is_deterministic(corpus, tmp_path):
     again = tmp_path / "again.jsonl"
     assert run("--output", str(again), PYTHONHASHSEED="2").returncode == 0
     assert again.read_bytes() == corpus.read_bytes()

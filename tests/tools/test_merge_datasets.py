@@ -1,4 +1,4 @@
-"""The command as users run it: what it merges is what preprocessing all the text at once gives."""
+"""tools/merge_datasets.py: merged files equal those of preprocessing all text at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PREPROCESS = "tools/preprocess_data.py"
 
 
 @pytest.mark.parametrize("level", ["document", "sentence"])
-def test_merging_is_preprocessing_the_texts_together(
+def test_merging_equals_preprocessing_the_texts_together(
     level: str, tmp_path: Path, command: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
     lines = [json.dumps({"text": topics[name]}) for name in sorted(topics)[:40]]

@@ -1,4 +1,4 @@
-"""tools/plan.py."""
+"""tools/plan.py: plans, commands, figures and errors."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_named_model_is_planned(plan, tmp_path: Path):
     assert files["picture.svg"].read_text().startswith("<svg")
 
 
-def test_the_command_it_prints_is_one_of_pretraining(plan, tmp_path: Path):
+def test_the_printed_command_is_valid(plan, tmp_path: Path):
     out = plan(
         f"{SMALL} --gpus 8 --swiglu --kv-channels 96 --group-query-attention --num-query-groups 4 "
         f"--disable-bias-linear --normalization RMSNorm --position-embedding-type rope --json {tmp_path / 'plans.json'}"
@@ -88,14 +88,14 @@ def test_the_command_it_prints_is_one_of_pretraining(plan, tmp_path: Path):
 
 
 @pytest.mark.parametrize("groups", [1, 2, 8])
-def test_the_command_says_which_groups_of_queries_there_are(plan, groups: int):
-    """Of as many as heads too: left to itself, --group-query-attention makes one."""
+def test_the_printed_command_has_the_number_of_query_groups(plan, groups: int):
+    """Needed for as many groups as heads, too, since --group-query-attention alone makes one group."""
     out = plan(f"{SMALL} --gpus 1 --group-query-attention --num-query-groups {groups}")
     assert "--group-query-attention" in out
     assert ("--num-query-groups" in out) == (groups > 1)
 
 
-def test_a_cluster_of_ones_own(plan, tmp_path: Path):
+def test_a_cluster_file(plan, tmp_path: Path):
     (tmp_path / "mine.yaml").write_text(
         "device: {name: laptop, precision: fp32, peak: 0.1 TFLOP/s, memory: 8 GB, bandwidth: 20 GB/s}\n"
         "devices-per-node: 2\nnodes: 1\nlink: {bandwidth: 1 GB/s, latency: 50 us}\n"
@@ -136,7 +136,7 @@ def test_a_cluster_of_ones_own(plan, tmp_path: Path):
         ("--model 7b", "--model: '7b' is not one of 345m, "),
     ],
 )
-def test_what_is_wrong_is_named(plan, flags: str, message: str):
+def test_bad_input(plan, flags: str, message: str):
     with pytest.raises(InputError, match=message) as error:
         plan(flags)
     assert "\n" not in str(error.value)
@@ -148,15 +148,15 @@ def test_a_png_needs_matplotlib(plan, tmp_path: Path, monkeypatch: pytest.Monkey
         plan(f"{SMALL} --gpus 8 --picture {tmp_path / 'x.png'}")
 
 
-def test_planning_does_without_torch():
+def test_planning_does_not_import_torch():
     program = "import sys; sys.path[:0] = ['tools', '.']; import plan; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr
 
 
 @pytest.mark.slow
-def test_a_cpu_is_measured_and_planned_for(plan, command, tmp_path: Path):
-    """In a minute on a quiet machine; in a process of its own, which starts others."""
+def test_a_plan_for_a_calibrated_cpu(plan, command, tmp_path: Path):
+    """Takes a minute on an idle machine. Runs in a process of its own, which starts others."""
     command("tools/plan.py", "--calibrate", tmp_path / "here.yaml")
     out = plan(f"{SMALL} --cluster {tmp_path / 'here.yaml'}")
     assert re.search(r"on \d+ cpu \(one node, fp32\)", out)

@@ -1,4 +1,4 @@
-"""The command as users run it: its report, its errors, and what an interruption leaves."""
+"""tools/preprocess_data.py: report, errors, and interruptions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run(*flags: str | Path) -> subprocess.CompletedProcess:
 
 
 def children(pid: int) -> list[int]:
-    """The processes that `pid` has started and that run."""
+    """Return the running child processes of `pid`."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -34,7 +34,7 @@ def children(pid: int) -> list[int]:
 
 
 def test_nvidias_command_line(shared, tmp_path):
-    """The flags as Megatron-LM's README gives them, its abbreviations among them."""
+    """The flags of Megatron-LM's README, including its abbreviations."""
     done = run(
         *("--input", shared / "vectors/owt60.jsonl", "--output-prefix", tmp_path / "my-gpt2"),
         *(
@@ -74,7 +74,7 @@ def test_report(tmp_path):
     assert "2 documents, " in done.stderr and "100%" in done.stderr
 
 
-def test_says_how_plain_text_is_cut(tmp_path):
+def test_note_for_plain_text(tmp_path):
     (tmp_path / "a.txt").write_text("1 2\n3\n\n4\n")
     (tmp_path / "a.jsonl").write_text('{"text": "1"}\n')
     note = "plain text (*.txt): blank lines separate documents"
@@ -93,7 +93,7 @@ def test_note_for_bert(tmp_path):
     assert {p.name for p in tmp_path.glob("*.idx")} == {"o_text_document.idx", "o_text_sentence.idx"}
 
 
-GIVEN = ["--input", "{tmp}/a.jsonl", "--output-prefix", "{tmp}/o"]
+IO_FLAGS = ["--input", "{tmp}/a.jsonl", "--output-prefix", "{tmp}/o"]
 
 
 @pytest.mark.parametrize(
@@ -107,9 +107,9 @@ GIVEN = ["--input", "{tmp}/a.jsonl", "--output-prefix", "{tmp}/o"]
         (["--input", "{tmp}/a.jsonl", "--output-prefix", "{tmp}/o"], "--tokenizer-type is required"),
         (["--input", "{tmp}/a.jsonl", "--output-prefix", "{tmp}/o", *NULL], "{tmp}/a.jsonl:1: is not JSON"),
         (["--input", "{tmp}/a.jsonl", "--worker", "2"], "did you mean --workers?"),
-        ([*GIVEN, "--workers", "0"], "--workers: 0 is too small"),
-        ([*GIVEN, "--dataset-impl", "cached"], "--dataset-impl: 'cached' is not one of mmap"),
-        ([*GIVEN, "--on-bad-line", "cry"], "--on-bad-line: 'cry' is not one of stop, skip"),
+        ([*IO_FLAGS, "--workers", "0"], "--workers: 0 is too small"),
+        ([*IO_FLAGS, "--dataset-impl", "cached"], "--dataset-impl: 'cached' is not one of mmap"),
+        ([*IO_FLAGS, "--on-bad-line", "cry"], "--on-bad-line: 'cry' is not one of stop, skip"),
     ],
 )
 def test_wrong_input_is_one_line_and_leaves_no_file(flags, message, tmp_path):
@@ -136,7 +136,7 @@ def test_an_interruption_leaves_neither_files_nor_processes(stop, tmp_path):
     assert len(started) >= 2
     assert list(tmp_path.glob("o_text_document.*.tmp"))
     if stop == signal.SIGINT:
-        os.killpg(tool.pid, stop)  # as Ctrl-C on a terminal does
+        os.killpg(tool.pid, stop)  # like Ctrl-C in a terminal
     elif stop == signal.SIGTERM:
         tool.send_signal(stop)
     else:

@@ -1,4 +1,4 @@
-"""tools/serve.py: what is wrong is one line, before a model is loaded if that may take long."""
+"""tools/serve.py: errors are one line, and come before the model is loaded if possible."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.errors import InputError
 from tools.serve import main
 
 
-def test_a_port_in_use_is_told_before_the_model_is_loaded() -> None:
+def test_a_port_in_use_is_reported_before_the_model_is_loaded() -> None:
     pytest.importorskip("fastapi")
     from megatron.inference.server.config import ServerConfig
     from megatron.inference.server.run import listen

@@ -1,4 +1,4 @@
-"""The command that trains a tokenizer, and its files in the command that uses them."""
+"""tools/train_tokenizer.py, and tools/preprocess_data.py with its files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("wordpiece", ["vocab.txt"]),
     ],
 )
-def test_files_are_the_same_every_time(kind, names, corpus, tmp_path):
+def test_files_are_deterministic(kind, names, corpus, tmp_path):
     flags = ["--input", corpus, "--json-key", "body", "--type", kind, "--vocab-size", "800"]
     for folder in ("one", "deep/two"):
         done = run("train_tokenizer.py", *flags, "--output", tmp_path / folder)
@@ -42,7 +42,7 @@ def test_files_are_the_same_every_time(kind, names, corpus, tmp_path):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "deep/two" / name).read_bytes()
 
 
-def test_both_forms_of_a_bpe_encode_alike(corpus, tmp_path):
+def test_both_formats_of_a_bpe_encode_alike(corpus, tmp_path):
     flags = ["--input", corpus, "--json-key", "body"]
     assert (
         run(
@@ -50,7 +50,7 @@ def test_both_forms_of_a_bpe_encode_alike(corpus, tmp_path):
         ).returncode
         == 0
     )
-    forms = {
+    formats = {
         "gpt2": [
             "GPT2BPETokenizer",
             "--vocab-file",
@@ -61,7 +61,7 @@ def test_both_forms_of_a_bpe_encode_alike(corpus, tmp_path):
         "hf": ["HuggingFaceTokenizer", "--tokenizer-model", tmp_path],
     }
     written = []
-    for name, tokenizer in forms.items():
+    for name, tokenizer in formats.items():
         prefix = tmp_path / name
         done = run(
             "preprocess_data.py",

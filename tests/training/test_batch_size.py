@@ -32,8 +32,8 @@ def test_constant() -> None:
 @pytest.mark.parametrize(
     "rampup", [(8, 8, 300), (4, 4, 1000), (16, 16, 7), (28, 4, 1), (12, 20, 99), (4, 4, 65)]
 )
-def test_ramp_is_megatron_s(rampup: tuple[int, int, int]) -> None:
-    """In the last ramp rounding leaves the step that begins at its very end one increment short, there as here."""
+def test_ramp_matches_megatron(rampup: tuple[int, int, int]) -> None:
+    """In the last case, rounding leaves the step at the end of the ramp one increment short, as in Megatron-LM."""
     ramp = schedule(rampup=rampup)
     for consumed in range(rampup[2] + 100):
         size = megatron_batch_size(consumed, 32, *rampup)
@@ -44,7 +44,7 @@ def test_ramp_is_megatron_s(rampup: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize("train_samples", [1, 8, 15, 16, 100, 300, 1000, 12345])
-def test_iterations_are_what_a_run_takes(train_samples: int) -> None:
+def test_iterations_match_a_run(train_samples: int) -> None:
     for rampup in (None, (8, 8, 300), (4, 4, 1000)):
         batches = schedule(rampup=rampup)
         consumed = steps = 0

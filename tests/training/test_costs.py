@@ -1,4 +1,4 @@
-"""Counts of operations and parameters, against the formulas of arXiv 2104.04473 and real models."""
+"""Counts of FLOPs and parameters against arXiv 2104.04473 and real models."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from megatron.training.costs import check_memory
 
 
 @pytest.mark.parametrize(("layers", "hidden", "heads"), [(24, 2304, 24), (96, 12288, 96), (128, 25600, 160)])
-def test_equals_the_paper(layers: int, hidden: int, heads: int) -> None:
+def test_flops_match_the_paper(layers: int, hidden: int, heads: int) -> None:
     s, v = 2048, 51200
     config = ModelConfig(
         num_layers=layers, hidden_size=hidden, num_attention_heads=heads, max_position_embeddings=s
     )
-    # Equation 3 without the quarter that recomputation adds: 72 in place of 96, and V / 12 in place of V / 16.
+    # Equation 3 without recomputation: 72 instead of 96, and V / 12 instead of V / 16.
     paper = 72 * s * layers * hidden**2 * (1 + s / (6 * hidden) + v / (12 * layers * hidden))
     assert flops_per_sample(config, seq_length=s, padded_vocab_size=v, num_logits=s) == pytest.approx(
         paper, rel=1e-12
     )
 
 
-def test_gate_and_groups() -> None:
-    """Llama 2 70B's shape: 6 operations a weight and token, and those of attention."""
+def test_flops_with_swiglu_and_gqa() -> None:
+    """Llama 2 70B's shape: 6 FLOPs per weight and token, plus those of attention."""
     config = ModelConfig(
         num_layers=80,
         hidden_size=8192,
@@ -53,7 +53,7 @@ def test_gate_and_groups() -> None:
 
 
 def buckets(config: OptimizerConfig, **fields) -> list:
-    """The buckets of a model on one process, which takes no memory."""
+    """Buckets of a model on one process, on the meta device."""
     with torch.device("meta"):
         model = GPTModel(ModelConfig(**fields), ModelContext(vocab_size=51200, padded_vocab_size=51200))
     groups = param_groups(config, Mesh(device=CPU), distributed=False)
@@ -63,8 +63,8 @@ def buckets(config: OptimizerConfig, **fields) -> list:
 @pytest.mark.parametrize(
     ("billions", "layers", "hidden", "heads"), [(7.5, 36, 4096, 32), (1008.0, 128, 25600, 160)]
 )
-def test_parameters_equal_the_paper(billions: float, layers: int, hidden: int, heads: int) -> None:
-    """Equation 2, which leaves out the 2 h of the final normalisation."""
+def test_parameters_match_the_paper(billions: float, layers: int, hidden: int, heads: int) -> None:
+    """Equation 2, which omits the 2 h of the final normalization."""
     s, v = 2048, 51200
     shape = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
     laid_out = buckets(OptimizerConfig(lr=1.0), max_position_embeddings=s, **shape)
@@ -74,7 +74,7 @@ def test_parameters_equal_the_paper(billions: float, layers: int, hidden: int, h
     assert count / 1e9 == pytest.approx(billions, rel=0.01)
 
 
-def test_a_model_that_cannot_fit_is_refused() -> None:
+def test_a_model_that_does_not_fit_is_refused() -> None:
     config = OptimizerConfig(lr=1.0)
     small = buckets(config, num_layers=2, hidden_size=64, num_attention_heads=4, max_position_embeddings=8)
     check_memory(small, config, half=False, device=CPU)
@@ -92,13 +92,13 @@ def test_a_model_that_cannot_fit_is_refused() -> None:
 
 
 def exact(recompute: Recompute, *, causal: bool = True, chunks: tuple[int, ...] = (4, 4)) -> float:
-    """Of eight layers with h = 32, s = 64 and V = 128."""
+    """Exact FLOPs of eight layers with h = 32, s = 64 and V = 128."""
     config = ModelConfig(num_layers=8, hidden_size=32, num_attention_heads=4, max_position_embeddings=64)
     shape = {"seq_length": 64, "padded_vocab_size": 128, "num_logits": 64}
     return exact_flops_per_sample(config, **shape, causal=causal, recompute=recompute, chunks=chunks)
 
 
-def test_the_exact_count_has_what_the_mask_leaves_and_what_is_done_again() -> None:
+def test_exact_flops_with_causal_mask_and_recomputation() -> None:
     s, h, v = 64, 32, 128
     layer, square, logits = 24 * s * h**2, 4 * s * s * h, 2 * s * h * v
     half = square * (s + 1) / (2 * s)
@@ -107,6 +107,6 @@ def test_the_exact_count_has_what_the_mask_leaves_and_what_is_done_again() -> No
     assert exact(Recompute(), causal=False) == 3 * (8 * (layer + square) + logits)
     assert exact(Recompute("selective")) == once + 8 * half
     assert exact(Recompute("full", "uniform", 3)) == once + 8 * (layer + half)
-    # The first layer of each chunk.
+    # Recomputes the first layer of each chunk.
     assert exact(Recompute("full", "block", 1)) == once + 2 * (layer + half)
     assert exact(Recompute("full", "block", 3), chunks=(2, 6)) == once + 5 * (layer + half)

@@ -1,4 +1,4 @@
-"""A microbatch as a CUDA graph, by a stand-in for a CPU that does the captured operations again on the same memory."""
+"""--cuda-graph on a CPU, with a stand-in that replays captured operations on the same memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron.training.engine import Engine
 from pretrain_bert import bert
 from pretrain_gpt import GPT
 
-STILL = "--hidden-dropout 0 --attention-dropout 0"
+NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
 LLAMA = """
     --position-embedding-type rope --normalization RMSNorm --swiglu --group-query-attention --num-query-groups 2
     --untie-embeddings-and-output-weights
@@ -32,7 +32,7 @@ STEPS, MICROBATCHES = 6, 2
 
 
 class Graph:
-    """Operations that were captured, each with the memory that it reads and writes."""
+    """Captured operations, each with the tensors that it reads and writes."""
 
     def __init__(self) -> None:
         self.calls: list[tuple] = []
@@ -44,13 +44,13 @@ class Graph:
         for function, args, kwargs, kept in self.calls:
             again = function(*args, **kwargs)
             for old, new in zip(tree_leaves(kept), tree_leaves(again), strict=True):
-                # What is a view, or was changed in place, is where it was.
+                # Views and in-place results already share the memory.
                 if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
 
 
 class Capture(TorchDispatchMode):
-    """Captures the operations of a block; memory is then as it was before, for a capture computes nothing."""
+    """Captures the operations of a block and then restores memory, since a real capture computes nothing."""
 
     def __init__(self, graph: Graph, *, stream: Stream, capture_error_mode: str) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Capture(TorchDispatchMode):
         return out
 
     def __enter__(self) -> Capture:
-        Stream.told.append(f"capture on {self.stream.name}")
+        Stream.log.append(f"capture on {self.stream.name}")
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
@@ -78,27 +78,27 @@ class Capture(TorchDispatchMode):
 
 
 class Stream:
-    """Notes who waits for whom."""
+    """Records which stream waits for which."""
 
-    told: list[str]
+    log: list[str]
 
     def __init__(self, device: torch.device | None = None, name: str = "side") -> None:
         self.name = name
 
     def wait_stream(self, other: Stream) -> None:
-        self.told.append(f"{self.name} waits for {other.name}")
+        self.log.append(f"{self.name} waits for {other.name}")
 
 
 @contextmanager
 def on(stream: Stream):
-    Stream.told.append(f"run on {stream.name}")
+    Stream.log.append(f"run on {stream.name}")
     yield
 
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stand-in in place of torch's."""
-    Stream.told = []
+    """Replace torch.cuda's graphs and streams with the stand-ins."""
+    Stream.log = []
     for name, value in {
         "CUDAGraph": Graph,
         "graph": Capture,
@@ -124,7 +124,7 @@ def batches(step: int):
 
 
 def train(mesh: Mesh, flags: str) -> tuple[Engine, list[list[Tensor]]]:
-    """An engine after some steps, and what came of each."""
+    """Train for some steps; return the engine and the results of each step."""
     engine, results = engine_of(mesh, config_of(flags)), []
     for step in range(STEPS):
         losses, stats = engine.train_step(
@@ -147,17 +147,17 @@ def train(mesh: Mesh, flags: str) -> tuple[Engine, list[list[Tensor]]]:
     ],
     ids=["fp32", "bf16", "fp16"],
 )
-def test_trains_as_without_bit_for_bit(cuda: None, flags: str) -> None:
-    config = config_of(f"{flags} {STILL}")
+def test_matches_training_without_a_graph_bit_for_bit(cuda: None, flags: str) -> None:
+    config = config_of(f"{flags} {NO_DROPOUT}")
     with init_mesh(config.parallel, CPU) as mesh:
-        _, plain = train(mesh, f"{flags} {STILL}")
+        _, plain = train(mesh, f"{flags} {NO_DROPOUT}")
         steps = mesh.heartbeat.steps
-        engine, graphed = train(mesh, f"{flags} {STILL} --cuda-graph")
+        engine, graphed = train(mesh, f"{flags} {NO_DROPOUT} --cuda-graph")
     assert engine.graph.captured[0].replays == STEPS * MICROBATCHES - WARM_UP
     for theirs, ours in zip(plain, graphed, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
     assert len({losses.item() for losses, *_ in graphed}) == STEPS
-    assert mesh.heartbeat.steps == steps + STEPS * MICROBATCHES  # the watchdog sees it work
+    assert mesh.heartbeat.steps == steps + STEPS * MICROBATCHES  # the watchdog sees progress
 
 
 def test_streams_wait_for_each_other(cuda: None) -> None:
@@ -172,7 +172,7 @@ def test_streams_wait_for_each_other(cuda: None) -> None:
         out = graphed(Batch(tokens=torch.full((2,), value)), {"factor": torch.tensor(value)})
         assert torch.equal(out, torch.full((2,), value**2))
     assert total.tolist() == [21, 21]
-    assert Stream.told == [
+    assert Stream.log == [
         *["side waits for main", "run on side", "main waits for side"] * WARM_UP,
         "capture on side",
     ]
@@ -180,10 +180,10 @@ def test_streams_wait_for_each_other(cuda: None) -> None:
         graphed(Batch(tokens=torch.ones(1)), {"factor": torch.tensor(1)})
 
 
-def test_a_diagnosis_looks_into_it(cuda: None) -> None:
-    config = config_of(f"{STILL} --cuda-graph")
+def test_diagnosis_with_a_graph(cuda: None) -> None:
+    config = config_of(f"{NO_DROPOUT} --cuda-graph")
     with init_mesh(config.parallel, CPU) as mesh:
-        engine, _ = train(mesh, f"{STILL} --cuda-graph")
+        engine, _ = train(mesh, f"{NO_DROPOUT} --cuda-graph")
         with torch.no_grad():
             engine.modules[0].get_parameter("decoder.layers.1.mlp.linear_fc1.bias").fill_(torch.inf)
         found = diagnose(engine, engine.next_global_batch(batches(0), MICROBATCHES, 0))
@@ -191,7 +191,7 @@ def test_a_diagnosis_looks_into_it(cuda: None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         ("--pipeline-model-parallel-size 2", "use --pipeline-model-parallel-size 1"),
         ("--tensor-model-parallel-size 2", "use --tensor-model-parallel-size 1"),
@@ -202,14 +202,17 @@ def test_a_diagnosis_looks_into_it(cuda: None) -> None:
         ("--timing-log-level 2", "use --timing-log-level 1"),
     ],
 )
-def test_what_it_does_not_go_with(flags: str, said: str) -> None:
+def test_conflicting_flags(flags: str, message: str) -> None:
     gpu = torch.device("cuda")
-    with pytest.raises(InputError, match=f"^--cuda-graph .*{said}"):
-        check_cuda_graph(config_of(f"{STILL} {flags}"), GPT, gpu)
+    with pytest.raises(InputError, match=f"^--cuda-graph .*{message}"):
+        check_cuda_graph(config_of(f"{NO_DROPOUT} {flags}"), GPT, gpu)
 
 
-def test_what_it_goes_with() -> None:
-    config, gpu = config_of(f"{STILL} --use-distributed-optimizer --timing-log-level 1"), torch.device("cuda")
+def test_requirements() -> None:
+    config, gpu = (
+        config_of(f"{NO_DROPOUT} --use-distributed-optimizer --timing-log-level 1"),
+        torch.device("cuda"),
+    )
     check_cuda_graph(config, GPT, gpu)
     with pytest.raises(
         InputError, match="--cuda-graph needs batches of one length, and those of BERT differ"

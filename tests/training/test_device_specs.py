@@ -1,4 +1,4 @@
-"""The table of GPUs."""
+"""The table of GPU data sheets."""
 
 from __future__ import annotations
 
@@ -29,20 +29,23 @@ def test_names_are_unique():
         ("Tesla V100-SXM3-32GB-H", "v100-32gb-dgx2h"),
     ],
 )
-def test_names_of_torch_tell_memory_and_form_apart(torch_name: str, name: str):
+def test_names_of_torch_distinguish_memory_and_form_factor(torch_name: str, name: str):
     assert of_torch_name(torch_name).name == name
 
 
 def test_the_machines_of_the_papers():
-    """2104.04473 section 5.1: 8 GPUs of 312 TFLOP/s and 80 GB, 8 adapters of 200 Gb/s; 1909.08053 section 5: 16 GPUs,
-    100 GB/s between servers, 39 TFLOP/s are 30% of the peak."""
+    """Nodes of arXiv 2104.04473, section 5.1, and arXiv 1909.08053, section 5.
+
+    The former have 8 GPUs of 312 TFLOP/s and 80 GB, and 8 adapters of 200 Gb/s. The latter have 16 GPUs and 100 GB/s
+    between nodes; 39 TFLOP/s are 30% of the peak.
+    """
     a100, v100 = data_sheet("a100-80gb", where=""), data_sheet("v100-32gb-dgx2h", where="")
     assert (a100.fp16, a100.memory, a100.link, a100.node) == (312, 80, 600, (8, 8 * 200 / 8))
     assert (v100.memory, v100.link, v100.node) == (32, 300, (16, 100))
     assert 39 / v100.fp16 == pytest.approx(0.30)
 
 
-def test_an_unknown_name_is_answered_with_the_known():
+def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(
         InputError, match=r"^--gpu: 'a100' is not a known GPU; known are gb200.*, t4; describe"
     ):

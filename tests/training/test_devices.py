@@ -1,4 +1,4 @@
-"""The peak that a run's speed is measured against, by data sheet and measured; and its memory."""
+"""Peak FLOP/s of devices, from data sheets and measured, and memory use."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_names_of_torch_are_found(name: str, half: float, fp32: float) -> None:
         "NVIDIA H1000",
     ],
 )
-def test_what_is_not_known_is_not_guessed(name: str) -> None:
+def test_unknown_devices_have_no_peak(name: str) -> None:
     assert known_peak(name, torch.bfloat16) is None
 
 
@@ -72,7 +72,7 @@ def test_a_cpu_is_measured_in_half_a_second() -> None:
     measured_peak.cache_clear()
     begin = time.perf_counter()
     peak = find_peak(Mesh(device=CPU), matmul, torch.float32)
-    assert time.perf_counter() - begin < 3  # on a machine with other work, too
+    assert time.perf_counter() - begin < 3  # with a margin for other load
     assert "measured" in peak.source
     x = torch.randn(512, 512)
     begin = time.perf_counter()
@@ -80,15 +80,15 @@ def test_a_cpu_is_measured_in_half_a_second() -> None:
     assert peak.flops > 0.2 * 2 * 512**3 / (time.perf_counter() - begin)
 
 
-def test_utilisation_is_work_over_time_and_peak(pretrain: Callable[..., str], tmp_path: Path) -> None:
-    """One layer, h = 16, s = 16, V = 128; a microbatch of 2, computed again in full."""
+def test_utilization_is_work_over_time_and_peak(pretrain: Callable[..., str], tmp_path: Path) -> None:
+    """One layer, h = 16, s = 16, V = 128; micro batch size 2 with full recomputation."""
     flags = """
         --mock-data --tokenizer-type NullTokenizer --vocab-size 99 --num-layers 1 --hidden-size 16 --eval-iters 0
         --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --train-iters 2 --lr 1e-3 --log-interval 1
         --num-workers 0 --device cpu --recompute-granularity full
     """.split()
     out = pretrain(*flags, "--metrics-path", tmp_path / "metrics.jsonl")
-    (told,) = re.findall(r"^peak per device: ([\d.e-]+) TFLOP/s in fp32 \(measured.*\)$", out, re.M)
+    (reported,) = re.findall(r"^peak per device: ([\d.e-]+) TFLOP/s in fp32 \(measured.*\)$", out, re.M)
     record = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     s, h, vocabulary = 16, 16, 128
     layer, square, logits = 24 * s * h**2, 4 * s**2 * h, 2 * s * h * vocabulary
@@ -96,13 +96,13 @@ def test_utilisation_is_work_over_time_and_peak(pretrain: Callable[..., str], tm
     model, exact = 3 * (layer + square + logits), 3 * (layer + half + logits) + layer + half
     assert record["TFLOP/s per device"] * 1e12 * record["seconds per iteration"] == pytest.approx(2 * model)
     assert record["hfu"] / record["mfu"] == pytest.approx(exact / model, rel=1e-12)
-    assert record["TFLOP/s per device"] / record["mfu"] == pytest.approx(float(told), rel=1e-2)
+    assert record["TFLOP/s per device"] / record["mfu"] == pytest.approx(float(reported), rel=1e-2)
     assert out.splitlines()[-1].endswith(f" | MFU: {record['mfu']:.1%} |")
 
 
-def test_memory_of_a_cpu_is_the_process() -> None:
+def test_memory_of_a_cpu_is_that_of_the_process() -> None:
     before, size = memory_use(CPU), 64 << 20
-    with mmap.mmap(-1, size) as block:  # not of malloc, which may have kept as much from other tests
+    with mmap.mmap(-1, size) as block:  # not from malloc, which may reuse memory freed by other tests
         block.write(b"1" * size)
         after = memory_use(CPU)
     assert after["allocated"] - before["allocated"] >= 0.9 * size
@@ -110,21 +110,21 @@ def test_memory_of_a_cpu_is_the_process() -> None:
 
 
 def memory_of(layout: str) -> tuple[str, dict[str, int]]:
-    """What is told where rank 1 has 96 MiB more than rank 0."""
+    """Memory report and maxima where rank 1 holds 96 MiB more than rank 0."""
     config = ParallelConfig(**{layout: 2})
     with init_mesh(config, CPU) as mesh:
         block = torch.ones((96 << 20) * mesh.world.rank, dtype=torch.uint8)
-        told = memory_lines(mesh, 3), max_memory(mesh)
+        reported = memory_lines(mesh, 3), max_memory(mesh)
         del block
-        return told
+        return reported
 
 
-def test_memory_is_told_of_one_replica_and_the_most_of_all() -> None:
-    (told, most), (_, same) = run_distributed(memory_of, 2, "pipeline_model_parallel_size")
+def test_memory_of_one_replica_and_maximum_of_all_ranks() -> None:
+    (reported, most), (_, same) = run_distributed(memory_of, 2, "pipeline_model_parallel_size")
     pattern = (
         r"\[Rank (\d)\] \(after 3 iterations\) memory \(MB\) \| allocated: ([\d.]+) \| max allocated: [\d.]+"
     )
-    rows = [re.fullmatch(pattern, line).groups() for line in told.splitlines()]
+    rows = [re.fullmatch(pattern, line).groups() for line in reported.splitlines()]
     assert [rank for rank, _ in rows] == ["0", "1"]
     assert float(rows[1][1]) - float(rows[0][1]) > 64
     assert most.keys() == {"mem-allocated-bytes", "mem-max-allocated-bytes"}
@@ -132,9 +132,7 @@ def test_memory_is_told_of_one_replica_and_the_most_of_all() -> None:
     assert most == same
 
 
-def test_a_run_tells_of_its_memory_once_and_of_every_interval_if_asked(
-    pretrain: Callable[..., str], tmp_path: Path
-) -> None:
+def test_a_run_logs_memory_once_or_at_every_interval(pretrain: Callable[..., str], tmp_path: Path) -> None:
     flags = """
         --mock-data --tokenizer-type NullTokenizer --vocab-size 99 --num-layers 1 --hidden-size 16 --eval-iters 0
         --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --train-iters 3 --lr 1e-3 --log-interval 1

@@ -1,4 +1,4 @@
-"""One step on several processes, looked at from inside."""
+"""Internals of a training step on several processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def batches(count: int):
 
 
 def train(flags: str) -> tuple[list[np.ndarray], list[float]]:
-    """The tables with a row for every id that this process holds after three steps, and the losses of these."""
+    """Return this rank's embedding tables after three steps, and the losses of these steps."""
     config = config_of(f"--spike-skip 100 {flags}")
     with init_mesh(config.parallel, CPU) as mesh:
         engine = engine_of(mesh, config)
@@ -46,7 +46,7 @@ def train(flags: str) -> tuple[list[np.ndarray], list[float]]:
 
 
 def test_tied_embeddings_stay_equal_bit_for_bit() -> None:
-    """And every process decides by the loss of the whole batch whether a step is a spike, wherever that is computed."""
+    """All ranks also use the loss of the whole batch to detect spikes, whichever stage computes it."""
     _, losses = train("")
     for processes, flags in (
         (2, "--pipeline-model-parallel-size 2"),
@@ -59,7 +59,7 @@ def test_tied_embeddings_stay_equal_bit_for_bit() -> None:
     ):
         held, known = zip(*run_distributed(train, processes, flags), strict=True)
         assert known == (known[0],) * processes
-        # Replicas read the same batches here, but draw other dropout; bf16 rounds.
+        # Replicas read the same batches here but draw different dropout masks, and bf16 rounds.
         exact = processes == 2 and "bf16" not in flags
         assert known[0] == pytest.approx(losses, rel=1e-6 if exact else 1e-2)
         half = processes // 2
@@ -68,8 +68,8 @@ def test_tied_embeddings_stay_equal_bit_for_bit() -> None:
             np.testing.assert_array_equal(first[0], last[0])
 
 
-def test_a_batch_without_a_token_to_predict_has_loss_zero() -> None:
-    """The mean over no tokens would be NaN, and the run would stop."""
+def test_a_fully_masked_batch_has_loss_zero() -> None:
+    """The mean over no tokens would be NaN, and would stop the run."""
     config = config_of("")
     with init_mesh(config.parallel, CPU) as mesh:
         engine = engine_of(mesh, config)
@@ -86,8 +86,8 @@ def layout(flags: str) -> str:
         return describe_layout(engine_of(mesh, config))
 
 
-def test_the_table_of_a_layout() -> None:
-    """The paper's count, 12 L h² (1 + 13 / 12h + (V + s) / 12 L h), and the final norm's 2 h which it leaves out."""
+def test_layout_table() -> None:
+    """The paper's count, 12 L h² (1 + 13 / 12h + (V + s) / 12 L h), plus 2 h for the final norm, which it omits."""
     flags = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --use-distributed-optimizer"
     table = run_distributed(layout, 4, flags)[0]
     parameters = 4 * (12 * 32**2 + 13 * 32) + (60 + 16) * 32 + 2 * 32
@@ -101,9 +101,9 @@ def test_the_table_of_a_layout() -> None:
 
 
 def dropouts(flags: str) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
-    """Where a training step's dropout left zeros, by place in the model, and each layer's attention.
+    """Zeros that dropout left in a training step, by location in the model, and each layer's attention output.
 
-    All heads have the same weights, so that the attention of two processes differs by its dropout alone.
+    All heads have the same weights, so the attention of two ranks differs only by dropout.
     """
     config = config_of(f"--tensor-model-parallel-size 2 --hidden-dropout 0.5 --attention-dropout 0.5 {flags}")
     zeros, attended = {}, []
@@ -112,7 +112,7 @@ def dropouts(flags: str) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
         (model,) = engine.modules
         model.embedding.register_forward_hook(lambda *call: zeros.update(embedding=call[2] == 0))
         for i, layer in model.decoder.layers.items():
-            stream = []  # the residual stream, before and after what may be dropped is added
+            stream = []  # the residual stream before and after each dropout-add
             qkv = layer.self_attention.linear_qkv.weight
             qkv.data.copy_(torch.randn(qkv.shape, generator=torch.Generator().manual_seed(0)))
             layer.register_forward_pre_hook(lambda _, x, stream=stream: stream.append(x[0]))
@@ -124,20 +124,22 @@ def dropouts(flags: str) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
             layer.register_forward_hook(after)
             layer.self_attention.linear_proj.register_forward_pre_hook(lambda _, x: attended.append(x[0]))
         engine.forward_backward(engine.next_global_batch(batches(1), 1, 0))
-    return {place: x.numpy() for place, x in zeros.items()}, [x.detach().numpy() for x in attended]
+    return {location: x.numpy() for location, x in zeros.items()}, [x.detach().numpy() for x in attended]
 
 
 @pytest.mark.parametrize("sequence", ["", "--sequence-parallel"])
-def test_dropout_differs_where_processes_hold_parts_and_is_equal_elsewhere(sequence: str) -> None:
+def test_dropout_differs_only_where_ranks_hold_shards(sequence: str) -> None:
     (zeros, attended), (other_zeros, other_attended) = run_distributed(dropouts, 2, sequence)
     assert len(zeros) == 1 + 2 * 4 and len(attended) == 4
-    for place, mask in zeros.items():
+    for location, mask in zeros.items():
         assert 0.4 < mask.mean() < 0.6
         if sequence:
-            assert 0.4 < (mask != other_zeros[place]).mean() < 0.6, place
+            assert 0.4 < (mask != other_zeros[location]).mean() < 0.6, location
         else:
-            np.testing.assert_array_equal(mask, other_zeros[place], place)
+            np.testing.assert_array_equal(mask, other_zeros[location], location)
     for mask, other in itertools.combinations(zeros.values(), 2):
         assert 0.4 < (mask != other).mean() < 0.6
     for here, there in zip(attended, other_attended, strict=True):
-        assert (here != there).mean() > 0.5  # the first positions attend to few, which all may be dropped
+        assert (
+            here != there
+        ).mean() > 0.5  # the first positions attend to few tokens, all of which may be dropped

@@ -1,4 +1,4 @@
-"""fp16: trains as fp32 does, with the scale that Megatron-LM would have, in every layout and over every resume."""
+"""fp16 training: the losses of fp32 and Megatron-LM's loss scale, in every layout and after every resume."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ FLAGS = """
     --attention-dropout 0 --hidden-dropout 0 --log-interval 1 --eval-iters 0 --num-workers 0 --device cpu
     --distributed-timeout-minutes 1
 """
-# Overflows until 2^20 or so, and again each time the scale has grown.
+# Overflows until about 2^20, and again whenever the scale grows.
 DYNAMIC = "--fp16 --loss-scale-window 2 --hysteresis 3"
 TP, PP, SP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--sequence-parallel"
 CHUNKS = "--num-layers-per-virtual-pipeline-stage"
 ZERO = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 5000"
-# Far below what overflows by itself.
+# Far below the scale at which gradients overflow by themselves.
 SMALL = "--fp16 --initial-loss-scale 1024 --loss-scale-window 2 --hysteresis 2"
-# The iterations of which a gradient is made to overflow, in a pattern of all that hysteresis tells apart.
+# Iterations with an injected overflow, covering all cases that hysteresis distinguishes.
 OVERFLOWS = (2, 3, 4, 7, 9, 11, 12, 13, 19)
 
 
 def train(flags: str, task: str = "GPT", overflows: tuple[int, ...] = ()) -> str:
-    """A run of this process, which may be one of several. Gives the fault that ended it, or what it printed.
+    """Train on this rank; return the fault that ended the run, or its stdout.
 
-    In iterations `overflows` a gradient of the first microbatch of the last rank is made infinite.
+    In iterations `overflows` a gradient of the first microbatch on the last rank is made infinite.
     """
     config = parse_run_config(f"{FLAGS} {flags}".split(), description="", defaults=DEFAULTS)
     chosen = GPT if task == "GPT" else bert(binary_head=True)
@@ -51,7 +51,7 @@ def train(flags: str, task: str = "GPT", overflows: tuple[int, ...] = ()) -> str
     )
     calls = itertools.count()
 
-    def spoil(_: object, __: object, out: torch.Tensor) -> None:
+    def inject_overflow(_: object, __: object, out: torch.Tensor) -> None:
         iteration, microbatch = divmod(next(calls), 4 // replicas)
         if iteration + 1 in overflows and microbatch == 0:
             out.register_hook(lambda grad: grad * torch.inf)
@@ -60,7 +60,7 @@ def train(flags: str, task: str = "GPT", overflows: tuple[int, ...] = ()) -> str
         model = chosen.build_model(*arguments)
         for path, module in model.named_modules():
             if last and path == "decoder.layers.3.mlp.linear_fc1":
-                module.register_forward_hook(spoil)
+                module.register_forward_hook(inject_overflow)
         return model
 
     with contextlib.redirect_stdout(io.StringIO()) as output:
@@ -72,14 +72,14 @@ def train(flags: str, task: str = "GPT", overflows: tuple[int, ...] = ()) -> str
 
 
 def metrics(path: Path) -> list[dict]:
-    """Of every iteration of a run, without what depends on the clock."""
+    """Metrics of each iteration of a run, without timings."""
     records = [json.loads(line) for line in path.read_text().splitlines()]
     timed = ("seconds per iteration", "tokens per second", "TFLOP/s per device", "mfu", "hfu")
     return [{k: v for k, v in row.items() if k not in timed} for row in records]
 
 
 def run(path: Path, flags: str, **arguments: object) -> list[dict]:
-    """The metrics of a run of this process, by their file."""
+    """Train in this process and return the metrics."""
     train(f"{flags} --metrics-path {path}", **arguments)
     return metrics(path)
 
@@ -96,13 +96,13 @@ def test_trains_as_in_fp32(tmp_path: Path, task: str) -> None:
         assert "loss scale" not in theirs
 
 
-def test_the_scale_is_megatrons(tmp_path: Path) -> None:
+def test_the_scale_matches_megatron(tmp_path: Path) -> None:
     rows = run(tmp_path / "metrics", DYNAMIC)
     plain = PlainScale(window=2, hysteresis=3)
     for row in rows:
         assert row["loss scale"] == plain.step(row["skipped iterations"] == 1)
         assert (row["grad norm"] is None) == (row["skipped iterations"] == 1)
-        assert row["lm loss"] < 7  # it is told as it is, not scaled
+        assert row["lm loss"] < 7  # logged unscaled
     skipped = [row["skipped iterations"] for row in rows]
     assert 8 < sum(skipped) < 22 and set(skipped) == {0, 1}
     assert any(b > a for a, b in itertools.pairwise(row["loss scale"] for row in rows))
@@ -110,7 +110,7 @@ def test_the_scale_is_megatrons(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    """The metrics of one process with `OVERFLOWS`."""
+    """Metrics of one process with `OVERFLOWS`."""
     return run(tmp_path_factory.mktemp("one") / "m", SMALL, overflows=OVERFLOWS)
 
 
@@ -125,7 +125,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     ],
 )
 def test_layouts_agree(one_process: list[dict], tmp_path: Path, processes: int, layout: str) -> None:
-    """What overflows on one rank is skipped by all, and they go on with one scale."""
+    """All ranks skip an overflow of one rank and keep the same scale."""
     flags = f"{SMALL} {layout} --metrics-path {tmp_path}/m"
     run_distributed(train, processes, flags, "GPT", OVERFLOWS)
     plain = PlainScale(1024.0, window=2)
@@ -137,15 +137,15 @@ def test_layouts_agree(one_process: list[dict], tmp_path: Path, processes: int, 
         assert other["lm loss"] == pytest.approx(one["lm loss"], rel=1e-2)
 
 
-def assert_goes_on(tmp_path: Path, start, flags: str) -> None:
-    """`start` runs flags; stopped where hysteresis is at work, they end as if they had not been."""
+def assert_resumes_exactly(tmp_path: Path, start, flags: str) -> None:
+    """Check that a run stopped within hysteresis resumes exactly."""
     flags = f"{DYNAMIC} {flags} --train-iters 12 --attention-dropout 0.1 --hidden-dropout 0.1"
-    places = f"--save {tmp_path}/%s --load {tmp_path}/%s --metrics-path {tmp_path}/%s.jsonl"
-    start(f"{flags} {places.replace('%s', 'whole')}")
-    start(f"{flags} {places.replace('%s', 'parts')} --exit-interval 2")
+    paths = f"--save {tmp_path}/%s --load {tmp_path}/%s --metrics-path {tmp_path}/%s.jsonl"
+    start(f"{flags} {paths.replace('%s', 'whole')}")
+    start(f"{flags} {paths.replace('%s', 'parts')} --exit-interval 2")
     state = json.loads((tmp_path / "parts" / "iter_0000002" / "state.json").read_text())
     assert state["loss_scaler"] == {"scale": 2.0**32, "clean": 0, "patience": 1}
-    start(f"{flags} {places.replace('%s', 'parts')}")
+    start(f"{flags} {paths.replace('%s', 'parts')}")
     assert metrics(tmp_path / "parts.jsonl") == metrics(tmp_path / "whole.jsonl")
     files = sorted((tmp_path / "whole" / "iter_0000012").glob("*.safetensors"))
     assert files
@@ -153,17 +153,17 @@ def assert_goes_on(tmp_path: Path, start, flags: str) -> None:
         assert path.read_bytes() == (tmp_path / "parts" / "iter_0000012" / path.name).read_bytes()
 
 
-def test_goes_on_bit_for_bit_within_hysteresis(tmp_path: Path) -> None:
-    assert_goes_on(tmp_path, train, "")
+def test_resumes_bit_for_bit_within_hysteresis(tmp_path: Path) -> None:
+    assert_resumes_exactly(tmp_path, train, "")
 
 
 @pytest.mark.slow
-def test_two_processes_go_on_bit_for_bit_within_hysteresis(tmp_path: Path) -> None:
-    assert_goes_on(tmp_path, lambda flags: run_distributed(train, 2, flags), f"{TP} 2 {SP}")
+def test_two_processes_resume_bit_for_bit_within_hysteresis(tmp_path: Path) -> None:
+    assert_resumes_exactly(tmp_path, lambda flags: run_distributed(train, 2, flags), f"{TP} 2 {SP}")
 
 
-def test_an_overflow_that_no_scale_mends_is_a_fault(tmp_path: Path) -> None:
-    """At the minimum, and where the scale is fixed; the checkpoint is that of before it."""
+def test_an_overflow_at_the_lowest_scale_is_a_fault(tmp_path: Path) -> None:
+    """Either the scale is at its minimum or it is fixed; the last checkpoint precedes the overflow."""
     save = f"--save {tmp_path / 'a'} --log-interval 8"
     limits = f"--initial-loss-scale {2**32} --min-loss-scale {2**30} --hysteresis 1"
     fault = train(f"--fp16 {limits} {save}")
@@ -178,13 +178,13 @@ def test_an_overflow_that_no_scale_mends_is_a_fault(tmp_path: Path) -> None:
     assert fault.startswith("iteration 1: ") and "longer warm-up, or a lower --loss-scale, or skip" in fault
 
 
-def test_what_skips_overflows_ends_after_ten_that_no_scale_mends() -> None:
+def test_skipping_ends_after_ten_overflows_at_the_lowest_scale() -> None:
     fault = train("--fp16 --on-non-finite skip --loss-scale 1e10")
     assert fault.startswith("iteration 10: no finite gradient for 10 iterations in a row")
 
 
-def test_the_log_tells_the_scale_and_what_was_skipped() -> None:
-    said = train(f"{DYNAMIC} --train-iters 4 --log-interval 4 --spike-skip 6")
-    (line,) = [line for line in said.splitlines() if line.startswith(" iteration")]
-    assert "| loss scale: 1073741824.0 |" in line and "training in fp16 on cpu" in said
+def test_the_log_has_the_scale_and_the_skipped_iterations() -> None:
+    stdout = train(f"{DYNAMIC} --train-iters 4 --log-interval 4 --spike-skip 6")
+    (line,) = [line for line in stdout.splitlines() if line.startswith(" iteration")]
+    assert "| loss scale: 1073741824.0 |" in line and "training in fp16 on cpu" in stdout
     assert "| number of skipped iterations:   4 | number of nan iterations:   0 |" in line

@@ -1,4 +1,4 @@
-"""On a GPU the same model is trained as on a CPU."""
+"""Training on a GPU matches training on a CPU."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def test_a_cuda_graph_changes_no_bit(pretrain, tmp_path: Path, precision: str) -
 
 
 @pytest.mark.gpu
-def test_a_resumed_run_goes_on(pretrain, tmp_path: Path) -> None:
+def test_a_resumed_run_continues(pretrain, tmp_path: Path) -> None:
     for folder, runs in (("whole", [[]]), ("parts", [["--exit-interval", 7], []])):
         for extra in runs:
-            places = ["--save", tmp_path / folder, "--load", tmp_path / folder]
-            places += ["--metrics-path", tmp_path / f"{folder}.jsonl"]
-            pretrain(*FLAGS, "--bf16", "--device", "cuda", *places, *extra)
+            paths = ["--save", tmp_path / folder, "--load", tmp_path / folder]
+            paths += ["--metrics-path", tmp_path / f"{folder}.jsonl"]
+            pretrain(*FLAGS, "--bf16", "--device", "cuda", *paths, *extra)
     whole, parts = (
         [json.loads(line).get("lm loss") for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
         for name in ("whole", "parts")

@@ -1,4 +1,4 @@
-"""Between two lines of the log nothing makes the host wait for the device."""
+"""The host does not wait for the device between two log lines."""
 
 from __future__ import annotations
 
@@ -38,26 +38,25 @@ RUNS = {
     "plain": ("GPT", "--ops-backend plain --optimizer sgd"),
     "BERT": ("BERT", f"{SCALED} {SAFE}"),
 }
-# Captured in the second iteration.
+# The graph is captured in the second iteration.
 ON_GPUS = {"CUDA graph": ("GPT", "--cuda-graph --bf16 --hidden-dropout 0 --attention-dropout 0")}
 
-# What gives a value, or a size, that only the device knows.
+# Operations whose value or output size only the device knows.
 TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-# On a CPU these pass by the operations that `HostWaits` sees; and a GPU is waited for before a tensor of pageable
-# memory is on it.
+# On a CPU these bypass the operations that `HostWaits` sees. An upload from pageable memory also blocks the host.
 CALLS = {Tensor.cpu, Tensor.numpy, Tensor.tolist}
 UPLOADS = {torch.tensor, torch.as_tensor}
 
 
 class HostWaits(TorchDispatchMode):
-    """Notes operations for which a GPU's host would wait."""
+    """Records operations for which the host would wait for a GPU."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Indexing has the second tag for the sake of masks, of which it counts what is true.
+        # Indexing has the second tag because a boolean mask's size depends on its values; other indices do not wait.
         indexes = func.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put_)
         if indexes and not any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]):
             return func(*args, **(kwargs or {}))
@@ -67,7 +66,7 @@ class HostWaits(TorchDispatchMode):
 
 
 class HostCalls(TorchFunctionMode):
-    """Notes the like among functions of Python's."""
+    """Records functions of torch that wait."""
 
     def __init__(self, found: list[str]) -> None:
         super().__init__()
@@ -80,7 +79,7 @@ class HostCalls(TorchFunctionMode):
 
 
 class Waits(Logging):
-    """Counts the waits of a run on a CPU, those in reports apart."""
+    """Counts the waits of a run on a CPU, and those in reports separately."""
 
     def __init__(self) -> None:
         self.found: list[str] = []
@@ -94,7 +93,7 @@ class Waits(Logging):
 
     def after_step(self, trainer: Trainer) -> None:
         if trainer.state.iteration <= 2:
-            # When the loader starts, and when memory is reported, the host asks tensors of its own.
+            # Starting the data loader and reporting memory read tensors of the host.
             self.found.clear()
         before = len(self.found)
         super().after_step(trainer)
@@ -106,7 +105,7 @@ def train(run: str, hooks: list[Hook], more: str) -> None:
     task, flags = (RUNS | ON_GPUS)[run]
     config = parse_run_config(f"{FLAGS} {flags} {more}".split(), description="", defaults={})
     with pytest.MonkeyPatch.context() as patch:
-        # Hosts agree on stopping by CPU tensors, which is not counted.
+        # Ranks agree on stopping with CPU tensors, which does not count.
         patch.setattr(StopRequests, "reason", lambda *_: None)
         assert pretrain(config, GPT if task == "GPT" else bert(binary_head=True), hooks) == 0
 
@@ -116,7 +115,7 @@ def test_nothing_waits_between_reports(run: str) -> None:
     waits = Waits()
     train(run, [waits], "--device cpu")
     assert waits.found == []
-    assert len(waits.reports) >= 3  # the counting counts
+    assert len(waits.reports) >= 3  # the counter works
 
 
 @pytest.mark.parametrize(
@@ -134,7 +133,7 @@ def test_nothing_waits_between_reports(run: str) -> None:
         lambda x: torch.tensor(1.0, device=x.device),
     ],
 )
-def test_what_counts_as_a_wait(wait: Any) -> None:
+def test_operations_that_count_as_a_wait(wait: Any) -> None:
     x = torch.ones(1)
     with HostWaits() as seen, HostCalls(seen.found):
         x[torch.tensor([0])] + x.sum()
@@ -144,7 +143,7 @@ def test_what_counts_as_a_wait(wait: Any) -> None:
 
 
 class WaitsOnGPU(Logging):
-    """Makes steps fail where the host waits for the GPU, once everything is compiled."""
+    """Makes a step fail if the host waits for the GPU, once everything is compiled."""
 
     @contextmanager
     def during_training(self, trainer: Trainer) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""A run that is killed at random moments ends as one that never was."""
+"""A run killed at random moments ends like an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -42,25 +42,25 @@ def records(path: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k not in TIMES} for row in rows]
 
 
-def place(folder: Path) -> str:
+def path_flags(folder: Path) -> str:
     return f"--save {folder} --load {folder} --metrics-path {folder / 'metrics.jsonl'}"
 
 
-def start_and_kill(flags: str, folder: Path, moment: random.Random) -> bool:
-    """Start a run, kill one rank or both, and give whether that came before its end."""
+def start_and_kill(flags: str, folder: Path, rng: random.Random) -> bool:
+    """Start a run and kill one rank or both; return True if it had not ended before."""
     ranks = start_distributed(train, 2, flags)
-    deadline = time.monotonic() + moment.uniform(0.2, 3)
-    if moment.random() < 0.5:  # while it saves
-        nth = moment.randrange(1, 12)
+    deadline = time.monotonic() + rng.uniform(0.2, 3)
+    if rng.random() < 0.5:  # while it saves
+        nth = rng.randrange(1, 12)
         while nth and time.monotonic() < deadline + 5 and ranks[0][0].is_alive():
             nth -= any(folder.glob(".writing-iter*"))
-            time.sleep(moment.uniform(0, 0.005))
+            time.sleep(rng.uniform(0, 0.005))
     else:
         ranks[0][0].join(deadline - time.monotonic())
     killed = all(process.is_alive() for process, _ in ranks)
-    first = moment.randrange(2)
+    first = rng.randrange(2)
     ranks[first][0].kill()
-    if moment.random() < 0.3:  # the other has time to notice, and to end by itself
+    if rng.random() < 0.3:  # the other rank has time to notice and exit
         ranks[1 - first][0].join(5)
     ranks[1 - first][0].kill()
     for process, _ in ranks:
@@ -69,18 +69,18 @@ def start_and_kill(flags: str, folder: Path, moment: random.Random) -> bool:
 
 
 @pytest.mark.parametrize("kills", [3, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
-def test_a_run_that_is_killed_at_random_moments(kills: int, tmp_path: Path) -> None:
-    moment = random.Random(kills)
+def test_a_run_killed_at_random_moments(kills: int, tmp_path: Path) -> None:
+    rng = random.Random(kills)
     done = rounds = 0
     while done < kills:
         name = list(LAYOUTS)[rounds % len(LAYOUTS)]
-        undisturbed, folder = tmp_path / name.split()[0], tmp_path / f"killed-{rounds}"
-        if not undisturbed.exists():
-            assert run_distributed(train, 2, f"{LAYOUTS[name]} {place(undisturbed)}") == [0, 0]
-        flags, in_this_round = f"{LAYOUTS[name]} {place(folder)}", 0
-        while in_this_round < 8 and done < kills and start_and_kill(flags, folder, moment):
+        uninterrupted, folder = tmp_path / name.split()[0], tmp_path / f"killed-{rounds}"
+        if not uninterrupted.exists():
+            assert run_distributed(train, 2, f"{LAYOUTS[name]} {path_flags(uninterrupted)}") == [0, 0]
+        flags, in_this_round = f"{LAYOUTS[name]} {path_flags(folder)}", 0
+        while in_this_round < 8 and done < kills and start_and_kill(flags, folder, rng):
             in_this_round += 1
             done += 1
         assert run_distributed(train, 2, flags) == [0, 0]
-        assert records(folder / "metrics.jsonl") == records(undisturbed / "metrics.jsonl")
+        assert records(folder / "metrics.jsonl") == records(uninterrupted / "metrics.jsonl")
         rounds += 1

@@ -1,4 +1,4 @@
-"""A layout that does not fit is refused in one line, before anything is built, with what would fit."""
+"""Invalid layouts are refused in one line, before anything is built, with valid suggestions."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ V = "--num-layers-per-virtual-pipeline-stage"
 FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
 GQA, FULL = "--group-query-attention --num-query-groups", "--recompute-granularity full"
 
-# Processes, flags, what is said, and the ways out that it names: flags to add, and processes if others.
-WRONG = [
+# Processes, flags, message, and its suggestions: flags to add, after the number of processes if it differs.
+INVALID = [
     (
         2,
         f"{T} 3",
@@ -150,18 +150,18 @@ def check(processes: int, flags: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("processes", "flags", "said", "ways_out"), WRONG, ids=[f"{n} {f}" for n, f, _, _ in WRONG]
+    ("processes", "flags", "message", "suggestions"), INVALID, ids=[f"{n} {f}" for n, f, _, _ in INVALID]
 )
-def test_what_does_not_fit_names_what_does(
-    processes: int, flags: str, said: str, ways_out: list[str]
+def test_errors_suggest_valid_layouts(
+    processes: int, flags: str, message: str, suggestions: list[str]
 ) -> None:
     with pytest.raises(InputError) as error:
         check(processes, flags)
-    assert str(error.value).startswith(said)
+    assert str(error.value).startswith(message)
     assert "\n" not in str(error.value) and len(str(error.value)) < 260
-    for way_out in ways_out:
-        number = [word for word in way_out.split()[:1] if word.isdecimal()]
-        check(int(number[0]) if number else processes, f"{flags} {way_out.removeprefix(''.join(number))}")
+    for suggestion in suggestions:
+        number = [word for word in suggestion.split()[:1] if word.isdecimal()]
+        check(int(number[0]) if number else processes, f"{flags} {suggestion.removeprefix(''.join(number))}")
 
 
 @pytest.mark.parametrize(
@@ -177,5 +177,5 @@ def test_what_does_not_fit_names_what_does(
         (2, f"{P} 2 {FULL} --recompute-num-layers 6"),
     ],
 )
-def test_what_fits(processes: int, flags: str) -> None:
+def test_valid_layouts(processes: int, flags: str) -> None:
     check(processes, flags)

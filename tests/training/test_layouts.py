@@ -1,4 +1,4 @@
-"""Every layout trains the same model: losses, gradient norms, zeros and final weights equal those of one process."""
+"""Every layout trains the same model as one process: losses, gradient norms, zeros and final weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.plugins import run
 from pretrain_bert import bert
 from pretrain_gpt import GPT
 
-# The vocabulary of 250 ids and one is padded to 256 rows, or to 512 where 4 processes divide it.
+# The 251 ids are padded to 256 rows, or to 512 with four tensor-parallel ranks.
 FLAGS = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 250 --num-layers 8 --hidden-size 32
     --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --global-batch-size 4 --train-iters 10 --lr 2e-3
@@ -61,12 +61,12 @@ LAYOUTS = {
     "D2+ZeRO": (2, ZERO),
     "D4": (4, ""),
     "T2P2": (4, f"{TP} 2 {PP} 2"),
-    "T2P2 whole": (4, f"{TP} 2 {PP} 2 --no-scatter-gather-tensors-in-pipeline"),
+    "T2P2 no scatter-gather": (4, f"{TP} 2 {PP} 2 --no-scatter-gather-tensors-in-pipeline"),
     "T2P2+SP": (4, f"{TP} 2 {PP} 2 {SP}"),
     "T4+SP": (4, f"{TP} 4 {SP}"),
     "T2D2+ZeRO": (4, f"{TP} 2 {ZERO} {OVERLAP}"),
     "P2D2V2": (4, f"{PP} 2 {CHUNKS} 2"),
-    "P4 half full": (4, f"{PP} 4 --micro-batch-size 2"),  # fewer microbatches than stages
+    "P4 few microbatches": (4, f"{PP} 4 --micro-batch-size 2"),  # fewer microbatches than stages
     "everything": (
         8,
         f"{TP} 2 {PP} 2 {SP} {CHUNKS} 2 {ZERO} {OVERLAP} --recompute-granularity full",
@@ -74,11 +74,11 @@ LAYOUTS = {
     "recomputed": (1, "--checkpoint-activations --recompute-num-layers 3"),
     "block recomputed": (1, "--recompute-granularity full --recompute-method block --recompute-num-layers 3"),
     "selectively recomputed": (1, "--recompute-activations"),
-    "T2 kept in parts": (2, f"{TP} 2 --checkpoint-activations --distribute-saved-activations"),
+    "T2 distributed activations": (2, f"{TP} 2 --checkpoint-activations --distribute-saved-activations"),
 }
 FAST = {
-    "bert": "P2V2|D2+ZeRO",  # T2+SP with fine-tuning (test_finetune.py)
-    "gpt2": "P2V2|D2+ZeRO|T2P2|P4 uneven|everything",  # T2+SP in bf16 below
+    "bert": "P2V2|D2+ZeRO",  # test_finetune.py runs T2+SP with fine-tuning
+    "gpt2": "P2V2|D2+ZeRO|T2P2|P4 uneven|everything",  # T2+SP runs in bf16 below
     "llama": "P2 gpipe|T2D2+ZeRO",
     "qwen2": "",
     "qwen3": "T4",
@@ -88,15 +88,15 @@ FAST = {
 
 
 def train(folder: str, flags: str, task: str = "GPT") -> None:
-    """A run of this process, which may be one of several, with its results in `folder`."""
-    places = f"--save {folder}/checkpoints --metrics-path {folder}/metrics.jsonl"
-    words = f"{FLAGS} {flags} {places}".split()
+    """Train on this rank, with results in `folder`."""
+    paths = f"--save {folder}/checkpoints --metrics-path {folder}/metrics.jsonl"
+    words = f"{FLAGS} {flags} {paths}".split()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         assert run(parse_run_config(words, description="", defaults={}), TASKS[task]) == 0
 
 
 class Run:
-    """What a run has left behind."""
+    """Metrics and final weights of a run."""
 
     def __init__(self, folder: Path) -> None:
         lines = (folder / "metrics.jsonl").read_text().splitlines()
@@ -115,14 +115,17 @@ class Run:
             assert not whole.isnan().any(), f"{name} was not saved whole"
 
     def assert_equals(self, other: Run, *, loss: float, weights: float, zeros: float = 40) -> None:
-        """Relative differences of losses and norms up to `loss`, of each weight matrix or vector up to `weights`;
-        counts of zeros apart by up to `zeros`."""
+        """Compare metrics and final weights.
+
+        `loss` limits relative differences of losses and norms, `weights` those of each weight matrix or vector, and
+        `zeros` the difference between counts of zeros.
+        """
         assert len(self.records) == len(other.records) == 10 + 3  # two evaluations in between, two at the end
         for mine, theirs in zip(self.records, other.records, strict=True):
             for name, value in mine.items():
                 if name.startswith(("lm loss", "sop loss", "grad norm", "params norm")):
                     assert theirs[name] == pytest.approx(value, rel=loss), (mine["iteration"], name)
-                elif name == "num zeros":  # where terms cancel, rounding decides whether they do so exactly
+                elif name == "num zeros":  # rounding decides whether terms cancel exactly
                     assert theirs[name] == pytest.approx(value, abs=zeros), mine["iteration"]
                 elif name in ("iteration", "consumed samples", "learning rate", "global batch size"):
                     assert theirs[name] == value
@@ -130,7 +133,7 @@ class Run:
         for name, mine in self.weights.items():
             theirs = other.weights[name]
             if name.endswith("linear_qkv.bias"):
-                # Biases of keys cancel in the softmax. Their gradient is mere rounding, which Adam blows up.
+                # Key biases cancel in the softmax. Their gradient is rounding error, which Adam amplifies.
                 groups = (len(mine) // 8 - 4) // 2
                 mine, theirs = (x.view(groups, -1, 8)[:, [0, -1]] for x in (mine, theirs))
             assert (theirs - mine).norm() <= weights * mine.norm(), name
@@ -138,7 +141,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory):
-    """The run on one process of a shape in a precision."""
+    """Function that trains on one process; results are cached by task and flags."""
     runs: dict[tuple[str, str], Run] = {}
 
     def run(flags: str, task: str = "GPT") -> Run:
@@ -171,9 +174,9 @@ def test_same_as_one_process(one_process, tmp_path: Path, shape: str, layout: st
     one_process(SHAPES[shape], task).assert_equals(Run(tmp_path), loss=1e-5, weights=1e-4)
 
 
-def test_padding_of_the_vocabulary_does_not_scale_initial_weights(one_process, tmp_path: Path) -> None:
-    """Xavier's bound follows from the number of outputs; of the output layer those are ids, not rows of its table."""
-    flags = f"{SHAPES['llama']} --init-method-xavier-uniform --make-vocab-size-divisible-by 100"  # 300 rows, and 400
+def test_vocabulary_padding_does_not_scale_initial_weights(one_process, tmp_path: Path) -> None:
+    """Xavier's bound depends on the number of outputs, which for the output layer excludes padding."""
+    flags = f"{SHAPES['llama']} --init-method-xavier-uniform --make-vocab-size-divisible-by 100"  # 300 or 400 rows
     run_distributed(train, 2, str(tmp_path), f"{flags} {TP} 2")
     mine, theirs = one_process(flags).records[0], Run(tmp_path).records[0]
     assert theirs["lm loss"] == pytest.approx(mine["lm loss"], rel=1e-6)
@@ -184,7 +187,7 @@ def test_padding_of_the_vocabulary_does_not_scale_initial_weights(one_process, t
     "layout",
     ["T2+SP", *(pytest.param(name, marks=pytest.mark.slow) for name in ("P2V2", "D2+ZeRO", "everything"))],
 )
-def test_same_in_bf16_within_its_rounding(one_process, tmp_path: Path, layout: str) -> None:
+def test_same_in_bf16_within_rounding(one_process, tmp_path: Path, layout: str) -> None:
     processes, flags = LAYOUTS[layout]
     run_distributed(train, processes, str(tmp_path), f"--bf16 {flags}")
     one_process("--bf16").assert_equals(Run(tmp_path), loss=2e-2, weights=2e-1, zeros=2000)
@@ -192,7 +195,7 @@ def test_same_in_bf16_within_its_rounding(one_process, tmp_path: Path, layout: s
 
 @pytest.mark.parametrize("layout", ["P2V2", pytest.param("everything", marks=pytest.mark.slow)])
 def test_pipelines_send_the_residual_stream_in_fp32(one_process, tmp_path: Path, layout: str) -> None:
-    """Each microbatch's forward pass is the same to the last bit, but for sums that tensor parallelism divides."""
+    """The first loss is bitwise equal, except for the sums of tensor parallelism."""
     processes, flags = LAYOUTS[layout]
     residual = "--bf16 --fp32-residual-connection"
     run_distributed(train, processes, str(tmp_path), f"{residual} {flags}")
@@ -210,7 +213,7 @@ def test_gradients_reduced_in_bf16(one_process, tmp_path: Path, shape: str) -> N
 
 @pytest.mark.parametrize("layout", ["P2V2", "D2+ZeRO", "recomputed", "selectively recomputed"])
 def test_same_dropout(one_process, tmp_path: Path, layout: str) -> None:
-    """Which values are dropped follows from the sample and the place in the model."""
+    """Dropout masks depend on the sample and the location in the model."""
     dropout = "--attention-dropout 0.1 --hidden-dropout 0.2"
     processes, flags = LAYOUTS[layout]
     run_distributed(train, processes, str(tmp_path), f"{dropout} {flags}")
@@ -247,7 +250,7 @@ def test_dropout_is_replayed_exactly(tmp_path: Path, recomputation: str) -> None
         pytest.param("everything", "D2+ZeRO", "muon", marks=pytest.mark.slow),
     ],
 )
-def test_a_run_goes_on_in_another_layout(
+def test_a_run_resumes_in_another_layout(
     one_process, tmp_path: Path, before: str, after: str, shape: str
 ) -> None:
     resume = f"{SHAPES[shape]} --load {tmp_path}/checkpoints"
@@ -260,8 +263,8 @@ def test_a_run_goes_on_in_another_layout(
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ["gpt2", "muon"])
 @pytest.mark.parametrize("layout", ["T2+SP", "T2D2+ZeRO", "everything"])
-def test_the_same_layout_goes_on_bit_for_bit(tmp_path: Path, layout: str, shape: str) -> None:
-    """With dropout, and batches that worker processes read."""
+def test_the_same_layout_resumes_bit_for_bit(tmp_path: Path, layout: str, shape: str) -> None:
+    """The runs use dropout and data-loader worker processes."""
     processes, flags = LAYOUTS[layout]
     flags += f" {SHAPES[shape]} --attention-dropout 0.1 --hidden-dropout 0.2 --num-workers 1"
     for folder, runs in (("whole", [""]), ("parts", ["--exit-interval 7", ""])):

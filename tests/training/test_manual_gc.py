@@ -1,4 +1,4 @@
-"""When Python's garbage is collected."""
+"""Manual garbage collection."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ FLAGS = "--train-iters 6 --eval-interval 2 --eval-iters 1 --num-workers 0"
 def test_when_garbage_is_collected(
     monkeypatch: pytest.MonkeyPatch, flags: str, expected: list[tuple[int, int]]
 ) -> None:
-    iteration, collections, by_itself = 0, [], []
+    iteration, collections, automatic = 0, [], []
 
     class Watch(Hook):
         def after_step(self, trainer: Trainer) -> None:
             nonlocal iteration
-            by_itself.append(gc.isenabled())
+            automatic.append(gc.isenabled())
             iteration = trainer.state.iteration
 
     monkeypatch.setattr(gc, "collect", lambda generation=2: collections.append((iteration, generation)))
     assert pretrain(config_of(f"{FLAGS} {flags}"), GPT, [Watch(), *training_hooks()]) == 0
     assert collections == expected
-    assert by_itself == [not expected] * 6
+    assert automatic == [not expected] * 6
     assert gc.isenabled()
 
 
-def test_they_need_the_first() -> None:
+def test_flags_need_manual_gc() -> None:
     for flag in ("--manual-gc-interval 5", "--no-manual-gc-eval"):
         with pytest.raises(InputError, match=rf"^{flag.split()[0]} needs --manual-gc$"):
             config_of(flag)

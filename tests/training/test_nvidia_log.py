@@ -1,4 +1,4 @@
-"""A run of Megatron-LM v2.5, repeated from its initial weights on its data: the same log, digit for digit."""
+"""A run of Megatron-LM v2.5, repeated from its initial weights on its data, gives the same log digit for digit."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_equals_nvidias_log(
         assert record["iteration"] == int(iteration)
         assert f"{record['learning rate']:.3E}" == rate
         assert f"{record['grad norm']:.3f}" == norm
-        # The last printed digit can fall to either side where rounding differs.
+        # The last printed digit may differ by rounding.
         assert record["lm loss"] == pytest.approx(float(loss), abs=1.01e-5)
     assert records[6]["lm loss validation"] == pytest.approx(float(VALIDATION), abs=1.01e-5)
     assert records[7]["lm loss test"] == pytest.approx(float(TEST), abs=1.01e-5)

@@ -1,4 +1,4 @@
-"""The whole program against a textbook training loop, on the same data in the same order."""
+"""Training matches a plain PyTorch loop on the same data in the same order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FLAGS = f"""
 
 
 @pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_equals_a_plain_loop(command, shared: Path, tmp_path: Path, replicas: int) -> None:
+def test_matches_a_plain_loop(command, shared: Path, tmp_path: Path, replicas: int) -> None:
     tokenizer = [
         *("--tokenizer-type", "GPT2BPETokenizer"),
         *("--vocab-file", shared / "data" / "gpt2-tiny-vocab.json"),
@@ -42,10 +42,10 @@ def test_equals_a_plain_loop(command, shared: Path, tmp_path: Path, replicas: in
     common = ["pretrain_gpt.py", *FLAGS, *tokenizer, "--data-path", prefix]
     command(*common, "--metrics-path", metrics, replicas=replicas)
     ours = [json.loads(line) for line in metrics.read_text().splitlines()]
-    # The first step has learning rate 0: a checkpoint after it holds the initial weights.
+    # The first step has learning rate 0, so a checkpoint after it holds the initial weights.
     command(*common, "--save", tmp_path / "start", "--exit-interval", 1)
     model = PlainGPT(**SIZES)
-    model.take_weights(load_file(tmp_path / "start" / "iter_0000001" / "model.safetensors"))
+    model.load_weights(load_file(tmp_path / "start" / "iter_0000001" / "model.safetensors"))
 
     config = DataConfig(data_path=(str(prefix),), split="1,0,0", seq_length=SIZES["length"])
     dataset = build_gpt_datasets(config, samples=(8 * STEPS, 0, 0), seed=1234, vocab_size=5000, eod=None)[

@@ -1,4 +1,4 @@
-"""Whole runs of pretrain_gpt.py: resumed, interrupted, replicated, refused."""
+"""Whole runs of pretrain_gpt.py: resume, signals, replicas and errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TINY = """
 
 
 def records(path: Path) -> list[dict]:
-    """The metrics of a run, without what depends on the clock."""
+    """Metrics of a run, without timings."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     timed = ("seconds per iteration", "tokens per second", "TFLOP/s per device", "mfu", "hfu")
     return [{k: v for k, v in line.items() if k not in timed} for line in lines]
@@ -46,7 +46,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("precision", [[], ["--bf16"]], ids=["fp32", "bf16"])
 def test_a_resumed_run_continues_bit_for_bit(pretrain, tmp_path: Path, precision: list[str]) -> None:
-    """With dropout, and stopped between two lines of the log."""
+    """The run uses dropout and stops between two log lines."""
     whole = [*TINY, *precision, "--save", tmp_path / "a", "--metrics-path", tmp_path / "a.jsonl"]
     pretrain(*whole)
     parts = [*TINY, *precision, "--save", tmp_path / "b", "--load", tmp_path / "b"]
@@ -72,7 +72,7 @@ RAMP = ["--train-samples", 72, "--rampup-batch-size", 4, 2, 24]
     ],
     ids=["where an evaluation is due", "ramp-up", "cyclic", "saving in the background"],
 )
-def test_a_resumed_run_continues_also(pretrain, tmp_path: Path, flags: list) -> None:
+def test_a_resumed_run_continues_with_other_flags(pretrain, tmp_path: Path, flags: list) -> None:
     flags, exit_interval = flags[:-2], flags[-2:]
     base = TINY
     if "--train-samples" in flags:
@@ -90,7 +90,7 @@ def test_a_resumed_run_continues_also(pretrain, tmp_path: Path, flags: list) -> 
     assert files(tmp_path / "a" / f"iter_{int(last):07d}") == files(tmp_path / "b" / f"iter_{int(last):07d}")
 
 
-def test_a_run_is_taken_back_to_an_earlier_checkpoint(pretrain, command, tmp_path: Path) -> None:
+def test_rollback_to_an_earlier_checkpoint(pretrain, command, tmp_path: Path) -> None:
     run = [*TINY, "--save", tmp_path / "a", "--load", tmp_path / "a", "--metrics-path", tmp_path / "a.jsonl"]
     pretrain(*run, "--save-interval", 4)
     whole = records(tmp_path / "a.jsonl")
@@ -101,7 +101,7 @@ def test_a_run_is_taken_back_to_an_earlier_checkpoint(pretrain, command, tmp_pat
         "abandoned-iter_0000012-1",
         *(f"iter_{i:07d}" for i in (4, 8, 10)),
     ]
-    # The same command, as something that restarts a run gives it, goes on from there.
+    # Restarting the same command continues from there.
     assert "iterations 11 to 12" in pretrain(*run, *other)
     assert records(tmp_path / "a.jsonl")[-1] != whole[-1]
     pretrain(*run, "--ckpt-step", 4)
@@ -117,8 +117,8 @@ def test_a_run_is_taken_back_to_an_earlier_checkpoint(pretrain, command, tmp_pat
         pretrain(*TINY, "--load", tmp_path / "a" / "iter_0000004", "--finetune")
 
 
-def test_another_batch_size_trains_to_the_same_end(pretrain, tmp_path: Path) -> None:
-    """In iterations the number of iterations stays, in samples that of samples."""
+def test_a_change_of_the_batch_size(pretrain, tmp_path: Path) -> None:
+    """With --train-iters the number of iterations stays, with --train-samples the number of samples."""
     run = [*TINY, "--save", tmp_path / "a", "--load", tmp_path / "a", "--metrics-path", tmp_path / "a.jsonl"]
     pretrain(*run, "--exit-interval", 6)
     assert "the order of the training data may change" in pretrain(*run, "--global-batch-size", 16)
@@ -144,16 +144,14 @@ def test_another_batch_size_trains_to_the_same_end(pretrain, tmp_path: Path) -> 
     assert records(tmp_path / "b.jsonl")[-1]["consumed samples"] == 96
 
 
-def test_a_run_killed_in_its_last_evaluation_evaluates_when_started_again(
-    pretrain, tmp_path, monkeypatch
-) -> None:
+def test_a_run_killed_in_its_last_evaluation_repeats_it(pretrain, tmp_path, monkeypatch) -> None:
     run = [*TINY, "--save", tmp_path / "a", "--load", tmp_path / "a", "--metrics-path", tmp_path / "a.jsonl"]
 
-    def dying(self, trainer) -> None:
+    def interrupted(self, trainer) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Evaluation, "at_end", dying)
+        patch.setattr(Evaluation, "at_end", interrupted)
         with pytest.raises(KeyboardInterrupt):
             pretrain(*run)
     assert "lm loss test" not in records(tmp_path / "a.jsonl")[-1]
@@ -179,7 +177,7 @@ def test_generate_text_from_a_run(command, pretrain, tmp_path: Path) -> None:
         (2, signal.SIGTERM),
     ],
 )
-def test_a_signal_saves_and_leaves(command, tmp_path: Path, number: int, replicas: int) -> None:
+def test_a_signal_saves_and_exits(command, tmp_path: Path, number: int, replicas: int) -> None:
     flags = [
         *TINY,
         "--train-iters",
@@ -231,9 +229,9 @@ def test_a_signal_saves_and_leaves(command, tmp_path: Path, number: int, replica
     assert [r["iteration"] for r in resumed] == list(range(1, stopped + 4))
 
 
-@pytest.mark.slow  # the layouts' tests hold every one against one process
+@pytest.mark.slow  # test_layouts.py compares all layouts with one process
 def test_replicas_train_the_same_model(command, tmp_path: Path) -> None:
-    """With dropout too: the masks belong to the samples, not to the processes."""
+    """Dropout masks depend on the samples, not on the ranks."""
     for replicas in (1, 2, 4):
         command("pretrain_gpt.py", *TINY, "--metrics-path", tmp_path / f"{replicas}.jsonl", replicas=replicas)
     one = records(tmp_path / "1.jsonl")
@@ -245,7 +243,7 @@ def test_replicas_train_the_same_model(command, tmp_path: Path) -> None:
 
 
 def test_masked_losses_do_not_depend_on_the_layout(command, tmp_path: Path) -> None:
-    """Where positions are masked, microbatches hold unlike numbers of tokens; the mean is over all of them."""
+    """With masked positions, microbatches have different numbers of tokens; the mean is over all tokens."""
     text = tmp_path / "text.jsonl"
     text.write_text(
         "".join(json.dumps({"text": " ".join(map(str, range(n % 23 + 1)))}) + "\n" for n in range(400))
@@ -280,7 +278,7 @@ def test_masked_losses_do_not_depend_on_the_layout(command, tmp_path: Path) -> N
     assert found[2] == pytest.approx(found[0], rel=1e-5)
 
 
-def test_finetune_takes_the_weights_alone(pretrain, tmp_path: Path) -> None:
+def test_finetune_loads_only_the_weights(pretrain, tmp_path: Path) -> None:
     pretrain(*TINY, "--save", tmp_path / "a")
     result = pretrain(*TINY, "--load", tmp_path / "a", "--finetune", "--metrics-path", tmp_path / "m.jsonl")
     assert "iterations 1 to 12" in result
@@ -289,20 +287,26 @@ def test_finetune_takes_the_weights_alone(pretrain, tmp_path: Path) -> None:
     assert finetuned[0]["lm loss"] < scratch[0]["lm loss"] - 0.1
 
 
-MODEL = "--num-layers --hidden-size --num-attention-heads --seq-length --tokenizer-type --vocab-size".split()
+MODEL_FLAGS = (
+    "--num-layers --hidden-size --num-attention-heads --seq-length --tokenizer-type --vocab-size".split()
+)
 
 
 def test_a_run_continues_with_the_arguments_of_its_checkpoint(pretrain, tmp_path: Path, capsys) -> None:
-    """Architecture, dropout and tokenizer are those of the run that saved; what can change may be given anew."""
+    """Architecture, dropout and tokenizer are the checkpoint's; flags that may change can be given again."""
     own = [*TINY, "--hidden-dropout", 0.3, "--swiglu", "--position-embedding-type", "rope"]
     run = ["--save", tmp_path / "a", "--load", tmp_path / "a", "--metrics-path", tmp_path / "a.jsonl"]
-    pretrain(*own, *run, "--exit-interval", 6, "--use-checkpoint-args")  # an empty folder has none
+    pretrain(*own, *run, "--exit-interval", 6, "--use-checkpoint-args")  # an empty folder has no arguments
     pretrain(*own, *run)
     run = ["--save", tmp_path / "b", "--load", tmp_path / "b", "--metrics-path", tmp_path / "b.jsonl"]
     pretrain(*own, *run, "--exit-interval", 6)
-    bare = [f for name, f in zip(["", *TINY], TINY, strict=False) if f not in MODEL and name not in MODEL]
-    assert len(bare) == len(TINY) - 2 * len(MODEL)
-    # The architecture is the checkpoint's, whatever the command line says; that is told in a line.
+    bare = [
+        f
+        for name, f in zip(["", *TINY], TINY, strict=False)
+        if f not in MODEL_FLAGS and name not in MODEL_FLAGS
+    ]
+    assert len(bare) == len(TINY) - 2 * len(MODEL_FLAGS)
+    # The checkpoint's architecture overrides the command line, with a note.
     pretrain(*bare, *run, "--use-checkpoint-args", "--num-layers", 3, "--openai-gelu")
     assert records(tmp_path / "a.jsonl") == records(tmp_path / "b.jsonl")
     assert files(tmp_path / "a" / "iter_0000012") == files(tmp_path / "b" / "iter_0000012")
@@ -321,7 +325,7 @@ def test_a_run_continues_with_the_arguments_of_its_checkpoint(pretrain, tmp_path
 
 
 def test_a_run_continues_with_the_tokenizer_of_its_checkpoint(pretrain, shared, tmp_path: Path) -> None:
-    """From the copies beside it, which are there also when the original has gone, and in later checkpoints too."""
+    """The copies in the checkpoint suffice when the original files are gone, and later checkpoints have copies, too."""
     vocab, merges = (tmp_path / name for name in ("vocab.json", "merges.txt"))
     vocab.write_bytes((shared / "data" / "gpt2-tiny-vocab.json").read_bytes())
     merges.write_bytes((shared / "data" / "gpt2-tiny-merges.txt").read_bytes())
@@ -337,21 +341,21 @@ def test_a_run_continues_with_the_tokenizer_of_its_checkpoint(pretrain, shared, 
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "message"),
     [
         ([], "--use-checkpoint-args needs --load"),
         (["--load", "/nowhere"], "--load: /nowhere is not a folder"),
         (["--load", "/proc"], "--load: /proc holds no checkpoint"),
     ],
 )
-def test_arguments_need_a_checkpoint(pretrain, flags: list[str], words: str) -> None:
-    with pytest.raises(InputError, match=words) as caught:
+def test_use_checkpoint_args_needs_a_checkpoint(pretrain, flags: list[str], message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
         pretrain(*TINY, "--use-checkpoint-args", *flags)
     assert "\n" not in str(caught.value)
 
 
-def test_without_the_state_of_the_optimizer(pretrain, tmp_path: Path) -> None:
-    """Weights and position go on, Adam's means begin anew."""
+def test_without_optimizer_state(pretrain, tmp_path: Path) -> None:
+    """Weights and position are kept; Adam's moments start at zero."""
     run = [*TINY, "--save", tmp_path / "a", "--load", tmp_path / "a", "--metrics-path", tmp_path / "m.jsonl"]
     pretrain(*run)
     whole = records(tmp_path / "m.jsonl")
@@ -364,7 +368,7 @@ def test_without_the_state_of_the_optimizer(pretrain, tmp_path: Path) -> None:
     assert 0 < abs(parts[-1]["lm loss test"] - whole[-1]["lm loss test"]) < 0.2
 
 
-def test_a_checkpoint_is_evaluated_alone(pretrain, tmp_path: Path) -> None:
+def test_skip_train_evaluates_a_checkpoint(pretrain, tmp_path: Path) -> None:
     run = [*TINY, "--save", tmp_path / "a", "--metrics-path", tmp_path / "a.jsonl"]
     pretrain(*run)
     files = sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "a").rglob("*"))
@@ -379,12 +383,12 @@ def test_a_checkpoint_is_evaluated_alone(pretrain, tmp_path: Path) -> None:
         pretrain(*TINY, "--skip-train")
 
 
-def test_a_run_that_keeps_nothing_says_so(pretrain, tmp_path: Path) -> None:
+def test_a_run_without_save_is_noted(pretrain, tmp_path: Path) -> None:
     assert "without --save DIR no checkpoint of this run will be kept" in pretrain(*TINY)
     assert "no checkpoint of this run" not in pretrain(*TINY, "--save", tmp_path / "a")
 
 
-def test_another_order_of_the_data_is_said(pretrain, tmp_path: Path) -> None:
+def test_a_change_of_the_data_order_is_noted(pretrain, tmp_path: Path) -> None:
     run = [*TINY, "--save", tmp_path / "a", "--load", tmp_path / "a"]
     pretrain(*run, "--exit-interval", 3)
     result = pretrain(*run, "--exit-interval", 3, "--data-order", "head")
@@ -393,7 +397,7 @@ def test_another_order_of_the_data_is_said(pretrain, tmp_path: Path) -> None:
         in result
     )
     assert "order of the training data" not in pretrain(*run, "--exit-interval", 3, "--data-order", "head")
-    # All that the order depends on, as if the run that saved had other values.
+    # Everything that the order depends on, as if the saving run had other values.
     folder = tmp_path / "a" / "iter_0000009"
     config = json.loads((folder / "state.json").read_text())["config"]
     changes = {"mock_data": False, "split": "1,1,1", "seq_length": 17, "dataloader_type": "cyclic"}
@@ -417,7 +421,7 @@ def test_another_order_of_the_data_is_said(pretrain, tmp_path: Path) -> None:
     assert line.count(" changed from ") == len(changed)
 
 
-def test_other_operations_are_said(pretrain, tmp_path: Path) -> None:
+def test_a_change_of_operations_is_noted(pretrain, tmp_path: Path) -> None:
     run = [*TINY, "--save", tmp_path, "--load", tmp_path, "--exit-interval", 3]
     pretrain(*run)
     state = json.loads((tmp_path / "iter_0000003" / "state.json").read_text())
@@ -428,12 +432,12 @@ def test_other_operations_are_said(pretrain, tmp_path: Path) -> None:
         f"{tmp_path / 'iter_0000006'} was computed with {before} and this run computes with plain PyTorch, so it does "
         "not continue bit for bit\n"
     ) in pretrain(*run, "--ops-backend", "plain")
-    edit_state(tmp_path / "iter_0000009", operations=None)  # as before they were saved
+    edit_state(tmp_path / "iter_0000009", operations=None)  # as in checkpoints before operations were saved
     assert "bit for bit" not in pretrain(*run)
 
 
-def test_data_that_lies_elsewhere_is_the_same_data(pretrain, tmp_path: Path) -> None:
-    level = TINY[: TINY.index("--mock-data")] + TINY[TINY.index("--mock-data") + 1 :]
+def test_moved_data_is_the_same_data(pretrain, tmp_path: Path) -> None:
+    no_mock_data = TINY[: TINY.index("--mock-data")] + TINY[TINY.index("--mock-data") + 1 :]
     folders = (tmp_path / "here", tmp_path / "there")
     for folder in folders:
         folder.mkdir()
@@ -441,7 +445,7 @@ def test_data_that_lies_elsewhere_is_the_same_data(pretrain, tmp_path: Path) -> 
             for i in range(200):
                 writer.add_document([np.arange(i, i + 20) % 300])
     run = [
-        *level,
+        *no_mock_data,
         "--eval-iters",
         0,
         "--save",
@@ -455,8 +459,8 @@ def test_data_that_lies_elsewhere_is_the_same_data(pretrain, tmp_path: Path) -> 
     assert "iteration        6/" in outs[1] and "order of the training data" not in outs[1]
 
 
-def test_a_run_that_is_cut_short_keeps_the_order_of_its_samples(pretrain, tmp_path: Path) -> None:
-    """The order of real data depends on how many samples were asked for: those of the run that began it."""
+def test_a_shortened_run_keeps_the_order_of_its_samples(pretrain, tmp_path: Path) -> None:
+    """The order of real data depends on the number of requested samples; a resumed run keeps that of the first run."""
     with IndexedDatasetWriter(str(tmp_path / "corpus"), np.uint16) as writer:
         for i in range(50):
             writer.add_document([np.arange(i, i + 20) % 300])
@@ -477,7 +481,7 @@ def test_a_run_that_is_cut_short_keeps_the_order_of_its_samples(pretrain, tmp_pa
     assert records(tmp_path / "a.jsonl")[:5] == records(tmp_path / "b.jsonl")
 
 
-def test_evaluating_and_saving_are_not_time_of_training(pretrain, tmp_path: Path, monkeypatch) -> None:
+def test_iteration_time_excludes_evaluation_and_saving(pretrain, tmp_path: Path, monkeypatch) -> None:
     clock, skipped = time.perf_counter, [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock() + skipped[0])
 
@@ -498,7 +502,7 @@ def test_evaluating_and_saving_are_not_time_of_training(pretrain, tmp_path: Path
     assert len(seconds) == 6 and max(seconds) < 100
 
 
-def test_another_schedule_is_said(pretrain, tmp_path: Path) -> None:
+def test_a_change_of_the_schedule_is_noted(pretrain, tmp_path: Path) -> None:
     run = [*TINY, "--save", tmp_path / "a", "--load", tmp_path / "a"]
     pretrain(*run, "--exit-interval", 3)
     result = pretrain(*run, "--exit-interval", 3, "--lr", 2e-2)
@@ -507,7 +511,7 @@ def test_another_schedule_is_said(pretrain, tmp_path: Path) -> None:
     assert "using that of the checkpoint" in result
 
 
-def test_training_that_became_useless_stops(command, tmp_path: Path) -> None:
+def test_training_without_finite_gradients_stops(command, tmp_path: Path) -> None:
     flags = [
         *TINY,
         "--lr",
@@ -544,7 +548,7 @@ def test_exit_duration() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "message"),
     [
         (["--load", "/nowhere"], "--load: /nowhere is not a folder"),
         (["--save", "/proc/nowhere"], "--save: /proc/nowhere"),
@@ -556,10 +560,10 @@ def test_exit_duration() -> None:
         (["--tensorboard-dir", "/proc/nowhere/m"], "--tensorboard-dir"),
     ],
 )
-def test_what_cannot_be_is_refused(pretrain, flags: list[str], words: str) -> None:
+def test_bad_input(pretrain, flags: list[str], message: str) -> None:
     if flags == ["--device", "cuda"] and torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    with pytest.raises(InputError, match=words) as caught:
+    with pytest.raises(InputError, match=message) as caught:
         pretrain(*TINY, *flags)
     assert "\n" not in str(caught.value)
 
@@ -576,7 +580,7 @@ def test_nccl_needs_gpus(command) -> None:
     assert "error: --distributed-backend: nccl needs GPUs" in result.stderr
 
 
-def test_an_occupied_folder_is_not_overwritten(pretrain, tmp_path: Path) -> None:
+def test_an_existing_run_is_not_overwritten(pretrain, tmp_path: Path) -> None:
     pretrain(*TINY, "--save", tmp_path / "a", "--exit-interval", 2)
     before = files(tmp_path / "a")
     for extra in ([], ["--load", tmp_path / "a", "--finetune"]):
@@ -592,6 +596,6 @@ def test_an_occupied_folder_is_not_overwritten(pretrain, tmp_path: Path) -> None
 
 
 def test_the_compiler_is_not_imported_where_nothing_is_compiled(command) -> None:
-    """It takes a second or two of every start."""
+    """The import takes a second or two."""
     code = "import sys, pretrain_gpt; pretrain_gpt.main(); print('torch._dynamo' in sys.modules)"
     assert command("-c", code, *TINY).stdout.splitlines()[-1] == "False"

@@ -1,4 +1,4 @@
-"""What is tested of GPT holds for BERT, which the same code trains: once, with most of it turned on."""
+"""BERT training with most features enabled; the GPT tests cover the code that both share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(folder: Path, more: str = "") -> list[dict]:
     return [{name: value for name, value in row.items() if name not in timed} for row in rows]
 
 
-def test_a_run_that_stops_twice_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_a_run_stopped_twice_resumes_bit_for_bit(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     whole = run(tmp_path / "a")

@@ -1,4 +1,4 @@
-"""--profile: the trace, the page on where the time goes, and what is refused."""
+"""--profile: trace, summary and errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FLAGS = """
 """.split()
 
 
-def test_a_trace_and_a_page(pretrain: Callable[..., str], tmp_path: Path) -> None:
+def test_trace_and_summary(pretrain: Callable[..., str], tmp_path: Path) -> None:
     out = pretrain(*FLAGS, "--tensorboard-dir", tmp_path)
     stem = str(tmp_path / "profile" / "iterations-2-3-rank-0")
     assert f"profile of iterations 2 to 3, rank 0: summary in {stem}.txt, the trace in {stem}.pt." in out
@@ -45,7 +45,7 @@ def test_a_trace_and_a_page(pretrain: Callable[..., str], tmp_path: Path) -> Non
     assert sum(float(share) for _, share in shares) == pytest.approx(100, abs=1)
 
 
-def test_it_goes_into_the_folder_of_save(pretrain: Callable[..., str], tmp_path: Path) -> None:
+def test_the_default_folder_is_that_of_save(pretrain: Callable[..., str], tmp_path: Path) -> None:
     out = pretrain(*FLAGS, "--save", tmp_path, "--profile-step-end", 100)
     assert "profile of iterations 2 to 4, rank 0" in out
     assert (tmp_path / "profile" / "iterations-2-4-rank-0.txt").is_file()
@@ -53,8 +53,8 @@ def test_it_goes_into_the_folder_of_save(pretrain: Callable[..., str], tmp_path:
     assert "--profile: iterations 2 to 3 are not in this run, which has 5 to 5; nothing is profiled" in out
 
 
-def test_a_run_that_ends_among_its_profiled_iterations(pretrain: Callable[..., str], tmp_path: Path) -> None:
-    """What was recorded is kept, of the iterations that were done; saving after them is in the trace alone."""
+def test_a_run_that_ends_while_profiling(pretrain: Callable[..., str], tmp_path: Path) -> None:
+    """Finished iterations are in the summary; saving after them is only in the trace."""
     out = pretrain(*FLAGS, "--profile-step-end", 4, "--exit-interval", 3, "--save", tmp_path)
     stem = tmp_path / "profile" / "iterations-2-3-rank-0"
     assert f"profile of iterations 2 to 3, rank 0: summary in {stem}.txt" in out
@@ -72,7 +72,7 @@ def test_a_run_that_ends_among_its_profiled_iterations(pretrain: Callable[..., s
 
 
 def interrupted(function: Callable, calls: Iterator[int]) -> Callable:
-    """`function`, interrupted when there are no more `calls`."""
+    """Make `function` raise KeyboardInterrupt once `calls` is exhausted."""
 
     def call(*arguments, **named):
         if next(calls, None) is None:
@@ -83,7 +83,7 @@ def interrupted(function: Callable, calls: Iterator[int]) -> Callable:
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".pt.trace.json.gz"])
-def test_a_full_disk_costs_the_profile_alone(
+def test_a_full_disk_loses_only_the_profile(
     pretrain: Callable[..., str], tmp_path: Path, suffix: str
 ) -> None:
     folder = tmp_path / "profile"
@@ -97,7 +97,7 @@ def test_a_full_disk_costs_the_profile_alone(
     assert re.search(r"iteration +4/ +4", out)
 
 
-def test_what_cannot_be_profiled_is_refused(pretrain: Callable[..., str], tmp_path: Path) -> None:
+def test_bad_input(pretrain: Callable[..., str], tmp_path: Path) -> None:
     for flags, message in (
         ([], "--profile needs --tensorboard-dir or --save"),
         (["--profile-step-end", 1], "--profile-step-end: 1 must be greater than --profile-step-start 1"),
@@ -110,7 +110,7 @@ def test_what_cannot_be_profiled_is_refused(pretrain: Callable[..., str], tmp_pa
         pretrain(*FLAGS, "--tensorboard-dir", tmp_path)
 
 
-def test_phases_are_named_while_a_profile_asks_for_it() -> None:
+def test_phases_are_annotated_while_profiling() -> None:
     timers = Timers(1, CPU)
     timers.annotates = True
     profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
@@ -136,8 +136,8 @@ def kernel(name: str, begin: float, end: float) -> SimpleNamespace:
     )
 
 
-def test_the_page_of_a_gpu() -> None:
-    """Two iterations of 10 ms: kernels known by what launched them, and one of a CUDA graph by its name alone."""
+def test_summary_of_a_gpu() -> None:
+    """Two iterations of 10 ms: kernels attributed to their launching operators, and a CUDA graph's by its name."""
     step = host_event("ProfilerStep*", 0, 10_000, is_user_annotation=True)
     phase = host_event("optimizer", 0, 1000, step, is_user_annotation=True)
 
@@ -152,8 +152,8 @@ def test_the_page_of_a_gpu() -> None:
         launched("aten::mul_", "vectorized_elementwise_kernel", 1000, phase),
         launched("aten::gelu", "vectorized_elementwise_kernel", 2000, step),
         host_event("cudaStreamSynchronize", 15_000, 16_000),
-        host_event("cudaDeviceSynchronize", 20_000, 29_000),  # the profiler's own, at its end
-        kernel("optimizer", 0, 20_000),  # the phase once more, as the GPU has it
+        host_event("cudaDeviceSynchronize", 20_000, 29_000),  # the profiler's own synchronization at its end
+        kernel("optimizer", 0, 20_000),  # the same phase in the GPU's timeline
         kernel("sm90_xmma_gemm_bf16", 0, 8000),
         kernel("vectorized_elementwise_kernel", 8000, 9000),
         kernel("vectorized_elementwise_kernel", 9000, 11_000),

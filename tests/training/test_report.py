@@ -1,4 +1,4 @@
-"""The log line, TensorBoard, and the file of metrics."""
+"""Log line, TensorBoard and metrics file."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import megatron.plugins  # noqa: F401 (registers the writers)
 from megatron.errors import InputError
 from megatron.parallel.mesh import Mesh
 from megatron.training.config import LoggingConfig
@@ -53,7 +54,7 @@ def test_line_has_nvidias_format() -> None:
         "grad norm: 2.000 | number of skipped iterations:   0 | number of nan iterations:   0 | "
         "tokens per second: 12345.6 | TFLOP/s per device: 0.5 | MFU: 45.3% |"
     )
-    # The expression by which people's scripts take the loss out of NVIDIA's logs.
+    # The regular expression by which scripts parse the loss from Megatron-LM's logs.
     assert re.search(r"lm loss: ([0-9.E+-]+) \|", line).group(1) == "3.000000E+00"
 
 
@@ -66,7 +67,7 @@ def test_nan_is_printed_and_counted() -> None:
     assert "params norm: 3.000" in line
 
 
-def test_history_averages_over_a_resume() -> None:
+def test_history_continues_after_a_resume() -> None:
     history = History(("lm loss",), [])
     for i in (1, 2):
         history.add(i, 8 * i, torch.tensor([float(i)], dtype=torch.float64), {"grad norm": torch.tensor(0.5)})
@@ -87,12 +88,12 @@ def report(config: LoggingConfig, start: int, iterations: range) -> None:
     reporter.close()
 
 
-def test_metrics_of_a_resumed_run_join_without_a_seam(tmp_path: Path, capsys) -> None:
+def test_metrics_of_a_resumed_run_are_contiguous(tmp_path: Path, capsys) -> None:
     path = tmp_path / "new" / "metrics.jsonl"
     config = LoggingConfig(metrics_path=str(path))
     report(config, 0, range(1, 6))
     with path.open("a") as file:
-        file.write('{"iteration": 6, "lm lo')  # killed in the middle of a line
+        file.write('{"iteration": 6, "lm lo')  # killed while writing a line
     report(config, 3, range(4, 7))
     records = [json.loads(line) for line in path.read_text().splitlines()]
     training = [r for r in records if "lm loss" in r]
@@ -102,11 +103,11 @@ def test_metrics_of_a_resumed_run_join_without_a_seam(tmp_path: Path, capsys) ->
     assert " validation loss at iteration 6 | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00 | " in (
         capsys.readouterr().out
     )
-    report(config, 0, range(1, 3))  # from the beginning: nothing of the old run stays
+    report(config, 0, range(1, 3))  # from the beginning: nothing of the old run remains
     assert len(path.read_text().splitlines()) == 3
 
 
-def test_a_perplexity_that_is_capped_says_so(capsys) -> None:
+def test_a_capped_perplexity_is_marked(capsys) -> None:
     reporter = Reporter(LoggingConfig(), MESH, settings={})
     reporter.evaluation("iteration 1", "validation", {"lm loss": 25.0}, 1, 8)
     assert "lm loss PPL: >4.851652E+08" in capsys.readouterr().out
@@ -123,7 +124,7 @@ def test_nan_in_metrics_is_null(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["my thesis\n", '{"a": 1}\n', "[1]\n", "\xff\n"])
-def test_a_file_of_something_else_is_not_overwritten(tmp_path: Path, content: str) -> None:
+def test_an_unrelated_file_is_not_overwritten(tmp_path: Path, content: str) -> None:
     path = tmp_path / "notes.txt"
     path.write_text(content, encoding="latin-1")
     with pytest.raises(InputError, match="--metrics-path"):
@@ -157,14 +158,14 @@ def test_tensorboard_of_a_resumed_run_has_every_iteration_once(tmp_path: Path) -
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     config = LoggingConfig(tensorboard_dir=str(tmp_path))
     report(config, 0, range(1, 6))
-    time.sleep(1.1)  # the names of files of events count seconds
+    time.sleep(1.1)  # the names of event files have a resolution of one second
     report(config, 3, range(4, 9))
     events = event_accumulator.EventAccumulator(str(tmp_path))
     events.Reload()
     assert [e.step for e in events.Scalars("lm loss")] == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
-def test_points_in_tensorboard_are_as_far_apart_as_asked(tmp_path: Path) -> None:
+def test_tensorboard_log_interval(tmp_path: Path) -> None:
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     config = LoggingConfig(tensorboard_dir=str(tmp_path), tensorboard_log_interval=2)
     reporter = Reporter(config, MESH, settings={})
@@ -173,11 +174,11 @@ def test_points_in_tensorboard_are_as_far_apart_as_asked(tmp_path: Path) -> None
     reporter.close()
     events = event_accumulator.EventAccumulator(str(tmp_path))
     events.Reload()
-    # And the last of what was reported at once.
+    # The last iteration of the report is written, too.
     assert [e.step for e in events.Scalars("lm loss")] == [2, 4, 5]
 
 
-def test_metrics_by_a_link(tmp_path: Path) -> None:
+def test_metrics_through_a_symlink(tmp_path: Path) -> None:
     (tmp_path / "link.jsonl").symlink_to(tmp_path / "real.jsonl")
     report(LoggingConfig(metrics_path=str(tmp_path / "link.jsonl")), 0, range(1, 4))
     assert (tmp_path / "link.jsonl").is_symlink()

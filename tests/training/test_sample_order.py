@@ -1,4 +1,4 @@
-"""The position in the data is a count of samples: a run reads on from it in any layout and with any batch size."""
+"""The position in the data is a number of samples: a run resumes from it in any layout and with any batch size."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FLAGS = """
 
 
 def train(root: str, flags: str) -> list[int]:
-    """The samples that this process reads, in their order."""
+    """Train on this rank and return the indices of the samples that it reads, in order."""
     read: list[int] = []
     real = MockGPTDataset.__getitem__
     MockGPTDataset.__getitem__ = lambda self, i: (read.append(i), real(self, i))[1]
@@ -46,5 +46,5 @@ def test_every_sample_is_read_once_and_in_order(tmp_path: Path) -> None:
             for read in ranks
             for sample in read[start : start + micro]
         ]
-    # 3 batches of 4, 2 of 8, 2 of 6 and 2 of 8 on the ramp, and 3 of 12, the most that are left of 96 samples.
+    # 3 batches of 4, 2 of 8, 2 of 6 and 2 of 8 during the ramp, and 3 of 12, all that fit into 96 samples.
     assert order == list(range(12 + 16 + 12 + 16 + 36))

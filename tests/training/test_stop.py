@@ -1,4 +1,4 @@
-"""Stopping early: all processes stop after the same iteration, whichever of them was asked to."""
+"""Early stop: all processes stop after the same iteration if one of them is asked to."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ from megatron.training.stop import StopRequests
 
 
 def reasons(asked: int) -> tuple[list[str | None], list[int]]:
-    """The answers and exit codes of two runs: `asked` gets SIGUSR1 in the first, and is out of time in the second."""
+    """Return stop reasons and exit codes of two runs.
+
+    `asked` receives SIGUSR1 in the first run and exceeds its time limit in the second.
+    """
     config = TrainingConfig(micro_batch_size=1, train_iters=9, exit_duration_in_mins=2)
     with init_mesh(ParallelConfig(), CPU) as mesh:
-        mine = mesh.world.rank == asked
+        is_asked = mesh.world.rank == asked
         with StopRequests(config, mesh) as stop:
             answers = [stop.reason(1)]
-            if mine:
+            if is_asked:
                 os.kill(os.getpid(), signal.SIGUSR1)
             answers.append(stop.reason(2))
         codes = [stop.exit_code]
         with StopRequests(config, mesh) as stop:
-            stop.started -= 121 if mine else 0
+            stop.started -= 121 if is_asked else 0
             answers.append(stop.reason(1))
         return answers, [*codes, stop.exit_code]
 
 
 def test_all_processes_stop_when_one_is_asked_to() -> None:
-    said = [None, "SIGUSR1 was received", "--exit-duration-in-mins 2 is over"]
-    assert run_distributed(reasons, 2, 1) == [(said, [128 + signal.SIGUSR1, 0])] * 2
+    expected = [None, "SIGUSR1 was received", "--exit-duration-in-mins 2 is over"]
+    assert run_distributed(reasons, 2, 1) == [(expected, [128 + signal.SIGUSR1, 0])] * 2

@@ -1,0 +1,150 @@
+"""Writers of reports: a file of metrics, TensorBoard, Weights & Biases."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, TextIO
+
+from megatron.errors import InputError
+from megatron.training.config import LoggingConfig
+from megatron.training.report import COUNTED, Interval, Writer
+
+
+class MetricsFile(Writer):
+    """The file of --metrics-path: a JSON object per line."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file: TextIO | None = None
+
+    @classmethod
+    def make(cls, config: LoggingConfig, settings: dict[str, Any]) -> MetricsFile | None:
+        return None if config.metrics_path is None else cls(Path(config.metrics_path))
+
+    def start(self, iteration: int) -> None:
+        try:
+            path = self.path.resolve()  # follow a link
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if not path.exists() or path.is_file():  # not a pipe, not a device
+                text = path.read_text(encoding="utf-8") if path.exists() else ""
+                # A killed run may have left half a line.
+                lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+                kept = [line for line in lines if json.loads(line)["iteration"] <= iteration]
+                temporary = path.with_name(f".writing-{path.name}")
+                temporary.write_text("".join(kept), encoding="utf-8")
+                temporary.rename(path)
+            self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115, open until `close`
+        except OSError as error:
+            raise InputError(f"--metrics-path: {self.path}: {error.strerror}") from None
+        except (ValueError, KeyError, TypeError):
+            raise InputError(
+                f"--metrics-path: {self.path} is not a file of metrics; choose another file"
+            ) from None
+
+    def training(self, interval: Interval) -> None:
+        self._write(interval.record())
+
+    def evaluation(self, values: dict[str, float], iteration: int, samples: int) -> None:
+        self._write({"iteration": iteration, "consumed samples": samples, **values})
+
+    def _write(self, record: dict[str, Any]) -> None:
+        if self.file is not None:
+            # JSON has neither NaN nor infinity; null stands for both.
+            finite = {
+                k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()
+            }
+            self.file.write(json.dumps(finite) + "\n")
+            self.file.flush()
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+
+
+class TensorBoard(Writer):
+    """TensorBoard events (--tensorboard-dir), under NVIDIA's names."""
+
+    def __init__(self, config: LoggingConfig) -> None:
+        self.config = config
+        self.events: Any = None
+
+    @classmethod
+    def make(cls, config: LoggingConfig, settings: dict[str, Any]) -> TensorBoard | None:
+        return None if config.tensorboard_dir is None else cls(config)
+
+    def start(self, iteration: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise InputError("--tensorboard-dir needs TensorBoard: pip install tensorboard") from None
+        folder, queue = self.config.tensorboard_dir, self.config.tensorboard_queue_size
+        try:
+            self.events = SummaryWriter(folder, max_queue=queue, purge_step=iteration + 1)
+        except OSError as error:
+            raise InputError(f"--tensorboard-dir: {folder}: {error.strerror}") from None
+
+    def training(self, interval: Interval) -> None:
+        for point in points(interval):
+            iteration, samples = int(point.pop("iteration")), int(point.pop("consumed samples"))
+            if iteration % self.config.tensorboard_log_interval == 0 or "learning-rate" in point:
+                for name, value in point.items():
+                    self.events.add_scalar(name, value, iteration)
+                    self.events.add_scalar(f"{name} vs samples", value, samples)
+
+    def evaluation(self, values: dict[str, float], iteration: int, samples: int) -> None:
+        for name, value in values.items():
+            self.events.add_scalar(name, value, iteration)
+            if not name.endswith(" ppl"):
+                self.events.add_scalar(f"{name} vs samples", value, samples)
+
+    def close(self) -> None:
+        if self.events is not None:
+            self.events.close()
+
+
+def points(interval: Interval) -> list[dict[str, float]]:
+    """Values of each iteration by their names in TensorBoard; the last has those of the interval too."""
+    renamed = {"grad norm": "grad-norm", "num zeros": "num-zeros", "loss scale": "loss-scale"}
+    values = [{renamed.get(k, k): v for k, v in row.items() if k not in COUNTED} for row in interval.rows]
+    values[-1] |= {
+        "learning-rate": interval.lr,
+        "batch-size": interval.batch_size,
+        "iteration-time": interval.seconds,
+    }
+    values[-1] |= {"tokens-per-second": interval.tokens_per_second, "throughput": interval.tflops}
+    values[-1] |= {"mfu": interval.mfu, "hfu": interval.hfu} | interval.memory | interval.longest
+    if interval.params_norm is not None:
+        values[-1]["params-norm"] = interval.params_norm
+    return values
+
+
+class WeightsAndBiases(Writer):
+    """A run in Weights & Biases (--wandb-project)."""
+
+    def __init__(self, run: Any) -> None:
+        self.run = run
+
+    @classmethod
+    def make(cls, config: LoggingConfig, settings: dict[str, Any]) -> WeightsAndBiases | None:
+        if config.wandb_project is None:
+            return None
+        try:
+            import wandb
+        except ImportError:
+            raise InputError("--wandb-project needs Weights & Biases: pip install wandb") from None
+        return cls(wandb.init(project=config.wandb_project, name=config.wandb_exp_name, config=settings))
+
+    def start(self, iteration: int) -> None:
+        """Do nothing: the service drops values of earlier steps by itself."""
+
+    def training(self, interval: Interval) -> None:
+        record = interval.record()
+        self.run.log(record, step=record["iteration"])
+
+    def evaluation(self, values: dict[str, float], iteration: int, samples: int) -> None:
+        self.run.log({"iteration": iteration, "consumed samples": samples, **values}, step=iteration)
+
+    def close(self) -> None:
+        self.run.finish()
