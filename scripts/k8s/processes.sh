@@ -3,9 +3,9 @@
 #
 #   bash scripts/k8s/processes.sh COMMAND...
 #
-# The pod finds its place in what Kubeflow's training operator tells torchrun; each process finds its own in the
-# environment. SIGTERM, which ends a pod, is passed on. The status is the lowest of those that are not 0: if one process says
-# that starting again would not help, that is so whatever the others say. torchrun's own is 1 for all of them.
+# Kubeflow's training operator sets torchrun's variables for the pod; this script sets them for each process, and forwards
+# SIGTERM, which ends a pod. The exit status is the lowest nonzero one, since a fault that a restart cannot fix outweighs the
+# others; torchrun would always exit with 1.
 set -euo pipefail
 
 for name in PET_NNODES PET_NODE_RANK PET_NPROC_PER_NODE; do

@@ -9,17 +9,18 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
-# Pretrain under SLURM, one task per GPU, again and again until training is done.
+# Pretrain under SLURM, one task per GPU, and requeue the job until training is done.
 #
 #   sbatch [--nodes 4 ...] scripts/slurm/pretrain.sh pretrain_gpt.py --save DIR --load DIR [flags]
 #   DATA_PATH=... [...] sbatch --nodes 32 scripts/slurm/pretrain.sh scripts/pretrain_gpt_18.4b.sh [flags]
 #
-# From the repository's folder; --save and --load must name the same folder, one that all nodes see. Five minutes before
-# the time limit SLURM signals the tasks: they save and leave, and the job is put into the queue again, where it goes on
-# from what was saved. So it is after a fault that may pass, as the loss of a node. Environment variables:
+# Run it in the root of the repository. --save and --load must name the same directory, visible to all nodes. Five minutes
+# before the time limit SLURM signals the tasks; they save and exit, and the job is requeued and resumes from the
+# checkpoint. The job is also requeued after a transient fault, such as the loss of a node. Environment variables:
 #
-#   PYTHON         interpreter that has the packages (default: .venv/bin/python if there is one, or else python3)
-#   MAX_RESTARTS   how often to try again after faults without coming to the time limit in between (default: 20)
+#   PYTHON         interpreter that has the packages (default: .venv/bin/python if it exists, else python3)
+#   MAX_RESTARTS   restarts after faults before the job gives up, counted since it last reached the time limit
+#                  (default: 20)
 set -euo pipefail
 
 if (($# == 0)) || [[ $1 == -h || $1 == --help ]]; then
@@ -27,7 +28,7 @@ if (($# == 0)) || [[ $1 == -h || $1 == --help ]]; then
   exit
 fi
 if [[ -z ${SLURM_JOB_ID:-} ]]; then
-  echo "error: this is no SLURM job; start it with sbatch" >&2
+  echo "error: not a SLURM job; start it with sbatch" >&2
   exit 2
 fi
 
@@ -46,18 +47,18 @@ else
   bash scripts/slurm/tasks.sh "$PYTHON" "$@" || status=$?
 fi
 
-faults=.pretrain-$SLURM_JOB_ID.faults # one line for each since the run last came to its time limit
+faults=.pretrain-$SLURM_JOB_ID.faults # a line for each fault since the run last reached its time limit
 case $status in
   0)
-    echo "training is done, or stopped where a flag said"
+    echo "training is done, or a flag ended it"
     rm -f "$faults"
     ;;
-  138) # SIGUSR1: the time was up
-    echo "saved before the time limit; goes on when SLURM starts it again"
+  138) # SIGUSR1: the time limit is near
+    echo "saved before the time limit; SLURM will restart the job, which then resumes"
     rm -f "$faults"
     scontrol requeue "$SLURM_JOB_ID"
     ;;
-  134 | 137 | 200) # a task was aborted by NCCL, or killed; a fault that may pass
+  134 | 137 | 200) # a task was aborted by NCCL, or killed: a transient fault
     echo "$status" >>"$faults"
     restarts=$(wc -l <"$faults")
     if ((restarts <= ${MAX_RESTARTS:-20})); then
@@ -67,7 +68,7 @@ case $status in
       echo "ended with status $status after ${MAX_RESTARTS:-20} restarts; giving up" >&2
     fi
     ;;
-  130 | 143) echo "stopped by a signal; the same command goes on from what was saved" ;;
-  *) echo "ended with status $status, which starting again would not help" >&2 ;;
+  130 | 143) echo "stopped by a signal; run the same command to resume" ;;
+  *) echo "ended with status $status, which a restart would not help" >&2 ;;
 esac
 exit "$status"

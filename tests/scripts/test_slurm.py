@@ -126,4 +126,4 @@ def test_help_and_no_job() -> None:
     assert done.returncode == 0 and "sbatch [--nodes 4 ...]" in done.stdout and "disable" not in done.stdout
     environment = {k: v for k, v in os.environ.items() if k != "SLURM_JOB_ID"}
     done = subprocess.run(["bash", SCRIPT, "x.py"], capture_output=True, text=True, env=environment)
-    assert (done.returncode, done.stderr) == (2, "error: this is no SLURM job; start it with sbatch\n")
+    assert (done.returncode, done.stderr) == (2, "error: not a SLURM job; start it with sbatch\n")
