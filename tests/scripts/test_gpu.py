@@ -80,9 +80,9 @@ def test_without_parts_all_run_until_the_time_limit(checkout: Path) -> None:
     assert sizes == ["small", "355m", "1.3b"]
     done = run(checkout, LIMIT="0")
     assert done.returncode == 2
-    assert done.stderr.splitlines() == ["error: LIMIT=0 seconds are over; call again for this part"] * 4
+    assert done.stderr.splitlines() == ["error: LIMIT=0 seconds are over; call again with this part"] * 4
 
 
 def test_without_a_gpu_is_a_one_line_error(checkout: Path) -> None:
     done = run(checkout, NO_GPU="1")
-    assert (done.returncode, done.stderr) == (2, "error: torch sees no GPU here\n")
+    assert (done.returncode, done.stderr) == (2, "error: torch finds no GPU\n")
