@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdamConfig(Config):
-    """Flags of AdamW."""
-
     adam_beta1: float = flag(0.9, "Adam: decay of the first moment", low=0, below=1)
     adam_beta2: float = flag(0.999, "Adam: decay of the second moment", low=0, below=1)
     adam_eps: float = flag(1e-8, "Adam: term added to the denominator", above=0)
