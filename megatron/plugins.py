@@ -13,6 +13,7 @@ from megatron.cli import OTHER_NAMES
 from megatron.data.split import DATA_ORDERS
 from megatron.evaluation.config import EvalTasksConfig
 from megatron.evaluation.in_training import EvalTasks
+from megatron.faults.config import FaultsConfig
 from megatron.faults.non_finite import NonFiniteGuard
 from megatron.faults.replicas import ReplicaCheck
 from megatron.faults.watchdog import HangDetection
@@ -20,21 +21,30 @@ from megatron.interop.nvidia.data_order import HeadDataOrder
 from megatron.interop.nvidia.flags import add_nvidia_flags
 from megatron.interop.other_names import FLAG_NAMES
 from megatron.planner.config import DryRunConfig
+from megatron.reports.config import ProfileConfig, ReportConfig
+from megatron.reports.profile import Profiling
+from megatron.reports.writers import MetricsFile, TensorBoard, WeightsAndBiases
 from megatron.training.config import PLUGIN_CONFIGS, RunConfig
 from megatron.training.hooks import Evaluation, ManualGC, Saving
 from megatron.training.log_hook import Logging
 from megatron.training.loop import Hook
 from megatron.training.pretrain import pretrain
-from megatron.training.profile import Profiling
 from megatron.training.report import WRITERS
-from megatron.training.report_writers import MetricsFile, TensorBoard, WeightsAndBiases
 from megatron.training.task import Task
 
 PARSER_EXTENSIONS[:] = [add_nvidia_flags]
 OTHER_NAMES.update(FLAG_NAMES)
 DATA_ORDERS["head"] = HeadDataOrder()
 WRITERS[:] = [MetricsFile, TensorBoard, WeightsAndBiases]
-PLUGIN_CONFIGS.update({"evaluation": EvalTasksConfig, "dry run": DryRunConfig})
+PLUGIN_CONFIGS.update(
+    {
+        "reports": ReportConfig,
+        "profile": ProfileConfig,
+        "faults": FaultsConfig,
+        "evaluation": EvalTasksConfig,
+        "dry run": DryRunConfig,
+    }
+)
 
 
 def run(config: RunConfig, task: Task) -> int:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 from megatron.errors import InputError
-from megatron.flags import Config, flag, flag_name
+from megatron.flags import flag, flag_name
+from megatron.training.config import PluginConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DryRunConfig(Config):
+class DryRunConfig(PluginConfig):
     """Compute the cost of a run without its devices, data and processes."""
 
     dry_run: bool = flag(

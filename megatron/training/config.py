@@ -1,10 +1,11 @@
-"""Flags of the training loop and of its reports, and the configuration of a whole run."""
+"""Flags of the training loop and of its log, and the configuration of a whole run."""
 
 from __future__ import annotations
 
 import dataclasses
 import typing
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from megatron.checkpoint.config import CheckpointConfig
 from megatron.data.config import DataConfig
@@ -43,21 +44,8 @@ class TrainingConfig(Config):
     eval_interval: int = flag(1000, "iterations between evaluations", low=1)
     eval_iters: int = flag(100, "global batches per evaluation; 0 disables evaluation", low=0)
     skip_train: bool = flag(False, "evaluate the checkpoint of --load and exit without training")
-    check_weight_replicas_interval: int | None = flag(
-        None,
-        "iterations between checks that replicated weights are equal on all ranks; the run stops if they differ",
-        low=1,
-        aliases=("--check-weight-hash-across-dp-replicas-interval",),
-    )
     exit_interval: int | None = flag(None, "save and exit when the iteration is a multiple of N", low=1)
     exit_duration_in_mins: int | None = flag(None, "save and exit after N minutes", low=1)
-    hang_timeout: float = flag(
-        540.0,
-        "seconds without progress (a microbatch, a transfer, a file) before the run aborts with a stack report of "
-        "all ranks; 0 waits forever",
-        low=0,
-        high=10**7,
-    )
     cuda_graph: bool = flag(
         False,
         "run forward and backward of a microbatch as one CUDA graph, which makes small models faster; for GPT with one "
@@ -102,20 +90,10 @@ class TrainingConfig(Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoggingConfig(Config):
-    """Logs, metrics, timers and profiles."""
+    """Log lines, timers and the progress bar."""
 
     log_interval: int = flag(100, "iterations between lines of the log", low=1)
     log_params_norm: bool = flag(False, "log the L2 norm of the parameters")
-    metrics_path: str | None = flag(
-        None,
-        "append a JSON object per log line and evaluation, in full precision; a resumed run continues the file",
-        metavar="FILE",
-    )
-    tensorboard_dir: str | None = flag(None, "write TensorBoard events to this folder", metavar="DIR")
-    tensorboard_log_interval: int = flag(1, "iterations between points in TensorBoard", low=1)
-    tensorboard_queue_size: int = flag(
-        1000, "maximum number of TensorBoard events kept in memory before a write", low=1
-    )
     timing_log_level: int = flag(
         0,
         "timers to log: 0: only the time per iteration; 1: also the phases of an iteration; 2: also forward and "
@@ -128,42 +106,29 @@ class LoggingConfig(Config):
         "times to log: the maximum over ranks, minimum and maximum, or those of all ranks",
         choices=("max", "minmax", "all"),
     )
-    log_timers_to_tensorboard: bool = flag(
-        False, "write the timers of --timing-log-level, maximum over ranks, to TensorBoard and --metrics-path"
-    )
-    profile: bool = flag(
-        False,
-        "trace some iterations with torch.profiler; write traces and a summary to the folder profile/ of "
-        "--tensorboard-dir, or else of --save",
-    )
-    profile_step_start: int = flag(10, "last iteration before the profiled ones", low=0)
-    profile_step_end: int = flag(12, "last iteration to profile", low=1)
-    profile_ranks: tuple[int, ...] = flag(
-        (0,), "ranks to profile (default: 0)", low=0, nargs="+", metavar="N"
-    )
-    log_memory_to_tensorboard: bool = flag(
-        False,
-        "write bytes of allocated and reserved memory, maximum over ranks, to TensorBoard and --metrics-path",
-    )
-    wandb_project: str | None = flag(None, "log to this Weights & Biases project", metavar="NAME")
-    wandb_exp_name: str | None = flag(None, "name of the run in Weights & Biases", metavar="NAME")
     progress: bool = flag(True, "no progress bar")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.profile and self.profile_step_end <= self.profile_step_start:
-            raise InputError(
-                f"--profile-step-end: {self.profile_step_end} must be greater than --profile-step-start "
-                f"{self.profile_step_start}"
-            )
-        if self.wandb_exp_name is not None and self.wandb_project is None:
-            raise InputError("--wandb-exp-name needs --wandb-project")
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PluginConfig(Config):
+    """A section of the configuration that a plug-in adds."""
+
+    def check(self, run: RunConfig) -> None:
+        """Check the combination with other sections. Raises `InputError`."""
+
+    def check_processes(self, processes: int) -> None:
+        """Check values against the run's number of processes. Raises `InputError`."""
+
+    @classmethod
+    def without_effect(cls, values: Mapping[str, Any]) -> list[str]:
+        """Notes on flags of the section that have no effect. `values` has those of all flags given, by field."""
+        return []
 
 
 # Sections of the configuration that plug-ins add, by title. Filled by `megatron.plugins`.
-PLUGIN_CONFIGS: dict[str, type[Config]] = {}
+PLUGIN_CONFIGS: dict[str, type[PluginConfig]] = {}
 
-C = TypeVar("C", bound=Config)
+C = TypeVar("C", bound=PluginConfig)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -183,7 +148,7 @@ class RunConfig:
     parallel: ParallelConfig
     checkpoint: CheckpointConfig
     logging: LoggingConfig
-    plugins: dict[str, Config] = dataclasses.field(default_factory=dict)
+    plugins: dict[str, PluginConfig] = dataclasses.field(default_factory=dict)
 
     def plugin(self, kind: type[C]) -> C:
         """The section of a plug-in, by its class."""

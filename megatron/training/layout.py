@@ -48,11 +48,8 @@ def check_layout(config: RunConfig, processes: int) -> None:
             f"--recompute-num-layers: {config.parallel.recompute_num_layers} is more than the {largest} layers that "
             f"a stage or chunk has at most; choose {largest} or less"
         )
-    beyond = [rank for rank in config.logging.profile_ranks if rank >= processes]
-    if config.logging.profile and beyond:
-        raise InputError(
-            f"--profile-ranks: {beyond[0]} is not a rank of this run; the last of its {processes} is {processes - 1}"
-        )
+    for section in config.plugins.values():
+        section.check_processes(processes)
     _check_microbatches(config, BatchSchedule.from_config(config.training, sizes["dp"]))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
@@ -53,7 +52,7 @@ def pretrain(config: RunConfig, task: Task, hooks: Sequence[Hook]) -> int:
             claim = claim_folder(config.checkpoint, mesh)
         with claim or nullcontext():
             checkpoint = find_start(config.checkpoint, mesh, weights_only=config.training.skip_train)
-            reporter = Reporter(config.logging, mesh, settings=dataclasses.asdict(config))
+            reporter = Reporter(config, mesh)
             with closing(reporter), _memory_errors_explained(config, device):
                 trainer = build_trainer(config, task, mesh, reporter, checkpoint, hooks)
                 load_checkpoint(trainer, checkpoint)
