@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from megatron.errors import InputError
 from megatron.flags import Config, flag
 from megatron.optim.spec import OptimizerSpec, StepInputs
 
@@ -28,6 +29,11 @@ class Adam(OptimizerSpec):
     """Adam with decoupled weight decay (AdamW)."""
 
     config_class = AdamConfig
+
+    @classmethod
+    def check(cls, config: Any) -> None:
+        if config.bf16_optimizer_states and config.optimizer != "adam":
+            raise InputError(f"--bf16-optimizer-states needs --optimizer adam, not {config.optimizer}")
 
     def __init__(self, config: AdamConfig) -> None:
         self.config = config

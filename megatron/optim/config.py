@@ -164,5 +164,5 @@ class OptimizerConfig(*_OF_EACH, CommonConfig):  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.bf16_optimizer_states and self.optimizer != "adam":
-            raise InputError(f"--bf16-optimizer-states needs --optimizer adam, not {self.optimizer}")
+        for kind in OPTIMIZERS.values():
+            kind.check(self)
