@@ -17,6 +17,7 @@ from models import CPU
 from megatron.ops.linear import matmul
 from megatron.parallel.config import ParallelConfig
 from megatron.parallel.mesh import Mesh, init_mesh
+from megatron.training import devices
 from megatron.training.devices import (
     find_peak,
     max_memory,
@@ -36,6 +37,14 @@ def test_a_cpu_is_measured_in_half_a_second() -> None:
     begin = time.perf_counter()
     x @ x
     assert peak.flops > 0.2 * 2 * 512**3 / (time.perf_counter() - begin)
+
+
+def test_a_known_peak_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [lambda name, dtype: None, lambda name, dtype: {torch.bfloat16: 2e12}.get(dtype)]
+    monkeypatch.setattr(devices, "PEAK_FLOPS", found)
+    peak = find_peak(Mesh(device=CPU), matmul, torch.bfloat16)
+    assert peak.flops == 2e12 and peak.source.startswith("data sheet of ")
+    assert "measured" in find_peak(Mesh(device=CPU), matmul, torch.float32).source
 
 
 def test_utilization_is_work_over_time_and_peak(pretrain: Callable[..., str], tmp_path: Path) -> None:
