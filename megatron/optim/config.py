@@ -28,7 +28,7 @@ class CommonConfig(Config):
         choices=tuple(OPTIMIZERS),
     )
     lr: float = flag(None, "peak learning rate", above=0, required=True)
-    min_lr: float = flag(0.0, "minimum learning rate, reached at the end of the decay", low=0)
+    min_lr: float = flag(0.0, "learning rate at the end of the decay; lower bound after the warm-up", low=0)
     lr_decay_style: str = flag(
         "linear",
         "shape of the decay; WSD is warmup-stable-decay",

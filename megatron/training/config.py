@@ -96,7 +96,7 @@ class LoggingConfig(Config):
     log_params_norm: bool = flag(False, "log the L2 norm of the parameters")
     timing_log_level: int = flag(
         0,
-        "timers to log: 0: only the time per iteration; 1: also the phases of an iteration; 2: also forward and "
+        "timers to log: 0 is only the time per iteration, 1 adds the phases of an iteration, 2 adds forward and "
         "backward of each microbatch",
         low=0,
         high=2,
