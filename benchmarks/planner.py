@@ -23,10 +23,10 @@ from megatron.errors import InputError
 from megatron.flags import Config, flag
 from megatron.model.config import ModelConfig
 from megatron.planner.cluster import DATA_SHEET_EFFICIENCY, Efficiency, cluster_from_data_sheet
+from megatron.planner.device_specs import data_sheet
 from megatron.planner.layout import NVIDIA_2019, NVIDIA_2021, Job, Layout, Program
 from megatron.planner.models import A100_MODELS, V100_MODELS, VOCAB_SIZE, Published
 from megatron.planner.simulate import Simulator
-from megatron.training.device_specs import data_sheet
 
 BEGIN, END = "<!-- made by python benchmarks/planner.py -->\n", "<!-- end -->\n"
 PAGE = "docs/scaling.md"

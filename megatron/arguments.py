@@ -127,11 +127,7 @@ def _without_effect(values: dict[str, Any]) -> list[str]:
         notes += [f"{name} has no effect: only --fp16 uses loss scaling" for name in names]
     if values.get("fp32_residual_connection") and not (values.get("fp16") or values.get("bf16")):
         notes.append("--fp32-residual-connection has no effect: the run is in fp32 (no --bf16 or --fp16)")
-    if values.get("log_timers_to_tensorboard") and not values.get("timing_log_level"):
-        notes.append(
-            "--log-timers-to-tensorboard has no effect: --timing-log-level is 0, so there are no timers"
-        )
-    return notes
+    return notes + [note for kind in PLUGIN_CONFIGS.values() for note in kind.without_effect(values)]
 
 
 def _with_checkpoint_args(given: dict[str, Any], config: CheckpointConfig) -> dict[str, Any]:
@@ -244,8 +240,8 @@ def _check_across(config: RunConfig) -> None:
     length, longest = config.data.seq_length, config.model.max_position_embeddings
     if length is not None and longest is not None and length > longest:
         raise InputError(f"--seq-length: {length} is longer than --max-position-embeddings {longest}")
-    if config.logging.profile and config.logging.tensorboard_dir is None and config.checkpoint.save is None:
-        raise InputError("--profile needs --tensorboard-dir or --save, the folder to write to")
+    for section in config.plugins.values():
+        section.check(config)
     by_samples = {
         "--lr-decay-samples": optimizer.lr_decay_samples,
         "--lr-warmup-samples": optimizer.lr_warmup_samples,

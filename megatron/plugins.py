@@ -7,34 +7,51 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import megatron.interop.formats  # noqa: F401 (registers checkpoint formats)
 from megatron.arguments import PARSER_EXTENSIONS
+from megatron.checkpoint.formats import FORMATS
 from megatron.cli import OTHER_NAMES
 from megatron.data.split import DATA_ORDERS
 from megatron.evaluation.config import EvalTasksConfig
 from megatron.evaluation.in_training import EvalTasks
+from megatron.faults.config import FaultsConfig
 from megatron.faults.non_finite import NonFiniteGuard
 from megatron.faults.replicas import ReplicaCheck
+from megatron.faults.same_start import check_same_everywhere
 from megatron.faults.watchdog import HangDetection
+from megatron.interop.formats import EXTERNAL_FORMATS
 from megatron.interop.nvidia.data_order import HeadDataOrder
 from megatron.interop.nvidia.flags import add_nvidia_flags
 from megatron.interop.other_names import FLAG_NAMES
 from megatron.planner.config import DryRunConfig
+from megatron.planner.device_specs import peak_flops
+from megatron.reports.config import ProfileConfig, ReportConfig
+from megatron.reports.profile import Profiling
+from megatron.reports.writers import MetricsFile, TensorBoard, WeightsAndBiases
 from megatron.training.config import PLUGIN_CONFIGS, RunConfig
+from megatron.training.devices import PEAK_FLOPS
 from megatron.training.hooks import Evaluation, ManualGC, Saving
 from megatron.training.log_hook import Logging
 from megatron.training.loop import Hook
-from megatron.training.pretrain import pretrain
-from megatron.training.profile import Profiling
+from megatron.training.pretrain import START_CHECKS, pretrain
 from megatron.training.report import WRITERS
-from megatron.training.report_writers import MetricsFile, TensorBoard, WeightsAndBiases
 from megatron.training.task import Task
 
-PARSER_EXTENSIONS[:] = [add_nvidia_flags]
 OTHER_NAMES.update(FLAG_NAMES)
-DATA_ORDERS["head"] = HeadDataOrder()
+DATA_ORDERS.update({"head": HeadDataOrder()})
+FORMATS.update(EXTERNAL_FORMATS)
+PLUGIN_CONFIGS.update(
+    {
+        "reports": ReportConfig,
+        "profile": ProfileConfig,
+        "faults": FaultsConfig,
+        "evaluation": EvalTasksConfig,
+        "dry run": DryRunConfig,
+    }
+)
+PARSER_EXTENSIONS[:] = [add_nvidia_flags]
+PEAK_FLOPS[:] = [peak_flops]
+START_CHECKS[:] = [check_same_everywhere]
 WRITERS[:] = [MetricsFile, TensorBoard, WeightsAndBiases]
-PLUGIN_CONFIGS.update({"evaluation": EvalTasksConfig, "dry run": DryRunConfig})
 
 
 def run(config: RunConfig, task: Task) -> int:

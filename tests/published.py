@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from megatron.model.config import ModelConfig
 from megatron.planner.cluster import Cluster, cluster_from_data_sheet
+from megatron.planner.device_specs import data_sheet
 from megatron.planner.layout import NVIDIA_2021, Job, Layout, Program
 from megatron.planner.models import VOCAB_SIZE
 from megatron.planner.simulate import Simulator
-from megatron.training.device_specs import data_sheet
 
 
 def cluster(gpus: int, gpu: str = "a100-80gb") -> Cluster:

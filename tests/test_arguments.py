@@ -551,6 +551,9 @@ def test_help_is_grouped_and_complete() -> None:
         "parallel",
         "checkpoint",
         "logging",
+        "reports",
+        "profile",
+        "faults",
         "evaluation",
         "dry run",
     ]

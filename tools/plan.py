@@ -28,6 +28,7 @@ from megatron.flags import Config, field_types, flag
 from megatron.model.config import ModelConfig
 from megatron.planner.cluster import DATA_SHEET_EFFICIENCY, Cluster, cluster_from_data_sheet
 from megatron.planner.description import read_cluster
+from megatron.planner.device_specs import data_sheet
 from megatron.planner.explain import other_choices, takeaways, why_not
 from megatron.planner.layout import OURS, Job
 from megatron.planner.models import MODELS, VOCAB_SIZE
@@ -45,7 +46,6 @@ from megatron.planner.search import SearchResult, search
 from megatron.planner.simulate import Simulator
 from megatron.planner.trace import write_picture, write_trace
 from megatron.tool import check_output_file, write_output_file
-from megatron.training.device_specs import data_sheet
 
 NUM_PLANS = 10  # shown
 A100_80GB = "a100-80gb"

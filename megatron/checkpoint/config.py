@@ -12,39 +12,39 @@ from megatron.flags import Config, flag
 class CheckpointConfig(Config):
     """Saving and loading of checkpoints."""
 
-    save: str | None = flag(None, "folder that checkpoints are written to", metavar="DIR")
+    save: str | None = flag(None, "folder to write checkpoints to", metavar="DIR")
     save_interval: int | None = flag(
         None, "iterations between checkpoints (default: save only when the run ends or stops)", low=1
     )
     keep_last: int | None = flag(
-        None, "keep this many of the newest checkpoints and delete the others", low=1
+        None, "keep the N newest checkpoints and delete older ones (default: keep all)", low=1
     )
     save_retain_interval: int | None = flag(
         None,
-        "never delete the checkpoints of iterations that are multiples of this; the others are deleted as --keep-last "
-        "says, or without it as soon as there is a newer one",
+        "keep checkpoints whose iteration is a multiple of N, whatever --keep-last says; without --keep-last, keep "
+        "only these and the newest",
         low=1,
     )
     async_save: bool = flag(
         False,
-        "write checkpoints in the background, from a copy in host memory; the next save, and the end of the run, wait "
-        "for the write to finish",
+        "write checkpoints in the background, from a copy in host memory; the next save and the end of the run wait "
+        "for the write",
     )
     load: str | None = flag(
         None,
-        "folder of checkpoints, of which the newest is loaded; may be empty if it is also --save; with --finetune also "
-        "a local Hugging Face model",
+        "folder of checkpoints to load the newest of; may be empty if it is also --save. With --finetune: also the "
+        "folder of a Hugging Face model",
         metavar="DIR",
     )
     ckpt_step: int | None = flag(None, "iteration of the checkpoint to load (default: the newest)", low=0)
     use_checkpoint_args: bool = flag(
         False,
-        "take the model's architecture from the checkpoint, overriding the command line; take --seq-length, dropout "
-        "and the tokenizer from it unless the command line gives them",
+        "take the model's architecture from the checkpoint, overriding the command line; also take --seq-length, "
+        "dropout and the tokenizer, unless the command line gives them",
     )
     verify_checkpoint: bool = flag(
         False,
-        "compare the checksums of all files before loading; a run that resumes from its --save folder always does",
+        "verify the checksums of all files before loading (always done when resuming from the --save folder)",
     )
     finetune: bool = flag(False, "load only the weights and start at iteration 0")
     load_optim: bool = flag(True, "do not load the optimizer state")

@@ -1,6 +1,6 @@
 """Checkpoint formats of other programs that `--load` accepts.
 
-The core reads its own format alone; `megatron.interop.formats` registers the others.
+The core reads only its own format; `megatron.plugins` registers the others.
 """
 
 from __future__ import annotations
@@ -29,13 +29,8 @@ class Format:
     hint: Callable[[Path], str] = lambda path: ""
 
 
-# By name, in the order in which they are tried.
+# By name, in the order in which they are tried. Filled by `megatron.plugins`.
 FORMATS: dict[str, Format] = {}
-
-
-def register(format: Format) -> None:
-    """Let `--load` accept a format."""
-    FORMATS[format.name] = format
 
 
 def why_not(path: Path, missing: str) -> str:

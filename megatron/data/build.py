@@ -140,10 +140,10 @@ def _build(split: Split, builder: DatasetBuilder, samples: int) -> Dataset:
         for file, documents in zip(split.files, split.documents, strict=True)
     ]
     weights: list[float] = [*tokens] if split.weights is None else split.weights
-    epoch = [max(0, count - 1) // config.seq_length for count in tokens]  # samples in one pass over each file
-    read_once = split.weights is None and len(tokens) > 1 and order.reads_unweighted_blend_once
-    if read_once:
-        weights = [*epoch]
+    fixed: list[int] | None = None
+    if split.weights is None and len(tokens) > 1:
+        epochs = [max(0, count - 1) // config.seq_length for count in tokens]
+        weights, fixed = order.unweighted_blend(tokens, epochs)
     used = [i for i, weight in enumerate(weights) if weight > 0]
     for i in used or [0]:
         if tokens[i] == 0:
@@ -152,14 +152,14 @@ def _build(split: Split, builder: DatasetBuilder, samples: int) -> Dataset:
                 f"{builder.num_documents(split.files[i]):,} documents of {split.files[i].prefix}, with 0 tokens, but "
                 f"needs {samples:,} samples; give it more documents, or none (a share of 0, or no path)"
             )
-    if read_once and sum(epoch) < samples:
+    if fixed is not None and sum(fixed) < samples:
         raise InputError(
-            f"{split.source}: --data-order head reads a blend without weights once, which gives {sum(epoch):,} "
-            f"samples, but '{split.name}' needs {samples:,}; give weights, or --data-order v2.5"
+            f"{split.source}: --data-order {config.data_order} reads a blend without weights once, which gives "
+            f"{sum(fixed):,} samples, but '{split.name}' needs {samples:,}; give weights, or --data-order v2.5"
         )
     shares = order.normalize([weights[i] for i in used])
-    if read_once:
-        counts = [epoch[i] for i in used]
+    if fixed is not None:
+        counts = [fixed[i] for i in used]
     elif split.weights is None and len(used) == 1:
         counts = [samples]
     else:

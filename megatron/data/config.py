@@ -17,7 +17,7 @@ class DataConfig(Config):
 
     data_path: tuple[str, ...] | None = flag(
         None,
-        "path of the .bin and .idx files without the extension, or a blend: WEIGHT PREFIX WEIGHT PREFIX ...",
+        "prefix of a .bin and .idx file (their path without extension), or a blend: WEIGHT PREFIX WEIGHT PREFIX ...",
         nargs="+",
         metavar="PREFIX",
     )
@@ -40,16 +40,17 @@ class DataConfig(Config):
     )
     data_order: str = flag(
         "v2.5",
-        "GPT: sample order of Megatron-LM 'v2.5' or of its 'head', which round splits and blend shares differently",
+        "GPT: sample order of Megatron-LM v2.5 or of its main branch (head); they round splits and blend weights "
+        "differently",
     )
-    mock_data: bool = flag(False, "train on synthetic tokens; no files are read")
+    mock_data: bool = flag(False, "train on synthetic tokens instead of files")
     data_cache_path: str | None = flag(
-        None, "directory for sample indices (default: 'index-cache' next to the data)", metavar="DIR"
+        None, "folder for sample indices (default: 'index-cache' next to the data)", metavar="DIR"
     )
     # Required by a run (`require`); None only for tools that build no samples.
     seq_length: int = flag(
         None,
-        "tokens in a training sample (required for a run)",
+        "tokens per sample (required for a run)",
         low=1,
         high=2**26,
         aliases=("--encoder-seq-length",),
@@ -60,18 +61,18 @@ class DataConfig(Config):
         choices=("single", "cyclic"),
     )
     num_workers: int = flag(
-        2, "worker processes that prepare batches; 0 prepares them in the training process", low=0, high=256
+        2, "worker processes that prepare batches; 0: prepare them in the training process", low=0, high=256
     )
     reset_position_ids: bool = flag(False, "restart position ids at 0 after each end-of-document token")
     reset_attention_mask: bool = flag(False, "prevent attention across end-of-document tokens")
-    eod_mask_loss: bool = flag(False, "exclude predictions made from an end-of-document token from the loss")
-    mask_prob: float = flag(0.15, "BERT: fraction of tokens to mask and predict", above=0, high=1)
+    eod_mask_loss: bool = flag(False, "exclude predictions at end-of-document tokens from the loss")
+    mask_prob: float = flag(0.15, "BERT: fraction of tokens to predict", above=0, high=1)
     short_seq_prob: float = flag(
-        0.1, "BERT: probability of a short sample, rounded to 1 / a whole number or 0", low=0, high=1
+        0.1, "BERT: probability of a sample shorter than --seq-length; rounded to 1/n, or to 0", low=0, high=1
     )
     bert_binary_head: bool = flag(
         True,
-        "BERT: no sentence-order prediction; samples have one segment, and the model has no head for it",
+        "BERT: no sentence-order prediction: one segment per sample, and a model without that head",
         name="--bert-no-binary-head",
     )
 

@@ -38,13 +38,7 @@ def parse_split(text: str) -> tuple[float, float, float]:
 
 
 class DataOrder:
-    """Rounding of Megatron-LM v2.5.
-
-    Attributes:
-        reads_unweighted_blend_once: a blend without weights is read exactly once, not in proportion to its files.
-    """
-
-    reads_unweighted_blend_once = False
+    """Rounding of Megatron-LM v2.5."""
 
     def split_bounds(self, shares: tuple[float, float, float], size: int) -> list[int]:
         """Return the four bounds that cut range(size) into train, validation and test.
@@ -65,6 +59,20 @@ class DataOrder:
     def samples_of_share(self, samples: int, share: float) -> int:
         """Return the number of samples that a dataset of a blend must provide."""
         return math.ceil(samples * share * BLEND_SURPLUS)
+
+    def unweighted_blend(
+        self, tokens: Sequence[int], epochs: Sequence[int]
+    ) -> tuple[list[float], list[int] | None]:
+        """Weights of a blend's files if none are given, and the fixed numbers of samples to read of each.
+
+        Args:
+            tokens: tokens of each file.
+            epochs: samples in one pass over each file.
+
+        Returns:
+            The weights; and the numbers of samples, None if they follow from the weights.
+        """
+        return [*tokens], None
 
 
 # Choices of --data-order; megatron.plugins adds to them.

@@ -6,6 +6,7 @@ import dataclasses
 
 from megatron.errors import InputError
 from megatron.flags import Config, flag
+from megatron.training.config import PluginConfig
 
 TASKS = ("WIKITEXT103", "LAMBADA", "PPL")
 
@@ -51,7 +52,7 @@ class ZeroShotConfig(Config):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvalTasksConfig(Config):
+class EvalTasksConfig(PluginConfig):
     """Zero-shot tasks during the training of a GPT."""
 
     eval_tasks: tuple[str, ...] | None = flag(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.errors import PassingFault
+from megatron.faults.config import FaultsConfig
 from megatron.optim.buffer import ParamBuffer
 from megatron.optim.layout import FlatParam
 from megatron.parallel.collectives import all_gather, gather_texts
@@ -23,13 +24,13 @@ class ReplicaCheck(Hook):
     """Compare replicated weights every --check-weight-replicas-interval iterations, and before every checkpoint."""
 
     def after_step(self, trainer: Trainer) -> None:
-        if trainer.is_due(trainer.config.training.check_weight_replicas_interval):
+        if trainer.is_due(trainer.config.plugin(FaultsConfig).check_weight_replicas_interval):
             with trainer.untimed():
                 check_replicas(trainer.engine.buffer)
 
     def before_save(self, trainer: Trainer) -> None:
         # Without the check a checkpoint could hold good weights of one replica and bad ones of another.
-        if trainer.config.training.check_weight_replicas_interval is not None:
+        if trainer.config.plugin(FaultsConfig).check_weight_replicas_interval is not None:
             check_replicas(trainer.engine.buffer)
 
 

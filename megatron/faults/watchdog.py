@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.errors import LostRank, report_fatal
+from megatron.faults.config import FaultsConfig
 from megatron.faults.rank_status import RankStatus, cause, describe_here, rank_status, summary
 from megatron.parallel.collectives import all_reduce_max
 from megatron.parallel.mesh import Mesh
@@ -42,7 +43,7 @@ class HangDetection(Hook):
     """Watch the run for --hang-timeout seconds without progress."""
 
     def during_run(self, trainer: Trainer) -> AbstractContextManager[object]:
-        timeout = trainer.config.training.hang_timeout
+        timeout = trainer.config.plugin(FaultsConfig).hang_timeout
         return Watchdog(trainer.mesh, timeout) if timeout else nullcontext()
 
 

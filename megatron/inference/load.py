@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-import megatron.interop.formats  # noqa: F401 (registers checkpoint formats)
 from megatron.checkpoint.checkpoint import (
     Checkpoint,
     check_vocabulary,
@@ -16,9 +15,11 @@ from megatron.checkpoint.checkpoint import (
     saved_tokenizer,
 )
 from megatron.checkpoint.find import find_checkpoint
+from megatron.checkpoint.formats import FORMATS
 from megatron.checkpoint.load import load_weights
 from megatron.errors import InputError
 from megatron.inference.config import InferenceConfig
+from megatron.interop.formats import EXTERNAL_FORMATS
 from megatron.interop.nvidia.read import is_megatron, open_megatron
 from megatron.model.config import check_tensor_parallel
 from megatron.model.context import ModelContext
@@ -35,6 +36,8 @@ from megatron.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
 from megatron.tokenizer.config import TokenizerConfig
 
 logger = logging.getLogger("megatron")
+
+FORMATS.update(EXTERNAL_FORMATS)  # tools that only generate do not import megatron.plugins
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -1,4 +1,4 @@
-"""The formats of Hugging Face and Megatron-LM for `--load`. Importing this module registers them."""
+"""The checkpoint formats of Hugging Face and Megatron-LM for `--load`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from megatron.checkpoint.checkpoint import Checkpoint
-from megatron.checkpoint.formats import Format, register
+from megatron.checkpoint.formats import Format
 from megatron.checkpoint.storage import TRACKER, iterations
 from megatron.errors import InputError
 from megatron.interop.huggingface.read import is_huggingface, open_huggingface
@@ -30,5 +30,10 @@ def _refuse(path: Path) -> Checkpoint:
     )
 
 
-register(Format("Megatron-LM", is_megatron, _refuse))
-register(Format("Hugging Face", _is_model, open_huggingface, _hub_hint))
+EXTERNAL_FORMATS = {
+    format.name: format
+    for format in (
+        Format("Megatron-LM", is_megatron, _refuse),
+        Format("Hugging Face", _is_model, open_huggingface, _hub_hint),
+    )
+}

@@ -29,7 +29,7 @@ class ModelConfig(Config):
     )
     num_query_groups: int = flag(
         None,
-        "number of groups, and so of key and value heads, with --group-query-attention (default: 1)",
+        "with --group-query-attention: number of groups, which is the number of key-value heads (default: 1)",
         low=1,
     )
     max_position_embeddings: int = flag(

@@ -14,9 +14,9 @@ class OpsConfig(Config):
 
     ops_backend: str = flag(
         "auto",
-        "'plain': PyTorch operations, one by one; 'compile': fused operations, some by torch.compile; 'auto': like "
-        "'compile', without torch.compile where it does not work or the model is too small for it on a CPU, and on a "
-        "GPU with apex's norms if it is installed; 'apex': like 'auto', and apex is required",
+        "'plain': unfused PyTorch operations. 'compile': fused operations, some by torch.compile. 'auto': like "
+        "'compile', but without torch.compile where it does not work or a CPU model is too small to benefit; on a GPU, "
+        "apex's norms if installed. 'apex': like 'auto', but requires apex",
         choices=("auto", "plain", "compile", "apex"),
     )
     torch_compile: bool = flag(True, "do not use torch.compile")

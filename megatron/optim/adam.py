@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from megatron.errors import InputError
 from megatron.flags import Config, flag
 from megatron.optim.spec import OptimizerSpec, StepInputs
 
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdamConfig(Config):
-    """Flags of AdamW."""
-
     adam_beta1: float = flag(0.9, "Adam: decay of the first moment", low=0, below=1)
     adam_beta2: float = flag(0.999, "Adam: decay of the second moment", low=0, below=1)
     adam_eps: float = flag(1e-8, "Adam: term added to the denominator", above=0)
@@ -30,6 +29,11 @@ class Adam(OptimizerSpec):
     """Adam with decoupled weight decay (AdamW)."""
 
     config_class = AdamConfig
+
+    @classmethod
+    def check(cls, config: Any) -> None:
+        if config.bf16_optimizer_states and config.optimizer != "adam":
+            raise InputError(f"--bf16-optimizer-states needs --optimizer adam, not {config.optimizer}")
 
     def __init__(self, config: AdamConfig) -> None:
         self.config = config

@@ -20,7 +20,7 @@ LOSS_SCALING = ("loss_scale", *DYNAMIC_SCALE)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CommonConfig(Config):
-    """Flags that all optimizers have in common."""
+    """Flags that all optimizers share."""
 
     optimizer: str = flag(
         "adam",
@@ -28,78 +28,87 @@ class CommonConfig(Config):
         choices=tuple(OPTIMIZERS),
     )
     lr: float = flag(None, "peak learning rate", above=0, required=True)
-    min_lr: float = flag(0.0, "learning rate at the end of the decay, and its floor", low=0)
+    min_lr: float = flag(0.0, "learning rate at the end of the decay; lower bound after the warm-up", low=0)
     lr_decay_style: str = flag(
         "linear",
-        "shape of the decay",
+        "shape of the decay; WSD is warmup-stable-decay",
         choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
     )
-    lr_decay_iters: int | None = flag(None, "iterations of the decay (default: all of training)", low=1)
-    lr_decay_samples: int | None = flag(
-        None, "samples of the decay, with --train-samples (default: all of training)", low=1
+    lr_decay_iters: int | None = flag(
+        None, "iterations until the end of the decay, warm-up included (default: all of training)", low=1
     )
-    lr_warmup_fraction: float | None = flag(None, "warm-up as a share of the decay's length", low=0, high=1)
+    lr_decay_samples: int | None = flag(
+        None,
+        "with --train-samples: samples until the end of the decay, warm-up included (default: all of training)",
+        low=1,
+    )
+    lr_warmup_fraction: float | None = flag(
+        None, "linear warm-up as a fraction of the decay's length", low=0, high=1
+    )
     lr_warmup_iters: int = flag(0, "iterations of linear warm-up", low=0)
-    lr_warmup_samples: int = flag(0, "samples of linear warm-up, with --train-samples", low=0)
+    lr_warmup_samples: int = flag(0, "with --train-samples: samples of linear warm-up", low=0)
     lr_warmup_init: float = flag(0.0, "learning rate at the start of the warm-up", low=0)
     lr_wsd_decay_style: str = flag(
         "exponential",
-        "shape of the last phase of WSD",
+        "shape of the decay phase of warmup-stable-decay",
         choices=("exponential", "linear", "cosine", "minus_sqrt"),
     )
-    lr_wsd_decay_iters: int | None = flag(None, "iterations of the last phase of WSD", low=1)
+    lr_wsd_decay_iters: int | None = flag(None, "iterations of the decay phase of warmup-stable-decay", low=1)
     lr_wsd_decay_samples: int | None = flag(
-        None, "samples of the last phase of WSD, with --train-samples", low=1
+        None, "with --train-samples: samples of the decay phase of warmup-stable-decay", low=1
     )
-    weight_decay: float = flag(0.01, "weight decay, of matrices and embeddings alone", low=0)
+    weight_decay: float = flag(
+        0.01, "weight decay of matrices and embeddings; biases and norms are not decayed", low=0
+    )
     start_weight_decay: float | None = flag(None, "weight decay at the start of training", low=0)
     end_weight_decay: float | None = flag(None, "weight decay at the end of training", low=0)
     weight_decay_incr_style: str = flag(
-        "constant", "how weight decay goes from start to end", choices=("constant", "linear", "cosine")
+        "constant",
+        "shape of the change from --start-weight-decay to --end-weight-decay",
+        choices=("constant", "linear", "cosine"),
     )
-    clip_grad: float = flag(1.0, "scale longer gradients down to this L2 norm; 0 does not clip", low=0)
+    clip_grad: float = flag(1.0, "maximum global L2 norm of the gradient; 0 disables clipping", low=0)
     loss_scale: float | None = flag(
         None,
-        "with --fp16: multiply the loss by this throughout (default: by what gradients admit)",
+        "with --fp16: static loss scale (default: dynamic loss scaling)",
         above=0,
         high=LARGEST_SCALE,
     )
     initial_loss_scale: float = flag(
-        2.0**32, "with --fp16: what the loss is multiplied by at first", above=0, high=LARGEST_SCALE
+        2.0**32, "with --fp16: initial dynamic loss scale", above=0, high=LARGEST_SCALE
     )
-    min_loss_scale: float = flag(
-        1.0, "with --fp16: overflows lower the scale of the loss no further", above=0
-    )
+    min_loss_scale: float = flag(1.0, "with --fp16: lower bound of the dynamic loss scale", above=0)
     loss_scale_window: int = flag(
         1000,
-        "with --fp16: steps in a row without an overflow that double the scale",
+        "with --fp16: consecutive steps without overflow before the loss scale is doubled",
         low=1,
         high=2**31 - 1,
     )
     hysteresis: int = flag(
         2,
-        "with --fp16: the overflow, counted since the scale last grew, from which on each one halves it",
+        "with --fp16: halve the loss scale at the Nth overflow since it last grew, and at every overflow after that",
         low=1,
         high=2**31 - 1,
     )
     on_non_finite: str = flag(
         "stop",
-        "a loss or gradient that is not finite changes no weights; then 'stop' says where it came from, saves and "
-        "ends the run, and 'skip' goes on, but ends it after ten such iterations in a row; with --fp16 it is no such "
-        "case as long as the scale of the loss can fall",
+        "on a NaN or infinite loss or gradient (which never changes the weights): 'stop' saves, reports the origin "
+        "and exits; 'skip' continues, but exits after ten such steps in a row. With --fp16 this applies only once the "
+        "loss scale cannot be lowered",
         choices=("stop", "skip"),
     )
     spike_skip: float | None = flag(
         None,
-        "leave out steps whose loss or gradient norm is more than this many standard deviations above the mean of the "
-        "last 128 steps (of 64 at least); 6 leaves out true spikes alone",
+        "skip steps whose loss or gradient norm exceeds the mean of the last 128 steps by more than SIGMA standard "
+        "deviations; inactive until 64 steps are known; 6 skips only clear spikes",
         above=0,
         metavar="SIGMA",
     )
-    log_num_zeros_in_grad: bool = flag(False, "log how many elements of the gradient are zero")
+    log_num_zeros_in_grad: bool = flag(False, "log the number of zero elements of the gradient")
     use_checkpoint_opt_param_scheduler: bool = flag(
         False,
-        "on loading, take the schedules from the checkpoint and not from the command line",
+        "on resume, take the schedules of learning rate and weight decay from the checkpoint instead of the command "
+        "line",
         name="--use-checkpoint-opt_param-scheduler",
         aliases=("--use-checkpoint-opt-param-scheduler",),
     )
@@ -151,9 +160,9 @@ _OF_EACH = dict.fromkeys(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(*_OF_EACH, CommonConfig):  # type: ignore[misc]
-    """Optimizer, clipping, and schedules. Lengths in iterations are counted in whole global batches."""
+    """Optimizer, clipping and schedules. A length in iterations means that many full --global-batch-size batches."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.bf16_optimizer_states and self.optimizer != "adam":
-            raise InputError(f"--bf16-optimizer-states needs --optimizer adam, not {self.optimizer}")
+        for kind in OPTIMIZERS.values():
+            kind.check(self)

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LionConfig(Config):
-    """Flags of Lion."""
-
     lion_beta1: float = flag(0.9, "Lion: weight of the momentum in the update", low=0, below=1)
     lion_beta2: float = flag(0.99, "Lion: decay of the momentum", low=0, below=1)
 

@@ -24,8 +24,6 @@ SCALE_FACTORS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MuonConfig(Config):
-    """Flags of Muon."""
-
     muon_momentum: float = flag(0.95, "Muon: decay of the momentum", low=0, below=1)
     muon_nesterov: bool = flag(False, "Muon: Nesterov momentum", aliases=("--muon-use-nesterov",))
     muon_num_ns_steps: int = flag(5, "Muon: Newton-Schulz steps", low=1)

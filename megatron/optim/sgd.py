@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SGDConfig(Config):
-    """Flags of SGD."""
-
     sgd_momentum: float = flag(0.9, "SGD: momentum", low=0)
 
 

@@ -48,6 +48,10 @@ class OptimizerSpec(ABC):
     whole_matrices: ClassVar[bool] = False
     state: Mapping[str, str]
 
+    @classmethod  # noqa: B027 (most optimizers need no check)
+    def check(cls, config: Any) -> None:
+        """Check the optimizer's flags in an `OptimizerConfig`, even if it is not chosen. Raises `InputError`."""
+
     @abstractmethod
     def __init__(self, config: Any) -> None:
         """Get ready. `config` has the fields of `config_class`."""

@@ -11,13 +11,16 @@ from megatron.flags import Config, flag
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Config):
-    """Layout of the processes. Data parallelism takes what tensor and pipeline parallelism leave."""
+    """Layout of the processes. Data-parallel size = processes / (tensor-parallel size x pipeline-parallel size)."""
 
-    tensor_model_parallel_size: int = flag(1, "tensor-parallel size: ranks that split every layer", low=1)
-    sequence_parallel: bool = flag(
-        False, "split norms and dropout, which tensor parallelism does not, along the sequence"
+    tensor_model_parallel_size: int = flag(
+        1, "tensor-parallel size: number of ranks that share each layer", low=1
     )
-    pipeline_model_parallel_size: int = flag(1, "pipeline-parallel size: stages of the pipeline", low=1)
+    sequence_parallel: bool = flag(
+        False,
+        "with tensor parallelism: also split norms, dropout and the residual stream, along the sequence",
+    )
+    pipeline_model_parallel_size: int = flag(1, "pipeline-parallel size: number of pipeline stages", low=1)
     pipeline_schedule: str | None = flag(
         None,
         "order of forward and backward passes on a stage (default: 1f1b, or interleaved with "
@@ -30,42 +33,46 @@ class ParallelConfig(Config):
         low=1,
     )
     decoder_first_pipeline_num_layers: int | None = flag(
-        None, "layers of the first stage (default: as many as the others)", low=0
+        None, "layers of the first stage (default: as the other stages)", low=0
     )
     decoder_last_pipeline_num_layers: int | None = flag(
-        None, "layers of the last stage (default: as many as the others)", low=0
+        None, "layers of the last stage (default: as the other stages)", low=0
     )
     scatter_gather_tensors_in_pipeline: bool = flag(
-        True, "send the whole activation from each tensor-parallel rank of a stage instead of its part"
+        True,
+        "every tensor-parallel rank sends the whole activation to the next stage, instead of 1/tp of it followed by an "
+        "all-gather",
     )
     use_distributed_optimizer: bool = flag(
         False, "shard master weights and optimizer state over the data-parallel ranks (ZeRO-1)"
     )
     overlap_grad_reduce: bool = flag(False, "reduce gradients over data-parallel ranks during backward")
     overlap_param_gather: bool = flag(
-        False, "gather updated parameters during forward, with --use-distributed-optimizer"
+        False, "with --use-distributed-optimizer: all-gather updated parameters during forward"
     )
     grad_reduce_in_bf16: bool = flag(
         False, "reduce gradients over data-parallel ranks in bf16 (default: fp32)"
     )
-    ddp_bucket_size: int = flag(40_000_000, "gradient elements in a bucket, which is reduced as one", low=1)
+    ddp_bucket_size: int = flag(
+        40_000_000, "gradient elements per bucket; a bucket is reduced in one collective", low=1
+    )
     recompute_activations: bool = flag(
         False, "shorthand for --recompute-granularity selective", name="--recompute-activations"
     )
     recompute_granularity: str | None = flag(
         None,
-        "recompute activations in backward to save memory: attention only (selective) or whole layers (full)",
+        "recompute activations in backward to save memory: only attention (selective) or whole layers (full)",
         choices=("selective", "full"),
     )
     recompute_method: str | None = flag(
         None,
-        "with full: save the input of each group of layers (uniform), or recompute only the first layers of each "
-        "stage (block)",
+        "with --recompute-granularity full: save the input of each group of layers (uniform), or recompute only the "
+        "first layers of each stage (block)",
         choices=("uniform", "block"),
     )
     recompute_num_layers: int | None = flag(
         None,
-        "layers of a group (uniform), or layers recomputed in each stage (block) (default: 1)",
+        "layers per group (uniform), or layers recomputed per stage or chunk (block) (default: 1)",
         low=1,
         aliases=("--checkpoint-num-layers",),
     )
@@ -74,7 +81,7 @@ class ParallelConfig(Config):
     )
     distribute_saved_activations: bool = flag(
         False,
-        "with full: split the saved inputs over the tensor-parallel ranks",
+        "with --recompute-granularity full: split the saved inputs over the tensor-parallel ranks",
         aliases=("--distribute-checkpointed-activations",),
     )
     distributed_backend: str | None = flag(

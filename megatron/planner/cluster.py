@@ -9,7 +9,7 @@ import dataclasses
 import math
 
 from megatron.errors import InputError
-from megatron.training.device_specs import DataSheet
+from megatron.planner.device_specs import DataSheet
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,20 +5,24 @@ from __future__ import annotations
 import dataclasses
 
 from megatron.errors import InputError
-from megatron.flags import Config, flag, flag_name
+from megatron.flags import flag, flag_name
+from megatron.training.config import PluginConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DryRunConfig(Config):
-    """Count the cost of a run without its devices, data and processes."""
+class DryRunConfig(PluginConfig):
+    """Compute the cost of a run without its devices, data and processes."""
 
     dry_run: bool = flag(
         False,
-        "count the memory, communication and operations of an iteration on some ranks with fake tensors, and exit; "
-        "needs one process, no data and no GPU; --device auto means a GPU",
+        "count memory, communication and operations of an iteration of some ranks with fake tensors, and exit. Needs "
+        "one process, no data and no GPU; --device auto means a GPU",
     )
     world_size: int | None = flag(
-        None, "number of processes of the run (default: those of one replica)", low=1, high=10**6
+        None,
+        "number of processes of the run (default: one model replica, tensor x pipeline size)",
+        low=1,
+        high=10**6,
     )
     dry_run_ranks: tuple[int, ...] | None = flag(
         None,
@@ -27,7 +31,7 @@ class DryRunConfig(Config):
         nargs="+",
         metavar="N",
     )
-    dry_run_json: str | None = flag(None, "write the counts to this file too", metavar="FILE")
+    dry_run_json: str | None = flag(None, "also write the counts to this file, as JSON", metavar="FILE")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -21,7 +21,7 @@ from megatron.planner.cluster import (
     Link,
     device_from_data_sheet,
 )
-from megatron.training.device_specs import data_sheet
+from megatron.planner.device_specs import data_sheet
 
 # Units by kind of quantity.
 UNITS: dict[str, dict[str, float]] = {

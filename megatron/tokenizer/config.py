@@ -40,18 +40,18 @@ class TokenizerConfig(Config):
     )
     tiktoken_pattern: str | None = flag(
         None,
-        "TikTokenizer: pattern that splits text into words, Megatron-LM's v1 or v2 or one of OpenAI's",
+        "TikTokenizer: pre-tokenization pattern, either Megatron-LM's (v1, v2) or OpenAI's",
         choices=("v1", "v2", "gpt2", "cl100k", "o200k"),
     )
     tiktoken_num_special_tokens: int = flag(
-        1000, "TikTokenizer: special tokens before the pieces of a JSON vocabulary", low=7
+        1000, "TikTokenizer: number of special tokens, which precede the tokens of a JSON vocabulary", low=7
     )
     vocab_size: int | None = flag(
         None,
-        "NullTokenizer: number of ids; TikTokenizer: maximum for a JSON vocabulary (default: 131072); BertWordPiece: "
-        "the number of lines in vocab.txt leaves out [BOS] and [EOS]; otherwise checked against the files",
+        "NullTokenizer: number of ids. TikTokenizer: maximum for a JSON vocabulary (default: 131072). BertWordPiece: "
+        "set it to the number of lines of vocab.txt to leave out [BOS] and [EOS]. Others: checked against the files",
         low=1,
     )
     make_vocab_size_divisible_by: int = flag(
-        128, "pad the vocabulary to a multiple of this times the tensor-parallel size", low=1
+        128, "pad the vocabulary to a multiple of N times the tensor-parallel size", low=1
     )

@@ -1,10 +1,11 @@
-"""Flags of the training loop and of its reports, and the configuration of a whole run."""
+"""Flags of the training loop and of its log, and the configuration of a whole run."""
 
 from __future__ import annotations
 
 import dataclasses
 import typing
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from megatron.checkpoint.config import CheckpointConfig
 from megatron.data.config import DataConfig
@@ -21,19 +22,17 @@ from megatron.tokenizer.config import TokenizerConfig
 class TrainingConfig(Config):
     """Length, batch sizes, device and precision of a run."""
 
-    micro_batch_size: int = flag(
-        None, "samples in a forward and backward pass of one model replica", low=1, required=True
-    )
+    micro_batch_size: int = flag(None, "samples per microbatch of one model replica", low=1, required=True)
     global_batch_size: int | None = flag(
         None,
-        "samples in an optimizer step, over all replicas (default: one microbatch per replica)",
+        "samples per optimizer step, over all replicas (default: one microbatch per replica)",
         low=1,
         high=10**7,
     )
     rampup_batch_size: tuple[int, ...] | None = flag(
         None,
-        "start with a global batch of START samples and add INCREMENT at a time, reaching --global-batch-size "
-        "after SAMPLES samples; needs --train-samples",
+        "with --train-samples: start with a global batch of START samples and raise it in steps of INCREMENT, to "
+        "reach --global-batch-size after SAMPLES samples",
         low=0,
         nargs=3,
         metavar=("START", "INCREMENT", "SAMPLES"),
@@ -41,45 +40,31 @@ class TrainingConfig(Config):
     train_iters: int | None = flag(
         None, "iterations to train for (required unless --train-samples is given)", low=1
     )
-    train_samples: int | None = flag(None, "samples to train for, in place of --train-iters", low=1)
+    train_samples: int | None = flag(None, "samples to train for, instead of --train-iters", low=1)
     eval_interval: int = flag(1000, "iterations between evaluations", low=1)
-    eval_iters: int = flag(100, "global batches per evaluation; 0 turns evaluation off", low=0)
+    eval_iters: int = flag(100, "global batches per evaluation; 0 disables evaluation", low=0)
     skip_train: bool = flag(False, "evaluate the checkpoint of --load and exit without training")
-    check_weight_replicas_interval: int | None = flag(
-        None,
-        "iterations between checks that replicated weights are equal on all ranks; the run stops if they differ",
-        low=1,
-        aliases=("--check-weight-hash-across-dp-replicas-interval",),
-    )
-    exit_interval: int | None = flag(None, "save and exit when the iteration is a multiple of this", low=1)
-    exit_duration_in_mins: int | None = flag(None, "save and exit after this many minutes", low=1)
-    hang_timeout: float = flag(
-        540.0,
-        "seconds without progress (a microbatch, a transfer, a file) before the run aborts with a stack report of "
-        "all ranks; 0 waits forever",
-        low=0,
-        high=10**7,
-    )
+    exit_interval: int | None = flag(None, "save and exit when the iteration is a multiple of N", low=1)
+    exit_duration_in_mins: int | None = flag(None, "save and exit after N minutes", low=1)
     cuda_graph: bool = flag(
         False,
-        "run forward and backward of a microbatch as one CUDA graph, which saves kernel launches with a small model; "
-        "for GPT with one GPU per replica and no dropout",
+        "run forward and backward of a microbatch as one CUDA graph, which makes small models faster; for GPT with one "
+        "GPU per replica and no dropout",
     )
     manual_gc: bool = flag(
         False,
         "collect garbage at the same iteration on all ranks: at the start and every --manual-gc-interval",
     )
     manual_gc_interval: int = flag(
-        0, "iterations between collections with --manual-gc; 0 for none after the start", low=0
+        0, "with --manual-gc: iterations between collections; 0: none after the start", low=0
     )
-    manual_gc_eval: bool = flag(True, "with --manual-gc, do not collect before and after an evaluation")
+    manual_gc_eval: bool = flag(True, "with --manual-gc: do not collect before and after evaluations")
     seed: int = flag(1234, "seed of initial weights, data order and dropout", low=0, high=2**32 - 1)
     device: str = flag(
-        "auto", "device to train on; 'auto' takes a GPU if there is one", choices=("auto", "cpu", "cuda")
+        "auto", "device to train on; 'auto': a GPU if there is one", choices=("auto", "cpu", "cuda")
     )
     fp16: bool = flag(
-        False,
-        "compute in fp16 with loss scaling, and with fp32 master weights and gradient accumulation",
+        False, "compute in fp16 with loss scaling, and with fp32 master weights and gradient accumulation"
     )
     bf16: bool = flag(False, "compute in bfloat16 with fp32 master weights and gradient accumulation")
 
@@ -105,66 +90,45 @@ class TrainingConfig(Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoggingConfig(Config):
-    """Logs, metrics, timers and profiles."""
+    """Log lines, timers and the progress bar."""
 
     log_interval: int = flag(100, "iterations between lines of the log", low=1)
     log_params_norm: bool = flag(False, "log the L2 norm of the parameters")
-    metrics_path: str | None = flag(
-        None,
-        "append a JSON object per log line and evaluation, at full precision; a resumed run continues the file",
-        metavar="FILE",
-    )
-    tensorboard_dir: str | None = flag(None, "write TensorBoard events to this folder", metavar="DIR")
-    tensorboard_log_interval: int = flag(1, "iterations between points in TensorBoard", low=1)
-    tensorboard_queue_size: int = flag(1000, "TensorBoard events in memory before they are written", low=1)
     timing_log_level: int = flag(
         0,
-        "timers to log: 0 none beside the time per iteration, 1 the phases of an iteration, 2 also the passes of each "
-        "microbatch",
+        "timers to log: 0 is only the time per iteration, 1 adds the phases of an iteration, 2 adds forward and "
+        "backward of each microbatch",
         low=0,
         high=2,
     )
     timing_log_option: str = flag(
         "minmax",
-        "ranks' times to log: the longest, the shortest and longest, or all",
+        "times to log: the maximum over ranks, minimum and maximum, or those of all ranks",
         choices=("max", "minmax", "all"),
     )
-    log_timers_to_tensorboard: bool = flag(
-        False, "write the longest times of --timing-log-level to TensorBoard and --metrics-path"
-    )
-    profile: bool = flag(
-        False,
-        "trace some iterations with torch.profiler; write traces and a summary to the folder profile/ of "
-        "--tensorboard-dir, or else of --save",
-    )
-    profile_step_start: int = flag(10, "profile the iterations after this one", low=0)
-    profile_step_end: int = flag(12, "last iteration to profile", low=1)
-    profile_ranks: tuple[int, ...] = flag(
-        (0,), "ranks to profile (default: 0)", low=0, nargs="+", metavar="N"
-    )
-    log_memory_to_tensorboard: bool = flag(
-        False,
-        "write the bytes allocated and reserved, on the rank with the most, to TensorBoard and --metrics-path",
-    )
-    wandb_project: str | None = flag(None, "log to this Weights & Biases project", metavar="NAME")
-    wandb_exp_name: str | None = flag(None, "name of the run in Weights & Biases", metavar="NAME")
-    progress: bool = flag(True, "turn the progress bar off")
+    progress: bool = flag(True, "no progress bar")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.profile and self.profile_step_end <= self.profile_step_start:
-            raise InputError(
-                f"--profile-step-end: {self.profile_step_end} must be greater than --profile-step-start "
-                f"{self.profile_step_start}"
-            )
-        if self.wandb_exp_name is not None and self.wandb_project is None:
-            raise InputError("--wandb-exp-name needs --wandb-project")
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PluginConfig(Config):
+    """A section of the configuration that a plug-in adds."""
+
+    def check(self, run: RunConfig) -> None:
+        """Check the combination with other sections. Raises `InputError`."""
+
+    def check_processes(self, processes: int) -> None:
+        """Check values against the run's number of processes. Raises `InputError`."""
+
+    @classmethod
+    def without_effect(cls, values: Mapping[str, Any]) -> list[str]:
+        """Notes on flags of the section that have no effect. `values` has those of all flags given, by field."""
+        return []
 
 
 # Sections of the configuration that plug-ins add, by title. Filled by `megatron.plugins`.
-PLUGIN_CONFIGS: dict[str, type[Config]] = {}
+PLUGIN_CONFIGS: dict[str, type[PluginConfig]] = {}
 
-C = TypeVar("C", bound=Config)
+C = TypeVar("C", bound=PluginConfig)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -184,7 +148,7 @@ class RunConfig:
     parallel: ParallelConfig
     checkpoint: CheckpointConfig
     logging: LoggingConfig
-    plugins: dict[str, Config] = dataclasses.field(default_factory=dict)
+    plugins: dict[str, PluginConfig] = dataclasses.field(default_factory=dict)
 
     def plugin(self, kind: type[C]) -> C:
         """The section of a plug-in, by its class."""

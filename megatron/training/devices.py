@@ -8,6 +8,7 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,7 +16,9 @@ import torch
 from megatron.ops.linear import Matmul
 from megatron.parallel.collectives import all_gather, all_reduce_max, all_reduce_sum
 from megatron.parallel.mesh import Mesh
-from megatron.training.device_specs import of_torch_name
+
+# Look up FLOP/s of a GPU by torch's name and a dtype; None if unknown. Filled by `megatron.plugins`.
+PEAK_FLOPS: list[Callable[[str, torch.dtype], float | None]] = []
 
 # The measurement doubles the matrix size until this many seconds are used up.
 SECONDS = 0.5
@@ -34,21 +37,13 @@ def find_peak(mesh: Mesh, product: Matmul, dtype: torch.dtype) -> Peak:
     """Mean peak of the run's devices: from the data sheet of a known GPU, else measured with `product`, the run's
     matrix product. Every process must call it."""
     name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else ""
-    flops, source = known_peak(name, dtype), f"data sheet of {name}"
+    known = (flops for peak_flops in PEAK_FLOPS if (flops := peak_flops(name, dtype)) is not None)
+    flops, source = next(known, None), f"data sheet of {name}"
     if flops is None:
         flops = measured_peak(product, dtype, mesh.device, torch.get_num_threads())
         source = "measured with large matrix products"
     total = all_reduce_sum(torch.tensor(flops, dtype=torch.float64), mesh.world)
     return Peak(total.item() / mesh.world.size, source)
-
-
-def known_peak(name: str, dtype: torch.dtype) -> float | None:
-    """Data-sheet FLOP/s in `dtype` of a GPU, by torch's name; None if unknown or a MIG slice."""
-    sheet = of_torch_name(name)
-    if sheet is None:
-        return None
-    tflops = {torch.float16: sheet.fp16, torch.bfloat16: sheet.bf16, torch.float32: sheet.fp32}[dtype]
-    return None if tflops is None else tflops * 1e12
 
 
 # Cached for processes that run several times, as tests do.

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import sys
-from pathlib import Path
-
 import torch
 
-import megatron
 from megatron.errors import InputError
-from megatron.flags import either, flag_name
+from megatron.flags import either
 from megatron.model.config import check_tensor_parallel
-from megatron.parallel.collectives import all_gather, all_reduce_max
-from megatron.parallel.mesh import Axis, axis_sizes
-from megatron.parallel.random import key
+from megatron.parallel.collectives import all_gather
+from megatron.parallel.mesh import axis_sizes
 from megatron.parallel.stages import split_layers
 from megatron.training.batch_size import BatchSchedule
 from megatron.training.config import RunConfig
@@ -48,11 +41,8 @@ def check_layout(config: RunConfig, processes: int) -> None:
             f"--recompute-num-layers: {config.parallel.recompute_num_layers} is more than the {largest} layers that "
             f"a stage or chunk has at most; choose {largest} or less"
         )
-    beyond = [rank for rank in config.logging.profile_ranks if rank >= processes]
-    if config.logging.profile and beyond:
-        raise InputError(
-            f"--profile-ranks: {beyond[0]} is not a rank of this run; the last of its {processes} is {processes - 1}"
-        )
+    for section in config.plugins.values():
+        section.check_processes(processes)
     _check_microbatches(config, BatchSchedule.from_config(config.training, sizes["dp"]))
 
 
@@ -75,42 +65,6 @@ def _check_microbatches(config: RunConfig, batches: BatchSchedule) -> None:
                 f"microbatches, one for each stage, and a --global-batch-size of {size}{ramp} makes {size // unit}; "
                 f"the nearest is {either(n for n in (below, below + unit * stages) if n)}"
             )
-
-
-def check_same_everywhere(config: RunConfig, world: Axis) -> None:
-    """Check that all processes have the same flags, code and versions.
-
-    Raises:
-        InputError: names the differences.
-    """
-    values = {"the code of this program": _code(), "the version of torch": torch.__version__}
-    values["the version of Python"] = sys.version.split()[0]
-    for section in config.sections:
-        for field in dataclasses.fields(section):
-            values[flag_name(field)] = repr(getattr(section, field.name))
-    keys = torch.tensor([key(value, bits=32) for value in values.values()])
-    largest, smallest = all_reduce_max(torch.stack((keys, -keys)), world)
-    differing = [name for name, same in zip(values, (largest == -smallest).tolist(), strict=True) if not same]
-    if differing:
-        raise InputError(
-            f"the processes were not started alike: they differ in {', '.join(differing)}; start all with the same "
-            f"program and flags (rank {world.rank} has {_shown(values, differing)})"
-        )
-
-
-def _shown(values: dict[str, str], names: list[str]) -> str:
-    flags = [f"{name} {values[name]}" for name in names if name.startswith("--")]
-    return ", ".join(flags[:5]) or "its own"
-
-
-def _code() -> str:
-    """Hash of the sources of this package and of the entry point."""
-    root, entry = Path(megatron.__file__).parent, Path(sys.argv[0])
-    files = sorted(root.rglob("*.py")) + ([entry] if entry.is_file() else [])
-    digest = hashlib.blake2b()
-    for file in files:
-        digest.update(file.name.encode() + b"\0" + file.read_bytes())
-    return digest.hexdigest()
 
 
 def describe_layout(engine: Engine) -> str:

@@ -30,7 +30,7 @@ class Logging(Hook):
             trainer.reporter.log(memory_lines(trainer.mesh, self.first))
 
     def _report(self, trainer: Trainer) -> None:
-        state, config, size = trainer.state, trainer.config.logging, trainer.mesh.world.size
+        state, size, optional = trainer.state, trainer.mesh.world.size, trainer.reporter.optional_values
         trainer.collect()  # waits for the device, so before the clock is read
         seconds, iterations = trainer.clock.take()
         rows, state.history.rows = state.history.rows, []
@@ -48,9 +48,9 @@ class Logging(Hook):
             tflops=flops / seconds / size / 1e12,
             mfu=flops / (size * seconds * self.peak.flops),
             hfu=exact_flops / (size * seconds * self.peak.flops),
-            params_norm=_params_norm(trainer) if config.log_params_norm else None,
-            memory=max_memory(trainer.mesh) if config.log_memory_to_tensorboard else {},
-            times=times if config.log_timers_to_tensorboard else {},
+            params_norm=_params_norm(trainer) if trainer.config.logging.log_params_norm else None,
+            memory=max_memory(trainer.mesh) if "memory" in optional else {},
+            times=times if "times" in optional else {},
         )
         trainer.reporter.training(interval)
         trainer.log_times(times)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 
 import torch
@@ -14,17 +13,20 @@ from megatron.checkpoint.saver import Saver
 from megatron.data.loader import start_fork_server
 from megatron.errors import InputError
 from megatron.parallel.collectives import raise_on_all_ranks
-from megatron.parallel.mesh import Mesh, choose_device, init_mesh, world_size
+from megatron.parallel.mesh import Axis, Mesh, choose_device, init_mesh, world_size
 from megatron.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.training.batch_size import BatchSchedule
 from megatron.training.config import RunConfig
 from megatron.training.engine import Engine
-from megatron.training.layout import check_layout, check_same_everywhere, describe_layout
+from megatron.training.layout import check_layout, describe_layout
 from megatron.training.loop import Hook, Trainer
 from megatron.training.report import Reporter, show_log
 from megatron.training.start import claim_folder, find_start, initial_state, load_checkpoint
 from megatron.training.stop import StopRequests
 from megatron.training.task import Task
+
+# Checks of the configuration on all processes, which raise `InputError`. Filled by `megatron.plugins`.
+START_CHECKS: list[Callable[[RunConfig, Axis], None]] = []
 
 
 def pretrain(config: RunConfig, task: Task, hooks: Sequence[Hook]) -> int:
@@ -46,18 +48,23 @@ def pretrain(config: RunConfig, task: Task, hooks: Sequence[Hook]) -> int:
         from megatron.ops.cpu.malloc import keep_freed_memory
 
         keep_freed_memory()
-    with init_mesh(config.parallel, device, functools.partial(check_same_everywhere, config)) as mesh:
+    with init_mesh(config.parallel, device, functools.partial(_check_start, config)) as mesh:
         show_log(mesh)
         stop = StopRequests(config.training, mesh)
         with raise_on_all_ranks(mesh.world, InputError):
             claim = claim_folder(config.checkpoint, mesh)
         with claim or nullcontext():
             checkpoint = find_start(config.checkpoint, mesh, weights_only=config.training.skip_train)
-            reporter = Reporter(config.logging, mesh, settings=dataclasses.asdict(config))
+            reporter = Reporter(config, mesh)
             with closing(reporter), _memory_errors_explained(config, device):
                 trainer = build_trainer(config, task, mesh, reporter, checkpoint, hooks)
                 load_checkpoint(trainer, checkpoint)
                 return run(trainer, stop)
+
+
+def _check_start(config: RunConfig, world: Axis) -> None:
+    for check in START_CHECKS:
+        check(config, world)
 
 
 def build_trainer(

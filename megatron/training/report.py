@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from megatron.parallel.collectives import all_reduce_sum
 from megatron.parallel.mesh import Mesh
-from megatron.training.config import LoggingConfig
+from megatron.training.config import RunConfig
 
 # Values of an iteration that are reported as their sum over an interval.
 COUNTED = ("skipped", "overflow")
@@ -164,12 +164,17 @@ class Writer(ABC):
 
     @classmethod
     @abstractmethod
-    def make(cls, config: LoggingConfig, settings: dict[str, Any]) -> Writer | None:
-        """Return the writer that the flags ask for, if any. `settings` is the run's whole configuration.
+    def make(cls, config: RunConfig) -> Writer | None:
+        """Return the writer that the flags ask for, if any.
 
         Raises:
             InputError: a package is not installed.
         """
+
+    @classmethod
+    def optional_values(cls, config: RunConfig) -> set[str]:
+        """Fields of `Interval` to collect that cost time: "memory", "times", or both."""
+        return set()
 
     @abstractmethod
     def start(self, iteration: int) -> None:
@@ -193,19 +198,20 @@ WRITERS: list[type[Writer]] = []
 
 
 class Reporter:
-    """Reports of a run: the log, a progress bar, and `WRITERS`. Does nothing except on the first process."""
+    """Reports of a run: the log, a progress bar, and `WRITERS`. Does nothing except on the first process.
 
-    def __init__(self, config: LoggingConfig, mesh: Mesh, *, settings: dict[str, Any]) -> None:
-        """`settings` is the run's whole configuration.
+    Attributes:
+        optional_values: those that the writers ask for; the same on all processes.
+    """
 
-        Raises:
-            InputError: a package is not installed.
-        """
-        self.config = config
+    def __init__(self, config: RunConfig, mesh: Mesh) -> None:
+        """Raise `InputError` if a writer's package is not installed."""
+        self.config = config.logging
+        self.optional_values = {name for kind in WRITERS for name in kind.optional_values(config)}
         self.active = mesh.is_first
         self.bar: tqdm | None = None
         kinds = WRITERS if self.active else []
-        self.writers = [writer for kind in kinds if (writer := kind.make(config, settings)) is not None]
+        self.writers = [writer for kind in kinds if (writer := kind.make(config)) is not None]
 
     def start(self, iteration: int, train_iters: int) -> None:
         """Open the reports after `iteration`, without what an earlier run reported of later iterations."""

@@ -17,55 +17,14 @@ from models import CPU
 from megatron.ops.linear import matmul
 from megatron.parallel.config import ParallelConfig
 from megatron.parallel.mesh import Mesh, init_mesh
+from megatron.training import devices
 from megatron.training.devices import (
     find_peak,
-    known_peak,
     max_memory,
     measured_peak,
     memory_lines,
     memory_use,
 )
-
-
-@pytest.mark.parametrize(
-    ("name", "half", "fp32"),
-    [
-        ("Tesla V100-SXM2-32GB", 125, 15.7),
-        ("Tesla T4", 65, 8.1),
-        ("NVIDIA A100-SXM4-80GB", 312, 19.5),
-        ("NVIDIA A100 80GB PCIe", 312, 19.5),
-        ("NVIDIA A10G", 70, 35),
-        ("NVIDIA H100 80GB HBM3", 989, 67),
-        ("NVIDIA H100 PCIe", 756, 51),
-        ("NVIDIA H100 NVL", 835, 60),
-        ("NVIDIA H200", 989, 67),
-        ("NVIDIA GH200 480GB", 989, 67),
-        ("NVIDIA B200", 2250, 75),
-        ("NVIDIA GB200", 2500, 80),
-        ("NVIDIA L4", 121, 30.3),
-        ("NVIDIA L40S", 362, 91.6),
-        ("NVIDIA GeForce RTX 4090", 165.2, 82.6),
-    ],
-)
-def test_names_of_torch_are_found(name: str, half: float, fp32: float) -> None:
-    assert known_peak(name, torch.float16) == half * 1e12
-    assert known_peak(name, torch.float32) == fp32 * 1e12
-    has_bf16 = not name.startswith("Tesla")
-    assert known_peak(name, torch.bfloat16) == (half * 1e12 if has_bf16 else None)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "NVIDIA H200 MIG 1g.18gb",
-        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
-        "NVIDIA GeForce RTX 4090 Laptop GPU",
-        "AMD Instinct MI300X",
-        "NVIDIA H1000",
-    ],
-)
-def test_unknown_devices_have_no_peak(name: str) -> None:
-    assert known_peak(name, torch.bfloat16) is None
 
 
 def test_a_cpu_is_measured_in_half_a_second() -> None:
@@ -78,6 +37,14 @@ def test_a_cpu_is_measured_in_half_a_second() -> None:
     begin = time.perf_counter()
     x @ x
     assert peak.flops > 0.2 * 2 * 512**3 / (time.perf_counter() - begin)
+
+
+def test_a_known_peak_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [lambda name, dtype: None, lambda name, dtype: {torch.bfloat16: 2e12}.get(dtype)]
+    monkeypatch.setattr(devices, "PEAK_FLOPS", found)
+    peak = find_peak(Mesh(device=CPU), matmul, torch.bfloat16)
+    assert peak.flops == 2e12 and peak.source.startswith("data sheet of ")
+    assert "measured" in find_peak(Mesh(device=CPU), matmul, torch.float32).source
 
 
 def test_utilization_is_work_over_time_and_peak(pretrain: Callable[..., str], tmp_path: Path) -> None:

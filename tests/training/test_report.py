@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import megatron.plugins  # noqa: F401 (registers the writers)
+from megatron.arguments import parse_run_config
 from megatron.errors import InputError
 from megatron.parallel.mesh import Mesh
-from megatron.training.config import LoggingConfig
+from megatron.training.config import RunConfig
 from megatron.training.report import History, Interval, Reporter
 
 MESH = Mesh(device=torch.device("cpu"))
@@ -79,8 +80,15 @@ def test_history_continues_after_a_resume() -> None:
     assert resumed.rows[-1] == {"iteration": 3, "consumed samples": 24, "lm loss": 0.1, "grad norm": 0.25}
 
 
-def report(config: LoggingConfig, start: int, iterations: range) -> None:
-    reporter = Reporter(config, MESH, settings={})
+def config_of(*flags: object) -> RunConfig:
+    """Configuration of a run with the given flags."""
+    shape = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1"
+    words = [*shape.split(), "--train-iters", "5", "--lr", "1", *map(str, flags)]
+    return parse_run_config(words, description="a test", defaults={})
+
+
+def report(config: RunConfig, start: int, iterations: range) -> None:
+    reporter = Reporter(config, MESH)
     reporter.start(start, 500)
     for i in iterations:
         reporter.training(interval([(i, 1.0 / i, float(i))]))
@@ -90,7 +98,7 @@ def report(config: LoggingConfig, start: int, iterations: range) -> None:
 
 def test_metrics_of_a_resumed_run_are_contiguous(tmp_path: Path, capsys) -> None:
     path = tmp_path / "new" / "metrics.jsonl"
-    config = LoggingConfig(metrics_path=str(path))
+    config = config_of("--metrics-path", path)
     report(config, 0, range(1, 6))
     with path.open("a") as file:
         file.write('{"iteration": 6, "lm lo')  # killed while writing a line
@@ -108,14 +116,14 @@ def test_metrics_of_a_resumed_run_are_contiguous(tmp_path: Path, capsys) -> None
 
 
 def test_a_capped_perplexity_is_marked(capsys) -> None:
-    reporter = Reporter(LoggingConfig(), MESH, settings={})
+    reporter = Reporter(config_of(), MESH)
     reporter.evaluation("iteration 1", "validation", {"lm loss": 25.0}, 1, 8)
     assert "lm loss PPL: >4.851652E+08" in capsys.readouterr().out
 
 
 def test_nan_in_metrics_is_null(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    reporter = Reporter(LoggingConfig(metrics_path=str(path)), MESH, settings={})
+    reporter = Reporter(config_of("--metrics-path", path), MESH)
     reporter.start(0, 5)
     reporter.training(interval([(1, float("nan"), float("inf"))]))
     reporter.close()
@@ -128,13 +136,13 @@ def test_an_unrelated_file_is_not_overwritten(tmp_path: Path, content: str) -> N
     path = tmp_path / "notes.txt"
     path.write_text(content, encoding="latin-1")
     with pytest.raises(InputError, match="--metrics-path"):
-        Reporter(LoggingConfig(metrics_path=str(path)), MESH, settings={}).start(0, 5)
+        Reporter(config_of("--metrics-path", path), MESH).start(0, 5)
     assert path.read_text(encoding="latin-1") == content
 
 
 def test_tensorboard_has_nvidias_names(tmp_path: Path) -> None:
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    report(LoggingConfig(tensorboard_dir=str(tmp_path)), 0, range(1, 4))
+    report(config_of("--tensorboard-dir", tmp_path), 0, range(1, 4))
     events = event_accumulator.EventAccumulator(str(tmp_path))
     events.Reload()
     tags = set(events.Tags()["scalars"])
@@ -156,7 +164,7 @@ def test_tensorboard_has_nvidias_names(tmp_path: Path) -> None:
 
 def test_tensorboard_of_a_resumed_run_has_every_iteration_once(tmp_path: Path) -> None:
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    config = LoggingConfig(tensorboard_dir=str(tmp_path))
+    config = config_of("--tensorboard-dir", tmp_path)
     report(config, 0, range(1, 6))
     time.sleep(1.1)  # the names of event files have a resolution of one second
     report(config, 3, range(4, 9))
@@ -167,8 +175,8 @@ def test_tensorboard_of_a_resumed_run_has_every_iteration_once(tmp_path: Path) -
 
 def test_tensorboard_log_interval(tmp_path: Path) -> None:
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    config = LoggingConfig(tensorboard_dir=str(tmp_path), tensorboard_log_interval=2)
-    reporter = Reporter(config, MESH, settings={})
+    config = config_of("--tensorboard-dir", tmp_path, "--tensorboard-log-interval", 2)
+    reporter = Reporter(config, MESH)
     reporter.start(0, 5)
     reporter.training(interval([(i, float(i), 1.0) for i in range(1, 6)]))
     reporter.close()
@@ -180,7 +188,7 @@ def test_tensorboard_log_interval(tmp_path: Path) -> None:
 
 def test_metrics_through_a_symlink(tmp_path: Path) -> None:
     (tmp_path / "link.jsonl").symlink_to(tmp_path / "real.jsonl")
-    report(LoggingConfig(metrics_path=str(tmp_path / "link.jsonl")), 0, range(1, 4))
+    report(config_of("--metrics-path", tmp_path / "link.jsonl"), 0, range(1, 4))
     assert (tmp_path / "link.jsonl").is_symlink()
     assert len((tmp_path / "real.jsonl").read_text().splitlines()) == 4
 
@@ -189,7 +197,7 @@ def test_missing_packages_are_named(monkeypatch) -> None:
 
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(InputError, match="pip install wandb"):
-        Reporter(LoggingConfig(wandb_project="p"), MESH, settings={})
+        Reporter(config_of("--wandb-project", "p"), MESH)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(InputError, match="pip install tensorboard"):
-        Reporter(LoggingConfig(tensorboard_dir="p"), MESH, settings={}).start(0, 5)
+        Reporter(config_of("--tensorboard-dir", "p"), MESH).start(0, 5)

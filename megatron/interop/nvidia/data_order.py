@@ -14,8 +14,6 @@ from megatron.data.split import BLEND_SURPLUS, DataOrder
 class HeadDataOrder(DataOrder):
     """Rounding of Megatron-LM's HEAD."""
 
-    reads_unweighted_blend_once = True
-
     def split_bounds(self, shares: tuple[float, float, float], size: int) -> list[int]:
         return [round(bound * size) for bound in itertools.accumulate(shares, initial=0.0)]
 
@@ -25,3 +23,9 @@ class HeadDataOrder(DataOrder):
 
     def samples_of_share(self, samples: int, share: float) -> int:
         return math.ceil(math.ceil(samples * share) * BLEND_SURPLUS)
+
+    def unweighted_blend(
+        self, tokens: Sequence[int], epochs: Sequence[int]
+    ) -> tuple[list[float], list[int] | None]:
+        """Read the whole blend once."""
+        return [*epochs], [*epochs]

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
 from typing import Any, TextIO
 
 from megatron.errors import InputError
-from megatron.training.config import LoggingConfig
+from megatron.reports.config import ReportConfig
+from megatron.training.config import RunConfig
 from megatron.training.report import COUNTED, Interval, Writer
 
 
-class MetricsFile(Writer):
+class ReportWriter(Writer):
+    """A writer that reports memory and timers if the flags ask for them."""
+
+    @classmethod
+    def optional_values(cls, config: RunConfig) -> set[str]:
+        flags = config.plugin(ReportConfig)
+        wanted = {"memory": flags.log_memory_to_tensorboard, "times": flags.log_timers_to_tensorboard}
+        return {name for name, on in wanted.items() if on}
+
+
+class MetricsFile(ReportWriter):
     """The file of --metrics-path: a JSON object per line."""
 
     def __init__(self, path: Path) -> None:
@@ -20,8 +32,9 @@ class MetricsFile(Writer):
         self.file: TextIO | None = None
 
     @classmethod
-    def make(cls, config: LoggingConfig, settings: dict[str, Any]) -> MetricsFile | None:
-        return None if config.metrics_path is None else cls(Path(config.metrics_path))
+    def make(cls, config: RunConfig) -> MetricsFile | None:
+        path = config.plugin(ReportConfig).metrics_path
+        return None if path is None else cls(Path(path))
 
     def start(self, iteration: int) -> None:
         try:
@@ -63,16 +76,17 @@ class MetricsFile(Writer):
             self.file.close()
 
 
-class TensorBoard(Writer):
+class TensorBoard(ReportWriter):
     """TensorBoard events (--tensorboard-dir), under NVIDIA's names."""
 
-    def __init__(self, config: LoggingConfig) -> None:
+    def __init__(self, config: ReportConfig) -> None:
         self.config = config
         self.events: Any = None
 
     @classmethod
-    def make(cls, config: LoggingConfig, settings: dict[str, Any]) -> TensorBoard | None:
-        return None if config.tensorboard_dir is None else cls(config)
+    def make(cls, config: RunConfig) -> TensorBoard | None:
+        flags = config.plugin(ReportConfig)
+        return None if flags.tensorboard_dir is None else cls(flags)
 
     def start(self, iteration: int) -> None:
         try:
@@ -120,21 +134,23 @@ def points(interval: Interval) -> list[dict[str, float]]:
     return values
 
 
-class WeightsAndBiases(Writer):
+class WeightsAndBiases(ReportWriter):
     """A run in Weights & Biases (--wandb-project)."""
 
     def __init__(self, run: Any) -> None:
         self.run = run
 
     @classmethod
-    def make(cls, config: LoggingConfig, settings: dict[str, Any]) -> WeightsAndBiases | None:
-        if config.wandb_project is None:
+    def make(cls, config: RunConfig) -> WeightsAndBiases | None:
+        flags = config.plugin(ReportConfig)
+        if flags.wandb_project is None:
             return None
         try:
             import wandb
         except ImportError:
             raise InputError("--wandb-project needs Weights & Biases: pip install wandb") from None
-        return cls(wandb.init(project=config.wandb_project, name=config.wandb_exp_name, config=settings))
+        settings = dataclasses.asdict(config)
+        return cls(wandb.init(project=flags.wandb_project, name=flags.wandb_exp_name, config=settings))
 
     def start(self, iteration: int) -> None:
         """Do nothing: the service drops values of earlier steps by itself."""

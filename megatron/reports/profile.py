@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity
 
 from megatron.errors import InputError
 from megatron.parallel.mesh import rank_names
+from megatron.reports.config import ProfileConfig, ReportConfig
 from megatron.training.config import RunConfig
 from megatron.training.engine import Engine
 from megatron.training.loop import Hook, Trainer
@@ -73,7 +74,7 @@ class Profiler:
         Raises:
             InputError: the folder cannot be made.
         """
-        flags, self.engine, self.log = config.logging, engine, log
+        flags, self.engine, self.log = config.plugin(ProfileConfig), engine, log
         wanted = range(flags.profile_step_start + 1, flags.profile_step_end + 1)
         self.steps = range(wanted.start, min(wanted.stop, iterations.stop)) if flags.profile else range(0)
         self.last = iterations.start - 1
@@ -88,7 +89,9 @@ class Profiler:
             )
             self.steps = range(0)
             return
-        self.folder = Path(flags.tensorboard_dir or config.checkpoint.save or "") / "profile"
+        self.folder = (
+            Path(config.plugin(ReportConfig).tensorboard_dir or config.checkpoint.save or "") / "profile"
+        )
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:

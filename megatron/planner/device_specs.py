@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import TYPE_CHECKING
 
 from megatron.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +89,16 @@ def of_torch_name(name: str) -> DataSheet | None:
     if " MIG " in name:
         return None
     return next((d for d in DATA_SHEETS if re.search(rf"(^|\s){d.pattern}$", name)), None)
+
+
+def peak_flops(name: str, dtype: torch.dtype) -> float | None:
+    """FLOP/s in `dtype` of a GPU, by torch's name; None if unknown or a MIG slice."""
+    sheet = of_torch_name(name)
+    if sheet is None:
+        return None
+    tflops = {"float16": sheet.fp16, "bfloat16": sheet.bf16, "float32": sheet.fp32}
+    found = tflops[str(dtype).removeprefix("torch.")]
+    return None if found is None else found * 1e12
 
 
 def data_sheet(name: str, *, where: str) -> DataSheet:

@@ -18,7 +18,7 @@ from torch.autograd.profiler_util import Interval
 from megatron.errors import InputError
 from megatron.optim.optimizer import Optimizer
 from megatron.parallel.timers import NOTHING, Timers
-from megatron.training.profile import summary
+from megatron.reports.profile import summary
 
 FLAGS = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 99 --num-layers 2 --hidden-size 16 --eval-iters 0

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from megatron.errors import InputError
-from megatron.training.device_specs import DATA_SHEETS, data_sheet, of_torch_name
+from megatron.planner.device_specs import DATA_SHEETS, data_sheet, of_torch_name, peak_flops
 
 
 def test_names_are_unique():
@@ -50,3 +51,44 @@ def test_an_unknown_name_lists_the_known_ones():
         InputError, match=r"^--gpu: 'a100' is not a known GPU; known are gb200.*, t4; describe"
     ):
         data_sheet("a100", where="--gpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "half", "fp32"),
+    [
+        ("Tesla V100-SXM2-32GB", 125, 15.7),
+        ("Tesla T4", 65, 8.1),
+        ("NVIDIA A100-SXM4-80GB", 312, 19.5),
+        ("NVIDIA A100 80GB PCIe", 312, 19.5),
+        ("NVIDIA A10G", 70, 35),
+        ("NVIDIA H100 80GB HBM3", 989, 67),
+        ("NVIDIA H100 PCIe", 756, 51),
+        ("NVIDIA H100 NVL", 835, 60),
+        ("NVIDIA H200", 989, 67),
+        ("NVIDIA GH200 480GB", 989, 67),
+        ("NVIDIA B200", 2250, 75),
+        ("NVIDIA GB200", 2500, 80),
+        ("NVIDIA L4", 121, 30.3),
+        ("NVIDIA L40S", 362, 91.6),
+        ("NVIDIA GeForce RTX 4090", 165.2, 82.6),
+    ],
+)
+def test_names_of_torch_are_found(name: str, half: float, fp32: float) -> None:
+    assert peak_flops(name, torch.float16) == half * 1e12
+    assert peak_flops(name, torch.float32) == fp32 * 1e12
+    has_bf16 = not name.startswith("Tesla")
+    assert peak_flops(name, torch.bfloat16) == (half * 1e12 if has_bf16 else None)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA H200 MIG 1g.18gb",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "AMD Instinct MI300X",
+        "NVIDIA H1000",
+    ],
+)
+def test_unknown_devices_have_no_peak(name: str) -> None:
+    assert peak_flops(name, torch.bfloat16) is None

@@ -1,0 +1,86 @@
+"""Flags of reports and profiles."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.errors import InputError
+from megatron.flags import flag
+from megatron.training.config import PluginConfig, RunConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReportConfig(PluginConfig):
+    """Metrics file, TensorBoard and Weights & Biases."""
+
+    metrics_path: str | None = flag(
+        None,
+        "append a JSON object per log line and evaluation, in full precision; a resumed run continues the file",
+        metavar="FILE",
+    )
+    tensorboard_dir: str | None = flag(None, "write TensorBoard events to this folder", metavar="DIR")
+    tensorboard_log_interval: int = flag(1, "iterations between points in TensorBoard", low=1)
+    tensorboard_queue_size: int = flag(
+        1000, "maximum number of TensorBoard events kept in memory before a write", low=1
+    )
+    log_timers_to_tensorboard: bool = flag(
+        False,
+        "write the timers of --timing-log-level, maximum over ranks, to TensorBoard and --metrics-path",
+    )
+    log_memory_to_tensorboard: bool = flag(
+        False,
+        "write bytes of allocated and reserved memory, maximum over ranks, to TensorBoard and --metrics-path",
+    )
+    wandb_project: str | None = flag(None, "log to this Weights & Biases project", metavar="NAME")
+    wandb_exp_name: str | None = flag(None, "name of the run in Weights & Biases", metavar="NAME")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.wandb_exp_name is not None and self.wandb_project is None:
+            raise InputError("--wandb-exp-name needs --wandb-project")
+
+    @classmethod
+    def without_effect(cls, values: Mapping[str, Any]) -> list[str]:
+        if values.get("log_timers_to_tensorboard") and not values.get("timing_log_level"):
+            return [
+                "--log-timers-to-tensorboard has no effect: --timing-log-level is 0, so there are no timers"
+            ]
+        return []
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProfileConfig(PluginConfig):
+    """Traces of some iterations."""
+
+    profile: bool = flag(
+        False,
+        "trace some iterations with torch.profiler; write traces and a summary to the folder profile/ of "
+        "--tensorboard-dir, or else of --save",
+    )
+    profile_step_start: int = flag(10, "last iteration before the profiled ones", low=0)
+    profile_step_end: int = flag(12, "last iteration to profile", low=1)
+    profile_ranks: tuple[int, ...] = flag(
+        (0,), "ranks to profile (default: 0)", low=0, nargs="+", metavar="N"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.profile and self.profile_step_end <= self.profile_step_start:
+            raise InputError(
+                f"--profile-step-end: {self.profile_step_end} must be greater than --profile-step-start "
+                f"{self.profile_step_start}"
+            )
+
+    def check(self, run: RunConfig) -> None:
+        if self.profile and run.plugin(ReportConfig).tensorboard_dir is None and run.checkpoint.save is None:
+            raise InputError("--profile needs --tensorboard-dir or --save, the folder to write to")
+
+    def check_processes(self, processes: int) -> None:
+        beyond = [rank for rank in self.profile_ranks if rank >= processes]
+        if self.profile and beyond:
+            raise InputError(
+                f"--profile-ranks: {beyond[0]} is not a rank of this run; the last of its {processes} is "
+                f"{processes - 1}"
+            )
