@@ -281,22 +281,6 @@ class Engine:
             )
         return ops
 
-    def state_dict(self) -> dict[str, Any]:
-        """State beside the tensors, as JSON: of --spike-skip, of the loss scaler, and the operations used."""
-        optimizer = self.optimizer
-        return {
-            "spike_window": optimizer.step_skipper.state(),
-            "loss_scaler": None if optimizer.scaler is None else optimizer.scaler.state(),
-            "operations": list(self.ops.kinds),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` gave. Older checkpoints, and those of another precision, lack some of it."""
-        if state["spike_window"] is not None:
-            self.optimizer.step_skipper.load(state["spike_window"])
-        if self.optimizer.scaler is not None and state.get("loss_scaler") is not None:
-            self.optimizer.scaler.load(state["loss_scaler"])
-
 
 @functools.lru_cache(maxsize=8)
 def _all_actions(schedule: Schedule, ranks: int, chunks: int, microbatches: int) -> list[list[Action]]:

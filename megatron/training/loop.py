@@ -148,8 +148,8 @@ class Trainer:
         """Everything that a checkpoint holds beside tensors, as JSON."""
         return {
             "task": self.task.name,
-            **self.state.state_dict(),
-            **self.engine.state_dict(),
+            **self.state.state_dict(self.engine.optimizer),
+            "operations": list(self.engine.ops.kinds),
             "vocab_size": self.tokenizer.vocab_size,
             "padded_vocab_size": self.padded_vocab_size,
             "config": dataclasses.asdict(self.config) | self.task.extra_config,

@@ -22,7 +22,7 @@ from megatron.training.engine import Engine
 from megatron.training.layout import check_layout, check_same_everywhere, describe_layout
 from megatron.training.loop import Hook, Trainer
 from megatron.training.report import Reporter, show_log
-from megatron.training.start import claim_folder, find_start, initial_state, load_checkpoint
+from megatron.training.start import claim_folder, find_start, initial_state, load_checkpoint, saved_iteration
 from megatron.training.stop import StopRequests
 from megatron.training.task import Task
 
@@ -52,7 +52,7 @@ def pretrain(config: RunConfig, task: Task, hooks: Sequence[Hook]) -> int:
         with raise_on_all_ranks(mesh.world, InputError):
             claim = claim_folder(config.checkpoint, mesh)
         with claim or nullcontext():
-            checkpoint = find_start(config.checkpoint, mesh, weights_only=config.training.skip_train)
+            checkpoint = find_start(config.checkpoint, mesh, skip_train=config.training.skip_train)
             reporter = Reporter(config.logging, mesh, settings=dataclasses.asdict(config))
             with closing(reporter), _memory_errors_explained(config, device):
                 trainer = build_trainer(config, task, mesh, reporter, checkpoint, hooks)
@@ -89,6 +89,7 @@ def build_trainer(
         engine.optimizer,
         tokenizer_files={file.name: file.read_bytes() for file in tokenizer.files},
         log=reporter.log,
+        iteration=saved_iteration(config.checkpoint, checkpoint),
     )
     return Trainer(
         config=config,

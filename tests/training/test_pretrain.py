@@ -552,7 +552,7 @@ def test_exit_duration() -> None:
     [
         (["--load", "/nowhere"], "--load: /nowhere is not a folder"),
         (["--save", "/proc/nowhere"], "--save: /proc/nowhere"),
-        (["--save", __file__], "--save: .* is not a folder"),
+        (["--save", __file__], "--save: .* is not a directory"),
         (["--device", "cuda"], "--device cuda: torch finds no"),
         (["--micro-batch-size", "3"], "--global-batch-size"),
         (["--lr-warmup-iters", "12"], "--lr-warmup-iters"),
