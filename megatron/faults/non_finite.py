@@ -19,7 +19,9 @@ MAX_BAD_STEPS = 10
 
 
 class NonFiniteGuard(Hook):
-    """Stop at the first iteration whose loss or gradient is not finite (--on-non-finite stop), or after many of them.
+    """Stop at the first iteration whose loss or gradient is not finite (--on-non-finite stop).
+
+    With --on-non-finite skip, stop after `MAX_BAD_STEPS` such iterations in a row.
 
     Attributes:
         last_good_samples: samples consumed up to the last iteration known to be finite.

@@ -93,12 +93,9 @@ class Timers:
         if self.level == 0:
             return {}
         names = list(phases)
-        sums = torch.tensor([[self._sum(name) for name in names]], dtype=torch.float64)
+        sums = torch.tensor([[self._sum(name) / iterations for name in names]], dtype=torch.float64)
         by_rank = all_gather(sums, world).tolist()
-        times = {
-            name: {r: row[i] / iterations for r, row in enumerate(by_rank) if row[i]}
-            for i, name in enumerate(names)
-        }
+        times = {name: {r: row[i] for r, row in enumerate(by_rank) if row[i]} for i, name in enumerate(names)}
         return {name: seconds for name, seconds in times.items() if seconds}
 
     def _sum(self, phase: str) -> float:

@@ -22,7 +22,7 @@ from megatron.training.engine import Engine
 from megatron.training.layout import check_layout, check_same_everywhere, describe_layout
 from megatron.training.loop import Hook, Trainer
 from megatron.training.report import Reporter, show_log
-from megatron.training.start import claim_folder, find_start, initial_state, load_checkpoint, saved_iteration
+from megatron.training.start import claim_folder, find_start, initial_state, load_checkpoint, resumes
 from megatron.training.stop import StopRequests
 from megatron.training.task import Task
 
@@ -89,7 +89,7 @@ def build_trainer(
         engine.optimizer,
         tokenizer_files={file.name: file.read_bytes() for file in tokenizer.files},
         log=reporter.log,
-        iteration=saved_iteration(config.checkpoint, checkpoint),
+        iteration=state.iteration if resumes(config.checkpoint) else 0,
     )
     return Trainer(
         config=config,

@@ -57,9 +57,11 @@ def claim_folder(config: CheckpointConfig, mesh: Mesh) -> TextIO | None:
     except OSError as error:
         raise InputError(f"--save: {root}: {error.strerror}") from None
     if not os.access(root, os.W_OK | os.X_OK):
-        raise InputError(f"--save: {root} cannot be written to")
+        raise InputError(
+            f"--save: {root} cannot be written to; change its permissions or choose another directory"
+        )
     done = newest_iteration(root)
-    if done is not None and not (_continues(config) and not config.finetune):
+    if done is not None and not resumes(config):
         raise InputError(
             f"--save: {root} already holds a run, at iteration {done}; "
             f"continue it with --load {root} and without --finetune, or choose another folder"
@@ -67,10 +69,11 @@ def claim_folder(config: CheckpointConfig, mesh: Mesh) -> TextIO | None:
     return lock(root) if mesh.is_first else None
 
 
-def _continues(config: CheckpointConfig) -> bool:
-    """True if the run saves to the folder it loads from."""
-    folders = (config.load, config.save)
-    return None not in folders and len({Path(folder).resolve() for folder in folders if folder}) == 1
+def resumes(config: CheckpointConfig) -> bool:
+    """True if the run continues the one in the folder that it saves to."""
+    if config.load is None or config.save is None or config.finetune:
+        return False
+    return Path(config.load).resolve() == Path(config.save).resolve()
 
 
 def find_start(config: CheckpointConfig, mesh: Mesh, *, skip_train: bool) -> Checkpoint | None:
@@ -94,31 +97,22 @@ def find_start(config: CheckpointConfig, mesh: Mesh, *, skip_train: bool) -> Che
 
 
 def _find(config: CheckpointConfig, load: str, mesh: Mesh, *, skip_train: bool) -> Checkpoint | None:
-    root = Path(load)
-    save = None if config.finetune else config.save
-    continues = save is not None and _continues(config)
-    step = config.ckpt_step
-    if continues and step is not None and rolled_back_to(root) == step:
+    root, step = Path(load), config.ckpt_step
+    if resumes(config) and step is not None and rolled_back_to(root) == step:
         # The same command has rolled back already and trained further since: resume from its newest checkpoint.
         step = None
+    save = None if config.finetune else config.save
     found = find_checkpoint(load, save, step=step, verify=config.verify_checkpoint or None, world=mesh.world)
     if found is not None and not found.state.get("schedule") and not (config.finetune or skip_train):
         raise InputError(
             f"--load: {found.folder} holds a model without the state of a run (optimizer, schedule, progress); "
             "add --finetune to start from its weights"
         )
-    if continues and step is not None:
+    if resumes(config) and step is not None:
         with raise_on_all_ranks(mesh.world):
             if mesh.is_first and (kept := roll_back(root, step)):
                 logger.info(f"--ckpt-step: later checkpoints are kept as {kept[0]} ({len(kept)} in all)")
     return found
-
-
-def saved_iteration(config: CheckpointConfig, checkpoint: Checkpoint | None) -> int:
-    """Iteration of the checkpoint if it is one in --save, else 0."""
-    if checkpoint is None or config.save is None:
-        return 0
-    return checkpoint.iteration if checkpoint.folder.parent.resolve() == Path(config.save).resolve() else 0
 
 
 def initial_state(

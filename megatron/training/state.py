@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 from megatron.checkpoint.checkpoint import check_fields, is_count
@@ -58,20 +58,16 @@ class TrainState:
         Raises:
             InputError: a value is missing or wrong, or the history lacks a loss of this run's task.
         """
-        columns = ("iteration", "consumed samples", "grad norm", "skipped", *self.history.loss_names)
-        check_fields(
-            state,
-            {
-                "iteration": is_count,
-                "consumed_samples": is_count,
-                "evaluation_due": lambda value: isinstance(value, bool),
-                "bad_steps": is_count,
-                "history": lambda value: _is_history(value, columns),
-                "schedule": _is_schedule,
-                "spike_window": step_skipper.is_state,
-                "loss_scaler": scaler.is_state,
-            },
-        )
+        columns = {"iteration", "consumed samples", "grad norm", "skipped", *self.history.loss_names}
+        checks: dict[str, Callable[[Any], bool]] = {
+            "evaluation_due": lambda value: isinstance(value, bool),
+            "bad_steps": is_count,
+            "history": lambda rows: isinstance(rows, list) and all(_is_row(row, columns) for row in rows),
+            "schedule": _is_schedule,
+            "spike_window": step_skipper.is_state,
+            "loss_scaler": scaler.is_state,
+        }
+        check_fields(state, checks)
         self.iteration, self.consumed_samples = state["iteration"], state["consumed_samples"]
         self.evaluation_due, self.bad_steps = state["evaluation_due"], state["bad_steps"]
         self.history.rows = [
@@ -85,13 +81,12 @@ class TrainState:
             optimizer.scaler.load(state["loss_scaler"])
 
 
-def _is_history(value: Any, columns: Sequence[str]) -> bool:
-    """True for rows of a `History` that have these columns."""
-    return isinstance(value, list) and all(
-        isinstance(row, dict)
-        and row.keys() >= set(columns)
-        and all(x is None or _is_number(x) for x in row.values())
-        for row in value
+def _is_row(value: Any, columns: set[str]) -> bool:
+    """True for a row of a `History` that has at least these columns."""
+    return (
+        isinstance(value, dict)
+        and value.keys() >= columns
+        and all(x is None or _is_number(x) for x in value.values())
     )
 
 
