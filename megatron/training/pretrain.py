@@ -17,8 +17,8 @@ from megatron.parallel.collectives import raise_on_all_ranks
 from megatron.parallel.mesh import Mesh, choose_device, init_mesh, world_size
 from megatron.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.training.batch_size import BatchSchedule
+from megatron.training.build import build_engine
 from megatron.training.config import RunConfig
-from megatron.training.engine import Engine
 from megatron.training.layout import check_layout, check_same_everywhere, describe_layout
 from megatron.training.loop import Hook, Trainer
 from megatron.training.report import Reporter, show_log
@@ -82,7 +82,7 @@ def build_trainer(
     datasets = task.build_datasets(
         config, tokenizer, (train_samples, evaluations * eval_samples, eval_samples)
     )
-    engine = Engine(config, task, mesh, vocab_size=tokenizer.vocab_size, padded_vocab_size=padded)
+    engine = build_engine(config, task, mesh, vocab_size=tokenizer.vocab_size, padded_vocab_size=padded)
     saver = Saver(
         config.checkpoint,
         engine.buffer,
