@@ -34,8 +34,8 @@ from megatron.data.loader import train_batches
 from megatron.flags import Config, flag
 from megatron.parallel.mesh import choose_device, init_mesh
 from megatron.tokenizer import build_tokenizer
+from megatron.training.build import build_engine
 from megatron.training.config import RunConfig
-from megatron.training.engine import Engine
 from pretrain_bert import DEFAULTS, bert, build_datasets
 
 COMMON = """
@@ -132,7 +132,7 @@ def ours(flags: str) -> Iterator[tuple[float, float, float]]:
         before = peak_rss(0)
         padded = -(-vocab_size // 128) * 128
         task = bert(binary_head=True)
-        engine = Engine(config, task, mesh, vocab_size=vocab_size, padded_vocab_size=padded)
+        engine = build_engine(config, task, mesh, vocab_size=vocab_size, padded_vocab_size=padded)
         engine.buffer.initialize(1)
         step = 0
         while True:

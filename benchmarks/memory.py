@@ -77,9 +77,9 @@ def measure(size: Size, precision: str, operations: str, recomputed: str) -> Ite
     flags = f"{OPERATIONS[operations]} {RECOMPUTED[recomputed]}".split()
     with training("cpu", size, precision, *flags) as (engine, step):
         step()  # compiles
-        engine.timers.annotates = True
         before = live_bytes()
-        trace = memory_trace(step)
+        with engine.timers.annotated():
+            trace = memory_trace(step)
         persistent = {
             "weights": [engine.buffer.params],
             "master weights": [] if engine.buffer.is_fp32 else engine.buffer.masters,

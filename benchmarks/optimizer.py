@@ -27,7 +27,7 @@ from megatron.cli import Parser, add_flags, make_config, run_command
 from megatron.flags import Config, flag
 from megatron.ops.cpu.malloc import keep_freed_memory
 from megatron.parallel.mesh import choose_device, init_mesh
-from megatron.training.engine import Engine
+from megatron.training.build import build_engine
 from pretrain_gpt import DEFAULTS, GPT
 
 BYTES = {"bf16": 4 * 4 + 3 * 4 + 2 + 4, "fp32": 4 * 4 + 3 * 4 + 4}
@@ -68,7 +68,7 @@ def measure(config: BenchmarkConfig, precision: str) -> dict[str, float]:
         [*flags.split(), *(["--bf16"] if precision == "bf16" else [])], description="", defaults=DEFAULTS
     )
     with init_mesh(run.parallel, choose_device("cpu")) as mesh:
-        engine = Engine(run, GPT, mesh, vocab_size=128, padded_vocab_size=128)
+        engine = build_engine(run, GPT, mesh, vocab_size=128, padded_vocab_size=128)
         engine.buffer.initialize(1)
         source, target = torch.ones(2, config.millions * 4 * 10**6 // 4)
 

@@ -22,8 +22,8 @@ from megatron.model.flops import flops_per_sample
 from megatron.ops.cpu.malloc import keep_freed_memory
 from megatron.parallel import collectives
 from megatron.parallel.mesh import Mesh, choose_device, init_mesh
+from megatron.training.build import build_engine
 from megatron.training.config import RunConfig
-from megatron.training.engine import Engine
 from pretrain_gpt import DEFAULTS, GPT
 
 COMMON = """
@@ -90,7 +90,7 @@ class StepRunner:
     def __init__(self, config: RunConfig, mesh: Mesh) -> None:
         self.config, self.mesh = config, mesh
         self.vocab_size = config.tokenizer.vocab_size + 1  # NullTokenizer adds the end-of-document token
-        self.engine = Engine(
+        self.engine = build_engine(
             config,
             GPT,
             mesh,

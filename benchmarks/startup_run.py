@@ -89,7 +89,7 @@ def main() -> None:
 
     pretrain.init_mesh = timed_mesh
     pretrain.build_tokenizer = phases.timed("tokenizer", pretrain.build_tokenizer)
-    pretrain.Engine = phases.timed("model", pretrain.Engine)
+    pretrain.build_engine = phases.timed("model", pretrain.build_engine)
     ParamBuffer.initialize = phases.timed("model", ParamBuffer.initialize)
     build_datasets = phases.timed("datasets", pretrain_gpt.GPT.build_datasets)
     task = dataclasses.replace(pretrain_gpt.GPT, build_datasets=build_datasets)

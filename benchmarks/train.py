@@ -44,6 +44,7 @@ from megatron.model.flops import flops_per_sample
 from megatron.ops.cpu.linear import has_onednn, onednn_matmul
 from megatron.ops.cpu.malloc import keep_freed_memory
 from megatron.parallel.mesh import choose_device, init_mesh
+from megatron.training.build import build_engine
 from megatron.training.cuda_graph import WARM_UP
 from megatron.training.engine import Engine
 from pretrain_gpt import DEFAULTS, GPT
@@ -223,7 +224,7 @@ def training(
     """Context with our engine, and a function that runs one step and returns the loss."""
     config = parse_run_config([*run_flags(device, size, precision), *more], description="", defaults=DEFAULTS)
     with init_mesh(config.parallel, choose_device(device)) as mesh:
-        engine = Engine(config, GPT, mesh, vocab_size=size.vocab, padded_vocab_size=size.vocab)
+        engine = build_engine(config, GPT, mesh, vocab_size=size.vocab, padded_vocab_size=size.vocab)
         engine.buffer.initialize(1)
         ids = tokens(size)
         batch = GPTBatch(

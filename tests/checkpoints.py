@@ -17,8 +17,10 @@ from megatron.model.context import ModelContext
 from megatron.model.gpt import GPTModel
 from megatron.optim.config import OptimizerConfig
 from megatron.optim.optimizer import Optimizer
+from megatron.optim.schedule import Schedule
 
 CONFIG = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=2, max_position_embeddings=8)
+SCHEDULE = Schedule.from_config(OptimizerConfig(lr=1.0), global_batch_size=4, train_samples=100)
 
 
 def make(dtype=torch.float32, padded: int = 64, kind: str = "adam", seed: int = 1, **settings):
@@ -41,7 +43,7 @@ def save(root: Path, buffer, optimizer, iteration: int = 3, files=(), **fields) 
         "evaluation_due": False,
         "bad_steps": 0,
         "history": [],
-        "schedule": {},
+        "schedule": dataclasses.asdict(SCHEDULE),
         "config": {"model": dataclasses.asdict(CONFIG)},
     }
     config = CheckpointConfig(save=str(root), **fields)

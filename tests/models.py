@@ -11,6 +11,7 @@ from megatron.optim.config import OptimizerConfig
 from megatron.optim.layout import lay_out, param_groups
 from megatron.parallel.config import ParallelConfig
 from megatron.parallel.mesh import Mesh
+from megatron.training.build import build_engine
 from megatron.training.config import RunConfig
 from megatron.training.engine import Engine
 from pretrain_gpt import DEFAULTS, GPT
@@ -45,6 +46,6 @@ def config_of(flags: str) -> RunConfig:
 
 def engine_of(mesh: Mesh, config: RunConfig) -> Engine:
     """Build an engine with initialized weights."""
-    engine = Engine(config, GPT, mesh, vocab_size=60, padded_vocab_size=64)
+    engine = build_engine(config, GPT, mesh, vocab_size=60, padded_vocab_size=64)
     engine.buffer.initialize(1)
     return engine

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +24,6 @@ from megatron.checkpoint.storage import folder_of
 from megatron.errors import InputError
 from megatron.flags import LARGEST, Config, flag_name
 from megatron.model.config import ModelConfig
-from megatron.optim import scaler, step_skipper
 from megatron.tokenizer.config import TokenizerConfig
 
 C = TypeVar("C", bound=Config)
@@ -106,24 +105,25 @@ def read_state(folder: Path) -> dict[str, Any]:
         raise InputError(
             f"{path}: has format version {state.get('version')}; this program reads version {VERSION}"
         )
-    for name, is_valid in STATE_FIELDS.items():
-        if not is_valid(state.get(name)):
-            raise InputError(f"{path}: {name!r} is missing or wrong: {str(state.get(name))[:60]}")
+    try:
+        check_fields(state, FIELDS)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
     if folder_of(folder.parent, state["iteration"]).name != folder.name:
         raise InputError(f"{path}: is of iteration {state['iteration']}, but is in {folder.name}")
     return state
 
 
-def _is_count(value: Any) -> bool:
+def check_fields(state: dict[str, Any], checks: Mapping[str, Callable[[Any], bool]]) -> None:
+    """Raise `InputError` if a field of state.json is missing or fails its check."""
+    for name, is_valid in checks.items():
+        if not is_valid(state.get(name)):
+            raise InputError(f"{name!r} is missing or wrong: {str(state.get(name))[:60]}")
+
+
+def is_count(value: Any) -> bool:
+    """True for a number of things."""
     return type(value) is int and 0 <= value <= LARGEST
-
-
-def _is_history(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(row, dict)
-        and all(x is None or (type(x) in (int, float) and abs(x) < 1e300) for x in row.values())
-        for row in value
-    )
 
 
 def _is_operations(value: Any) -> bool:
@@ -131,21 +131,16 @@ def _is_operations(value: Any) -> bool:
     return value is None or (isinstance(value, list) and all(isinstance(kind, str) for kind in value))
 
 
-# The required fields of state.json, each with a check of its value.
-STATE_FIELDS = {
+# Fields of state.json that every reader of a checkpoint may use, each with a check of its value. `TrainState` checks
+# those that only a resumed run uses.
+FIELDS: dict[str, Callable[[Any], bool]] = {
     "task": lambda value: isinstance(value, str),
-    "iteration": _is_count,
-    "consumed_samples": _is_count,
-    "train_samples": _is_count,
-    "evaluation_due": lambda value: isinstance(value, bool),
-    "bad_steps": _is_count,
-    "history": _is_history,
-    "spike_window": step_skipper.is_state,
-    "loss_scaler": scaler.is_state,
-    "vocab_size": _is_count,
-    "padded_vocab_size": _is_count,
-    "optimizer_steps": lambda value: value is None or _is_count(value),
-    "schedule": lambda value: isinstance(value, dict),
+    "iteration": is_count,
+    "consumed_samples": is_count,
+    "train_samples": is_count,
+    "vocab_size": is_count,
+    "padded_vocab_size": is_count,
+    "optimizer_steps": lambda value: value is None or is_count(value),
     "operations": _is_operations,
     "config": lambda value: isinstance(value, dict) and all(isinstance(v, dict) for v in value.values()),
 }

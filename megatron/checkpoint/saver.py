@@ -36,17 +36,19 @@ class Saver:
         *,
         tokenizer_files: dict[str, bytes],
         log: Callable[[str], None],
+        iteration: int = 0,
     ) -> None:
         """
         Args:
             tokenizer_files: content of the tokenizer's files, by name.
             log: receives a line for each checkpoint.
+            iteration: that of the checkpoint in --save that was loaded.
         """
         self.config, self.buffer, self.optimizer = config, buffer, optimizer
         self.tokenizer_files, self.log = tokenizer_files, log
         self.writing: threading.Thread | None = None
-        # Iteration of the newest checkpoint, also while it is being written; at first of the one that was loaded.
-        self.iteration = 0
+        # Iteration of the newest checkpoint, also while it is being written.
+        self.iteration = iteration
         self.failure: BaseException | None = None  # raised in the thread
 
     def __enter__(self) -> Saver:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.parallel.collectives import gather_texts
-from megatron.parallel.parameters import named_parameters
+from megatron.parallel.parameters import main_grad, named_parameters
 from megatron.training.engine import Engine, GlobalBatch
 
 
@@ -66,7 +66,7 @@ def diagnose(engine: Engine, batch: GlobalBatch) -> Diagnosis:
     No weights are changed. Every process must call this.
     """
     probe = _Probe(engine)
-    with engine.buffer.gradients_by_autograd(), probe.attached():
+    with probe.attached():
         engine.forward_backward(batch, eager=True)
         engine.reduce_gradients()
     grad_norm = engine.buffer.norm(engine.optimizer.grads).item()
@@ -122,7 +122,8 @@ class _Probe:
                 )
                 handles.append(module.register_forward_hook(functools.partial(self._output, stage, what)))
             for name, p in named_parameters(chunk):
-                handles.append(p.register_hook(functools.partial(self._gradient, stage, p.tied or name)))
+                check = functools.partial(self._gradient, stage, p.tied or name)
+                handles.append(p.register_post_accumulate_grad_hook(check))
         try:
             yield
         finally:
@@ -149,7 +150,10 @@ class _Probe:
             microbatch = self.microbatch
             tensors[0].register_hook(lambda _: self._begin(microbatch))
 
-    def _gradient(self, stage: int, name: str, grad: Tensor) -> None:
+    def _gradient(self, stage: int, name: str, p: Tensor) -> None:
         self.call += 1
+        # The sum over the microbatches so far, to which layers may add without autograd.
+        grad = main_grad(p)
+        assert grad is not None
         if not _finite(grad):
             self.record("gradient", -stage, self.call, name)

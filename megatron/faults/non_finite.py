@@ -14,9 +14,14 @@ from megatron.parallel.collectives import gather_texts
 from megatron.training.loop import Hook, Trainer
 from megatron.training.report import is_bad
 
+# A run without a finite gradient for so many iterations does not recover by itself.
+MAX_BAD_STEPS = 10
+
 
 class NonFiniteGuard(Hook):
     """Stop at the first iteration whose loss or gradient is not finite (--on-non-finite stop).
+
+    With --on-non-finite skip, stop after `MAX_BAD_STEPS` such iterations in a row.
 
     Attributes:
         last_good_samples: samples consumed up to the last iteration known to be finite.
@@ -29,9 +34,19 @@ class NonFiniteGuard(Hook):
 
     def after_collect(self, trainer: Trainer, rows: list[dict[str, float]]) -> None:
         for row in rows:
-            if is_bad(row) and trainer.engine.optimizer.step_skipper.stops:
+            if is_bad(row) and trainer.config.optimizer.on_non_finite == "stop":
                 stop_on_non_finite(trainer, int(row["iteration"]), self.last_good_samples)
             self.last_good_samples = int(row["consumed samples"])
+
+    def after_report(self, trainer: Trainer, rows: list[dict[str, float]]) -> None:
+        state = trainer.state
+        for row in rows:
+            state.bad_steps = state.bad_steps + 1 if is_bad(row) else 0
+            if state.bad_steps >= MAX_BAD_STEPS:
+                raise TrainingFault(
+                    f"iteration {row['iteration']}: no finite gradient for {state.bad_steps} iterations in a row; they "
+                    "changed no weights. Continue from the last checkpoint with a lower --lr or a longer warm-up"
+                )
 
 
 def stop_on_non_finite(trainer: Trainer, iteration: int, consumed_samples: int) -> NoReturn:
@@ -47,7 +62,7 @@ def stop_on_non_finite(trainer: Trainer, iteration: int, consumed_samples: int) 
     state = trainer.state
     faulty = iteration in state.history.faulty
     state.iteration, state.consumed_samples, state.evaluation_due = iteration - 1, consumed_samples, False
-    state.history.rows = [row for row in state.history.rows if row["iteration"] < iteration]
+    state.history.drop_from(iteration)
     weights = corrupt_weights(trainer.engine)
     kept = "and nothing was saved" if weights else _save(trainer)
     scaler = trainer.engine.optimizer.scaler

@@ -279,7 +279,7 @@ class EpochEvaluation(Saving):
         trainer.saver.check()
         due = trainer.is_done or trainer.is_due(trainer.config.training.eval_interval)
         trainer.state.evaluation_due = due
-        with trainer.untimed():
+        with trainer.clock.paused():
             # Save first: an evaluation that is interrupted is repeated by the run that resumes.
             if due or not trainer.goes_on:
                 trainer.save()

@@ -25,9 +25,8 @@ from megatron.model.config import check_tensor_parallel
 from megatron.model.context import ModelContext
 from megatron.model.gpt import GPTModel
 from megatron.ops.backend import Ops
-from megatron.ops.compiler import eager
 from megatron.ops.cpu.linear import decode_matmul, has_onednn
-from megatron.ops.linear import accumulate_wgrad, matmul
+from megatron.ops.linear import matmul
 from megatron.ops.linear_cross_entropy import LOGITS_CHUNK_BYTES, LinearCrossEntropy
 from megatron.parallel.collectives import raise_on_all_ranks
 from megatron.parallel.mesh import Mesh
@@ -145,10 +144,7 @@ def _dtype(config: InferenceConfig, checkpoint: Checkpoint) -> torch.dtype:
 def _ops(dtype: torch.dtype, device: torch.device) -> Ops:
     """Operations of inference, none of them compiled: decoding has a token at a time."""
     onednn = device.type == "cpu" and dtype == torch.float32 and has_onednn(dtype)
-    loss = LinearCrossEntropy(
-        run=eager,
-        matmul=matmul,
-        accumulate_wgrad=accumulate_wgrad,
-        chunk_bytes=LOGITS_CHUNK_BYTES[device.type],
+    return Ops(
+        matmul=decode_matmul if onednn else matmul,
+        linear_cross_entropy=LinearCrossEntropy(chunk_bytes=LOGITS_CHUNK_BYTES[device.type]),
     )
-    return Ops(matmul=decode_matmul if onednn else matmul, linear_cross_entropy=loss)

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.ops.compiler import LOG2_E, CompileFn
-from megatron.ops.linear import AccumulateWgrad, Matmul
+from megatron.ops.compiler import LOG2_E, CompileFn, eager
+from megatron.ops.linear import AccumulateWgrad, Matmul, accumulate_wgrad, matmul
 from megatron.parallel.collectives import (
     all_reduce_max,
     all_reduce_sum,
@@ -40,19 +40,19 @@ PIECES = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearCrossEntropy:
-    """-log softmax(x Wᵀ + b)[label].
+    """-log softmax(x Wᵀ + b)[label], by default in plain PyTorch.
 
     Attributes:
+        chunk_bytes: bytes of logits that may exist at a time.
         run: calls the functions between the products.
         matmul: computes x Wᵀ + b.
         accumulate_wgrad: adds to a `main_grad`.
-        chunk_bytes: bytes of logits that may exist at a time.
     """
 
-    run: CompileFn
-    matmul: Matmul
-    accumulate_wgrad: AccumulateWgrad
     chunk_bytes: int
+    run: CompileFn = eager
+    matmul: Matmul = matmul
+    accumulate_wgrad: AccumulateWgrad = accumulate_wgrad
 
     def __call__(
         self,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -89,7 +88,6 @@ class ParamBuffer:
         # By index of the bucket: communication that has started, and the gradients that it reduces.
         self.reducing: dict[int, tuple[Tensor, list[Pending]]] = {}
         self.gathering: dict[int, list[Pending]] = {}
-        self.models = chunks
         self._attach(chunks)
 
     @property
@@ -147,18 +145,6 @@ class ParamBuffer:
                 self._finish_gather(bucket)
 
         return wait
-
-    @contextmanager
-    def gradients_by_autograd(self) -> Iterator[None]:
-        """Make layers return weight gradients to autograd, whose hooks then see them, instead of using `main_grad`."""
-        main_grads = [(p, p.main_grad) for model in self.models for _, p in named_parameters(model)]
-        for p, _ in main_grads:
-            p.main_grad = None
-        try:
-            yield
-        finally:
-            for p, grad in main_grads:
-                p.main_grad = grad
 
     def begin_last_backward(self, chunk: int) -> None:
         """Note that the step's last backward pass through `chunk` begins, which completes its gradients."""

@@ -40,11 +40,7 @@ NOTHING = nullcontext()
 
 
 class Timers:
-    """`with timers("optimizer"):` times the phase if its level is at most `level`.
-
-    Attributes:
-        annotates: name the phases of all levels in a profile.
-    """
+    """`with timers("optimizer"):` times the phase if its level is at most `level`."""
 
     def __init__(self, level: int, device: torch.device) -> None:
         self.level = level
@@ -57,6 +53,15 @@ class Timers:
         if self.annotates:
             return self._named(phase)
         return self._span(phase) if LEVELS[phase] <= self.level else NOTHING
+
+    @contextmanager
+    def annotated(self) -> Iterator[None]:
+        """Name the phases of all levels in a profile within the block."""
+        self.annotates = True
+        try:
+            yield
+        finally:
+            self.annotates = False
 
     @contextmanager
     def _named(self, phase: str) -> Iterator[None]:
@@ -80,15 +85,15 @@ class Timers:
         event.record()
         return event
 
-    def take(self, phases: Iterable[str], world: Axis) -> dict[str, dict[int, float]]:
-        """Seconds of each phase since the last call, by the ranks that were in it; nothing at level 0.
+    def take(self, phases: Iterable[str], world: Axis, iterations: int = 1) -> dict[str, dict[int, float]]:
+        """Seconds per iteration of each phase since the last call, by the ranks that were in it; nothing at level 0.
 
         Synchronizes the host with the device. Every process must take part.
         """
         if self.level == 0:
             return {}
         names = list(phases)
-        sums = torch.tensor([[self._sum(name) for name in names]], dtype=torch.float64)
+        sums = torch.tensor([[self._sum(name) / iterations for name in names]], dtype=torch.float64)
         by_rank = all_gather(sums, world).tolist()
         times = {name: {r: row[i] for r, row in enumerate(by_rank) if row[i]} for i, name in enumerate(names)}
         return {name: seconds for name, seconds in times.items() if seconds}

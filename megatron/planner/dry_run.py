@@ -35,8 +35,9 @@ from megatron.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.tokenizer.config import TokenizerConfig
 from megatron.tokenizer.null import NullTokenizer
 from megatron.training.batch_size import BatchSchedule
+from megatron.training.build import build_model, microbatch_flops
 from megatron.training.config import RunConfig
-from megatron.training.engine import Engine
+from megatron.training.engine import DTYPES, Engine
 from megatron.training.layout import check_layout
 from megatron.training.task import Task
 
@@ -226,28 +227,24 @@ class DryRun:
             counter = Counter(mesh.heartbeat)
             phases = PhaseRecorder(counter)
             with fake_tensors(gpu=self.gpu), counter:
-                engine = Engine(
-                    self.config,
-                    self.task,
-                    mesh,
-                    vocab_size=size,
-                    padded_vocab_size=padded,
-                    choose=functools.partial(self.choose_ops, counter),
-                    check=lambda *_, **__: None,
-                    timers=phases,
+                ops = self.choose_ops(counter, mesh)
+                model = build_model(
+                    self.config, self.task, mesh, ops, vocab_size=size, padded_vocab_size=padded
                 )
+                engine = Engine(self.config, self.task, mesh, model, phases)
                 return count_step(
                     engine, phases, self.batches(), simulated=self.simulated, microbatches=self.microbatches
                 )
 
-    def choose_ops(self, counter: Counter, *args: Any, device: torch.device, **settings: Any) -> Ops:
+    def choose_ops(self, counter: Counter, mesh: Mesh) -> Ops:
         """Choose the operations of a run on the device; those that would be compiled count as fused."""
         return choose_ops(
-            *args,
+            self.config.ops,
+            work=microbatch_flops(self.config, mesh, self.vocab_sizes[1]),
+            dtype=DTYPES[self.config.training.precision],
             device=torch.device("cuda" if self.gpu else "cpu"),
             find=lambda _: (counter.fused, "counted as fused"),
             has_fused_wgrad=lambda _, device: device.type == "cuda",
-            **settings,
         )
 
     def batches(self) -> Iterator[Batch]:

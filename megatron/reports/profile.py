@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -80,6 +80,7 @@ class Profiler:
         self.last = iterations.start - 1
         self.ranks = flags.profile_ranks
         self.torch: torch.profiler.profile | None = None
+        self.annotations = ExitStack()
         if not flags.profile:
             return
         if not self.steps or self.steps.start not in iterations:
@@ -130,12 +131,12 @@ class Profiler:
         )
         self.torch.start()
         self.torch.step()  # the warm-up is the profiler's own
-        self.engine.timers.annotates = True
+        self.annotations.enter_context(self.engine.timers.annotated())
 
     def _finish(self) -> None:
         """Write the profile of the iterations that are complete."""
         done, self.steps = range(self.steps.start, self.last + 1), range(0)
-        self.engine.timers.annotates = False
+        self.annotations.close()
         profiler, self.torch = self.torch, None
         if profiler is not None:
             profiler.stop()

@@ -5,32 +5,26 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.data.batch import Batch
-from megatron.errors import InputError
-from megatron.model.context import ModelContext
-from megatron.model.flops import flops_per_sample
-from megatron.ops.backend import Ops, choose_ops
 from megatron.optim.buffer import ParamBuffer
-from megatron.optim.layout import lay_out, param_groups
 from megatron.optim.optimizer import Optimizer
-from megatron.parallel.collectives import all_equal, all_reduce_sum, raise_on_all_ranks
+from megatron.parallel.collectives import all_reduce_sum
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.pipeline import run_schedule
-from megatron.parallel.random import DropoutKey, key
+from megatron.parallel.random import DropoutKey
 from megatron.parallel.schedules import SCHEDULES, Action, Schedule, forward_only, with_transfers
 from megatron.parallel.stages import split_layers
 from megatron.parallel.timers import Timers
 from megatron.parallel.transfers import Transfers
 from megatron.training.config import RunConfig
-from megatron.training.costs import check_memory
-from megatron.training.cuda_graph import GraphedPass, check_cuda_graph
-from megatron.training.stage import EvalStage, MeanLoss, StageModel, TrainStage, mean_share
+from megatron.training.cuda_graph import GraphedPass
+from megatron.training.stage import EvalStage, MeanLoss, StageModel, TrainStage
 from megatron.training.task import EvalMetric, Task
 from megatron.training.throughput import WorkCounter
 
@@ -56,85 +50,48 @@ class GlobalBatch:
 
 
 class Engine:
-    """The model on this process, its parameters' memory and the optimizer.
+    """The model on this process, its parameters' memory and the optimizer. `build_engine` makes one.
 
     Attributes:
-        ops: the operations that the model computes with.
+        config, task, mesh: those of the run.
+        model: the chunks of the model on this process.
+        modules, chunks, ops: its modules, their layers, and the operations that they compute with.
         stages: the chunks of every pipeline rank.
-        chunks: those of this process.
-        modules: their modules.
+        dtype: of the parameters and activations.
+        buffer: flat memory of parameters, gradients and master weights.
+        optimizer: updates the parameters in `buffer`.
+        transfers: sends and receives between pipeline stages.
         timers: time the phases of a step.
         work: counts tokens and operations.
         graph: with --cuda-graph, runs forward and backward of a microbatch as one graph.
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        task: Task[Any],
-        mesh: Mesh,
-        *,
-        vocab_size: int,
-        padded_vocab_size: int,
-        choose: Callable[..., Ops] = choose_ops,
-        check: Callable[..., None] = check_memory,
-        timers: Timers | None = None,
+        self, config: RunConfig, task: Task[Any], mesh: Mesh, model: StageModel, timers: Timers
     ) -> None:
-        """Build the model and allocate its memory; parameters have no values yet.
-
-        A dry run has its own `choose` of operations, `check` of the device's memory, and `timers`.
-
-        Raises:
-            InputError: the device has too little memory for weights, gradients and optimizer state, or does not
-                support what a flag asks for.
-        """
-        self.config, self.task, self.mesh = config, task, mesh
+        """Allocate memory for the parameters of `model`. They have no values yet."""
+        self.config, self.task, self.mesh, self.timers = config, task, mesh, timers
+        self.model, self.modules, self.chunks = model, model.modules, model.chunks
+        self.ops = model.context.ops
         parallel = config.parallel
-        if config.training.cuda_graph:
-            check_cuda_graph(config, task, mesh.device)
-        self.graph = GraphedPass(self._pass, mesh.device) if config.training.cuda_graph else None
         self.stages = split_layers(parallel, config.model.num_layers)
-        self.chunks = self.stages[mesh.pp.rank]
         self.dtype = DTYPES[config.training.precision]
-        self.timers = timers or Timers(config.logging.timing_log_level, mesh.device)
-        self.ops = self._choose_ops(choose, padded_vocab_size)
-        context = ModelContext.on_mesh(
-            mesh,
-            config.model,
-            parallel,
-            vocab_size=vocab_size,
-            padded_vocab_size=padded_vocab_size,
-            ops=self.ops,
+        self.buffer = ParamBuffer(
+            self.modules, model.buckets, mesh, parallel, dtype=self.dtype, timers=timers
         )
-        with torch.device("meta"):
-            self.modules = [task.build_model(config, context, chunk) for chunk in self.chunks]
-        groups = param_groups(config.optimizer, mesh, distributed=parallel.use_distributed_optimizer)
-        buckets = lay_out(self.modules, groups, bucket_size=parallel.ddp_bucket_size)
-        check(
-            buckets,
-            config.optimizer,
-            half=config.training.precision != "fp32",
-            device=mesh.device,
-        )
-        self.buffer = ParamBuffer(self.modules, buckets, mesh, parallel, dtype=self.dtype, timers=self.timers)
         self.optimizer = Optimizer(self.buffer, config.optimizer)
-        self.model = StageModel(
-            self.modules,
-            self.chunks,
-            config.model.hidden_size,
-            torch.float32 if config.model.fp32_residual_connection else self.dtype,
-            mesh.tp.size if parallel.sequence_parallel else 1,
-        )
         # With sequence parallelism each tensor-parallel rank has its own part of what is sent already.
         scatter_gather = parallel.scatter_gather_tensors_in_pipeline and not parallel.sequence_parallel
         self.transfers = Transfers(mesh, scatter_gather=scatter_gather)
         self.work = WorkCounter(
             config.model,
-            padded_vocab_size=padded_vocab_size,
+            model.context,
             causal=task.causal,
-            recompute=context.recompute,
             layers_per_chunk=[len(chunk.layers) for stage in self.stages for chunk in stage],
         )
+        self.graph = GraphedPass(self._pass, mesh.device) if config.training.cuda_graph else None
+        # With a batch size ramp-up the number of microbatches changes.
+        self._actions = functools.lru_cache(maxsize=8)(self._make_actions)
 
     def train_step(
         self,
@@ -178,7 +135,7 @@ class Engine:
         """Add the gradients of this replica's microbatches to the buffer, times the optimizer's loss scale.
 
         Args:
-            eager: run without the CUDA graph.
+            eager: run without the CUDA graph, and leave all communication of gradients to `reduce_gradients`.
 
         Returns:
             [terms] this process's share of the mean losses, unscaled.
@@ -194,7 +151,7 @@ class Engine:
                 self.task.forward,
                 loss=loss,
                 dropout_keys=batch.dropout_keys,
-                buffer=self.buffer,
+                buffer=None if eager else self.buffer,
             )
             name = self.config.parallel.pipeline_schedule
             assert name is not None  # set by ParallelConfig
@@ -214,9 +171,10 @@ class Engine:
             return None
         return all_reduce_sum(all_reduce_sum(losses.sum(), self.mesh.dp_cp), self.mesh.pp)
 
-    def _actions(self, schedule: Schedule, microbatches: int) -> list[Action]:
+    def _make_actions(self, schedule: Schedule, microbatches: int) -> list[Action]:
         """Actions of this process's stage."""
-        return _all_actions(schedule, self.mesh.pp.size, len(self.chunks), microbatches)[self.mesh.pp.rank]
+        ranks = self.mesh.pp.size
+        return with_transfers(schedule(ranks, len(self.chunks), microbatches), ranks)[self.mesh.pp.rank]
 
     def _replay_graph(self, graph: GraphedPass, batch: GlobalBatch, loss: MeanLoss) -> None:
         step = {"denominators": batch.denominators}
@@ -235,10 +193,9 @@ class Engine:
         Returns:
             [terms] the microbatch's share of the mean losses.
         """
-        sums = self.task.forward(self.modules[0], batch, None, None)
-        share, root = mean_share(sums, step["denominators"], step.get("loss_scale", 1.0))
-        root.backward()
-        return share
+        loss = MeanLoss(step["denominators"], step.get("loss_scale", 1.0))
+        loss.add(self.task.forward(self.modules[0], batch, None, None)).backward()
+        return loss.total
 
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
         """Mean of the task's metric, by default its losses, over all samples of all replicas' `batches`."""
@@ -262,43 +219,3 @@ class Engine:
     def _to_device(self, batches: Iterable[Batch]) -> list[Batch]:
         """Copy batches to the mesh's device. From pinned memory this does not block the host."""
         return [batch.to(self.mesh.device, non_blocking=True) for batch in batches]
-
-    def _choose_ops(self, choose: Callable[..., Ops], padded_vocab_size: int) -> Ops:
-        """Choose the operations, and check that every process chose the same."""
-        config, mesh = self.config, self.mesh
-        length = config.data.seq_length
-        sample = flops_per_sample(
-            config.model, seq_length=length, padded_vocab_size=padded_vocab_size, num_logits=length
-        )
-        work = sample * config.training.micro_batch_size / (mesh.tp.size * mesh.pp.size)
-        with raise_on_all_ranks(mesh.world, InputError):
-            ops = choose(config.ops, work=work, dtype=self.dtype, device=mesh.device)
-        # Replicated values would drift apart if ranks computed them differently.
-        if not all_equal(key(*ops.kinds, bits=32), mesh.world):
-            raise InputError(
-                f"rank {mesh.world.rank} computes with {', '.join(ops.kinds)} and other ranks with something else: "
-                "their machines differ in torch, apex or the C++ compiler; make them alike, or use --ops-backend plain"
-            )
-        return ops
-
-    def state_dict(self) -> dict[str, Any]:
-        """State beside the tensors, as JSON: of --spike-skip, of the loss scaler, and the operations used."""
-        optimizer = self.optimizer
-        return {
-            "spike_window": optimizer.step_skipper.state(),
-            "loss_scaler": None if optimizer.scaler is None else optimizer.scaler.state(),
-            "operations": list(self.ops.kinds),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` gave. Older checkpoints, and those of another precision, lack some of it."""
-        if state["spike_window"] is not None:
-            self.optimizer.step_skipper.load(state["spike_window"])
-        if self.optimizer.scaler is not None and state.get("loss_scaler") is not None:
-            self.optimizer.scaler.load(state["loss_scaler"])
-
-
-@functools.lru_cache(maxsize=8)
-def _all_actions(schedule: Schedule, ranks: int, chunks: int, microbatches: int) -> list[list[Action]]:
-    """Actions of every pipeline rank."""
-    return with_transfers(schedule(ranks, chunks, microbatches), ranks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from megatron.data.loader import eval_batches
 from megatron.training.loop import Hook, Trainer
@@ -28,13 +28,23 @@ class ManualGC(Hook):
         if trainer.is_due(trainer.config.training.manual_gc_interval):
             gc.collect()
 
+    @contextmanager
+    def during_evaluation(self, trainer: Trainer) -> Iterator[None]:
+        config = trainer.config.training
+        collects = config.manual_gc and config.manual_gc_eval
+        if collects:
+            gc.collect()
+        yield
+        if collects:
+            gc.collect(generation=0)
+
 
 class Evaluation(Hook):
     """Evaluate the losses every --eval-interval iterations, at the end, and with --skip-train."""
 
     def before_training(self, trainer: Trainer) -> None:
         if trainer.state.evaluation_due:
-            with trainer.untimed():
+            with trainer.clock.paused():
                 self._evaluate_between_steps(trainer)
 
     def after_step(self, trainer: Trainer) -> None:
@@ -42,7 +52,7 @@ class Evaluation(Hook):
         trainer.state.evaluation_due = due or trainer.is_done
         # An evaluation due when the run stops early is left to the run that resumes.
         if due and trainer.goes_on:
-            with trainer.untimed():
+            with trainer.clock.paused():
                 self._evaluate_between_steps(trainer)
 
     def at_end(self, trainer: Trainer) -> None:
@@ -60,7 +70,9 @@ class Evaluation(Hook):
     def _evaluate_between_steps(self, trainer: Trainer) -> None:
         if trainer.is_due(trainer.config.training.eval_interval):
             trainer.collect()
-            with _garbage_collected(trainer):
+            with ExitStack() as contexts:
+                for hook in trainer.hooks:
+                    contexts.enter_context(hook.during_evaluation(trainer))
                 where = f"iteration {trainer.state.iteration}"
                 evaluate_losses(trainer, "validation", where)
                 self._run_hooks(trainer, where)
@@ -84,18 +96,6 @@ def evaluate_losses(trainer: Trainer, split: str, where: str) -> None:
     trainer.reporter.evaluation(where, split, losses, trainer.state.iteration, trainer.state.consumed_samples)
 
 
-@contextmanager
-def _garbage_collected(trainer: Trainer) -> Iterator[None]:
-    """With --manual-gc, collect garbage before and after an evaluation."""
-    config = trainer.config.training
-    collects = config.manual_gc and config.manual_gc_eval
-    if collects:
-        gc.collect()
-    yield
-    if collects:
-        gc.collect(generation=0)
-
-
 class Saving(Hook):
     """Save every --save-interval iterations, and when the run ends or stops."""
 
@@ -105,5 +105,5 @@ class Saving(Hook):
     def after_step(self, trainer: Trainer) -> None:
         trainer.saver.check()
         if not trainer.goes_on or trainer.is_due(trainer.config.checkpoint.save_interval):
-            with trainer.untimed():
+            with trainer.clock.paused():
                 trainer.save()

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from megatron.errors import TrainingFault
 from megatron.parallel.timers import ITERATION
 from megatron.training.devices import find_peak, max_memory, memory_lines
 from megatron.training.loop import Hook, Trainer
-from megatron.training.report import Interval, is_bad
-
-# A run without a finite gradient for so many iterations does not recover by itself.
-MAX_BAD_STEPS = 10
+from megatron.training.report import Interval
 
 
 class Logging(Hook):
-    """Report the iterations every --log-interval, and stop a run whose gradients stay not finite."""
+    """Report the iterations every --log-interval."""
 
     def before_training(self, trainer: Trainer) -> None:
         engine, config = trainer.engine, trainer.config
@@ -33,8 +29,8 @@ class Logging(Hook):
         state, size, optional = trainer.state, trainer.mesh.world.size, trainer.reporter.optional_values
         trainer.collect()  # waits for the device, so before the clock is read
         seconds, iterations = trainer.clock.take()
-        rows, state.history.rows = state.history.rows, []
-        times = trainer.times(ITERATION, iterations)
+        rows = state.history.take()
+        times = trainer.engine.timers.take(ITERATION, trainer.mesh.world, iterations)
         tokens, flops, exact_flops = trainer.engine.work.take(trainer.mesh)
         interval = Interval(
             rows=rows,
@@ -53,14 +49,9 @@ class Logging(Hook):
             times=times if "times" in optional else {},
         )
         trainer.reporter.training(interval)
-        trainer.log_times(times)
-        for row in rows:
-            state.bad_steps = state.bad_steps + 1 if is_bad(row) else 0
-            if state.bad_steps >= MAX_BAD_STEPS:
-                raise TrainingFault(
-                    f"iteration {row['iteration']}: no finite gradient for {state.bad_steps} iterations in a row; they "
-                    "changed no weights. Continue from the last checkpoint with a lower --lr or a longer warm-up"
-                )
+        trainer.reporter.log_times(times)
+        for hook in trainer.hooks:
+            hook.after_report(trainer, rows)
 
 
 def _params_norm(trainer: Trainer) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from megatron.data.batch import Batch
 from megatron.data.dataset import Dataset
 from megatron.data.loader import train_batches
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.timers import BETWEEN, times_text
+from megatron.parallel.timers import BETWEEN
 from megatron.tokenizer import Tokenizer
 from megatron.training.batch_size import BatchSchedule
 from megatron.training.config import RunConfig
@@ -106,7 +106,7 @@ class Trainer:
         state.iteration += 1
         state.consumed_samples += self.batch_size
         state.history.add(state.iteration, state.consumed_samples, losses, stats)
-        self.clock.iterations += 1
+        self.clock.tick()
         self.reporter.advance()
 
     @property
@@ -148,8 +148,8 @@ class Trainer:
         """Everything that a checkpoint holds beside tensors, as JSON."""
         return {
             "task": self.task.name,
-            **self.state.state_dict(),
-            **self.engine.state_dict(),
+            **self.state.state_dict(self.engine.optimizer),
+            "operations": list(self.engine.ops.kinds),
             "vocab_size": self.tokenizer.vocab_size,
             "padded_vocab_size": self.padded_vocab_size,
             "config": dataclasses.asdict(self.config) | self.task.extra_config,
@@ -166,26 +166,11 @@ class Trainer:
         }
 
     @contextmanager
-    def untimed(self) -> Iterator[None]:
-        """Leave the block out of the time per iteration."""
-        with self.clock.paused():
-            yield
-
-    @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
         """Time a phase between steps, and log it at once if --timing-log-level asks for it."""
         with self.engine.timers(phase):
             yield
-        self.log_times(self.times(BETWEEN))
-
-    def times(self, phases: Iterable[str], iterations: int = 1) -> dict[str, dict[int, float]]:
-        """Seconds per iteration of each phase, by rank; empty at --timing-log-level 0. Every process must call it."""
-        times = self.engine.timers.take(phases, self.mesh.world)
-        return {phase: {r: t / iterations for r, t in ranks.items()} for phase, ranks in times.items()}
-
-    def log_times(self, times: dict[str, dict[int, float]]) -> None:
-        if times:
-            self.reporter.log(times_text(times, self.config.logging.timing_log_option))
+        self.reporter.log_times(self.engine.timers.take(BETWEEN, self.mesh.world))
 
 
 class Hook:
@@ -207,6 +192,13 @@ class Hook:
 
     def after_collect(self, trainer: Trainer, rows: list[dict[str, float]]) -> None:
         """Called when the values of iterations have arrived from the device."""
+
+    def after_report(self, trainer: Trainer, rows: list[dict[str, float]]) -> None:
+        """Called when iterations have been reported."""
+
+    def during_evaluation(self, trainer: Trainer) -> AbstractContextManager[object]:
+        """Context of an evaluation between training steps."""
+        return nullcontext()
 
     def evaluate(self, trainer: Trainer, where: str) -> None:
         """Called when an evaluation is due, beside the losses; `where` is for its heading."""

@@ -16,12 +16,12 @@ from megatron.parallel.collectives import raise_on_all_ranks
 from megatron.parallel.mesh import Axis, Mesh, choose_device, init_mesh, world_size
 from megatron.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.training.batch_size import BatchSchedule
+from megatron.training.build import build_engine
 from megatron.training.config import RunConfig
-from megatron.training.engine import Engine
 from megatron.training.layout import check_layout, describe_layout
 from megatron.training.loop import Hook, Trainer
 from megatron.training.report import Reporter, show_log
-from megatron.training.start import claim_folder, find_start, initial_state, load_checkpoint
+from megatron.training.start import claim_folder, find_start, initial_state, load_checkpoint, resumes
 from megatron.training.stop import StopRequests
 from megatron.training.task import Task
 
@@ -54,7 +54,7 @@ def pretrain(config: RunConfig, task: Task, hooks: Sequence[Hook]) -> int:
         with raise_on_all_ranks(mesh.world, InputError):
             claim = claim_folder(config.checkpoint, mesh)
         with claim or nullcontext():
-            checkpoint = find_start(config.checkpoint, mesh, weights_only=config.training.skip_train)
+            checkpoint = find_start(config.checkpoint, mesh, skip_train=config.training.skip_train)
             reporter = Reporter(config, mesh)
             with closing(reporter), _memory_errors_explained(config, device):
                 trainer = build_trainer(config, task, mesh, reporter, checkpoint, hooks)
@@ -89,13 +89,14 @@ def build_trainer(
     datasets = task.build_datasets(
         config, tokenizer, (train_samples, evaluations * eval_samples, eval_samples)
     )
-    engine = Engine(config, task, mesh, vocab_size=tokenizer.vocab_size, padded_vocab_size=padded)
+    engine = build_engine(config, task, mesh, vocab_size=tokenizer.vocab_size, padded_vocab_size=padded)
     saver = Saver(
         config.checkpoint,
         engine.buffer,
         engine.optimizer,
         tokenizer_files={file.name: file.read_bytes() for file in tokenizer.files},
         log=reporter.log,
+        iteration=state.iteration if resumes(config.checkpoint) else 0,
     )
     return Trainer(
         config=config,

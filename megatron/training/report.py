@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from megatron.parallel.collectives import all_reduce_sum
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.timers import times_text
 from megatron.training.config import RunConfig
 
 # Values of an iteration that are reported as their sum over an interval.
@@ -71,6 +72,15 @@ class History:
             self.rows.append(row)
         self.pending.clear()
         return self.rows[begin:]
+
+    def take(self) -> list[dict[str, float]]:
+        """Return the rows and forget them."""
+        rows, self.rows = self.rows, []
+        return rows
+
+    def drop_from(self, iteration: int) -> None:
+        """Forget the rows from `iteration` on."""
+        self.rows = [row for row in self.rows if row["iteration"] < iteration]
 
 
 def is_bad(row: dict[str, float]) -> bool:
@@ -231,6 +241,11 @@ class Reporter:
                 # The reader of our output (head, tee, a terminal) is gone, which is no reason to lose the run.
                 sys.stdout = open(os.devnull, "w")  # noqa: SIM115, open until the process exits
                 sys.stderr.write("standard output is closed; the run goes on\n")
+
+    def log_times(self, times: dict[str, dict[int, float]]) -> None:
+        """Log the result of `Timers.take`, if it has any."""
+        if times:
+            self.log(times_text(times, self.config.timing_log_option))
 
     def advance(self) -> None:
         """Advance the progress bar by an iteration."""

@@ -10,26 +10,32 @@ import torch
 from torch import Tensor, nn
 
 from megatron.data.batch import Batch
+from megatron.model.context import ModelContext
 from megatron.optim.buffer import ParamBuffer
+from megatron.optim.layout import Bucket
 from megatron.parallel.pipeline import PipelineStage
 from megatron.parallel.random import DropoutKey
 from megatron.parallel.stages import Chunk
 from megatron.training.task import EvalMetric, ForwardStep
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StageModel:
     """The chunks of the model on this process.
 
     Attributes:
         modules: one for each of `chunks`.
+        context: what the modules were built from.
+        buckets: layout of their parameters in memory.
         hidden_size: last dimension of the activations between chunks, [sequence, samples, hidden_size].
         hidden_dtype: their dtype.
         sequence_shards: ranks that their sequence dimension is split over (sequence parallelism).
     """
 
-    modules: Sequence[nn.Module]
-    chunks: Sequence[Chunk]
+    modules: list[nn.Module]
+    chunks: list[Chunk]
+    context: ModelContext
+    buckets: list[Bucket]
     hidden_size: int
     hidden_dtype: torch.dtype
     sequence_shards: int
@@ -49,16 +55,10 @@ class MeanLoss:
 
     def add(self, sums: Tensor) -> Tensor:
         """Add a microbatch's losses, [terms]. Returns the scalar to differentiate, its scaled share of the mean."""
-        share, root = mean_share(sums, self.denominators, self.loss_scale)
-        self.total.add_(share)
-        return root
-
-
-def mean_share(sums: Tensor, denominators: Tensor, loss_scale: Tensor | float) -> tuple[Tensor, Tensor]:
-    """A microbatch's share of the mean losses, [terms], and the scalar to differentiate."""
-    share = sums / denominators
-    # 0 x NaN is NaN: a loss that is not finite makes the gradient not finite, whatever its derivative.
-    return share.detach(), (share * (loss_scale + 0 * share.detach())).sum()
+        share = sums / self.denominators
+        self.total.add_(share.detach())
+        # 0 x NaN is NaN: a loss that is not finite makes the gradient not finite, whatever its derivative.
+        return (share * (self.loss_scale + 0 * share.detach())).sum()
 
 
 class ModelStage(PipelineStage):
@@ -87,7 +87,10 @@ class ModelStage(PipelineStage):
 
 
 class TrainStage(ModelStage):
-    """A stage of a training step: losses are averaged over the global batch, gradients go to `buffer`."""
+    """A stage of a training step: losses are averaged over the global batch.
+
+    `buffer` learns when the last backward pass begins, to reduce gradients meanwhile. None reduces them all afterwards.
+    """
 
     def __init__(
         self,
@@ -97,7 +100,7 @@ class TrainStage(ModelStage):
         *,
         loss: MeanLoss,
         dropout_keys: Sequence[DropoutKey],
-        buffer: ParamBuffer,
+        buffer: ParamBuffer | None,
     ) -> None:
         super().__init__(model, microbatches, forward)
         self.loss, self.dropout_keys, self.buffer = loss, dropout_keys, buffer
@@ -109,7 +112,8 @@ class TrainStage(ModelStage):
         return self.loss.add(sums)
 
     def begin_last_backward(self, chunk: int) -> None:
-        self.buffer.begin_last_backward(chunk)
+        if self.buffer is not None:
+            self.buffer.begin_last_backward(chunk)
 
 
 class EvalStage(ModelStage):

@@ -51,15 +51,17 @@ def claim_folder(config: CheckpointConfig, mesh: Mesh) -> TextIO | None:
         return None
     root = Path(config.save)
     if root.exists() and not root.is_dir():
-        raise InputError(f"--save: {root} is not a folder; name one that is, or that is still to be made")
+        raise InputError(f"--save: {root} is not a directory; choose an existing directory or a new path")
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"--save: {root}: {error.strerror}") from None
     if not os.access(root, os.W_OK | os.X_OK):
-        raise InputError(f"--save: {root} cannot be written to")
+        raise InputError(
+            f"--save: {root} cannot be written to; change its permissions or choose another directory"
+        )
     done = newest_iteration(root)
-    if done is not None and not (_continues(config) and not config.finetune):
+    if done is not None and not resumes(config):
         raise InputError(
             f"--save: {root} already holds a run, at iteration {done}; "
             f"continue it with --load {root} and without --finetune, or choose another folder"
@@ -67,27 +69,25 @@ def claim_folder(config: CheckpointConfig, mesh: Mesh) -> TextIO | None:
     return lock(root) if mesh.is_first else None
 
 
-def _continues(config: CheckpointConfig) -> bool:
-    """True if the run saves to the folder it loads from."""
-    folders = (config.load, config.save)
-    return None not in folders and len({Path(folder).resolve() for folder in folders if folder}) == 1
+def resumes(config: CheckpointConfig) -> bool:
+    """True if the run continues the one in the folder that it saves to."""
+    if config.load is None or config.save is None or config.finetune:
+        return False
+    return Path(config.load).resolve() == Path(config.save).resolve()
 
 
-def find_start(config: CheckpointConfig, mesh: Mesh, *, weights_only: bool) -> Checkpoint | None:
+def find_start(config: CheckpointConfig, mesh: Mesh, *, skip_train: bool) -> Checkpoint | None:
     """Find the checkpoint to start from, if any. Every process must call it.
-
-    Args:
-        weights_only: the run needs nothing of it but weights (--skip-train).
 
     Raises:
         InputError: there is none where the flags need one, it lacks what the run needs, or the processes find
             different ones.
     """
-    if weights_only and config.load is None:
+    if skip_train and config.load is None:
         raise InputError("--skip-train needs --load, the checkpoint to evaluate")
     if config.finetune and config.load is None:
         raise InputError("--finetune needs --load, the checkpoint whose weights it starts from")
-    found = None if config.load is None else _find(config, config.load, mesh, weights_only=weights_only)
+    found = None if config.load is None else _find(config, config.load, mesh, skip_train=skip_train)
     if not all_equal(-1 if found is None else key(json.dumps(found.state), bits=32), mesh.world):
         raise InputError(
             f"--load: the processes do not find the same checkpoint in {config.load}; every machine must see the same "
@@ -96,20 +96,19 @@ def find_start(config: CheckpointConfig, mesh: Mesh, *, weights_only: bool) -> C
     return found
 
 
-def _find(config: CheckpointConfig, load: str, mesh: Mesh, *, weights_only: bool) -> Checkpoint | None:
-    save, step, root = None if config.finetune else config.save, config.ckpt_step, Path(load)
-    continues = save is not None and _continues(config)
-    if continues and step is not None and rolled_back_to(root) == step:
-        step = (
-            None  # an earlier start of the same command has rolled back already, and has come further since
-        )
+def _find(config: CheckpointConfig, load: str, mesh: Mesh, *, skip_train: bool) -> Checkpoint | None:
+    root, step = Path(load), config.ckpt_step
+    if resumes(config) and step is not None and rolled_back_to(root) == step:
+        # The same command has rolled back already and trained further since: resume from its newest checkpoint.
+        step = None
+    save = None if config.finetune else config.save
     found = find_checkpoint(load, save, step=step, verify=config.verify_checkpoint or None, world=mesh.world)
-    if found is not None and not found.state["schedule"] and not (config.finetune or weights_only):
+    if found is not None and not found.state.get("schedule") and not (config.finetune or skip_train):
         raise InputError(
             f"--load: {found.folder} holds a model without the state of a run (optimizer, schedule, progress); "
             "add --finetune to start from its weights"
         )
-    if continues and step is not None:
+    if resumes(config) and step is not None:
         with raise_on_all_ranks(mesh.world):
             if mesh.is_first and (kept := roll_back(root, step)):
                 logger.info(f"--ckpt-step: later checkpoints are kept as {kept[0]} ({len(kept)} in all)")
@@ -119,34 +118,35 @@ def _find(config: CheckpointConfig, load: str, mesh: Mesh, *, weights_only: bool
 def initial_state(
     config: RunConfig, task: Task, batch_schedule: BatchSchedule, checkpoint: Checkpoint | None
 ) -> tuple[TrainState, int]:
-    """The state that a run starts from, and its last iteration.
+    """Build the state at the start of a run, with the command line's schedule. Returns it and the last iteration.
 
-    Without a checkpoint, and with --finetune, it starts at iteration 0. The schedule is that of the command line.
+    A run starts at the checkpoint's iteration, or at 0 without a checkpoint and with --finetune. `load_checkpoint`
+    loads the rest of the checkpoint's state.
     """
-    if checkpoint is None or config.checkpoint.finetune:
-        iteration = consumed = 0
-    else:
+    iteration = consumed = 0
+    if checkpoint is not None and not config.checkpoint.finetune:
         iteration, consumed = checkpoint.iteration, checkpoint.state["consumed_samples"]
     train_iters, train_samples = run_length(config, batch_schedule, iteration, consumed)
     schedule = Schedule.from_config(
         config.optimizer, global_batch_size=batch_schedule.global_batch_size, train_samples=train_samples
     )
-    state = TrainState(history=History(task.loss_names, []), schedule=schedule, train_samples=train_samples)
-    if checkpoint is not None and not config.checkpoint.finetune:
-        try:
-            state.load_progress(checkpoint.state)
-        except InputError as error:
-            raise InputError(f"{checkpoint.folder / 'state.json'}: {error}") from None
-        if iteration > 0:
-            # The order of the data depends on how many samples were asked for.
-            state.train_samples = max(train_samples, checkpoint.state["train_samples"])
+    if checkpoint is not None and iteration > 0:
+        # The order of the data depends on the number of samples that the run was started for.
+        train_samples = max(train_samples, checkpoint.state["train_samples"])
+    state = TrainState(
+        history=History(task.loss_names, []),
+        schedule=schedule,
+        train_samples=train_samples,
+        iteration=iteration,
+        consumed_samples=consumed,
+    )
     return state, train_iters
 
 
 def run_length(
     config: RunConfig, batch_schedule: BatchSchedule, iteration: int, consumed: int
 ) -> tuple[int, int]:
-    """Iteration and number of samples at which a run ends that stands at `iteration`, `consumed` samples."""
+    """The last iteration of a run and its number of samples, given the iterations and samples already done."""
     training = config.training
     if training.train_samples is not None:
         return iteration + batch_schedule.iterations(training.train_samples, consumed), training.train_samples
@@ -156,7 +156,7 @@ def run_length(
 
 
 def load_checkpoint(trainer: Trainer, checkpoint: Checkpoint | None) -> None:
-    """Fill weights, optimizer and schedule from a checkpoint, or initialize the weights if there is none.
+    """Load weights, optimizer and state of a run from a checkpoint, or initialize the weights if there is none.
 
     With --finetune and --skip-train only weights are loaded.
     """
@@ -165,10 +165,10 @@ def load_checkpoint(trainer: Trainer, checkpoint: Checkpoint | None) -> None:
         engine.buffer.initialize(config.training.seed)
         return
     for fault in checkpoint.passed_over:
-        log(f"DAMAGED CHECKPOINT: {fault}; going on from {checkpoint.folder}, an older one")
+        log(f"WARNING: skipped a damaged checkpoint: {fault}; resuming from the older {checkpoint.folder}")
     for note in checkpoint.notes:
         log(f"--load: {note}")
-    init_from = check_model(trainer, checkpoint)
+    init_from = check_compatible(trainer, checkpoint)
     if init_from is not None:
         engine.buffer.initialize(config.training.seed)
         dropped, new = load_shared(checkpoint, engine.buffer, dropped=init_from.dropped, new=init_from.new)
@@ -177,13 +177,9 @@ def load_checkpoint(trainer: Trainer, checkpoint: Checkpoint | None) -> None:
     weights_only = config.checkpoint.finetune or config.training.skip_train
     with_optimizer = config.checkpoint.load_optim and not weights_only
     load_into(checkpoint, engine.buffer, engine.optimizer if with_optimizer else None)
-    save = config.checkpoint.save
-    if save is not None and checkpoint.folder.parent.resolve() == Path(save).resolve():
-        trainer.saver.iteration = trainer.state.iteration
     if weights_only:
         return
-    engine.load_state_dict(checkpoint.state)
-    load_schedule(trainer, checkpoint)
+    load_state(trainer, checkpoint)
     before, now = checkpoint.state.get("operations"), engine.ops.kinds
     if before is not None and tuple(before) != now:
         log(
@@ -195,28 +191,34 @@ def load_checkpoint(trainer: Trainer, checkpoint: Checkpoint | None) -> None:
         log(f"note: the order of the training data may change from here on: {', '.join(changed)}")
 
 
-def load_schedule(trainer: Trainer, checkpoint: Checkpoint) -> None:
-    """Take the checkpoint's schedule with --use-checkpoint-opt_param-scheduler, and note where the two differ."""
+def load_state(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    """Load the state of a run. The schedule stays that of the command line unless
+    --use-checkpoint-opt_param-scheduler; differences are logged."""
+    state, given = trainer.state, trainer.state.schedule
     try:
-        saved = Schedule(**checkpoint.state["schedule"])
-    except TypeError:
-        raise InputError(f"{checkpoint.folder / 'state.json'}: 'schedule' is not a schedule") from None
-    schedule = trainer.state.schedule
-    if saved == schedule:
+        state.load_state_dict(checkpoint.state, trainer.engine.optimizer)
+    except InputError as error:
+        raise InputError(f"{checkpoint.folder / 'state.json'}: {error}") from None
+    if state.schedule == given:
         return
     keeps = trainer.config.optimizer.use_checkpoint_opt_param_scheduler
     trainer.reporter.log(
         f"note: the schedule of learning rate and weight decay differs from the checkpoint's "
-        f"({', '.join(saved.differences(schedule))}); using that of the {'checkpoint' if keeps else 'command line'}"
+        f"({', '.join(state.schedule.differences(given))}); using that of the "
+        f"{'checkpoint' if keeps else 'command line'}"
     )
-    trainer.state.schedule = saved if keeps else schedule
+    if not keeps:
+        state.schedule = given
 
 
-def check_model(trainer: Trainer, checkpoint: Checkpoint) -> InitFrom | None:
-    """Check that a run can start from the model of a checkpoint. Returns how, if it is another task's model.
+def check_compatible(trainer: Trainer, checkpoint: Checkpoint) -> InitFrom | None:
+    """Check that the checkpoint's model fits this run.
+
+    Returns:
+        The task's `InitFrom` if the checkpoint comes from another task, else None.
 
     Raises:
-        InputError: it is another model.
+        InputError: architecture, task or vocabulary differ.
     """
     config, state, task = trainer.config, checkpoint.state, trainer.task
     check_architecture(checkpoint, config.model)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
-from megatron.errors import InputError
+from megatron.checkpoint.checkpoint import check_fields, is_count
+from megatron.optim import scaler, step_skipper
+from megatron.optim.optimizer import Optimizer
 from megatron.optim.schedule import Schedule
 from megatron.training.report import History
 
@@ -14,6 +17,8 @@ from megatron.training.report import History
 @dataclasses.dataclass(kw_only=True)
 class TrainState:
     """Progress of a run, saved with every checkpoint.
+
+    The optimizer's loss scale and spike window stay on the device, with the optimizer; they are saved and loaded here.
 
     Attributes:
         history: values of the iterations since the last log line.
@@ -31,30 +36,69 @@ class TrainState:
     evaluation_due: bool = False
     bad_steps: int = 0
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state as JSON; a value that is not finite is null."""
-        rows = [{k: v if math.isfinite(v) else None for k, v in row.items()} for row in self.history.rows]
         return {
             "iteration": self.iteration,
             "consumed_samples": self.consumed_samples,
             "train_samples": self.train_samples,
             "evaluation_due": self.evaluation_due,
             "bad_steps": self.bad_steps,
-            "history": rows,
+            "history": [
+                {k: v if math.isfinite(v) else None for k, v in row.items()} for row in self.history.rows
+            ],
             "schedule": dataclasses.asdict(self.schedule),
+            "spike_window": optimizer.step_skipper.state(),
+            "loss_scaler": None if optimizer.scaler is None else optimizer.scaler.state(),
         }
 
-    def load_progress(self, state: dict[str, Any]) -> None:
-        """Load everything but the schedule and `train_samples` from what `state_dict` gave.
+    def load_state_dict(self, state: dict[str, Any], optimizer: Optimizer) -> None:
+        """Load what `state_dict` gave, except `train_samples`, which is fixed once the datasets are built.
 
         Raises:
-            InputError: the history lacks a loss of this run's task.
+            InputError: a value is missing or wrong, or the history lacks a loss of this run's task.
         """
-        names = {"iteration", "consumed samples", "grad norm", "skipped", *self.history.loss_names}
-        if any(not names <= row.keys() for row in state["history"]):
-            raise InputError("'history' lacks a loss or the gradient's norm")
+        columns = {"iteration", "consumed samples", "grad norm", "skipped", *self.history.loss_names}
+        checks: dict[str, Callable[[Any], bool]] = {
+            "evaluation_due": lambda value: isinstance(value, bool),
+            "bad_steps": is_count,
+            "history": lambda rows: isinstance(rows, list) and all(_is_row(row, columns) for row in rows),
+            "schedule": _is_schedule,
+            "spike_window": step_skipper.is_state,
+            "loss_scaler": scaler.is_state,
+        }
+        check_fields(state, checks)
+        self.iteration, self.consumed_samples = state["iteration"], state["consumed_samples"]
+        self.evaluation_due, self.bad_steps = state["evaluation_due"], state["bad_steps"]
         self.history.rows = [
             {k: math.nan if v is None else v for k, v in row.items()} for row in state["history"]
         ]
-        self.iteration, self.consumed_samples = state["iteration"], state["consumed_samples"]
-        self.evaluation_due, self.bad_steps = state["evaluation_due"], state["bad_steps"]
+        self.schedule = Schedule(**state["schedule"])
+        # Older checkpoints, and those of another precision or without --spike-skip, lack these.
+        if state.get("spike_window") is not None:
+            optimizer.step_skipper.load(state["spike_window"])
+        if optimizer.scaler is not None and state.get("loss_scaler") is not None:
+            optimizer.scaler.load(state["loss_scaler"])
+
+
+def _is_row(value: Any, columns: set[str]) -> bool:
+    """True for a row of a `History` that has at least these columns."""
+    return (
+        isinstance(value, dict)
+        and value.keys() >= columns
+        and all(x is None or _is_number(x) for x in value.values())
+    )
+
+
+def _is_schedule(value: Any) -> bool:
+    """True for the fields of a `Schedule`."""
+    texts = {f.name: f.type == "str" for f in dataclasses.fields(Schedule)}
+    return (
+        isinstance(value, dict)
+        and value.keys() == texts.keys()
+        and all(isinstance(x, str) if texts[name] else _is_number(x) for name, x in value.items())
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e300

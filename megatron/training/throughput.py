@@ -10,26 +10,20 @@ from contextlib import contextmanager
 import torch
 
 from megatron.model.config import ModelConfig
+from megatron.model.context import ModelContext
 from megatron.model.flops import exact_flops_per_sample, flops_per_sample
 from megatron.parallel.collectives import all_reduce_sum
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.recompute import Recompute
 
 
 class WorkCounter:
     """Counts this replica's samples by shape, and what training on them takes."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        padded_vocab_size: int,
-        causal: bool,
-        recompute: Recompute,
-        layers_per_chunk: list[int],
+        self, config: ModelConfig, context: ModelContext, *, causal: bool, layers_per_chunk: list[int]
     ) -> None:
-        self.config, self.padded_vocab_size, self.causal = config, padded_vocab_size, causal
-        self.recompute, self.layers_per_chunk = recompute, layers_per_chunk
+        self.config, self.context = config, context
+        self.causal, self.layers_per_chunk = causal, layers_per_chunk
         # Samples since the last `take`, by sequence length and positions that are projected to the vocabulary.
         self.samples: collections.Counter[tuple[int, int]] = collections.Counter()
 
@@ -47,7 +41,7 @@ class WorkCounter:
         for (seq_length, num_logits), count in samples.items():
             shape = {
                 "seq_length": seq_length,
-                "padded_vocab_size": self.padded_vocab_size,
+                "padded_vocab_size": self.context.padded_vocab_size,
                 "num_logits": num_logits,
             }
             flops = flops_per_sample(self.config, **shape)
@@ -55,7 +49,7 @@ class WorkCounter:
                 self.config,
                 **shape,
                 causal=self.causal,
-                recompute=self.recompute,
+                recompute=self.context.recompute,
                 chunks=self.layers_per_chunk,
             )
             sums += count * torch.tensor([seq_length, flops, exact], dtype=torch.float64)
@@ -69,6 +63,10 @@ class Clock:
     def __init__(self) -> None:
         self.begin = time.perf_counter()
         self.iterations = 0
+
+    def tick(self) -> None:
+        """Count an iteration."""
+        self.iterations += 1
 
     def take(self) -> tuple[float, int]:
         """Seconds and iterations since the last call."""

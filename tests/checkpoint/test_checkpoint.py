@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import CONFIG, edit_state, make, save, sign
+from checkpoints import CONFIG, SCHEDULE, edit_state, make, save, sign
 from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint import storage
@@ -21,6 +21,8 @@ from megatron.checkpoint.manifest import read_manifest
 from megatron.errors import InputError, TrainingFault
 from megatron.optim.buffer import ParamBuffer
 from megatron.optim.optimizer import Optimizer
+from megatron.training.report import History
+from megatron.training.state import TrainState
 
 
 def train(buffer: ParamBuffer, optimizer: Optimizer, steps: int) -> None:
@@ -33,7 +35,12 @@ def train(buffer: ParamBuffer, optimizer: Optimizer, steps: int) -> None:
 
 
 def load(root: Path, buffer, optimizer) -> None:
-    load_into(find_checkpoint(str(root), None), buffer, optimizer)
+    checkpoint = find_checkpoint(str(root), None)
+    load_into(checkpoint, buffer, optimizer)
+    if optimizer is None:
+        return
+    state = TrainState(history=History(("lm loss",), []), schedule=SCHEDULE, train_samples=100)
+    state.load_state_dict(checkpoint.state, optimizer)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -215,7 +222,12 @@ def test_load_from_an_empty_or_missing_folder(tmp_path: Path) -> None:
         (lambda f: edit(f, "consumed_samples", True), "'consumed_samples'"),
         (lambda f: edit(f, "history", [1]), "'history'"),
         (lambda f: edit(f, "history", [{"lm loss": "x"}]), "'history'"),
+        (lambda f: edit(f, "history", [{"lm loss": 1.0}]), "'history'"),
         (lambda f: edit(f, "schedule", []), "'schedule'"),
+        (lambda f: edit(f, "schedule", dataclasses.asdict(SCHEDULE) | {"max_lr": "x"}), "'schedule'"),
+        (lambda f: edit(f, "schedule", {"max_lr": 1.0}), "'schedule'"),
+        (lambda f: edit(f, "evaluation_due", 1), "'evaluation_due'"),
+        (lambda f: edit(f, "bad_steps", -1), "'bad_steps'"),
         (lambda f: edit(f, "config", {"model": 3}), "'config'"),
         (lambda f: edit(f, "optimizer_steps", "x"), "'optimizer_steps'"),
         (lambda f: edit(f, "padded_vocab_size", None), "'padded_vocab_size'"),

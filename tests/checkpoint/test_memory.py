@@ -16,7 +16,7 @@ from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.load import load_into
 from megatron.checkpoint.saver import Saver
 from megatron.parallel.mesh import init_mesh
-from megatron.training.engine import Engine
+from megatron.training.build import build_engine
 from pretrain_gpt import DEFAULTS, GPT
 
 # 20 M parameters, 240 MB with Adam's moments.
@@ -31,7 +31,7 @@ def load(root: str, flags: str, save_first: bool) -> tuple[int, int, int]:
     """Load a checkpoint; return temporary memory, size of the state and size of its largest tensor, in bytes."""
     config = parse_run_config(f"{FLAGS} {flags}".split(), description="", defaults=DEFAULTS)
     with init_mesh(config.parallel, CPU) as mesh:
-        engine = Engine(config, GPT, mesh, vocab_size=2048, padded_vocab_size=2048)
+        engine = build_engine(config, GPT, mesh, vocab_size=2048, padded_vocab_size=2048)
         buffer, optimizer = engine.buffer, engine.optimizer
         filled = [buffer.params, *(piece for owned in optimizer.state.values() for piece in owned)]
         filled += [] if buffer.is_fp32 else buffer.masters

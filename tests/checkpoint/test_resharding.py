@@ -19,7 +19,7 @@ from megatron.checkpoint.load import load_into
 from megatron.checkpoint.saver import Saver
 from megatron.parallel.mesh import init_mesh
 from megatron.tokenizer import padded_vocab_size
-from megatron.training.engine import Engine
+from megatron.training.build import build_engine
 from pretrain_gpt import DEFAULTS, GPT
 
 FLAGS = """
@@ -51,7 +51,7 @@ def load_and_save(load: str | None, save: str, flags: str) -> None:
     config = parse_run_config(f"{FLAGS} {flags}".split(), description="", defaults=DEFAULTS)
     with init_mesh(config.parallel, CPU) as mesh:
         padded = padded_vocab_size(60, 8, mesh.tp.size)
-        engine = Engine(config, GPT, mesh, vocab_size=60, padded_vocab_size=padded)
+        engine = build_engine(config, GPT, mesh, vocab_size=60, padded_vocab_size=padded)
         buffer, optimizer = engine.buffer, engine.optimizer
         if load is None:
             buffer.initialize(1)

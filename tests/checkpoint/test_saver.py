@@ -18,6 +18,7 @@ from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.saver import Saver
 from megatron.errors import InputError, TrainingFault
 from megatron.parallel.mesh import Mesh, init_mesh
+from megatron.training.build import build_engine
 from megatron.training.engine import Engine
 from pretrain_gpt import DEFAULTS, GPT
 
@@ -29,7 +30,7 @@ FLAGS = """
 
 def make_engine(mesh: Mesh, flags: str = "") -> Engine:
     config = parse_run_config(f"{FLAGS} {flags}".split(), description="", defaults=DEFAULTS)
-    engine = Engine(config, GPT, mesh, vocab_size=60, padded_vocab_size=64)
+    engine = build_engine(config, GPT, mesh, vocab_size=60, padded_vocab_size=64)
     engine.buffer.initialize(1)
     return engine
 

@@ -16,7 +16,7 @@ import torch
 from megatron.arguments import parse_run_config
 from megatron.data.gpt_dataset import GPTBatch
 from megatron.parallel.mesh import choose_device, init_mesh
-from megatron.training.engine import Engine
+from megatron.training.build import build_engine
 from pretrain_gpt import DEFAULTS, GPT
 
 FLAGS = """
@@ -40,7 +40,7 @@ def curve(flags: str, *, steps: int = STEPS, seed: int = 1) -> list[float]:
     follows = torch.randperm(128, generator=draw)
     losses = []
     with init_mesh(config.parallel, choose_device("cpu")) as mesh:
-        engine = Engine(config, GPT, mesh, vocab_size=128, padded_vocab_size=128)
+        engine = build_engine(config, GPT, mesh, vocab_size=128, padded_vocab_size=128)
         engine.buffer.initialize(seed)
         for step in range(steps):
             ids = torch.randint(128, (4, 129), generator=draw)

@@ -29,6 +29,7 @@ from megatron.planner.counting import Counter
 from megatron.planner.dry_run import DryRun, PhaseRecorder, RankCost, count_step, size
 from megatron.planner.layout import OURS, Job, Layout
 from megatron.planner.memory import layer_activations
+from megatron.training.build import build_model, choose_run_ops
 from megatron.training.engine import Engine
 from pretrain_bert import bert
 from pretrain_gpt import DEFAULTS, GPT
@@ -119,7 +120,8 @@ def real_steps(layouts: list[str], ports: list[int], batch: Batch) -> list[tuple
             phases = PhaseRecorder(Counter(mesh.heartbeat))
             with phases.counter:
                 sizes = {"vocab_size": 60, "padded_vocab_size": 128 * mesh.tp.size}
-                engine = Engine(config, GPT, mesh, **sizes, timers=phases)
+                ops = choose_run_ops(config, mesh, sizes["padded_vocab_size"])
+                engine = Engine(config, GPT, mesh, build_model(config, GPT, mesh, ops, **sizes), phases)
                 engine.buffer.initialize(1)
                 with TrafficCounter(mesh) as wrapped:
                     settings = {"simulated": microbatches, "microbatches": microbatches}

@@ -112,13 +112,11 @@ def test_bad_input(pretrain: Callable[..., str], tmp_path: Path) -> None:
 
 def test_phases_are_annotated_while_profiling() -> None:
     timers = Timers(1, CPU)
-    timers.annotates = True
     profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-    with profile, timers("forward-compute"), timers("optimizer"):
+    with timers.annotated(), profile, timers("forward-compute"), timers("optimizer"):
         pass
     assert {event.name for event in profile.events()} >= {"forward-compute", "optimizer"}
     assert timers.spans.keys() == {"optimizer"}
-    timers.annotates = False
     assert timers("forward-compute") is NOTHING
 
 

@@ -17,7 +17,7 @@ from megatron.data.gpt_dataset import GPTBatch
 from megatron.errors import InputError
 from megatron.faults.diagnosis import diagnose
 from megatron.parallel.mesh import Mesh, init_mesh
-from megatron.training import engine as engine_module
+from megatron.training import build
 from megatron.training.cuda_graph import WARM_UP, GraphedPass, check_cuda_graph
 from megatron.training.engine import Engine
 from pretrain_bert import bert
@@ -107,7 +107,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         "current_stream": lambda: Stream(name="main"),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(engine_module, "check_cuda_graph", lambda *_: None)
+    monkeypatch.setattr(build, "check_cuda_graph", lambda *_: None)
 
 
 def batches(step: int):

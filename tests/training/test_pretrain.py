@@ -57,6 +57,11 @@ def test_a_resumed_run_continues_bit_for_bit(pretrain, tmp_path: Path, precision
     assert records(tmp_path / "a.jsonl") == records(tmp_path / "b.jsonl")
     assert files(tmp_path / "a" / "iter_0000012") == files(tmp_path / "b" / "iter_0000012")
     assert "nothing is left to train" in pretrain(*parts)
+    newest, older = (tmp_path / "b" / name for name in ("iter_0000012", "iter_0000010"))
+    (newest / "optimizer.safetensors").unlink()
+    warning = f"WARNING: skipped a damaged checkpoint: {newest}/optimizer.safetensors: is missing"
+    output = pretrain(*parts)
+    assert warning in output and f"; resuming from the older {older}\n" in output
 
 
 RAMP = ["--train-samples", 72, "--rampup-batch-size", 4, 2, 24]
@@ -552,7 +557,7 @@ def test_exit_duration() -> None:
     [
         (["--load", "/nowhere"], "--load: /nowhere is not a folder"),
         (["--save", "/proc/nowhere"], "--save: /proc/nowhere"),
-        (["--save", __file__], "--save: .* is not a folder"),
+        (["--save", __file__], "--save: .* is not a directory"),
         (["--device", "cuda"], "--device cuda: torch finds no"),
         (["--micro-batch-size", "3"], "--global-batch-size"),
         (["--lr-warmup-iters", "12"], "--lr-warmup-iters"),

@@ -1,0 +1,89 @@
+"""Build the model of a run, with its operations, and the engine that trains it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron.errors import InputError
+from megatron.model.context import ModelContext
+from megatron.model.flops import flops_per_sample
+from megatron.ops.backend import Ops, choose_ops
+from megatron.optim.layout import lay_out, param_groups
+from megatron.parallel.collectives import all_equal, raise_on_all_ranks
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.random import key
+from megatron.parallel.stages import split_layers
+from megatron.parallel.timers import Timers
+from megatron.training.config import RunConfig
+from megatron.training.costs import check_memory
+from megatron.training.cuda_graph import check_cuda_graph
+from megatron.training.engine import DTYPES, Engine
+from megatron.training.stage import StageModel
+from megatron.training.task import Task
+
+
+def build_engine(
+    config: RunConfig, task: Task[Any], mesh: Mesh, *, vocab_size: int, padded_vocab_size: int
+) -> Engine:
+    """Build the engine of a run. Parameters have no values yet. Every process must call it.
+
+    Raises:
+        InputError: the device has too little memory for weights, gradients and optimizer state, or does not support
+            what a flag asks for.
+    """
+    if config.training.cuda_graph:
+        check_cuda_graph(config, task, mesh.device)
+    ops = choose_run_ops(config, mesh, padded_vocab_size)
+    model = build_model(config, task, mesh, ops, vocab_size=vocab_size, padded_vocab_size=padded_vocab_size)
+    half = config.training.precision != "fp32"
+    check_memory(model.buckets, config.optimizer, half=half, device=mesh.device)
+    return Engine(config, task, mesh, model, Timers(config.logging.timing_log_level, mesh.device))
+
+
+def choose_run_ops(config: RunConfig, mesh: Mesh, padded_vocab_size: int) -> Ops:
+    """Choose the operations of a run, and check that every process chose the same."""
+    with raise_on_all_ranks(mesh.world, InputError):
+        ops = choose_ops(
+            config.ops,
+            work=microbatch_flops(config, mesh, padded_vocab_size),
+            dtype=DTYPES[config.training.precision],
+            device=mesh.device,
+        )
+    # Replicated values would drift apart if ranks computed them differently.
+    if not all_equal(key(*ops.kinds, bits=32), mesh.world):
+        raise InputError(
+            f"rank {mesh.world.rank} computes with {', '.join(ops.kinds)} and other ranks with something else: "
+            "their machines differ in torch, apex or the C++ compiler; make them alike, or use --ops-backend plain"
+        )
+    return ops
+
+
+def microbatch_flops(config: RunConfig, mesh: Mesh, padded_vocab_size: int) -> float:
+    """Floating-point operations of a microbatch on one rank."""
+    length, vocab = config.data.seq_length, padded_vocab_size
+    sample = flops_per_sample(config.model, seq_length=length, padded_vocab_size=vocab, num_logits=length)
+    return sample * config.training.micro_batch_size / (mesh.tp.size * mesh.pp.size)
+
+
+def build_model(config: RunConfig, task: Task[Any], mesh: Mesh, ops: Ops, **vocab_sizes: int) -> StageModel:
+    """Build this process's chunks of the model, without memory. Every process must call it.
+
+    `vocab_sizes` are `vocab_size` and `padded_vocab_size`.
+    """
+    parallel, chunks = config.parallel, split_layers(config.parallel, config.model.num_layers)[mesh.pp.rank]
+    context = ModelContext.on_mesh(mesh, config.model, parallel, ops=ops, **vocab_sizes)
+    with torch.device("meta"):
+        modules = [task.build_model(config, context, chunk) for chunk in chunks]
+    groups = param_groups(config.optimizer, mesh, distributed=parallel.use_distributed_optimizer)
+    dtype = DTYPES[config.training.precision]
+    return StageModel(
+        modules=modules,
+        chunks=chunks,
+        context=context,
+        buckets=lay_out(modules, groups, bucket_size=parallel.ddp_bucket_size),
+        hidden_size=config.model.hidden_size,
+        hidden_dtype=torch.float32 if config.model.fp32_residual_connection else dtype,
+        sequence_shards=mesh.tp.size if parallel.sequence_parallel else 1,
+    )
