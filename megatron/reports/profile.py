@@ -218,13 +218,12 @@ def summary(events: Sequence[FunctionEvent], title: str, iterations: int) -> str
             if e.thread == thread
         ]
     whole = (end - begin) / iterations / 1000
-    kinds: collections.Counter[str] = collections.Counter()
-    names: collections.Counter[str] = collections.Counter()
-    calls: collections.Counter[str] = collections.Counter()
+    kinds: dict[str, float] = collections.defaultdict(float)
+    names: dict[str, float] = collections.defaultdict(float)
     for item in work:
-        kinds[item.kind] += round(item.time)
-        names[item.name] += round(item.time)
-        calls[item.name] += 1
+        kinds[item.kind] += item.time
+        names[item.name] += item.time
+    calls = collections.Counter(item.name for item in work)
 
     def row(name: str, us: float, count: str = "") -> str:
         ms = us / iterations / 1000
@@ -235,14 +234,18 @@ def summary(events: Sequence[FunctionEvent], title: str, iterations: int) -> str
             f"{title}: {whole:.2f} ms an iteration",
             "",
             f"{'Per iteration, by what it is for':<70}{'':>8}{'ms':>10}{'share':>8}",
-            *(row(*pair) for pair in kinds.most_common()),
+            *(row(*pair) for pair in _largest_first(kinds)),
             *(row(*pair) for pair in rest.items()),
             "",
             f"{'By kernel' if kernels else 'By operator, without what it calls':<70}{'calls':>8}{'ms':>10}{'share':>8}",
-            *(row(name, us, f"{calls[name] / iterations:.0f}") for name, us in names.most_common(TOP)),
+            *(row(name, us, f"{calls[name] / iterations:.0f}") for name, us in _largest_first(names)[:TOP]),
             "",
         ]
     )
+
+
+def _largest_first(times: dict[str, float]) -> list[tuple[str, float]]:
+    return sorted(times.items(), key=lambda pair: -pair[1])
 
 
 def _device_work(host: list[FunctionEvent], kernels: list[FunctionEvent]) -> Iterator[Work]:
