@@ -42,8 +42,7 @@ def layer_parameters(job: Job, tensor: int) -> float:
     """Number of parameters of one layer on one of `tensor` ranks."""
     model = job.model
     h, heads, ffn = model.hidden_size, model.num_attention_heads * model.kv_channels, model.ffn_hidden_size
-    # With more ranks than groups each rank holds the keys and values of one group.
-    kv = 2 * max(model.num_query_groups, tensor) * model.kv_channels
+    kv = 2 * model.kv_heads_per_rank(tensor) * tensor * model.kv_channels
     fc1 = ffn * (2 if model.swiglu else 1)
     sharded = h * (heads + kv) + heads * h + h * fc1 + ffn * h
     replicated = 2 * norm_parameters(model, h)
@@ -120,7 +119,7 @@ def attention_elements(model: ModelConfig, tensor: int) -> float:
     These are the fused QKV projection's output, kept whole while a view of it is alive, and the weighted sums.
     """
     heads = model.num_attention_heads * model.kv_channels / tensor
-    groups = max(model.num_query_groups / tensor, 1)
+    groups = model.kv_heads_per_rank(tensor)
     kv = groups * model.kv_channels
     kept = 2 * heads + 2 * kv
     copied = model.qk_layernorm or model.position_embedding_type == "rope"
