@@ -17,13 +17,13 @@ from megatron.cli import Parser, run_command
 from megatron.parallel.schedules import (
     Compute,
     Forward,
-    bubble_fraction,
     gpipe,
     interleaved,
     one_and_two,
     one_forward_one_backward,
     simulate,
 )
+from megatron.planner.schedule_costs import bubble_fraction, peak_in_flight
 
 INK = "#1f2937"
 LINE = "#6b7280"
@@ -106,7 +106,7 @@ def draw_schedule(title: str, schedule: Sequence[Sequence[Compute]], stages: int
         ):
             parts += [box(x, legend - 7, 14, 14, fill), text(x + 20, legend, words, 12, "start")]
             x += 150 if chunks > 1 else 90
-    held = ", ".join(map(str, timeline.peak_in_flight))
+    held = ", ".join(str(peak_in_flight(actions)) for actions in schedule)
     facts = f"bubble (p-1)/(vm) = {bubble:.4g}; forwards held at the peak, by rank: {held}"
     parts += [
         box(x, legend - 7, 14, 14, IDLE),

@@ -151,11 +151,6 @@ def _alternate(forwards: Sequence[Compute], backwards: Sequence[Compute], warmup
     return actions
 
 
-def bubble_fraction(stages: int, chunks: int, microbatches: int) -> float:
-    """Idle time over useful time of each schedule here without the cost of transfers: (p - 1) / (v m)."""
-    return (stages - 1) / (chunks * microbatches)
-
-
 def one_and_two(_: int, action: Compute) -> float:
     """Duration of a pass if a backward takes twice as long as a forward."""
     return 1.0 if isinstance(action, Forward) else 2.0
@@ -168,14 +163,10 @@ class Timeline:
     Attributes:
         makespan: time from the first start to the last end.
         ranks: (action, start, end) of each rank, in order.
-        bubble: idle time over useful time on the rank with the most useful time.
-        peak_in_flight: for each rank, the largest number of forwards whose backward has not run.
     """
 
     makespan: float
     ranks: list[list[tuple[Compute, float, float]]]
-    bubble: float
-    peak_in_flight: list[int]
 
 
 def simulate(
@@ -216,9 +207,7 @@ def simulate(
                     waiting.remove(consumer)
                     ready.append(consumer[0])
     assert not waiting, f"the schedule deadlocks: {waiting} are never reached"
-    makespan = max(row[-1][2] for row in ranks)
-    busy = max(sum(end - start for _, start, end in row) for row in ranks)
-    return Timeline(makespan, ranks, makespan / busy - 1, [_peak_in_flight(actions) for actions in todo])
+    return Timeline(max(row[-1][2] for row in ranks), ranks)
 
 
 def with_transfers(schedule: Sequence[Sequence[Compute]], stages: int) -> list[list[Action]]:
@@ -260,14 +249,9 @@ def _consumer(action: Compute, rank: int, stages: int, chunks: int) -> tuple[int
 
 
 def _has_producer(action: Compute, rank: int, stages: int, chunks: int) -> bool:
-    """True if `action` needs the result of another pass, which only the ends of the pipeline do not."""
+    """True if `action` takes its input from another chunk's pass.
+
+    That is all but the first chunk's forward and the last chunk's backward.
+    """
     part = action.chunk * stages + rank
     return part != (0 if isinstance(action, Forward) else stages * chunks - 1)
-
-
-def _peak_in_flight(actions: Sequence[Compute]) -> int:
-    peak = held = 0
-    for action in actions:
-        held += 1 if isinstance(action, Forward) else -1
-        peak = max(peak, held)
-    return peak
