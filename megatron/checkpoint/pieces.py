@@ -79,27 +79,27 @@ def pieces_to_write(buffer: ParamBuffer, parts: list[Tensor]) -> Iterator[tuple[
     """
     for bucket, part in zip(buffer.buckets, parts, strict=True):
         written = written_range(bucket)
-        for entry in bucket.entries if len(part) else ():
-            both = overlap(written, (entry.start, entry.end))
+        for param in bucket.flat_params if len(part) else ():
+            both = overlap(written, (param.start, param.end))
             if both is None:
                 continue
-            for local, whole in _blocks(entry, both):
-                begin = entry.start - written[0] + local.rows[0] * entry.shard_spec.row + local.columns[0]
+            for local, whole in _blocks(param, both):
+                begin = param.start - written[0] + local.rows[0] * param.shard_spec.row + local.columns[0]
                 rows, columns = local.shape
-                shape = (rows,) if len(entry.shard_spec.shape) == 1 else (rows, columns)
-                yield entry, whole, part[begin : begin + rows * columns].view(shape)
+                shape = (rows,) if len(param.shard_spec.shape) == 1 else (rows, columns)
+                yield param, whole, part[begin : begin + rows * columns].view(shape)
 
 
-def _blocks(entry: FlatParam, flat: Range) -> Iterator[tuple[Block, Block]]:
+def _blocks(param: FlatParam, flat: Range) -> Iterator[tuple[Block, Block]]:
     """Divide a range of the flat memory into blocks of the local tensor; yield each with its block of the whole."""
-    row = entry.shard_spec.row
-    for part in flat_blocks(flat[0] - entry.start, flat[1] - entry.start, row):
-        for counted in entry.counted():
-            for local, whole in entry.shard_spec.blocks():
-                both = part.meet(Block(counted, (0, row)))
-                both = both and both.meet(local)
+    row = param.shard_spec.row
+    for part in flat_blocks(flat[0] - param.start, flat[1] - param.start, row):
+        for counted in param.counted():
+            for local, whole in param.shard_spec.blocks():
+                both = part.intersect(Block(counted, (0, row)))
+                both = both and both.intersect(local)
                 if both is not None:
-                    yield both, both.moved(local, whole)
+                    yield both, both.translated(local, whole)
 
 
 def write_pieces(path: Path, pieces: PiecesToWrite) -> None:
@@ -160,25 +160,25 @@ class Pieces:
         missing = 0
         for part in flat_blocks(begin, begin + target.numel(), spec.row):
             for local, whole in spec.blocks():
-                needed = part.meet(local)
+                needed = part.intersect(local)
                 # No file holds the rows that pad the vocabulary.
-                needed = needed and needed.moved(local, whole).meet(Block((0, rows), (0, 2**62)))
+                needed = needed and needed.translated(local, whole).intersect(Block((0, rows), (0, 2**62)))
                 if needed is None:
                     continue
                 missing += math.prod(needed.shape)
                 for file, key, (top, bottom), (left, right) in self.index[name]["pieces"]:
                     piece = Block((top, bottom), (left, right))
-                    both = needed.meet(piece)
+                    both = needed.intersect(piece)
                     if both is None:
                         continue
                     if file not in self.files:
                         self.files[file] = TensorFile(self.folder / file)
-                    at = both.moved(whole, local)
+                    at = both.translated(whole, local)
                     start = at.rows[0] * spec.row + at.columns[0] - begin + target.storage_offset()
                     self.files[file].read_into(
                         target.as_strided(both.shape, (spec.row, 1), start),
                         key,
-                        both.moved(piece, Block((0, 0), (0, 0))),
+                        both.translated(piece, Block((0, 0), (0, 0))),
                     )
                     missing -= math.prod(both.shape)
         if missing:

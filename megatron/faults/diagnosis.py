@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.optim.norms import model_norm
 from megatron.parallel.collectives import gather_texts
 from megatron.parallel.parameters import named_parameters
 from megatron.training.engine import Engine, GlobalBatch
@@ -66,10 +67,10 @@ def diagnose(engine: Engine, batch: GlobalBatch) -> Diagnosis:
     No weights are changed. Every process must call this.
     """
     probe = _Probe(engine)
-    with engine.buffer.gradients_by_autograd(), probe.attached():
+    with gradients_by_autograd(engine.modules), probe.attached():
         engine.forward_backward(batch, eager=True)
         engine.reduce_gradients()
-    grad_norm = engine.buffer.norm(engine.optimizer.grads).item()
+    grad_norm = model_norm(engine.optimizer.grads, engine.buffer.buckets, engine.mesh).item()
     engine.buffer.grads.zero_()
     found = [json.loads(text) for text in gather_texts(json.dumps(probe.found), engine.mesh.world)]
     first = {
@@ -79,10 +80,23 @@ def diagnose(engine: Engine, batch: GlobalBatch) -> Diagnosis:
     return Diagnosis(**first, grad_norm=grad_norm)
 
 
+@contextmanager
+def gradients_by_autograd(models: list[nn.Module]) -> Iterator[None]:
+    """Make layers return weight gradients to autograd, whose hooks then see them, instead of using `main_grad`."""
+    main_grads = [(p, p.main_grad) for model in models for _, p in named_parameters(model)]
+    for p, _ in main_grads:
+        p.main_grad = None
+    try:
+        yield
+    finally:
+        for p, grad in main_grads:
+            p.main_grad = grad
+
+
 def corrupt_weights(engine: Engine) -> str:
     """Names the first parameter that is not finite on each rank that has one; "" if none has. Every process must call
     this."""
-    found = next((e.name for e in engine.buffer.entries if not _finite(e.view(engine.buffer.params))), "")
+    found = next((e.name for e in engine.buffer.flat_params if not _finite(e.view(engine.buffer.params))), "")
     names = gather_texts(found, engine.mesh.world)
     return ", ".join(f"{name} on rank {rank}" for rank, name in enumerate(names) if name)
 

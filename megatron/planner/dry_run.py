@@ -24,13 +24,13 @@ from megatron.flags import either
 from megatron.model.context import ModelContext
 from megatron.ops.backend import Ops, choose_ops
 from megatron.optim.layout import lay_out, param_groups
-from megatron.parallel.mesh import AXES, Mesh, fake_mesh, world_size
+from megatron.parallel.mesh import Mesh, world_size
 from megatron.parallel.stages import chunks_per_stage
 from megatron.parallel.timers import Timers
 from megatron.parallel.transfers import MAX_PENDING_SENDS
 from megatron.planner.config import DryRunConfig
 from megatron.planner.counting import Counter, Traffic
-from megatron.planner.fakes import fake_tensors
+from megatron.planner.fakes import fake_mesh, fake_tensors
 from megatron.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.tokenizer.config import TokenizerConfig
 from megatron.tokenizer.null import NullTokenizer
@@ -216,8 +216,8 @@ class DryRun:
         with torch.device("meta"):
             model = self.task.build_model(self.config, context, None)
         groups = param_groups(self.config.optimizer, Mesh(device=CPU), distributed=False)
-        entries = [e for b in lay_out([model], groups, bucket_size=1) for e in b.entries]
-        return sum(end - begin for e in entries for begin, end in e.flat(e.counted()))
+        buckets = lay_out([model], groups, bucket_size=1)
+        return sum(param.num_counted for bucket in buckets for param in bucket.flat_params)
 
     def count(self, rank: int) -> RankCost:
         """Count the resources of a rank."""
@@ -338,12 +338,13 @@ def count_step(
             lr=config.optimizer.lr,
             weight_decay=config.optimizer.weight_decay,
         )
-    # Gradients are reduced over replicas once per step; on other axes every pass communicates.
+    # Gradients are reduced once per step; on other axes every pass communicates.
+    reduce_axes = {bucket.group.reduce_axis.name for bucket in engine.buffer.buckets}
     repeat = functools.partial(_repeat, microbatches, simulated)
     (before, flops_before), (after, flops_after) = phases.before, phases.after
     traffic = dict(counter.traffic)
     for key in after:
-        if key[1] != AXES["dp"]:
+        if key[1] not in reduce_axes:
             passes = after[key] - before.get(key, Traffic())
             traffic[key] += Traffic(repeat(passes.calls), repeat(passes.bytes))
     other_batches = (microbatches - simulated) * max(batch_bytes)
@@ -357,9 +358,7 @@ def count_step(
         rank=mesh.world.rank,
         coordinates={name: getattr(mesh, name).rank for name in ("pp", "dp", "tp")},
         parameters=engine.buffer.local_elements,
-        unique_parameters=sum(
-            end - begin for e in engine.buffer.entries for begin, end in e.flat(e.counted())
-        ),
+        unique_parameters=sum(param.num_counted for param in engine.buffer.flat_params),
         memory=memory,
         traffic=traffic,
         flops=counter.flops + repeat(flops_after - flops_before),

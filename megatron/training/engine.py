@@ -22,7 +22,7 @@ from megatron.optim.optimizer import Optimizer
 from megatron.parallel.collectives import all_equal, all_reduce_sum, raise_on_all_ranks
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.pipeline import run_schedule
-from megatron.parallel.random import DropoutKey, key
+from megatron.parallel.random import DropoutKey, stable_hash
 from megatron.parallel.schedules import SCHEDULES, Action, Schedule, forward_only, with_transfers
 from megatron.parallel.stages import split_layers
 from megatron.parallel.timers import Timers
@@ -206,13 +206,13 @@ class Engine:
     def reduce_gradients(self) -> None:
         """Sum the gradients over the replicas, as far as backward has not done so already."""
         with self.timers("grads-reduce"):
-            self.buffer.finish_reduce()
+            self.buffer.reducer.finish()
 
     def _spike_loss(self, losses: Tensor) -> Tensor | None:
         """The global batch's loss on every process, where --spike-skip needs it."""
         if self.config.optimizer.spike_skip is None:
             return None
-        return all_reduce_sum(all_reduce_sum(losses.sum(), self.mesh.dp_cp), self.mesh.pp)
+        return all_reduce_sum(losses.sum(), self.mesh.dp_cp, self.mesh.pp)
 
     def _actions(self, schedule: Schedule, microbatches: int) -> list[Action]:
         """Actions of this process's stage."""
@@ -256,7 +256,7 @@ class Engine:
             stage = EvalStage(self.model, microbatches, metric, totals)
             run_schedule(stage, self._actions(forward_only, len(microbatches)), self.transfers)
             self.transfers.finish()
-        sums, denominators = all_reduce_sum(all_reduce_sum(totals, self.mesh.dp_cp), self.mesh.pp).tolist()
+        sums, denominators = all_reduce_sum(totals, self.mesh.dp_cp, self.mesh.pp).tolist()
         return sums, denominators
 
     def _to_device(self, batches: Iterable[Batch]) -> list[Batch]:
@@ -274,7 +274,7 @@ class Engine:
         with raise_on_all_ranks(mesh.world, InputError):
             ops = choose(config.ops, work=work, dtype=self.dtype, device=mesh.device)
         # Replicated values would drift apart if ranks computed them differently.
-        if not all_equal(key(*ops.kinds, bits=32), mesh.world):
+        if not all_equal(stable_hash(*ops.kinds, bits=32), mesh.world):
             raise InputError(
                 f"rank {mesh.world.rank} computes with {', '.join(ops.kinds)} and other ranks with something else: "
                 "their machines differ in torch, apex or the C++ compiler; make them alike, or use --ops-backend plain"

@@ -15,7 +15,7 @@ from megatron.flags import either, flag_name
 from megatron.model.config import check_tensor_parallel
 from megatron.parallel.collectives import all_gather, all_reduce_max
 from megatron.parallel.mesh import Axis, axis_sizes
-from megatron.parallel.random import key
+from megatron.parallel.random import stable_hash
 from megatron.parallel.stages import split_layers
 from megatron.training.batch_size import BatchSchedule
 from megatron.training.config import RunConfig
@@ -88,7 +88,7 @@ def check_same_everywhere(config: RunConfig, world: Axis) -> None:
     for section in config.sections:
         for field in dataclasses.fields(section):
             values[flag_name(field)] = repr(getattr(section, field.name))
-    keys = torch.tensor([key(value, bits=32) for value in values.values()])
+    keys = torch.tensor([stable_hash(value, bits=32) for value in values.values()])
     largest, smallest = all_reduce_max(torch.stack((keys, -keys)), world)
     differing = [name for name, same in zip(values, (largest == -smallest).tolist(), strict=True) if not same]
     if differing:

@@ -109,7 +109,7 @@ class TrainStage(ModelStage):
         return self.loss.add(sums)
 
     def begin_last_backward(self, chunk: int) -> None:
-        self.buffer.begin_last_backward(chunk)
+        self.buffer.reducer.begin_last_backward(chunk)
 
 
 class EvalStage(ModelStage):

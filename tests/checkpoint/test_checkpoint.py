@@ -26,7 +26,7 @@ from megatron.optim.optimizer import Optimizer
 def train(buffer: ParamBuffer, optimizer: Optimizer, steps: int) -> None:
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)
-        for entry in buffer.entries:
+        for entry in buffer.flat_params:
             grad = entry.view(buffer.grads)
             grad.copy_(torch.randn(grad.shape, generator=generator))
         optimizer.step(lr=1e-3, weight_decay=0.1)
