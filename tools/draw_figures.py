@@ -23,7 +23,7 @@ from megatron.parallel.schedules import (
     one_forward_one_backward,
     simulate,
 )
-from megatron.planner.schedule_costs import bubble_fraction, peak_in_flight
+from megatron.planner.schedule_costs import bubble_fraction, makespan, peak_in_flight
 
 INK = "#1f2937"
 LINE = "#6b7280"
@@ -86,9 +86,9 @@ def draw_schedule(title: str, schedule: Sequence[Sequence[Compute]], stages: int
     """
     timeline = simulate(schedule, stages, lambda rank, action: one_and_two(rank, action) / chunks)
     left, top, unit, high = 76, 44, 26, 30
-    width, bottom = timeline.makespan * unit, top + stages * high
+    width, bottom = makespan(timeline) * unit, top + stages * high
     parts = []
-    for rank, row in enumerate(timeline.ranks):
+    for rank, row in enumerate(timeline):
         y = top + rank * high
         parts += [text(left - 8, y + high / 2, f"rank {rank}", anchor="end"), box(left, y, width, high, IDLE)]
         for action, start, end in row:

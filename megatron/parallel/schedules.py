@@ -156,17 +156,8 @@ def one_and_two(_: int, action: Compute) -> float:
     return 1.0 if isinstance(action, Forward) else 2.0
 
 
-@dataclass(frozen=True)
-class Timeline:
-    """A simulated schedule, in the unit of the durations given to `simulate`.
-
-    Attributes:
-        makespan: time from the first start to the last end.
-        ranks: (action, start, end) of each rank, in order.
-    """
-
-    makespan: float
-    ranks: list[list[tuple[Compute, float, float]]]
+# A simulated schedule: (action, start, end) of each rank, in order.
+Timeline = list[list[tuple[Compute, float, float]]]
 
 
 def simulate(
@@ -184,13 +175,13 @@ def simulate(
     """
     todo = [[a for a in actions if isinstance(a, Forward | Backward)] for actions in schedule]
     chunks = 1 + max(action.chunk for actions in todo for action in actions)
-    ranks: list[list[tuple[Compute, float, float]]] = [[] for _ in todo]
+    timeline: Timeline = [[] for _ in todo]
     arrival: dict[tuple[int, Compute], float] = {}  # (consuming rank, consuming compute) -> time
     waiting: set[tuple[int, Compute]] = set()
     ready = list(range(stages))
     while ready:
         rank = ready.pop()
-        row = ranks[rank]
+        row = timeline[rank]
         while len(row) < len(todo[rank]):
             action = todo[rank][len(row)]
             arrived = arrival.get((rank, action))
@@ -207,7 +198,7 @@ def simulate(
                     waiting.remove(consumer)
                     ready.append(consumer[0])
     assert not waiting, f"the schedule deadlocks: {waiting} are never reached"
-    return Timeline(max(row[-1][2] for row in ranks), ranks)
+    return timeline
 
 
 def with_transfers(schedule: Sequence[Sequence[Compute]], stages: int) -> list[list[Action]]:
@@ -220,11 +211,10 @@ def with_transfers(schedule: Sequence[Sequence[Compute]], stages: int) -> list[l
 
     Consecutive chunks on the same rank (`stages` is 1) need no transfer.
     """
-    timeline = simulate(schedule, stages)
     chunks = 1 + max(action.chunk for actions in schedule for action in actions)
     # The keys (time, transfers first, rank) are distinct: a rank starts and ends one pass at a time.
     events: list[list[tuple[tuple[float, int, int], Action]]] = [[] for _ in schedule]
-    for rank, row in enumerate(timeline.ranks):
+    for rank, row in enumerate(simulate(schedule, stages)):
         for action, start, end in row:
             events[rank].append(((start, 1, rank), action))
             consumer = _consumer(action, rank, stages, chunks)

@@ -8,14 +8,13 @@ from __future__ import annotations
 import dataclasses
 
 from megatron.model.config import ModelConfig
+from megatron.ops.logits import LOGITS_CHUNK_BYTES
 from megatron.planner.cluster import Cluster
 from megatron.planner.layout import Job, Layout, Program
 
 # Share of a device's memory that a model can use. The rest is for the driver, NCCL's buffers and fragmentation.
 USABLE_MEMORY = 0.92
 ADAM_MOMENTS = 8  # bytes per parameter: two means in fp32
-# Logits that a GPU computes at a time, where they are not kept; megatron/ops/linear_cross_entropy.py has the same.
-LOGITS_CHUNK_BYTES = 1 << 28
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +155,7 @@ def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program
     if stage == layout.pipeline - 1:
         logits = tokens * job.padded_vocab_size(layout.tensor) / layout.tensor
         kept = logits * element <= program.kept_logits
-        activations += logits * (element + 4) if kept else LOGITS_CHUNK_BYTES
+        activations += logits * (element + 4) if kept else LOGITS_CHUNK_BYTES["cuda"]
     return Memory(
         weights=element * parameters,
         gradients=program.gradient * parameters,
