@@ -24,8 +24,9 @@ from megatron.parallel.config import ParallelConfig
 from megatron.parallel.mesh import Mesh, init_mesh
 from megatron.parallel.pipeline import PipelineStage as OurStage
 from megatron.parallel.pipeline import run_schedule
-from megatron.parallel.schedules import SCHEDULES, bubble_fraction, with_transfers
+from megatron.parallel.schedules import SCHEDULES, with_transfers
 from megatron.parallel.transfers import Transfers
+from megatron.planner.schedule_costs import bubble_fraction
 
 STAGES = 4
 FORWARD, BACKWARD = 0.02, 0.04  # seconds per stage and microbatch

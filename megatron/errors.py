@@ -25,14 +25,14 @@ class TrainingFault(RuntimeError):
     exit_status = 1
 
 
-class PassingFault(TrainingFault):
+class TransientFault(TrainingFault):
     """Raised when training cannot continue but a restart may help: a process died, or a machine computes wrongly."""
 
     # Above 127, like death by a signal: restart policies that retry on such statuses (Kubeflow's ExitCode) retry this.
     exit_status = 200
 
 
-class LostRank(PassingFault):
+class LostRank(TransientFault):
     """Raised when a communication failed because another process died or hangs."""
 
 

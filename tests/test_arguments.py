@@ -15,7 +15,7 @@ import pytest
 
 from megatron.arguments import parse_run_config, run_parser
 from megatron.cli import OTHER_NAMES, Parser, run_command, summary
-from megatron.errors import InputError, PassingFault, TrainingFault
+from megatron.errors import InputError, TrainingFault, TransientFault
 from megatron.flags import Flag, field_types, flag_name
 from megatron.interop.nvidia.flags import OURS_ALONE
 from megatron.training.config import RunConfig
@@ -576,7 +576,7 @@ def test_help_is_grouped_and_complete() -> None:
     [
         (InputError("--lr: is odd"), 2, "error: --lr: is odd\n"),
         (TrainingFault("useless"), 1, "error: useless\n"),
-        (PassingFault("rank 3 is gone"), 200, "error: rank 3 is gone\n"),
+        (TransientFault("rank 3 is gone"), 200, "error: rank 3 is gone\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
         (None, 0, ""),
     ],

@@ -25,7 +25,7 @@ def step(mesh, x: "a + 1" = 3, *, seed=0):
         raise ValueError(
             f"{x + 1}"
         )
-    return key("init", seed, name), [y for y in x if not y], x.clamp(min=1) - 1
+    return stable_hash("init", seed, name), [y for y in x if not y], x.clamp(min=1) - 1
 '''
 
 
@@ -45,11 +45,20 @@ def test_every_kind_of_fault_is_found_and_changes_one_line() -> None:
         ("weaker check", "if x < 2 or mesh:"),
         ("off by one", "if x < 3 and mesh:"),
         ("weaker check", "ValueError("),
-        ("another seed", 'return key("init", seed), [y for y in x if not y], x.clamp(min=1) - 1'),
-        ("another seed", 'return key("init", seed + 1, name), [y for y in x if not y], x.clamp(min=1) - 1'),
-        ("negated condition", 'return key("init", seed, name), [y for y in x if y], x.clamp(min=1) - 1'),
-        ("min for max", 'return key("init", seed, name), [y for y in x if not y], x.clamp(max=1) - 1'),
-        ("off by one", 'return key("init", seed, name), [y for y in x if not y], x.clamp(min=1)'),
+        ("another seed", 'return stable_hash("init", seed), [y for y in x if not y], x.clamp(min=1) - 1'),
+        (
+            "another seed",
+            'return stable_hash("init", seed + 1, name), [y for y in x if not y], x.clamp(min=1) - 1',
+        ),
+        (
+            "negated condition",
+            'return stable_hash("init", seed, name), [y for y in x if y], x.clamp(min=1) - 1',
+        ),
+        (
+            "min for max",
+            'return stable_hash("init", seed, name), [y for y in x if not y], x.clamp(max=1) - 1',
+        ),
+        ("off by one", 'return stable_hash("init", seed, name), [y for y in x if not y], x.clamp(min=1)'),
     }
     for mutation in mutations("megatron/a/b.py", SOURCE):
         assert parses(mutation, SOURCE)

@@ -17,13 +17,13 @@ from megatron.cli import Parser, run_command
 from megatron.parallel.schedules import (
     Compute,
     Forward,
-    bubble_fraction,
     gpipe,
     interleaved,
     one_and_two,
     one_forward_one_backward,
     simulate,
 )
+from megatron.planner.schedule_costs import bubble_fraction, makespan, peak_in_flight
 
 INK = "#1f2937"
 LINE = "#6b7280"
@@ -86,9 +86,9 @@ def draw_schedule(title: str, schedule: Sequence[Sequence[Compute]], stages: int
     """
     timeline = simulate(schedule, stages, lambda rank, action: one_and_two(rank, action) / chunks)
     left, top, unit, high = 76, 44, 26, 30
-    width, bottom = timeline.makespan * unit, top + stages * high
+    width, bottom = makespan(timeline) * unit, top + stages * high
     parts = []
-    for rank, row in enumerate(timeline.ranks):
+    for rank, row in enumerate(timeline):
         y = top + rank * high
         parts += [text(left - 8, y + high / 2, f"rank {rank}", anchor="end"), box(left, y, width, high, IDLE)]
         for action, start, end in row:
@@ -106,7 +106,7 @@ def draw_schedule(title: str, schedule: Sequence[Sequence[Compute]], stages: int
         ):
             parts += [box(x, legend - 7, 14, 14, fill), text(x + 20, legend, words, 12, "start")]
             x += 150 if chunks > 1 else 90
-    held = ", ".join(map(str, timeline.peak_in_flight))
+    held = ", ".join(str(peak_in_flight(actions)) for actions in schedule)
     facts = f"bubble (p-1)/(vm) = {bubble:.4g}; forwards held at the peak, by rank: {held}"
     parts += [
         box(x, legend - 7, 14, 14, IDLE),

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron.checkpoint.manifest import Manifest, read_manifest
-from megatron.checkpoint.pieces import Pieces, TensorSource
+from megatron.checkpoint.pieces import NativeTensors, TensorSource
 from megatron.checkpoint.storage import folder_of
 from megatron.errors import InputError
 from megatron.flags import LARGEST, Config, flag_name
@@ -86,7 +86,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     state = read_state(folder)
     if (folder / EVALUATED).exists():
         state["evaluation_due"] = False
-    tensors = {kind: Pieces(folder, index) for kind, index in manifest.tensors.items()}
+    tensors = {kind: NativeTensors(folder, index) for kind, index in manifest.tensors.items()}
     return Checkpoint(folder, state, tensors, manifest)
 
 

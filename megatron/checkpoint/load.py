@@ -23,7 +23,7 @@ def load_into(checkpoint: Checkpoint, buffer: ParamBuffer, optimizer: Optimizer 
         InputError: a file is missing or truncated, or a tensor is missing, unknown or of another shape.
     """
     weights = checkpoint.tensors["model"]
-    _check_known(weights, {entry.name for entry in buffer.entries}, buffer.mesh)
+    _check_known(weights, {entry.name for entry in buffer.flat_params}, buffer.mesh)
     if optimizer is None:
         _read_weights(buffer, weights, "")
         return
@@ -40,7 +40,7 @@ def load_into(checkpoint: Checkpoint, buffer: ParamBuffer, optimizer: Optimizer 
         f"{kind}/{entry.name}"
         for bucket in buffer.buckets
         for kind in (*bucket.group.optimizer.state, *master)
-        for entry in bucket.entries
+        for entry in bucket.flat_params
     }
     _check_known(state, names, buffer.mesh)
     _read_weights(buffer, *((state, "master/") if has_master else (weights, "")))
@@ -66,7 +66,7 @@ def load_shared(
         InputError: as in `load_into`, for all other tensors.
     """
     weights = checkpoint.tensors["model"]
-    here = {entry.name for entry in buffer.entries}
+    here = {entry.name for entry in buffer.flat_params}
     unused = {name for name in weights.index if name.startswith(dropped)}
     kept = {name for name in here if name.startswith(new) and name not in weights.index}
     _check_known(weights, here | unused, buffer.mesh)
@@ -86,7 +86,7 @@ def _read_weights(buffer: ParamBuffer, source: TensorSource, prefix: str, kept: 
     """Fill parameters and master weights from the tensors whose names start with `prefix`, except those in `kept`."""
     parts = () if buffer.is_fp32 else buffer.parts(buffer.masters)
     masters = {entry.name: (part, begin) for entry, part, begin in parts}
-    for entry in buffer.entries:
+    for entry in buffer.flat_params:
         if entry.name in kept:
             continue
         values = source.read(prefix + entry.name, entry.shard_spec)

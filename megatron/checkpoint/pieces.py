@@ -50,12 +50,15 @@ class TensorSource(Protocol):
 
 
 def file_name(kind: str, rank: int, ranks: int) -> str:
-    """The name of the file to which a rank writes its tensors of the `kind` "model" or "optimizer"."""
+    """Name of the file to which a rank writes its tensors of the `kind` "model" or "optimizer"."""
     return f"{kind}.safetensors" if ranks == 1 else f"{kind}-{rank + 1:05d}-of-{ranks:05d}.safetensors"
 
 
 def written_range(bucket: Bucket) -> Range:
-    """The range of a bucket that this rank writes: its shard with the distributed optimizer, else an equal part."""
+    """Range of flat memory that this rank writes of a bucket.
+
+    With the distributed optimizer it is the local shard, otherwise an equal part for each replica.
+    """
     if bucket.group.shard_axis.size > 1:
         return bucket.shard
     replicas, length = bucket.group.reduce_axis, bucket.end - bucket.start
@@ -63,43 +66,46 @@ def written_range(bucket: Bucket) -> Range:
     return bucket.start + begin, bucket.start + end
 
 
-def written_parts(buffer: ParamBuffer, local: list[Tensor]) -> list[Tensor]:
-    """Views of the parts of `local`, this rank's shard of each bucket, that it writes."""
+def written_parts(buffer: ParamBuffer, shards: list[Tensor]) -> list[Tensor]:
+    """Slice what this rank writes out of its local shard of each bucket, without a copy."""
     parts = []
-    for bucket, shard in zip(buffer.buckets, local, strict=True):
+    for bucket, shard in zip(buffer.buckets, shards, strict=True):
         begin, end = written_range(bucket)
         parts.append(shard[begin - bucket.shard[0] : end - bucket.shard[0]])
     return parts
 
 
 def pieces_to_write(buffer: ParamBuffer, parts: list[Tensor]) -> Iterator[tuple[FlatParam, Block, Tensor]]:
-    """Yield the pieces in `written_parts`: parameter, block of the whole tensor, values.
+    """Yield the pieces that this rank writes: parameter, block of the whole tensor, values.
 
-    The ranks' pieces do not overlap, and together are the whole tensors.
+    The pieces of all ranks cover the whole tensors without overlap.
+
+    Args:
+        parts: result of `written_parts`.
     """
     for bucket, part in zip(buffer.buckets, parts, strict=True):
         written = written_range(bucket)
-        for entry in bucket.entries if len(part) else ():
-            both = overlap(written, (entry.start, entry.end))
+        for param in bucket.flat_params if len(part) else ():
+            both = overlap(written, (param.start, param.end))
             if both is None:
                 continue
-            for local, whole in _blocks(entry, both):
-                begin = entry.start - written[0] + local.rows[0] * entry.shard_spec.row + local.columns[0]
+            for local, whole in _blocks(param, both):
+                begin = param.start - written[0] + local.rows[0] * param.shard_spec.row + local.columns[0]
                 rows, columns = local.shape
-                shape = (rows,) if len(entry.shard_spec.shape) == 1 else (rows, columns)
-                yield entry, whole, part[begin : begin + rows * columns].view(shape)
+                shape = (rows,) if len(param.shard_spec.shape) == 1 else (rows, columns)
+                yield param, whole, part[begin : begin + rows * columns].view(shape)
 
 
-def _blocks(entry: FlatParam, flat: Range) -> Iterator[tuple[Block, Block]]:
-    """Divide a range of the flat memory into blocks of the local tensor; yield each with its block of the whole."""
-    row = entry.shard_spec.row
-    for part in flat_blocks(flat[0] - entry.start, flat[1] - entry.start, row):
-        for counted in entry.counted():
-            for local, whole in entry.shard_spec.blocks():
-                both = part.meet(Block(counted, (0, row)))
-                both = both and both.meet(local)
+def _blocks(param: FlatParam, flat: Range) -> Iterator[tuple[Block, Block]]:
+    """Divide a range of flat memory into blocks of the local tensor, and yield each with its block of the whole one."""
+    row = param.shard_spec.row
+    for part in flat_blocks(flat[0] - param.start, flat[1] - param.start, row):
+        for counted in param.counted():
+            for local, whole in param.shard_spec.blocks():
+                both = part.intersect(Block(counted, (0, row)))
+                both = both and both.intersect(local)
                 if both is not None:
-                    yield both, both.moved(local, whole)
+                    yield both, both.translated(local, whole)
 
 
 def write_pieces(path: Path, pieces: PiecesToWrite) -> None:
@@ -113,19 +119,20 @@ def write_pieces(path: Path, pieces: PiecesToWrite) -> None:
     for name, blocks in pieces.items():
         for spec, block, values in blocks:
             shape = spec.shape if spec.num_valid_rows is None else (spec.num_valid_rows, *spec.shape[1:])
-            key = piece_key(name, block, shape)
+            key, dtype = piece_key(name, block, shape), str(values.dtype).removeprefix("torch.")
             contents[key] = values.detach().cpu()
-            tensor = index.setdefault(name, {"shape": shape, "dtype": str(values.dtype)[6:], "pieces": []})
+            tensor = index.setdefault(name, {"shape": shape, "dtype": dtype, "pieces": []})
             tensor["pieces"].append([path.name, key, block.rows, block.columns])
     try:
         safetensors.torch.save_file(contents, path, metadata={"index": json.dumps(index)})
     except safetensors.SafetensorError as error:  # raised for a full disk, among others
         raise OSError(" ".join(str(error).split())) from None
-    path.chmod(0o644)  # safetensors creates files that only their owner can read
+    # safetensors creates files with mode 0600. The folder was created under the umask.
+    path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def piece_key(name: str, block: Block, shape: tuple[int, ...]) -> str:
-    """The name of a piece in its file."""
+    """Name of a piece in its file."""
     if block == Block((0, shape[0]), (0, math.prod(shape[1:]))):
         return name
     ranges = (block.rows,) if len(shape) == 1 else (block.rows, block.columns)
@@ -133,14 +140,14 @@ def piece_key(name: str, block: Block, shape: tuple[int, ...]) -> str:
 
 
 def read_index(path: Path) -> Index:
-    """The part of the index that a file's metadata holds."""
+    """Read the part of the index in a file's metadata."""
     with safetensors.safe_open(path, framework="pt") as file:
         return json.loads(file.metadata()["index"])
 
 
 @dataclasses.dataclass
-class Pieces:
-    """A `TensorSource` over the files of a native checkpoint. Files are opened when they are first read."""
+class NativeTensors:
+    """Tensors of a native checkpoint, a `TensorSource`. Files are opened when they are first read."""
 
     folder: Path
     index: Index
@@ -160,25 +167,25 @@ class Pieces:
         missing = 0
         for part in flat_blocks(begin, begin + target.numel(), spec.row):
             for local, whole in spec.blocks():
-                needed = part.meet(local)
+                needed = part.intersect(local)
                 # No file holds the rows that pad the vocabulary.
-                needed = needed and needed.moved(local, whole).meet(Block((0, rows), (0, 2**62)))
+                needed = needed and needed.translated(local, whole).intersect(Block((0, rows), (0, 2**62)))
                 if needed is None:
                     continue
                 missing += math.prod(needed.shape)
                 for file, key, (top, bottom), (left, right) in self.index[name]["pieces"]:
                     piece = Block((top, bottom), (left, right))
-                    both = needed.meet(piece)
+                    both = needed.intersect(piece)
                     if both is None:
                         continue
                     if file not in self.files:
                         self.files[file] = TensorFile(self.folder / file)
-                    at = both.moved(whole, local)
+                    at = both.translated(whole, local)
                     start = at.rows[0] * spec.row + at.columns[0] - begin + target.storage_offset()
                     self.files[file].read_into(
                         target.as_strided(both.shape, (spec.row, 1), start),
                         key,
-                        both.moved(piece, Block((0, 0), (0, 0))),
+                        both.translated(piece, Block((0, 0), (0, 0))),
                     )
                     missing -= math.prod(both.shape)
         if missing:

@@ -57,7 +57,7 @@ def take_snapshot(
     config: CheckpointConfig, state: dict[str, Any], buffer: ParamBuffer, optimizer: Optimizer
 ) -> Snapshot:
     """Take a snapshot. Its tensors are views of the run's own memory, which the next step changes."""
-    buffer.finish_gathers()
+    buffer.gather.finish()
     groups = {"model": {"": buffer.local_shards(buffer.params)}}
     if config.save_optim:
         masters = {} if buffer.is_fp32 else {"master": buffer.masters}

@@ -122,6 +122,6 @@ def evaluate(
             totals[1] += count(batch, task)
         advance()
     stages.transfers.finish()
-    result, scored = all_reduce_sum(all_reduce_sum(totals, mesh.dp_cp), mesh.pp).tolist()
+    result, scored = all_reduce_sum(totals, mesh.dp_cp, mesh.pp).tolist()
     assert scored == task.count
     return result

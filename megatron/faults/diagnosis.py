@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.optim.norms import model_norm
 from megatron.parallel.collectives import gather_texts
 from megatron.parallel.parameters import main_grad, named_parameters
 from megatron.training.engine import Engine, GlobalBatch
@@ -69,7 +70,7 @@ def diagnose(engine: Engine, batch: GlobalBatch) -> Diagnosis:
     with probe.attached():
         engine.forward_backward(batch, eager=True)
         engine.reduce_gradients()
-    grad_norm = engine.buffer.norm(engine.optimizer.grads).item()
+    grad_norm = model_norm(engine.optimizer.grads, engine.buffer.buckets, engine.mesh).item()
     engine.buffer.grads.zero_()
     found = [json.loads(text) for text in gather_texts(json.dumps(probe.found), engine.mesh.world)]
     first = {
@@ -82,7 +83,7 @@ def diagnose(engine: Engine, batch: GlobalBatch) -> Diagnosis:
 def corrupt_weights(engine: Engine) -> str:
     """Names the first parameter that is not finite on each rank that has one; "" if none has. Every process must call
     this."""
-    found = next((e.name for e in engine.buffer.entries if not _finite(e.view(engine.buffer.params))), "")
+    found = next((e.name for e in engine.buffer.flat_params if not _finite(e.view(engine.buffer.params))), "")
     names = gather_texts(found, engine.mesh.world)
     return ", ".join(f"{name} on rank {rank}" for rank, name in enumerate(names) if name)
 

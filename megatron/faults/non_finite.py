@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch
 
 from megatron.data.loader import train_batches
-from megatron.errors import PassingFault, TrainingFault
+from megatron.errors import TrainingFault, TransientFault
 from megatron.faults.diagnosis import Diagnosis, corrupt_weights, diagnose
 from megatron.parallel.collectives import gather_texts
 from megatron.training.loop import Hook, Trainer
@@ -71,7 +71,7 @@ def stop_on_non_finite(trainer: Trainer, iteration: int, consumed_samples: int) 
     )
     event = f"iteration {iteration}: the loss or its gradient is not finite{scaled}; no weights were changed, {kept}. "
     if weights:
-        raise PassingFault(
+        raise TransientFault(
             f"{event}Weights were not finite before it: {weights}; a machine has corrupted them"
         )
     try:
@@ -87,7 +87,7 @@ def stop_on_non_finite(trainer: Trainer, iteration: int, consumed_samples: int) 
             f"{event}Recomputed, it is not finite again: {found}. Continue from an earlier checkpoint (--ckpt-step) "
             f"with a lower --lr or a longer warm-up{lower}, or skip such iterations with --on-non-finite skip"
         )
-    raise PassingFault(
+    raise TransientFault(
         f"{event}Recomputed, it is finite: a machine computes wrongly. {_where(trainer, faulty)}"
     )
 

@@ -8,7 +8,7 @@ import json
 import torch
 from torch import Tensor
 
-from megatron.errors import PassingFault
+from megatron.errors import TransientFault
 from megatron.faults.config import FaultsConfig
 from megatron.optim.buffer import ParamBuffer
 from megatron.optim.layout import FlatParam
@@ -39,47 +39,46 @@ def check_replicas(buffer: ParamBuffer) -> None:
     ranks replicate, and of tied embeddings on the first and last stage. Every process must call it.
 
     Raises:
-        PassingFault: on all processes if some weights differ, naming the parameter and the ranks.
+        TransientFault: on all processes if some weights differ, naming the parameter and the ranks.
     """
-    buffer.finish_gathers()
+    buffer.gather.finish()
     mesh, params = buffer.mesh, buffer.params
-    shared = collections.defaultdict(list)
-    for entry in buffer.entries:
-        if entry.shard_spec.shared:
-            shared[entry.shard_spec.replicas].append(entry)
-    compared = [
-        (mesh.dp_cp, [(entry, entry.view(params).flatten()) for entry in buffer.entries]),
-        *((axis, [(entry, _shared(entry, params)) for entry in found]) for axis, found in shared.items()),
-        (mesh.embedding, [(entry, entry.view(params).flatten()) for entry in buffer.entries if entry.tied]),
-    ]
-    found = [text for axis, entries in compared if (text := _differing(axis, entries)) is not None]
+    replicated, shared = collections.defaultdict(list), collections.defaultdict(list)
+    for bucket in buffer.buckets:
+        for param in bucket.flat_params:
+            replicated[bucket.group.reduce_axis].append((param, param.view(params).flatten()))
+            if param.shard_spec.shared:
+                shared[param.shard_spec.replicas].append((param, _shared(param, params)))
+    tied = [(param, param.view(params).flatten()) for param in buffer.flat_params if param.tied]
+    compared = [*replicated.items(), *shared.items(), (mesh.embedding, tied)]
+    found = [text for axis, weights in compared if (text := _differing(axis, weights)) is not None]
     gathered = [json.loads(texts) for texts in gather_texts(json.dumps(found), mesh.world)]
     differing = sorted({text for texts in gathered for text in texts})
     if differing:
-        raise PassingFault(
+        raise TransientFault(
             f"--check-weight-replicas-interval: the weights of replicas differ: {'; '.join(differing[:5])}; continue "
             "from an earlier checkpoint, and check the machines of these ranks"
         )
 
 
-def _shared(entry: FlatParam, params: Tensor) -> Tensor:
+def _shared(param: FlatParam, params: Tensor) -> Tensor:
     """The rows of a parameter that every tensor-parallel rank holds."""
-    return torch.cat([params[begin:end] for begin, end in entry.flat(entry.shard_spec.shared)])
+    return torch.cat([params[begin:end] for begin, end in param.flat(param.shard_spec.shared)])
 
 
-def _differing(axis: Axis, entries: list[tuple[FlatParam, Tensor]]) -> str | None:
+def _differing(axis: Axis, weights: list[tuple[FlatParam, Tensor]]) -> str | None:
     """Describe the first parameter that differs between the ranks of `axis`, and on which; None if none differs."""
-    if axis.size == 1 or not entries:
+    if axis.size == 1 or not weights:
         return None
-    sums = torch.stack([checksum(values) for _, values in entries])
+    sums = torch.stack([checksum(values) for _, values in weights])
     table = all_gather(sums, axis).view(axis.size, -1).cpu()
-    for (entry, _), column in zip(entries, table.t().tolist(), strict=True):
+    for (param, _), column in zip(weights, table.t().tolist(), strict=True):
         (common, count), *others = collections.Counter(column).most_common()
         if others:
             ranks = [rank for rank, value in zip(axis.ranks, column, strict=True) if value != common]
             if count == others[0][1]:  # without a majority any rank may be wrong
                 ranks = list(axis.ranks)
-            return f"{entry.name} on rank {', '.join(map(str, ranks))} of the {axis.name} ranks {list(axis.ranks)}"
+            return f"{param.name} on rank {', '.join(map(str, ranks))} of the {axis.name} ranks {list(axis.ranks)}"
     return None
 
 

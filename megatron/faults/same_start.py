@@ -14,7 +14,7 @@ from megatron.errors import InputError
 from megatron.flags import flag_name
 from megatron.parallel.collectives import all_reduce_max
 from megatron.parallel.mesh import Axis
-from megatron.parallel.random import key
+from megatron.parallel.random import stable_hash
 from megatron.training.config import RunConfig
 
 
@@ -29,7 +29,7 @@ def check_same_everywhere(config: RunConfig, world: Axis) -> None:
     for section in config.sections:
         for field in dataclasses.fields(section):
             values[flag_name(field)] = repr(getattr(section, field.name))
-    keys = torch.tensor([key(value, bits=32) for value in values.values()])
+    keys = torch.tensor([stable_hash(value, bits=32) for value in values.values()])
     largest, smallest = all_reduce_max(torch.stack((keys, -keys)), world)
     differing = [name for name, same in zip(values, (largest == -smallest).tolist(), strict=True) if not same]
     if differing:

@@ -75,7 +75,7 @@ class Watchdog:
         self.failed = isinstance(error, LostRank)
         self.leaving.set()
         if isinstance(error, Exception) and not self.failed:
-            self._leave_word(error)
+            self._record_error(error)
         # torchrun ends all processes once one has exited; this one waits until it knows the cause.
         before = signal.signal(signal.SIGTERM, signal.SIG_IGN) if self.failed else None
         self.thread.join()
@@ -86,7 +86,7 @@ class Watchdog:
             fault.exit_status = self.status
             raise fault from error
 
-    def _leave_word(self, error: Exception) -> None:
+    def _record_error(self, error: Exception) -> None:
         """Record in the store that this process ends by an error of its own, with its exit status."""
         self.thread.join()
         status = getattr(error, "exit_status", 1)
@@ -96,11 +96,11 @@ class Watchdog:
 
     def _watch(self) -> None:
         """Body of the thread. Ends the process if the main thread does not."""
-        while not self._has_to_end():
+        while not self._must_abort():
             if self.leaving.is_set():
                 return
         try:
-            self.verdict = self._learn_why()
+            self.verdict = self._determine_cause()
         except Exception as error:  # the process must end in any case
             self.verdict = f"the cause could not be determined ({error!r})"
         failed = self.failed
@@ -109,7 +109,7 @@ class Watchdog:
             report_fatal(f"error: rank {self.mesh.world.rank} ends with the run: {self.verdict}")
             os._exit(self.status)
 
-    def _has_to_end(self) -> bool:
+    def _must_abort(self) -> bool:
         """Wait for the next check or the end of the block. Returns True if the run must end."""
         # Fires unless the next check postpones it.
         assert sys.__stderr__ is not None
@@ -132,7 +132,7 @@ class Watchdog:
             self.store = None
             return False
 
-    def _learn_why(self) -> str:
+    def _determine_cause(self) -> str:
         """Report the status of this process, and determine the cause. Returns it."""
         here = rank_status(self.mesh, self._seconds())
         if here.seconds > self.timeout / 2:
@@ -146,12 +146,15 @@ class Watchdog:
             return f"{why}, in {here.function}"
         try:
             if self.store is not None:
-                return self._call_the_roll(self.store, here, why)
+                return self._run_roll_call(self.store, here, why)
         except dist.DistError:
             pass
-        return "the store at MASTER_ADDR and MASTER_PORT is gone, which rank 0 or its torchrun keeps"
+        return (
+            "the rendezvous store at MASTER_ADDR:MASTER_PORT (held by rank 0 or its torchrun) is unreachable; check "
+            "that machine"
+        )
 
-    def _call_the_roll(self, store: dist.Store, here: RankStatus, why: str) -> str:
+    def _run_roll_call(self, store: dist.Store, here: RankStatus, why: str) -> str:
         """Answer the roll call; print the summary of all answers, or wait for the rank that does. Returns the cause."""
         rank, size = self.mesh.world.rank, self.mesh.world.size
         if not store.check(["called"]):
@@ -169,14 +172,14 @@ class Watchdog:
             return store.get("verdict").decode()
         texts = store.multi_get([f"answer {rank}" for rank in present])
         answers = {rank: RankStatus(**json.loads(text)) for rank, text in zip(present, texts, strict=True)}
-        ended = self._words(store, set(range(size)).difference(present))
+        ended = self._recorded_errors(store, set(range(size)).difference(present))
         verdict = "; ".join(ended) or cause(answers, size)
         log(f"{store.get('called').decode()}; {verdict}\n{summary(answers, size, self.timeout / 2)}")
         store.set("status", str(self.status))
         store.set("verdict", verdict)
         return verdict
 
-    def _words(self, store: dist.Store, missing: Iterable[int]) -> list[str]:
+    def _recorded_errors(self, store: dist.Store, missing: Iterable[int]) -> list[str]:
         """Errors that ranks without an answer recorded before they ended; their exit status becomes the run's."""
         found = []
         for rank in sorted(missing):

@@ -33,7 +33,7 @@ class KVCache:
     ) -> None:
         """Allocate `length` positions for each of `rows` sequences."""
         self.first_layer = layers.start
-        groups = max(config.num_query_groups // tp.size, 1)
+        groups = config.kv_heads_per_rank(tp.size)
         shape = (len(layers), 2, rows, groups, length, config.kv_channels)
         # Masked positions have weight zero, but 0 x NaN is NaN, so the cache starts at zero.
         self.memory = torch.zeros(shape, dtype=dtype, device=device)

@@ -27,7 +27,8 @@ from megatron.model.gpt import GPTModel
 from megatron.ops.backend import Ops
 from megatron.ops.cpu.linear import decode_matmul, has_onednn
 from megatron.ops.linear import matmul
-from megatron.ops.linear_cross_entropy import LOGITS_CHUNK_BYTES, LinearCrossEntropy
+from megatron.ops.linear_cross_entropy import LinearCrossEntropy
+from megatron.ops.logits import LOGITS_CHUNK_BYTES
 from megatron.parallel.collectives import raise_on_all_ranks
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.stages import split_layers

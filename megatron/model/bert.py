@@ -101,12 +101,19 @@ class Bert(LanguageModel):
             dropout_key: None drops nothing.
         """
         mask_bst = None if padding_mask_bs is None else padding_mask_bs.bool().unsqueeze(1)
-        inputs = LayerInputs(mask_bst=mask_bst, causal=False, dropout_key=dropout_key)
         position_ids_bs = torch.arange(tokens_bs.shape[1], device=tokens_bs.device).expand_as(tokens_bs)
+        rotary = self.rotary(position_ids_bs)
+        inputs = LayerInputs(rotary=rotary, mask_bst=mask_bst, causal=False, dropout_key=dropout_key)
         hidden_sbh = self.transform(self.encoder, tokens_bs, position_ids_bs, inputs, hidden_sbh, types_bs)
         if self.chunk.last and self.context.sequence_parallel:
             hidden_sbh = gather_sequence(hidden_sbh, self.context.tp)
         return hidden_sbh
+
+    def pooled_head(self, outputs: int) -> tuple[Pooler | None, Linear | None]:
+        """Pooler and a linear head on it, if this is the last chunk."""
+        if not self.chunk.last:
+            return None, None
+        return Pooler(self.config, self.head_context), Linear(self.config, self.head_context, outputs)
 
 
 class BertModel(Bert):
@@ -123,14 +130,10 @@ class BertModel(Bert):
         super().__init__(config, context, chunk, token_types=binary_head, output_layer=True)
         self.lm_head: LMHead | None = None
         self.output_layer: OutputLayer | None = None
-        self.pooler: Pooler | None = None
-        self.binary_head: Linear | None = None
         if self.chunk.last:
             self.lm_head = LMHead(config, self.head_context)
             self.output_layer = OutputLayer(config, self.head_context, first=self.chunk.first, bias=True)
-        if self.chunk.last and binary_head:
-            self.pooler = Pooler(config, self.head_context)
-            self.binary_head = Linear(config, self.head_context, 2)
+        self.pooler, self.binary_head = self.pooled_head(2) if binary_head else (None, None)
 
     def forward(
         self,
@@ -176,11 +179,7 @@ class BertClassifier(Bert):
     ) -> None:
         """`scores` per sequence: one for each class, or a single one to rank sequences by."""
         super().__init__(config, context, chunk, token_types=True, output_layer=False)
-        self.pooler: Pooler | None = None
-        self.classification_head: Linear | None = None
-        if self.chunk.last:
-            self.pooler = Pooler(config, self.head_context)
-            self.classification_head = Linear(config, self.head_context, scores)
+        self.pooler, self.classification_head = self.pooled_head(scores)
 
     def forward(
         self,

@@ -123,6 +123,10 @@ class ModelConfig(Config):
         """True if GELU is the tanh approximation."""
         return self.bias_gelu_fusion or self.openai_gelu
 
+    def kv_heads_per_rank(self, tp: int) -> int:
+        """Key and value heads on each of `tp` tensor-parallel ranks. With more ranks than heads, ranks share a head."""
+        return max(self.num_query_groups // tp, 1)
+
     def can_split(self, ranks: int) -> bool:
         """True if so many tensor-parallel ranks can share every layer."""
         groups = self.num_query_groups

@@ -58,11 +58,16 @@ class GPTModel(LanguageModel):
             logit_positions: rows [n] and positions [n] of the tokens whose logits are computed.
             dropout_key: None drops nothing.
         """
-        inputs = LayerInputs(cache=cache, dropout_key=dropout_key)
+        mask_bst, causal = (None, True) if cache is None else (cache.mask_bst, cache.causal)
         if document_ids_bs is not None:
-            inputs.mask_bst = document_mask(document_ids_bs)
-        elif cache is not None:
-            inputs.mask_bst, inputs.causal = cache.mask_bst, cache.causal
+            mask_bst, causal = document_mask(document_ids_bs), True
+        inputs = LayerInputs(
+            rotary=self.rotary(position_ids_bs),
+            mask_bst=mask_bst,
+            causal=causal,
+            cache=cache,
+            dropout_key=dropout_key,
+        )
         hidden_sbh = self.transform(self.decoder, tokens_bs, position_ids_bs, inputs, hidden_sbh)
         if self.output_layer is None:
             return hidden_sbh

@@ -44,6 +44,14 @@ class LanguageModel(nn.Module):
         """The word embeddings, if this chunk has them."""
         return None if self.embedding is None else self.embedding.word_embeddings.weight
 
+    def rotary(self, position_ids_bs: Tensor) -> tuple[Tensor, Tensor] | None:
+        """`LayerInputs.rotary` at these positions; None without RoPE."""
+        config = self.config
+        if config.position_embedding_type != "rope":
+            return None
+        scaling = config.rope_scaling_factor if config.use_rope_scaling else None
+        return rotary_angles(position_ids_bs, config.rotary_channels, config.rotary_base, scaling)
+
     def transform(
         self,
         transformer: Transformer,
@@ -59,14 +67,6 @@ class LanguageModel(nn.Module):
             hidden_sbh: output of the chunk before, unless this is the first.
             types_bs: token types, if the model has them.
         """
-        config = self.config
-        if config.position_embedding_type == "rope":
-            inputs.rotary = rotary_angles(
-                position_ids_bs,
-                config.rotary_channels,
-                config.rotary_base,
-                config.rope_scaling_factor if config.use_rope_scaling else None,
-            )
         if self.embedding is not None:
             hidden_sbh = self.embedding(tokens_bs, position_ids_bs, inputs.dropout_key, types_bs)
         return transformer(hidden_sbh, inputs)

@@ -1,7 +1,8 @@
 """Linear layers split over the tensor-parallel axis (arXiv 1909.08053 section 3).
 
-With sequence parallelism (arXiv 2205.05198) the activations between them are split along the sequence, their first
-dimension. Shapes in names: s sequence, b batch, h hidden.
+With sequence parallelism (arXiv 2205.05198) the input of a column-parallel layer and the output of a row-parallel layer
+are split along the sequence, their first dimension. Between the two, activations are split along the hidden dimension.
+Shapes in names: s sequence, b batch, h hidden.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from megatron.parallel.slices import GlobalSlice
 
 
 class ColumnParallelLinear(nn.Module):
-    """x Wᵀ + b with W [outputs, inputs] split by rows: each rank computes some of the outputs."""
+    """x Wᵀ + b with W [out_features, in_features] split by rows: each rank computes some of the output features."""
 
     def __init__(
         self,
-        inputs: int,
-        outputs: int,
+        in_features: int,
+        out_features: int,
         *,
         bias: bool,
         init: Init,
@@ -41,36 +42,40 @@ class ColumnParallelLinear(nn.Module):
         """`shard`: shard spec of W, by default an equal part of its rows on each rank."""
         super().__init__()
         self.context = context
-        shard = shard or GlobalSlice((outputs, inputs), 0, (context.tp.local_range(outputs),))
+        shard = shard or GlobalSlice((out_features, in_features), 0, (context.tp.local_range(out_features),))
         self.weight = parameter(shard, init)
-        self.bias = parameter(dataclasses.replace(shard, shape=(outputs,)), zeros) if bias else None
+        self.bias = parameter(dataclasses.replace(shard, shape=(out_features,)), zeros) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[s, b, inputs], or with sequence parallelism this rank's part of s, to [s, b, outputs / size]."""
+        """[s, b, in_features], or with sequence parallelism this rank's part of s, to [s, b, out_features / size]."""
         return column_linear(x, self.weight, self.bias, self.context)
 
 
 class RowParallelLinear(nn.Module):
-    """x Wᵀ + b with W [outputs, inputs] split by columns: each rank reads some of the inputs."""
+    """x Wᵀ + b with W [out_features, in_features] split by columns: each rank reads some of the input features."""
 
-    def __init__(self, inputs: int, outputs: int, *, bias: bool, init: Init, context: ModelContext) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool, init: Init, context: ModelContext
+    ) -> None:
         super().__init__()
         self.context = context
-        self.weight = parameter(GlobalSlice((outputs, inputs), 1, (context.tp.local_range(inputs),)), init)
-        self.bias = parameter(context.replicated(outputs), zeros) if bias else None
+        shard = GlobalSlice((out_features, in_features), 1, (context.tp.local_range(in_features),))
+        self.weight = parameter(shard, init)
+        self.bias = parameter(context.replicated(out_features), zeros) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[s, b, inputs / size] to [s, b, outputs], or with sequence parallelism this rank's part of s."""
+        """[s, b, in_features / size] to [s, b, out_features], or with sequence parallelism this rank's part of s."""
         if self.context.tp.size == 1:
-            return _linear(x, self.weight, self.bias, ALONE, False, self.context.ops)
-        y = reduce_output(_linear(x, self.weight, None, ALONE, False, self.context.ops), self.context)
+            return _linear(x, self.weight, self.bias, ops=self.context.ops)
+        y = reduce_output(_linear(x, self.weight, None, ops=self.context.ops), self.context)
         return y if self.bias is None else y + self.bias
 
 
 def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, context: ModelContext) -> Tensor:
-    """x Wᵀ + b for this rank's rows of W: [s, b, h], or with sequence parallelism this rank's part of s, to
-    [s, b, outputs / size]."""
-    return _linear(x, weight, bias, context.tp, context.sequence_parallel, context.ops)
+    """x Wᵀ + b for this rank's rows of a column-parallel W: [s, b, in_features], or with sequence parallelism this
+    rank's part of s, to [s, b, out_features / size]."""
+    split = context.sequence_parallel
+    return _linear(x, weight, bias, axis=context.tp, sequence_parallel=split, ops=context.ops)
 
 
 def reduce_output(x: Tensor, context: ModelContext) -> Tensor:
@@ -82,7 +87,13 @@ def reduce_output(x: Tensor, context: ModelContext) -> Tensor:
 
 
 def _linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, sequence_parallel: bool, ops: Ops
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    ops: Ops,
+    axis: Axis = ALONE,
+    sequence_parallel: bool = False,
 ) -> Tensor:
     # Without gradients the product alone: the overhead of an autograd function shows with single tokens.
     if torch.is_grad_enabled():
@@ -95,8 +106,9 @@ def _gathered(x: Tensor, axis: Axis, sequence_parallel: bool) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """x Wᵀ + b, with f of the paper or its form along the sequence on x: forward gathers x along the sequence, and
-    backward sums the partial gradients of x over `axis`.
+    """x Wᵀ + b for a column-parallel W. Forward all-gathers x along the sequence if it is split; backward all-reduces
+    (or reduce-scatters) the gradient of x over `axis`. This is f of arXiv 1909.08053, or g of 2205.05198 with sequence
+    parallelism.
 
     If W has a `main_grad`, its gradient is accumulated there and autograd gets none.
     """

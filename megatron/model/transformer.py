@@ -35,7 +35,7 @@ class Cache(Protocol):
         """Store new keys and values of a layer, and return all of its keys and values, [b, g, t, d]."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerInputs:
     """Inputs of every layer besides the hidden states.
 
@@ -97,7 +97,7 @@ class SelfAttention(nn.Module):
         self.recompute = context.recompute.granularity == "selective"
         d, heads = config.kv_channels, config.num_attention_heads
         self.head_width = d
-        self.groups = max(config.num_query_groups // context.tp.size, 1)
+        self.groups = config.kv_heads_per_rank(context.tp.size)
         self.queries_per_group = heads // context.tp.size // self.groups
         outputs = (heads + 2 * config.num_query_groups) * d
         self.linear_qkv = ColumnParallelLinear(

@@ -23,7 +23,8 @@ from megatron.ops.linear import (
     has_fused_accumulate_wgrad,
     matmul,
 )
-from megatron.ops.linear_cross_entropy import LOGITS_CHUNK_BYTES, LinearCrossEntropy
+from megatron.ops.linear_cross_entropy import LinearCrossEntropy
+from megatron.ops.logits import LOGITS_CHUNK_BYTES
 from megatron.ops.norm import apex_layer_norm, apex_rms_norm, has_apex, layer_norm, rms_norm
 from megatron.ops.rotary import apply_rotary_emb, compiled_rotary_emb
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron.ops.compiler import LOG2_E, CompileFn, eager
 from megatron.ops.linear import AccumulateWgrad, Matmul, accumulate_wgrad, matmul
+from megatron.ops.logits import LOGITS_KEPT_BYTES
 from megatron.parallel.collectives import (
     all_reduce_max,
     all_reduce_sum,
@@ -30,10 +31,6 @@ from megatron.parallel.collectives import (
 from megatron.parallel.mesh import Axis
 from megatron.parallel.parameters import main_grad
 
-# Bytes of a chunk of logits, by device type.
-LOGITS_CHUNK_BYTES = {"cpu": 1 << 24, "cuda": 1 << 28}
-# Most bytes of logits that are kept for backward.
-LOGITS_KEPT_BYTES = 1 << 27
 # Pieces of a chunk that one call of a function works on. If it is not compiled, it has each in fp32, twice.
 PIECES = 4
 

@@ -1,11 +1,13 @@
-"""Layout of flat memory: groups of parameters, the place of each parameter, and buckets."""
+"""Layout of flat memory: groups of parameters, the elements of each parameter, and buckets."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -15,7 +17,7 @@ from megatron.optim.registry import OPTIMIZERS
 from megatron.optim.spec import OptimizerSpec
 from megatron.parallel.mesh import ALONE, Axis, Mesh
 from megatron.parallel.parameters import Init, ShardedParameter, named_parameters
-from megatron.parallel.slices import GlobalSlice, Range, without
+from megatron.parallel.slices import GlobalSlice, Range, intersections, subtract
 
 # Elements that the start of each parameter is a multiple of, for matrix kernels.
 ALIGNMENT = 64
@@ -57,7 +59,12 @@ class FlatParam:
             return []
         if spec.num_valid_rows is not None:
             rows = min(max(spec.num_valid_rows - spec.ranges[0][0], 0), rows)
-        return without((0, rows), spec.shared if spec.replicas.rank > 0 else ())
+        return subtract((0, rows), spec.shared if spec.replicas.rank > 0 else ())
+
+    @property
+    def num_counted(self) -> int:
+        """Number of elements in the rows of `counted`."""
+        return sum(end - begin for begin, end in self.flat(self.counted()))
 
     def flat(self, rows: Iterable[Range]) -> list[Range]:
         """Convert ranges of rows to ranges of flat memory."""
@@ -121,7 +128,7 @@ class Bucket:
     shards: tuple[Range, ...]
     group: ParamGroup
     tied: bool
-    entries: tuple[FlatParam, ...]
+    flat_params: tuple[FlatParam, ...]
 
     @property
     def is_even(self) -> bool:
@@ -133,9 +140,20 @@ class Bucket:
         """Local shard: the range that this rank updates."""
         return self.shards[self.group.shard_axis.rank]
 
+    @functools.cached_property
+    def counted(self) -> list[Range]:
+        """Ranges of the local shard to count (see `FlatParam.counted`)."""
+        ranges = [range_ for param in self.flat_params for range_ in param.flat(param.counted())]
+        return intersections(self.shard, ranges)
 
-# Index of the group, name, parameter, index of the model chunk.
-Item = tuple[int, str, ShardedParameter, int]
+
+class Item(NamedTuple):
+    """A parameter that is not in flat memory yet."""
+
+    group: int  # index of its group
+    name: str
+    p: ShardedParameter
+    chunk: int  # index of its model chunk on this rank
 
 
 def lay_out(chunks: list[nn.Module], groups: Sequence[ParamGroup], *, bucket_size: int) -> list[Bucket]:
@@ -144,73 +162,76 @@ def lay_out(chunks: list[nn.Module], groups: Sequence[ParamGroup], *, bucket_siz
     A bucket belongs to one group. Within a group parameters are in the order of forward, except that vectors that every
     tensor-parallel rank holds come last. A tied table has a bucket of its own, so that the first and the last pipeline
     stage shard it alike.
-
-    A bucket is cut into equal shards for the ranks of the group's `shard_axis`. If the optimizer needs whole matrices,
-    it is cut between matrices instead, and each rank gets about the same share of the optimizer's work.
     """
-    found = [
-        (next(i for i, group in enumerate(groups) if group.holds(name, p)), name, p, chunk)
+    items = [
+        Item(next(i for i, group in enumerate(groups) if group.holds(name, p)), name, p, chunk)
         for chunk, model in enumerate(chunks)
         for name, p in named_parameters(model)
     ]
 
     def kind(item: Item) -> tuple[int, bool, bool]:
-        group, _, p, _ = item
-        return group, p.tied is not None, p.dim() < 2 and bool(p.shard_spec.shared)
+        return item.group, item.p.tied is not None, item.p.dim() < 2 and bool(item.p.shard_spec.shared)
 
     batches: list[list[Item]] = []
     size = 0
-    for item in sorted(found, key=kind):
+    for item in sorted(items, key=kind):
         if not batches or size >= bucket_size or kind(batches[-1][-1])[:2] != kind(item)[:2]:
             batches.append([])
             size = 0
         batches[-1].append(item)
-        size += math.prod(item[2].shard_spec.local_shape)
+        size += math.prod(item.p.shard_spec.local_shape)
 
-    owners = _owners(found, groups)
+    owners = _owners(items, groups)
     buckets: list[Bucket] = []
-    end = 0
     for batch in batches:
-        group = groups[batch[0][0]]
-        ranks = group.shard_axis.size
-        if group.optimizer.whole_matrices:
-            batch.sort(key=lambda item: owners[item[1]])
-        start, entries = end, []
-        for _, name, p, chunk in batch:
-            entry = FlatParam(
-                name=p.tied or name,
-                chunk=chunk,
-                shard_spec=p.shard_spec,
-                init=p.init,
-                start=end,
-                tied=p.tied is not None,
-                copy=p.tied not in (None, name),
-            )
-            entries.append(entry)
-            end = start + round_up(entry.end - start, ALIGNMENT)
-        end = start + round_up(end - start, ALIGNMENT * ranks)
-        if group.optimizer.whole_matrices:
-            ends = [
-                max((e.end for e in entries if owners[e.name] <= rank), default=start)
-                for rank in range(ranks)
-            ]
-            cuts = [start, *(round_up(i, ALIGNMENT) for i in ends[:-1]), end]
-        else:
-            cuts = [start + (end - start) // ranks * rank for rank in range(ranks + 1)]
-        buckets.append(
-            Bucket(
-                start=start,
-                end=end,
-                shards=tuple(itertools.pairwise(cuts)),
-                group=group,
-                tied=entries[0].tied,
-                entries=tuple(entries),
-            )
-        )
+        start = buckets[-1].end if buckets else 0
+        buckets.append(_bucket(batch, groups[batch[0].group], start, owners))
     return buckets
 
 
-def _owners(found: list[Item], groups: Sequence[ParamGroup]) -> dict[str, int]:
+def _bucket(items: list[Item], group: ParamGroup, start: int, owners: dict[str, int]) -> Bucket:
+    """Make a bucket of parameters of one group, from element `start` of flat memory.
+
+    It is cut into equal shards for the ranks of the group's `shard_axis`. If the optimizer needs whole matrices, it is
+    cut between matrices instead, and each rank gets about the same share of the optimizer's work.
+    """
+    if group.optimizer.whole_matrices:
+        items = sorted(items, key=lambda item: owners[item.name])
+    flat_params: list[FlatParam] = []
+    end = start
+    for _, name, p, chunk in items:
+        param = FlatParam(
+            name=p.tied or name,
+            chunk=chunk,
+            shard_spec=p.shard_spec,
+            init=p.init,
+            start=end,
+            tied=p.tied is not None,
+            copy=p.tied not in (None, name),
+        )
+        flat_params.append(param)
+        end = start + round_up(param.end - start, ALIGNMENT)
+    ranks = group.shard_axis.size
+    end = start + round_up(end - start, ALIGNMENT * ranks)
+    if group.optimizer.whole_matrices:
+        ends = [
+            max((param.end for param in flat_params if owners[param.name] <= rank), default=start)
+            for rank in range(ranks)
+        ]
+        cuts = [start, *(round_up(i, ALIGNMENT) for i in ends[:-1]), end]
+    else:
+        cuts = [start + (end - start) // ranks * rank for rank in range(ranks + 1)]
+    return Bucket(
+        start=start,
+        end=end,
+        shards=tuple(itertools.pairwise(cuts)),
+        group=group,
+        tied=flat_params[0].tied,
+        flat_params=tuple(flat_params),
+    )
+
+
+def _owners(items: list[Item], groups: Sequence[ParamGroup]) -> dict[str, int]:
     """Assign each matrix of an optimizer that needs whole matrices to a rank of `shard_axis`.
 
     Matrices are assigned in descending order of cost, each to the rank with the least work so far. The cost is that of
@@ -222,7 +243,7 @@ def _owners(found: list[Item], groups: Sequence[ParamGroup]) -> dict[str, int]:
     owners: dict[str, int] = {}
     for index, group in enumerate(groups):
         if group.optimizer.whole_matrices:
-            shapes = {name: p.shard_spec.shape for i, name, p, _ in found if i == index}
+            shapes = {item.name: item.p.shard_spec.shape for item in items if item.group == index}
             costs = {name: rows * columns * min(rows, columns) for name, (rows, columns) in shapes.items()}
             work = [0] * group.shard_axis.size
             for name, cost in sorted(costs.items(), key=lambda item: -item[1]):

@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron.optim.buffer import ParamBuffer
 from megatron.optim.config import OptimizerConfig
 from megatron.optim.layout import Bucket, ParamGroup
+from megatron.optim.norms import model_norm, model_sum
 from megatron.optim.scaler import LossScaler
 from megatron.optim.shard import MatrixShard, Shard
 from megatron.optim.spec import StepInputs
@@ -81,7 +82,7 @@ class Optimizer:
             scale", that of the next step.
         """
         buffer, loss_scale = self.buffer, self.loss_scale
-        grad_norm = buffer.norm(self.grads) / loss_scale
+        grad_norm = model_norm(self.grads, buffer.buckets, buffer.mesh) / loss_scale
         excused = None if self.scaler is None else self.scaler.can_decrease()
         skipped = self.step_skipper.decide(grad_norm, loss, excused)
         stats = {"grad norm": grad_norm, "skipped": skipped}
@@ -90,7 +91,7 @@ class Optimizer:
             self.scaler.update(overflow, hold=self.step_skipper.halted.bool())
             stats |= {"overflow": (overflow & excused).float(), "loss scale": self.scaler.scale}
         if self.count_zeros:
-            nonzero = buffer.total(self.grads, torch.count_nonzero)
+            nonzero = model_sum(self.grads, buffer.buckets, buffer.mesh, torch.count_nonzero)
             stats["num zeros"] = (buffer.num_elements - nonzero).float()
         grad_scale = None
         if self.scaler is not None or self.max_norm < math.inf:
@@ -113,16 +114,16 @@ class Optimizer:
 def _matrices(shard: Shard, bucket: Bucket, tp: Axis) -> list[MatrixShard]:
     """The matrices that the local shard of a bucket consists of, as views of its tensors."""
     found = []
-    for entry in bucket.entries:
-        if overlap((entry.start, entry.end), bucket.shard) is None:
+    for param in bucket.flat_params:
+        if overlap((param.start, param.end), bucket.shard) is None:
             continue
-        spec, begin, end = entry.shard_spec, entry.start - bucket.shard[0], entry.end - bucket.shard[0]
+        spec, begin, end = param.shard_spec, param.start - bucket.shard[0], param.end - bucket.shard[0]
         blocks = list(spec.blocks())
         counted = [
-            (both, both.moved(local, place))
-            for rows in entry.counted()
+            (both, both.translated(local, place))
+            for rows in param.counted()
             for local, place in blocks
-            if (both := local.meet(Block(rows, (0, spec.row))))
+            if (both := local.intersect(Block(rows, (0, spec.row))))
         ]
         weight, grad, *state = (
             flat[begin:end].view(spec.local_shape)

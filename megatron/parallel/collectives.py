@@ -8,7 +8,7 @@ that communication overlaps with computation.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -71,57 +71,50 @@ class Pending:
         return self.result
 
 
+def _start(what: str, axis: Axis, out: Tensor, call: Callable[..., dist.Work | None], *args: Any) -> Pending:
+    """Start a collective that writes `out`."""
+    if axis.size == 1:
+        return Pending(out)
+    with named(what, axis):
+        return Pending(out, call(*args, group=axis.group, async_op=True), what, axis)
+
+
 def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
     """Start to replace `x`, any shape, by its sum over `axis`, in place."""
-    if axis.size == 1:
-        return Pending(x)
-    with named("all-reduce", axis):
-        return Pending(x, dist.all_reduce(x, group=axis.group, async_op=True), "all-reduce", axis)
+    return _start("all-reduce", axis, x, dist.all_reduce, x)
 
 
 def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pending:
     """Start to concatenate `x` [n, ...] of all ranks of `axis` to [n · size, ...]. `out` may contain `x`."""
     if axis.size == 1:
         return Pending(x)
-    if out is None:
-        out = x.new_empty(x.shape[0] * axis.size, *x.shape[1:])
-    with named("all-gather", axis):
-        work = _gather(out, x.contiguous(), group=axis.group, async_op=True)
-    return Pending(out, work, "all-gather", axis)
+    out = x.new_empty(x.shape[0] * axis.size, *x.shape[1:]) if out is None else out
+    return _start("all-gather", axis, out, _gather, out, x.contiguous())
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pending:
     """Start to sum `x` [n · size, ...] over `axis` into this rank's part [n, ...]. `out` may be that part of `x`."""
     if axis.size == 1:
         return Pending(x)
-    if out is None:
-        out = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
-    with named("reduce-scatter", axis):
-        work = _reduce_scatter(out, x.contiguous(), group=axis.group, async_op=True)
-    return Pending(out, work, "reduce-scatter", axis)
+    out = x.new_empty(x.shape[0] // axis.size, *x.shape[1:]) if out is None else out
+    return _start("reduce-scatter", axis, out, _reduce_scatter, out, x.contiguous())
 
 
 def start_reduce(x: Tensor, owner: int, axis: Axis) -> Pending:
-    """Begin to sum `x`, any shape, over `axis` for its rank `owner`, in place; others are left with anything."""
-    if axis.size == 1:
-        return Pending(x)
-    with named("reduce", axis):
-        work = dist.reduce(x, axis.ranks[owner], group=axis.group, async_op=True)
-    return Pending(x, work, "reduce", axis)
+    """Start to sum `x`, any shape, over `axis` for its rank `owner`, in place. On other ranks `x` becomes undefined."""
+    return _start("reduce", axis, x, dist.reduce, x, axis.ranks[owner])
 
 
 def start_broadcast(x: Tensor, owner: int, axis: Axis) -> Pending:
-    """Begin to replace `x`, any shape, by that of rank `owner` of `axis`, in place."""
-    if axis.size == 1:
-        return Pending(x)
-    with named("broadcast", axis):
-        work = dist.broadcast(x, axis.ranks[owner], group=axis.group, async_op=True)
-    return Pending(x, work, "broadcast", axis)
+    """Start to replace `x`, any shape, by that of rank `owner` of `axis`, in place."""
+    return _start("broadcast", axis, x, dist.broadcast, x, axis.ranks[owner])
 
 
-def all_reduce_sum(x: Tensor, axis: Axis) -> Tensor:
-    """Replace `x`, any shape, by its sum over `axis`, in place."""
-    return start_all_reduce(x, axis).wait()
+def all_reduce_sum(x: Tensor, *axes: Axis) -> Tensor:
+    """Replace `x`, any shape, by its sum over one or more axes, in place."""
+    for axis in axes:
+        start_all_reduce(x, axis).wait()
+    return x
 
 
 def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:

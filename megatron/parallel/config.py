@@ -7,6 +7,7 @@ import math
 
 from megatron.errors import InputError
 from megatron.flags import Config, flag
+from megatron.parallel.schedules import SCHEDULES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,7 +26,7 @@ class ParallelConfig(Config):
         None,
         "order of forward and backward passes on a stage (default: 1f1b, or interleaved with "
         "--num-layers-per-virtual-pipeline-stage)",
-        choices=("gpipe", "1f1b", "interleaved"),
+        choices=tuple(SCHEDULES),
     )
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         None,

@@ -1,7 +1,7 @@
 """The mesh of processes: the axes of parallelism and their process groups.
 
-`torchrun` gives each process a rank and the number of processes; `init_mesh` arranges them on the axes pp, dp, cp, tp
-(tp fastest, the order of Megatron-LM). With one process every axis has size 1, there is no process group, and each
+`torchrun` gives each process a rank and the number of processes; `init_mesh` arranges them on the axes pp, dp, tp (tp
+fastest, the order of Megatron-LM). With one process every axis has size 1, there is no process group, and each
 function of `collectives.py` is the identity.
 """
 
@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from megatron.errors import InputError, PassingFault
+from megatron.errors import InputError, TransientFault
 from megatron.flags import either
 from megatron.parallel.config import ParallelConfig
 from megatron.parallel.rendezvous import meet
 
 # Axes and their names in messages, slowest first: neighbors in tp are neighbors in rank.
-AXES = {"pp": "pipeline", "dp": "data-parallel", "cp": "context-parallel", "tp": "tensor-parallel"}
+AXES = {"pp": "pipeline", "dp": "data-parallel", "tp": "tensor-parallel"}
 
 
 @dataclasses.dataclass
@@ -43,13 +43,16 @@ class Heartbeat:
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """An axis of the mesh: this process among the processes that differ from it in one coordinate.
+    """One dimension of the mesh, as seen from this process.
+
+    It consists of this process and the processes that differ from it only in this coordinate.
 
     Attributes:
-        rank: position of this process on the axis.
-        group: its process group; None for the default group of all processes.
-        name: its name in messages.
-        ranks: ranks of its processes in the whole run.
+        rank: index of this process on the axis.
+        size: number of processes. Collectives over size 1 do nothing.
+        group: process group. For size > 1, None means the default group; unused for size 1.
+        name: name in messages.
+        ranks: global ranks of the processes.
         heartbeat: records communication over the axis.
     """
 
@@ -75,6 +78,11 @@ class Mesh:
 
     Attributes:
         world: every process. The other axes are parts of it.
+        pp: stages of this process's pipeline.
+        dp: processes that read different samples.
+        dp_cp: processes that hold the same dense parameters and sum their gradients. The same as `dp` while there is
+            no context parallelism.
+        tp: processes that split the layers of this stage.
         embedding: first and last pipeline stage, which keep tied embeddings equal; of size 1 on other stages and
             without a pipeline.
         heartbeat: records communication over all axes.
@@ -84,18 +92,10 @@ class Mesh:
     world: Axis = ALONE
     pp: Axis = ALONE
     dp: Axis = ALONE
-    cp: Axis = ALONE
+    dp_cp: Axis = ALONE
     tp: Axis = ALONE
     embedding: Axis = ALONE
     heartbeat: Heartbeat = dataclasses.field(default_factory=Heartbeat, compare=False)
-
-    @property
-    def dp_cp(self) -> Axis:
-        """Processes that hold the same dense parameters and sum their gradients.
-
-        It is `dp`, the processes that read different samples, as long as samples are not split along the sequence.
-        """
-        return self.dp
 
     @property
     def is_first(self) -> bool:
@@ -117,7 +117,7 @@ def rank_names(ranks: Iterable[int]) -> str:
 
 
 def choose_device(name: str) -> torch.device:
-    """Device for --device auto, cpu or cuda; of several GPUs the one of this local rank."""
+    """Device for --device auto, cpu or cuda; on a GPU machine, the GPU numbered LOCAL_RANK."""
     available = torch.cuda.is_available()
     if name == "cpu" or (name == "auto" and not available):
         return torch.device("cpu")
@@ -162,7 +162,7 @@ def axis_sizes(config: ParallelConfig, processes: int) -> dict[str, int]:
             f"{either(n for n in (below, below + tp * pp) if n)} with torchrun, or choose sizes whose product is "
             f"{either(n for n in range(1, processes + 1) if processes % n == 0)}"
         )
-    return {"pp": pp, "dp": processes // (tp * pp), "cp": 1, "tp": tp}
+    return {"pp": pp, "dp": processes // (tp * pp), "tp": tp}
 
 
 @contextmanager
@@ -177,7 +177,7 @@ def init_mesh(
 
     Raises:
         InputError: the processes do not fit the layout, or the backend does not support the device.
-        PassingFault: not all processes joined in time.
+        TransientFault: not all processes joined in time.
     """
     processes = world_size()
     sizes = axis_sizes(config, processes)
@@ -208,11 +208,11 @@ def init_mesh(
         )
         world = Axis(rank, processes, ranks=tuple(range(processes)))
         check(world)
-        mesh = _arrange(sizes, device, world, timeout)
-    except PassingFault:
+        mesh = arrange(sizes, device, world, timeout)
+    except TransientFault:
         raise
     except RuntimeError as error:
-        raise PassingFault(
+        raise TransientFault(
             f"rank {os.environ['RANK']}: the {processes} processes did not all join within "
             f"--distributed-timeout-minutes {config.distributed_timeout_minutes}; see the messages of the others, and "
             f"check that MASTER_ADDR and MASTER_PORT reach rank 0 ({str(error).splitlines()[0][:200]})"
@@ -220,28 +220,6 @@ def init_mesh(
     yield mesh
     # Not after an exception: NCCL would wait for communications that a lost rank never joins.
     dist.destroy_process_group()
-
-
-@contextmanager
-def fake_mesh(config: ParallelConfig, device: torch.device, *, rank: int, processes: int) -> Iterator[Mesh]:
-    """Context with the mesh of one process of a run, without the others: communication returns at once and leaves its
-    output as it is.
-
-    Raises:
-        InputError: the processes do not fit the layout.
-    """
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
-
-    sizes = axis_sizes(config, processes)
-    if processes == 1:
-        yield Mesh(device=device)
-        return
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=processes)
-    try:
-        world = Axis(rank, processes, ranks=tuple(range(processes)))
-        yield _arrange(sizes, device, world, timeout=None)
-    finally:
-        dist.destroy_process_group()
 
 
 def _check_gloo_on_gpu(config: ParallelConfig) -> None:
@@ -257,25 +235,25 @@ def _check_gloo_on_gpu(config: ParallelConfig) -> None:
             raise InputError(f"--distributed-backend: gloo on GPUs does not support {name}; use nccl")
 
 
-def _arrange(
+def arrange(
     sizes: dict[str, int], device: torch.device, world: Axis, timeout: datetime.timedelta | None
 ) -> Mesh:
-    """Make the axes of the mesh and their groups. `timeout` is None for a fake mesh."""
+    """Make the axes of the mesh and their groups. `timeout` is None for the default."""
     layout = torch.arange(math.prod(sizes.values())).view(*sizes.values())
     device_mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    place = [int(index) for index in (layout == world.rank).nonzero()[0]]
+    coordinates = [int(index) for index in (layout == world.rank).nonzero()[0]]
     axes = {}
     for dim, (name, size) in enumerate(sizes.items()):
-        line: list = list(place)
+        line: list = list(coordinates)
         line[dim] = slice(None)
         ranks = tuple(layout[tuple(line)].tolist())
         group = device_mesh.get_group(name) if size > 1 else None
         if group is not None and timeout is not None:
             # init_device_mesh takes no timeout, and groups do not inherit that of the run.
             _set_pg_timeout(timeout, group)
-        axes[name] = Axis(place[dim], size, group, AXES[name], ranks, world.heartbeat)
-    embedding = _embedding_axis(layout, axes["pp"], timeout)
-    return Mesh(device=device, world=world, embedding=embedding, heartbeat=world.heartbeat, **axes)
+        axes[name] = Axis(coordinates[dim], size, group, AXES[name], ranks, world.heartbeat)
+    axes |= {"dp_cp": axes["dp"], "embedding": _embedding_axis(layout, axes["pp"], timeout)}
+    return Mesh(device=device, world=world, heartbeat=world.heartbeat, **axes)
 
 
 def world_apart(world: Axis, config: ParallelConfig) -> Axis:

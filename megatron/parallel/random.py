@@ -20,7 +20,7 @@ from megatron.parallel.slices import GlobalSlice
 TILE = 1024
 
 
-def key(*parts: int | str, bits: int) -> int:
+def stable_hash(*parts: int | str, bits: int) -> int:
     """Hash `parts` to a number of `bits` bits."""
     text = "\0".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=bits // 8).digest(), "little")
@@ -57,7 +57,7 @@ def _fill_tiles_(tensor: torch.Tensor, draw: Callable, shard: GlobalSlice, seed:
         done += end - begin
         for i in range(top // TILE * TILE, bottom, TILE):
             for j in range(left // TILE * TILE, right, TILE):
-                tile_key = key("init", seed, name, i // TILE, j // TILE, bits=128)
+                tile_key = stable_hash("init", seed, name, i // TILE, j // TILE, bits=128)
                 generator = np.random.Generator(np.random.Philox(key=tile_key))
                 tile = torch.from_numpy(draw(generator, (min(TILE, rows - i), min(TILE, columns - j))))
                 r, r_end = max(i, top), min(i + TILE, bottom)
@@ -81,7 +81,7 @@ def seed_dropout(device: torch.device, dropout_key: DropoutKey, *site: int | str
         generator = torch.cuda.default_generators[device.index] if cuda else torch.default_generator
         # 63 bits, a positive signed number for every version of torch. torch.manual_seed looks for devices of every
         # type, which takes 70 times as long.
-        generator.manual_seed(key("dropout", *dropout_key, *site, bits=64) >> 1)
+        generator.manual_seed(stable_hash("dropout", *dropout_key, *site, bits=64) >> 1)
 
 
 def dropout(x: torch.Tensor, p: float, dropout_key: DropoutKey, *site: int | str) -> torch.Tensor:

@@ -151,31 +151,13 @@ def _alternate(forwards: Sequence[Compute], backwards: Sequence[Compute], warmup
     return actions
 
 
-def bubble_fraction(stages: int, chunks: int, microbatches: int) -> float:
-    """Idle time over useful time of each schedule here without the cost of transfers: (p - 1) / (v m)."""
-    return (stages - 1) / (chunks * microbatches)
-
-
 def one_and_two(_: int, action: Compute) -> float:
     """Duration of a pass if a backward takes twice as long as a forward."""
     return 1.0 if isinstance(action, Forward) else 2.0
 
 
-@dataclass(frozen=True)
-class Timeline:
-    """A simulated schedule, in the unit of the durations given to `simulate`.
-
-    Attributes:
-        makespan: time from the first start to the last end.
-        ranks: (action, start, end) of each rank, in order.
-        bubble: idle time over useful time on the rank with the most useful time.
-        peak_in_flight: for each rank, the largest number of forwards whose backward has not run.
-    """
-
-    makespan: float
-    ranks: list[list[tuple[Compute, float, float]]]
-    bubble: float
-    peak_in_flight: list[int]
+# A simulated schedule: (action, start, end) of each rank, in order.
+Timeline = list[list[tuple[Compute, float, float]]]
 
 
 def simulate(
@@ -193,13 +175,13 @@ def simulate(
     """
     todo = [[a for a in actions if isinstance(a, Forward | Backward)] for actions in schedule]
     chunks = 1 + max(action.chunk for actions in todo for action in actions)
-    ranks: list[list[tuple[Compute, float, float]]] = [[] for _ in todo]
+    timeline: Timeline = [[] for _ in todo]
     arrival: dict[tuple[int, Compute], float] = {}  # (consuming rank, consuming compute) -> time
     waiting: set[tuple[int, Compute]] = set()
     ready = list(range(stages))
     while ready:
         rank = ready.pop()
-        row = ranks[rank]
+        row = timeline[rank]
         while len(row) < len(todo[rank]):
             action = todo[rank][len(row)]
             arrived = arrival.get((rank, action))
@@ -216,9 +198,7 @@ def simulate(
                     waiting.remove(consumer)
                     ready.append(consumer[0])
     assert not waiting, f"the schedule deadlocks: {waiting} are never reached"
-    makespan = max(row[-1][2] for row in ranks)
-    busy = max(sum(end - start for _, start, end in row) for row in ranks)
-    return Timeline(makespan, ranks, makespan / busy - 1, [_peak_in_flight(actions) for actions in todo])
+    return timeline
 
 
 def with_transfers(schedule: Sequence[Sequence[Compute]], stages: int) -> list[list[Action]]:
@@ -231,11 +211,10 @@ def with_transfers(schedule: Sequence[Sequence[Compute]], stages: int) -> list[l
 
     Consecutive chunks on the same rank (`stages` is 1) need no transfer.
     """
-    timeline = simulate(schedule, stages)
     chunks = 1 + max(action.chunk for actions in schedule for action in actions)
     # The keys (time, transfers first, rank) are distinct: a rank starts and ends one pass at a time.
     events: list[list[tuple[tuple[float, int, int], Action]]] = [[] for _ in schedule]
-    for rank, row in enumerate(timeline.ranks):
+    for rank, row in enumerate(simulate(schedule, stages)):
         for action, start, end in row:
             events[rank].append(((start, 1, rank), action))
             consumer = _consumer(action, rank, stages, chunks)
@@ -260,14 +239,9 @@ def _consumer(action: Compute, rank: int, stages: int, chunks: int) -> tuple[int
 
 
 def _has_producer(action: Compute, rank: int, stages: int, chunks: int) -> bool:
-    """True if `action` needs the result of another pass, which only the ends of the pipeline do not."""
+    """True if `action` takes its input from another chunk's pass.
+
+    That is all but the first chunk's forward and the last chunk's backward.
+    """
     part = action.chunk * stages + rank
     return part != (0 if isinstance(action, Forward) else stages * chunks - 1)
-
-
-def _peak_in_flight(actions: Sequence[Compute]) -> int:
-    peak = held = 0
-    for action in actions:
-        held += 1 if isinstance(action, Forward) else -1
-        peak = max(peak, held)
-    return peak

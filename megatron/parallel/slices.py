@@ -44,7 +44,7 @@ class GlobalSlice:
         return math.prod(self.local_shape[1:])
 
     def blocks(self) -> Iterator[tuple[Block, Block]]:
-        """Blocks that make up the local tensor, each with its place in the whole tensor."""
+        """Blocks that make up the local tensor, each with the same block of the whole tensor."""
         rows, row = self.local_shape[0], self.row
         if self.dim > 0:
             assert self.dim == 1 and len(self.shape) == 2 and len(self.ranges) == 1
@@ -72,13 +72,13 @@ class Block:
         """Index of the block in the matrix."""
         return slice(*self.rows), slice(*self.columns)
 
-    def meet(self, other: Block) -> Block | None:
+    def intersect(self, other: Block) -> Block | None:
         """Intersection of two blocks."""
         rows, columns = overlap(self.rows, other.rows), overlap(self.columns, other.columns)
         return None if rows is None or columns is None else Block(rows, columns)
 
-    def moved(self, source: Block, target: Block) -> Block:
-        """This part of `source` at its place in `target`."""
+    def translated(self, source: Block, target: Block) -> Block:
+        """Translate this part of `source` to the same part of `target`."""
         down, right = target.rows[0] - source.rows[0], target.columns[0] - source.columns[0]
         rows, columns = self.rows, self.columns
         return Block((rows[0] + down, rows[1] + down), (columns[0] + right, columns[1] + right))
@@ -112,8 +112,8 @@ def overlap(a: Range, b: Range) -> Range | None:
     return (begin, end) if begin < end else None
 
 
-def common(whole: Range, parts: Iterable[Range]) -> list[Range]:
-    """Intersections of a range with each of `parts`; those that touch are joined."""
+def intersections(whole: Range, parts: Iterable[Range]) -> list[Range]:
+    """Intersections of a range with each of `parts`; adjacent ones are merged."""
     result: list[Range] = []
     for part in parts:
         inside = overlap(whole, part)
@@ -124,8 +124,8 @@ def common(whole: Range, parts: Iterable[Range]) -> list[Range]:
     return result
 
 
-def without(whole: Range, holes: Iterable[Range]) -> list[Range]:
-    """Parts of a range outside of all `holes`."""
+def subtract(whole: Range, holes: Iterable[Range]) -> list[Range]:
+    """Ranges of `whole` that are in none of `holes`."""
     parts, begin = [], whole[0]
     for hole in sorted(h for h in (overlap(whole, hole) for hole in holes) if h):
         if begin < hole[0]:

@@ -11,7 +11,7 @@ import functools
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TextIO
 
@@ -24,13 +24,14 @@ from megatron.flags import either
 from megatron.model.context import ModelContext
 from megatron.ops.backend import Ops, choose_ops
 from megatron.optim.layout import lay_out, param_groups
-from megatron.parallel.mesh import AXES, Mesh, fake_mesh, world_size
+from megatron.parallel.mesh import Mesh, world_size
 from megatron.parallel.stages import chunks_per_stage
 from megatron.parallel.timers import Timers
 from megatron.parallel.transfers import MAX_PENDING_SENDS
 from megatron.planner.config import DryRunConfig
 from megatron.planner.counting import Counter, Traffic
-from megatron.planner.fakes import fake_tensors
+from megatron.planner.dry_run_report import RankCost, as_json, table
+from megatron.planner.fakes import fake_mesh, fake_tensors
 from megatron.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.tokenizer.config import TokenizerConfig
 from megatron.tokenizer.null import NullTokenizer
@@ -44,29 +45,6 @@ from megatron.training.task import Task
 CPU = torch.device("cpu")
 # Samples among which the longest is searched.
 NUM_SAMPLES = 256
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RankCost:
-    """Resources that a rank needs for an iteration.
-
-    Attributes:
-        coordinates: the rank on each axis.
-        parameters: number of parameters that the rank holds.
-        unique_parameters: those that no other rank of the replica counts, excluding vocabulary padding.
-        memory: bytes by purpose at the peak of the forward and backward passes; "activations" is everything that these
-            passes have allocated by then. "peak" is the maximum over the whole iteration.
-        traffic: by kind of communication and name of the axis.
-        flops: see `Counter`.
-    """
-
-    rank: int
-    coordinates: dict[str, int]
-    parameters: int
-    unique_parameters: int
-    memory: dict[str, int]
-    traffic: dict[tuple[str, str], Traffic]
-    flops: int
 
 
 def dry_run(config: RunConfig, task: Task) -> int:
@@ -217,8 +195,8 @@ class DryRun:
         with torch.device("meta"):
             model = self.task.build_model(self.config, context, None)
         groups = param_groups(self.config.optimizer, Mesh(device=CPU), distributed=False)
-        entries = [e for b in lay_out([model], groups, bucket_size=1) for e in b.entries]
-        return sum(end - begin for e in entries for begin, end in e.flat(e.counted()))
+        buckets = lay_out([model], groups, bucket_size=1)
+        return sum(param.num_counted for bucket in buckets for param in bucket.flat_params)
 
     def count(self, rank: int) -> RankCost:
         """Count the resources of a rank."""
@@ -335,12 +313,13 @@ def count_step(
             lr=config.optimizer.lr,
             weight_decay=config.optimizer.weight_decay,
         )
-    # Gradients are reduced over replicas once per step; on other axes every pass communicates.
+    # Gradients are reduced once per step; on other axes every pass communicates.
+    reduce_axes = {bucket.group.reduce_axis.name for bucket in engine.buffer.buckets}
     repeat = functools.partial(_repeat, microbatches, simulated)
     (before, flops_before), (after, flops_after) = phases.before, phases.after
     traffic = dict(counter.traffic)
     for key in after:
-        if key[1] != AXES["dp"]:
+        if key[1] not in reduce_axes:
             passes = after[key] - before.get(key, Traffic())
             traffic[key] += Traffic(repeat(passes.calls), repeat(passes.bytes))
     other_batches = (microbatches - simulated) * max(batch_bytes)
@@ -354,9 +333,7 @@ def count_step(
         rank=mesh.world.rank,
         coordinates={name: getattr(mesh, name).rank for name in ("pp", "dp", "tp")},
         parameters=engine.buffer.local_elements,
-        unique_parameters=sum(
-            end - begin for e in engine.buffer.entries for begin, end in e.flat(e.counted())
-        ),
+        unique_parameters=sum(param.num_counted for param in engine.buffer.flat_params),
         memory=memory,
         traffic=traffic,
         flops=counter.flops + repeat(flops_after - flops_before),
@@ -386,52 +363,3 @@ def state_bytes(engine: Engine) -> dict[str, int]:
         "moments": [piece for pieces in optimizer.state.values() for piece in pieces],
     }
     return {name: sum(x.numel() * x.element_size() for x in group) for name, group in tensors.items()}
-
-
-def table(costs: list[RankCost]) -> str:
-    """The resources of each rank, one column per rank."""
-    rows: list[tuple[str, list[str]]] = []
-
-    def row(title: str, value: Callable[[RankCost], str]) -> None:
-        rows.append((title, [value(cost) for cost in costs]))
-
-    row("rank", lambda cost: str(cost.rank))
-    row("stage, replica, tensor rank", lambda cost: ", ".join(map(str, cost.coordinates.values())))
-    row("parameters", lambda cost: f"{cost.parameters:,}")
-    rows.append(("memory", []))
-    for kind in costs[0].memory:
-        rows.append((f"  {kind}", [size(cost.memory[kind]) for cost in costs]))
-    keys = sorted({key for cost in costs for key in cost.traffic})
-    if keys:
-        rows.append(("communication", []))
-    for key in keys:
-        rows.append((f"  {key[0]}, {key[1]}", [_traffic(cost.traffic.get(key)) for cost in costs]))
-    row("operations", lambda cost: size(cost.flops, "FLOP"))
-    first = max(len(title) for title, _ in rows)
-    widths = [max(len(cells[i]) for _, cells in rows if cells) for i in range(len(costs))]
-    return "\n".join(
-        "  ".join([title.ljust(first), *(c.rjust(w) for c, w in zip(cells, widths, strict=False))]).rstrip()
-        for title, cells in rows
-    )
-
-
-def _traffic(traffic: Traffic | None) -> str:
-    return "-" if traffic is None else f"{traffic.calls:,} of {size(traffic.bytes):>8}"
-
-
-def size(count: float, unit: str = "B") -> str:
-    """Format a count of bytes, or of another unit: "16.4 GB"."""
-    prefixes = iter("KMGTPE")
-    prefix = ""
-    while count >= 999.5:
-        count, prefix = count / 1000, next(prefixes)
-    return f"{count:.3g} {prefix}{unit}"
-
-
-def as_json(cost: RankCost) -> dict[str, Any]:
-    record = {field.name: getattr(cost, field.name) for field in dataclasses.fields(cost)}
-    record["traffic"] = [
-        {"kind": kind, "axis": axis, "calls": traffic.calls, "bytes": traffic.bytes}
-        for (kind, axis), traffic in sorted(cost.traffic.items())
-    ]
-    return record

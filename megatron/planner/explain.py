@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.parallel.schedules import bubble_fraction
 from megatron.planner.cluster import Cluster
 from megatron.planner.layout import OURS, Job, Layout
 from megatron.planner.memory import USABLE_MEMORY, fits, max_memory
+from megatron.planner.schedule_costs import bubble_fraction
 from megatron.planner.search import (
     MAX_CHUNKS,
     MICRO_BATCH_SIZES,

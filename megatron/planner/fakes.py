@@ -1,4 +1,4 @@
-"""Fake tensors, with shapes but without values, that behave as on a GPU."""
+"""Fake tensors and process groups: tensors with shapes but without values, that behave as on a GPU."""
 
 from __future__ import annotations
 
@@ -7,15 +7,39 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed._tools.fake_collectives  # registers collectives of fake tensors
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from megatron.parallel.config import ParallelConfig
+from megatron.parallel.mesh import Axis, Mesh, arrange, axis_sizes
 from megatron.planner.counting import tensors_of
 
 aten = torch.ops.aten
+
+
+@contextmanager
+def fake_mesh(config: ParallelConfig, device: torch.device, *, rank: int, processes: int) -> Iterator[Mesh]:
+    """Context with the mesh of one process of a run, without the others.
+
+    Communication returns at once. Its results are fake: an all-gather copies the local input into every chunk.
+
+    Raises:
+        InputError: the processes do not fit the layout.
+    """
+    sizes = axis_sizes(config, processes)
+    if processes == 1:
+        yield Mesh(device=device)
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=processes)
+    try:
+        yield arrange(sizes, device, Axis(rank, processes, ranks=tuple(range(processes))), timeout=None)
+    finally:
+        dist.destroy_process_group()
 
 
 @contextmanager

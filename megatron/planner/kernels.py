@@ -142,7 +142,7 @@ class Kernels:
         """One transformer layer, with its recomputation in backward."""
         model, t, n = self.job.model, self.layout.tensor, self.tokens
         h, heads = model.hidden_size, model.num_attention_heads * model.kv_channels
-        kv = 2 * max(model.num_query_groups, t) * model.kv_channels
+        kv = 2 * model.kv_heads_per_rank(t) * t * model.kv_channels
         ffn = model.ffn_hidden_size / t
         fc1 = ffn * (2 if model.swiglu else 1)
         layer = (

@@ -7,7 +7,9 @@ import math
 
 from megatron.model.config import ModelConfig
 from megatron.model.flops import flops_per_sample
+from megatron.ops.logits import LOGITS_KEPT_BYTES
 from megatron.planner.cluster import Cluster, Group
+from megatron.tokenizer import padded_vocab_size
 
 # Reads and writes of an element in memory: in forward, in backward.
 Accesses = tuple[float, float]
@@ -24,8 +26,7 @@ class Job:
 
     def padded_vocab_size(self, tensor: int) -> int:
         """Rows of the embedding table, with --make-vocab-size-divisible-by 128."""
-        unit = 128 * tensor
-        return -(-self.vocab_size // unit) * unit
+        return padded_vocab_size(self.vocab_size, 128, tensor)
 
     def residual_element(self, element: int) -> int:
         """Bytes of an element of the residual stream, if other activations have `element` bytes."""
@@ -80,8 +81,7 @@ OURS = Program(
     residual=(10, 18),
     heads=(2, 11),
     mlp=(2, 4),
-    kept_logits=1
-    << 27,  # LOGITS_KEPT_BYTES of megatron/ops/linear_cross_entropy.py; the planner imports no torch
+    kept_logits=LOGITS_KEPT_BYTES,
     gradient=4,
     blocking_transfers=False,
 )

@@ -8,14 +8,13 @@ from __future__ import annotations
 import dataclasses
 
 from megatron.model.config import ModelConfig
+from megatron.ops.logits import LOGITS_CHUNK_BYTES
 from megatron.planner.cluster import Cluster
 from megatron.planner.layout import Job, Layout, Program
 
 # Share of a device's memory that a model can use. The rest is for the driver, NCCL's buffers and fragmentation.
 USABLE_MEMORY = 0.92
 ADAM_MOMENTS = 8  # bytes per parameter: two means in fp32
-# Logits that a GPU computes at a time, where they are not kept; megatron/ops/linear_cross_entropy.py has the same.
-LOGITS_CHUNK_BYTES = 1 << 28
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +41,7 @@ def layer_parameters(job: Job, tensor: int) -> float:
     """Number of parameters of one layer on one of `tensor` ranks."""
     model = job.model
     h, heads, ffn = model.hidden_size, model.num_attention_heads * model.kv_channels, model.ffn_hidden_size
-    # With more ranks than groups each rank holds the keys and values of one group.
-    kv = 2 * max(model.num_query_groups, tensor) * model.kv_channels
+    kv = 2 * model.kv_heads_per_rank(tensor) * tensor * model.kv_channels
     fc1 = ffn * (2 if model.swiglu else 1)
     sharded = h * (heads + kv) + heads * h + h * fc1 + ffn * h
     replicated = 2 * norm_parameters(model, h)
@@ -120,7 +118,7 @@ def attention_elements(model: ModelConfig, tensor: int) -> float:
     These are the fused QKV projection's output, kept whole while a view of it is alive, and the weighted sums.
     """
     heads = model.num_attention_heads * model.kv_channels / tensor
-    groups = max(model.num_query_groups / tensor, 1)
+    groups = model.kv_heads_per_rank(tensor)
     kv = groups * model.kv_channels
     kept = 2 * heads + 2 * kv
     copied = model.qk_layernorm or model.position_embedding_type == "rope"
@@ -157,7 +155,7 @@ def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program
     if stage == layout.pipeline - 1:
         logits = tokens * job.padded_vocab_size(layout.tensor) / layout.tensor
         kept = logits * element <= program.kept_logits
-        activations += logits * (element + 4) if kept else LOGITS_CHUNK_BYTES
+        activations += logits * (element + 4) if kept else LOGITS_CHUNK_BYTES["cuda"]
     return Memory(
         weights=element * parameters,
         gradients=program.gradient * parameters,

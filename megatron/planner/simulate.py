@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from megatron.parallel.schedules import SCHEDULES, Compute, Forward, Timeline, bubble_fraction, simulate
+from megatron.parallel.schedules import SCHEDULES, Compute, Forward, Timeline, simulate
 from megatron.planner.cluster import Cluster
 from megatron.planner.kernels import ForwardBackward, Kernels
 from megatron.planner.layout import Job, Layout, Program
 from megatron.planner.memory import end_parameters, stage_parameters
+from megatron.planner.schedule_costs import bubble_fraction, makespan
 
 # Bytes per parameter that an optimizer step reads and writes in fp32: the gradient twice (its norm comes first), and
 # master weight and two moments, each read and written.
@@ -124,8 +125,8 @@ class Simulator:
             return m * self.busiest[1]
         simulated = (WARMUP_GROUPS + 1) * stages + m % stages
         if m <= simulated:
-            return self.timeline(m).makespan
-        longer, shorter = (self.timeline(n).makespan for n in (simulated, simulated - stages))
+            return makespan(self.timeline(m))
+        longer, shorter = (makespan(self.timeline(n)) for n in (simulated, simulated - stages))
         return longer + (m - simulated) / stages * (longer - shorter)
 
     @functools.cached_property

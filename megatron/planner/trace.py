@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron.errors import InputError
 from megatron.parallel.schedules import Forward, Timeline
+from megatron.planner.schedule_costs import makespan
 from megatron.planner.simulate import Simulator
 
 # Groups of microbatches (one per stage) in a picture, at most; its width and the height of a row in points.
@@ -29,7 +30,7 @@ def write_trace(simulator: Simulator, path: Path) -> None:
     timeline = simulator.timeline(simulator.microbatches)
     each = layout.processes // layout.pipeline
     events: list[dict[str, object]] = []
-    for stage, row in enumerate(timeline.ranks):
+    for stage, row in enumerate(timeline):
         name = f"stage {stage}: ranks {stage * each}-{(stage + 1) * each - 1}"
         events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": stage, "args": {"name": name}})
         for action, start, end in row:
@@ -61,7 +62,7 @@ def write_picture(simulator: Simulator, path: Path) -> None:
     microbatches = min(simulator.microbatches, MAX_GROUPS * layout.pipeline)
     timeline = simulator.timeline(microbatches)
     title = (
-        f"{layout}: {microbatches} of {simulator.microbatches} microbatches, {1e3 * timeline.makespan:.0f} ms "
+        f"{layout}: {microbatches} of {simulator.microbatches} microbatches, {1e3 * makespan(timeline):.0f} ms "
         "without gradient reduction and optimizer"
     )
     if path.suffix == ".svg":
@@ -74,15 +75,15 @@ def _boxes(timeline: Timeline) -> list[tuple[int, float, float, str]]:
     """Stage, start, end and color of every compute."""
     return [
         (stage, start, end, (FORWARD if isinstance(action, Forward) else BACKWARD)[action.chunk % 4])
-        for stage, row in enumerate(timeline.ranks)
+        for stage, row in enumerate(timeline)
         for action, start, end in row
     ]
 
 
 def svg(timeline: Timeline, title: str) -> str:
     """Return the picture as SVG."""
-    left, top, unit = 70, 40, WIDTH / timeline.makespan
-    rows = len(timeline.ranks)
+    left, top, unit = 70, 40, WIDTH / makespan(timeline)
+    rows = len(timeline)
     width, height = left + WIDTH + 20, top + rows * ROW + 16
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
@@ -107,13 +108,13 @@ def svg(timeline: Timeline, title: str) -> str:
 def _write_png(timeline: Timeline, title: str, path: Path) -> None:
     from matplotlib.figure import Figure
 
-    rows = len(timeline.ranks)
+    rows = len(timeline)
     figure = Figure(figsize=(WIDTH / 80, 1.2 + rows * ROW / 80), layout="constrained")
     axes = figure.subplots()
     for stage, start, end, color in _boxes(timeline):
         axes.barh(stage, end - start, left=start, height=1, color=color, edgecolor=INK, linewidth=0.2)
     axes.set(title=title, xlabel="seconds", ylabel="stage", yticks=range(rows), facecolor=IDLE)
-    axes.set(xlim=(0, timeline.makespan), ylim=(rows - 0.5, -0.5))
+    axes.set(xlim=(0, makespan(timeline)), ylim=(rows - 0.5, -0.5))
     try:
         figure.savefig(path, dpi=120)
     except OSError as error:

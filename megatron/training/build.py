@@ -13,7 +13,7 @@ from megatron.ops.backend import Ops, choose_ops
 from megatron.optim.layout import lay_out, param_groups
 from megatron.parallel.collectives import all_equal, raise_on_all_ranks
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.random import key
+from megatron.parallel.random import stable_hash
 from megatron.parallel.stages import split_layers
 from megatron.parallel.timers import Timers
 from megatron.training.config import RunConfig
@@ -52,7 +52,7 @@ def choose_run_ops(config: RunConfig, mesh: Mesh, padded_vocab_size: int) -> Ops
             device=mesh.device,
         )
     # Replicated values would drift apart if ranks computed them differently.
-    if not all_equal(key(*ops.kinds, bits=32), mesh.world):
+    if not all_equal(stable_hash(*ops.kinds, bits=32), mesh.world):
         raise InputError(
             f"rank {mesh.world.rank} computes with {', '.join(ops.kinds)} and other ranks with something else: "
             "their machines differ in torch, apex or the C++ compiler; make them alike, or use --ops-backend plain"

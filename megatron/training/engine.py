@@ -163,13 +163,13 @@ class Engine:
     def reduce_gradients(self) -> None:
         """Sum the gradients over the replicas, as far as backward has not done so already."""
         with self.timers("grads-reduce"):
-            self.buffer.finish_reduce()
+            self.buffer.reducer.finish()
 
     def _spike_loss(self, losses: Tensor) -> Tensor | None:
         """The global batch's loss on every process, where --spike-skip needs it."""
         if self.config.optimizer.spike_skip is None:
             return None
-        return all_reduce_sum(all_reduce_sum(losses.sum(), self.mesh.dp_cp), self.mesh.pp)
+        return all_reduce_sum(losses.sum(), self.mesh.dp_cp, self.mesh.pp)
 
     def _make_actions(self, schedule: Schedule, microbatches: int) -> list[Action]:
         """Actions of this process's stage."""
@@ -213,7 +213,7 @@ class Engine:
             stage = EvalStage(self.model, microbatches, metric, totals)
             run_schedule(stage, self._actions(forward_only, len(microbatches)), self.transfers)
             self.transfers.finish()
-        sums, denominators = all_reduce_sum(all_reduce_sum(totals, self.mesh.dp_cp), self.mesh.pp).tolist()
+        sums, denominators = all_reduce_sum(totals, self.mesh.dp_cp, self.mesh.pp).tolist()
         return sums, denominators
 
     def _to_device(self, batches: Iterable[Batch]) -> list[Batch]:

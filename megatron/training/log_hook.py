@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron.optim.norms import model_norm
 from megatron.parallel.timers import ITERATION
 from megatron.training.devices import find_peak, max_memory, memory_lines
 from megatron.training.loop import Hook, Trainer
@@ -57,4 +58,4 @@ class Logging(Hook):
 def _params_norm(trainer: Trainer) -> float:
     """L2 norm of all parameters. Every process must call it."""
     buffer = trainer.engine.buffer
-    return buffer.norm(buffer.masters).item()
+    return model_norm(buffer.masters, buffer.buckets, buffer.mesh).item()

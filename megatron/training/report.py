@@ -64,7 +64,7 @@ class History:
             for (row, _, _), finite in zip(self.pending, shares.isfinite().all(1).tolist(), strict=True)
             if not finite
         ]
-        losses = all_reduce_sum(all_reduce_sum(shares, mesh.dp_cp), mesh.pp).tolist()
+        losses = all_reduce_sum(shares, mesh.dp_cp, mesh.pp).tolist()
         stats = torch.stack([torch.stack(list(stats.values())) for _, _, stats in self.pending]).tolist()
         for (row, _, named), loss_row, stats_row in zip(self.pending, losses, stats, strict=True):
             row.update(zip(self.loss_names, loss_row, strict=True))

@@ -113,7 +113,7 @@ class TrainStage(ModelStage):
 
     def begin_last_backward(self, chunk: int) -> None:
         if self.buffer is not None:
-            self.buffer.begin_last_backward(chunk)
+            self.buffer.reducer.begin_last_backward(chunk)
 
 
 class EvalStage(ModelStage):

@@ -18,7 +18,7 @@ from megatron.errors import InputError
 from megatron.optim.schedule import Schedule
 from megatron.parallel.collectives import all_equal, raise_on_all_ranks
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.random import key
+from megatron.parallel.random import stable_hash
 from megatron.training.batch_size import BatchSchedule
 from megatron.training.config import RunConfig
 from megatron.training.loop import Trainer
@@ -88,7 +88,7 @@ def find_start(config: CheckpointConfig, mesh: Mesh, *, skip_train: bool) -> Che
     if config.finetune and config.load is None:
         raise InputError("--finetune needs --load, the checkpoint whose weights it starts from")
     found = None if config.load is None else _find(config, config.load, mesh, skip_train=skip_train)
-    if not all_equal(-1 if found is None else key(json.dumps(found.state), bits=32), mesh.world):
+    if not all_equal(-1 if found is None else stable_hash(json.dumps(found.state), bits=32), mesh.world):
         raise InputError(
             f"--load: the processes do not find the same checkpoint in {config.load}; every machine must see the same "
             "folder"

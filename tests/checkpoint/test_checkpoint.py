@@ -6,6 +6,7 @@ import dataclasses
 import os
 import random
 import shutil
+import stat
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from megatron.checkpoint.checkpoint import check_architecture
 from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.load import load_into, load_weights
 from megatron.checkpoint.manifest import read_manifest
+from megatron.checkpoint.pieces import write_pieces
 from megatron.errors import InputError, TrainingFault
 from megatron.optim.buffer import ParamBuffer
 from megatron.optim.optimizer import Optimizer
@@ -28,7 +30,7 @@ from megatron.training.state import TrainState
 def train(buffer: ParamBuffer, optimizer: Optimizer, steps: int) -> None:
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)
-        for entry in buffer.entries:
+        for entry in buffer.flat_params:
             grad = entry.view(buffer.grads)
             grad.copy_(torch.randn(grad.shape, generator=generator))
         optimizer.step(lr=1e-3, weight_decay=0.1)
@@ -460,3 +462,15 @@ def test_pickles_and_oversized_headers_are_refused(tmp_path: Path) -> None:
     sign(folder, "model.safetensors")
     with pytest.raises(InputError, match="cannot be read"):
         load(tmp_path, *make()[:2])
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_files_of_tensors_follow_the_umask(tmp_path: Path, umask: int, mode: int) -> None:
+    file = tmp_path / "folder" / "model.safetensors"
+    before = os.umask(umask)
+    try:
+        file.parent.mkdir()
+        write_pieces(file, {})
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(file.stat().st_mode) == mode

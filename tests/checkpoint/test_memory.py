@@ -53,7 +53,7 @@ def load(root: str, flags: str, save_first: bool) -> tuple[int, int, int]:
         before = memory("VmRSS")
         load_into(checkpoint, buffer, optimizer)
         peak = memory("VmHWM") - before
-        largest = max(4 * math.prod(entry.shard_spec.local_shape) for entry in buffer.entries)
+        largest = max(4 * math.prod(entry.shard_spec.local_shape) for entry in buffer.flat_params)
         return peak, sum(tensor.nbytes for tensor in filled), largest
 
 

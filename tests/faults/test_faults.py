@@ -214,7 +214,10 @@ def test_losing_the_store_without_torchrun(signal_to: signal.Signals) -> None:
         _, errors = ranks[1].communicate(timeout=60)
         if signal_to == signal.SIGKILL:
             assert ranks[1].returncode == LostRank.exit_status
-            assert "the store at MASTER_ADDR and MASTER_PORT is gone" in errors.strip().splitlines()[-1]
+            assert (
+                "the rendezvous store at MASTER_ADDR:MASTER_PORT (held by rank 0 or its torchrun) is unreachable"
+                in errors.strip().splitlines()[-1]
+            )
         else:
             assert ranks[1].returncode == 1
             assert "Timeout (" in errors and "(most recent call first)" in errors, "of faulthandler"

@@ -174,7 +174,7 @@ def test_checkpoint_holds_the_weights_before_the_nan(tmp_path: Path) -> None:
 def test_nan_that_does_not_repeat_is_a_passing_fault(tmp_path: Path) -> None:
     once = Injection(1, "decoder.layers.0.mlp.linear_fc1", (9,))
     ((fault, _), *_) = run_distributed(train, 2, f"--log-interval 1 --save {tmp_path / 'a'}", once)
-    assert fault.startswith("PassingFault: iteration 3: ")
+    assert fault.startswith("TransientFault: iteration 3: ")
     assert "Recomputed, it is finite: a machine computes wrongly. The loss was not finite on rank 1" in fault
     assert "holds them as of iteration 2" in fault
 

@@ -7,7 +7,7 @@ import torch
 from distributed import run_distributed
 from models import CPU, config_of, engine_of
 
-from megatron.errors import PassingFault
+from megatron.errors import TransientFault
 from megatron.faults.replicas import check_replicas, checksum
 from megatron.parallel.mesh import init_mesh
 
@@ -20,13 +20,13 @@ def flip_and_check(flags: str, rank: int, name: str, element: int) -> list[str]:
         messages = []
         for flip in (False, True):
             if flip and mesh.world.rank == rank:
-                entry = next(entry for entry in engine.buffer.entries if entry.name == name)
+                entry = next(entry for entry in engine.buffer.flat_params if entry.name == name)
                 bits = entry.view(engine.buffer.params).view(-1)[element:].view(torch.int16)
                 bits[0] ^= 1
             try:
                 check_replicas(engine.buffer)
                 messages.append("")
-            except PassingFault as fault:
+            except TransientFault as fault:
                 messages.append(str(fault))
         return messages
 

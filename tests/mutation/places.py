@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Iterator
 
 REDUCTIONS = {"all_reduce_sum", "all_reduce_max", "reduce_from", "broadcast"}
-# Groups that replace each group. With context parallelism 1, cp holds one process and dp_cp is dp.
+# Groups that replace each group. Without context parallelism dp_cp is dp.
 GROUPS = {
     "tp": ("dp", "pp"),
     "pp": ("tp", "dp"),
@@ -23,8 +23,8 @@ GROUPS = {
 }
 # Methods and functions that synchronize processes, threads, streams or disks.
 WAITS = {
-    "wait", "wait_stream", "record_stream", "synchronize", "join", "barrier", "finish", "finish_gathers",
-    "finish_reduce", "sync", "sync_all", "sync_params", "fsync", "flush", "rename", "replace", "replace_text", "check",
+    "wait", "wait_stream", "record_stream", "synchronize", "join", "barrier", "finish",
+    "sync", "sync_all", "sync_params", "fsync", "flush", "rename", "replace", "replace_text", "check",
 }  # fmt: skip
 OPPOSITES = {"min": "max", "minimum": "maximum", "amin": "amax", "argmin": "argmax"}
 OPPOSITES |= {opposite: name for name, opposite in OPPOSITES.items()}
@@ -200,7 +200,7 @@ class _Finder:
         bounds = [keyword for keyword in node.keywords if keyword.arg in ("min", "max")]
         if name == "clamp" and len(bounds) == 1:
             yield "min for max", bounds[0], f"{OPPOSITES[str(bounds[0].arg)]}={self._text(bounds[0].value)}"
-        if name == "key" and len(arguments) >= 3:
+        if name == "stable_hash" and len(arguments) >= 3:
             rest = ", ".join(self._text(part) for part in (*arguments[:-1], *node.keywords))
             yield "another seed", node, f"{self._text(node.func)}({rest})"
         for value in (*arguments, *(keyword.value for keyword in node.keywords)):

@@ -12,7 +12,7 @@ from megatron.checkpoint.save import take_snapshot
 from megatron.model.config import ModelConfig
 from megatron.model.context import ModelContext
 from megatron.model.gpt import GPTModel, position_ids
-from megatron.optim import buffer as buffer_module
+from megatron.optim import grad_reducer
 from megatron.optim.buffer import ParamBuffer
 from megatron.optim.config import OptimizerConfig
 from megatron.optim.optimizer import Optimizer
@@ -58,7 +58,7 @@ class Gather(Pending):
 
 def start_gathers(buffer: ParamBuffer) -> None:
     for index, bucket in enumerate(buffer.buckets):
-        buffer.gathering[index] = [Gather(buffer.params[bucket.start : bucket.end])]
+        buffer.gather.pending[index] = [Gather(buffer.params[bucket.start : bucket.end])]
 
 
 def test_forward_waits_for_all_parameters_of_a_module() -> None:
@@ -67,7 +67,7 @@ def test_forward_waits_for_all_parameters_of_a_module() -> None:
     start_gathers(buffer)
     assert buffer.params.isnan().all()
     assert torch.equal(loss_of(model, 0), expected)
-    assert not buffer.gathering
+    assert not buffer.gather.pending
 
 
 def test_a_snapshot_waits_for_all_parameters() -> None:
@@ -88,22 +88,22 @@ def test_each_step_reduces_final_gradients(
     """With two microbatches, only the last backward reduces: per bucket with overlap, else after backward."""
     model, buffer = make(dtype, bucket_size=700, overlap_grad_reduce=overlap)
     buckets = len(buffer.buckets)
-    assert 1 < buckets < len(buffer.entries)
+    assert 1 < buckets < len(buffer.flat_params)
     reduced = []
 
     def start(grads: Tensor, axis: object) -> Pending:
         reduced.append((grads, grads.clone()))
         return Pending(grads)
 
-    monkeypatch.setattr(buffer_module, "start_all_reduce", start)
+    monkeypatch.setattr(grad_reducer, "start_all_reduce", start)
     for step in range(3):
         buffer.grads.zero_()
         loss_of(model, 2 * step).backward()
         assert not reduced
-        buffer.begin_last_backward(0)
+        buffer.reducer.begin_last_backward(0)
         loss_of(model, 2 * step + 1).backward()
         assert len(reduced) == (buckets if overlap else 0)
-        buffer.finish_reduce()
+        buffer.reducer.finish()
         assert len(reduced) == buckets
         assert all(torch.equal(now, then) for now, then in reduced)
         reduced.clear()

@@ -100,7 +100,8 @@ def buckets(replicas: int, rank: int, bucket_size: int = 50_000) -> list[Bucket]
     config = ModelConfig(num_layers=8, hidden_size=48, num_attention_heads=4, max_position_embeddings=16)
     with torch.device("meta"):
         model = GPTModel(config, ModelContext(vocab_size=64, padded_vocab_size=64))
-    mesh = Mesh(device=CPU, dp=Axis(rank, replicas))
+    replicas_axis = Axis(rank, replicas)
+    mesh = Mesh(device=CPU, dp=replicas_axis, dp_cp=replicas_axis)
     groups = param_groups(OptimizerConfig(lr=1.0, optimizer="muon"), mesh, distributed=True)
     return lay_out([model], groups, bucket_size=bucket_size)
 
@@ -108,7 +109,7 @@ def buckets(replicas: int, rank: int, bucket_size: int = 50_000) -> list[Bucket]
 def test_muon_updates_the_matrices_of_layers_and_adam_the_rest() -> None:
     laid_out = buckets(1, 0)
     muon, adam = (
-        {e.name for b in laid_out if ("exp_avg" in b.group.optimizer.state) == adam for e in b.entries}
+        {e.name for b in laid_out if ("exp_avg" in b.group.optimizer.state) == adam for e in b.flat_params}
         for adam in (False, True)
     )
     assert len(muon) == 8 * 4 and all(".layers." in name and name.endswith(".weight") for name in muon)
@@ -123,7 +124,7 @@ def test_each_matrix_has_one_owner_and_owners_are_balanced(replicas: int) -> Non
         for bucket in buckets(replicas, rank):
             assert bucket.shards[0][0] == bucket.start and bucket.shards[-1][1] == bucket.end
             assert bucket.shard == bucket.shards[rank] and bucket.shard[0] % ALIGNMENT == 0
-            for entry in bucket.entries if bucket.group.optimizer.whole_matrices else ():
+            for entry in bucket.flat_params if bucket.group.optimizer.whole_matrices else ():
                 begin, end = bucket.shard
                 assert end <= entry.start or begin <= entry.start <= entry.end <= end or entry.end <= begin
                 if begin <= entry.start < end:

@@ -16,9 +16,10 @@ from megatron.model.vocabulary import WORD_TABLE
 from megatron.ops import linear, linear_cross_entropy
 from megatron.ops.backend import PLAIN, Ops
 from megatron.ops.compiler import eager
-from megatron.optim.buffer import ParamBuffer, norm
+from megatron.optim.buffer import ParamBuffer
 from megatron.optim.config import OptimizerConfig
 from megatron.optim.layout import ALIGNMENT
+from megatron.optim.norms import flat_norm
 from megatron.optim.optimizer import Optimizer
 from megatron.parallel.config import ParallelConfig
 
@@ -52,7 +53,7 @@ def loss_of(model: torch.nn.Module, step: int) -> torch.Tensor:
 
 def test_parameters_and_gradients_are_views() -> None:
     model, buffer = make()
-    entries = {entry.name: (entry, bucket) for bucket in buffer.buckets for entry in bucket.entries}
+    entries = {entry.name: (entry, bucket) for bucket in buffer.buckets for entry in bucket.flat_params}
     for name, p in model.named_parameters():
         entry, bucket = entries[name]
         assert p.data_ptr() == buffer.params[entry.start :].data_ptr()
@@ -163,16 +164,16 @@ def test_layers_accumulate_weight_gradients(
         p.main_grad = None
     for step in range(2):
         if step == 1:
-            buffer.begin_last_backward(0)
+            buffer.reducer.begin_last_backward(0)
         loss_of(model, step).backward()
         loss_of(other, step).backward()
-    for entry, theirs in zip(buffer.entries, by_autograd.entries, strict=True):
+    for entry, theirs in zip(buffer.flat_params, by_autograd.flat_params, strict=True):
         ours, tied = entry.view(buffer.grads), entry.name == WORD_TABLE
         tolerance = 4 * torch.finfo(dtype).eps * ours.abs().max().item() if tied else 0
         torch.testing.assert_close(ours, theirs.view(by_autograd.grads), rtol=0, atol=tolerance)
     # Linear layers of both transformer layers, and the tied output layer: once, or in 16 chunks of two of the 32 rows.
     assert len(added) == 2 * (2 * 4 + (16 if fused else 1))
-    assert len(buffer.reducing) == len(buffer.buckets) > 2
+    assert len(buffer.reducer.reducing) == len(buffer.buckets) > 2
 
 
 def test_bf16_keeps_fp32_master_weights_and_gradients() -> None:
@@ -237,7 +238,7 @@ def test_initial_values() -> None:
 
 def test_norm_of_a_long_tensor() -> None:
     flat = torch.randn(3_000_001, generator=torch.Generator().manual_seed(0))
-    assert norm(flat).item() == pytest.approx(flat.double().norm().item(), rel=1e-6)
-    assert norm(flat[:5]).item() == pytest.approx(flat[:5].double().norm().item(), rel=1e-6)
+    assert flat_norm(flat).item() == pytest.approx(flat.double().norm().item(), rel=1e-6)
+    assert flat_norm(flat[:5]).item() == pytest.approx(flat[:5].double().norm().item(), rel=1e-6)
     flat[7] = float("nan")
-    assert norm(flat).isnan()
+    assert flat_norm(flat).isnan()

@@ -7,16 +7,17 @@ import itertools
 import pytest
 import torch
 
-from megatron.parallel.random import TILE, fill_normal_, fill_uniform_, key, seed_dropout
+from megatron.parallel.random import TILE, fill_normal_, fill_uniform_, seed_dropout, stable_hash
 from megatron.parallel.slices import GlobalSlice, whole
 
 
 def test_keys_depend_on_every_part() -> None:
     keys = {
-        key(*parts, bits=64) for parts in (("a", 1), ("a", 2), ("b", 1), ("a1",), ("a", "1", 1), (1, "a"))
+        stable_hash(*parts, bits=64)
+        for parts in (("a", 1), ("a", 2), ("b", 1), ("a1",), ("a", "1", 1), (1, "a"))
     }
     assert len(keys) == 6
-    assert key("init", 1234, "x", 0, 0, bits=128) < 2**128
+    assert stable_hash("init", 1234, "x", 0, 0, bits=128) < 2**128
 
 
 def test_rows_do_not_depend_on_how_many_follow() -> None:

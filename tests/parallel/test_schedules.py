@@ -13,7 +13,6 @@ from megatron.parallel.schedules import (
     Forward,
     Receive,
     Send,
-    bubble_fraction,
     forward_only,
     gpipe,
     interleaved,
@@ -22,6 +21,7 @@ from megatron.parallel.schedules import (
     simulate,
     with_transfers,
 )
+from megatron.planner.schedule_costs import bubble_fraction, makespan, peak_in_flight
 
 # (stages, chunks, microbatches)
 ONE_CHUNK = [(p, 1, m) for p in range(1, 17) for m in [*range(1, 41), 64]]
@@ -150,14 +150,18 @@ def test_a_pair_lists_its_transfers_in_one_order(make, stages, chunks, microbatc
         assert ends[0] == ends[1]
 
 
+def peaks(schedule):
+    return [peak_in_flight(actions) for actions in schedule]
+
+
 def test_peak_of_activations_in_flight():
     for stages, chunks, microbatches in ONE_CHUNK:
-        peak = simulate(gpipe(stages, chunks, microbatches), stages).peak_in_flight
+        peak = peaks(gpipe(stages, chunks, microbatches))
         assert peak == [microbatches] * stages
-        peak = simulate(one_forward_one_backward(stages, chunks, microbatches), stages).peak_in_flight
+        peak = peaks(one_forward_one_backward(stages, chunks, microbatches))
         assert peak == [min(microbatches, stages - rank) for rank in range(stages)]
     for stages, chunks, microbatches in INTERLEAVED:
-        peak = simulate(interleaved(stages, chunks, microbatches), stages).peak_in_flight
+        peak = peaks(interleaved(stages, chunks, microbatches))
         warmup = [2 * (stages - rank - 1) + (chunks - 1) * stages for rank in range(stages)]
         assert peak == [min(microbatches * chunks, w + 1) for w in warmup]
 
@@ -174,16 +178,17 @@ def test_bubble_equals_the_formula():
                 schedule, stages, lambda rank, action, v=chunks: one_and_two(rank, action) / v
             )
             formula = (stages - 1) / (chunks * microbatches)
-            assert timeline.bubble == pytest.approx(formula)
+            busy = max(sum(end - start for _, start, end in row) for row in timeline)
+            assert makespan(timeline) / busy - 1 == pytest.approx(formula)
             assert bubble_fraction(stages, chunks, microbatches) == formula
-            assert timeline.makespan == pytest.approx(3 * microbatches * (1 + formula))
+            assert makespan(timeline) == pytest.approx(3 * microbatches * (1 + formula))
 
 
 def test_bubble_of_forward_only_is_the_pipeline_fill():
     for stages, chunks, microbatches in FORWARD_ONLY:
         if microbatches % stages == 0:
-            makespan = simulate(forward_only(stages, chunks, microbatches), stages).makespan
-            assert makespan == microbatches * chunks + stages - 1
+            timeline = simulate(forward_only(stages, chunks, microbatches), stages)
+            assert makespan(timeline) == microbatches * chunks + stages - 1
 
 
 def test_1f1b_of_the_paper():
@@ -233,7 +238,7 @@ def test_one_stage_transfers_nothing():
 
 def test_a_transfer_delays_the_neighbor():
     """Two stages, one microbatch: forward and back."""
-    assert simulate(gpipe(2, 1, 1), 2, transfer_time=0.5).makespan == 1 + 0.5 + 1 + 2 + 0.5 + 2
+    assert makespan(simulate(gpipe(2, 1, 1), 2, transfer_time=0.5)) == 1 + 0.5 + 1 + 2 + 0.5 + 2
 
 
 def test_a_deadlock_is_detected():

@@ -26,7 +26,8 @@ from megatron.parallel import collectives
 from megatron.parallel.mesh import Mesh, init_mesh
 from megatron.planner import dry_run
 from megatron.planner.counting import Counter
-from megatron.planner.dry_run import DryRun, PhaseRecorder, RankCost, count_step, size
+from megatron.planner.dry_run import DryRun, PhaseRecorder, count_step
+from megatron.planner.dry_run_report import RankCost, size
 from megatron.planner.layout import OURS, Job, Layout
 from megatron.planner.memory import layer_activations
 from megatron.training.build import build_model, choose_run_ops

@@ -11,9 +11,11 @@ from training.test_layouts import LAYOUTS, SHAPES
 
 from megatron.model.config import ModelConfig
 from megatron.model.context import ModelContext
+from megatron.model.flops import exact_flops_per_sample
 from megatron.model.gpt import GPTModel
 from megatron.parallel.mesh import Axis
-from megatron.parallel.schedules import SCHEDULES, simulate
+from megatron.parallel.recompute import Recompute
+from megatron.parallel.schedules import SCHEDULES
 from megatron.parallel.stages import chunks_per_stage, split_layers
 from megatron.planner.dry_run import DryRun
 from megatron.planner.layout import NVIDIA_2021, OURS, Job, Layout
@@ -27,6 +29,7 @@ from megatron.planner.memory import (
     stage_parameters,
 )
 from megatron.planner.models import A100_MODELS, MODELS
+from megatron.planner.schedule_costs import peak_in_flight
 from megatron.training.config import RunConfig
 from pretrain_gpt import GPT
 
@@ -84,8 +87,9 @@ def test_microbatches_in_flight_match_the_schedules():
     for layout in (Layout(pipeline=p, chunks=v) for p in (2, 3, 4, 8) for v in (1, 2, 3)):
         for m in (layout.pipeline, 3 * layout.pipeline):
             schedule = SCHEDULES[layout.schedule](layout.pipeline, layout.chunks, m)
-            peak = simulate(schedule, layout.pipeline).peak_in_flight
-            assert [max_in_flight(layout, m, p) for p in range(layout.pipeline)] == peak
+            assert [max_in_flight(layout, m, p) for p in range(layout.pipeline)] == [
+                peak_in_flight(actions) for actions in schedule
+            ]
 
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 57.5), (32, 43.6), (63, 40.0)])
@@ -187,10 +191,15 @@ def test_parameters_of_every_layout_match_the_model(shape: str, name: str):
         assert stage_parameters(gpt, layout, stage) == expected
 
 
-@pytest.mark.parametrize(
-    ("shape", "name"),
-    [pytest.param(*case, marks=() if case in DRY_RUNS else pytest.mark.slow) for case in PLANNED],
-)
+ONE_STAGE_DRY_RUNS = {("gpt2", "selectively recomputed"), ("llama", "T4")}
+
+
+def cases(quick: set[tuple[str, str]]) -> list:
+    """All layouts of the planner; those that are not `quick` run with the slow tests."""
+    return [pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in PLANNED]
+
+
+@pytest.mark.parametrize(("shape", "name"), cases(DRY_RUNS))
 def test_memory_of_every_layout_matches_a_dry_run(shape: str, name: str):
     """Exact for weights, gradients and optimizer state; the formulas omit buffers and statistics of norms."""
     config, processes, gpt, layout = planned(shape, name)
@@ -205,3 +214,34 @@ def test_memory_of_every_layout_matches_a_dry_run(shape: str, name: str):
     assert state == pytest.approx([counted[kind] for kind in names], rel=rel)
     assert memory.activations == pytest.approx(counted["activations"], rel=0.2)
     assert memory.total == pytest.approx(counted["peak"], rel=0.03)
+
+
+# Muon's products of matrices are not part of the formula.
+@pytest.mark.parametrize(
+    ("shape", "name"), [case for case in cases(ONE_STAGE_DRY_RUNS) if case.values[0] != "muon"]
+)
+def test_flops_of_every_layout_match_a_dry_run(shape: str, name: str):
+    """Summed over the ranks of a replica, they are those of the formula, whatever the layout."""
+    config, processes, gpt, layout = planned(shape, name)
+    model, s, t = config.model, gpt.seq_length, layout.tensor
+    run = DryRun.from_config(config, GPT, processes)
+    counted = t * sum(run.count(p * processes // layout.pipeline).flops for p in range(layout.pipeline))
+    recompute = Recompute.from_config(config.parallel, Axis(size=t))
+    expected = exact_flops_per_sample(
+        model,
+        seq_length=s,
+        padded_vocab_size=gpt.padded_vocab_size(t),
+        num_logits=s,
+        causal=False,  # a dry run counts the whole square
+        recompute=recompute,
+        chunks=[
+            len(chunk.layers) for stage in split_layers(config.parallel, model.num_layers) for chunk in stage
+        ],
+    )
+    # FlashAttention recomputes the scores in backward.
+    expected += model.num_layers * 2 * s * s * model.num_attention_heads * model.kv_channels
+    # With more ranks than key and value heads, several ranks compute the same ones.
+    copies = model.kv_heads_per_rank(t) * t - model.num_query_groups
+    passes = 4 if recompute.granularity == "full" else 3
+    expected += model.num_layers * passes * 2 * s * model.hidden_size * 2 * copies * model.kv_channels
+    assert counted == expected * gpt.global_batch_size / layout.data

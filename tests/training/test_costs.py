@@ -68,7 +68,7 @@ def test_parameters_match_the_paper(billions: float, layers: int, hidden: int, h
     s, v = 2048, 51200
     shape = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
     laid_out = buckets(OptimizerConfig(lr=1.0), max_position_embeddings=s, **shape)
-    count = sum(entry.end - entry.start for bucket in laid_out for entry in bucket.entries)
+    count = sum(entry.end - entry.start for bucket in laid_out for entry in bucket.flat_params)
     paper = 12 * layers * hidden**2 * (1 + 13 / (12 * hidden) + (v + s) / (12 * layers * hidden))
     assert count == round(paper) + 2 * hidden
     assert count / 1e9 == pytest.approx(billions, rel=0.01)

@@ -37,7 +37,7 @@ def train(flags: str) -> tuple[list[np.ndarray], list[float]]:
             engine.train_step(
                 batches(2), num_microbatches=2, consumed_samples=4 * step, lr=1e-2, weight_decay=0.1
             )
-        engine.buffer.finish_gathers()
+        engine.buffer.gather.finish()
         parameters = [item for module in engine.modules for item in module.named_parameters()]
         names = ("embedding.word_embeddings.weight", "output_layer.weight")
         tables = [p.detach().float().numpy() for name, p in parameters if name in names]

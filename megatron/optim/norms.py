@@ -1,0 +1,53 @@
+"""Sums and norms over the whole model's gradients or weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megatron.optim.layout import Bucket
+from megatron.parallel.collectives import all_reduce_sum
+from megatron.parallel.mesh import Axis, Mesh
+
+# Elements whose norm `flat_norm` computes at once.
+CHUNK_SIZE = 1 << 16
+
+
+def model_sum(
+    shards: list[Tensor], buckets: list[Bucket], mesh: Mesh, measure: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Sum a measure over the elements of the whole model, each counted once. Every rank must call this.
+
+    Args:
+        shards: fp32 tensors of the local shards, by bucket.
+        measure: maps a flat tensor to a scalar.
+    """
+    total = torch.zeros((), device=mesh.device).double()
+    found: dict[Axis, list[Tensor]] = {bucket.group.shard_axis: [] for bucket in buckets}
+    for bucket, shard in zip(buckets, shards, strict=True):
+        found[bucket.group.shard_axis] += [
+            measure(shard[begin - bucket.shard[0] : end - bucket.shard[0]]).double()
+            for begin, end in bucket.counted
+        ]
+    for axis, sums in found.items():
+        local = torch.stack(sums).sum() if sums else torch.zeros_like(total)
+        total += all_reduce_sum(local, mesh.tp, mesh.pp, axis)
+    return total
+
+
+def model_norm(shards: list[Tensor], buckets: list[Bucket], mesh: Mesh) -> Tensor:
+    """L2 norm over the whole model, an fp32 scalar; arguments as in `model_sum`."""
+    return model_sum(shards, buckets, mesh, lambda x: flat_norm(x).double().square()).sqrt().float()
+
+
+def flat_norm(flat: Tensor) -> Tensor:
+    """L2 norm of a flat tensor, a scalar.
+
+    Computed in chunks: one long fp32 sum on a CPU can be off by several percent.
+    """
+    whole = flat.numel() // CHUNK_SIZE * CHUNK_SIZE
+    chunks = torch.linalg.vector_norm(flat[:whole].view(-1, CHUNK_SIZE), dim=1)
+    rest = torch.linalg.vector_norm(flat[whole:]).unsqueeze(0)
+    return torch.linalg.vector_norm(torch.cat((chunks, rest)))
