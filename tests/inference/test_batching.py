@@ -15,7 +15,7 @@ from distributed import run_distributed
 from hf_models import VOCAB, save_hf
 
 from megatron.errors import InputError
-from megatron.inference.batching import Batcher, Request, generate, SequenceState, generate
+from megatron.inference.batching import Batcher, Request, SequenceState, generate
 from megatron.inference.beam import BeamConfig, beam_search
 from megatron.inference.config import InferenceConfig
 from megatron.inference.driver import driver
