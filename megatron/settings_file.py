@@ -58,11 +58,12 @@ def _check_events(text: str) -> None:
     """Refuse what only hostile files have, before anything is built of it."""
     depth = 0
     for event in yaml.parse(text, yaml.BaseLoader):
-        where = f"line {event.start_mark.line + 1}"
+        where = "" if event.start_mark is None else f"line {event.start_mark.line + 1}"
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
             raise InputError(f"{where}: anchors and aliases are not supported; write the value out")
-        if getattr(event, "tag", None) is not None:
-            raise InputError(f"{where}: tags are not supported; leave {event.tag[:40]} out")
+        tag = getattr(event, "tag", None)
+        if tag is not None:
+            raise InputError(f"{where}: tags are not supported; leave {tag[:40]} out")
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
             raise InputError(f"{where}: is nested more than {MAX_DEPTH} deep")
@@ -87,7 +88,8 @@ def _value(node: yaml.Node) -> Any:
         return _mapping(node)
     if isinstance(node, yaml.SequenceNode):
         return [_value(item) for item in node.value]
-    text = node.value
+    assert isinstance(node, yaml.ScalarNode)
+    text: str = node.value
     if node.style is not None:  # quoted, or a block
         return text
     if text in ("", "~", "null"):
