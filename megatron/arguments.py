@@ -10,15 +10,14 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megatron import __version__
 from megatron.checkpoint.config import CheckpointConfig
-from megatron.cli import Parser, add_flags, make_config, nonempty
+from megatron.cli import Parser, add_flags, clipped, make_config, nonempty
 from megatron.data.config import DataConfig
 from megatron.errors import InputError
 from megatron.flags import Config, flag_name
 from megatron.optim.config import LOSS_SCALING
+from megatron.settings_file import read_settings
 from megatron.training.config import PLUGIN_CONFIGS, RunConfig
 
 # Functions that add the flags of plug-ins to a parser, filled by `megatron.plugins`. Their actions append messages to
@@ -180,19 +179,10 @@ def _config_file(argv: Sequence[str]) -> Path | None:
 
 def _read_settings(path: Path, parser: Parser) -> list[str]:
     """Convert the settings in a YAML file to command-line arguments."""
-    try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"cannot be read ({error.strerror})") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        raise InputError(f"line {mark.line + 1}: is not YAML" if mark else "is not YAML") from None
-    if not isinstance(settings, dict):
-        raise InputError("must hold 'flag: value' lines")
     names = {name.replace("_", "-"): name for name in parser.flags}
     arguments: list[str] = []
-    for key, value in settings.items():
-        dashed = "--" + str(key).replace("_", "-")
+    for key, value in read_settings(path).items():
+        dashed = "--" + key.replace("_", "-")
         if dashed in ("--config", "--help", "--version"):
             raise InputError(f"{key}: belongs on the command line")
         name = names.get(dashed)
@@ -205,14 +195,15 @@ def _setting(name: str, value: Any, action: argparse.Action) -> list[str]:
     """Convert one setting to command-line arguments; null means that the flag is not given."""
     if value is None:
         return []
+    shown = "a mapping" if isinstance(value, dict) else clipped(value)
     if action.nargs == 0:
         if not isinstance(value, bool):
-            raise InputError(f"{name}: {value!r} is not true or false")
+            raise InputError(f"{name}: {shown} is not true or false")
         return [name] if value else []
     several = action.nargs not in (None, 1)
     values = value if several and isinstance(value, list) else [value]
     if any(isinstance(v, bool) or not isinstance(v, str | int | float) for v in values):
-        raise InputError(f"{name}: {value!r} is not {'a list of values' if several else 'a single value'}")
+        raise InputError(f"{name}: {shown} is not {'a list of values' if several else 'a single value'}")
     return [name, *map(str, values)] if several else [f"{name}={value}"]
 
 

@@ -131,18 +131,24 @@ def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field, scalar: 
     group.add_argument(*names, type=convert, nargs=spec.nargs, metavar=metavar, **common)
 
 
+def clipped(value: Any) -> str:
+    """A value for a message, cut off after 60 characters."""
+    text = repr(value)
+    return text if len(text) <= 61 else f"{text[:61]}..."
+
+
 def _integer(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
+        raise argparse.ArgumentTypeError(f"{clipped(text)} is not an integer") from None
 
 
 def _number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+        raise argparse.ArgumentTypeError(f"{clipped(text)} is not a number") from None
 
 
 def nonempty(text: str) -> str:

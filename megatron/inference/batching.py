@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megatron.inference.predictor import Predictor, check_prompt
+from megatron.inference.predictor import NonFiniteLogits, Predictor, check_prompt
 from megatron.inference.sampling import Sampler, SamplingConfig, sample_tokens
 from megatron.inference.text import TextStream
 from megatron.tokenizer import Tokenizer
@@ -52,7 +52,7 @@ class SequenceState:
         new: generated tokens.
         logprobs: of the generated tokens, if requested.
         prompt_logprobs: of the prompt's tokens except the first, if requested, once the prompt has been processed.
-        reason: why generation ended, "stop" or "length"; None before.
+        reason: why generation ended: "stop", "length", or "error" if the logits were not finite; None before.
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer, max_length: int) -> None:
@@ -82,6 +82,12 @@ class SequenceState:
         elif full:
             self.reason = "length"
         return text
+
+
+def check_finite(sequence: SequenceState) -> None:
+    """Raise `NonFiniteLogits` if a sequence ended because its logits were not finite."""
+    if sequence.reason == "error":
+        raise NonFiniteLogits
 
 
 class Batcher:
@@ -128,7 +134,8 @@ class Batcher:
                 (sequence,) = admitted
                 targets = torch.tensor(sequence.request.prompt[1:])
                 sequence.prompt_logprobs = _logprobs(logits[:-1], targets, sequence.request.top_logprobs or 0)
-                logits = logits[-1:]
+                # If any position is not finite, the sequence ends.
+                logits = logits[-1:] if logits.sum().isfinite() else torch.full_like(logits[-1:], torch.nan)
             updates += zip(admitted, self._sample(admitted, logits), strict=True)
         if num_running:
             running = self.running[:num_running]
@@ -158,17 +165,31 @@ class Batcher:
         return admitted
 
     def _sample(self, sequences: Sequence[SequenceState], logits_nv: Tensor) -> list[str]:
-        """Append a token to each sequence, and return the new texts."""
+        """Append a token to each sequence, and return the new texts. A sequence whose logits are not finite ends."""
+        finite = logits_nv.sum(-1).isfinite()
+        if not finite.all():
+            for sequence, is_finite in zip(sequences, finite.tolist(), strict=True):
+                if not is_finite:
+                    sequence.reason = "error"
+            # Any token will do for them: it is not used.
+            logits_nv = logits_nv.masked_fill(~finite.unsqueeze(1), 0.0)
         tokens = sample_tokens(logits_nv, [sequence.sampler for sequence in sequences])
-        for i, sequence in enumerate(sequences):
+        texts = []
+        for i, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
+            if sequence.reason == "error":
+                texts.append("")
+                continue
             if sequence.request.top_logprobs is not None:
-                token = torch.tensor(tokens[i : i + 1])
-                sequence.logprobs += _logprobs(logits_nv[i : i + 1], token, sequence.request.top_logprobs)
-        return [sequence.add(token, self.eod) for sequence, token in zip(sequences, tokens, strict=True)]
+                own = torch.tensor([token])
+                sequence.logprobs += _logprobs(logits_nv[i : i + 1], own, sequence.request.top_logprobs)
+            texts.append(sequence.add(token, self.eod))
+        return texts
 
     def _remove(self, sequence: SequenceState) -> None:
         """Free the row of a sequence. The last row moves there, so that used rows stay contiguous."""
         row, last = self.running.index(sequence), self.running.pop()
+        if sequence.reason == "error":
+            self.predictor.clear(row)
         if last is not sequence:
             self.running[row] = last
             self.predictor.copy([len(self.running)], [row], len(last.tokens))
@@ -189,12 +210,16 @@ def generate(
 
     Args:
         advance: called with the index of each request that has ended.
+
+    Raises:
+        NonFiniteLogits: the model computed NaN or infinity.
     """
     indices = {batcher.add(request): i for i, request in enumerate(requests)}
     texts = [""] * len(requests)
     while batcher.waiting or batcher.running:
         for sequence, text in batcher.step():
             texts[indices[sequence]] += text
+            check_finite(sequence)
             if sequence.reason is not None:
                 advance(indices[sequence])
     return texts

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from megatron.errors import InputError
 from megatron.flags import Config, flag
-from megatron.inference.predictor import Predictor, check_prompt
+from megatron.inference.predictor import NonFiniteLogits, Predictor, check_prompt
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,6 +57,7 @@ def beam_search(
 
     Raises:
         InputError: the prompt is empty, or leaves no room for a token.
+        NonFiniteLogits: the model computed NaN or infinity.
     """
     width, eods = config.beam_width, 0 if eod is None else 1
     assert width is not None
@@ -68,6 +69,10 @@ def beam_search(
     logits_nv = predictor.forward(0, [0], [prompt])
     for count in range(1, length + 1):
         # Enough candidates to keep `width` beams open, even if all of them can end.
+        if not logits_nv.sum().isfinite():
+            for row in range(len(beams)):
+                predictor.clear(row)
+            raise NonFiniteLogits
         logprobs_nv = logits_nv.log_softmax(-1).double()
         for i, (score, _) in enumerate(beams):
             logprobs_nv[i] += score

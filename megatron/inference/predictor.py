@@ -23,9 +23,16 @@ from megatron.parallel.collectives import all_reduce_max, broadcast
 from megatron.parallel.config import ParallelConfig
 from megatron.parallel.mesh import Mesh, world_apart
 
-FORWARD, COPY, RESERVE, STOP = range(4)
+FORWARD, COPY, CLEAR, RESERVE, STOP = range(5)
 # A server may be idle between two commands for any time.
 NO_TIMEOUT = ParallelConfig(distributed_timeout_minutes=10**6)
+
+
+class NonFiniteLogits(InputError):
+    """The model computed NaN or infinity."""
+
+    def __init__(self) -> None:
+        super().__init__("--load: the model's logits are not finite; if --dtype is fp16, try bf16 or fp32")
 
 
 class Predictor:
@@ -82,20 +89,12 @@ class Predictor:
 
         Returns:
             Logits [n, v] in fp32 on the CPU, at the last token of each sequence or at `all_positions`.
-
-        Raises:
-            InputError: logits are not finite.
         """
         lengths = [len(row) for row in tokens]
         padded = [[*row, *[0] * (max(lengths) - len(row))] for row in tokens]
         content = [first, all_positions, len(tokens), *starts, *lengths, *itertools.chain(*padded)]
         with self._command(FORWARD, content):
-            logits_nv = self._forward(first, starts, lengths, padded, all_positions)
-        if not logits_nv.sum().isfinite():
-            raise InputError(
-                "--load: the model's logits are not finite; if --dtype is fp16, try bf16 or fp32"
-            )
-        return logits_nv
+            return self._forward(first, starts, lengths, padded, all_positions)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         """Copy the first `length` tokens of the rows `sources` to the rows `targets`, all at once."""
@@ -105,6 +104,15 @@ class Predictor:
     def _copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         assert self.cache is not None
         self.cache.copy(sources, targets, length)
+
+    def clear(self, row: int) -> None:
+        """Zero a row of the cache. Attention multiplies masked positions by 0, but 0 x NaN is NaN."""
+        with self._command(CLEAR, [row]):
+            self._clear(row)
+
+    def _clear(self, row: int) -> None:
+        assert self.cache is not None
+        self.cache.memory[:, :, row] = 0
 
     @contextmanager
     def driving(self) -> Iterator[None]:
@@ -128,6 +136,8 @@ class Predictor:
             elif kind == COPY:
                 length, *rows = content
                 self._copy(rows[: len(rows) // 2], rows[len(rows) // 2 :], length)
+            elif kind == CLEAR:
+                self._clear(*content)
             else:
                 first, all_positions, b, *rest = content
                 starts, lengths, flat = rest[:b], rest[b : 2 * b], rest[2 * b :]

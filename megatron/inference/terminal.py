@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from megatron.errors import InputError
 from megatron.flags import Config, flag
-from megatron.inference.batching import Batcher, Request, SequenceState
+from megatron.inference.batching import Batcher, Request, SequenceState, check_finite
 from megatron.inference.beam import BeamConfig, beam_search
 from megatron.inference.predictor import Predictor, check_prompt
 from megatron.inference.sampling import SamplingConfig
@@ -136,6 +136,7 @@ class _Writer:
                     sys.stdout.write(text)
                     sys.stdout.flush()
                     output += text
+            check_finite(sequence)
             finished = True
         print()
         if sequence.reason == "length" and len(sequence.new) < sampling.out_seq_length:
@@ -265,6 +266,7 @@ class _Writer:
                 texts[sequence] += text
             while started and started[0][1].reason is not None:
                 job, sequence = started.popleft()
+                check_finite(sequence)
                 record = {"prompt": job.prompt, "text": texts.pop(sequence), "finish_reason": sequence.reason}
                 yield record | ({} if self.config.logprobs is None else {"tokens": self._tokens(sequence)})
 

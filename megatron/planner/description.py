@@ -22,6 +22,7 @@ from megatron.planner.cluster import (
     device_from_data_sheet,
 )
 from megatron.planner.device_specs import data_sheet
+from megatron.settings_file import read_settings
 
 # Units by kind of quantity.
 UNITS: dict[str, dict[str, float]] = {
@@ -115,18 +116,7 @@ def read_cluster(path: Path) -> Cluster:
         InputError: names the file, the field and the expected value.
     """
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"--cluster {path}: cannot be read ({error.strerror})") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        raise InputError(
-            f"--cluster {path}: {f'line {mark.line + 1}: ' if mark else ''}is not YAML"
-        ) from None
-    if not isinstance(values, dict):
-        raise InputError(f"--cluster {path}: must hold 'name: value' lines (docs/scaling.md)")
-    try:
-        return _cluster(_Section(values, ""))
+        return _cluster(_Section(read_settings(path), ""))
     except InputError as error:
         raise InputError(f"--cluster {path}: {error}") from None
 

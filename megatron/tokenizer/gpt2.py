@@ -71,6 +71,12 @@ class GPT2BPETokenizer(Tokenizer):
     def detokenize(self, ids: Sequence[int]) -> str:
         return self._bpe.decode(ids)
 
+    def to_json(self) -> str:
+        """The tokenizer.json of this tokenizer. There `<|endoftext|>` in text is the special token."""
+        tokenizer = HFTokenizer.from_str(self._bpe.to_str())
+        tokenizer.add_special_tokens([END_OF_TEXT])
+        return tokenizer.to_str()
+
 
 def tiktoken_encoder(tokenizer: GPT2BPETokenizer) -> Callable[[Sequence[str]], list[np.ndarray]]:
     """Return a function that encodes a batch of texts with tiktoken, several times faster than `tokenize_batch`.

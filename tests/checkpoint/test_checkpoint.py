@@ -249,6 +249,8 @@ def test_load_from_an_empty_or_missing_folder(tmp_path: Path) -> None:
         (lambda f: (f / "index.json").write_text("[" * 1000000), "index.json: is damaged"),
         (lambda f: (f / "index.json").write_text("{}"), "index.json: is damaged"),
         (lambda f: edit_index(f, lambda m: m.tensors["model"].pop(BIAS)), "lacks the tensor"),
+        (lambda f: edit_index(f, lambda m: m.tensors.pop("model")), "lists no state.json, or no tensors"),
+        (lambda f: edit_index(f, lambda m: m.files.pop("state.json")), "lists no state.json, or no tensors"),
         (
             lambda f: edit_index(f, lambda m: m.tensors["model"].update(extra=m.tensors["model"][BIAS])),
             "1 tensor.s. that the model lacks: extra",

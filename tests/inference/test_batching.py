@@ -231,7 +231,7 @@ def test_non_finite_logits_are_one_line(folder: Path) -> None:
     batcher = make_batcher(folder)
     batcher.predictor.stages.model.decoder.layers["0"].mlp.linear_fc2.weight.fill_(float("nan"))
     with pytest.raises(InputError, match=r"^--load: the model's logits are not finite"):
-        run_requests(batcher, [request([1])])
+        generate(batcher, [request([1])])
 
 
 def generate_after_faults(folder: str) -> list[str] | None:

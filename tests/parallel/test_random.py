@@ -63,6 +63,13 @@ def test_values_are_pinned() -> None:
         1.1118078231811523,
         -0.8760310411453247,
     ]
+    fill_uniform_(tensor, 1.0, whole(*tensor.shape), seed=1234, name="embedding.word_embeddings.weight")
+    assert tensor.tolist() == [
+        0.935562014579773,
+        -0.7445403337478638,
+        0.10779714584350586,
+        0.6676846742630005,
+    ]
 
 
 @pytest.mark.parametrize("dim", [0, 1])

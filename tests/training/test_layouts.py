@@ -77,7 +77,7 @@ LAYOUTS = {
     "T2 distributed activations": (2, f"{TP} 2 --checkpoint-activations --distribute-saved-activations"),
 }
 FAST = {
-    "bert": "P2V2|D2+ZeRO",  # test_finetune.py runs T2+SP with fine-tuning
+    "bert": "T2P2|D2+ZeRO",  # test_finetune.py runs T2+SP with fine-tuning
     "gpt2": "P2V2|D2+ZeRO|T2P2|P4 uneven|everything",  # T2+SP runs in bf16 below
     "llama": "P2 gpipe|T2D2+ZeRO",
     "qwen2": "",

@@ -13,12 +13,15 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import edit_state
+from safetensors.torch import load_file
 
 from megatron.arguments import parse_run_config
 from megatron.checkpoint.saver import Saver
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.errors import InputError
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.random import fill_normal_
+from megatron.parallel.slices import whole
 from megatron.training.config import TrainingConfig
 from megatron.training.engine import Engine
 from megatron.training.hooks import Evaluation
@@ -281,6 +284,15 @@ def test_masked_losses_do_not_depend_on_the_layout(command, tmp_path: Path) -> N
     assert len(found[0]) == 4
     assert found[1] == pytest.approx(found[0], rel=1e-5)
     assert found[2] == pytest.approx(found[0], rel=1e-5)
+
+
+def test_initial_weights_follow_the_seed(pretrain, tmp_path: Path) -> None:
+    """The weights after a step too small to change them."""
+    lr = "--lr 1e-30 --lr-warmup-iters 0 --weight-decay 0".split()
+    pretrain(*TINY, *lr, "--train-iters", "1", "--seed", "77", "--save", tmp_path)
+    name, weight = "decoder.layers.0.mlp.linear_fc1.weight", torch.empty(128, 32)
+    fill_normal_(weight, 0.02, whole(128, 32), seed=77, name=name)
+    assert torch.equal(load_file(tmp_path / "iter_0000001" / "model.safetensors")[name], weight)
 
 
 def test_finetune_loads_only_the_weights(pretrain, tmp_path: Path) -> None:

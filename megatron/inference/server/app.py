@@ -8,9 +8,12 @@ import hashlib
 import hmac
 import json
 import re
-from collections.abc import AsyncIterator, Awaitable
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar, cast
+from urllib.parse import urlsplit
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -21,8 +24,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from megatron.errors import InputError
 from megatron.inference.server.body import B, read_body
 from megatron.inference.server.completions import Completion, CompletionRequest
-from megatron.inference.server.config import ServerConfig
-from megatron.inference.server.engine import STOPPING, RequestHandle, ServingEngine, TextDelta, Work
+from megatron.inference.server.config import ServerConfig, is_loopback
+from megatron.inference.server.engine import (
+    STOPPING,
+    RequestHandle,
+    ServingEngine,
+    TextDelta,
+    request_timeout,
+)
 from megatron.inference.server.errors import ApiError
 from megatron.inference.server.metrics import CONTENT_TYPE
 from megatron.inference.server.nvidia import NvidiaRequest
@@ -47,9 +56,10 @@ class Service:
         body = await self._read(request, CompletionRequest)
         if body.model is not None and body.model != self.model:
             raise _no_model(body.model, self.model)
-        choices = await asyncio.to_thread(body.choices, self.tokenizer)
+        handle = self.engine.reserve(body.count, self.config.request_timeout)
+        choices = await self._in_thread(handle, request, lambda: body.choices(self.tokenizer))
         completion = Completion(body, choices, self.model)
-        handle = self.engine.submit([choice.request for choice in choices], self.config.request_timeout)
+        handle.start([choice.request for choice in choices])
         self.engine.metrics.prompt_tokens += completion.prompt_tokens
         if not body.stream:
             return JSONResponse(completion.whole(await _all_events(handle, request)))
@@ -60,13 +70,10 @@ class Service:
 
     async def nvidia(self, request: Request) -> Response:
         body = await self._read(request, NvidiaRequest)
-        rows = await asyncio.to_thread(body.tokenize, self.tokenizer)
-        work: Work
-        if body.beam_width is None:
-            work = body.requests(rows)
-        else:
-            work = body.search(rows[0], body.beam_width, self.engine.predictor.rows, self.tokenizer)
-        handle = self.engine.submit(work, self.config.request_timeout)
+        handle = self.engine.reserve(body.count, self.config.request_timeout)
+        max_beams = self.engine.predictor.rows
+        rows, work = await self._in_thread(handle, request, lambda: body.work(self.tokenizer, max_beams))
+        handle.start(work)
         self.engine.metrics.prompt_tokens += sum(map(len, rows))
         events = await _all_events(handle, request)
         if body.beam_width is None:
@@ -98,6 +105,16 @@ class Service:
         length = self.engine.predictor.length
         return {"id": self.model, "object": "model", "created": 0, "owned_by": "you", "max_model_len": length}
 
+    async def _in_thread(self, handle: RequestHandle, request: Request, prepare: Callable[[], T]) -> T:
+        """Prepare a request on another thread, since a tokenizer may take long."""
+        seconds = self.config.request_timeout
+        try:
+            return await _while_connected(
+                handle, request, asyncio.wait_for(in_daemon_thread(prepare), seconds)
+            )
+        except asyncio.TimeoutError:
+            raise request_timeout(seconds) from None
+
     async def _read(self, request: Request, kind: type[B]) -> B:
         limit, seconds = self.config.max_body_bytes, self.config.request_timeout
         return await read_body(request, kind, limit=limit, seconds=seconds)
@@ -122,11 +139,14 @@ def make_app(engine: ServingEngine, config: ServerConfig, *, model: str, key: st
 
     async def answer(request: Request, error: Exception) -> Response:
         api_error = _as_api_error(request, error)
-        return JSONResponse(api_error.body(), api_error.status, headers=api_error.headers)
+        body = api_error.body()
+        if request.url.path == "/api":
+            body["message"] = str(api_error)  # where NVIDIA's command line looks for it
+        return JSONResponse(body, api_error.status, headers=api_error.headers)
 
     for kind in (ApiError, InputError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, answer)
-    return _Access(app, engine, key)
+    return _Access(app, engine, key, checks_host=key is None and is_loopback(config.host))
 
 
 def content_policy(page: str) -> str:
@@ -144,40 +164,70 @@ def content_policy(page: str) -> str:
 
 
 class _Access:
-    """Middleware that checks the API key and counts responses."""
+    """Middleware that checks who asks, and counts responses."""
 
-    def __init__(self, app: ASGIApp, engine: ServingEngine, key: str | None) -> None:
-        self.app, self.engine, self.key = app, engine, key
+    def __init__(self, app: ASGIApp, engine: ServingEngine, key: str | None, *, checks_host: bool) -> None:
+        self.app, self.engine, self.key, self.checks_host = app, engine, key, checks_host
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         status = CLIENT_CLOSED_REQUEST
 
         async def counting(message: Message) -> None:
             nonlocal status
-            status = message.get("status", status)
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                # Browsers must not take a response for another type than it says.
+                message["headers"] = [*message.get("headers", ()), (b"x-content-type-options", b"nosniff")]
             await send(message)
 
         known = {"/", "/health", "/metrics", "/v1/models", "/v1/completions", "/api"}
         path = scope["path"] if scope["path"] in known else "other"
         try:
-            if self._is_allowed(scope):
+            error = self._refusal(scope)
+            if error is None:
                 await self.app(scope, receive, counting)
             else:
-                error = ApiError(
-                    401,
-                    "the API key is missing or wrong; send it as Authorization: Bearer KEY",
-                    code="invalid_api_key",
-                    headers={"WWW-Authenticate": "Bearer"},
-                )
-                await JSONResponse(error.body(), 401, headers=error.headers)(scope, receive, counting)
+                response = JSONResponse(error.body(), error.status, headers=error.headers)
+                await response(scope, receive, counting)
         finally:
             self.engine.metrics.requests[path, status] += 1
 
-    def _is_allowed(self, scope: Scope) -> bool:
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        headers = dict(scope["headers"])
+        if self.checks_host:
+            return _foreign(headers)
         if self.key is None or scope["path"] in OPEN_PATHS:
-            return True
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        return hmac.compare_digest(given, f"Bearer {self.key}".encode())
+            return None
+        given = headers.get(b"authorization", b"")
+        if hmac.compare_digest(given, f"Bearer {self.key}".encode()):
+            return None
+        return ApiError(
+            401,
+            "the API key is missing or wrong; send it as Authorization: Bearer KEY",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+
+
+def _foreign(headers: dict[bytes, bytes]) -> ApiError | None:
+    """Refuse requests that a page of another site makes a browser send to this machine.
+
+    With DNS rebinding such a page reaches the server under its own name, which is then the Host.
+    """
+    host, origin = (headers.get(name, b"").decode("latin-1") for name in (b"host", b"origin"))
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        own_page = not origin or urlsplit(origin).netloc == host
+    except ValueError:  # a malformed address
+        return ApiError(400, "the Host or Origin header is not an address")
+    if not is_loopback(name):
+        return ApiError(
+            403,
+            f"Host: {host[:60]} does not name this machine, as it must without an API key; use localhost",
+        )
+    if not own_page:
+        return ApiError(403, f"Origin: {origin[:60]} is another site, which may not use this server")
+    return None
 
 
 class _EventStream(StreamingResponse):
@@ -220,6 +270,32 @@ async def _all_events(handle: RequestHandle, request: Request) -> list:
         return [event async for event in handle.events()]
 
     return await _while_connected(handle, request, collect())
+
+
+async def in_daemon_thread(function: Callable[[], T]) -> T:
+    """Run a function on a thread of its own, which does not hold up the exit of the process."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.cancelled():
+            return
+        if error is None:
+            future.set_result(cast(T, result))
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = function()
+        except BaseException as caught:  # a panic in a tokenizer's Rust code is not an Exception
+            error = caught
+        with suppress(RuntimeError):  # the loop is closed: no client waits
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await future
 
 
 async def _while_connected(handle: RequestHandle, request: Request, work: Awaitable[T]) -> T:

@@ -93,6 +93,11 @@ class CompletionRequest(Body):
             raise ApiError(400, "stream_options needs stream", param="stream_options")
         return self
 
+    @property
+    def count(self) -> int:
+        """Number of texts to generate."""
+        return len(self.prompt) * self.n
+
     def sampling(self, number: int) -> SamplingConfig:
         """Return the sampling settings of one of a prompt's `n` texts."""
         seed = secrets.randbits(32) if self.seed is None else self.seed + number

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import os
 from pathlib import Path
 
@@ -10,6 +11,16 @@ from megatron.errors import InputError
 from megatron.flags import Config, flag
 
 KEY_VARIABLE = "MEGATRON_API_KEY"
+
+
+def is_loopback(host: str) -> bool:
+    """True if a host name or address reaches this machine only."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

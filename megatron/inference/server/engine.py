@@ -20,12 +20,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from megatron.errors import InputError
 from megatron.inference.batching import Batcher, Request, SequenceState, TokenLogprob
 from megatron.inference.beam import BeamConfig, Hypothesis, beam_search
-from megatron.inference.predictor import Predictor
+from megatron.inference.predictor import NonFiniteLogits, Predictor
 from megatron.inference.server.errors import ApiError
 from megatron.inference.server.metrics import Metrics
 from megatron.tokenizer import Tokenizer
 
 STOPPING = "the server is stopping"
+NOT_FINITE = "the model computed values that are not finite for this request"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,16 +65,20 @@ Event = TextDelta | list[Hypothesis]
 
 
 class RequestHandle:
-    """A client's request of one or more sequences. Used on the event loop's thread."""
+    """A client's request of `count` sequences. Used on the event loop's thread."""
 
-    def __init__(self, engine: ServingEngine, work: Work, timeout: float) -> None:
-        self.engine, self.work = engine, work
+    def __init__(self, engine: ServingEngine, count: int, timeout: float) -> None:
+        self.engine = engine
         self.loop = asyncio.get_running_loop()
-        self.open = self.count = 1 if isinstance(work, BeamSearchRequest) else len(work)
+        self.open = self.count = count
         self._events: asyncio.Queue[Event | ApiError] = asyncio.Queue()
         self._begin, self._has_begun = self.loop.time(), False
-        late = ApiError(504, f"the request took longer than {timeout:g} seconds", code="timeout")
-        self._timer = self.loop.call_later(timeout, self.fail, late)
+        self._timer = self.loop.call_later(timeout, self.fail, request_timeout(timeout))
+
+    def start(self, work: Work) -> None:
+        """Enqueue the request's sequences, unless it has failed in the meantime."""
+        if self.open:
+            self.engine.call(functools.partial(self.engine.add, self, work))
 
     async def events(self) -> AsyncIterator[Event]:
         """Yield results until all sequences have ended.
@@ -117,6 +122,11 @@ class RequestHandle:
             self._timer.cancel()
 
 
+def request_timeout(seconds: float) -> ApiError:
+    """The error of a request that did not end in time."""
+    return ApiError(504, f"the request took longer than {seconds:g} seconds", code="timeout")
+
+
 def _is_last(event: Event) -> bool:
     return not isinstance(event, TextDelta) or event.reason is not None
 
@@ -124,7 +134,7 @@ def _is_last(event: Event) -> bool:
 class ServingEngine:
     """Generate for the requests of clients.
 
-    Call `run` on one thread; `submit` and request handles belong to the event loop's thread.
+    Call `run` on one thread; `reserve` and request handles belong to the event loop's thread.
 
     Attributes:
         in_flight: sequences that run or wait. Used by the event loop.
@@ -146,13 +156,14 @@ class ServingEngine:
     def running(self) -> int:
         return len(self._batcher.running)
 
-    def submit(self, work: Work, timeout: float) -> RequestHandle:
-        """Enqueue a request that must end within `timeout` seconds.
+    def reserve(self, count: int, timeout: float) -> RequestHandle:
+        """Accept a request of `count` sequences, which must end within `timeout` seconds.
+
+        Nothing that a request costs is spent before this call.
 
         Raises:
             ApiError: it has too many sequences, by itself or with those in flight; or the server is stopping.
         """
-        count = 1 if isinstance(work, BeamSearchRequest) else len(work)
         if self.closing:
             raise ApiError(503, STOPPING)
         if count > self.capacity:
@@ -167,9 +178,7 @@ class ServingEngine:
                 headers={"Retry-After": "1"},
             )
         self.in_flight += count
-        handle = RequestHandle(self, work, timeout)
-        self.call(functools.partial(self._add, handle))
-        return handle
+        return RequestHandle(self, count, timeout)
 
     def stop(self, seconds: float) -> None:
         """Refuse new requests, and end when those in flight have ended, or after so many seconds.
@@ -201,7 +210,7 @@ class ServingEngine:
                 self._calls.get()()
             waiting = {handle for handle, *_ in self._waiting}
             for handle in waiting | {handle for handle, _ in self._running.values()}:
-                self._call_on_loop(handle, functools.partial(handle.fail, ApiError(503, STOPPING)))
+                self._fail(handle, ApiError(503, STOPPING))
 
     def drop(self, handle: RequestHandle) -> None:
         """Cancel a request's sequences. Called on the engine's thread."""
@@ -210,11 +219,12 @@ class ServingEngine:
             self._batcher.cancel(sequence)
             del self._running[sequence]
 
-    def _add(self, handle: RequestHandle) -> None:
-        if isinstance(handle.work, BeamSearchRequest):
-            self._waiting.append((handle, 0, handle.work))
-        else:
-            self._waiting += [(handle, index, request) for index, request in enumerate(handle.work)]
+    def add(self, handle: RequestHandle, work: Work) -> None:
+        """Enqueue the sequences of a request. Called on the engine's thread."""
+        requests: Sequence[Request | BeamSearchRequest] = (
+            [work] if isinstance(work, BeamSearchRequest) else work
+        )
+        self._waiting += [(handle, index, request) for index, request in enumerate(requests)]
 
     def _admit(self) -> None:
         """Pass waiting requests to the batcher, up to a beam search, which waits until nothing runs."""
@@ -228,9 +238,10 @@ class ServingEngine:
                     self._search(handle, request)
                 else:
                     self._running[self._batcher.add(request)] = (handle, index)
+            except NonFiniteLogits:
+                self._fail(handle, ApiError(500, NOT_FINITE))
             except InputError as error:
-                wrong = ApiError(400, str(error), param="prompt")
-                self._call_on_loop(handle, functools.partial(handle.fail, wrong))
+                self._fail(handle, ApiError(400, str(error), param="prompt"))
 
     def _search(self, handle: RequestHandle, request: BeamSearchRequest) -> None:
         def check() -> None:
@@ -248,13 +259,17 @@ class ServingEngine:
             )
             self._call_on_loop(handle, functools.partial(self._deliver_beams, handle, hypotheses))
             return
-        self._call_on_loop(handle, functools.partial(handle.fail, ApiError(503, STOPPING)))
+        self._fail(handle, ApiError(503, STOPPING))
 
     def _step(self) -> None:
         begin = time.perf_counter()
         deltas = []
         for sequence, text in self._batcher.step():
             handle, index = self._running[sequence]
+            if sequence.reason == "error":
+                del self._running[sequence]
+                self._fail(handle, ApiError(500, NOT_FINITE))
+                continue
             at_eod = sequence.reason == "stop" and not sequence.text.stopped
             token = None if at_eod else sequence.new[-1]
             logprob = sequence.logprobs[-1] if sequence.logprobs and not at_eod else None
@@ -277,6 +292,9 @@ class ServingEngine:
     def _deliver_beams(self, handle: RequestHandle, hypotheses: list[Hypothesis]) -> None:
         self.metrics.generated_tokens += sum(len(hypothesis.tokens) for hypothesis in hypotheses)
         handle.put(hypotheses)
+
+    def _fail(self, handle: RequestHandle, error: ApiError) -> None:
+        self._call_on_loop(handle, functools.partial(handle.fail, error))
 
     def _call_on_loop(self, handle: RequestHandle, call: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: no client waits

@@ -13,7 +13,7 @@ from megatron.inference.beam import BeamConfig, Hypothesis
 from megatron.inference.sampling import SamplingConfig
 from megatron.inference.server.body import Body
 from megatron.inference.server.completions import MIN_TEMPERATURE, MIN_TOP_P
-from megatron.inference.server.engine import BeamSearchRequest, TextDelta
+from megatron.inference.server.engine import BeamSearchRequest, TextDelta, Work
 from megatron.inference.server.errors import ApiError
 from megatron.inference.server.token_text import TokenText
 from megatron.tokenizer import Tokenizer
@@ -54,6 +54,23 @@ class NvidiaRequest(Body):
                 400, "tokens_to_generate: beam search needs at least 1", param="tokens_to_generate"
             )
         return self
+
+    @property
+    def count(self) -> int:
+        """Number of sequences for the engine: beams count as one."""
+        return len(self.prompts) if self.beam_width is None else 1
+
+    def work(self, tokenizer: Tokenizer, max_beams: int) -> tuple[list[list[int]], Work]:
+        """Return the tokens of the prompts, and the engine's work on them.
+
+        Raises:
+            InputError: the tokenizer cannot encode a prompt.
+            ApiError: a field does not fit the tokenizer or the server.
+        """
+        rows = self.tokenize(tokenizer)
+        if self.beam_width is None:
+            return rows, self.requests(rows)
+        return rows, self.search(rows[0], self.beam_width, max_beams, tokenizer)
 
     def tokenize(self, tokenizer: Tokenizer) -> list[list[int]]:
         """Tokenize the prompts.

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from megatron.errors import InputError
 from megatron.inference.predictor import Predictor
-from megatron.inference.server.config import KEY_VARIABLE, ServerConfig
+from megatron.inference.server.config import KEY_VARIABLE, ServerConfig, is_loopback
 from megatron.inference.server.engine import ServingEngine
 from megatron.tokenizer import Tokenizer
 
@@ -26,6 +26,7 @@ except ImportError:
     raise InputError("the server needs FastAPI and uvicorn: pip install fastapi uvicorn") from None
 
 from megatron.inference.server.app import make_app
+from megatron.inference.server.protocol import LimitedProtocol
 
 # Seconds for running sequences to end when the server stops, and then for responses to be sent.
 GRACE_SECONDS, SEND_SECONDS = 5, 3
@@ -75,7 +76,7 @@ def serve(
     key, model = config.api_key(), config.served_model_name or name
     app = make_app(engine, config, model=model, key=key)
     host, port = listener.getsockname()[:2]
-    if key is None and not (host.startswith("127.") or host == "::1"):
+    if key is None and not is_loopback(host):
         print(
             f"note: anyone who reaches {host} can use the model; --api-key-file or {KEY_VARIABLE} sets a key",
             file=sys.stderr,
@@ -91,6 +92,7 @@ def run(engine: ServingEngine, app: ASGIApp, listener: socket.socket, *, greetin
     """Run the engine on this thread and HTTP on another until the engine stops."""
     settings = uvicorn.Config(
         app,
+        http=LimitedProtocol,
         lifespan="off",
         ws="none",
         log_level="warning",

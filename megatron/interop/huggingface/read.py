@@ -23,16 +23,15 @@ from megatron.interop.external import (
 )
 from megatron.interop.huggingface.families import Modules
 from megatron.interop.huggingface.settings import Settings, read_settings
+from megatron.interop.huggingface.tokenizers import find_tokenizer
 from megatron.model.config import ModelConfig
 from megatron.model.vocabulary import WORD_TABLE
 from megatron.parallel.parameters import named_parameters
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.base import read_json
-from megatron.tokenizer.config import TokenizerConfig
 
 INDEX = "model.safetensors.index.json"
 HEAD = "lm_head.weight"
-TOKENIZER_FILES = ("vocab.json", "merges.txt", "vocab.txt", "tokenizer.json")
 Files = dict[str, TensorFile]  # the file of each tensor, by its name
 
 
@@ -55,7 +54,7 @@ def open_huggingface(folder: Path) -> Checkpoint:
     task = "GPT"
     if settings.family.model_type == "megatron-bert":
         task = "BERT" if "cls.seq_relationship.weight" in files else "BERT --bert-no-binary-head"
-    tokenizer = _find_tokenizer(folder, settings)
+    tokenizer = find_tokenizer(folder, settings)
     ids = build_tokenizer(tokenizer).vocab_size if tokenizer.tokenizer_type else settings.rows
     if ids > settings.rows:
         raise InputError(
@@ -207,32 +206,3 @@ def _check_left(folder: Path, files: Files, settings: Settings, left: set[str], 
         raise InputError(
             f"{folder}: has tensors that a supported {settings.family.model_type} lacks: {list_names(left)}"
         )
-
-
-def _find_tokenizer(folder: Path, settings: Settings) -> TokenizerConfig:
-    """Find the tokenizer in a folder; without a type if there is none."""
-    family = settings.family
-    path = {name: str(folder.absolute() / name) for name in TOKENIZER_FILES if (folder / name).is_file()}
-    if family.model_type == "gpt2" and {"vocab.json", "merges.txt"} <= path.keys():
-        return TokenizerConfig(
-            tokenizer_type="GPT2BPETokenizer", vocab_file=path["vocab.json"], merge_file=path["merges.txt"]
-        )
-    if family.model_type == "megatron-bert" and "vocab.txt" in path:
-        # Imported here because it imports the tokenizers library.
-        from megatron.tokenizer.bert import ADDED, read_vocab
-
-        file = folder / "tokenizer_config.json"
-        lowercase = (read_json(str(file)) if file.is_file() else {}).get("do_lower_case", True)
-        lines = len(read_vocab(path["vocab.txt"]))
-        return TokenizerConfig(
-            tokenizer_type="BertWordPieceLowerCase" if lowercase else "BertWordPieceCase",
-            vocab_file=path["vocab.txt"],
-            # Models of other origin than Megatron-LM have no rows for [BOS] and [EOS], which are added to the lines.
-            vocab_size=lines if settings.rows < lines + len(ADDED) else None,
-        )
-    if "tokenizer.json" in path:
-        return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=path["tokenizer.json"])
-    models = sorted(folder.absolute().glob("*.model"))
-    if models:
-        return TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(models[0]))
-    return TokenizerConfig()

@@ -175,7 +175,8 @@ def to_config(family: Family, model: ModelConfig, rows: int) -> dict[str, Any]:
                 **LLAMA3_SCALING,
             }
     if family.model_type == "gpt2":
-        config["embd_pdrop"] = model.hidden_dropout
+        # llama.cpp reads n_ctx.
+        config |= {"embd_pdrop": model.hidden_dropout, "n_ctx": config["n_positions"]}
     lost = differences(model, _from_config(config).model, is_bert=is_bert)
     if lost:
         lines = "; ".join(f"{flag} is {ours} here and {theirs} there" for flag, ours, theirs in lost)

@@ -26,6 +26,7 @@ from megatron.interop.tensor_writer import TensorToWrite, in_shards, write_tenso
 from megatron.model.config import ModelConfig
 from megatron.parallel.parameters import named_parameters
 from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.tokenizer.gpt2 import GPT2BPETokenizer
 
 logger = logging.getLogger("megatron")
 
@@ -155,8 +156,9 @@ def tokenizer_contents(tokenizer: Tokenizer, longest: int) -> dict[str, bytes]:
     """The files of a tokenizer, by the names that `AutoTokenizer` expects, and a tokenizer_config.json."""
     contents = [file.read_bytes() for file in tokenizer.files]
     settings: dict[str, Any] = {"model_max_length": longest}
-    if tokenizer.name == "GPT2BPETokenizer":
-        names = ["vocab.json", "merges.txt"]
+    if isinstance(tokenizer, GPT2BPETokenizer):
+        names = ["vocab.json", "merges.txt", "tokenizer.json"]
+        contents.append(tokenizer.to_json().encode())
         end = "<|endoftext|>"
         settings |= {"tokenizer_class": "GPT2Tokenizer", "bos_token": end, "eos_token": end, "unk_token": end}
     elif tokenizer.name.startswith("BertWordPiece"):
