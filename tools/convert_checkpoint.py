@@ -57,6 +57,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--save", required=True, metavar="DIR", type=Path, help="folder to write, empty or new"
     )
+    parser.add_argument(
+        "--no-verify-checkpoint",
+        action="store_true",
+        help="do not compare the checksums of a native checkpoint's files before reading it",
+    )
     add_megatron_flags(parser)
     args = parser.parse_args(argv)
     if args.source == args.target != "megatron":  # Megatron-LM's files can be converted to another layout
@@ -117,7 +122,8 @@ def readers(args: argparse.Namespace) -> dict[str, Callable]:
     megatron = functools.partial(
         open_megatron, tokenizer=tokenizer, given=model, load_optim=not args.no_load_optim
     )
-    return {"native": open_native, "huggingface": open_huggingface, "megatron": megatron}
+    native = functools.partial(open_native, verify=not args.no_verify_checkpoint)
+    return {"native": native, "huggingface": open_huggingface, "megatron": megatron}
 
 
 def writers(args: argparse.Namespace) -> dict[str, Callable]:
@@ -167,8 +173,8 @@ def compare(source: Checkpoint, result: Checkpoint, folders: dict[str, Path]) ->
         )
 
 
-def open_native(folder: Path) -> Checkpoint:
-    found = find_checkpoint(str(folder), None)
+def open_native(folder: Path, *, verify: bool = True) -> Checkpoint:
+    found = find_checkpoint(str(folder), None, verify=verify)
     assert found is not None  # only a folder that is also --save may be empty
     if found.manifest is None:
         raise InputError(f"--load: {folder} is a Hugging Face model; give --from huggingface")

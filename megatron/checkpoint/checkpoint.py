@@ -66,10 +66,20 @@ class Checkpoint:
     def iteration(self) -> int:
         return self.state["iteration"]
 
-    def verify(self, part: slice = slice(None)) -> None:
-        """Raise `InputError` unless a part of the files, by default all, have their recorded checksums."""
+    def verify(self, *, weights_only: bool = False, part: slice = slice(None)) -> None:
+        """Raise `InputError` unless the files, or a part of them, have their recorded checksums.
+
+        Args:
+            weights_only: leave out the optimizer's files.
+        """
         if self.manifest is not None:
-            self.manifest.verify(sorted(self.manifest.files)[part])
+            skipped = {
+                file
+                for tensor in self.manifest.tensors.get("optimizer", {}).values()
+                for file, *_ in tensor["pieces"]
+            }
+            names = [name for name in sorted(self.manifest.files) if not (weights_only and name in skipped)]
+            self.manifest.verify(names[part])
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:

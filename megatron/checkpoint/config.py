@@ -43,8 +43,7 @@ class CheckpointConfig(Config):
         "dropout and the tokenizer, unless the command line gives them",
     )
     verify_checkpoint: bool = flag(
-        False,
-        "verify the checksums of all files before loading (always done when resuming from the --save folder)",
+        True, "do not compare the checksums of a checkpoint's files before loading it"
     )
     finetune: bool = flag(False, "load only the weights and start at iteration 0")
     load_optim: bool = flag(True, "do not load the optimizer state")

@@ -16,7 +16,13 @@ from megatron.parallel.mesh import ALONE, Axis
 
 
 def find_checkpoint(
-    load: str, save: str | None, *, step: int | None = None, verify: bool | None = None, world: Axis = ALONE
+    load: str,
+    save: str | None,
+    *,
+    step: int | None = None,
+    verify: bool = True,
+    weights_only: bool = False,
+    world: Axis = ALONE,
 ) -> Checkpoint | None:
     """Find the newest checkpoint in the folder `load`, or the one of iteration `step`.
 
@@ -24,7 +30,8 @@ def find_checkpoint(
     tracker may be missing, and a damaged checkpoint is skipped for the one before it. Collective over `world`.
 
     Args:
-        verify: compare the checksums of all files (default: only when resuming).
+        verify: compare the checksums of the files; `world` shares the work. Checkpoints of other formats have none.
+        weights_only: the optimizer's files will not be read, and need not be verified.
 
     Raises:
         InputError: there is no checkpoint, or it is damaged.
@@ -37,10 +44,6 @@ def find_checkpoint(
             if step is not None:
                 raise InputError(
                     f"--ckpt-step: {load} is a {external.name} checkpoint, which has no iterations"
-                )
-            if verify:
-                raise InputError(
-                    f"--verify-checkpoint: {load} is a {external.name} checkpoint, which has no checksums"
                 )
             return external.open(root)
         iteration = newest_iteration(root) if step is None else step
@@ -56,8 +59,8 @@ def find_checkpoint(
             try:
                 with raise_on_all_ranks(world, InputError):
                     checkpoint = open_checkpoint(folder_of(root, i))
-                    if resumes if verify is None else verify:
-                        checkpoint.verify(slice(world.rank, None, world.size))
+                    if verify:
+                        checkpoint.verify(weights_only=weights_only, part=slice(world.rank, None, world.size))
                 return dataclasses.replace(checkpoint, passed_over=tuple(passed_over))
             except InputError as error:
                 passed_over.append(str(error))

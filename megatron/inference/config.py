@@ -19,6 +19,9 @@ class InferenceConfig(Config):
         metavar="DIR",
     )
     ckpt_step: int | None = flag(None, "use the checkpoint of this iteration", low=0)
+    verify_checkpoint: bool = flag(
+        True, "do not compare the checksums of a checkpoint's files before loading it"
+    )
     device: str = flag("auto", "device to run on", choices=("auto", "cpu", "cuda"))
     dtype: str = flag(
         "auto",

@@ -120,7 +120,14 @@ def find_any_checkpoint(config: InferenceConfig, tokenizer: TokenizerConfig, mes
             )
         if external:
             return open_megatron(root, tokenizer, load_optim=False)
-    checkpoint = find_checkpoint(config.load, save=None, step=config.ckpt_step, world=mesh.world)
+    checkpoint = find_checkpoint(
+        config.load,
+        save=None,
+        step=config.ckpt_step,
+        verify=config.verify_checkpoint,
+        weights_only=True,
+        world=mesh.world,
+    )
     assert checkpoint is not None  # only without --load
     return checkpoint
 

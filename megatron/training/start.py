@@ -102,7 +102,14 @@ def _find(config: CheckpointConfig, load: str, mesh: Mesh, *, skip_train: bool) 
         # The same command has rolled back already and trained further since: resume from its newest checkpoint.
         step = None
     save = None if config.finetune else config.save
-    found = find_checkpoint(load, save, step=step, verify=config.verify_checkpoint or None, world=mesh.world)
+    found = find_checkpoint(
+        load,
+        save,
+        step=step,
+        verify=config.verify_checkpoint,
+        weights_only=config.finetune or skip_train,
+        world=mesh.world,
+    )
     if found is not None and not found.state.get("schedule") and not (config.finetune or skip_train):
         raise InputError(
             f"--load: {found.folder} holds a model without the state of a run (optimizer, schedule, progress); "

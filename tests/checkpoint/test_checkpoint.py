@@ -354,7 +354,7 @@ def test_any_flipped_bit_or_truncation_is_detected(tmp_path: Path, count: int) -
             data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
         path.write_bytes(data)
         with pytest.raises(InputError) as caught:
-            find_checkpoint(str(folder), None, verify=True)
+            find_checkpoint(str(folder), None)
         assert "\n" not in str(caught.value)
         shutil.rmtree(folder)
 
@@ -365,13 +365,13 @@ def test_flipped_bit_in_a_large_file_is_detected(tmp_path: Path) -> None:
     vocab.write_bytes(random.Random(0).randbytes(3 << 20))
     save(tmp_path / "run", *make()[:2], files=[vocab])
     path = tmp_path / "run" / "iter_0000003" / "tokenizer" / "vocab.json"
-    find_checkpoint(str(tmp_path / "run"), None, verify=True)
+    find_checkpoint(str(tmp_path / "run"), None)
     for offset in (0, (1 << 20) - 1, 1 << 20, (3 << 20) - 1):
         flip(path, offset)
         with pytest.raises(InputError, match="its checksum differs"):
-            find_checkpoint(str(tmp_path / "run"), None, verify=True)
+            find_checkpoint(str(tmp_path / "run"), None)
         flip(path, offset)
-    find_checkpoint(str(tmp_path / "run"), None, verify=True)
+    find_checkpoint(str(tmp_path / "run"), None)
 
 
 def test_no_optimizer_state(tmp_path: Path) -> None:
@@ -412,7 +412,7 @@ def test_resumed_run_skips_a_damaged_checkpoint(tmp_path: Path) -> None:
     assert len(found.passed_over) == 1 and "iter_0000003/optimizer.safetensors" in found.passed_over[0]
     # A run that starts from it fails instead of loading other weights than it asked for.
     with pytest.raises(InputError, match="its checksum differs"):
-        find_checkpoint(str(tmp_path), None, verify=True)
+        find_checkpoint(str(tmp_path), None)
     for iteration in (1, 2):
         (tmp_path / f"iter_{iteration:07d}" / "model.safetensors").unlink()
     with pytest.raises(InputError, match=r"iter_0000003/optimizer.*; the older checkpoints are damaged too"):
@@ -436,7 +436,7 @@ def test_full_disk(tmp_path: Path, monkeypatch) -> None:
         patch.setattr(shutil, "disk_usage", lambda _: usage)
         with pytest.raises(TrainingFault, match=r"it needs .* GB, and 1e-06 GB are free"):
             save(tmp_path, buffer, optimizer, 2)
-    assert find_checkpoint(str(tmp_path), None, verify=True).iteration == 1
+    assert find_checkpoint(str(tmp_path), None).iteration == 1
     save(tmp_path, buffer, optimizer, 2)
 
 

@@ -69,7 +69,7 @@ def test_finetuning_learns_a_rule(
     )
     overall = [(200 * a + 100 * b) / 300 for a, b in zip(*every, strict=True)]
     assert best_of(tmp_path / "out") == (200 * (overall.index(max(overall)) + 1), pytest.approx(max(overall)))
-    kept = find_checkpoint(str(tmp_path / "out" / "best"), None, verify=True)
+    kept = find_checkpoint(str(tmp_path / "out" / "best"), None)
     assert kept.state["task"] == f"BERT fine-tuned on {task}"
 
 

@@ -48,7 +48,7 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
 
 def native(checkpoint: Checkpoint, root: Path) -> Checkpoint:
     write_native(checkpoint, root, no_progress)
-    return find_checkpoint(str(root), None, verify=True)
+    return find_checkpoint(str(root), None)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -237,8 +237,6 @@ def test_training_from_a_huggingface_model(tmp_path: Path, pretrain: Callable[..
     assert "iteration 0 on validation set | lm loss value: " in pretrain(
         *words, "--skip-train", "--eval-iters", 1
     )
-    with pytest.raises(InputError, match=r"--verify-checkpoint: .* has no checksums"):
-        pretrain(*words, "--finetune", "--verify-checkpoint")
     shape = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32".split()
     assert "lm loss" in pretrain(*STEP, *IDS, "--load", folder, "--finetune", *shape)
     with pytest.raises(InputError, match=r"holds another model: --num-layers \(checkpoint: 2, given: 3\)"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import signal
 import subprocess
@@ -19,13 +20,17 @@ from megatron.arguments import parse_run_config
 from megatron.checkpoint.saver import Saver
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.errors import InputError
+from megatron.inference.config import InferenceConfig
+from megatron.inference.load import load_gpt
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import fill_normal_
 from megatron.parallel.slices import whole
+from megatron.tokenizer.config import TokenizerConfig
 from megatron.training.config import TrainingConfig
 from megatron.training.engine import Engine
 from megatron.training.hooks import Evaluation
 from megatron.training.stop import StopRequests
+from tools.convert_checkpoint import main as convert_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TINY = """
@@ -293,6 +298,43 @@ def test_initial_weights_follow_the_seed(pretrain, tmp_path: Path) -> None:
     name, weight = "decoder.layers.0.mlp.linear_fc1.weight", torch.empty(128, 32)
     fill_normal_(weight, 0.02, whole(128, 32), seed=77, name=name)
     assert torch.equal(load_file(tmp_path / "iter_0000001" / "model.safetensors")[name], weight)
+
+
+def test_damage_is_found_wherever_a_checkpoint_is_read(pretrain, tmp_path: Path) -> None:
+    run, iteration = tmp_path / "run", tmp_path / "run" / "iter_0000001"
+    pretrain(*TINY, "--train-iters", "1", "--lr-warmup-iters", "0", "--save", run)
+    load = ["--load", run, "--lr-warmup-iters", "0"]
+    convert = ["--from", "native", "--to", "huggingface", "--load", str(run), "--save", str(tmp_path / "hf")]
+    inference = InferenceConfig(load=str(run), device="cpu")
+
+    def generate(config: InferenceConfig) -> None:
+        load_gpt(config, TokenizerConfig(), Mesh(device=torch.device("cpu")))
+
+    flip(iteration / "optimizer.safetensors")
+    with pytest.raises(InputError, match=r"optimizer\.safetensors: is damaged"):
+        pretrain(*TINY, *load, "--save", tmp_path / "other")
+    pretrain(*TINY, *load, "--no-verify-checkpoint", "--save", tmp_path / "other")
+    # Readers of weights leave the optimizer's file alone.
+    pretrain(*TINY, *load, "--finetune", "--save", tmp_path / "finetuned")
+    generate(inference)
+    flip(iteration / "model.safetensors")
+    for read in (
+        lambda: pretrain(*TINY, *load, "--finetune"),
+        lambda: pretrain(*TINY, *load, "--skip-train"),
+        lambda: generate(inference),
+        lambda: convert_checkpoint(convert),
+    ):
+        with pytest.raises(InputError, match=r"model\.safetensors: is damaged"):
+            read()
+    generate(dataclasses.replace(inference, verify_checkpoint=False))
+    convert_checkpoint([*convert, "--no-verify-checkpoint"])
+
+
+def flip(path: Path) -> None:
+    """Flip the lowest bit of the last byte of a file."""
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
 
 
 def test_finetune_loads_only_the_weights(pretrain, tmp_path: Path) -> None:

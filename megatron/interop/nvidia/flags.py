@@ -54,7 +54,7 @@ OURS_ALONE = frozenset(
     "--bf16-optimizer-states --check-weight-replicas-interval --cuda-graph --data-order --device --dry-run "
     "--dry-run-json --dry-run-ranks --eval-tasks --eval-tasks-data --hang-timeout --keep-last --lion-beta1 "
     "--lion-beta2 --metrics-path --no-mask-padded-vocab --no-progress --no-torch-compile --on-non-finite "
-    "--ops-backend --pipeline-schedule --spike-skip --verify-checkpoint --world-size".split()
+    "--ops-backend --pipeline-schedule --spike-skip --no-verify-checkpoint --world-size".split()
 )
 
 # Flags whose meaning or default differs from Megatron-LM; "now" is its current version.
