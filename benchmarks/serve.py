@@ -3,10 +3,10 @@
     python benchmarks/serve.py [--clients 64] [--seconds 120]
 
 The server runs a small GPT with random weights on this machine. First, one client sends valid requests one after
-another. Then all clients run at once: one in eight disconnects during generation, and one in eight sends malformed
-requests. Lengths of prompts and completions have the same distribution in both parts, and half of the valid requests
-stream. No valid request may fail. The resident memory of the server is read shortly after the start, in the middle and
-at the end.
+another. Then all clients run at once: one in nine disconnects during generation, one in nine sends requests that are
+malformed, ask for too much or name another host, and one in nine does not complete the head of its request. Lengths of
+prompts and completions have the same distribution in both parts, and half of the valid requests stream. No valid
+request may fail. The resident memory of the server is read shortly after the start, in the middle and at the end.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ MALFORMED = [
     b'{"prompt": "1", "temperature": -1}',
     b'{"prompt": "x"}',
     b"[" * 10_000,
+    json.dumps({"prompt": [[1]] * 20_000, "n": 128}).encode(),
 ]
 
 
@@ -153,9 +154,8 @@ async def run_clients(
     end = begin + seconds
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=clients)
     async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as http:
-        roles = (
-            [valid_client] if clients == 1 else [disconnecting_client, malformed_client, *[valid_client] * 6]
-        )
+        misbehaving = [disconnecting_client, malformed_client, slow_client]
+        roles = [valid_client] if clients == 1 else [*misbehaving, *[valid_client] * 6]
         tasks = [roles[i % len(roles)](http, stats, random.Random(i), end) for i in range(clients)]
         if pid is not None:
             tasks.append(record_memory(pid, seconds, memory))
@@ -228,9 +228,22 @@ async def malformed_client(
 ) -> None:
     while time.monotonic() < end:
         headers = {"Content-Type": "application/json"}
+        if rng.random() < 0.2:
+            headers["Host"] = "example.com"
         response = await http.post("/v1/completions", content=rng.choice(MALFORMED), headers=headers)
         stats.other_responses[f"rubbish, status {response.status_code}"] += 1
         await asyncio.sleep(rng.uniform(0, 0.2))
+
+
+async def slow_client(http: httpx.AsyncClient, stats: ClientStats, rng: random.Random, end: float) -> None:
+    """Send part of a request's head, and wait until the server closes the connection."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    while time.monotonic() < end:
+        reader, writer = await asyncio.open_connection(http.base_url.host, http.base_url.port)
+        writer.write(head[: rng.randrange(len(head))])
+        closed = await asyncio.wait_for(reader.read(1), 30) == b""
+        stats.other_responses["slow head, closed" if closed else "slow head, answered"] += 1
+        writer.close()
 
 
 if __name__ == "__main__":

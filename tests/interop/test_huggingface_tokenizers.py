@@ -127,7 +127,7 @@ def test_malformed_added_tokens(gpt2: Path, content: object) -> None:
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_exports_are_read_back(gpt2: Path, tmp_path: Path, kind: str) -> None:
-    """Of every shape, with GPT-2's tokenizer."""
+    """Both shapes, with GPT-2's tokenizer."""
     folder = gpt2
     if kind == "llama":
         folder = save_hf(tmp_path / "llama", "llama", vocab_size=264)
