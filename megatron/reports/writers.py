@@ -57,7 +57,7 @@ class MetricsFile(ReportWriter):
             ) from None
 
     def training(self, interval: Interval) -> None:
-        self._write(interval.record())
+        self._write(record(interval))
 
     def evaluation(self, values: dict[str, float], iteration: int, samples: int) -> None:
         self._write({"iteration": iteration, "consumed samples": samples, **values})
@@ -118,6 +118,23 @@ class TensorBoard(ReportWriter):
             self.events.close()
 
 
+def record(interval: Interval) -> dict[str, Any]:
+    """Every value at full precision, for --metrics-path and Weights & Biases."""
+    last = dict(interval.rows[-1])
+    values = {"iteration": last.pop("iteration"), "consumed samples": last.pop("consumed samples")}
+    values |= interval.losses | {k: v for k, v in last.items() if k not in (*interval.loss_names, *COUNTED)}
+    values |= {
+        "learning rate": interval.lr,
+        "global batch size": interval.batch_size,
+        "skipped iterations": interval.skipped,
+    }
+    if interval.params_norm is not None:
+        values["params norm"] = interval.params_norm
+    values |= {"seconds per iteration": interval.seconds, "tokens per second": interval.tokens_per_second}
+    values |= {"TFLOP/s per device": interval.tflops, "mfu": interval.mfu, "hfu": interval.hfu}
+    return values | interval.memory | interval.longest
+
+
 def points(interval: Interval) -> list[dict[str, float]]:
     """Values of each iteration by their names in TensorBoard; the last has those of the interval too."""
     renamed = {"grad norm": "grad-norm", "num zeros": "num-zeros", "loss scale": "loss-scale"}
@@ -156,8 +173,8 @@ class WeightsAndBiases(ReportWriter):
         """Do nothing: the service drops values of earlier steps by itself."""
 
     def training(self, interval: Interval) -> None:
-        record = interval.record()
-        self.run.log(record, step=record["iteration"])
+        values = record(interval)
+        self.run.log(values, step=values["iteration"])
 
     def evaluation(self, values: dict[str, float], iteration: int, samples: int) -> None:
         self.run.log({"iteration": iteration, "consumed samples": samples, **values}, step=iteration)

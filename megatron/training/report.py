@@ -8,7 +8,6 @@ import math
 import os
 import sys
 from abc import ABC, abstractmethod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -125,22 +124,6 @@ class Interval:
     def longest(self) -> dict[str, float]:
         """Longest time of each phase over the ranks, by NVIDIA's name in TensorBoard."""
         return {f"{phase}-time": max(by_rank.values()) for phase, by_rank in self.times.items()}
-
-    def record(self) -> dict[str, Any]:
-        """Every value at full precision, for --metrics-path and Weights & Biases."""
-        last = dict(self.rows[-1])
-        record = {"iteration": last.pop("iteration"), "consumed samples": last.pop("consumed samples")}
-        record |= self.losses | {k: v for k, v in last.items() if k not in (*self.loss_names, *COUNTED)}
-        record |= {
-            "learning rate": self.lr,
-            "global batch size": self.batch_size,
-            "skipped iterations": self.skipped,
-        }
-        if self.params_norm is not None:
-            record["params norm"] = self.params_norm
-        record |= {"seconds per iteration": self.seconds, "tokens per second": self.tokens_per_second}
-        record |= {"TFLOP/s per device": self.tflops, "mfu": self.mfu, "hfu": self.hfu}
-        return record | self.memory | self.longest
 
     def line(self) -> str:
         """The log line, in the format of Megatron-LM v2.5 with throughput appended."""
