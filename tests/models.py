@@ -49,3 +49,8 @@ def engine_of(mesh: Mesh, config: RunConfig) -> Engine:
     engine = build_engine(config, GPT, mesh, vocab_size=60, padded_vocab_size=64)
     engine.buffer.initialize(1)
     return engine
+
+
+def position_ids(start: int, batch: int, length: int, device: torch.device) -> torch.Tensor:
+    """[b, s]: start, start + 1, ... in every row."""
+    return torch.arange(start, start + length, device=device).expand(batch, length)

@@ -27,7 +27,7 @@ def find_checkpoint(
     """Find the newest checkpoint in the folder `load`, or the one of iteration `step`.
 
     If `load` and `save` are the same folder, the run resumes from it: the folder may be empty (returns None), the
-    tracker may be missing, and a damaged checkpoint is skipped for the one before it. Collective over `world`.
+    tracker may be missing, and a damaged or missing checkpoint is skipped for the one before. Collective over `world`.
 
     Args:
         verify: compare the checksums of the files; `world` shares the work. Checkpoints of other formats have none.
@@ -46,7 +46,7 @@ def find_checkpoint(
                     f"--ckpt-step: {load} is a {external.name} checkpoint, which has no iterations"
                 )
             return external.open(root)
-        iteration = newest_iteration(root) if step is None else step
+        iteration = newest_iteration(root, exists=not resumes) if step is None else step
         if iteration is None and resumes:  # killed after the first checkpoint was written, before its tracker
             iteration = max(iterations(root), default=None)
     if iteration is not None:

@@ -13,7 +13,6 @@ from megatron.optim.buffer import ParamBuffer
 from megatron.optim.optimizer import Optimizer
 from megatron.parallel.collectives import all_reduce_max, gather_texts
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.parameters import named_parameters
 
 
 def load_into(checkpoint: Checkpoint, buffer: ParamBuffer, optimizer: Optimizer | None) -> None:
@@ -105,15 +104,3 @@ def _check_known(source: TensorSource, expected: set[str], mesh: Mesh) -> None:
     if unknown:
         shown = ", ".join(unknown[:10]) + (", ..." if len(unknown) > 10 else "")
         raise InputError(f"{source.folder}: has {len(unknown)} tensor(s) that the model lacks: {shown}")
-
-
-def load_weights(checkpoint: Checkpoint, model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Load the weights of a model, or of a rank's part of it, for evaluation or generation.
-
-    The model may be on the meta device. Its weights are then on the CPU, in `dtype`.
-    """
-    weights = checkpoint.tensors["model"]
-    values = {
-        name: weights.read(p.tied or name, p.shard_spec).to(dtype) for name, p in named_parameters(model)
-    }
-    model.load_state_dict(values, assign=True)

@@ -30,11 +30,11 @@ def folder_of(root: Path, iteration: int) -> Path:
     return root / f"iter_{iteration:07d}"
 
 
-def newest_iteration(root: Path) -> int | None:
+def newest_iteration(root: Path, *, exists: bool = True) -> int | None:
     """The iteration in the tracker of `root`; None without a tracker.
 
     Raises:
-        InputError: the tracker holds no iteration, or its checkpoint does not exist.
+        InputError: the tracker holds no iteration; or, with `exists`, its checkpoint does not exist.
     """
     tracker = root / TRACKER
     check_is_file(tracker)
@@ -46,7 +46,7 @@ def newest_iteration(root: Path) -> int | None:
         raise InputError(f"{tracker}: cannot be read ({error.strerror})") from None
     if not re.fullmatch(r"[0-9]{1,18}", text):
         raise InputError(f"{tracker}: {text[:40]!r} is not an iteration")
-    if not folder_of(root, int(text)).is_dir():
+    if exists and not folder_of(root, int(text)).is_dir():
         raise InputError(
             f"{tracker}: names iteration {int(text)}, but there is no {folder_of(root, int(text))}"
         )

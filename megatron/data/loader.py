@@ -21,11 +21,11 @@ from megatron.data.batch import Batch
 from megatron.data.config import DataConfig
 from megatron.data.dataset import Dataset
 from megatron.data.samplers import cyclic, sequential
-from megatron.errors import InputError
+from megatron.errors import InputError, TransientFault
 
 # These signals often reach the whole process group, but only the training process acts on them, and it needs its
 # workers until it is done. Workers are forked with the signals blocked.
-GROUP_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
+GROUP_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
 
 
 def train_batches(
@@ -184,6 +184,12 @@ def _batches(loaded: Iterator[Batch | InputError], pin_memory: bool) -> Generato
             if isinstance(batch, InputError):
                 raise batch
             yield batch.pin_memory() if pin_memory else batch
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise TransientFault(
+            f"a process that reads data has died: {error}; if memory ran out, lower --num-workers"
+        ) from error
     finally:
         # End the workers even while a traceback keeps this frame alive. The garbage collector would close the
         # workers' queues before it notifies them, and then wait for them forever.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.evaluation.windows import spans
-from megatron.model.gpt import GPTModel, position_ids
+from megatron.model.gpt import GPTModel
 
 Pair = tuple[list[int], list[int]]  # tokens of a context, and of its continuation
 
@@ -75,7 +75,9 @@ def _logits(model: GPTModel, rows: Sequence[Sequence[int]]) -> Tensor:
     # Attention is causal, so the padding does not matter.
     tokens = torch.tensor([[*row, *[0] * (length - len(row))] for row in rows], device=device)
     # Vocabulary padding is never a candidate, even if the softmax of training included it.
-    return model(tokens, position_ids(0, len(rows), length, device))[..., : model.context.vocab_size]
+    return model(tokens, torch.arange(length, device=device).expand(len(rows), length))[
+        ..., : model.context.vocab_size
+    ]
 
 
 def _score(logits_sv: Tensor, continuation: list[int]) -> Tensor:

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.checkpoint import Checkpoint, model_config
-from megatron.checkpoint.load import load_weights
+from megatron.inference.load import load_weights
 from megatron.interop.external import meta_model
 from megatron.interop.huggingface.settings import read_settings
-from megatron.model.gpt import position_ids
 from megatron.tokenizer import Tokenizer
 
 # Largest difference relative to the largest logit: the rounding of fp32 sums in a deep model.
@@ -43,7 +42,7 @@ def our_logits(checkpoint: Checkpoint) -> list[Tensor]:
     model = meta_model(task, model_config(checkpoint), checkpoint.state["vocab_size"])
     load_weights(checkpoint, model, torch.float32)
     if task == "GPT":
-        return [model(tokens, position_ids(0, BATCH, tokens.shape[1], tokens.device))]
+        return [model(tokens, torch.arange(tokens.shape[1]).expand(tokens.shape))]
     return [x for x in model(tokens, torch.ones_like(tokens), types) if x is not None]
 
 

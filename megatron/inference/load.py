@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from megatron.checkpoint.checkpoint import (
     Checkpoint,
@@ -16,7 +17,6 @@ from megatron.checkpoint.checkpoint import (
 )
 from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.formats import FORMATS
-from megatron.checkpoint.load import load_weights
 from megatron.errors import InputError
 from megatron.inference.config import InferenceConfig
 from megatron.interop.formats import EXTERNAL_FORMATS
@@ -31,6 +31,7 @@ from megatron.ops.linear_cross_entropy import LinearCrossEntropy
 from megatron.ops.logits import LOGITS_CHUNK_BYTES
 from megatron.parallel.collectives import raise_on_all_ranks
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.parameters import named_parameters
 from megatron.parallel.stages import split_layers
 from megatron.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
 from megatron.tokenizer.config import TokenizerConfig
@@ -156,3 +157,15 @@ def _ops(dtype: torch.dtype, device: torch.device) -> Ops:
         matmul=decode_matmul if onednn else matmul,
         linear_cross_entropy=LinearCrossEntropy(chunk_bytes=LOGITS_CHUNK_BYTES[device.type]),
     )
+
+
+def load_weights(checkpoint: Checkpoint, model: nn.Module, dtype: torch.dtype) -> None:
+    """Load the weights of a model, or of a rank's part of it, for evaluation or generation.
+
+    The model may be on the meta device. Its weights are then on the CPU, in `dtype`.
+    """
+    weights = checkpoint.tensors["model"]
+    values = {
+        name: weights.read(p.tied or name, p.shard_spec).to(dtype) for name, p in named_parameters(model)
+    }
+    model.load_state_dict(values, assign=True)

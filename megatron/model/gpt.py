@@ -7,7 +7,6 @@ of the sequence.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from megatron.model.config import ModelConfig
@@ -82,8 +81,3 @@ class GPTModel(LanguageModel):
         hidden_1nh = hidden_sbh[positions, rows].unsqueeze(0)
         # With sequence parallelism the output layer gathers [1, n, h] to [tp, n, h], of equal rows.
         return self.output_layer(hidden_1nh, self.word_table)[0, :, : self.num_valid_rows]
-
-
-def position_ids(start: int, batch: int, length: int, device: torch.device) -> Tensor:
-    """[b, s]: start, start + 1, ... in every row."""
-    return torch.arange(start, start + length, device=device).expand(batch, length)

@@ -27,6 +27,8 @@ class ReportWriter(Writer):
 class MetricsFile(ReportWriter):
     """The file of --metrics-path: a JSON object per line."""
 
+    flag = "--metrics-path"
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self.file: TextIO | None = None
@@ -78,6 +80,8 @@ class MetricsFile(ReportWriter):
 
 class TensorBoard(ReportWriter):
     """TensorBoard events (--tensorboard-dir), under NVIDIA's names."""
+
+    flag = "--tensorboard-dir"
 
     def __init__(self, config: ReportConfig) -> None:
         self.config = config
@@ -132,7 +136,12 @@ def record(interval: Interval) -> dict[str, Any]:
         values["params norm"] = interval.params_norm
     values |= {"seconds per iteration": interval.seconds, "tokens per second": interval.tokens_per_second}
     values |= {"TFLOP/s per device": interval.tflops, "mfu": interval.mfu, "hfu": interval.hfu}
-    return values | interval.memory | interval.longest
+    return values | interval.memory | longest(interval)
+
+
+def longest(interval: Interval) -> dict[str, float]:
+    """Longest time of each phase over the ranks, by NVIDIA's name in TensorBoard."""
+    return {f"{phase}-time": max(by_rank.values()) for phase, by_rank in interval.times.items()}
 
 
 def points(interval: Interval) -> list[dict[str, float]]:
@@ -145,7 +154,7 @@ def points(interval: Interval) -> list[dict[str, float]]:
         "iteration-time": interval.seconds,
     }
     values[-1] |= {"tokens-per-second": interval.tokens_per_second, "throughput": interval.tflops}
-    values[-1] |= {"mfu": interval.mfu, "hfu": interval.hfu} | interval.memory | interval.longest
+    values[-1] |= {"mfu": interval.mfu, "hfu": interval.hfu} | interval.memory | longest(interval)
     if interval.params_norm is not None:
         values[-1]["params-norm"] = interval.params_norm
     return values
@@ -153,6 +162,8 @@ def points(interval: Interval) -> list[dict[str, float]]:
 
 class WeightsAndBiases(ReportWriter):
     """A run in Weights & Biases (--wandb-project)."""
+
+    flag = "--wandb-project"
 
     def __init__(self, run: Any) -> None:
         self.run = run

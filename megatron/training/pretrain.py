@@ -33,8 +33,8 @@ def pretrain(config: RunConfig, task: Task, hooks: Sequence[Hook]) -> int:
     """Train `task` as configured, as one of torchrun's processes or alone.
 
     Returns:
-        The exit status: 0 when training came to its end or stopped where a flag said so; 130, 138 or 143 when SIGINT,
-        SIGUSR1 or SIGTERM ended it.
+        The exit status: 0 when training came to its end or stopped where a flag said so; 129, 130, 138 or 143 when
+        SIGHUP, SIGINT, SIGUSR1 or SIGTERM ended it.
 
     Raises:
         InputError: the configuration does not fit its files, checkpoints, devices or processes.

@@ -8,6 +8,9 @@ import math
 import os
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import suppress
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -120,11 +123,6 @@ class Interval:
         """Iterations that changed no weights."""
         return int(sum(row["skipped"] for row in self.rows))
 
-    @property
-    def longest(self) -> dict[str, float]:
-        """Longest time of each phase over the ranks, by NVIDIA's name in TensorBoard."""
-        return {f"{phase}-time": max(by_rank.values()) for phase, by_rank in self.times.items()}
-
     def line(self) -> str:
         """The log line, in the format of Megatron-LM v2.5 with throughput appended."""
         last = self.rows[-1]
@@ -154,6 +152,8 @@ class Interval:
 
 class Writer(ABC):
     """A destination of reports beside the log. A new one is a subclass in `WRITERS`."""
+
+    flag: ClassVar[str]  # asks for it
 
     @classmethod
     @abstractmethod
@@ -220,10 +220,11 @@ class Reporter:
         if self.active:
             try:
                 tqdm.write(text) if self.bar is not None else print(text, flush=True)
-            except BrokenPipeError:
-                # The reader of our output (head, tee, a terminal) is gone, which is no reason to lose the run.
+            except OSError as error:
+                # The reader of our output (head, tee, a terminal) is gone, or its disk is full. The run continues.
                 sys.stdout = open(os.devnull, "w")  # noqa: SIM115, open until the process exits
-                sys.stderr.write("standard output is closed; the run goes on\n")
+                with suppress(OSError):
+                    sys.stderr.write(f"standard output: {error.strerror}; the run continues without it\n")
 
     def log_times(self, times: dict[str, dict[int, float]]) -> None:
         """Log the result of `Timers.take`, if it has any."""
@@ -233,15 +234,24 @@ class Reporter:
     def advance(self) -> None:
         """Advance the progress bar by an iteration."""
         if self.bar is not None:
-            self.bar.update()
+            with suppress(OSError):  # the terminal is gone
+                self.bar.update()
 
     def training(self, interval: Interval) -> None:
         """Report an interval of training."""
         if not self.active:
             return
         self.log(interval.line())
-        for writer in self.writers:
-            writer.training(interval)
+        self._to_writers(lambda writer: writer.training(interval))
+
+    def _to_writers(self, call: Callable[[Writer], None]) -> None:
+        """Call each writer. One that fails, as on a full disk, is left out from then on: a run outlives its logs."""
+        for writer in list(self.writers):
+            try:
+                call(writer)
+            except OSError as error:
+                self.writers.remove(writer)
+                self.log(f"warning: {writer.flag}: {error.strerror}; the run continues without it")
 
     def evaluation(
         self, where: str, split: str, losses: dict[str, float], iteration: int, samples: int
@@ -265,13 +275,11 @@ class Reporter:
         if not self.active:
             return
         self.log("-" * len(line) + "\n" + line + "\n" + "-" * len(line))
-        for writer in self.writers:
-            writer.evaluation(values, iteration, samples)
+        self._to_writers(lambda writer: writer.evaluation(values, iteration, samples))
 
     def close(self) -> None:
         """Close all reports."""
         if self.bar is not None:
             self.bar.close()
             self.bar = None
-        for writer in self.writers:
-            writer.close()
+        self._to_writers(lambda writer: writer.close())

@@ -60,7 +60,7 @@ def claim_folder(config: CheckpointConfig, mesh: Mesh) -> TextIO | None:
         raise InputError(
             f"--save: {root} cannot be written to; change its permissions or choose another directory"
         )
-    done = newest_iteration(root)
+    done = newest_iteration(root, exists=False)
     if done is not None and not resumes(config):
         raise InputError(
             f"--save: {root} already holds a run, at iteration {done}; "

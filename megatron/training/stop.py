@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from types import FrameType
 
 import torch
@@ -16,14 +18,14 @@ from megatron.training.config import TrainingConfig
 # torchrun forwards a signal to processes that already had it from the terminal. A signal this soon after the first is
 # the same request, not a second one.
 SAME_REQUEST_SECONDS = 3.0
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class StopRequests:
-    """Handles SIGINT, SIGTERM and SIGUSR1 (which SLURM sends before the time limit) within a `with` block.
+    """Handles SIGINT, SIGTERM, SIGUSR1 (which SLURM sends before the time limit) and SIGHUP within a `with` block.
 
     After the first signal the run finishes the iteration, saves and exits; all processes stop at the same iteration. A
-    second signal exits at once.
+    second signal exits at once. The end of torchrun counts as SIGHUP. A signal that is ignored, as by nohup, stays so.
     """
 
     def __init__(self, config: TrainingConfig, mesh: Mesh) -> None:
@@ -32,9 +34,11 @@ class StopRequests:
         self.started = time.monotonic()
         self.signal = 0  # the first one, on this or another process
         self.since: float | None = None  # when this process learned of it
+        self.torchrun = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
     def __enter__(self) -> StopRequests:
-        self.previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        heeded = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        self.previous = {number: signal.signal(number, self._on_signal) for number in heeded}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -46,9 +50,10 @@ class StopRequests:
             raise KeyboardInterrupt
         if self.since is None and self.mesh.is_first:
             name = signal.Signals(number).name
-            sys.stderr.write(
-                f"\n{name} received: stopping after this iteration; a second one stops at once, unsaved\n"
-            )
+            with suppress(OSError):  # the terminal is gone
+                sys.stderr.write(
+                    f"\n{name} received: stopping after this iteration; a second one exits unsaved\n"
+                )
         self._note(number)
 
     def _note(self, number: int) -> None:
@@ -57,13 +62,16 @@ class StopRequests:
 
     def reason(self, iteration: int) -> str | None:
         """Reason to stop after `iteration`, the same on every process; None to go on. Every process must call it."""
+        if self.torchrun not in (None, os.getppid()):
+            self._note(signal.SIGHUP)
         minutes = self.config.exit_duration_in_mins
         over = minutes is not None and time.monotonic() - self.started > 60 * minutes
         # CPU tensors, so that agreeing does not wait for the GPU.
         number, over = all_reduce_max(torch.tensor([self.signal, int(over)]), self.mesh.world).tolist()
         if number:
             self._note(number)
-            return f"{signal.Signals(number).name} was received"
+            torchrun = " or torchrun ended" if number == signal.SIGHUP else ""
+            return f"{signal.Signals(number).name} was received{torchrun}"
         if over:
             return f"--exit-duration-in-mins {minutes} is over"
         if self.config.exit_interval and iteration % self.config.exit_interval == 0:
@@ -72,5 +80,5 @@ class StopRequests:
 
     @property
     def exit_code(self) -> int:
-        """0, or after a signal 128 plus its number, as in a shell: 130 (SIGINT), 138 (SIGUSR1), 143 (SIGTERM)."""
+        """0, or after a signal 128 plus its number, as in a shell."""
         return 128 + self.signal if self.signal else 0

@@ -68,7 +68,7 @@ case $status in
       echo "ended with status $status after ${MAX_RESTARTS:-20} restarts; giving up" >&2
     fi
     ;;
-  130 | 143) echo "stopped by a signal; run the same command to resume" ;;
+  129 | 130 | 143) echo "stopped by a signal; run the same command to resume" ;;
   *) echo "ended with status $status, which a restart would not help" >&2 ;;
 esac
 exit "$status"

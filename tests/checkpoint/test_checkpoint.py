@@ -17,10 +17,11 @@ from safetensors.torch import load_file, save_file
 from megatron.checkpoint import storage
 from megatron.checkpoint.checkpoint import check_architecture
 from megatron.checkpoint.find import find_checkpoint
-from megatron.checkpoint.load import load_into, load_weights
+from megatron.checkpoint.load import load_into
 from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.pieces import write_pieces
 from megatron.errors import InputError, TrainingFault
+from megatron.inference.load import load_weights
 from megatron.optim.buffer import ParamBuffer
 from megatron.optim.optimizer import Optimizer
 from megatron.training.report import History
@@ -335,6 +336,18 @@ def edit_index(folder: Path, change) -> None:
 
 
 BIAS = "decoder.final_layernorm.bias"
+
+
+def test_a_tracker_ahead_of_its_folder(tmp_path: Path) -> None:
+    """A run that resumes takes the checkpoint before."""
+    buffer, optimizer, _ = make()
+    for iteration in (3, 4):
+        save(tmp_path, buffer, optimizer, iteration=iteration)
+    shutil.rmtree(storage.folder_of(tmp_path, 4))
+    found = find_checkpoint(str(tmp_path), str(tmp_path))
+    assert found.iteration == 3 and "iter_0000004" in found.passed_over[0]
+    with pytest.raises(InputError, match="names iteration 4, but there is no"):
+        find_checkpoint(str(tmp_path), None)
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(500, marks=pytest.mark.slow)])

@@ -20,7 +20,7 @@ from megatron.data.bert_dataset import MockBertDataset, build_bert_datasets
 from megatron.data.config import DataConfig
 from megatron.data.gpt_dataset import MockGPTDataset, build_gpt_datasets
 from megatron.data.loader import eval_batches, train_batches
-from megatron.errors import InputError
+from megatron.errors import InputError, TransientFault
 
 LAYOUT = {"micro_batch_size": 2, "dp_rank": 1, "dp_size": 2, "pin_memory": False}
 
@@ -87,6 +87,22 @@ def test_worker_error_is_one_line(corpus, workers: int) -> None:
     with pytest.raises(InputError, match=r"corpus\.bin: token .* the vocabulary has 300 ids") as caught:
         list(itertools.islice(train_batches(dataset, flags, consumed_samples=0, **LAYOUT), 20))
     assert "\n" not in str(caught.value)
+
+
+def test_a_killed_worker_is_a_transient_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    iterator = torch.utils.data.dataloader._MultiProcessingDataLoaderIter
+    monkeypatch.setattr(
+        iterator._try_get_data, "__defaults__", (0.2,)
+    )  # seconds between looks at the workers
+    before = set(multiprocessing.active_children())
+    batches = train_batches(mock(), config(1), consumed_samples=0, **LAYOUT)
+    next(batches)
+    (worker,) = set(multiprocessing.active_children()) - before
+    os.kill(worker.pid, signal.SIGKILL)
+    with pytest.raises(
+        TransientFault, match=r"^a process that reads data has died: .*; if memory ran out, lower"
+    ):
+        list(batches)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

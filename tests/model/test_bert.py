@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.arguments import parse_run_config
 from megatron.checkpoint.checkpoint import model_config
-from megatron.checkpoint.load import load_weights
+from megatron.inference.load import load_weights
 from megatron.interop.nvidia.read import open_megatron
 from megatron.model.bert import BertClassifier, BertModel
 from megatron.model.config import ModelConfig

@@ -9,18 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from models import flat
+from models import flat, position_ids
 from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron.checkpoint.checkpoint import model_config
-from megatron.checkpoint.load import load_weights
 from megatron.errors import InputError
 from megatron.inference.kv_cache import KVCache
+from megatron.inference.load import load_weights
 from megatron.interop.nvidia.read import open_megatron
 from megatron.model.config import ModelConfig
 from megatron.model.context import ModelContext
-from megatron.model.gpt import GPTModel, position_ids
+from megatron.model.gpt import GPTModel
 from megatron.optim.config import OptimizerConfig
 from megatron.optim.optimizer import Optimizer
 from megatron.parallel.mesh import ALONE

@@ -7,13 +7,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from models import CPU, flat
+from models import CPU, flat, position_ids
 from torch import Tensor
 
 from megatron.model.bert import BertModel
 from megatron.model.config import ModelConfig
 from megatron.model.context import ModelContext
-from megatron.model.gpt import GPTModel, position_ids
+from megatron.model.gpt import GPTModel
 from megatron.ops.attention import attention
 
 HALF = [torch.bfloat16, torch.float16]

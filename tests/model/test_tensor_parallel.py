@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 from distributed import run_distributed
-from models import CPU, flat
+from models import CPU, flat, position_ids
 from torch.distributed.tensor.debug import CommDebugMode
 
 from megatron.model.config import ModelConfig
 from megatron.model.context import ModelContext
-from megatron.model.gpt import GPTModel, position_ids
+from megatron.model.gpt import GPTModel
 from megatron.ops.cross_entropy import cross_entropy
 from megatron.parallel.config import ParallelConfig
 from megatron.parallel.mesh import init_mesh

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import CPU, flat
+from models import CPU, flat, position_ids
 from torch import Tensor
 
 from megatron.checkpoint.config import CheckpointConfig
 from megatron.checkpoint.save import take_snapshot
 from megatron.model.config import ModelConfig
 from megatron.model.context import ModelContext
-from megatron.model.gpt import GPTModel, position_ids
+from megatron.model.gpt import GPTModel
 from megatron.optim import grad_reducer
 from megatron.optim.buffer import ParamBuffer
 from megatron.optim.config import OptimizerConfig

@@ -7,11 +7,11 @@ import dataclasses
 
 import pytest
 import torch
-from models import flat
+from models import flat, position_ids
 
 from megatron.model.config import ModelConfig
 from megatron.model.context import ModelContext
-from megatron.model.gpt import GPTModel, position_ids
+from megatron.model.gpt import GPTModel
 from megatron.model.vocabulary import WORD_TABLE
 from megatron.ops import linear, linear_cross_entropy
 from megatron.ops.backend import PLAIN, Ops

@@ -203,3 +203,29 @@ def test_missing_packages_are_named(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(InputError, match="pip install tensorboard"):
         Reporter(config_of("--tensorboard-dir", "p"), MESH).start(0, 5)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_costs_the_metrics_not_the_run(capsys) -> None:
+    reporter = Reporter(config_of("--metrics-path", "/dev/full"), MESH)
+    reporter.start(0, 5)
+    for i in (1, 2):
+        reporter.training(interval([(i, 1.0, 1.0)]))
+    reporter.evaluation("iteration 2", "validation", {"lm loss": 2.0}, 2, 16)
+    reporter.close()
+    out = capsys.readouterr().out
+    assert out.count("warning: --metrics-path: No space left on device; the run continues without it") == 1
+    assert out.count("\n iteration ") + out.startswith(" iteration ") == 2
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_under_standard_output(monkeypatch, capsys) -> None:
+    reporter = Reporter(config_of(), MESH)
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        reporter.log("a line")
+        reporter.log("another")
+        monkeypatch.undo()
+        with pytest.raises(OSError):
+            full.close()
+    assert "standard output: No space left on device; the run continues" in capsys.readouterr().err

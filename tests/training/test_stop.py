@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import signal
 
+import pytest
 from distributed import run_distributed
 from models import CPU
 
 from megatron.parallel.config import ParallelConfig
-from megatron.parallel.mesh import init_mesh
+from megatron.parallel.mesh import Mesh, init_mesh
 from megatron.training.config import TrainingConfig
 from megatron.training.stop import StopRequests
 
@@ -32,6 +33,31 @@ def reasons(asked: int) -> tuple[list[str | None], list[int]]:
             stop.started -= 121 if is_asked else 0
             answers.append(stop.reason(1))
         return answers, [*codes, stop.exit_code]
+
+
+def test_sighup_and_the_end_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TrainingConfig(micro_batch_size=1, train_iters=9)
+    with StopRequests(config, Mesh(device=CPU)) as stop:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.reason(1) == "SIGHUP was received or torchrun ended"
+    assert stop.exit_code == 129
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    with StopRequests(config, Mesh(device=CPU)) as stop:
+        assert stop.reason(1) is None
+        monkeypatch.setattr(os, "getppid", lambda: 1)
+        assert stop.reason(2) == "SIGHUP was received or torchrun ended"
+    assert stop.exit_code == 129
+
+
+def test_ignored_signals_stay_ignored() -> None:
+    """As under nohup."""
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequests(TrainingConfig(micro_batch_size=1, train_iters=9), Mesh(device=CPU)) as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.reason(1) is None and stop.exit_code == 0
+    finally:
+        signal.signal(signal.SIGHUP, previous)
 
 
 def test_all_processes_stop_when_one_is_asked_to() -> None:
