@@ -38,7 +38,7 @@ class MetricsFile(ReportWriter):
         path = config.plugin(ReportConfig).metrics_path
         return None if path is None else cls(Path(path))
 
-    def start(self, iteration: int) -> None:
+    def start(self, iteration: int, *, evaluation_due: bool) -> None:
         try:
             path = self.path.resolve()  # follow a link
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,14 @@ class MetricsFile(ReportWriter):
                 text = path.read_text(encoding="utf-8") if path.exists() else ""
                 # A killed run may have left half a line.
                 lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
-                kept = [line for line in lines if json.loads(line)["iteration"] <= iteration]
+                # A run that was killed in its last evaluation repeats that.
+                last = iteration - evaluation_due
+                kept = [
+                    line
+                    for line in lines
+                    if (row := json.loads(line))["iteration"] <= last
+                    or (row["iteration"] == iteration and "learning rate" in row)
+                ]
                 temporary = path.with_name(f".writing-{path.name}")
                 temporary.write_text("".join(kept), encoding="utf-8")
                 temporary.rename(path)
@@ -92,7 +99,7 @@ class TensorBoard(ReportWriter):
         flags = config.plugin(ReportConfig)
         return None if flags.tensorboard_dir is None else cls(flags)
 
-    def start(self, iteration: int) -> None:
+    def start(self, iteration: int, *, evaluation_due: bool) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
@@ -180,7 +187,7 @@ class WeightsAndBiases(ReportWriter):
         settings = dataclasses.asdict(config)
         return cls(wandb.init(project=flags.wandb_project, name=flags.wandb_exp_name, config=settings))
 
-    def start(self, iteration: int) -> None:
+    def start(self, iteration: int, *, evaluation_due: bool) -> None:
         """Do nothing: the service drops values of earlier steps by itself."""
 
     def training(self, interval: Interval) -> None:

@@ -134,7 +134,7 @@ def run(trainer: Trainer, stop: StopRequests) -> int:
     log(describe_layout(trainer.engine))
     for note in trainer.engine.ops.notes:
         log(note)
-    trainer.reporter.start(state.iteration, trainer.train_iters)
+    trainer.reporter.start(state.iteration, trainer.train_iters, evaluation_due=state.evaluation_due)
     trainer.run(stop)
     if trainer.stop_reason is not None:
         kept = f"saved in {checkpoint.save}" if checkpoint.save else "nothing saved, without --save"

@@ -170,8 +170,8 @@ class Writer(ABC):
         return set()
 
     @abstractmethod
-    def start(self, iteration: int) -> None:
-        """Open the destination after `iteration`, and drop what an earlier run reported of later iterations."""
+    def start(self, iteration: int, *, evaluation_due: bool) -> None:
+        """Open the destination after `iteration`, and drop what an earlier run reported of anything to come."""
 
     @abstractmethod
     def training(self, interval: Interval) -> None:
@@ -206,10 +206,10 @@ class Reporter:
         kinds = WRITERS if self.active else []
         self.writers = [writer for kind in kinds if (writer := kind.make(config)) is not None]
 
-    def start(self, iteration: int, train_iters: int) -> None:
-        """Open the reports after `iteration`, without what an earlier run reported of later iterations."""
+    def start(self, iteration: int, train_iters: int, *, evaluation_due: bool = False) -> None:
+        """Open the reports after `iteration`, without what an earlier run reported of anything to come."""
         for writer in self.writers:
-            writer.start(iteration)
+            writer.start(iteration, evaluation_due=evaluation_due)
         if self.active and self.config.progress and sys.stderr.isatty():
             self.bar = tqdm(
                 total=train_iters, initial=iteration, unit="it", dynamic_ncols=True, smoothing=0.1

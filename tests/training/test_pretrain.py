@@ -29,6 +29,7 @@ from megatron.tokenizer.config import TokenizerConfig
 from megatron.training.config import TrainingConfig
 from megatron.training.engine import Engine
 from megatron.training.hooks import Evaluation
+from megatron.training.loop import Trainer
 from megatron.training.stop import StopRequests
 from tools.convert_checkpoint import main as convert_checkpoint
 
@@ -171,6 +172,21 @@ def test_a_run_killed_in_its_last_evaluation_repeats_it(pretrain, tmp_path, monk
     assert "the end of training for test data" in pretrain(*run)
     assert "lm loss test" in records(tmp_path / "a.jsonl")[-1]
     assert "the end of training" not in pretrain(*run)
+
+
+def test_a_run_killed_after_its_last_evaluation_reports_it_once(pretrain, tmp_path, monkeypatch) -> None:
+    run = [*TINY, "--save", tmp_path / "a", "--load", tmp_path / "a", "--metrics-path", tmp_path / "a.jsonl"]
+
+    def interrupted(self) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "mark_evaluated", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pretrain(*run)
+    before = records(tmp_path / "a.jsonl")
+    pretrain(*run)
+    assert records(tmp_path / "a.jsonl") == before and "lm loss test" in before[-1]
 
 
 def test_generate_text_from_a_run(command, pretrain, tmp_path: Path) -> None:
