@@ -16,6 +16,7 @@ from megatron.evaluation.in_training import EvalTasks
 from megatron.faults.config import FaultsConfig
 from megatron.faults.non_finite import NonFiniteGuard
 from megatron.faults.replicas import ReplicaCheck
+from megatron.faults.same_data import check_same_data
 from megatron.faults.same_start import check_same_everywhere
 from megatron.faults.watchdog import HangDetection
 from megatron.interop.formats import EXTERNAL_FORMATS
@@ -50,7 +51,7 @@ PLUGIN_CONFIGS.update(
 )
 PARSER_EXTENSIONS[:] = [add_nvidia_flags]
 PEAK_FLOPS[:] = [peak_flops]
-START_CHECKS[:] = [check_same_everywhere]
+START_CHECKS[:] = [check_same_everywhere, check_same_data]
 WRITERS[:] = [MetricsFile, TensorBoard, WeightsAndBiases]
 
 
