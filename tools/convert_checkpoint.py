@@ -31,10 +31,10 @@ from megatron.cli import Parser, add_flags, make_config, run_command
 from megatron.errors import InputError, TrainingFault
 from megatron.inference.conversion import (
     TOLERANCE,
+    compare_tokenizers,
     largest_difference,
     our_logits,
     their_logits,
-    tokenizer_note,
 )
 from megatron.interop.convert import check_is_empty, tensors_to_write, write_native
 from megatron.interop.huggingface.read import open_huggingface
@@ -145,31 +145,39 @@ def writers(args: argparse.Namespace) -> dict[str, Callable]:
 
 
 def compare(source: Checkpoint, result: Checkpoint, folders: dict[str, Path]) -> None:
-    """Print the difference of the logits from those of the source.
+    """Compare logits and token ids of source and result, and print what was compared with what.
 
     Raises:
-        TrainingFault: they differ by more than rounding.
+        TrainingFault: logits differ by more than rounding.
     """
     expected = our_logits(source)
-    found = {"the written checkpoint": largest_difference(expected, our_logits(result))}
+    name = "the written checkpoint (read back by this program)"
+    differences = {name: largest_difference(expected, our_logits(result))}
     folder = folders.get("huggingface")
-    if folder is not None:
+    lines = []
+    if folder is None:
+        lines.append("nothing was compared with another implementation")
+    else:
         try:
-            found[f"transformers from {folder}"] = largest_difference(expected, their_logits(folder, source))
+            differences[f"transformers from {folder}"] = largest_difference(
+                expected, their_logits(folder, source)
+            )
             saved = saved_tokenizer(source)
-            has_files = saved.tokenizer_type not in (None, "NullTokenizer")
-            if has_files and (note := tokenizer_note(folder, build_tokenizer(saved))):
-                print(f"note: {note}")
+            if saved.tokenizer_type not in (None, "NullTokenizer"):
+                lines.append(compare_tokenizers(folder, build_tokenizer(saved)))
         except ImportError as error:
-            print(f"note: not compared with transformers: {error}")
-    for name, difference in found.items():
-        print(f"logits of {name} differ by {difference:.2e} of the largest")
+            lines.append(f"warning: nothing was compared with transformers: {error}")
+    for name, difference in differences.items():
+        same = "are the same" if difference == 0 else f"differ by {difference:.2e} of the largest"
+        print(f"logits of {name} {same}")
+    for line in lines:
+        print(line)
     # NaN also fails this comparison.
-    wrong = [name for name, difference in found.items() if not difference <= TOLERANCE]
+    wrong = [name for name, difference in differences.items() if not difference <= TOLERANCE]
     if wrong:
         raise TrainingFault(
-            f"logits of {wrong[0]} differ from those of {source.folder} by more than {TOLERANCE:g} of the largest; "
-            "nothing was kept"
+            f"logits of {wrong[0]} differ from those of {source.folder} by more than {TOLERANCE:g} of the "
+            "largest; nothing was kept"
         )
 
 

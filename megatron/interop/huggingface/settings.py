@@ -22,12 +22,17 @@ LLAMA3_SCALING = {
 }
 # The supported values of keys of any family.
 FIXED: dict[str, tuple[Any, ...]] = {
+    # Other values could name code on the hub.
+    "_attn_implementation": (None, "eager", "sdpa", "flash_attention_2"),
     "quantization_config": (None,),
     "rope_interleaved": (False,),
     "use_mrope": (False,),
 }
 # Keys that do not change what the model computes.
 IGNORED = {
+    "_attn_implementation_autoset",
+    "_commit_hash",
+    "_name_or_path",
     "architectures",
     "bos_token_id",
     "chunk_size_feed_forward",
@@ -87,7 +92,7 @@ def _from_config(config: dict[str, Any]) -> Settings:
         raise InputError(f"model_type {config['model_type']!r} is not supported; use {either(FAMILIES)}")
     family = FAMILIES[config["model_type"]]
     # Keys are removed as they are used, so that those left at the end are unknown.
-    left = {key: value for key, value in config.items() if key not in IGNORED and not key.startswith("_")}
+    left = {key: value for key, value in config.items() if key not in IGNORED}
     for key, values in (FIXED | dict(family.fixed)).items():
         _check(key, left.pop(key, values[0]), values)
     for kind in left.pop("layer_types", None) or ():
@@ -117,6 +122,9 @@ def _from_config(config: dict[str, Any]) -> Settings:
         fields |= {"bias_gelu_fusion": name != "gelu", "openai_gelu": name != "gelu"}
     else:
         fields |= _read_rope(left)
+    private = [key for key in left if key.startswith("_")]
+    if private:  # transformers sets attributes of any such name
+        raise InputError(f"{private[0]} is not supported; remove it")
     notes = []
     if left.pop("embd_pdrop", resid := fields["hidden_dropout"]) != resid:
         notes.append(
