@@ -17,9 +17,8 @@ from megatron.errors import InputError
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 8
 
-_BOOLEANS = {"true": True, "false": False}
 _INTEGER = re.compile(r"[-+]?[0-9]{1,18}")
-# With a point or an exponent, so that an integer too long stays text.
+# With a point or an exponent: an integer too long stays text.
 _FLOAT = re.compile(
     r"[-+]?([0-9]*\.[0-9]+|[0-9]+\.|[0-9]+(?=e))(e[-+]?[0-9]+)?|[-+]?\.(inf|nan)", re.IGNORECASE
 )
@@ -28,8 +27,7 @@ _FLOAT = re.compile(
 def read_settings(path: Path) -> dict[str, Any]:
     """Read a file whose top level is a mapping, to values of the types bool, int, float, str, list, dict and None.
 
-    Raises:
-        InputError: the file cannot be read, is larger than 1 MiB, or is not such a file. The message does not name it.
+    Raises: InputError: the file is unreadable, larger than 1 MiB or not such a file. The message does not name it.
     """
     try:
         if not path.is_file() and not path.is_dir() and path.exists():
@@ -94,8 +92,8 @@ def _value(node: yaml.Node) -> Any:
         return text
     if text in ("", "~", "null"):
         return None
-    if text.lower() in _BOOLEANS:
-        return _BOOLEANS[text.lower()]
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
     if _INTEGER.fullmatch(text):
         return int(text)
     if _FLOAT.fullmatch(text):

@@ -187,9 +187,8 @@ def _batches(loaded: Iterator[Batch | InputError], pin_memory: bool) -> Generato
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise
-        raise TransientFault(
-            f"a process that reads data has died: {error}; if memory ran out, lower --num-workers"
-        ) from error
+        why = f"{error}; if memory ran out, lower --num-workers"
+        raise TransientFault(f"a process that reads data has died: {why}") from error
     finally:
         # End the workers even while a traceback keeps this frame alive. The garbage collector would close the
         # workers' queues before it notifies them, and then wait for them forever.

@@ -8,6 +8,7 @@ that communication overlaps with computation.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -58,6 +59,7 @@ class Pending:
     work: dist.Work | None = None
     what: str = ""
     axis: Axis = ALONE
+    timeout: datetime.timedelta | None = None  # None for that of the process group
 
     def done(self) -> bool:
         """True if it has ended, with a result or with an error that `wait` raises."""
@@ -66,7 +68,7 @@ class Pending:
     def wait(self) -> Tensor:
         if self.work is not None:
             with named(self.what, self.axis):
-                self.work.wait()
+                self.work.wait() if self.timeout is None else self.work.wait(self.timeout)
             self.work = None
         return self.result
 

@@ -86,6 +86,7 @@ class Mesh:
         embedding: first and last pipeline stage, which keep tied embeddings equal; of size 1 on other stages and
             without a pipeline.
         heartbeat: records communication over all axes.
+        timeout: --distributed-timeout-minutes; None without other processes.
     """
 
     device: torch.device
@@ -96,6 +97,7 @@ class Mesh:
     tp: Axis = ALONE
     embedding: Axis = ALONE
     heartbeat: Heartbeat = dataclasses.field(default_factory=Heartbeat, compare=False)
+    timeout: datetime.timedelta | None = None
 
     @property
     def is_first(self) -> bool:
@@ -253,7 +255,7 @@ def arrange(
             _set_pg_timeout(timeout, group)
         axes[name] = Axis(coordinates[dim], size, group, AXES[name], ranks, world.heartbeat)
     axes |= {"dp_cp": axes["dp"], "embedding": _embedding_axis(layout, axes["pp"], timeout)}
-    return Mesh(device=device, world=world, heartbeat=world.heartbeat, **axes)
+    return Mesh(device=device, world=world, heartbeat=world.heartbeat, timeout=timeout, **axes)
 
 
 def world_apart(world: Axis, config: ParallelConfig) -> Axis:

@@ -30,6 +30,8 @@ class Transfers:
         self.device = mesh.device
         self.heartbeat = mesh.heartbeat
         self.sending: deque[Pending] = deque()
+        # Unlike its collectives, gloo's transfers keep the timeout with which their group was made.
+        self.timeout = mesh.timeout if mesh.device.type == "cpu" else None
 
     def between(self, peer: int) -> Axis:
         """Axis of this stage and `peer`, for error messages."""
@@ -41,7 +43,7 @@ class Transfers:
         part = local_shard(x.flatten(), self.tp) if self._is_split(x.shape) else x.contiguous()
         with named("send", self.between(peer)):
             work = dist.isend(part, group=self.pp.group, group_dst=peer)
-        self.sending.append(Pending(part, work, "send", self.between(peer)))
+        self.sending.append(Pending(part, work, "send", self.between(peer), self.timeout))
         while self.sending and (self.sending[0].done() or len(self.sending) > MAX_PENDING_SENDS):
             self.sending.popleft().wait()
 
@@ -53,7 +55,7 @@ class Transfers:
         )
         with named("receive", self.between(peer)):
             work = dist.irecv(part, group=self.pp.group, group_src=peer)
-        pending = Pending(part, work, "receive", self.between(peer))
+        pending = Pending(part, work, "receive", self.between(peer), self.timeout)
 
         def wait() -> Tensor:
             x = pending.wait()

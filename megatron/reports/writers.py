@@ -11,7 +11,10 @@ from typing import Any, TextIO
 from megatron.errors import InputError
 from megatron.reports.config import ReportConfig
 from megatron.training.config import RunConfig
-from megatron.training.report import COUNTED, Interval, Writer
+from megatron.training.report import Interval, Writer
+
+# Values of an iteration that are reported as their sum over an interval.
+COUNTED = ("skipped", "overflow")
 
 
 class ReportWriter(Writer):

@@ -21,9 +21,6 @@ from megatron.parallel.mesh import Mesh
 from megatron.parallel.timers import times_text
 from megatron.training.config import RunConfig
 
-# Values of an iteration that are reported as their sum over an interval.
-COUNTED = ("skipped", "overflow")
-
 
 def show_log(mesh: Mesh) -> None:
     """Send the package's log to stdout: messages from the first process, warnings and errors from every process."""
