@@ -19,7 +19,7 @@ TOLERANCE = 1e-4
 BATCH, MAX_LENGTH = 2, 64
 # Use neither the network nor code in the directory, which transformers would offer to run.
 FROM_FOLDER = {"local_files_only": True, "trust_remote_code": False}
-os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is first imported
 LINES = (
     "Hello world, it's 12345 tests!",
     "  two spaces\tand a tab",

@@ -35,6 +35,7 @@ def bf16_adamw(
     for p, grad, mean, square, step in zip(params, grads, means, squares, steps, strict=True):
         lift = (step.double() * GOLDEN % 1 * 65536).int()
         size = CHUNK_SIZE[p.device.type]
+        after = step  # a shard may be empty
         for begin in range(0, p.numel(), size):
             part = slice(begin, begin + size)
             wide = mean[part].float(), square[part].float()

@@ -31,7 +31,7 @@ PATHS = {
         r"nccl|gloo:|c10d::|_Reduce\b|_GatherSequence|_ReduceScatter|grads-reduce|params-gather|-recv|-send"
     ),
     "optimizer": re.compile(r"optimizer|Optimizer\.step"),
-    # _Blocks is the attention of a CPU (ops/attention.py).
+    # _Blocks is the attention of a CPU (ops/cpu/attention.py).
     "attention": re.compile(r"attention|flash|fmha|sdpa|_Blocks", re.IGNORECASE),
 }
 # Category of the other events, by name alone.

@@ -150,7 +150,7 @@ class Interval:
 class Writer(ABC):
     """A destination of reports beside the log. A new one is a subclass in `WRITERS`."""
 
-    flag: ClassVar[str]  # asks for it
+    flag: ClassVar[str]  # the flag that asks for this writer
 
     @classmethod
     @abstractmethod
