@@ -155,7 +155,7 @@ def device_from_data_sheet(sheet: DataSheet) -> Device:
         precision="bf16" if sheet.bf16 is not None else "fp16",
         peak=(sheet.bf16 or sheet.fp16) * 1e12,
         sms=sheet.sms,
-        memory=sheet.memory * 1e9,
+        memory=sheet.memory * 2**20,
         bandwidth=sheet.bandwidth * 1e9,
     )
 

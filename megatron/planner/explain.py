@@ -15,7 +15,6 @@ from megatron.planner.search import (
     MICRO_BATCH_SIZES,
     Plan,
     can_sequence_parallel,
-    divisors,
     make_plan,
 )
 
@@ -72,7 +71,7 @@ def _divides(layout: Layout, job: Job, cluster: Cluster) -> bool:
     return (
         layout.processes == cluster.devices
         and layout.micro_batch_size in MICRO_BATCH_SIZES
-        and job.model.num_layers % layout.pipeline == 0
+        and dataclasses.replace(layout, chunks=1).splits_layers(job)
         and job.model.can_split(layout.tensor)
         and job.global_batch_size % (layout.data * layout.micro_batch_size) == 0
     )
@@ -83,7 +82,10 @@ def _adjusted(layout: Layout, job: Job) -> Layout:
     p = layout.pipeline
     chunks = 1
     if p > 1 and layout.microbatches(job) % p == 0:
-        chunks = max(v for v in divisors(job.model.num_layers // p) if v <= min(layout.chunks, MAX_CHUNKS))
+        fitting = (
+            dataclasses.replace(layout, chunks=v) for v in range(1, min(layout.chunks, MAX_CHUNKS) + 1)
+        )
+        chunks = max(other.chunks for other in fitting if other.splits_layers(job))
     return dataclasses.replace(
         layout,
         chunks=chunks,

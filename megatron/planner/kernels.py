@@ -190,7 +190,8 @@ class Kernels:
 
     def chunk(self, *, first: bool, last: bool) -> ForwardBackward:
         """A model chunk on one microbatch; the `first` has the embedding, the `last` the head."""
-        chunk = self.layer * self.layout.layers_per_chunk(self.job)
+        stage = 0 if first else self.layout.pipeline - 1 if last else None
+        chunk = self.layer * self.layout.layers_per_chunk(self.job, stage)
         if first:
             chunk += self.embedding
         if last:

@@ -140,8 +140,28 @@ class Layout:
         """Number of microbatches of a replica in a step."""
         return job.global_batch_size // (self.data * self.micro_batch_size)
 
-    def layers_per_chunk(self, job: Job) -> int:
-        return job.model.num_layers // (self.pipeline * self.chunks)
+    @property
+    def distinct_stages(self) -> tuple[int, ...]:
+        """The first stage, the second and the last; others have the layers of the second and fewer microbatches."""
+        return tuple(sorted({0, min(1, self.pipeline - 1), self.pipeline - 1}))
+
+    def layers_per_chunk(self, job: Job, stage: int | None = None) -> int:
+        """Layers of each chunk of a stage, or of the longest one.
+
+        Where the stages do not divide the layers, the last stage has fewer, and then the first: they also have the
+        output layer and the embedding.
+        """
+        longest = -(-job.model.num_layers // (self.pipeline * self.chunks))
+        missing = self.pipeline * self.chunks * longest - job.model.num_layers
+        if stage == self.pipeline - 1:
+            return longest - (missing + 1) // 2
+        return longest - missing // 2 if stage == 0 else longest
+
+    def splits_layers(self, job: Job) -> bool:
+        """Return True if every stage has layers, and with several chunks an equal number of them."""
+        if self.chunks > 1:
+            return job.model.num_layers % (self.pipeline * self.chunks) == 0
+        return self.layers_per_chunk(job, self.pipeline - 1) > 0
 
     def tensor_group(self, cluster: Cluster) -> Group:
         return cluster.group(self.tensor, 1)
@@ -156,6 +176,10 @@ class Layout:
             flags.append("--sequence-parallel")
         if self.pipeline > 1:
             flags.append(f"--pipeline-model-parallel-size {self.pipeline}")
+        longest = self.layers_per_chunk(job)
+        for name, stage in (("first", 0), ("last", self.pipeline - 1)):
+            if (layers := self.layers_per_chunk(job, stage)) < longest:
+                flags.append(f"--decoder-{name}-pipeline-num-layers {layers}")
         if self.chunks > 1:
             flags.append(f"--num-layers-per-virtual-pipeline-stage {self.layers_per_chunk(job)}")
         if self.distributed_optimizer:

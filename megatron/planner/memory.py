@@ -72,7 +72,7 @@ def end_parameters(job: Job, tensor: int, *, first: bool, last: bool) -> float:
 
 def stage_parameters(job: Job, layout: Layout, stage: int) -> float:
     """Number of parameters of a stage on one tensor-parallel rank."""
-    layers = layout.layers_per_chunk(job) * layout.chunks
+    layers = layout.layers_per_chunk(job, stage) * layout.chunks
     ends = end_parameters(job, layout.tensor, first=stage == 0, last=stage == layout.pipeline - 1)
     return layers * layer_parameters(job, layout.tensor) + ends
 
@@ -136,7 +136,8 @@ def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program
     element = cluster.device.element
     parameters = stage_parameters(job, layout, stage)
     owned = parameters / (layout.data if layout.distributed_optimizer else 1)
-    in_flight = max_in_flight(layout, layout.microbatches(job), stage) * layout.layers_per_chunk(job)
+    layers = layout.layers_per_chunk(job, stage)
+    in_flight = max_in_flight(layout, layout.microbatches(job), stage) * layers
     layer = layer_activations(job, layout, element, program, recompute=layout.recompute)
     activations = in_flight * layer
     if layout.recompute == "full":  # the layer being recomputed
@@ -145,7 +146,7 @@ def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program
         # The peak may also be at the end of a chunk's backward: the gradient of the embedding table in fp32, and its
         # copy in 16 bits.
         table = job.padded_vocab_size(layout.tensor) / layout.tensor * job.model.hidden_size
-        others = (in_flight - layout.layers_per_chunk(job)) * layer
+        others = (in_flight - layers) * layer
         activations = max(activations, others + (4 if element == 4 else 4 + element) * table)
     tokens = layout.micro_batch_size * job.seq_length
     if stage == 0 and job.model.hidden_dropout:  # the embeddings' dropout masks (2205.05198 section 4.3)
@@ -166,9 +167,11 @@ def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program
 
 
 def max_memory(job: Job, layout: Layout, cluster: Cluster, program: Program) -> Memory:
-    """Memory of the stage that needs most: the first holds the most activations, the last the logits."""
-    stages = {0, layout.pipeline - 1}
-    return max((stage_memory(job, layout, cluster, p, program) for p in stages), key=lambda m: m.total)
+    """Memory of the stage that needs most: the first holds the most activations per layer, the last the logits."""
+    return max(
+        (stage_memory(job, layout, cluster, stage, program) for stage in layout.distinct_stages),
+        key=lambda memory: memory.total,
+    )
 
 
 def fits(memory: Memory, cluster: Cluster) -> bool:

@@ -44,10 +44,6 @@ def make_plan(job: Job, layout: Layout, cluster: Cluster) -> Plan:
     return Plan(layout, step, max_memory(job, layout, cluster, OURS))
 
 
-def divisors(n: int) -> list[int]:
-    return [i for i in range(1, n + 1) if n % i == 0]
-
-
 def tensor_sizes(job: Job, cluster: Cluster) -> list[int]:
     """Tensor-parallel sizes that divide model and cluster, up to two nodes.
 
@@ -58,6 +54,11 @@ def tensor_sizes(job: Job, cluster: Cluster) -> list[int]:
     return [t for t in sizes if cluster.devices % t == 0 and job.model.can_split(t)]
 
 
+def pipeline_sizes(job: Job) -> list[int]:
+    """Numbers of stages that leave every stage a layer."""
+    return [p for p in range(1, job.model.num_layers + 1) if Layout(pipeline=p).splits_layers(job)]
+
+
 def can_sequence_parallel(job: Job, tensor: int) -> bool:
     """Return True if sequence parallelism is possible over `tensor` ranks."""
     return tensor > 1 and job.seq_length % tensor == 0
@@ -66,7 +67,7 @@ def can_sequence_parallel(job: Job, tensor: int) -> bool:
 def shapes(job: Job, cluster: Cluster) -> Iterator[Layout]:
     """Yield the axis sizes, chunks and microbatch sizes that divide job and cluster."""
     model = job.model
-    for t, p in itertools.product(tensor_sizes(job, cluster), divisors(model.num_layers)):
+    for t, p in itertools.product(tensor_sizes(job, cluster), pipeline_sizes(job)):
         if cluster.devices % (t * p):
             continue
         data = cluster.devices // (t * p)
@@ -75,8 +76,8 @@ def shapes(job: Job, cluster: Cluster) -> Iterator[Layout]:
                 continue
             m = job.global_batch_size // (data * b)
             max_chunks = MAX_CHUNKS if p > 1 and m % p == 0 else 1
-            for v in divisors(model.num_layers // p):
-                if v <= max_chunks:
+            for v in range(1, max_chunks + 1):
+                if v == 1 or model.num_layers % (p * v) == 0:
                     yield Layout(
                         tensor=t,
                         pipeline=p,
@@ -140,7 +141,7 @@ def _nothing_fits(job: Job, cluster: Cluster, too_large: int) -> str:
     smallest, devices = smallest_layout(job, cluster), cluster.devices
     if not too_large and smallest is not None and smallest.processes <= devices:
         # Every replica needs the same number of samples.
-        sizes = itertools.product(tensor_sizes(job, cluster), divisors(job.model.num_layers))
+        sizes = itertools.product(tensor_sizes(job, cluster), pipeline_sizes(job))
         replicas = min(devices // (t * p) for t, p in sizes if devices % (t * p) == 0)
         below = job.global_batch_size // replicas * replicas
         nearest = f"{below} or {below + replicas}" if below else f"{replicas}"
@@ -153,6 +154,12 @@ def _nothing_fits(job: Job, cluster: Cluster, too_large: int) -> str:
     reason = f"no layout fits this model on {devices} {cluster.device.name} with {usable:.3g} GB each"
     if smallest is None:
         return f"{reason}, nor on more of them: a single layer is too large; choose devices with more memory"
+    if smallest.processes <= devices:
+        model_parallel = smallest.tensor * smallest.pipeline
+        return (
+            f"{reason} and divides them and --global-batch-size {job.global_batch_size}; {smallest.processes} of them "
+            f"fit it ({smallest}): choose a multiple of {model_parallel} of them whose replicas divide the batch"
+        )
     return f"{reason}; the smallest cluster that fits it has {smallest.processes} of them ({smallest})"
 
 
@@ -164,7 +171,7 @@ def smallest_layout(job: Job, cluster: Cluster) -> Layout | None:
     found = []
     sizes = [t for t in range(1, cluster.per_node + 1) if job.model.can_split(t)]
     replicas = [d for d in range(1, MAX_REPLICAS + 1) if job.global_batch_size % d == 0]
-    for t, p, data in itertools.product(sizes, divisors(job.model.num_layers), replicas):
+    for t, p, data in itertools.product(sizes, pipeline_sizes(job), replicas):
         layout = Layout(
             tensor=t,
             pipeline=p,

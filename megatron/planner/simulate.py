@@ -73,8 +73,8 @@ class Simulator:
 
     @functools.cached_property
     def _parameters(self) -> float:
-        """Parameters of the first stage, which has the most: the last has no position embeddings."""
-        return stage_parameters(self.job, self.layout, 0)
+        """Parameters of the stage that has the most."""
+        return max(stage_parameters(self.job, self.layout, stage) for stage in self.layout.distinct_stages)
 
     def _transfer(self) -> float:
         """Seconds from one stage to the next.
@@ -131,12 +131,15 @@ class Simulator:
 
     @functools.cached_property
     def busiest(self) -> tuple[float, float]:
-        """Seconds per microbatch on the busier of first and last stage: embedding, head and loss only; everything."""
+        """Seconds per microbatch on the busiest stage: embedding, head and loss only; everything."""
         layout = self.layout
         layers = layout.chunks * self.middle.total
         ends = max(
-            sum(self.chunk(rank, chunk).total for chunk in range(layout.chunks)) - layers
-            for rank in {0, layout.pipeline - 1}
+            0.0,  # a stage in the middle, if first and last have fewer layers
+            *(
+                sum(self.chunk(rank, chunk).total for chunk in range(layout.chunks)) - layers
+                for rank in {0, layout.pipeline - 1}
+            ),
         )
         transfers = 2 * self.transfer if self.program.blocking_transfers else 0.0
         return ends, layers + ends + layout.chunks * (self.accumulation + transfers)

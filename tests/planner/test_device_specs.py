@@ -37,12 +37,12 @@ def test_names_of_torch_distinguish_memory_and_form_factor(torch_name: str, name
 def test_the_machines_of_the_papers():
     """Nodes of arXiv 2104.04473, section 5.1, and arXiv 1909.08053, section 5.
 
-    The former have 8 GPUs of 312 TFLOP/s and 80 GB, and 8 adapters of 200 Gb/s. The latter have 16 GPUs and 100 GB/s
+    The former have 8 GPUs of 312 TFLOP/s and 80 GiB, and 8 adapters of 200 Gb/s. The latter have 16 GPUs and 100 GB/s
     between nodes; 39 TFLOP/s are 30% of the peak.
     """
     a100, v100 = data_sheet("a100-80gb", where=""), data_sheet("v100-32gb-dgx2h", where="")
-    assert (a100.fp16, a100.memory, a100.link, a100.node) == (312, 80, 600, (8, 8 * 200 / 8))
-    assert (v100.memory, v100.link, v100.node) == (32, 300, (16, 100))
+    assert (a100.fp16, a100.memory, a100.link, a100.node) == (312, 80 * 1024, 600, (8, 8 * 200 / 8))
+    assert (v100.memory, v100.link, v100.node) == (32 * 1024, 300, (16, 100))
     assert 39 / v100.fp16 == pytest.approx(0.30)
 
 

@@ -142,7 +142,12 @@ def test_parameters_of_llama_match_the_model(tensor: int):
     assert planned == sum(p.numel() for p in model.parameters())
 
 
-# Layouts outside the planner's search, which has no formulas for GPipe, uneven stages or partial recomputation.
+ONE_DEVICE = (
+    "--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 511 --bf16 "
+    "--micro-batch-size 1 --global-batch-size 8 --attention-dropout 0 --hidden-dropout 0"
+)
+# Layouts outside the planner's search, which has no formulas for GPipe or partial recomputation, and chooses which
+# stages are shorter.
 UNPLANNED = {
     "P2 gpipe",
     "P2 uneven",
@@ -160,11 +165,7 @@ DRY_RUNS = {("gpt2", "P4V2"), ("llama", "P4"), ("qwen2", "P4"), ("qwen3", "P4V2"
 def planned(shape: str, name: str) -> tuple[RunConfig, int, Job, Layout]:
     """Return a layout of tests/training/test_layouts.py as a run's configuration and as the planner's layout."""
     processes, flags = LAYOUTS[name]
-    config = config_of(
-        "--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 511 --bf16 "
-        "--micro-batch-size 1 --global-batch-size 8 --attention-dropout 0 --hidden-dropout 0 --device cuda --dry-run "
-        f"{SHAPES[shape]} {flags}"
-    )
+    config = config_of(f"{ONE_DEVICE} --device cuda --dry-run {SHAPES[shape]} {flags}")
     parallel = config.parallel
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     layout = Layout(
@@ -178,6 +179,23 @@ def planned(shape: str, name: str) -> tuple[RunConfig, int, Job, Layout]:
         distributed_optimizer=parallel.use_distributed_optimizer,
     )
     return config, processes, Job(config.model, 128, vocab_size=512, global_batch_size=8), layout
+
+
+@pytest.mark.parametrize(("first", "last", "pipeline"), [(None, 2, 3), (1, 1, 5)])
+def test_memory_of_uneven_stages_matches_a_dry_run(first: int | None, last: int, pipeline: int):
+    flags = f"--decoder-first-pipeline-num-layers {first} " if first is not None else ""
+    flags += f"--decoder-last-pipeline-num-layers {last}"
+    layout, machine = Layout(pipeline=pipeline), cluster(pipeline)
+    config = config_of(
+        f"{ONE_DEVICE} --pipeline-model-parallel-size {pipeline} {flags} --device cuda --dry-run"
+    )
+    gpt = Job(config.model, 128, vocab_size=512, global_batch_size=8)
+    assert flags.split() == [word for flag in layout.flags(gpt) if "decoder" in flag for word in flag.split()]
+    run = DryRun.from_config(config, GPT, pipeline)
+    for stage in range(pipeline):
+        memory, counted = stage_memory(gpt, layout, machine, stage, OURS), run.count(stage).memory
+        assert memory.weights == counted["weights"]
+    assert memory.total == pytest.approx(counted["peak"], rel=0.03)  # of the last stage
 
 
 @pytest.mark.parametrize(("shape", "name"), PLANNED)

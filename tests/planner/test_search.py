@@ -9,8 +9,11 @@ import pytest
 from published import cluster, job
 
 from megatron.errors import InputError
+from megatron.model.config import ModelConfig
+from megatron.planner.cluster import cluster_from_data_sheet
+from megatron.planner.device_specs import data_sheet
 from megatron.planner.explain import other_choices, takeaways, why_not
-from megatron.planner.layout import OURS
+from megatron.planner.layout import OURS, Job
 from megatron.planner.memory import fits, max_memory
 from megatron.planner.models import MODELS
 from megatron.planner.search import SearchResult, search, shapes, variants
@@ -46,7 +49,7 @@ def test_plans_fit_and_divide():
         layout = plan.layout
         assert layout.processes == 512
         assert fits(plan.memory, machine)
-        assert gpt.model.num_layers % (layout.pipeline * layout.chunks) == 0
+        assert layout.splits_layers(gpt)
         assert gpt.global_batch_size % (layout.data * layout.micro_batch_size) == 0
         if layout.chunks > 1:
             assert layout.microbatches(gpt) % layout.pipeline == 0
@@ -76,7 +79,7 @@ def test_other_choices_state_their_cost():
     }
     assert len(reasons) >= 8
     for text in reasons.values():
-        assert re.match(r"(\d+\.\d% slower: |does not fit: needs \d+ GB of 74$|as fast; needs )", text), text
+        assert re.match(r"(\d+\.\d% slower: |does not fit: needs \d+ GB of 79$|as fast; needs )", text), text
     assert any(text.startswith("does not fit") for text in reasons.values())
     assert "recomputation" in reasons["full recomputation"]
     paragraphs = takeaways(best, gpt, machine)
@@ -88,7 +91,7 @@ def test_a_model_that_fits_nowhere_names_the_smallest_cluster():
     with pytest.raises(InputError) as error:
         found(gpt, cluster(4))
     message = str(error.value)
-    assert "no layout fits this model on 4 a100-80gb with 73.6 GB each" in message
+    assert "no layout fits this model on 4 a100-80gb with 79 GB each" in message
     smallest = int(re.search(r"the smallest cluster that fits it has ([\d]+) of them", message)[1])
     assert found(gpt, cluster(smallest)).plans
     assert smallest == 16
@@ -108,6 +111,46 @@ def test_other_choices_divide_the_sequence():
     others = [other for plan in found(gpt, machine).plans for _, other in other_choices(plan, gpt, machine)]
     assert {2, 4} <= {other.tensor for other in others if other.sequence_parallel} < {2, 4, 8}
     assert 8 in {other.tensor for other in others}
+
+
+def llama_405b(batch: int) -> Job:
+    """Llama 3.1 405B, whose 126 layers no usual number of stages divides (arXiv 2407.21783 section 3.3)."""
+    model = ModelConfig(
+        num_layers=126,
+        hidden_size=16384,
+        num_attention_heads=128,
+        group_query_attention=True,
+        num_query_groups=8,
+        ffn_hidden_size=53248,
+        swiglu=True,
+        normalization="RMSNorm",
+        position_embedding_type="rope",
+        add_bias_linear=False,
+        untie_embeddings_and_output_weights=True,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        max_position_embeddings=8192,
+    )
+    return Job(model, 8192, 128256, batch)
+
+
+def test_stages_may_be_uneven():
+    """16 stages of 126 layers: the first and the last have one layer less, as in arXiv 2407.21783 section 3.3.2."""
+    gpt, machine = llama_405b(2048), cluster_from_data_sheet(data_sheet("h100-80gb", where=""), 16384)
+    layouts = [plan.layout for plan in found(gpt, machine).plans]
+    sixteen = next(layout for layout in layouts if layout.pipeline == 16)
+    assert [sixteen.layers_per_chunk(gpt, stage) for stage in (0, 1, 14, 15)] == [7, 8, 8, 7]
+    flags = " ".join(sixteen.flags(gpt))
+    assert "--decoder-first-pipeline-num-layers 7 --decoder-last-pipeline-num-layers 7" in flags
+
+
+def test_a_cluster_that_no_layout_divides_is_told_what_would_fit():
+    """The model fits fewer devices than there are, but no layout of it divides their number."""
+    machine = cluster_from_data_sheet(data_sheet("h100-80gb", where=""), 8 * 257)
+    with pytest.raises(
+        InputError, match=r"no layout fits .* and divides them .* choose a multiple of \d+ of them"
+    ):
+        found(llama_405b(8 * 257), machine)
 
 
 def test_a_layer_that_fits_nowhere_is_an_error():
