@@ -23,6 +23,10 @@ from megatron.interop.formats import EXTERNAL_FORMATS
 from megatron.interop.nvidia.data_order import HeadDataOrder
 from megatron.interop.nvidia.flags import add_nvidia_flags
 from megatron.interop.other_names import FLAG_NAMES
+from megatron.performance.async_save import AsyncSaving
+from megatron.performance.config import PerformanceConfig
+from megatron.performance.cuda_graph import CudaGraph
+from megatron.performance.manual_gc import ManualGC
 from megatron.planner.config import DryRunConfig
 from megatron.planner.device_specs import peak_flops
 from megatron.reports.config import ProfileConfig, ReportConfig
@@ -30,7 +34,7 @@ from megatron.reports.profile import Profiling
 from megatron.reports.writers import MetricsFile, TensorBoard, WeightsAndBiases
 from megatron.training.config import PLUGIN_CONFIGS, RunConfig
 from megatron.training.devices import PEAK_FLOPS
-from megatron.training.hooks import Evaluation, ManualGC, Saving
+from megatron.training.hooks import Evaluation, Saving
 from megatron.training.log_hook import Logging
 from megatron.training.loop import Hook
 from megatron.training.pretrain import START_CHECKS, pretrain
@@ -42,6 +46,7 @@ DATA_ORDERS.update({"head": HeadDataOrder()})
 FORMATS.update(EXTERNAL_FORMATS)
 PLUGIN_CONFIGS.update(
     {
+        "performance": PerformanceConfig,
         "reports": ReportConfig,
         "profile": ProfileConfig,
         "faults": FaultsConfig,
@@ -72,10 +77,12 @@ def training_hooks(evaluation: Sequence[Hook] = ()) -> list[Hook]:
     """
     return [
         HangDetection(),
+        CudaGraph(),
         ManualGC(),
         Profiling(),
         NonFiniteGuard(),
         Logging(),
         ReplicaCheck(),
+        AsyncSaving(),
         *(evaluation or (Evaluation(), EvalTasks(), Saving())),
     ]

@@ -25,11 +25,6 @@ class CheckpointConfig(Config):
         "only these and the newest",
         low=1,
     )
-    async_save: bool = flag(
-        False,
-        "write checkpoints in the background, from a copy in host memory; the next save and the end of the run wait "
-        "for the write",
-    )
     load: str | None = flag(
         None,
         "folder of checkpoints to load the newest of; may be empty if it is also --save. With --finetune: also the "
@@ -61,5 +56,3 @@ class CheckpointConfig(Config):
             for name, value in given.items():
                 if value is not None:
                     raise InputError(f"{name}: {value} needs --save, the folder to write checkpoints to")
-            if self.async_save:
-                raise InputError("--async-save needs --save, the folder to write checkpoints to")
