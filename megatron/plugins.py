@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.arguments import PARSER_EXTENSIONS
+from megatron.arguments import AFTER_COMMAND_LINE, BEFORE_COMMAND_LINE, PARSER_EXTENSIONS
 from megatron.checkpoint.formats import FORMATS
 from megatron.cli import OTHER_NAMES
 from megatron.data.split import DATA_ORDERS
@@ -32,6 +32,9 @@ from megatron.planner.device_specs import peak_flops
 from megatron.reports.config import ProfileConfig, ReportConfig
 from megatron.reports.profile import Profiling
 from megatron.reports.writers import MetricsFile, TensorBoard, WeightsAndBiases
+from megatron.settings.checkpoint_args import add_checkpoint_args
+from megatron.settings.config import SettingsConfig
+from megatron.settings.config_file import add_config_flag, parse_config_file
 from megatron.training.config import PLUGIN_CONFIGS, RunConfig
 from megatron.training.devices import PEAK_FLOPS
 from megatron.training.hooks import Evaluation, Saving
@@ -46,6 +49,7 @@ DATA_ORDERS.update({"head": HeadDataOrder()})
 FORMATS.update(EXTERNAL_FORMATS)
 PLUGIN_CONFIGS.update(
     {
+        "settings": SettingsConfig,
         "performance": PerformanceConfig,
         "reports": ReportConfig,
         "profile": ProfileConfig,
@@ -54,7 +58,9 @@ PLUGIN_CONFIGS.update(
         "dry run": DryRunConfig,
     }
 )
-PARSER_EXTENSIONS[:] = [add_nvidia_flags]
+PARSER_EXTENSIONS[:] = [add_config_flag, add_nvidia_flags]
+BEFORE_COMMAND_LINE[:] = [parse_config_file]
+AFTER_COMMAND_LINE[:] = [add_checkpoint_args]
 PEAK_FLOPS[:] = [peak_flops]
 START_CHECKS[:] = [check_same_everywhere, check_same_data]
 WRITERS[:] = [MetricsFile, TensorBoard, WeightsAndBiases]

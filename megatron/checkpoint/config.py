@@ -32,11 +32,6 @@ class CheckpointConfig(Config):
         metavar="DIR",
     )
     ckpt_step: int | None = flag(None, "iteration of the checkpoint to load (default: the newest)", low=0)
-    use_checkpoint_args: bool = flag(
-        False,
-        "take the model's architecture from the checkpoint, overriding the command line; also take --seq-length, "
-        "dropout and the tokenizer, unless the command line gives them",
-    )
     verify_checkpoint: bool = flag(
         True, "do not compare the checksums of a checkpoint's files before loading it"
     )
@@ -48,8 +43,6 @@ class CheckpointConfig(Config):
         super().__post_init__()
         if self.ckpt_step is not None and self.load is None:
             raise InputError(f"--ckpt-step: {self.ckpt_step} needs --load, the folder of the checkpoints")
-        if self.use_checkpoint_args and self.load is None:
-            raise InputError("--use-checkpoint-args needs --load, the folder of the checkpoints")
         if self.save is None:
             given = {"--save-interval": self.save_interval, "--keep-last": self.keep_last}
             given["--save-retain-interval"] = self.save_retain_interval
