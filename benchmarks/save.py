@@ -27,10 +27,10 @@ from parallel_steps import COMMON, NO_DROPOUT, StepRunner, start_run
 from parallel_workers import Workers
 
 from megatron.checkpoint.config import CheckpointConfig
-from megatron.checkpoint.save import take_snapshot
-from megatron.checkpoint.saver import Saver
+from megatron.checkpoint.save import Saver, take_snapshot
 from megatron.cli import Parser, add_flags, make_config, run_command
 from megatron.flags import Config, flag
+from megatron.performance.async_save import AsyncSaver
 
 MODEL = f"""
     {COMMON} {NO_DROPOUT} --num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 64
@@ -90,20 +90,20 @@ def measure(flags: str, folder: str) -> Iterator[dict[str, float]]:
     """Yield the seconds of each round on this process."""
     with start_run(flags) as run:
         run.step()
-        blocking_saver = make_saver(run, f"{folder}/blocking", async_save=False)
-        with make_saver(run, f"{folder}/async", async_save=True) as async_saver:
+        blocking_saver = make_saver(run, f"{folder}/blocking")
+        with AsyncSaver(**vars(make_saver(run, f"{folder}/async"))) as async_saver:
             for iteration in range(1, 10**6):
                 yield measure_round(run, blocking_saver, async_saver, iteration)
 
 
-def make_saver(run: StepRunner, root: str, *, async_save: bool) -> Saver:
+def make_saver(run: StepRunner, root: str) -> Saver:
     Path(root).mkdir(exist_ok=True)
-    config = CheckpointConfig(save=root, keep_last=1, async_save=async_save)
+    config = CheckpointConfig(save=root, keep_last=1)
     return Saver(config, run.engine.buffer, run.engine.optimizer, tokenizer_files={}, log=lambda _: None)
 
 
 def measure_round(
-    run: StepRunner, blocking_saver: Saver, async_saver: Saver, iteration: int
+    run: StepRunner, blocking_saver: Saver, async_saver: AsyncSaver, iteration: int
 ) -> dict[str, float]:
     engine, state, seconds = run.engine, {"iteration": iteration}, {}
 

@@ -44,8 +44,9 @@ from megatron.model.flops import flops_per_sample
 from megatron.ops.cpu.linear import has_onednn, onednn_matmul
 from megatron.ops.cpu.malloc import keep_freed_memory
 from megatron.parallel.mesh import choose_device, init_mesh
+from megatron.performance.config import PerformanceConfig
+from megatron.performance.cuda_graph import WARM_UP, use_cuda_graph
 from megatron.training.build import build_engine
-from megatron.training.cuda_graph import WARM_UP
 from megatron.training.engine import Engine
 from pretrain_gpt import DEFAULTS, GPT
 
@@ -225,6 +226,8 @@ def training(
     config = parse_run_config([*run_flags(device, size, precision), *more], description="", defaults=DEFAULTS)
     with init_mesh(config.parallel, choose_device(device)) as mesh:
         engine = build_engine(config, GPT, mesh, vocab_size=size.vocab, padded_vocab_size=size.vocab)
+        if config.plugin(PerformanceConfig).cuda_graph:
+            use_cuda_graph(engine)
         engine.buffer.initialize(1)
         ids = tokens(size)
         batch = GPTBatch(

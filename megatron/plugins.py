@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.arguments import PARSER_EXTENSIONS
+from megatron.arguments import AFTER_COMMAND_LINE, BEFORE_COMMAND_LINE, PARSER_EXTENSIONS
 from megatron.checkpoint.formats import FORMATS
 from megatron.cli import OTHER_NAMES
 from megatron.data.split import DATA_ORDERS
@@ -23,14 +23,21 @@ from megatron.interop.formats import EXTERNAL_FORMATS
 from megatron.interop.nvidia.data_order import HeadDataOrder
 from megatron.interop.nvidia.flags import add_nvidia_flags
 from megatron.interop.other_names import FLAG_NAMES
+from megatron.performance.async_save import AsyncSaving
+from megatron.performance.config import PerformanceConfig
+from megatron.performance.cuda_graph import CudaGraph
+from megatron.performance.manual_gc import ManualGC
 from megatron.planner.config import DryRunConfig
 from megatron.planner.device_specs import peak_flops
 from megatron.reports.config import ProfileConfig, ReportConfig
 from megatron.reports.profile import Profiling
 from megatron.reports.writers import MetricsFile, TensorBoard, WeightsAndBiases
+from megatron.settings.checkpoint_args import add_checkpoint_args
+from megatron.settings.config import SettingsConfig
+from megatron.settings.config_file import add_config_flag, parse_config_file
 from megatron.training.config import PLUGIN_CONFIGS, RunConfig
 from megatron.training.devices import PEAK_FLOPS
-from megatron.training.hooks import Evaluation, ManualGC, Saving
+from megatron.training.hooks import Evaluation, Saving
 from megatron.training.log_hook import Logging
 from megatron.training.loop import Hook
 from megatron.training.pretrain import START_CHECKS, pretrain
@@ -42,6 +49,8 @@ DATA_ORDERS.update({"head": HeadDataOrder()})
 FORMATS.update(EXTERNAL_FORMATS)
 PLUGIN_CONFIGS.update(
     {
+        "settings": SettingsConfig,
+        "performance": PerformanceConfig,
         "reports": ReportConfig,
         "profile": ProfileConfig,
         "faults": FaultsConfig,
@@ -49,7 +58,9 @@ PLUGIN_CONFIGS.update(
         "dry run": DryRunConfig,
     }
 )
-PARSER_EXTENSIONS[:] = [add_nvidia_flags]
+PARSER_EXTENSIONS[:] = [add_config_flag, add_nvidia_flags]
+BEFORE_COMMAND_LINE[:] = [parse_config_file]
+AFTER_COMMAND_LINE[:] = [add_checkpoint_args]
 PEAK_FLOPS[:] = [peak_flops]
 START_CHECKS[:] = [check_same_everywhere, check_same_data]
 WRITERS[:] = [MetricsFile, TensorBoard, WeightsAndBiases]
@@ -72,10 +83,12 @@ def training_hooks(evaluation: Sequence[Hook] = ()) -> list[Hook]:
     """
     return [
         HangDetection(),
+        CudaGraph(),
         ManualGC(),
         Profiling(),
         NonFiniteGuard(),
         Logging(),
         ReplicaCheck(),
+        AsyncSaving(),
         *(evaluation or (Evaluation(), EvalTasks(), Saving())),
     ]

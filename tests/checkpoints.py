@@ -11,7 +11,7 @@ from models import flat
 
 from megatron.checkpoint.config import CheckpointConfig
 from megatron.checkpoint.manifest import digest, read_manifest
-from megatron.checkpoint.saver import Saver
+from megatron.checkpoint.save import Saver
 from megatron.model.config import ModelConfig
 from megatron.model.context import ModelContext
 from megatron.model.gpt import GPTModel
@@ -48,8 +48,7 @@ def save(root: Path, buffer, optimizer, iteration: int = 3, files=(), **fields) 
     }
     config = CheckpointConfig(save=str(root), **fields)
     contents = {file.name: file.read_bytes() for file in files}
-    with Saver(config, buffer, optimizer, tokenizer_files=contents, log=print) as saver:
-        saver.save(state)
+    Saver(config, buffer, optimizer, tokenizer_files=contents, log=print).save(state)
 
 
 def sign(folder: Path, file: str) -> None:

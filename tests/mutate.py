@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Areas that get twice as many faults as others, since a fault there ruins a training run.
 CORE = ("checkpoint", "data", "model", "ops", "optim", "parallel", "training")
 # Files whose code needs a GPU.
-EXCLUDED = ("megatron/training/cuda_graph.py",)
+EXCLUDED = ("megatron/performance/cuda_graph.py",)
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:

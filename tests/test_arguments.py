@@ -566,6 +566,8 @@ def test_help_is_grouped_and_complete() -> None:
         "parallel",
         "checkpoint",
         "logging",
+        "settings",
+        "performance",
         "reports",
         "profile",
         "faults",

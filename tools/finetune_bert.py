@@ -11,6 +11,7 @@ several processes with torchrun in place of python.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ from megatron.finetuning.finetune import (
 )
 from megatron.parallel.mesh import world_size
 from megatron.plugins import training_hooks
+from megatron.settings.checkpoint_args import add_checkpoint_args
 from megatron.training.pretrain import pretrain
 
 DEFAULTS = {"tokenizer_type": "BertWordPieceLowerCase"}
@@ -48,7 +50,8 @@ WITHOUT = """
 def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = run_parser(__doc__, DEFAULTS, own={"fine-tuning": FinetuneConfig}, without=WITHOUT)
-    values = run_values(argv, parser, DEFAULTS, model_folder=model_folder)
+    add_model = functools.partial(add_checkpoint_args, model_folder=model_folder)
+    values = run_values(argv, parser, DEFAULTS, after=[add_model])
     finetune = make_config(FinetuneConfig, values)
     # The number of iterations is known once the files are read; the flags are checked before.
     config = run_config(values | {"train_iters": 1})

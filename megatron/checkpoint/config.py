@@ -25,11 +25,6 @@ class CheckpointConfig(Config):
         "only these and the newest",
         low=1,
     )
-    async_save: bool = flag(
-        False,
-        "write checkpoints in the background, from a copy in host memory; the next save and the end of the run wait "
-        "for the write",
-    )
     load: str | None = flag(
         None,
         "folder of checkpoints to load the newest of; may be empty if it is also --save. With --finetune: also the "
@@ -37,11 +32,6 @@ class CheckpointConfig(Config):
         metavar="DIR",
     )
     ckpt_step: int | None = flag(None, "iteration of the checkpoint to load (default: the newest)", low=0)
-    use_checkpoint_args: bool = flag(
-        False,
-        "take the model's architecture from the checkpoint, overriding the command line; also take --seq-length, "
-        "dropout and the tokenizer, unless the command line gives them",
-    )
     verify_checkpoint: bool = flag(
         True, "do not compare the checksums of a checkpoint's files before loading it"
     )
@@ -53,13 +43,9 @@ class CheckpointConfig(Config):
         super().__post_init__()
         if self.ckpt_step is not None and self.load is None:
             raise InputError(f"--ckpt-step: {self.ckpt_step} needs --load, the folder of the checkpoints")
-        if self.use_checkpoint_args and self.load is None:
-            raise InputError("--use-checkpoint-args needs --load, the folder of the checkpoints")
         if self.save is None:
             given = {"--save-interval": self.save_interval, "--keep-last": self.keep_last}
             given["--save-retain-interval"] = self.save_retain_interval
             for name, value in given.items():
                 if value is not None:
                     raise InputError(f"{name}: {value} needs --save, the folder to write checkpoints to")
-            if self.async_save:
-                raise InputError("--async-save needs --save, the folder to write checkpoints to")

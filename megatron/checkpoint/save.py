@@ -1,4 +1,4 @@
-"""Save a checkpoint: every process writes its part of the tensors, rank 0 also everything else."""
+"""Save checkpoints: every process writes its part of the tensors, rank 0 also everything else."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,56 @@ from megatron.checkpoint.storage import (
     sync,
     temporary_folder,
 )
+from megatron.errors import TrainingFault
 from megatron.optim.buffer import ParamBuffer
 from megatron.optim.optimizer import Optimizer
 from megatron.parallel.collectives import all_reduce_sum, gather_texts, raise_on_all_ranks
 from megatron.parallel.mesh import Axis
 
 logger = logging.getLogger("megatron")
+
+
+@dataclasses.dataclass
+class Saver:
+    """Saves the checkpoints of a run, one at a time. Every method is collective.
+
+    Every method raises `TrainingFault` if a checkpoint cannot be written. Earlier checkpoints remain complete.
+
+    Attributes:
+        tokenizer_files: content of the tokenizer's files, by name.
+        log: receives a line for each checkpoint.
+        iteration: that of the newest checkpoint, also while it is being written.
+    """
+
+    config: CheckpointConfig
+    buffer: ParamBuffer
+    optimizer: Optimizer
+    tokenizer_files: dict[str, bytes]
+    log: Callable[[str], None]
+    iteration: int = 0
+
+    def save(self, state: dict[str, Any]) -> None:
+        """Save a checkpoint; `state` is the content of state.json."""
+        self.iteration = state["iteration"]
+        self.write(take_snapshot(self.config, state, self.buffer, self.optimizer), self.buffer.mesh.world)
+        self.log_saved()
+
+    def wait(self) -> None:
+        """Wait until the newest checkpoint is complete. Here `save` does."""
+
+    def write(self, snapshot: Snapshot, world: Axis) -> None:
+        """Write a checkpoint; `world` has all ranks."""
+        try:
+            write_checkpoint(self.config, snapshot, self.buffer, world, self.tokenizer_files)
+        except OSError as error:
+            raise TrainingFault(
+                f"--save: the checkpoint of iteration {self.iteration} cannot be written to {self.config.save}: "
+                f"{error}; earlier checkpoints are complete"
+            ) from None
+
+    def log_saved(self) -> None:
+        """Log that the newest checkpoint is complete."""
+        self.log(f"saved checkpoint at iteration {self.iteration} to {self.config.save}")
 
 
 @dataclasses.dataclass(frozen=True)

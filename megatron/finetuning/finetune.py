@@ -276,7 +276,6 @@ class EpochEvaluation(Saving):
             self._evaluate_epoch(trainer)
 
     def after_step(self, trainer: Trainer) -> None:
-        trainer.saver.check()
         due = trainer.is_done or trainer.is_due(trainer.config.training.eval_interval)
         trainer.state.evaluation_due = due
         with trainer.clock.paused():

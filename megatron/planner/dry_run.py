@@ -160,12 +160,8 @@ class DryRun:
 
     @classmethod
     def from_config(cls, config: RunConfig, task: Task, processes: int) -> DryRun:
-        # Timers and CUDA graphs need a real GPU.
-        config = dataclasses.replace(
-            config,
-            logging=dataclasses.replace(config.logging, timing_log_level=0),
-            training=dataclasses.replace(config.training, cuda_graph=False),
-        )
+        # Timers need a real GPU.
+        config = dataclasses.replace(config, logging=dataclasses.replace(config.logging, timing_log_level=0))
         tensor = config.parallel.tensor_model_parallel_size
         replicas = processes // (tensor * config.parallel.pipeline_model_parallel_size)
         size = vocabulary(config.tokenizer)

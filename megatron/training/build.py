@@ -18,7 +18,6 @@ from megatron.parallel.stages import split_layers
 from megatron.parallel.timers import Timers
 from megatron.training.config import RunConfig
 from megatron.training.costs import check_memory
-from megatron.training.cuda_graph import check_cuda_graph
 from megatron.training.engine import DTYPES, Engine
 from megatron.training.stage import StageModel
 from megatron.training.task import Task
@@ -33,8 +32,6 @@ def build_engine(
         InputError: the device has too little memory for weights, gradients and optimizer state, or does not support
             what a flag asks for.
     """
-    if config.training.cuda_graph:
-        check_cuda_graph(config, task, mesh.device)
     ops = choose_run_ops(config, mesh, padded_vocab_size)
     model = build_model(config, task, mesh, ops, vocab_size=vocab_size, padded_vocab_size=padded_vocab_size)
     half = config.training.precision != "fp32"

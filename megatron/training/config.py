@@ -46,19 +46,6 @@ class TrainingConfig(Config):
     skip_train: bool = flag(False, "evaluate the checkpoint of --load and exit without training")
     exit_interval: int | None = flag(None, "save and exit when the iteration is a multiple of N", low=1)
     exit_duration_in_mins: int | None = flag(None, "save and exit after N minutes", low=1)
-    cuda_graph: bool = flag(
-        False,
-        "run forward and backward of a microbatch as one CUDA graph, which makes small models faster; for GPT with one "
-        "GPU per replica and no dropout",
-    )
-    manual_gc: bool = flag(
-        False,
-        "collect garbage at the same iteration on all ranks: at the start and every --manual-gc-interval",
-    )
-    manual_gc_interval: int = flag(
-        0, "with --manual-gc: iterations between collections; 0: none after the start", low=0
-    )
-    manual_gc_eval: bool = flag(True, "with --manual-gc: do not collect before and after evaluations")
     seed: int = flag(1234, "seed of initial weights, data order and dropout", low=0, high=2**32 - 1)
     device: str = flag(
         "auto", "device to train on; 'auto': a GPU if there is one", choices=("auto", "cpu", "cuda")
@@ -78,9 +65,6 @@ class TrainingConfig(Config):
             raise InputError("give --train-iters or --train-samples, and not both")
         if self.rampup_batch_size is not None and self.train_samples is None:
             raise InputError("--rampup-batch-size needs --train-samples in place of --train-iters")
-        if not self.manual_gc and (self.manual_gc_interval or not self.manual_gc_eval):
-            given = "--manual-gc-interval" if self.manual_gc_interval else "--no-manual-gc-eval"
-            raise InputError(f"{given} needs --manual-gc")
 
     @property
     def precision(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from megatron.parallel.stages import split_layers
 from megatron.parallel.timers import Timers
 from megatron.parallel.transfers import Transfers
 from megatron.training.config import RunConfig
-from megatron.training.cuda_graph import GraphedPass
 from megatron.training.stage import EvalStage, MeanLoss, StageModel, TrainStage
 from megatron.training.task import EvalMetric, Task
 from megatron.training.throughput import WorkCounter
@@ -63,7 +62,7 @@ class Engine:
         transfers: sends and receives between pipeline stages.
         timers: time the phases of a step.
         work: counts tokens and operations.
-        graph: with --cuda-graph, runs forward and backward of a microbatch as one graph.
+        run_passes: runs forward and backward of a global batch, by the pipeline schedule unless a plug-in replaces it.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class Engine:
             causal=task.causal,
             layers_per_chunk=[len(chunk.layers) for stage in self.stages for chunk in stage],
         )
-        self.graph = GraphedPass(self._pass, mesh.device) if config.training.cuda_graph else None
+        self.run_passes: Callable[[GlobalBatch, MeanLoss], None] = self._run_pipeline
         # With a batch size ramp-up the number of microbatches changes.
         self._actions = functools.lru_cache(maxsize=8)(self._make_actions)
 
@@ -135,30 +134,34 @@ class Engine:
         """Add the gradients of this replica's microbatches to the buffer, times the optimizer's loss scale.
 
         Args:
-            eager: run without the CUDA graph, and leave all communication of gradients to `reduce_gradients`.
+            eager: run the pipeline schedule even if a plug-in replaces it, and leave all communication of gradients to
+                `reduce_gradients`.
 
         Returns:
             [terms] this process's share of the mean losses, unscaled.
         """
         loss = MeanLoss(batch.denominators, self.optimizer.loss_scale)
         with self.timers("forward-backward"):
-            if self.graph is not None and not eager:
-                self._replay_graph(self.graph, batch, loss)
-                return loss.total
-            stage = TrainStage(
-                self.model,
-                batch.microbatches,
-                self.task.forward,
-                loss=loss,
-                dropout_keys=batch.dropout_keys,
-                buffer=None if eager else self.buffer,
-            )
-            name = self.config.parallel.pipeline_schedule
-            assert name is not None  # set by ParallelConfig
-            actions = self._actions(SCHEDULES[name], len(batch.microbatches))
-            run_schedule(stage, actions, self.transfers, self.timers)
-            self.transfers.finish()
+            if eager:
+                self._run_pipeline(batch, loss, overlap=False)
+            else:
+                self.run_passes(batch, loss)
         return loss.total
+
+    def _run_pipeline(self, batch: GlobalBatch, loss: MeanLoss, *, overlap: bool = True) -> None:
+        stage = TrainStage(
+            self.model,
+            batch.microbatches,
+            self.task.forward,
+            loss=loss,
+            dropout_keys=batch.dropout_keys,
+            buffer=self.buffer if overlap else None,
+        )
+        name = self.config.parallel.pipeline_schedule
+        assert name is not None  # set by ParallelConfig
+        actions = self._actions(SCHEDULES[name], len(batch.microbatches))
+        run_schedule(stage, actions, self.transfers, self.timers)
+        self.transfers.finish()
 
     def reduce_gradients(self) -> None:
         """Sum the gradients over the replicas, as far as backward has not done so already."""
@@ -175,27 +178,6 @@ class Engine:
         """Actions of this process's stage."""
         ranks = self.mesh.pp.size
         return with_transfers(schedule(ranks, len(self.chunks), microbatches), ranks)[self.mesh.pp.rank]
-
-    def _replay_graph(self, graph: GraphedPass, batch: GlobalBatch, loss: MeanLoss) -> None:
-        step = {"denominators": batch.denominators}
-        if isinstance(self.optimizer.loss_scale, Tensor):
-            step["loss_scale"] = self.optimizer.loss_scale
-        for microbatch in batch.microbatches:
-            loss.total.add_(graph(microbatch, step))
-            self.mesh.heartbeat.steps += 1
-
-    def _pass(self, batch: Batch, step: dict[str, Tensor]) -> Tensor:
-        """Forward and backward of one microbatch through the whole model, without dropout, to be captured.
-
-        Args:
-            step: the denominators of the global batch and, with fp16, the loss scale.
-
-        Returns:
-            [terms] the microbatch's share of the mean losses.
-        """
-        loss = MeanLoss(step["denominators"], step.get("loss_scale", 1.0))
-        loss.add(self.task.forward(self.modules[0], batch, None, None)).backward()
-        return loss.total
 
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
         """Mean of the task's metric, by default its losses, over all samples of all replicas' `batches`."""

@@ -1,42 +1,11 @@
-"""Hooks of every run: garbage collection, evaluation and saving."""
+"""Hooks of every run: evaluation and saving."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack
 
 from megatron.data.loader import eval_batches
 from megatron.training.loop import Hook, Trainer
-
-
-class ManualGC(Hook):
-    """Collect garbage at the same iterations on all ranks (--manual-gc)."""
-
-    @contextmanager
-    def during_training(self, trainer: Trainer) -> Iterator[None]:
-        enabled = trainer.config.training.manual_gc
-        if enabled:
-            gc.collect()
-            gc.disable()
-        try:
-            yield
-        finally:
-            gc.enable()
-
-    def after_step(self, trainer: Trainer) -> None:
-        if trainer.is_due(trainer.config.training.manual_gc_interval):
-            gc.collect()
-
-    @contextmanager
-    def during_evaluation(self, trainer: Trainer) -> Iterator[None]:
-        config = trainer.config.training
-        collects = config.manual_gc and config.manual_gc_eval
-        if collects:
-            gc.collect()
-        yield
-        if collects:
-            gc.collect(generation=0)
 
 
 class Evaluation(Hook):
@@ -99,11 +68,7 @@ def evaluate_losses(trainer: Trainer, split: str, where: str) -> None:
 class Saving(Hook):
     """Save every --save-interval iterations, and when the run ends or stops."""
 
-    def during_training(self, trainer: Trainer) -> AbstractContextManager[object]:
-        return trainer.saver
-
     def after_step(self, trainer: Trainer) -> None:
-        trainer.saver.check()
         if not trainer.goes_on or trainer.is_due(trainer.config.checkpoint.save_interval):
             with trainer.clock.paused():
                 trainer.save()

@@ -12,7 +12,7 @@ import torch
 
 from megatron import __version__
 from megatron.checkpoint.checkpoint import mark_evaluated
-from megatron.checkpoint.saver import Saver
+from megatron.checkpoint.save import Saver
 from megatron.data.batch import Batch
 from megatron.data.dataset import Dataset
 from megatron.data.loader import train_batches

@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager, nullcontext
 import torch
 
 from megatron.checkpoint.checkpoint import Checkpoint
-from megatron.checkpoint.saver import Saver
+from megatron.checkpoint.save import Saver
 from megatron.data.loader import start_fork_server
 from megatron.errors import InputError
 from megatron.parallel.collectives import raise_on_all_ranks

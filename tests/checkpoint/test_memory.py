@@ -14,7 +14,7 @@ from megatron.arguments import parse_run_config
 from megatron.checkpoint.config import CheckpointConfig
 from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.load import load_into
-from megatron.checkpoint.saver import Saver
+from megatron.checkpoint.save import Saver
 from megatron.parallel.mesh import init_mesh
 from megatron.training.build import build_engine
 from pretrain_gpt import DEFAULTS, GPT

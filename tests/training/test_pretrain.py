@@ -17,7 +17,7 @@ from checkpoints import edit_state
 from safetensors.torch import load_file
 
 from megatron.arguments import parse_run_config
-from megatron.checkpoint.saver import Saver
+from megatron.checkpoint.save import Saver
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.errors import InputError
 from megatron.inference.config import InferenceConfig

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from distributed import run_distributed
-from models import CPU
+from models import CPU, config_of
 
 from megatron.arguments import parse_run_config
 from megatron.checkpoint import save as save_module
 from megatron.checkpoint import storage
 from megatron.checkpoint.config import CheckpointConfig
 from megatron.checkpoint.find import find_checkpoint
-from megatron.checkpoint.saver import Saver
+from megatron.checkpoint.save import Saver
 from megatron.errors import InputError, TrainingFault
 from megatron.parallel.mesh import Mesh, init_mesh
+from megatron.performance.async_save import AsyncSaver
 from megatron.training.build import build_engine
 from megatron.training.engine import Engine
 from pretrain_gpt import DEFAULTS, GPT
@@ -35,7 +37,11 @@ def make_engine(mesh: Mesh, flags: str = "") -> Engine:
     return engine
 
 
-def make_saver(root: Path | str, engine: Engine, log=print, **fields) -> Saver:
+def make_saver(root: Path | str, engine: Engine, log=print, **fields) -> AsyncSaver:
+    return AsyncSaver(**vars(sync_saver(root, engine, log, **fields)))
+
+
+def sync_saver(root: Path | str, engine: Engine, log=print, **fields) -> Saver:
     config = CheckpointConfig(save=str(root), **fields)
     files = {"vocab.json": b"{}"}
     return Saver(config, engine.buffer, engine.optimizer, tokenizer_files=files, log=log)
@@ -72,11 +78,16 @@ def save_three(root: str, flags: str, in_background: bool) -> None:
     config = parse_run_config(f"{FLAGS} {flags}".split(), description="", defaults=DEFAULTS)
     with init_mesh(config.parallel, CPU) as mesh:
         engine = make_engine(mesh, flags)
-        with make_saver(root, engine, async_save=in_background, keep_last=2) as saver:
+        if in_background:
+            saver = make_saver(root, engine, keep_last=2)
+        else:
+            saver = sync_saver(root, engine, keep_last=2)
+        with saver if in_background else nullcontext():
             for iteration in (1, 2, 3):
                 step(engine, iteration)
                 saver.save(state(iteration))
-                saver.check()
+                if in_background:
+                    saver.check()
             step(engine, 4)
 
 
@@ -103,12 +114,12 @@ def test_async_files_equal_sync_files(tmp_path: Path, processes: int, flags: str
 @pytest.mark.gpu
 def test_async_files_equal_sync_files_from_a_gpu(tmp_path: Path) -> None:
     engine = make_engine(Mesh(device=torch.device("cuda")), "--bf16")
-    for name, in_background in (("sync", False), ("async", True)):
+    for name in ("sync", "async"):
         (tmp_path / name).mkdir()
-        with make_saver(tmp_path / name, engine, async_save=in_background) as saver:
-            saver.save(state(1))
-            if in_background:
-                step(engine, 2)
+    sync_saver(tmp_path / "sync", engine).save(state(1))
+    with make_saver(tmp_path / "async", engine) as saver:
+        saver.save(state(1))
+        step(engine, 2)
     assert contents(tmp_path / "sync") == contents(tmp_path / "async")
 
 
@@ -127,7 +138,7 @@ class BlockedDisk:
 def test_save_is_logged_once_complete(tmp_path: Path, monkeypatch) -> None:
     logged: list[str] = []
     disk, engine = BlockedDisk(monkeypatch), make_engine(Mesh(device=CPU))
-    with make_saver(tmp_path, engine, logged.append, async_save=True) as saver:
+    with make_saver(tmp_path, engine, logged.append) as saver:
         saver.save(state(1))
         assert disk.entered.wait(60)
         saver.check()
@@ -144,7 +155,7 @@ def test_exit_waits_for_the_writer_unless_interrupted(tmp_path: Path, monkeypatc
     disk, engine = BlockedDisk(monkeypatch), make_engine(Mesh(device=CPU))
     threading.Timer(0.5, disk.opened.set).start()
     try:
-        with make_saver(tmp_path, engine, async_save=True) as saver:
+        with make_saver(tmp_path, engine) as saver:
             saver.save(state(1))
             if error is not None:
                 raise error
@@ -159,7 +170,7 @@ def test_exit_waits_for_the_writer_unless_interrupted(tmp_path: Path, monkeypatc
 
 def test_next_save_waits_for_the_previous(tmp_path: Path, monkeypatch) -> None:
     disk, engine = BlockedDisk(monkeypatch), make_engine(Mesh(device=CPU))
-    with make_saver(tmp_path, engine, async_save=True) as saver:
+    with make_saver(tmp_path, engine) as saver:
         saver.save(state(1))
         threading.Timer(0.3, disk.opened.set).start()
         saver.save(state(2))
@@ -172,7 +183,7 @@ def fail_on_one_rank(root: str) -> tuple[int, str]:
     config = parse_run_config(FLAGS.split(), description="", defaults=DEFAULTS)
     with init_mesh(config.parallel, CPU) as mesh:
         engine = make_engine(mesh)
-        with make_saver(root, engine, async_save=True) as saver:
+        with make_saver(root, engine) as saver:
             saver.save(state(1))
             saver.wait()
             if mesh.world.rank == 1:
@@ -207,7 +218,7 @@ def test_writer_error_is_logged_if_training_fails_too(tmp_path: Path, monkeypatc
     monkeypatch.setattr(save_module, "write_pieces", full_disk)
     with (
         pytest.raises(ValueError, match="training"),
-        make_saver(tmp_path, make_engine(Mesh(device=CPU)), logged.append, async_save=True) as saver,
+        make_saver(tmp_path, make_engine(Mesh(device=CPU)), logged.append) as saver,
     ):
         saver.save(state(1))
         raise ValueError("training")
@@ -216,4 +227,4 @@ def test_writer_error_is_logged_if_training_fails_too(tmp_path: Path, monkeypatc
 
 def test_async_save_needs_a_folder() -> None:
     with pytest.raises(InputError, match="--async-save needs --save"):
-        CheckpointConfig(async_save=True)
+        config_of("--async-save")

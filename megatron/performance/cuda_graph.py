@@ -8,6 +8,7 @@ copied to the same memory for every microbatch, and no kernel may depend on a va
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +16,11 @@ from torch import Tensor
 
 from megatron.data.batch import Batch
 from megatron.errors import InputError
+from megatron.performance.config import PerformanceConfig
 from megatron.training.config import RunConfig
+from megatron.training.engine import Engine, GlobalBatch
+from megatron.training.loop import Hook, Trainer
+from megatron.training.stage import MeanLoss
 from megatron.training.task import Task
 
 # Eager passes before the capture. They compile code, load kernels and allocate libraries' workspaces, none of which may
@@ -24,6 +29,45 @@ WARM_UP = 3
 
 # Tensors that change from step to step, by name.
 StepTensors = dict[str, Tensor]
+
+
+class CudaGraph(Hook):
+    """Run forward and backward of a microbatch as one CUDA graph (--cuda-graph)."""
+
+    def during_run(self, trainer: Trainer) -> AbstractContextManager[object]:
+        if trainer.config.plugin(PerformanceConfig).cuda_graph:
+            check_cuda_graph(trainer.config, trainer.task, trainer.mesh.device)
+            use_cuda_graph(trainer.engine)
+        return nullcontext()
+
+
+def use_cuda_graph(engine: Engine) -> GraphedPass:
+    """Replace the pipeline schedule of an engine by a CUDA graph, which is returned."""
+
+    def compute(batch: Batch, step: StepTensors) -> Tensor:
+        """Forward and backward of one microbatch through the whole model, without dropout.
+
+        Args:
+            step: the denominators of the global batch and, with fp16, the loss scale.
+
+        Returns:
+            [terms] the microbatch's share of the mean losses.
+        """
+        loss = MeanLoss(step["denominators"], step.get("loss_scale", 1.0))
+        loss.add(engine.task.forward(engine.modules[0], batch, None, None)).backward()
+        return loss.total
+
+    def run_passes(batch: GlobalBatch, loss: MeanLoss) -> None:
+        step = {"denominators": batch.denominators}
+        if isinstance(loss.loss_scale, Tensor):
+            step["loss_scale"] = loss.loss_scale
+        for microbatch in batch.microbatches:
+            loss.total.add_(graph(microbatch, step))
+            engine.mesh.heartbeat.steps += 1
+
+    graph = GraphedPass(compute, engine.mesh.device)
+    engine.run_passes = run_passes
+    return graph
 
 
 class GraphedPass:

@@ -16,10 +16,10 @@ from megatron.data.batch import Batch
 from megatron.data.gpt_dataset import GPTBatch
 from megatron.errors import InputError
 from megatron.faults.diagnosis import diagnose
-from megatron.parallel.mesh import Mesh, init_mesh
-from megatron.training import build
-from megatron.training.cuda_graph import WARM_UP, GraphedPass, check_cuda_graph
+from megatron.parallel.mesh import init_mesh
+from megatron.performance.cuda_graph import WARM_UP, CudaGraph, GraphedPass, check_cuda_graph, use_cuda_graph
 from megatron.training.engine import Engine
+from megatron.training.pretrain import pretrain
 from pretrain_bert import bert
 from pretrain_gpt import GPT
 
@@ -107,7 +107,6 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         "current_stream": lambda: Stream(name="main"),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(build, "check_cuda_graph", lambda *_: None)
 
 
 def batches(step: int):
@@ -123,9 +122,9 @@ def batches(step: int):
         )
 
 
-def train(mesh: Mesh, flags: str) -> tuple[Engine, list[list[Tensor]]]:
-    """Train for some steps; return the engine and the results of each step."""
-    engine, results = engine_of(mesh, config_of(flags)), []
+def train(engine: Engine) -> list[list[Tensor]]:
+    """Train for some steps; return the results of each step."""
+    results = []
     for step in range(STEPS):
         losses, stats = engine.train_step(
             batches(step),
@@ -135,7 +134,7 @@ def train(mesh: Mesh, flags: str) -> tuple[Engine, list[list[Tensor]]]:
             weight_decay=0.1,
         )
         results.append([losses, *stats.values(), *(x.clone() for x in engine.buffer.masters)])
-    return engine, results
+    return results
 
 
 @pytest.mark.parametrize(
@@ -150,10 +149,12 @@ def train(mesh: Mesh, flags: str) -> tuple[Engine, list[list[Tensor]]]:
 def test_matches_training_without_a_graph_bit_for_bit(cuda: None, flags: str) -> None:
     config = config_of(f"{flags} {NO_DROPOUT}")
     with init_mesh(config.parallel, CPU) as mesh:
-        _, plain = train(mesh, f"{flags} {NO_DROPOUT}")
+        plain = train(engine_of(mesh, config))
         steps = mesh.heartbeat.steps
-        engine, graphed = train(mesh, f"{flags} {NO_DROPOUT} --cuda-graph")
-    assert engine.graph.captured[0].replays == STEPS * MICROBATCHES - WARM_UP
+        engine = engine_of(mesh, config)
+        graph = use_cuda_graph(engine)
+        graphed = train(engine)
+    assert graph.captured[0].replays == STEPS * MICROBATCHES - WARM_UP
     for theirs, ours in zip(plain, graphed, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
     assert len({losses.item() for losses, *_ in graphed}) == STEPS
@@ -181,9 +182,11 @@ def test_streams_wait_for_each_other(cuda: None) -> None:
 
 
 def test_diagnosis_with_a_graph(cuda: None) -> None:
-    config = config_of(f"{NO_DROPOUT} --cuda-graph")
+    config = config_of(NO_DROPOUT)
     with init_mesh(config.parallel, CPU) as mesh:
-        engine, _ = train(mesh, f"{NO_DROPOUT} --cuda-graph")
+        engine = engine_of(mesh, config)
+        use_cuda_graph(engine)
+        train(engine)
         with torch.no_grad():
             engine.modules[0].get_parameter("decoder.layers.1.mlp.linear_fc1.bias").fill_(torch.inf)
         found = diagnose(engine, engine.next_global_batch(batches(0), MICROBATCHES, 0))
@@ -218,8 +221,5 @@ def test_requirements() -> None:
         InputError, match="--cuda-graph needs batches of one length, and those of BERT differ"
     ):
         check_cuda_graph(config, bert(binary_head=True), gpu)
-    with (
-        pytest.raises(InputError, match="--cuda-graph needs a GPU, and this run computes on cpu"),
-        init_mesh(config.parallel, CPU) as mesh,
-    ):
-        engine_of(mesh, config_of("--cuda-graph"))
+    with pytest.raises(InputError, match="--cuda-graph needs a GPU, and this run computes on cpu"):
+        pretrain(config_of("--cuda-graph --num-workers 0"), GPT, [CudaGraph()])

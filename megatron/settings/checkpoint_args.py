@@ -1,0 +1,74 @@
+"""Settings from the checkpoint to load (--use-checkpoint-args)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from megatron.checkpoint.checkpoint import is_architecture, model_config, saved_tokenizer
+from megatron.checkpoint.config import CheckpointConfig
+from megatron.checkpoint.find import find_checkpoint
+from megatron.cli import make_config
+from megatron.data.config import DataConfig
+from megatron.errors import InputError
+from megatron.flags import Config, flag_name
+
+
+def add_checkpoint_args(
+    given: dict[str, Any], model_folder: Callable[[CheckpointConfig], str | None] = lambda config: None
+) -> dict[str, Any]:
+    """Add the values that the checkpoint of --use-checkpoint-args supplies to those given.
+
+    Args:
+        model_folder: gives the folder whose checkpoint is used as if by --use-checkpoint-args when that flag is absent.
+
+    Raises:
+        InputError: there is no such checkpoint, or it is damaged.
+    """
+    checkpoint = make_config(CheckpointConfig, given)
+    wanted = given.get("use_checkpoint_args", False)
+    if wanted and checkpoint.load is None:
+        raise InputError("--use-checkpoint-args needs --load, the folder of the checkpoints")
+    folder = checkpoint.load if wanted else model_folder(checkpoint)
+    if folder is None:
+        return given
+    step = checkpoint.ckpt_step if folder == checkpoint.load else None
+    return _with_checkpoint_args(given, dataclasses.replace(checkpoint, load=folder, ckpt_step=step))
+
+
+def _with_checkpoint_args(given: dict[str, Any], config: CheckpointConfig) -> dict[str, Any]:
+    """Add the values that the checkpoint of --load supplies.
+
+    The model's architecture overrides what is given. The model's other values, --seq-length and the tokenizer are used
+    where nothing is given. A folder that is also --save may be empty and then supplies nothing.
+    """
+    assert config.load is not None
+    save = None if config.finetune else config.save
+    checkpoint = find_checkpoint(config.load, save, step=config.ckpt_step, verify=False)
+    if checkpoint is None:
+        return given
+    model, tokenizer = model_config(checkpoint), saved_tokenizer(checkpoint)
+    fixed = {name: value for name, value in vars(model).items() if is_architecture(name, model)}
+    free = vars(model) | {"seq_length": checkpoint.state["config"].get("data", {}).get("seq_length")}
+    if "seq_length" in given:
+        del free["max_position_embeddings"]  # follows from --seq-length
+    if given.get("tokenizer_type", tokenizer.tokenizer_type) == tokenizer.tokenizer_type:
+        free |= vars(tokenizer)
+    taken = {name: value for name, value in free.items() if value is not None and name not in given} | fixed
+
+    configs: tuple[type[Config], ...] = (type(model), DataConfig, type(tokenizer))
+    fields = {field.name: field for kind in configs for field in dataclasses.fields(kind)}
+    shown = [
+        _as_flag(f, taken[name]) for name, f in fields.items() if taken.get(name, f.default) != f.default
+    ]
+    overridden = [
+        _as_flag(fields[name], given[name]) for name in fixed if given.get(name, fixed[name]) != fixed[name]
+    ]
+    instead = f", in place of {' '.join(overridden)}" if overridden else ""
+    notice = f"--load: {checkpoint.folder} gives {' '.join(shown)}{instead}"
+    return given | taken | {"notices": [*given["notices"], notice]}
+
+
+def _as_flag(field: dataclasses.Field, value: Any) -> str:
+    return flag_name(field) if isinstance(value, bool) else f"{flag_name(field)} {value}"

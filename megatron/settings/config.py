@@ -1,0 +1,19 @@
+"""Flags of settings that do not come from the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron.flags import flag
+from megatron.training.config import PluginConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SettingsConfig(PluginConfig):
+    """Settings from the checkpoint to load."""
+
+    use_checkpoint_args: bool = flag(
+        False,
+        "take the model's architecture from the checkpoint, overriding the command line; also take --seq-length, "
+        "dropout and the tokenizer, unless the command line gives them",
+    )
