@@ -163,6 +163,21 @@ def test_run_resumes_without_the_tracker(tmp_path: Path) -> None:
         find_checkpoint(str(tmp_path), str(tmp_path))
 
 
+def test_without_the_tracker_the_newest_checkpoint_counts(tmp_path: Path) -> None:
+    buffer, optimizer, _ = make()
+    for iteration in (3, 5):
+        save(tmp_path, buffer, optimizer, iteration)
+    (tmp_path / storage.TRACKER).unlink()
+    assert find_checkpoint(str(tmp_path), str(tmp_path)).folder == storage.folder_of(tmp_path, 5)
+
+
+def test_a_discarded_checkpoint_leaves_nothing(tmp_path: Path) -> None:
+    buffer, optimizer, _ = make()
+    save(tmp_path, buffer, optimizer, 1)
+    storage.discard(storage.folder_of(tmp_path, 1))
+    assert [path.name for path in tmp_path.iterdir()] == [storage.TRACKER]
+
+
 def test_interrupted_save_keeps_the_previous_checkpoint(tmp_path: Path, monkeypatch) -> None:
     buffer, optimizer, _ = make()
     save(tmp_path, buffer, optimizer, 1)

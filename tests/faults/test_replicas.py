@@ -6,6 +6,7 @@ import pytest
 import torch
 from distributed import run_distributed
 from models import CPU, config_of, engine_of
+from optim.test_buffer import make, start_gathers
 
 from megatron.errors import TransientFault
 from megatron.faults.replicas import check_replicas, checksum
@@ -76,6 +77,13 @@ def test_rank_and_parameter_are_named(processes: int, flags: str, rank: int, nam
     for before, after in run_distributed(flip_and_check, processes, flags, rank, name, element):
         assert before == ""
         assert f"{name} on {where}" in after or (where in after and f"{name} on rank 0, 1 " in after), after
+
+
+def test_the_check_waits_for_all_parameters() -> None:
+    _, buffer = make(use_distributed_optimizer=True, overlap_param_gather=True)
+    start_gathers(buffer)
+    check_replicas(buffer)
+    assert not buffer.gather.pending
 
 
 def test_checksum_covers_every_bit_and_the_order() -> None:

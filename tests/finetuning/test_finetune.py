@@ -145,9 +145,9 @@ def test_resume(
     flags = finetune_flags(tmp_path, pretrained, "two", f"--load {tmp_path}/two/best --epochs 0")
     save = flags.index("--save")
     assert main(flags[:save] + flags[save + 2 :]) == 0
-    reported = re.findall(
-        r"accuracy (after epoch 3|of \S+/two/best) \| dev.tsv (\S+)", capsys.readouterr().out
-    )
+    out = capsys.readouterr().out
+    assert not re.search(r"iteration +\d+/", out)
+    reported = re.findall(r"accuracy (after epoch 3|of \S+/two/best) \| dev.tsv (\S+)", out)
     assert [float(x) for _, x in reported] == [round(whole[-1]["accuracy"], 4), round(best[1], 4)]
 
 

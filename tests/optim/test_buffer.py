@@ -70,6 +70,17 @@ def test_forward_waits_for_all_parameters_of_a_module() -> None:
     assert not buffer.gather.pending
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_waits_for_all_parameters_without_overlap(
+    overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, buffer = make(use_distributed_optimizer=True, overlap_param_gather=overlap)
+    monkeypatch.setattr(buffer.gather, "start", lambda index: None)
+    start_gathers(buffer)
+    buffer.sync_params()
+    assert bool(buffer.gather.pending) == overlap
+
+
 def test_a_snapshot_waits_for_all_parameters() -> None:
     _, buffer = make()
     expected = buffer.params.clone()
