@@ -107,7 +107,7 @@ def test_a_dataset(disk: Disk, tmp_path: Path) -> None:
 
 def test_indices_of_samples(disk: Disk, tmp_path: Path) -> None:
     """A lost index is rebuilt; a partial one must not be found."""
-    cached_arrays(str(tmp_path), "gpt", {}, ("a", "b"), lambda: [np.arange(5)] * 2, lambda _: True)
+    cached_arrays(str(tmp_path), "gpt", {}, ("a", "b"), lambda: [np.arange(5)] * 2)
     assert [name[-6:] for name in disk.renamed] == ["-a.npy", "-b.npy"]
     disk.unsynced.clear()
 

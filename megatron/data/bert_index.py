@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from megatron.data.index_cache import IndexRequest, MappedArrays, cached_arrays, check_memory, subsample
+from megatron.data.index_cache import IndexRequest, MappedArrays, cached_arrays, check_memory
 from megatron.data.indexed import IndexedDataset
 from megatron.data.mersenne_twister import MersenneTwister64
 from megatron.errors import InputError
@@ -277,7 +277,6 @@ def load_or_build(request: IndexRequest, rules: CutRules) -> MappedArrays:
         *request.cache_entry("bert", f"{rules.longest}tl", dataclasses.asdict(rules)),
         ("map",),
         build,
-        lambda arrays: _plausible(arrays[0], bounds, rules) and len(arrays[0]) >= samples,
     )
 
 
@@ -303,20 +302,6 @@ def _notes(dataset: IndexedDataset, bounds: np.ndarray, rules: CutRules) -> Iter
             f"{dataset.idx_path}: every document has one sentence and gives one sample; if these are whole documents, "
             "preprocess the text with tools/preprocess_data.py --split-sentences"
         )
-
-
-def _plausible(rows: np.ndarray, bounds: np.ndarray, rules: CutRules) -> bool:
-    """Check if a cached array can be the map of documents with these `bounds`."""
-    if rows.shape[1:] != (3,) or rows.dtype.kind != "u":
-        return False
-    start, end, target = subsample(rows).astype(np.int64).T
-    return bool(
-        (start >= bounds[0]).all()
-        and (end <= bounds[-1]).all()
-        and (end - start >= rules.min_sentences).all()
-        and (target >= 2).all()
-        and (target <= rules.longest).all()
-    )
 
 
 def _why_none(request: IndexRequest, rules: CutRules, enough: np.ndarray) -> str:

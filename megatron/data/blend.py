@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron.data.batch import Batch
 from megatron.data.dataset import Dataset
-from megatron.data.index_cache import MappedArrays, cached_arrays, subsample
+from megatron.data.index_cache import MappedArrays, cached_arrays
 from megatron.errors import InputError
 
 MAX_DATASETS = np.iinfo(np.int16).max
@@ -123,23 +123,10 @@ class BlendedDataset:
 
 def load_or_build_order(weights: Sequence[float], size: int, *, split: str, cache: str) -> MappedArrays:
     """Load `blend_order(weights, size)` from the cache directory, or build and cache it."""
-
-    def check(arrays: Sequence[np.ndarray]) -> bool:
-        datasets, samples = map(subsample, arrays)
-        whole = all(array.shape == (size,) and array.dtype.kind == "i" for array in arrays)
-        return bool(
-            whole
-            and datasets.min() >= 0
-            and datasets.max() < len(weights)
-            and samples.min() >= 0
-            and samples.max() < size
-        )
-
     return cached_arrays(
         cache,
         f"blend-{split}-{size}ns-{len(weights)}",
         {"kind": "blend", "weights": list(weights), "size": size},
         ("dataset", "sample"),
         lambda: blend_order(weights, size),
-        check,
     )

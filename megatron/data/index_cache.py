@@ -1,14 +1,16 @@
 """Sample indices: built once, cached on disk, and memory-mapped by every process.
 
 The file name of an array contains a hash of everything the array depends on, so a changed dataset, split or seed
-never meets a stale file. Processes on one node that start together wait for the first one to build. Processes
-that share no lock build the same bytes and replace each other's files atomically, which is harmless.
+never meets a stale file. Each file ends in a checksum, which every process checks at its start, about a second for
+each GB; a damaged file is rebuilt. Processes on one node that start together wait for the first one to build.
+Processes that share no lock build the same bytes and replace each other's files atomically, which is harmless.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import hashlib
 import json
@@ -16,6 +18,7 @@ import logging
 import os
 import time
 import uuid
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,11 +26,13 @@ from typing import Any
 import numpy as np
 
 from megatron.data.indexed import IndexedDataset
+from megatron.data.mapped import map_file
 from megatron.errors import InputError
 
 logger = logging.getLogger("megatron")
 
-FORMAT = 1  # part of every hash; increase it when the same inputs produce other arrays
+FORMAT = 2  # part of every hash; increase it when the same inputs produce other files
+CRC_OF_WHOLE = 0x2144DF1C  # CRC-32 of any bytes followed by their own CRC-32, as cached files are
 EDGE = 1 << 20  # bytes hashed at either end of a file
 LOG_WAIT_AFTER = 5.0  # seconds
 
@@ -40,8 +45,7 @@ class MappedArrays:
 
     def __init__(self, paths: Sequence[str]) -> None:
         self.paths = tuple(paths)
-        # Plain views: indexing an np.memmap is several times slower.
-        self._arrays = [np.asarray(np.load(p, mmap_mode="r", allow_pickle=False)) for p in self.paths]
+        self._arrays = [_array(path) for path in self.paths]
 
     def __iter__(self) -> Iterator[np.ndarray]:
         return iter(self._arrays)
@@ -91,12 +95,8 @@ class IndexRequest:
 
 def file_fingerprint(path: str) -> dict[str, Any]:
     """Identify the contents of a file by its size, mtime and edges, without reading all of it."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        status = os.fstat(file.fileno())
-        digest.update(file.read(EDGE))
-        file.seek(max(0, status.st_size - EDGE))
-        digest.update(file.read(EDGE))
+    status, data = os.stat(path), map_file(path)
+    digest = hashlib.sha256(data[:EDGE].tobytes() + data[-EDGE:].tobytes())
     return {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns, "edges": digest.hexdigest()}
 
 
@@ -106,7 +106,6 @@ def cached_arrays(
     key: dict[str, Any],
     names: Sequence[str],
     build: Callable[[], Sequence[np.ndarray]],
-    check: Callable[[Sequence[np.ndarray]], bool],
 ) -> MappedArrays:
     """Load the arrays from the cache, or build and cache them.
 
@@ -115,8 +114,7 @@ def cached_arrays(
         label: readable prefix of the file names.
         key: everything the arrays depend on, as JSON values. Its hash is part of the file names.
         names: name of each array, part of its file name.
-        build: builds the arrays.
-        check: tells whether cached arrays are plausible; if not, they are built again.
+        build: builds the arrays. If cached files are damaged, the arrays are built again.
 
     Raises:
         InputError: `folder` is not writable.
@@ -124,22 +122,19 @@ def cached_arrays(
     hashed = hashlib.sha256(json.dumps({"format": FORMAT, **key}, sort_keys=True).encode()).hexdigest()[:20]
     stem = os.path.join(folder, f"{label}-{hashed}")
     paths = [f"{stem}-{name}.npy" for name in names]
-    found = _load(paths, check)
-    if found is not None:
-        return found
     try:
-        os.makedirs(folder, exist_ok=True)
-        with _lock(f"{stem}.lock"):
-            found = _load(paths, check)  # another process may have built them in the meantime
-            if found is None:
-                for path, values in zip(paths, build(), strict=True):
-                    _save(path, values)
-                found = MappedArrays(paths)
+        if (found := _load(paths)) is None:
+            os.makedirs(folder, exist_ok=True)
+            with _lock(f"{stem}.lock"):
+                if (found := _load(paths)) is None:  # else another process has built them in the meantime
+                    for path, values in zip(paths, build(), strict=True):
+                        _save(path, values)
+                    found = MappedArrays(paths)
     except OSError as error:
-        raise InputError(
-            f"sample indices cannot be written to {folder}: {error.strerror}; "
-            "set --data-cache-path to a directory that every process can write to"
-        ) from None
+        hint = "set --data-cache-path to a directory that every process can write to"
+        if error.errno == errno.EMFILE:
+            hint = "raise the limit of open files (ulimit -n)"
+        raise InputError(f"sample indices cannot be written to {folder}: {error.strerror}; {hint}") from None
     return found
 
 
@@ -158,30 +153,30 @@ def check_memory(what: str, needed: int) -> None:
         )
 
 
-def subsample(values: np.ndarray, count: int = 1 << 20) -> np.ndarray:
-    """Return about `count` evenly spaced rows of `values`, or all of them if there are fewer; for a quick check."""
-    return values[:: max(1, len(values) // count)]
-
-
-def _load(paths: Sequence[str], check: Callable[[Sequence[np.ndarray]], bool]) -> MappedArrays | None:
-    """Map the arrays if all files exist and are plausible. Damaged files are logged."""
+def _load(paths: Sequence[str]) -> MappedArrays | None:
+    """Map the arrays if all files exist and none is damaged. Damaged files are logged."""
     if not all(map(os.path.exists, paths)):
         return None
-    try:
-        arrays = MappedArrays(paths)
-    except Exception:
-        arrays = None  # numpy parses the header with Python's tokenizer; a damaged one can raise anything
-    if arrays is not None and check(list(arrays)):
-        return arrays
-    logger.warning("%s is damaged; rebuilding the index", paths[0])
-    return None
+    for path in paths:
+        if zlib.crc32(map_file(path).data) != CRC_OF_WHOLE:
+            logger.warning("%s is damaged; rebuilding the index", path)
+            return None
+    return MappedArrays(paths)
+
+
+def _array(path: str) -> np.ndarray:
+    """Map the array of a cached file. np.load reads the header; its map, which keeps a descriptor, is dropped."""
+    array = np.load(path, mmap_mode="r", allow_pickle=False)
+    return map_file(path)[array.offset :][: array.nbytes].view(array.dtype).reshape(array.shape)
 
 
 def _save(path: str, values: np.ndarray) -> None:
     temporary = f"{path}.{uuid.uuid4().hex}.tmp"
     try:
         with open(temporary, "wb") as file:
-            np.save(file, values, allow_pickle=False)
+            np.save(file, np.ascontiguousarray(values), allow_pickle=False)
+            file.flush()
+            file.write(zlib.crc32(map_file(temporary).data).to_bytes(4, "little"))
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -26,6 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron.data.mapped import map_file
 from megatron.errors import InputError
 
 logger = logging.getLogger("megatron")
@@ -194,9 +195,7 @@ def chunks(length: int) -> Iterator[slice]:
 def _map(path: str) -> np.ndarray:
     """Map a file into memory as a read-only uint8 array."""
     try:
-        if os.path.getsize(path) == 0:
-            return np.empty(0, dtype=np.uint8)  # an empty file cannot be mapped
-        return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
+        return map_file(path)
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
 

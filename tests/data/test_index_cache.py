@@ -24,14 +24,7 @@ def slow_build(log: Path) -> list[np.ndarray]:
 
 
 def open_arrays(folder: Path, log: Path, key: int = 0) -> list[list[int]]:
-    arrays = cached_arrays(
-        str(folder),
-        "label",
-        {"key": key},
-        ("one", "two"),
-        lambda: slow_build(log),
-        lambda found: len(found[0]) == 5,
-    )
+    arrays = cached_arrays(str(folder), "label", {"key": key}, ("one", "two"), lambda: slow_build(log))
     return [values.tolist() for values in arrays]
 
 
@@ -80,6 +73,31 @@ def test_complete_cache_is_only_read(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(index_cache, "_lock", None)
     monkeypatch.setattr(os, "makedirs", None)
     assert open_arrays(tmp_path, tmp_path / "log") == first
+
+
+@pytest.mark.parametrize("byte", [0, 130, 150, -1])
+def test_damaged_file_is_rebuilt(tmp_path: Path, caplog, byte: int) -> None:
+    """Any byte: of the header, of a value that stays plausible, of the checksum."""
+    good = open_arrays(tmp_path, tmp_path / "log")
+    path = sorted(tmp_path.glob("*-one.npy"))[0]
+    data = bytearray(path.read_bytes())
+    data[byte] ^= 1
+    path.write_bytes(data)
+    assert open_arrays(tmp_path, tmp_path / "log") == good
+    assert f"{path} is damaged; rebuilding the index" in caplog.text
+    assert len((tmp_path / "log").read_text().splitlines()) == 2
+    assert np.load(path).tolist() == good[0], "any program can read the file"
+
+
+def test_too_many_open_files(tmp_path: Path, monkeypatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(index_cache, "_lock", refuse)
+    with pytest.raises(
+        InputError, match=r"Too many open files; raise the limit of open files \(ulimit -n\)$"
+    ):
+        open_arrays(tmp_path, tmp_path / "log")
 
 
 def test_fingerprint(tmp_path: Path) -> None:
