@@ -19,6 +19,9 @@ SIZES = {
 GPT2 = {"vocab_size": VOCAB, "n_positions": 32, "n_embd": 64, "n_layer": 2, "n_head": 4}
 SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SCALED |= {"rope_theta": 500000.0, "original_max_position_embeddings": 8192}
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 8}
+PHI3 = {**SIZES, "num_key_value_heads": 2, "partial_rotary_factor": 0.5, "pad_token_id": 0}
 KINDS = {
     "gpt2": ("GPT2LMHeadModel", GPT2),
     "gpt2 of exact gelu": ("GPT2LMHeadModel", {**GPT2, "activation_function": "gelu", "n_inner": 96}),
@@ -26,6 +29,10 @@ KINDS = {
     "llama": ("LlamaForCausalLM", {**SIZES, "num_key_value_heads": 2}),
     "llama 3": ("LlamaForCausalLM", {**SIZES, "num_key_value_heads": 1, "rope_parameters": SCALED}),
     "llama tied": ("LlamaForCausalLM", {**SIZES, "head_dim": 32, "tie_word_embeddings": True}),
+    "llama linear": ("LlamaForCausalLM", {**SIZES, "mlp_bias": True, "rope_parameters": LINEAR}),
+    "llama yarn": ("LlamaForCausalLM", {**SIZES, "attention_bias": True, "rope_parameters": YARN}),
+    "mistral": ("MistralForCausalLM", {**SIZES, "num_key_value_heads": 2, "sliding_window": None}),
+    "phi3": ("Phi3ForCausalLM", PHI3),
     "qwen2": ("Qwen2ForCausalLM", {**SIZES, "num_key_value_heads": 2}),
     "qwen3": ("Qwen3ForCausalLM", {**SIZES, "num_key_value_heads": 2, "head_dim": 24}),
     "bert": ("MegatronBertForPreTraining", SIZES),

@@ -329,6 +329,8 @@ CROSS = [
         "--num-query-groups: 3 does not divide --num-attention-heads 2",
     ),
     ("--num-query-groups 1", "--num-query-groups: 1 needs --group-query-attention"),
+    ("--rope-scaling-type yarn", "--rope-scaling-type: yarn needs --use-rope-scaling"),
+    ("--rope-scaling-original-length 4096", "--rope-scaling-original-length: 4096 needs --use-rope-scaling"),
     ("--position-embedding-type rope --rotary-percent 0.1", "--rotary-percent: 0.1 of 4 channels per head"),
     ("--min-lr 1", "--min-lr: 1.0 is above --lr 0.001"),
     ("--lr-warmup-init 1", "--lr-warmup-init: 1.0 is above --lr 0.001"),

@@ -43,12 +43,12 @@ class LMHead(nn.Module):
         super().__init__()
         self.ops = context.ops
         # As in Megatron-LM, --bias-gelu-fusion does not apply here.
-        self.tanh = config.openai_gelu
+        self.activation = "gelu_tanh" if config.openai_gelu else "gelu"
         self.dense = Linear(config, context, config.hidden_size)
         self.layer_norm = Norm(config, context)
 
     def forward(self, x_pbh: Tensor) -> Tensor:
-        return self.layer_norm(self.ops.gelu(self.dense(x_pbh), tanh=self.tanh))
+        return self.layer_norm(self.ops.activation(self.dense(x_pbh), self.activation))
 
 
 class Pooler(nn.Module):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from megatron.errors import InputError
-from megatron.flags import Config, either, flag
+from megatron.flags import Config, either, flag, flag_name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,11 +41,18 @@ class ModelConfig(Config):
     rotary_base: float = flag(10000.0, "base of the RoPE frequencies", above=0)
     rotary_percent: float = flag(1.0, "fraction of a head's channels that RoPE rotates", above=0, high=1)
     use_rope_scaling: bool = flag(
-        False,
-        "scale RoPE's low frequencies as Llama 3.1 does, for sequences longer than the 8192 tokens trained on",
+        False, "scale RoPE's low frequencies, for sequences longer than those trained on"
+    )
+    rope_scaling_type: str = flag(
+        "llama3",
+        "form of --use-rope-scaling, by its name in Hugging Face",
+        choices=("llama3", "linear", "yarn"),
     )
     rope_scaling_factor: float = flag(
         8.0, "factor by which --use-rope-scaling divides the lowest frequencies", low=1
+    )
+    rope_scaling_original_length: int = flag(
+        8192, "length of the sequences trained on before --use-rope-scaling", low=1
     )
     normalization: str = flag("LayerNorm", "type of normalization", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = flag(
@@ -60,6 +67,10 @@ class ModelConfig(Config):
     add_qkv_bias: bool = flag(
         False, "biases in the query, key and value projection, even with --disable-bias-linear"
     )
+    add_attention_bias: bool = flag(
+        False, "biases in all projections of attention, even with --disable-bias-linear"
+    )
+    add_mlp_bias: bool = flag(False, "biases in the MLP, even with --disable-bias-linear")
     qk_layernorm: bool = flag(False, "normalize the queries and keys of each head")
     untie_embeddings_and_output_weights: bool = flag(
         False, "separate weights for the output layer instead of the word embeddings"
@@ -109,9 +120,10 @@ class ModelConfig(Config):
                 f"--rotary-percent: {self.rotary_percent} of {self.kv_channels} channels per head is less than the two "
                 "channels that RoPE rotates together; choose a larger fraction"
             )
-
-        if self.rope_scaling_factor != 8.0 and not self.use_rope_scaling:
-            raise InputError(f"--rope-scaling-factor: {self.rope_scaling_factor} needs --use-rope-scaling")
+        for field in dataclasses.fields(self):
+            is_unused = field.name.startswith("rope_scaling_") and not self.use_rope_scaling
+            if is_unused and getattr(self, field.name) != field.default:
+                raise InputError(f"{flag_name(field)}: {getattr(self, field.name)} needs --use-rope-scaling")
 
     @property
     def rotary_channels(self) -> int:

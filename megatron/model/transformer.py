@@ -100,10 +100,11 @@ class SelfAttention(nn.Module):
         self.groups = config.kv_heads_per_rank(context.tp.size)
         self.queries_per_group = heads // context.tp.size // self.groups
         outputs = (heads + 2 * config.num_query_groups) * d
+        bias = config.add_bias_linear or config.add_attention_bias
         self.linear_qkv = ColumnParallelLinear(
             config.hidden_size,
             outputs,
-            bias=config.add_bias_linear or config.add_qkv_bias,
+            bias=bias or config.add_qkv_bias,
             init=input_init(config, outputs),
             context=context,
             shard=qkv_slice(config, context),
@@ -111,7 +112,7 @@ class SelfAttention(nn.Module):
         self.linear_proj = RowParallelLinear(
             heads * d,
             config.hidden_size,
-            bias=config.add_bias_linear,
+            bias=bias,
             init=output_init(config),
             context=context,
         )
@@ -165,23 +166,20 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
-        self.config, self.ops = config, context.ops
+        self.activation, self.ops = "gelu_tanh" if config.tanh_gelu else "gelu", context.ops
         h, f = config.hidden_size, config.ffn_hidden_size
         outputs, shard = f, None
         if config.swiglu:
             # The weights of gate and up, one above the other: each rank holds a part of both.
             begin, end = context.tp.local_range(f)
+            self.activation = "swiglu"
             outputs, shard = 2 * f, GlobalSlice((2 * f, h), 0, ((begin, end), (f + begin, f + end)))
-        bias, init = config.add_bias_linear, input_init(config, outputs)
+        bias, init = config.add_bias_linear or config.add_mlp_bias, input_init(config, outputs)
         self.linear_fc1 = ColumnParallelLinear(h, outputs, bias=bias, init=init, context=context, shard=shard)
         self.linear_fc2 = RowParallelLinear(f, h, bias=bias, init=output_init(config), context=context)
 
     def forward(self, x_sbh: Tensor) -> Tensor:
-        x_sbf = self.linear_fc1(x_sbh)
-        x_sbf = (
-            self.ops.swiglu(x_sbf) if self.config.swiglu else self.ops.gelu(x_sbf, tanh=self.config.tanh_gelu)
-        )
-        return self.linear_fc2(x_sbf)
+        return self.linear_fc2(self.ops.activation(self.linear_fc1(x_sbh), self.activation))
 
 
 class TransformerLayer(nn.Module):

@@ -28,10 +28,8 @@ def num_valid_rows(config: ModelConfig, context: ModelContext) -> int:
 
 def vocabulary_slice(config: ModelConfig, context: ModelContext, *row: int) -> GlobalSlice:
     """Shard spec of this rank's rows of a tensor [padded vocabulary, *row]."""
-    rows = context.padded_vocab_size
-    return GlobalSlice(
-        (rows, *row), 0, (context.tp.local_range(rows),), num_valid_rows=num_valid_rows(config, context)
-    )
+    rows, valid = context.padded_vocab_size, num_valid_rows(config, context)
+    return GlobalSlice((rows, *row), 0, (context.tp.local_range(rows),), num_valid_rows=valid)
 
 
 class Embedding(nn.Module):
@@ -40,16 +38,12 @@ class Embedding(nn.Module):
     def __init__(self, config: ModelConfig, context: ModelContext, *, tied: bool, token_types: int) -> None:
         """`tied`: another pipeline stage holds a copy of the word embeddings."""
         super().__init__()
-        self.context, self.dropout, self.fp32 = (
-            context,
-            config.hidden_dropout,
-            config.fp32_residual_connection,
-        )
+        self.context, self.dropout = context, config.hidden_dropout
+        self.fp32 = config.fp32_residual_connection
         self.word_embeddings = VocabParallelEmbedding(config, context, tied=tied)
         learned = config.position_embedding_type == "learned_absolute"
-        self.position_embeddings = (
-            ReplicatedEmbedding(config.max_position_embeddings, config, context) if learned else None
-        )
+        positions = config.max_position_embeddings if learned else 0
+        self.position_embeddings = ReplicatedEmbedding(positions, config, context) if positions else None
         self.tokentype_embeddings = ReplicatedEmbedding(token_types, config, context) if token_types else None
 
     def forward(

@@ -19,26 +19,17 @@ SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 CUBIC = 0.044715
 
 
-def gelu(x: Tensor, *, tanh: bool) -> Tensor:
-    """GELU, any shape, exact or in its tanh form (arXiv 1606.08415)."""
-    return F.gelu(x, approximate="tanh" if tanh else "none")
+def activation(x: Tensor, name: str) -> Tensor:
+    """GELU, exact or "gelu_tanh" (arXiv 1606.08415), or "swiglu": silu(gate) · up of the halves of x, [..., 2f]."""
+    if name == "swiglu":
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
+    return F.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
 
 
-def swiglu(x: Tensor) -> Tensor:
-    """silu(gate) · up, where the last dimension of x holds gate, then up: [..., 2f] to [..., f]."""
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-def compiled_gelu(run: CompileFn, x: Tensor, *, tanh: bool) -> Tensor:
-    """`gelu` by two functions that `run` calls."""
-    functions = (_gelu_tanh, _gelu_tanh_backward) if tanh else (_gelu_erf, _gelu_erf_backward)
-    return _Pointwise.apply(x, run, *functions)
-
-
-def compiled_swiglu(run: CompileFn, x: Tensor) -> Tensor:
-    """`swiglu` by two functions that `run` calls."""
-    return _Pointwise.apply(x, run, _swiglu, _swiglu_backward)
+def compiled_activation(run: CompileFn, x: Tensor, name: str) -> Tensor:
+    """`activation` by two functions that `run` calls."""
+    return _Pointwise.apply(x, run, *_FUNCTIONS[name])
 
 
 class _Pointwise(torch.autograd.Function):
@@ -98,3 +89,10 @@ def _swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
     s = 1 / (1 + (-gate).exp())
     d_gate = g * up * s * (1 + gate * (1 - s))
     return torch.cat((d_gate, g * gate * s), dim=-1).to(x.dtype)
+
+
+_FUNCTIONS = {
+    "gelu": (_gelu_erf, _gelu_erf_backward),
+    "gelu_tanh": (_gelu_tanh, _gelu_tanh_backward),
+    "swiglu": (_swiglu, _swiglu_backward),
+}

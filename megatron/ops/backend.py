@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.errors import InputError
-from megatron.ops.activation import compiled_gelu, compiled_swiglu, gelu, swiglu
+from megatron.ops.activation import activation, compiled_activation
 from megatron.ops.attention import attention
 from megatron.ops.compiler import CompileFn, Compiler, eager
 from megatron.ops.config import OpsConfig
@@ -46,8 +46,7 @@ class Ops:
     matmul: Matmul = matmul
     accumulate_wgrad: AccumulateWgrad = accumulate_wgrad
     attention: Callable[..., Tensor] = attention
-    gelu: Callable[..., Tensor] = gelu
-    swiglu: Callable[[Tensor], Tensor] = swiglu
+    activation: Callable[[Tensor, str], Tensor] = activation
     layer_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor] = layer_norm
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
     apply_rotary_emb: Callable[[Tensor, Tensor, Tensor], Tensor] = apply_rotary_emb
@@ -103,8 +102,7 @@ def choose_ops(
         fields |= {"layer_norm": apex_layer_norm, "rms_norm": apex_rms_norm}
         names["norm"] = "apex"
     if compiler is not None:
-        fields["gelu"] = functools.partial(compiled_gelu, compiler)
-        fields["swiglu"] = functools.partial(compiled_swiglu, compiler)
+        fields["activation"] = functools.partial(compiled_activation, compiler)
         fields["apply_rotary_emb"] = functools.partial(compiled_rotary_emb, compiler)
     if device.type == "cpu":
         from megatron.ops.cpu.choose import cpu_ops  # a run on GPUs never imports it

@@ -185,7 +185,7 @@ def _memory_and_matmul(ops: Ops) -> dict[str, Callable[[], object]]:
     a, b = torch.randn(2, SIDE, SIDE)
 
     def elementwise() -> None:
-        outputs = ops.layer_norm(stream, weight, bias, 1e-5) + to_stream, ops.gelu(middle, tanh=True)
+        outputs = ops.layer_norm(stream, weight, bias, 1e-5) + to_stream, ops.activation(middle, "gelu_tanh")
         # Not `backward`, which would accumulate into the gradients of the previous call.
         torch.autograd.grad(outputs, (stream, weight, bias, middle), (to_stream, to_middle))
 

@@ -45,11 +45,14 @@ def layer_parameters(job: Job, tensor: int) -> float:
     fc1 = ffn * (2 if model.swiglu else 1)
     sharded = h * (heads + kv) + heads * h + h * fc1 + ffn * h
     replicated = 2 * norm_parameters(model, h)
-    if model.add_bias_linear or model.add_qkv_bias:
+    attention_bias = model.add_bias_linear or model.add_attention_bias
+    if attention_bias or model.add_qkv_bias:
         sharded += heads + kv
-    if model.add_bias_linear:
+    if attention_bias:
+        replicated += h
+    if model.add_bias_linear or model.add_mlp_bias:
         sharded += fc1
-        replicated += 2 * h
+        replicated += h
     if model.qk_layernorm:
         replicated += 2 * norm_parameters(model, model.kv_channels)
     return sharded / tensor + replicated

@@ -17,9 +17,12 @@ from megatron.arguments import parse_run_config
 from megatron.checkpoint.checkpoint import Checkpoint, model_config, saved_tokenizer
 from megatron.checkpoint.find import find_checkpoint
 from megatron.errors import InputError
-from megatron.inference.conversion import largest_difference, our_logits, their_logits
+from megatron.inference.conversion import fixed_tokens, largest_difference, our_logits, their_logits
+from megatron.inference.load import load_weights
 from megatron.interop.convert import write_native
+from megatron.interop.external import meta_model
 from megatron.interop.huggingface.read import open_huggingface
+from megatron.interop.huggingface.settings import read_settings
 from megatron.interop.huggingface.write import write_huggingface
 from megatron.parallel.slices import whole
 from megatron.plugins import run
@@ -75,6 +78,101 @@ def test_round_trip(tmp_path: Path, kind: str) -> None:
         assert (
             again.tensors["model"].read(name, shard_spec).equal(read.tensors["model"].read(name, shard_spec))
         )
+
+
+@pytest.mark.parametrize("kind", ["llama linear", "llama yarn", "mistral", "phi3"])
+def test_gradients(tmp_path: Path, kind: str) -> None:
+    """Gradients of a random function of the logits equal those of transformers."""
+    transformers = pytest.importorskip("transformers")
+    folder = save_hf(tmp_path, kind)
+    read = open_huggingface(folder)
+    config, family = model_config(read), read_settings(folder / "config.json").family
+    ours = meta_model("GPT", config, VOCAB)
+    load_weights(read, ours, torch.float32)
+    theirs = getattr(transformers, family.architectures[0]).from_pretrained(folder)
+    tokens, weight = fixed_tokens(read)[0], torch.randn(VOCAB, generator=torch.Generator().manual_seed(0))
+    for p in ours.parameters():
+        p.requires_grad_()
+    (
+        ours(tokens, torch.arange(tokens.shape[1]).expand(tokens.shape)).log_softmax(-1) @ weight
+    ).sum().backward()
+    (theirs(tokens).logits.log_softmax(-1) @ weight).sum().backward()
+    expected = {name: p.grad for name, p in theirs.named_parameters()}
+    for name, p in ours.named_parameters():
+        names, modules = family.tensors(name)
+        for part, grad in zip(names, modules.split(p.grad, config), strict=True):
+            assert largest_difference([expected.pop(part)], [grad]) < 1e-5, part
+    assert not expected
+
+
+def edit_config(folder: Path, **fields: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("mistral", {"sliding_window": 32}),
+        ("phi3", {"sliding_window": 64}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 0}),
+    ],
+)
+def test_windows_that_cover_the_context_have_no_effect(tmp_path: Path, kind: str, fields: dict) -> None:
+    folder = save_hf(tmp_path, kind, **fields)
+    read = open_huggingface(folder)
+    assert read.notes == ()
+    assert largest_difference(their_logits(folder, read), our_logits(read)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("mistral", {"sliding_window": 31}),
+        ("phi3", {"sliding_window": 16}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+    ],
+)
+def test_windows_are_refused(tmp_path: Path, kind: str, fields: dict) -> None:
+    folder = save_hf(tmp_path, kind, **fields)
+    with pytest.raises(InputError, match=r"sliding_window: \d+ covers less than max_position_embeddings 32"):
+        open_huggingface(folder)
+
+
+def test_a_mistral_without_the_key_has_a_window(tmp_path: Path) -> None:
+    """transformers takes 4096 for a missing sliding_window."""
+    folder = save_hf(tmp_path, "mistral", max_position_embeddings=8192)
+    config = json.loads((folder / "config.json").read_text())
+    del config["sliding_window"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        InputError, match="sliding_window: 4096 covers less than max_position_embeddings 8192"
+    ):
+        open_huggingface(folder)
+
+
+def test_dynamic_scaling_is_plain_within_the_context(tmp_path: Path) -> None:
+    scaling = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    folder = save_hf(tmp_path, "llama", rope_parameters=scaling)
+    read = open_huggingface(folder)
+    assert "'dynamic' has no effect on sequences of up to 32 tokens" in read.notes[0]
+    assert largest_difference(their_logits(folder, read), our_logits(read)) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama linear", "llama yarn", "phi3"])
+def test_exports_have_rope_of_old_and_new_transformers(tmp_path: Path, kind: str) -> None:
+    """Each spelling alone describes the same model."""
+    read = open_huggingface(save_hf(tmp_path / "theirs", kind))
+    folder = tmp_path / "written"
+    write_huggingface(native(read, tmp_path / "ours"), folder, no_progress)
+    content = (folder / "config.json").read_text()
+    expected = their_logits(folder, read)
+    for left_out in (("rope_theta", "rope_scaling", "partial_rotary_factor"), ("rope_parameters",)):
+        config = {key: value for key, value in json.loads(content).items() if key not in left_out}
+        (folder / "config.json").write_text(json.dumps(config))
+        assert model_config(open_huggingface(folder)) == model_config(read)
+        assert largest_difference(expected, their_logits(folder, read)) == 0
 
 
 AUTO_CLASSES = {
@@ -159,9 +257,16 @@ def train(folder: str, load: str, flags: str) -> None:
     assert run(parse_run_config(words, description="", defaults=DEFAULTS), GPT) == 0
 
 
-def test_layouts_read_the_same_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "qwen2",
+        *(pytest.param(k, marks=pytest.mark.slow) for k in ("llama linear", "llama yarn", "mistral", "phi3")),
+    ],
+)
+def test_layouts_read_the_same_model(tmp_path: Path, kind: str) -> None:
     """Losses of a step and after it, with one process and with four that hold shards of layers and heads."""
-    folder = save_hf(tmp_path / "theirs", "qwen2", num_key_value_heads=1)
+    folder = save_hf(tmp_path / "theirs", kind, num_key_value_heads=1)
     records = []
     for processes, flags in (
         (1, ""),

@@ -85,7 +85,9 @@ def check(fast: Callable, plain: Callable, dtype: torch.dtype, *inputs: Tensor) 
 @RUNS
 @pytest.mark.parametrize("tanh", [True, False])
 def test_gelu(run: Callable, dtype: torch.dtype, tanh: bool) -> None:
-    fast, plain = (functools.partial(f, tanh=tanh) for f in (activation.compiled_gelu, activation.gelu))
+    name = "gelu_tanh" if tanh else "gelu"
+    fast = functools.partial(activation.compiled_activation, name=name)
+    plain = functools.partial(activation.activation, name=name)
     for shape in ((3, 5, 48), (2, 7, 17)):
         check(functools.partial(fast, run), plain, dtype, random(*shape, scale=4))
     # Same rank as above and with gradients, to avoid another compilation.
@@ -135,8 +137,9 @@ def test_norms_of_an_fp32_residual_stream(run: Callable) -> None:
 
 @RUNS
 def test_swiglu(run: Callable, dtype: torch.dtype) -> None:
-    fast = functools.partial(activation.compiled_swiglu, run)
-    check(fast, activation.swiglu, dtype, random(3, 5, 64, scale=4))
+    fast = functools.partial(activation.compiled_activation, run, name="swiglu")
+    plain = functools.partial(activation.activation, name="swiglu")
+    check(fast, plain, dtype, random(3, 5, 64, scale=4))
 
 
 @RUNS
@@ -251,8 +254,8 @@ def test_linear_cross_entropy(
 def test_no_samples(run: Callable) -> None:
     """A replica gets empty batches at the end of an evaluation."""
     x, weight = torch.empty(4, 0, 8), random(16, 8).float()
-    assert activation.compiled_gelu(run, x, tanh=True).shape == (4, 0, 8)
-    assert activation.compiled_swiglu(run, x).shape == (4, 0, 4)
+    assert activation.compiled_activation(run, x, "gelu_tanh").shape == (4, 0, 8)
+    assert activation.compiled_activation(run, x, "swiglu").shape == (4, 0, 4)
     assert cpu_norm.compiled_layer_norm(run, x, weight[0], weight[1], 1e-5).shape == x.shape
     assert cpu_norm.compiled_rms_norm(run, x, weight[0], 1e-5).shape == x.shape
     heads = torch.empty(0, 2, 128, 8)
@@ -452,7 +455,7 @@ def test_choice_on_a_cpu(compiled: Compiler, monkeypatch: pytest.MonkeyPatch) ->
         return choose_ops(OpsConfig(**fields), work=work, dtype=torch.bfloat16, device=CPU)
 
     assert choose(ops_backend="plain") is PLAIN
-    assert choose().gelu is not PLAIN.gelu
+    assert choose().activation is not PLAIN.activation
     assert (
         choose().layer_norm.func is cpu_norm.compiled_layer_norm
         and choose().rms_norm.func is cpu_norm.compiled_rms_norm
@@ -468,11 +471,11 @@ def test_choice_on_a_cpu(compiled: Compiler, monkeypatch: pytest.MonkeyPatch) ->
         "torch.compile: skipped, model too small to benefit (--ops-backend compile forces it)"
     )
     none = choose(torch_compile=False)
-    assert none.gelu is PLAIN.gelu and none.linear_cross_entropy is not None
+    assert none.activation is PLAIN.activation and none.linear_cross_entropy is not None
     assert none.notes[1] == "torch.compile: off (--no-torch-compile)"
     messages = []
     monkeypatch.setattr(compiler.logger, "info", lambda text, *values: messages.append(text % values))
-    assert choose(ops_backend="compile").gelu is not PLAIN.gelu
+    assert choose(ops_backend="compile").activation is not PLAIN.activation
     assert messages[-1].startswith("torch.compile works")
 
     monkeypatch.setattr(compiler.Compiler, "check", lambda self, device: "no C++ compiler")

@@ -5,18 +5,38 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.ops.rotary import scale_rope_freqs
+from megatron.ops.rotary import RopeScaling, rotary_angles
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
-@pytest.mark.parametrize("factor", [8.0, 32.0])
-def test_scaling_equals_transformers(factor: float) -> None:
+@pytest.mark.parametrize(
+    ("kind", "factor", "length", "base", "channels"),
+    [
+        ("llama3", 8.0, 8192, 500000.0, 128),
+        ("llama3", 32.0, 1024, 10000.0, 64),
+        ("linear", 2.5, 4096, 10000.0, 128),
+        ("yarn", 4.0, 32768, 1000000.0, 128),
+        ("yarn", 16.0, 64, 10000.0, 24),
+        ("yarn", 2.0, 4, 10000.0, 16),
+    ],
+)
+def test_scaling_equals_transformers(
+    kind: str, factor: float, length: int, base: float, channels: int
+) -> None:
     transformers = pytest.importorskip("transformers")
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    scaling |= {"original_max_position_embeddings": 8192, "rope_theta": 500000.0}
-    sizes = {"hidden_size": 128, "num_attention_heads": 1, "max_position_embeddings": 131072}
-    theirs = LlamaRotaryEmbedding(transformers.LlamaConfig(**sizes, rope_parameters=scaling)).inv_freq
-    plain = 500000.0 ** -(torch.arange(0, 128, 2) / 128)
-    torch.testing.assert_close(scale_rope_freqs(plain, factor), theirs, rtol=1e-6, atol=0)
-    assert theirs[0] == plain[0] and theirs[-1] == pytest.approx(plain[-1].item() / factor)
+    scaling = {"rope_type": kind, "factor": factor, "rope_theta": base}
+    scaling |= LLAMA3 if kind == "llama3" else {}
+    scaling |= {} if kind == "linear" else {"original_max_position_embeddings": length}
+    sizes = {
+        "hidden_size": channels,
+        "num_attention_heads": 1,
+        "max_position_embeddings": int(length * factor),
+    }
+    theirs = LlamaRotaryEmbedding(transformers.LlamaConfig(**sizes, rope_parameters=scaling))
+    positions = torch.arange(50).unsqueeze(0)
+    ours = rotary_angles(positions, channels, base, RopeScaling(kind, factor, length))
+    for x, expected in zip(ours, theirs(torch.ones(1), positions), strict=True):
+        torch.testing.assert_close(x[:, 0], expected, rtol=0, atol=1e-5)

@@ -119,8 +119,9 @@ def test_the_papers_runs_fit_their_gpus(name: str):
     assert fits(max_memory(model.job(), model.layout(), machine, NVIDIA_2021), machine)
 
 
+@pytest.mark.parametrize("biases", [{}, {"add_attention_bias": True}, {"add_mlp_bias": True}], ids=str)
 @pytest.mark.parametrize("tensor", [1, 2, 4])
-def test_parameters_of_llama_match_the_model(tensor: int):
+def test_parameters_of_llama_match_the_model(tensor: int, biases: dict[str, bool]):
     """Llama's shape: unsharded, sharded, and with more tensor-parallel ranks than query groups."""
     config = ModelConfig(
         num_layers=3,
@@ -135,6 +136,7 @@ def test_parameters_of_llama_match_the_model(tensor: int):
         untie_embeddings_and_output_weights=True,
         qk_layernorm=True,
         max_position_embeddings=32,
+        **biases,
     )
     tp, kv = Axis(rank=1 % tensor, size=tensor), Axis(rank=1 % tensor, size=max(tensor // 2, 1))
     model = GPTModel(config, ModelContext(vocab_size=512, padded_vocab_size=512, tp=tp, kv=kv))

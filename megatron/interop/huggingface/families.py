@@ -59,6 +59,16 @@ def separate_qkv(*names: str) -> Modules:
     return Modules(names, join_qkv, split_qkv)
 
 
+def fused_qkv(name: str) -> Modules:
+    """A projection whose outputs are all queries, then all keys, then all values."""
+
+    def join(parts: Sequence[Tensor], config: ModelConfig) -> Tensor:
+        kv = config.num_query_groups * config.kv_channels
+        return join_qkv(parts[0].split((len(parts[0]) - 2 * kv, kv, kv)), config)
+
+    return Modules((name,), join, lambda qkv, config: [torch.cat(split_qkv(qkv, config))])
+
+
 def transposed_qkv(name: str) -> Modules:
     """A `Conv1D` whose outputs are all queries, then all keys, then all values."""
     return Modules(
@@ -88,6 +98,8 @@ class Family:
         fixed: the supported values of further keys of config.json.
         activation: the key of config.json for the form of GELU, and its default; None for a gated MLP.
         tied: the default of tie_word_embeddings.
+        windows: the keys of attention windows, with their defaults.
+        rope_types: the supported values of rope_type.
     """
 
     model_type: str
@@ -101,6 +113,8 @@ class Family:
     fixed: Mapping[str, tuple[Any, ...]]
     activation: tuple[str, str] | None
     tied: bool
+    windows: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    rope_types: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn")
 
     def architecture(self, task: str) -> str:
         """The class of transformers that loads the model with its heads."""
@@ -162,9 +176,9 @@ GPT2 = Family(
     tied=True,
 )
 
-LLAMA = Family(
-    model_type="llama",
-    architectures=("LlamaForCausalLM",),
+MISTRAL = Family(
+    model_type="mistral",
+    architectures=("MistralForCausalLM",),
     prefix="model.",
     modules={
         "embedding.word_embeddings": same("model.embed_tokens"),
@@ -210,37 +224,63 @@ LLAMA = Family(
         "hidden_dropout": 0.0,
         "add_bias_linear": False,
     },
-    fixed={
-        "hidden_act": ("silu", "swish"),
-        "attention_bias": (False,),
-        "mlp_bias": (False,),
-    },
+    fixed={"hidden_act": ("silu", "swish")},
+    windows={"sliding_window": 4096},
     activation=None,
     tied=False,
 )
 
-_NO_WINDOWS = {"use_sliding_window": (False,), "hidden_act": ("silu",)}
+LLAMA = dataclasses.replace(
+    MISTRAL,
+    model_type="llama",
+    architectures=("LlamaForCausalLM",),
+    settings={**MISTRAL.settings, "attention_bias": "add_attention_bias", "mlp_bias": "add_mlp_bias"},
+    defaults={**MISTRAL.defaults, "attention_bias": False, "mlp_bias": False},
+    windows={},
+)
+
+_QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 
 QWEN2 = dataclasses.replace(
-    LLAMA,
+    MISTRAL,
     model_type="qwen2",
     architectures=("Qwen2ForCausalLM",),
-    shape={**LLAMA.shape, "add_qkv_bias": True},
-    fixed=_NO_WINDOWS,
+    shape={**MISTRAL.shape, "add_qkv_bias": True},
+    windows=_QWEN_WINDOWS,
 )
 
 QWEN3 = dataclasses.replace(
-    LLAMA,
+    MISTRAL,
     model_type="qwen3",
     architectures=("Qwen3ForCausalLM",),
     modules={
-        **LLAMA.modules,
+        **MISTRAL.modules,
         _LAYER + "self_attention.q_layernorm": same("model.layers.{}.self_attn.q_norm"),
         _LAYER + "self_attention.k_layernorm": same("model.layers.{}.self_attn.k_norm"),
     },
-    defaults={**LLAMA.defaults, "head_dim": 128},
-    shape={**LLAMA.shape, "qk_layernorm": True},
-    fixed={**_NO_WINDOWS, "attention_bias": (False,)},
+    settings={**MISTRAL.settings, "attention_bias": "add_attention_bias"},
+    defaults={**MISTRAL.defaults, "head_dim": 128, "attention_bias": False},
+    shape={**MISTRAL.shape, "qk_layernorm": True},
+    windows=_QWEN_WINDOWS,
+)
+
+PHI3 = dataclasses.replace(
+    MISTRAL,
+    model_type="phi3",
+    architectures=("Phi3ForCausalLM",),
+    modules={
+        **MISTRAL.modules,
+        _LAYER + "self_attention.linear_qkv": fused_qkv("model.layers.{}.self_attn.qkv_proj"),
+        _LAYER + "mlp.linear_fc1": same("model.layers.{}.mlp.gate_up_proj"),
+    },
+    settings={
+        **MISTRAL.settings,
+        "resid_pdrop": "hidden_dropout",
+        "partial_rotary_factor": "rotary_percent",
+    },
+    defaults={**MISTRAL.defaults, "rms_norm_eps": 1e-5, "resid_pdrop": 0.0, "partial_rotary_factor": 1.0},
+    windows={"sliding_window": None},
+    rope_types=("default",),
 )
 
 MEGATRON_BERT = Family(
@@ -298,4 +338,4 @@ MEGATRON_BERT = Family(
     tied=True,
 )
 
-FAMILIES = {family.model_type: family for family in (GPT2, LLAMA, QWEN2, QWEN3, MEGATRON_BERT)}
+FAMILIES = {family.model_type: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, MEGATRON_BERT)}

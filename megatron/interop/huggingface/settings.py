@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,12 @@ from megatron.errors import InputError
 from megatron.flags import either
 from megatron.interop.huggingface.families import FAMILIES, Family
 from megatron.model.config import ModelConfig
-from megatron.ops.rotary import LEAST_TURNS, MOST_TURNS, TRAINED_LENGTH
+from megatron.ops.rotary import TURNS, RopeScaling
 from megatron.tokenizer.base import read_json
 
 TANH_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
-LLAMA3_SCALING = {
-    "low_freq_factor": LEAST_TURNS,
-    "high_freq_factor": MOST_TURNS,
-    "original_max_position_embeddings": TRAINED_LENGTH,
-}
+# Keys of the scaling of RoPE for the turns in `TURNS`.
+TURN_KEYS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
 # The supported values of keys of any family.
 FIXED: dict[str, tuple[Any, ...]] = {
     # Other values could name code on the hub.
@@ -40,14 +38,12 @@ IGNORED = {
     "eos_token_id",
     "gradient_checkpointing",
     "is_encoder_decoder",
-    "max_window_layers",
     "model_type",
     "n_ctx",
     "output_past",
     "pad_token_id",
     "pretraining_tp",
     "reorder_and_upcast_attn",
-    "sliding_window",  # enabled only by use_sliding_window
     "summary_activation",
     "summary_first_dropout",
     "summary_proj_to_labels",
@@ -95,12 +91,14 @@ def _from_config(config: dict[str, Any]) -> Settings:
     left = {key: value for key, value in config.items() if key not in IGNORED}
     for key, values in (FIXED | dict(family.fixed)).items():
         _check(key, left.pop(key, values[0]), values)
-    for kind in left.pop("layer_types", None) or ():
-        _check("layer_types", kind, ("full_attention",))
     rows = left.pop("vocab_size", None)
     if type(rows) is not int or rows < 1:
         raise InputError(f"vocab_size: {rows!r} is not a positive integer")
     fields = dict(family.shape)
+    notes: list[str] = []
+    rope = {**(left.pop("rope_scaling", None) or {}), **(left.pop("rope_parameters", None) or {})}
+    if "partial_rotary_factor" in rope:
+        left["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
     for key, field in family.settings.items():
         if key not in left and key not in family.defaults:
             raise InputError(f"lacks {key!r}")
@@ -121,38 +119,83 @@ def _from_config(config: dict[str, Any]) -> Settings:
         # The first flag affects the layers, the second also BERT's head.
         fields |= {"bias_gelu_fusion": name != "gelu", "openai_gelu": name != "gelu"}
     else:
-        fields |= _read_rope(left)
+        fields |= _read_rope(rope, left, family, fields["max_position_embeddings"], notes)
+        _check_windows(left, family, fields)
     private = [key for key in left if key.startswith("_")]
     if private:  # transformers sets attributes of any such name
         raise InputError(f"{private[0]} is not supported; remove it")
-    notes = []
     if left.pop("embd_pdrop", resid := fields["hidden_dropout"]) != resid:
         notes.append(
             f"config.json: embd_pdrop differs from resid_pdrop; --hidden-dropout {resid} replaces both"
         )
     notes += [f"config.json: {key!r} is unknown and has no effect" for key in left]
-    return Settings(family, ModelConfig(**fields), rows, tuple(notes))
+    model = ModelConfig(**fields)
+    if int(model.kv_channels * model.rotary_percent) % 2:
+        raise InputError(f"partial_rotary_factor: {model.rotary_percent} gives an odd number of channels")
+    return Settings(family, model, rows, tuple(notes))
 
 
-def _read_rope(left: dict[str, Any]) -> dict[str, Any]:
-    """Convert the settings of RoPE, and remove their keys. Newer versions of transformers keep them in one dict."""
-    rope = {**(left.pop("rope_scaling", None) or {}), **(left.pop("rope_parameters", None) or {})}
+def _read_rope(
+    rope: dict[str, Any], left: dict[str, Any], family: Family, length: int, notes: list[str]
+) -> dict[str, Any]:
+    """Convert the settings of RoPE, and remove their keys.
+
+    transformers 5 keeps all in one dict, `rope`; older versions keep some in `left`.
+
+    Args:
+        length: longest sequence.
+    """
     base = rope.pop("rope_theta", left.pop("rope_theta", 10000.0))
     kind = rope.pop("rope_type", rope.pop("type", "default"))
-    _check("rope_type", kind, ("default", "llama3"))
-    share = left.pop("partial_rotary_factor", 1.0)
-    _check("partial_rotary_factor", rope.pop("partial_rotary_factor", share), (1.0,))
+    _check("rope_type", kind, family.rope_types)
+    if "partial_rotary_factor" not in family.settings:
+        _check("partial_rotary_factor", left.pop("partial_rotary_factor", 1.0), (1.0,))
     if base is None:
         raise InputError("rope_theta: null is not a number")
-    fields = {"rotary_base": base}
-    if kind == "llama3":
-        for key, value in LLAMA3_SCALING.items():
-            _check(key, rope.pop(key, value), (value,))
-        if rope.get("factor") is None:
-            raise InputError("rope_type: 'llama3' lacks 'factor'")
-        fields |= {"use_rope_scaling": True, "rope_scaling_factor": rope.pop("factor")}
+    original = left.pop("original_max_position_embeddings", None)
+    original = rope.pop("original_max_position_embeddings", None) if original is None else original
+    if kind != "default" and rope.get("factor") is None:
+        raise InputError(f"rope_type: {kind!r} lacks 'factor'")
+    factor, fields = rope.pop("factor", None), {"rotary_base": base}
+    if kind == "dynamic":
+        _check("original_max_position_embeddings", original, (None, length))
+        notes.append(f"config.json: rope_type 'dynamic' has no effect on sequences of up to {length} tokens")
+    elif kind != "default":
+        fields |= {"use_rope_scaling": True, "rope_scaling_type": kind, "rope_scaling_factor": factor}
+    if kind in TURNS:
+        fields["rope_scaling_original_length"] = length if original is None else original
+        for key, turns in zip(TURN_KEYS[kind], TURNS[kind], strict=True):
+            _check(key, rope.pop(key, None) or turns, (turns,))
+    if kind == "yarn":
+        expected = RopeScaling(kind, factor, length).attention_factor
+        given = rope.pop("attention_factor", None)
+        if given is not None and not math.isclose(given, expected, rel_tol=1e-6):
+            _check("attention_factor", given, (expected,))
+        for key, values in {"mscale": (None,), "mscale_all_dim": (None,), "truncate": (True,)}.items():
+            _check(key, rope.pop(key, values[0]), values)
     left |= rope
     return fields
+
+
+def _check_windows(left: dict[str, Any], family: Family, fields: dict[str, Any]) -> None:
+    """Raise `InputError` if a layer attends to less than the whole context; remove the keys of windows."""
+    found = {key: left.pop(key, default) for key, default in family.windows.items()}
+    window, length, layers = (
+        found.get("sliding_window"),
+        fields["max_position_embeddings"],
+        fields["num_layers"],
+    )
+    kinds = left.pop("layer_types", None) or ()
+    for kind in kinds:
+        _check("layer_types", kind, ("full_attention", "sliding_attention"))
+    windowed = found.get("use_sliding_window", True) and found.get("max_window_layers", 0) < layers
+    if "sliding_attention" not in kinds and (window is None or not windowed):
+        return
+    if window is None or window < length:
+        raise InputError(
+            f"sliding_window: {window} covers less than max_position_embeddings {length}; attention windows are not "
+            "supported"
+        )
 
 
 def _check(key: str, value: Any, values: tuple[Any, ...]) -> None:
@@ -175,13 +218,11 @@ def to_config(family: Family, model: ModelConfig, rows: int) -> dict[str, Any]:
         tanh = model.openai_gelu if is_bert else model.tanh_gelu
         config[family.activation[0]] = "gelu_new" if tanh else "gelu"
     else:
-        config |= {"rope_theta": model.rotary_base, "rope_scaling": None}
-        if model.use_rope_scaling:
-            config["rope_scaling"] = {
-                "rope_type": "llama3",
-                "factor": model.rope_scaling_factor,
-                **LLAMA3_SCALING,
-            }
+        config |= _rope_to_config(model)
+        if "sliding_window" in family.windows:
+            config["sliding_window"] = None
+        if "use_sliding_window" in family.windows:
+            config["use_sliding_window"] = False
     if family.model_type == "gpt2":
         # llama.cpp reads n_ctx.
         config |= {"embd_pdrop": model.hidden_dropout, "n_ctx": config["n_positions"]}
@@ -190,3 +231,21 @@ def to_config(family: Family, model: ModelConfig, rows: int) -> dict[str, Any]:
         lines = "; ".join(f"{flag} is {ours} here and {theirs} there" for flag, ours, theirs in lost)
         raise InputError(f"the model cannot be expressed as Hugging Face's {family.model_type}: {lines}")
     return config
+
+
+def _rope_to_config(model: ModelConfig) -> dict[str, Any]:
+    """The settings of RoPE under the keys of transformers 5 and under those of older versions."""
+    scaling: dict[str, Any] = {}
+    if model.use_rope_scaling:
+        kind, factor = model.rope_scaling_type, model.rope_scaling_factor
+        scaling = {"rope_type": kind, "factor": factor}
+        if kind in TURNS:
+            length = model.rope_scaling_original_length
+            scaling["original_max_position_embeddings"] = length
+            scaling |= zip(TURN_KEYS[kind], TURNS[kind], strict=True)
+        if kind == "yarn":
+            scaling["attention_factor"] = RopeScaling(kind, factor, length).attention_factor
+    parameters = {"rope_type": "default", "rope_theta": model.rotary_base, **scaling}
+    if model.rotary_percent != 1:
+        parameters["partial_rotary_factor"] = model.rotary_percent
+    return {"rope_theta": model.rotary_base, "rope_scaling": scaling or None, "rope_parameters": parameters}

@@ -84,6 +84,8 @@ def choose_family(task: str, model: ModelConfig) -> str:
         return "gpt2"
     if model.qk_layernorm:
         return "qwen3"
+    if model.rotary_percent != 1:
+        return "phi3"
     return "qwen2" if model.add_qkv_bias else "llama"
 
 

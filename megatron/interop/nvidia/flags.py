@@ -51,6 +51,7 @@ def _refuse(note: str, *usages: str, harmless: Sequence[str] = ()) -> tuple[Nvid
 
 # Flags that Megatron-LM does not have.
 OURS_ALONE = frozenset(
+    "--add-attention-bias --add-mlp-bias --rope-scaling-original-length --rope-scaling-type "
     "--bf16-optimizer-states --check-weight-replicas-interval --cuda-graph --data-order --device --dry-run "
     "--dry-run-json --dry-run-ranks --eval-tasks --eval-tasks-data --hang-timeout --keep-last --lion-beta1 "
     "--lion-beta2 --metrics-path --no-mask-padded-vocab --no-progress --no-torch-compile --on-non-finite "
