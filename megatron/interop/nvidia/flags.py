@@ -62,7 +62,8 @@ DEPARTURES = {
     "--checkpoint-activations": "as in v2.5; now refused",
     "--data-path": "blends in v2.5's order; --data-order head selects the current one",
     "--distributed-backend": "default: nccl on GPUs, gloo on CPUs; there nccl",
-    "--eod-mask-loss": "the loss is the mean over the global batch; there the mean of the microbatches' means",
+    "--eod-mask-loss": "the loss is the mean over the global batch; there the mean of the microbatches' means, so "
+    "losses and grad norms differ; in a spike the grad norm differed by 14%",
     "--eval-interval": "default: 1000, as in v2.5; now none",
     "--eval-iters": "every evaluation reads the same samples; there each reads the next ones",
     "--fp16": "gradients are accumulated in fp32; skipped steps advance the schedules, there they do not",
@@ -79,7 +80,8 @@ DEPARTURES = {
     "--rampup-batch-size": "as in v2.5; now ignored",
     "--save-interval": "optional: by default the run saves at its end; there required with --save",
     "--seed": "other initial weights and dropout than there, but equal in every layout",
-    "--split": "default: 969,30,1, as in v2.5; now none, and rounded as with --data-order head",
+    "--split": "default: 969,30,1, as in v2.5; now none, and rounded as with --data-order head; if given, a share "
+    "above 0 that is too small for a document is an error; there that data is left out",
     "--strict-lambada": "there a flag of tasks/main.py",
     "--tensor-model-parallel-size": "an error if larger than the number of ranks; v2.5 reduces it",
     "--tiktoken-pattern": "also OpenAI's patterns; required, where the current default is v2",
