@@ -91,10 +91,10 @@ def run_values(
     config_file = _config_file(argv)
     if config_file is not None:
         try:
-            _parse(parser, _read_settings(config_file, parser), namespace)
+            parser.parse_args(_read_settings(config_file, parser), namespace)
         except InputError as error:
             raise InputError(f"--config {config_file}: {error}") from None
-    given = _parse(parser, argv, namespace)
+    given = vars(parser.parse_args(argv, namespace))
     checkpoint = make_config(CheckpointConfig, given)
     folder = checkpoint.load if checkpoint.use_checkpoint_args else model_folder(checkpoint)
     if folder is not None:
@@ -106,14 +106,6 @@ def run_values(
         if os.environ.get("RANK", "0") == "0":
             print(f"note: {notice}", file=sys.stderr)
     return values
-
-
-def _parse(parser: Parser, words: Sequence[str], namespace: argparse.Namespace) -> dict[str, Any]:
-    """Parse `words` into `namespace`; an `InputError` has one line for each refused flag."""
-    parser.parse_args(words, namespace)
-    if namespace.refusals:
-        raise InputError("\n".join(dict.fromkeys(namespace.refusals)))
-    return vars(namespace)
 
 
 def _without_effect(values: dict[str, Any]) -> list[str]:
