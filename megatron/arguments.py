@@ -82,7 +82,7 @@ def run_values(
     namespace = argparse.Namespace(notices=[], refusals=[])
     for parse_before in BEFORE_COMMAND_LINE:
         parse_before(argv, parser, namespace)
-    given = parse_into(namespace, argv, parser)
+    given = vars(parser.parse_args(argv, namespace))
     for change in after:
         given = change(given)
     values = defaults | given
@@ -91,14 +91,6 @@ def run_values(
         if os.environ.get("RANK", "0") == "0":
             print(f"note: {notice}", file=sys.stderr)
     return values
-
-
-def parse_into(namespace: argparse.Namespace, words: Sequence[str], parser: Parser) -> dict[str, Any]:
-    """Parse `words` into `namespace`, and return its values; an `InputError` has one line for each refused flag."""
-    parser.parse_args(words, namespace)
-    if namespace.refusals:
-        raise InputError("\n".join(dict.fromkeys(namespace.refusals)))
-    return vars(namespace)
 
 
 def _without_effect(values: dict[str, Any]) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import functools
 import os
 import re
 import sys
@@ -16,7 +17,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from megatron.errors import InputError, TrainingFault, report_fatal
-from megatron.flags import Config, Flag, field_types, flag_name
+from megatron.flags import TYPE_WORDS, Config, Flag, field_types, flag_name
 
 C = TypeVar("C", bound=Config)
 
@@ -43,20 +44,34 @@ class Parser(argparse.ArgumentParser):
         raise InputError(message.replace("ignored explicit argument", "takes no value, but was given"))
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
-        namespace, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            name = unknown[0].split("=", 1)[0]
-            if not name.startswith("-"):
-                raise InputError(f"{name!r} is not expected here; every value follows its flag")
-            ours = [name for name, action in self.flags.items() if action.help != argparse.SUPPRESS]
-            near = difflib.get_close_matches(name, ours, n=1, cutoff=0.7)
-            hint = f"did you mean {near[0]}?" if near else "--help lists the flags"
-            # The flag's own name is the first word.
-            instead = OTHER_NAMES.get(name.replace("_", "-"), "")
-            if instead and instead.replace(",", "").split()[0] in ours:
-                hint = f"use {instead}"
-            raise InputError(f"{name} is not a flag of this command; {hint}")
+        """Parse words, with dashes for underscores. One error names all unknown flags and all `refusals`."""
+        words = [self._dashed(word) for word in (sys.argv[1:] if args is None else args)]
+        namespace, unknown = self.parse_known_args(words, namespace)
+        # The words after an unknown flag are its values.
+        faults = [self._fault(word) for i, word in enumerate(unknown) if i == 0 or word.startswith("--")]
+        faults += getattr(namespace, "refusals", [])
+        if faults:
+            raise InputError("\n".join(dict.fromkeys(faults)))
         return namespace
+
+    def _dashed(self, word: str) -> str:
+        name, equals, value = word.partition("=")
+        dashed = name.replace("_", "-")
+        known = name.startswith("--") and name not in self.flags and dashed in self.flags
+        return f"{dashed}{equals}{value}" if known else word
+
+    def _fault(self, word: str) -> str:
+        name = word.split("=", 1)[0]
+        if not name.startswith("-"):
+            return f"{name!r} is not expected here; every value follows its flag"
+        ours = [name for name, action in self.flags.items() if action.help != argparse.SUPPRESS]
+        near = difflib.get_close_matches(name, ours, n=1, cutoff=0.8)
+        hint = f"did you mean {near[0]}?" if near else "--help lists the flags"
+        # The flag's own name is the first word.
+        instead = OTHER_NAMES.get(name.replace("_", "-"), "")
+        if instead and instead.replace(",", "").split()[0] in ours:
+            hint = f"use {instead}"
+        return f"{name} is not a flag of this command; {hint}"
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -127,7 +142,7 @@ def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field, scalar: 
         metavar: str | tuple[str, ...] = "{" + ",".join(map(str, spec.choices)) + "}"
     else:
         metavar = spec.metavar or {int: "N", float: "X", str: "TEXT"}[scalar]
-    convert: Callable[[str], Any] = {int: _integer, float: _number, str: nonempty}[scalar]
+    convert: Callable[[str], Any] = nonempty if scalar is str else functools.partial(_number, scalar)
     group.add_argument(*names, type=convert, nargs=spec.nargs, metavar=metavar, **common)
 
 
@@ -137,18 +152,11 @@ def clipped(value: Any) -> str:
     return text if len(text) <= 61 else f"{text[:61]}..."
 
 
-def _integer(text: str) -> int:
+def _number(kind: type, text: str) -> Any:
     try:
-        return int(text)
+        return kind(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{clipped(text)} is not an integer") from None
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{clipped(text)} is not a number") from None
+        raise argparse.ArgumentTypeError(f"{clipped(text)} is not {TYPE_WORDS[kind]}") from None
 
 
 def nonempty(text: str) -> str:

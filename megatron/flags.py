@@ -121,7 +121,7 @@ def _checked(field: dataclasses.Field, value: Any, scalar: type) -> Any:
     if scalar is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if type(value) is not scalar:
-        raise InputError(f"{name}: {value!r} is not {_type_words[scalar]}")
+        raise InputError(f"{name}: {value!r} is not {TYPE_WORDS[scalar]}")
     if spec.choices is not None and value not in spec.choices:
         raise InputError(f"{name}: {value!r} is not one of {', '.join(map(str, spec.choices))}")
     if scalar is not bool and isinstance(value, int | float):
@@ -145,4 +145,4 @@ def either(values: Iterable[Any]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-_type_words = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
+TYPE_WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or false"}

@@ -150,6 +150,7 @@ OTHER_DEFAULTS = {
     "--num-query-groups": None,  # 1; the same here with --group-query-attention
     "--wandb-project": None,  # '', which is equivalent
     "--wandb-exp-name": None,
+    "--wandb-entity": None,
     "--ddp-bucket-size": 40_000_000,  # None, which becomes 40 million, or more with many replicas
     "--profile-ranks": (0,),  # [0]
     "--recompute-num-layers": None,  # 1; the same here with full recomputation
@@ -285,15 +286,31 @@ def test_a_negative_number_is_a_value_and_not_a_flag(word: str) -> None:
     [
         ("--num-layer", "--num-layers"),
         ("--hiden-size", "--hidden-size"),
-        ("--num_layers", "--num-layers"),
+        ("--num_layer", "--num-layers"),
         ("--micro-batch", "--micro-batch-size"),
-        ("--bfloat16", "--bf16"),
+        ("--universal", None),
         ("-x", None),
     ],
 )
 def test_an_unknown_flag_suggests_the_nearest(word: str, nearest: str | None) -> None:
     hint = f"did you mean {nearest}?" if nearest else "--help lists the flags"
     assert error_of(word, "3") == f"{word.split('=')[0]} is not a flag of this command; {hint}"
+
+
+def test_all_unknown_and_refused_flags_are_in_one_error() -> None:
+    message = error_of("--hiden-size", "8", "--squared-relu", "--no-such", "a", "b", "--hiden-size=9")
+    assert message.splitlines() == [
+        "--hiden-size is not a flag of this command; did you mean --hidden-size?",
+        "--no-such is not a flag of this command; --help lists the flags",
+        "--squared-relu is not supported: not implemented",
+    ]
+
+
+def test_underscores_stand_for_dashes() -> None:
+    """Only where the flag does not exist with underscores; values keep theirs."""
+    config = parse("--hidden_dropout=0.25 --data_path __load --use_checkpoint_opt_param_scheduler")
+    assert config.model.hidden_dropout == 0.25 and config.data.data_path == ("__load",)
+    assert config.optimizer.use_checkpoint_opt_param_scheduler
 
 
 @pytest.mark.parametrize(
@@ -304,6 +321,7 @@ def test_an_unknown_flag_suggests_the_nearest(word: str, nearest: str | None) ->
         ("--learning_rate", "--lr"),
         ("--epochs", "--train-iters or --train-samples"),
         ("--output-dir", "--save"),
+        ("--bfloat16", "--bf16"),
         ("--dtype", "--bf16 or --fp16; the default is fp32"),
     ],
 )
@@ -370,6 +388,7 @@ CROSS = [
     ("--split -1,2", "--split: '-1,2' does not divide the data"),
     ("--split one", "--split: 'one' is not a list of numbers"),
     ("--wandb-exp-name a", "--wandb-exp-name needs --wandb-project"),
+    ("--wandb-entity a", "--wandb-entity needs --wandb-project"),
     ("--save-interval 5", "--save-interval: 5 needs --save, the folder"),
     ("--keep-last 2 --load a", "--keep-last: 2 needs --save, the folder"),
 ]

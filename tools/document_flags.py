@@ -18,7 +18,8 @@ from megatron.cli import Parser, run_command, summary
 from megatron.errors import InputError
 from megatron.finetuning.finetune import FinetuneConfig
 from megatron.flags import Config, Flag, field_types, flag_name
-from megatron.interop.nvidia.flags import DEPARTURES, NVIDIA_FLAGS, OURS_ALONE, NvidiaFlag
+from megatron.interop.nvidia.flag_table import NvidiaFlag
+from megatron.interop.nvidia.flags import DEPARTURES, NVIDIA_FLAGS, OURS_ALONE
 from megatron.training.config import RunConfig
 
 FLAGS_HEADER = """\
@@ -99,7 +100,7 @@ def nvidia_table() -> str:
 
 def _effect(flag: NvidiaFlag) -> str:
     if not flag.refused:
-        return "no effect"
+        return "read as" if flag.instead else "no effect"
     harmless = ", ".join(f"`{value}`" for value in flag.harmless)
     return f"refused, except {harmless}" if harmless else "refused"
 

@@ -30,7 +30,6 @@ FLAG_NAMES = {
     "--tp": "--tensor-model-parallel-size",
     "--pp": "--pipeline-model-parallel-size",
     "--gradient-checkpointing": "--recompute-granularity full",
-    "--zero-stage": "--use-distributed-optimizer, which is ZeRO-1",
     "--block-size": "--seq-length",
     "--context-length": "--seq-length",
     "--n-layer": "--num-layers",
@@ -38,6 +37,7 @@ FLAG_NAMES = {
     "--n-embd": "--hidden-size",
     "--rmsnorm": "--normalization RMSNorm",
     "--fp32": "--bf16 or --fp16; the default is fp32",
+    "--bfloat16": "--bf16",
     "--dtype": "--bf16 or --fp16; the default is fp32",
     "--precision": "--bf16 or --fp16; the default is fp32",
 }

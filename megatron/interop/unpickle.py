@@ -87,6 +87,7 @@ STORAGES = ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char
 VALUES = {f"torch.{name}": getattr(torch, name) for name in DTYPES} | {
     f"torch.{storage}Storage": getattr(torch, name) for storage, name in zip(STORAGES, DTYPES, strict=True)
 }
+VALUES["torch.Tensor"] = torch.Tensor
 
 
 def _ordered_dict() -> dict:
@@ -117,6 +118,7 @@ def _parameter(data: Any, requires_grad: bool, hooks: dict) -> Any:
     return data
 
 
+REBUILD_TENSOR = "torch._utils._rebuild_tensor_v2"
 # Allowed functions, each with the function that replaces it.
 FUNCTIONS: dict[str, Callable] = {
     "collections.OrderedDict": _ordered_dict,
@@ -144,7 +146,14 @@ def unpickle(
     Raises:
         InputError: the pickle is damaged, or holds objects that no checkpoint needs.
     """
-    machine = _Machine(FUNCTIONS | {"torch._utils._rebuild_tensor_v2": tensor}, storage)
+
+    def tensor_with_attributes(function: Any, kind: Any, args: tuple, attributes: Any) -> Any:
+        if function != Global(REBUILD_TENSOR) or kind is not torch.Tensor:
+            raise ValueError("a tensor of a class other than torch.Tensor")
+        return tensor(*args)
+
+    functions = {REBUILD_TENSOR: tensor, "torch._tensor._rebuild_from_type_v2": tensor_with_attributes}
+    machine = _Machine(FUNCTIONS | functions, storage)
     try:
         for opcode, arg, _ in pickletools.genops(stream):
             machine.do(opcode.name, arg)

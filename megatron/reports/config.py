@@ -36,10 +36,15 @@ class ReportConfig(PluginConfig):
     wandb_project: str | None = flag(None, "log to this Weights & Biases project", metavar="NAME")
     wandb_exp_name: str | None = flag(None, "name of the run in Weights & Biases", metavar="NAME")
 
+    wandb_entity: str | None = flag(
+        None, "team or user that owns the Weights & Biases project", metavar="NAME"
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.wandb_exp_name is not None and self.wandb_project is None:
-            raise InputError("--wandb-exp-name needs --wandb-project")
+        for name in ("exp_name", "entity"):
+            if getattr(self, f"wandb_{name}") is not None and self.wandb_project is None:
+                raise InputError(f"--wandb-{name.replace('_', '-')} needs --wandb-project")
 
     @classmethod
     def without_effect(cls, values: Mapping[str, Any]) -> list[str]:

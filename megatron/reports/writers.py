@@ -188,7 +188,8 @@ class WeightsAndBiases(ReportWriter):
         except ImportError:
             raise InputError("--wandb-project needs Weights & Biases: pip install wandb") from None
         settings = dataclasses.asdict(config)
-        return cls(wandb.init(project=flags.wandb_project, name=flags.wandb_exp_name, config=settings))
+        names = {"name": flags.wandb_exp_name, "entity": flags.wandb_entity}
+        return cls(wandb.init(project=flags.wandb_project, **names, config=settings))
 
     def start(self, iteration: int, *, evaluation_due: bool) -> None:
         """Do nothing: the service drops values of earlier steps by itself."""

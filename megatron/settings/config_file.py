@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.arguments import parse_into
 from megatron.cli import Parser, clipped, nonempty
 from megatron.errors import InputError
 from megatron.settings_file import read_settings
@@ -33,7 +32,7 @@ def parse_config_file(argv: Sequence[str], parser: Parser, namespace: argparse.N
     path = _config_file(argv)
     if path is not None:
         try:
-            parse_into(namespace, _read_settings(path, parser), parser)
+            parser.parse_args(_read_settings(path, parser), namespace)
         except InputError as error:
             raise InputError(f"--config {path}: {error}") from None
 

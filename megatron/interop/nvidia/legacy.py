@@ -321,7 +321,10 @@ def optimizer_parts(
     """The shards of the optimizer's state tensors, by kind; and the number of optimizer steps."""
     found: dict[str, dict[tuple[int, int], Chunks]] = {}
     for rank, path in ranks.paths.items():
-        by_kind, steps = optimizer_tensors(path, ranks.contents[rank].get("optimizer"), chunks[rank])
+        content = ranks.contents[rank]
+        by_kind, steps = optimizer_tensors(
+            path, content.get("optimizer"), chunks[rank], content.get("iteration", 0)
+        )
         for kind, tensors in by_kind.items():
             found.setdefault(kind, {})[rank] = tensors
     return {kind: by_native_name(ranks, tensors, stack)[0] for kind, tensors in found.items()}, steps

@@ -19,13 +19,14 @@ MASTER = "master"
 
 
 def optimizer_tensors(
-    path: Path, optimizer: Any, chunks: list[dict[str, StoredTensor]]
+    path: Path, optimizer: Any, chunks: list[dict[str, StoredTensor]], iteration: int
 ) -> tuple[dict[str, list[dict[str, StoredTensor]]], int]:
     """The optimizer state of one rank, and the number of optimizer steps.
 
     Args:
         optimizer: the entry "optimizer" of the file `path`.
         chunks: the weights of each model chunk, by key.
+        iteration: the number of steps for SGD, which saves none.
 
     Returns:
         For each kind ("exp_avg", ..., "master" for the fp32 weights of a half-precision model), the tensors of each
@@ -44,7 +45,8 @@ def optimizer_tensors(
         found = {kind: [state[n][kind] for n in numbers] for kind in MOMENTS if kind in state[numbers[0]]}
         if "fp32_from_fp16_params" in optimizer:
             found[MASTER] = [tensor for group in optimizer["fp32_from_fp16_params"] for tensor in group]
-        steps = state[numbers[0]].get("step", inner["param_groups"][0].get("step"))
+        default = iteration if "momentum_buffer" in found else None
+        steps = state[numbers[0]].get("step", inner["param_groups"][0].get("step", default))
         steps = int(steps.read()) if isinstance(steps, StoredTensor) else int(steps)
     except (AttributeError, LookupError, OverflowError, TypeError, ValueError):
         raise InputError(
