@@ -14,9 +14,9 @@ RUN mkdir -p /home/user/megatron/quickstart
 WORKDIR /home/user/megatron
 ENV PIP_NO_CACHE_DIR=1 PATH=/home/user/megatron/.venv/bin:$PATH
 # Before the code, because the code changes more often.
-COPY --chown=user requirements.txt .
+COPY --chown=user requirements.txt constraints.txt .
 RUN python3 -m venv .venv
-RUN .venv/bin/python -m pip install -r requirements.txt
+RUN .venv/bin/python -m pip install -c constraints.txt -r requirements.txt
 COPY --chown=user . .
 CMD ["bash", "scripts/pretrain_gpt.sh"]
 

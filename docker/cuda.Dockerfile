@@ -15,9 +15,9 @@ RUN mkdir -p /home/user/megatron/quickstart
 WORKDIR /home/user/megatron
 ENV PIP_NO_CACHE_DIR=1 PATH=/home/user/megatron/.venv/bin:$PATH
 # Before the code, because the code changes more often.
-COPY --chown=user requirements.txt .
+COPY --chown=user requirements.txt constraints.txt .
 RUN python3 -m venv .venv
-RUN .venv/bin/python -m pip install -r requirements.txt
+RUN .venv/bin/python -m pip install -c constraints.txt -r requirements.txt
 ARG APEX=
 RUN [ -z "$APEX" ] || python -m pip install setuptools wheel packaging ninja
 RUN [ -z "$APEX" ] || APEX_CPP_EXT=1 APEX_CUDA_EXT=1 python -m pip install --no-build-isolation "git+https://github.com/NVIDIA/apex@$APEX"

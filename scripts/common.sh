@@ -81,7 +81,8 @@ step() {
   fi
 }
 
-# setup_python FILE...: set `python` to an interpreter with torch and the packages of the requirements files.
+# setup_python FILE...: set `python` to an interpreter with torch and the packages of the requirements files, in the
+# versions of constraints.txt.
 # PYTHON, if set, is used without a check. If python3 has torch, missing packages are installed into .venv, which
 # inherits the packages of python3. Otherwise all packages are installed into .venv.
 setup_python() {
@@ -98,7 +99,7 @@ setup_python() {
     echo "$python cannot import torch; installing all packages into $venv"
     make_venv "$venv"
     for file; do
-      run "$python" -m pip install -r "$file"
+      run "$python" -m pip install -c "${repo}constraints.txt" -r "$file"
     done
     return
   fi
@@ -114,7 +115,7 @@ setup_python() {
   while IFS= read -r package; do
     packages+=("$package")
   done <<<"$missing"
-  run "$python" -m pip install "${packages[@]}"
+  run "$python" -m pip install -c "${repo}constraints.txt" "${packages[@]}"
 }
 
 make_venv() {

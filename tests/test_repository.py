@@ -66,6 +66,19 @@ def test_no_file_names_a_machine_or_a_package_host():
     assert not found, "\n".join(found)
 
 
+def test_constraints_fix_the_requirements():
+    """Each requirement except torch has its version in constraints.txt, which scripts/lock.sh makes."""
+    pattern = r"([\w.-]+)==([\w.]+)(?: ;.*)?"
+    lines = (ROOT / "constraints.txt").read_text().splitlines()[1:]
+    fixed = {match.groups() for line in lines if (match := re.fullmatch(pattern, line))}
+    assert len(fixed) == len(lines)
+    for name in ("requirements.txt", "requirements-dev.txt"):
+        for line in (ROOT / name).read_text().splitlines():
+            required = re.match(r"([\w-]+)==([\w.]+)", line)
+            if required and required[1] != "torch":
+                assert (required[1].lower(), required[2]) in fixed, line
+
+
 def test_requirements_are_pinned():
     for name in ("requirements.txt", "requirements-dev.txt"):
         for line in (ROOT / name).read_text().splitlines():

@@ -136,7 +136,16 @@ def test_without_torch_everything_is_installed(checkout):
     done = checkout.run("pretrain_gpt.sh", NO_TORCH="1")
     venv, install, corpus = commands(done)[:3]
     assert venv == ["python3", "-m", "venv", ".venv"]
-    assert install == [".venv/bin/python", "-m", "pip", "install", "-r", "requirements.txt"]
+    assert install == [
+        ".venv/bin/python",
+        "-m",
+        "pip",
+        "install",
+        "-c",
+        "constraints.txt",
+        "-r",
+        "requirements.txt",
+    ]
     assert corpus[0] == ".venv/bin/python"
 
 
@@ -145,7 +154,15 @@ def test_with_torch_only_missing_packages_are_installed(checkout):
     done = checkout.run("pretrain_gpt.sh", MISSING=missing)
     venv, install, corpus = commands(done)[:3]
     assert venv == ["python3", "-m", "venv", ".venv"]
-    assert install == [".venv/bin/python", "-m", "pip", "install", *missing.split("\n")]
+    assert install == [
+        ".venv/bin/python",
+        "-m",
+        "pip",
+        "install",
+        "-c",
+        "constraints.txt",
+        *missing.split("\n"),
+    ]
     assert corpus[0] == ".venv/bin/python"
     # The environment inherits the packages, torch among them, of the Python that created it.
     assert (checkout.root / ".venv/packages/inherited.pth").read_text() == "/elsewhere/site-packages\n"
