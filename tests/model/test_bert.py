@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -71,7 +72,7 @@ def from_hf(state: dict[str, Tensor], names: dict[str, str]) -> dict[str, Tensor
     return result
 
 
-def model(binary_head: bool = True, **fields: object) -> BertModel:
+def model(binary_head: bool = True, context: ModelContext = CONTEXT, **fields: object) -> BertModel:
     config = ModelConfig(
         **SHAPE,
         max_position_embeddings=LENGTH,
@@ -80,7 +81,7 @@ def model(binary_head: bool = True, **fields: object) -> BertModel:
         hidden_dropout=0.0,
         **fields,
     )
-    return BertModel(config, CONTEXT, binary_head=binary_head)
+    return BertModel(config, context, binary_head=binary_head)
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
@@ -162,7 +163,7 @@ def test_heads_at_selected_positions() -> None:
 
 
 def test_padding_does_not_change_outputs() -> None:
-    ours = model()
+    ours = model(context=dataclasses.replace(CONTEXT, padded_vocab_size=VOCAB + 20))
     flat(ours).initialize(1)
     tokens = torch.randint(VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(0))
     mask = (torch.arange(LENGTH) < 20).long().expand(2, LENGTH)
