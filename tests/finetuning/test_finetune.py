@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from pathlib import Path
@@ -12,7 +13,8 @@ from distributed import run_distributed
 
 from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.storage import newest_iteration
-from megatron.errors import InputError
+from megatron.errors import InputError, TrainingFault
+from megatron.finetuning import finetune as finetune_module
 from tools.finetune_bert import main
 
 SIZES = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 32"
@@ -178,6 +180,26 @@ def test_layouts_agree(pretrained: Path, tmp_path: Path, processes: int, layout:
         rows = metrics(tmp_path / f"{name}.jsonl")
         losses[name] = [row[key] for row in rows for key in ("loss", "grad norm", "loss dev") if key in row]
     assert losses["other"] == pytest.approx(losses["one"], rel=2e-5, abs=1e-5)
+
+
+def finetune_on_a_full_disk(flags: list[str]) -> str:
+    """The error of a run that cannot keep its best checkpoint."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(finetune_module, "keep_best", no_space)
+        with pytest.raises(TrainingFault) as fault:
+            main(flags)
+    return str(fault.value)
+
+
+def no_space(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_all_ranks_end_if_the_best_checkpoint_cannot_be_kept(pretrained: Path, tmp_path: Path) -> None:
+    flags = finetune_flags(tmp_path, pretrained, "full", "--epochs 1")
+    first, second = run_distributed(finetune_on_a_full_disk, 2, flags, timeout=60)
+    assert "the best checkpoint cannot be kept" in first and "No space left" in first
+    assert "the best checkpoint cannot be kept" in second and "rank 0 failed" in second
 
 
 def test_files_may_have_any_name(pretrained: Path, tmp_path: Path) -> None:
