@@ -15,10 +15,12 @@ from models import CPU
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import Interval
 
+from megatron.arguments import parse_run_config
 from megatron.errors import InputError
 from megatron.optim.optimizer import Optimizer
+from megatron.parallel.mesh import ALONE, Axis
 from megatron.parallel.timers import NOTHING, Timers
-from megatron.reports.profile import summary
+from megatron.reports.profile import Profiler, summary
 
 FLAGS = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 99 --num-layers 2 --hidden-size 16 --eval-iters 0
@@ -108,6 +110,15 @@ def test_bad_input(pretrain: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "profile").touch()
     with pytest.raises(InputError, match=f"--profile: {tmp_path}/profile: File exists"):
         pretrain(*FLAGS, "--tensorboard-dir", tmp_path)
+
+
+def test_only_the_chosen_ranks_are_profiled(tmp_path: Path) -> None:
+    config = parse_run_config([*FLAGS, "--save", str(tmp_path)])
+    axes = {"world": Axis(rank=1, size=2), "pp": ALONE, "device": CPU}
+    engine = SimpleNamespace(mesh=SimpleNamespace(**axes), timers=Timers(0, CPU))
+    profiler = Profiler(config, engine, iterations=range(1, 5), log=print)
+    profiler.advance(1)
+    assert profiler.torch is None
 
 
 def test_phases_are_annotated_while_profiling() -> None:
