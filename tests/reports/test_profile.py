@@ -11,11 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import CPU
+from models import CPU, config_of
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import Interval
 
-from megatron.arguments import parse_run_config
 from megatron.errors import InputError
 from megatron.optim.optimizer import Optimizer
 from megatron.parallel.mesh import ALONE, Axis
@@ -113,7 +112,7 @@ def test_bad_input(pretrain: Callable[..., str], tmp_path: Path) -> None:
 
 
 def test_only_the_chosen_ranks_are_profiled(tmp_path: Path) -> None:
-    config = parse_run_config([*FLAGS, "--save", str(tmp_path)])
+    config = config_of(f"{' '.join(FLAGS)} --save {tmp_path}")
     axes = {"world": Axis(rank=1, size=2), "pp": ALONE, "device": CPU}
     engine = SimpleNamespace(mesh=SimpleNamespace(**axes), timers=Timers(0, CPU))
     profiler = Profiler(config, engine, iterations=range(1, 5), log=print)
