@@ -77,5 +77,5 @@ FORK_FLAGS: tuple[NvidiaFlag, ...] = (
     *rename("--untie-embeddings-and-output-weights", "--no_tie_embed_logits"),
     *rename("--group-query-attention --num-query-groups", "--num_attention_heads_kv N"),
     *rename("--rotary-base", "--rope_theta N"),
-    *refuse("positions are not interpolated linearly", "--rope_scaling_factor X", harmless=("1", "1.0")),
+    *rename("--use-rope-scaling --rope-scaling-type linear --rope-scaling-factor", "--rope_scaling_factor X"),
 )
