@@ -83,7 +83,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=34, width=110)
 
-    def add_usage(self, usage, actions, groups, prefix=None) -> None:
+    def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any = None) -> None:
         needed = [" ".join([*a.option_strings, a.metavar or a.dest.upper()]) for a in actions if a.required]
         super().add_usage(" ".join(["%(prog)s", *needed, "[flags]"]), actions, groups, prefix)
 

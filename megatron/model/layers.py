@@ -8,6 +8,7 @@ Shapes in names: s sequence, b batch, h hidden.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -115,7 +116,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
+        ctx: Any,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -130,7 +131,7 @@ class _Linear(torch.autograd.Function):
         return ops.matmul(_gathered(x, axis, sequence_parallel), weight, bias)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight), axis, ops = ctx.saved_tensors, ctx.axis, ctx.ops
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         grad_x = grad_weight = grad_bias = None

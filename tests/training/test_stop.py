@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 from distributed import run_distributed
@@ -35,6 +36,15 @@ def reasons(asked: int) -> tuple[list[str | None], list[int]]:
         return answers, [*codes, stop.exit_code]
 
 
+@pytest.fixture
+def default_sighup() -> Iterator[None]:
+    """Undo nohup's ignoring of SIGHUP, which the tests themselves may run under."""
+    previous = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, previous)
+
+
+@pytest.mark.usefixtures("default_sighup")
 def test_sighup_and_the_end_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     config = TrainingConfig(micro_batch_size=1, train_iters=9)
     with StopRequests(config, Mesh(device=CPU)) as stop:
