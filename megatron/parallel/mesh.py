@@ -258,19 +258,6 @@ def arrange(
     return Mesh(device=device, world=world, heartbeat=world.heartbeat, timeout=timeout, **axes)
 
 
-def world_apart(world: Axis, config: ParallelConfig) -> Axis:
-    """All processes of the run with their own gloo group, for a thread whose collectives must not mix with training's.
-
-    Every process must take part.
-    """
-    if world.size == 1:
-        return world
-    timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
-    group = dist.new_group(backend="gloo", timeout=timeout)
-    # A heartbeat of its own, since the thread's progress is not that of training.
-    return dataclasses.replace(world, group=group, heartbeat=Heartbeat())
-
-
 def split_axis(axis: Axis, size: int, config: ParallelConfig) -> Axis:
     """Split the tensor-parallel axis into runs of `size` neighboring ranks, and return the one of this process.
 
