@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import os
@@ -234,13 +233,12 @@ def check_compatible(trainer: Trainer, checkpoint: Checkpoint) -> None:
 
 def order_changes(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
     """Flags that decide which samples come next and differ from the run that saved a checkpoint."""
-    now, saved = dataclasses.asdict(trainer.config), checkpoint.state["config"]
-    changed = []
+    saved, changed = checkpoint.state["config"], []
     for section, names in ORDER_FLAGS.items():
+        given = getattr(trainer.config, section)
         for name in names:
             # A checkpoint from before a flag existed has the flag's default.
-            default = getattr(type(getattr(trainer.config, section)), name)
-            before, after = saved.get(section, {}).get(name, default), now[section][name]
+            before, after = saved.get(section, {}).get(name, getattr(type(given), name)), getattr(given, name)
             after = list(after) if isinstance(after, tuple) else after
             if name in ("data_path", "train_data_path") and _file_names(before) == _file_names(after):
                 continue  # the same files in another folder
