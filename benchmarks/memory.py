@@ -31,6 +31,7 @@ from megatron.cli import Parser, add_flags, make_config, run_command
 from megatron.flags import Config, flag
 from megatron.ops.cpu.attention import BLOCK, MAX_LENGTH
 from megatron.ops.linear_cross_entropy import LOGITS_KEPT_BYTES
+from megatron.reports.profile import annotated
 from megatron.training.engine import Engine
 
 ELEMENT_SIZE = {"bf16": 2, "fp32": 4}  # bytes of an activation
@@ -78,7 +79,7 @@ def measure(size: Size, precision: str, operations: str, recomputed: str) -> Ite
     with training("cpu", size, precision, *flags) as (engine, step):
         step()  # compiles
         before = live_bytes()
-        with engine.timers.annotated():
+        with annotated(engine.timers):
             trace = memory_trace(step)
         persistent = {
             "weights": [engine.buffer.params],

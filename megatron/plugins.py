@@ -35,6 +35,7 @@ from megatron.reports.writers import MetricsFile, TensorBoard, WeightsAndBiases
 from megatron.settings.checkpoint_args import add_checkpoint_args
 from megatron.settings.config import SettingsConfig
 from megatron.settings.config_file import add_config_flag, parse_config_file
+from megatron.settings.shorthands import ShorthandConfig, expand_shorthands
 from megatron.training.config import PLUGIN_CONFIGS, RunConfig
 from megatron.training.devices import PEAK_FLOPS
 from megatron.training.hooks import Evaluation, Saving
@@ -50,6 +51,7 @@ FORMATS.update(EXTERNAL_FORMATS)
 PLUGIN_CONFIGS.update(
     {
         "settings": SettingsConfig,
+        "shorthands": ShorthandConfig,
         "performance": PerformanceConfig,
         "reports": ReportConfig,
         "profile": ProfileConfig,
@@ -60,7 +62,7 @@ PLUGIN_CONFIGS.update(
 )
 PARSER_EXTENSIONS[:] = [add_config_flag, add_nvidia_flags]
 BEFORE_COMMAND_LINE[:] = [parse_config_file]
-AFTER_COMMAND_LINE[:] = [add_checkpoint_args]
+AFTER_COMMAND_LINE[:] = [expand_shorthands, add_checkpoint_args]
 PEAK_FLOPS[:] = [peak_flops]
 START_CHECKS[:] = [check_same_everywhere, check_same_data]
 WRITERS[:] = [MetricsFile, TensorBoard, WeightsAndBiases]

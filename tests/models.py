@@ -8,7 +8,8 @@ from torch import nn
 from megatron.arguments import parse_run_config
 from megatron.optim.buffer import ParamBuffer
 from megatron.optim.config import OptimizerConfig
-from megatron.optim.layout import lay_out, param_groups
+from megatron.optim.layout import lay_out
+from megatron.optim.optimizer import param_groups
 from megatron.parallel.config import ParallelConfig
 from megatron.parallel.mesh import Mesh
 from megatron.training.build import build_engine

@@ -83,6 +83,8 @@ RUNS = {
     "gpt-plain": gpt(f"{LLAMA} --ops-backend plain"),
     "gpt-bf16-states": gpt("--bf16 --bf16-optimizer-states --spike-skip 2.0"),
     "gpt-sgd": gpt("--optimizer sgd --lr 0.1"),
+    "gpt-muon-T2": gpt(f"--optimizer muon {TP} 2 {LLAMA}", 2),
+    "gpt-muon-D2-distributed-optimizer": gpt(f"--optimizer muon {ZERO}", 2),
     "gpt-recompute-full": gpt("--recompute-granularity full --recompute-num-layers 3"),
     "gpt-recompute-selective": gpt(f"{LLAMA} --bf16 --recompute-activations --qk-layernorm"),
     "gpt-resumed": gpt("--load {gpt-half} --train-iters 20", needs=("gpt-half",)),

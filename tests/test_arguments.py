@@ -391,6 +391,18 @@ CROSS = [
     ("--wandb-entity a", "--wandb-entity needs --wandb-project"),
     ("--save-interval 5", "--save-interval: 5 needs --save, the folder"),
     ("--keep-last 2 --load a", "--keep-last: 2 needs --save, the folder"),
+    (
+        "--recompute-activations --checkpoint-activations",
+        "--recompute-activations and --checkpoint-activations exclude each other; leave one of them out",
+    ),
+    (
+        "--recompute-activations --recompute-granularity full",
+        "--recompute-activations means --recompute-granularity selective; leave one of them out",
+    ),
+    (
+        "--recompute-granularity selective --checkpoint-activations",
+        "--checkpoint-activations means --recompute-granularity full; leave one of them out",
+    ),
 ]
 
 
@@ -588,6 +600,7 @@ def test_help_is_grouped_and_complete() -> None:
         "checkpoint",
         "logging",
         "settings",
+        "shorthands",
         "performance",
         "reports",
         "profile",

@@ -11,7 +11,7 @@ from megatron.checkpoint.pieces import TensorSource
 from megatron.errors import InputError
 from megatron.optim.buffer import ParamBuffer
 from megatron.optim.optimizer import Optimizer
-from megatron.parallel.collectives import all_reduce_max, gather_texts
+from megatron.parallel.collectives import all_reduce_max
 from megatron.parallel.mesh import Mesh
 
 
@@ -22,9 +22,9 @@ def load_into(checkpoint: Checkpoint, buffer: ParamBuffer, optimizer: Optimizer 
         InputError: a file is missing or truncated, or a tensor is missing, unknown or of another shape.
     """
     weights = checkpoint.tensors["model"]
-    _check_known(weights, {entry.name for entry in buffer.flat_params}, buffer.mesh)
+    check_known(weights, {entry.name for entry in buffer.flat_params}, buffer.mesh)
     if optimizer is None:
-        _read_weights(buffer, weights, "")
+        read_weights(buffer, weights, "")
         return
     if checkpoint.state["optimizer_steps"] is None or "optimizer" not in checkpoint.tensors:
         raise InputError(
@@ -41,47 +41,15 @@ def load_into(checkpoint: Checkpoint, buffer: ParamBuffer, optimizer: Optimizer 
         for kind in (*bucket.group.optimizer.state, *master)
         for entry in bucket.flat_params
     }
-    _check_known(state, names, buffer.mesh)
-    _read_weights(buffer, *((state, "master/") if has_master else (weights, "")))
+    check_known(state, names, buffer.mesh)
+    read_weights(buffer, *((state, "master/") if has_master else (weights, "")))
     for kind, owned in optimizer.state.items():
         for entry, part, begin in buffer.parts(owned):
             state.read_into(part, f"{kind}/{entry.name}", entry.shard_spec, begin)
     optimizer.steps = checkpoint.state["optimizer_steps"]
 
 
-def load_shared(
-    checkpoint: Checkpoint, buffer: ParamBuffer, *, dropped: tuple[str, ...], new: tuple[str, ...]
-) -> tuple[str, str]:
-    """Fill the weights that a checkpoint of a related model has, and leave the others. Collective.
-
-    Args:
-        dropped: name prefixes of tensors that the model need not have.
-        new: name prefixes of tensors that the checkpoint need not have.
-
-    Returns:
-        The modules whose weights are not used, and those whose weights keep their values, in words.
-
-    Raises:
-        InputError: as in `load_into`, for all other tensors.
-    """
-    weights = checkpoint.tensors["model"]
-    here = {entry.name for entry in buffer.flat_params}
-    unused = {name for name in weights.index if name.startswith(dropped)}
-    kept = {name for name in here if name.startswith(new) and name not in weights.index}
-    _check_known(weights, here | unused, buffer.mesh)
-    _read_weights(buffer, weights, "", kept)
-    kept_anywhere = {
-        name for text in gather_texts(" ".join(kept), buffer.mesh.world) for name in text.split()
-    }
-    return _modules(unused), _modules(kept_anywhere)
-
-
-def _modules(names: set[str]) -> str:
-    """The modules that have these weights, in words."""
-    return ", ".join(sorted({name.rpartition(".")[0] for name in names})) or "none"
-
-
-def _read_weights(buffer: ParamBuffer, source: TensorSource, prefix: str, kept: Container[str] = ()) -> None:
+def read_weights(buffer: ParamBuffer, source: TensorSource, prefix: str, kept: Container[str] = ()) -> None:
     """Fill parameters and master weights from the tensors whose names start with `prefix`, except those in `kept`."""
     parts = () if buffer.is_fp32 else buffer.parts(buffer.masters)
     masters = {entry.name: (part, begin) for entry, part, begin in parts}
@@ -95,8 +63,8 @@ def _read_weights(buffer: ParamBuffer, source: TensorSource, prefix: str, kept: 
             part.copy_(values.view(-1)[begin : begin + part.numel()])
 
 
-def _check_known(source: TensorSource, expected: set[str], mesh: Mesh) -> None:
-    """Raise `InputError` if a tensor belongs to no pipeline stage."""
+def check_known(source: TensorSource, expected: set[str], mesh: Mesh) -> None:
+    """Raise `InputError` if a tensor is not in `expected` on any pipeline stage. Collective."""
     names = sorted(source.index)
     here = torch.tensor([name in expected for name in names], dtype=torch.int32, device=mesh.device)
     known = all_reduce_max(here, mesh.pp)

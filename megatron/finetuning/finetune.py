@@ -27,6 +27,7 @@ from megatron.finetuning.classification import (
     Example,
     Format,
 )
+from megatron.finetuning.pretrained import load_pretrained
 from megatron.flags import Config, flag
 from megatron.model.bert import BertClassifier
 from megatron.model.context import ModelContext
@@ -38,7 +39,7 @@ from megatron.tokenizer.bert import BertWordPieceTokenizer
 from megatron.training.config import RunConfig
 from megatron.training.hooks import Saving
 from megatron.training.loop import Trainer
-from megatron.training.task import EvalMetric, InitFrom, Task
+from megatron.training.task import EvalMetric, Task
 
 ACCURACY = "accuracy.json"  # in the directory of a checkpoint: its accuracy on each file
 TRAIN = "train"  # name of the training dataset; the others have the names of files
@@ -187,11 +188,7 @@ def finetune_task(finetune: FinetuneConfig, examples: Examples) -> Task[Classifi
             denominators=lambda batch: loss_denominators(batch).expand(2),
             forward=functools.partial(forward, form, with_accuracy=True),
         ),
-        init_from=InitFrom(
-            tasks=("BERT", "BERT --bert-no-binary-head"),
-            new=("classification_head.", "pooler.", "embedding.tokentype_embeddings."),
-            dropped=("lm_head.", "output_layer.", "binary_head."),
-        ),
+        init_from=dict.fromkeys(("BERT", "BERT --bert-no-binary-head"), load_pretrained),
         length_flags="--epochs",
         evaluates_again=True,
         extra_config={"fine-tuning": dataclasses.asdict(finetune)},

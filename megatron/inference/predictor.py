@@ -19,9 +19,10 @@ from megatron.errors import InputError
 from megatron.inference.kv_cache import KVCache
 from megatron.inference.stages import Stages
 from megatron.model.gpt import GPTModel
+from megatron.parallel.apart import world_apart
 from megatron.parallel.collectives import all_reduce_max, broadcast
 from megatron.parallel.config import ParallelConfig
-from megatron.parallel.mesh import Mesh, world_apart
+from megatron.parallel.mesh import Mesh
 
 FORWARD, COPY, CLEAR, RESERVE, STOP = range(5)
 # A server may be idle between two commands for any time.

@@ -6,16 +6,13 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from megatron.optim.adam import Adam
-from megatron.optim.config import OptimizerConfig
-from megatron.optim.registry import OPTIMIZERS
 from megatron.optim.spec import OptimizerSpec
-from megatron.parallel.mesh import ALONE, Axis, Mesh
+from megatron.parallel.mesh import Axis
 from megatron.parallel.parameters import Init, ShardedParameter, named_parameters
 from megatron.parallel.slices import GlobalSlice, Range, intersections, subtract
 
@@ -77,41 +74,20 @@ class ParamGroup:
     """Parameters that share an optimizer, weight decay and the axis over which gradients are summed.
 
     Attributes:
-        holds: tells by name and parameter which ones belong to the group, unless an earlier group holds them.
-        decays: weight decay applies.
+        decays: weight decay applies. It does to matrices, but not to vectors.
         reduce_axis: ranks over which gradients are summed.
         shard_axis: ranks over which master weights and optimizer state are sharded. It is `reduce_axis` with the
             distributed optimizer, otherwise of size 1.
     """
 
     optimizer: OptimizerSpec
-    holds: Callable[[str, nn.Parameter], bool]
     decays: bool
     reduce_axis: Axis
     shard_axis: Axis
 
-
-def param_groups(config: OptimizerConfig, mesh: Mesh, *, distributed: bool) -> list[ParamGroup]:
-    """Parameter groups of a run, in the order of memory.
-
-    Args:
-        distributed: use the distributed optimizer.
-    """
-    chosen = OPTIMIZERS[config.optimizer](config)
-    other = Adam(config) if chosen.whole_matrices else chosen
-    axes = {"reduce_axis": mesh.dp_cp, "shard_axis": mesh.dp_cp if distributed else ALONE}
-    groups = [
-        ParamGroup(optimizer=other, holds=lambda name, p: p.dim() >= 2, decays=True, **axes),
-        ParamGroup(optimizer=other, holds=lambda name, p: True, decays=False, **axes),
-    ]
-    if chosen.whole_matrices:
-        groups.insert(0, ParamGroup(optimizer=chosen, holds=_is_matrix_of_layer, decays=True, **axes))
-    return groups
-
-
-def _is_matrix_of_layer(name: str, p: nn.Parameter) -> bool:
-    """Tell matrices of transformer layers from embeddings, output layers and heads."""
-    return p.dim() == 2 and ".layers." in name
+    def holds(self, name: str, p: nn.Parameter) -> bool:
+        """True if the parameter belongs to the group, unless an earlier group holds it."""
+        return self.optimizer.updates(name, p) and (p.dim() >= 2) == self.decays
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,7 +109,7 @@ class Bucket:
     @property
     def is_even(self) -> bool:
         """True if all shards have the same length."""
-        return not self.group.optimizer.whole_matrices
+        return len({end - begin for begin, end in self.shards}) == 1
 
     @property
     def shard(self) -> Range:
@@ -181,22 +157,19 @@ def lay_out(chunks: list[nn.Module], groups: Sequence[ParamGroup], *, bucket_siz
         batches[-1].append(item)
         size += math.prod(item.p.shard_spec.local_shape)
 
-    owners = _owners(items, groups)
     buckets: list[Bucket] = []
     for batch in batches:
         start = buckets[-1].end if buckets else 0
-        buckets.append(_bucket(batch, groups[batch[0].group], start, owners))
-    return buckets
+        buckets.append(_bucket(batch, groups[batch[0].group], start))
+    by_group = itertools.groupby(buckets, key=lambda bucket: bucket.group)
+    return [bucket for group, part in by_group for bucket in group.optimizer.arrange(list(part))]
 
 
-def _bucket(items: list[Item], group: ParamGroup, start: int, owners: dict[str, int]) -> Bucket:
+def _bucket(items: list[Item], group: ParamGroup, start: int) -> Bucket:
     """Make a bucket of parameters of one group, from element `start` of flat memory.
 
-    It is cut into equal shards for the ranks of the group's `shard_axis`. If the optimizer needs whole matrices, it is
-    cut between matrices instead, and each rank gets about the same share of the optimizer's work.
+    It is cut into equal shards for the ranks of the group's `shard_axis`.
     """
-    if group.optimizer.whole_matrices:
-        items = sorted(items, key=lambda item: owners[item.name])
     flat_params: list[FlatParam] = []
     end = start
     for _, name, p, chunk in items:
@@ -212,44 +185,15 @@ def _bucket(items: list[Item], group: ParamGroup, start: int, owners: dict[str, 
         flat_params.append(param)
         end = start + round_up(param.end - start, ALIGNMENT)
     ranks = group.shard_axis.size
-    end = start + round_up(end - start, ALIGNMENT * ranks)
-    if group.optimizer.whole_matrices:
-        ends = [
-            max((param.end for param in flat_params if owners[param.name] <= rank), default=start)
-            for rank in range(ranks)
-        ]
-        cuts = [start, *(round_up(i, ALIGNMENT) for i in ends[:-1]), end]
-    else:
-        cuts = [start + (end - start) // ranks * rank for rank in range(ranks + 1)]
+    length = round_up(end - start, ALIGNMENT * ranks) // ranks
     return Bucket(
         start=start,
-        end=end,
-        shards=tuple(itertools.pairwise(cuts)),
+        end=start + ranks * length,
+        shards=tuple((start + rank * length, start + (rank + 1) * length) for rank in range(ranks)),
         group=group,
         tied=flat_params[0].tied,
         flat_params=tuple(flat_params),
     )
-
-
-def _owners(items: list[Item], groups: Sequence[ParamGroup]) -> dict[str, int]:
-    """Assign each matrix of an optimizer that needs whole matrices to a rank of `shard_axis`.
-
-    Matrices are assigned in descending order of cost, each to the rank with the least work so far. The cost is that of
-    the product of a matrix with its transpose, rows x columns x min(rows, columns).
-
-    Returns:
-        Ranks by name of the parameter.
-    """
-    owners: dict[str, int] = {}
-    for index, group in enumerate(groups):
-        if group.optimizer.whole_matrices:
-            shapes = {item.name: item.p.shard_spec.shape for item in items if item.group == index}
-            costs = {name: rows * columns * min(rows, columns) for name, (rows, columns) in shapes.items()}
-            work = [0] * group.shard_axis.size
-            for name, cost in sorted(costs.items(), key=lambda item: -item[1]):
-                owners[name] = work.index(min(work))
-                work[owners[name]] += cost
-    return owners
 
 
 def round_up(n: int, unit: int) -> int:

@@ -10,9 +10,12 @@ from megatron.flags import Config, flag
 from megatron.optim.spec import OptimizerSpec, StepInputs
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
-    from megatron.optim.shard import MatrixShard
+    from megatron.optim.layout import Bucket
+    from megatron.optim.matrices import MatrixShard
+    from megatron.optim.shard import Shard
+    from megatron.parallel.mesh import Axis
 
 # Factors on updates by the shape [out, in] of the weight.
 SCALE_FACTORS = {
@@ -46,11 +49,24 @@ class Muon(OptimizerSpec):
     """
 
     config_class = MuonConfig
-    whole_matrices = True
 
     def __init__(self, config: MuonConfig) -> None:
         self.config = config
         self.state = {"momentum_buffer": "float32"}
+
+    def updates(self, name: str, p: nn.Parameter) -> bool:
+        # Not embeddings, output layers and heads.
+        return p.dim() == 2 and ".layers." in name
+
+    def arrange(self, buckets: list[Bucket]) -> list[Bucket]:
+        from megatron.optim.matrices import cut_between_matrices
+
+        return cut_between_matrices(buckets)
+
+    def divide(self, shard: Shard, bucket: Bucket, tp: Axis) -> list[MatrixShard]:
+        from megatron.optim.matrices import matrices_of
+
+        return matrices_of(shard, bucket, tp)
 
     def step(self, shards: Sequence[MatrixShard], inputs: StepInputs) -> None:
         config = self.config

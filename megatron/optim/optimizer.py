@@ -7,16 +7,31 @@ import math
 import torch
 from torch import Tensor
 
+from megatron.optim.adam import Adam
 from megatron.optim.buffer import ParamBuffer
 from megatron.optim.config import OptimizerConfig
-from megatron.optim.layout import Bucket, ParamGroup
+from megatron.optim.layout import ParamGroup
 from megatron.optim.norms import model_norm, model_sum
+from megatron.optim.registry import OPTIMIZERS
 from megatron.optim.scaler import LossScaler
-from megatron.optim.shard import MatrixShard, Shard
+from megatron.optim.shard import Shard
 from megatron.optim.spec import StepInputs
 from megatron.optim.step_skipper import StepSkipper
-from megatron.parallel.mesh import Axis
-from megatron.parallel.slices import Block, overlap
+from megatron.parallel.mesh import ALONE, Mesh
+
+
+def param_groups(config: OptimizerConfig, mesh: Mesh, *, distributed: bool) -> list[ParamGroup]:
+    """Parameter groups of a run, in the order of memory.
+
+    Args:
+        distributed: use the distributed optimizer.
+    """
+    axes = {"reduce_axis": mesh.dp_cp, "shard_axis": mesh.dp_cp if distributed else ALONE}
+    return [
+        ParamGroup(optimizer=optimizer, decays=decays, **axes)
+        for optimizer in (OPTIMIZERS[config.optimizer](config), Adam(config))
+        for decays in (True, False)
+    ]
 
 
 class Optimizer:
@@ -52,8 +67,7 @@ class Optimizer:
                 )
             state = {name: self.state[name][-1] for name in kept}
             shard = Shard(weight, grad, state)
-            whole = bucket.group.optimizer.whole_matrices
-            self.groups[bucket.group] += _matrices(shard, bucket, buffer.mesh.tp) if whole else [shard]
+            self.groups[bucket.group] += bucket.group.optimizer.divide(shard, bucket, buffer.mesh.tp)
 
     @property
     def steps(self) -> int:
@@ -109,26 +123,3 @@ class Optimizer:
         buffer.sync_params()
         buffer.grads.zero_()
         return stats
-
-
-def _matrices(shard: Shard, bucket: Bucket, tp: Axis) -> list[MatrixShard]:
-    """The matrices that the local shard of a bucket consists of, as views of its tensors."""
-    found = []
-    for param in bucket.flat_params:
-        if overlap((param.start, param.end), bucket.shard) is None:
-            continue
-        spec, begin, end = param.shard_spec, param.start - bucket.shard[0], param.end - bucket.shard[0]
-        blocks = list(spec.blocks())
-        counted = [
-            (both, both.translated(local, place))
-            for rows in param.counted()
-            for local, place in blocks
-            if (both := local.intersect(Block(rows, (0, spec.row))))
-        ]
-        weight, grad, *state = (
-            flat[begin:end].view(spec.local_shape)
-            for flat in (shard.weight, shard.grad, *shard.state.values())
-        )
-        kept = dict(zip(shard.state, state, strict=True))
-        found.append(MatrixShard(weight, grad, kept, spec.shape, tp, blocks, counted))
-    return found

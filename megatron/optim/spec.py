@@ -11,7 +11,7 @@ from megatron.flags import Config
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
+    from torch import Tensor, nn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,12 +40,9 @@ class OptimizerSpec(ABC):
         config_class: its flags, each with a default. All optimizers' flags are on the command line.
         state: tensors that are kept beside each weight, by name: their dtype, as torch names it. They have the weight's
             shape, start at zero and are saved in checkpoints under these names.
-        whole_matrices: the optimizer is for the matrices of layers, a `MatrixShard` each, and AdamW takes all other
-            parameters. Otherwise it is elementwise and takes all parameters, as flat pieces.
     """
 
     config_class: ClassVar[type[Config]] = Config
-    whole_matrices: ClassVar[bool] = False
     state: Mapping[str, str]
 
     @classmethod  # noqa: B027 (most optimizers need no check)
@@ -56,10 +53,21 @@ class OptimizerSpec(ABC):
     def __init__(self, config: Any) -> None:
         """Get ready. `config` has the fields of `config_class`."""
 
+    def updates(self, name: str, p: nn.Parameter) -> bool:
+        """True if the optimizer updates this parameter; AdamW updates all others."""
+        return True
+
+    def arrange(self, buckets: list[Any]) -> list[Any]:
+        """Arrange parameters and shards within the optimizer's `Bucket`s, which have equal shards."""
+        return buckets
+
+    def divide(self, shard: Any, bucket: Any, tp: Any) -> Sequence[Any]:
+        """Divide the `Shard` of a `Bucket` into shards for `step`; `tp` is the tensor-parallel `Axis`."""
+        return [shard]
+
     @abstractmethod
     def step(self, shards: Sequence[Any], inputs: StepInputs) -> None:
-        """Update weights and state of `Shard`s (`MatrixShard`s with `whole_matrices`) in place, without waiting for the
-        device."""
+        """Update weights and state of what `divide` returned, in place, without waiting for the device."""
 
     @property
     def state_dtypes(self) -> dict[str, torch.dtype]:

@@ -57,9 +57,6 @@ class ParallelConfig(Config):
     ddp_bucket_size: int = flag(
         40_000_000, "gradient elements per bucket; a bucket is reduced in one collective", low=1
     )
-    recompute_activations: bool = flag(
-        False, "shorthand for --recompute-granularity selective", name="--recompute-activations"
-    )
     recompute_granularity: str | None = flag(
         None,
         "recompute activations in backward to save memory: only attention (selective) or whole layers (full)",
@@ -76,9 +73,6 @@ class ParallelConfig(Config):
         "layers per group (uniform), or layers recomputed per stage or chunk (block) (default: 1)",
         low=1,
         aliases=("--checkpoint-num-layers",),
-    )
-    checkpoint_activations: bool = flag(
-        False, "shorthand for --recompute-granularity full --recompute-method uniform"
     )
     distribute_saved_activations: bool = flag(
         False,
@@ -109,18 +103,6 @@ class ParallelConfig(Config):
         return math.lcm(8, self.tensor_model_parallel_size if self.sequence_parallel else 1)
 
     def _resolve_recompute(self) -> None:
-        if self.recompute_activations and self.checkpoint_activations:
-            raise InputError(
-                "--recompute-activations and --checkpoint-activations exclude each other; leave one of them out"
-            )
-        for name, given, meaning in (
-            ("--recompute-activations", self.recompute_activations, "selective"),
-            ("--checkpoint-activations", self.checkpoint_activations, "full"),
-        ):
-            if given and self.recompute_granularity not in (None, meaning):
-                raise InputError(f"{name} means --recompute-granularity {meaning}; leave one of them out")
-            if given:
-                object.__setattr__(self, "recompute_granularity", meaning)
         full = self.recompute_granularity == "full"
         for name, value in (
             ("--recompute-method", self.recompute_method),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -241,34 +240,17 @@ def arrange(
     sizes: dict[str, int], device: torch.device, world: Axis, timeout: datetime.timedelta | None
 ) -> Mesh:
     """Make the axes of the mesh and their groups. `timeout` is None for the default."""
-    layout = torch.arange(math.prod(sizes.values())).view(*sizes.values())
     device_mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    coordinates = [int(index) for index in (layout == world.rank).nonzero()[0]]
     axes = {}
-    for dim, (name, size) in enumerate(sizes.items()):
-        line: list = list(coordinates)
-        line[dim] = slice(None)
-        ranks = tuple(layout[tuple(line)].tolist())
-        group = device_mesh.get_group(name) if size > 1 else None
-        if group is not None and timeout is not None:
+    for name, size in sizes.items():
+        group = device_mesh.get_group(name)
+        if timeout is not None:
             # init_device_mesh takes no timeout, and groups do not inherit that of the run.
             _set_pg_timeout(timeout, group)
-        axes[name] = Axis(coordinates[dim], size, group, AXES[name], ranks, world.heartbeat)
-    axes |= {"dp_cp": axes["dp"], "embedding": _embedding_axis(layout, axes["pp"], timeout)}
+        ranks = tuple(dist.get_process_group_ranks(group))
+        axes[name] = Axis(dist.get_rank(group), size, group, AXES[name], ranks, world.heartbeat)
+    axes |= {"dp_cp": axes["dp"], "embedding": _embedding_axis(device_mesh.mesh, axes["pp"], timeout)}
     return Mesh(device=device, world=world, heartbeat=world.heartbeat, timeout=timeout, **axes)
-
-
-def world_apart(world: Axis, config: ParallelConfig) -> Axis:
-    """All processes of the run with their own gloo group, for a thread whose collectives must not mix with training's.
-
-    Every process must take part.
-    """
-    if world.size == 1:
-        return world
-    timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
-    group = dist.new_group(backend="gloo", timeout=timeout)
-    # A heartbeat of its own, since the thread's progress is not that of training.
-    return dataclasses.replace(world, group=group, heartbeat=Heartbeat())
 
 
 def split_axis(axis: Axis, size: int, config: ParallelConfig) -> Axis:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -36,6 +36,7 @@ ITERATION = {
 BETWEEN = {"save-checkpoint": 1, "evaluate": 1}
 LEVELS = ITERATION | BETWEEN
 
+Span = AbstractContextManager[None]
 NOTHING = nullcontext()
 
 
@@ -45,32 +46,13 @@ class Timers:
     def __init__(self, level: int, device: torch.device) -> None:
         self.level = level
         self.on_gpu = device.type == "cuda"
-        self.annotates = False
+        # From a phase and its timer to a context that enters the timer; a profile adds the name of the phase.
+        self.around: Callable[[str, Span], Span] = lambda phase, timer: timer
         # Begin and end of each phase, each time.
         self.spans: dict[str, list[tuple[Any, Any]]] = collections.defaultdict(list)
 
-    def __call__(self, phase: str) -> AbstractContextManager[None]:
-        if self.annotates:
-            return self._named(phase)
-        return self._span(phase) if LEVELS[phase] <= self.level else NOTHING
-
-    @contextmanager
-    def annotated(self) -> Iterator[None]:
-        """Name the phases of all levels in a profile within the block."""
-        self.annotates = True
-        try:
-            yield
-        finally:
-            self.annotates = False
-
-    @contextmanager
-    def _named(self, phase: str) -> Iterator[None]:
-        with torch.profiler.record_function(phase):
-            if LEVELS[phase] > self.level:
-                yield
-                return
-            with self._span(phase):
-                yield
+    def __call__(self, phase: str) -> Span:
+        return self.around(phase, self._span(phase) if LEVELS[phase] <= self.level else NOTHING)
 
     @contextmanager
     def _span(self, phase: str) -> Iterator[None]:

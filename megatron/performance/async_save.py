@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megatron.checkpoint.save import Saver, Snapshot, take_snapshot
 from megatron.errors import TrainingFault
+from megatron.parallel.apart import world_apart
 from megatron.parallel.collectives import all_reduce_max
-from megatron.parallel.mesh import world_apart
 from megatron.performance.config import PerformanceConfig
 from megatron.training.loop import Hook, Trainer
 

@@ -30,8 +30,8 @@ from megatron.ops.config import OpsConfig
 from megatron.ops.cpu.malloc import keep_freed_memory
 from megatron.optim.buffer import ParamBuffer
 from megatron.optim.config import OptimizerConfig
-from megatron.optim.layout import lay_out, param_groups
-from megatron.optim.optimizer import Optimizer
+from megatron.optim.layout import lay_out
+from megatron.optim.optimizer import Optimizer, param_groups
 from megatron.parallel.config import ParallelConfig
 from megatron.parallel.mesh import Mesh
 from megatron.planner.cluster import Cluster, Device, Efficiency, Link

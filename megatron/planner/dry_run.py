@@ -23,7 +23,8 @@ from megatron.errors import InputError
 from megatron.flags import either
 from megatron.model.context import ModelContext
 from megatron.ops.backend import Ops, choose_ops
-from megatron.optim.layout import lay_out, param_groups
+from megatron.optim.layout import lay_out
+from megatron.optim.optimizer import param_groups
 from megatron.parallel.mesh import Mesh, world_size
 from megatron.parallel.stages import chunks_per_stage
 from megatron.parallel.timers import Timers

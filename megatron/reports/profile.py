@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity
 
 from megatron.errors import InputError
 from megatron.parallel.mesh import rank_names
+from megatron.parallel.timers import Span, Timers
 from megatron.reports.config import ProfileConfig, ReportConfig
 from megatron.training.config import RunConfig
 from megatron.training.engine import Engine
@@ -131,7 +132,7 @@ class Profiler:
         )
         self.torch.start()
         self.torch.step()  # the warm-up is the profiler's own
-        self.annotations.enter_context(self.engine.timers.annotated())
+        self.annotations.enter_context(annotated(self.engine.timers))
 
     def _finish(self) -> None:
         """Write the profile of the iterations that are complete."""
@@ -169,6 +170,22 @@ class Profiler:
 
     def _file(self, suffix: str, done: range, rank: int | str) -> Path:
         return self.folder / f"iterations-{done[0]}-{done[-1]}-rank-{rank}{suffix}"
+
+
+@contextmanager
+def annotated(timers: Timers) -> Iterator[None]:
+    """Name the phases of all levels in a profile within the block."""
+    around, timers.around = timers.around, _named
+    try:
+        yield
+    finally:
+        timers.around = around
+
+
+@contextmanager
+def _named(phase: str, timer: Span) -> Iterator[None]:
+    with torch.profiler.record_function(phase), timer:
+        yield
 
 
 # The suffix that TensorBoard's profile plugin looks for.

@@ -10,7 +10,8 @@ from megatron.errors import InputError
 from megatron.model.context import ModelContext
 from megatron.model.flops import flops_per_sample
 from megatron.ops.backend import Ops, choose_ops
-from megatron.optim.layout import lay_out, param_groups
+from megatron.optim.layout import lay_out
+from megatron.optim.optimizer import param_groups
 from megatron.parallel.collectives import all_equal, raise_on_all_ranks
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import stable_hash

@@ -56,21 +56,18 @@ class History:
         """Move pending iterations to `rows` and return them. Blocks the host; every process must call it."""
         if not self.pending:
             return []
-        begin = len(self.rows)
+        rows = [row for row, _, _ in self.pending]
         shares = torch.stack([losses for _, losses, _ in self.pending])
-        self.faulty = [
-            row["iteration"]
-            for (row, _, _), finite in zip(self.pending, shares.isfinite().all(1).tolist(), strict=True)
-            if not finite
-        ]
+        finite = shares.isfinite().all(1).tolist()
+        self.faulty = [row["iteration"] for row, good in zip(rows, finite, strict=True) if not good]
         losses = all_reduce_sum(shares, mesh.dp_cp, mesh.pp).tolist()
         stats = torch.stack([torch.stack(list(stats.values())) for _, _, stats in self.pending]).tolist()
-        for (row, _, named), loss_row, stats_row in zip(self.pending, losses, stats, strict=True):
+        for row, loss_row, stats_row, (_, _, named) in zip(rows, losses, stats, self.pending, strict=True):
             row.update(zip(self.loss_names, loss_row, strict=True))
             row.update(zip(named, stats_row, strict=True))
-            self.rows.append(row)
         self.pending.clear()
-        return self.rows[begin:]
+        self.rows += rows
+        return rows
 
     def take(self) -> list[dict[str, float]]:
         """Return the rows and forget them."""
@@ -236,8 +233,6 @@ class Reporter:
 
     def training(self, interval: Interval) -> None:
         """Report an interval of training."""
-        if not self.active:
-            return
         self.log(interval.line())
         self._to_writers(lambda writer: writer.training(interval))
 
@@ -254,23 +249,17 @@ class Reporter:
         self, where: str, split: str, losses: dict[str, float], iteration: int, samples: int
     ) -> None:
         """Report the losses of an evaluation on the `split` 'validation' or 'test'."""
-        if not self.active:
-            return
-        ppl = {name: math.exp(min(20.0, loss)) for name, loss in losses.items()}
-        line = f" validation loss at {where} | " + "".join(
-            # NVIDIA's format stops at e^20; the > marks that.
-            f"{name} value: {loss:.6E} | {name} PPL: {'>' * (loss > 20)}{ppl[name]:.6E} | "
-            for name, loss in losses.items()
-        )
         values: dict[str, float] = {}
+        line = f" validation loss at {where} | "
         for name, loss in losses.items():
-            values |= {f"{name} {split}": loss, f"{name} {split} ppl": ppl[name]}
+            ppl = math.exp(min(20.0, loss))
+            # NVIDIA's format stops at e^20; the > marks that.
+            line += f"{name} value: {loss:.6E} | {name} PPL: {'>' * (loss > 20)}{ppl:.6E} | "
+            values |= {f"{name} {split}": loss, f"{name} {split} ppl": ppl}
         self.measured(line, values, iteration, samples)
 
     def measured(self, line: str, values: dict[str, float], iteration: int, samples: int) -> None:
         """Report an evaluation: a line for the log, and values by name."""
-        if not self.active:
-            return
         self.log("-" * len(line) + "\n" + line + "\n" + "-" * len(line))
         self._to_writers(lambda writer: writer.evaluation(values, iteration, samples))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import os
@@ -12,7 +11,7 @@ from typing import TextIO
 from megatron.checkpoint.checkpoint import Checkpoint, check_architecture, check_vocabulary
 from megatron.checkpoint.config import CheckpointConfig
 from megatron.checkpoint.find import find_checkpoint
-from megatron.checkpoint.load import load_into, load_shared
+from megatron.checkpoint.load import load_into
 from megatron.checkpoint.storage import lock, newest_iteration, roll_back, rolled_back_to
 from megatron.errors import InputError
 from megatron.optim.schedule import Schedule
@@ -24,7 +23,7 @@ from megatron.training.config import RunConfig
 from megatron.training.loop import Trainer
 from megatron.training.report import History
 from megatron.training.state import TrainState
-from megatron.training.task import InitFrom, Task
+from megatron.training.task import Task
 
 logger = logging.getLogger("megatron")
 
@@ -175,11 +174,10 @@ def load_checkpoint(trainer: Trainer, checkpoint: Checkpoint | None) -> None:
         log(f"WARNING: skipped a damaged checkpoint: {fault}; resuming from the older {checkpoint.folder}")
     for note in checkpoint.notes:
         log(f"--load: {note}")
-    init_from = check_compatible(trainer, checkpoint)
-    if init_from is not None:
+    check_compatible(trainer, checkpoint)
+    if checkpoint.state["task"] != trainer.task.name:
         engine.buffer.initialize(config.training.seed)
-        dropped, new = load_shared(checkpoint, engine.buffer, dropped=init_from.dropped, new=init_from.new)
-        log(f"weights of {checkpoint.folder}: not used: {dropped}; initialized at random: {new}")
+        log(trainer.task.init_from[checkpoint.state["task"]](checkpoint, engine.buffer))
         return
     weights_only = config.checkpoint.finetune or config.training.skip_train
     with_optimizer = config.checkpoint.load_optim and not weights_only
@@ -218,20 +216,11 @@ def load_state(trainer: Trainer, checkpoint: Checkpoint) -> None:
         state.schedule = given
 
 
-def check_compatible(trainer: Trainer, checkpoint: Checkpoint) -> InitFrom | None:
-    """Check that the checkpoint's model fits this run.
-
-    Returns:
-        The task's `InitFrom` if the checkpoint comes from another task, else None.
-
-    Raises:
-        InputError: architecture, task or vocabulary differ.
-    """
+def check_compatible(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    """Raise `InputError` unless the checkpoint's architecture, task and vocabulary fit this run."""
     config, state, task = trainer.config, checkpoint.state, trainer.task
     check_architecture(checkpoint, config.model)
-    init_from = task.init_from if state["task"] != task.name else None
-    related = init_from is not None and state["task"] in init_from.tasks and config.checkpoint.finetune
-    if state["task"] != task.name and not related:
+    if state["task"] != task.name and not (config.checkpoint.finetune and state["task"] in task.init_from):
         raise InputError(f"--load: {checkpoint.folder} holds a {state['task']}, not a {task.name}")
     check_vocabulary(checkpoint, trainer.tokenizer.vocab_size)
     if not config.model.mask_padded_vocab and state["padded_vocab_size"] != trainer.padded_vocab_size:
@@ -240,18 +229,16 @@ def check_compatible(trainer: Trainer, checkpoint: Checkpoint) -> InitFrom | Non
             f"to {state['padded_vocab_size']} and this run to {trainer.padded_vocab_size}; change "
             "--make-vocab-size-divisible-by, or --tensor-model-parallel-size which it is multiplied by"
         )
-    return init_from
 
 
 def order_changes(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
     """Flags that decide which samples come next and differ from the run that saved a checkpoint."""
-    now, saved = dataclasses.asdict(trainer.config), checkpoint.state["config"]
-    changed = []
+    saved, changed = checkpoint.state["config"], []
     for section, names in ORDER_FLAGS.items():
+        given = getattr(trainer.config, section)
         for name in names:
             # A checkpoint from before a flag existed has the flag's default.
-            default = getattr(type(getattr(trainer.config, section)), name)
-            before, after = saved.get(section, {}).get(name, default), now[section][name]
+            before, after = saved.get(section, {}).get(name, getattr(type(given), name)), getattr(given, name)
             after = list(after) if isinstance(after, tuple) else after
             if name in ("data_path", "train_data_path") and _file_names(before) == _file_names(after):
                 continue  # the same files in another folder

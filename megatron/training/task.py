@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Generic
 
 from torch import Tensor, nn
 
+from megatron.checkpoint.checkpoint import Checkpoint
 from megatron.data.batch import BatchT
 from megatron.data.dataset import Dataset
 from megatron.model.context import ModelContext
+from megatron.optim.buffer import ParamBuffer
 from megatron.parallel.random import DropoutKey
 from megatron.parallel.stages import Chunk
 from megatron.tokenizer import Tokenizer
@@ -36,21 +38,6 @@ class EvalMetric(Generic[BatchT]):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class InitFrom:
-    """Other tasks whose models a run may start from (--finetune).
-
-    Attributes:
-        tasks: their names.
-        new: prefixes of the names of weights that this model has and the others may lack. They start at random.
-        dropped: prefixes of the names of weights that the others have and this model lacks.
-    """
-
-    tasks: tuple[str, ...]
-    new: tuple[str, ...]
-    dropped: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Task(Generic[BatchT]):
     """The parts of a run that an entry point supplies.
 
@@ -67,7 +54,8 @@ class Task(Generic[BatchT]):
         num_logits: batch to the number of positions of a sample that are projected to the vocabulary.
         forward: runs a chunk of the model.
         metric: what evaluations report; by default the losses.
-        init_from: other tasks whose weights it may start from.
+        init_from: loaders by the names of other tasks, from whose checkpoints a run may start (--finetune). A loader
+            gets the checkpoint and the buffer, which has its initial values, and returns a line for the log.
         causal: True if a position attends to no later one, which halves the operations of attention.
         is_static: True if all training batches have the same shapes, as --cuda-graph requires.
         length_flags: flags that say how long a run is.
@@ -83,7 +71,9 @@ class Task(Generic[BatchT]):
     num_logits: Callable[[BatchT], int]
     forward: ForwardStep[BatchT]
     metric: EvalMetric[BatchT] | None = None
-    init_from: InitFrom | None = None
+    init_from: Mapping[str, Callable[[Checkpoint, ParamBuffer], str]] = dataclasses.field(
+        default_factory=dict
+    )
     causal: bool = False
     is_static: bool = False
     length_flags: str = "--train-iters or --train-samples"

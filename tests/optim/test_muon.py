@@ -11,9 +11,10 @@ from megatron.model.config import ModelConfig
 from megatron.model.context import ModelContext
 from megatron.model.gpt import GPTModel
 from megatron.optim.config import OptimizerConfig
-from megatron.optim.layout import ALIGNMENT, Bucket, lay_out, param_groups
+from megatron.optim.layout import ALIGNMENT, Bucket, lay_out
+from megatron.optim.matrices import MatrixShard
 from megatron.optim.muon import Muon, MuonConfig, newton_schulz
-from megatron.optim.shard import MatrixShard
+from megatron.optim.optimizer import param_groups
 from megatron.optim.spec import StepInputs
 from megatron.parallel.mesh import ALONE, Axis, Mesh
 
@@ -124,7 +125,7 @@ def test_each_matrix_has_one_owner_and_owners_are_balanced(replicas: int) -> Non
         for bucket in buckets(replicas, rank):
             assert bucket.shards[0][0] == bucket.start and bucket.shards[-1][1] == bucket.end
             assert bucket.shard == bucket.shards[rank] and bucket.shard[0] % ALIGNMENT == 0
-            for entry in bucket.flat_params if bucket.group.optimizer.whole_matrices else ():
+            for entry in bucket.flat_params if isinstance(bucket.group.optimizer, Muon) else ():
                 begin, end = bucket.shard
                 assert end <= entry.start or begin <= entry.start <= entry.end <= end or entry.end <= begin
                 if begin <= entry.start < end:

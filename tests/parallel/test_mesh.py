@@ -6,9 +6,10 @@ import pytest
 from distributed import run_distributed
 from models import CPU
 
+from megatron.parallel.apart import world_apart
 from megatron.parallel.collectives import all_equal, raise_on_all_ranks
 from megatron.parallel.config import ParallelConfig
-from megatron.parallel.mesh import Axis, Mesh, init_mesh, world_apart
+from megatron.parallel.mesh import Axis, Mesh, init_mesh
 
 PROCESSES = 4
 MINUTES = 7  # differs from all default timeouts

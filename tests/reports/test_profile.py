@@ -19,7 +19,7 @@ from megatron.errors import InputError
 from megatron.optim.optimizer import Optimizer
 from megatron.parallel.mesh import ALONE, Axis
 from megatron.parallel.timers import NOTHING, Timers
-from megatron.reports.profile import Profiler, summary
+from megatron.reports.profile import Profiler, annotated, summary
 
 FLAGS = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 99 --num-layers 2 --hidden-size 16 --eval-iters 0
@@ -123,7 +123,7 @@ def test_only_the_chosen_ranks_are_profiled(tmp_path: Path) -> None:
 def test_phases_are_annotated_while_profiling() -> None:
     timers = Timers(1, CPU)
     profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-    with timers.annotated(), profile, timers("forward-compute"), timers("optimizer"):
+    with annotated(timers), profile, timers("forward-compute"), timers("optimizer"):
         pass
     assert {event.name for event in profile.events()} >= {"forward-compute", "optimizer"}
     assert timers.spans.keys() == {"optimizer"}

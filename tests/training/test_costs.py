@@ -12,7 +12,8 @@ from megatron.model.context import ModelContext
 from megatron.model.flops import exact_flops_per_sample, flops_per_sample
 from megatron.model.gpt import GPTModel
 from megatron.optim.config import OptimizerConfig
-from megatron.optim.layout import lay_out, param_groups
+from megatron.optim.layout import lay_out
+from megatron.optim.optimizer import param_groups
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.recompute import Recompute
 from megatron.training.costs import check_memory
