@@ -21,12 +21,14 @@ from megatron.interop.convert import SHARD_BYTES, check_is_empty
 from megatron.interop.external import meta_model
 from megatron.interop.huggingface.families import FAMILIES, Family
 from megatron.interop.huggingface.read import INDEX
+from megatron.interop.huggingface.sentence_piece import read_proto, to_tokenizer_json
 from megatron.interop.huggingface.settings import to_config
 from megatron.interop.tensor_writer import TensorToWrite, in_shards, write_tensors
 from megatron.model.config import ModelConfig
 from megatron.parallel.parameters import named_parameters
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.gpt2 import GPT2BPETokenizer
+from megatron.tokenizer.huggingface import CONFIG_KEYS
 
 logger = logging.getLogger("megatron")
 
@@ -172,8 +174,13 @@ def tokenizer_contents(tokenizer: Tokenizer, longest: int) -> dict[str, bytes]:
     elif tokenizer.name == "HuggingFaceTokenizer":
         names = ["tokenizer.json", "tokenizer_config.json"][: len(contents)]
         settings |= {"tokenizer_class": "PreTrainedTokenizerFast"}
+    elif tokenizer.name == "SentencePieceTokenizer" and (converted := to_tokenizer_json(tokenizer.files[0])):
+        names = [tokenizer.files[0].name, "tokenizer.json"]
+        contents.append(converted.encode())
+        pieces = read_proto(tokenizer.files[0]).pieces
+        settings |= {CONFIG_KEYS[role]: pieces[i].piece for role, i in tokenizer.special_ids.items()}
+        settings |= {"tokenizer_class": "PreTrainedTokenizerFast"}
     else:
-        # transformers treats any tokenizer.model as Llama's, so a SentencePiece file keeps its own name.
         return {file.name: file.read_bytes() for file in tokenizer.files}
     return {"tokenizer_config.json": json_text(settings), **dict(zip(names, contents, strict=True))}
 
