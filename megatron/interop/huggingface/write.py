@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import logging
@@ -48,6 +49,8 @@ def write_huggingface(
     check_is_empty(root)
     task, model, rows = checkpoint.state["task"], model_config(checkpoint), checkpoint.state["vocab_size"]
     family = FAMILIES[choose_family(task, model)]
+    if family.model_type == "llama":
+        model = with_flags_of_biases(model)
     try:
         config = to_config(family, model, rows)
     except InputError as error:
@@ -88,7 +91,20 @@ def choose_family(task: str, model: ModelConfig) -> str:
         return "qwen3"
     if model.rotary_percent != 1:
         return "phi3"
-    return "qwen2" if model.add_qkv_bias else "llama"
+    if model.add_qkv_bias and not (model.add_bias_linear or model.add_attention_bias):
+        return "qwen2"
+    return "llama"
+
+
+def with_flags_of_biases(model: ModelConfig) -> ModelConfig:
+    """The same model with a flag for the biases of attention and one for those of the MLP, as Llama has them."""
+    return dataclasses.replace(
+        model,
+        add_bias_linear=False,
+        add_qkv_bias=False,  # part of those of attention
+        add_attention_bias=model.add_bias_linear or model.add_attention_bias,
+        add_mlp_bias=model.add_bias_linear or model.add_mlp_bias,
+    )
 
 
 def tensors_of(
