@@ -19,6 +19,7 @@ from megatron.interop.huggingface.sentence_piece import to_tokenizer_json
 from megatron.interop.huggingface.write import write_huggingface
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.config import TokenizerConfig
+from tools.convert_checkpoint import main
 
 TEXTS = (
     *LINES,
@@ -147,6 +148,21 @@ def test_qwen2_exports_are_read_by_another_class(tmp_path: Path) -> None:
     fast = transformers.PreTrainedTokenizerFast.from_pretrained(written)
     for text in TEXTS:
         assert fast.encode(text) == expected.tokenize(text), text
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_conversion_says_what_was_compared(tmp_path: Path, monkeypatch, capsys, installed: bool) -> None:
+    export(tmp_path)
+    if not installed:
+        monkeypatch.setitem(sys.modules, "transformers", None)
+    main(
+        ["--from", "native", "--to", "huggingface"]
+        + ["--load", str(tmp_path / "native"), "--save", str(tmp_path / "converted")]
+    )
+    out = capsys.readouterr().out
+    assert ("\ntoken ids of 8 texts equal those of AutoTokenizer" in out) == installed
+    assert ("\nwarning: nothing was compared with transformers: " in out) != installed
+    assert (tmp_path / "converted" / "tokenizer.json").is_file()
 
 
 def test_shared_model(shared: Path, tmp_path: Path) -> None:
