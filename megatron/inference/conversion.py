@@ -91,10 +91,10 @@ def compare_tokenizers(folder: Path, tokenizer: Tokenizer) -> str:
     """
     from transformers import AutoTokenizer
 
-    special = [f"a{tokenizer.detokenize([i])}b" for i in dict.fromkeys(tokenizer.special_ids.values())]
     # Unsuitable files raise exceptions of any type.
     try:
         theirs = AutoTokenizer.from_pretrained(folder, **FROM_FOLDER)
+        special = [f"a{theirs.decode([i])}b" for i in dict.fromkeys(tokenizer.special_ids.values())]
         ids = {text: theirs.encode(text, add_special_tokens=False) for text in (*LINES, *special)}
     except Exception as error:
         why = " ".join(str(error).split())[:200]

@@ -137,6 +137,35 @@ def test_checkpoint_of_a_run(tmp_path: Path, pretrain: Callable[..., str], capsy
 
 
 @pytest.mark.parametrize(
+    ("flags", "biases"),
+    [
+        ("", (True, True)),
+        ("--add-qkv-bias", (True, True)),
+        ("--disable-bias-linear --add-qkv-bias --add-attention-bias", (True, False)),
+    ],
+)
+def test_llama_with_the_biases_of_other_flags(
+    tmp_path: Path, pretrain: Callable[..., str], capsys, flags: str, biases: tuple[bool, bool]
+) -> None:
+    """Training makes the biases other than zero; the conversion compares logits with transformers."""
+    base = """
+        --mock-data --tokenizer-type NullTokenizer --vocab-size 50 --num-layers 1 --hidden-size 16
+        --num-attention-heads 2 --seq-length 8 --micro-batch-size 2 --train-iters 3 --lr 1e-2 --device cpu
+        --eval-iters 0 --num-workers 0 --lr-warmup-iters 0 --position-embedding-type rope --normalization RMSNorm
+        --swiglu --hidden-dropout 0
+    """.split()
+    pretrain(*base, *flags.split(), "--save", tmp_path / "run")
+    convert("native", "huggingface", tmp_path / "run", tmp_path / "hf")
+    assert "logits of transformers from" in capsys.readouterr().out
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert (config["model_type"], config["attention_bias"], config["mlp_bias"]) == ("llama", *biases)
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    assert all(
+        tensor.any() for name, tensor in tensors.items() if name.endswith(".bias") and "k_proj" not in name
+    )
+
+
+@pytest.mark.parametrize(
     ("flags", "message"),
     [
         ("--group-query-attention --num-query-groups 1", "--num-query-groups is 1 here and 2 there"),

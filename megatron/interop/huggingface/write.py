@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import logging
@@ -21,12 +22,14 @@ from megatron.interop.convert import SHARD_BYTES, check_is_empty
 from megatron.interop.external import meta_model
 from megatron.interop.huggingface.families import FAMILIES, Family
 from megatron.interop.huggingface.read import INDEX
+from megatron.interop.huggingface.sentence_piece import read_proto, to_tokenizer_json
 from megatron.interop.huggingface.settings import to_config
 from megatron.interop.tensor_writer import TensorToWrite, in_shards, write_tensors
 from megatron.model.config import ModelConfig
 from megatron.parallel.parameters import named_parameters
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.gpt2 import GPT2BPETokenizer
+from megatron.tokenizer.huggingface import CONFIG_KEYS
 
 logger = logging.getLogger("megatron")
 
@@ -46,6 +49,8 @@ def write_huggingface(
     check_is_empty(root)
     task, model, rows = checkpoint.state["task"], model_config(checkpoint), checkpoint.state["vocab_size"]
     family = FAMILIES[choose_family(task, model)]
+    if family.model_type == "llama":
+        model = with_flags_of_biases(model)
     try:
         config = to_config(family, model, rows)
     except InputError as error:
@@ -86,7 +91,20 @@ def choose_family(task: str, model: ModelConfig) -> str:
         return "qwen3"
     if model.rotary_percent != 1:
         return "phi3"
-    return "qwen2" if model.add_qkv_bias else "llama"
+    if model.add_qkv_bias and not (model.add_bias_linear or model.add_attention_bias):
+        return "qwen2"
+    return "llama"
+
+
+def with_flags_of_biases(model: ModelConfig) -> ModelConfig:
+    """The same model with a flag for the biases of attention and one for those of the MLP, as Llama has them."""
+    return dataclasses.replace(
+        model,
+        add_bias_linear=False,
+        add_qkv_bias=False,  # part of those of attention
+        add_attention_bias=model.add_bias_linear or model.add_attention_bias,
+        add_mlp_bias=model.add_bias_linear or model.add_mlp_bias,
+    )
 
 
 def tensors_of(
@@ -172,8 +190,13 @@ def tokenizer_contents(tokenizer: Tokenizer, longest: int) -> dict[str, bytes]:
     elif tokenizer.name == "HuggingFaceTokenizer":
         names = ["tokenizer.json", "tokenizer_config.json"][: len(contents)]
         settings |= {"tokenizer_class": "PreTrainedTokenizerFast"}
+    elif tokenizer.name == "SentencePieceTokenizer" and (converted := to_tokenizer_json(tokenizer.files[0])):
+        names = [tokenizer.files[0].name, "tokenizer.json"]
+        contents.append(converted.encode())
+        pieces = read_proto(tokenizer.files[0]).pieces
+        settings |= {CONFIG_KEYS[role]: pieces[i].piece for role, i in tokenizer.special_ids.items()}
+        settings |= {"tokenizer_class": "PreTrainedTokenizerFast"}
     else:
-        # transformers treats any tokenizer.model as Llama's, so a SentencePiece file keeps its own name.
         return {file.name: file.read_bytes() for file in tokenizer.files}
     return {"tokenizer_config.json": json_text(settings), **dict(zip(names, contents, strict=True))}
 
