@@ -73,12 +73,8 @@ class Checkpoint:
             weights_only: leave out the optimizer's files.
         """
         if self.manifest is not None:
-            skipped = {
-                file
-                for tensor in self.manifest.tensors.get("optimizer", {}).values()
-                for file, *_ in tensor["pieces"]
-            }
-            names = [name for name in sorted(self.manifest.files) if not (weights_only and name in skipped)]
+            skipped = "optimizer" if weights_only else " "  # files are named for the kind of their tensors
+            names = [name for name in sorted(self.manifest.files) if not name.startswith(skipped)]
             self.manifest.verify(names[part])
 
 
@@ -136,11 +132,6 @@ def is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value <= LARGEST
 
 
-def _is_operations(value: Any) -> bool:
-    """True for an `Ops.kinds`, and for None, as in older checkpoints."""
-    return value is None or (isinstance(value, list) and all(isinstance(kind, str) for kind in value))
-
-
 # Fields of state.json that every reader of a checkpoint may use, each with a check of its value. `TrainState` checks
 # those that only a resumed run uses.
 FIELDS: dict[str, Callable[[Any], bool]] = {
@@ -151,7 +142,10 @@ FIELDS: dict[str, Callable[[Any], bool]] = {
     "vocab_size": is_count,
     "padded_vocab_size": is_count,
     "optimizer_steps": lambda value: value is None or is_count(value),
-    "operations": _is_operations,
+    # None in older checkpoints
+    "operations": lambda value: (
+        value is None or (isinstance(value, list) and all(type(k) is str for k in value))
+    ),
     "config": lambda value: isinstance(value, dict) and all(isinstance(v, dict) for v in value.values()),
 }
 
