@@ -13,7 +13,6 @@ Loading a checkpoint cannot run code: tensors are safetensors, everything else i
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +23,7 @@ from megatron.checkpoint.storage import folder_of
 from megatron.errors import InputError
 from megatron.flags import LARGEST, Config, flag_name
 from megatron.model.config import ModelConfig
+from megatron.tokenizer.base import read_json
 from megatron.tokenizer.config import TokenizerConfig
 
 C = TypeVar("C", bound=Config)
@@ -99,12 +99,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 def read_state(folder: Path) -> dict[str, Any]:
     """Read and check state.json."""
     path = folder / "state.json"
-    try:
-        state = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: is not JSON ({error})") from None
+    state = read_json(str(path))
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise InputError(f"{path}: is not the state of a checkpoint of this program")
     if state.get("version") != VERSION:

@@ -14,9 +14,11 @@ from typing import Any
 from megatron.checkpoint.pieces import Index
 from megatron.checkpoint.storage import check_is_file
 from megatron.errors import InputError
+from megatron.files import read_file
 from megatron.flags import LARGEST
 
 NAME = "index.json"
+MAX_BYTES = 1 << 30
 # Files of tensors are in the folder itself.
 TENSORS = re.compile(r"(model|optimizer)(-[0-9]{5,}-of-[0-9]{5,})?\.safetensors")
 FILE = re.compile(rf"{TENSORS.pattern}|state\.json|tokenizer/[^/\0]+")
@@ -73,7 +75,7 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / NAME
     check_is_file(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_file(path, MAX_BYTES).decode("utf-8")
         whole = json.loads(text)
         content = text[text.index('"content": ') + len('"content": ') : text.rindex("}")]
         if hashlib.sha256(content.encode()).hexdigest() != whole["sha256"]:
