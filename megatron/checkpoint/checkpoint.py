@@ -13,7 +13,6 @@ Loading a checkpoint cannot run code: tensors are safetensors, everything else i
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +23,7 @@ from megatron.checkpoint.storage import folder_of
 from megatron.errors import InputError
 from megatron.flags import LARGEST, Config, flag_name
 from megatron.model.config import ModelConfig
+from megatron.tokenizer.base import read_json
 from megatron.tokenizer.config import TokenizerConfig
 
 C = TypeVar("C", bound=Config)
@@ -73,12 +73,8 @@ class Checkpoint:
             weights_only: leave out the optimizer's files.
         """
         if self.manifest is not None:
-            skipped = {
-                file
-                for tensor in self.manifest.tensors.get("optimizer", {}).values()
-                for file, *_ in tensor["pieces"]
-            }
-            names = [name for name in sorted(self.manifest.files) if not (weights_only and name in skipped)]
+            skipped = "optimizer" if weights_only else " "  # files are named for the kind of their tensors
+            names = [name for name in sorted(self.manifest.files) if not name.startswith(skipped)]
             self.manifest.verify(names[part])
 
 
@@ -103,12 +99,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 def read_state(folder: Path) -> dict[str, Any]:
     """Read and check state.json."""
     path = folder / "state.json"
-    try:
-        state = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: is not JSON ({error})") from None
+    state = read_json(str(path))
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise InputError(f"{path}: is not the state of a checkpoint of this program")
     if state.get("version") != VERSION:
@@ -136,11 +127,6 @@ def is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value <= LARGEST
 
 
-def _is_operations(value: Any) -> bool:
-    """True for an `Ops.kinds`, and for None, as in older checkpoints."""
-    return value is None or (isinstance(value, list) and all(isinstance(kind, str) for kind in value))
-
-
 # Fields of state.json that every reader of a checkpoint may use, each with a check of its value. `TrainState` checks
 # those that only a resumed run uses.
 FIELDS: dict[str, Callable[[Any], bool]] = {
@@ -151,7 +137,10 @@ FIELDS: dict[str, Callable[[Any], bool]] = {
     "vocab_size": is_count,
     "padded_vocab_size": is_count,
     "optimizer_steps": lambda value: value is None or is_count(value),
-    "operations": _is_operations,
+    # None in older checkpoints
+    "operations": lambda value: (
+        value is None or (isinstance(value, list) and all(type(k) is str for k in value))
+    ),
     "config": lambda value: isinstance(value, dict) and all(isinstance(v, dict) for v in value.values()),
 }
 

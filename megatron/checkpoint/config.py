@@ -44,8 +44,7 @@ class CheckpointConfig(Config):
         if self.ckpt_step is not None and self.load is None:
             raise InputError(f"--ckpt-step: {self.ckpt_step} needs --load, the folder of the checkpoints")
         if self.save is None:
-            given = {"--save-interval": self.save_interval, "--keep-last": self.keep_last}
-            given["--save-retain-interval"] = self.save_retain_interval
-            for name, value in given.items():
-                if value is not None:
-                    raise InputError(f"{name}: {value} needs --save, the folder to write checkpoints to")
+            for name in ("save_interval", "keep_last", "save_retain_interval"):
+                if (value := getattr(self, name)) is not None:
+                    given = f"--{name.replace('_', '-')}: {value}"
+                    raise InputError(f"{given} needs --save, the folder to write checkpoints to")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,11 @@ from typing import Any
 from megatron.checkpoint.pieces import Index
 from megatron.checkpoint.storage import check_is_file
 from megatron.errors import InputError
+from megatron.files import read_file
 from megatron.flags import LARGEST
 
 NAME = "index.json"
+MAX_BYTES = 1 << 30
 # Files of tensors are in the folder itself.
 TENSORS = re.compile(r"(model|optimizer)(-[0-9]{5,}-of-[0-9]{5,})?\.safetensors")
 FILE = re.compile(rf"{TENSORS.pattern}|state\.json|tokenizer/[^/\0]+")
@@ -71,11 +75,11 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / NAME
     check_is_file(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_file(path, MAX_BYTES).decode("utf-8")
         whole = json.loads(text)
         content = text[text.index('"content": ') + len('"content": ') : text.rindex("}")]
         if hashlib.sha256(content.encode()).hexdigest() != whole["sha256"]:
-            raise InputError(f"{path}: is damaged (its checksum differs)")
+            raise ValueError("its checksum differs")
         files, tensors = whole["content"]["files"], whole["content"]["tensors"]
         _check(files, tensors)
     except FileNotFoundError:
@@ -84,9 +88,7 @@ def read_manifest(folder: Path) -> Manifest:
         ) from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
-    except InputError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{path}: is damaged ({' '.join(str(error).split())[:200]})") from None
     return Manifest(folder, {name: tuple(entry) for name, entry in files.items()}, tensors)
 
@@ -99,17 +101,34 @@ def _check(files: Any, tensors: Any) -> None:
         if type(size) is not int or type(sha256) is not str:
             raise ValueError(f"size or checksum of {name} is wrong")
     for kind, index in tensors.items():
-        if kind not in ("model", "optimizer"):
-            raise ValueError(f"{kind[:80]!r} is not a kind of tensors")
         for name, tensor in index.items():
-            numbers = list(tensor["shape"])
-            for file, key, rows, columns in tensor["pieces"]:
-                if file not in files or not TENSORS.fullmatch(file) or type(key) is not str:
+            blocks = []
+            for file, key, (top, bottom), (left, right) in tensor["pieces"]:
+                match = TENSORS.fullmatch(file)
+                if file not in files or match is None or match[1] != kind or type(key) is not str:
                     raise ValueError(f"{name[:80]} is in the unknown file {file[:80]!r}")
-                (begin, end), (left, right) = rows, columns
-                numbers += [begin, end, left, right]
-            if not numbers or any(type(n) is not int or not 0 <= n <= LARGEST for n in numbers):
+                blocks.append((top, bottom, left, right))
+            numbers = [*tensor["shape"], *itertools.chain.from_iterable(blocks)]
+            if any(type(n) is not int or not 0 <= n <= LARGEST for n in numbers) or len(tensor["shape"]) > 8:
                 raise ValueError(f"the shape or a piece of {name[:80]} is wrong")
+            if not _is_exact_cover(tensor["shape"], blocks):
+                raise ValueError(f"the pieces of {name[:80]} overlap or leave elements out")
+
+
+def _is_exact_cover(shape: list[int], blocks: list[tuple[int, int, int, int]]) -> bool:
+    """True if every element of a tensor, viewed as a matrix, is in exactly one of the blocks.
+
+    A corner at which an even number of blocks meet cancels out. If only the matrix's own corners are left, every
+    element of it is in an odd number of blocks, which is one if the areas sum to its area.
+    """
+    rows, columns = shape[0], math.prod(shape[1:])
+    area, corners = rows * columns, {(0, 0), (0, columns), (rows, 0), (rows, columns)}
+    for top, bottom, left, right in blocks:
+        if top >= bottom or left >= right:
+            return False
+        area -= (bottom - top) * (right - left)
+        corners ^= {(top, left), (top, right), (bottom, left), (bottom, right)}
+    return area == 0 and not corners
 
 
 def digest(path: Path) -> str:

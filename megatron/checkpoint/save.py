@@ -72,7 +72,7 @@ class Saver:
     def write(self, snapshot: Snapshot, world: Axis) -> None:
         """Write a checkpoint; `world` has all ranks."""
         try:
-            write_checkpoint(self.config, snapshot, self.buffer, world, self.tokenizer_files)
+            self._write(snapshot, world)
         except OSError as error:
             raise TrainingFault(
                 f"--save: the checkpoint of iteration {self.iteration} cannot be written to {self.config.save}: "
@@ -82,6 +82,51 @@ class Saver:
     def log_saved(self) -> None:
         """Log that the newest checkpoint is complete."""
         self.log(f"saved checkpoint at iteration {self.iteration} to {self.config.save}")
+
+    def _write(self, snapshot: Snapshot, world: Axis) -> None:
+        """Write a checkpoint to the folder `config.save` and delete expired ones. Of `buffer` only the layout counts.
+
+        Raises:
+            OSError: on all ranks, if one of them cannot write.
+        """
+        config = self.config
+        assert config.save is not None
+        root, iteration, first = Path(config.save), snapshot.state["iteration"], world.rank == 0
+        folder = temporary_folder(root, iteration)
+        kinds = {kind: _collect(self.buffer, group) for kind, group in snapshot.tensors.items()}
+        size = sum(t.nbytes for pieces in kinds.values() for blocks in pieces.values() for _, _, t in blocks)
+        needed = int(all_reduce_sum(torch.tensor([size]), world))
+        try:
+            with raise_on_all_ranks(world):
+                if first:
+                    begin_checkpoint(root, iteration, needed)
+            with raise_on_all_ranks(world):
+                written = {}
+                for kind, pieces in kinds.items():
+                    path = folder / file_name(kind, world.rank, world.size)
+                    write_pieces(path, pieces)
+                    sync(path)
+                    written[path.name] = path.stat().st_size, digest(path)
+                    self.buffer.mesh.heartbeat.steps += 1
+            files: dict[str, tuple[int, str]] = {}
+            for text in gather_texts(json.dumps(written), world):
+                files |= {name: (size, sha256) for name, (size, sha256) in json.loads(text).items()}
+            with raise_on_all_ranks(world):
+                if first:
+                    state = {"format": FORMAT, "version": VERSION, **snapshot.state}
+                    files |= write_rest(folder, state, self.tokenizer_files)
+                    Manifest(folder, files, _join_indices(folder, files, list(kinds))).write()
+                    finish_checkpoint(root, iteration)
+        except BaseException:
+            if first:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        if first:
+            keep_last, retain_interval = config.keep_last, config.save_retain_interval
+            try:
+                discard_older(root, iteration, keep_last=keep_last, retain_interval=retain_interval)
+            except OSError as error:
+                logger.warning(f"--keep-last: cannot delete an older checkpoint: {error}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,61 +157,6 @@ def take_snapshot(
         for kind, group in groups.items()
     }
     return Snapshot({"optimizer_steps": optimizer.steps if config.save_optim else None, **state}, tensors)
-
-
-def write_checkpoint(
-    config: CheckpointConfig,
-    snapshot: Snapshot,
-    buffer: ParamBuffer,
-    world: Axis,
-    tokenizer_files: dict[str, bytes],
-) -> None:
-    """Write a checkpoint to the folder `config.save` and delete expired ones. Collective over `world`, all ranks.
-
-    Args:
-        buffer: describes the layout of the snapshot's tensors; its values are not read.
-        tokenizer_files: content of the tokenizer's files, by name.
-
-    Raises:
-        OSError: on all ranks, if one of them cannot write.
-    """
-    assert config.save is not None
-    root, iteration, first = Path(config.save), snapshot.state["iteration"], world.rank == 0
-    folder = temporary_folder(root, iteration)
-    kinds = {kind: _collect(buffer, group) for kind, group in snapshot.tensors.items()}
-    size = sum(t.nbytes for pieces in kinds.values() for blocks in pieces.values() for _, _, t in blocks)
-    needed = int(all_reduce_sum(torch.tensor([size]), world))
-    try:
-        with raise_on_all_ranks(world):
-            if first:
-                begin_checkpoint(root, iteration, needed)
-        with raise_on_all_ranks(world):
-            written = {}
-            for kind, pieces in kinds.items():
-                path = folder / file_name(kind, world.rank, world.size)
-                write_pieces(path, pieces)
-                sync(path)
-                written[path.name] = path.stat().st_size, digest(path)
-                buffer.mesh.heartbeat.steps += 1
-        files: dict[str, tuple[int, str]] = {}
-        for text in gather_texts(json.dumps(written), world):
-            files |= {name: (size, sha256) for name, (size, sha256) in json.loads(text).items()}
-        with raise_on_all_ranks(world):
-            if first:
-                state = {"format": FORMAT, "version": VERSION, **snapshot.state}
-                files |= write_rest(folder, state, tokenizer_files)
-                Manifest(folder, files, _join_indices(folder, files, list(kinds))).write()
-                finish_checkpoint(root, iteration)
-    except BaseException:
-        if first:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
-    if first:
-        keep = {"keep_last": config.keep_last, "retain_interval": config.save_retain_interval}
-        try:
-            discard_older(root, iteration, **keep)
-        except OSError as error:
-            logger.warning(f"--keep-last: cannot delete an older checkpoint: {error}")
 
 
 def write_rest(

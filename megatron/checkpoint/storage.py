@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import TextIO
 
 from megatron.errors import InputError
+from megatron.files import read_file
 
 TRACKER = "latest_checkpointed_iteration.txt"
 ROLLED_BACK = "taken_back_to_iteration.txt"
+TRACKER_BYTES = 1000
 
 
 def folder_of(root: Path, iteration: int) -> Path:
@@ -39,7 +41,7 @@ def newest_iteration(root: Path, *, exists: bool = True) -> int | None:
     tracker = root / TRACKER
     check_is_file(tracker)
     try:
-        text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+        text = read_file(tracker, TRACKER_BYTES).decode(errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -154,7 +156,7 @@ def discard_older(root: Path, iteration: int, *, keep_last: int | None, retain_i
 def rolled_back_to(root: Path) -> int | None:
     """The iteration to which the run in `root` was last rolled back; None if it never was."""
     try:
-        return int((root / ROLLED_BACK).read_text(encoding="utf-8"))
+        return int(read_file(root / ROLLED_BACK, TRACKER_BYTES))
     except (OSError, ValueError):
         return None
 

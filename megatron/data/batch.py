@@ -36,12 +36,6 @@ class Batch:
     def seq_length(self) -> int:
         return self.tokens.shape[1]
 
-    @classmethod
-    def sequence_dims(cls) -> dict[str, int]:
-        """Return the sequence dimension of each field that has one."""
-        metadata = {field.name: field.metadata for field in dataclasses.fields(cls)}
-        return {name: entry["sequence_dim"] for name, entry in metadata.items() if "sequence_dim" in entry}
-
     def items(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and tensor of each field that is not None."""
         for field in dataclasses.fields(self):

@@ -117,12 +117,10 @@ def _splits(builder: DatasetBuilder) -> dict[str, Split]:
             if shares[i] > 0 and (i == 0 or config.split is not None or any(documents)):
                 splits[name] = Split(name, f"--split {text}", files, documents, weights)
         return splits
-    for name, values in zip(
-        SPLITS, (config.train_data_path, config.valid_data_path, config.test_data_path), strict=True
-    ):
+    for name in SPLITS:
+        flag, values = f"--{name}-data-path", getattr(config, f"{name}_data_path")
         if values is None:
             continue
-        flag = f"--{name}-data-path"
         prefixes, weights = parse_blend(values, flag)
         files = [IndexedDataset(prefix) for prefix in prefixes]
         documents = [range(builder.num_documents(file)) for file in files]

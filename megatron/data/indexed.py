@@ -68,7 +68,10 @@ class IndexedDataset:
         for path in (self.idx_path, self.bin_path):
             if not os.path.isfile(path):
                 raise InputError(_missing_message(self.prefix, path))
-        index = _map(self.idx_path)
+        try:
+            index, tokens = map_file(self.idx_path), map_file(self.bin_path)
+        except OSError as error:
+            raise InputError(f"{error.filename} cannot be read: {error.strerror}") from None
         self.dtype, sequences, entries = self._read_header(index)
         at = np.cumsum([HEADER.size, 4 * sequences, 8 * sequences, 8 * entries]).tolist()
         self.sizes = index[at[0] : at[1]].view("<i4")
@@ -77,13 +80,13 @@ class IndexedDataset:
         self.num_tokens = self._check_sequences()
         self._check_documents()
         expected = self.num_tokens * self.dtype.itemsize
-        found = os.path.getsize(self.bin_path)
-        if found != expected:
+        if len(tokens) != expected:
             raise InputError(
-                f"{self.bin_path}: {found} bytes long, but {self.idx_path} lists {self.num_tokens} {self.dtype.name} "
-                f"tokens, {expected} bytes; one of the files is truncated, or they do not belong together"
+                f"{self.bin_path}: {len(tokens)} bytes long, but {self.idx_path} lists {self.num_tokens} "
+                f"{self.dtype.name} tokens, {expected} bytes; one of the files is truncated, or they do not belong "
+                "together"
             )
-        self.tokens = _map(self.bin_path).view(self.dtype)
+        self.tokens = tokens.view(self.dtype)
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -190,14 +193,6 @@ def chunks(length: int) -> Iterator[slice]:
     """Cut range(length) into slices of CHUNK entries."""
     for start in range(0, length, CHUNK):
         yield slice(start, min(start + CHUNK, length))
-
-
-def _map(path: str) -> np.ndarray:
-    """Map a file into memory as a read-only uint8 array."""
-    try:
-        return map_file(path)
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def _missing_message(prefix: str, path: str) -> str:

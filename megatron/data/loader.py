@@ -165,17 +165,12 @@ def _load(
         batch_size=None,
         sampler=order,
         num_workers=config.num_workers,
-        collate_fn=_unchanged,
         # The loader draws a seed. The global random stream must not depend on how often a run evaluates.
         generator=torch.Generator(),
         **workers,
     )
     batches = _batches(iter(loader), pin_memory)
     return _ahead(batches, ahead) if pin_memory else batches
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch
 
 
 def _batches(loaded: Iterator[Batch | InputError], pin_memory: bool) -> Generator[Batch, None, None]:

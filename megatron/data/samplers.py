@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
+
 from megatron.errors import InputError
 
 
@@ -39,8 +41,6 @@ def cyclic(
     Raises:
         InputError: `total` is too small, or `consumed` is not a multiple of micro_batch_size * dp_size.
     """
-    import torch  # only needed here, for its random generator
-
     step = micro_batch_size * dp_size
     per_epoch = total - total % step
     if per_epoch == 0:

@@ -154,9 +154,12 @@ def unpickle(
 
     functions = {REBUILD_TENSOR: tensor, "torch._tensor._rebuild_from_type_v2": tensor_with_attributes}
     machine = _Machine(FUNCTIONS | functions, storage)
+    begin = stream.tell()
     try:
         for opcode, arg, _ in pickletools.genops(stream):
             machine.do(opcode.name, arg)
+            if machine.copied > stream.tell() - begin:
+                raise ValueError("it makes more bytes than it has")
         return machine.stack.pop()
     except _Refused as refused:
         raise InputError(f"{where}: holds {refused}, which no checkpoint needs, so it is not read") from None
@@ -180,6 +183,7 @@ PUSHED = """
     INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT STRING BINSTRING SHORT_BINSTRING UNICODE BINUNICODE
     SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8
 """.split()
+MAX_NAME = 200  # characters
 CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 
 
@@ -191,6 +195,9 @@ class _Machine:
         self.stack: list[Any] = []
         self.below: list[list[Any]] = []  # the stacks below the marks
         self.memo: dict[int, Any] = {}
+        # Bytes and items that calls copied. A program that writes its data once has as many bytes; one
+        # that calls a function again and again on a remembered text takes all memory.
+        self.copied = 0
 
     def do(self, opcode: str, arg: Any) -> None:
         stack = self.stack
@@ -265,7 +272,8 @@ class _Machine:
         if name in VALUES:
             return VALUES[name]
         # Megatron-LM's flags include a few enumerations of its own.
-        if name not in self.functions and name not in RECORDS and not name.startswith("megatron."):
+        is_megatrons = name.startswith("megatron.") and len(name) <= MAX_NAME
+        if name not in self.functions and name not in RECORDS and not is_megatrons:
             raise _Refused(name[:80])
         return Global(name)
 
@@ -275,7 +283,9 @@ class _Machine:
         if not isinstance(args, tuple):
             raise ValueError("arguments that are not a tuple")
         if callee.name in self.functions:
-            return self.functions[callee.name](*args)
+            result = self.functions[callee.name](*args)
+            self.copied += len(result) if isinstance(result, (bytes, tuple)) else 0
+            return result
         return Record(callee.name, args)
 
 

@@ -17,17 +17,23 @@ from __future__ import annotations
 import dataclasses
 import glob
 import io
+import itertools
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
+from megatron.cli import clipped
 from megatron.errors import InputError
 
 BLOCK_BYTES = 1 << 18  # per read
 BATCH_BYTES = 1 << 20  # of text, decompressed
 BATCH_ROWS = 256  # of a table
+MAX_BYTES = 1 << 26  # of a line, or of a document of plain text
+# Compressed bytes decompressed at once. They give at most 64 MiB: a block of 4 bytes may stand for 128 KiB (zstd).
+COMPRESSED_BYTES = 1 << 11
+MAX_NAMES = 10  # listed in a message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +63,15 @@ class Document(NamedTuple):
 
 class _Unusable(Exception):
     """Record that is not a document, with the reason."""
+
+
+class _TooLong(Exception):
+    """Line or document longer than MAX_BYTES, with the number of its first line."""
+
+    def __init__(self, unit: str, number: int) -> None:
+        super().__init__(
+            f"{number}: the {unit} that begins here has more than {MAX_BYTES >> 20} MiB; divide it"
+        )
 
 
 def find_files(patterns: Sequence[str]) -> list[str]:
@@ -156,9 +171,7 @@ def _parsed(line: str) -> Any:
 
 def _text(record: dict[str, Any], key: str) -> str:
     if key not in record:
-        raise _Unusable(
-            f"has no key {key!r}; its keys: {', '.join(map(repr, record)) or 'none'} (--json-keys)"
-        )
+        raise _Unusable(f"has no key {clipped(key)}; its keys: {_listed(record)} (--json-keys)")
     text = record[key]
     if not isinstance(text, str):
         raise _Unusable(f"{key!r} is not text but {_describe(text)}")
@@ -168,6 +181,12 @@ def _text(record: dict[str, Any], key: str) -> str:
         except UnicodeEncodeError as error:
             raise _Unusable(f"{key!r} has a lone surrogate, U+{ord(text[error.start]):04X}") from None
     return text
+
+
+def _listed(names: Collection[str]) -> str:
+    """List names for a message: the first few, without the ends of long ones."""
+    shown = ", ".join(map(clipped, itertools.islice(names, MAX_NAMES))) or "none"
+    return shown if len(names) <= MAX_NAMES else f"{shown}, ... ({len(names):,} in all)"
 
 
 def _describe(value: Any) -> str:
@@ -184,16 +203,15 @@ def _json_records(data: bytes, first: int) -> Iterator[tuple[int, bytes]]:
 
 def _paragraphs(data: bytes, first: int) -> Iterator[tuple[int, bytes]]:
     """Yield each run of non-blank lines with the number of its first line, without the final line end."""
-    start, lines = first, list[bytes]()
+    start, begin, at = first, 0, 0  # `begin` is the position of line `start`
     for number, line in enumerate(io.BytesIO(data), start=first):
-        if not line.isspace():
-            start = start if lines else number
-            lines.append(line)
-        elif lines:
-            yield start, b"".join(lines).rstrip(b"\r\n")
-            lines = []
-    if lines:
-        yield start, b"".join(lines).rstrip(b"\r\n")
+        at += len(line)
+        if line.isspace():
+            if begin < at - len(line):
+                yield start, data[begin : at - len(line)].rstrip(b"\r\n")
+            start, begin = number + 1, at
+    if begin < at:
+        yield start, data[begin:].rstrip(b"\r\n")
 
 
 def _text_batches(path: str, kind: str, file: BinaryIO, compression: str) -> Iterator[DocumentBatch]:
@@ -204,24 +222,31 @@ def _text_batches(path: str, kind: str, file: BinaryIO, compression: str) -> Ite
     if kind == "txt":
         chunks = _whole_paragraphs(chunks)
     first = 1
-    for chunk in chunks:
-        yield DocumentBatch(
-            path, kind, chunk.removeprefix(b"\xef\xbb\xbf") if first == 1 else chunk, first, file.tell()
-        )
-        first += chunk.count(b"\n")
+    try:
+        for chunk in chunks:
+            yield DocumentBatch(
+                path, kind, chunk.removeprefix(b"\xef\xbb\xbf") if first == 1 else chunk, first, file.tell()
+            )
+            first += chunk.count(b"\n")
+    except _TooLong as error:
+        raise InputError(f"{path}:{error}") from None
 
 
 def _whole_lines(blocks: Iterator[bytes]) -> Iterator[bytes]:
     """Regroup blocks into chunks of BATCH_BYTES or slightly more that end at a line end."""
     held: list[bytes] = []
-    size = 0
+    size, first = 0, 1  # bytes held, and the number of the first line in them
     for block in blocks:
         end = block.rfind(b"\n") + 1 if size + len(block) >= BATCH_BYTES else 0
         if end:
-            yield b"".join([*held, block[:end]])
-            held, size = [], 0
+            whole = b"".join([*held, block[:end]])
+            yield whole
+            held, size, first = [], 0, first + whole.count(b"\n")
         held.append(block[end:])
         size += len(block) - end
+        # A few short lines may precede the long one.
+        if size > MAX_BYTES + BATCH_BYTES:
+            raise _TooLong("line", first + sum(part.count(b"\n") for part in held))
     if size:
         yield b"".join(held)
 
@@ -229,13 +254,18 @@ def _whole_lines(blocks: Iterator[bytes]) -> Iterator[bytes]:
 def _whole_paragraphs(chunks: Iterator[bytes]) -> Iterator[bytes]:
     """Move the text after the last blank line of each chunk to the next chunk."""
     held: list[bytes] = []
+    size, first = 0, 1  # bytes held, and the number of the first line in them
     for chunk in chunks:
         end = _end_of_last_blank_line(chunk)
         if end:
-            yield b"".join([*held, chunk[:end]])
-            held = []
+            whole = b"".join([*held, chunk[:end]])
+            yield whole
+            held, size, first = [], 0, first + whole.count(b"\n")
         held.append(chunk[end:])
-    if any(held):
+        size += len(chunk) - end
+        if size > MAX_BYTES:
+            raise _TooLong("document", first)
+    if size:
         yield b"".join(held)
 
 
@@ -274,18 +304,27 @@ DECOMPRESSORS: dict[str, Callable[[], Any]] = {".gz": _gzip, ".zst": _zstd}
 def _decompressed(path: str, blocks: Iterator[bytes], new: Callable[[], Any]) -> Iterator[bytes]:
     """Decompress a file of any number of concatenated streams."""
     stream = None
-    for block in blocks:
-        while block:
+    for part in _cut(blocks, COMPRESSED_BYTES):
+        while part:
             stream = stream or new()
             try:
-                data = stream.decompress(block)
+                data = stream.decompress(part)
             except Exception as error:  # each library has its own exceptions
-                raise InputError(f"{path}: cannot be decompressed: {error}") from None
-            yield data
-            block = stream.unused_data if stream.eof else b""
+                raise InputError(
+                    f"{path}: cannot be decompressed: {str(error) or type(error).__name__}"
+                ) from None
+            yield from _cut([data], BLOCK_BYTES)
+            part = stream.unused_data if stream.eof else b""
             stream = None if stream.eof else stream
     if stream:
         raise InputError(f"{path}: the compressed data ends early; the file is truncated")
+
+
+def _cut(blocks: Iterable[bytes], size: int) -> Iterator[bytes]:
+    """Cut blocks into pieces of at most `size` bytes."""
+    for block in blocks:
+        for begin in range(0, len(block), size):
+            yield block[begin : begin + size]
 
 
 def _table_batches(path: str, file: BinaryIO, keys: Sequence[str]) -> Iterator[DocumentBatch]:
@@ -308,5 +347,5 @@ def _table_batches(path: str, file: BinaryIO, keys: Sequence[str]) -> Iterator[D
         raise InputError(f"{path}: cannot be read as parquet: {' '.join(str(error).split())}") from None
     if missing:
         raise InputError(
-            f"{path}: has no column {missing[0]!r}; its columns: {', '.join(columns)} (--json-keys)"
+            f"{path}: has no column {missing[0]!r}; its columns: {_listed(columns)} (--json-keys)"
         )

@@ -260,14 +260,14 @@ def _prepare(
     tokenizer_config: TokenizerConfig,
     batches: Iterator[DocumentBatch],
 ) -> tuple[EncoderSettings, Iterator[DocumentBatch]]:
-    """Choose the encoder on documents of the first batch; return the settings and all batches."""
+    """Choose the encoder on the beginning of the first batch; return the settings and all batches."""
     first = list(itertools.islice(batches, 1))
     sample: list[str] = []
-    characters = 0
+    left = SAMPLE_CHARACTERS
     for document in itertools.chain.from_iterable(documents(b, config.json_keys)[0] for b in first):
-        if characters < SAMPLE_CHARACTERS:
-            sample += document.texts
-            characters += sum(map(len, document.texts))
+        for text in document.texts if left > 0 else ():
+            sample.append(text[:left])
+            left -= len(sample[-1])
     engine, reason = choose_engine(tokenizer, sample)
     print(f"encoder: {reason}", file=sys.stderr, flush=True)
     settings = EncoderSettings(

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megatron.errors import InputError
+from megatron.files import read_file
 from megatron.reports.config import ReportConfig
 from megatron.training.config import RunConfig
 from megatron.training.report import Interval, Writer
 
+MAX_METRICS_BYTES = 1 << 32  # of a file that a resumed run continues
 # Values of an iteration that are reported as their sum over an interval.
 COUNTED = ("skipped", "overflow")
 
@@ -46,7 +48,7 @@ class MetricsFile(ReportWriter):
             path = self.path.resolve()  # follow a link
             path.parent.mkdir(parents=True, exist_ok=True)
             if not path.exists() or path.is_file():  # not a pipe, not a device
-                text = path.read_text(encoding="utf-8") if path.exists() else ""
+                text = read_file(path, MAX_METRICS_BYTES).decode("utf-8") if path.exists() else ""
                 # A killed run may have left half a line.
                 lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
                 # A run that was killed in its last evaluation repeats that.

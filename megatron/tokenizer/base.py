@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import InputError
+from megatron.files import read_file
 from megatron.tokenizer.config import TokenizerConfig
 
 
@@ -79,10 +80,10 @@ def read_text(path: str) -> str:
     """Read a tokenizer's file.
 
     Raises:
-        InputError: the file is unreadable or not UTF-8.
+        InputError: the file is unreadable, too large or not UTF-8.
     """
     try:
-        return Path(path).read_bytes().decode("utf-8")
+        return read_file(path).decode("utf-8")
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:

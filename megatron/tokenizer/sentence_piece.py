@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.errors import InputError
+from megatron.files import read_file
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.config import TokenizerConfig
 
@@ -26,8 +27,10 @@ class SentencePieceTokenizer(Tokenizer):
             raise InputError(f"--tokenizer-model: {model_file} is not a file; give a SentencePiece .model")
         try:
             self._processor = SentencePieceProcessor()
-            self._processor.LoadFromSerializedProto(path.read_bytes())
-        except (OSError, RuntimeError):
+            self._processor.LoadFromSerializedProto(read_file(path))
+        except OSError as error:
+            raise InputError(f"--tokenizer-model: {model_file} cannot be read: {error.strerror}") from None
+        except RuntimeError:
             raise InputError(
                 f"--tokenizer-model: {model_file} cannot be read as a SentencePiece model"
             ) from None

@@ -46,6 +46,14 @@ def load(root: Path, buffer, optimizer) -> None:
     state.load_state_dict(checkpoint.state, optimizer)
 
 
+BIAS = "decoder.final_layernorm.bias"
+WEIGHT = "decoder.layers.0.mlp.linear_fc1.weight"  # [64, 16]
+
+
+def piece(rows: tuple[int, int], columns: tuple[int, int], key: str = WEIGHT) -> list:
+    return ["model.safetensors", key, list(rows), list(columns)]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["adam", "sgd"])
 def test_round_trip_is_bit_exact(tmp_path: Path, dtype: torch.dtype, kind: str) -> None:
@@ -272,12 +280,37 @@ def test_load_from_an_empty_or_missing_folder(tmp_path: Path) -> None:
             "1 tensor.s. that the model lacks: extra",
         ),
         (
-            lambda f: edit_index(f, lambda m: m.tensors["model"][BIAS].update(shape=[3])),
+            lambda f: edit_index(
+                f, lambda m: m.tensors["model"][BIAS].update(shape=[3], pieces=[piece((0, 3), (0, 1), BIAS)])
+            ),
             r"has shape \(3,\), but the model has \(16,\)",
         ),
+        *(
+            (
+                lambda f, p=pieces: edit_index(
+                    f, lambda m: m.tensors["model"][WEIGHT].update(pieces=[piece(*block) for block in p])
+                ),
+                f"index.json: is damaged .the pieces of {WEIGHT} overlap or leave elements out",
+            )
+            for pieces in (
+                [],
+                [((0, 64), (0, 16)), ((0, 64), (0, 16))],
+                [((0, 64), (0, 16)), ((3, 3), (0, 16))],
+                [((0, 40), (0, 16)), ((24, 64), (0, 16))],  # a middle that two pieces cover
+                [((0, 40), (0, 16)), ((41, 64), (0, 16))],
+                [((0, 32), (0, 16))] * 2,  # as many elements as the tensor
+                [((0, 32), (0, 8)), ((0, 32), (8, 16)), ((16, 48), (0, 8)), ((32, 64), (8, 16))],
+                [((0, 64), (0, 17))],
+                [((0, 65), (0, 16))],
+            )
+        ),
         (
-            lambda f: edit_index(f, lambda m: m.tensors["model"][BIAS].update(pieces=[])),
-            "16 elements of decoder.final_layernorm.bias are in no file",
+            lambda f: edit_index(f, lambda m: m.tensors.update(other=m.tensors["model"])),
+            "is in the unknown file 'model.safetensors'",
+        ),
+        (
+            lambda f: edit_index(f, lambda m: m.tensors["model"][BIAS].update(shape=[])),
+            "index.json: is damaged",
         ),
         (
             lambda f: edit_index(f, lambda m: m.tensors["model"][BIAS]["pieces"][0].__setitem__(2, [-9, 7])),
@@ -348,9 +381,6 @@ def edit_index(folder: Path, change) -> None:
     manifest = read_manifest(folder)
     change(manifest)
     manifest.write()
-
-
-BIAS = "decoder.final_layernorm.bias"
 
 
 def test_a_tracker_ahead_of_its_folder(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import pickle
 
 import pytest
@@ -51,7 +52,8 @@ def test_fields_declare_their_sequence_dimension(
     batches: dict[str, Batch], name: str, fields: set[str], sequences: int
 ) -> None:
     batch = batches[name]
-    dims = batch.sequence_dims()
+    metadata = {field.name: field.metadata for field in dataclasses.fields(batch)}
+    dims = {field: entry["sequence_dim"] for field, entry in metadata.items() if entry}
     assert set(dims) == fields
     assert batch.num_sequences == sequences
     for field, tensor in batch.items():

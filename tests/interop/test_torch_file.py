@@ -219,6 +219,30 @@ def test_malicious_pickles(tmp_path: Path, program: bytes, message: str) -> None
     assert len(str(caught.value)) < 500
 
 
+@pytest.mark.parametrize("kind", ["bytes", "shapes", "names"])
+def test_a_small_pickle_takes_little_memory(tmp_path: Path, kind: str) -> None:
+    """Calls on one remembered object would make copies of it without end."""
+    text = b"X" + (10**6).to_bytes(4, "little") + b"x" * 10**6
+    copies = "is damaged .it makes more bytes than it has"
+    program, message = {
+        "bytes": (
+            b"\x80\x02c_codecs\nencode\nq\0" + text + b"X\6\0\0\0latin1\x86q\1" + b"h\0h\1R" * 300,
+            copies,
+        ),
+        "shapes": (b"\x80\x02ctorch\nSize\nq\0](" + b"N" * 10**5 + b"e\x85q\1" + b"h\0h\1R" * 300, copies),
+        "names": (
+            b"\x80\x02" + text + b"q\0X\x08\0\0\0megatronq\1" + b"h\1h\0\x93" * 300,
+            "holds megatron.xxx",
+        ),
+    }[kind]
+    path = zip_of(tmp_path / "x.pt", program + b".")
+    tracemalloc.start()
+    with pytest.raises(InputError, match=message):
+        read_torch_file(path)
+    assert tracemalloc.get_traced_memory()[1] < 30 * 10**6
+    tracemalloc.stop()
+
+
 def test_unknown_enums(tmp_path: Path) -> None:
     """The flags of a run hold enums, whose classes need not be importable."""
     program = b"\x80\x02cmegatron.enums\nModelType\nK\x01\x85R."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -90,7 +91,7 @@ def test_parquet(tmp_path, small_batches):
     assert read(path) == (TEXTS, [f"{path}:21: 'text' is not text but null"])
     assert [b.read for b in read_batches([str(path)], ["text"])][-1] == path.stat().st_size
     with pytest.raises(
-        InputError, match=r"a.parquet: has no column 'body'; its columns: n, text \(--json-keys\)"
+        InputError, match=r"a.parquet: has no column 'body'; its columns: 'n', 'text' \(--json-keys\)"
     ):
         read(path, keys=("body",))
 
@@ -231,3 +232,62 @@ def test_unreadable_files(tmp_path):
 def test_a_batch_can_be_sent_to_another_process():
     batch = DocumentBatch("a.jsonl", "jsonl", b'{"text": "x"}', 5, 0)
     assert documents(batch, ["text"])[0] == [("a.jsonl:5", ("x",))]
+
+
+def test_errors_quote_little_of_a_line(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(
+        json.dumps({f"key{i}": i for i in range(100_000)}) + "\n" + json.dumps({"k" * 10**6: 1}) + "\n"
+    )
+    _, (many, long) = read(path)
+    assert many.startswith(f"{path}:1: has no key 'text'; its keys: 'key0', 'key1', ")
+    assert many.endswith("'key9', ... (100,000 in all) (--json-keys)")
+    assert long.endswith(f"its keys: '{'k' * 60}... (--json-keys)")
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_a_line_or_document_that_is_too_long(tmp_path, monkeypatch, suffix):
+    """Its length is bounded before all of it is in memory."""
+    compress = {"": bytes, ".gz": gzip.compress, ".zst": zstd}[suffix]
+    monkeypatch.setattr(module, "MAX_BYTES", 2 << 20)
+    line = b'{"text": "x"}\n'
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(compress(line * 70 + b'{"text": "' + b"x" * (150 << 20)))
+    tracemalloc.start()
+    with pytest.raises(
+        InputError, match=f"^{path}:71: the line that begins here has more than 2 MiB; divide it$"
+    ):
+        read(path)
+    assert tracemalloc.get_traced_memory()[1] < 100 << 20
+    tracemalloc.stop()
+    path = tmp_path / f"a.txt{suffix}"
+    path.write_bytes(compress(b"short\n\n" + b"a line\n" * (3 << 19)))
+    with pytest.raises(
+        InputError, match=f"^{path}:3: the document that begins here has more than 2 MiB; divide it$"
+    ):
+        read(path)
+    path.write_bytes(compress(b"short\n\n" + b"a line\n" * (1 << 18) + b"x" * (4 << 20)))
+    with pytest.raises(
+        InputError, match=f"^{path}:{3 + (1 << 18)}: the line that begins here has more than 2 MiB"
+    ):
+        read(path)
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_compressed_blank_lines_take_little_memory(tmp_path, suffix):
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes((gzip.compress if suffix == ".gz" else zstd)(b"\n" * (40 << 20)))
+    largest = max(len(batch.data) for batch in read_batches([str(path)], ["text"]))
+    assert largest <= module.BATCH_BYTES + module.BLOCK_BYTES
+
+
+def test_an_exception_without_a_text_is_named(tmp_path, monkeypatch):
+    class Broken:
+        def decompress(self, data: bytes) -> bytes:
+            raise MemoryError
+
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b"{}"))
+    monkeypatch.setitem(module.DECOMPRESSORS, ".gz", Broken)
+    with pytest.raises(InputError, match="cannot be decompressed: MemoryError"):
+        read(path)

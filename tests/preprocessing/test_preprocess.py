@@ -251,3 +251,19 @@ def test_complete_files_are_replaced_only_by_complete_files(numbers, tmp_path):
     assert len(os.listdir(tmp_path / "new/folder")) == 2
     preprocess(config(bad, output=tmp_path / "new/folder/o", on_bad_line="skip"), NULL)
     assert sequences(tmp_path / "new/folder/o_text_document") == [[7]] * 10
+
+
+def test_the_encoder_is_chosen_on_the_beginning_of_a_large_document(tmp_path, monkeypatch):
+    """Comparing encoders on all of it would take several times its size in memory."""
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("1 2", "3 " * 10_000, "4")))
+    samples: list[list[str]] = []
+    monkeypatch.setattr(module, "SAMPLE_CHARACTERS", 100)
+    monkeypatch.setattr(
+        module,
+        "choose_engine",
+        lambda tokenizer, sample: samples.append(sample) or ("tokenize_batch", "the only one"),
+    )
+    preprocess(config(path, output=tmp_path / "o"), NULL)
+    assert samples == [["1 2", ("3 " * 50)[:97]]]
+    assert len(sequences(tmp_path / "o_text_document")[1]) == 10_000

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import os
-from pathlib import Path
 
 from megatron.errors import InputError
+from megatron.files import read_file
 from megatron.flags import Config, flag
 
 KEY_VARIABLE = "MEGATRON_API_KEY"
+MAX_KEY_BYTES = 1000
 
 
 def is_loopback(host: str) -> bool:
@@ -61,7 +62,7 @@ class ServerConfig(Config):
         if variable:
             raise InputError(f"--api-key-file and {KEY_VARIABLE} both give a key; leave out one of the two")
         try:
-            key = Path(self.api_key_file).read_text(encoding="utf-8").strip()
+            key = read_file(self.api_key_file, MAX_KEY_BYTES).decode("utf-8").strip()
         except OSError as error:
             raise InputError(
                 f"--api-key-file: {self.api_key_file} cannot be read ({error.strerror})"

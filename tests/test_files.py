@@ -1,0 +1,65 @@
+"""Files with a largest size, and the messages of their readers about files that are larger."""
+
+from __future__ import annotations
+
+import os
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint.manifest import read_manifest
+from megatron.checkpoint.storage import TRACKER, newest_iteration, rolled_back_to
+from megatron.errors import InputError
+from megatron.files import read_file
+from megatron.inference.server.config import ServerConfig
+from megatron.reports.writers import MetricsFile
+from megatron.tokenizer.base import read_json
+from megatron.tokenizer.sentence_piece import SentencePieceTokenizer
+
+
+def sparse(path: Path) -> Path:
+    """A file of 4 TB that takes no room on disk."""
+    path.touch()
+    os.truncate(path, 4 << 40)
+    return path
+
+
+def test_read_file(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(b"12345")
+    assert read_file(path, 5) == read_file(str(path)) == b"12345"
+    with pytest.raises(OSError, match="larger than 4 bytes") as caught:
+        read_file(path, 4)
+    assert caught.value.strerror == "larger than 4 bytes"
+    with pytest.raises(OSError, match="larger than 1000 bytes"):  # it has no size
+        read_file("/dev/zero", 1000)
+    with pytest.raises(FileNotFoundError):
+        read_file(tmp_path / "absent")
+
+
+@pytest.mark.parametrize(
+    ("name", "read", "most"),
+    [
+        (TRACKER, lambda path: newest_iteration(path.parent), 1000),
+        ("index.json", lambda path: read_manifest(path.parent), 1 << 30),
+        ("vocab.json", lambda path: read_json(str(path)), 1 << 28),
+        ("x.model", lambda path: SentencePieceTokenizer(str(path)), 1 << 28),
+        ("key", lambda path: ServerConfig(api_key_file=str(path)).api_key(), 1000),
+        ("metrics", lambda path: MetricsFile(path).start(0, evaluation_due=False), 1 << 32),
+    ],
+)
+def test_readers_of_a_sparse_file(tmp_path: Path, name: str, read, most: int) -> None:
+    if name.endswith(".model"):
+        pytest.importorskip("sentencepiece")
+    path = sparse(tmp_path / name)
+    tracemalloc.start()
+    with pytest.raises(InputError, match=f"{path}.*larger than {most} bytes"):
+        read(path)
+    assert tracemalloc.get_traced_memory()[1] < 10**7
+    tracemalloc.stop()
+
+
+def test_a_sparse_note_of_a_roll_back_counts_as_none(tmp_path: Path) -> None:
+    sparse(tmp_path / "taken_back_to_iteration.txt")
+    assert rolled_back_to(tmp_path) is None
