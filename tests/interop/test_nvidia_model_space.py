@@ -6,63 +6,28 @@ Megatron-LM itself wrote to compare with.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from nvidia import VOCAB, assert_equal, checkpoint_of, weights
 from torch import Tensor
+from torch_dist import DISTRIBUTED, LLAMA, TOKENIZER, common_state, in_stacks, write
 
-from megatron.checkpoint.checkpoint import Checkpoint, model_config
 from megatron.errors import InputError
 from megatron.interop.convert import write_native
 from megatron.interop.nvidia.names import shard_dim
 from megatron.interop.nvidia.read import open_megatron
 from megatron.optim.optimizer import Optimizer
-from megatron.tokenizer.config import TokenizerConfig
 
 # torch warns that there is only one process.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-LLAMA = {
-    "swiglu": True,
-    "normalization": "RMSNorm",
-    "position_embedding_type": "rope",
-    "add_bias_linear": False,
-    "untie_embeddings_and_output_weights": True,
-}
-TOKENIZER = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCAB - 1)
 # Megatron-LM's kinds of state, and the native ones.
 ADAM = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 MASTER = {"fp32_param": "master"}
-FLAGS = {
-    "global_batch_size": 8,
-    "train_iters": 20,
-    "consumed_train_samples": 96,
-    "seq_length": 16,
-    "seed": 1234,
-    "orig_vocab_size": VOCAB,
-    "make_vocab_size_divisible_by": 4,
-    "lr_warmup_init": 1e-6,
-    "lr_wsd_decay_style": "linear",
-    "lr_wsd_decay_iters": 4,
-}
-SCHEDULE = {
-    "max_lr": 1e-3,
-    "min_lr": 1e-5,
-    "lr_warmup_steps": 8,
-    "num_steps": 96,
-    "lr_decay_style": "cosine",
-    "lr_decay_steps": 160,
-    "start_wd": 0.1,
-    "end_wd": 0.1,
-    "wd_incr_style": "constant",
-    "wd_incr_steps": 160,
-}
 
 
 def values_of(tensors: dict[str, Tensor], kinds: dict[str, str]) -> dict[str, dict[str, Tensor]]:
@@ -87,42 +52,7 @@ def flattened(name: str, tensor: Tensor, ranks: int, swiglu: bool) -> Tensor:
     return torch.stack([shard.reshape(-1) for shard in shards]).view(*grid, -1)
 
 
-def in_stacks(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Stack the tensors of all layers, with fused norms."""
-    found: dict[str, list[Tensor]] = {}
-    for name, tensor in tensors.items():
-        theirs = name
-        if name.startswith("decoder.layers."):
-            theirs = "decoder.layers." + name.split(".", 3)[3]
-        theirs = theirs.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
-        theirs = theirs.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
-        found.setdefault(theirs, []).append(tensor)
-    return {
-        name: torch.stack(xs) if name.startswith("decoder.layers.") else xs[0] for name, xs in found.items()
-    }
-
-
-def write(folder: Path, tensors: dict[str, Any], common: dict[str, Any]) -> Path:
-    dcp.save(tensors, checkpoint_id=folder, no_dist=True)
-    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
-    torch.save(common, folder / "common.pt")
-    (folder.parent / "latest_checkpointed_iteration.txt").write_text("12")
-    return folder
-
-
-def common_state(checkpoint: Checkpoint, optimizer: object, **other: object) -> dict[str, Any]:
-    flags = vars(model_config(checkpoint)) | {"num_query_groups": 1} | FLAGS
-    return {
-        "args": argparse.Namespace(**flags),
-        "iteration": 12,
-        "optimizer": optimizer,
-        "opt_param_scheduler": SCHEDULE,
-        **other,
-    }
-
-
-# What each optimizer of Megatron-LM leaves in the state that all ranks share.
-DISTRIBUTED = {"optimizer": {"param_groups": [{"lr": 1e-3}, {"lr": 1e-3, "step": 12}]}}
+# What other optimizers of Megatron-LM leave in the state that all ranks share.
 WITH_STATE = {"state": {"common_step": torch.tensor(12.0)}, "param_groups": [{"lr": 1e-3}]}
 OPTIMIZERS = {
     "distributed": DISTRIBUTED,
@@ -289,6 +219,10 @@ BAD: dict[str, tuple[Callable[[dict, dict], object], str]] = {
     "no layers": (
         lambda tensors, common: tensors.update({PREFIX + LAYERS: torch.tensor(1.0)}),
         r"\.metadata: is damaged \(optimizer\.state\.exp_avg\.decoder\.layers\.mlp\.linear_fc2\.weight stacks all",
+    ),
+    "stacked under a false name": (
+        lambda tensors, common: tensors.update({f"{PREFIX}optimizer.state.x.{LAYERS}": torch.ones(1, 2)}),
+        r"exp_avg and its weights are not of the same tensors: 1 tensor\(s\): optimizer\.state\.x\.decoder",
     ),
     "no steps": (
         lambda tensors, common: common.update(optimizer={"param_groups": [3, {"lr": 1}]}),

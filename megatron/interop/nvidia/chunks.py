@@ -24,6 +24,8 @@ from megatron.model.config import ModelConfig
 METADATA = ".metadata"
 (MAX_LAYERS,) = (f.metadata["flag"].high for f in dataclasses.fields(ModelConfig) if f.name == "num_layers")
 STACK = "decoder.layers."
+# Kinds of tensors that are not optimizer state in model space.
+MODEL, OTHER = "model", "other"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +132,7 @@ def read_metadata(folder: Path) -> tuple[dict[str, ChunkedTensor], dict[str, Sto
                 continue
             shape, (dtype, *_) = _numbers(entry.get("size")), entry.get("properties").state
             chunks = [(_numbers(c.get("offsets")), _numbers(c.get("sizes"))) for c in entry.get("chunks")]
-            if is_stacked(name) and (not shape or 0 in shape or shape[0] > MAX_LAYERS):
+            if is_stacked(kind_of(name)[1]) and (not shape or 0 in shape or shape[0] > MAX_LAYERS):
                 raise ValueError(f"{name[:80]} stacks all layers, but has the shape {shape}")
             for offsets, sizes in chunks:
                 if any(o + n > total for o, n, total in zip(offsets, sizes, shape, strict=True)):
@@ -181,6 +183,14 @@ def _chunk(folder: Path, offsets: tuple[int, ...], sizes: tuple[int, ...], info:
     return StoredChunk(offsets, sizes, path, *_numbers((begin, length)))
 
 
-def is_stacked(name: str) -> bool:
-    """True for a tensor that stacks all layers: of weights, or of their optimizer state."""
-    return re.match(rf"(optimizer\.state\.[a-z0-9_]+\.)?{re.escape(STACK)}(?![0-9])", name) is not None
+def kind_of(name: str) -> tuple[str, str]:
+    """The kind of a tensor and the name of its weight: `MODEL` for a weight, `OTHER` for state not in model space."""
+    found = re.fullmatch(r"optimizer\.state\.([a-z0-9_]+)\.(.+)", name)
+    if found:
+        return found[1], found[2]
+    return (OTHER if re.match(r"(chained_[0-9]+\.)?optimizer\.", name) else MODEL), name
+
+
+def is_stacked(weight: str) -> bool:
+    """True if a tensor that belongs to this weight stacks all layers."""
+    return weight.startswith(STACK) and not re.match(r"[0-9]", weight[len(STACK) :])

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,25 +21,16 @@ from torch import Tensor
 
 from megatron.errors import InputError
 from megatron.interop.external import ExternalTensor, ExternalTensors, list_names
-from megatron.interop.nvidia.chunks import LayerTensor
+from megatron.interop.nvidia.chunks import OTHER, LayerTensor, kind_of
 from megatron.interop.nvidia.optimizer import MASTER, MOMENTS
 from megatron.interop.nvidia.run import check_value
 from megatron.interop.torch_file import StoredTensor
 from megatron.interop.unpickle import shown_value
 
-MODEL, OTHER = "model", "other"
 # The native kinds of state tensors, by Megatron-LM's.
 KINDS = {kind: kind for kind in MOMENTS} | {"fp32_param": MASTER}
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ONLY_WEIGHTS = "give --no-load-optim to read only the weights"
-
-
-def kind_of(name: str) -> tuple[str, str]:
-    """The kind of a tensor and the name of its weight: `MODEL` for a weight, `OTHER` for state not in model space."""
-    found = re.fullmatch(r"optimizer\.state\.([a-z0-9_]+)\.(.+)", name)
-    if found:
-        return found[1], found[2]
-    return (OTHER if re.match(r"(chained_[0-9]+\.)?optimizer\.", name) else MODEL), name
 
 
 def check_model_space(path: Path, content: Mapping[str, Any], names: Collection[str]) -> None:

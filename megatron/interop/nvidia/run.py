@@ -48,6 +48,7 @@ SIZES = (
 COUNTS = ("seed", "train_iters", "train_samples", "consumed_train_samples")
 WSD_COUNTS = ("lr_wsd_decay_iters", "lr_wsd_decay_samples")
 KINDS |= dict.fromkeys((*SIZES, *COUNTS, *WSD_COUNTS), (int,))
+KINDS |= dict.fromkeys(("hybrid_layer_pattern", "hybrid_override_pattern"), (str,))
 KINDS |= dict.fromkeys(("data_path", "split", "dataloader_type", "lr_wsd_decay_style"), (str,))
 KINDS |= dict.fromkeys(
     ("layernorm_epsilon", "mask_prob", "short_seq_prob", "weight_decay", "lr_warmup_init"), (int, float)

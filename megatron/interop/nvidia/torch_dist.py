@@ -5,7 +5,8 @@
     common.pt                   the flags of the run and its progress; in newer versions an object among the chunks
 
 Names are the native ones, of the whole model. Exceptions are the layers of a homogeneous stack, which are stacked in
-one tensor (`decoder.layers.mlp.linear_fc1.weight`), and norms that are fused with the linear layer after them.
+one tensor (`decoder.layers.mlp.linear_fc1.weight`), norms that are fused with the linear layer after them, and the
+layers of a HybridModel (see `hybrid`).
 """
 
 from __future__ import annotations
@@ -19,17 +20,20 @@ import torch
 
 from megatron.checkpoint.checkpoint import Checkpoint
 from megatron.errors import InputError
-from megatron.interop.external import ExternalTensor, ExternalTensors, meta_model
+from megatron.interop.external import ExternalTensor, ExternalTensors, list_names, meta_model
 from megatron.interop.nvidia.chunks import (
     METADATA,
+    MODEL,
     STACK,
     ChunkedTensor,
     LayerTensor,
     StoredChunk,
     is_stacked,
+    kind_of,
     read_metadata,
 )
-from megatron.interop.nvidia.model_space import MODEL, check_model_space, kind_of, open_states, steps_of
+from megatron.interop.nvidia.hybrid import FINAL_NORM, NOT_READ, gpt_flags, gpt_name, is_hybrid
+from megatron.interop.nvidia.model_space import check_model_space, open_states, steps_of
 from megatron.interop.nvidia.run import (
     check_tensors,
     counts_samples,
@@ -62,17 +66,19 @@ def open_torch_dist(
     tensors, objects = read_metadata(folder)
     path, content = _common_state(folder, objects)
     args = read_flags(path, content)
+    hybrid = is_hybrid(args)
+    if hybrid:
+        args = gpt_flags(path, args)
+    elif any(name.startswith(FINAL_NORM) for name in tensors):
+        raise InputError(f"{path}: holds a HybridModel, but lacks its flag --hybrid-layer-pattern")
     if load_optim:
         check_model_space(path, content, [*tensors, *objects])
-    states: dict[str, dict[str, LayerTensor]] = {}
-    for name, whole in tensors.items():
-        kind, weight = kind_of(name)
-        states.setdefault(kind, {}).update(native_tensors(weight, whole))
+    states = _by_kind(folder, tensors, hybrid)
     parts = states.pop(MODEL, {})
     shapes = {name: part.shape for name, part in parts.items()}
     if len(shapes.get(WORD_TABLE, ())) != 2:
         raise InputError(f"{folder}: holds no GPT ({METADATA} lacks the word embeddings)")
-    config = read_config(path, args, _sizes(folder, shapes, args), given)
+    config = read_config(path, args, _sizes(folder, shapes, args), given, NOT_READ if hybrid else ())
     padded = shapes[WORD_TABLE][0]
     model = meta_model("GPT", config, padded)
     expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
@@ -94,19 +100,19 @@ def open_torch_dist(
     )
     if has_progress:
         state["config"]["data"]["data_order"] = "head"
-    found = {"model": ExternalTensors(folder, sources)}
+    contents = {"model": ExternalTensors(folder, sources)}
     notes = (
         [] if args.state else [f"{folder} lacks the flags of its run; the defaults apply to those not given"]
     )
     notes += heads_note(path, args, config)
     if load_optim and states and has_progress:
-        found["optimizer"] = open_states(folder, states, shapes)
+        contents["optimizer"] = open_states(folder, states, shapes)
         state["optimizer_steps"] = steps_of(path, content, states)
     elif load_optim and states:
         notes.append(
             f"{folder}: its optimizer state is not read, because {path.name} lacks the run's progress"
         )
-    return Checkpoint(folder, state, found, notes=tuple(notes))
+    return Checkpoint(folder, state, contents, notes=tuple(notes))
 
 
 def _check_format(folder: Path) -> None:
@@ -119,6 +125,21 @@ def _check_format(folder: Path) -> None:
         raise InputError(f"{path}: is not JSON") from None
     if not isinstance(metadata, dict) or metadata.get("sharded_backend") != "torch_dist":
         raise InputError(f"{path}: is not of the format 'torch_dist', the only one supported")
+
+
+def _by_kind(
+    folder: Path, tensors: Mapping[str, ChunkedTensor], hybrid: bool
+) -> dict[str, dict[str, LayerTensor]]:
+    """The tensors of each kind, by native name of their weights."""
+    kinds: dict[str, dict[str, LayerTensor]] = {}
+    for name, whole in tensors.items():
+        kind, weight = kind_of(name)
+        found = native_tensors(gpt_name(weight) if hybrid else weight, whole)
+        twice = found.keys() & kinds.setdefault(kind, {}).keys()
+        if twice:
+            raise InputError(f"{folder}: holds two tensors for each of {list_names(twice)}")
+        kinds[kind] |= found
+    return kinds
 
 
 def native_tensors(name: str, whole: ChunkedTensor) -> dict[str, LayerTensor]:
