@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from nvidia import VOCAB
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from megatron.checkpoint.checkpoint import Checkpoint, model_config
 from megatron.tokenizer.config import TokenizerConfig
@@ -66,8 +69,50 @@ def in_stacks(tensors: dict[str, Tensor], *, fused: bool = True) -> dict[str, Te
     }
 
 
+class Shards:
+    """A tensor that is written in shards: a vector for each index of the leading dimensions, in two parts."""
+
+    def __init__(self, whole: Tensor) -> None:
+        self.whole, self.parts = whole, {}
+        bounds = (0, max(1, 2 * whole.shape[-1] // 3), whole.shape[-1])
+        for index in itertools.product(*map(range, whole.shape[:-1])):
+            for begin, end in itertools.pairwise(bounds):
+                if begin < end:
+                    part = whole[index][begin:end].reshape(*(1 for _ in index), -1)
+                    self.parts[torch.Size((*index, begin))] = part.contiguous()
+
+    def __create_write_items__(self, name: str, shards: object) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self.whole)
+        return [
+            WriteItem(
+                index=MetadataIndex(name, offset),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=ChunkStorageMetadata(offsets=offset, sizes=part.shape),
+                    properties=properties,
+                    size=self.whole.shape,
+                ),
+            )
+            for offset, part in self.parts.items()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(offsets=offset, sizes=part.shape) for offset, part in self.parts.items()]
+
+
+class Planner(dcp.DefaultSavePlanner):
+    """Writes `Shards`, and objects that are serialized already, as Megatron-LM's planner does."""
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        value = self.state_dict[index.fqn]
+        return value.parts[index.offset] if isinstance(value, Shards) else super().lookup_object(index)
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        return object
+
+
 def save(folder: Path, tensors: dict[str, Any]) -> Path:
-    dcp.save(tensors, checkpoint_id=folder, no_dist=True)
+    dcp.save(tensors, checkpoint_id=folder, planner=Planner(), no_dist=True)
     (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     return folder
 

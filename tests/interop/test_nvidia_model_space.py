@@ -6,15 +6,17 @@ Megatron-LM itself wrote to compare with.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from nvidia import VOCAB, assert_equal, checkpoint_of, weights
 from torch import Tensor
-from torch_dist import DISTRIBUTED, LLAMA, TOKENIZER, common_state, in_stacks, write
+from torch_dist import DISTRIBUTED, LLAMA, TOKENIZER, Shards, common_state, in_stacks, save, write
 
 from megatron.errors import InputError
 from megatron.interop.convert import write_native
@@ -76,7 +78,8 @@ def written(
         stored = state
         if form == "fully_sharded_model_space":
             stored = {name: flattened(name, x, ranks, "swiglu" in fields) for name, x in state.items()}
-        tensors |= {f"optimizer.state.{kind}.{name}": x for name, x in in_stacks(stored).items()}
+        shard = Shards if form == "fully_sharded_model_space" else Tensor.contiguous
+        tensors |= {f"optimizer.state.{kind}.{name}": shard(x) for name, x in in_stacks(stored).items()}
     optimizer = OPTIMIZERS[form] if form in OPTIMIZERS else DISTRIBUTED | {"param_state_sharding_type": form}
     root = folder / "run"
     write(root / "iter_0000012", tensors, common_state(checkpoint, optimizer))
@@ -112,6 +115,25 @@ def test_optimizer_state(tmp_path: Path, form: str, bf16: bool, fields: dict[str
     }
     without = open_megatron(root, TOKENIZER, load_optim=False)
     assert list(without.tensors) == ["model"] and without.iteration == 12 and not without.notes
+
+
+@pytest.mark.parametrize("form", ["fully_reshardable", "half"])
+def test_shared_state_among_the_chunks(tmp_path: Path, form: str) -> None:
+    """Newer versions write the shared state as an object of the checkpoint, and no common.pt."""
+    root, _, expected = written(tmp_path, form)
+    folder = root / "iter_0000012"
+    common = torch.load(folder / "common.pt", weights_only=False)
+    content: dict[str, Any] = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in dcp.FileSystemReader(folder).read_metadata().state_dict_metadata.items()
+    }
+    dcp.load(content, checkpoint_id=folder, no_dist=True)
+    serialized = io.BytesIO()
+    torch.save([common | {"content_metadata": {"distrib_optim_sharding_type": form}}], serialized)
+    newer = save(tmp_path / "newer", content | {"common_state/shard_0_1": serialized})
+    found = open_megatron(newer, TOKENIZER)
+    assert_equal(weights(found, "optimizer"), expected)
+    assert found.iteration == found.state["optimizer_steps"] == 12 and not found.notes
 
 
 def test_run_continues_with_these_moments(
