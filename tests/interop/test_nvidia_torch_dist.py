@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from nvidia import HEADS, VOCAB, assert_equal, checkpoint_of, weights
 from safetensors.torch import load_file
-from torch import Tensor
+from torch_dist import in_stacks, save
 
 from megatron.checkpoint.checkpoint import Checkpoint, model_config
 from megatron.errors import InputError
@@ -53,34 +52,13 @@ def test_equals_nvidia_weights(shared: Path, written_by: str) -> None:
     assert "lacks the flags" in found.notes[0]
 
 
-def stacked(tensors: dict[str, Tensor], fused: bool) -> dict[str, Tensor]:
-    """Stack the tensors of all layers, under the names of Megatron Core."""
-    result: dict[str, Tensor] = {}
-    for name in tensors:
-        first = name.startswith("decoder.layers.0.")
-        if not name.startswith("decoder.layers.") or first:
-            parts = [x for other, x in tensors.items() if other.split(".")[3:] == name.split(".")[3:]]
-            theirs = name.replace(".0.", ".") if first else name
-            if fused:
-                theirs = theirs.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
-                theirs = theirs.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
-            result[theirs] = torch.stack(parts) if first else tensors[name]
-    return result
-
-
-def save(folder: Path, tensors: dict[str, Any]) -> Path:
-    dcp.save(tensors, checkpoint_id=folder, no_dist=True)
-    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
-    return folder
-
-
 @pytest.mark.parametrize("fields", [{}, LLAMA], ids=["gpt2", "llama"])
 @pytest.mark.parametrize("form", ["stacked", "stacked and fused", "one by one"])
 def test_files_of_torch(tmp_path: Path, form: str, fields: dict) -> None:
     """Files written by torch itself, with the run's flags in common.pt."""
     checkpoint = checkpoint_of(tmp_path, **fields)
     expected = weights(checkpoint)
-    tensors = expected if form == "one by one" else stacked(expected, fused=form.endswith("fused"))
+    tensors = expected if form == "one by one" else in_stacks(expected, fused=form.endswith("fused"))
     root = tmp_path / "run"
     folder = save(root / "iter_0000003", tensors | {"optimizer.state.exp_avg.x": torch.ones(3)})
     (root / "latest_checkpointed_iteration.txt").write_text("3")
@@ -114,7 +92,7 @@ VARIANTS = {
 def test_unsupported_models_with_the_same_tensors(tmp_path: Path, name: str) -> None:
     """Models that only differ in the flags of the run are refused, unless the flag has a harmless value."""
     checkpoint = checkpoint_of(tmp_path)
-    folder = save(tmp_path / "x", stacked(weights(checkpoint), fused=True))
+    folder = save(tmp_path / "x", in_stacks(weights(checkpoint)))
     args = vars(model_config(checkpoint)) | {"num_query_groups": 1}
     variant, harmless = VARIANTS[name]
     torch.save({"args": argparse.Namespace(**args, **{name: harmless})}, folder / "common.pt")
@@ -259,7 +237,7 @@ BAD = {
 
 @pytest.mark.parametrize("name", list(BAD))
 def test_bad_input(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = save(tmp_path / "x", stacked(weights(checkpoint_of(tmp_path)), fused=True))
+    folder = save(tmp_path / "x", in_stacks(weights(checkpoint_of(tmp_path))))
     change, message = BAD[name]
     change(folder)
     with pytest.raises(InputError, match=message) as caught:
@@ -268,7 +246,7 @@ def test_bad_input(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 
 
 def test_num_attention_heads_is_required(tmp_path: Path) -> None:
-    folder = save(tmp_path / "x", stacked(weights(checkpoint_of(tmp_path)), fused=True))
+    folder = save(tmp_path / "x", in_stacks(weights(checkpoint_of(tmp_path))))
     with pytest.raises(InputError, match=r"^--num-attention-heads is required"):
         open_dist(folder, {})
     with pytest.raises(InputError, match=r"kv_channels|linear_qkv\.weight has shape"):

@@ -10,8 +10,9 @@ from typing import Any
 from megatron.checkpoint.checkpoint import Checkpoint
 from megatron.checkpoint.storage import TRACKER, folder_of, newest_iteration
 from megatron.errors import InputError
+from megatron.interop.nvidia.chunks import METADATA
 from megatron.interop.nvidia.legacy import open_legacy
-from megatron.interop.nvidia.torch_dist import METADATA, open_torch_dist
+from megatron.interop.nvidia.torch_dist import open_torch_dist
 from megatron.tokenizer.config import TokenizerConfig
 
 RELEASE = "release"
@@ -47,7 +48,7 @@ def open_megatron(
         raise InputError(f"--load: {load} is not a folder")
     folder = load if any(load.glob("mp_rank_*")) or (load / METADATA).exists() else _newest(load)
     if (folder / METADATA).exists():
-        return open_torch_dist(folder, tokenizer, given)
+        return open_torch_dist(folder, tokenizer, given, load_optim=load_optim)
     return open_legacy(folder, tokenizer, given, release=folder.name == RELEASE, load_optim=load_optim)
 
 

@@ -46,9 +46,13 @@ SIZES = (
     "global_batch_size",
 )
 COUNTS = ("seed", "train_iters", "train_samples", "consumed_train_samples")
-KINDS |= dict.fromkeys((*SIZES, *COUNTS), (int,))
-KINDS |= dict.fromkeys(("data_path", "split", "dataloader_type"), (str,))
-KINDS |= dict.fromkeys(("layernorm_epsilon", "mask_prob", "short_seq_prob", "weight_decay"), (int, float))
+WSD_COUNTS = ("lr_wsd_decay_iters", "lr_wsd_decay_samples")
+KINDS |= dict.fromkeys((*SIZES, *COUNTS, *WSD_COUNTS), (int,))
+KINDS |= dict.fromkeys(("hybrid_layer_pattern", "hybrid_override_pattern"), (str,))
+KINDS |= dict.fromkeys(("data_path", "split", "dataloader_type", "lr_wsd_decay_style"), (str,))
+KINDS |= dict.fromkeys(
+    ("layernorm_epsilon", "mask_prob", "short_seq_prob", "weight_decay", "lr_warmup_init"), (int, float)
+)
 
 
 def read_flags(path: Path, content: Any) -> Record:
@@ -238,23 +242,25 @@ def _vocab_size(path: Path, args: Record, tokenizer: TokenizerConfig, padded: in
 def _schedule(path: Path, saved: dict[str, Any], args: Record, train_samples: int) -> Schedule:
     """The schedules of the run; that of the learning rate is in samples."""
     decay = args.get("weight_decay", 0.01)
+    lr = ("max_lr", "min_lr", "warmup_steps", "decay_steps", "decay_style")
     found: dict[str, Any] = {
-        name: saved.get(name) for name in ("max_lr", "min_lr", "warmup_steps", "decay_steps", "decay_style")
-    }
+        name: saved.get(name, saved.get(f"lr_{name}")) for name in lr
+    }  # lr_... in later versions
     later = {"start_wd": decay, "end_wd": decay, "wd_incr_style": "constant"}  # since v3.0
     found |= {name: saved.get(name, value) for name, value in later.items()}
     for name, value in found.items():
         kinds = (str,) if name in ("decay_style", "wd_incr_style") else (int, float)
         check_value(path, f"{name} of its learning rate schedule", value, kinds)
+    wsd_decay = (args.get("lr_wsd_decay_iters") or 0) * args.get("global_batch_size")
     return Schedule(
         max_lr=found["max_lr"],
         min_lr=found["min_lr"],
-        init_lr=0.0,
+        init_lr=args.get("lr_warmup_init", 0.0),
         warmup=found["warmup_steps"],
         decay=found["decay_steps"],
         decay_style=found["decay_style"],
-        wsd_decay=0,
-        wsd_decay_style="exponential",
+        wsd_decay=args.get("lr_wsd_decay_samples") or wsd_decay,
+        wsd_decay_style=args.get("lr_wsd_decay_style", "exponential"),
         start_weight_decay=found["start_wd"],
         end_weight_decay=found["end_wd"],
         weight_decay_style=found["wd_incr_style"],
