@@ -57,7 +57,7 @@ def flattened(name: str, tensor: Tensor, ranks: int, swiglu: bool) -> Tensor:
 # What other optimizers of Megatron-LM leave in the state that all ranks share.
 WITH_STATE = {"state": {"common_step": torch.tensor(12.0)}, "param_groups": [{"lr": 1e-3}]}
 OPTIMIZERS = {
-    "distributed": DISTRIBUTED,
+    "chained": {0: DISTRIBUTED, 1: DISTRIBUTED},
     "fp32": WITH_STATE,
     "half": {"optimizer": WITH_STATE, "grad_scaler": {}},
 }
@@ -90,7 +90,13 @@ def written(
 @pytest.mark.parametrize("fields", [{}, LLAMA], ids=["gpt2", "llama"])
 @pytest.mark.parametrize(
     ("form", "bf16"),
-    [("fully_reshardable", True), ("fully_sharded_model_space", True), ("fp32", False), ("half", True)],
+    [
+        ("fully_reshardable", True),
+        ("fully_sharded_model_space", True),
+        ("fp32", False),
+        ("half", True),
+        ("chained", True),
+    ],
 )
 def test_optimizer_state(tmp_path: Path, form: str, bf16: bool, fields: dict[str, Any]) -> None:
     root, model, expected = written(tmp_path, form, bf16=bf16, **fields)

@@ -126,6 +126,8 @@ def steps_of(path: Path, content: Mapping[str, Any], kinds: Collection[str]) -> 
         InputError: the number is missing or impossible.
     """
     optimizer = content.get("optimizer")
+    if isinstance(optimizer, dict):
+        optimizer = optimizer.get(0, optimizer)  # several optimizers, which took the same steps
     inner = optimizer.get("optimizer", optimizer) if isinstance(optimizer, dict) else None
     state, groups = (inner.get(key) if isinstance(inner, dict) else None for key in ("state", "param_groups"))
     found = [state.get("common_step")] if isinstance(state, dict) else []
