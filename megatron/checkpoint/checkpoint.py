@@ -206,13 +206,12 @@ def differences(a: ModelConfig, b: ModelConfig, *, is_bert: bool) -> list[tuple[
     tanh = [(config.tanh_gelu, is_bert and config.openai_gelu) for config in (a, b)]
     if tanh[0] == tanh[1] or (a.swiglu and b.swiglu and not is_bert):
         ignored |= {"bias_gelu_fusion", "openai_gelu"}
-    return [
-        (flag_name(field), getattr(a, field.name), getattr(b, field.name))
-        for field in dataclasses.fields(ModelConfig)
-        if is_architecture(field.name, b)
-        and field.name not in ignored
-        and getattr(a, field.name) != getattr(b, field.name)
-    ]
+    rows = []
+    for field in dataclasses.fields(ModelConfig):
+        x, y = getattr(a, field.name), getattr(b, field.name)
+        if x != y and is_architecture(field.name, b) and field.name not in ignored:
+            rows.append((flag_name(field), x, y) if field.default is not True else (flag_name(field), y, x))
+    return rows
 
 
 def check_vocabulary(checkpoint: Checkpoint, vocab_size: int) -> None:

@@ -15,13 +15,14 @@ from checkpoints import CONFIG, SCHEDULE, edit_state, make, save, sign
 from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint import storage
-from megatron.checkpoint.checkpoint import check_architecture
+from megatron.checkpoint.checkpoint import check_architecture, differences
 from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.load import load_into
 from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.pieces import write_pieces
 from megatron.errors import InputError, TrainingFault
 from megatron.inference.load import load_weights
+from megatron.model.config import ModelConfig
 from megatron.optim.buffer import ParamBuffer
 from megatron.optim.optimizer import Optimizer
 from megatron.training.report import History
@@ -169,6 +170,13 @@ def test_run_resumes_without_the_tracker(tmp_path: Path) -> None:
     (storage.folder_of(tmp_path, 3) / "state.json").write_text("{}")
     with pytest.raises(InputError, match=r"state\.json"):
         find_checkpoint(str(tmp_path), str(tmp_path))
+
+
+def test_a_flag_that_turns_off_is_shown_as_given() -> None:
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "max_position_embeddings": 8}
+    without = ModelConfig(**sizes, add_bias_linear=False)
+    found = differences(without, ModelConfig(**sizes), is_bert=False)
+    assert found == [("--disable-bias-linear", True, False)]
 
 
 def test_without_the_tracker_the_newest_checkpoint_counts(tmp_path: Path) -> None:
