@@ -132,18 +132,10 @@ def _check_across(config: RunConfig) -> None:
         raise InputError(f"--seq-length: {length} is longer than --max-position-embeddings {longest}")
     for section in config.plugins.values():
         section.check(config)
-    by_samples = {
-        "--lr-decay-samples": optimizer.lr_decay_samples,
-        "--lr-warmup-samples": optimizer.lr_warmup_samples,
-        "--lr-wsd-decay-samples": optimizer.lr_wsd_decay_samples,
-    }
-    by_iters = {
-        "--lr-decay-iters": optimizer.lr_decay_iters,
-        "--lr-warmup-iters": optimizer.lr_warmup_iters,
-        "--lr-wsd-decay-iters": optimizer.lr_wsd_decay_iters,
-    }
-    unit, other = ("iters", by_samples) if training.train_iters is not None else ("samples", by_iters)
-    for name, value in other.items():
+    unit, other = ("iters", "samples") if training.train_iters is not None else ("samples", "iters")
+    for name in ("lr-decay", "lr-warmup", "lr-wsd-decay"):
+        value = getattr(optimizer, f"{name}-{other}".replace("-", "_"))
         if value:
-            fitting = name.replace("samples", unit).replace("iters", unit)
-            raise InputError(f"{name}: {value} does not go with --train-{unit}; use {fitting}")
+            raise InputError(
+                f"--{name}-{other}: {value} does not go with --train-{unit}; use --{name}-{unit}"
+            )

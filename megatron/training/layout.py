@@ -84,8 +84,8 @@ def describe_layout(engine: Engine) -> str:
         )
         if on
     ]
-    rows = [("layout", f"{product} = {mesh.world.size} process{'es' if mesh.world.size > 1 else ''}")]
-    rows[0] = ("layout", "; ".join([rows[0][1], *used]))
+    processes = f"{mesh.world.size} process{'es' if mesh.world.size > 1 else ''}"
+    rows = [("layout", "; ".join([f"{product} = {processes}", *used]))]
     each = mesh.world.size // mesh.pp.size
     for stage, chunks in enumerate(engine.stages):
         layers = ", ".join(_layers(chunk.layers) for chunk in chunks)
