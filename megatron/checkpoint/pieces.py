@@ -147,13 +147,11 @@ def read_index(path: Path) -> Index:
 
 @dataclasses.dataclass
 class NativeTensors:
-    """Tensors of a native checkpoint, a `TensorSource`. Files are opened when they are first read.
-
-    `read_manifest` has checked that the pieces in the index cover each tensor exactly.
-    """
+    """Tensors of a native checkpoint, a `TensorSource`. Pieces cover them exactly, as `read_manifest` checks."""
 
     folder: Path
     index: Index
+    # Opened when they are first read.
     files: dict[str, TensorFile] = dataclasses.field(default_factory=dict, init=False)
 
     def read(self, name: str, spec: GlobalSlice) -> Tensor:
