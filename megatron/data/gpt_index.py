@@ -105,9 +105,8 @@ def _sample_index(sizes: np.ndarray, document_index: np.ndarray, seq_length: int
         # Search only the documents that this chunk can reach.
         last = int(np.searchsorted(ends, token[-1], side="right"))
         position = first + np.searchsorted(ends[first : last + 1], token, side="right")
-        document_start = ends[position] - sizes[document_index[position]]
         index[1:, 0][part] = position
-        index[1:, 1][part] = token - document_start
+        index[1:, 1][part] = token - (ends[position] - sizes[document_index[position]])
         first = int(position[-1])
     return index
 
