@@ -162,6 +162,8 @@ def _number(kind: type, text: str) -> Any:
 def nonempty(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("is empty; give a value, or leave the flag out")
+    if text.encode(errors="ignore").decode() != text:
+        raise argparse.ArgumentTypeError(f"{clipped(text)} is not UTF-8 text, which files' names must be")
     return text
 
 

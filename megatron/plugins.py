@@ -5,6 +5,8 @@ Only entry points import this module. Importing it fills the core's registries.
 
 from __future__ import annotations
 
+import faulthandler
+import sys
 from collections.abc import Sequence
 
 from megatron.arguments import AFTER_COMMAND_LINE, BEFORE_COMMAND_LINE, PARSER_EXTENSIONS
@@ -70,6 +72,8 @@ WRITERS[:] = [MetricsFile, TensorBoard, WeightsAndBiases]
 
 def run(config: RunConfig, task: Task) -> int:
     """Pretrain `task`, or count what that would take (--dry-run). Returns the exit status."""
+    # Prints all stacks if a signal ends the process, such as SIGBUS (a truncated data file).
+    faulthandler.enable(sys.__stderr__ or 2)
     if config.plugin(DryRunConfig).dry_run:
         from megatron.planner.dry_run import dry_run  # takes seconds to import
 

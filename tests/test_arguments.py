@@ -411,6 +411,11 @@ def test_conflicting_flags(flags: str, message: str) -> None:
     assert error_of(*flags.split()).startswith(message)
 
 
+def test_flags_are_utf8() -> None:
+    """Python passes other bytes of the command line as surrogates."""
+    assert error_of("--save", "a\udcff").startswith(r"--save: 'a\udcff' is not UTF-8 text")
+
+
 @pytest.mark.parametrize("name", BASE.split()[::2])
 def test_required_flags(name: str) -> None:
     words = BASE.split()

@@ -60,6 +60,12 @@ def test_readers_of_a_sparse_file(tmp_path: Path, name: str, read, most: int) ->
     tracemalloc.stop()
 
 
+def test_metrics_of_nested_brackets(tmp_path: Path) -> None:
+    (tmp_path / "metrics").write_text("[" * 10**5 + "\n")
+    with pytest.raises(InputError, match=r"--metrics-path: .*metrics is not a file of metrics"):
+        MetricsFile(tmp_path / "metrics").start(0, evaluation_due=False)
+
+
 def test_a_sparse_note_of_a_roll_back_counts_as_none(tmp_path: Path) -> None:
     sparse(tmp_path / "taken_back_to_iteration.txt")
     assert rolled_back_to(tmp_path) is None

@@ -119,11 +119,13 @@ def main() -> None:
     parser = Parser(description=__doc__)
     add_flags(parser, CorpusConfig, "corpus")
     config = make_config(CorpusConfig, vars(parser.parse_args()))
+    output = Path(config.output)
+    if output.is_dir():
+        raise InputError(f"--output: {output} cannot be written: it is a directory")
     documents = corpus()
     if config.megabytes is not None:
         documents = first_megabytes(documents, config.megabytes)
 
-    output = Path(config.output)
     partial = output.with_name(f"{output.name}.partial")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)

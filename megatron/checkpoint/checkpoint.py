@@ -128,7 +128,7 @@ def is_count(value: Any) -> bool:
 
 
 # Fields of state.json that every reader of a checkpoint may use, each with a check of its value. `TrainState` checks
-# those that only a resumed run uses.
+# those that only a resumed run uses. In older checkpoints operations is None.
 FIELDS: dict[str, Callable[[Any], bool]] = {
     "task": lambda value: isinstance(value, str),
     "iteration": is_count,
@@ -137,7 +137,6 @@ FIELDS: dict[str, Callable[[Any], bool]] = {
     "vocab_size": is_count,
     "padded_vocab_size": is_count,
     "optimizer_steps": lambda value: value is None or is_count(value),
-    # None in older checkpoints
     "operations": lambda value: (
         value is None or (isinstance(value, list) and all(type(k) is str for k in value))
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 from megatron.errors import InputError
 from megatron.flags import Config, flag
@@ -48,3 +49,5 @@ class CheckpointConfig(Config):
                 if (value := getattr(self, name)) is not None:
                     given = f"--{name.replace('_', '-')}: {value}"
                     raise InputError(f"{given} needs --save, the folder to write checkpoints to")
+        elif Path(self.save).is_symlink() and not Path(self.save).exists():
+            raise InputError(f"--save: {self.save} is a link to nothing; make the folder that it leads to")

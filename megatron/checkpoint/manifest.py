@@ -104,8 +104,8 @@ def _check(files: Any, tensors: Any) -> None:
         for name, tensor in index.items():
             blocks = []
             for file, key, (top, bottom), (left, right) in tensor["pieces"]:
-                match = TENSORS.fullmatch(file)
-                if file not in files or match is None or match[1] != kind or type(key) is not str:
+                known = file in files and TENSORS.fullmatch(file) and file.startswith(kind)
+                if not known or type(key) is not str:
                     raise ValueError(f"{name[:80]} is in the unknown file {file[:80]!r}")
                 blocks.append((top, bottom, left, right))
             numbers = [*tensor["shape"], *itertools.chain.from_iterable(blocks)]

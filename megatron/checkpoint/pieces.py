@@ -147,14 +147,11 @@ def read_index(path: Path) -> Index:
 
 @dataclasses.dataclass
 class NativeTensors:
-    """Tensors of a native checkpoint, a `TensorSource`. Files are opened when they are first read.
-
-    `read_manifest` has checked that the pieces in the index cover each tensor exactly.
-    """
+    """Tensors of a native checkpoint, a `TensorSource`. Pieces cover them exactly, as `read_manifest` checks."""
 
     folder: Path
     index: Index
-    files: dict[str, TensorFile] = dataclasses.field(default_factory=dict, init=False)
+    opened: dict[str, TensorFile] = dataclasses.field(default_factory=dict, init=False)
 
     def read(self, name: str, spec: GlobalSlice) -> Tensor:
         check_shape(self.folder, self.index, name, spec)  # before memory is allocated
@@ -177,11 +174,11 @@ class NativeTensors:
                     both = needed.intersect(piece)
                     if both is None:
                         continue
-                    if file not in self.files:
-                        self.files[file] = TensorFile(self.folder / file)
+                    if file not in self.opened:
+                        self.opened[file] = TensorFile(self.folder / file)
                     at = both.translated(whole, local)
                     start = at.rows[0] * spec.row + at.columns[0] - begin + target.storage_offset()
-                    self.files[file].read_into(
+                    self.opened[file].read_into(
                         target.as_strided(both.shape, (spec.row, 1), start),
                         key,
                         both.translated(piece, Block((0, 0), (0, 0))),

@@ -120,9 +120,8 @@ def sync(path: Path) -> None:
 
 def sync_all(folder: Path) -> None:
     """Flush a folder and everything in it to disk."""
-    for path in sorted(folder.rglob("*"), reverse=True):
+    for path in (*sorted(folder.rglob("*"), reverse=True), folder):
         sync(path)
-    sync(folder)
 
 
 def discard(folder: Path) -> None:

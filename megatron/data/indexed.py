@@ -43,7 +43,7 @@ DTYPES: dict[int, np.dtype] = {
     5: np.dtype("<i8"),
     8: np.dtype("<u2"),
 }
-CHUNK = 1 << 20  # entries read or written at once, which bounds memory for any number of sequences
+CHUNK = 1 << 20  # entries processed at once: bounds memory, and few enough for the CPU caches
 
 
 class IndexedDataset:
@@ -82,9 +82,8 @@ class IndexedDataset:
         expected = self.num_tokens * self.dtype.itemsize
         if len(tokens) != expected:
             raise InputError(
-                f"{self.bin_path}: {len(tokens)} bytes long, but {self.idx_path} lists {self.num_tokens} "
-                f"{self.dtype.name} tokens, {expected} bytes; one of the files is truncated, or they do not belong "
-                "together"
+                f"{self.bin_path}: {len(tokens)} bytes, but {self.idx_path} lists {self.num_tokens} {self.dtype.name} "
+                f"tokens, {expected} bytes; one of the files is truncated, or they do not belong together"
             )
         self.tokens = tokens.view(self.dtype)
 

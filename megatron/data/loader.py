@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -115,6 +117,7 @@ def start_fork_server(*imported: str) -> None:
 
 def _prepare_worker(_: int) -> None:
     """Make a worker process end only when the training process ends or terminates it."""
+    faulthandler.enable()  # prints where a signal such as SIGBUS ends it
     signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)  # in case other code started the server
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -169,11 +172,13 @@ def _load(
         generator=torch.Generator(),
         **workers,
     )
-    batches = _batches(iter(loader), pin_memory)
+    batches = _batches(iter(loader), dataset, pin_memory)
     return _ahead(batches, ahead) if pin_memory else batches
 
 
-def _batches(loaded: Iterator[Batch | InputError], pin_memory: bool) -> Generator[Batch, None, None]:
+def _batches(
+    loaded: Iterator[Batch | InputError], dataset: Dataset, pin_memory: bool
+) -> Generator[Batch, None, None]:
     try:
         for batch in loaded:
             if isinstance(batch, InputError):
@@ -182,6 +187,7 @@ def _batches(loaded: Iterator[Batch | InputError], pin_memory: bool) -> Generato
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise
+        copy.deepcopy(dataset)  # maps its files again: raises InputError if one was truncated (SIGBUS)
         why = f"{error}; if memory ran out, lower --num-workers"
         raise TransientFault(f"a process that reads data has died: {why}") from error
     finally:

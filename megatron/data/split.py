@@ -45,9 +45,7 @@ class DataOrder:
 
         Rounds each share, half to even. The training split absorbs the excess or shortfall: all bounds move by it.
         """
-        bounds = [0]
-        for share in shares:
-            bounds.append(bounds[-1] + round(share * size))
+        bounds = [0, *itertools.accumulate(round(share * size) for share in shares)]
         excess = bounds[-1] - size
         return [0] + [max(0, bound - excess) for bound in bounds[1:]]
 

@@ -65,7 +65,7 @@ class MetricsFile(ReportWriter):
             self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115, open until `close`
         except OSError as error:
             raise InputError(f"--metrics-path: {self.path}: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):  # the last for nested brackets
             raise InputError(
                 f"--metrics-path: {self.path} is not a file of metrics; choose another file"
             ) from None

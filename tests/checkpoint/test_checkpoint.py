@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint import storage
 from megatron.checkpoint.checkpoint import check_architecture, differences
+from megatron.checkpoint.config import CheckpointConfig
 from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.load import load_into
 from megatron.checkpoint.manifest import read_manifest
@@ -542,3 +543,11 @@ def test_files_of_tensors_follow_the_umask(tmp_path: Path, umask: int, mode: int
     finally:
         os.umask(before)
     assert stat.S_IMODE(file.stat().st_mode) == mode
+
+
+def test_a_link_to_nothing(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "absent")
+    with pytest.raises(InputError, match=r"--save: .*link is a link to nothing; make the folder"):
+        CheckpointConfig(save=str(tmp_path / "link"))
+    (tmp_path / "absent").mkdir()
+    assert CheckpointConfig(save=str(tmp_path / "link")).save

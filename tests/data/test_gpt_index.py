@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data import gpt_index
 from megatron.data.config import DataConfig
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.gpt_index import build_indices, load_or_build, plan_epochs
@@ -130,7 +129,7 @@ def test_samples_equal_megatron(shared: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("chunk", [3, 1 << 20])
 def test_random_data_equals_the_reference(monkeypatch, chunk: int) -> None:
-    monkeypatch.setattr(gpt_index, "CHUNK", chunk)
+    monkeypatch.setattr("megatron.data.indexed.CHUNK", chunk)
     rng = np.random.RandomState(0)
     separate, epochs = set(), set()
     for seed in range(400):

@@ -151,7 +151,7 @@ def test_missing_files_suggest_similar_names(tmp_path: Path) -> None:
         (index_bytes([2, 3], [0, 2, 1, 2]), "document 1 ends before it starts, at sequence 1"),
         (
             index_bytes([2, 4], [0, 2]),
-            r"x\.bin: 10 bytes long, but .*x\.idx lists 6 uint16 tokens, 12 bytes",
+            r"x\.bin: 10 bytes, but .*x\.idx lists 6 uint16 tokens, 12 bytes",
         ),
     ],
 )

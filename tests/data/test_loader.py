@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import faulthandler
 import itertools
 import multiprocessing
 import os
@@ -103,6 +104,30 @@ def test_a_killed_worker_is_a_transient_fault(monkeypatch: pytest.MonkeyPatch) -
         TransientFault, match=r"^a process that reads data has died: .*; if memory ran out, lower"
     ):
         list(batches)
+
+
+def test_a_file_truncated_under_a_run_is_named(corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading behind the end of a mapped file ends a worker by SIGBUS."""
+    iterator = torch.utils.data.dataloader._MultiProcessingDataLoaderIter
+    monkeypatch.setattr(iterator._try_get_data, "__defaults__", (0.2,))
+    flags = config(1, data_path=[corpus.prefix], split="1")
+    dataset = build_gpt_datasets(flags, samples=(400, 0, 0), seed=1, vocab_size=2000)["train"]
+    batches = train_batches(dataset, flags, consumed_samples=0, **LAYOUT)
+    next(batches)
+    os.truncate(corpus.bin_path, 0)
+    with pytest.raises(InputError, match=r"corpus\.bin: 0 bytes, but .*; one of the files is truncated"):
+        list(batches)
+
+
+class FaultHandlerProbe(MockGPTDataset):
+    def collate(self, samples):
+        raise InputError(f"faulthandler is enabled: {faulthandler.is_enabled()}")
+
+
+def test_workers_print_where_a_signal_ends_them() -> None:
+    dataset = FaultHandlerProbe(samples=60, config=config(), vocab_size=50, seed=(1, 0))
+    with pytest.raises(InputError, match="enabled: True"):
+        next(train_batches(dataset, config(1), consumed_samples=0, **LAYOUT))
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -113,7 +113,7 @@ def test_wrong_folders(tmp_path: Path) -> None:
         run(parts, output)
     (parts / "c.idx").unlink()
     (parts / "b.bin").write_bytes(b"x")
-    with pytest.raises(InputError, match=r"parts/b\.bin: 1 bytes long, but"):
+    with pytest.raises(InputError, match=r"parts/b\.bin: 1 bytes, but"):
         run(parts, output)
     assert sorted(os.listdir(tmp_path)) == ["parts"]
 

@@ -100,4 +100,4 @@ def test_a_truncated_file(prefix):
     path.write_bytes(path.read_bytes()[:-1])
     done = run(prefix)
     assert done.returncode == 2
-    assert f"error: {path}: 17 bytes long, but" in done.stderr
+    assert f"error: {path}: 17 bytes, but" in done.stderr

@@ -63,6 +63,7 @@ def test_megabytes_takes_the_first_documents(corpus, tmp_path):
         (["--output", "{tmp}/c.jsonl", "--megabytes", "1000"], "--megabytes: 1000 is too much"),
         (["--output", "{tmp}/c.jsonl", "--megabytes", "0"], "--megabytes"),
         (["--output", "{tmp}"], "--output: {tmp} cannot be written"),
+        (["--output", "/"], "--output: / cannot be written: it is a directory"),
         (["--output", "{tmp}/c.jsonl", "--megabyte", "1"], "did you mean --megabytes?"),
     ],
 )

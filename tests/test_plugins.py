@@ -1,0 +1,16 @@
+"""The call that entry points make."""
+
+from __future__ import annotations
+
+import faulthandler
+import types
+
+from megatron import plugins
+
+
+def test_a_run_prints_its_stacks_when_a_signal_ends_it(monkeypatch) -> None:
+    config = types.SimpleNamespace(plugin=lambda _: types.SimpleNamespace(dry_run=False))
+    monkeypatch.setattr(faulthandler, "enable", lambda file: enabled.append(file))
+    monkeypatch.setattr(plugins, "pretrain", lambda *_: len(enabled))
+    enabled: list = []
+    assert plugins.run(config, None) == 1
