@@ -49,7 +49,7 @@ SCHEDULE = {
     "wd_incr_style": "constant",
     "wd_incr_steps": 160,
 }
-# What the distributed optimizer leaves in the state that all ranks share.
+# State of the distributed optimizer in the state that all ranks share.
 DISTRIBUTED = {"optimizer": {"param_groups": [{"lr": 1e-3}, {"lr": 1e-3, "step": 12}]}}
 
 

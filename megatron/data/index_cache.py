@@ -1,7 +1,7 @@
 """Sample indices: built once, cached on disk, and memory-mapped by every process.
 
 The file name of an array contains a hash of everything the array depends on, so a changed dataset, split or seed
-never meets a stale file. Each file ends in a checksum, which every process checks at its start, about a second for
+never meets a stale file. Each file ends in a checksum, which every process checks at its start, about 0.3 s for
 each GB; a damaged file is rebuilt. Processes on one node that start together wait for the first one to build.
 Processes that share no lock build the same bytes and replace each other's files atomically, which is harmless.
 """

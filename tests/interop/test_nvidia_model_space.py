@@ -54,7 +54,7 @@ def flattened(name: str, tensor: Tensor, ranks: int, swiglu: bool) -> Tensor:
     return torch.stack([shard.reshape(-1) for shard in shards]).view(*grid, -1)
 
 
-# What other optimizers of Megatron-LM leave in the state that all ranks share.
+# State of Megatron-LM's other optimizers in the state that all ranks share.
 WITH_STATE = {"state": {"common_step": torch.tensor(12.0)}, "param_groups": [{"lr": 1e-3}]}
 OPTIMIZERS = {
     "chained": {0: DISTRIBUTED, 1: DISTRIBUTED},

@@ -21,7 +21,6 @@ FORK_FLAGS: tuple[NvidiaFlag, ...] = (
     *refuse(
         "not read; give its batch sizes, precision and clipping as flags instead",
         "--deepspeed_config FILE",
-        "--deepspeed-config FILE",
     ),
     *accept(
         "use --recompute-granularity",
