@@ -177,12 +177,11 @@ def test_global_batch_is_prefetched(
     layout = LAYOUT | {"pin_memory": pin}
     batches = train_batches(dataset, config(workers), consumed_samples=0, ahead=6, **layout)
     next(batches)
+    expected = {str(sample) for step in range(7) for sample in (4 * step + 2, 4 * step + 3)}
     deadline = time.monotonic() + 60
-    while len(list(tmp_path.iterdir())) < 2 * (1 + 6) and time.monotonic() < deadline:
+    while not expected <= {path.name for path in tmp_path.iterdir()}:
+        assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert {str(sample) for step in range(7) for sample in (4 * step + 2, 4 * step + 3)} <= {
-        path.name for path in tmp_path.iterdir()
-    }
     batches.close()
 
 
