@@ -13,7 +13,6 @@ from megatron.cli import Parser, add_flags, make_config
 from megatron.data.config import DataConfig
 from megatron.errors import InputError
 from megatron.flags import Config
-from megatron.optim.config import LOSS_SCALING
 from megatron.training.config import PLUGIN_CONFIGS, RunConfig
 
 # Functions that add the flags of plug-ins to a parser, filled by `megatron.plugins`. Their actions append messages to
@@ -98,9 +97,6 @@ def _without_effect(values: dict[str, Any]) -> list[str]:
     notes = []
     if values.get("sequence_parallel") and values.get("tensor_model_parallel_size", 1) == 1:
         notes.append("--sequence-parallel has no effect: --tensor-model-parallel-size is 1")
-    if not values.get("fp16"):
-        names = [f"--{name.replace('_', '-')}" for name in LOSS_SCALING if name in values]
-        notes += [f"{name} has no effect: only --fp16 uses loss scaling" for name in names]
     if values.get("fp32_residual_connection") and not (values.get("fp16") or values.get("bf16")):
         notes.append("--fp32-residual-connection has no effect: the run is in fp32 (no --bf16 or --fp16)")
     return notes + [note for kind in PLUGIN_CONFIGS.values() for note in kind.without_effect(values)]

@@ -31,6 +31,9 @@ from megatron.performance.cuda_graph import CudaGraph
 from megatron.performance.manual_gc import ManualGC
 from megatron.planner.config import DryRunConfig
 from megatron.planner.device_specs import peak_flops
+from megatron.recipes.config import LossScaleConfig, SpikeConfig
+from megatron.recipes.loss_scale import make_loss_scaler
+from megatron.recipes.spikes import make_spike_rule
 from megatron.reports.config import ProfileConfig, ReportConfig
 from megatron.reports.profile import Profiling
 from megatron.reports.writers import MetricsFile, TensorBoard, WeightsAndBiases
@@ -40,6 +43,7 @@ from megatron.settings.config_file import add_config_flag, parse_config_file
 from megatron.settings.shorthands import ShorthandConfig, expand_shorthands
 from megatron.training.config import PLUGIN_CONFIGS, RunConfig
 from megatron.training.devices import PEAK_FLOPS
+from megatron.training.engine import STEP_RULES
 from megatron.training.hooks import Evaluation, Saving
 from megatron.training.log_hook import Logging
 from megatron.training.loop import Hook
@@ -54,6 +58,8 @@ PLUGIN_CONFIGS.update(
     {
         "settings": SettingsConfig,
         "shorthands": ShorthandConfig,
+        "loss scale": LossScaleConfig,
+        "spikes": SpikeConfig,
         "performance": PerformanceConfig,
         "reports": ReportConfig,
         "profile": ProfileConfig,
@@ -67,6 +73,7 @@ BEFORE_COMMAND_LINE[:] = [parse_config_file]
 AFTER_COMMAND_LINE[:] = [expand_shorthands, add_checkpoint_args]
 PEAK_FLOPS[:] = [peak_flops]
 START_CHECKS[:] = [check_same_everywhere, check_same_data]
+STEP_RULES[:] = [make_loss_scaler, make_spike_rule]
 WRITERS[:] = [MetricsFile, TensorBoard, WeightsAndBiases]
 
 

@@ -18,6 +18,7 @@ from megatron.cli import OTHER_NAMES, Parser, run_command, summary
 from megatron.errors import InputError, TrainingFault, TransientFault
 from megatron.flags import Flag, field_types, flag_name
 from megatron.interop.nvidia.flags import OURS_ALONE
+from megatron.recipes.config import LossScaleConfig
 from megatron.training.config import RunConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -438,7 +439,7 @@ def test_flags_without_effect_in_this_precision_are_noted(capsys: pytest.Capture
         "note: --fp32-residual-connection has no effect: the run is in fp32 (no --bf16 or --fp16)\n"
     )
     assert parse("--bf16 --fp32-residual-connection").model.fp32_residual_connection
-    assert parse("--fp16 --loss-scale 8192").optimizer.loss_scale == 8192
+    assert parse("--fp16 --loss-scale 8192").plugin(LossScaleConfig).loss_scale == 8192
     assert capsys.readouterr().err == ""
 
 
@@ -606,6 +607,8 @@ def test_help_is_grouped_and_complete() -> None:
         "logging",
         "settings",
         "shorthands",
+        "loss scale",
+        "spikes",
         "performance",
         "reports",
         "profile",

@@ -11,6 +11,7 @@ from megatron.data.loader import train_batches
 from megatron.errors import TrainingFault, TransientFault
 from megatron.faults.diagnosis import Diagnosis, corrupt_weights, diagnose
 from megatron.parallel.collectives import gather_texts
+from megatron.recipes.loss_scale import LossScaler
 from megatron.training.loop import Hook, Trainer
 from megatron.training.report import is_bad
 
@@ -65,9 +66,12 @@ def stop_on_non_finite(trainer: Trainer, iteration: int, consumed_samples: int) 
     state.history.drop_from(iteration)
     weights = corrupt_weights(trainer.engine)
     kept = "and nothing was saved" if weights else _save(trainer)
-    scaler = trainer.engine.optimizer.scaler
+    rules = trainer.engine.optimizer.rules
+    scaler = next((rule for rule in rules if isinstance(rule, LossScaler)), None)
     scaled = (
-        f" at a loss scale of {scaler.scale.item():g}, which cannot be lowered" if scaler is not None else ""
+        f" at a loss scale of {scaler.loss_scale.item():g}, which cannot be lowered"
+        if scaler is not None
+        else ""
     )
     event = f"iteration {iteration}: the loss or its gradient is not finite{scaled}; no weights were changed, {kept}. "
     if weights:

@@ -92,7 +92,6 @@ def weights_only_state(
         "evaluation_due": False,
         "bad_steps": 0,
         "history": [],
-        "spike_window": None,
         "vocab_size": vocab_size,
         "padded_vocab_size": -(-vocab_size // multiple) * multiple,
         "optimizer_steps": None,

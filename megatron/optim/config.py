@@ -8,14 +8,8 @@ from __future__ import annotations
 import dataclasses
 
 from megatron.errors import InputError
-from megatron.flags import Config, flag, flag_name
+from megatron.flags import Config, flag
 from megatron.optim.registry import OPTIMIZERS
-
-# The scale is an fp32 number, and has to stay one when it is doubled again and again.
-LARGEST_SCALE = 2.0**48
-# Fields of dynamic loss scaling, and all fields of loss scaling.
-DYNAMIC_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
-LOSS_SCALING = ("loss_scale", *DYNAMIC_SCALE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,41 +62,12 @@ class CommonConfig(Config):
         choices=("constant", "linear", "cosine"),
     )
     clip_grad: float = flag(1.0, "maximum global L2 norm of the gradient; 0 disables clipping", low=0)
-    loss_scale: float | None = flag(
-        None,
-        "with --fp16: static loss scale (default: dynamic loss scaling)",
-        above=0,
-        high=LARGEST_SCALE,
-    )
-    initial_loss_scale: float = flag(
-        2.0**32, "with --fp16: initial dynamic loss scale", above=0, high=LARGEST_SCALE
-    )
-    min_loss_scale: float = flag(1.0, "with --fp16: lower bound of the dynamic loss scale", above=0)
-    loss_scale_window: int = flag(
-        1000,
-        "with --fp16: consecutive steps without overflow before the loss scale is doubled",
-        low=1,
-        high=2**31 - 1,
-    )
-    hysteresis: int = flag(
-        2,
-        "with --fp16: halve the loss scale at the Nth overflow since it last grew, and at every overflow after that",
-        low=1,
-        high=2**31 - 1,
-    )
     on_non_finite: str = flag(
         "stop",
         "on a NaN or infinite loss or gradient (which never changes the weights): 'stop' saves, reports the origin "
         "and exits; 'skip' continues, but exits after ten such steps in a row. With --fp16 this applies only once the "
         "loss scale cannot be lowered",
         choices=("stop", "skip"),
-    )
-    spike_skip: float | None = flag(
-        None,
-        "skip steps whose loss or gradient norm exceeds the mean of the last 128 steps by more than SIGMA standard "
-        "deviations; inactive until 64 steps are known; 6 skips only clear spikes",
-        above=0,
-        metavar="SIGMA",
     )
     log_num_zeros_in_grad: bool = flag(False, "log the number of zero elements of the gradient")
     use_checkpoint_opt_param_scheduler: bool = flag(
@@ -124,7 +89,6 @@ class CommonConfig(Config):
                 f"--lr-warmup-fraction: {self.lr_warmup_fraction} was given with --lr-warmup-iters or "
                 "--lr-warmup-samples; give only one"
             )
-        self._check_loss_scale()
         ends = (self.start_weight_decay, self.end_weight_decay)
         if self.weight_decay_incr_style == "constant":
             if ends != (None, None):
@@ -136,20 +100,6 @@ class CommonConfig(Config):
                 f"--weight-decay-incr-style: {self.weight_decay_incr_style} needs both "
                 "--start-weight-decay and --end-weight-decay"
             )
-
-    def _check_loss_scale(self) -> None:
-        if self.initial_loss_scale < self.min_loss_scale:
-            raise InputError(
-                f"--initial-loss-scale: {self.initial_loss_scale:g} is below --min-loss-scale {self.min_loss_scale:g}"
-            )
-        if self.loss_scale is None:
-            return
-        for field in dataclasses.fields(self):
-            if field.name in DYNAMIC_SCALE and getattr(self, field.name) != field.default:
-                raise InputError(
-                    f"{flag_name(field)}: {getattr(self, field.name):g} is for a dynamic scale, but --loss-scale "
-                    f"{self.loss_scale:g} fixes it; give only one"
-                )
 
 
 # The fields of the last base come first.

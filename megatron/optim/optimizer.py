@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,10 +14,9 @@ from megatron.optim.config import OptimizerConfig
 from megatron.optim.layout import ParamGroup
 from megatron.optim.norms import model_norm, model_sum
 from megatron.optim.registry import OPTIMIZERS
-from megatron.optim.scaler import LossScaler
 from megatron.optim.shard import Shard
 from megatron.optim.spec import StepInputs
-from megatron.optim.step_skipper import StepSkipper
+from megatron.optim.step_skipper import StepRule, StepSkipper
 from megatron.parallel.mesh import ALONE, Mesh
 
 
@@ -43,17 +43,16 @@ class Optimizer:
         grads: gradients of the local shard of each bucket.
         state: what the optimizers keep, by name: a tensor for the local shard of each bucket, which is empty where the
             bucket's optimizer keeps no such thing.
+        rules: plug-ins that take part in each step.
         step_skipper: decides which steps are skipped.
-        scaler: scales the loss, in fp16.
     """
 
-    def __init__(self, buffer: ParamBuffer, config: OptimizerConfig) -> None:
-        self.buffer = buffer
+    def __init__(self, buffer: ParamBuffer, config: OptimizerConfig, rules: Sequence[StepRule] = ()) -> None:
+        self.buffer, self.rules = buffer, rules
         self.max_norm = config.clip_grad or math.inf
         self.count_zeros = config.log_num_zeros_in_grad
         device = buffer.params.device
-        self.step_skipper = StepSkipper(config, device)
-        self.scaler = LossScaler(config, device) if buffer.params.dtype == torch.float16 else None
+        self.step_skipper = StepSkipper(rules, device, stops=config.on_non_finite == "stop")
         self.grads = buffer.local_shards(buffer.grads)
         self.step_count = torch.zeros((), device=device)
         names = dict.fromkeys(name for bucket in buffer.buckets for name in bucket.group.optimizer.state)
@@ -81,34 +80,33 @@ class Optimizer:
     @property
     def loss_scale(self) -> Tensor | float:
         """Factor to multiply the loss by before backward; `step` divides the gradients by it."""
-        return 1.0 if self.scaler is None else self.scaler.scale
+        scale: Tensor | float = 1.0
+        for rule in self.rules:
+            scale = scale * rule.loss_scale
+        return scale
 
     @torch.no_grad()
-    def step(self, *, lr: float, weight_decay: float, loss: Tensor | None = None) -> dict[str, Tensor]:
+    def step(self, losses: Tensor | None = None, *, lr: float, weight_decay: float) -> dict[str, Tensor]:
         """Clip the gradients, update master weights and parameters, and clear the gradients.
 
-        `loss` is that of the global batch; only `--spike-skip` needs it.
+        Args:
+            losses: [terms] this process's share of the global batch's mean losses, for rules that need them.
 
         Returns:
             Scalars on the device, of the whole model: "grad norm", the norm before clipping; "skipped", 1 if nothing
             was updated; with `--log-num-zeros-in-grad` also "num zeros", the number of gradient elements that are
-            zero; in fp16 also "overflow", 1 if the gradient is not finite and a smaller loss scale may help, and "loss
-            scale", that of the next step.
+            zero; and those of rules.
         """
         buffer, loss_scale = self.buffer, self.loss_scale
         grad_norm = model_norm(self.grads, buffer.buckets, buffer.mesh) / loss_scale
-        excused = None if self.scaler is None else self.scaler.can_decrease()
-        skipped = self.step_skipper.decide(grad_norm, loss, excused)
-        stats = {"grad norm": grad_norm, "skipped": skipped}
-        if self.scaler is not None and excused is not None:
-            overflow = ~grad_norm.isfinite()
-            self.scaler.update(overflow, hold=self.step_skipper.halted.bool())
-            stats |= {"overflow": (overflow & excused).float(), "loss scale": self.scaler.scale}
+        decision = self.step_skipper.decide(grad_norm, losses)
+        skipped = decision.skipped
+        stats = {"grad norm": grad_norm, "skipped": skipped, **decision.stats}
         if self.count_zeros:
             nonzero = model_sum(self.grads, buffer.buckets, buffer.mesh, torch.count_nonzero)
             stats["num zeros"] = (buffer.num_elements - nonzero).float()
         grad_scale = None
-        if self.scaler is not None or self.max_norm < math.inf:
+        if self.max_norm < math.inf or isinstance(loss_scale, Tensor):
             grad_scale = loss_scale * ((grad_norm + 1e-6) / self.max_norm).clamp(min=1.0)
         for group, shards in self.groups.items():
             inputs = StepInputs(

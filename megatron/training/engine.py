@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron.data.batch import Batch
 from megatron.optim.buffer import ParamBuffer
 from megatron.optim.optimizer import Optimizer
+from megatron.optim.step_skipper import StepRule
 from megatron.parallel.collectives import all_reduce_sum
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.pipeline import run_schedule
@@ -29,6 +30,9 @@ from megatron.training.throughput import WorkCounter
 
 # Microbatches that an evaluation puts through a pipeline at once, per stage: the more, the smaller the bubble.
 EVAL_MICROBATCHES_PER_STAGE = 8
+
+# Make the rules of a run's optimizer, if its flags ask for them. Filled by `megatron.plugins`.
+STEP_RULES: list[Callable[[RunConfig, Mesh], StepRule | None]] = []
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -78,7 +82,8 @@ class Engine:
         self.buffer = ParamBuffer(
             self.modules, model.buckets, mesh, parallel, dtype=self.dtype, timers=timers
         )
-        self.optimizer = Optimizer(self.buffer, config.optimizer)
+        rules = [rule for make in STEP_RULES if (rule := make(config, mesh)) is not None]
+        self.optimizer = Optimizer(self.buffer, config.optimizer, rules)
         # With sequence parallelism each tensor-parallel rank has its own part of what is sent already.
         scatter_gather = parallel.scatter_gather_tensors_in_pipeline and not parallel.sequence_parallel
         self.transfers = Transfers(mesh, scatter_gather=scatter_gather)
@@ -111,7 +116,7 @@ class Engine:
         losses = self.forward_backward(batch)
         self.reduce_gradients()
         with self.timers("optimizer"):
-            stats = self.optimizer.step(lr=lr, weight_decay=weight_decay, loss=self._spike_loss(losses))
+            stats = self.optimizer.step(losses, lr=lr, weight_decay=weight_decay)
         return losses, stats
 
     def next_global_batch(
@@ -167,12 +172,6 @@ class Engine:
         """Sum the gradients over the replicas, as far as backward has not done so already."""
         with self.timers("grads-reduce"):
             self.buffer.reducer.finish()
-
-    def _spike_loss(self, losses: Tensor) -> Tensor | None:
-        """The global batch's loss on every process, where --spike-skip needs it."""
-        if self.config.optimizer.spike_skip is None:
-            return None
-        return all_reduce_sum(losses.sum(), self.mesh.dp_cp, self.mesh.pp)
 
     def _make_actions(self, schedule: Schedule, microbatches: int) -> list[Action]:
         """Actions of this process's stage."""

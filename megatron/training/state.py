@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron.checkpoint.checkpoint import check_fields, is_count
-from megatron.optim import scaler, step_skipper
 from megatron.optim.optimizer import Optimizer
 from megatron.optim.schedule import Schedule
 from megatron.training.report import History
@@ -18,7 +17,7 @@ from megatron.training.report import History
 class TrainState:
     """Progress of a run, saved with every checkpoint.
 
-    The optimizer's loss scale and spike window stay on the device, with the optimizer; they are saved and loaded here.
+    The state of the optimizer's rules stays on the device; it is saved and loaded here.
 
     Attributes:
         history: values of the iterations since the last log line.
@@ -48,8 +47,7 @@ class TrainState:
                 {k: v if math.isfinite(v) else None for k, v in row.items()} for row in self.history.rows
             ],
             "schedule": dataclasses.asdict(self.schedule),
-            "spike_window": optimizer.step_skipper.state(),
-            "loss_scaler": None if optimizer.scaler is None else optimizer.scaler.state(),
+            **{rule.name: rule.state() for rule in optimizer.rules},
         }
 
     def load_state_dict(self, state: dict[str, Any], optimizer: Optimizer) -> None:
@@ -64,21 +62,18 @@ class TrainState:
             "bad_steps": is_count,
             "history": lambda rows: isinstance(rows, list) and all(_is_row(row, columns) for row in rows),
             "schedule": _is_schedule,
-            "spike_window": step_skipper.is_state,
-            "loss_scaler": scaler.is_state,
         }
-        check_fields(state, checks)
+        # Checkpoints of a run without a rule, and older ones, lack its state.
+        kept = [rule for rule in optimizer.rules if state.get(rule.name) is not None]
+        check_fields(state, checks | {rule.name: rule.is_state for rule in kept})
         self.iteration, self.consumed_samples = state["iteration"], state["consumed_samples"]
         self.evaluation_due, self.bad_steps = state["evaluation_due"], state["bad_steps"]
         self.history.rows = [
             {k: math.nan if v is None else v for k, v in row.items()} for row in state["history"]
         ]
         self.schedule = Schedule(**state["schedule"])
-        # Older checkpoints, and those of another precision or without --spike-skip, lack these.
-        if state.get("spike_window") is not None:
-            optimizer.step_skipper.load(state["spike_window"])
-        if optimizer.scaler is not None and state.get("loss_scaler") is not None:
-            optimizer.scaler.load(state["loss_scaler"])
+        for rule in kept:
+            rule.load(state[rule.name])
 
 
 def _is_row(value: Any, columns: set[str]) -> bool:

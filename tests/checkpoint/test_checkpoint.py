@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import CONFIG, SCHEDULE, edit_state, make, save, sign
+from models import CPU
 from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint import storage
@@ -26,6 +27,9 @@ from megatron.inference.load import load_weights
 from megatron.model.config import ModelConfig
 from megatron.optim.buffer import ParamBuffer
 from megatron.optim.optimizer import Optimizer
+from megatron.recipes.config import LossScaleConfig
+from megatron.recipes.loss_scale import LossScaler
+from megatron.recipes.spikes import SpikeRule
 from megatron.training.report import History
 from megatron.training.state import TrainState
 
@@ -350,8 +354,10 @@ def test_damaged_checkpoint_is_refused(tmp_path: Path, change, message: str) -> 
     buffer, optimizer, _ = make()
     save(tmp_path, buffer, optimizer)
     change(tmp_path / "iter_0000003")
+    buffer, optimizer, _ = make()
+    optimizer.rules = [LossScaler(LossScaleConfig(), CPU), SpikeRule(3.0, buffer.mesh)]
     with pytest.raises(InputError, match=message) as caught:
-        load(tmp_path, *make()[:2])
+        load(tmp_path, buffer, optimizer)
     assert "\n" not in str(caught.value)
 
 

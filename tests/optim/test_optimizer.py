@@ -22,6 +22,8 @@ from megatron.optim.layout import ALIGNMENT
 from megatron.optim.norms import flat_norm
 from megatron.optim.optimizer import Optimizer
 from megatron.parallel.config import ParallelConfig
+from megatron.recipes.config import LossScaleConfig
+from megatron.recipes.loss_scale import LossScaler
 
 CPU = torch.device("cpu")
 
@@ -115,7 +117,7 @@ def test_equals_torch_on_separate_tensors(kind: str, clip: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_non_finite_gradient_changes_nothing(kind: str, dtype: torch.dtype, value: float) -> None:
-    config = OptimizerConfig(optimizer=kind, lr=1.0, on_non_finite="skip", loss_scale=1.0)
+    config = OptimizerConfig(optimizer=kind, lr=1.0, on_non_finite="skip")
     model, buffer = make(dtype, optimizer=config)
     optimizer = Optimizer(buffer, config)
     loss_of(model, 0).backward()
@@ -206,7 +208,8 @@ def test_fp16_steps_match_fp32_on_the_unscaled_gradient(clip: float) -> None:
     for dtype, scale in ((torch.float32, 1.0), (torch.float16, 2.0**20)):
         _, buffer = make(dtype)
         noise = torch.randn(len(buffer.grads), generator=torch.Generator().manual_seed(0))
-        optimizer = Optimizer(buffer, OptimizerConfig(lr=1.0, clip_grad=clip, initial_loss_scale=scale))
+        rules = [LossScaler(LossScaleConfig(initial_loss_scale=scale), CPU)] if scale > 1 else []
+        optimizer = Optimizer(buffer, OptimizerConfig(lr=1.0, clip_grad=clip), rules)
         for step in range(3):
             assert optimizer.loss_scale == scale
             buffer.grads.copy_(noise * scale * 10.0**-step)

@@ -41,7 +41,8 @@ def train(flags: str) -> tuple[list[np.ndarray], list[float]]:
         parameters = [item for module in engine.modules for item in module.named_parameters()]
         names = ("embedding.word_embeddings.weight", "output_layer.weight")
         tables = [p.detach().float().numpy() for name, p in parameters if name in names]
-        losses, _ = engine.optimizer.step_skipper.state()
+        (spikes,) = engine.optimizer.rules
+        losses, _ = spikes.state()
         return tables, losses[-3:]
 
 

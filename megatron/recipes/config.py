@@ -1,0 +1,77 @@
+"""Flags of recipes: parts of a training run beyond the default ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.errors import InputError
+from megatron.flags import flag, flag_name
+from megatron.training.config import PluginConfig
+
+# The scale is an fp32 number, and has to stay one when it is doubled again and again.
+LARGEST_SCALE = 2.0**48
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossScaleConfig(PluginConfig):
+    """Loss scaling of fp16."""
+
+    loss_scale: float | None = flag(
+        None,
+        "with --fp16: static loss scale (default: dynamic loss scaling)",
+        above=0,
+        high=LARGEST_SCALE,
+    )
+    initial_loss_scale: float = flag(
+        2.0**32, "with --fp16: initial dynamic loss scale", above=0, high=LARGEST_SCALE
+    )
+    min_loss_scale: float = flag(1.0, "with --fp16: lower bound of the dynamic loss scale", above=0)
+    loss_scale_window: int = flag(
+        1000,
+        "with --fp16: consecutive steps without overflow before the loss scale is doubled",
+        low=1,
+        high=2**31 - 1,
+    )
+    hysteresis: int = flag(
+        2,
+        "with --fp16: halve the loss scale at the Nth overflow since it last grew, and at every overflow after that",
+        low=1,
+        high=2**31 - 1,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.initial_loss_scale < self.min_loss_scale:
+            raise InputError(
+                f"--initial-loss-scale: {self.initial_loss_scale:g} is below --min-loss-scale {self.min_loss_scale:g}"
+            )
+        if self.loss_scale is None:
+            return
+        for field in dataclasses.fields(self):
+            if field.name != "loss_scale" and getattr(self, field.name) != field.default:
+                raise InputError(
+                    f"{flag_name(field)}: {getattr(self, field.name):g} is for a dynamic scale, but --loss-scale "
+                    f"{self.loss_scale:g} fixes it; give only one"
+                )
+
+    @classmethod
+    def without_effect(cls, values: Mapping[str, Any]) -> list[str]:
+        if values.get("fp16"):
+            return []
+        names = [flag_name(field) for field in dataclasses.fields(cls) if field.name in values]
+        return [f"{name} has no effect: only --fp16 uses loss scaling" for name in names]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpikeConfig(PluginConfig):
+    """Skipping of spikes."""
+
+    spike_skip: float | None = flag(
+        None,
+        "skip steps whose loss or gradient norm exceeds the mean of the last 128 steps by more than SIGMA standard "
+        "deviations; inactive until 64 steps are known; 6 skips only clear spikes",
+        above=0,
+        metavar="SIGMA",
+    )
