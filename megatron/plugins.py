@@ -31,8 +31,9 @@ from megatron.performance.cuda_graph import CudaGraph
 from megatron.performance.manual_gc import ManualGC
 from megatron.planner.config import DryRunConfig
 from megatron.planner.device_specs import peak_flops
-from megatron.recipes.config import LossScaleConfig, SpikeConfig
+from megatron.recipes.config import LossScaleConfig, RampUpConfig, SpikeConfig
 from megatron.recipes.loss_scale import make_loss_scaler
+from megatron.recipes.rampup import with_rampup
 from megatron.recipes.spikes import make_spike_rule
 from megatron.reports.config import ProfileConfig, ReportConfig
 from megatron.reports.profile import Profiling
@@ -41,6 +42,7 @@ from megatron.settings.checkpoint_args import add_checkpoint_args
 from megatron.settings.config import SettingsConfig
 from megatron.settings.config_file import add_config_flag, parse_config_file
 from megatron.settings.shorthands import ShorthandConfig, expand_shorthands
+from megatron.training.batch_size import BATCH_SCHEDULES
 from megatron.training.config import PLUGIN_CONFIGS, RunConfig
 from megatron.training.devices import PEAK_FLOPS
 from megatron.training.engine import STEP_RULES
@@ -60,6 +62,7 @@ PLUGIN_CONFIGS.update(
         "shorthands": ShorthandConfig,
         "loss scale": LossScaleConfig,
         "spikes": SpikeConfig,
+        "ramp-up": RampUpConfig,
         "performance": PerformanceConfig,
         "reports": ReportConfig,
         "profile": ProfileConfig,
@@ -74,6 +77,7 @@ AFTER_COMMAND_LINE[:] = [expand_shorthands, add_checkpoint_args]
 PEAK_FLOPS[:] = [peak_flops]
 START_CHECKS[:] = [check_same_everywhere, check_same_data]
 STEP_RULES[:] = [make_loss_scaler, make_spike_rule]
+BATCH_SCHEDULES[:] = [with_rampup]
 WRITERS[:] = [MetricsFile, TensorBoard, WeightsAndBiases]
 
 

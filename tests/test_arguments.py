@@ -18,7 +18,7 @@ from megatron.cli import OTHER_NAMES, Parser, run_command, summary
 from megatron.errors import InputError, TrainingFault, TransientFault
 from megatron.flags import Flag, field_types, flag_name
 from megatron.interop.nvidia.flags import OURS_ALONE
-from megatron.recipes.config import LossScaleConfig
+from megatron.recipes.config import LossScaleConfig, RampUpConfig
 from megatron.training.config import RunConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -457,7 +457,7 @@ def test_help_and_reference_mark_required_flags() -> None:
 def test_runs_in_samples_reject_lengths_in_iterations() -> None:
     base = BASE.replace("--train-iters 10", "--train-samples 100")
     config = parse("--lr-warmup-samples 5 --lr-decay-samples 90 --rampup-batch-size 1 1 5", base=base)
-    assert config.training.rampup_batch_size == (1, 1, 5)
+    assert config.plugin(RampUpConfig).rampup_batch_size == (1, 1, 5)
     with pytest.raises(
         InputError, match=r"^--lr-decay-iters: 5 does not go with --train-samples; use --lr-decay-sam"
     ):
@@ -503,13 +503,13 @@ def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
     assert (config.training.bf16, config.model.swiglu, config.model.add_bias_linear) == (True, False, False)
     assert config.optimizer.use_checkpoint_opt_param_scheduler
     assert (config.model.norm_epsilon, config.data.split) == (1e-6, "9,1")
-    assert (config.checkpoint.save, config.training.rampup_batch_size) == (None, None)
+    assert (config.checkpoint.save, config.plugin(RampUpConfig).rampup_batch_size) == (None, None)
 
 
 def test_the_length_of_a_list_in_a_file_is_checked(tmp_path: Path) -> None:
     base = BASE.replace("--train-iters", "--train-samples")
     path = file_of(tmp_path, "rampup-batch-size: [2, 2, 100]\n")
-    assert parse(f"--config {path}", base=base).training.rampup_batch_size == (2, 2, 100)
+    assert parse(f"--config {path}", base=base).plugin(RampUpConfig).rampup_batch_size == (2, 2, 100)
     path = file_of(tmp_path, "rampup-batch-size: 2\n")
     assert error_of("--config", path) == f"--config {path}: --rampup-batch-size: expected 3 arguments"
 
@@ -609,6 +609,7 @@ def test_help_is_grouped_and_complete() -> None:
         "shorthands",
         "loss scale",
         "spikes",
+        "ramp-up",
         "performance",
         "reports",
         "profile",
@@ -616,7 +617,7 @@ def test_help_is_grouped_and_complete() -> None:
         "evaluation",
         "dry run",
     ]
-    assert [line[:-1] for line in lines if re.fullmatch("[a-z ]+:", line)] == ["options", *titles]
+    assert [line[:-1] for line in lines if re.fullmatch("[a-z -]+:", line)] == ["options", *titles]
     for part, config in RunConfig.section_types().items():
         assert lines[lines.index(f"{part.replace('_', ' ')}:") + 1] == f"  {summary(config)}"
         assert summary(config).endswith(".")

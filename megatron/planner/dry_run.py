@@ -36,7 +36,7 @@ from megatron.planner.fakes import fake_mesh, fake_tensors
 from megatron.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.tokenizer.config import TokenizerConfig
 from megatron.tokenizer.null import NullTokenizer
-from megatron.training.batch_size import BatchSchedule
+from megatron.training.batch_size import make_batch_schedule
 from megatron.training.build import build_model, microbatch_flops
 from megatron.training.config import RunConfig
 from megatron.training.engine import DTYPES, Engine
@@ -173,7 +173,7 @@ class DryRun:
             processes=processes,
             vocab_sizes=(size, padded),
             batch=longest_batch(config, task, size),
-            microbatches=BatchSchedule.from_config(config.training, replicas).max_microbatches,
+            microbatches=make_batch_schedule(config, replicas).max_microbatches,
         )
 
     @property

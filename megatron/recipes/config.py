@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.errors import InputError
 from megatron.flags import flag, flag_name
-from megatron.training.config import PluginConfig
+from megatron.training.config import PluginConfig, RunConfig
 
 # The scale is an fp32 number, and has to stay one when it is doubled again and again.
 LARGEST_SCALE = 2.0**48
@@ -75,3 +75,21 @@ class SpikeConfig(PluginConfig):
         above=0,
         metavar="SIGMA",
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RampUpConfig(PluginConfig):
+    """Growth of the batch size."""
+
+    rampup_batch_size: tuple[int, ...] | None = flag(
+        None,
+        "with --train-samples: start with a global batch of START samples and raise it in steps of INCREMENT, to "
+        "reach --global-batch-size after SAMPLES samples",
+        low=0,
+        nargs=3,
+        metavar=("START", "INCREMENT", "SAMPLES"),
+    )
+
+    def check(self, run: RunConfig) -> None:
+        if self.rampup_batch_size is not None and run.training.train_samples is None:
+            raise InputError("--rampup-batch-size needs --train-samples in place of --train-iters")

@@ -29,14 +29,6 @@ class TrainingConfig(Config):
         low=1,
         high=10**7,
     )
-    rampup_batch_size: tuple[int, ...] | None = flag(
-        None,
-        "with --train-samples: start with a global batch of START samples and raise it in steps of INCREMENT, to "
-        "reach --global-batch-size after SAMPLES samples",
-        low=0,
-        nargs=3,
-        metavar=("START", "INCREMENT", "SAMPLES"),
-    )
     train_iters: int | None = flag(
         None, "iterations to train for (required unless --train-samples is given)", low=1
     )
@@ -63,8 +55,6 @@ class TrainingConfig(Config):
             raise InputError("--train-iters or --train-samples is required: how long to train")
         if self.train_iters is not None and self.train_samples is not None:
             raise InputError("give --train-iters or --train-samples, and not both")
-        if self.rampup_batch_size is not None and self.train_samples is None:
-            raise InputError("--rampup-batch-size needs --train-samples in place of --train-iters")
 
     @property
     def precision(self) -> str:

@@ -10,7 +10,7 @@ from megatron.model.config import check_tensor_parallel
 from megatron.parallel.collectives import all_gather
 from megatron.parallel.mesh import axis_sizes
 from megatron.parallel.stages import split_layers
-from megatron.training.batch_size import BatchSchedule
+from megatron.training.batch_size import BatchSchedule, make_batch_schedule
 from megatron.training.config import RunConfig
 from megatron.training.engine import Engine
 
@@ -43,7 +43,7 @@ def check_layout(config: RunConfig, processes: int) -> None:
         )
     for section in config.plugins.values():
         section.check_processes(processes)
-    _check_microbatches(config, BatchSchedule.from_config(config.training, sizes["dp"]))
+    _check_microbatches(config, make_batch_schedule(config, sizes["dp"]))
 
 
 def _check_microbatches(config: RunConfig, batches: BatchSchedule) -> None:
@@ -59,11 +59,10 @@ def _check_microbatches(config: RunConfig, batches: BatchSchedule) -> None:
     for size in batches.sizes():
         if size // unit % stages:
             below = size // (unit * stages) * unit * stages
-            ramp = "" if size == batches.global_batch_size else " during --rampup-batch-size"
             raise InputError(
                 f"--num-layers-per-virtual-pipeline-stage: the interleaved schedule needs a multiple of {stages} "
-                f"microbatches, one for each stage, and a --global-batch-size of {size}{ramp} makes {size // unit}; "
-                f"the nearest is {either(n for n in (below, below + unit * stages) if n)}"
+                f"microbatches, one for each stage; {batches.source(size)} {size} makes {size // unit}, and the "
+                f"nearest is {either(n for n in (below, below + unit * stages) if n)}"
             )
 
 

@@ -15,7 +15,7 @@ from megatron.errors import InputError
 from megatron.parallel.collectives import raise_on_all_ranks
 from megatron.parallel.mesh import Axis, Mesh, choose_device, init_mesh, world_size
 from megatron.tokenizer import build_tokenizer, padded_vocab_size
-from megatron.training.batch_size import BatchSchedule
+from megatron.training.batch_size import make_batch_schedule
 from megatron.training.build import build_engine
 from megatron.training.config import RunConfig
 from megatron.training.layout import check_layout, describe_layout
@@ -80,7 +80,7 @@ def build_trainer(
     padded = padded_vocab_size(
         tokenizer.vocab_size, config.tokenizer.make_vocab_size_divisible_by, mesh.tp.size
     )
-    batch_schedule = BatchSchedule.from_config(config.training, mesh.dp.size)
+    batch_schedule = make_batch_schedule(config, mesh.dp.size)
     state, train_iters = initial_state(config, task, batch_schedule, checkpoint)
     eval_samples = config.training.eval_iters * batch_schedule.global_batch_size
     # As many validation samples as NVIDIA's code asks for: their order depends on the number.

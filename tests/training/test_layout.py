@@ -131,15 +131,15 @@ INVALID = [
     (
         8,
         f"{P} 4 {V} 1 --global-batch-size 20",
-        f"{V}: the interleaved schedule needs a multiple of 4 microbatches, one for each stage, and a "
-        "--global-batch-size of 20 makes 5; the nearest is 16 or 32",
+        f"{V}: the interleaved schedule needs a multiple of 4 microbatches, one for each stage; "
+        "--global-batch-size 20 makes 5, and the nearest is 16 or 32",
         ["--global-batch-size 16", "--global-batch-size 32"],
     ),
     (
         2,
         f"{P} 2 {V} 3 --global-batch-size 8 --rampup-batch-size 2 2 100",
-        f"{V}: the interleaved schedule needs a multiple of 2 microbatches, one for each stage, and a "
-        "--global-batch-size of 2 during --rampup-batch-size makes 1; the nearest is 4",
+        f"{V}: the interleaved schedule needs a multiple of 2 microbatches, one for each stage; "
+        "--rampup-batch-size 2 2 100: its batch size 2 makes 1, and the nearest is 4",
         ["--rampup-batch-size 4 4 100"],
     ),
 ]

@@ -1,18 +1,21 @@
+"""Growth of the global batch, compared with Megatron-LM's rule."""
+
 from __future__ import annotations
 
 import pytest
 
 from megatron.errors import InputError
+from megatron.recipes.rampup import RampUp
 from megatron.training.batch_size import BatchSchedule
 
 
 def schedule(global_batch_size=32, micro_batch_size=2, data_parallel_size=2, rampup=None) -> BatchSchedule:
-    return BatchSchedule(
-        global_batch_size=global_batch_size,
-        micro_batch_size=micro_batch_size,
-        data_parallel_size=data_parallel_size,
-        rampup=rampup,
-    )
+    sizes = {
+        "global_batch_size": global_batch_size,
+        "micro_batch_size": micro_batch_size,
+        "data_parallel_size": data_parallel_size,
+    }
+    return BatchSchedule(**sizes) if rampup is None else RampUp(**sizes, rampup=rampup)
 
 
 def megatron_batch_size(consumed: int, final: int, start: int, increment: int, samples: int) -> int:
