@@ -36,7 +36,9 @@ from megatron.recipes.loss_scale import make_loss_scaler
 from megatron.recipes.rampup import with_rampup
 from megatron.recipes.spikes import make_spike_rule
 from megatron.reports.config import ProfileConfig, ReportConfig
+from megatron.reports.devices import PEAK_FLOPS
 from megatron.reports.profile import Profiling
+from megatron.reports.throughput import Throughput
 from megatron.reports.writers import MetricsFile, TensorBoard, WeightsAndBiases
 from megatron.settings.checkpoint_args import add_checkpoint_args
 from megatron.settings.config import SettingsConfig
@@ -44,7 +46,6 @@ from megatron.settings.config_file import add_config_flag, parse_config_file
 from megatron.settings.shorthands import ShorthandConfig, expand_shorthands
 from megatron.training.batch_size import BATCH_SCHEDULES
 from megatron.training.config import PLUGIN_CONFIGS, RunConfig
-from megatron.training.devices import PEAK_FLOPS
 from megatron.training.engine import STEP_RULES
 from megatron.training.hooks import Evaluation, Saving
 from megatron.training.log_hook import Logging
@@ -105,6 +106,7 @@ def training_hooks(evaluation: Sequence[Hook] = ()) -> list[Hook]:
         Profiling(),
         NonFiniteGuard(),
         Logging(),
+        Throughput(),
         ReplicaCheck(),
         AsyncSaving(),
         *(evaluation or (Evaluation(), EvalTasks(), Saving())),

@@ -13,7 +13,7 @@ from megatron.faults.diagnosis import Diagnosis, corrupt_weights, diagnose
 from megatron.parallel.collectives import gather_texts
 from megatron.recipes.loss_scale import LossScaler
 from megatron.training.loop import Hook, Trainer
-from megatron.training.report import is_bad
+from megatron.training.report import Interval, is_bad
 
 # A run without a finite gradient for so many iterations does not recover by itself.
 MAX_BAD_STEPS = 10
@@ -39,9 +39,9 @@ class NonFiniteGuard(Hook):
                 stop_on_non_finite(trainer, int(row["iteration"]), self.last_good_samples)
             self.last_good_samples = int(row["consumed samples"])
 
-    def after_report(self, trainer: Trainer, rows: list[dict[str, float]]) -> None:
+    def after_report(self, trainer: Trainer, interval: Interval) -> None:
         state = trainer.state
-        for row in rows:
+        for row in interval.rows:
             state.bad_steps = state.bad_steps + 1 if is_bad(row) else 0
             if state.bad_steps >= MAX_BAD_STEPS:
                 raise TrainingFault(

@@ -20,13 +20,12 @@ COUNTED = ("skipped", "overflow")
 
 
 class ReportWriter(Writer):
-    """A writer that reports memory and timers if the flags ask for them."""
+    """A writer that reports timers if the flags ask for them."""
 
     @classmethod
     def optional_values(cls, config: RunConfig) -> set[str]:
         flags = config.plugin(ReportConfig)
-        wanted = {"memory": flags.log_memory_to_tensorboard, "times": flags.log_timers_to_tensorboard}
-        return {name for name, on in wanted.items() if on}
+        return {"times"} if flags.log_timers_to_tensorboard else set()
 
 
 class MetricsFile(ReportWriter):
@@ -146,9 +145,7 @@ def record(interval: Interval) -> dict[str, Any]:
     }
     if interval.params_norm is not None:
         values["params norm"] = interval.params_norm
-    values |= {"seconds per iteration": interval.seconds, "tokens per second": interval.tokens_per_second}
-    values |= {"TFLOP/s per device": interval.tflops, "mfu": interval.mfu, "hfu": interval.hfu}
-    return values | interval.memory | longest(interval)
+    return values | {"seconds per iteration": interval.seconds} | interval.values | longest(interval)
 
 
 def longest(interval: Interval) -> dict[str, float]:
@@ -165,8 +162,9 @@ def points(interval: Interval) -> list[dict[str, float]]:
         "batch-size": interval.batch_size,
         "iteration-time": interval.seconds,
     }
-    values[-1] |= {"tokens-per-second": interval.tokens_per_second, "throughput": interval.tflops}
-    values[-1] |= {"mfu": interval.mfu, "hfu": interval.hfu} | interval.memory | longest(interval)
+    throughput = {"tokens per second": "tokens-per-second", "TFLOP/s per device": "throughput"}
+    values[-1] |= {throughput.get(name, name): value for name, value in interval.values.items()}
+    values[-1] |= longest(interval)
     if interval.params_norm is not None:
         values[-1]["params-norm"] = interval.params_norm
     return values

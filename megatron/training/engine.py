@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -26,7 +27,6 @@ from megatron.parallel.transfers import Transfers
 from megatron.training.config import RunConfig
 from megatron.training.stage import EvalStage, MeanLoss, StageModel, TrainStage
 from megatron.training.task import EvalMetric, Task
-from megatron.training.throughput import WorkCounter
 
 # Microbatches that an evaluation puts through a pipeline at once, per stage: the more, the smaller the bubble.
 EVAL_MICROBATCHES_PER_STAGE = 8
@@ -65,7 +65,8 @@ class Engine:
         optimizer: updates the parameters in `buffer`.
         transfers: sends and receives between pipeline stages.
         timers: time the phases of a step.
-        work: counts tokens and operations.
+        samples: number that this replica has trained on, by sequence length and positions that are projected to the
+            vocabulary. A plug-in that measures throughput clears it.
         run_passes: runs forward and backward of a global batch, by the pipeline schedule unless a plug-in replaces it.
     """
 
@@ -87,12 +88,7 @@ class Engine:
         # With sequence parallelism each tensor-parallel rank has its own part of what is sent already.
         scatter_gather = parallel.scatter_gather_tensors_in_pipeline and not parallel.sequence_parallel
         self.transfers = Transfers(mesh, scatter_gather=scatter_gather)
-        self.work = WorkCounter(
-            config.model,
-            model.context,
-            causal=task.causal,
-            layers_per_chunk=[len(chunk.layers) for stage in self.stages for chunk in stage],
-        )
+        self.samples: collections.Counter[tuple[int, int]] = collections.Counter()
         self.run_passes: Callable[[GlobalBatch, MeanLoss], None] = self._run_pipeline
         # With a batch size ramp-up the number of microbatches changes.
         self._actions = functools.lru_cache(maxsize=8)(self._make_actions)
@@ -126,8 +122,7 @@ class Engine:
         with self.timers("batch-generator"):
             microbatches = self._to_device(itertools.islice(batches, num_microbatches))
         for batch in microbatches:
-            logits = self.task.num_logits(batch)
-            self.work.add(batch.num_sequences, seq_length=batch.seq_length, num_logits=logits)
+            self.samples[batch.seq_length, self.task.num_logits(batch)] += batch.num_sequences
         denominators = torch.stack([self.task.loss_denominators(batch) for batch in microbatches]).sum(0)
         # A loss without a single position is 0, not 0/0.
         denominators = all_reduce_sum(denominators, self.mesh.dp_cp).clamp(min=1)

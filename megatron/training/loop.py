@@ -20,13 +20,13 @@ from megatron.parallel.mesh import Mesh
 from megatron.parallel.timers import BETWEEN
 from megatron.tokenizer import Tokenizer
 from megatron.training.batch_size import BatchSchedule
+from megatron.training.clock import Clock
 from megatron.training.config import RunConfig
 from megatron.training.engine import Engine
-from megatron.training.report import Reporter
+from megatron.training.report import Interval, Reporter
 from megatron.training.state import TrainState
 from megatron.training.stop import StopRequests
 from megatron.training.task import Task
-from megatron.training.throughput import Clock
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -193,7 +193,10 @@ class Hook:
     def after_collect(self, trainer: Trainer, rows: list[dict[str, float]]) -> None:
         """Called when the values of iterations have arrived from the device."""
 
-    def after_report(self, trainer: Trainer, rows: list[dict[str, float]]) -> None:
+    def before_report(self, trainer: Trainer, interval: Interval) -> None:
+        """Called before iterations are reported. It may add values and parts of the log line."""
+
+    def after_report(self, trainer: Trainer, interval: Interval) -> None:
         """Called when iterations have been reported."""
 
     def during_evaluation(self, trainer: Trainer) -> AbstractContextManager[object]:

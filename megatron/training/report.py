@@ -84,23 +84,30 @@ def is_bad(row: dict[str, float]) -> bool:
     return not math.isfinite(row["grad norm"]) and not row.get("overflow")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True)
 class Interval:
-    """The iterations between two log lines."""
+    """The iterations between two log lines.
 
-    rows: list[dict[str, float]]  # from `History`
+    Attributes:
+        rows: from `History`, with those before a resume since the last log line.
+        iterations: number of iterations of this run.
+        seconds: per iteration.
+        values: what hooks add for reports other than the log, by name.
+        parts: what hooks add to the log line.
+        times: seconds per iteration of each phase by rank, if logged.
+    """
+
+    rows: list[dict[str, float]]
     loss_names: tuple[str, ...]
     train_iters: int
     lr: float
     batch_size: int
-    seconds: float  # per iteration
-    tokens_per_second: float
-    tflops: float  # per device
-    mfu: float  # model FLOP utilization: TFLOP/s over the device's peak
-    hfu: float  # hardware FLOP utilization: with recomputed operations
-    params_norm: float | None
-    memory: dict[str, int]  # by name, if logged
-    times: dict[str, dict[int, float]]  # seconds per iteration of each phase by rank, if logged
+    iterations: int
+    seconds: float
+    params_norm: float | None = None
+    values: dict[str, float] = dataclasses.field(default_factory=dict)
+    parts: list[str] = dataclasses.field(default_factory=list)
+    times: dict[str, dict[int, float]] = dataclasses.field(default_factory=dict)
 
     @property
     def losses(self) -> dict[str, float]:
@@ -118,7 +125,7 @@ class Interval:
         return int(sum(row["skipped"] for row in self.rows))
 
     def line(self) -> str:
-        """The log line, in the format of Megatron-LM v2.5 with throughput appended."""
+        """The log line, in the format of Megatron-LM v2.5."""
         last = self.rows[-1]
         parts = [
             f" iteration {last['iteration']:8d}/{self.train_iters:8d}",
@@ -137,9 +144,7 @@ class Interval:
         parts += [
             f"number of skipped iterations: {self.skipped:3d}",
             f"number of nan iterations: {self.bad:3d}",
-            f"tokens per second: {self.tokens_per_second:.1f}",
-            f"TFLOP/s per device: {self.tflops:.3g}",
-            f"MFU: {self.mfu:.1%}",
+            *self.parts,
         ]
         return " | ".join(parts) + " |"
 
@@ -160,7 +165,7 @@ class Writer(ABC):
 
     @classmethod
     def optional_values(cls, config: RunConfig) -> set[str]:
-        """Fields of `Interval` to collect that cost time: "memory", "times", or both."""
+        """Fields of `Interval` to collect that cost time: "times"."""
         return set()
 
     @abstractmethod

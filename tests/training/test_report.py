@@ -35,13 +35,9 @@ def interval(rows: list[tuple[int, float, float]], **fields) -> Interval:
             "lr": 1.5e-4,
             "batch_size": 8,
             "seconds": 0.1234,
-            "tokens_per_second": 12345.6,
-            "tflops": 0.5,
-            "mfu": 0.4531,
-            "hfu": 0.5,
-            "params_norm": None,
-            "memory": {},
-            "times": {},
+            "iterations": len(rows),
+            "values": {"tokens per second": 12345.6, "TFLOP/s per device": 0.5, "mfu": 0.4531, "hfu": 0.5},
+            "parts": ["tokens per second: 12345.6", "MFU: 45.3%"],
             **fields,
         }
     )
@@ -53,7 +49,7 @@ def test_line_has_nvidias_format() -> None:
         " iteration       10/     500 | consumed samples:           80 | elapsed time per iteration (ms): 123.4 | "
         "learning rate: 1.500E-04 | global batch size:     8 | lm loss: 3.000000E+00 | loss scale: 1.0 | "
         "grad norm: 2.000 | number of skipped iterations:   0 | number of nan iterations:   0 | "
-        "tokens per second: 12345.6 | TFLOP/s per device: 0.5 | MFU: 45.3% |"
+        "tokens per second: 12345.6 | MFU: 45.3% |"
     )
     # The regular expression by which scripts parse the loss from Megatron-LM's logs.
     assert re.search(r"lm loss: ([0-9.E+-]+) \|", line).group(1) == "3.000000E+00"

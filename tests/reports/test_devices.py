@@ -17,8 +17,8 @@ from models import CPU
 from megatron.ops.linear import matmul
 from megatron.parallel.config import ParallelConfig
 from megatron.parallel.mesh import Mesh, init_mesh
-from megatron.training import devices
-from megatron.training.devices import (
+from megatron.reports import devices
+from megatron.reports.devices import (
     find_peak,
     max_memory,
     measured_peak,
