@@ -38,8 +38,8 @@ from megatron.recipes.spikes import make_spike_rule
 from megatron.reports.config import ProfileConfig, ReportConfig
 from megatron.reports.devices import PEAK_FLOPS
 from megatron.reports.profile import Profiling
+from megatron.reports.reports import ProgressBar, Reports
 from megatron.reports.throughput import Throughput
-from megatron.reports.writers import MetricsFile, TensorBoard, WeightsAndBiases
 from megatron.settings.checkpoint_args import add_checkpoint_args
 from megatron.settings.config import SettingsConfig
 from megatron.settings.config_file import add_config_flag, parse_config_file
@@ -51,7 +51,6 @@ from megatron.training.hooks import Evaluation, Saving
 from megatron.training.log_hook import Logging
 from megatron.training.loop import Hook
 from megatron.training.pretrain import START_CHECKS, pretrain
-from megatron.training.report import WRITERS
 from megatron.training.task import Task
 
 OTHER_NAMES.update(FLAG_NAMES)
@@ -79,7 +78,6 @@ PEAK_FLOPS[:] = [peak_flops]
 START_CHECKS[:] = [check_same_everywhere, check_same_data]
 STEP_RULES[:] = [make_loss_scaler, make_spike_rule]
 BATCH_SCHEDULES[:] = [with_rampup]
-WRITERS[:] = [MetricsFile, TensorBoard, WeightsAndBiases]
 
 
 def run(config: RunConfig, task: Task) -> int:
@@ -100,6 +98,8 @@ def training_hooks(evaluation: Sequence[Hook] = ()) -> list[Hook]:
         evaluation: hooks that evaluate and save in place of the usual ones.
     """
     return [
+        Reports(),
+        ProgressBar(),
         HangDetection(),
         CudaGraph(),
         ManualGC(),

@@ -28,9 +28,7 @@ class EvalTasks(Hook):
     @contextmanager
     def during_run(self, trainer: Trainer) -> Iterator[None]:
         with raise_on_all_ranks(trainer.mesh.world, InputError):
-            self.tasks = read_eval_tasks(
-                trainer.config, trainer.task, trainer.tokenizer, trainer.reporter.log
-            )
+            self.tasks = read_eval_tasks(trainer.config, trainer.task, trainer.tokenizer, trainer.log)
         yield
 
     def evaluate(self, trainer: Trainer, where: str) -> None:
@@ -45,11 +43,9 @@ class EvalTasks(Hook):
                 (total,), (count,) = trainer.engine.measure(batches, metric_of(task))
             assert count == task.count
             results = task.results(total)
-            trainer.reporter.measured(
+            trainer.report_evaluation(
                 task.line(results, f" at {where}"),
                 {f"{task.name} {name}": value for name, value in results.items()},
-                trainer.state.iteration,
-                trainer.state.consumed_samples,
             )
 
 

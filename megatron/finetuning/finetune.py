@@ -304,7 +304,7 @@ class EpochEvaluation(Saving):
                     replace_text(folder_of(root, iteration) / ACCURACY, json.dumps(accuracy, indent=1) + "\n")
                     if accuracy["all"] > best_before(root, iteration):
                         best = keep_best(root, iteration)
-                        trainer.reporter.log(f"best accuracy so far: {accuracy['all']:.4f}, kept in {best}")
+                        trainer.log(f"best accuracy so far: {accuracy['all']:.4f}, kept in {best}")
                     trainer.mark_evaluated()
         except OSError as error:
             raise TrainingFault(
@@ -335,7 +335,7 @@ class EpochEvaluation(Saving):
         epoch = trainer.state.iteration // trainer.config.training.eval_interval
         when = f"after epoch {epoch}" if self.finetune.epochs else f"of {trainer.config.checkpoint.load}"
         line = f" accuracy {when} | {' | '.join(shown)} |"
-        trainer.reporter.measured(line, values, trainer.state.iteration, trainer.state.consumed_samples)
+        trainer.report_evaluation(line, values)
         return accuracy
 
 

@@ -33,6 +33,7 @@ from megatron.planner.config import DryRunConfig
 from megatron.planner.counting import Counter, Traffic
 from megatron.planner.dry_run_report import RankCost, as_json, table
 from megatron.planner.fakes import fake_mesh, fake_tensors
+from megatron.reports.config import ReportConfig
 from megatron.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.tokenizer.config import TokenizerConfig
 from megatron.tokenizer.null import NullTokenizer
@@ -300,7 +301,7 @@ def count_step(
         desc=f"rank {mesh.world.rank}",
         unit="pass",
         leave=False,
-        disable=not (config.logging.progress and sys.stderr.isatty()),
+        disable=not (config.plugin(ReportConfig).progress and sys.stderr.isatty()),
     ) as bar:
         phases.bar = bar
         engine.train_step(

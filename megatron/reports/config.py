@@ -13,8 +13,9 @@ from megatron.training.config import PluginConfig, RunConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReportConfig(PluginConfig):
-    """Metrics file, TensorBoard and Weights & Biases."""
+    """Progress bar, metrics file, TensorBoard and Weights & Biases."""
 
+    progress: bool = flag(True, "no progress bar")
     metrics_path: str | None = flag(
         None,
         "append a JSON object per log line and evaluation, in full precision; a resumed run continues the file",

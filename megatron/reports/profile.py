@@ -53,7 +53,7 @@ class Profiling(Hook):
     @contextmanager
     def during_training(self, trainer: Trainer) -> Iterator[None]:
         iterations = range(trainer.state.iteration + 1, trainer.train_iters + 1)
-        config, log = trainer.config, trainer.reporter.log
+        config, log = trainer.config, trainer.log
         with Profiler(config, trainer.engine, iterations=iterations, log=log) as self.profiler:
             yield
 

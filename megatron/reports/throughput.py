@@ -20,7 +20,7 @@ class Throughput(Hook):
         engine = trainer.engine
         self.peak = find_peak(trainer.mesh, engine.ops.matmul, engine.dtype)
         self.first = trainer.state.iteration + 1
-        trainer.reporter.log(
+        trainer.log(
             f"peak per device: {self.peak.flops / 1e12:.3g} TFLOP/s in {trainer.config.training.precision} "
             f"({self.peak.source})"
         )
@@ -45,7 +45,7 @@ class Throughput(Hook):
 
     def after_step(self, trainer: Trainer) -> None:
         if trainer.state.iteration == self.first:
-            trainer.reporter.log(memory_lines(trainer.mesh, self.first))
+            trainer.log(memory_lines(trainer.mesh, self.first))
 
 
 def take_work(engine: Engine) -> tuple[float, float, float]:

@@ -5,30 +5,53 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, ClassVar, TextIO
 
 from megatron.errors import InputError
 from megatron.files import read_file
 from megatron.reports.config import ReportConfig
 from megatron.training.config import RunConfig
-from megatron.training.report import Interval, Writer
+from megatron.training.report import Interval
 
 MAX_METRICS_BYTES = 1 << 32  # of a file that a resumed run continues
 # Values of an iteration that are reported as their sum over an interval.
 COUNTED = ("skipped", "overflow")
 
 
-class ReportWriter(Writer):
-    """A writer that reports timers if the flags ask for them."""
+class Writer(ABC):
+    """A destination of reports beside the log. A new one is a subclass in `Reports.kinds`."""
+
+    flag: ClassVar[str]  # the flag that asks for this writer
 
     @classmethod
-    def optional_values(cls, config: RunConfig) -> set[str]:
-        flags = config.plugin(ReportConfig)
-        return {"times"} if flags.log_timers_to_tensorboard else set()
+    @abstractmethod
+    def make(cls, config: RunConfig) -> Writer | None:
+        """Return the writer that the flags ask for, if any.
+
+        Raises:
+            InputError: a package is not installed.
+        """
+
+    @abstractmethod
+    def start(self, iteration: int, *, evaluation_due: bool) -> None:
+        """Open the destination after `iteration`, and drop what an earlier run reported of anything to come."""
+
+    @abstractmethod
+    def training(self, interval: Interval) -> None:
+        """Write an interval of training."""
+
+    @abstractmethod
+    def evaluation(self, values: dict[str, float], iteration: int, samples: int) -> None:
+        """Write values of an evaluation by name."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Write what is left."""
 
 
-class MetricsFile(ReportWriter):
+class MetricsFile(Writer):
     """The file of --metrics-path: a JSON object per line."""
 
     flag = "--metrics-path"
@@ -89,7 +112,7 @@ class MetricsFile(ReportWriter):
             self.file.close()
 
 
-class TensorBoard(ReportWriter):
+class TensorBoard(Writer):
     """TensorBoard events (--tensorboard-dir), under NVIDIA's names."""
 
     flag = "--tensorboard-dir"
@@ -145,12 +168,7 @@ def record(interval: Interval) -> dict[str, Any]:
     }
     if interval.params_norm is not None:
         values["params norm"] = interval.params_norm
-    return values | {"seconds per iteration": interval.seconds} | interval.values | longest(interval)
-
-
-def longest(interval: Interval) -> dict[str, float]:
-    """Longest time of each phase over the ranks, by NVIDIA's name in TensorBoard."""
-    return {f"{phase}-time": max(by_rank.values()) for phase, by_rank in interval.times.items()}
+    return values | {"seconds per iteration": interval.seconds} | interval.values
 
 
 def points(interval: Interval) -> list[dict[str, float]]:
@@ -164,13 +182,12 @@ def points(interval: Interval) -> list[dict[str, float]]:
     }
     throughput = {"tokens per second": "tokens-per-second", "TFLOP/s per device": "throughput"}
     values[-1] |= {throughput.get(name, name): value for name, value in interval.values.items()}
-    values[-1] |= longest(interval)
     if interval.params_norm is not None:
         values[-1]["params-norm"] = interval.params_norm
     return values
 
 
-class WeightsAndBiases(ReportWriter):
+class WeightsAndBiases(Writer):
     """A run in Weights & Biases (--wandb-project)."""
 
     flag = "--wandb-project"

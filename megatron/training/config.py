@@ -64,7 +64,7 @@ class TrainingConfig(Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoggingConfig(Config):
-    """Log lines, timers and the progress bar."""
+    """Log lines and timers."""
 
     log_interval: int = flag(100, "iterations between lines of the log", low=1)
     log_params_norm: bool = flag(False, "log the L2 norm of the parameters")
@@ -80,7 +80,6 @@ class LoggingConfig(Config):
         "times to log: the maximum over ranks, minimum and maximum, or those of all ranks",
         choices=("max", "minmax", "all"),
     )
-    progress: bool = flag(True, "no progress bar")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 
 from megatron.data.loader import eval_batches
 from megatron.training.loop import Hook, Trainer
+from megatron.training.report import loss_report
 
 
 class Evaluation(Hook):
@@ -62,7 +63,7 @@ def evaluate_losses(trainer: Trainer, split: str, where: str) -> None:
     )
     with trainer.timed("evaluate"):
         losses = trainer.engine.evaluate(batches)
-    trainer.reporter.evaluation(where, split, losses, trainer.state.iteration, trainer.state.consumed_samples)
+    trainer.report_evaluation(*loss_report(where, split, losses))
 
 
 class Saving(Hook):

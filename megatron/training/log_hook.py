@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.optim.norms import model_norm
-from megatron.parallel.timers import ITERATION
+from megatron.parallel.timers import ITERATION, times_text
 from megatron.training.loop import Hook, Trainer
 from megatron.training.report import Interval
 
@@ -30,12 +30,13 @@ class Logging(Hook):
             iterations=iterations,
             seconds=seconds / iterations,
             params_norm=_params_norm(trainer) if trainer.config.logging.log_params_norm else None,
-            times=times if "times" in trainer.reporter.optional_values else {},
+            times=times,
         )
         for hook in trainer.hooks:
             hook.before_report(trainer, interval)
-        trainer.reporter.training(interval)
-        trainer.reporter.log_times(times)
+        trainer.log(interval.line())
+        if times:
+            trainer.log(times_text(times, trainer.config.logging.timing_log_option))
         for hook in trainer.hooks:
             hook.after_report(trainer, interval)
 

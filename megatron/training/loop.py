@@ -17,13 +17,13 @@ from megatron.data.batch import Batch
 from megatron.data.dataset import Dataset
 from megatron.data.loader import train_batches
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.timers import BETWEEN
+from megatron.parallel.timers import BETWEEN, times_text
 from megatron.tokenizer import Tokenizer
 from megatron.training.batch_size import BatchSchedule
 from megatron.training.clock import Clock
 from megatron.training.config import RunConfig
 from megatron.training.engine import Engine
-from megatron.training.report import Interval, Reporter
+from megatron.training.report import Interval, Log
 from megatron.training.state import TrainState
 from megatron.training.stop import StopRequests
 from megatron.training.task import Task
@@ -50,7 +50,7 @@ class Trainer:
     train_iters: int
     datasets: dict[str, Dataset]
     saver: Saver
-    reporter: Reporter
+    log: Log
     state: TrainState
     hooks: Sequence[Hook]
     clock: Clock = dataclasses.field(default_factory=Clock)
@@ -107,7 +107,6 @@ class Trainer:
         state.consumed_samples += self.batch_size
         state.history.add(state.iteration, state.consumed_samples, losses, stats)
         self.clock.tick()
-        self.reporter.advance()
 
     @property
     def is_done(self) -> bool:
@@ -156,6 +155,12 @@ class Trainer:
             "versions": {"megatron": __version__, "torch": str(torch.__version__)},
         }
 
+    def report_evaluation(self, line: str, values: dict[str, float]) -> None:
+        """Report an evaluation: a line for the log, and values by name for hooks."""
+        self.log("-" * len(line) + "\n" + line + "\n" + "-" * len(line))
+        for hook in self.hooks:
+            hook.after_evaluation(self, values)
+
     def loader_arguments(self) -> dict[str, Any]:
         """Arguments that every data loader of this process has in common."""
         return {
@@ -170,7 +175,8 @@ class Trainer:
         """Time a phase between steps, and log it at once if --timing-log-level asks for it."""
         with self.engine.timers(phase):
             yield
-        self.reporter.log_times(self.engine.timers.take(BETWEEN, self.mesh.world))
+        if times := self.engine.timers.take(BETWEEN, self.mesh.world):
+            self.log(times_text(times, self.config.logging.timing_log_option))
 
 
 class Hook:
@@ -205,6 +211,9 @@ class Hook:
 
     def evaluate(self, trainer: Trainer, where: str) -> None:
         """Called when an evaluation is due, beside the losses; `where` is for its heading."""
+
+    def after_evaluation(self, trainer: Trainer, values: dict[str, float]) -> None:
+        """Called when an evaluation has given values, by name."""
 
     def before_save(self, trainer: Trainer) -> None:
         """Called before a checkpoint is written."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -20,7 +20,7 @@ from megatron.training.build import build_engine
 from megatron.training.config import RunConfig
 from megatron.training.layout import check_layout, describe_layout
 from megatron.training.loop import Hook, Trainer
-from megatron.training.report import Reporter, show_log
+from megatron.training.report import Log, show_log
 from megatron.training.start import claim_folder, find_start, initial_state, load_checkpoint, resumes
 from megatron.training.stop import StopRequests
 from megatron.training.task import Task
@@ -55,9 +55,8 @@ def pretrain(config: RunConfig, task: Task, hooks: Sequence[Hook]) -> int:
             claim = claim_folder(config.checkpoint, mesh)
         with claim or nullcontext():
             checkpoint = find_start(config.checkpoint, mesh, skip_train=config.training.skip_train)
-            reporter = Reporter(config, mesh)
-            with closing(reporter), _memory_errors_explained(config, device):
-                trainer = build_trainer(config, task, mesh, reporter, checkpoint, hooks)
+            with _memory_errors_explained(config, device):
+                trainer = build_trainer(config, task, mesh, checkpoint, hooks)
                 load_checkpoint(trainer, checkpoint)
                 return run(trainer, stop)
 
@@ -71,11 +70,11 @@ def build_trainer(
     config: RunConfig,
     task: Task,
     mesh: Mesh,
-    reporter: Reporter,
     checkpoint: Checkpoint | None,
     hooks: Sequence[Hook],
 ) -> Trainer:
     """Build everything that a run consists of, in the state of `checkpoint`. Weights have no values yet."""
+    log = Log(mesh)
     tokenizer = build_tokenizer(config.tokenizer)
     padded = padded_vocab_size(
         tokenizer.vocab_size, config.tokenizer.make_vocab_size_divisible_by, mesh.tp.size
@@ -95,7 +94,7 @@ def build_trainer(
         engine.buffer,
         engine.optimizer,
         tokenizer_files={file.name: file.read_bytes() for file in tokenizer.files},
-        log=reporter.log,
+        log=log,
         iteration=state.iteration if resumes(config.checkpoint) else 0,
     )
     return Trainer(
@@ -109,7 +108,7 @@ def build_trainer(
         train_iters=train_iters,
         datasets=datasets,
         saver=saver,
-        reporter=reporter,
+        log=log,
         state=state,
         hooks=hooks,
     )
@@ -117,7 +116,7 @@ def build_trainer(
 
 def run(trainer: Trainer, stop: StopRequests) -> int:
     """Train and evaluate. Returns the exit status."""
-    config, state, log = trainer.config, trainer.state, trainer.reporter.log
+    config, state, log = trainer.config, trainer.state, trainer.log
     checkpoint, skips = config.checkpoint, config.training.skip_train
     if trainer.is_done and not skips:
         log(
@@ -134,7 +133,6 @@ def run(trainer: Trainer, stop: StopRequests) -> int:
     log(describe_layout(trainer.engine))
     for note in trainer.engine.ops.notes:
         log(note)
-    trainer.reporter.start(state.iteration, trainer.train_iters, evaluation_due=state.evaluation_due)
     trainer.run(stop)
     if trainer.stop_reason is not None:
         kept = f"saved in {checkpoint.save}" if checkpoint.save else "nothing saved, without --save"

@@ -1,25 +1,21 @@
-"""Reports of a run: log lines in NVIDIA's format, a progress bar, and writers that plug in."""
+"""Values of a run's iterations, and log lines in NVIDIA's format."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 import os
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
-from typing import ClassVar
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from megatron.parallel.collectives import all_reduce_sum
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.timers import times_text
-from megatron.training.config import RunConfig
 
 
 def show_log(mesh: Mesh) -> None:
@@ -149,128 +145,35 @@ class Interval:
         return " | ".join(parts) + " |"
 
 
-class Writer(ABC):
-    """A destination of reports beside the log. A new one is a subclass in `WRITERS`."""
-
-    flag: ClassVar[str]  # the flag that asks for this writer
-
-    @classmethod
-    @abstractmethod
-    def make(cls, config: RunConfig) -> Writer | None:
-        """Return the writer that the flags ask for, if any.
-
-        Raises:
-            InputError: a package is not installed.
-        """
-
-    @classmethod
-    def optional_values(cls, config: RunConfig) -> set[str]:
-        """Fields of `Interval` to collect that cost time: "times"."""
-        return set()
-
-    @abstractmethod
-    def start(self, iteration: int, *, evaluation_due: bool) -> None:
-        """Open the destination after `iteration`, and drop what an earlier run reported of anything to come."""
-
-    @abstractmethod
-    def training(self, interval: Interval) -> None:
-        """Write an interval of training."""
-
-    @abstractmethod
-    def evaluation(self, values: dict[str, float], iteration: int, samples: int) -> None:
-        """Write values of an evaluation by name."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Write what is left."""
-
-
-# Filled by `megatron.plugins`.
-WRITERS: list[type[Writer]] = []
-
-
-class Reporter:
-    """Reports of a run: the log, a progress bar, and `WRITERS`. Does nothing except on the first process.
+class Log:
+    """Prints lines on the first process, and nothing on the others.
 
     Attributes:
-        optional_values: those that the writers ask for; the same on all processes.
+        write: prints a line. A progress bar replaces it, to print above itself.
     """
 
-    def __init__(self, config: RunConfig, mesh: Mesh) -> None:
-        """Raise `InputError` if a writer's package is not installed."""
-        self.config = config.logging
-        self.optional_values = {name for kind in WRITERS for name in kind.optional_values(config)}
+    def __init__(self, mesh: Mesh) -> None:
         self.active = mesh.is_first
-        self.bar: tqdm | None = None
-        kinds = WRITERS if self.active else []
-        self.writers = [writer for kind in kinds if (writer := kind.make(config)) is not None]
+        self.write: Callable[[str], None] = functools.partial(print, flush=True)
 
-    def start(self, iteration: int, train_iters: int, *, evaluation_due: bool = False) -> None:
-        """Open the reports after `iteration`, without what an earlier run reported of anything to come."""
-        for writer in self.writers:
-            writer.start(iteration, evaluation_due=evaluation_due)
-        if self.active and self.config.progress and sys.stderr.isatty():
-            self.bar = tqdm(
-                total=train_iters, initial=iteration, unit="it", dynamic_ncols=True, smoothing=0.1
-            )
-
-    def log(self, text: str) -> None:
-        """Print a line, above the progress bar."""
+    def __call__(self, text: str) -> None:
         if self.active:
             try:
-                tqdm.write(text) if self.bar is not None else print(text, flush=True)
+                self.write(text)
             except OSError as error:
                 # The reader of our output (head, tee, a terminal) is gone, or its disk is full. The run continues.
                 sys.stdout = open(os.devnull, "w")  # noqa: SIM115, open until the process exits
                 with suppress(OSError):
                     sys.stderr.write(f"standard output: {error.strerror}; the run continues without it\n")
 
-    def log_times(self, times: dict[str, dict[int, float]]) -> None:
-        """Log the result of `Timers.take`, if it has any."""
-        if times:
-            self.log(times_text(times, self.config.timing_log_option))
 
-    def advance(self) -> None:
-        """Advance the progress bar by an iteration."""
-        if self.bar is not None:
-            with suppress(OSError):  # the terminal is gone
-                self.bar.update()
-
-    def training(self, interval: Interval) -> None:
-        """Report an interval of training."""
-        self.log(interval.line())
-        self._to_writers(lambda writer: writer.training(interval))
-
-    def _to_writers(self, call: Callable[[Writer], None]) -> None:
-        """Call each writer. One that fails, as on a full disk, is left out from then on: a run outlives its logs."""
-        for writer in list(self.writers):
-            try:
-                call(writer)
-            except OSError as error:
-                self.writers.remove(writer)
-                self.log(f"warning: {writer.flag}: {error.strerror}; the run continues without it")
-
-    def evaluation(
-        self, where: str, split: str, losses: dict[str, float], iteration: int, samples: int
-    ) -> None:
-        """Report the losses of an evaluation on the `split` 'validation' or 'test'."""
-        values: dict[str, float] = {}
-        line = f" validation loss at {where} | "
-        for name, loss in losses.items():
-            ppl = math.exp(min(20.0, loss))
-            # NVIDIA's format stops at e^20; the > marks that.
-            line += f"{name} value: {loss:.6E} | {name} PPL: {'>' * (loss > 20)}{ppl:.6E} | "
-            values |= {f"{name} {split}": loss, f"{name} {split} ppl": ppl}
-        self.measured(line, values, iteration, samples)
-
-    def measured(self, line: str, values: dict[str, float], iteration: int, samples: int) -> None:
-        """Report an evaluation: a line for the log, and values by name."""
-        self.log("-" * len(line) + "\n" + line + "\n" + "-" * len(line))
-        self._to_writers(lambda writer: writer.evaluation(values, iteration, samples))
-
-    def close(self) -> None:
-        """Close all reports."""
-        if self.bar is not None:
-            self.bar.close()
-            self.bar = None
-        self._to_writers(lambda writer: writer.close())
+def loss_report(where: str, split: str, losses: dict[str, float]) -> tuple[str, dict[str, float]]:
+    """Line and values by name for the losses of an evaluation on the `split` 'validation' or 'test'."""
+    values: dict[str, float] = {}
+    line = f" validation loss at {where} | "
+    for name, loss in losses.items():
+        ppl = math.exp(min(20.0, loss))
+        # NVIDIA's format stops at e^20; the > marks that.
+        line += f"{name} value: {loss:.6E} | {name} PPL: {'>' * (loss > 20)}{ppl:.6E} | "
+        values |= {f"{name} {split}": loss, f"{name} {split} ppl": ppl}
+    return line, values

@@ -166,7 +166,7 @@ def load_checkpoint(trainer: Trainer, checkpoint: Checkpoint | None) -> None:
 
     With --finetune and --skip-train only weights are loaded.
     """
-    config, engine, log = trainer.config, trainer.engine, trainer.reporter.log
+    config, engine, log = trainer.config, trainer.engine, trainer.log
     if checkpoint is None:
         engine.buffer.initialize(config.training.seed)
         return
@@ -207,7 +207,7 @@ def load_state(trainer: Trainer, checkpoint: Checkpoint) -> None:
     if state.schedule == given:
         return
     keeps = trainer.config.optimizer.use_checkpoint_opt_param_scheduler
-    trainer.reporter.log(
+    trainer.log(
         f"note: the schedule of learning rate and weight decay differs from the checkpoint's "
         f"({', '.join(state.schedule.differences(given))}); using that of the "
         f"{'checkpoint' if keeps else 'command line'}"

@@ -25,13 +25,6 @@ def megatron_batch_size(consumed: int, final: int, start: int, increment: int, s
     return start + int(consumed / (samples / increments)) * increment
 
 
-def test_constant() -> None:
-    constant = schedule()
-    assert constant.batch_size(0) == constant.batch_size(10**9) == 32
-    assert constant.num_microbatches(0) == 8
-    assert constant.iterations(100) == 3
-
-
 @pytest.mark.parametrize(
     "rampup", [(8, 8, 300), (4, 4, 1000), (16, 16, 7), (28, 4, 1), (12, 20, 99), (4, 4, 65)]
 )

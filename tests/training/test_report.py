@@ -1,4 +1,4 @@
-"""Log line, TensorBoard and metrics file."""
+"""Log line and history."""
 
 from __future__ import annotations
 
@@ -6,18 +6,13 @@ import json
 import math
 import re
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
-import megatron.plugins  # noqa: F401 (registers the writers)
-from megatron.arguments import parse_run_config
-from megatron.errors import InputError
 from megatron.parallel.mesh import Mesh
-from megatron.training.config import RunConfig
-from megatron.training.report import History, Interval, Reporter
+from megatron.training.report import History, Interval, Log, loss_report
 
 MESH = Mesh(device=torch.device("cpu"))
 
@@ -78,149 +73,18 @@ def test_history_continues_after_a_resume() -> None:
     assert [row["iteration"] for row in resumed.take()] == [1, 2] and resumed.rows == []
 
 
-def config_of(*flags: object) -> RunConfig:
-    """Configuration of a run with the given flags."""
-    shape = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1"
-    words = [*shape.split(), "--train-iters", "5", "--lr", "1", *map(str, flags)]
-    return parse_run_config(words, description="a test", defaults={})
-
-
-def report(config: RunConfig, start: int, iterations: range) -> None:
-    reporter = Reporter(config, MESH)
-    reporter.start(start, 500)
-    for i in iterations:
-        reporter.training(interval([(i, 1.0 / i, float(i))]))
-    reporter.evaluation(f"iteration {i}", "validation", {"lm loss": 2.0}, i, 8 * i)
-    reporter.close()
-
-
-def test_metrics_of_a_resumed_run_are_contiguous(tmp_path: Path, capsys) -> None:
-    path = tmp_path / "new" / "metrics.jsonl"
-    config = config_of("--metrics-path", path)
-    report(config, 0, range(1, 6))
-    with path.open("a") as file:
-        file.write('{"iteration": 6, "lm lo')  # killed while writing a line
-    report(config, 3, range(4, 7))
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    training = [r for r in records if "lm loss" in r]
-    assert [r["iteration"] for r in training] == [1, 2, 3, 4, 5, 6]
-    assert training[2]["lm loss"] == 1 / 3
-    assert records[-1]["lm loss validation ppl"] == pytest.approx(7.389056)
-    assert " validation loss at iteration 6 | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00 | " in (
-        capsys.readouterr().out
-    )
-    report(config, 0, range(1, 3))  # from the beginning: nothing of the old run remains
-    assert len(path.read_text().splitlines()) == 3
-
-
-def test_a_capped_perplexity_is_marked(capsys) -> None:
-    reporter = Reporter(config_of(), MESH)
-    reporter.evaluation("iteration 1", "validation", {"lm loss": 25.0}, 1, 8)
-    assert "lm loss PPL: >4.851652E+08" in capsys.readouterr().out
-
-
-def test_nan_in_metrics_is_null(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    reporter = Reporter(config_of("--metrics-path", path), MESH)
-    reporter.start(0, 5)
-    reporter.training(interval([(1, float("nan"), float("inf"))]))
-    reporter.close()
-    record = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    assert record["lm loss"] is None and record["grad norm"] is None
-
-
-@pytest.mark.parametrize("content", ["my thesis\n", '{"a": 1}\n', "[1]\n", "\xff\n"])
-def test_an_unrelated_file_is_not_overwritten(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "notes.txt"
-    path.write_text(content, encoding="latin-1")
-    with pytest.raises(InputError, match="--metrics-path"):
-        Reporter(config_of("--metrics-path", path), MESH).start(0, 5)
-    assert path.read_text(encoding="latin-1") == content
-
-
-def test_tensorboard_has_nvidias_names(tmp_path: Path) -> None:
-    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    report(config_of("--tensorboard-dir", tmp_path), 0, range(1, 4))
-    events = event_accumulator.EventAccumulator(str(tmp_path))
-    events.Reload()
-    tags = set(events.Tags()["scalars"])
-    assert {
-        "lm loss",
-        "lm loss vs samples",
-        "grad-norm",
-        "learning-rate",
-        "batch-size",
-        "iteration-time",
-        "lm loss validation",
-        "lm loss validation vs samples",
-        "lm loss validation ppl",
-    } <= tags
-    assert [e.step for e in events.Scalars("lm loss")] == [1, 2, 3]
-    assert [e.value for e in events.Scalars("lm loss")] == pytest.approx([1.0, 0.5, 1 / 3])
-    assert [e.step for e in events.Scalars("lm loss vs samples")] == [8, 16, 24]
-
-
-def test_tensorboard_of_a_resumed_run_has_every_iteration_once(tmp_path: Path) -> None:
-    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    config = config_of("--tensorboard-dir", tmp_path)
-    report(config, 0, range(1, 6))
-    time.sleep(1.1)  # the names of event files have a resolution of one second
-    report(config, 3, range(4, 9))
-    events = event_accumulator.EventAccumulator(str(tmp_path))
-    events.Reload()
-    assert [e.step for e in events.Scalars("lm loss")] == [1, 2, 3, 4, 5, 6, 7, 8]
-
-
-def test_tensorboard_log_interval(tmp_path: Path) -> None:
-    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    config = config_of("--tensorboard-dir", tmp_path, "--tensorboard-log-interval", 2)
-    reporter = Reporter(config, MESH)
-    reporter.start(0, 5)
-    reporter.training(interval([(i, float(i), 1.0) for i in range(1, 6)]))
-    reporter.close()
-    events = event_accumulator.EventAccumulator(str(tmp_path))
-    events.Reload()
-    # The last iteration of the report is written, too.
-    assert [e.step for e in events.Scalars("lm loss")] == [2, 4, 5]
-
-
-def test_metrics_through_a_symlink(tmp_path: Path) -> None:
-    (tmp_path / "link.jsonl").symlink_to(tmp_path / "real.jsonl")
-    report(config_of("--metrics-path", tmp_path / "link.jsonl"), 0, range(1, 4))
-    assert (tmp_path / "link.jsonl").is_symlink()
-    assert len((tmp_path / "real.jsonl").read_text().splitlines()) == 4
-
-
-def test_missing_packages_are_named(monkeypatch) -> None:
-
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(InputError, match="pip install wandb"):
-        Reporter(config_of("--wandb-project", "p"), MESH)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(InputError, match="pip install tensorboard"):
-        Reporter(config_of("--tensorboard-dir", "p"), MESH).start(0, 5)
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_costs_the_metrics_not_the_run(capsys) -> None:
-    reporter = Reporter(config_of("--metrics-path", "/dev/full"), MESH)
-    reporter.start(0, 5)
-    for i in (1, 2):
-        reporter.training(interval([(i, 1.0, 1.0)]))
-    reporter.evaluation("iteration 2", "validation", {"lm loss": 2.0}, 2, 16)
-    reporter.close()
-    out = capsys.readouterr().out
-    assert out.count("warning: --metrics-path: No space left on device; the run continues without it") == 1
-    assert out.count("\n iteration ") + out.startswith(" iteration ") == 2
+def test_a_capped_perplexity_is_marked() -> None:
+    line, values = loss_report("iteration 1", "validation", {"lm loss": 25.0})
+    assert "lm loss PPL: >4.851652E+08" in line and values["lm loss validation"] == 25.0
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_under_standard_output(monkeypatch, capsys) -> None:
-    reporter = Reporter(config_of(), MESH)
+    log = Log(MESH)
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
-        reporter.log("a line")
-        reporter.log("another")
+        log("a line")
+        log("another")
         monkeypatch.undo()
         with pytest.raises(OSError):
             full.close()

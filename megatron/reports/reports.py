@@ -1,0 +1,99 @@
+"""Reports beside the log: writers, and the progress bar."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+
+from tqdm import tqdm
+
+from megatron.parallel.mesh import Mesh
+from megatron.reports.config import ReportConfig
+from megatron.reports.writers import MetricsFile, TensorBoard, WeightsAndBiases, Writer
+from megatron.training.config import RunConfig
+from megatron.training.loop import Hook, Trainer
+from megatron.training.report import Interval
+
+WRITERS: list[type[Writer]] = [MetricsFile, TensorBoard, WeightsAndBiases]
+
+
+class Reports(Hook):
+    """Hands the values of training and evaluations to the writers that the flags ask for."""
+
+    @contextmanager
+    def during_run(self, trainer: Trainer) -> Iterator[None]:
+        state = trainer.state
+        with closing(Writers(trainer.config, trainer.mesh, trainer.log)) as self.writers:
+            self.writers.start(state.iteration, evaluation_due=state.evaluation_due)
+            yield
+
+    def before_report(self, trainer: Trainer, interval: Interval) -> None:
+        if trainer.config.plugin(ReportConfig).log_timers_to_tensorboard:
+            # NVIDIA's name of the longest time over the ranks.
+            interval.values |= {f"{phase}-time": max(row.values()) for phase, row in interval.times.items()}
+
+    def after_report(self, trainer: Trainer, interval: Interval) -> None:
+        self.writers.training(interval)
+
+    def after_evaluation(self, trainer: Trainer, values: dict[str, float]) -> None:
+        self.writers.evaluation(values, trainer.state.iteration, trainer.state.consumed_samples)
+
+
+class Writers:
+    """The writers of a run. There are none except on the first process."""
+
+    def __init__(self, config: RunConfig, mesh: Mesh, log: Callable[[str], None]) -> None:
+        """Raise `InputError` if a writer's package is not installed."""
+        kinds = WRITERS if mesh.is_first else []
+        self.log = log
+        self.writers = [writer for kind in kinds if (writer := kind.make(config)) is not None]
+
+    def start(self, iteration: int, *, evaluation_due: bool = False) -> None:
+        """Open the writers after `iteration`, without what an earlier run reported of anything to come."""
+        for writer in self.writers:
+            writer.start(iteration, evaluation_due=evaluation_due)
+
+    def training(self, interval: Interval) -> None:
+        """Write an interval of training."""
+        self._call_each(lambda writer: writer.training(interval))
+
+    def evaluation(self, values: dict[str, float], iteration: int, samples: int) -> None:
+        """Write values of an evaluation by name."""
+        self._call_each(lambda writer: writer.evaluation(values, iteration, samples))
+
+    def close(self) -> None:
+        """Close the writers."""
+        self._call_each(lambda writer: writer.close())
+
+    def _call_each(self, call: Callable[[Writer], None]) -> None:
+        """Call each writer. One that fails, as on a full disk, is left out from then on: a run outlives its logs."""
+        for writer in list(self.writers):
+            try:
+                call(writer)
+            except OSError as error:
+                self.writers.remove(writer)
+                self.log(f"warning: {writer.flag}: {error.strerror}; the run continues without it")
+
+
+class ProgressBar(Hook):
+    """Shows the iterations of a run on a terminal (--no-progress)."""
+
+    @contextmanager
+    def during_run(self, trainer: Trainer) -> Iterator[None]:
+        shown = trainer.log.active and trainer.config.plugin(ReportConfig).progress and sys.stderr.isatty()
+        done, total = trainer.state.iteration, trainer.train_iters
+        with tqdm(
+            total=total, initial=done, unit="it", dynamic_ncols=True, smoothing=0.1, disable=not shown
+        ) as self.bar:
+            write = trainer.log.write
+            if shown:
+                trainer.log.write = tqdm.write
+            try:
+                yield
+            finally:
+                trainer.log.write = write
+
+    def after_step(self, trainer: Trainer) -> None:
+        with suppress(OSError):  # the terminal is gone
+            self.bar.update()

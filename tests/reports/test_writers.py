@@ -1,0 +1,169 @@
+"""TensorBoard, metrics file and Weights & Biases."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import megatron.plugins  # noqa: F401 (registers the flags)
+from megatron.arguments import parse_run_config
+from megatron.errors import InputError
+from megatron.parallel.mesh import Mesh
+from megatron.reports.reports import Writers
+from megatron.training.config import RunConfig
+from megatron.training.report import Interval
+
+MESH = Mesh(device=torch.device("cpu"))
+
+
+def interval(rows: list[tuple[int, float, float]], **fields) -> Interval:
+    return Interval(
+        **{
+            "rows": [
+                {"iteration": i, "consumed samples": 8 * i, "lm loss": loss, "grad norm": norm}
+                | {"skipped": float(not math.isfinite(norm))}
+                for i, loss, norm in rows
+            ],
+            "loss_names": ("lm loss",),
+            "train_iters": 500,
+            "lr": 1.5e-4,
+            "batch_size": 8,
+            "seconds": 0.1234,
+            "iterations": len(rows),
+            "values": {"tokens per second": 12345.6, "TFLOP/s per device": 0.5, "mfu": 0.4531, "hfu": 0.5},
+            "parts": ["tokens per second: 12345.6", "MFU: 45.3%"],
+            **fields,
+        }
+    )
+
+
+def config_of(*flags: object) -> RunConfig:
+    """Configuration of a run with the given flags."""
+    shape = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1"
+    words = [*shape.split(), "--train-iters", "5", "--lr", "1", *map(str, flags)]
+    return parse_run_config(words, description="a test", defaults={})
+
+
+def report(config: RunConfig, start: int, iterations: range) -> None:
+    writers = Writers(config, MESH, print)
+    writers.start(start)
+    for i in iterations:
+        writers.training(interval([(i, 1.0 / i, float(i))]))
+    writers.evaluation({"lm loss validation": 2.0, "lm loss validation ppl": math.exp(2.0)}, i, 8 * i)
+    writers.close()
+
+
+def test_metrics_of_a_resumed_run_are_contiguous(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "new" / "metrics.jsonl"
+    config = config_of("--metrics-path", path)
+    report(config, 0, range(1, 6))
+    with path.open("a") as file:
+        file.write('{"iteration": 6, "lm lo')  # killed while writing a line
+    report(config, 3, range(4, 7))
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    training = [r for r in records if "lm loss" in r]
+    assert [r["iteration"] for r in training] == [1, 2, 3, 4, 5, 6]
+    assert training[2]["lm loss"] == 1 / 3
+    assert records[-1]["lm loss validation ppl"] == pytest.approx(7.389056)
+    report(config, 0, range(1, 3))  # from the beginning: nothing of the old run remains
+    assert len(path.read_text().splitlines()) == 3
+
+
+def test_nan_in_metrics_is_null(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    writers = Writers(config_of("--metrics-path", path), MESH, print)
+    writers.start(0)
+    writers.training(interval([(1, float("nan"), float("inf"))]))
+    writers.close()
+    record = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert record["lm loss"] is None and record["grad norm"] is None
+
+
+@pytest.mark.parametrize("content", ["my thesis\n", '{"a": 1}\n', "[1]\n", "\xff\n"])
+def test_an_unrelated_file_is_not_overwritten(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text(content, encoding="latin-1")
+    with pytest.raises(InputError, match="--metrics-path"):
+        Writers(config_of("--metrics-path", path), MESH, print).start(0)
+    assert path.read_text(encoding="latin-1") == content
+
+
+def test_tensorboard_has_nvidias_names(tmp_path: Path) -> None:
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    report(config_of("--tensorboard-dir", tmp_path), 0, range(1, 4))
+    events = event_accumulator.EventAccumulator(str(tmp_path))
+    events.Reload()
+    tags = set(events.Tags()["scalars"])
+    assert {
+        "lm loss",
+        "lm loss vs samples",
+        "grad-norm",
+        "learning-rate",
+        "batch-size",
+        "iteration-time",
+        "lm loss validation",
+        "lm loss validation vs samples",
+        "lm loss validation ppl",
+    } <= tags
+    assert [e.step for e in events.Scalars("lm loss")] == [1, 2, 3]
+    assert [e.value for e in events.Scalars("lm loss")] == pytest.approx([1.0, 0.5, 1 / 3])
+    assert [e.step for e in events.Scalars("lm loss vs samples")] == [8, 16, 24]
+
+
+def test_tensorboard_of_a_resumed_run_has_every_iteration_once(tmp_path: Path) -> None:
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    config = config_of("--tensorboard-dir", tmp_path)
+    report(config, 0, range(1, 6))
+    time.sleep(1.1)  # the names of event files have a resolution of one second
+    report(config, 3, range(4, 9))
+    events = event_accumulator.EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [e.step for e in events.Scalars("lm loss")] == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_tensorboard_log_interval(tmp_path: Path) -> None:
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    config = config_of("--tensorboard-dir", tmp_path, "--tensorboard-log-interval", 2)
+    writers = Writers(config, MESH, print)
+    writers.start(0)
+    writers.training(interval([(i, float(i), 1.0) for i in range(1, 6)]))
+    writers.close()
+    events = event_accumulator.EventAccumulator(str(tmp_path))
+    events.Reload()
+    # The last iteration of the report is written, too.
+    assert [e.step for e in events.Scalars("lm loss")] == [2, 4, 5]
+
+
+def test_metrics_through_a_symlink(tmp_path: Path) -> None:
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "real.jsonl")
+    report(config_of("--metrics-path", tmp_path / "link.jsonl"), 0, range(1, 4))
+    assert (tmp_path / "link.jsonl").is_symlink()
+    assert len((tmp_path / "real.jsonl").read_text().splitlines()) == 4
+
+
+def test_missing_packages_are_named(monkeypatch) -> None:
+
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(InputError, match="pip install wandb"):
+        Writers(config_of("--wandb-project", "p"), MESH, print)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(InputError, match="pip install tensorboard"):
+        Writers(config_of("--tensorboard-dir", "p"), MESH, print).start(0)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_costs_the_metrics_not_the_run(capsys) -> None:
+    writers = Writers(config_of("--metrics-path", "/dev/full"), MESH, print)
+    writers.start(0)
+    for i in (1, 2):
+        writers.training(interval([(i, 1.0, 1.0)]))
+    writers.evaluation({"lm loss validation": 2.0}, 2, 16)
+    writers.close()
+    out = capsys.readouterr().out
+    assert out.count("warning: --metrics-path: No space left on device; the run continues without it") == 1
