@@ -37,6 +37,7 @@ from megatron.recipes.rampup import with_rampup
 from megatron.recipes.spikes import make_spike_rule
 from megatron.reports.config import ProfileConfig, ReportConfig
 from megatron.reports.devices import PEAK_FLOPS
+from megatron.reports.layout import LayoutTable
 from megatron.reports.profile import Profiling
 from megatron.reports.reports import ProgressBar, Reports
 from megatron.reports.throughput import Throughput
@@ -98,6 +99,7 @@ def training_hooks(evaluation: Sequence[Hook] = ()) -> list[Hook]:
         evaluation: hooks that evaluate and save in place of the usual ones.
     """
     return [
+        LayoutTable(),
         Reports(),
         ProgressBar(),
         HangDetection(),

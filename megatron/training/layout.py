@@ -1,18 +1,14 @@
-"""Check that model and batch fit the layout of processes, and describe the layout in the log."""
+"""Check that model and batch fit the layout of processes."""
 
 from __future__ import annotations
-
-import torch
 
 from megatron.errors import InputError
 from megatron.flags import either
 from megatron.model.config import check_tensor_parallel
-from megatron.parallel.collectives import all_gather
 from megatron.parallel.mesh import axis_sizes
 from megatron.parallel.stages import split_layers
 from megatron.training.batch_size import BatchSchedule, make_batch_schedule
 from megatron.training.config import RunConfig
-from megatron.training.engine import Engine
 
 
 def check_layout(config: RunConfig, processes: int) -> None:
@@ -64,42 +60,3 @@ def _check_microbatches(config: RunConfig, batches: BatchSchedule) -> None:
                 f"microbatches, one for each stage; {batches.source(size)} {size} makes {size // unit}, and the "
                 f"nearest is {either(n for n in (below, below + unit * stages) if n)}"
             )
-
-
-def describe_layout(engine: Engine) -> str:
-    """Describe the layout as a table. Every process must call it."""
-    mesh, buffer = engine.mesh, engine.buffer
-    per_rank = all_gather(torch.tensor([buffer.local_elements]), mesh.world).tolist()
-    sizes = {"tensor": mesh.tp.size, "data": mesh.dp.size, "pipeline": mesh.pp.size}
-    product = " x ".join(f"{name} {size}" for name, size in sizes.items())
-    config = engine.config.parallel
-    used = [
-        name
-        for name, on in (
-            ("sequence parallel", config.sequence_parallel),
-            ("distributed optimizer", config.use_distributed_optimizer and mesh.dp_cp.size > 1),
-            (f"{config.pipeline_schedule} schedule", mesh.pp.size > 1),
-            (f"{config.recompute_granularity} recomputation", config.recompute_granularity is not None),
-        )
-        if on
-    ]
-    processes = f"{mesh.world.size} process{'es' if mesh.world.size > 1 else ''}"
-    rows = [("layout", "; ".join([f"{product} = {processes}", *used]))]
-    each = mesh.world.size // mesh.pp.size
-    for stage, chunks in enumerate(engine.stages):
-        layers = ", ".join(_layers(chunk.layers) for chunk in chunks)
-        count = per_rank[stage * each]
-        ranks = f"ranks {stage * each}-{(stage + 1) * each - 1}" if each > 1 else f"rank {stage}"
-        rows.append((f"stage {stage}", f"{ranks}; layers {layers}; {count:,} parameters on each rank"))
-    rows.append(("parameters", f"{buffer.num_elements:,} unique, excluding vocabulary padding"))
-    lengths = [bucket.end - bucket.start for bucket in buffer.buckets]
-    rows.append(
-        ("buckets", f"{len(lengths)} on rank 0, {min(lengths):,} to {max(lengths):,} elements of gradient")
-    )
-    return "\n".join(f"  {name:<12}{text}" for name, text in rows)
-
-
-def _layers(layers: range) -> str:
-    if not layers:
-        return "none"
-    return f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])

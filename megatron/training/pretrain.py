@@ -18,7 +18,7 @@ from megatron.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.training.batch_size import make_batch_schedule
 from megatron.training.build import build_engine
 from megatron.training.config import RunConfig
-from megatron.training.layout import check_layout, describe_layout
+from megatron.training.layout import check_layout
 from megatron.training.loop import Hook, Trainer
 from megatron.training.report import Log, show_log
 from megatron.training.start import claim_folder, find_start, initial_state, load_checkpoint, resumes
@@ -130,7 +130,6 @@ def run(trainer: Trainer, stop: StopRequests) -> int:
     if checkpoint.save is None and not skips:
         log("without --save DIR no checkpoint of this run will be kept")
     log(describe(trainer))
-    log(describe_layout(trainer.engine))
     for note in trainer.engine.ops.notes:
         log(note)
     trainer.run(stop)

@@ -13,7 +13,7 @@ from models import CPU, config_of, engine_of
 
 from megatron.data.gpt_dataset import GPTBatch
 from megatron.parallel.mesh import init_mesh
-from megatron.training.layout import describe_layout
+from megatron.reports.layout import describe_layout
 
 
 def batches(count: int):

@@ -1,0 +1,58 @@
+"""Describe the layout of processes in the log."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from megatron.parallel.collectives import all_gather
+from megatron.training.engine import Engine
+from megatron.training.loop import Hook, Trainer
+
+
+class LayoutTable(Hook):
+    """Logs the layout of the run."""
+
+    def during_run(self, trainer: Trainer) -> AbstractContextManager[object]:
+        trainer.log(describe_layout(trainer.engine))
+        return nullcontext()
+
+
+def describe_layout(engine: Engine) -> str:
+    """Describe the layout as a table. Every process must call it."""
+    mesh, buffer = engine.mesh, engine.buffer
+    per_rank = all_gather(torch.tensor([buffer.local_elements]), mesh.world).tolist()
+    sizes = {"tensor": mesh.tp.size, "data": mesh.dp.size, "pipeline": mesh.pp.size}
+    product = " x ".join(f"{name} {size}" for name, size in sizes.items())
+    config = engine.config.parallel
+    used = [
+        name
+        for name, on in (
+            ("sequence parallel", config.sequence_parallel),
+            ("distributed optimizer", config.use_distributed_optimizer and mesh.dp_cp.size > 1),
+            (f"{config.pipeline_schedule} schedule", mesh.pp.size > 1),
+            (f"{config.recompute_granularity} recomputation", config.recompute_granularity is not None),
+        )
+        if on
+    ]
+    processes = f"{mesh.world.size} process{'es' if mesh.world.size > 1 else ''}"
+    rows = [("layout", "; ".join([f"{product} = {processes}", *used]))]
+    each = mesh.world.size // mesh.pp.size
+    for stage, chunks in enumerate(engine.stages):
+        layers = ", ".join(_layers(chunk.layers) for chunk in chunks)
+        count = per_rank[stage * each]
+        ranks = f"ranks {stage * each}-{(stage + 1) * each - 1}" if each > 1 else f"rank {stage}"
+        rows.append((f"stage {stage}", f"{ranks}; layers {layers}; {count:,} parameters on each rank"))
+    rows.append(("parameters", f"{buffer.num_elements:,} unique, excluding vocabulary padding"))
+    lengths = [bucket.end - bucket.start for bucket in buffer.buckets]
+    rows.append(
+        ("buckets", f"{len(lengths)} on rank 0, {min(lengths):,} to {max(lengths):,} elements of gradient")
+    )
+    return "\n".join(f"  {name:<12}{text}" for name, text in rows)
+
+
+def _layers(layers: range) -> str:
+    if not layers:
+        return "none"
+    return f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])
