@@ -79,7 +79,7 @@ def measure(size: Size, precision: str, operations: str, recomputed: str) -> Ite
     with training("cpu", size, precision, *flags) as (engine, step):
         step()  # compiles
         before = live_bytes()
-        with annotated(engine.timers):
+        with annotated(engine.phases):
             trace = memory_trace(step)
         persistent = {
             "weights": [engine.buffer.params],

@@ -35,12 +35,13 @@ from megatron.recipes.config import LossScaleConfig, RampUpConfig, SpikeConfig
 from megatron.recipes.loss_scale import make_loss_scaler
 from megatron.recipes.rampup import with_rampup
 from megatron.recipes.spikes import make_spike_rule
-from megatron.reports.config import ProfileConfig, ReportConfig
+from megatron.reports.config import ProfileConfig, ReportConfig, TimingConfig
 from megatron.reports.devices import PEAK_FLOPS
 from megatron.reports.layout import LayoutTable
 from megatron.reports.profile import Profiling
 from megatron.reports.reports import ProgressBar, Reports
 from megatron.reports.throughput import Throughput
+from megatron.reports.timers import PhaseTimes
 from megatron.settings.checkpoint_args import add_checkpoint_args
 from megatron.settings.config import SettingsConfig
 from megatron.settings.config_file import add_config_flag, parse_config_file
@@ -66,6 +67,7 @@ PLUGIN_CONFIGS.update(
         "ramp-up": RampUpConfig,
         "performance": PerformanceConfig,
         "reports": ReportConfig,
+        "timing": TimingConfig,
         "profile": ProfileConfig,
         "faults": FaultsConfig,
         "evaluation": EvalTasksConfig,
@@ -100,6 +102,7 @@ def training_hooks(evaluation: Sequence[Hook] = ()) -> list[Hook]:
     """
     return [
         LayoutTable(),
+        PhaseTimes(),
         Reports(),
         ProgressBar(),
         HangDetection(),

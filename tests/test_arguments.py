@@ -612,6 +612,7 @@ def test_help_is_grouped_and_complete() -> None:
         "ramp-up",
         "performance",
         "reports",
+        "timing",
         "profile",
         "faults",
         "evaluation",

@@ -39,7 +39,7 @@ class EvalTasks(Hook):
                 dp=trainer.mesh.dp,
                 multiple=trainer.config.parallel.length_multiple,
             )
-            with trainer.timed("evaluate"):
+            with trainer.engine.phases("evaluate"):
                 (total,), (count,) = trainer.engine.measure(batches, metric_of(task))
             assert count == task.count
             results = task.results(total)

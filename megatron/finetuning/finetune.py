@@ -321,7 +321,7 @@ class EpochEvaluation(Saving):
             if name == TRAIN:
                 continue
             samples, arguments = range(len(dataset)), trainer.loader_arguments()
-            with trainer.timed("evaluate"):
+            with trainer.engine.phases("evaluate"):
                 found = trainer.engine.evaluate(
                     eval_batches(dataset, trainer.config.data, samples=samples, **arguments)
                 )

@@ -21,8 +21,8 @@ from megatron.parallel.collectives import all_reduce_sum
 from megatron.parallel.config import ParallelConfig
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.parameters import named_parameters, parameter_on
+from megatron.parallel.phases import UNOBSERVED, Phases
 from megatron.parallel.slices import overlap
-from megatron.parallel.timers import OFF, Timers
 
 
 class ParamBuffer:
@@ -46,7 +46,7 @@ class ParamBuffer:
         config: ParallelConfig,
         *,
         dtype: torch.dtype,
-        timers: Timers = OFF,
+        phases: Phases = UNOBSERVED,
     ) -> None:
         """Move the parameters of `chunks` to flat memory. They have no values until `initialize`.
 
@@ -66,7 +66,7 @@ class ParamBuffer:
         mine = sum(param.num_counted for param in self.flat_params)
         self.num_elements = int(all_reduce_sum(torch.tensor(mine, device=mesh.device), mesh.tp, mesh.pp))
         self.reducer = GradReducer(self.grads, buckets, mesh, config)
-        self.gather = ParamGather(self.params, buckets, timers)
+        self.gather = ParamGather(self.params, buckets, phases)
         self._attach(chunks)
 
     @property

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megatron.optim.layout import Bucket
 from megatron.parallel.collectives import Pending, start_all_gather, start_broadcast
-from megatron.parallel.timers import Timers
+from megatron.parallel.phases import Phases
 
 
 class ParamGather:
@@ -16,9 +16,9 @@ class ParamGather:
         pending: communication that has started, by index of the bucket.
     """
 
-    def __init__(self, params: Tensor, buckets: list[Bucket], timers: Timers) -> None:
+    def __init__(self, params: Tensor, buckets: list[Bucket], phases: Phases) -> None:
         """`params` is flat memory for the parameters."""
-        self.params, self.buckets, self.timers = params, buckets, timers
+        self.params, self.buckets, self.phases = params, buckets, phases
         self.pending: dict[int, list[Pending]] = {}
 
     def start(self, index: int) -> None:
@@ -37,7 +37,7 @@ class ParamGather:
     def wait(self, index: int) -> None:
         """Wait until the parameters of bucket `index` have the values of the last step."""
         if index in self.pending:
-            with self.timers("params-gather"):
+            with self.phases("params-gather"):
                 for pending in self.pending.pop(index):
                     pending.wait()
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megatron.parallel.phases import UNOBSERVED, Phases
 from megatron.parallel.schedules import Action, Backward, Forward, Receive, Send
-from megatron.parallel.timers import OFF, Timers
 from megatron.parallel.transfers import MAX_PENDING_RECVS, Transfers
 
 # Names a transfer: (microbatch, chunk, True for activations and False for gradients).
@@ -67,22 +67,22 @@ class PipelineStage(abc.ABC):
 
 
 def run_schedule(
-    stage: PipelineStage, actions: list[Action], transfers: Transfers, timers: Timers = OFF
+    stage: PipelineStage, actions: list[Action], transfers: Transfers, phases: Phases = UNOBSERVED
 ) -> None:
-    """Carry out a stage's `actions`; `timers` time passes and transfers.
+    """Carry out a stage's `actions`; `phases` mark passes and transfers.
 
     The last sends may still be under way at return; `transfers.finish` waits for them.
     """
-    executor = _Executor(stage, actions, transfers, timers)
+    executor = _Executor(stage, actions, transfers, phases)
     for action in actions:
         executor.execute(action)
 
 
 class _Executor:
     def __init__(
-        self, stage: PipelineStage, actions: list[Action], transfers: Transfers, timers: Timers
+        self, stage: PipelineStage, actions: list[Action], transfers: Transfers, phases: Phases
     ) -> None:
-        self.stage, self.transfers, self.timers = stage, transfers, timers
+        self.stage, self.transfers, self.phases = stage, transfers, phases
         self.last_backward = {action.chunk: action for action in actions if isinstance(action, Backward)}
         self.sent = {_key(action) for action in actions if isinstance(action, Send)}
         self.transfers_left = deque(action for action in actions if isinstance(action, Send | Receive))
@@ -94,20 +94,20 @@ class _Executor:
         match action:
             case Forward(microbatch=microbatch, chunk=chunk):
                 x = self._received((microbatch, chunk, True), "forward-recv")
-                with self.timers("forward-compute"):
+                with self.phases("forward-compute"):
                     self._keep((microbatch, chunk, True), self.stage.forward(chunk, microbatch, x))
             case Backward(microbatch=microbatch, chunk=chunk):
                 grad = self._received((microbatch, chunk, False), "backward-recv")
                 if self.last_backward[chunk] == action:
                     self.stage.begin_last_backward(chunk)
-                with self.timers("backward-compute"):
+                with self.phases("backward-compute"):
                     self._keep((microbatch, chunk, False), self.stage.backward(chunk, microbatch, grad))
             case Receive():
                 while action in self.transfers_left:
                     self._post_receive()
             case Send():
                 assert self.transfers_left.popleft() == action
-                with self.timers("forward-send" if action.forward else "backward-send"):
+                with self.phases("forward-send" if action.forward else "backward-send"):
                     self.transfers.send(self.outgoing.pop(_key(action)), action.peer)
         self.transfers.heartbeat.steps += 1
 
@@ -132,7 +132,7 @@ class _Executor:
         wait = self.incoming.pop(key, None)
         if wait is None:
             return None
-        with self.timers(phase):
+        with self.phases(phase):
             return wait()
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron.data.batch import Batch
 from megatron.errors import InputError
 from megatron.performance.config import PerformanceConfig
+from megatron.reports.config import TimingConfig
 from megatron.training.config import RunConfig
 from megatron.training.engine import Engine, GlobalBatch
 from megatron.training.loop import Hook, Trainer
@@ -157,7 +158,7 @@ def check_cuda_graph(config: RunConfig, task: Task, device: torch.device) -> Non
             "would drop the same values of every microbatch; use --hidden-dropout 0 --attention-dropout 0",
         ),
         (
-            config.logging.timing_log_level > 1,
+            config.plugin(TimingConfig).timing_log_level > 1,
             "runs a pass as one, which --timing-log-level 2 would time in parts; use --timing-log-level 1",
         ),
     )

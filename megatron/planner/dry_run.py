@@ -26,8 +26,8 @@ from megatron.ops.backend import Ops, choose_ops
 from megatron.optim.layout import lay_out
 from megatron.optim.optimizer import param_groups
 from megatron.parallel.mesh import Mesh, world_size
+from megatron.parallel.phases import Phases
 from megatron.parallel.stages import chunks_per_stage
-from megatron.parallel.timers import Timers
 from megatron.parallel.transfers import MAX_PENDING_SENDS
 from megatron.planner.config import DryRunConfig
 from megatron.planner.counting import Counter, Traffic
@@ -162,8 +162,6 @@ class DryRun:
 
     @classmethod
     def from_config(cls, config: RunConfig, task: Task, processes: int) -> DryRun:
-        # Timers need a real GPU.
-        config = dataclasses.replace(config, logging=dataclasses.replace(config.logging, timing_log_level=0))
         tensor = config.parallel.tensor_model_parallel_size
         replicas = processes // (tensor * config.parallel.pipeline_model_parallel_size)
         size = vocabulary(config.tokenizer)
@@ -262,11 +260,11 @@ class DryRun:
         }
 
 
-class PhaseRecorder(Timers):
-    """Timers of an engine in a dry run: record the counts before and after the passes, and advance `bar`."""
+class PhaseRecorder(Phases):
+    """Phases of an engine in a dry run: record the counts before and after the passes, and advance `bar`."""
 
     def __init__(self, counter: Counter) -> None:
-        super().__init__(0, CPU)
+        super().__init__()
         self.counter = counter
         self.bar: tqdm | None = None
 
@@ -289,7 +287,7 @@ def count_step(
 ) -> RankCost:
     """Count the resources of an iteration of `microbatches`, of which the first `simulated` are executed.
 
-    Call it within the `with` block of the counter of `phases`, in which the engine was built with these timers.
+    Call it within the `with` block of the counter of `phases`, in which the engine was built with these phases.
     """
     counter = phases.counter
     counter.traffic.clear()

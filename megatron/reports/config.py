@@ -57,6 +57,24 @@ class ReportConfig(PluginConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TimingConfig(PluginConfig):
+    """Timers of the phases of an iteration."""
+
+    timing_log_level: int = flag(
+        0,
+        "timers to log: 0 is only the time per iteration, 1 adds the phases of an iteration, 2 adds forward and "
+        "backward of each microbatch",
+        low=0,
+        high=2,
+    )
+    timing_log_option: str = flag(
+        "minmax",
+        "times to log: the maximum over ranks, minimum and maximum, or those of all ranks",
+        choices=("max", "minmax", "all"),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ProfileConfig(PluginConfig):
     """Traces of some iterations."""
 

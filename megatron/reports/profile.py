@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity
 
 from megatron.errors import InputError
 from megatron.parallel.mesh import rank_names
-from megatron.parallel.timers import Span, Timers
+from megatron.parallel.phases import Phases
 from megatron.reports.config import ProfileConfig, ReportConfig
 from megatron.training.config import RunConfig
 from megatron.training.engine import Engine
@@ -132,7 +132,7 @@ class Profiler:
         )
         self.torch.start()
         self.torch.step()  # the warm-up is the profiler's own
-        self.annotations.enter_context(annotated(self.engine.timers))
+        self.annotations.enter_context(annotated(self.engine.phases))
 
     def _finish(self) -> None:
         """Write the profile of the iterations that are complete."""
@@ -173,19 +173,13 @@ class Profiler:
 
 
 @contextmanager
-def annotated(timers: Timers) -> Iterator[None]:
-    """Name the phases of all levels in a profile within the block."""
-    around, timers.around = timers.around, _named
+def annotated(phases: Phases) -> Iterator[None]:
+    """Name all phases in a profile within the block."""
+    phases.observers.append(torch.profiler.record_function)
     try:
         yield
     finally:
-        timers.around = around
-
-
-@contextmanager
-def _named(phase: str, timer: Span) -> Iterator[None]:
-    with torch.profiler.record_function(phase), timer:
-        yield
+        phases.observers.remove(torch.profiler.record_function)
 
 
 # The suffix that TensorBoard's profile plugin looks for.

@@ -28,11 +28,6 @@ class Reports(Hook):
             self.writers.start(state.iteration, evaluation_due=state.evaluation_due)
             yield
 
-    def before_report(self, trainer: Trainer, interval: Interval) -> None:
-        if trainer.config.plugin(ReportConfig).log_timers_to_tensorboard:
-            # NVIDIA's name of the longest time over the ranks.
-            interval.values |= {f"{phase}-time": max(row.values()) for phase, row in interval.times.items()}
-
     def after_report(self, trainer: Trainer, interval: Interval) -> None:
         self.writers.training(interval)
 

@@ -14,9 +14,9 @@ from megatron.optim.layout import lay_out
 from megatron.optim.optimizer import param_groups
 from megatron.parallel.collectives import all_equal, raise_on_all_ranks
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.phases import Phases
 from megatron.parallel.random import stable_hash
 from megatron.parallel.stages import split_layers
-from megatron.parallel.timers import Timers
 from megatron.training.config import RunConfig
 from megatron.training.costs import check_memory
 from megatron.training.engine import DTYPES, Engine
@@ -37,7 +37,7 @@ def build_engine(
     model = build_model(config, task, mesh, ops, vocab_size=vocab_size, padded_vocab_size=padded_vocab_size)
     half = config.training.precision != "fp32"
     check_memory(model.buckets, config.optimizer, half=half, device=mesh.device)
-    return Engine(config, task, mesh, model, Timers(config.logging.timing_log_level, mesh.device))
+    return Engine(config, task, mesh, model, Phases())
 
 
 def choose_run_ops(config: RunConfig, mesh: Mesh, padded_vocab_size: int) -> Ops:

@@ -64,22 +64,10 @@ class TrainingConfig(Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoggingConfig(Config):
-    """Log lines and timers."""
+    """Log lines."""
 
     log_interval: int = flag(100, "iterations between lines of the log", low=1)
     log_params_norm: bool = flag(False, "log the L2 norm of the parameters")
-    timing_log_level: int = flag(
-        0,
-        "timers to log: 0 is only the time per iteration, 1 adds the phases of an iteration, 2 adds forward and "
-        "backward of each microbatch",
-        low=0,
-        high=2,
-    )
-    timing_log_option: str = flag(
-        "minmax",
-        "times to log: the maximum over ranks, minimum and maximum, or those of all ranks",
-        choices=("max", "minmax", "all"),
-    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

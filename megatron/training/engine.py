@@ -18,11 +18,11 @@ from megatron.optim.optimizer import Optimizer
 from megatron.optim.step_skipper import StepRule
 from megatron.parallel.collectives import all_reduce_sum
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.phases import Phases
 from megatron.parallel.pipeline import run_schedule
 from megatron.parallel.random import DropoutKey
 from megatron.parallel.schedules import SCHEDULES, Action, Schedule, forward_only, with_transfers
 from megatron.parallel.stages import split_layers
-from megatron.parallel.timers import Timers
 from megatron.parallel.transfers import Transfers
 from megatron.training.config import RunConfig
 from megatron.training.stage import EvalStage, MeanLoss, StageModel, TrainStage
@@ -64,24 +64,24 @@ class Engine:
         buffer: flat memory of parameters, gradients and master weights.
         optimizer: updates the parameters in `buffer`.
         transfers: sends and receives between pipeline stages.
-        timers: time the phases of a step.
+        phases: mark the phases of a step.
         samples: number that this replica has trained on, by sequence length and positions that are projected to the
             vocabulary. A plug-in that measures throughput clears it.
         run_passes: runs forward and backward of a global batch, by the pipeline schedule unless a plug-in replaces it.
     """
 
     def __init__(
-        self, config: RunConfig, task: Task[Any], mesh: Mesh, model: StageModel, timers: Timers
+        self, config: RunConfig, task: Task[Any], mesh: Mesh, model: StageModel, phases: Phases
     ) -> None:
         """Allocate memory for the parameters of `model`. They have no values yet."""
-        self.config, self.task, self.mesh, self.timers = config, task, mesh, timers
+        self.config, self.task, self.mesh, self.phases = config, task, mesh, phases
         self.model, self.modules, self.chunks = model, model.modules, model.chunks
         self.ops = model.context.ops
         parallel = config.parallel
         self.stages = split_layers(parallel, config.model.num_layers)
         self.dtype = DTYPES[config.training.precision]
         self.buffer = ParamBuffer(
-            self.modules, model.buckets, mesh, parallel, dtype=self.dtype, timers=timers
+            self.modules, model.buckets, mesh, parallel, dtype=self.dtype, phases=phases
         )
         rules = [rule for make in STEP_RULES if (rule := make(config, mesh)) is not None]
         self.optimizer = Optimizer(self.buffer, config.optimizer, rules)
@@ -111,7 +111,7 @@ class Engine:
         batch = self.next_global_batch(batches, num_microbatches, consumed_samples)
         losses = self.forward_backward(batch)
         self.reduce_gradients()
-        with self.timers("optimizer"):
+        with self.phases("optimizer"):
             stats = self.optimizer.step(losses, lr=lr, weight_decay=weight_decay)
         return losses, stats
 
@@ -119,7 +119,7 @@ class Engine:
         self, batches: Iterator[Batch], num_microbatches: int, consumed_samples: int
     ) -> GlobalBatch:
         """Take the next microbatches to the device. `consumed_samples` are those of all replicas before them."""
-        with self.timers("batch-generator"):
+        with self.phases("batch-generator"):
             microbatches = self._to_device(itertools.islice(batches, num_microbatches))
         for batch in microbatches:
             self.samples[batch.seq_length, self.task.num_logits(batch)] += batch.num_sequences
@@ -141,7 +141,7 @@ class Engine:
             [terms] this process's share of the mean losses, unscaled.
         """
         loss = MeanLoss(batch.denominators, self.optimizer.loss_scale)
-        with self.timers("forward-backward"):
+        with self.phases("forward-backward"):
             if eager:
                 self._run_pipeline(batch, loss, overlap=False)
             else:
@@ -160,12 +160,12 @@ class Engine:
         name = self.config.parallel.pipeline_schedule
         assert name is not None  # set by ParallelConfig
         actions = self._actions(SCHEDULES[name], len(batch.microbatches))
-        run_schedule(stage, actions, self.transfers, self.timers)
+        run_schedule(stage, actions, self.transfers, self.phases)
         self.transfers.finish()
 
     def reduce_gradients(self) -> None:
         """Sum the gradients over the replicas, as far as backward has not done so already."""
-        with self.timers("grads-reduce"):
+        with self.phases("grads-reduce"):
             self.buffer.reducer.finish()
 
     def _make_actions(self, schedule: Schedule, microbatches: int) -> list[Action]:

@@ -61,7 +61,7 @@ def evaluate_losses(trainer: Trainer, split: str, where: str) -> None:
     batches = eval_batches(
         trainer.datasets[split], trainer.config.data, samples=range(count), **trainer.loader_arguments()
     )
-    with trainer.timed("evaluate"):
+    with trainer.engine.phases("evaluate"):
         losses = trainer.engine.evaluate(batches)
     trainer.report_evaluation(*loss_report(where, split, losses))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from megatron.optim.norms import model_norm
-from megatron.parallel.timers import ITERATION, times_text
 from megatron.training.loop import Hook, Trainer
 from megatron.training.report import Interval
 
@@ -19,7 +18,6 @@ class Logging(Hook):
         state = trainer.state
         trainer.collect()  # waits for the device, so before the clock is read
         seconds, iterations = trainer.clock.take()
-        times = trainer.engine.timers.take(ITERATION, trainer.mesh.world, iterations)
         interval = Interval(
             rows=state.history.take(),
             loss_names=trainer.task.loss_names,
@@ -30,13 +28,10 @@ class Logging(Hook):
             iterations=iterations,
             seconds=seconds / iterations,
             params_norm=_params_norm(trainer) if trainer.config.logging.log_params_norm else None,
-            times=times,
         )
         for hook in trainer.hooks:
             hook.before_report(trainer, interval)
         trainer.log(interval.line())
-        if times:
-            trainer.log(times_text(times, trainer.config.logging.timing_log_option))
         for hook in trainer.hooks:
             hook.after_report(trainer, interval)
 

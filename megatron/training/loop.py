@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from megatron.data.batch import Batch
 from megatron.data.dataset import Dataset
 from megatron.data.loader import train_batches
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.timers import BETWEEN, times_text
 from megatron.tokenizer import Tokenizer
 from megatron.training.batch_size import BatchSchedule
 from megatron.training.clock import Clock
@@ -135,7 +134,7 @@ class Trainer:
         self.collect()
         for hook in self.hooks:
             hook.before_save(self)
-        with self.timed("save-checkpoint"):
+        with self.engine.phases("save-checkpoint"):
             self.saver.save(self.state_dict())
 
     def mark_evaluated(self) -> None:
@@ -169,14 +168,6 @@ class Trainer:
             "dp_size": self.mesh.dp.size,
             "pin_memory": self.mesh.device.type == "cuda",
         }
-
-    @contextmanager
-    def timed(self, phase: str) -> Iterator[None]:
-        """Time a phase between steps, and log it at once if --timing-log-level asks for it."""
-        with self.engine.timers(phase):
-            yield
-        if times := self.engine.timers.take(BETWEEN, self.mesh.world):
-            self.log(times_text(times, self.config.logging.timing_log_option))
 
 
 class Hook:

@@ -90,7 +90,6 @@ class Interval:
         seconds: per iteration.
         values: what hooks add for reports other than the log, by name.
         parts: what hooks add to the log line.
-        times: seconds per iteration of each phase by rank, if logged.
     """
 
     rows: list[dict[str, float]]
@@ -103,7 +102,6 @@ class Interval:
     params_norm: float | None = None
     values: dict[str, float] = dataclasses.field(default_factory=dict)
     parts: list[str] = dataclasses.field(default_factory=list)
-    times: dict[str, dict[int, float]] = dataclasses.field(default_factory=dict)
 
     @property
     def losses(self) -> dict[str, float]:

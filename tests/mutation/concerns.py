@@ -50,7 +50,7 @@ CONCERNS = {
         "tests/reports",
         "tests/training/test_report.py",
         "tests/training/test_devices.py",
-        "tests/parallel/test_timers.py",
+        "tests/reports/test_timers.py",
     ],
     "megatron/tokenizer/": ["tests/tokenizer", "tests/tools"],
     "megatron/training/": ["tests/training", "tests/faults", "tests/golden"],

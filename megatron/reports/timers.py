@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
 from megatron.parallel.collectives import all_gather
 from megatron.parallel.mesh import Axis
+from megatron.parallel.phases import NOTHING
+from megatron.reports.config import ReportConfig, TimingConfig
+from megatron.training.loop import Hook, Trainer
+from megatron.training.report import Interval
 
 # Phases of an iteration by the --timing-log-level that times them: 1 for once per iteration, 2 for each microbatch.
 # Some contain others.
@@ -36,8 +40,39 @@ ITERATION = {
 BETWEEN = {"save-checkpoint": 1, "evaluate": 1}
 LEVELS = ITERATION | BETWEEN
 
-Span = AbstractContextManager[None]
-NOTHING = nullcontext()
+
+class PhaseTimes(Hook):
+    """Times the phases of --timing-log-level and logs them."""
+
+    @contextmanager
+    def during_run(self, trainer: Trainer) -> Iterator[None]:
+        self.timers = Timers(trainer.config.plugin(TimingConfig).timing_log_level, trainer.mesh.device)
+        if self.timers.level == 0:
+            yield
+            return
+
+        @contextmanager
+        def timed(phase: str) -> Iterator[None]:
+            with self.timers(phase):
+                yield
+            if phase in BETWEEN:
+                self._log(trainer, self.timers.take(BETWEEN, trainer.mesh.world))
+
+        trainer.engine.phases.observers.append(timed)
+        yield
+
+    def before_report(self, trainer: Trainer, interval: Interval) -> None:
+        self.times = self.timers.take(ITERATION, trainer.mesh.world, interval.iterations)
+        if trainer.config.plugin(ReportConfig).log_timers_to_tensorboard:
+            # NVIDIA's name of the longest time over the ranks.
+            interval.values |= {f"{phase}-time": max(row.values()) for phase, row in self.times.items()}
+
+    def after_report(self, trainer: Trainer, interval: Interval) -> None:
+        self._log(trainer, self.times)
+
+    def _log(self, trainer: Trainer, times: dict[str, dict[int, float]]) -> None:
+        if times:
+            trainer.log(times_text(times, trainer.config.plugin(TimingConfig).timing_log_option))
 
 
 class Timers:
@@ -46,13 +81,11 @@ class Timers:
     def __init__(self, level: int, device: torch.device) -> None:
         self.level = level
         self.on_gpu = device.type == "cuda"
-        # From a phase and its timer to a context that enters the timer; a profile adds the name of the phase.
-        self.around: Callable[[str, Span], Span] = lambda phase, timer: timer
         # Begin and end of each phase, each time.
         self.spans: dict[str, list[tuple[Any, Any]]] = collections.defaultdict(list)
 
-    def __call__(self, phase: str) -> Span:
-        return self.around(phase, self._span(phase) if LEVELS[phase] <= self.level else NOTHING)
+    def __call__(self, phase: str) -> AbstractContextManager[None]:
+        return self._span(phase) if LEVELS[phase] <= self.level else NOTHING
 
     @contextmanager
     def _span(self, phase: str) -> Iterator[None]:
@@ -87,9 +120,6 @@ class Timers:
         if spans:
             spans[-1][1].synchronize()
         return sum(begin.elapsed_time(end) for begin, end in spans) / 1000
-
-
-OFF = Timers(0, torch.device("cpu"))
 
 
 def times_text(times: dict[str, dict[int, float]], option: str) -> str:

@@ -15,7 +15,8 @@ from models import CPU, config_of, engine_of
 
 from megatron.data.gpt_dataset import GPTBatch
 from megatron.parallel.mesh import ALONE, init_mesh
-from megatron.parallel.timers import ITERATION, NOTHING, Timers, times_text
+from megatron.parallel.phases import NOTHING
+from megatron.reports.timers import ITERATION, Timers, times_text
 from megatron.training.engine import Engine
 
 FLAGS = """
@@ -93,12 +94,13 @@ def test_level_0_logs_nothing(pretrain: Callable[..., str]) -> None:
 
 def phases_of(flags: str) -> dict[str, dict[int, float]]:
     """Phase times of two steps with two microbatches each."""
-    config = config_of(f"{flags} --timing-log-level 2")
+    config = config_of(flags)
     with init_mesh(config.parallel, CPU) as mesh:
-        engine = engine_of(mesh, config)
+        engine, timers = engine_of(mesh, config), Timers(2, CPU)
+        engine.phases.observers.append(timers)
         for _ in range(2):
             step(engine)
-        return engine.timers.take(ITERATION, mesh.world)
+        return timers.take(ITERATION, mesh.world)
 
 
 def step(engine: Engine) -> None:
