@@ -16,6 +16,7 @@ from megatron.data.split import DATA_ORDERS
 from megatron.evaluation.config import EvalTasksConfig
 from megatron.evaluation.in_training import EvalTasks
 from megatron.faults.config import FaultsConfig
+from megatron.faults.memory import check_model_memory
 from megatron.faults.non_finite import NonFiniteGuard
 from megatron.faults.replicas import ReplicaCheck
 from megatron.faults.same_data import check_same_data
@@ -47,6 +48,7 @@ from megatron.settings.config import SettingsConfig
 from megatron.settings.config_file import add_config_flag, parse_config_file
 from megatron.settings.shorthands import ShorthandConfig, expand_shorthands
 from megatron.training.batch_size import BATCH_SCHEDULES
+from megatron.training.build import MODEL_CHECKS
 from megatron.training.config import PLUGIN_CONFIGS, RunConfig
 from megatron.training.engine import STEP_RULES
 from megatron.training.hooks import Evaluation, Saving
@@ -78,6 +80,7 @@ PARSER_EXTENSIONS[:] = [add_config_flag, add_nvidia_flags]
 BEFORE_COMMAND_LINE[:] = [parse_config_file]
 AFTER_COMMAND_LINE[:] = [expand_shorthands, add_checkpoint_args]
 PEAK_FLOPS[:] = [peak_flops]
+MODEL_CHECKS[:] = [check_model_memory]
 START_CHECKS[:] = [check_same_everywhere, check_same_data]
 STEP_RULES[:] = [make_loss_scaler, make_spike_rule]
 BATCH_SCHEDULES[:] = [with_rampup]

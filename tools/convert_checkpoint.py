@@ -25,8 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tqdm import tqdm
 
-from megatron.checkpoint.checkpoint import Checkpoint, saved_tokenizer
+from megatron.checkpoint.checkpoint import Checkpoint
 from megatron.checkpoint.find import find_checkpoint
+from megatron.checkpoint.tokenizer import saved_tokenizer
 from megatron.cli import Parser, add_flags, make_config, run_command
 from megatron.errors import InputError, TrainingFault
 from megatron.inference.conversion import (

@@ -24,7 +24,6 @@ from megatron.errors import InputError
 from megatron.flags import LARGEST, Config, flag_name
 from megatron.model.config import ModelConfig
 from megatron.tokenizer.base import read_json
-from megatron.tokenizer.config import TokenizerConfig
 
 C = TypeVar("C", bound=Config)
 
@@ -162,22 +161,6 @@ def saved_config(checkpoint: Checkpoint, section: str, config: type[C]) -> C:
         return config(**{name: value for name, value in saved.items() if name in fields})
     except InputError as error:
         raise InputError(f"{checkpoint.folder / 'state.json'}: {error}") from None
-
-
-def saved_tokenizer(checkpoint: Checkpoint) -> TokenizerConfig:
-    """The tokenizer's configuration in the run that saved a checkpoint, with the paths of the files saved with it."""
-    saved = saved_config(checkpoint, "tokenizer", TokenizerConfig)
-    if checkpoint.manifest is None:  # another program's files, given by their paths
-        return saved
-    folder = checkpoint.folder / "tokenizer"
-    files: dict[str, Any] = {}
-    for name in ("vocab_file", "merge_file", "tokenizer_model"):
-        path = getattr(saved, name)
-        if path is not None:
-            file = folder / Path(path).name
-            # A tokenizer given as a folder was saved as the files in that folder.
-            files[name] = str(file if file.exists() else folder)
-    return dataclasses.replace(saved, **files)
 
 
 def is_architecture(field: str, config: ModelConfig) -> bool:

@@ -63,7 +63,7 @@ def stop_on_non_finite(trainer: Trainer, iteration: int, consumed_samples: int) 
     state = trainer.state
     faulty = iteration in state.history.faulty
     state.iteration, state.consumed_samples, state.evaluation_due = iteration - 1, consumed_samples, False
-    state.history.drop_from(iteration)
+    state.history.rows = [row for row in state.history.rows if row["iteration"] < iteration]
     weights = corrupt_weights(trainer.engine)
     kept = "and nothing was saved" if weights else _save(trainer)
     rules = trainer.engine.optimizer.rules

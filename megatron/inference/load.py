@@ -13,10 +13,10 @@ from megatron.checkpoint.checkpoint import (
     Checkpoint,
     check_vocabulary,
     model_config,
-    saved_tokenizer,
 )
 from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.formats import FORMATS
+from megatron.checkpoint.tokenizer import saved_tokenizer
 from megatron.errors import InputError
 from megatron.inference.config import InferenceConfig
 from megatron.interop.formats import EXTERNAL_FORMATS

@@ -10,11 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.checkpoint import FORMAT, VERSION, Checkpoint, saved_tokenizer
+from megatron.checkpoint.checkpoint import FORMAT, VERSION, Checkpoint
 from megatron.checkpoint.manifest import Manifest, digest
 from megatron.checkpoint.pieces import Index, TensorSource, file_name
 from megatron.checkpoint.save import write_rest
 from megatron.checkpoint.storage import begin_checkpoint, finish_checkpoint, temporary_folder
+from megatron.checkpoint.tokenizer import saved_tokenizer
 from megatron.errors import InputError
 from megatron.interop.tensor_writer import TensorToWrite, in_shards, write_tensors
 from megatron.parallel.slices import whole

@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from megatron.checkpoint.checkpoint import is_architecture, model_config, saved_tokenizer
+from megatron.checkpoint.checkpoint import is_architecture, model_config
 from megatron.checkpoint.config import CheckpointConfig
 from megatron.checkpoint.find import find_checkpoint
+from megatron.checkpoint.tokenizer import saved_tokenizer
 from megatron.cli import make_config
 from megatron.data.config import DataConfig
 from megatron.errors import InputError

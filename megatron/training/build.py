@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,10 +19,12 @@ from megatron.parallel.phases import Phases
 from megatron.parallel.random import stable_hash
 from megatron.parallel.stages import split_layers
 from megatron.training.config import RunConfig
-from megatron.training.costs import check_memory
 from megatron.training.engine import DTYPES, Engine
 from megatron.training.stage import StageModel
 from megatron.training.task import Task
+
+# Checks of a model that has no memory yet, on its device, which raise `InputError`. Filled by `megatron.plugins`.
+MODEL_CHECKS: list[Callable[[RunConfig, StageModel, torch.device], None]] = []
 
 
 def build_engine(
@@ -30,13 +33,12 @@ def build_engine(
     """Build the engine of a run. Parameters have no values yet. Every process must call it.
 
     Raises:
-        InputError: the device has too little memory for weights, gradients and optimizer state, or does not support
-            what a flag asks for.
+        InputError: the device does not support what a flag asks for, or a plug-in's check fails.
     """
     ops = choose_run_ops(config, mesh, padded_vocab_size)
     model = build_model(config, task, mesh, ops, vocab_size=vocab_size, padded_vocab_size=padded_vocab_size)
-    half = config.training.precision != "fp32"
-    check_memory(model.buckets, config.optimizer, half=half, device=mesh.device)
+    for check in MODEL_CHECKS:
+        check(config, model, mesh.device)
     return Engine(config, task, mesh, model, Phases())
 
 

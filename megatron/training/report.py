@@ -70,10 +70,6 @@ class History:
         rows, self.rows = self.rows, []
         return rows
 
-    def drop_from(self, iteration: int) -> None:
-        """Forget the rows from `iteration` on."""
-        self.rows = [row for row in self.rows if row["iteration"] < iteration]
-
 
 def is_bad(row: dict[str, float]) -> bool:
     """True if the loss or gradient of an iteration was not finite, unless the fp16 loss scale overflowed."""

@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron.arguments import parse_run_config
-from megatron.checkpoint.checkpoint import Checkpoint, model_config, saved_tokenizer
+from megatron.checkpoint.checkpoint import Checkpoint, model_config
 from megatron.checkpoint.find import find_checkpoint
+from megatron.checkpoint.tokenizer import saved_tokenizer
 from megatron.errors import InputError
 from megatron.inference.conversion import fixed_tokens, largest_difference, our_logits, their_logits
 from megatron.inference.load import load_weights

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from hf_models import save_hf
 
-from megatron.checkpoint.checkpoint import Checkpoint, saved_tokenizer
+from megatron.checkpoint.checkpoint import Checkpoint
 from megatron.checkpoint.find import find_checkpoint
+from megatron.checkpoint.tokenizer import saved_tokenizer
 from megatron.errors import InputError
 from megatron.inference.conversion import LINES, compare_tokenizers
 from megatron.interop.convert import write_native

@@ -9,8 +9,8 @@ import pytest
 from hf_models import save_hf
 from tokenizers.pre_tokenizers import ByteLevel
 
-from megatron.checkpoint.checkpoint import saved_tokenizer
 from megatron.checkpoint.find import find_checkpoint
+from megatron.checkpoint.tokenizer import saved_tokenizer
 from megatron.errors import InputError
 from megatron.interop.convert import write_native
 from megatron.interop.huggingface.read import open_huggingface

@@ -30,8 +30,9 @@ from nvidia import (
 )
 from torch import Tensor
 
-from megatron.checkpoint.checkpoint import model_config, saved_tokenizer
+from megatron.checkpoint.checkpoint import model_config
 from megatron.checkpoint.find import find_checkpoint
+from megatron.checkpoint.tokenizer import saved_tokenizer
 from megatron.errors import InputError
 from megatron.interop.convert import write_native
 from megatron.interop.external import ExternalTensor, ExternalTensors

@@ -46,11 +46,10 @@ CONCERNS = {
     "megatron/planner/": ["tests/planner", "tests/tools/test_plan.py"],
     "megatron/plugins.py": ["tests/faults", "tests/evaluation/test_in_training.py", "tests/interop"],
     "megatron/preprocessing/": ["tests/data", "tests/tools"],
+    "megatron/recipes/": ["tests/recipes", "tests/training/test_fp16.py", "tests/training/test_engine.py"],
     "megatron/reports/": [
         "tests/reports",
         "tests/training/test_report.py",
-        "tests/training/test_devices.py",
-        "tests/reports/test_timers.py",
     ],
     "megatron/tokenizer/": ["tests/tokenizer", "tests/tools"],
     "megatron/training/": ["tests/training", "tests/faults", "tests/golden"],

@@ -7,6 +7,7 @@ import torch
 from models import CPU
 
 from megatron.errors import InputError
+from megatron.faults.memory import check_memory
 from megatron.model.config import ModelConfig
 from megatron.model.context import ModelContext
 from megatron.model.flops import exact_flops_per_sample, flops_per_sample
@@ -16,7 +17,6 @@ from megatron.optim.layout import lay_out
 from megatron.optim.optimizer import param_groups
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.recompute import Recompute
-from megatron.training.costs import check_memory
 
 
 @pytest.mark.parametrize(("layers", "hidden", "heads"), [(24, 2304, 24), (96, 12288, 96), (128, 25600, 160)])

@@ -69,8 +69,7 @@ def test_history_continues_after_a_resume() -> None:
     resumed.collect(MESH)
     assert [row["iteration"] for row in resumed.rows] == [1, 2, 3]
     assert resumed.rows[-1] == {"iteration": 3, "consumed samples": 24, "lm loss": 0.1, "grad norm": 0.25}
-    resumed.drop_from(3)
-    assert [row["iteration"] for row in resumed.take()] == [1, 2] and resumed.rows == []
+    assert len(resumed.take()) == 3 and resumed.rows == []
 
 
 def test_a_capped_perplexity_is_marked() -> None:

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.checkpoint.checkpoint import Checkpoint, model_config, saved_tokenizer
+from megatron.checkpoint.checkpoint import Checkpoint, model_config
 from megatron.checkpoint.pieces import TensorSource
 from megatron.checkpoint.storage import check_room, sync
+from megatron.checkpoint.tokenizer import saved_tokenizer
 from megatron.errors import InputError
 from megatron.interop.convert import SHARD_BYTES, check_is_empty
 from megatron.interop.external import meta_model

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.checkpoint import Checkpoint, model_config, saved_tokenizer
+from megatron.checkpoint.checkpoint import Checkpoint, model_config
 from megatron.checkpoint.storage import TRACKER, check_room, replace_text, sync, sync_all
+from megatron.checkpoint.tokenizer import saved_tokenizer
 from megatron.errors import InputError
 from megatron.flags import flag_name
 from megatron.interop.convert import check_is_empty

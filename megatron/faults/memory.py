@@ -9,6 +9,14 @@ import torch
 from megatron.errors import InputError
 from megatron.optim.config import OptimizerConfig
 from megatron.optim.layout import Bucket
+from megatron.training.config import RunConfig
+from megatron.training.stage import StageModel
+
+
+def check_model_memory(config: RunConfig, model: StageModel, device: torch.device) -> None:
+    """Check the memory of a run's model, as `check_memory`."""
+    half = config.training.precision != "fp32"
+    check_memory(model.buckets, config.optimizer, half=half, device=device)
 
 
 def check_memory(buckets: list[Bucket], config: OptimizerConfig, *, half: bool, device: torch.device) -> None:
