@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from megatron.parallel.collectives import all_gather
+from megatron.parallel.stages import split_layers
 from megatron.training.engine import Engine
 from megatron.training.loop import Hook, Trainer
 
@@ -39,7 +40,7 @@ def describe_layout(engine: Engine) -> str:
     processes = f"{mesh.world.size} process{'es' if mesh.world.size > 1 else ''}"
     rows = [("layout", "; ".join([f"{product} = {processes}", *used]))]
     each = mesh.world.size // mesh.pp.size
-    for stage, chunks in enumerate(engine.stages):
+    for stage, chunks in enumerate(split_layers(config, engine.config.model.num_layers)):
         layers = ", ".join(_layers(chunk.layers) for chunk in chunks)
         count = per_rank[stage * each]
         ranks = f"ranks {stage * each}-{(stage + 1) * each - 1}" if each > 1 else f"rank {stage}"

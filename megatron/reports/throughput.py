@@ -6,6 +6,7 @@ import torch
 
 from megatron.model.flops import exact_flops_per_sample, flops_per_sample
 from megatron.parallel.collectives import all_reduce_sum
+from megatron.parallel.stages import split_layers
 from megatron.reports.config import ReportConfig
 from megatron.reports.devices import find_peak, max_memory, memory_lines
 from megatron.training.engine import Engine
@@ -55,6 +56,7 @@ def take_work(engine: Engine) -> tuple[float, float, float]:
         tokens, including padding; floating-point operations by the paper's formula; and the exact number.
     """
     model, context = engine.config.model, engine.model.context
+    stages = split_layers(engine.config.parallel, model.num_layers)
     sums = torch.zeros(3, dtype=torch.float64)
     for (seq_length, num_logits), count in engine.samples.items():
         shape = {
@@ -67,7 +69,7 @@ def take_work(engine: Engine) -> tuple[float, float, float]:
             **shape,
             causal=engine.task.causal,
             recompute=context.recompute,
-            chunks=[len(chunk.layers) for stage in engine.stages for chunk in stage],
+            chunks=[len(chunk.layers) for stage in stages for chunk in stage],
         )
         sums += count * torch.tensor(
             [seq_length, flops_per_sample(model, **shape), exact], dtype=torch.float64

@@ -22,7 +22,6 @@ from megatron.parallel.phases import Phases
 from megatron.parallel.pipeline import run_schedule
 from megatron.parallel.random import DropoutKey
 from megatron.parallel.schedules import SCHEDULES, Action, Schedule, forward_only, with_transfers
-from megatron.parallel.stages import split_layers
 from megatron.parallel.transfers import Transfers
 from megatron.training.config import RunConfig
 from megatron.training.stage import EvalStage, MeanLoss, StageModel, TrainStage
@@ -59,7 +58,6 @@ class Engine:
         config, task, mesh: those of the run.
         model: the chunks of the model on this process.
         modules, chunks, ops: its modules, their layers, and the operations that they compute with.
-        stages: the chunks of every pipeline rank.
         dtype: of the parameters and activations.
         buffer: flat memory of parameters, gradients and master weights.
         optimizer: updates the parameters in `buffer`.
@@ -78,7 +76,6 @@ class Engine:
         self.model, self.modules, self.chunks = model, model.modules, model.chunks
         self.ops = model.context.ops
         parallel = config.parallel
-        self.stages = split_layers(parallel, config.model.num_layers)
         self.dtype = DTYPES[config.training.precision]
         self.buffer = ParamBuffer(
             self.modules, model.buckets, mesh, parallel, dtype=self.dtype, phases=phases
