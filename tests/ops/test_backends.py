@@ -362,10 +362,32 @@ def test_onednn_is_bitwise_equal_for_few_and_many_rows(dtype: torch.dtype) -> No
     assert torch.equal(cpu_linear.onednn_matmul(x, weight, bias), torch.cat(parts))
 
 
+def test_small_products_in_fp32_are_torch_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of oneDNN costs more than it saves there. In bf16 torch calls oneDNN too."""
+    skip_without_onednn(torch.float32)
+    ops = choose_ops(OpsConfig(), work=1.0, dtype=torch.float32, device=CPU)
+    calls = []
+
+    def onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        calls.append((x.dtype, len(x)))
+        return F.linear(x, weight, bias)
+
+    monkeypatch.setattr(cpu_linear, "onednn_matmul", onednn)
+    weight = torch.ones(1024, 256)
+    for rows in (63, 64):
+        ops.matmul(torch.ones(rows, 256), weight, None)
+    ops.matmul(torch.ones(2, 256).bfloat16(), weight.bfloat16(), None)
+    assert calls == [(torch.float32, 64), (torch.bfloat16, 2)]
+    total, a, b = torch.zeros(8, 8), random(8, 600).float(), random(600, 8, seed=2).float()
+    ops.accumulate_wgrad(total, a, b)
+    assert torch.equal(total, torch.zeros(8, 8).addmm_(a, b))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [7, 2 * cpu_linear.WGRAD_ROWS + 7])
-def test_onednn_accumulate_wgrad(dtype: torch.dtype, rows: int) -> None:
+def test_onednn_accumulate_wgrad(dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     skip_without_onednn(dtype)
+    monkeypatch.setattr(cpu_linear, "MIN_WGRAD_WORK", 0)
     total, a, b = (
         random(40, 24).float(),
         random(rows, 16, seed=2).to(dtype),
@@ -373,7 +395,7 @@ def test_onednn_accumulate_wgrad(dtype: torch.dtype, rows: int) -> None:
     )
     exact = total.double()
     exact[8:24] += a.double().t() @ b.double()
-    cpu_linear.onednn_accumulate_wgrad(total[8:24], a.t(), b)
+    cpu_linear.accumulate_wgrad_by_size(total[8:24], a.t(), b)
     assert (total - exact).norm() < TOLERANCE[dtype] * exact.norm()
 
 
@@ -472,8 +494,8 @@ def test_choice_on_a_cpu(compiled: Compiler, monkeypatch: pytest.MonkeyPatch) ->
     assert "norm: compiled" in choose().kinds and choose().notes[1].startswith("torch.compile: on, cache in ")
     if cpu_linear.has_onednn(torch.bfloat16):
         assert (choose().matmul, choose().accumulate_wgrad) == (
-            cpu_linear.onednn_matmul,
-            cpu_linear.onednn_accumulate_wgrad,
+            cpu_linear.matmul_by_size,
+            cpu_linear.accumulate_wgrad_by_size,
         )
         assert choose().attention is not PLAIN.attention
     assert choose(work=1e6).notes[1] == (
