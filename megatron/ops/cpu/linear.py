@@ -15,9 +15,9 @@ from megatron.ops.linear import accumulate_wgrad, matmul
 MIN_REORDER_ROWS = 2048
 # Rows that one product of a weight gradient in fp32 sums over. For fewer, torch's fused addmm is as fast.
 WGRAD_ROWS = 512
-# Multiplications of an fp32 product below which torch's library is faster, since a call of oneDNN takes 20 us longer:
-# with one thread of an AMD EPYC oneDNN takes 3.7 times as long for 0.1 M (rows x inputs x outputs), 1.5 for 1 M, 1.2 for
-# 4 M, 1.0 for 17 M and 0.9 for 67 M.
+# Multiplications of an fp32 product (rows x inputs x outputs) below which torch's library is faster. A call of oneDNN
+# takes 20 us longer: with one thread of an AMD EPYC oneDNN takes 3.7 times as long for 0.1 M, 1.5 for 1 M, 1.2 for 4 M,
+# 1.0 for 17 M and 0.9 for 67 M.
 MIN_WORK = 1 << 24
 # The same for a part of a weight gradient, against the fused addmm: 2.6 times for 2 M, 1.7 for 8 M, 1.4 for 34 M.
 MIN_WGRAD_WORK = 1 << 27
