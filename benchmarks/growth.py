@@ -69,7 +69,7 @@ DRY_RUN = f"""
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """What is measured.
+    """A cost at three sizes.
 
     Attributes:
         kind: "growth" or "ratio".
