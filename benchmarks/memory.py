@@ -30,7 +30,7 @@ from train import SIZES, THREADS, Size, training
 from megatron.cli import Parser, add_flags, make_config, run_command
 from megatron.flags import Config, flag
 from megatron.ops.cpu.attention import BLOCK, MAX_LENGTH
-from megatron.ops.linear_cross_entropy import LOGITS_KEPT_BYTES
+from megatron.ops.logits import LOGITS_KEPT_BYTES
 from megatron.reports.profile import annotated
 from megatron.training.engine import Engine
 
@@ -179,7 +179,7 @@ def required_bytes(
     seen = (size.length + BLOCK) / 2 / size.length if blocks else 0
     layer = 16 * sbh + int(seen * element_size * size.heads * size.length**2 * size.batch)
     logits = size.length * size.batch * size.vocab * (4 if operations == "plain" else element_size)
-    output = 2 * sbh + (logits if operations == "plain" or logits <= LOGITS_KEPT_BYTES else 0)
+    output = 2 * sbh + (logits if operations == "plain" or logits <= LOGITS_KEPT_BYTES["cpu"] else 0)
     if recomputed == "nothing":
         activations = size.layers * layer + output
     else:

@@ -13,17 +13,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.tensor_file import TensorFile
+from megatron.checkpoint.storage import Checksum, write_file
+from megatron.checkpoint.tensor_file import DTYPES, TensorFile
 from megatron.errors import InputError
 from megatron.optim.buffer import ParamBuffer
 from megatron.optim.layout import Bucket, FlatParam
 from megatron.parallel.slices import Block, GlobalSlice, Range, flat_blocks, overlap
 
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Shape, dtype (without "torch.") and pieces of each whole tensor, by name.
 Index = dict[str, dict[str, Any]]
 # Pieces to write to a file, by the name of the whole tensor: shard spec, block of the whole tensor, values.
@@ -75,25 +75,25 @@ def written_parts(buffer: ParamBuffer, shards: list[Tensor]) -> list[Tensor]:
     return parts
 
 
-def pieces_to_write(buffer: ParamBuffer, parts: list[Tensor]) -> Iterator[tuple[FlatParam, Block, Tensor]]:
-    """Yield the pieces that this rank writes: parameter, block of the whole tensor, values.
-
-    The pieces of all ranks cover the whole tensors without overlap.
+def pieces_to_write(buffer: ParamBuffer, by_prefix: dict[str, list[Tensor]]) -> PiecesToWrite:
+    """The pieces that this rank writes. Those of all ranks cover the whole tensors without overlap.
 
     Args:
-        parts: result of `written_parts`.
+        by_prefix: results of `written_parts`, by the prefix of the tensors' names.
     """
-    for bucket, part in zip(buffer.buckets, parts, strict=True):
-        written = written_range(bucket)
-        for param in bucket.flat_params if len(part) else ():
-            both = overlap(written, (param.start, param.end))
-            if both is None:
-                continue
-            for local, whole in _blocks(param, both):
-                begin = param.start - written[0] + local.rows[0] * param.shard_spec.row + local.columns[0]
-                rows, columns = local.shape
-                shape = (rows,) if len(param.shard_spec.shape) == 1 else (rows, columns)
-                yield param, whole, part[begin : begin + rows * columns].view(shape)
+    pieces: PiecesToWrite = {}
+    for prefix, parts in by_prefix.items():
+        for bucket, part in zip(buffer.buckets, parts, strict=True):
+            written = written_range(bucket)
+            for param in bucket.flat_params if len(part) else ():
+                both, spec = overlap(written, (param.start, param.end)), param.shard_spec
+                for local, whole in _blocks(param, both) if both is not None else ():
+                    begin = param.start - written[0] + local.rows[0] * spec.row + local.columns[0]
+                    rows, columns = local.shape
+                    shape = (rows,) if len(spec.shape) == 1 else (rows, columns)
+                    values = part[begin : begin + rows * columns].view(shape)
+                    pieces.setdefault(prefix + param.name, []).append((spec, whole, values))
+    return pieces
 
 
 def _blocks(param: FlatParam, flat: Range) -> Iterator[tuple[Block, Block]]:
@@ -108,27 +108,30 @@ def _blocks(param: FlatParam, flat: Range) -> Iterator[tuple[Block, Block]]:
                     yield both, both.translated(local, whole)
 
 
-def write_pieces(path: Path, pieces: PiecesToWrite) -> None:
-    """Write pieces to a file, with their part of the index in its metadata.
+def write_pieces(path: Path, pieces: PiecesToWrite) -> Checksum:
+    """Write pieces to a safetensors file, with their part of the index in its metadata, by `write_file`.
+
+    The library's writer would leave the checksum to a second pass, which takes as long again.
 
     Raises:
         OSError: it cannot be written.
     """
-    contents: dict[str, Tensor] = {}
+    header: dict[str, Any] = {}
     index: Index = {}
+    parts: list[memoryview] = []
+    end = 0
     for name, blocks in pieces.items():
         for spec, block, values in blocks:
             shape = spec.shape if spec.num_valid_rows is None else (spec.num_valid_rows, *spec.shape[1:])
             key, dtype = piece_key(name, block, shape), str(values.dtype).removeprefix("torch.")
-            contents[key] = values.detach().cpu()
+            offsets = [end, end := end + values.nbytes]
+            header[key] = {"dtype": NAMES[values.dtype], "shape": values.shape, "data_offsets": offsets}
+            parts.append(values.detach().cpu().view(-1).view(torch.uint8).numpy().data)
             tensor = index.setdefault(name, {"shape": shape, "dtype": dtype, "pieces": []})
             tensor["pieces"].append([path.name, key, block.rows, block.columns])
-    try:
-        safetensors.torch.save_file(contents, path, metadata={"index": json.dumps(index)})
-    except safetensors.SafetensorError as error:  # raised for a full disk, among others
-        raise OSError(" ".join(str(error).split())) from None
-    # safetensors creates files with mode 0600. The folder was created under the umask.
-    path.chmod(path.parent.stat().st_mode & 0o666)
+    text = json.dumps({"__metadata__": {"index": json.dumps(index)}, **header}).encode()
+    text += b" " * (-len(text) % 8)  # aligns the tensors
+    return write_file(path, [memoryview(len(text).to_bytes(8, "little") + text), *parts])
 
 
 def piece_key(name: str, block: Block, shape: tuple[int, ...]) -> str:
@@ -137,12 +140,6 @@ def piece_key(name: str, block: Block, shape: tuple[int, ...]) -> str:
         return name
     ranges = (block.rows,) if len(shape) == 1 else (block.rows, block.columns)
     return f"{name}[{','.join(f'{begin}:{end}' for begin, end in ranges)}]"
-
-
-def read_index(path: Path) -> Index:
-    """Read the part of the index in a file's metadata."""
-    with safetensors.safe_open(path, framework="pt") as file:
-        return json.loads(file.metadata()["index"])
 
 
 @dataclasses.dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import logging
 import shutil
@@ -15,23 +16,10 @@ from torch import Tensor
 
 from megatron.checkpoint.checkpoint import FORMAT, VERSION
 from megatron.checkpoint.config import CheckpointConfig
-from megatron.checkpoint.manifest import Manifest, digest
-from megatron.checkpoint.pieces import (
-    Index,
-    PiecesToWrite,
-    file_name,
-    pieces_to_write,
-    read_index,
-    write_pieces,
-    written_parts,
-)
-from megatron.checkpoint.storage import (
-    begin_checkpoint,
-    discard_older,
-    finish_checkpoint,
-    sync,
-    temporary_folder,
-)
+from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.pieces import Index, file_name, pieces_to_write, write_pieces, written_parts
+from megatron.checkpoint.storage import begin_checkpoint, discard_older, finish_checkpoint, temporary_folder
+from megatron.checkpoint.tensor_file import TensorFile
 from megatron.errors import TrainingFault
 from megatron.optim.buffer import ParamBuffer
 from megatron.optim.optimizer import Optimizer
@@ -69,31 +57,17 @@ class Saver:
     def wait(self) -> None:
         """Wait until the newest checkpoint is complete. Here `save` does."""
 
-    def write(self, snapshot: Snapshot, world: Axis) -> None:
-        """Write a checkpoint; `world` has all ranks."""
-        try:
-            self._write(snapshot, world)
-        except OSError as error:
-            raise TrainingFault(
-                f"--save: the checkpoint of iteration {self.iteration} cannot be written to {self.config.save}: "
-                f"{error}; earlier checkpoints are complete"
-            ) from None
-
     def log_saved(self) -> None:
         """Log that the newest checkpoint is complete."""
         self.log(f"saved checkpoint at iteration {self.iteration} to {self.config.save}")
 
-    def _write(self, snapshot: Snapshot, world: Axis) -> None:
-        """Write a checkpoint to the folder `config.save` and delete expired ones. Of `buffer` only the layout counts.
-
-        Raises:
-            OSError: on all ranks, if one of them cannot write.
-        """
+    def write(self, snapshot: Snapshot, world: Axis) -> None:
+        """Write a checkpoint and delete expired ones. Of `buffer` only the layout counts; `world` has all ranks."""
         config = self.config
         assert config.save is not None
         root, iteration, first = Path(config.save), snapshot.state["iteration"], world.rank == 0
         folder = temporary_folder(root, iteration)
-        kinds = {kind: _collect(self.buffer, group) for kind, group in snapshot.tensors.items()}
+        kinds = {kind: pieces_to_write(self.buffer, group) for kind, group in snapshot.tensors.items()}
         size = sum(t.nbytes for pieces in kinds.values() for blocks in pieces.values() for _, _, t in blocks)
         needed = int(all_reduce_sum(torch.tensor([size]), world))
         try:
@@ -101,26 +75,31 @@ class Saver:
                 if first:
                     begin_checkpoint(root, iteration, needed)
             with raise_on_all_ranks(world):
-                written = {}
+                checksums = {}
                 for kind, pieces in kinds.items():
                     path = folder / file_name(kind, world.rank, world.size)
-                    write_pieces(path, pieces)
-                    sync(path)
-                    written[path.name] = path.stat().st_size, digest(path)
+                    checksums[path.name] = write_pieces(path, pieces)
                     self.buffer.mesh.heartbeat.steps += 1
+                written = {name: (checksum.size, checksum.result()) for name, checksum in checksums.items()}
             files: dict[str, tuple[int, str]] = {}
             for text in gather_texts(json.dumps(written), world):
                 files |= {name: (size, sha256) for name, (size, sha256) in json.loads(text).items()}
             with raise_on_all_ranks(world):
                 if first:
                     state = {"format": FORMAT, "version": VERSION, **snapshot.state}
+                    indices = _join_indices(folder, list(files))
                     files |= write_rest(folder, state, self.tokenizer_files)
-                    Manifest(folder, files, _join_indices(folder, files, list(kinds))).write()
+                    Manifest(folder, files, indices).write()
                     finish_checkpoint(root, iteration)
-        except BaseException:
+        except BaseException as error:
             if first:
                 shutil.rmtree(folder, ignore_errors=True)
-            raise
+            if not isinstance(error, OSError):
+                raise
+            raise TrainingFault(
+                f"--save: the checkpoint of iteration {iteration} cannot be written to {root}: {error}; "
+                "earlier checkpoints are complete"
+            ) from None
         if first:
             keep_last, retain_interval = config.keep_last, config.save_retain_interval
             try:
@@ -163,31 +142,19 @@ def write_rest(
     folder: Path, state: dict[str, Any], tokenizer_files: dict[str, bytes]
 ) -> dict[str, tuple[int, str]]:
     """Write state.json and the tokenizer's files; returns their sizes and checksums."""
-    paths = [folder / "state.json"]
-    paths[0].write_text(json.dumps(state, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    if tokenizer_files:
-        (folder / "tokenizer").mkdir()
-    for name, content in tokenizer_files.items():
-        paths.append(folder / "tokenizer" / name)
-        paths[-1].write_bytes(content)
-    return {str(path.relative_to(folder)): (path.stat().st_size, digest(path)) for path in paths}
+    files = {"state.json": (json.dumps(state, indent=1, allow_nan=False) + "\n").encode()}
+    files |= {f"tokenizer/{name}": content for name, content in tokenizer_files.items()}
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
+    return {name: (len(content), hashlib.sha256(content).hexdigest()) for name, content in files.items()}
 
 
-def _join_indices(folder: Path, files: dict, kinds: list[str]) -> dict[str, Index]:
-    """Join the indices of all files of tensors."""
-    joined: dict[str, Index] = {kind: {} for kind in kinds}
+def _join_indices(folder: Path, files: list[str]) -> dict[str, Index]:
+    """Join the indices of all files of tensors, by kind."""
+    joined: dict[str, Index] = {}
     for file in files:
-        kind = file.split(".")[0].split("-")[0]
-        if kind in joined and file.endswith(".safetensors"):
-            for name, tensor in read_index(folder / file).items():
-                joined[kind].setdefault(name, tensor | {"pieces": []})["pieces"] += tensor["pieces"]
+        index = joined.setdefault(file.split(".")[0].split("-")[0], {})
+        for name, tensor in json.loads(TensorFile(folder / file).metadata["index"]).items():
+            index.setdefault(name, tensor | {"pieces": []})["pieces"] += tensor["pieces"]
     return joined
-
-
-def _collect(buffer: ParamBuffer, by_prefix: dict[str, list[Tensor]]) -> PiecesToWrite:
-    """Collect the pieces of a file, by the names of whole tensors."""
-    pieces: PiecesToWrite = {}
-    for prefix, parts in by_prefix.items():
-        for entry, block, values in pieces_to_write(buffer, parts):
-            pieces.setdefault(prefix + entry.name, []).append((entry.shard_spec, block, values))
-    return pieces

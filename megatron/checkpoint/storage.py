@@ -12,10 +12,12 @@ replaced last. A crash at any point leaves the earlier checkpoints and the track
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import platform
 import re
 import shutil
+import threading
 from pathlib import Path
 from typing import TextIO
 
@@ -107,6 +109,35 @@ def replace_text(path: Path, text: str) -> None:
     sync(temporary)
     temporary.rename(path)
     sync(path.parent)
+
+
+class Checksum(threading.Thread):
+    """Computes the SHA-256 of a file's parts. A daemon, so that exit on an interrupt does not wait for it."""
+
+    def __init__(self, parts: list[memoryview]) -> None:
+        super().__init__(daemon=True)
+        self.parts, self.size = parts, sum(part.nbytes for part in parts)
+        self.start()
+
+    def run(self) -> None:
+        sha256 = hashlib.sha256()
+        for part in self.parts:
+            sha256.update(part)
+        self.digest = sha256.hexdigest()
+
+    def result(self) -> str:
+        self.join()
+        return self.digest
+
+
+def write_file(path: Path, parts: list[memoryview]) -> Checksum:
+    """Write a file from its parts and sync it. The checksum is computed meanwhile, and may take longer."""
+    checksum = Checksum(parts)
+    with path.open("wb") as file:
+        file.writelines(parts)
+        file.flush()
+        os.fsync(file.fileno())
+    return checksum
 
 
 def sync(path: Path) -> None:

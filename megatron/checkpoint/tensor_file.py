@@ -55,7 +55,7 @@ class TensorFile:
                     f"{path}: is a Git LFS pointer, not the file; fetch the file with git lfs pull"
                 ) from None
             raise InputError(f"{path}: cannot be read ({' '.join(str(error).split())[:200]})") from None
-        header.pop("__metadata__", None)
+        self.metadata = header.pop("__metadata__", {})
         self.tensors = {
             key: TensorInfo(8 + length + tensor["data_offsets"][0], tensor["dtype"], tuple(tensor["shape"]))
             for key, tensor in header.items()

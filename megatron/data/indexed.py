@@ -49,7 +49,7 @@ CHUNK = 1 << 20  # entries processed at once: bounds memory, and few enough for 
 class IndexedDataset:
     """Sequences of PREFIX.idx and PREFIX.bin, read through memory maps.
 
-    Pickles as its prefix, so a worker process maps the files itself.
+    Pickles as its prefix and `num_tokens`, so a worker process maps the files itself and checks them no more.
 
     Attributes:
         dtype: dtype of the tokens.
@@ -62,7 +62,8 @@ class IndexedDataset:
         InputError: a file is missing, unreadable, in another format, or inconsistent.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str]) -> None:
+    def __init__(self, prefix: str | os.PathLike[str], num_tokens: int | None = None) -> None:
+        """Map the files. With `num_tokens` only their sizes are checked: another process has read all of PREFIX.idx."""
         self.prefix = os.fspath(prefix)
         self.idx_path, self.bin_path = f"{self.prefix}.idx", f"{self.prefix}.bin"
         for path in (self.idx_path, self.bin_path):
@@ -77,8 +78,10 @@ class IndexedDataset:
         self.sizes = index[at[0] : at[1]].view("<i4")
         self._pointers = index[at[1] : at[2]].view("<i8")
         self.doc_idx = index[at[2] : at[3]].view("<i8")
-        self.num_tokens = self._check_sequences()
-        self._check_documents()
+        if num_tokens is None:
+            num_tokens = self._check_sequences()
+            self._check_documents()
+        self.num_tokens = num_tokens
         expected = self.num_tokens * self.dtype.itemsize
         if len(tokens) != expected:
             raise InputError(
@@ -90,8 +93,8 @@ class IndexedDataset:
     def __len__(self) -> int:
         return len(self.sizes)
 
-    def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
-        return IndexedDataset, (self.prefix,)
+    def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str, int]]:
+        return IndexedDataset, (self.prefix, self.num_tokens)
 
     def get(self, i: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Return `length` tokens of sequence `i` from `offset` on; by default the rest of the sequence.

@@ -24,7 +24,7 @@ from megatron.ops.linear import (
     matmul,
 )
 from megatron.ops.linear_cross_entropy import LinearCrossEntropy
-from megatron.ops.logits import LOGITS_CHUNK_BYTES
+from megatron.ops.logits import LOGITS_CHUNK_BYTES, LOGITS_KEPT_BYTES
 from megatron.ops.norm import apex_layer_norm, apex_rms_norm, has_apex, layer_norm, rms_norm
 from megatron.ops.rotary import apply_rotary_emb, compiled_rotary_emb
 
@@ -118,6 +118,7 @@ def choose_ops(
         matmul=ops.matmul,
         accumulate_wgrad=ops.accumulate_wgrad,
         chunk_bytes=LOGITS_CHUNK_BYTES[device.type],
+        kept_bytes=LOGITS_KEPT_BYTES[device.type],
     )
     kinds = tuple(f"{key}: {name}" for key, name in names.items())
     return dataclasses.replace(

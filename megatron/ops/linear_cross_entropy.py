@@ -20,7 +20,6 @@ from torch import Tensor
 
 from megatron.ops.compiler import LOG2_E, CompileFn, eager
 from megatron.ops.linear import AccumulateWgrad, Matmul, accumulate_wgrad, matmul
-from megatron.ops.logits import LOGITS_KEPT_BYTES
 from megatron.parallel.collectives import (
     all_reduce_max,
     all_reduce_sum,
@@ -41,12 +40,14 @@ class LinearCrossEntropy:
 
     Attributes:
         chunk_bytes: bytes of logits that may exist at a time.
+        kept_bytes: most bytes of logits that are kept for backward.
         run: calls the functions between the products.
         matmul: computes x Wᵀ + b.
         accumulate_wgrad: adds to a `main_grad`.
     """
 
     chunk_bytes: int
+    kept_bytes: int = 0
     run: CompileFn = eager
     matmul: Matmul = matmul
     accumulate_wgrad: AccumulateWgrad = accumulate_wgrad
@@ -98,14 +99,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Labels in the rows of other ranks have no column here.
         index = index.masked_fill((index < 0) | (index >= len(weight)), -1)
         row_bytes = len(weight) * weight.element_size()
-        keep = keep and len(x) * row_bytes <= LOGITS_KEPT_BYTES
+        keep = keep and len(x) * row_bytes <= ops.kept_bytes
         ctx.rows = max(len(x), 1) if keep else max(ops.chunk_bytes // row_bytes, 1)
         ctx.piece = max(ops.chunk_bytes // PIECES // row_bytes, 1)
         ctx.valid = _valid_columns(weight, min(max(vocab_size - begin, 0), len(weight)))
         statistics = []
-        for part in _parts(len(x), ctx.rows):
-            logits = ops.matmul(x[part], weight, bias)
-            pieces = zip(logits.split(ctx.piece), index[part].split(ctx.piece), strict=True)
+        for part_x, part_index in zip(x.split(ctx.rows), index.split(ctx.rows), strict=True):
+            logits = ops.matmul(part_x, weight, bias)
+            pieces = zip(logits.split(ctx.piece), part_index.split(ctx.piece), strict=True)
             statistics += [ops.run(_statistics, *piece, ctx.valid) for piece in pieces]
         local_max, exp_sum, picked = (torch.cat(values) for values in zip(*statistics, strict=True))
         maximum = all_reduce_max(local_max.clone(), axis)
@@ -121,26 +122,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ops, axis, grad = ctx.ops, ctx.axis, grad_sb.flatten()
         x = (start_all_gather(x_sbh, axis).wait() if ctx.sequence_parallel else x_sbh).flatten(0, 1)
         grad_x, grad_weight, grad_bias = torch.empty_like(x), None, None
-        for part in _parts(len(x), ctx.rows):
-            logits = ops.matmul(x[part], weight, bias) if ctx.kept is None else ctx.kept
-            rows = (logits, log_sum[part], grad[part], index[part])
-            for piece in zip(*(tensor.split(ctx.piece) for tensor in rows), strict=True):
+        parts = (tensor.split(ctx.rows) for tensor in (x, grad_x, log_sum, grad, index))
+        for part_x, part_grad_x, *rows in zip(*parts, strict=True):
+            logits = ops.matmul(part_x, weight, bias) if ctx.kept is None else ctx.kept
+            for piece in zip(*(tensor.split(ctx.piece) for tensor in (logits, *rows)), strict=True):
                 ops.run(_logits_to_grad, *piece, ctx.valid)
-            grad_x[part] = ops.matmul(logits, weight.t(), None)
+            part_grad_x.copy_(ops.matmul(logits, weight.t(), None))
             if ctx.main_grad is None:
-                grad_weight = _add(grad_weight, logits.t() @ x[part])
+                grad_weight = _add(grad_weight, logits.t() @ part_x)
             else:
-                ops.accumulate_wgrad(ctx.main_grad, logits.t(), x[part])
+                ops.accumulate_wgrad(ctx.main_grad, logits.t(), part_x)
             if bias is not None:
                 grad_bias = _add(grad_bias, logits.sum(0))
         ctx.kept = None
         start = start_reduce_scatter if ctx.sequence_parallel else start_all_reduce
         grad_x = start(grad_x.view(-1, *x_sbh.shape[1:]), axis).wait()
         return grad_x, grad_weight, grad_bias, *[None] * 6
-
-
-def _parts(total: int, size: int) -> list[slice]:
-    return [slice(begin, min(begin + size, total)) for begin in range(0, max(total, 1), size)]
 
 
 def _add(total: Tensor | None, x: Tensor) -> Tensor:

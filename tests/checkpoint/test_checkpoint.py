@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 import random
 import shutil
@@ -27,6 +28,7 @@ from megatron.inference.load import load_weights
 from megatron.model.config import ModelConfig
 from megatron.optim.buffer import ParamBuffer
 from megatron.optim.optimizer import Optimizer
+from megatron.parallel.slices import Block, GlobalSlice
 from megatron.recipes.config import LossScaleConfig
 from megatron.recipes.loss_scale import LossScaler
 from megatron.recipes.spikes import SpikeRule
@@ -511,6 +513,30 @@ def test_full_disk(tmp_path: Path, monkeypatch) -> None:
             save(tmp_path, buffer, optimizer, 2)
     assert find_checkpoint(str(tmp_path), None).iteration == 1
     save(tmp_path, buffer, optimizer, 2)
+
+
+def test_saving_reads_no_tensors_back(tmp_path: Path) -> None:
+    """The checksums are computed while the files are written."""
+    io = Path("/proc/self/io")
+    if not io.exists():
+        pytest.skip("no count of the bytes that a process reads")
+
+    def bytes_read() -> int:
+        return int(io.read_text().split()[1])  # rchar
+
+    values = {f"layer{i}": torch.arange(1 << 19, dtype=torch.float32) + i for i in range(4)}
+    pieces = {
+        name: [(GlobalSlice((1 << 19,), 0, ((0, 1 << 19),)), Block((0, 1 << 19), (0, 1)), x)]
+        for name, x in values.items()
+    }
+    before = bytes_read()
+    checksum = write_pieces(tmp_path / "model.safetensors", pieces)
+    found, read = checksum.result(), bytes_read() - before
+    content = (tmp_path / "model.safetensors").read_bytes()
+    assert (checksum.size, found) == (len(content), hashlib.sha256(content).hexdigest())
+    assert read < len(content) // 100
+    loaded = load_file(tmp_path / "model.safetensors")
+    assert loaded.keys() == values.keys() and all(torch.equal(loaded[name], values[name]) for name in values)
 
 
 def test_two_runs_cannot_save_to_one_folder(tmp_path: Path) -> None:

@@ -81,6 +81,24 @@ def test_empty_dataset(tmp_path: Path) -> None:
     assert read.doc_idx.tolist() == [0]
 
 
+def test_workers_map_the_files_and_check_only_their_sizes(tmp_path: Path, monkeypatch) -> None:
+    """Reading all of the index takes a second for 100 M documents, in every worker."""
+    prefix = write_files(tmp_path, index_bytes([2, 3], [0, 1, 2]))
+    dataset = IndexedDataset(prefix)
+    pickled = pickle.dumps(dataset)
+    with monkeypatch.context() as patch:
+        for check in ("_check_sequences", "_check_documents"):
+            patch.delattr(IndexedDataset, check)
+        copy = pickle.loads(pickled)  # noqa: S301, pickled here
+    assert copy.num_tokens == 5 and np.array_equal(copy.tokens, dataset.tokens)
+    for path, size in ((prefix.with_suffix(".bin"), 8), (prefix.with_suffix(".idx"), 40)):
+        whole = path.read_bytes()
+        path.write_bytes(whole[:size])
+        with pytest.raises(InputError, match="truncated"):
+            pickle.loads(pickled)  # noqa: S301, pickled here
+        path.write_bytes(whole)
+
+
 def test_best_dtype() -> None:
     assert best_dtype(65499) == np.uint16
     assert best_dtype(65500) == np.int32

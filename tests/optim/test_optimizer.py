@@ -138,9 +138,7 @@ def test_a_non_finite_gradient_changes_nothing(kind: str, dtype: torch.dtype, va
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fused", [False, True])
-def test_layers_accumulate_weight_gradients(
-    fused: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_accumulate_weight_gradients(fused: bool, dtype: torch.dtype) -> None:
     """Gradients match autograd's, which first sums those of the tied embedding; full buckets are reduced."""
     added = []
 
@@ -149,7 +147,6 @@ def test_layers_accumulate_weight_gradients(
         linear.accumulate_wgrad(total, a, b)
 
     # Chunks of two rows of logits.
-    monkeypatch.setattr(linear_cross_entropy, "LOGITS_KEPT_BYTES", 0)
     loss = linear_cross_entropy.LinearCrossEntropy(
         run=eager,
         matmul=linear.matmul,

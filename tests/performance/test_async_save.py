@@ -16,6 +16,7 @@ from megatron.checkpoint import save as save_module
 from megatron.checkpoint import storage
 from megatron.checkpoint.config import CheckpointConfig
 from megatron.checkpoint.find import find_checkpoint
+from megatron.checkpoint.pieces import PiecesToWrite, write_pieces
 from megatron.checkpoint.save import Saver
 from megatron.errors import InputError, TrainingFault
 from megatron.parallel.mesh import Mesh, init_mesh
@@ -124,15 +125,16 @@ def test_async_files_equal_sync_files_from_a_gpu(tmp_path: Path) -> None:
 
 
 class BlockedDisk:
-    """Blocks the writer in its first sync until `opened` is set."""
+    """Blocks the writer before its first file of tensors until `opened` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened, self.entered = threading.Event(), threading.Event()
-        monkeypatch.setattr(save_module, "sync", self.wait)
+        monkeypatch.setattr(save_module, "write_pieces", self.write_pieces)
 
-    def wait(self, _: Path) -> None:
+    def write_pieces(self, path: Path, pieces: PiecesToWrite) -> storage.Checksum:
         self.entered.set()
         assert self.opened.wait(60)
+        return write_pieces(path, pieces)
 
 
 def test_save_is_logged_once_complete(tmp_path: Path, monkeypatch) -> None:

@@ -152,15 +152,19 @@ def test_equals_real_processes(processes: int, layouts: list[str], monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    "flags",
+    ("flags", "simulated"),
     [
-        "--num-layers 2 --pipeline-model-parallel-size 2 --global-batch-size 24 --overlap-grad-reduce",
-        f"{P2} --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 16 --world-size 2",
+        ("--num-layers 2 --pipeline-model-parallel-size 2 --global-batch-size 24 --overlap-grad-reduce", 10),
+        (f"{P2} --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 16 --world-size 2", 6),
+        ("--num-layers 1 --global-batch-size 16", 2),
+        ("--num-layers 1 --global-batch-size 16 --use-distributed-optimizer --recompute-granularity full", 2),
     ],
 )
-def test_omitted_microbatches_change_nothing(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_omitted_microbatches_change_nothing(
+    flags: str, simulated: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     counting = DryRun.from_config(config_of(f"{flags} --bf16 --dry-run --hidden-size 8"), GPT, 2)
-    assert counting.simulated < counting.microbatches
+    assert counting.simulated == simulated < counting.microbatches
     some = counting.count(0)
     monkeypatch.setattr(dry_run, "distinct_microbatches", lambda config, microbatches: microbatches)
     assert counting.simulated == counting.microbatches

@@ -9,7 +9,7 @@ import torch
 
 from megatron.ops.compiler import CompileFn
 from megatron.ops.cpu.attention import attention_by_blocks
-from megatron.ops.cpu.linear import WGRAD_ROWS, has_onednn, onednn_accumulate_wgrad, onednn_matmul
+from megatron.ops.cpu.linear import WGRAD_ROWS, accumulate_wgrad_by_size, has_onednn, matmul_by_size
 from megatron.ops.cpu.norm import compiled_layer_norm, compiled_rms_norm
 
 
@@ -22,7 +22,7 @@ def cpu_ops(dtype: torch.dtype, compiler: CompileFn | None) -> tuple[dict[str, A
     fields: dict[str, Any] = {}
     names: dict[str, str] = {}
     if has_onednn(dtype):
-        fields |= {"matmul": onednn_matmul, "accumulate_wgrad": onednn_accumulate_wgrad}
+        fields |= {"matmul": matmul_by_size, "accumulate_wgrad": accumulate_wgrad_by_size}
         names["matmul"] = "oneDNN"
         if dtype == torch.float32:
             names["wgrad"] = f"unfused from {WGRAD_ROWS} tokens on"
