@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     if args.only or number not in results.rows:
                         row = attack(number, args.seed, folder)
                         results.add(row)
-                        print(f"[{number + 1}/{args.count}] {shown(row)}", flush=True)
+                        print(f"attack {number} of {args.count}: {shown(row)}", flush=True)
             except KeyboardInterrupt:
                 print("interrupted; run the same command to continue", file=sys.stderr)
     print(results.summary())

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import os
-import re
 import resource
 import signal
 import sys
@@ -18,7 +18,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path += [str(ROOT), str(ROOT / "tools")]
 MEMORY = 1 << 30  # bytes that a command may take beyond what it shares with this process
-ADDRESSES = 8 << 30  # bytes of address space likewise, so that a failure does not take the machine's memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Command:
         """Start it. Its output goes to the files `log`.out and `log`.err."""
         self.outputs = log.with_suffix(".out"), log.with_suffix(".err")
         script, *flags = words.split()
-        main = importlib.import_module(Path(script).stem).main
+        module = importlib.import_module(Path(script).stem)
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
@@ -68,12 +67,12 @@ class Command:
             try:
                 os.setsid()
                 self._redirect()
-                _limit_addresses()
                 signal.signal(signal.SIGINT, signal.default_int_handler)
                 os.environ.update(environment or {})
                 os.chdir(folder)
                 sys.argv = [str(ROOT / script), *flags]
-                code = _status(main)
+                sys.modules["__main__"] = module  # which processes that it starts import
+                code = _status(module.main)
             finally:
                 os._exit(code if isinstance(code, int) else 1)
         self.status: int | None = None
@@ -96,11 +95,16 @@ class Command:
         return self.ended
 
     def wait(self, seconds: float) -> bool:
-        """Wait for the end of the command. Returns False if it is still running after `seconds`."""
+        """Wait for the end of the command. Returns False if it is still running after `seconds`.
+
+        Kills it once it takes twice the memory that is a failure, before it takes that of the machine.
+        """
         end = time.monotonic() + seconds
         while not self.poll():
             if time.monotonic() > end:
                 return False
+            if _resident(self.pid) > _shared() + 2 * MEMORY:
+                self.kill()
             time.sleep(0.005)
         return True
 
@@ -108,7 +112,8 @@ class Command:
         """Kill the command and the processes it started."""
         if not self.poll():
             os.killpg(self.pid, signal.SIGKILL)
-            self.wait(60)
+            while not self.poll():
+                time.sleep(0.005)
 
     def end(self, seconds: float) -> Ended:
         """Wait for the end of the command; kill it after `seconds`."""
@@ -133,11 +138,11 @@ def _status(main: Callable[[], int | None]) -> object:
         sys.stderr.flush()
 
 
-def _limit_addresses() -> None:
-    used = re.search(r"VmSize:\s*(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
-    assert used is not None
-    limit = int(used[1]) * 1024 + ADDRESSES
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+def _resident(pid: int) -> int:
+    """Bytes of memory of a process; 0 once it has ended."""
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
+    return 0
 
 
 @cache

@@ -83,10 +83,11 @@ def remove(path: Path, rng: random.Random) -> None:
 
 
 def swap(path: Path, rng: random.Random) -> None:
-    """Replace the content by that of another file of the same suffix, or of any."""
-    others = [
-        p for p in sorted(path.parent.parent.rglob("*")) if p.is_file() and p.stat().st_size and p != path
-    ]
+    """Replace the content by that of another file of the same suffix, or of any, in the nearest folder with one."""
+    for folder in path.parents:
+        others = [p for p in sorted(folder.rglob("*")) if p.is_file() and p.stat().st_size and p != path]
+        if others:
+            break
     alike = [p for p in others if p.suffix == path.suffix]
     shutil.copyfile(rng.choice(alike if alike and rng.random() < 0.7 else others), path)
 

@@ -103,8 +103,8 @@ CASES = {
     ),
     "Hugging Face model": Case("hf/*", f"{CONVERT} huggingface --to native --load hf --save out", WEIGHTS),
     "Megatron-LM checkpoint": Case(
-        "megatron/*.txt megatron/*/*/*",
-        f"{CONVERT} megatron --to native --load megatron --save out {TOKENIZER}",
+        "theirs/*.txt theirs/*/*/*",
+        f"{CONVERT} megatron --to native --load theirs --save out {TOKENIZER}",
         WEIGHTS,
     ),
     "torch_dist checkpoint": Case(
@@ -113,7 +113,9 @@ CASES = {
         WEIGHTS,
     ),
     "settings file": Case(
-        "settings.yaml", "pretrain_gpt.py --config settings.yaml --metrics-path out.jsonl", "out.jsonl"
+        "settings.yaml",
+        "pretrain_gpt.py --config settings.yaml --train-iters 2 --metrics-path out.jsonl",
+        "out.jsonl",
     ),
     "JSON lines": Case("text.jsonl", f"{ENCODE} --input text.jsonl", "out_*"),
     "plain text": Case("text.txt", f"{ENCODE} --input text.txt", "out_*"),
@@ -144,12 +146,13 @@ def attack(number: int, seed: int, folder: Path) -> dict[str, Any]:
     if outcome == "harmless" and _result(case, copy, ended) != expected:
         outcome = "silent" if case.sealed else "changed"
     row = {"number": number, "attack": f"{name}: {damage.__name__} {target.relative_to(copy)}"}
-    return row | {
+    row |= {
         "outcome": outcome,
         "status": ended.status,
         "memory": ended.memory >> 20,
         "says": ended.last_line(),
     }
+    return row | {"stderr": ended.stderr[-5000:]} if outcome in FAILURES else row
 
 
 def _expected(name: str, folder: Path) -> dict[str, str]:
@@ -212,7 +215,7 @@ def prepare(folder: Path) -> None:
         CORPUS,
         f"{TRAIN} --exit-interval 4",
         f"{CONVERT} native --to huggingface --load run --save hf",
-        f"{CONVERT} native --to megatron --load run --save megatron",
+        f"{CONVERT} native --to megatron --load run --save theirs",
     ):
         ended = Command(words, whole, folder / "log").end(LIMIT)
         assert ended.status == 0, f"{words}: {ended.stderr}"
