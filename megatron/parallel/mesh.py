@@ -111,8 +111,7 @@ def choose_device(name: str) -> torch.device:
         return torch.device("cpu")
     if not available:
         raise InputError("--device cuda: torch finds no CUDA device; use --device cpu")
-    local_rank = _environment("LOCAL_RANK", 0)
-    count = torch.cuda.device_count()
+    local_rank, count = _environment("LOCAL_RANK", 0), torch.cuda.device_count()
     if local_rank >= count:
         raise InputError(f"torchrun started local rank {local_rank}, but this machine has {count} GPU(s)")
     device = torch.device("cuda", local_rank)
