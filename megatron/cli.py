@@ -178,6 +178,7 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
 
     An `InputError` or `TrainingFault` is printed as one line and exits with its own status, Ctrl-C exits with 130.
     """
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr] # paths on an ASCII terminal
     try:
         code = main()
     except (InputError, TrainingFault) as error:

@@ -787,3 +787,11 @@ def pretrain_gpt(*words: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "pretrain_gpt.py", *words]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+
+
+def test_paths_on_an_ascii_terminal() -> None:
+    """A path that the terminal cannot show is escaped, and is no reason to end."""
+    program = "from megatron.cli import run_command; run_command(lambda: print('saved to \\xe9'))"
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "saved to \\xe9\n", "")

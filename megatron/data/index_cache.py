@@ -31,8 +31,8 @@ from megatron.errors import InputError
 
 logger = logging.getLogger("megatron")
 
-FORMAT = 2  # part of every hash; increase it when the same inputs produce other files
-CRC_OF_WHOLE = 0x2144DF1C  # CRC-32 of any bytes followed by their own CRC-32, as cached files are
+FORMAT = 3  # part of every hash; increase it when the same inputs produce other files
+CRC_OF_WHOLE = 0x2144DF1C  # CRC-32 of a cached file, which ends with the CRC-32 of its name and content
 EDGE = 1 << 20  # bytes hashed at either end of a file
 LOG_WAIT_AFTER = 5.0  # seconds
 
@@ -158,7 +158,7 @@ def _load(paths: Sequence[str]) -> MappedArrays | None:
     if not all(map(os.path.exists, paths)):
         return None
     for path in paths:
-        if zlib.crc32(map_file(path).data) != CRC_OF_WHOLE:
+        if zlib.crc32(map_file(path).data, zlib.crc32(Path(path).name.encode())) != CRC_OF_WHOLE:
             logger.warning("%s is damaged; rebuilding the index", path)
             return None
     return MappedArrays(paths)
@@ -173,11 +173,10 @@ def _array(path: str) -> np.ndarray:
 def _save(path: str, values: np.ndarray) -> None:
     temporary = f"{path}.{uuid.uuid4().hex}.tmp"
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "wb", buffering=0) as file:
             np.save(file, np.ascontiguousarray(values), allow_pickle=False)
-            file.flush()
-            file.write(zlib.crc32(map_file(temporary).data).to_bytes(4, "little"))
-            file.flush()
+            crc = zlib.crc32(map_file(temporary).data, zlib.crc32(Path(path).name.encode()))
+            file.write(crc.to_bytes(4, "little"))
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:

@@ -20,6 +20,7 @@ from megatron.errors import InputError
 from megatron.evaluation.config import EvalTasksConfig, ZeroShotConfig
 from megatron.evaluation.wikitext import detokenize
 from megatron.evaluation.windows import spans
+from megatron.files import read_file as read_limited
 from megatron.tokenizer import Tokenizer
 
 Results = dict[str, float]
@@ -122,10 +123,10 @@ def read_file(path: str, flag: str) -> DataFile:
     """Read the file that `flag` names.
 
     Raises:
-        InputError: it cannot be read, or is empty.
+        InputError: it cannot be read, is larger than `megatron.files.MAX_BYTES`, or is empty.
     """
     try:
-        data = Path(path).read_bytes()
+        data = read_limited(path)
     except OSError as error:
         raise InputError(f"{flag}: {path} cannot be read ({error.strerror})") from None
     if not data.strip():

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from torch._C import _distributed_c10d
 
-from megatron.parallel.mesh import Mesh, rank_names
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.rendezvous import rank_names
 
 MAX_FRAMES = 12  # innermost frames of a stack
 MAX_STACKS = 3  # stacks in a summary

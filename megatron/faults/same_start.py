@@ -11,6 +11,7 @@ import torch
 
 import megatron
 from megatron.errors import InputError
+from megatron.files import read_file
 from megatron.flags import flag_name
 from megatron.parallel.collectives import all_reduce_max
 from megatron.parallel.mesh import Axis
@@ -50,5 +51,5 @@ def _code() -> str:
     files = sorted(root.rglob("*.py")) + ([entry] if entry.is_file() else [])
     digest = hashlib.blake2b()
     for file in files:
-        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+        digest.update(file.name.encode() + b"\0" + read_file(file))
     return digest.hexdigest()

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TextIO
 from tqdm import tqdm
 
 from megatron.errors import InputError
+from megatron.files import read_file
 from megatron.flags import Config, flag
 from megatron.inference.batching import Batcher, Request, SequenceState, check_finite
 from megatron.inference.beam import BeamConfig, beam_search
@@ -308,7 +309,7 @@ def _prompts(config: TextConfig) -> Iterator[tuple[str, str]]:
         return
     path = Path(config.sample_input_file)
     try:
-        lines = path.read_bytes().splitlines()
+        lines = read_file(path).splitlines()
     except OSError as error:
         raise InputError(f"--sample-input-file: {path} cannot be read ({error.strerror})") from None
     if not any(line.strip() for line in lines):

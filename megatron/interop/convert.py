@@ -17,6 +17,7 @@ from megatron.checkpoint.save import write_rest
 from megatron.checkpoint.storage import begin_checkpoint, finish_checkpoint, temporary_folder
 from megatron.checkpoint.tokenizer import saved_tokenizer
 from megatron.errors import InputError
+from megatron.files import read_file
 from megatron.interop.tensor_writer import TensorToWrite, in_shards, write_tensors
 from megatron.parallel.slices import whole
 from megatron.tokenizer import build_tokenizer
@@ -87,7 +88,7 @@ def tokenizer_files(checkpoint: Checkpoint) -> dict[str, bytes]:
     """The content of the files of a checkpoint's tokenizer, by name; empty without a tokenizer."""
     config = saved_tokenizer(checkpoint)
     files = build_tokenizer(config).files if config.tokenizer_type else []
-    return {file.name: file.read_bytes() for file in files}
+    return {file.name: read_file(file) for file in files}
 
 
 def _entry(file: str, name: str, tensor: TensorToWrite) -> dict:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron.errors import InputError
 from megatron.flags import LARGEST
-from megatron.interop.unpickle import shown_value, unpickle
+from megatron.interop.unpickle import LimitedReader, open_limited, shown_value, unpickle
 
 MAGIC, VERSION = 0x1950A86A20F9469CFC6C, 1001
 MAX_DIMENSIONS = 8
@@ -116,9 +116,9 @@ def read_torch_file(path: Path, begin: int = 0, length: int | None = None) -> An
     if not path.is_file():  # a pipe may never end
         raise InputError(f"{path}: is missing, or not a file")
     try:
-        with path.open("rb") as file:
+        with open_limited(path) as file:
             if length is not None:
-                return _read(path, io.BufferedReader(_Window(file, begin, length)), begin)
+                return _read(path, LimitedReader(_Window(file, begin, length)), begin)
             return _read(path, file, 0)
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None

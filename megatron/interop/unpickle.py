@@ -8,14 +8,17 @@ Therefore this module interprets the opcodes, decoded by `pickletools`, and supp
 from __future__ import annotations
 
 import dataclasses
+import io
 import pickletools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 
 from megatron.errors import InputError
+from megatron.files import MAX_BYTES
 
 
 @dataclasses.dataclass(eq=False, repr=False)  # a repr could be endless
@@ -35,6 +38,29 @@ class Record:
     def get(self, name: str, default: Any = None) -> Any:
         """An attribute, or `default` if the object does not have it."""
         return self.state.get(name, default) if isinstance(self.state, dict) else default
+
+
+MAX_LINE = 1 << 20  # bytes
+
+
+class LimitedReader(io.BufferedReader):
+    """A file of which no read takes more than `MAX_BYTES`, and no line more than `MAX_LINE`, whatever it states.
+
+    The size of the file is no limit, since a file with a hole takes no space on the disk.
+    """
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is not None and size > MAX_BYTES:
+            raise ValueError(f"a part of {size} bytes, more than {MAX_BYTES}")
+        return super().read(size)
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        return super().readline(MAX_LINE)
+
+
+def open_limited(path: Path) -> LimitedReader:
+    """Open a file with a limit for each read."""
+    return LimitedReader(io.FileIO(path))
 
 
 def shown_value(value: Any) -> str:

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.errors import LostRank
-from megatron.parallel.mesh import ALONE, Axis, rank_names
+from megatron.parallel.mesh import ALONE, Axis
+from megatron.parallel.rendezvous import rank_names
 
 # torch 2.13 renamed these, and warns at every use of the old names.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

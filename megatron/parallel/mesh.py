@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -104,19 +104,6 @@ class Mesh:
         return self.world.rank == 0
 
 
-def rank_names(ranks: Iterable[int]) -> str:
-    """Format ranks: "rank 3", "ranks 0-2, 5"; only the first ranges if there are many."""
-    stretches: list[list[int]] = []
-    for rank in sorted(ranks):
-        if stretches and rank == stretches[-1][1] + 1:
-            stretches[-1][1] = rank
-        else:
-            stretches.append([rank, rank])
-    shown = [str(first) if first == last else f"{first}-{last}" for first, last in stretches]
-    text = ", ".join(shown[:16]) + (", ..." if len(shown) > 16 else "")
-    return f"rank {text}" if text.isdecimal() else f"ranks {text}"
-
-
 def choose_device(name: str) -> torch.device:
     """Device for --device auto, cpu or cuda; on a GPU machine, the GPU numbered LOCAL_RANK."""
     available = torch.cuda.is_available()
@@ -124,8 +111,7 @@ def choose_device(name: str) -> torch.device:
         return torch.device("cpu")
     if not available:
         raise InputError("--device cuda: torch finds no CUDA device; use --device cpu")
-    local_rank = _environment("LOCAL_RANK", 0)
-    count = torch.cuda.device_count()
+    local_rank, count = _environment("LOCAL_RANK", 0), torch.cuda.device_count()
     if local_rank >= count:
         raise InputError(f"torchrun started local rank {local_rank}, but this machine has {count} GPU(s)")
     device = torch.device("cuda", local_rank)
@@ -190,16 +176,14 @@ def init_mesh(
         raise InputError("--distributed-backend: nccl needs GPUs; on CPUs use gloo")
     if backend == "gloo" and device.type == "cuda":
         _check_gloo_on_gpu(config)
-    _environment("RANK")
-    if not 0 < _environment("MASTER_PORT") < 2**16:
-        raise InputError(
-            f"MASTER_PORT: {os.environ['MASTER_PORT']} is not a port; choose one from 1 to 65535"
-        )
+    rank = _environment("RANK")
+    host, port = os.environ.get("MASTER_ADDR", ""), _environment("MASTER_PORT")
+    if not host or not 0 < port < 2**16:
+        raise InputError(f"MASTER_ADDR {host!r}, MASTER_PORT {port}: not a host and a port from 1 to 65535")
     try:
         timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
-        store, rank, _ = meet(timeout)
         dist.init_process_group(
-            store=store,
+            store=meet(rank, processes, (host, port), timeout),
             rank=rank,
             world_size=processes,
             # Values that the host needs are communicated over gloo, which never waits for a GPU.
@@ -214,7 +198,7 @@ def init_mesh(
         raise
     except RuntimeError as error:
         raise TransientFault(
-            f"rank {os.environ['RANK']}: the {processes} processes did not all join within "
+            f"rank {rank}: the {processes} processes did not all join within "
             f"--distributed-timeout-minutes {config.distributed_timeout_minutes}; see the messages of the others, and "
             f"check that MASTER_ADDR and MASTER_PORT reach rank 0 ({str(error).splitlines()[0][:200]})"
         ) from error
@@ -269,10 +253,8 @@ def split_axis(axis: Axis, size: int, config: ParallelConfig) -> Axis:
 
 def _embedding_axis(layout: torch.Tensor, pp: Axis, timeout: datetime.timedelta | None) -> Axis:
     """First and last stage of this process's pipeline, if it is one of them."""
-    if pp.size == 1:
-        return ALONE
-    if pp.size == 2:
-        return pp
+    if pp.size <= 2:
+        return ALONE if pp.size == 1 else pp
     # Every process must take part in making every group.
     pipelines = layout.flatten(1).t().tolist()
     groups = {(line[0], line[-1]): dist.new_group([line[0], line[-1]], timeout) for line in pipelines}

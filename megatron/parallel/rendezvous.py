@@ -3,25 +3,42 @@
 from __future__ import annotations
 
 import datetime
+import os
+import sys
 import time
 import uuid
+from collections.abc import Iterable
 
 import torch.distributed as dist
 
-POLL = 0.02  # seconds between two checks of rank 0 for new ranks
+REPORT_INTERVAL = 60.0  # seconds between two lines about absent ranks
 
 
-def meet(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
-    """Join the processes that torchrun started, at MASTER_ADDR and MASTER_PORT.
+def rank_names(ranks: Iterable[int]) -> str:
+    """Format ranks: "rank 3", "ranks 0-2, 5"; only the first ranges if there are many."""
+    stretches: list[list[int]] = []
+    for rank in sorted(ranks):
+        if stretches and rank == stretches[-1][1] + 1:
+            stretches[-1][1] = rank
+        else:
+            stretches.append([rank, rank])
+    shown = [str(first) if first == last else f"{first}-{last}" for first, last in stretches]
+    text = ", ".join(shown[:16]) + (", ..." if len(shown) > 16 else "")
+    return f"rank {text}" if text.isdecimal() else f"ranks {text}"
 
-    Returns:
-        A store for these processes only, this one's rank, and their number.
+
+def meet(rank: int, size: int, address: tuple[str, int], timeout: datetime.timedelta) -> dist.Store:
+    """Join the other processes at an address. Returns a store for these processes only.
 
     Raises:
-        RuntimeError: not all joined within `timeout`.
+        RuntimeError: not all joined within `timeout`. That of rank 0 names the absent ranks.
     """
-    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-    return dist.PrefixStore(agree(store, rank, size, timeout), store), rank, size
+    # torchrun serves the store; without it (srun, for example) rank 0 does.
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    # torch tries twice to connect, and waits in between.
+    store = dist.TCPStore(*address, None, serves, timeout / 3, wait_for_workers=False, multi_tenant=True)
+    store.set_timeout(timeout)
+    return dist.PrefixStore(agree(store, rank, size, timeout), store)
 
 
 def agree(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> str:
@@ -35,21 +52,20 @@ def agree(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) 
     if rank > 0:
         store.set(f"hello {rank}", word)
         name = store.get(f"welcome {word}").decode()
-        store.add(f"present {name}", 1)
+        store.set(f"present {name} {rank}", "")
         store.wait([f"complete {name}"], timeout)
         return name
-    hellos = [f"hello {other}" for other in range(1, size)]
-    store.wait(hellos, timeout)
-    answered: set[bytes] = set()
-    deadline = time.monotonic() + timeout.total_seconds()
-    while store.add(f"present {word}", 0) < size - 1:
-        for hello in set(store.multi_get(hellos)) - answered:
-            store.set(f"welcome {hello.decode()}", word)
-            answered.add(hello)
-        if time.monotonic() > deadline:
-            raise RuntimeError(
-                f"{size - 1 - store.add(f'present {word}', 0)} of {size} processes did not join"
-            )
-        time.sleep(POLL)
+    absent, begin, next_report = list(range(1, size)), time.monotonic(), REPORT_INTERVAL
+    while absent := [other for other in absent if not store.check([f"present {word} {other}"])]:
+        for other in absent:
+            if store.check([f"hello {other}"]):
+                store.set(f"welcome {store.get(f'hello {other}').decode()}", word)
+        waited = time.monotonic() - begin
+        if waited > timeout.total_seconds():
+            raise RuntimeError(f"waited {waited:.0f} s for {rank_names(absent)}")
+        if waited > next_report:
+            next_report += REPORT_INTERVAL
+            print(f"rank 0 has waited {waited:.0f} s for {rank_names(absent)}", file=sys.stderr, flush=True)
+        time.sleep(min(1, 0.02 + waited / 10))
     store.set(f"complete {word}", "")
     return word

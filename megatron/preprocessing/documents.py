@@ -334,18 +334,48 @@ def _table_batches(path: str, file: BinaryIO, keys: Sequence[str]) -> Iterator[D
     except ImportError:
         raise InputError(f"{path}: reading parquet files needs pyarrow: pip install pyarrow") from None
     try:
-        table = pyarrow.parquet.ParquetFile(file)
-        columns = table.schema_arrow.names
-        missing = [key for key in keys if key not in columns]
+        schema = pyarrow.parquet.read_schema(file)
+        missing = [key for key in keys if key not in schema.names]
+        if missing:
+            raise InputError(
+                f"{path}: has no column {missing[0]!r}; its columns: {_listed(schema.names)} (--json-keys)"
+            )
+        for key in keys:
+            if pyarrow.types.is_nested(kind := schema.field(key).type):
+                raise InputError(f"{path}: column {key!r} is not text but {kind} (--json-keys)")
+        # A dictionary stores a text once for all rows that have it, so that a small file may hold long rows.
+        table = pyarrow.parquet.ParquetFile(file, read_dictionary=list(keys))
         size, rows, first = os.path.getsize(path), table.metadata.num_rows, 1
-        parts = [] if missing else table.iter_batches(batch_size=BATCH_ROWS, columns=list(keys))
-        for part in parts:
+        parts = table.iter_batches(batch_size=BATCH_ROWS, columns=list(keys))
+        for part in itertools.chain.from_iterable(map(_slices, parts)):
+            if _text_bytes(part)[0] > MAX_BYTES:
+                raise InputError(f"{path}:{_TooLong('row', first)}")
             last = first + part.num_rows - 1
             yield DocumentBatch(path, "parquet", part.to_pylist(), first, size * last // rows)
             first = last + 1
     except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
         raise InputError(f"{path}: cannot be read as parquet: {' '.join(str(error).split())}") from None
-    if missing:
-        raise InputError(
-            f"{path}: has no column {missing[0]!r}; its columns: {_listed(columns)} (--json-keys)"
-        )
+
+
+def _slices(part: Any) -> Iterator[Any]:
+    """Cut a part of a table into slices of BATCH_BYTES of text or less, or of one row."""
+    begin = held = 0
+    for row, size in enumerate(_text_bytes(part)):
+        if held + size > BATCH_BYTES and row > begin:
+            yield part.slice(begin, row - begin)
+            begin, held = row, 0
+        held += size
+    if part.num_rows:
+        yield part.slice(begin)
+
+
+def _text_bytes(part: Any) -> list[int]:
+    """The bytes of text in each row of a part of a table, whose texts are in dictionaries."""
+    import pyarrow.compute
+
+    sizes = [0] * part.num_rows
+    for column in part.columns:
+        if hasattr(column, "dictionary"):
+            lengths = pyarrow.compute.binary_length(column.dictionary).take(column.indices).to_pylist()
+            sizes = [size + (length or 0) for size, length in zip(sizes, lengths, strict=True)]
+    return sizes

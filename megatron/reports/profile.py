@@ -16,8 +16,8 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity
 
 from megatron.errors import InputError
-from megatron.parallel.mesh import rank_names
 from megatron.parallel.phases import Phases
+from megatron.parallel.rendezvous import rank_names
 from megatron.reports.config import ProfileConfig, ReportConfig
 from megatron.training.config import RunConfig
 from megatron.training.engine import Engine

@@ -76,7 +76,16 @@ class HuggingFaceTokenizer(Tokenizer):
         return special_ids
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [e.ids for e in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        try:
+            return [e.ids for e in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        except BaseException as error:
+            # The library's bindings export no class for it.
+            if type(error).__name__ != "PanicException":
+                raise
+            # Mostly a pattern such as (a+)+$, whose search the library ends after ten million steps.
+            raise InputError(
+                f"{self.files[0]}: fails to tokenize a text ({' '.join(str(error).split())})"
+            ) from None
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)

@@ -4,6 +4,7 @@ import fcntl
 import logging
 import multiprocessing
 import os
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -87,6 +88,15 @@ def test_damaged_file_is_rebuilt(tmp_path: Path, caplog, byte: int) -> None:
     assert f"{path} is damaged; rebuilding the index" in caplog.text
     assert len((tmp_path / "log").read_text().splitlines()) == 2
     assert np.load(path).tolist() == good[0], "any program can read the file"
+
+
+def test_swapped_files_are_rebuilt(tmp_path: Path, caplog) -> None:
+    """A whole file under the name of another one."""
+    good = open_arrays(tmp_path, tmp_path / "log")
+    one, two = sorted(tmp_path.glob("*.npy"))
+    shutil.copyfile(two, one)
+    assert open_arrays(tmp_path, tmp_path / "log") == good
+    assert f"{one} is damaged; rebuilding the index" in caplog.text
 
 
 def test_too_many_open_files(tmp_path: Path, monkeypatch) -> None:

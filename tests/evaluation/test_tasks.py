@@ -152,6 +152,9 @@ def test_other_errors_are_one_line(tmp_path: Path) -> None:
             "PPL", Path("nowhere")
         ),
         f"--valid-data: {tmp_path} cannot be read (Is a directory)": lambda: task_of("PPL", tmp_path),
+        "--valid-data: /dev/zero cannot be read (larger than 268435456 bytes)": lambda: task_of(
+            "PPL", Path("/dev/zero")
+        ),
         "--overlapping-eval: a stride of 5 tokens exceeds the window, --seq-length 4": lambda: task_of(
             "PPL", path, overlapping_eval=5
         ),

@@ -12,7 +12,8 @@ import torch
 from megatron.faults.rank_status import RankStatus, cause, describe_here, rank_status, summary
 from megatron.faults.watchdog import Watchdog
 from megatron.parallel.collectives import named
-from megatron.parallel.mesh import Axis, Heartbeat, Mesh, rank_names
+from megatron.parallel.mesh import Axis, Heartbeat, Mesh
+from megatron.parallel.rendezvous import rank_names
 
 
 def waiting(what: str, seconds: float = 30.0) -> RankStatus:

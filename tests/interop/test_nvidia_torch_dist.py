@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import pickle
 import shutil
 from collections.abc import Callable
@@ -224,6 +225,10 @@ BAD = {
     ),
     "no file": (lambda folder: next(folder.glob("*.distcp")).unlink(), r"\.distcp: is missing"),
     "no format": (lambda folder: (folder / "metadata.json").unlink(), r"metadata\.json: cannot be read"),
+    "large format": (
+        lambda folder: os.truncate(folder / "metadata.json", 1 << 33),
+        r"metadata\.json: cannot be read \(larger than 1000000 bytes",
+    ),
     "zarr": (
         lambda folder: (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr"})),
         "is not of the format 'torch_dist'",

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import os
 import pickle
 import random
+import struct
 import tracemalloc
 import types
 import zipfile
@@ -18,6 +20,7 @@ import pytest
 import torch
 
 from megatron.errors import InputError
+from megatron.files import MAX_BYTES
 from megatron.interop.torch_file import StoredTensor, read_torch_file
 from megatron.interop.unpickle import Record
 
@@ -240,6 +243,23 @@ def test_a_small_pickle_takes_little_memory(tmp_path: Path, kind: str) -> None:
     with pytest.raises(InputError, match=message):
         read_torch_file(path)
     assert tracemalloc.get_traced_memory()[1] < 30 * 10**6
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("kind", ["text", "line", "directory"])
+def test_files_with_a_hole(tmp_path: Path, kind: str) -> None:
+    """A file that takes no space on the disk can state any length."""
+    path = tmp_path / "x.pt"
+    beginnings = {"text": b"\x80\x02\x8d" + (1 << 32).to_bytes(8, "little"), "line": b"\x80\x02c"}
+    path.write_bytes(beginnings.get(kind, b"PK\3\4"))
+    os.truncate(path, 1 << 33)
+    if kind == "directory":
+        with path.open("ab") as file:
+            file.write(struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 1, 1, 1 << 31, 1 << 31, 0))
+    tracemalloc.start()
+    with pytest.raises(InputError, match="is damaged"):
+        read_torch_file(path)
+    assert tracemalloc.get_traced_memory()[1] < 2 * MAX_BYTES + 10**6
     tracemalloc.stop()
 
 

@@ -96,6 +96,35 @@ def test_parquet(tmp_path, small_batches):
         read(path, keys=("body",))
 
 
+def test_parquet_dictionaries(tmp_path, monkeypatch):
+    """A file of a few hundred bytes may hold any number of long rows."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    texts = pyarrow.DictionaryArray.from_arrays([0, 1, None, 0] * 250, ["x" * 400_000, "y"])
+    parquet.write_table(pyarrow.table({"text": texts}), path, compression="zstd", store_schema=False)
+    assert path.stat().st_size < 1000
+    sizes, rows = [], []
+    for batch in read_batches([str(path)], ["text"]):
+        sizes.append(sum(len(row["text"] or "") for row in batch.data))
+        rows += [(row["text"] or "-")[0] for row in batch.data]
+        assert len(rows) == batch.first + len(batch.data) - 1
+    assert max(sizes) <= module.BATCH_BYTES and rows == ["x", "y", "-", "x"] * 250
+    monkeypatch.setattr(module, "MAX_BYTES", 300_000)
+    with pytest.raises(InputError, match=r"a.parquet:1: the row that begins here has more than"):
+        list(read_batches([str(path)], ["text"]))
+    parquet.write_table(pyarrow.table({"text": [1, 2]}), path)
+    assert read(path)[1] == [
+        f"{path}:1: 'text' is not text but a number",
+        f"{path}:2: 'text' is not text but a number",
+    ]
+    parquet.write_table(pyarrow.table({"text": [["a", "b"]]}), path)
+    with pytest.raises(
+        InputError, match=r"a.parquet: column 'text' is not text but list<.*> \(--json-keys\)"
+    ):
+        list(read_batches([str(path)], ["text"]))
+
+
 def test_several_keys(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"a": "1", "b": "2"}\n{"a": "3"}\n')

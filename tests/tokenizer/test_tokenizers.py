@@ -265,6 +265,19 @@ def test_huggingface_ignores_truncation_in_the_file(bpe_files, tmp_path):
         _ = tokenizer.eod
 
 
+def test_huggingface_pattern_that_backtracks_without_end(bpe_files, tmp_path):
+    content = json.loads((bpe_files / "tokenizer.json").read_text())
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(content | {"pre_tokenizer": split}))
+    tokenizer = build_tokenizer(config("HuggingFaceTokenizer", tokenizer_model=tmp_path))
+    with pytest.raises(
+        InputError, match=r"tokenizer\.json: fails to tokenize a text \(.*retry-limit-in-match"
+    ):
+        tokenizer.tokenize("a" * 40 + "b")
+    assert tokenizer.tokenize("b")
+
+
 def test_null_tokenizer():
     tokenizer = build_tokenizer(config("NullTokenizer", vocab_size=100))
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.files) == (101, 100, [])

@@ -209,6 +209,7 @@ def test_a_conversation_longer_than_the_context(
     [
         ("--prompt 1 --sample-input-file x", "--prompt and --sample-input-file exclude each other"),
         ("--sample-input-file absent", "--sample-input-file: absent cannot be read"),
+        ("--sample-input-file /dev/zero", "--sample-input-file: /dev/zero cannot be read (larger than"),
         ("--num-samples 2", "JSON output needs --prompt or --sample-input-file"),
         ("--prompt 1 --logprobs 2", "--logprobs needs JSON output"),
         ("--prompt 1 --stop  ", "--stop"),

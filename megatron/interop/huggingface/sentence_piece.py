@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE, Unigram
 
 from megatron.errors import InputError
+from megatron.files import read_file
 from megatron.tokenizer.sentence_piece import SPECIAL_PIECES
 
 logger = logging.getLogger("megatron")
@@ -90,7 +91,7 @@ def read_proto(file: Path) -> Any:
         raise InputError(
             f"{file}: converting a SentencePiece model needs libraries ({error}); pip install sentencepiece protobuf"
         ) from None
-    return ModelProto.FromString(file.read_bytes())
+    return ModelProto.FromString(read_file(file))
 
 
 def _unigram(proto: Any) -> Unigram:

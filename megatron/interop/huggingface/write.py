@@ -19,6 +19,7 @@ from megatron.checkpoint.pieces import TensorSource
 from megatron.checkpoint.storage import check_room, sync
 from megatron.checkpoint.tokenizer import saved_tokenizer
 from megatron.errors import InputError
+from megatron.files import read_file
 from megatron.interop.convert import SHARD_BYTES, check_is_empty
 from megatron.interop.external import meta_model
 from megatron.interop.huggingface.families import FAMILIES, Family
@@ -175,7 +176,7 @@ def write_folder(
 
 def tokenizer_contents(tokenizer: Tokenizer, longest: int) -> dict[str, bytes]:
     """The files of a tokenizer, by the names that `AutoTokenizer` expects, and a tokenizer_config.json."""
-    contents = [file.read_bytes() for file in tokenizer.files]
+    contents = [read_file(file) for file in tokenizer.files]
     settings: dict[str, Any] = {"model_max_length": longest}
     if isinstance(tokenizer, GPT2BPETokenizer):
         names = ["vocab.json", "merges.txt", "tokenizer.json"]
@@ -198,7 +199,7 @@ def tokenizer_contents(tokenizer: Tokenizer, longest: int) -> dict[str, bytes]:
         settings |= {CONFIG_KEYS[role]: pieces[i].piece for role, i in tokenizer.special_ids.items()}
         settings |= {"tokenizer_class": "PreTrainedTokenizerFast"}
     else:
-        return {file.name: file.read_bytes() for file in tokenizer.files}
+        return {file.name: read_file(file) for file in tokenizer.files}
     return {"tokenizer_config.json": json_text(settings), **dict(zip(names, contents, strict=True))}
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron.errors import InputError
 from megatron.flags import LARGEST
 from megatron.interop.torch_file import StoredTensor, read_torch_file
-from megatron.interop.unpickle import Record, unpickle
+from megatron.interop.unpickle import Record, open_limited, unpickle
 from megatron.model.config import ModelConfig
 
 METADATA = ".metadata"
@@ -117,7 +117,7 @@ def read_metadata(folder: Path) -> tuple[dict[str, ChunkedTensor], dict[str, Sto
         raise ValueError("it contains a tensor")
 
     try:
-        with path.open("rb") as file:
+        with open_limited(path) as file:
             whole = unpickle(file, str(path), tensor=refuse, storage=refuse)
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None

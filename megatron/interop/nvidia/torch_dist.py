@@ -20,6 +20,7 @@ import torch
 
 from megatron.checkpoint.checkpoint import Checkpoint
 from megatron.errors import InputError
+from megatron.files import read_file
 from megatron.interop.external import ExternalTensor, ExternalTensors, list_names, meta_model
 from megatron.interop.nvidia.chunks import (
     METADATA,
@@ -48,6 +49,7 @@ from megatron.model.vocabulary import WORD_TABLE
 from megatron.tokenizer.config import TokenizerConfig
 
 # Prefixes of fused norms, and the native prefixes.
+FORMAT_BYTES = 10**6  # of metadata.json
 FUSED = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
@@ -118,7 +120,7 @@ def open_torch_dist(
 def _check_format(folder: Path) -> None:
     path = folder / "metadata.json"
     try:
-        metadata = json.loads(path.read_bytes()[: 10**6])
+        metadata = json.loads(read_file(path, FORMAT_BYTES))
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError):
