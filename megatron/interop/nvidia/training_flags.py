@@ -173,7 +173,7 @@ TRAINING_FLAGS: tuple[NvidiaFlag, ...] = (
     ),
     *accept("CPU runs are always reproducible, GPU runs are not guaranteed to be", "--deterministic-mode"),
     # Loss and optimizer.
-    *accept("the loss is always the mean over tokens", "--calculate-per-token-loss"),
+    *rename("--loss-mean tokens", "--calculate-per-token-loss"),
     *accept(
         "non-finite gradients never change weights; see --on-non-finite",
         "--no-check-for-nan-in-loss-and-grad",
