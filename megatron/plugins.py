@@ -25,6 +25,7 @@ from megatron.faults.watchdog import HangDetection
 from megatron.interop.formats import EXTERNAL_FORMATS
 from megatron.interop.nvidia.data_order import HeadDataOrder
 from megatron.interop.nvidia.flags import add_nvidia_flags
+from megatron.interop.nvidia.loss_mean import LossMeanConfig, with_microbatch_means
 from megatron.interop.other_names import FLAG_NAMES
 from megatron.performance.async_save import AsyncSaving
 from megatron.performance.config import PerformanceConfig
@@ -74,6 +75,7 @@ PLUGIN_CONFIGS.update(
         "faults": FaultsConfig,
         "evaluation": EvalTasksConfig,
         "dry run": DryRunConfig,
+        "loss": LossMeanConfig,
     }
 )
 PARSER_EXTENSIONS[:] = [add_config_flag, add_nvidia_flags]
@@ -90,6 +92,8 @@ def run(config: RunConfig, task: Task) -> int:
     """Pretrain `task`, or count what that would take (--dry-run). Returns the exit status."""
     # Prints all stacks if a signal ends the process, such as SIGBUS (a truncated data file).
     faulthandler.enable(sys.__stderr__ or 2)
+    if config.plugin(LossMeanConfig).loss_mean == "microbatches":
+        task = with_microbatch_means(task)
     if config.plugin(DryRunConfig).dry_run:
         from megatron.planner.dry_run import dry_run  # takes seconds to import
 

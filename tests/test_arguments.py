@@ -617,6 +617,7 @@ def test_help_is_grouped_and_complete() -> None:
         "faults",
         "evaluation",
         "dry run",
+        "loss",
     ]
     assert [line[:-1] for line in lines if re.fullmatch("[a-z -]+:", line)] == ["options", *titles]
     for part, config in RunConfig.section_types().items():

@@ -133,7 +133,19 @@ def test_exports(tmp_path: Path, kind: str, family: str, settings: dict) -> None
         "token ids of 8 texts equal those of AutoTokenizer of transformers, but special tokens written in a text, such "
         "as '<s>', are ordinary text for SentencePieceTokenizer"
     )
-    assert (written / "m.model").read_bytes() == (tmp_path / "theirs" / "m.model").read_bytes()
+    copy = written / ("m.model" if kind == "unigram" else "tokenizer.model")
+    assert copy.read_bytes() == (tmp_path / "theirs" / "m.model").read_bytes()
+    # llama.cpp takes these from here only; it adds a beginning token and a space by default.
+    config = json.loads((written / "tokenizer_config.json").read_text())
+    assert config["add_bos_token"] is False
+    assert ("add_prefix_space" in config) == (settings.get("add_dummy_prefix") is False)
+    added = {
+        int(i): (token["content"], token["special"]) for i, token in config["added_tokens_decoder"].items()
+    }
+    if kind == "bpe":
+        user = set(settings.get("user_defined_symbols", "").split(",")) - {""}
+        assert {text for text, special in added.values() if not special} == user
+    assert all(auto.convert_ids_to_tokens(i) == text for i, (text, _) in added.items())
 
 
 def test_qwen2_exports_are_read_by_another_class(tmp_path: Path) -> None:

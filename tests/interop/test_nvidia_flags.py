@@ -89,12 +89,30 @@ EXAMPLES_2026 = """
     te-rng-tracker cuda-graph-impl inference-dynamic-batching enable-chunked-prefill return-log-probs
 """
 
+# Further flags in the functional tests of August 2026 that this program can run.
+FUNCTIONAL_TESTS_2026 = """
+    apply-query-key-layer-scaling async-ckpt-use-cpu-shm async-save async-strategy
+    check-weight-hash-across-dp-replicas-interval ckpt-assume-constant-structure ckpt-fully-parallel-load
+    ckpt-fully-parallel-save ddp-average-in-collective decoder-first-pipeline-num-layers
+    decoder-last-pipeline-num-layers defer-embedding-wgrad-compute deterministic-mode
+    disable-gloo-process-groups dist-ckpt-optim-fully-reshardable no-ckpt-fully-parallel-save
+    num-distributed-optimizer-instances overlap-param-gather-with-optimizer-step rerun-mode test-mode
+    use-persistent-ckpt-worker use-torch-fsdp2 verify-integrity wgrad-deferral-limit
+"""
 
-@pytest.mark.parametrize(("names", "count"), [(V2_5, 135), (V3_0, 52), (EXAMPLES_2026, 92)])
+
+@pytest.mark.parametrize(
+    ("names", "count"), [(V2_5, 135), (V3_0, 52), (EXAMPLES_2026, 92), (FUNCTIONAL_TESTS_2026, 24)]
+)
 def test_every_nvidia_flag_is_known(names: str, count: int) -> None:
     assert len(set(names.split())) == count
     known = run_parser("", {}).flags
     assert [name for name in names.split() if f"--{name}" not in known] == []
+
+
+def test_flags_of_functional_tests_are_taken() -> None:
+    refused = {flag.name[2:] for flag in NVIDIA_FLAGS if flag.refused and not flag.harmless}
+    assert refused.isdisjoint(FUNCTIONAL_TESTS_2026.split())
 
 
 def test_notes_are_short_lines() -> None:

@@ -24,7 +24,7 @@ from megatron.interop.convert import SHARD_BYTES, check_is_empty
 from megatron.interop.external import meta_model
 from megatron.interop.huggingface.families import FAMILIES, Family
 from megatron.interop.huggingface.read import INDEX
-from megatron.interop.huggingface.sentence_piece import read_proto, to_tokenizer_json
+from megatron.interop.huggingface.sentence_piece import BPE_MODEL, read_proto, to_tokenizer_json
 from megatron.interop.huggingface.settings import to_config
 from megatron.interop.tensor_writer import TensorToWrite, in_shards, write_tensors
 from megatron.model.config import ModelConfig
@@ -193,11 +193,17 @@ def tokenizer_contents(tokenizer: Tokenizer, longest: int) -> dict[str, bytes]:
         names = ["tokenizer.json", "tokenizer_config.json"][: len(contents)]
         settings |= {"tokenizer_class": "PreTrainedTokenizerFast"}
     elif tokenizer.name == "SentencePieceTokenizer" and (converted := to_tokenizer_json(tokenizer.files[0])):
-        names = [tokenizer.files[0].name, "tokenizer.json"]
+        proto = read_proto(tokenizer.files[0])
+        # llama.cpp takes a tokenizer.model for BPE, and reads the other settings from tokenizer_config.json only.
+        is_bpe = proto.trainer_spec.model_type == BPE_MODEL
+        names = ["tokenizer.model" if is_bpe else tokenizer.files[0].name, "tokenizer.json"]
         contents.append(converted.encode())
-        pieces = read_proto(tokenizer.files[0]).pieces
-        settings |= {CONFIG_KEYS[role]: pieces[i].piece for role, i in tokenizer.special_ids.items()}
-        settings |= {"tokenizer_class": "PreTrainedTokenizerFast"}
+        settings |= {CONFIG_KEYS[role]: proto.pieces[i].piece for role, i in tokenizer.special_ids.items()}
+        settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": False}
+        added = json.loads(converted)["added_tokens"]
+        settings["added_tokens_decoder"] = {str(token.pop("id")): token for token in added}
+        if not proto.normalizer_spec.add_dummy_prefix:
+            settings["add_prefix_space"] = False
     else:
         return {file.name: read_file(file) for file in tokenizer.files}
     return {"tokenizer_config.json": json_text(settings), **dict(zip(names, contents, strict=True))}

@@ -21,7 +21,7 @@ from megatron.interop.nvidia.training_flags import TRAINING_FLAGS
 OURS_ALONE = frozenset(
     "--add-attention-bias --add-mlp-bias --rope-scaling-original-length --rope-scaling-type "
     "--bf16-optimizer-states --check-weight-replicas-interval --cuda-graph --data-order --device --dry-run "
-    "--dry-run-json --dry-run-ranks --eval-tasks --eval-tasks-data --hang-timeout --keep-last --lion-beta1 "
+    "--dry-run-json --dry-run-ranks --eval-tasks --eval-tasks-data --hang-timeout --keep-last --lion-beta1 --loss-mean "
     "--lion-beta2 --metrics-path --no-mask-padded-vocab --no-progress --no-torch-compile --on-non-finite "
     "--ops-backend --pipeline-schedule --spike-skip --no-verify-checkpoint --world-size".split()
 )
@@ -32,13 +32,14 @@ DEPARTURES = {
     "--data-path": "blends in v2.5's order; --data-order head selects the current one",
     "--distributed-backend": "default: nccl on GPUs, gloo on CPUs; there nccl",
     "--eod-mask-loss": "the loss is the mean over the global batch; there the mean of the microbatches' means, so "
-    "losses and grad norms differ; in a spike the grad norm differed by 14%",
+    "losses and grad norms differ (in a spike the grad norm by 14%) unless --loss-mean microbatches is given",
     "--eval-interval": "default: 1000, as in v2.5; now none",
     "--eval-iters": "every evaluation reads the same samples; there each reads the next ones",
     "--fp16": "gradients are accumulated in fp32; skipped steps advance the schedules, there they do not",
     "--load": "a folder without a checkpoint is an error unless it is also --save; there training starts from scratch",
     "--log-memory-to-tensorboard": "of the rank that uses most; on a CPU the resident memory",
-    "--mask-prob": "the loss is the mean over the global batch; there the mean of the microbatches' means",
+    "--mask-prob": "the loss is the mean over the global batch; there the mean of the microbatches' means, as with "
+    "--loss-mean microbatches",
     "--max-position-embeddings": "default: --seq-length; there required",
     "--muon-num-ns-steps": "in fp32, with the coefficients of torch.optim.Muon; there `quintic` by default, in bf16",
     "--num-layers-per-virtual-pipeline-stage": "needs two stages; in v2.5 three",
@@ -46,7 +47,7 @@ DEPARTURES = {
     "--overlapping-eval": "there a flag of tasks/main.py with default 32, as here in tools/evaluate.py",
     "--pipeline-model-parallel-size": "an error if larger than the number of ranks; v2.5 reduces it",
     "--profile": "always torch's profiler, with a summary page; there nsys by default",
-    "--rampup-batch-size": "as in v2.5; now ignored",
+    "--rampup-batch-size": "as in v2.5, with --train-samples only; now ignored",
     "--save-interval": "optional: by default the run saves at its end; there required with --save",
     "--seed": "other initial weights and dropout than there, but equal in every layout",
     "--split": "default: 969,30,1, as in v2.5; now none, and rounded as with --data-order head; if given, a share "

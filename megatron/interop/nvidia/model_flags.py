@@ -44,10 +44,10 @@ MODEL_FLAGS: tuple[NvidiaFlag, ...] = (
     ),
     *refuse(
         "only plain transformers are implemented",
-        "--spec NAME...",
         "--hybrid-layer-pattern TEXT",
         "--hybrid-override-pattern TEXT",
     ),
+    *refuse("only plain transformers are implemented", "--spec NAME...", harmless=("local",)),
     *refuse(
         "mixture of experts is not implemented",
         "--num-experts N",

@@ -40,7 +40,7 @@ TRAINING_FLAGS: tuple[NvidiaFlag, ...] = (
         "--per-split-data-args-path FILE",
     ),
     *accept("use --metrics-path", "--log-progress"),
-    *refuse("set the environment variable WANDB_DIR", "--wandb-save-dir DIR"),
+    *accept("set the environment variable WANDB_DIR", "--wandb-save-dir DIR"),
     # Kernels and fusions.
     *accept(
         "the attention kernel is chosen by device, dtype and shape",
@@ -154,6 +154,7 @@ TRAINING_FLAGS: tuple[NvidiaFlag, ...] = (
         "--microbatch-group-size-per-virtual-pipeline-stage N",
         "--num-distributed-optimizer-instances N",
         "--defer-embedding-wgrad-compute",
+        "--wgrad-deferral-limit N",
         "--overlap-param-gather-with-optimizer-step",
         "--tp-comm-overlap-cfg FILE",
     ),
@@ -172,7 +173,7 @@ TRAINING_FLAGS: tuple[NvidiaFlag, ...] = (
     ),
     *accept("CPU runs are always reproducible, GPU runs are not guaranteed to be", "--deterministic-mode"),
     # Loss and optimizer.
-    *accept("the loss is always the mean over tokens", "--calculate-per-token-loss"),
+    *rename("--loss-mean tokens", "--calculate-per-token-loss"),
     *accept(
         "non-finite gradients never change weights; see --on-non-finite",
         "--no-check-for-nan-in-loss-and-grad",
@@ -201,7 +202,13 @@ TRAINING_FLAGS: tuple[NvidiaFlag, ...] = (
         "--ckpt-assume-constant-structure",
         "--dist-ckpt-optim-fully-reshardable",
     ),
-    *accept("a thread of each process writes with --async-save", "--use-persistent-ckpt-worker"),
+    *accept(
+        "a thread of each process writes with --async-save",
+        "--use-persistent-ckpt-worker",
+        "--async-strategy NAME",
+        "--async-ckpt-use-cpu-shm",
+    ),
+    *accept("checksums are always written, and compared on loading", "--verify-integrity"),
     *refuse(
         "--load of an empty folder is an error unless it is also --save",
         "--exit-on-missing-checkpoint",
@@ -225,7 +232,13 @@ TRAINING_FLAGS: tuple[NvidiaFlag, ...] = (
     ),
     *accept("always used by --profile", "--use-pytorch-profiler"),
     *accept("not implemented; the log reports memory use", "--record-memory-history"),
-    *refuse("steps are not validated by running them twice", "--rerun-mode NAME", harmless=("disabled",)),
+    *accept(
+        "results are not validated; see --check-weight-replicas-interval",
+        "--rerun-mode NAME",
+        "--test-mode",
+    ),
+    *refuse("no faults are injected", "--error-injection-rate N", harmless=("0",)),
+    *accept("no faults are injected", "--error-injection-type NAME"),
     *accept("SIGTERM and Ctrl-C always save a checkpoint and exit", "--exit-signal-handler"),
     *refuse(
         "specific to NVIDIA's cluster; SIGTERM saves and exits, --load resumes",

@@ -1,0 +1,39 @@
+"""The mean of the loss that Megatron-LM minimizes by default, for --loss-mean microbatches."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.flags import flag
+from megatron.training.config import PluginConfig
+from megatron.training.task import Task
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossMeanConfig(PluginConfig):
+    """The mean of the loss, where microbatches differ in their number of tokens that count."""
+
+    loss_mean: str = flag(
+        "tokens",
+        "mean of the loss: over the tokens of the global batch, or over the means of its microbatches, as in "
+        "Megatron-LM without --calculate-per-token-loss; the latter depends on --micro-batch-size and the layout",
+        choices=("tokens", "microbatches"),
+    )
+
+
+def with_microbatch_means(task: Task) -> Task:
+    """The same task, with microbatches that count the same, whatever their number of tokens."""
+
+    def denominators(batch: Any) -> Tensor:
+        return torch.ones_like(task.loss_denominators(batch))
+
+    def forward(model: Any, batch: Any, x: Tensor | None, dropout_key: Any) -> Tensor:
+        out = task.forward(model, batch, x, dropout_key)
+        # The model's last chunk returns the sums of the losses, [terms]; others return hidden states.
+        return out / task.loss_denominators(batch).clamp(min=1) if out.ndim == 1 else out
+
+    return dataclasses.replace(task, loss_denominators=denominators, forward=forward)
