@@ -35,6 +35,8 @@ KINDS = {
     "phi3": ("Phi3ForCausalLM", PHI3),
     "qwen2": ("Qwen2ForCausalLM", {**SIZES, "num_key_value_heads": 2}),
     "qwen3": ("Qwen3ForCausalLM", {**SIZES, "num_key_value_heads": 2, "head_dim": 24}),
+    "gpt_neox": ("GPTNeoXForCausalLM", {**SIZES, "hidden_act": "gelu_new"}),
+    "gpt_neox in series": ("GPTNeoXForCausalLM", {**SIZES, "use_parallel_residual": False}),
     "bert": ("MegatronBertForPreTraining", SIZES),
     "bert of tanh gelu": ("MegatronBertForPreTraining", {**SIZES, "hidden_act": "gelu_new"}),
     "bert of words": ("MegatronBertForMaskedLM", SIZES),

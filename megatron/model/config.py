@@ -10,6 +10,12 @@ from types import MappingProxyType
 from megatron.errors import InputError
 from megatron.flags import Config, either, flag, flag_name
 
+# Flags that replace parts of the model (`megatron.model.variants`), with the values that do.
+VARIANT_VALUES = {
+    "apply_residual_connection_post_layernorm": True,
+    "use_parallel_residual": True,
+}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig(Config):
@@ -78,6 +84,10 @@ class ModelConfig(Config):
     apply_residual_connection_post_layernorm: bool = flag(
         False, "take the residual after the norm instead of before it, as the original BERT does"
     )
+    use_parallel_residual: bool = flag(
+        False,
+        "attention and MLP of a layer both read its input, as in GPT-NeoX, instead of one after the other",
+    )
     fp32_residual_connection: bool = flag(
         False, "with --bf16 or --fp16: keep the residual stream, also between pipeline stages, in fp32"
     )
@@ -129,6 +139,11 @@ class ModelConfig(Config):
     def rotary_channels(self) -> int:
         """Channels of a head that RoPE rotates, an even number."""
         return int(self.kv_channels * self.rotary_percent) // 2 * 2
+
+    @property
+    def variants(self) -> list[str]:
+        """Names of the flags in use that replace parts of the model."""
+        return [name for name, value in VARIANT_VALUES.items() if getattr(self, name) == value]
 
     @property
     def tanh_gelu(self) -> bool:

@@ -170,8 +170,8 @@ def test_llama_with_the_biases_of_other_flags(
     [
         ("--group-query-attention --num-query-groups 1", "--num-query-groups is 1 here and 2 there"),
         (
-            "--position-embedding-type rope",
-            "llama: --normalization is LayerNorm",
+            "--position-embedding-type rope --disable-bias-linear",
+            "gpt_neox: --disable-bias-linear is True here and False there",
         ),
         (
             "--position-embedding-type none",

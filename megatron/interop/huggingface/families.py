@@ -98,6 +98,7 @@ class Family:
         fixed: the supported values of further keys of config.json.
         activation: the key of config.json for the form of GELU, and its default; None for a gated MLP.
         tied: the default of tie_word_embeddings.
+        older: older names of settings.
         windows: the keys of attention windows, with their defaults.
         rope_types: the supported values of rope_type.
     """
@@ -113,6 +114,7 @@ class Family:
     fixed: Mapping[str, tuple[Any, ...]]
     activation: tuple[str, str] | None
     tied: bool
+    older: Mapping[str, str] = dataclasses.field(default_factory=dict)
     windows: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     rope_types: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn")
 
@@ -283,6 +285,51 @@ PHI3 = dataclasses.replace(
     rope_types=("default",),
 )
 
+GPT_NEOX = Family(
+    model_type="gpt_neox",
+    architectures=("GPTNeoXForCausalLM",),
+    prefix="gpt_neox.",
+    modules={
+        "embedding.word_embeddings": same("gpt_neox.embed_in"),
+        _LAYER + "input_layernorm": same("gpt_neox.layers.{}.input_layernorm"),
+        _LAYER + "self_attention.linear_qkv": same("gpt_neox.layers.{}.attention.query_key_value"),
+        _LAYER + "self_attention.linear_proj": same("gpt_neox.layers.{}.attention.dense"),
+        _LAYER + "pre_mlp_layernorm": same("gpt_neox.layers.{}.post_attention_layernorm"),
+        _LAYER + "mlp.linear_fc1": same("gpt_neox.layers.{}.mlp.dense_h_to_4h"),
+        _LAYER + "mlp.linear_fc2": same("gpt_neox.layers.{}.mlp.dense_4h_to_h"),
+        "decoder.final_layernorm": same("gpt_neox.final_layer_norm"),
+        "output_layer": same("embed_out"),
+    },
+    ignored=r"(.*\.)?attention\.(bias|masked_bias|rotary_emb\.inv_freq)",
+    settings={
+        "num_hidden_layers": "num_layers",
+        "hidden_size": "hidden_size",
+        "num_attention_heads": "num_attention_heads",
+        "max_position_embeddings": "max_position_embeddings",
+        "intermediate_size": "ffn_hidden_size",
+        "layer_norm_eps": "norm_epsilon",
+        "attention_dropout": "attention_dropout",
+        "hidden_dropout": "hidden_dropout",
+        "initializer_range": "init_method_std",
+        "use_parallel_residual": "use_parallel_residual",
+        "partial_rotary_factor": "rotary_percent",
+    },
+    defaults={
+        "layer_norm_eps": 1e-5,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "initializer_range": 0.02,
+        "use_parallel_residual": True,
+        "partial_rotary_factor": 0.25,
+    },
+    shape={"position_embedding_type": "rope"},
+    fixed={"attention_bias": (True,), "is_decoder": (False, True)},
+    activation=("hidden_act", "gelu"),
+    tied=False,
+    older={"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
+    rope_types=("default",),
+)
+
 MEGATRON_BERT = Family(
     model_type="megatron-bert",
     architectures=("MegatronBertForPreTraining", "MegatronBertForMaskedLM"),
@@ -338,4 +385,5 @@ MEGATRON_BERT = Family(
     tied=True,
 )
 
-FAMILIES = {family.model_type: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, MEGATRON_BERT)}
+_GPTS = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GPT_NEOX)
+FAMILIES = {family.model_type: family for family in (*_GPTS, MEGATRON_BERT)}

@@ -34,6 +34,7 @@ IGNORED = {
     "architectures",
     "bos_token_id",
     "chunk_size_feed_forward",
+    "classifier_dropout",
     "dtype",
     "eos_token_id",
     "gradient_checkpointing",
@@ -89,6 +90,9 @@ def _from_config(config: dict[str, Any]) -> Settings:
     family = FAMILIES[config["model_type"]]
     # Keys are removed as they are used, so that those left at the end are unknown.
     left = {key: value for key, value in config.items() if key not in IGNORED}
+    for key, newer in family.older.items():
+        if key in left:
+            left[newer] = left.pop(key)
     for key, values in (FIXED | dict(family.fixed)).items():
         _check(key, left.pop(key, values[0]), values)
     rows = left.pop("vocab_size", None)
@@ -118,7 +122,7 @@ def _from_config(config: dict[str, Any]) -> Settings:
         _check(key, name, ("gelu", *TANH_GELU))
         # The first flag affects the layers, the second also BERT's head.
         fields |= {"bias_gelu_fusion": name != "gelu", "openai_gelu": name != "gelu"}
-    else:
+    if fields.get("position_embedding_type") == "rope":
         fields |= _read_rope(rope, left, family, fields["max_position_embeddings"], notes)
         _check_windows(left, family, fields)
     private = [key for key in left if key.startswith("_")]
@@ -217,7 +221,7 @@ def to_config(family: Family, model: ModelConfig, rows: int) -> dict[str, Any]:
     if family.activation is not None:
         tanh = model.openai_gelu if is_bert else model.tanh_gelu
         config[family.activation[0]] = "gelu_new" if tanh else "gelu"
-    else:
+    if family.shape.get("position_embedding_type") == "rope":
         config |= _rope_to_config(model)
         if "sliding_window" in family.windows:
             config["sliding_window"] = None
@@ -226,6 +230,7 @@ def to_config(family: Family, model: ModelConfig, rows: int) -> dict[str, Any]:
     if family.model_type == "gpt2":
         # llama.cpp reads n_ctx.
         config |= {"embd_pdrop": model.hidden_dropout, "n_ctx": config["n_positions"]}
+    config |= {older: config[key] for older, key in family.older.items()}
     lost = differences(model, _from_config(config).model, is_bert=is_bert)
     if lost:
         lines = "; ".join(f"{flag} is {ours} here and {theirs} there" for flag, ours, theirs in lost)

@@ -1,0 +1,14 @@
+"""Tables of the model's variants, by the flags that choose them. Importing this module fills the core's registry."""
+
+from __future__ import annotations
+
+from megatron.model.transformer import TransformerLayer
+from megatron.model.variants import VARIANTS
+from megatron.variants.layers import ParallelLayer, PostNormLayer
+
+VARIANTS.update(
+    {
+        "apply_residual_connection_post_layernorm": {TransformerLayer: PostNormLayer},
+        "use_parallel_residual": {TransformerLayer: ParallelLayer},
+    }
+)
