@@ -35,6 +35,7 @@ KINDS = {
     "phi3": ("Phi3ForCausalLM", PHI3),
     "qwen2": ("Qwen2ForCausalLM", {**SIZES, "num_key_value_heads": 2}),
     "qwen3": ("Qwen3ForCausalLM", {**SIZES, "num_key_value_heads": 2, "head_dim": 24}),
+    "olmo2": ("Olmo2ForCausalLM", {**SIZES, "num_key_value_heads": 2}),
     "gpt_neox": ("GPTNeoXForCausalLM", {**SIZES, "hidden_act": "gelu_new"}),
     "gpt_neox in series": ("GPTNeoXForCausalLM", {**SIZES, "use_parallel_residual": False}),
     "bert": ("MegatronBertForPreTraining", SIZES),

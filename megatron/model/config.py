@@ -14,6 +14,8 @@ from megatron.flags import Config, either, flag, flag_name
 VARIANT_VALUES = {
     "apply_residual_connection_post_layernorm": True,
     "use_parallel_residual": True,
+    "norm_after": True,
+    "qk_layernorm_all_heads": True,
 }
 
 
@@ -78,6 +80,9 @@ class ModelConfig(Config):
     )
     add_mlp_bias: bool = flag(False, "biases in the MLP, even with --disable-bias-linear")
     qk_layernorm: bool = flag(False, "normalize the queries and keys of each head")
+    qk_layernorm_all_heads: bool = flag(
+        False, "with --qk-layernorm: normalize all heads together, as in OLMo 2"
+    )
     untie_embeddings_and_output_weights: bool = flag(
         False, "separate weights for the output layer instead of the word embeddings"
     )
@@ -87,6 +92,9 @@ class ModelConfig(Config):
     use_parallel_residual: bool = flag(
         False,
         "attention and MLP of a layer both read its input, as in GPT-NeoX, instead of one after the other",
+    )
+    norm_after: bool = flag(
+        False, "normalize the outputs of attention and MLP instead of their inputs, as in OLMo 2"
     )
     fp32_residual_connection: bool = flag(
         False, "with --bf16 or --fp16: keep the residual stream, also between pipeline stages, in fp32"

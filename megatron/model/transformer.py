@@ -118,7 +118,8 @@ class SelfAttention(nn.Module):
             init=output_init(config),
             context=context,
         )
-        self.q_layernorm = self.k_layernorm = None
+        self.q_layernorm: nn.Module | None = None
+        self.k_layernorm: nn.Module | None = None
         if config.qk_layernorm:
             # All heads share one scale, and each rank normalizes some of the heads.
             shard = whole(d, replicas=context.tp, partial=True)
@@ -195,7 +196,7 @@ class TransformerLayer(nn.Module):
         self.layer, self.context = layer, context
         self.hidden_dropout = config.hidden_dropout
         self.input_layernorm = Norm(config, context)
-        self.self_attention = SelfAttention(config, layer, context)
+        self.self_attention = variant(SelfAttention, config)(config, layer, context)
         self.pre_mlp_layernorm = Norm(config, context)
         self.mlp = MLP(config, context)
 

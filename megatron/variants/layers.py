@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from megatron.model.config import ModelConfig
+from megatron.model.context import ModelContext
 from megatron.model.transformer import LayerInputs, TransformerLayer
 
 
@@ -25,3 +27,18 @@ class ParallelLayer(TransformerLayer):
     def forward(self, x_sbh: Tensor, inputs: LayerInputs) -> Tensor:
         attended_sbh = self.attention_block(self.input_layernorm(x_sbh), inputs)
         return x_sbh + attended_sbh + self.mlp_block(self.pre_mlp_layernorm(x_sbh), inputs)
+
+
+class NormAfterLayer(TransformerLayer):
+    """Norms of the outputs, x + norm(attention(x)), then x + norm(mlp(x)) (OLMo 2, arXiv 2501.00656)."""
+
+    def __init__(self, config: ModelConfig, layer: int, context: ModelContext) -> None:
+        super().__init__(config, layer, context)
+        self.post_self_attn_layernorm, self.post_mlp_layernorm = self.input_layernorm, self.pre_mlp_layernorm
+        del self.input_layernorm, self.pre_mlp_layernorm
+
+    def forward(self, x_sbh: Tensor, inputs: LayerInputs) -> Tensor:
+        attended_sbh = self.post_self_attn_layernorm(self.self_attention(x_sbh.to(self.dtype), inputs))
+        x_sbh = x_sbh + self.drop(attended_sbh, inputs, "attended")
+        mlp_sbh = self.post_mlp_layernorm(self.mlp(x_sbh.to(self.dtype)))
+        return x_sbh + self.drop(mlp_sbh, inputs, "mlp")

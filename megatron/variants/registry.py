@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from megatron.model.transformer import TransformerLayer
+from megatron.model.transformer import SelfAttention, TransformerLayer
 from megatron.model.variants import VARIANTS
-from megatron.variants.layers import ParallelLayer, PostNormLayer
+from megatron.variants.attention import AllHeadsNormAttention
+from megatron.variants.layers import NormAfterLayer, ParallelLayer, PostNormLayer
 
 VARIANTS.update(
     {
         "apply_residual_connection_post_layernorm": {TransformerLayer: PostNormLayer},
         "use_parallel_residual": {TransformerLayer: ParallelLayer},
+        "norm_after": {TransformerLayer: NormAfterLayer},
+        "qk_layernorm_all_heads": {SelfAttention: AllHeadsNormAttention},
     }
 )

@@ -81,7 +81,7 @@ def test_round_trip(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["llama linear", "llama yarn", "mistral", "phi3", "gpt_neox", "gpt_neox in series"]
+    "kind", ["llama linear", "llama yarn", "mistral", "phi3", "olmo2", "gpt_neox", "gpt_neox in series"]
 )
 def test_gradients(tmp_path: Path, kind: str) -> None:
     """Gradients of a random function of the logits equal those of transformers."""
@@ -264,8 +264,8 @@ def train(folder: str, load: str, flags: str) -> None:
     assert run(parse_run_config(words, description="", defaults=DEFAULTS), GPT) == 0
 
 
-GROUPED = ("qwen2", "llama linear", "llama yarn", "mistral", "phi3")
-SLOW_LAYOUTS = ("llama linear", "llama yarn", "mistral", "phi3", "gpt_neox", "gpt_neox in series")
+GROUPED = ("qwen2", "llama linear", "llama yarn", "mistral", "phi3", "olmo2")
+SLOW_LAYOUTS = (*GROUPED[1:], "gpt_neox", "gpt_neox in series")
 
 
 @pytest.mark.parametrize(

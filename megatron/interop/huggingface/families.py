@@ -251,15 +251,16 @@ QWEN2 = dataclasses.replace(
     windows=_QWEN_WINDOWS,
 )
 
+_QK_NORMS = {
+    _LAYER + "self_attention.q_layernorm": same("model.layers.{}.self_attn.q_norm"),
+    _LAYER + "self_attention.k_layernorm": same("model.layers.{}.self_attn.k_norm"),
+}
+
 QWEN3 = dataclasses.replace(
     MISTRAL,
     model_type="qwen3",
     architectures=("Qwen3ForCausalLM",),
-    modules={
-        **MISTRAL.modules,
-        _LAYER + "self_attention.q_layernorm": same("model.layers.{}.self_attn.q_norm"),
-        _LAYER + "self_attention.k_layernorm": same("model.layers.{}.self_attn.k_norm"),
-    },
+    modules={**MISTRAL.modules, **_QK_NORMS},
     settings={**MISTRAL.settings, "attention_bias": "add_attention_bias"},
     defaults={**MISTRAL.defaults, "head_dim": 128, "attention_bias": False},
     shape={**MISTRAL.shape, "qk_layernorm": True},
@@ -283,6 +284,26 @@ PHI3 = dataclasses.replace(
     defaults={**MISTRAL.defaults, "rms_norm_eps": 1e-5, "resid_pdrop": 0.0, "partial_rotary_factor": 1.0},
     windows={"sliding_window": None},
     rope_types=("default",),
+)
+
+OLMO2 = dataclasses.replace(
+    MISTRAL,
+    model_type="olmo2",
+    architectures=("Olmo2ForCausalLM",),
+    modules={
+        **{name: MISTRAL.modules[name] for name in MISTRAL.modules if not name.endswith("_layernorm")},
+        **_QK_NORMS,
+        _LAYER + "post_self_attn_layernorm": same("model.layers.{}.post_attention_layernorm"),
+        _LAYER + "post_mlp_layernorm": same("model.layers.{}.post_feedforward_layernorm"),
+        "decoder.final_layernorm": same("model.norm"),
+    },
+    settings={
+        **{key: field for key, field in MISTRAL.settings.items() if key != "head_dim"},
+        "attention_bias": "add_attention_bias",
+    },
+    defaults={**MISTRAL.defaults, "rms_norm_eps": 1e-5, "attention_bias": False},
+    shape={**MISTRAL.shape, "norm_after": True, "qk_layernorm": True, "qk_layernorm_all_heads": True},
+    windows={},
 )
 
 GPT_NEOX = Family(
@@ -385,5 +406,5 @@ MEGATRON_BERT = Family(
     tied=True,
 )
 
-_GPTS = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GPT_NEOX)
+_GPTS = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, OLMO2, GPT_NEOX)
 FAMILIES = {family.model_type: family for family in (*_GPTS, MEGATRON_BERT)}

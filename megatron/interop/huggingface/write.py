@@ -87,6 +87,8 @@ def choose_family(task: str, model: ModelConfig) -> str:
         return "megatron-bert"
     if model.position_embedding_type != "rope":
         return "gpt2"
+    if model.norm_after:
+        return "olmo2"
     if model.normalization == "LayerNorm":
         return "gpt_neox"
     if model.qk_layernorm:

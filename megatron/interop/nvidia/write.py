@@ -40,6 +40,7 @@ REQUIRED = {
     "group_query_attention": False,
     "qk_layernorm": False,
     "use_parallel_residual": False,
+    "norm_after": False,
 }
 
 
