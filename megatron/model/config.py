@@ -67,6 +67,9 @@ class ModelConfig(Config):
         1e-5, "added to the variance in each norm", above=0, aliases=("--layernorm-epsilon",)
     )
     swiglu: bool = flag(False, "gated MLP, silu(gate) * up, instead of GELU")
+    activation_function: str = flag(
+        "gelu", "activation of the MLP without --swiglu", choices=("gelu", "relu")
+    )
     bias_gelu_fusion: bool = flag(
         True, "exact (erf) GELU instead of the tanh approximation, as without NVIDIA's fused kernel"
     )
@@ -125,6 +128,10 @@ class ModelConfig(Config):
             object.__setattr__(
                 self, "ffn_hidden_size", max(1, 8 * h // 3 // 64) * 64 if self.swiglu else 4 * h
             )
+        if self.swiglu and self.activation_function != "gelu":
+            raise InputError(
+                f"--activation-function: {self.activation_function} and --swiglu exclude each other"
+            )
         groups = self.num_query_groups or (1 if self.group_query_attention else heads)
         if groups != heads and not self.group_query_attention:
             raise InputError(f"--num-query-groups: {groups} needs --group-query-attention")
@@ -152,6 +159,15 @@ class ModelConfig(Config):
     def variants(self) -> list[str]:
         """Names of the flags in use that replace parts of the model."""
         return [name for name, value in VARIANT_VALUES.items() if getattr(self, name) == value]
+
+    @property
+    def activation(self) -> str:
+        """Name of the MLP's activation in `megatron.ops.activation`."""
+        if self.swiglu:
+            return "swiglu"
+        return self.activation_function + (
+            "_tanh" if "gelu" in self.activation_function and self.tanh_gelu else ""
+        )
 
     @property
     def tanh_gelu(self) -> bool:

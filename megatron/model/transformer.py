@@ -165,17 +165,16 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers with GELU between, or the gated form with SiLU (SwiGLU, arXiv 2002.05202)."""
+    """Two linear layers with an activation between, by default GELU, or the gated form with SiLU (SwiGLU, arXiv 2002.05202)."""
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
-        self.activation, self.ops = "gelu_tanh" if config.tanh_gelu else "gelu", context.ops
+        self.activation, self.ops = config.activation, context.ops
         h, f = config.hidden_size, config.ffn_hidden_size
         outputs, shard = f, None
         if config.swiglu:
             # The weights of gate and up, one above the other: each rank holds a part of both.
             begin, end = context.tp.local_range(f)
-            self.activation = "swiglu"
             outputs, shard = 2 * f, GlobalSlice((2 * f, h), 0, ((begin, end), (f + begin, f + end)))
         bias, init = config.add_bias_linear or config.add_mlp_bias, input_init(config, outputs)
         self.linear_fc1 = ColumnParallelLinear(h, outputs, bias=bias, init=init, context=context, shard=shard)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from megatron.model.transformer import SelfAttention, TransformerLayer
 from megatron.model.variants import VARIANTS
+from megatron.ops.activation import ACTIVATIONS, COMPILED
+from megatron.variants.activations import relu, relu_backward
 from megatron.variants.attention import AllHeadsNormAttention
 from megatron.variants.layers import NormAfterLayer, ParallelLayer, PostNormLayer
 
@@ -15,3 +17,5 @@ VARIANTS.update(
         "qk_layernorm_all_heads": {SelfAttention: AllHeadsNormAttention},
     }
 )
+ACTIVATIONS["relu"] = relu
+COMPILED["relu"] = (relu, relu_backward)

@@ -81,7 +81,8 @@ def test_round_trip(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["llama linear", "llama yarn", "mistral", "phi3", "olmo2", "gpt_neox", "gpt_neox in series"]
+    "kind",
+    ["llama linear", "llama yarn", "mistral", "phi3", "olmo2", "opt", "gpt_neox", "gpt_neox in series"],
 )
 def test_gradients(tmp_path: Path, kind: str) -> None:
     """Gradients of a random function of the logits equal those of transformers."""
@@ -105,7 +106,12 @@ def test_gradients(tmp_path: Path, kind: str) -> None:
     for name, p in ours.named_parameters():
         names, modules = family.tensors(name)
         for part, grad in zip(names, modules.split(p.grad, config), strict=True):
-            assert largest_difference([expected.pop(part)], [grad]) < 1e-5, part
+            if part.endswith("k_proj.bias") and config.position_embedding_type != "rope":
+                assert (
+                    max(expected.pop(part).abs().max(), grad.abs().max()) < 1e-5
+                )  # 0: it cancels in the softmax
+            else:
+                assert largest_difference([expected.pop(part)], [grad]) < 1e-5, part
     assert not expected
 
 
@@ -204,6 +210,24 @@ def test_auto_classes_load_exported_models(tmp_path: Path, kind: str) -> None:
             assert theirs[key] == value, key
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        (
+            "opt",
+            {"do_layer_norm_before": False},
+            "do_layer_norm_before: False is not supported; only True is",
+        ),
+        ("opt", {"word_embed_proj_dim": 32}, "word_embed_proj_dim: 32 is not supported"),
+    ],
+)
+def test_other_forms_of_a_family_are_refused(tmp_path: Path, kind: str, fields: dict, message: str) -> None:
+    folder = save_hf(tmp_path, kind)
+    edit_config(folder, **fields)
+    with pytest.raises(InputError, match=message):
+        open_huggingface(folder)
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "gpt_neox", "bert"])
 def test_older_files(tmp_path: Path, kind: str) -> None:
     """Files without the prefix of the model with heads, with buffers, copies of tied embeddings, and older settings."""
@@ -265,7 +289,7 @@ def train(folder: str, load: str, flags: str) -> None:
 
 
 GROUPED = ("qwen2", "llama linear", "llama yarn", "mistral", "phi3", "olmo2")
-SLOW_LAYOUTS = (*GROUPED[1:], "gpt_neox", "gpt_neox in series")
+SLOW_LAYOUTS = (*GROUPED[1:], "opt", "gpt_neox", "gpt_neox in series")
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ SHAPES = {
     "qwen2": f"{LLAMA} --add-qkv-bias",
     "qwen3": f"{LLAMA} --qk-layernorm",
     "olmo2": f"{LLAMA} --qk-layernorm --qk-layernorm-all-heads --norm-after --lr 2e-4",
+    "opt": "--activation-function relu",
     "gpt_neox": "--position-embedding-type rope --rotary-percent 0.5 --use-parallel-residual",
     "lion": "--optimizer lion --lr 2e-4",
     "muon": f"{LLAMA} --optimizer muon --muon-extra-scale-factor 0.2 --muon-nesterov",
@@ -83,6 +84,7 @@ FEW_LAYOUTS = {
     "qwen2": ["T4"],
     "qwen3": ["T4"],
     "olmo2": ["T4", "T2P2+SP"],
+    "opt": ["T2P2+SP"],
     "gpt_neox": ["T2P2+SP"],
 }
 FAST = {
@@ -92,6 +94,7 @@ FAST = {
     "qwen2": "",
     "qwen3": "T4",
     "olmo2": "",
+    "opt": "",
     "gpt_neox": "",
     "lion": "",
     "muon": "P2V2|T2D2+ZeRO",

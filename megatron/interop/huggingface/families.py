@@ -99,6 +99,7 @@ class Family:
         activation: the key of config.json for the form of GELU, and its default; None for a gated MLP.
         tied: the default of tie_word_embeddings.
         older: older names of settings.
+        equal: keys that must have the value of another key, or none.
         windows: the keys of attention windows, with their defaults.
         rope_types: the supported values of rope_type.
     """
@@ -115,6 +116,7 @@ class Family:
     activation: tuple[str, str] | None
     tied: bool
     older: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    equal: Mapping[str, str] = dataclasses.field(default_factory=dict)
     windows: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     rope_types: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn")
 
@@ -306,6 +308,57 @@ OLMO2 = dataclasses.replace(
     windows={},
 )
 
+OPT = Family(
+    model_type="opt",
+    architectures=("OPTForCausalLM",),
+    prefix="model.",
+    modules={
+        "embedding.word_embeddings": same("model.decoder.embed_tokens"),
+        # The first two rows are for padding.
+        "embedding.position_embeddings": Modules(
+            ("model.decoder.embed_positions",),
+            lambda parts, config: parts[0][2:],
+            lambda x, config: [torch.cat((x.new_zeros(2, x.shape[1]), x))],
+        ),
+        _LAYER + "input_layernorm": same("model.decoder.layers.{}.self_attn_layer_norm"),
+        _LAYER + "self_attention.linear_qkv": separate_qkv(
+            "model.decoder.layers.{}.self_attn.q_proj",
+            "model.decoder.layers.{}.self_attn.k_proj",
+            "model.decoder.layers.{}.self_attn.v_proj",
+        ),
+        _LAYER + "self_attention.linear_proj": same("model.decoder.layers.{}.self_attn.out_proj"),
+        _LAYER + "pre_mlp_layernorm": same("model.decoder.layers.{}.final_layer_norm"),
+        _LAYER + "mlp.linear_fc1": same("model.decoder.layers.{}.fc1"),
+        _LAYER + "mlp.linear_fc2": same("model.decoder.layers.{}.fc2"),
+        "decoder.final_layernorm": same("model.decoder.final_layer_norm"),
+        "output_layer": same("lm_head"),
+    },
+    ignored="",
+    settings={
+        "num_hidden_layers": "num_layers",
+        "hidden_size": "hidden_size",
+        "num_attention_heads": "num_attention_heads",
+        "max_position_embeddings": "max_position_embeddings",
+        "ffn_dim": "ffn_hidden_size",
+        "attention_dropout": "attention_dropout",
+        "dropout": "hidden_dropout",
+        "init_std": "init_method_std",
+    },
+    defaults={"attention_dropout": 0.0, "dropout": 0.1, "init_std": 0.02},
+    shape={"activation_function": "relu", "norm_epsilon": 1e-5},
+    fixed={
+        "activation_function": ("relu",),
+        "do_layer_norm_before": (True,),
+        "_remove_final_layer_norm": (False,),
+        "enable_bias": (True,),
+        "layer_norm_elementwise_affine": (True,),
+        "layerdrop": (0.0,),
+    },
+    equal={"word_embed_proj_dim": "hidden_size"},  # not so in the model of 350M parameters
+    activation=None,
+    tied=True,
+)
+
 GPT_NEOX = Family(
     model_type="gpt_neox",
     architectures=("GPTNeoXForCausalLM",),
@@ -406,5 +459,5 @@ MEGATRON_BERT = Family(
     tied=True,
 )
 
-_GPTS = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, OLMO2, GPT_NEOX)
+_GPTS = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, OLMO2, OPT, GPT_NEOX)
 FAMILIES = {family.model_type: family for family in (*_GPTS, MEGATRON_BERT)}

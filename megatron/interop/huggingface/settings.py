@@ -95,6 +95,8 @@ def _from_config(config: dict[str, Any]) -> Settings:
             left[newer] = left.pop(key)
     for key, values in (FIXED | dict(family.fixed)).items():
         _check(key, left.pop(key, values[0]), values)
+    for key, other in family.equal.items():
+        _check(key, left.pop(key, None), (left.get(other), None))
     rows = left.pop("vocab_size", None)
     if type(rows) is not int or rows < 1:
         raise InputError(f"vocab_size: {rows!r} is not a positive integer")
