@@ -33,6 +33,22 @@ KINDS = {
     "llama tied": ("LlamaForCausalLM", {**SIZES, "head_dim": 32, "tie_word_embeddings": True}),
     "llama linear": ("LlamaForCausalLM", {**SIZES, "mlp_bias": True, "rope_parameters": LINEAR}),
     "llama yarn": ("LlamaForCausalLM", {**SIZES, "attention_bias": True, "rope_parameters": YARN}),
+    "llama yarn of other turns": (
+        "LlamaForCausalLM",
+        {**SIZES, "rope_parameters": {**YARN, "beta_slow": 0.3, "beta_fast": 2.0}},
+    ),
+    "llama 3 of other turns": (
+        "LlamaForCausalLM",
+        {
+            **SIZES,
+            "rope_parameters": {
+                **SCALED,
+                "original_max_position_embeddings": 16,
+                "low_freq_factor": 0.1,
+                "high_freq_factor": 2.0,
+            },
+        },
+    ),
     "mistral": ("MistralForCausalLM", {**SIZES, "num_key_value_heads": 2, "sliding_window": None}),
     "phi3": ("Phi3ForCausalLM", PHI3),
     "qwen2": ("Qwen2ForCausalLM", {**SIZES, "num_key_value_heads": 2}),

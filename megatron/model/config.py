@@ -62,6 +62,13 @@ class ModelConfig(Config):
     rope_scaling_original_length: int = flag(
         8192, "length of the sequences trained on before --use-rope-scaling", low=1
     )
+    rope_scaling_turns: tuple[float, ...] | None = flag(
+        None,
+        "turns over that length which divide frequencies that are scaled, mixed and kept (default: by the type)",
+        above=0,
+        nargs=2,
+        metavar=("LOW", "HIGH"),
+    )
     normalization: str = flag("LayerNorm", "type of normalization", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = flag(
         1e-5, "added to the variance in each norm", above=0, aliases=("--layernorm-epsilon",)

@@ -165,7 +165,7 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers with an activation between, by default GELU, or the gated form with SiLU (SwiGLU, arXiv 2002.05202)."""
+    """Two linear layers and an activation, by default GELU, or the gated form with SiLU (SwiGLU, arXiv 2002.05202)."""
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeVar
 
 from megatron.errors import InputError
 from megatron.model.config import ModelConfig
+from megatron.ops.rotary import RopeScaling
 
 Layer = TypeVar("Layer")
 
 # For each name in `VARIANT_VALUES`, the parts of the model that it replaces, with their replacements. Filled by
 # `megatron.variants.registry`.
 VARIANTS: dict[str, dict[type, type]] = {}
+ROPE_SCALINGS: dict[str, Callable[[ModelConfig], RopeScaling]] = {}  # by --rope-scaling-type
 
 
 def variant(part: type[Layer], config: ModelConfig) -> type[Layer]:

@@ -82,7 +82,17 @@ def test_round_trip(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    ["llama linear", "llama yarn", "mistral", "phi3", "olmo2", "opt", "gpt_neox", "gpt_neox in series"],
+    [
+        "llama linear",
+        "llama yarn",
+        "llama yarn of other turns",
+        "mistral",
+        "phi3",
+        "olmo2",
+        "opt",
+        "gpt_neox",
+        "gpt_neox in series",
+    ],
 )
 def test_gradients(tmp_path: Path, kind: str) -> None:
     """Gradients of a random function of the logits equal those of transformers."""

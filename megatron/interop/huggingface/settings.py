@@ -12,8 +12,8 @@ from megatron.errors import InputError
 from megatron.flags import either
 from megatron.interop.huggingface.families import FAMILIES, Family
 from megatron.model.config import ModelConfig
-from megatron.ops.rotary import TURNS, RopeScaling
 from megatron.tokenizer.base import read_json
+from megatron.variants.rope_scaling import TURNS, Scaling, check_turns
 
 TANH_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 # Keys of the scaling of RoPE for the turns in `TURNS`.
@@ -80,7 +80,7 @@ def read_settings(path: Path) -> Settings:
         return _from_config(config)
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
-    except (TypeError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError) as error:
         raise InputError(f"{path}: is damaged ({error})") from None
 
 
@@ -170,10 +170,12 @@ def _read_rope(
         fields |= {"use_rope_scaling": True, "rope_scaling_type": kind, "rope_scaling_factor": factor}
     if kind in TURNS:
         fields["rope_scaling_original_length"] = length if original is None else original
-        for key, turns in zip(TURN_KEYS[kind], TURNS[kind], strict=True):
-            _check(key, rope.pop(key, None) or turns, (turns,))
+        keys = zip(TURN_KEYS[kind], TURNS[kind], strict=True)
+        turns = tuple(float(rope.pop(key, None) or default) for key, default in keys)
+        check_turns(turns)
+        fields["rope_scaling_turns"] = None if turns == TURNS[kind] else turns
     if kind == "yarn":
-        expected = RopeScaling(kind, factor, length).attention_factor
+        expected = Scaling(kind, factor, length).attention_factor
         given = rope.pop("attention_factor", None)
         if given is not None and not math.isclose(given, expected, rel_tol=1e-6):
             _check("attention_factor", given, (expected,))
@@ -249,9 +251,9 @@ def _rope_to_config(model: ModelConfig) -> dict[str, Any]:
         if kind in TURNS:
             length = model.rope_scaling_original_length
             scaling["original_max_position_embeddings"] = length
-            scaling |= zip(TURN_KEYS[kind], TURNS[kind], strict=True)
+            scaling |= zip(TURN_KEYS[kind], model.rope_scaling_turns or TURNS[kind], strict=True)
         if kind == "yarn":
-            scaling["attention_factor"] = RopeScaling(kind, factor, length).attention_factor
+            scaling["attention_factor"] = Scaling(kind, factor, length).attention_factor
     parameters = {"rope_type": "default", "rope_theta": model.rotary_base, **scaling}
     if model.rotary_percent != 1:
         parameters["partial_rotary_factor"] = model.rotary_percent
