@@ -9,6 +9,7 @@ import faulthandler
 import sys
 from collections.abc import Sequence
 
+import megatron.variants.registry  # noqa: F401 (fills the registry of the model's variants)
 from megatron.arguments import AFTER_COMMAND_LINE, BEFORE_COMMAND_LINE, PARSER_EXTENSIONS
 from megatron.checkpoint.formats import FORMATS
 from megatron.cli import OTHER_NAMES

@@ -21,6 +21,8 @@ SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 SCALED |= {"rope_theta": 500000.0, "original_max_position_embeddings": 8192}
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 8}
+OPT = {key: value for key, value in SIZES.items() if key != "intermediate_size"}
+OPT |= {"ffn_dim": 160, "word_embed_proj_dim": 64, "pad_token_id": None}
 PHI3 = {**SIZES, "num_key_value_heads": 2, "partial_rotary_factor": 0.5, "pad_token_id": 0}
 KINDS = {
     "gpt2": ("GPT2LMHeadModel", GPT2),
@@ -31,10 +33,30 @@ KINDS = {
     "llama tied": ("LlamaForCausalLM", {**SIZES, "head_dim": 32, "tie_word_embeddings": True}),
     "llama linear": ("LlamaForCausalLM", {**SIZES, "mlp_bias": True, "rope_parameters": LINEAR}),
     "llama yarn": ("LlamaForCausalLM", {**SIZES, "attention_bias": True, "rope_parameters": YARN}),
+    "llama yarn of other turns": (
+        "LlamaForCausalLM",
+        {**SIZES, "rope_parameters": {**YARN, "beta_slow": 0.3, "beta_fast": 2.0}},
+    ),
+    "llama 3 of other turns": (
+        "LlamaForCausalLM",
+        {
+            **SIZES,
+            "rope_parameters": {
+                **SCALED,
+                "original_max_position_embeddings": 16,
+                "low_freq_factor": 0.1,
+                "high_freq_factor": 2.0,
+            },
+        },
+    ),
     "mistral": ("MistralForCausalLM", {**SIZES, "num_key_value_heads": 2, "sliding_window": None}),
     "phi3": ("Phi3ForCausalLM", PHI3),
     "qwen2": ("Qwen2ForCausalLM", {**SIZES, "num_key_value_heads": 2}),
     "qwen3": ("Qwen3ForCausalLM", {**SIZES, "num_key_value_heads": 2, "head_dim": 24}),
+    "olmo2": ("Olmo2ForCausalLM", {**SIZES, "num_key_value_heads": 2}),
+    "opt": ("OPTForCausalLM", OPT),
+    "gpt_neox": ("GPTNeoXForCausalLM", {**SIZES, "hidden_act": "gelu_new"}),
+    "gpt_neox in series": ("GPTNeoXForCausalLM", {**SIZES, "use_parallel_residual": False}),
     "bert": ("MegatronBertForPreTraining", SIZES),
     "bert of tanh gelu": ("MegatronBertForPreTraining", {**SIZES, "hidden_act": "gelu_new"}),
     "bert of words": ("MegatronBertForMaskedLM", SIZES),
@@ -52,6 +74,8 @@ def save_hf(folder: Path, kind: str, dtype: torch.dtype = torch.float32, **field
     model = model_class(model_class.config_class(**{**settings, **fields}))
     for p in model.parameters():
         p.data.normal_(std=0.2)
+    if kind == "opt":  # rows of padding
+        model.model.decoder.embed_positions.weight.data[:2] = 0
     if kind == "bert of words":
         model.bert.embeddings.token_type_embeddings.weight.data.zero_()
     model.to(dtype).save_pretrained(folder)

@@ -262,6 +262,7 @@ def test_missing_values(name: str) -> None:
     needs = {
         None: "expected one argument",
         "+": "expected at least one argument",
+        2: "expected 2 arguments",
         3: "expected 3 arguments",
     }[VALUED[name][0].nargs]
     for following in ([], ["--bf16"], ["--bf16", "--seed", "3"]):

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+import megatron.variants.registry  # noqa: F401 (tools that only generate do not import megatron.plugins)
 from megatron.checkpoint.checkpoint import (
     Checkpoint,
     check_vocabulary,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import megatron.variants.registry  # noqa: F401 (models of other programs need it)
 from megatron.checkpoint.pieces import Index, check_shape
 from megatron.model.bert import BertModel
 from megatron.model.config import ModelConfig

@@ -10,6 +10,14 @@ from types import MappingProxyType
 from megatron.errors import InputError
 from megatron.flags import Config, either, flag, flag_name
 
+# Flags that replace parts of the model (`megatron.model.variants`), with the values that do.
+VARIANT_VALUES = {
+    "apply_residual_connection_post_layernorm": True,
+    "use_parallel_residual": True,
+    "norm_after": True,
+    "qk_layernorm_all_heads": True,
+}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig(Config):
@@ -54,11 +62,21 @@ class ModelConfig(Config):
     rope_scaling_original_length: int = flag(
         8192, "length of the sequences trained on before --use-rope-scaling", low=1
     )
+    rope_scaling_turns: tuple[float, ...] | None = flag(
+        None,
+        "turns over that length which divide frequencies that are scaled, mixed and kept (default: by the type)",
+        above=0,
+        nargs=2,
+        metavar=("LOW", "HIGH"),
+    )
     normalization: str = flag("LayerNorm", "type of normalization", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = flag(
         1e-5, "added to the variance in each norm", above=0, aliases=("--layernorm-epsilon",)
     )
     swiglu: bool = flag(False, "gated MLP, silu(gate) * up, instead of GELU")
+    activation_function: str = flag(
+        "gelu", "activation of the MLP without --swiglu", choices=("gelu", "relu")
+    )
     bias_gelu_fusion: bool = flag(
         True, "exact (erf) GELU instead of the tanh approximation, as without NVIDIA's fused kernel"
     )
@@ -72,11 +90,21 @@ class ModelConfig(Config):
     )
     add_mlp_bias: bool = flag(False, "biases in the MLP, even with --disable-bias-linear")
     qk_layernorm: bool = flag(False, "normalize the queries and keys of each head")
+    qk_layernorm_all_heads: bool = flag(
+        False, "with --qk-layernorm: normalize all heads together, as in OLMo 2"
+    )
     untie_embeddings_and_output_weights: bool = flag(
         False, "separate weights for the output layer instead of the word embeddings"
     )
     apply_residual_connection_post_layernorm: bool = flag(
         False, "take the residual after the norm instead of before it, as the original BERT does"
+    )
+    use_parallel_residual: bool = flag(
+        False,
+        "attention and MLP of a layer both read its input, as in GPT-NeoX, instead of one after the other",
+    )
+    norm_after: bool = flag(
+        False, "normalize the outputs of attention and MLP instead of their inputs, as in OLMo 2"
     )
     fp32_residual_connection: bool = flag(
         False, "with --bf16 or --fp16: keep the residual stream, also between pipeline stages, in fp32"
@@ -107,6 +135,10 @@ class ModelConfig(Config):
             object.__setattr__(
                 self, "ffn_hidden_size", max(1, 8 * h // 3 // 64) * 64 if self.swiglu else 4 * h
             )
+        if self.swiglu and self.activation_function != "gelu":
+            raise InputError(
+                f"--activation-function: {self.activation_function} and --swiglu exclude each other"
+            )
         groups = self.num_query_groups or (1 if self.group_query_attention else heads)
         if groups != heads and not self.group_query_attention:
             raise InputError(f"--num-query-groups: {groups} needs --group-query-attention")
@@ -129,6 +161,20 @@ class ModelConfig(Config):
     def rotary_channels(self) -> int:
         """Channels of a head that RoPE rotates, an even number."""
         return int(self.kv_channels * self.rotary_percent) // 2 * 2
+
+    @property
+    def variants(self) -> list[str]:
+        """Names of the flags in use that replace parts of the model."""
+        return [name for name, value in VARIANT_VALUES.items() if getattr(self, name) == value]
+
+    @property
+    def activation(self) -> str:
+        """Name of the MLP's activation in `megatron.ops.activation`."""
+        if self.swiglu:
+            return "swiglu"
+        return self.activation_function + (
+            "_tanh" if "gelu" in self.activation_function and self.tanh_gelu else ""
+        )
 
     @property
     def tanh_gelu(self) -> bool:

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 from megatron.model.config import ModelConfig
 from megatron.model.context import ModelContext
 from megatron.model.transformer import LayerInputs, Transformer
+from megatron.model.variants import ROPE_SCALINGS
 from megatron.model.vocabulary import Embedding, num_valid_rows
-from megatron.ops.rotary import RopeScaling, rotary_angles
+from megatron.ops.rotary import rotary_angles
 from megatron.parallel.stages import Chunk
 
 
@@ -49,10 +50,7 @@ class LanguageModel(nn.Module):
         config = self.config
         if config.position_embedding_type != "rope":
             return None
-        scaling = None
-        if config.use_rope_scaling:
-            length = config.rope_scaling_original_length
-            scaling = RopeScaling(config.rope_scaling_type, config.rope_scaling_factor, length)
+        scaling = ROPE_SCALINGS[config.rope_scaling_type](config) if config.use_rope_scaling else None
         return rotary_angles(position_ids_bs, config.rotary_channels, config.rotary_base, scaling)
 
     def transform(

@@ -12,12 +12,14 @@ import functools
 import math
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from megatron.model.config import ModelConfig
 from megatron.model.context import ModelContext
 from megatron.model.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.model.qkv import qkv_slice
+from megatron.model.variants import variant
 from megatron.parallel.parameters import Init, normal, ones, parameter, xavier_uniform, zeros
 from megatron.parallel.random import DropoutKey, dropout, seed_dropout
 from megatron.parallel.recompute import recompute, recompute_attention
@@ -116,7 +118,8 @@ class SelfAttention(nn.Module):
             init=output_init(config),
             context=context,
         )
-        self.q_layernorm = self.k_layernorm = None
+        self.q_layernorm: nn.Module | None = None
+        self.k_layernorm: nn.Module | None = None
         if config.qk_layernorm:
             # All heads share one scale, and each rank normalizes some of the heads.
             shard = whole(d, replicas=context.tp, partial=True)
@@ -162,17 +165,16 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers with GELU between, or the gated form with SiLU (SwiGLU, arXiv 2002.05202)."""
+    """Two linear layers and an activation, by default GELU, or the gated form with SiLU (SwiGLU, arXiv 2002.05202)."""
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
-        self.activation, self.ops = "gelu_tanh" if config.tanh_gelu else "gelu", context.ops
+        self.activation, self.ops = config.activation, context.ops
         h, f = config.hidden_size, config.ffn_hidden_size
         outputs, shard = f, None
         if config.swiglu:
             # The weights of gate and up, one above the other: each rank holds a part of both.
             begin, end = context.tp.local_range(f)
-            self.activation = "swiglu"
             outputs, shard = 2 * f, GlobalSlice((2 * f, h), 0, ((begin, end), (f + begin, f + end)))
         bias, init = config.add_bias_linear or config.add_mlp_bias, input_init(config, outputs)
         self.linear_fc1 = ColumnParallelLinear(h, outputs, bias=bias, init=init, context=context, shard=shard)
@@ -185,9 +187,6 @@ class MLP(nn.Module):
 class TransformerLayer(nn.Module):
     """Pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x)), with dropout before each addition.
 
-    In the order of the original BERT (arXiv 1909.08053 figure 7a) norm(x) takes the place of x in the sum. With a
-    first norm on the embeddings and the last one on the output, that is BERT's x = norm(x + f(x)).
-
     With --fp32-residual-connection x and norm(x) are fp32, and the inputs of attention and MLP are not.
     """
 
@@ -195,25 +194,32 @@ class TransformerLayer(nn.Module):
         super().__init__()
         self.layer, self.context = layer, context
         self.hidden_dropout = config.hidden_dropout
-        self.post_norm = config.apply_residual_connection_post_layernorm
         self.input_layernorm = Norm(config, context)
-        self.self_attention = SelfAttention(config, layer, context)
+        self.self_attention = variant(SelfAttention, config)(config, layer, context)
         self.pre_mlp_layernorm = Norm(config, context)
         self.mlp = MLP(config, context)
 
     def forward(self, x_sbh: Tensor, inputs: LayerInputs) -> Tensor:
-        dtype = self.input_layernorm.weight.dtype
-        normed_sbh = self.input_layernorm(x_sbh)
-        attended_sbh = self._drop(self.self_attention(normed_sbh.to(dtype), inputs), inputs, "attended")
-        x_sbh = (normed_sbh if self.post_norm else x_sbh) + attended_sbh
-        normed_sbh = self.pre_mlp_layernorm(x_sbh)
-        mlp_sbh = self._drop(self.mlp(normed_sbh.to(dtype)), inputs, "mlp")
-        return (normed_sbh if self.post_norm else x_sbh) + mlp_sbh
+        x_sbh = x_sbh + self.attention_block(self.input_layernorm(x_sbh), inputs)
+        return x_sbh + self.mlp_block(self.pre_mlp_layernorm(x_sbh), inputs)
 
-    def _drop(self, x: Tensor, inputs: LayerInputs, site: str) -> Tensor:
+    def attention_block(self, x_sbh: Tensor, inputs: LayerInputs) -> Tensor:
+        """Attention and dropout."""
+        return self.drop(self.self_attention(x_sbh.to(self.dtype), inputs), inputs, "attended")
+
+    def mlp_block(self, x_sbh: Tensor, inputs: LayerInputs) -> Tensor:
+        """MLP and dropout."""
+        return self.drop(self.mlp(x_sbh.to(self.dtype)), inputs, "mlp")
+
+    def drop(self, x: Tensor, inputs: LayerInputs, site: str) -> Tensor:
+        """Dropout with a mask of its own at each `site` of a layer."""
         return dropout(
             x, self.hidden_dropout, inputs.dropout_key, self.layer, site, self.context.dropout_rank
         )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.mlp.linear_fc1.weight.dtype
 
 
 class Transformer(nn.Module):
@@ -222,7 +228,8 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig, context: ModelContext, chunk: Chunk) -> None:
         super().__init__()
         # Numbered as in the whole model, so that names are the same in every layout.
-        self.layers = nn.ModuleDict({str(i): TransformerLayer(config, i, context) for i in chunk.layers})
+        layer_class = variant(TransformerLayer, config)
+        self.layers = nn.ModuleDict({str(i): layer_class(config, i, context) for i in chunk.layers})
         self.recompute = context.recompute
         self.final_layernorm = Norm(config, context) if chunk.last else None
 

@@ -5,6 +5,7 @@ The compiled forms save only their input; backward recomputes the rest.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,17 +20,28 @@ SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 CUBIC = 0.044715
 
 
+def swiglu(x: Tensor) -> Tensor:
+    """silu(gate) · up of the halves of x, [..., 2f] to [..., f]."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+# By name; GELU is exact or the tanh approximation (arXiv 1606.08415). `megatron.variants.registry` adds others.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "swiglu": swiglu,
+}
+
+
 def activation(x: Tensor, name: str) -> Tensor:
-    """GELU, exact or "gelu_tanh" (arXiv 1606.08415), or "swiglu": silu(gate) · up of the halves of x, [..., 2f]."""
-    if name == "swiglu":
-        gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate) * up
-    return F.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
+    """The function of `ACTIVATIONS`."""
+    return ACTIVATIONS[name](x)
 
 
 def compiled_activation(run: CompileFn, x: Tensor, name: str) -> Tensor:
-    """`activation` by two functions that `run` calls."""
-    return _Pointwise.apply(x, run, *_FUNCTIONS[name])
+    """`activation` by two functions that `run` calls: the value, and the gradient from grad and x."""
+    return _Pointwise.apply(x, run, *COMPILED[name])
 
 
 class _Pointwise(torch.autograd.Function):
@@ -91,7 +103,7 @@ def _swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
     return torch.cat((d_gate, g * gate * s), dim=-1).to(x.dtype)
 
 
-_FUNCTIONS = {
+COMPILED = {
     "gelu": (_gelu_erf, _gelu_erf_backward),
     "gelu_tanh": (_gelu_tanh, _gelu_tanh_backward),
     "swiglu": (_swiglu, _swiglu_backward),

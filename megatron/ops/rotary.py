@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,40 +10,8 @@ from torch import Tensor
 
 from megatron.ops.compiler import CompileFn
 
-# Turns over the trained length up to which a frequency is divided, and from which on it is kept.
-TURNS = {"llama3": (1.0, 4.0), "yarn": (1.0, 32.0)}
-
-
-@dataclasses.dataclass(frozen=True)
-class RopeScaling:
-    """Frequencies for sequences longer than the `length` trained on.
-
-    Those of many turns distinguish near positions and are kept, those of few are divided by `factor`, those between are
-    interpolated: linearly in the turns ("llama3", arXiv 2407.21783 section 3.4.2) or in the channel ("yarn", arXiv
-    2309.00071). "linear" divides all (arXiv 2306.15595).
-    """
-
-    kind: str
-    factor: float
-    length: int
-
-    def __call__(self, frequencies: Tensor, base: float) -> Tensor:
-        if self.kind == "linear":
-            return frequencies / self.factor
-        (low, high), turns = TURNS[self.kind], self.length / (2 * math.pi)
-        x = frequencies * turns
-        if self.kind == "yarn":
-            count = len(frequencies)
-            x = torch.arange(count, dtype=torch.float32, device=x.device)
-            low = min(math.ceil(count * math.log(turns / low, base)), 2 * count - 1)
-            high = max(math.floor(count * math.log(turns / high, base)), 0)
-        divided = ((x - high) / ((low - high) or 0.001)).clamp(0, 1)
-        return frequencies * (1 - divided + divided / self.factor)
-
-    @property
-    def attention_factor(self) -> float:
-        """Factor of cosine and sine, by which YaRN sharpens attention."""
-        return 1 + 0.1 * math.log(self.factor) if self.kind == "yarn" else 1.0
+# Scales the frequencies of the channels, which follow from the base; also returns a factor of cosine and sine.
+RopeScaling = Callable[[Tensor, float], tuple[Tensor, float]]
 
 
 def rotary_angles(
@@ -52,12 +19,11 @@ def rotary_angles(
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine of the angle of every position and channel, each fp32 [b, 1, s, channels]."""
     exponents = torch.arange(0, channels, 2, device=position_ids_bs.device, dtype=torch.float32) / channels
-    frequencies = base**-exponents
+    frequencies, factor = base**-exponents, 1.0
     if scaling is not None:
-        frequencies = scaling(frequencies, base)
+        frequencies, factor = scaling(frequencies, base)
     angles = position_ids_bs.float().unsqueeze(-1) * frequencies
     angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
-    factor = 1.0 if scaling is None else scaling.attention_factor
     return angles.cos() * factor, angles.sin() * factor
 
 

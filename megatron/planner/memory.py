@@ -53,7 +53,9 @@ def layer_parameters(job: Job, tensor: int) -> float:
     if model.add_bias_linear or model.add_mlp_bias:
         sharded += fc1
         replicated += h
-    if model.qk_layernorm:
+    if model.qk_layernorm_all_heads:
+        sharded += heads + kv // 2
+    elif model.qk_layernorm:
         replicated += 2 * norm_parameters(model, model.kv_channels)
     return sharded / tensor + replicated
 

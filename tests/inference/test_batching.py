@@ -85,6 +85,15 @@ def until_eod(tokens: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
 def test_greedy_tokens_and_logprobs_equal_transformers(folder: Path, penalty: float) -> None:
+    assert_greedy_equals_transformers(folder, penalty)
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "olmo2", "opt"])
+def test_generation_of_other_families_equals_transformers(tmp_path: Path, kind: str) -> None:
+    assert_greedy_equals_transformers(save_hf(tmp_path, kind), 1.0)
+
+
+def assert_greedy_equals_transformers(folder: Path, penalty: float) -> None:
     """Prompts of different lengths, more than the batch has rows."""
     requests = [request(prompt, repetition_penalty=penalty, top_logprobs=3) for prompt in PROMPTS]
     for state in run_requests(make_batcher(folder), requests):

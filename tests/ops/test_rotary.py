@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.ops.rotary import RopeScaling, rotary_angles
+from megatron.ops.rotary import rotary_angles
+from megatron.variants.rope_scaling import Scaling
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
@@ -37,6 +38,6 @@ def test_scaling_equals_transformers(
     }
     theirs = LlamaRotaryEmbedding(transformers.LlamaConfig(**sizes, rope_parameters=scaling))
     positions = torch.arange(50).unsqueeze(0)
-    ours = rotary_angles(positions, channels, base, RopeScaling(kind, factor, length))
+    ours = rotary_angles(positions, channels, base, Scaling(kind, factor, length))
     for x, expected in zip(ours, theirs(torch.ones(1), positions), strict=True):
         torch.testing.assert_close(x[:, 0], expected, rtol=0, atol=1e-5)

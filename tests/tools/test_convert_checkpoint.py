@@ -170,8 +170,8 @@ def test_llama_with_the_biases_of_other_flags(
     [
         ("--group-query-attention --num-query-groups 1", "--num-query-groups is 1 here and 2 there"),
         (
-            "--position-embedding-type rope",
-            "llama: --normalization is LayerNorm",
+            "--position-embedding-type rope --disable-bias-linear",
+            "gpt_neox: --disable-bias-linear is True here and False there",
         ),
         (
             "--position-embedding-type none",
@@ -224,7 +224,8 @@ WRONG_SETTINGS = [
     ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 2, "attention_factor": 1.5}},
         "attention_factor: 1.5 is not supported; only 1.069"),
     ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 2, "mscale": 0.7}}, "mscale: 0.7 is not supported"),
-    ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 2, "beta_fast": 16}}, "beta_fast: 16 is not supp"),
+    ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 2, "beta_fast": 0.5}},
+        "--rope-scaling-turns: 1.0 0.5: the first is larger than the second"),
     ("llama", {"rope_parameters": "fast"}, "config.json: is damaged ("),
     ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor: 0.5 is not supported"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported"),

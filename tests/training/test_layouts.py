@@ -35,6 +35,9 @@ SHAPES = {
     "llama": LLAMA,
     "qwen2": f"{LLAMA} --add-qkv-bias",
     "qwen3": f"{LLAMA} --qk-layernorm",
+    "olmo2": f"{LLAMA} --qk-layernorm --qk-layernorm-all-heads --norm-after --lr 2e-4",
+    "opt": "--activation-function relu",
+    "gpt_neox": "--position-embedding-type rope --rotary-percent 0.5 --use-parallel-residual",
     "lion": "--optimizer lion --lr 2e-4",
     "muon": f"{LLAMA} --optimizer muon --muon-extra-scale-factor 0.2 --muon-nesterov",
 }
@@ -76,12 +79,23 @@ LAYOUTS = {
     "selectively recomputed": (1, "--recompute-activations"),
     "T2 distributed activations": (2, f"{TP} 2 --checkpoint-activations --distribute-saved-activations"),
 }
+# The layouts that shapes of other models' parts are trained in.
+FEW_LAYOUTS = {
+    "qwen2": ["T4"],
+    "qwen3": ["T4"],
+    "olmo2": ["T4", "T2P2+SP"],
+    "opt": ["T2P2+SP"],
+    "gpt_neox": ["T2P2+SP"],
+}
 FAST = {
     "bert": "T2P2|D2+ZeRO",  # test_finetune.py runs T2+SP with fine-tuning
     "gpt2": "P2V2|D2+ZeRO|T2P2|P4 uneven|everything",  # T2+SP runs in bf16 below
     "llama": "P2 gpipe|T2D2+ZeRO",
     "qwen2": "",
     "qwen3": "T4",
+    "olmo2": "",
+    "opt": "",
+    "gpt_neox": "",
     "lion": "",
     "muon": "P2V2|T2D2+ZeRO",
 }
@@ -162,7 +176,7 @@ CASES = [
         id=f"{shape}-{layout.replace(' ', '-')}",
     )
     for shape in SHAPES
-    for layout in (["T4"] if shape.startswith("qwen") else LAYOUTS)
+    for layout in FEW_LAYOUTS.get(shape, LAYOUTS)
 ]
 
 

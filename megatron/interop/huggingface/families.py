@@ -98,6 +98,8 @@ class Family:
         fixed: the supported values of further keys of config.json.
         activation: the key of config.json for the form of GELU, and its default; None for a gated MLP.
         tied: the default of tie_word_embeddings.
+        older: older names of settings.
+        equal: keys that must have the value of another key, or none.
         windows: the keys of attention windows, with their defaults.
         rope_types: the supported values of rope_type.
     """
@@ -113,6 +115,8 @@ class Family:
     fixed: Mapping[str, tuple[Any, ...]]
     activation: tuple[str, str] | None
     tied: bool
+    older: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    equal: Mapping[str, str] = dataclasses.field(default_factory=dict)
     windows: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     rope_types: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn")
 
@@ -249,15 +253,16 @@ QWEN2 = dataclasses.replace(
     windows=_QWEN_WINDOWS,
 )
 
+_QK_NORMS = {
+    _LAYER + "self_attention.q_layernorm": same("model.layers.{}.self_attn.q_norm"),
+    _LAYER + "self_attention.k_layernorm": same("model.layers.{}.self_attn.k_norm"),
+}
+
 QWEN3 = dataclasses.replace(
     MISTRAL,
     model_type="qwen3",
     architectures=("Qwen3ForCausalLM",),
-    modules={
-        **MISTRAL.modules,
-        _LAYER + "self_attention.q_layernorm": same("model.layers.{}.self_attn.q_norm"),
-        _LAYER + "self_attention.k_layernorm": same("model.layers.{}.self_attn.k_norm"),
-    },
+    modules={**MISTRAL.modules, **_QK_NORMS},
     settings={**MISTRAL.settings, "attention_bias": "add_attention_bias"},
     defaults={**MISTRAL.defaults, "head_dim": 128, "attention_bias": False},
     shape={**MISTRAL.shape, "qk_layernorm": True},
@@ -280,6 +285,122 @@ PHI3 = dataclasses.replace(
     },
     defaults={**MISTRAL.defaults, "rms_norm_eps": 1e-5, "resid_pdrop": 0.0, "partial_rotary_factor": 1.0},
     windows={"sliding_window": None},
+    rope_types=("default",),
+)
+
+OLMO2 = dataclasses.replace(
+    MISTRAL,
+    model_type="olmo2",
+    architectures=("Olmo2ForCausalLM",),
+    modules={
+        **{name: MISTRAL.modules[name] for name in MISTRAL.modules if not name.endswith("_layernorm")},
+        **_QK_NORMS,
+        _LAYER + "post_self_attn_layernorm": same("model.layers.{}.post_attention_layernorm"),
+        _LAYER + "post_mlp_layernorm": same("model.layers.{}.post_feedforward_layernorm"),
+        "decoder.final_layernorm": same("model.norm"),
+    },
+    settings={
+        **{key: field for key, field in MISTRAL.settings.items() if key != "head_dim"},
+        "attention_bias": "add_attention_bias",
+    },
+    defaults={**MISTRAL.defaults, "rms_norm_eps": 1e-5, "attention_bias": False},
+    shape={**MISTRAL.shape, "norm_after": True, "qk_layernorm": True, "qk_layernorm_all_heads": True},
+    windows={},
+)
+
+OPT = Family(
+    model_type="opt",
+    architectures=("OPTForCausalLM",),
+    prefix="model.",
+    modules={
+        "embedding.word_embeddings": same("model.decoder.embed_tokens"),
+        # The first two rows are for padding.
+        "embedding.position_embeddings": Modules(
+            ("model.decoder.embed_positions",),
+            lambda parts, config: parts[0][2:],
+            lambda x, config: [torch.cat((x.new_zeros(2, x.shape[1]), x))],
+        ),
+        _LAYER + "input_layernorm": same("model.decoder.layers.{}.self_attn_layer_norm"),
+        _LAYER + "self_attention.linear_qkv": separate_qkv(
+            "model.decoder.layers.{}.self_attn.q_proj",
+            "model.decoder.layers.{}.self_attn.k_proj",
+            "model.decoder.layers.{}.self_attn.v_proj",
+        ),
+        _LAYER + "self_attention.linear_proj": same("model.decoder.layers.{}.self_attn.out_proj"),
+        _LAYER + "pre_mlp_layernorm": same("model.decoder.layers.{}.final_layer_norm"),
+        _LAYER + "mlp.linear_fc1": same("model.decoder.layers.{}.fc1"),
+        _LAYER + "mlp.linear_fc2": same("model.decoder.layers.{}.fc2"),
+        "decoder.final_layernorm": same("model.decoder.final_layer_norm"),
+        "output_layer": same("lm_head"),
+    },
+    ignored="",
+    settings={
+        "num_hidden_layers": "num_layers",
+        "hidden_size": "hidden_size",
+        "num_attention_heads": "num_attention_heads",
+        "max_position_embeddings": "max_position_embeddings",
+        "ffn_dim": "ffn_hidden_size",
+        "attention_dropout": "attention_dropout",
+        "dropout": "hidden_dropout",
+        "init_std": "init_method_std",
+    },
+    defaults={"attention_dropout": 0.0, "dropout": 0.1, "init_std": 0.02},
+    shape={"activation_function": "relu", "norm_epsilon": 1e-5},
+    fixed={
+        "activation_function": ("relu",),
+        "do_layer_norm_before": (True,),
+        "_remove_final_layer_norm": (False,),
+        "enable_bias": (True,),
+        "layer_norm_elementwise_affine": (True,),
+        "layerdrop": (0.0,),
+    },
+    equal={"word_embed_proj_dim": "hidden_size"},  # not so in the model of 350M parameters
+    activation=None,
+    tied=True,
+)
+
+GPT_NEOX = Family(
+    model_type="gpt_neox",
+    architectures=("GPTNeoXForCausalLM",),
+    prefix="gpt_neox.",
+    modules={
+        "embedding.word_embeddings": same("gpt_neox.embed_in"),
+        _LAYER + "input_layernorm": same("gpt_neox.layers.{}.input_layernorm"),
+        _LAYER + "self_attention.linear_qkv": same("gpt_neox.layers.{}.attention.query_key_value"),
+        _LAYER + "self_attention.linear_proj": same("gpt_neox.layers.{}.attention.dense"),
+        _LAYER + "pre_mlp_layernorm": same("gpt_neox.layers.{}.post_attention_layernorm"),
+        _LAYER + "mlp.linear_fc1": same("gpt_neox.layers.{}.mlp.dense_h_to_4h"),
+        _LAYER + "mlp.linear_fc2": same("gpt_neox.layers.{}.mlp.dense_4h_to_h"),
+        "decoder.final_layernorm": same("gpt_neox.final_layer_norm"),
+        "output_layer": same("embed_out"),
+    },
+    ignored=r"(.*\.)?attention\.(bias|masked_bias|rotary_emb\.inv_freq)",
+    settings={
+        "num_hidden_layers": "num_layers",
+        "hidden_size": "hidden_size",
+        "num_attention_heads": "num_attention_heads",
+        "max_position_embeddings": "max_position_embeddings",
+        "intermediate_size": "ffn_hidden_size",
+        "layer_norm_eps": "norm_epsilon",
+        "attention_dropout": "attention_dropout",
+        "hidden_dropout": "hidden_dropout",
+        "initializer_range": "init_method_std",
+        "use_parallel_residual": "use_parallel_residual",
+        "partial_rotary_factor": "rotary_percent",
+    },
+    defaults={
+        "layer_norm_eps": 1e-5,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "initializer_range": 0.02,
+        "use_parallel_residual": True,
+        "partial_rotary_factor": 0.25,
+    },
+    shape={"position_embedding_type": "rope"},
+    fixed={"attention_bias": (True,), "is_decoder": (False, True)},
+    activation=("hidden_act", "gelu"),
+    tied=False,
+    older={"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
     rope_types=("default",),
 )
 
@@ -338,4 +459,5 @@ MEGATRON_BERT = Family(
     tied=True,
 )
 
-FAMILIES = {family.model_type: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, MEGATRON_BERT)}
+_GPTS = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, OLMO2, OPT, GPT_NEOX)
+FAMILIES = {family.model_type: family for family in (*_GPTS, MEGATRON_BERT)}

@@ -31,7 +31,6 @@ from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.base import read_json
 
 INDEX = "model.safetensors.index.json"
-HEAD = "lm_head.weight"
 Files = dict[str, TensorFile]  # the file of each tensor, by its name
 
 
@@ -110,9 +109,10 @@ def _find_sources(
     matched = _match(folder, files, settings, model)
     used = {part for theirs, _ in matched.values() for part in theirs}
     left = files.keys() - used
-    if not settings.model.untie_embeddings_and_output_weights and HEAD in left:
-        _check_copy(folder, files, matched[WORD_TABLE][0][0])
-        left -= {HEAD}
+    head = f"{settings.family.modules['output_layer'].names[0]}.weight"
+    if not settings.model.untie_embeddings_and_output_weights and head in left:
+        _check_copy(folder, files, head, matched[WORD_TABLE][0][0])
+        left -= {head}
     _check_left(folder, files, settings, left, task)
 
     found = sorted({files[part].tensors[part].dtype for part in used})
@@ -183,11 +183,11 @@ def _read(
     return modules.join([files[name].read(name).to(dtype) for name in theirs], config)[:rows]
 
 
-def _check_copy(folder: Path, files: Files, table: str) -> None:
+def _check_copy(folder: Path, files: Files, head: str, table: str) -> None:
     """Raise `InputError` unless the stored output layer of a tied model equals the word embeddings."""
-    if not torch.equal(files[HEAD].read(HEAD), files[table].read(table)):
+    if not torch.equal(files[head].read(head), files[table].read(table)):
         raise InputError(
-            f"{folder}: tie_word_embeddings is true in config.json, but {HEAD} and {table} differ"
+            f"{folder}: tie_word_embeddings is true in config.json, but {head} and {table} differ"
         )
 
 

@@ -12,8 +12,8 @@ from megatron.errors import InputError
 from megatron.flags import either
 from megatron.interop.huggingface.families import FAMILIES, Family
 from megatron.model.config import ModelConfig
-from megatron.ops.rotary import TURNS, RopeScaling
 from megatron.tokenizer.base import read_json
+from megatron.variants.rope_scaling import TURNS, Scaling, check_turns
 
 TANH_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 # Keys of the scaling of RoPE for the turns in `TURNS`.
@@ -34,6 +34,7 @@ IGNORED = {
     "architectures",
     "bos_token_id",
     "chunk_size_feed_forward",
+    "classifier_dropout",
     "dtype",
     "eos_token_id",
     "gradient_checkpointing",
@@ -79,7 +80,7 @@ def read_settings(path: Path) -> Settings:
         return _from_config(config)
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
-    except (TypeError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError) as error:
         raise InputError(f"{path}: is damaged ({error})") from None
 
 
@@ -89,8 +90,13 @@ def _from_config(config: dict[str, Any]) -> Settings:
     family = FAMILIES[config["model_type"]]
     # Keys are removed as they are used, so that those left at the end are unknown.
     left = {key: value for key, value in config.items() if key not in IGNORED}
+    for key, newer in family.older.items():
+        if key in left:
+            left[newer] = left.pop(key)
     for key, values in (FIXED | dict(family.fixed)).items():
         _check(key, left.pop(key, values[0]), values)
+    for key, other in family.equal.items():
+        _check(key, left.pop(key, None), (left.get(other), None))
     rows = left.pop("vocab_size", None)
     if type(rows) is not int or rows < 1:
         raise InputError(f"vocab_size: {rows!r} is not a positive integer")
@@ -118,7 +124,7 @@ def _from_config(config: dict[str, Any]) -> Settings:
         _check(key, name, ("gelu", *TANH_GELU))
         # The first flag affects the layers, the second also BERT's head.
         fields |= {"bias_gelu_fusion": name != "gelu", "openai_gelu": name != "gelu"}
-    else:
+    if fields.get("position_embedding_type") == "rope":
         fields |= _read_rope(rope, left, family, fields["max_position_embeddings"], notes)
         _check_windows(left, family, fields)
     private = [key for key in left if key.startswith("_")]
@@ -164,10 +170,12 @@ def _read_rope(
         fields |= {"use_rope_scaling": True, "rope_scaling_type": kind, "rope_scaling_factor": factor}
     if kind in TURNS:
         fields["rope_scaling_original_length"] = length if original is None else original
-        for key, turns in zip(TURN_KEYS[kind], TURNS[kind], strict=True):
-            _check(key, rope.pop(key, None) or turns, (turns,))
+        keys = zip(TURN_KEYS[kind], TURNS[kind], strict=True)
+        turns = tuple(float(rope.pop(key, None) or default) for key, default in keys)
+        check_turns(turns)
+        fields["rope_scaling_turns"] = None if turns == TURNS[kind] else turns
     if kind == "yarn":
-        expected = RopeScaling(kind, factor, length).attention_factor
+        expected = Scaling(kind, factor, length).attention_factor
         given = rope.pop("attention_factor", None)
         if given is not None and not math.isclose(given, expected, rel_tol=1e-6):
             _check("attention_factor", given, (expected,))
@@ -217,7 +225,7 @@ def to_config(family: Family, model: ModelConfig, rows: int) -> dict[str, Any]:
     if family.activation is not None:
         tanh = model.openai_gelu if is_bert else model.tanh_gelu
         config[family.activation[0]] = "gelu_new" if tanh else "gelu"
-    else:
+    if family.shape.get("position_embedding_type") == "rope":
         config |= _rope_to_config(model)
         if "sliding_window" in family.windows:
             config["sliding_window"] = None
@@ -226,6 +234,7 @@ def to_config(family: Family, model: ModelConfig, rows: int) -> dict[str, Any]:
     if family.model_type == "gpt2":
         # llama.cpp reads n_ctx.
         config |= {"embd_pdrop": model.hidden_dropout, "n_ctx": config["n_positions"]}
+    config |= {older: config[key] for older, key in family.older.items()}
     lost = differences(model, _from_config(config).model, is_bert=is_bert)
     if lost:
         lines = "; ".join(f"{flag} is {ours} here and {theirs} there" for flag, ours, theirs in lost)
@@ -242,9 +251,9 @@ def _rope_to_config(model: ModelConfig) -> dict[str, Any]:
         if kind in TURNS:
             length = model.rope_scaling_original_length
             scaling["original_max_position_embeddings"] = length
-            scaling |= zip(TURN_KEYS[kind], TURNS[kind], strict=True)
+            scaling |= zip(TURN_KEYS[kind], model.rope_scaling_turns or TURNS[kind], strict=True)
         if kind == "yarn":
-            scaling["attention_factor"] = RopeScaling(kind, factor, length).attention_factor
+            scaling["attention_factor"] = Scaling(kind, factor, length).attention_factor
     parameters = {"rope_type": "default", "rope_theta": model.rotary_base, **scaling}
     if model.rotary_percent != 1:
         parameters["partial_rotary_factor"] = model.rotary_percent

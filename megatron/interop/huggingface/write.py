@@ -87,8 +87,14 @@ def choose_family(task: str, model: ModelConfig) -> str:
     """The family nearest to a model."""
     if task != "GPT":
         return "megatron-bert"
+    if model.activation_function == "relu":
+        return "opt"
     if model.position_embedding_type != "rope":
         return "gpt2"
+    if model.norm_after:
+        return "olmo2"
+    if model.normalization == "LayerNorm":
+        return "gpt_neox"
     if model.qk_layernorm:
         return "qwen3"
     if model.rotary_percent != 1:

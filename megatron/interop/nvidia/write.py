@@ -40,6 +40,9 @@ REQUIRED = {
     "untie_embeddings_and_output_weights": False,
     "group_query_attention": False,
     "qk_layernorm": False,
+    "activation_function": "gelu",
+    "use_parallel_residual": False,
+    "norm_after": False,
 }
 
 

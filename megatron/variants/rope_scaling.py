@@ -1,0 +1,72 @@
+"""Scaling of RoPE's frequencies for sequences longer than those trained on."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+
+from megatron.errors import InputError
+from megatron.model.config import ModelConfig
+
+# Turns over the trained length up to which a frequency is divided, and from which on it is kept, by default.
+TURNS = {"llama3": (1.0, 4.0), "yarn": (1.0, 32.0)}
+
+
+def check_turns(turns: tuple[float, ...] | None) -> None:
+    """Raise `InputError` if the turns of --rope-scaling-turns are out of order."""
+    if turns is not None and turns[0] > turns[1]:
+        raise InputError(
+            f"--rope-scaling-turns: {turns[0]} {turns[1]}: the first is larger than the second; swap them"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaling:
+    """Frequencies for sequences longer than the `length` trained on.
+
+    Those of many turns distinguish near positions and are kept, those of few are divided by `factor`, those between are
+    interpolated: linearly in the turns ("llama3", arXiv 2407.21783 section 3.4.2) or in the channel ("yarn", arXiv
+    2309.00071). "linear" divides all (arXiv 2306.15595).
+    """
+
+    kind: str
+    factor: float
+    length: int
+    turns: tuple[float, ...] | None = None
+
+    def __call__(self, frequencies: Tensor, base: float) -> tuple[Tensor, float]:
+        """The scaled frequencies, and the factor of cosine and sine."""
+        return self.scaled(frequencies, base), self.attention_factor
+
+    def scaled(self, frequencies: Tensor, base: float) -> Tensor:
+        """Scale the frequencies of the channels, which follow from `base`."""
+        if self.kind == "linear":
+            return frequencies / self.factor
+        (low, high), turns = self.turns or TURNS[self.kind], self.length / (2 * math.pi)
+        x = frequencies * turns
+        if self.kind == "yarn":
+            count = len(frequencies)
+            x = torch.arange(count, dtype=torch.float32, device=x.device)
+            low = min(math.ceil(count * math.log(turns / low, base)), 2 * count - 1)
+            high = max(math.floor(count * math.log(turns / high, base)), 0)
+        divided = ((x - high) / ((low - high) or 0.001)).clamp(0, 1)
+        return frequencies * (1 - divided + divided / self.factor)
+
+    @classmethod
+    def from_config(cls, config: ModelConfig) -> Scaling:
+        """The scaling of --use-rope-scaling. Raises `InputError` for turns that are out of order."""
+        check_turns(config.rope_scaling_turns)
+        return cls(
+            config.rope_scaling_type,
+            config.rope_scaling_factor,
+            config.rope_scaling_original_length,
+            config.rope_scaling_turns,
+        )
+
+    @property
+    def attention_factor(self) -> float:
+        """Factor of cosine and sine, by which YaRN sharpens attention."""
+        return 1 + 0.1 * math.log(self.factor) if self.kind == "yarn" else 1.0
