@@ -31,6 +31,7 @@ from megatron.performance.cuda_graph import CudaGraph
 from megatron.performance.manual_gc import ManualGC
 from megatron.planner.config import DryRunConfig
 from megatron.planner.device_specs import peak_flops
+from megatron.reports.at_end import ReportAtEnd
 from megatron.reports.config import ProfileConfig, ReportConfig
 from megatron.reports.profile import Profiling
 from megatron.reports.writers import MetricsFile, TensorBoard, WeightsAndBiases
@@ -96,5 +97,6 @@ def training_hooks(evaluation: Sequence[Hook] = ()) -> list[Hook]:
         Logging(),
         ReplicaCheck(),
         AsyncSaving(),
+        ReportAtEnd(),
         *(evaluation or (Evaluation(), EvalTasks(), Saving())),
     ]
