@@ -14,7 +14,7 @@ from megatron.checkpoint.formats import FORMATS
 from megatron.cli import OTHER_NAMES
 from megatron.data.split import DATA_ORDERS
 from megatron.evaluation.config import EvalTasksConfig
-from megatron.evaluation.in_training import EvalTasks
+from megatron.evaluation.in_training import EvalOnStart, EvalTasks
 from megatron.faults.config import FaultsConfig
 from megatron.faults.non_finite import NonFiniteGuard
 from megatron.faults.replicas import ReplicaCheck
@@ -98,5 +98,6 @@ def training_hooks(evaluation: Sequence[Hook] = ()) -> list[Hook]:
         ReplicaCheck(),
         AsyncSaving(),
         ReportAtEnd(),
+        EvalOnStart(),
         *(evaluation or (Evaluation(), EvalTasks(), Saving())),
     ]
