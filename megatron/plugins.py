@@ -15,7 +15,7 @@ from megatron.checkpoint.formats import FORMATS
 from megatron.cli import OTHER_NAMES
 from megatron.data.split import DATA_ORDERS
 from megatron.evaluation.config import EvalTasksConfig
-from megatron.evaluation.in_training import EvalTasks
+from megatron.evaluation.in_training import EvalOnStart, EvalTasks
 from megatron.faults.config import FaultsConfig
 from megatron.faults.memory import check_model_memory
 from megatron.faults.non_finite import NonFiniteGuard
@@ -38,6 +38,7 @@ from megatron.recipes.config import LossScaleConfig, RampUpConfig, SpikeConfig
 from megatron.recipes.loss_scale import make_loss_scaler
 from megatron.recipes.rampup import with_rampup
 from megatron.recipes.spikes import make_spike_rule
+from megatron.reports.at_end import ReportAtEnd
 from megatron.reports.config import ProfileConfig, ReportConfig, TimingConfig
 from megatron.reports.devices import PEAK_FLOPS
 from megatron.reports.layout import LayoutTable
@@ -111,6 +112,7 @@ def training_hooks(evaluation: Sequence[Hook] = ()) -> list[Hook]:
     return [
         LayoutTable(),
         PhaseTimes(),
+        ReportAtEnd(),  # after the writers of Reports are closed
         Reports(),
         ProgressBar(),
         HangDetection(),
@@ -122,5 +124,6 @@ def training_hooks(evaluation: Sequence[Hook] = ()) -> list[Hook]:
         Throughput(),
         ReplicaCheck(),
         AsyncSaving(),
+        EvalOnStart(),
         *(evaluation or (Evaluation(), EvalTasks(), Saving())),
     ]

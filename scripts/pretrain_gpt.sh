@@ -21,13 +21,13 @@ if [[ -n ${DATA_PATH:-} ]]; then
   [[ -n ${VOCAB_FILE:-} && -n ${MERGE_FILE:-} ]] ||
     fail "with DATA_PATH, VOCAB_FILE and MERGE_FILE must name the tokenizer of the data"
   read -ra data <<<"$DATA_PATH"
-  prompt=The
+  prompts=(The A In)
 else
   [[ -z ${VOCAB_FILE:-} && -z ${MERGE_FILE:-} ]] ||
     fail "VOCAB_FILE and MERGE_FILE need DATA_PATH, the data tokenized with them"
   ((NNODES == 1)) || fail "several nodes need DATA_PATH, data that all nodes can read"
   data=("$out/corpus_text_document")
-  prompt=class
+  prompts=(class def The)
 fi
 
 trap_signals
@@ -60,18 +60,21 @@ launch "${repo}pretrain_gpt.py" "${size[@]}" \
   --lr-decay-style cosine --lr-warmup-fraction 0.05 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 \
   --data-path "${data[@]}" --split 90,5,5 \
   --tokenizer-type GPT2BPETokenizer --vocab-file "$VOCAB_FILE" --merge-file "$MERGE_FILE" \
-  --device auto --log-interval 10 --eval-interval 50 --eval-iters 5 \
+  --device auto --log-interval 10 --eval-interval 50 --eval-iters 5 --eval-on-start \
   --save "$CHECKPOINT_PATH" --load "$CHECKPOINT_PATH" --save-interval 50 \
   --tensorboard-dir "$logs/tensorboard" --metrics-path "$logs/metrics.jsonl" "$@"
 
 ((${NODE_RANK:-0} == 0)) || exit 0
 sample=("$python" "${repo}tools/generate_text.py" --load "$CHECKPOINT_PATH")
-run "${sample[@]}" --prompt "$prompt" --temperature 0.7 --top-p 0.9
+for prompt in "${prompts[@]}"; do
+  run "${sample[@]}" --prompt "$prompt" --out-seq-length 60 --temperature 0.7 --top-p 0.9
+done
 
 cat <<END
 
 Done.
   checkpoints  $CHECKPOINT_PATH
+  report       $CHECKPOINT_PATH/report.html
   loss curves  $python -m tensorboard.main --logdir $logs/tensorboard
   raw numbers  $logs/metrics.jsonl
 Next:

@@ -23,8 +23,9 @@ from megatron.cli import Parser, add_flags, make_config, run_command
 from megatron.errors import InputError
 from megatron.flags import Config, flag
 
-# Tests are left out because slim installations do not carry them.
-SKIPPED_FOLDERS = {"__pycache__", "dist-packages", "idle_test", "site-packages", "test", "tests"}
+# Tests are left out because slim installations do not carry them, encodings because they are tables.
+SKIPPED_FOLDERS = {"__pycache__", "dist-packages", "encodings", "idle_test", "site-packages", "test", "tests"}
+TABLES = {"html/entities.py", "locale.py", "re/_casefix.py", "stringprep.py"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,7 +82,7 @@ def library_sources(root: Path) -> Iterator[tuple[str, str]]:
             source = path.relative_to(root).as_posix()
             # Skip files with paths of the machine that built this Python, and the source of the topics.
             generated = name.startswith("_sysconfigdata") or source.startswith(("config-", "pydoc_data/"))
-            if path.suffix != ".py" or generated:
+            if path.suffix != ".py" or generated or source in TABLES:
                 continue
             try:
                 yield source, path.read_text(encoding="utf-8")

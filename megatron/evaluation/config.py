@@ -53,8 +53,9 @@ class ZeroShotConfig(Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalTasksConfig(PluginConfig):
-    """Zero-shot tasks during the training of a GPT."""
+    """Evaluation before the first iteration, and zero-shot tasks during the training of a GPT."""
 
+    eval_on_start: bool = flag(False, "evaluate before the first iteration too")
     eval_tasks: tuple[str, ...] | None = flag(
         None,
         "zero-shot tasks to run with every evaluation",

@@ -1,4 +1,4 @@
-"""Zero-shot tasks during training (--eval-tasks)."""
+"""Evaluation before the first iteration, and zero-shot tasks during training."""
 
 from __future__ import annotations
 
@@ -20,6 +20,14 @@ from megatron.tokenizer import Tokenizer
 from megatron.training.config import RunConfig
 from megatron.training.loop import Hook, Trainer
 from megatron.training.task import EvalMetric, Task
+
+
+class EvalOnStart(Hook):
+    """Let the evaluation that follows evaluate before the first iteration (--eval-on-start)."""
+
+    def before_training(self, trainer: Trainer) -> None:
+        if trainer.config.plugin(EvalTasksConfig).eval_on_start and trainer.state.iteration == 0:
+            trainer.state.evaluation_due = True
 
 
 class EvalTasks(Hook):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from megatron.errors import InputError
 from megatron.flags import flag
+from megatron.reports.record import METRICS
 from megatron.training.config import PluginConfig, RunConfig
 
 
@@ -18,7 +20,8 @@ class ReportConfig(PluginConfig):
     progress: bool = flag(True, "no progress bar")
     metrics_path: str | None = flag(
         None,
-        "append a JSON object per log line and evaluation, in full precision; a resumed run continues the file",
+        "append a JSON object per log line and evaluation, in full precision; a resumed run continues the file "
+        "(default: metrics.jsonl in --save, if given)",
         metavar="FILE",
     )
     tensorboard_dir: str | None = flag(None, "write TensorBoard events to this folder", metavar="DIR")
@@ -40,6 +43,14 @@ class ReportConfig(PluginConfig):
     wandb_entity: str | None = flag(
         None, "team or user that owns the Weights & Biases project", metavar="NAME"
     )
+
+    def metrics_file(self, run: RunConfig) -> Path | None:
+        """The file of metrics, if the run has one."""
+        if self.metrics_path is not None:
+            return Path(self.metrics_path)
+        if run.checkpoint.save is None or run.training.skip_train:
+            return None
+        return Path(run.checkpoint.save) / METRICS
 
     def __post_init__(self) -> None:
         super().__post_init__()

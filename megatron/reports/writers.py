@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import time
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar, TextIO
@@ -12,10 +13,10 @@ from typing import Any, ClassVar, TextIO
 from megatron.errors import InputError
 from megatron.files import read_file
 from megatron.reports.config import ReportConfig
+from megatron.reports.record import MAX_BYTES, STARTS
 from megatron.training.config import RunConfig
 from megatron.training.report import Interval
 
-MAX_METRICS_BYTES = 1 << 32  # of a file that a resumed run continues
 # Values of an iteration that are reported as their sum over an interval.
 COUNTED = ("skipped", "overflow")
 
@@ -52,25 +53,25 @@ class Writer(ABC):
 
 
 class MetricsFile(Writer):
-    """The file of --metrics-path: a JSON object per line."""
+    """The file of --metrics-path: a JSON object per line. A file beside it has the flags of each start of the run."""
 
     flag = "--metrics-path"
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, config: RunConfig) -> None:
+        self.path, self.config = path, config
         self.file: TextIO | None = None
 
     @classmethod
     def make(cls, config: RunConfig) -> MetricsFile | None:
-        path = config.plugin(ReportConfig).metrics_path
-        return None if path is None else cls(Path(path))
+        path = config.plugin(ReportConfig).metrics_file(config)
+        return None if path is None else cls(path, config)
 
     def start(self, iteration: int, *, evaluation_due: bool) -> None:
         try:
             path = self.path.resolve()  # follow a link
             path.parent.mkdir(parents=True, exist_ok=True)
             if not path.exists() or path.is_file():  # not a pipe, not a device
-                text = read_file(path, MAX_METRICS_BYTES).decode("utf-8") if path.exists() else ""
+                text = read_file(path, MAX_BYTES).decode("utf-8") if path.exists() else ""
                 # A killed run may have left half a line.
                 lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
                 # A run that was killed in its last evaluation repeats that.
@@ -84,6 +85,13 @@ class MetricsFile(Writer):
                 temporary = path.with_name(f".writing-{path.name}")
                 temporary.write_text("".join(kept), encoding="utf-8")
                 temporary.rename(path)
+                start = {
+                    "iteration": iteration,
+                    "time": time.time(),
+                    "config": dataclasses.asdict(self.config),
+                }
+                with open(path.with_suffix(STARTS), "a" if iteration else "w", encoding="utf-8") as starts:
+                    starts.write(json.dumps(start) + "\n")
             self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115, open until `close`
         except OSError as error:
             raise InputError(f"--metrics-path: {self.path}: {error.strerror}") from None

@@ -44,6 +44,19 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [str(folder / name) for name in ("wiki", "lambada", "text")]
 
 
+def test_evaluation_on_start(pretrain, tmp_path: Path) -> None:
+    def rows(flags: list[object], name: str) -> list[dict[str, float]]:
+        pretrain(*TINY, "--metrics-path", tmp_path / name, *flags)
+        lines = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        timed = ("seconds per iteration", "tokens per second", "TFLOP/s per device", "mfu", "hfu")
+        return [{name: x for name, x in line.items() if name not in timed} for line in lines]
+
+    without, found = rows([], "without.jsonl"), rows(["--eval-on-start"], "with.jsonl")
+    assert found[1:] == without
+    assert found[0]["iteration"] == found[0]["consumed samples"] == 0
+    assert found[0]["lm loss validation"] == pytest.approx(math.log(59), rel=0.05)
+
+
 def test_eval_tasks_do_not_change_training(pretrain, files: list[str], tmp_path: Path) -> None:
     metrics = [tmp_path / "without.jsonl", tmp_path / "with.jsonl"]
     pretrain(*TINY, "--metrics-path", metrics[0])

@@ -1,0 +1,103 @@
+"""The record of a run that a report shows: its metrics, its evaluations, and the flags of each start."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron.errors import InputError
+from megatron.files import read_file
+
+METRICS = "metrics.jsonl"  # in the folder of --save, unless --metrics-path names another file
+STARTS = ".starts.jsonl"  # suffix of the file beside it, with a line for each time the run was started
+MAX_BYTES = 1 << 32  # of a file of metrics
+
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """Metrics and flags of a run.
+
+    Attributes:
+        name: the run's folder or file, as the user named it.
+        training: a row per log line, by iteration. To the metrics it adds "hours" of training so far, without
+            evaluations and saving, and "tokens" in units of a million, if the sequence length is known.
+        evaluations: a row per evaluation, likewise.
+        starts: "iteration", "time" (seconds since 1970) and "config" of each start.
+    """
+
+    name: str
+    training: list[Row]
+    evaluations: list[Row]
+    starts: list[Row]
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """Flags of the newest start, by field."""
+        config = self.starts[-1]["config"] if self.starts else {}
+        return {
+            name: value
+            for group in config.values()
+            if isinstance(group, dict)
+            for name, value in group.items()
+        }
+
+
+def read_record(path: Path) -> RunRecord:
+    """Read the folder of --save, or a file of --metrics-path.
+
+    Raises:
+        InputError: there is no such file, or it is no file of metrics.
+    """
+    file = path / METRICS if path.is_dir() else path
+    if not file.is_file():
+        raise InputError(
+            f"{path}: holds no {METRICS}; name the folder of --save of a run, or its --metrics-path"
+            if path.is_dir()
+            else f"{path}: no such file"
+        )
+    rows, starts_file = read_rows(file), file.with_suffix(STARTS)
+    starts = read_rows(starts_file) if starts_file.is_file() else []
+    record = RunRecord(
+        name=str(path),
+        training=[row for row in rows if "learning rate" in row],
+        evaluations=[row for row in rows if "learning rate" not in row],
+        starts=starts,
+    )
+    _add_time(record)
+    return record
+
+
+def read_rows(file: Path) -> list[Row]:
+    """Read a file of JSON objects that name an iteration, without a last line that a killed run left half written."""
+    rows: list[Row] = []
+    lines = read_file(file, MAX_BYTES).decode("utf-8", errors="replace").splitlines(keepends=True)
+    for number, line in enumerate(lines, 1):
+        if not line.endswith("\n"):
+            break
+        try:
+            row = json.loads(line)
+            int(row["iteration"])
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise InputError(f"{file}:{number}: is not a row of metrics; choose another file") from None
+        rows.append(row)
+    return rows
+
+
+def _add_time(record: RunRecord) -> None:
+    length = record.flags.get("seq_length")
+    seconds, before, hours_at = 0.0, 0, {}
+    for row in record.training:
+        iteration = row["iteration"]
+        seconds += (row.get("seconds per iteration") or 0.0) * max(0, iteration - before)
+        before = iteration
+        hours_at[iteration] = row["hours"] = seconds / 3600
+    hours = 0.0
+    for row in record.evaluations:
+        hours = row["hours"] = hours_at.get(row["iteration"], hours)
+    for row in (*record.training, *record.evaluations):
+        if length is not None:
+            row["tokens"] = row.get("consumed samples", 0) * length / 1e6

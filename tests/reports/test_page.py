@@ -1,0 +1,143 @@
+"""The page of `tools/report.py`, and the one that a run leaves in --save."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron.errors import InputError
+from megatron.reports import at_end, page
+from megatron.reports.page import report_page, thin_out
+from megatron.reports.record import METRICS, STARTS, RunRecord, read_record
+from tools.report import main
+
+
+def write_run(folder: Path, iterations: int, *, seq_length: int = 100, lr: float = 1e-3) -> Path:
+    """Write the record of a run that evaluated every 5 iterations, skipped iteration 7 and resumed after 10."""
+    rows = []
+    for i in range(1, iterations + 1):
+        rows.append(
+            {
+                "iteration": i,
+                "consumed samples": 4 * i,
+                "lm loss": 6 - i / 100,
+                "grad norm": None if i == 7 else 1.5,
+            }
+            | {"skipped iterations": int(i == 7), "learning rate": lr, "seconds per iteration": 36.0}
+            | {"tokens per second": 1000.0, "mfu": 0.4}
+        )
+        if i % 5 == 0:
+            rows.append({"iteration": i, "consumed samples": 4 * i, "lm loss validation": 6.5 - i / 100})
+    folder.mkdir()
+    (folder / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = {"data": {"seq_length": seq_length}, "optimizer": {"lr": lr}, "iteration": 3}
+    starts = [{"iteration": i, "time": 0.0, "config": config} for i in (0, 10)]
+    (folder / METRICS).with_suffix(STARTS).write_text("".join(json.dumps(start) + "\n" for start in starts))
+    return folder
+
+
+def test_record(tmp_path: Path) -> None:
+    run = read_record(write_run(tmp_path / "run", 20))
+    assert [len(run.training), len(run.evaluations), len(run.starts)] == [20, 4, 2]
+    assert run.training[9]["hours"] == pytest.approx(0.1)
+    assert run.evaluations[1]["hours"] == pytest.approx(0.1)
+    assert run.evaluations[1]["tokens"] == pytest.approx(10 * 4 * 100 / 1e6)
+    assert run.flags == {"seq_length": 100, "lr": 1e-3}
+
+
+def test_record_of_a_metrics_file_alone(tmp_path: Path) -> None:
+    file = write_run(tmp_path / "run", 20) / METRICS
+    file.with_suffix(STARTS).unlink()
+    with open(file, "a") as opened:
+        opened.write('{"iteration": 21, "lm lo')  # killed while it wrote
+    run = read_record(file)
+    assert run.training[-1]["iteration"] == 20 and run.flags == {}
+    assert "tokens" not in run.training[0]
+
+
+@pytest.mark.parametrize("text", ["[1]\n", "{}\n", "no JSON\n", "[" * 100_000 + "\n", '{"iteration": "x"}\n'])
+def test_damaged_record(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "m.jsonl"
+    file.write_text('{"iteration": 1}\n' + text)
+    with pytest.raises(InputError, match=r"m\.jsonl:2: is not a row of metrics"):
+        read_record(file)
+
+
+def test_missing_record(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"holds no metrics\.jsonl; name the folder of --save"):
+        read_record(tmp_path)
+    with pytest.raises(InputError, match="no such file"):
+        read_record(tmp_path / "none")
+
+
+def test_page_of_two_runs(tmp_path: Path) -> None:
+    runs = [read_record(write_run(tmp_path / name, 20, lr=lr)) for name, lr in (("a", 1e-3), ("<b>", 2e-3))]
+    text = report_page(runs)
+    assert len(text) < 2_000_000
+    assert "<b>" not in text.split("<script")[0] and "&lt;b&gt;" in text  # names are escaped
+    assert re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=", text) == []  # nothing is fetched
+    titles = re.findall(r"<h2>(.*?)</h2>", text)
+    assert titles == ["lm loss", "learning rate", "grad norm", "tokens per second", "MFU"]
+    for label in ("training", "validation", "skipped iterations", "resumed", "evaluation"):
+        assert label in text
+    differing = text.split("flags that differ")[1].split("</table>")[0]
+    assert "--lr" in differing and "0.002" in differing and "--seq-length" not in differing
+    for axis in ("iteration", "tokens", "hours"):
+        assert f'data-field="{axis}"' in text
+
+
+def test_page_of_a_run_without_iterations() -> None:
+    text = report_page([RunRecord(name="empty", training=[], evaluations=[], starts=[])])
+    assert "No iteration has been reported yet." in text
+
+
+def test_thinned_curves() -> None:
+    rows = [
+        {"iteration": i, "lm loss": float(i), "grad norm": 100.0 if i == 3 else 1.0}
+        for i in range(1, 4 * page.POINTS + 1)
+    ]
+    losses = thin_out(rows, "lm loss")
+    assert len(losses) == page.POINTS
+    assert losses[0] == {"iteration": 4, "lm loss": 2.5, "grad norm": 1.0}
+    assert thin_out(rows, "grad norm")[0]["grad norm"] == 100.0
+    rows[1]["lm loss"] = None  # not finite
+    assert thin_out(rows, "lm loss")[0]["lm loss"] is None
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    run, output = write_run(tmp_path / "run", 12), tmp_path / "page.html"
+    main([str(run), "--output", str(output)])
+    assert capsys.readouterr().out == f"wrote {output}\n"
+    assert "lm loss" in output.read_text()
+    with pytest.raises(InputError, match=r"--output: .* cannot be written"):
+        main([str(run), "--output", str(tmp_path / "none" / "page.html")])
+
+
+TINY = (
+    "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --lr 1e-3 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 10 --eval-interval 5 --eval-iters 1 --log-interval 1 --device cpu"
+).split()
+
+
+def test_a_run_leaves_a_report(tmp_path: Path, pretrain: Callable[..., str]) -> None:
+    save = ("--save", tmp_path, "--load", tmp_path)
+    out = pretrain(*TINY, "--train-iters", 12, "--exit-interval", 6, *save)
+    assert "report:" not in out  # 6 iterations
+    out = pretrain(*TINY, "--train-iters", 12, *save)
+    assert f"report: {tmp_path / 'report.html'}\n" in out
+    run = read_record(tmp_path)
+    assert [start["iteration"] for start in run.starts] == [0, 6]
+    assert [row["iteration"] for row in run.training] == list(range(1, 13))
+    assert "resumed" in (tmp_path / "report.html").read_text()
+
+
+def test_a_report_cannot_end_a_run(
+    tmp_path: Path, pretrain: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(at_end, "report_page", lambda runs: 1 / 0)
+    out = pretrain(*TINY, "--train-iters", 10, "--save", tmp_path)
+    assert f"warning: no report was written to {tmp_path / 'report.html'}: division by zero\n" in out
