@@ -44,7 +44,7 @@ WITHOUT = """
     valid_data_path test_data_path split mock_data data_cache_path data_order dataloader_type reset_position_ids
     reset_attention_mask eod_mask_loss mask_prob short_seq_prob bert_binary_head lr_decay_samples lr_warmup_samples
     lr_wsd_decay_samples eval_tasks eval_tasks_data overlapping_eval strict_lambada dry_run world_size dry_run_ranks
-    dry_run_json
+    dry_run_json loss_mean
 """.split()
 
 

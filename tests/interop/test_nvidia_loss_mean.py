@@ -9,8 +9,10 @@ import pytest
 from distributed import run_distributed
 
 from megatron.arguments import parse_run_config
+from megatron.errors import InputError
 from megatron.plugins import run
 from pretrain_gpt import DEFAULTS, GPT
+from tools.finetune_bert import main
 
 # Documents of NullTokenizer's mock data end within samples, so --eod-mask-loss masks other numbers of tokens in each.
 FLAGS = """
@@ -56,3 +58,9 @@ def test_gradients_follow_the_mean(tmp_path: Path) -> None:
     assert logged(tmp_path / "four") == pytest.approx([expected], rel=1e-6)
     norms = [logged(tmp_path / name, "grad norm") for name in ("one", "four")]
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+
+
+def test_fine_tuning_has_no_such_flag() -> None:
+    """Its loss counts every example of a batch."""
+    with pytest.raises(InputError, match="--loss-mean is not a flag of this command"):
+        main(["--loss-mean", "microbatches"])
