@@ -229,6 +229,7 @@ def test_auto_classes_load_exported_models(tmp_path: Path, kind: str) -> None:
             {"do_layer_norm_before": False},
             "do_layer_norm_before: False is not supported; only True is",
         ),
+        ("llama", {"model_type": "gemma2"}, "model_type 'gemma2' is not supported: it has attention windows"),
         ("opt", {"word_embed_proj_dim": 32}, "word_embed_proj_dim: 32 is not supported"),
     ],
 )

@@ -15,6 +15,12 @@ from megatron.model.config import ModelConfig
 from megatron.tokenizer.base import read_json
 from megatron.variants.rope_scaling import TURNS, Scaling, check_turns
 
+# Reasons why other model types are not supported.
+NOT_SUPPORTED = {
+    "gemma2": "attention windows, logit soft-capping, and norms before and after attention and MLP",
+    "gemma3": "an image encoder, attention windows, and norms before and after attention and MLP",
+    "gemma3_text": "attention windows, and norms before and after attention and MLP",
+}
 TANH_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 # Keys of the scaling of RoPE for the turns in `TURNS`.
 TURN_KEYS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
@@ -85,6 +91,9 @@ def read_settings(path: Path) -> Settings:
 
 
 def _from_config(config: dict[str, Any]) -> Settings:
+    if config["model_type"] in NOT_SUPPORTED:
+        kind = config["model_type"]
+        raise InputError(f"model_type {kind!r} is not supported: it has {NOT_SUPPORTED[kind]}")
     if config["model_type"] not in FAMILIES:
         raise InputError(f"model_type {config['model_type']!r} is not supported; use {either(FAMILIES)}")
     family = FAMILIES[config["model_type"]]
