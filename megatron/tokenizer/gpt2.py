@@ -153,11 +153,11 @@ def read_merges(path: str, vocab: dict[str, int], vocab_file: str) -> list[tuple
             continue
         pieces = line.split(" ")
         if len(pieces) != 2:
-            raise InputError(f"{path}:{number}: {line!r} is not two pieces separated by a space")
+            raise InputError(f"{path}:{number}: {line[:60]!r} is not two pieces separated by a space")
         for piece in (*pieces, "".join(pieces)):
             if piece not in vocab:
                 raise InputError(
-                    f"{path}:{number}: {piece!r} is not in {vocab_file}; the files do not belong together"
+                    f"{path}:{number}: {piece[:60]!r} is not in {vocab_file}; the files do not belong together"
                 )
         merges.append((pieces[0], pieces[1]))
     return merges

@@ -12,7 +12,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -76,7 +75,7 @@ class Command:
             finally:
                 os._exit(code if isinstance(code, int) else 1)
         self.status: int | None = None
-        self.memory = 0
+        self.memory, self.shared = 0, _memory(os.getpid())
         self.ended = False
 
     def _redirect(self) -> None:
@@ -88,10 +87,9 @@ class Command:
     def poll(self) -> bool:
         """True if the command has ended."""
         if not self.ended:
-            pid, status, usage = os.wait4(self.pid, os.WNOHANG)
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
-                self.ended, self.memory = True, usage.ru_maxrss * 1024
-                self.status = os.waitstatus_to_exitcode(status)
+                self.ended, self.status = True, os.waitstatus_to_exitcode(status)
         return self.ended
 
     def wait(self, seconds: float) -> bool:
@@ -103,7 +101,8 @@ class Command:
         while not self.poll():
             if time.monotonic() > end:
                 return False
-            if _resident(self.pid) > _shared() + 2 * MEMORY:
+            self.memory = max(self.memory, _memory(self.pid) - self.shared)
+            if self.memory > 2 * MEMORY:
                 self.kill()
             time.sleep(0.005)
         return True
@@ -120,7 +119,7 @@ class Command:
         in_time = self.wait(seconds)
         self.kill()
         out, err = (path.read_text(encoding="utf-8", errors="replace") for path in self.outputs)
-        return Ended(self.status if in_time else None, out, err, max(0, self.memory - _shared()))
+        return Ended(self.status if in_time else None, out, err, self.memory)
 
 
 def _status(main: Callable[[], int | None]) -> object:
@@ -138,17 +137,9 @@ def _status(main: Callable[[], int | None]) -> object:
         sys.stderr.flush()
 
 
-def _resident(pid: int) -> int:
-    """Bytes of memory of a process; 0 once it has ended."""
+def _memory(pid: int) -> int:
+    """Bytes of memory of a process without mapped files, which the system can drop; 0 once it has ended."""
     with contextlib.suppress(OSError):
-        return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
+        _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split())
+        return (resident - shared) * resource.getpagesize()
     return 0
-
-
-@cache
-def _shared() -> int:
-    """Memory of a forked process that does nothing."""
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0)
-    return os.wait4(pid, 0)[2].ru_maxrss * 1024

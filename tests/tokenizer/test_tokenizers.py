@@ -339,6 +339,7 @@ def gpt2_config(vocab: str | None, merges: str | None, folder: Path, good: Path)
         ('{"a": 1}', None, "vocab.json: the ids of its 1 pieces are not 0 to 0"),
         ('{"a": 0}', None, "vocab.json: lacks 255 of the 256 single bytes"),
         (None, "#version: 0.2\na b c\n", "merges.txt:2: 'a b c' is not two pieces"),
+        (None, "#version: 0.2\n" + "a " * 9999, rf"merges.txt:2: '{'a ' * 30}' is not two pieces"),
         (None, "#version: 0.2\nĠ t\nq zz\n", r"merges.txt:3: 'zz' is not in \S+/vocab.json; the files do"),
         (
             None,
