@@ -3,7 +3,8 @@
 #
 #   bash scripts/test.sh [arguments of pytest]
 #
-# Creates the environment first if necessary. `-m slow` and `-m gpu` run the tests that are skipped by default.
+# Creates the environment first if necessary. Two workers share the tests; `-n 8` starts more, `-n 0` none, as a
+# debugger needs. `-m slow` and `-m gpu` run the tests that are skipped by default.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/common.sh
@@ -11,4 +12,5 @@ source scripts/common.sh
 setup_python requirements.txt requirements-dev.txt
 # Tests start several processes at once, and more than one thread per process makes them slower.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
-run "$python" -m pytest "$@"
+# Tests of a file share what they build, so that one worker runs them all.
+run "$python" -m pytest -n 2 --dist loadfile "$@"

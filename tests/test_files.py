@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.arguments import parse_run_config
 from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.storage import TRACKER, newest_iteration, rolled_back_to
 from megatron.errors import InputError
@@ -16,6 +17,13 @@ from megatron.inference.server.config import ServerConfig
 from megatron.reports.writers import MetricsFile
 from megatron.tokenizer.base import read_json
 from megatron.tokenizer.sentence_piece import SentencePieceTokenizer
+
+CONFIG = parse_run_config(
+    "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --train-iters 1 "
+    "--lr 1".split(),
+    description="",
+    defaults={},
+)
 
 
 def sparse(path: Path) -> Path:
@@ -46,7 +54,7 @@ def test_read_file(tmp_path: Path) -> None:
         ("vocab.json", lambda path: read_json(str(path)), 1 << 28),
         ("x.model", lambda path: SentencePieceTokenizer(str(path)), 1 << 28),
         ("key", lambda path: ServerConfig(api_key_file=str(path)).api_key(), 1000),
-        ("metrics", lambda path: MetricsFile(path).start(0, evaluation_due=False), 1 << 32),
+        ("metrics", lambda path: MetricsFile(path, CONFIG).start(0, evaluation_due=False), 1 << 32),
     ],
 )
 def test_readers_of_a_sparse_file(tmp_path: Path, name: str, read, most: int) -> None:
@@ -63,7 +71,7 @@ def test_readers_of_a_sparse_file(tmp_path: Path, name: str, read, most: int) ->
 def test_metrics_of_nested_brackets(tmp_path: Path) -> None:
     (tmp_path / "metrics").write_text("[" * 10**5 + "\n")
     with pytest.raises(InputError, match=r"--metrics-path: .*metrics is not a file of metrics"):
-        MetricsFile(tmp_path / "metrics").start(0, evaluation_due=False)
+        MetricsFile(tmp_path / "metrics", CONFIG).start(0, evaluation_due=False)
 
 
 def test_a_sparse_note_of_a_roll_back_counts_as_none(tmp_path: Path) -> None:

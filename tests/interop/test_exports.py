@@ -17,8 +17,9 @@ import pytest
 import torch
 from hf_models import save_hf
 
-from megatron.checkpoint.checkpoint import Checkpoint, saved_tokenizer
+from megatron.checkpoint.checkpoint import Checkpoint
 from megatron.checkpoint.find import find_checkpoint
+from megatron.checkpoint.tokenizer import saved_tokenizer
 from megatron.inference.conversion import LINES, TOLERANCE, fixed_tokens, largest_difference, our_logits
 from megatron.interop.convert import write_native
 from megatron.interop.huggingface.read import open_huggingface

@@ -152,13 +152,13 @@ def test_run_continues_with_these_moments(
     counts = []
     step = Optimizer.step
 
-    def recorded_step(self: Optimizer, **given: Any) -> dict[str, Tensor]:
+    def recorded_step(self: Optimizer, *args: Any, **given: Any) -> dict[str, Tensor]:
         counts.append(self.steps)
         for kind, owned in {"master": self.buffer.masters, **self.state}.items():
             for param, part, begin in self.buffer.parts(owned) if len(counts) == 1 else ():
                 assert begin == 0
                 found[f"{kind}/{param.name}"] = part.clone()
-        return step(self, **given)
+        return step(self, *args, **given)
 
     monkeypatch.setattr(Optimizer, "step", recorded_step)
     flags = ["--num-layers", 4, "--hidden-size", 32, "--num-attention-heads", 4, "--seq-length", 16, "--bf16"]

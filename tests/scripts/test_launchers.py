@@ -19,19 +19,20 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_quickstart_takes_every_step(checkout):
     done = checkout.run("pretrain_gpt.sh", "--train-iters", "7")
     assert done.returncode == 0, done.stderr
-    corpus, tokenizer, data, training, sample = commands(done)
+    corpus, tokenizer, data, training, *samples = commands(done)
     assert corpus == ["python3", "tools/make_corpus.py", "--output", "quickstart/corpus.jsonl"]
     assert tokenizer[1] == "tools/train_tokenizer.py"
     assert data[1] == "tools/preprocess_data.py" and "--append-eod" in data
     assert training[1] == "pretrain_gpt.py" and training[-2:] == ["--train-iters", "7"]
-    assert sample[1] == "tools/generate_text.py"
+    assert [sample[1] for sample in samples] == 3 * ["tools/generate_text.py"]
+    assert [value(sample, "--prompt") for sample in samples] == ["class", "def", "The"]
 
     assert value(tokenizer, "--input") == value(data, "--input") == value(corpus, "--output")
     assert value(training, "--data-path") == value(data, "--output-prefix") + "_text_document"
     for flag in ("--vocab-file", "--merge-file", "--tokenizer-type"):
         assert value(training, flag) == value(data, flag)
     assert value(data, "--vocab-file") == value(tokenizer, "--output") + "/vocab.json"
-    assert value(training, "--save") == value(training, "--load") == value(sample, "--load")
+    assert value(training, "--save") == value(training, "--load") == value(samples[0], "--load")
     assert "--bf16" not in training
 
 
@@ -41,7 +42,7 @@ def test_quickstart_skips_existing_files(checkout):
     for name in ("corpus.jsonl", "tokenizer/vocab.json", "corpus_text_document.idx"):
         (out / name).touch()
     done = checkout.run("pretrain_gpt.sh")
-    assert [c[1] for c in commands(done)] == ["pretrain_gpt.py", "tools/generate_text.py"]
+    assert [c[1] for c in commands(done)] == ["pretrain_gpt.py", *3 * ["tools/generate_text.py"]]
     assert "quickstart/corpus.jsonl exists" in done.stdout
 
 
@@ -59,7 +60,7 @@ def test_runs_from_any_folder(checkout, tmp_path):
 
 def test_own_data_and_checkpoint_folder(checkout):
     done = checkout.run("pretrain_gpt.sh", DATA_PATH="0.3 a 0.7 b", CHECKPOINT_PATH="run 1", **TOKENIZER)
-    training, sample = commands(done)
+    training, sample, *_ = commands(done)
     at = training.index("--data-path")
     assert training[at + 1 : at + 6] == ["0.3", "a", "0.7", "b", "--split"]
     assert value(training, "--vocab-file") == "v.json" and value(training, "--merge-file") == "m.txt"

@@ -19,12 +19,13 @@ from megatron.interop.nvidia.training_flags import TRAINING_FLAGS
 
 # Flags that Megatron-LM does not have.
 OURS_ALONE = frozenset(
-    "--add-attention-bias --add-mlp-bias --rope-scaling-original-length --rope-scaling-turns "
-    "--rope-scaling-type --use-parallel-residual --activation-function --norm-after --qk-layernorm-all-heads "
-    "--bf16-optimizer-states --check-weight-replicas-interval --cuda-graph --data-order --device --dry-run "
-    "--dry-run-json --dry-run-ranks --eval-tasks --eval-tasks-data --hang-timeout --keep-last --lion-beta1 --loss-mean "
-    "--lion-beta2 --metrics-path --no-mask-padded-vocab --no-progress --no-torch-compile --on-non-finite "
-    "--ops-backend --pipeline-schedule --spike-skip --no-verify-checkpoint --world-size".split()
+    "--activation-function --add-attention-bias --add-mlp-bias --bf16-optimizer-states "
+    "--check-weight-replicas-interval --cuda-graph --data-order --device --dry-run --dry-run-json "
+    "--dry-run-ranks --eval-on-start --eval-tasks --eval-tasks-data --hang-timeout --keep-last "
+    "--lion-beta1 --lion-beta2 --loss-mean --no-mask-padded-vocab --metrics-path --norm-after "
+    "--on-non-finite --ops-backend --pipeline-schedule --no-progress --qk-layernorm-all-heads "
+    "--rope-scaling-original-length --rope-scaling-turns --rope-scaling-type --spike-skip "
+    "--no-torch-compile --use-parallel-residual --no-verify-checkpoint --world-size".split()
 )
 
 # Flags whose meaning or default differs from Megatron-LM; "now" is its current version.
