@@ -171,7 +171,7 @@ def test_with_torch_only_missing_packages_are_installed(checkout):
 
 def test_the_test_script_passes_arguments_to_pytest(checkout):
     (command,) = commands(checkout.run("test.sh", "-m", "slow", "tests/a b"))
-    assert command == ["python3", "-m", "pytest", "-m", "slow", "tests/a b"]
+    assert command[:3] == ["python3", "-m", "pytest"] and command[-3:] == ["-m", "slow", "tests/a b"]
 
 
 def test_345m_has_the_published_settings(checkout):
