@@ -33,10 +33,10 @@ from megatron.data.bert_dataset import BertBatch
 from megatron.data.loader import train_batches
 from megatron.flags import Config, flag
 from megatron.parallel.mesh import choose_device, init_mesh
+from megatron.pretrain_bert import DEFAULTS, bert, build_datasets
 from megatron.tokenizer import build_tokenizer
 from megatron.training.build import build_engine
 from megatron.training.config import RunConfig
-from pretrain_bert import DEFAULTS, bert, build_datasets
 
 COMMON = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 30591 --train-iters 100 --num-workers 0 --lr 1e-4

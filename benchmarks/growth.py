@@ -54,7 +54,7 @@ from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.flags import Config, flag
 from megatron.ops.cpu.malloc import keep_freed_memory
 from megatron.planner.dry_run import DryRun
-from pretrain_gpt import DEFAULTS, GPT
+from megatron.pretrain_gpt import DEFAULTS, GPT
 
 ROUNDS = 5
 SAVED_MODEL = f"""

@@ -27,8 +27,8 @@ from megatron.cli import Parser, add_flags, make_config, run_command
 from megatron.flags import Config, flag
 from megatron.ops.cpu.malloc import keep_freed_memory
 from megatron.parallel.mesh import choose_device, init_mesh
+from megatron.pretrain_gpt import DEFAULTS, GPT
 from megatron.training.build import build_engine
-from pretrain_gpt import DEFAULTS, GPT
 
 BYTES = {"bf16": 4 * 4 + 3 * 4 + 2 + 4, "fp32": 4 * 4 + 3 * 4 + 4}
 FLAGS = """

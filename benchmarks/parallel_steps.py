@@ -22,9 +22,9 @@ from megatron.model.flops import flops_per_sample
 from megatron.ops.cpu.malloc import keep_freed_memory
 from megatron.parallel import collectives
 from megatron.parallel.mesh import Mesh, choose_device, init_mesh
+from megatron.pretrain_gpt import DEFAULTS, GPT
 from megatron.training.build import build_engine
 from megatron.training.config import RunConfig
-from pretrain_gpt import DEFAULTS, GPT
 
 COMMON = """
     --mock-data --tokenizer-type NullTokenizer --train-iters 1 --num-workers 0 --lr 1e-4

@@ -32,7 +32,7 @@ from megatron.planner.cluster import Cluster
 from megatron.planner.description import read_cluster
 from megatron.planner.layout import OURS, Job, Layout
 from megatron.planner.simulate import Simulator
-from pretrain_gpt import DEFAULTS
+from megatron.pretrain_gpt import DEFAULTS
 
 RUNS = {
     "T2": (TP, Layout(tensor=2)),

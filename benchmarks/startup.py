@@ -123,7 +123,7 @@ def run_start(folder: Path, processes: int, flags: list[str]) -> dict[str, float
 def measure_imports() -> dict[str, float]:
     """Return the import time in seconds of torch, and of pretrain_gpt.py, by `python -X importtime`."""
     report = subprocess.run(
-        [sys.executable, "-X", "importtime", "-c", "import torch, pretrain_gpt"],
+        [sys.executable, "-X", "importtime", "-c", "import torch, megatron.pretrain_gpt"],
         cwd=ROOT,
         stderr=subprocess.PIPE,
         text=True,
@@ -134,7 +134,7 @@ def measure_imports() -> dict[str, float]:
     cumulative = {
         name.removeprefix(" "): int(total) / 1e6 for _, total, name in columns if total.strip().isdigit()
     }
-    return {"torch": round(cumulative["torch"], 2), "the rest": round(cumulative["pretrain_gpt"], 2)}
+    return {"torch": round(cumulative["torch"], 2), "the rest": round(cumulative["megatron.pretrain_gpt"], 2)}
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import pretrain_gpt
+from megatron import pretrain_gpt
 from megatron.arguments import parse_run_config
 from megatron.data.batch import Batch
 from megatron.optim.buffer import ParamBuffer

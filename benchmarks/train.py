@@ -46,9 +46,9 @@ from megatron.ops.cpu.malloc import keep_freed_memory
 from megatron.parallel.mesh import choose_device, init_mesh
 from megatron.performance.config import PerformanceConfig
 from megatron.performance.cuda_graph import WARM_UP, use_cuda_graph
+from megatron.pretrain_gpt import DEFAULTS, GPT
 from megatron.training.build import build_engine
 from megatron.training.engine import Engine
-from pretrain_gpt import DEFAULTS, GPT
 
 
 @dataclasses.dataclass(frozen=True)

@@ -58,7 +58,7 @@ def pretrain(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
     def run(*flags: object) -> str:
         from megatron.arguments import parse_run_config
-        from pretrain_gpt import DEFAULTS, GPT
+        from megatron.pretrain_gpt import DEFAULTS, GPT
 
         config = parse_run_config([str(flag) for flag in flags], description="", defaults=DEFAULTS)
         assert megatron.plugins.run(config, GPT) == 0

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 # Imported once by the fork server from which each process is forked.
-PRELOAD = ["torch", "pytest", "distributed", "models", "megatron.training.pretrain", "pretrain_gpt"]
+PRELOAD = ["torch", "pytest", "distributed", "models", "megatron.training.pretrain", "megatron.pretrain_gpt"]
 
 
 def run_distributed(function: Callable, processes: int, *arguments: Any, timeout: float = 240) -> list[Any]:

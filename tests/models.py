@@ -12,10 +12,10 @@ from megatron.optim.layout import lay_out
 from megatron.optim.optimizer import param_groups
 from megatron.parallel.config import ParallelConfig
 from megatron.parallel.mesh import Mesh
+from megatron.pretrain_gpt import DEFAULTS, GPT
 from megatron.training.build import build_engine
 from megatron.training.config import RunConfig
 from megatron.training.engine import Engine
-from pretrain_gpt import DEFAULTS, GPT
 
 CPU = torch.device("cpu")
 FLAGS = """

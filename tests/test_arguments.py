@@ -748,7 +748,8 @@ def test_help_of_tools_is_a_usage_line_and_the_docstring(
 ) -> None:
     monkeypatch.syspath_prepend(ROOT / "tools")
     monkeypatch.setattr(sys, "argv", [f"{tool}.py", "--help"])
-    module = importlib.import_module(tool)
+    in_package = (ROOT / "megatron" / "commands" / f"{tool}.py").exists()
+    module = importlib.import_module(f"megatron.commands.{tool}" if in_package else tool)
     with pytest.raises(SystemExit, match=r"^0$"):
         module.main()
     assert capsys.readouterr().out.startswith(f"usage: {tool}.py {usage}\n\n{module.__doc__.strip()}\n\n")

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 10_657
 # The entry point hands the run to megatron.plugins, which calls pretrain() with these hooks.
 ROOTS = (
-    "pretrain_gpt",
+    "megatron.pretrain_gpt",
     "megatron.training.pretrain",
     "megatron.training.hooks",
     "megatron.training.log_hook",

@@ -1,51 +1,14 @@
-r"""Tokenize text into the files (.bin and .idx) that training reads.
-
-    python tools/preprocess_data.py --input 'my/*.jsonl' --output-prefix my/corpus --append-eod \
-        --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt
-"""
+"""`megatron preprocess` from a checkout."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.cli import Parser, add_flags, make_config, run_command
-from megatron.preprocessing.preprocess import PreprocessConfig, Report, preprocess
-from megatron.tokenizer.config import TokenizerConfig
-from megatron.tool import exit_on_sigterm
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = Parser(description=__doc__)
-    add_flags(parser, PreprocessConfig, "data")
-    add_flags(parser, TokenizerConfig, "tokenizer")
-    args = vars(parser.parse_args(argv))
-    config = make_config(PreprocessConfig, args)
-    tokenizer = make_config(TokenizerConfig, args)
-    if (tokenizer.tokenizer_type or "").startswith("Bert") and not config.split_sentences:
-        print("note: BERT is pretrained on sentences; use --split-sentences", file=sys.stderr)
-    exit_on_sigterm()
-    describe(preprocess(config, tokenizer))
-
-
-def describe(report: Report) -> None:
-    for output in report.outputs:
-        print(
-            f"{output.prefix}: {output.documents:,} documents, {output.sequences:,} sequences, "
-            f"{output.tokens:,} tokens"
-        )
-        if output.documents < report.documents:
-            print(f"  {report.documents - output.documents:,} documents without tokens were dropped")
-    if report.bad_count:
-        print(f"{report.bad_count:,} bad lines were dropped, the first of them:")
-        for line in report.bad_lines:
-            print(f"  {line}")
-    speed = report.text_bytes / 1e6 / report.seconds
-    print(f"{report.text_bytes / 1e6:.1f} MB of text in {report.seconds:.1f} s, {speed:.1f} MB/s")
-
+from megatron.cli import run_command
+from megatron.commands.preprocess_data import main
 
 if __name__ == "__main__":
     run_command(main)

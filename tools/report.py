@@ -1,40 +1,14 @@
-"""Draw one run or several as one HTML page: losses, learning rate, gradient norm, speed, evaluations, flags.
-
-python tools/report.py my/checkpoints                       one run, by its --save folder or its --metrics-path
-python tools/report.py my/run-1 my/run-2 --output both.html    two runs, one over the other
-"""
+"""`megatron report` from a checkout."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.cli import Parser, run_command
-from megatron.reports.page import report_page
-from megatron.reports.record import read_record
-from megatron.tool import check_output_file, write_output_file
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = Parser(description=__doc__)
-    parser.add_argument(
-        "runs",
-        metavar="RUN",
-        type=Path,
-        nargs="+",
-        help="a run's --save folder, or its file of --metrics-path",
-    )
-    parser.add_argument(
-        "--output", metavar="FILE", type=Path, default=Path("report.html"), help="the page to write"
-    )
-    args = parser.parse_args(argv)
-    check_output_file("--output", args.output)
-    write_output_file("--output", args.output, report_page([read_record(run) for run in args.runs]))
-    print(f"wrote {args.output}")
-
+from megatron.cli import run_command
+from megatron.commands.report import main
 
 if __name__ == "__main__":
     run_command(main)

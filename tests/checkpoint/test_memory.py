@@ -16,8 +16,8 @@ from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.load import load_into
 from megatron.checkpoint.save import Saver
 from megatron.parallel.mesh import init_mesh
+from megatron.pretrain_gpt import DEFAULTS, GPT
 from megatron.training.build import build_engine
-from pretrain_gpt import DEFAULTS, GPT
 
 # 20 M parameters, 240 MB with Adam's moments.
 FLAGS = """

@@ -18,9 +18,9 @@ from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.load import load_into
 from megatron.checkpoint.save import Saver
 from megatron.parallel.mesh import init_mesh
+from megatron.pretrain_gpt import DEFAULTS, GPT
 from megatron.tokenizer import padded_vocab_size
 from megatron.training.build import build_engine
-from pretrain_gpt import DEFAULTS, GPT
 
 FLAGS = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 59 --num-layers 4 --hidden-size 32 --bf16

@@ -13,15 +13,15 @@ from distributed import run_distributed
 from models import CPU, config_of, engine_of
 
 from megatron.arguments import parse_run_config
+from megatron.commands import convert_checkpoint, evaluate
 from megatron.errors import InputError
 from megatron.evaluation.in_training import metric_of, read_eval_tasks
 from megatron.evaluation.zero_shot import make_batches
 from megatron.parallel.mesh import init_mesh
 from megatron.plugins import run
+from megatron.pretrain_bert import bert
+from megatron.pretrain_gpt import GPT
 from megatron.tokenizer.null import NullTokenizer
-from pretrain_bert import bert
-from pretrain_gpt import GPT
-from tools import convert_checkpoint, evaluate
 
 TINY = """
     --device cpu --mock-data --tokenizer-type NullTokenizer --vocab-size 59 --num-workers 0 --ops-backend plain

@@ -15,6 +15,7 @@ from distributed import run_distributed
 from hf_models import save_hf
 from torch import Tensor
 
+from megatron.commands import convert_checkpoint, evaluate
 from megatron.evaluation import zero_shot
 from megatron.evaluation.wikitext import detokenize
 from megatron.inference.config import InferenceConfig
@@ -22,7 +23,6 @@ from megatron.inference.load import build_gpt, find_any_checkpoint
 from megatron.parallel.mesh import ALONE, Mesh
 from megatron.tokenizer.config import TokenizerConfig
 from megatron.tokenizer.gpt2 import GPT2BPETokenizer
-from tools import convert_checkpoint, evaluate
 
 LENGTH = 32  # context length of the models made here
 

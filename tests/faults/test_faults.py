@@ -27,7 +27,7 @@ FLAGS = """
 # pretrain_gpt.py with a patched forward pass: slow on every rank, or failing or hanging on rank 1 after some steps.
 PATCHED = """
 import dataclasses, itertools, os, time
-import pretrain_gpt
+from megatron import pretrain_gpt
 from megatron.cli import run_command
 from megatron.errors import InputError
 

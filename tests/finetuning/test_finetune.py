@@ -13,9 +13,9 @@ from distributed import run_distributed
 
 from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.storage import newest_iteration
+from megatron.commands.finetune_bert import main
 from megatron.errors import InputError, TrainingFault
 from megatron.finetuning import finetune as finetune_module
-from tools.finetune_bert import main
 
 SIZES = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 32"
 FLAGS = "--seq-length 32 --micro-batch-size 8 --global-batch-size 16 --device cpu --num-workers 0 --log-interval 50"

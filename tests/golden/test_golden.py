@@ -16,8 +16,8 @@ import torch
 from megatron.arguments import parse_run_config
 from megatron.data.gpt_dataset import GPTBatch
 from megatron.parallel.mesh import choose_device, init_mesh
+from megatron.pretrain_gpt import DEFAULTS, GPT
 from megatron.training.build import build_engine
-from pretrain_gpt import DEFAULTS, GPT
 
 FLAGS = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --train-iters 1 --num-layers 2 --hidden-size 64

@@ -27,10 +27,10 @@ from megatron.interop.huggingface.settings import read_settings
 from megatron.interop.huggingface.write import write_huggingface
 from megatron.parallel.slices import whole
 from megatron.plugins import run
+from megatron.pretrain_bert import DEFAULTS as BERT_DEFAULTS
+from megatron.pretrain_bert import bert
+from megatron.pretrain_gpt import DEFAULTS, GPT
 from megatron.tokenizer import build_tokenizer
-from pretrain_bert import DEFAULTS as BERT_DEFAULTS
-from pretrain_bert import bert
-from pretrain_gpt import DEFAULTS, GPT
 
 IDS = ["--tokenizer-type", "NullTokenizer", "--vocab-size", VOCAB - 1]
 STEP = """

@@ -12,6 +12,7 @@ from hf_models import save_hf
 from megatron.checkpoint.checkpoint import Checkpoint
 from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.tokenizer import saved_tokenizer
+from megatron.commands.convert_checkpoint import main
 from megatron.errors import InputError
 from megatron.inference.conversion import LINES, compare_tokenizers
 from megatron.interop.convert import write_native
@@ -20,7 +21,6 @@ from megatron.interop.huggingface.sentence_piece import to_tokenizer_json
 from megatron.interop.huggingface.write import write_huggingface
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.config import TokenizerConfig
-from tools.convert_checkpoint import main
 
 TEXTS = (
     *LINES,

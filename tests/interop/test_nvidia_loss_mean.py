@@ -9,10 +9,10 @@ import pytest
 from distributed import run_distributed
 
 from megatron.arguments import parse_run_config
+from megatron.commands.finetune_bert import main
 from megatron.errors import InputError
 from megatron.plugins import run
-from pretrain_gpt import DEFAULTS, GPT
-from tools.finetune_bert import main
+from megatron.pretrain_gpt import DEFAULTS, GPT
 
 # Documents of NullTokenizer's mock data end within samples, so --eod-mask-loss masks other numbers of tokens in each.
 FLAGS = """

@@ -17,8 +17,8 @@ from megatron.interop.nvidia.read import open_megatron
 from megatron.model.bert import BertClassifier, BertModel
 from megatron.model.config import ModelConfig
 from megatron.model.context import ModelContext
+from megatron.pretrain_bert import DEFAULTS, bert, build_datasets
 from megatron.tokenizer import build_tokenizer
-from pretrain_bert import DEFAULTS, bert, build_datasets
 
 HEADS, WIDTH, LENGTH, VOCAB = 4, 16, 32, 300
 SHAPE = {"num_layers": 3, "hidden_size": HEADS * WIDTH, "num_attention_heads": HEADS}

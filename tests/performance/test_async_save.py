@@ -21,9 +21,9 @@ from megatron.checkpoint.save import Saver
 from megatron.errors import InputError, TrainingFault
 from megatron.parallel.mesh import Mesh, init_mesh
 from megatron.performance.async_save import AsyncSaver
+from megatron.pretrain_gpt import DEFAULTS, GPT
 from megatron.training.build import build_engine
 from megatron.training.engine import Engine
-from pretrain_gpt import DEFAULTS, GPT
 
 FLAGS = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 59 --num-layers 2 --hidden-size 32 --num-attention-heads 4

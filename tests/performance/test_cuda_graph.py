@@ -18,10 +18,10 @@ from megatron.errors import InputError
 from megatron.faults.diagnosis import diagnose
 from megatron.parallel.mesh import init_mesh
 from megatron.performance.cuda_graph import WARM_UP, CudaGraph, GraphedPass, check_cuda_graph, use_cuda_graph
+from megatron.pretrain_bert import bert
+from megatron.pretrain_gpt import GPT
 from megatron.training.engine import Engine
 from megatron.training.pretrain import pretrain
-from pretrain_bert import bert
-from pretrain_gpt import GPT
 
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
 LLAMA = """

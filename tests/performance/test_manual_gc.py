@@ -9,9 +9,9 @@ from models import config_of
 
 from megatron.errors import InputError
 from megatron.plugins import training_hooks
+from megatron.pretrain_gpt import GPT
 from megatron.training.loop import Hook, Trainer
 from megatron.training.pretrain import pretrain
-from pretrain_gpt import GPT
 
 FLAGS = "--train-iters 6 --eval-interval 2 --eval-iters 1 --num-workers 0"
 

@@ -30,10 +30,10 @@ from megatron.planner.dry_run import DryRun, PhaseRecorder, count_step
 from megatron.planner.dry_run_report import RankCost, size
 from megatron.planner.layout import OURS, Job, Layout
 from megatron.planner.memory import layer_activations
+from megatron.pretrain_bert import bert
+from megatron.pretrain_gpt import DEFAULTS, GPT
 from megatron.training.build import build_model, choose_run_ops
 from megatron.training.engine import Engine
-from pretrain_bert import bert
-from pretrain_gpt import DEFAULTS, GPT
 
 T2, P2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 MODEL = "--num-layers 2 --hidden-size 64 --seq-length 32 --global-batch-size 8"

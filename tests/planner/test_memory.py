@@ -30,8 +30,8 @@ from megatron.planner.memory import (
 )
 from megatron.planner.models import A100_MODELS, MODELS
 from megatron.planner.schedule_costs import peak_in_flight
+from megatron.pretrain_gpt import GPT
 from megatron.training.config import RunConfig
-from pretrain_gpt import GPT
 
 
 @pytest.mark.parametrize("name", MODELS)

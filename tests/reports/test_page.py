@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron.commands.report import main
 from megatron.errors import InputError
 from megatron.reports import at_end, page
 from megatron.reports.page import report_page, thin_out
 from megatron.reports.record import METRICS, STARTS, RunRecord, read_record
-from tools.report import main
 
 
 def write_run(folder: Path, iterations: int, *, seq_length: int = 100, lr: float = 1e-3) -> Path:

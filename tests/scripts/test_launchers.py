@@ -11,7 +11,7 @@ from checkout import RUN, TOKENIZER, commands, value
 
 from megatron.arguments import parse_run_config
 from megatron.model.context import ModelContext
-from pretrain_bert import DEFAULTS, build_model
+from megatron.pretrain_bert import DEFAULTS, build_model
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -15,9 +15,9 @@ from checkout import RUN, Checkout, commands
 
 from megatron.arguments import parse_run_config
 from megatron.model.context import ModelContext
+from megatron.pretrain_gpt import DEFAULTS, build_model
 from megatron.training.config import RunConfig
 from megatron.training.layout import check_layout
-from pretrain_gpt import DEFAULTS, build_model
 
 ROOT = Path(__file__).resolve().parents[2]
 # Parameters in billions, heads, hidden size, layers, T, P, GPUs, global batch.

@@ -17,6 +17,7 @@ from hf_models import VOCAB, save_hf
 from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint.find import find_checkpoint
+from megatron.commands.convert_checkpoint import main
 from megatron.errors import InputError, TrainingFault
 from megatron.inference.config import InferenceConfig
 from megatron.inference.load import load_gpt
@@ -26,7 +27,6 @@ from megatron.model.gpt import GPTModel
 from megatron.parallel.mesh import Mesh
 from megatron.tokenizer.config import TokenizerConfig
 from megatron.tokenizer.train import train_bpe
-from tools.convert_checkpoint import main
 
 CPU = torch.device("cpu")
 
@@ -343,7 +343,7 @@ def test_wrong_format_and_folder(tmp_path: Path) -> None:
 
 def test_a_conversion_with_different_logits_is_not_kept(tmp_path: Path, monkeypatch) -> None:
     folder = save_hf(tmp_path / "theirs", "gpt2")
-    import tools.convert_checkpoint as tool
+    import megatron.commands.convert_checkpoint as tool
 
     right = tool.their_logits
     monkeypatch.setattr(tool, "their_logits", lambda *a: [1.001 * x for x in right(*a)])
@@ -357,7 +357,7 @@ def test_a_conversion_with_different_logits_is_not_kept(tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize("target", ["native", "huggingface", "megatron"])
 def test_a_link_to_an_empty_folder(tmp_path: Path, monkeypatch, target: str) -> None:
-    import tools.convert_checkpoint as tool
+    import megatron.commands.convert_checkpoint as tool
 
     source, folder = "huggingface", save_hf(tmp_path / "theirs", "gpt2")
     if target == "huggingface":
@@ -377,7 +377,7 @@ def test_a_link_to_an_empty_folder(tmp_path: Path, monkeypatch, target: str) -> 
 @pytest.mark.parametrize("at", ["_read", "our_logits"])
 def test_sigterm_leaves_nothing(tmp_path: Path, monkeypatch, at: str) -> None:
     """The signal arrives while tensors are written, or before the written checkpoint is compared."""
-    import tools.convert_checkpoint as tool
+    import megatron.commands.convert_checkpoint as tool
 
     folder = save_hf(tmp_path / "theirs", "gpt2")
     where = tool if at == "our_logits" else read

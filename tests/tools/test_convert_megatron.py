@@ -10,10 +10,10 @@ from nvidia import VOCAB, assert_equal, checkpoint_of, edit, weights, written
 from tqdm import tqdm
 
 from megatron.checkpoint.find import find_checkpoint
+from megatron.commands.convert_checkpoint import main
 from megatron.errors import InputError
 from megatron.interop.nvidia.read import open_megatron
 from megatron.tokenizer.config import TokenizerConfig
-from tools.convert_checkpoint import main
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_the_progress_bar_counts_written_bytes(
             super().__init__(*args, **kwargs)
             bars.append(self)
 
-    monkeypatch.setattr("tools.convert_checkpoint.tqdm", Bar)
+    monkeypatch.setattr("megatron.commands.convert_checkpoint.tqdm", Bar)
     load = shared / "vectors" / "gpt-v2.5" / "after6_tp1"
     convert("megatron", "native", load, tmp_path / "native", "--vocab-size", 5000)
     for target in ("megatron", "huggingface"):

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megatron import __version__
+from megatron.commands.evaluate import main
 from megatron.errors import InputError
-from tools.evaluate import main
 
 TINY = """
     --device cpu --mock-data --tokenizer-type NullTokenizer --vocab-size 300 --num-workers 0 --num-layers 1

@@ -14,14 +14,14 @@ from checkpoints import edit_state
 
 from megatron import plugins
 from megatron.arguments import parse_run_config
+from megatron.commands.generate_text import main
 from megatron.errors import InputError
 from megatron.inference.batching import Batcher
 from megatron.inference.config import InferenceConfig
 from megatron.inference.load import load_gpt
 from megatron.parallel.mesh import Mesh
+from megatron.pretrain_gpt import DEFAULTS, GPT
 from megatron.tokenizer.config import TokenizerConfig
-from pretrain_gpt import DEFAULTS, GPT
-from tools.generate_text import main
 
 CPU = torch.device("cpu")
 

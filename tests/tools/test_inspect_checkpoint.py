@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.commands.inspect_checkpoint import main
 from megatron.errors import InputError
-from tools.inspect_checkpoint import main
 
 FLAGS = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 50 --num-layers 2 --hidden-size 16

@@ -13,21 +13,19 @@ from pathlib import Path
 import pytest
 
 from megatron.arguments import parse_run_config
+from megatron.commands import plan as plan_command
 from megatron.errors import InputError
 from megatron.planner.config import DryRunConfig
-from pretrain_gpt import DEFAULTS
+from megatron.pretrain_gpt import DEFAULTS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SMALL = "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --global-batch-size 32"
 
 
 @pytest.fixture
-def plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.syspath_prepend(ROOT / "tools")
-    import plan as tool
-
+def plan(capsys: pytest.CaptureFixture[str]):
     def run(flags: str) -> str:
-        tool.main(shlex.split(flags))
+        plan_command.main(shlex.split(flags))
         return capsys.readouterr().out
 
     return run

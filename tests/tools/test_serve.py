@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from hf_models import save_hf
 
+from megatron.commands.serve import main
 from megatron.errors import InputError
-from tools.serve import main
 
 
 def test_a_port_in_use_is_reported_before_the_model_is_loaded() -> None:

@@ -18,8 +18,8 @@ from loss_scale import PlainScale
 from megatron import plugins
 from megatron.arguments import parse_run_config
 from megatron.errors import TrainingFault
-from pretrain_bert import bert
-from pretrain_gpt import DEFAULTS, GPT
+from megatron.pretrain_bert import bert
+from megatron.pretrain_gpt import DEFAULTS, GPT
 
 FLAGS = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 250 --num-layers 4 --hidden-size 32

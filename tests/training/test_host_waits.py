@@ -13,12 +13,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.arguments import parse_run_config
+from megatron.pretrain_bert import bert
+from megatron.pretrain_gpt import GPT
 from megatron.training.log_hook import Logging
 from megatron.training.loop import Hook, Trainer
 from megatron.training.pretrain import pretrain
 from megatron.training.stop import StopRequests
-from pretrain_bert import bert
-from pretrain_gpt import GPT
 
 FLAGS = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 99 --num-layers 2 --hidden-size 32 --num-attention-heads 4

@@ -15,7 +15,7 @@ from distributed import run_distributed, start_distributed
 
 from megatron.arguments import parse_run_config
 from megatron.plugins import run
-from pretrain_gpt import DEFAULTS, GPT
+from megatron.pretrain_gpt import DEFAULTS, GPT
 
 FLAGS = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 250 --num-layers 2 --hidden-size 64

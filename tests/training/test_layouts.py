@@ -14,8 +14,8 @@ from safetensors import safe_open
 
 from megatron.arguments import parse_run_config
 from megatron.plugins import run
-from pretrain_bert import bert
-from pretrain_gpt import GPT
+from megatron.pretrain_bert import bert
+from megatron.pretrain_gpt import GPT
 
 # The 251 ids are padded to 256 rows, or to 512 with four tensor-parallel ranks.
 FLAGS = """

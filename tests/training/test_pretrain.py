@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from megatron.arguments import parse_run_config
 from megatron.checkpoint.save import Saver
+from megatron.commands.convert_checkpoint import main as convert_checkpoint
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.errors import InputError
 from megatron.inference.config import InferenceConfig
@@ -31,7 +32,6 @@ from megatron.training.engine import Engine
 from megatron.training.hooks import Evaluation
 from megatron.training.loop import Trainer
 from megatron.training.stop import StopRequests
-from tools.convert_checkpoint import main as convert_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TINY = """
@@ -672,5 +672,5 @@ def test_an_existing_run_is_not_overwritten(pretrain, tmp_path: Path) -> None:
 
 def test_the_compiler_is_not_imported_where_nothing_is_compiled(command) -> None:
     """The import takes a second or two."""
-    code = "import sys, pretrain_gpt; pretrain_gpt.main(); print('torch._dynamo' in sys.modules)"
+    code = "import sys; from megatron import pretrain_gpt; pretrain_gpt.main(); print('torch._dynamo' in sys.modules)"
     assert command("-c", code, *TINY).stdout.splitlines()[-1] == "False"

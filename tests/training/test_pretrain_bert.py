@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron import plugins
 from megatron.arguments import parse_run_config
-from pretrain_bert import DEFAULTS, bert
+from megatron.pretrain_bert import DEFAULTS, bert
 
 FLAGS = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 99 --num-layers 2 --hidden-size 32 --num-attention-heads 4

@@ -1,0 +1,229 @@
+r"""Plan the training of a GPT: the layouts that fit a cluster, their predicted speed, and the command of the best.
+
+    python tools/plan.py --model 1t --gpus 3072 --gpu a100-80gb --tokens 450e9
+    python tools/plan.py --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --cluster mine.yaml \
+        --global-batch-size 512 --seq-length 4096
+    python tools/plan.py --calibrate here.yaml
+
+docs/scaling.md describes the model behind the prediction and compares it with published runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from megatron.cli import Parser, add_flags, make_config, run_command
+from megatron.errors import InputError
+from megatron.flags import Config, field_types, flag
+from megatron.model.config import ModelConfig
+from megatron.planner.cluster import DATA_SHEET_EFFICIENCY, Cluster, cluster_from_data_sheet
+from megatron.planner.description import read_cluster
+from megatron.planner.device_specs import data_sheet
+from megatron.planner.explain import other_choices, takeaways, why_not
+from megatron.planner.layout import OURS, Job
+from megatron.planner.models import MODELS, VOCAB_SIZE
+from megatron.planner.report import (
+    command,
+    command_flags,
+    details,
+    dry_run_command,
+    duration,
+    heading,
+    table,
+    tflops,
+)
+from megatron.planner.search import SearchResult, search
+from megatron.planner.simulate import Simulator
+from megatron.planner.trace import write_picture, write_trace
+from megatron.tool import check_output_file, write_output_file
+
+NUM_PLANS = 10  # shown
+A100_80GB = "a100-80gb"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanConfig(Config):
+    """The model, the cluster and the files to write."""
+
+    model: str | None = flag(
+        None, "a model of the papers' tables, instead of flags of its shape", choices=tuple(MODELS)
+    )
+    gpus: int | None = flag(None, "number of GPUs (default: that of --model)", low=1, high=10**6)
+    gpu: str | None = flag(
+        None,
+        f"type of GPU, in NVIDIA's nodes for it (default: {A100_80GB}); an unknown name prints the list",
+        metavar="NAME",
+    )
+    cluster: str | None = flag(
+        None, "YAML description of a cluster, instead of --gpus and --gpu (docs/scaling.md)", metavar="FILE"
+    )
+    global_batch_size: int | None = flag(
+        None, "samples per step (default: that of --model)", low=1, high=10**7
+    )
+    seq_length: int | None = flag(None, "tokens per sample (default: that of --model)", low=1)
+    vocab_size: int = flag(VOCAB_SIZE, "size of the vocabulary, before padding", low=1)
+    tokens: float | None = flag(
+        None, "tokens to train on, such as 300e9; prints days and GPU-hours", above=0, high=1e18
+    )
+    explain: bool = flag(False, "explain the plan with the takeaways of arXiv 2104.04473")
+    json: str | None = flag(None, "write the plans and their predictions", metavar="FILE")
+    trace: str | None = flag(
+        None,
+        "write the best plan's timeline, for https://ui.perfetto.dev or chrome://tracing",
+        metavar="FILE",
+    )
+    picture: str | None = flag(None, "draw the best plan's schedule as .svg or .png", metavar="FILE")
+    calibrate: str | None = flag(
+        None,
+        "measure this machine's CPU for a minute or two, write a file for --cluster, and exit",
+        metavar="FILE",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.picture is not None and Path(self.picture).suffix not in (".svg", ".png"):
+            raise InputError(f"--picture: {self.picture} must end with .svg or .png")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser(description=__doc__)
+    add_flags(parser, PlanConfig, "plan")
+    named = dict.fromkeys(("num_layers", "hidden_size", "num_attention_heads"), "that of --model")
+    add_flags(parser, ModelConfig, "model", named)
+    args = vars(parser.parse_args(argv))
+    config = make_config(PlanConfig, args)
+    if config.calibrate is not None:
+        from megatron.planner.calibrate import calibrate
+
+        calibrate(Path(config.calibrate))
+        return
+    check_files(config)
+    job, cluster = make_job(config, args), make_cluster(config)
+    with tqdm(desc="layouts", unit="", leave=False, disable=not sys.stderr.isatty()) as bar:
+        result = search(job, cluster, num_plans=NUM_PLANS, progress=lambda n: bar.update(n - bar.n))
+    best = result.plans[0]
+    print(f"{config.model or 'model'}: {heading(job, cluster)}")
+    print(f"{result.timed:,} layouts fit and were timed; {result.too_large:,} do not fit\n")
+    print(table(result, job, cluster))
+    print(f"\nThe best: {best.layout}\n{details(best, cluster)}")
+    if cluster.efficiency == DATA_SHEET_EFFICIENCY:
+        print(
+            "  note    mean error over 192 published runs: 17%; within about 15% on A100 and V100, up to 40% too fast "
+            "on H100 and newer (docs/scaling.md). This program is not measured on GPU clusters"
+        )
+    if config.tokens is not None:
+        print(duration(best, job, cluster, config.tokens))
+    print("\nSingle changes to it:")
+    for words, other in other_choices(best, job, cluster):
+        print(f"  {words:<26}{why_not(other, best, job, cluster)}")
+    if config.explain:
+        print("", *takeaways(best, job, cluster), sep="\n")
+    flags = command_flags(best, job, cluster, config.tokens)
+    print(
+        f"\nStart it with this command; add the flags of data, tokenizer, optimizer and checkpoints:\n\n"
+        f"{command(flags, cluster)}\n\nA dry run on this machine (docs/dry-run.md):\n\n"
+        f"{dry_run_command(flags, job, cluster)}"
+    )
+    write_files(config, result, job, cluster)
+
+
+def make_job(config: PlanConfig, args: dict[str, Any]) -> Job:
+    """Return the job: a named model, changed by other flags, or one from flags alone.
+
+    Raises:
+        InputError: there is no model; a size is missing; or samples are longer than --max-position-embeddings.
+    """
+    known: dict[str, Any] = {}
+    seq_length, batch = config.seq_length, config.global_batch_size
+    if config.model is not None:
+        named = MODELS[config.model]
+        known = {"num_layers": named.layers, "hidden_size": named.hidden, "num_attention_heads": named.heads}
+        seq_length, batch = seq_length or named.seq_length, batch or named.global_batch_size
+    elif "num_layers" not in args:
+        raise InputError("--model or --num-layers is required")
+    if seq_length is None or batch is None:
+        name = "--seq-length" if seq_length is None else "--global-batch-size"
+        raise InputError(f"{name} is required without --model")
+    sizes = {"max_position_embeddings": seq_length, **known}
+    model = make_config(ModelConfig, sizes | {k: v for k, v in args.items() if k in field_types(ModelConfig)})
+    if seq_length > model.max_position_embeddings:
+        raise InputError(
+            f"--seq-length: {seq_length} is longer than --max-position-embeddings {model.max_position_embeddings}"
+        )
+    return Job(model, seq_length, config.vocab_size, batch)
+
+
+def make_cluster(config: PlanConfig) -> Cluster:
+    """Return the cluster.
+
+    Raises:
+        InputError: the number of devices is missing, the GPU is unknown, or the file is wrong.
+    """
+    if config.cluster is not None:
+        for name, value in (("--gpus", config.gpus), ("--gpu", config.gpu)):
+            if value is not None:
+                raise InputError(
+                    f"{name}: contradicts --cluster, whose file describes the devices; leave out one of the two"
+                )
+        return read_cluster(Path(config.cluster))
+    gpus = config.gpus or (MODELS[config.model].gpus if config.model else None)
+    if gpus is None:
+        raise InputError("--gpus or --cluster is required without --model")
+    return cluster_from_data_sheet(data_sheet(config.gpu or A100_80GB, where="--gpu"), gpus)
+
+
+def check_files(config: PlanConfig) -> None:
+    """Check that the output files can be written, before the work.
+
+    Raises:
+        InputError: one cannot.
+    """
+    for name in ("json", "trace", "picture"):
+        if (value := getattr(config, name)) is not None:
+            path = Path(value)
+            check_output_file(f"--{name}", path)
+            if name == "picture" and path.suffix == ".png" and importlib.util.find_spec("matplotlib") is None:
+                raise InputError(
+                    f"--picture: {path} needs matplotlib for PNG: pip install matplotlib, or end the name with .svg"
+                )
+
+
+def write_files(config: PlanConfig, result: SearchResult, job: Job, cluster: Cluster) -> None:
+    """Write the files of --json, --trace and --picture.
+
+    Raises:
+        InputError: a file cannot be written.
+    """
+    simulator = Simulator(job, result.plans[0].layout, cluster, OURS)
+    if config.json is not None:
+        plans = [
+            {
+                **dataclasses.asdict(plan),
+                "tflops": tflops(plan, job, cluster),
+                "command": command(command_flags(plan, job, cluster, config.tokens), cluster),
+            }
+            for plan in result.plans
+        ]
+        record = {
+            "devices": cluster.devices,
+            "timed": result.timed,
+            "too large": result.too_large,
+            "plans": plans,
+        }
+        write_output_file("--json", Path(config.json), json.dumps(record, indent=2) + "\n")
+    if config.trace is not None:
+        write_trace(simulator, Path(config.trace))
+    if config.picture is not None:
+        write_picture(simulator, Path(config.picture))
+
+
+if __name__ == "__main__":
+    run_command(main)

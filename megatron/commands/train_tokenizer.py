@@ -1,0 +1,101 @@
+"""Train a tokenizer: a byte-level BPE for GPT, or a WordPiece vocabulary for BERT.
+
+python tools/train_tokenizer.py --input 'my/*.jsonl' --type bpe --vocab-size 32000 --output my/tokenizer
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megatron.cli import Parser, add_flags, make_config, run_command
+from megatron.errors import InputError
+from megatron.flags import Config, flag
+from megatron.preprocessing.documents import documents, find_files, read_batches
+from megatron.preprocessing.progress import Progress
+from megatron.tokenizer.train import train_bpe, train_wordpiece
+
+LOG_INTERVAL = 100_000  # documents
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainTokenizerConfig(Config):
+    """The text and the kind of tokenizer."""
+
+    input: tuple[str, ...] = flag(
+        None,
+        "files or glob patterns, in the formats of tools/preprocess_data.py",
+        nargs="+",
+        metavar="FILE",
+        required=True,
+    )
+    json_key: str = flag(
+        "text", "key of the JSON objects, or column of the parquet files, with the text", metavar="KEY"
+    )
+    type: str = flag(
+        None, "GPT-2's byte-level BPE, or BERT's WordPiece", choices=("bpe", "wordpiece"), required=True
+    )
+    vocab_size: int = flag(None, "number of token ids, special tokens included", low=1, required=True)
+    cased: bool = flag(False, "wordpiece: distinguish upper and lower case (for BertWordPieceCase)")
+    output: str = flag(None, "folder to write the files to", metavar="DIR", required=True)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser(description=__doc__)
+    add_flags(parser, TrainTokenizerConfig, "training")
+    config = make_config(TrainTokenizerConfig, vars(parser.parse_args(argv)))
+    if config.cased and config.type == "bpe":
+        raise InputError("--cased: a BPE always distinguishes upper and lower case; leave the flag out")
+    files = find_files(config.input)
+    if config.type == "bpe":
+        contents = train_bpe(read_texts(files, config.json_key), config.vocab_size)
+    else:
+        contents = train_wordpiece(
+            lambda: read_texts(files, config.json_key), config.vocab_size, lowercase=not config.cased
+        )
+    write_files(Path(config.output), contents)
+    print(f"{config.output}: {', '.join(contents)}; {config.vocab_size:,} ids")
+
+
+def read_texts(files: Sequence[str], key: str) -> Iterator[str]:
+    """Yield the text of all documents.
+
+    Raises:
+        InputError: a file or a line is malformed.
+    """
+    total = sum(map(os.path.getsize, files))
+    # On a terminal the trainer draws its own progress bars.
+    with Progress(total, LOG_INTERVAL) as progress:
+        for batch in read_batches(files, [key]):
+            found, bad = documents(batch, [key])
+            if bad:
+                raise InputError(bad[0])
+            texts = [text for document in found for text in document.texts]
+            yield from texts
+            progress.update(len(texts), sum(map(len, texts)), batch.read)
+
+
+def write_files(folder: Path, contents: dict[str, str]) -> None:
+    """Write files under temporary names, and rename them once all are on disk."""
+    partial = {folder / name: folder / f"{name}.partial" for name in contents}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            for path, temporary in partial.items():
+                with open(temporary, "w", encoding="utf-8") as file:
+                    file.write(contents[path.name])
+                    file.flush()
+                    os.fsync(file.fileno())
+            for path, temporary in partial.items():
+                os.replace(temporary, path)
+        finally:
+            for temporary in partial.values():
+                temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise InputError(f"--output: {folder} cannot be written: {error.strerror}") from None
+
+
+if __name__ == "__main__":
+    run_command(main)

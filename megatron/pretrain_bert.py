@@ -1,0 +1,100 @@
+r"""Pretrain BERT. scripts/pretrain_bert.sh is a complete example, from text to a trained model. The shortest command is
+
+    python pretrain_bert.py --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --lr 1e-3 \
+        --micro-batch-size 8 --train-iters 100 --mock-data --tokenizer-type NullTokenizer --vocab-size 1000
+
+Use torchrun in place of python to start several processes; the parallel flags say how they split the work.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron import plugins
+from megatron.arguments import parse_run_config
+from megatron.cli import run_command
+from megatron.data.bert_dataset import BertBatch, build_bert_datasets
+from megatron.data.dataset import Dataset
+from megatron.model.bert import BertModel
+from megatron.model.context import ModelContext
+from megatron.parallel.random import DropoutKey
+from megatron.parallel.stages import Chunk
+from megatron.tokenizer import Tokenizer
+from megatron.training.config import RunConfig
+from megatron.training.task import Task
+
+
+def build_model(config: RunConfig, context: ModelContext, chunk: Chunk | None) -> BertModel:
+    return BertModel(config.model, context, chunk, binary_head=config.data.bert_binary_head)
+
+
+def build_datasets(
+    config: RunConfig, tokenizer: Tokenizer, samples: tuple[int, int, int]
+) -> dict[str, Dataset]:
+    return build_bert_datasets(
+        config.data,
+        samples=samples,
+        seed=config.training.seed,
+        tokenizer=tokenizer,
+        length_multiple=config.parallel.length_multiple,
+    )
+
+
+def count_words(batch: BertBatch) -> Tensor:
+    return batch.loss_mask.sum().unsqueeze(0)
+
+
+def count_words_and_pairs(batch: BertBatch) -> Tensor:
+    return torch.cat((count_words(batch), batch.loss_mask.new_full((1,), batch.num_sequences)))
+
+
+def num_logits(batch: BertBatch) -> int:
+    return batch.labels.shape[1]
+
+
+def forward(model: BertModel, batch: BertBatch, hidden: Tensor | None, dropout_key: DropoutKey) -> Tensor:
+    out = model(
+        batch.tokens,
+        batch.padding_mask,
+        batch.tokentype_ids,
+        hidden_sbh=hidden,
+        positions_bp=batch.positions,
+        labels_bp=batch.labels,
+        dropout_key=dropout_key,
+    )
+    if model.output_layer is None:
+        return out
+    losses_bp, order_b2 = out
+    sums = [(losses_bp * batch.loss_mask).sum()]
+    if order_b2 is not None:
+        sums.append(F.cross_entropy(order_b2.float(), batch.is_random, reduction="sum"))
+    return torch.stack(sums)
+
+
+DEFAULTS = {"tokenizer_type": "BertWordPieceLowerCase"}
+
+
+def bert(*, binary_head: bool) -> Task:
+    """The task with or without the loss of the order of two sentences."""
+    return Task(
+        name="BERT" if binary_head else "BERT --bert-no-binary-head",
+        loss_names=("lm loss", "sop loss") if binary_head else ("lm loss",),
+        build_model=build_model,
+        build_datasets=build_datasets,
+        loss_denominators=count_words_and_pairs if binary_head else count_words,
+        num_logits=num_logits,
+        forward=forward,
+    )
+
+
+def main() -> int:
+    config = parse_run_config(sys.argv[1:], description=__doc__, defaults=DEFAULTS)
+    return plugins.run(config, bert(binary_head=config.data.bert_binary_head))
+
+
+if __name__ == "__main__":
+    run_command(main)
