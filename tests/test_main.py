@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -75,11 +76,12 @@ def test_scripts_and_commands_are_the_same_code() -> None:
 def test_the_wheel_trains_outside_the_checkout(tmp_path: Path) -> None:
     """Two processes of torchrun find nothing but the installed wheel."""
     pip = [sys.executable, "-m", "pip", "--quiet"]
-    subprocess.run(
-        [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, ROOT],
-        check=True,
-        cwd=tmp_path,
-    )
+    source = tmp_path / "source"  # a build leaves files in its folder
+    shutil.copytree(ROOT / "megatron", source / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, source]
+    subprocess.run(build, check=True, cwd=tmp_path)
     (wheel,) = tmp_path.glob("megatron-*.whl")
     subprocess.run(
         [*pip, "install", "--no-deps", "--target", tmp_path / "site", wheel], check=True, cwd=tmp_path

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from megatron.model.flops import exact_flops_per_sample, flops_per_sample
+from megatron.model.flops import flops_per_sample
 from megatron.parallel.collectives import all_reduce_sum
 from megatron.parallel.stages import split_layers
 from megatron.reports.config import ReportConfig
 from megatron.reports.devices import find_peak, max_memory, memory_lines
+from megatron.reports.flops import exact_flops_per_sample
 from megatron.training.engine import Engine
 from megatron.training.loop import Hook, Trainer
 from megatron.training.report import Interval

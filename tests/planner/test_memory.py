@@ -11,7 +11,6 @@ from training.test_layouts import LAYOUTS, SHAPES
 
 from megatron.model.config import ModelConfig
 from megatron.model.context import ModelContext
-from megatron.model.flops import exact_flops_per_sample
 from megatron.model.gpt import GPTModel
 from megatron.parallel.mesh import Axis
 from megatron.parallel.recompute import Recompute
@@ -31,6 +30,7 @@ from megatron.planner.memory import (
 from megatron.planner.models import A100_MODELS, MODELS
 from megatron.planner.schedule_costs import peak_in_flight
 from megatron.pretrain_gpt import GPT
+from megatron.reports.flops import exact_flops_per_sample
 from megatron.training.config import RunConfig
 
 

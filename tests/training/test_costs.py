@@ -10,13 +10,14 @@ from megatron.errors import InputError
 from megatron.faults.memory import check_memory
 from megatron.model.config import ModelConfig
 from megatron.model.context import ModelContext
-from megatron.model.flops import exact_flops_per_sample, flops_per_sample
+from megatron.model.flops import flops_per_sample
 from megatron.model.gpt import GPTModel
 from megatron.optim.config import OptimizerConfig
 from megatron.optim.layout import lay_out
 from megatron.optim.optimizer import param_groups
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.recompute import Recompute
+from megatron.reports.flops import exact_flops_per_sample
 
 
 @pytest.mark.parametrize(("layers", "hidden", "heads"), [(24, 2304, 24), (96, 12288, 96), (128, 25600, 160)])
