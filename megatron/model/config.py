@@ -15,7 +15,10 @@ VARIANT_VALUES = {
     "apply_residual_connection_post_layernorm": True,
     "use_parallel_residual": True,
     "norm_after": True,
+    "qk_layernorm": True,
     "qk_layernorm_all_heads": True,
+    "position_embedding_type": "alibi",
+    "embed_layernorm": True,
 }
 
 
@@ -44,8 +47,9 @@ class ModelConfig(Config):
         None, "longest sequence, and size of the learned position embeddings (default: --seq-length)", low=1
     )
     position_embedding_type: str = flag(
-        "learned_absolute", "position embeddings", choices=("learned_absolute", "rope", "none")
+        "learned_absolute", "position embeddings", choices=("learned_absolute", "rope", "alibi", "none")
     )
+    embed_layernorm: bool = flag(False, "normalize the word embeddings, as in BLOOM")
     rotary_base: float = flag(10000.0, "base of the RoPE frequencies", above=0)
     rotary_percent: float = flag(1.0, "fraction of a head's channels that RoPE rotates", above=0, high=1)
     use_rope_scaling: bool = flag(

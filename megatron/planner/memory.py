@@ -68,6 +68,8 @@ def end_parameters(job: Job, tensor: int, *, first: bool, last: bool) -> float:
         parameters += table
         if model.position_embedding_type == "learned_absolute":
             parameters += model.max_position_embeddings * model.hidden_size
+        if model.embed_layernorm:
+            parameters += norm_parameters(model, model.hidden_size)
     if last:
         parameters += norm_parameters(model, model.hidden_size)
         if not first or model.untie_embeddings_and_output_weights:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from megatron.model.transformer import SelfAttention, TransformerLayer
+from megatron.model.transformer import SelfAttention, Transformer, TransformerLayer
 from megatron.model.variants import ROPE_SCALINGS, VARIANTS
+from megatron.model.vocabulary import VocabParallelEmbedding
 from megatron.ops.activation import ACTIVATIONS, COMPILED
 from megatron.variants.activations import relu, relu_backward
-from megatron.variants.attention import AllHeadsNormAttention
+from megatron.variants.attention import AlibiTransformer, QKNormAttention
+from megatron.variants.embeddings import NormalizedEmbedding
 from megatron.variants.layers import NormAfterLayer, ParallelLayer, PostNormLayer
 from megatron.variants.rope_scaling import Scaling
 
@@ -15,7 +17,10 @@ VARIANTS.update(
         "apply_residual_connection_post_layernorm": {TransformerLayer: PostNormLayer},
         "use_parallel_residual": {TransformerLayer: ParallelLayer},
         "norm_after": {TransformerLayer: NormAfterLayer},
-        "qk_layernorm_all_heads": {SelfAttention: AllHeadsNormAttention},
+        "qk_layernorm": {SelfAttention: QKNormAttention},
+        "qk_layernorm_all_heads": {SelfAttention: QKNormAttention},
+        "position_embedding_type": {Transformer: AlibiTransformer},
+        "embed_layernorm": {VocabParallelEmbedding: NormalizedEmbedding},
     }
 )
 ROPE_SCALINGS.update(dict.fromkeys(("llama3", "linear", "yarn"), Scaling.from_config))

@@ -89,6 +89,8 @@ def choose_family(task: str, model: ModelConfig) -> str:
         return "megatron-bert"
     if model.activation_function == "relu":
         return "opt"
+    if model.position_embedding_type == "alibi":
+        return "bloom"
     if model.position_embedding_type != "rope":
         return "gpt2"
     if model.norm_after:

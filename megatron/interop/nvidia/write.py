@@ -43,6 +43,7 @@ REQUIRED = {
     "activation_function": "gelu",
     "use_parallel_residual": False,
     "norm_after": False,
+    "embed_layernorm": False,
 }
 
 
