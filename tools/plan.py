@@ -162,6 +162,10 @@ def make_job(config: PlanConfig, args: dict[str, Any]) -> Job:
             "--position-embedding-type: alibi is not planned, since the times of attention with a bias are not known; "
             "a dry run of one layout counts its memory (docs/dry-run.md)"
         )
+    if model.apply_layernorm_1p:
+        raise InputError(
+            "--apply-layernorm-1p is not planned; leave it out, which changes times and memory little"
+        )
     if seq_length > model.max_position_embeddings:
         raise InputError(
             f"--seq-length: {seq_length} is longer than --max-position-embeddings {model.max_position_embeddings}"

@@ -17,6 +17,7 @@ from megatron.model.config import ModelConfig
 from megatron.model.context import ModelContext
 from megatron.model.language_model import LanguageModel
 from megatron.model.transformer import LayerInputs, Norm, Transformer, input_init
+from megatron.model.variants import variant
 from megatron.model.vocabulary import OutputLayer
 from megatron.ops.embedding import embedding
 from megatron.parallel.collectives import gather_sequence
@@ -46,7 +47,7 @@ class LMHead(nn.Module):
         # As in Megatron-LM, --bias-gelu-fusion does not apply here.
         self.activation = "gelu_tanh" if config.openai_gelu else "gelu"
         self.dense = Linear(config, context, config.hidden_size)
-        self.layer_norm = Norm(config, context)
+        self.layer_norm = variant(Norm, config)(config, context)
 
     def forward(self, x_pbh: Tensor) -> Tensor:
         return self.layer_norm(self.ops.activation(self.dense(x_pbh), self.activation))

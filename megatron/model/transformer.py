@@ -164,7 +164,7 @@ class MLP(nn.Module):
         self.activation, self.ops = config.activation, context.ops
         h, f = config.hidden_size, config.ffn_hidden_size
         outputs, shard = f, None
-        if config.swiglu:
+        if config.gated:
             # The weights of gate and up, one above the other: each rank holds a part of both.
             begin, end = context.tp.local_range(f)
             outputs, shard = 2 * f, GlobalSlice((2 * f, h), 0, ((begin, end), (f + begin, f + end)))
@@ -186,9 +186,9 @@ class TransformerLayer(nn.Module):
         super().__init__()
         self.layer, self.context = layer, context
         self.hidden_dropout = config.hidden_dropout
-        self.input_layernorm = Norm(config, context)
+        self.input_layernorm = variant(Norm, config)(config, context)
         self.self_attention = variant(SelfAttention, config)(config, layer, context)
-        self.pre_mlp_layernorm = Norm(config, context)
+        self.pre_mlp_layernorm = variant(Norm, config)(config, context)
         self.mlp = MLP(config, context)
 
     def forward(self, x_sbh: Tensor, inputs: LayerInputs) -> Tensor:
@@ -223,7 +223,7 @@ class Transformer(nn.Module):
         layer_class = variant(TransformerLayer, config)
         self.layers = nn.ModuleDict({str(i): layer_class(config, i, context) for i in chunk.layers})
         self.recompute = context.recompute
-        self.final_layernorm = Norm(config, context) if chunk.last else None
+        self.final_layernorm = variant(Norm, config)(config, context) if chunk.last else None
 
     def forward(self, x_sbh: Tensor, inputs: LayerInputs) -> Tensor:
         layers = list(self.layers.values())

@@ -15,6 +15,7 @@ from megatron.errors import InputError
 from megatron.model.config import ModelConfig
 from megatron.model.context import ModelContext
 from megatron.model.transformer import LayerInputs, Norm, SelfAttention, Transformer, TransformerLayer
+from megatron.model.variants import variant
 from megatron.ops.attention import causal_mask
 from megatron.parallel.collectives import all_reduce_sum
 from megatron.parallel.mesh import Axis
@@ -78,8 +79,8 @@ class QKNormAttention(SelfAttention):
         else:
             # All heads share one scale, and each rank normalizes some of the heads.
             shard = whole(config.kv_channels, replicas=context.tp, partial=True)
-            self.q_layernorm = Norm(config, context, shard)
-            self.k_layernorm = Norm(config, context, shard)
+            self.q_layernorm = variant(Norm, config)(config, context, shard)
+            self.k_layernorm = variant(Norm, config)(config, context, shard)
 
     def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q_bnsd, k_bgsd, v_bgsd = super().split_heads(qkv)

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from megatron.model.transformer import SelfAttention, Transformer, TransformerLayer
+import functools
+
+from megatron.model.transformer import Norm, SelfAttention, Transformer, TransformerLayer
 from megatron.model.variants import ROPE_SCALINGS, VARIANTS
 from megatron.model.vocabulary import VocabParallelEmbedding
 from megatron.ops.activation import ACTIVATIONS, COMPILED
-from megatron.variants.activations import relu, relu_backward
+from megatron.variants.activations import (
+    compiled_geglu,
+    fused_swiglu,
+    fused_swiglu_backward,
+    geglu,
+    relu,
+    relu_backward,
+    swiglu,
+)
 from megatron.variants.attention import AlibiTransformer, QKNormAttention
-from megatron.variants.embeddings import NormalizedEmbedding
+from megatron.variants.embeddings import NormalizedEmbedding, ScaledEmbedding
 from megatron.variants.layers import NormAfterLayer, ParallelLayer, PostNormLayer
+from megatron.variants.norms import ZeroCenteredNorm
 from megatron.variants.rope_scaling import Scaling
 
 VARIANTS.update(
@@ -21,8 +32,24 @@ VARIANTS.update(
         "qk_layernorm_all_heads": {SelfAttention: QKNormAttention},
         "position_embedding_type": {Transformer: AlibiTransformer},
         "embed_layernorm": {VocabParallelEmbedding: NormalizedEmbedding},
+        "scale_embeddings": {VocabParallelEmbedding: ScaledEmbedding},
+        "apply_layernorm_1p": {Norm: ZeroCenteredNorm},
     }
 )
 ROPE_SCALINGS.update(dict.fromkeys(("llama3", "linear", "yarn"), Scaling.from_config))
-ACTIVATIONS["relu"] = relu
-COMPILED["relu"] = (relu, relu_backward)
+ACTIVATIONS.update(
+    {
+        "relu": relu,
+        "swiglu": swiglu,
+        "geglu": geglu,
+        "geglu_tanh": functools.partial(geglu, approximate="tanh"),
+    }
+)
+COMPILED.update(
+    {
+        "relu": (relu, relu_backward),
+        "swiglu": (fused_swiglu, fused_swiglu_backward),
+        "geglu": compiled_geglu("gelu"),
+        "geglu_tanh": compiled_geglu("gelu_tanh"),
+    }
+)

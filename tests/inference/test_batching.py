@@ -88,7 +88,7 @@ def test_greedy_tokens_and_logprobs_equal_transformers(folder: Path, penalty: fl
     assert_greedy_equals_transformers(folder, penalty)
 
 
-@pytest.mark.parametrize("kind", ["gpt_neox", "olmo2", "opt", "bloom"])
+@pytest.mark.parametrize("kind", ["gpt_neox", "olmo2", "opt", "bloom", "gemma"])
 def test_generation_of_other_families_equals_transformers(tmp_path: Path, kind: str) -> None:
     assert_greedy_equals_transformers(save_hf(tmp_path, kind), 1.0)
 

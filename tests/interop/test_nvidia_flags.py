@@ -190,7 +190,7 @@ def test_a_value_of_another_name_is_checked() -> None:
 @pytest.mark.parametrize(
     ("given", "hint"),
     [
-        ("--glu-activation swiglu", "for swiglu use --swiglu"),
+        ("--glu-activation swiglu", "use --swiglu or --activation-function geglu"),
         ("--universal-checkpoint", "DeepSpeed's checkpoints are not read"),
         ("--step-batch-size-schedule 0:384 200B:768", "use --rampup-batch-size START INCREMENT SAMPLES"),
     ],

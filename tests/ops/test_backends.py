@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import megatron.variants.registry  # noqa: F401 (has SwiGLU)
 from megatron.errors import InputError, TrainingFault
 from megatron.ops import activation, attention, backend, compiler, linear, linear_cross_entropy, norm, rotary
 from megatron.ops.backend import PLAIN, Ops, choose_ops

@@ -128,6 +128,7 @@ def test_a_cluster_file(plan, tmp_path: Path):
             f"{SMALL} --gpus 8 --position-embedding-type alibi",
             "--position-embedding-type: alibi is not planned",
         ),
+        (f"{SMALL} --gpus 8 --apply-layernorm-1p", "--apply-layernorm-1p is not planned"),
         (f"{SMALL} --gpus 8 --picture here.gif", r"--picture: here\.gif must end with \.svg or \.png"),
         (
             f"{SMALL} --gpus 8 --trace /none/here.json",

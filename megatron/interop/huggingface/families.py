@@ -308,6 +308,28 @@ OLMO2 = dataclasses.replace(
     windows={},
 )
 
+GEMMA = dataclasses.replace(
+    MISTRAL,
+    model_type="gemma",
+    architectures=("GemmaForCausalLM",),
+    settings={**MISTRAL.settings, "attention_bias": "add_attention_bias"},
+    defaults={**MISTRAL.defaults, "num_key_value_heads": 16, "head_dim": 256, "attention_bias": False},
+    shape={
+        **{key: value for key, value in MISTRAL.shape.items() if key != "swiglu"},
+        "activation_function": "geglu",
+        "openai_gelu": True,
+        "apply_layernorm_1p": True,
+        "scale_embeddings": True,
+    },
+    fixed={
+        "hidden_act": ("gelu_pytorch_tanh", "gelu"),  # transformers takes the second for the first
+        "hidden_activation": ("gelu_pytorch_tanh", None),
+        "use_bidirectional_attention": (None, False),
+    },
+    windows={},
+    tied=True,
+)
+
 OPT = Family(
     model_type="opt",
     architectures=("OPTForCausalLM",),
@@ -502,5 +524,5 @@ MEGATRON_BERT = Family(
     tied=True,
 )
 
-_GPTS = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, OLMO2, OPT, GPT_NEOX, BLOOM)
+_GPTS = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, OLMO2, GEMMA, OPT, GPT_NEOX, BLOOM)
 FAMILIES = {family.model_type: family for family in (*_GPTS, MEGATRON_BERT)}

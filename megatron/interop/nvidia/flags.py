@@ -21,6 +21,7 @@ from megatron.interop.nvidia.training_flags import TRAINING_FLAGS
 OURS_ALONE = frozenset(
     "--add-attention-bias --add-mlp-bias --rope-scaling-original-length --rope-scaling-turns "
     "--rope-scaling-type --use-parallel-residual --activation-function --norm-after --qk-layernorm-all-heads "
+    "--scale-embeddings "
     "--bf16-optimizer-states --check-weight-replicas-interval --cuda-graph --data-order --device --dry-run "
     "--dry-run-json --dry-run-ranks --eval-tasks --eval-tasks-data --hang-timeout --keep-last --lion-beta1 --loss-mean "
     "--lion-beta2 --metrics-path --no-mask-padded-vocab --no-progress --no-torch-compile --on-non-finite "

@@ -44,6 +44,8 @@ REQUIRED = {
     "use_parallel_residual": False,
     "norm_after": False,
     "embed_layernorm": False,
+    "scale_embeddings": False,
+    "apply_layernorm_1p": False,
 }
 
 
