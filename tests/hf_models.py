@@ -24,6 +24,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max
 OPT = {key: value for key, value in SIZES.items() if key != "intermediate_size"}
 OPT |= {"ffn_dim": 160, "word_embed_proj_dim": 64, "pad_token_id": None}
 PHI3 = {**SIZES, "num_key_value_heads": 2, "partial_rotary_factor": 0.5, "pad_token_id": 0}
+BLOOM = {"vocab_size": VOCAB, "hidden_size": 48, "n_layer": 2, "n_head": 6, "seq_length": 32}
+GEMMA = {**SIZES, "num_key_value_heads": 1, "head_dim": 32, "pad_token_id": None}
 KINDS = {
     "gpt2": ("GPT2LMHeadModel", GPT2),
     "gpt2 of exact gelu": ("GPT2LMHeadModel", {**GPT2, "activation_function": "gelu", "n_inner": 96}),
@@ -54,9 +56,15 @@ KINDS = {
     "qwen2": ("Qwen2ForCausalLM", {**SIZES, "num_key_value_heads": 2}),
     "qwen3": ("Qwen3ForCausalLM", {**SIZES, "num_key_value_heads": 2, "head_dim": 24}),
     "olmo2": ("Olmo2ForCausalLM", {**SIZES, "num_key_value_heads": 2}),
+    "gemma": ("GemmaForCausalLM", GEMMA),
     "opt": ("OPTForCausalLM", OPT),
     "gpt_neox": ("GPTNeoXForCausalLM", {**SIZES, "hidden_act": "gelu_new"}),
     "gpt_neox in series": ("GPTNeoXForCausalLM", {**SIZES, "use_parallel_residual": False}),
+    "bloom": ("BloomForCausalLM", BLOOM),
+    "bloom of post norm": (
+        "BloomForCausalLM",
+        {**BLOOM, "apply_residual_connection_post_layernorm": True},
+    ),
     "bert": ("MegatronBertForPreTraining", SIZES),
     "bert of tanh gelu": ("MegatronBertForPreTraining", {**SIZES, "hidden_act": "gelu_new"}),
     "bert of words": ("MegatronBertForMaskedLM", SIZES),

@@ -12,10 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.errors import InputError
 from megatron.model.config import ModelConfig
 from megatron.model.context import ModelContext
 from megatron.model.language_model import LanguageModel
 from megatron.model.transformer import LayerInputs, Norm, Transformer, input_init
+from megatron.model.variants import variant
 from megatron.model.vocabulary import OutputLayer
 from megatron.ops.embedding import embedding
 from megatron.parallel.collectives import gather_sequence
@@ -45,7 +47,7 @@ class LMHead(nn.Module):
         # As in Megatron-LM, --bias-gelu-fusion does not apply here.
         self.activation = "gelu_tanh" if config.openai_gelu else "gelu"
         self.dense = Linear(config, context, config.hidden_size)
-        self.layer_norm = Norm(config, context)
+        self.layer_norm = variant(Norm, config)(config, context)
 
     def forward(self, x_pbh: Tensor) -> Tensor:
         return self.layer_norm(self.ops.activation(self.dense(x_pbh), self.activation))
@@ -79,6 +81,8 @@ class Bert(LanguageModel):
         output_layer: bool,
     ) -> None:
         super().__init__(config, context, chunk, output_layer=output_layer, token_types=2 * token_types)
+        if config.position_embedding_type == "alibi":
+            raise InputError("--position-embedding-type: alibi is for causal attention, and BERT's is not")
         self.encoder = Transformer(config, context, self.chunk)
         # `encode` ends in an all-gather: the heads read few positions, which every rank has.
         self.head_context = dataclasses.replace(context, sequence_parallel=False)
@@ -100,10 +104,10 @@ class Bert(LanguageModel):
             hidden_sbh: output of the chunk before, unless this is the first.
             dropout_key: None drops nothing.
         """
-        mask_bst = None if padding_mask_bs is None else padding_mask_bs.bool().unsqueeze(1)
+        mask_b11t = None if padding_mask_bs is None else padding_mask_bs.bool()[:, None, None]
         position_ids_bs = torch.arange(tokens_bs.shape[1], device=tokens_bs.device).expand_as(tokens_bs)
         rotary = self.rotary(position_ids_bs)
-        inputs = LayerInputs(rotary=rotary, mask_bst=mask_bst, causal=False, dropout_key=dropout_key)
+        inputs = LayerInputs(rotary=rotary, mask_bnst=mask_b11t, causal=False, dropout_key=dropout_key)
         hidden_sbh = self.transform(self.encoder, tokens_bs, position_ids_bs, inputs, hidden_sbh, types_bs)
         if self.chunk.last and self.context.sequence_parallel:
             hidden_sbh = gather_sequence(hidden_sbh, self.context.tp)

@@ -15,7 +15,12 @@ VARIANT_VALUES = {
     "apply_residual_connection_post_layernorm": True,
     "use_parallel_residual": True,
     "norm_after": True,
+    "qk_layernorm": True,
     "qk_layernorm_all_heads": True,
+    "position_embedding_type": "alibi",
+    "embed_layernorm": True,
+    "scale_embeddings": True,
+    "apply_layernorm_1p": True,
 }
 
 
@@ -44,8 +49,10 @@ class ModelConfig(Config):
         None, "longest sequence, and size of the learned position embeddings (default: --seq-length)", low=1
     )
     position_embedding_type: str = flag(
-        "learned_absolute", "position embeddings", choices=("learned_absolute", "rope", "none")
+        "learned_absolute", "position embeddings", choices=("learned_absolute", "rope", "alibi", "none")
     )
+    embed_layernorm: bool = flag(False, "normalize the word embeddings, as in BLOOM")
+    scale_embeddings: bool = flag(False, "multiply word embeddings by √(--hidden-size), as in Gemma")
     rotary_base: float = flag(10000.0, "base of the RoPE frequencies", above=0)
     rotary_percent: float = flag(1.0, "fraction of a head's channels that RoPE rotates", above=0, high=1)
     use_rope_scaling: bool = flag(
@@ -73,9 +80,10 @@ class ModelConfig(Config):
     norm_epsilon: float = flag(
         1e-5, "added to the variance in each norm", above=0, aliases=("--layernorm-epsilon",)
     )
+    apply_layernorm_1p: bool = flag(False, "scale each norm by 1 + w, with w = 0 at first, as in Gemma")
     swiglu: bool = flag(False, "gated MLP, silu(gate) * up, instead of GELU")
     activation_function: str = flag(
-        "gelu", "activation of the MLP without --swiglu", choices=("gelu", "relu")
+        "gelu", "activation of the MLP without --swiglu; geglu is gated", choices=("gelu", "relu", "geglu")
     )
     bias_gelu_fusion: bool = flag(
         True, "exact (erf) GELU instead of the tanh approximation, as without NVIDIA's fused kernel"
@@ -133,7 +141,7 @@ class ModelConfig(Config):
         if self.ffn_hidden_size is None:
             # Two thirds of the width, since a gated MLP has three matrices instead of two (as Megatron-LM).
             object.__setattr__(
-                self, "ffn_hidden_size", max(1, 8 * h // 3 // 64) * 64 if self.swiglu else 4 * h
+                self, "ffn_hidden_size", max(1, 8 * h // 3 // 64) * 64 if self.gated else 4 * h
             )
         if self.swiglu and self.activation_function != "gelu":
             raise InputError(
@@ -172,9 +180,13 @@ class ModelConfig(Config):
         """Name of the MLP's activation in `megatron.ops.activation`."""
         if self.swiglu:
             return "swiglu"
-        return self.activation_function + (
-            "_tanh" if "gelu" in self.activation_function and self.tanh_gelu else ""
-        )
+        has_gelu = self.activation_function in ("gelu", "geglu")
+        return self.activation_function + ("_tanh" if has_gelu and self.tanh_gelu else "")
+
+    @property
+    def gated(self) -> bool:
+        """True if the MLP has a gate."""
+        return self.swiglu or self.activation_function == "geglu"
 
     @property
     def tanh_gelu(self) -> bool:

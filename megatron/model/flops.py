@@ -26,7 +26,7 @@ def layer_flops(config: ModelConfig, positions: int) -> float:
     """Forward FLOPs of the linear layers of one transformer layer, two for each multiplication and addition."""
     heads = config.num_attention_heads * config.kv_channels
     qkv = heads + 2 * config.num_query_groups * config.kv_channels
-    mlp = config.ffn_hidden_size * (3 if config.swiglu else 2)
+    mlp = config.ffn_hidden_size * (3 if config.gated else 2)
     return 2 * positions * config.hidden_size * (qkv + heads + mlp)
 
 

@@ -13,6 +13,7 @@ from megatron.model.config import ModelConfig
 from megatron.model.context import ModelContext
 from megatron.model.language_model import LanguageModel
 from megatron.model.transformer import Cache, LayerInputs, Transformer
+from megatron.model.variants import variant
 from megatron.model.vocabulary import OutputLayer
 from megatron.ops.attention import document_mask
 from megatron.parallel.collectives import gather_sequence
@@ -30,7 +31,7 @@ class GPTModel(LanguageModel):
     def __init__(self, config: ModelConfig, context: ModelContext, chunk: Chunk | None = None) -> None:
         """Build `chunk` of the model, by default all of it."""
         super().__init__(config, context, chunk)
-        self.decoder = Transformer(config, context, self.chunk)
+        self.decoder = variant(Transformer, config)(config, context, self.chunk)
         self.output_layer: OutputLayer | None = None
         if self.chunk.last:
             self.output_layer = OutputLayer(config, context, first=self.chunk.first)
@@ -62,7 +63,7 @@ class GPTModel(LanguageModel):
             mask_bst, causal = document_mask(document_ids_bs), True
         inputs = LayerInputs(
             rotary=self.rotary(position_ids_bs),
-            mask_bst=mask_bst,
+            mask_bnst=None if mask_bst is None else mask_bst.unsqueeze(1),
             causal=causal,
             cache=cache,
             dropout_key=dropout_key,

@@ -23,15 +23,16 @@ from megatron.model.variants import variant
 from megatron.parallel.parameters import Init, normal, ones, parameter, xavier_uniform, zeros
 from megatron.parallel.random import DropoutKey, dropout, seed_dropout
 from megatron.parallel.recompute import recompute, recompute_attention
-from megatron.parallel.slices import GlobalSlice, whole
+from megatron.parallel.slices import GlobalSlice
 from megatron.parallel.stages import Chunk
 
 
 class Cache(Protocol):
-    """Keys and values of earlier tokens, for generation."""
+    """Keys and values of earlier tokens, for generation; `memory` is [layers, 2, b, g, t, d]."""
 
     mask_bst: Tensor | None
     causal: bool
+    memory: Tensor
 
     def extend(self, layer: int, k_bgsd: Tensor, v_bgsd: Tensor) -> tuple[Tensor, Tensor]:
         """Store new keys and values of a layer, and return all of its keys and values, [b, g, t, d]."""
@@ -43,14 +44,14 @@ class LayerInputs:
 
     Attributes:
         rotary: cosine and sine of the RoPE angles, each [b, 1, s, channels].
-        mask_bst: true where a query may attend to a key.
+        mask_bnst: true where a query may attend to a key, or a bias of the scores; b and n may be 1.
         causal: without a mask, a query attends to no later key.
         cache: if given, attention extends it and attends to all that it holds.
         dropout_key: None drops nothing.
     """
 
     rotary: tuple[Tensor, Tensor] | None = None
-    mask_bst: Tensor | None = None
+    mask_bnst: Tensor | None = None
     causal: bool = True
     cache: Cache | None = None
     dropout_key: DropoutKey = None
@@ -118,18 +119,9 @@ class SelfAttention(nn.Module):
             init=output_init(config),
             context=context,
         )
-        self.q_layernorm: nn.Module | None = None
-        self.k_layernorm: nn.Module | None = None
-        if config.qk_layernorm:
-            # All heads share one scale, and each rank normalizes some of the heads.
-            shard = whole(d, replicas=context.tp, partial=True)
-            self.q_layernorm = Norm(config, context, shard)
-            self.k_layernorm = Norm(config, context, shard)
 
     def forward(self, x_sbh: Tensor, inputs: LayerInputs) -> Tensor:
         q_bnsd, k_bgsd, v_bgsd = self.split_heads(self.linear_qkv(x_sbh))
-        if self.q_layernorm is not None and self.k_layernorm is not None:
-            q_bnsd, k_bgsd = self.q_layernorm(q_bnsd), self.k_layernorm(k_bgsd)
         if inputs.rotary is not None:
             q_bnsd = self.context.ops.apply_rotary_emb(q_bnsd, *inputs.rotary)
             k_bgsd = self.context.ops.apply_rotary_emb(k_bgsd, *inputs.rotary)
@@ -151,7 +143,7 @@ class SelfAttention(nn.Module):
             # By the tensor-parallel rank, since each rank has other heads.
             seed_dropout(q_bnsd.device, inputs.dropout_key, self.layer, "attention", self.context.tp.rank)
         return self.context.ops.attention(
-            q_bnsd, k_bgtd, v_bgtd, mask_bst=inputs.mask_bst, causal=inputs.causal, dropout=dropout
+            q_bnsd, k_bgtd, v_bgtd, mask_bnst=inputs.mask_bnst, causal=inputs.causal, dropout=dropout
         )
 
     def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -172,7 +164,7 @@ class MLP(nn.Module):
         self.activation, self.ops = config.activation, context.ops
         h, f = config.hidden_size, config.ffn_hidden_size
         outputs, shard = f, None
-        if config.swiglu:
+        if config.gated:
             # The weights of gate and up, one above the other: each rank holds a part of both.
             begin, end = context.tp.local_range(f)
             outputs, shard = 2 * f, GlobalSlice((2 * f, h), 0, ((begin, end), (f + begin, f + end)))
@@ -194,9 +186,9 @@ class TransformerLayer(nn.Module):
         super().__init__()
         self.layer, self.context = layer, context
         self.hidden_dropout = config.hidden_dropout
-        self.input_layernorm = Norm(config, context)
+        self.input_layernorm = variant(Norm, config)(config, context)
         self.self_attention = variant(SelfAttention, config)(config, layer, context)
-        self.pre_mlp_layernorm = Norm(config, context)
+        self.pre_mlp_layernorm = variant(Norm, config)(config, context)
         self.mlp = MLP(config, context)
 
     def forward(self, x_sbh: Tensor, inputs: LayerInputs) -> Tensor:
@@ -231,7 +223,7 @@ class Transformer(nn.Module):
         layer_class = variant(TransformerLayer, config)
         self.layers = nn.ModuleDict({str(i): layer_class(config, i, context) for i in chunk.layers})
         self.recompute = context.recompute
-        self.final_layernorm = Norm(config, context) if chunk.last else None
+        self.final_layernorm = variant(Norm, config)(config, context) if chunk.last else None
 
     def forward(self, x_sbh: Tensor, inputs: LayerInputs) -> Tensor:
         layers = list(self.layers.values())

@@ -24,7 +24,7 @@ def variant(part: type[Layer], config: ModelConfig) -> type[Layer]:
         InputError: several flags replace it.
     """
     found = {name: VARIANTS[name][part] for name in config.variants if part in VARIANTS[name]}
-    if len(found) > 1:
+    if len(set(found.values())) > 1:
         flags = " and ".join(f"--{name.replace('_', '-')}" for name in found)
         raise InputError(f"{flags} exclude each other; leave one of them out")
     return next(iter(found.values()), part)

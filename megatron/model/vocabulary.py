@@ -11,6 +11,7 @@ from megatron.model.config import ModelConfig
 from megatron.model.context import ModelContext
 from megatron.model.layers import column_linear, reduce_output
 from megatron.model.transformer import input_init
+from megatron.model.variants import variant
 from megatron.ops.cross_entropy import cross_entropy
 from megatron.ops.embedding import embedding
 from megatron.parallel.collectives import local_shard
@@ -40,7 +41,7 @@ class Embedding(nn.Module):
         super().__init__()
         self.context, self.dropout = context, config.hidden_dropout
         self.fp32 = config.fp32_residual_connection
-        self.word_embeddings = VocabParallelEmbedding(config, context, tied=tied)
+        self.word_embeddings = variant(VocabParallelEmbedding, config)(config, context, tied=tied)
         learned = config.position_embedding_type == "learned_absolute"
         positions = config.max_position_embeddings if learned else 0
         self.position_embeddings = ReplicatedEmbedding(positions, config, context) if positions else None

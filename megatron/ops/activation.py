@@ -20,17 +20,10 @@ SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 CUBIC = 0.044715
 
 
-def swiglu(x: Tensor) -> Tensor:
-    """silu(gate) · up of the halves of x, [..., 2f] to [..., f]."""
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
 # By name; GELU is exact or the tanh approximation (arXiv 1606.08415). `megatron.variants.registry` adds others.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
-    "swiglu": swiglu,
 }
 
 
@@ -90,21 +83,7 @@ def _gelu_erf_backward(grad: Tensor, x: Tensor) -> Tensor:
     return (grad.float() * slope).to(x.dtype)
 
 
-def _swiglu(x: Tensor) -> Tensor:
-    gate, up = x.float().chunk(2, dim=-1)
-    return (gate / (1 + (-gate).exp()) * up).to(x.dtype)
-
-
-def _swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
-    gate, up = x.float().chunk(2, dim=-1)
-    g = grad.float()
-    s = 1 / (1 + (-gate).exp())
-    d_gate = g * up * s * (1 + gate * (1 - s))
-    return torch.cat((d_gate, g * gate * s), dim=-1).to(x.dtype)
-
-
 COMPILED = {
     "gelu": (_gelu_erf, _gelu_erf_backward),
     "gelu_tanh": (_gelu_tanh, _gelu_tanh_backward),
-    "swiglu": (_swiglu, _swiglu_backward),
 }

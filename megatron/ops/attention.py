@@ -11,13 +11,13 @@ from torch import Tensor
 
 
 def attention(
-    q_bnsd: Tensor, k_bgtd: Tensor, v_bgtd: Tensor, *, mask_bst: Tensor | None, causal: bool, dropout: float
+    q_bnsd: Tensor, k_bgtd: Tensor, v_bgtd: Tensor, *, mask_bnst: Tensor | None, causal: bool, dropout: float
 ) -> Tensor:
     """softmax(q kᵀ / √d) v, where each query head reads the key and value head of its group.
 
     Args:
-        mask_bst: true where a query may attend to a key. None means everywhere or, with `causal`, to no later key,
-            which requires s = t. The fastest kernels take no mask.
+        mask_bnst: true where a query may attend to a key, or a bias of the scores; b and n may be 1. None means
+            everywhere or, with `causal`, to no later key, which requires s = t. The fastest kernels take no mask.
         dropout: probability of dropping an attention weight.
 
     Returns:
@@ -27,9 +27,9 @@ def attention(
         q_bnsd,
         k_bgtd,
         v_bgtd,
-        attn_mask=None if mask_bst is None else mask_bst.unsqueeze(1),
+        attn_mask=mask_bnst,
         dropout_p=dropout,
-        is_causal=causal and mask_bst is None,
+        is_causal=causal and mask_bnst is None,
         enable_gqa=q_bnsd.shape[1] != k_bgtd.shape[1],
     )
 

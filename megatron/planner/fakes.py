@@ -134,7 +134,7 @@ def _gpu_attention(
     """
     if attn_mask is None and q.dtype != torch.float32:
         return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
-    if attn_mask is not None:
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(~attn_mask, -torch.inf)
     if enable_gqa:
         return aten._scaled_dot_product_attention_math(

@@ -144,7 +144,7 @@ class Kernels:
         h, heads = model.hidden_size, model.num_attention_heads * model.kv_channels
         kv = 2 * model.kv_heads_per_rank(t) * t * model.kv_channels
         ffn = model.ffn_hidden_size / t
-        fc1 = ffn * (2 if model.swiglu else 1)
+        fc1 = ffn * (2 if model.gated else 1)
         layer = (
             self.linear(n, h, (heads + kv) / t)
             + self.attention

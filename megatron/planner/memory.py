@@ -42,7 +42,7 @@ def layer_parameters(job: Job, tensor: int) -> float:
     model = job.model
     h, heads, ffn = model.hidden_size, model.num_attention_heads * model.kv_channels, model.ffn_hidden_size
     kv = 2 * model.kv_heads_per_rank(tensor) * tensor * model.kv_channels
-    fc1 = ffn * (2 if model.swiglu else 1)
+    fc1 = ffn * (2 if model.gated else 1)
     sharded = h * (heads + kv) + heads * h + h * fc1 + ffn * h
     replicated = 2 * norm_parameters(model, h)
     attention_bias = model.add_bias_linear or model.add_attention_bias
@@ -68,6 +68,8 @@ def end_parameters(job: Job, tensor: int, *, first: bool, last: bool) -> float:
         parameters += table
         if model.position_embedding_type == "learned_absolute":
             parameters += model.max_position_embeddings * model.hidden_size
+        if model.embed_layernorm:
+            parameters += norm_parameters(model, model.hidden_size)
     if last:
         parameters += norm_parameters(model, model.hidden_size)
         if not first or model.untie_embeddings_and_output_weights:
@@ -107,7 +109,7 @@ def layer_activations(job: Job, layout: Layout, element: int, program: Program, 
     residual = job.residual_element(element)
     if recompute == "full":
         return residual * tokens * h / ranks
-    ffn = model.ffn_hidden_size * (3 if model.swiglu else 2) / t
+    ffn = model.ffn_hidden_size * (3 if model.gated else 2) / t
     masks = 2 if model.hidden_dropout else 0
     replicated = tokens * h * (2 * residual + 2 * element + masks) / ranks
     sharded = element * tokens * (attention_elements(model, t) + ffn)

@@ -140,6 +140,7 @@ def derived_fields(model: ModelConfig) -> set[str]:
         "group_query_attention",
         "max_position_embeddings",
         "swiglu",
+        "activation_function",
     )
     plain = ModelConfig(**{name: getattr(model, name) for name in given})
     derived = {

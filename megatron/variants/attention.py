@@ -1,10 +1,11 @@
 """Variants of attention.
 
-Shapes in names: b batch, n heads of this rank, s sequence, d head width.
+Shapes in names: b batch, n heads of this rank, s queries, t keys, d head width.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -13,11 +14,14 @@ from torch import Tensor, nn
 from megatron.errors import InputError
 from megatron.model.config import ModelConfig
 from megatron.model.context import ModelContext
-from megatron.model.transformer import SelfAttention
+from megatron.model.transformer import LayerInputs, Norm, SelfAttention, Transformer, TransformerLayer
+from megatron.model.variants import variant
+from megatron.ops.attention import causal_mask
 from megatron.parallel.collectives import all_reduce_sum
 from megatron.parallel.mesh import Axis
 from megatron.parallel.parameters import ones, parameter
-from megatron.parallel.slices import GlobalSlice
+from megatron.parallel.slices import GlobalSlice, whole
+from megatron.parallel.stages import Chunk
 
 
 class _HeadsNorm(torch.autograd.Function):
@@ -60,16 +64,35 @@ class HeadsNorm(nn.Module):
         return _HeadsNorm.apply(x_bnsd, self.weight, self.epsilon, self.width, self.tp, self.copies)
 
 
-class AllHeadsNormAttention(SelfAttention):
-    """Attention that normalizes the queries of all heads together, and so the keys (OLMo 2, arXiv 2501.00656)."""
+class QKNormAttention(SelfAttention):
+    """Attention that normalizes its queries and keys (arXiv 2010.04245), before RoPE.
+
+    It takes each head alone, or all heads together as OLMo 2 (arXiv 2501.00656).
+    """
 
     def __init__(self, config: ModelConfig, layer: int, context: ModelContext) -> None:
         super().__init__(config, layer, context)
+        self.q_layernorm: nn.Module
+        self.k_layernorm: nn.Module
+        if config.qk_layernorm_all_heads:
+            self.q_layernorm, self.k_layernorm = self.all_heads_norms(config)
+        else:
+            # All heads share one scale, and each rank normalizes some of the heads.
+            shard = whole(config.kv_channels, replicas=context.tp, partial=True)
+            self.q_layernorm = variant(Norm, config)(config, context, shard)
+            self.k_layernorm = variant(Norm, config)(config, context, shard)
+
+    def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q_bnsd, k_bgsd, v_bgsd = super().split_heads(qkv)
+        return self.q_layernorm(q_bnsd), self.k_layernorm(k_bgsd), v_bgsd
+
+    def all_heads_norms(self, config: ModelConfig) -> tuple[HeadsNorm, HeadsNorm]:
+        """The norms of the queries and of the keys, each over all heads."""
         if not config.qk_layernorm or config.normalization != "RMSNorm":
             raise InputError(
                 "--qk-layernorm-all-heads needs --qk-layernorm and --normalization RMSNorm; add them"
             )
-        d, tp, kv = config.kv_channels, context.tp, context.kv
+        d, tp, kv = config.kv_channels, self.context.tp, self.context.kv
         queries, keys = config.num_attention_heads * d, config.num_query_groups * d
         q_shard = GlobalSlice((queries,), 0, (tp.local_range(queries),))
         if config.num_query_groups >= tp.size:
@@ -79,5 +102,48 @@ class AllHeadsNormAttention(SelfAttention):
             k_shard = GlobalSlice(
                 (keys,), 0, ((begin, begin + d),), shared=((0, d),), replicas=kv, partial=True
             )
-        self.q_layernorm = HeadsNorm(q_shard, config.norm_epsilon, tp)
-        self.k_layernorm = HeadsNorm(k_shard, config.norm_epsilon, tp)
+        return HeadsNorm(q_shard, config.norm_epsilon, tp), HeadsNorm(k_shard, config.norm_epsilon, tp)
+
+
+class AlibiTransformer(Transformer):
+    """Layers whose attention has a bias against distant keys in place of position embeddings (ALiBi, arXiv 2108.12409).
+
+    One bias serves all layers, in the place of their mask.
+    """
+
+    def __init__(self, config: ModelConfig, context: ModelContext, chunk: Chunk) -> None:
+        super().__init__(config, context, chunk)
+        self.context, self.heads = context, config.num_attention_heads
+
+    def forward(self, x_sbh: Tensor, inputs: LayerInputs) -> Tensor:
+        if not self.layers:
+            return super().forward(x_sbh, inputs)
+        tp, mask_bnst, cache = self.context.tp, inputs.mask_bnst, inputs.cache
+        if mask_bnst is None:
+            s = x_sbh.shape[0] * (tp.size if self.context.sequence_parallel else 1)
+            t = s if cache is None else cache.memory.shape[-2]
+            mask_bnst = causal_mask(s, t, x_sbh.device).unsqueeze(1)
+        slopes_n = alibi_slopes(self.heads, x_sbh.device)[slice(*tp.local_range(self.heads))]
+        layer = next(iter(self.layers.values()))
+        assert isinstance(layer, TransformerLayer)
+        dtype = layer.dtype if cache is None else cache.memory.dtype  # that of the queries
+        bias_bnst = alibi_bias(slopes_n.view(-1, 1, 1), mask_bnst).to(dtype)
+        return super().forward(x_sbh, dataclasses.replace(inputs, mask_bnst=bias_bnst))
+
+
+def alibi_slopes(heads: int, device: torch.device) -> Tensor:
+    """The bias of each head for a step back, [n].
+
+    For a power of two p these are 2^(-8/p), 2^(-16/p), ... Other numbers of heads add every second slope of 2p heads.
+    """
+    p = 1 << (heads.bit_length() - 1)
+    i = torch.arange(heads, device=device)
+    return torch.exp2(-torch.where(i < p, 8 * (i + 1), 8 * (i - p) + 4) / p)
+
+
+def alibi_bias(slopes_n11: Tensor, mask_b1st: Tensor) -> Tensor:
+    """Each slope times the position of the key relative to the query, the last key that the mask allows; -inf where it
+    allows none. [b, n, s, t] in fp32."""
+    keys_t = torch.arange(mask_b1st.shape[-1], device=mask_b1st.device)
+    queries_b1s1 = (mask_b1st * keys_t).amax(-1, keepdim=True)
+    return (slopes_n11 * (keys_t - queries_b1s1)).masked_fill(~mask_b1st, -torch.inf)

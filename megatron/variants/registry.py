@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from megatron.model.transformer import SelfAttention, TransformerLayer
+import functools
+
+from megatron.model.transformer import Norm, SelfAttention, Transformer, TransformerLayer
 from megatron.model.variants import ROPE_SCALINGS, VARIANTS
+from megatron.model.vocabulary import VocabParallelEmbedding
 from megatron.ops.activation import ACTIVATIONS, COMPILED
-from megatron.variants.activations import relu, relu_backward
-from megatron.variants.attention import AllHeadsNormAttention
+from megatron.variants.activations import (
+    compiled_geglu,
+    fused_swiglu,
+    fused_swiglu_backward,
+    geglu,
+    relu,
+    relu_backward,
+    swiglu,
+)
+from megatron.variants.attention import AlibiTransformer, QKNormAttention
+from megatron.variants.embeddings import NormalizedEmbedding, ScaledEmbedding
 from megatron.variants.layers import NormAfterLayer, ParallelLayer, PostNormLayer
+from megatron.variants.norms import ZeroCenteredNorm
 from megatron.variants.rope_scaling import Scaling
 
 VARIANTS.update(
@@ -15,9 +28,28 @@ VARIANTS.update(
         "apply_residual_connection_post_layernorm": {TransformerLayer: PostNormLayer},
         "use_parallel_residual": {TransformerLayer: ParallelLayer},
         "norm_after": {TransformerLayer: NormAfterLayer},
-        "qk_layernorm_all_heads": {SelfAttention: AllHeadsNormAttention},
+        "qk_layernorm": {SelfAttention: QKNormAttention},
+        "qk_layernorm_all_heads": {SelfAttention: QKNormAttention},
+        "position_embedding_type": {Transformer: AlibiTransformer},
+        "embed_layernorm": {VocabParallelEmbedding: NormalizedEmbedding},
+        "scale_embeddings": {VocabParallelEmbedding: ScaledEmbedding},
+        "apply_layernorm_1p": {Norm: ZeroCenteredNorm},
     }
 )
 ROPE_SCALINGS.update(dict.fromkeys(("llama3", "linear", "yarn"), Scaling.from_config))
-ACTIVATIONS["relu"] = relu
-COMPILED["relu"] = (relu, relu_backward)
+ACTIVATIONS.update(
+    {
+        "relu": relu,
+        "swiglu": swiglu,
+        "geglu": geglu,
+        "geglu_tanh": functools.partial(geglu, approximate="tanh"),
+    }
+)
+COMPILED.update(
+    {
+        "relu": (relu, relu_backward),
+        "swiglu": (fused_swiglu, fused_swiglu_backward),
+        "geglu": compiled_geglu("gelu"),
+        "geglu_tanh": compiled_geglu("gelu_tanh"),
+    }
+)

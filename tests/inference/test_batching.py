@@ -88,9 +88,17 @@ def test_greedy_tokens_and_logprobs_equal_transformers(folder: Path, penalty: fl
     assert_greedy_equals_transformers(folder, penalty)
 
 
-@pytest.mark.parametrize("kind", ["gpt_neox", "olmo2", "opt"])
+@pytest.mark.parametrize("kind", ["gpt_neox", "olmo2", "opt", "bloom", "gemma"])
 def test_generation_of_other_families_equals_transformers(tmp_path: Path, kind: str) -> None:
     assert_greedy_equals_transformers(save_hf(tmp_path, kind), 1.0)
+
+
+def test_alibi_in_bf16_has_a_cache_in_fp32(tmp_path: Path) -> None:
+    """On a CPU, where the bias has the dtype of the cache."""
+    folder = save_hf(tmp_path, "bloom", torch.bfloat16)
+    requests = [request(prompt, out_seq_length=4) for prompt in PROMPTS[:3]]
+    for state in run_requests(make_batcher(folder, dtype="bf16"), requests):
+        assert len(state.new) == 4 or state.reason == "stop"
 
 
 def assert_greedy_equals_transformers(folder: Path, penalty: float) -> None:

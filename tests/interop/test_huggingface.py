@@ -93,6 +93,9 @@ def test_round_trip(tmp_path: Path, kind: str) -> None:
         "opt",
         "gpt_neox",
         "gpt_neox in series",
+        "bloom",
+        "bloom of post norm",
+        "gemma",
     ],
 )
 def test_gradients(tmp_path: Path, kind: str) -> None:
@@ -230,6 +233,8 @@ def test_auto_classes_load_exported_models(tmp_path: Path, kind: str) -> None:
             "do_layer_norm_before: False is not supported; only True is",
         ),
         ("llama", {"model_type": "gemma2"}, "model_type 'gemma2' is not supported: it has attention windows"),
+        ("gemma", {"hidden_act": "silu"}, "hidden_act: 'silu' is not supported; only "),
+        ("bloom", {"n_inner": 96}, "n_inner: 96 is not supported; only None is"),
         ("opt", {"word_embed_proj_dim": 32}, "word_embed_proj_dim: 32 is not supported"),
     ],
 )
@@ -301,7 +306,7 @@ def train(folder: str, load: str, flags: str) -> None:
 
 
 GROUPED = ("qwen2", "llama linear", "llama yarn", "mistral", "phi3", "olmo2")
-SLOW_LAYOUTS = (*GROUPED[1:], "opt", "gpt_neox", "gpt_neox in series")
+SLOW_LAYOUTS = (*GROUPED[1:], "opt", "gpt_neox", "gpt_neox in series", "bloom", "gemma")
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ LLAMA = {
     "untie_embeddings_and_output_weights": True,
     "add_bias_linear": False,
 }
+BLOOM = {"position_embedding_type": "alibi", "embed_layernorm": True}
 
 
 def make_gpt(vocab_size: int, **fields) -> GPTModel:
@@ -207,7 +208,7 @@ def test_equals_megatron_v25(shared: Path, written_by: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("fields", [{}, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("fields", [{}, LLAMA, BLOOM], ids=["gpt2", "llama", "bloom"])
 def test_cache_gives_the_same_logits(fields: dict) -> None:
     model = make_gpt(100, **fields)
     tokens = torch.randint(100, (2, 20), generator=torch.Generator().manual_seed(0))
@@ -221,7 +222,7 @@ def test_cache_gives_the_same_logits(fields: dict) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("fields", [{}, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("fields", [{}, LLAMA, BLOOM], ids=["gpt2", "llama", "bloom"])
 def test_cache_rows_of_different_lengths(fields: dict) -> None:
     model = make_gpt(100, **fields)
     tokens = torch.randint(100, (2, 20), generator=torch.Generator().manual_seed(0))

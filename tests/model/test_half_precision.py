@@ -128,6 +128,6 @@ def test_softmax_of_attention_is_fp32(dtype: torch.dtype, backward: bool, device
     results = []
     for kind in (dtype, torch.float64):
         x = [tensor.to(device, kind).requires_grad_() for tensor in (q, k, v)]
-        out = attention(*x, mask_bst=None, causal=True, dropout=0.0)
+        out = attention(*x, mask_bnst=None, causal=True, dropout=0.0)
         results.append(torch.autograd.grad(out.sum(), x[2])[0] if backward else out.detach())
     assert distance(results[0], results[1]) < 0.02

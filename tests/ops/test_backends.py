@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import megatron.variants.registry  # noqa: F401 (has SwiGLU)
 from megatron.errors import InputError, TrainingFault
 from megatron.ops import activation, attention, backend, compiler, linear, linear_cross_entropy, norm, rotary
 from megatron.ops.backend import PLAIN, Ops, choose_ops
@@ -174,7 +175,7 @@ def test_attention(run: Callable, dtype: torch.dtype, causal: bool, heads: int, 
 
     The lengths are one block, three blocks, and a length that is not a multiple of the block size.
     """
-    settings = {"mask_bst": None, "causal": causal, "dropout": 0.0}
+    settings = {"mask_bnst": None, "causal": causal, "dropout": 0.0}
     fast = functools.partial(cpu_attention.attention_by_blocks, run, **settings)
     plain = functools.partial(attention.attention, **settings)
 
@@ -196,8 +197,8 @@ def test_attention(run: Callable, dtype: torch.dtype, causal: bool, heads: int, 
 def test_attention_with_a_mask_or_dropout_falls_back_to_plain() -> None:
     x = random(1, 2, 128, 8).bfloat16().requires_grad_()
     for settings in (
-        {"mask_bst": torch.ones(1, 128, 128, dtype=torch.bool), "causal": True, "dropout": 0.0},
-        {"mask_bst": None, "causal": True, "dropout": 0.5},
+        {"mask_bnst": torch.ones(1, 1, 128, 128, dtype=torch.bool), "causal": True, "dropout": 0.0},
+        {"mask_bnst": None, "causal": True, "dropout": 0.5},
     ):
         out = cpu_attention.attention_by_blocks(eager, x, x, x, **settings)
         assert type(out.grad_fn).__name__ != "_BlocksBackward"
@@ -263,7 +264,7 @@ def test_no_samples(run: Callable) -> None:
     assert cpu_norm.compiled_layer_norm(run, x, weight[0], weight[1], 1e-5).shape == x.shape
     assert cpu_norm.compiled_rms_norm(run, x, weight[0], 1e-5).shape == x.shape
     heads = torch.empty(0, 2, 128, 8)
-    settings = {"mask_bst": None, "causal": True, "dropout": 0.0}
+    settings = {"mask_bnst": None, "causal": True, "dropout": 0.0}
     assert cpu_attention.attention_by_blocks(run, heads, heads, heads, **settings).shape == heads.shape
     for product in (
         linear.matmul,

@@ -122,6 +122,11 @@ def test_a_cluster_file(plan, tmp_path: Path):
             f"{SMALL} --max-position-embeddings 256",
             "--seq-length: 512 is longer than --max-position-embeddings 256",
         ),
+        (
+            f"{SMALL} --gpus 8 --position-embedding-type alibi",
+            "--position-embedding-type: alibi is not planned",
+        ),
+        (f"{SMALL} --gpus 8 --apply-layernorm-1p", "--apply-layernorm-1p is not planned"),
         (f"{SMALL} --gpus 8 --picture here.gif", r"--picture: here\.gif must end with \.svg or \.png"),
         (
             f"{SMALL} --gpus 8 --trace /none/here.json",

@@ -38,6 +38,9 @@ SHAPES = {
     "olmo2": f"{LLAMA} --qk-layernorm --qk-layernorm-all-heads --norm-after --lr 2e-4",
     "opt": "--activation-function relu",
     "gpt_neox": "--position-embedding-type rope --rotary-percent 0.5 --use-parallel-residual",
+    "bloom": "--position-embedding-type alibi --embed-layernorm --init-method-std 0.1",
+    "gemma": "--position-embedding-type rope --normalization RMSNorm --activation-function geglu --disable-bias-linear "
+    "--group-query-attention --apply-layernorm-1p --scale-embeddings --kv-channels 16",
     "lion": "--optimizer lion --lr 2e-4",
     "muon": f"{LLAMA} --optimizer muon --muon-extra-scale-factor 0.2 --muon-nesterov",
 }
@@ -86,6 +89,8 @@ FEW_LAYOUTS = {
     "olmo2": ["T4", "T2P2+SP"],
     "opt": ["T2P2+SP"],
     "gpt_neox": ["T2P2+SP"],
+    "bloom": ["T2", "P2", "T2P2+SP"],
+    "gemma": ["T2", "P2", "T2P2+SP"],
 }
 FAST = {
     "bert": "T2P2|D2+ZeRO",  # test_finetune.py runs T2+SP with fine-tuning
@@ -96,6 +101,8 @@ FAST = {
     "olmo2": "",
     "opt": "",
     "gpt_neox": "",
+    "bloom": "",
+    "gemma": "",
     "lion": "",
     "muon": "P2V2|T2D2+ZeRO",
 }

@@ -9,7 +9,7 @@ from megatron.ops.activation import activation, compiled_activation
 from megatron.ops.compiler import eager
 
 
-@pytest.mark.parametrize("name", ["relu"])
+@pytest.mark.parametrize("name", ["relu", "geglu", "geglu_tanh"])
 def test_gradients_equal_autograd(name: str) -> None:
     x = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
     plain = activation(x, name)

@@ -308,6 +308,28 @@ OLMO2 = dataclasses.replace(
     windows={},
 )
 
+GEMMA = dataclasses.replace(
+    MISTRAL,
+    model_type="gemma",
+    architectures=("GemmaForCausalLM",),
+    settings={**MISTRAL.settings, "attention_bias": "add_attention_bias"},
+    defaults={**MISTRAL.defaults, "num_key_value_heads": 16, "head_dim": 256, "attention_bias": False},
+    shape={
+        **{key: value for key, value in MISTRAL.shape.items() if key != "swiglu"},
+        "activation_function": "geglu",
+        "openai_gelu": True,
+        "apply_layernorm_1p": True,
+        "scale_embeddings": True,
+    },
+    fixed={
+        "hidden_act": ("gelu_pytorch_tanh", "gelu"),  # transformers takes the second for the first
+        "hidden_activation": ("gelu_pytorch_tanh", None),
+        "use_bidirectional_attention": (None, False),
+    },
+    windows={},
+    tied=True,
+)
+
 OPT = Family(
     model_type="opt",
     architectures=("OPTForCausalLM",),
@@ -404,6 +426,49 @@ GPT_NEOX = Family(
     rope_types=("default",),
 )
 
+BLOOM = Family(
+    model_type="bloom",
+    architectures=("BloomForCausalLM",),
+    prefix="transformer.",
+    modules={
+        "embedding.word_embeddings": same("transformer.word_embeddings"),
+        "embedding.word_embeddings.norm": same("transformer.word_embeddings_layernorm"),
+        _LAYER + "input_layernorm": same("transformer.h.{}.input_layernorm"),
+        _LAYER + "self_attention.linear_qkv": same("transformer.h.{}.self_attention.query_key_value"),
+        _LAYER + "self_attention.linear_proj": same("transformer.h.{}.self_attention.dense"),
+        _LAYER + "pre_mlp_layernorm": same("transformer.h.{}.post_attention_layernorm"),
+        _LAYER + "mlp.linear_fc1": same("transformer.h.{}.mlp.dense_h_to_4h"),
+        _LAYER + "mlp.linear_fc2": same("transformer.h.{}.mlp.dense_4h_to_h"),
+        "decoder.final_layernorm": same("transformer.ln_f"),
+        "output_layer": same("lm_head"),
+    },
+    ignored="",
+    settings={
+        "n_layer": "num_layers",
+        "hidden_size": "hidden_size",
+        "n_head": "num_attention_heads",
+        "seq_length": "max_position_embeddings",
+        "layer_norm_epsilon": "norm_epsilon",
+        "apply_residual_connection_post_layernorm": "apply_residual_connection_post_layernorm",
+        "attention_dropout": "attention_dropout",
+        "hidden_dropout": "hidden_dropout",
+        "initializer_range": "init_method_std",
+    },
+    defaults={
+        "seq_length": 2048,
+        "layer_norm_epsilon": 1e-5,
+        "apply_residual_connection_post_layernorm": False,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "initializer_range": 0.02,
+    },
+    shape={"position_embedding_type": "alibi", "embed_layernorm": True, "openai_gelu": True},
+    fixed={"n_inner": (None,), "slow_but_exact": (False, True)},  # the second is an order of sums
+    activation=None,
+    tied=True,
+    older={"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
+)
+
 MEGATRON_BERT = Family(
     model_type="megatron-bert",
     architectures=("MegatronBertForPreTraining", "MegatronBertForMaskedLM"),
@@ -459,5 +524,5 @@ MEGATRON_BERT = Family(
     tied=True,
 )
 
-_GPTS = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, OLMO2, OPT, GPT_NEOX)
+_GPTS = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, OLMO2, GEMMA, OPT, GPT_NEOX, BLOOM)
 FAMILIES = {family.model_type: family for family in (*_GPTS, MEGATRON_BERT)}

@@ -87,8 +87,12 @@ def choose_family(task: str, model: ModelConfig) -> str:
     """The family nearest to a model."""
     if task != "GPT":
         return "megatron-bert"
+    if model.activation_function == "geglu":
+        return "gemma"
     if model.activation_function == "relu":
         return "opt"
+    if model.position_embedding_type == "alibi":
+        return "bloom"
     if model.position_embedding_type != "rope":
         return "gpt2"
     if model.norm_after:

@@ -24,7 +24,7 @@ OURS_ALONE = frozenset(
     "--dry-run-ranks --eval-on-start --eval-tasks --eval-tasks-data --hang-timeout --keep-last "
     "--lion-beta1 --lion-beta2 --loss-mean --no-mask-padded-vocab --metrics-path --norm-after "
     "--on-non-finite --ops-backend --pipeline-schedule --no-progress --qk-layernorm-all-heads "
-    "--rope-scaling-original-length --rope-scaling-turns --rope-scaling-type --spike-skip "
+    "--rope-scaling-original-length --rope-scaling-turns --rope-scaling-type --scale-embeddings --spike-skip "
     "--no-torch-compile --use-parallel-residual --no-verify-checkpoint --world-size".split()
 )
 

@@ -41,8 +41,10 @@ FORK_FLAGS: tuple[NvidiaFlag, ...] = (
     *accept("energy is not measured", "--codecarbon-dir DIR"),
     *accept("fused kernels have no constraints", "--abort-on-unmet-fused-kernel-constraints"),
     *refuse("DeepSpeed's checkpoints are not read", "--universal-checkpoint"),
-    *refuse("a norm after the embedding is not implemented", "--embed-layernorm"),
-    *refuse("for swiglu use --swiglu; no other gated activation is implemented", "--glu-activation NAME"),
+    *refuse(
+        "use --swiglu or --activation-function geglu; no others are implemented",
+        "--glu-activation NAME",
+    ),
     *refuse(
         "use --tokenizer-type HuggingFaceTokenizer --tokenizer-model PATH",
         "--tokenizer-name-or-path NAME",

@@ -8,10 +8,6 @@ _NOT_SUPPORTED = "not implemented"
 
 MODEL_FLAGS: tuple[NvidiaFlag, ...] = (
     # Variants of the model.
-    *accept(
-        "norm weights, which never decay, are stored directly and not minus 1",
-        "--apply-layernorm-1p",
-    ),
     *refuse(
         _NOT_SUPPORTED,
         "--squared-relu",

@@ -43,6 +43,9 @@ REQUIRED = {
     "activation_function": "gelu",
     "use_parallel_residual": False,
     "norm_after": False,
+    "embed_layernorm": False,
+    "scale_embeddings": False,
+    "apply_layernorm_1p": False,
 }
 
 

@@ -27,7 +27,7 @@ def attention_by_blocks(
     k_bgtd: Tensor,
     v_bgtd: Tensor,
     *,
-    mask_bst: Tensor | None,
+    mask_bnst: Tensor | None,
     causal: bool,
     dropout: float,
 ) -> Tensor:
@@ -38,10 +38,10 @@ def attention_by_blocks(
     by the sum, which are fewer.
     """
     s = q_bnsd.shape[2]
-    plain = mask_bst is None and dropout == 0 and k_bgtd.shape[2] == s
+    plain = mask_bnst is None and dropout == 0 and k_bgtd.shape[2] == s
     supported = plain and BLOCK <= s <= MAX_LENGTH and q_bnsd.numel() > 0
     if not (supported and q_bnsd.dtype in (torch.float32, torch.bfloat16)):
-        return attention(q_bnsd, k_bgtd, v_bgtd, mask_bst=mask_bst, causal=causal, dropout=dropout)
+        return attention(q_bnsd, k_bgtd, v_bgtd, mask_bnst=mask_bnst, causal=causal, dropout=dropout)
     return _Blocks.apply(q_bnsd, k_bgtd, v_bgtd, run, causal)
 
 
