@@ -115,7 +115,7 @@ NVIDIA_DEFAULTS = """
     --lr-decay-samples None, --lr-warmup-fraction None, --lr-warmup-iters 0, --lr-warmup-samples 0, --min-lr 0.0,
     --save None, --save-interval None, --save-retain-interval None, --no-save-optim False, --async-save False,
     --load None, --no-load-optim False, --ckpt-step None, --use-checkpoint-args False,
-    --apply-residual-connection-post-layernorm False,
+    --apply-layernorm-1p False, --embed-layernorm False, --apply-residual-connection-post-layernorm False,
     --finetune False, --fp16 False, --bf16 False, --loss-scale None, --initial-loss-scale 4294967296,
     --fp32-residual-connection False, --min-loss-scale 1.0, --loss-scale-window 1000, --hysteresis 2,
     --eval-iters 100, --eval-interval 1000, --data-path None, --vocab-file None,
