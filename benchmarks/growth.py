@@ -117,16 +117,19 @@ def preprocess(documents: int, megabytes: float) -> tuple[float, float]:
         vocabulary = ["--vocab-file", f"{folder}/vocab.json", "--merge-file", f"{folder}/merges.txt"]
         tool("train_tokenizer", "--input", f"{folder}/sample.txt", "--type", "bpe", "--vocab-size", "500",
              "--output", folder)  # fmt: skip
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        tool("preprocess_data", "--input", str(corpus), "--output-prefix", f"{folder}/out", "--workers", "1",
-             "--tokenizer-type", "GPT2BPETokenizer", *vocabulary)  # fmt: skip
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return seconds, after.ru_maxrss * 1024 / 1e6
+        usage = tool("preprocess_data", "--input", str(corpus), "--output-prefix", f"{folder}/out", "--workers", "1",
+                     "--tokenizer-type", "GPT2BPETokenizer", *vocabulary)  # fmt: skip
+    return usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024 / 1e6
 
 
-def tool(name: str, *flags: str) -> None:
-    subprocess.run([sys.executable, str(ROOT / f"tools/{name}.py"), *flags], check=True, capture_output=True)
+def tool(name: str, *flags: str) -> resource.struct_rusage:
+    """Run a tool. Returns what its process and the children that it waited for used."""
+    with open(os.devnull, "wb") as null:
+        process = subprocess.Popen([sys.executable, str(ROOT / f"tools/{name}.py"), *flags], stdout=null)
+        _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0, f"tools/{name}.py failed"
+    return usage
 
 
 def preprocessing(megabytes: int) -> tuple[float, float]:

@@ -65,9 +65,8 @@ def versions() -> str:
     except PackageNotFoundError:
         return line
     return (
-        f"{line}\nnote: megatron-core {core} is installed too, and both are packages named megatron; in one folder "
-        "they work side by side, but from a checkout of this one `import megatron.core` fails; use an environment "
-        "for each"
+        f"{line}\nnote: megatron-core {core} is installed too. Both packages are named megatron, and from a checkout "
+        "of this project `import megatron.core` fails. Use separate environments."
     )
 
 

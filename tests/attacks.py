@@ -13,7 +13,7 @@ files: a file of each kind is damaged, and the command that reads it runs in a f
     refused     one line that begins with error:, and a status other than 0
     harmless    status 0 and the result of the undamaged file
     changed     status 0 and another result, from a file without checksums: another text, another weight
-    silent      the same from a file with checksums                                                   (a failure)
+    silent      status 0 and another result, from a file with checksums                               (a failure)
     traceback, memory, hang, crash, unclear                                                           (failures)
 
 Each outcome is appended to the results file at once, so that an interrupted command can be continued by repeating it.

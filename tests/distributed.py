@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import socket
 import traceback
 from collections.abc import Callable
@@ -79,6 +80,8 @@ def _result(rank: int, connection: Connection, timeout: float) -> tuple[bool, An
 
 
 def _run(connection: Connection, environment: dict[str, str], function: Callable, arguments: tuple) -> None:
+    # The fork server blocks signals if a data loader of this test's process started it.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     os.environ.update(environment)
     torch.set_num_threads(1)
     try:

@@ -82,7 +82,9 @@ class Bert(LanguageModel):
     ) -> None:
         super().__init__(config, context, chunk, output_layer=output_layer, token_types=2 * token_types)
         if config.position_embedding_type == "alibi":
-            raise InputError("--position-embedding-type: alibi is for causal attention, and BERT's is not")
+            raise InputError(
+                "--position-embedding-type: alibi is for causal attention; BERT takes the others"
+            )
         self.encoder = Transformer(config, context, self.chunk)
         # `encode` ends in an all-gather: the heads read few positions, which every rank has.
         self.head_context = dataclasses.replace(context, sequence_parallel=False)

@@ -71,7 +71,7 @@ class ModelConfig(Config):
     )
     rope_scaling_turns: tuple[float, ...] | None = flag(
         None,
-        "turns over that length which divide frequencies that are scaled, mixed and kept (default: by the type)",
+        "rotations over that length below and above which a frequency is divided or kept (default: by the type)",
         above=0,
         nargs=2,
         metavar=("LOW", "HIGH"),
@@ -145,7 +145,7 @@ class ModelConfig(Config):
             )
         if self.swiglu and self.activation_function != "gelu":
             raise InputError(
-                f"--activation-function: {self.activation_function} and --swiglu exclude each other"
+                f"--activation-function: {self.activation_function} and --swiglu exclude each other; drop one"
             )
         groups = self.num_query_groups or (1 if self.group_query_attention else heads)
         if groups != heads and not self.group_query_attention:
@@ -177,7 +177,7 @@ class ModelConfig(Config):
 
     @property
     def activation(self) -> str:
-        """Name of the MLP's activation in `megatron.ops.activation`."""
+        """Key of the MLP's activation in `megatron.ops.activation.ACTIVATIONS`."""
         if self.swiglu:
             return "swiglu"
         has_gelu = self.activation_function in ("gelu", "geglu")

@@ -16,7 +16,7 @@ class Decision:
 
     Attributes:
         losses: this process's share of the global batch's mean losses, [terms].
-        halted: 1 from the gradient on that stops the run.
+        halted: 1 from the first gradient that stops the run.
         skipped: 1 to skip the step. A rule may raise it.
         stats: values of the step to report, by name. A rule may add to them.
     """
@@ -40,7 +40,7 @@ class StepRule:
     loss_scale: Tensor | float = 1.0
 
     def excuse(self) -> Tensor | None:
-        """A scalar; where it is true, a gradient that is not finite does not stop the run."""
+        """Return a boolean scalar: true if a non-finite gradient must not stop the run. None excuses nothing."""
 
     def judge(self, decision: Decision) -> None:
         """Change the decision."""
@@ -63,7 +63,7 @@ class StepSkipper:
     that the weights stay as they were until the host notices and stops the run.
 
     Attributes:
-        halted: scalar, 1 from the gradient on that stops the run.
+        halted: scalar, 1 from the first gradient that stops the run.
     """
 
     def __init__(self, rules: Sequence[StepRule], device: torch.device, *, stops: bool) -> None:

@@ -13,7 +13,7 @@ from megatron.training.config import RunConfig
 from megatron.training.loop import Hook, Trainer
 
 REPORT = "report.html"
-LEAST = 10  # log lines that are worth a page
+MIN_LOG_LINES = 10  # shorter runs get no page
 
 
 class ReportAtEnd(Hook):
@@ -36,10 +36,10 @@ def write_report(config: RunConfig) -> str | None:
     page = Path(save) / REPORT
     try:
         run = read_record(metrics)
-        if len(run.training) < LEAST:
+        if len(run.training) < MIN_LOG_LINES:
             return None
         page.write_text(report_page([run]), encoding="utf-8")
     except Exception as error:
-        # Everything is trained and saved by now, and no fault of a picture may end a run.
+        # The run is trained and saved by now; a failed report must not change its exit status.
         return f"warning: no report was written to {page}: {error}"
     return f"report: {page}"

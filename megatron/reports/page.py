@@ -36,7 +36,9 @@ def report_page(runs: Sequence[RunRecord]) -> str:
         from bokeh.resources import Resources
     except ImportError:
         raise InputError("a report needs bokeh: pip install bokeh") from None
-    axes = [axis for axis in AXES if any(axis in row for run in runs for row in run.training)]
+    axes = [
+        axis for axis in AXES if all(axis in row for run in runs for row in (*run.training, *run.evaluations))
+    ]
     figures = list(_figures(runs))
     script, divs = components([figure for _, figure in figures]) if figures else ("", ())
     plots = "".join(
@@ -94,9 +96,9 @@ def _figures(runs: Sequence[RunRecord]) -> Iterator[tuple[str, Figure]]:
                 _verticals(figure, skipped, color, "dotted", "skipped iterations")
             if name in ("tokens per second", "mfu"):
                 _points(figure, _at_evaluations(run), name, color, "evaluation", "triangle")
-            resumed = {start["iteration"] for start in run.starts[1:]}
-            rows = [row for row in run.training if row["iteration"] in resumed]
-            _verticals(figure, rows, GRAY, "dashed", "resumed")
+            resumed = [start["iteration"] for start in run.starts[1:]]
+            rows = (next((row for row in run.training if row["iteration"] >= i), None) for i in resumed)
+            _verticals(figure, [row for row in rows if row is not None], GRAY, "dashed", "resumed")
         yield {"mfu": "MFU"}.get(name, name), _finish(figure)
     groups = {
         "memory, bytes": [name for name in names if name.startswith("mem-")],
@@ -233,6 +235,7 @@ def _summary(runs: Sequence[RunRecord]) -> str:
         loss = next((name for name in last if name.endswith("loss")), "")
         evaluated = [row[key] for row in run.evaluations if (key := f"{loss} validation") in row and row[key]]
         recent = run.training[len(run.training) // 2 :]
+        mfu = _mean(row.get("mfu") for row in recent)
         rows.append(
             (
                 run.name,
@@ -242,7 +245,7 @@ def _summary(runs: Sequence[RunRecord]) -> str:
                 _fixed(last.get(loss)),
                 _fixed(min(evaluated, default=None)),
                 _number(_mean(row.get("tokens per second") for row in recent)),
-                f"{100 * (_mean(row.get('mfu') for row in recent) or 0):.1f}%",
+                "" if mfu is None else f"{mfu:.1%}",
             )
         )
     return _table(head, rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import json
 from pathlib import Path
@@ -11,7 +12,9 @@ from megatron.errors import InputError
 from megatron.files import read_file
 
 METRICS = "metrics.jsonl"  # in the folder of --save, unless --metrics-path names another file
-STARTS = ".starts.jsonl"  # suffix of the file beside it, with a line for each time the run was started
+STARTS = (
+    ".starts.jsonl"  # end of the name of the file beside it, with a line for each time the run was started
+)
 MAX_BYTES = 1 << 32  # of a file of metrics
 
 Row = dict[str, Any]
@@ -38,11 +41,12 @@ class RunRecord:
     def flags(self) -> dict[str, Any]:
         """Flags of the newest start, by field."""
         config = self.starts[-1]["config"] if self.starts else {}
+        sections = [*(v for k, v in config.items() if k != "plugins"), *config.get("plugins", {}).values()]
         return {
             name: value
-            for group in config.values()
-            if isinstance(group, dict)
-            for name, value in group.items()
+            for section in sections
+            if isinstance(section, dict)
+            for name, value in section.items()
         }
 
 
@@ -59,8 +63,8 @@ def read_record(path: Path) -> RunRecord:
             if path.is_dir()
             else f"{path}: no such file"
         )
-    rows, starts_file = read_rows(file), file.with_suffix(STARTS)
-    starts = read_rows(starts_file) if starts_file.is_file() else []
+    rows, of_starts = read_rows(file), starts_file(file)
+    starts = read_rows(of_starts) if of_starts.is_file() else []
     record = RunRecord(
         name=str(path),
         training=[row for row in rows if "learning rate" in row],
@@ -69,6 +73,11 @@ def read_record(path: Path) -> RunRecord:
     )
     _add_time(record)
     return record
+
+
+def starts_file(metrics: Path) -> Path:
+    """The file of a run's starts beside its file of metrics."""
+    return metrics.with_name(metrics.name.removesuffix(".jsonl") + STARTS)
 
 
 def read_rows(file: Path) -> list[Row]:
@@ -82,7 +91,9 @@ def read_rows(file: Path) -> list[Row]:
             row = json.loads(line)
             int(row["iteration"])
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise InputError(f"{file}:{number}: is not a row of metrics; choose another file") from None
+            raise InputError(
+                f"{file}:{number} is not a JSON object with an iteration; name a file that a run wrote"
+            ) from None
         rows.append(row)
     return rows
 
@@ -95,9 +106,10 @@ def _add_time(record: RunRecord) -> None:
         seconds += (row.get("seconds per iteration") or 0.0) * max(0, iteration - before)
         before = iteration
         hours_at[iteration] = row["hours"] = seconds / 3600
-    hours = 0.0
+    iterations, hours = list(hours_at), list(hours_at.values())
     for row in record.evaluations:
-        hours = row["hours"] = hours_at.get(row["iteration"], hours)
+        reached = bisect.bisect_right(iterations, row["iteration"])
+        row["hours"] = hours[reached - 1] if reached else 0.0
     for row in (*record.training, *record.evaluations):
         if length is not None:
             row["tokens"] = row.get("consumed samples", 0) * length / 1e6

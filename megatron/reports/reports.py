@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 
 from tqdm import tqdm
 
+from megatron.errors import InputError
+from megatron.parallel.collectives import raise_on_all_ranks
 from megatron.parallel.mesh import Mesh
 from megatron.reports.config import ReportConfig
 from megatron.reports.writers import MetricsFile, TensorBoard, WeightsAndBiases, Writer
@@ -24,8 +26,12 @@ class Reports(Hook):
     @contextmanager
     def during_run(self, trainer: Trainer) -> Iterator[None]:
         state = trainer.state
-        with closing(Writers(trainer.config, trainer.mesh, trainer.log)) as self.writers:
-            self.writers.start(state.iteration, evaluation_due=state.evaluation_due)
+        with ExitStack() as contexts:
+            with raise_on_all_ranks(trainer.mesh.world, InputError):
+                self.writers = contexts.enter_context(
+                    closing(Writers(trainer.config, trainer.mesh, trainer.log))
+                )
+                self.writers.start(state.iteration, evaluation_due=state.evaluation_due)
             yield
 
     def after_report(self, trainer: Trainer, interval: Interval) -> None:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TextIO
 from megatron.errors import InputError
 from megatron.files import read_file
 from megatron.reports.config import ReportConfig
-from megatron.reports.record import MAX_BYTES, STARTS
+from megatron.reports.record import MAX_BYTES, read_rows, starts_file
 from megatron.training.config import RunConfig
 from megatron.training.report import Interval
 
@@ -22,7 +22,7 @@ COUNTED = ("skipped", "overflow")
 
 
 class Writer(ABC):
-    """A destination of reports beside the log. A new one is a subclass in `Reports.kinds`."""
+    """A destination of reports beside the log. To add one, list a subclass in `WRITERS` (`reports/reports.py`)."""
 
     flag: ClassVar[str]  # the flag that asks for this writer
 
@@ -90,8 +90,9 @@ class MetricsFile(Writer):
                     "time": time.time(),
                     "config": dataclasses.asdict(self.config),
                 }
-                with open(path.with_suffix(STARTS), "a" if iteration else "w", encoding="utf-8") as starts:
-                    starts.write(json.dumps(start) + "\n")
+                before = read_rows(starts) if (starts := starts_file(path)).is_file() else []
+                rows = [*(row for row in before if iteration and row["iteration"] <= iteration), start]
+                starts.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
             self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115, open until `close`
         except OSError as error:
             raise InputError(f"--metrics-path: {self.path}: {error.strerror}") from None

@@ -12,7 +12,7 @@ from megatron.training.config import RunConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchSchedule:
-    """The global batch size by samples consumed. It is constant, except in subclasses of plug-ins.
+    """The global batch size as a function of the samples consumed: constant here, not in plug-ins' subclasses.
 
     Attributes:
         global_batch_size: samples in a step, at the end of training if the size changes.
@@ -64,7 +64,7 @@ class BatchSchedule:
         return "--global-batch-size"
 
 
-# Make another schedule of the constant one if a run's flags ask for it. Filled by `megatron.plugins`.
+# Functions that replace the constant schedule if the flags ask for it. Filled by `megatron.plugins`.
 BATCH_SCHEDULES: list[Callable[[RunConfig, BatchSchedule], BatchSchedule]] = []
 
 

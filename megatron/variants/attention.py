@@ -92,6 +92,10 @@ class QKNormAttention(SelfAttention):
             raise InputError(
                 "--qk-layernorm-all-heads needs --qk-layernorm and --normalization RMSNorm; add them"
             )
+        if config.apply_layernorm_1p:
+            raise InputError(
+                "--apply-layernorm-1p and --qk-layernorm-all-heads exclude each other; leave one of them out"
+            )
         d, tp, kv = config.kv_channels, self.context.tp, self.context.kv
         queries, keys = config.num_attention_heads * d, config.num_query_groups * d
         q_shard = GlobalSlice((queries,), 0, (tp.local_range(queries),))

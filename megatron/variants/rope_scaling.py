@@ -52,12 +52,18 @@ class Scaling:
             x = torch.arange(count, dtype=torch.float32, device=x.device)
             low = min(math.ceil(count * math.log(turns / low, base)), 2 * count - 1)
             high = max(math.floor(count * math.log(turns / high, base)), 0)
-        divided = ((x - high) / ((low - high) or 0.001)).clamp(0, 1)
+        # With equal turns the ramp is a step: up over channels (yarn), down over turns (llama3).
+        step = 0.001 if self.kind == "yarn" else -0.001
+        divided = ((x - high) / ((low - high) or step)).clamp(0, 1)
         return frequencies * (1 - divided + divided / self.factor)
 
     @classmethod
     def from_config(cls, config: ModelConfig) -> Scaling:
-        """The scaling of --use-rope-scaling. Raises `InputError` for turns that are out of order."""
+        """The scaling of --use-rope-scaling. Raises `InputError` for turns that are out of order or have no meaning."""
+        if config.rope_scaling_type == "linear" and config.rope_scaling_turns is not None:
+            raise InputError(
+                "--rope-scaling-turns has no meaning with --rope-scaling-type linear; leave it out"
+            )
         check_turns(config.rope_scaling_turns)
         return cls(
             config.rope_scaling_type,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.append(str(ROOT))
+sys.path += [str(ROOT), str(ROOT / "tools")]
 MEMORY = 1 << 30  # bytes that a command may take beyond what it shares with this process
 
 

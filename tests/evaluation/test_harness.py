@@ -18,10 +18,11 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from megatron.commands import convert_checkpoint, lm_eval_adapter
+from megatron.commands import convert_checkpoint
 from megatron.errors import InputError
 from megatron.inference.sampling import SamplingConfig
 from megatron.tokenizer.train import train_bpe
+from tools import lm_eval_adapter
 
 lm_eval = pytest.importorskip("lm_eval", reason="needs pip install lm_eval==0.4.13 accelerate")
 pytest.importorskip("accelerate", reason="needs pip install accelerate")

@@ -13,7 +13,7 @@ from megatron.commands.report import main
 from megatron.errors import InputError
 from megatron.reports import at_end, page
 from megatron.reports.page import report_page, thin_out
-from megatron.reports.record import METRICS, STARTS, RunRecord, read_record
+from megatron.reports.record import METRICS, RunRecord, read_record, starts_file
 
 
 def write_run(folder: Path, iterations: int, *, seq_length: int = 100, lr: float = 1e-3) -> Path:
@@ -34,9 +34,14 @@ def write_run(folder: Path, iterations: int, *, seq_length: int = 100, lr: float
             rows.append({"iteration": i, "consumed samples": 4 * i, "lm loss validation": 6.5 - i / 100})
     folder.mkdir()
     (folder / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = {"data": {"seq_length": seq_length}, "optimizer": {"lr": lr}, "iteration": 3}
+    config = {
+        "data": {"seq_length": seq_length},
+        "optimizer": {"lr": lr},
+        "plugins": {"spikes": {"spike_skip": 2.0}},
+        "iteration": 3,
+    }
     starts = [{"iteration": i, "time": 0.0, "config": config} for i in (0, 10)]
-    (folder / METRICS).with_suffix(STARTS).write_text("".join(json.dumps(start) + "\n" for start in starts))
+    starts_file(folder / METRICS).write_text("".join(json.dumps(start) + "\n" for start in starts))
     return folder
 
 
@@ -46,12 +51,21 @@ def test_record(tmp_path: Path) -> None:
     assert run.training[9]["hours"] == pytest.approx(0.1)
     assert run.evaluations[1]["hours"] == pytest.approx(0.1)
     assert run.evaluations[1]["tokens"] == pytest.approx(10 * 4 * 100 / 1e6)
-    assert run.flags == {"seq_length": 100, "lr": 1e-3}
+    assert run.flags == {"seq_length": 100, "lr": 1e-3, "spike_skip": 2.0}
+
+
+def test_evaluations_between_log_lines(tmp_path: Path) -> None:
+    file = tmp_path / "lr0.1"
+    rows = [{"iteration": 30, "learning rate": 1.0, "seconds per iteration": 3600.0}]
+    rows += [{"iteration": 20, "lm loss validation": 1.0}, {"iteration": 50, "lm loss validation": 1.0}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [row["hours"] for row in read_record(file).evaluations] == [0.0, 30.0]
+    assert starts_file(file) != starts_file(tmp_path / "lr0.2")
 
 
 def test_record_of_a_metrics_file_alone(tmp_path: Path) -> None:
     file = write_run(tmp_path / "run", 20) / METRICS
-    file.with_suffix(STARTS).unlink()
+    starts_file(file).unlink()
     with open(file, "a") as opened:
         opened.write('{"iteration": 21, "lm lo')  # killed while it wrote
     run = read_record(file)
@@ -63,7 +77,7 @@ def test_record_of_a_metrics_file_alone(tmp_path: Path) -> None:
 def test_damaged_record(tmp_path: Path, text: str) -> None:
     file = tmp_path / "m.jsonl"
     file.write_text('{"iteration": 1}\n' + text)
-    with pytest.raises(InputError, match=r"m\.jsonl:2: is not a row of metrics"):
+    with pytest.raises(InputError, match=r"m\.jsonl:2 is not a JSON object with an iteration"):
         read_record(file)
 
 
