@@ -1,12 +1,12 @@
 """Convert a checkpoint between the native format, Hugging Face's and Megatron-LM's, and compare the logits of both.
 
-python tools/convert_checkpoint.py --from huggingface --to native --load gpt2 --save my/gpt2
-python tools/convert_checkpoint.py --from native --to huggingface --load my/run --save my/gpt2-hf
-python tools/convert_checkpoint.py --from megatron --to native --load nvidia/run --save my/run \
+megatron convert --from huggingface --to native --load gpt2 --save my/gpt2
+megatron convert --from native --to huggingface --load my/run --save my/gpt2-hf
+megatron convert --from megatron --to native --load nvidia/run --save my/run \
     --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt
-python tools/convert_checkpoint.py --from native --to megatron --load my/run --save nvidia/run \
+megatron convert --from native --to megatron --load my/run --save nvidia/run \
     --target-tensor-model-parallel-size 2
-python tools/convert_checkpoint.py --from megatron --to megatron --load nvidia/run --save nvidia/divided \
+megatron convert --from megatron --to megatron --load nvidia/run --save nvidia/divided \
     --target-tensor-model-parallel-size 4 --target-pipeline-model-parallel-size 2
 """
 

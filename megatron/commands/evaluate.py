@@ -1,9 +1,9 @@
 r"""Evaluate a trained GPT: perplexity on WikiText or any text, or accuracy on LAMBADA.
 
-    python tools/evaluate.py --load my/run --task WIKITEXT103 --valid-data wiki.test.tokens --overlapping-eval 32
-    python tools/evaluate.py --load my/run --task LAMBADA --valid-data lambada_test.jsonl --strict-lambada
+    megatron evaluate --load my/run --task WIKITEXT103 --valid-data wiki.test.tokens --overlapping-eval 32
+    megatron evaluate --load my/run --task LAMBADA --valid-data lambada_test.jsonl --strict-lambada
 
-Start several processes with torchrun in place of python. Those beyond --tensor-model-parallel-size times
+`torchrun -m megatron evaluate` starts several processes. Those beyond --tensor-model-parallel-size times
 --pipeline-model-parallel-size form further replicas of the model, among which the samples are divided.
 """
 

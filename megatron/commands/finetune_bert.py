@@ -1,12 +1,12 @@
 r"""Fine-tune a pretrained BERT to classify texts, with its accuracy on each file after every epoch.
 
-    python tools/finetune_bert.py --task MNLI --train-data MNLI/train.tsv \
+    megatron finetune-bert --task MNLI --train-data MNLI/train.tsv \
         --valid-data MNLI/dev_matched.tsv MNLI/dev_mismatched.tsv --load bert-checkpoints --save mnli \
         --seq-length 128 --micro-batch-size 32 --epochs 3 --lr 5e-5 --lr-warmup-fraction 0.065
 
 The model's architecture and tokenizer come from the checkpoint of --load; without --load the weights are random. The
-best checkpoint is kept in the folder `best` of --save. Repeat the command to resume a run that was stopped. Start
-several processes with torchrun in place of python.
+best checkpoint is kept in the folder `best` of --save. Repeat the command to resume a run that was stopped. `torchrun
+-m megatron finetune-bert` starts several processes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Generate text from prompts with a trained GPT: a prompt, a file of prompts, or prompts that you type.
 
-python tools/generate_text.py --load checkpoints --prompt "Once upon a time"
+megatron generate --load checkpoints --prompt "Once upon a time"
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """List the checkpoints in a folder and verify their checksums, or list the differences of two checkpoints.
 
-python tools/inspect_checkpoint.py my/run                        every checkpoint, whole or damaged
-python tools/inspect_checkpoint.py my/run/iter_0000100           one of them, with its tensors
-python tools/inspect_checkpoint.py my/run/iter_0000100 other/iter_0000100
+megatron inspect-checkpoint my/run                        every checkpoint, whole or damaged
+megatron inspect-checkpoint my/run/iter_0000100           one of them, with its tensors
+megatron inspect-checkpoint my/run/iter_0000100 other/iter_0000100
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 r"""Describe and check a pair of token files (PREFIX.bin and PREFIX.idx).
 
-    python tools/inspect_data.py my/corpus_text_document --show 2 \
+    megatron inspect-data my/corpus_text_document --show 2 \
         --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt
 """
 

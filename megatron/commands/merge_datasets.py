@@ -1,6 +1,6 @@
 """Merge the token files in a folder (NAME.bin and NAME.idx) into one pair, in the order of their names.
 
-python tools/merge_datasets.py --input my/parts --output-prefix my/corpus_text_document
+megatron merge --input my/parts --output-prefix my/corpus_text_document
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 r"""Plan the training of a GPT: the layouts that fit a cluster, their predicted speed, and the command of the best.
 
-    python tools/plan.py --model 1t --gpus 3072 --gpu a100-80gb --tokens 450e9
-    python tools/plan.py --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --cluster mine.yaml \
+    megatron plan --model 1t --gpus 3072 --gpu a100-80gb --tokens 450e9
+    megatron plan --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --cluster mine.yaml \
         --global-batch-size 512 --seq-length 4096
-    python tools/plan.py --calibrate here.yaml
+    megatron plan --calibrate here.yaml
 
 docs/scaling.md describes the model behind the prediction and compares it with published runs.
 """

@@ -1,6 +1,6 @@
 r"""Tokenize text into the files (.bin and .idx) that training reads.
 
-    python tools/preprocess_data.py --input 'my/*.jsonl' --output-prefix my/corpus --append-eod \
+    megatron preprocess --input 'my/*.jsonl' --output-prefix my/corpus --append-eod \
         --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt
 """
 

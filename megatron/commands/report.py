@@ -1,7 +1,7 @@
 """Draw one run or several as one HTML page: losses, learning rate, gradient norm, speed, evaluations, flags.
 
-python tools/report.py my/checkpoints                       one run, by its --save folder or its --metrics-path
-python tools/report.py my/run-1 my/run-2 --output both.html    two runs, one over the other
+megatron report my/checkpoints                          one run: its --save folder or its --metrics-path
+megatron report my/run-1 my/run-2 --output both.html    two runs, overlaid
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Serve a trained GPT over HTTP: OpenAI's completions API, NVIDIA's PUT /api, and a web page.
 
-python tools/serve.py --load checkpoints
+megatron serve --load checkpoints
 """
 
 from __future__ import annotations

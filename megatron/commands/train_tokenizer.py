@@ -1,6 +1,6 @@
 """Train a tokenizer: a byte-level BPE for GPT, or a WordPiece vocabulary for BERT.
 
-python tools/train_tokenizer.py --input 'my/*.jsonl' --type bpe --vocab-size 32000 --output my/tokenizer
+megatron train-tokenizer --input 'my/*.jsonl' --type bpe --vocab-size 32000 --output my/tokenizer
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class TrainTokenizerConfig(Config):
 
     input: tuple[str, ...] = flag(
         None,
-        "files or glob patterns, in the formats of tools/preprocess_data.py",
+        "files or glob patterns, in the formats of `megatron preprocess`",
         nargs="+",
         metavar="FILE",
         required=True,

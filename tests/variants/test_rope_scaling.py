@@ -1,0 +1,45 @@
+"""Turns of scaled RoPE frequencies at their limits."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron.errors import InputError
+from megatron.model.config import ModelConfig
+from megatron.variants.rope_scaling import Scaling
+
+
+@pytest.mark.parametrize("kind", ["llama3", "yarn"])
+def test_equal_turns_are_a_step(kind: str) -> None:
+    """Frequencies of few turns are divided, the others kept; none is interpolated."""
+    base, length, channels = 10000.0, 2048, 16
+    frequencies = base ** -(torch.arange(channels, dtype=torch.float32) / channels)
+    scaled = Scaling(kind, 8.0, length, (4.0, 4.0)).scaled(frequencies, base)
+    kept = frequencies * length / (2 * math.pi) > 4
+    assert kept[0] and not kept[-1]
+    # YaRN rounds the limits to channels, so that one between them is interpolated.
+    clear = torch.ones(channels, dtype=torch.bool)
+    if kind == "yarn":
+        clear[kept.sum() - 1 : kept.sum() + 1] = False
+    expected = torch.where(kept, frequencies, frequencies / 8)
+    torch.testing.assert_close(scaled[clear], expected[clear])
+
+
+def test_linear_scaling_has_no_turns() -> None:
+    config = ModelConfig(
+        num_layers=1,
+        hidden_size=16,
+        num_attention_heads=2,
+        max_position_embeddings=8,
+        position_embedding_type="rope",
+        use_rope_scaling=True,
+        rope_scaling_type="linear",
+        rope_scaling_turns=(1.0, 4.0),
+    )
+    with pytest.raises(
+        InputError, match="--rope-scaling-turns has no meaning with --rope-scaling-type linear"
+    ):
+        Scaling.from_config(config)
