@@ -27,7 +27,7 @@ else
     fail "VOCAB_FILE and MERGE_FILE need DATA_PATH, the data tokenized with them"
   ((NNODES == 1)) || fail "several nodes need DATA_PATH, data that all nodes can read"
   data=("$out/corpus_text_document")
-  prompts=(class def The)
+  prompts=(class def import)
 fi
 
 trap_signals
@@ -55,6 +55,9 @@ else
     --micro-batch-size 8 --global-batch-size 16 --train-iters 200 --lr 1e-3 --min-lr 1e-4
     --attention-dropout 0 --hidden-dropout 0
   )
+  if [[ -z ${DATA_PATH:-} && $# == 0 ]]; then
+    echo "Expect the loss to fall from 9.1, about the logarithm of the vocabulary, to 5.3 in 200 iterations."
+  fi
 fi
 launch "${repo}pretrain_gpt.py" "${size[@]}" \
   --lr-decay-style cosine --lr-warmup-fraction 0.05 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 \
@@ -78,7 +81,7 @@ Done.
   loss curves  $python -m tensorboard.main --logdir $logs/tensorboard
   raw numbers  $logs/metrics.jsonl
 Next:
-  more text    ${sample[*]} --prompt "The"
+  more text    ${sample[*]} --prompt "${prompts[0]}"
   longer       the same command with --train-iters 2000
   your text    README.md, "Your own text"
 END
