@@ -77,7 +77,7 @@ cat <<END
 
 Done.
   checkpoints  $CHECKPOINT_PATH
-  report       $CHECKPOINT_PATH/report.html
+$([[ ! -f $CHECKPOINT_PATH/report.html ]] || echo "  report       $CHECKPOINT_PATH/report.html")
   loss curves  $python -m tensorboard.main --logdir $logs/tensorboard
   raw numbers  $logs/metrics.jsonl
 Next:
