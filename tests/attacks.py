@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from attack import files, kills  # noqa: E402, after the variables that torch reads
 
-# What each kind of attack consists of: its preparation, one attack, and the outcomes that are failures.
+# Of each kind of attack: the preparation, one attack, and the outcomes that are failures.
 KINDS = {
     "kills": (kills.prepare, kills.attack, kills.FAILURES),
     "files": (files.prepare, files.attack, files.FAILURES),

@@ -128,7 +128,7 @@ def _new_figure(title: str, scale: Scale) -> Figure:
     )
     new.toolbar.logo = None
     new.toolbar.autohide = True
-    new.add_tools(HoverTool(tooltips=[("", "$name"), ("iteration", "@iteration"), ("", "@y{0.[0000]}")]))
+    new.add_tools(HoverTool(tooltips=[("", "$name"), ("iteration", "@iteration"), ("", "@y")]))
     return new
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from intervals import interval
 
 import megatron.plugins  # noqa: F401 (registers the flags)
 from megatron.arguments import parse_run_config
@@ -17,30 +18,8 @@ from megatron.errors import InputError
 from megatron.parallel.mesh import Mesh
 from megatron.reports.reports import Writers
 from megatron.training.config import RunConfig
-from megatron.training.report import Interval
 
 MESH = Mesh(device=torch.device("cpu"))
-
-
-def interval(rows: list[tuple[int, float, float]], **fields) -> Interval:
-    return Interval(
-        **{
-            "rows": [
-                {"iteration": i, "consumed samples": 8 * i, "lm loss": loss, "grad norm": norm}
-                | {"skipped": float(not math.isfinite(norm))}
-                for i, loss, norm in rows
-            ],
-            "loss_names": ("lm loss",),
-            "train_iters": 500,
-            "lr": 1.5e-4,
-            "batch_size": 8,
-            "seconds": 0.1234,
-            "iterations": len(rows),
-            "values": {"tokens per second": 12345.6, "TFLOP/s per device": 0.5, "mfu": 0.4531, "hfu": 0.5},
-            "parts": ["tokens per second: 12345.6", "MFU: 45.3%"],
-            **fields,
-        }
-    )
 
 
 def config_of(*flags: object) -> RunConfig:

@@ -3,39 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from intervals import interval
 
 from megatron.parallel.mesh import Mesh
-from megatron.training.report import History, Interval, Log, loss_report
+from megatron.training.report import History, Log, loss_report
 
 MESH = Mesh(device=torch.device("cpu"))
-
-
-def interval(rows: list[tuple[int, float, float]], **fields) -> Interval:
-    return Interval(
-        **{
-            "rows": [
-                {"iteration": i, "consumed samples": 8 * i, "lm loss": loss, "grad norm": norm}
-                | {"skipped": float(not math.isfinite(norm))}
-                for i, loss, norm in rows
-            ],
-            "loss_names": ("lm loss",),
-            "train_iters": 500,
-            "lr": 1.5e-4,
-            "batch_size": 8,
-            "seconds": 0.1234,
-            "iterations": len(rows),
-            "values": {"tokens per second": 12345.6, "TFLOP/s per device": 0.5, "mfu": 0.4531, "hfu": 0.5},
-            "parts": ["tokens per second: 12345.6", "MFU: 45.3%"],
-            **fields,
-        }
-    )
 
 
 def test_line_has_nvidias_format() -> None:

@@ -21,7 +21,7 @@ from megatron.interop.external import (
     meta_model,
     weights_only_state,
 )
-from megatron.interop.huggingface.families import Modules
+from megatron.interop.huggingface.family import Modules
 from megatron.interop.huggingface.settings import Settings, read_settings
 from megatron.interop.huggingface.tokenizers import find_tokenizer
 from megatron.model.config import ModelConfig

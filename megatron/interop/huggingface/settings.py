@@ -10,7 +10,8 @@ from typing import Any
 from megatron.checkpoint.checkpoint import differences
 from megatron.errors import InputError
 from megatron.flags import either
-from megatron.interop.huggingface.families import FAMILIES, Family
+from megatron.interop.huggingface.families import FAMILIES
+from megatron.interop.huggingface.family import Family
 from megatron.model.config import ModelConfig
 from megatron.tokenizer.base import read_json
 from megatron.variants.rope_scaling import TURNS, Scaling, check_turns

@@ -22,7 +22,8 @@ from megatron.errors import InputError
 from megatron.files import read_file
 from megatron.interop.convert import SHARD_BYTES, check_is_empty
 from megatron.interop.external import meta_model
-from megatron.interop.huggingface.families import FAMILIES, Family
+from megatron.interop.huggingface.families import FAMILIES
+from megatron.interop.huggingface.family import Family
 from megatron.interop.huggingface.read import INDEX
 from megatron.interop.huggingface.sentence_piece import BPE_MODEL, read_proto, to_tokenizer_json
 from megatron.interop.huggingface.settings import to_config
