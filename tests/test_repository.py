@@ -83,7 +83,7 @@ def test_requirements_are_pinned():
     for name in ("requirements.txt", "requirements-dev.txt"):
         for line in (ROOT / name).read_text().splitlines():
             assert re.fullmatch(
-                r'#.*|-r requirements\.txt|[\w-]+==[\w.]+(; python_version \S+ "[\d.]+")?', line
+                r'#.*|-r requirements\.txt|[\w-]+(\[\w+\])?==[\w.]+(; python_version \S+ "[\d.]+")?', line
             )
 
 

@@ -213,9 +213,13 @@ class WeightsAndBiases(Writer):
             import wandb
         except ImportError:
             raise InputError("--wandb-project needs Weights & Biases: pip install wandb") from None
-        settings = dataclasses.asdict(config)
-        names = {"name": flags.wandb_exp_name, "entity": flags.wandb_entity}
-        return cls(wandb.init(project=flags.wandb_project, **names, config=settings))
+        run = wandb.init(
+            project=flags.wandb_project,
+            name=flags.wandb_exp_name,
+            entity=flags.wandb_entity,
+            config=dataclasses.asdict(config),
+        )
+        return cls(run)
 
     def start(self, iteration: int, *, evaluation_due: bool) -> None:
         """Do nothing: the service drops values of earlier steps by itself."""
