@@ -18,9 +18,11 @@ ROOTS = (
     "megatron.training.hooks",
     "megatron.training.log_hook",
 )
-# Not counted: plugins, operations for CPUs only, and the optimizers other than AdamW in fp32, since a run has one.
+# Not counted: plugins, operations for CPUs only or by apex, and the optimizers other than AdamW in fp32, since a run
+# has one.
 LEFT_OUT = (
     "megatron.plugins",
+    "megatron.ops.apex",
     "megatron.ops.cpu",
     "megatron.optim.bf16_adam",
     "megatron.optim.lion",

@@ -1,89 +1,27 @@
-"""Activations of the MLP.
-
-The compiled forms save only their input; backward recomputes the rest.
-"""
+"""Activations of the MLP."""
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Callable
-from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.ops.compiler import LOG2_E, CompileFn
 
-SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
-CUBIC = 0.044715
+def gelu(x: Tensor) -> Tensor:
+    """x Φ(x) (arXiv 1606.08415)."""
+    return F.gelu(x)
 
 
-# By name; GELU is exact or the tanh approximation (arXiv 1606.08415). `megatron.variants.registry` adds others.
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
-}
+def gelu_tanh(x: Tensor) -> Tensor:
+    """The approximation of `gelu` by tanh, as in GPT-2."""
+    return F.gelu(x, approximate="tanh")
+
+
+# By name. `megatron.variants.registry` adds others.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": gelu, "gelu_tanh": gelu_tanh}
 
 
 def activation(x: Tensor, name: str) -> Tensor:
     """The function of `ACTIVATIONS`."""
     return ACTIVATIONS[name](x)
-
-
-def compiled_activation(run: CompileFn, x: Tensor, name: str) -> Tensor:
-    """`activation` by two functions that `run` calls: the value, and the gradient from grad and x."""
-    return _Pointwise.apply(x, run, *COMPILED[name])
-
-
-class _Pointwise(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, run: CompileFn, forward: Callable, backward: Callable) -> Tensor:
-        ctx.run, ctx.backward_fn = run, backward
-        ctx.save_for_backward(x)
-        out = run(forward, x.flatten(0, -2))
-        return out.view(*x.shape[:-1], out.shape[-1])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (x,) = ctx.saved_tensors
-        dx = ctx.run(ctx.backward_fn, grad.flatten(0, -2), x.flatten(0, -2))
-        return dx.view(x.shape), None, None, None
-
-
-# In the tanh form, u = √(2/π) (y + 0.044715 y³), and -2u log₂ e = y (LINEAR + CUBED y²).
-LINEAR = -2 * SQRT_2_OVER_PI * LOG2_E
-CUBED = LINEAR * CUBIC
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    # (1 + tanh u) / 2 is 1 / (1 + exp -2u).
-    y = x.float()
-    return (y / (1 + torch.exp2(y * (LINEAR + CUBED * y * y)))).to(x.dtype)
-
-
-def _gelu_tanh_backward(grad: Tensor, x: Tensor) -> Tensor:
-    y = x.float()
-    y2 = y * y
-    s = 1 / (1 + torch.exp2(y * (LINEAR + CUBED * y2)))
-    # y s comes first: it is 0 where y² overflows.
-    slope = s + y * s * (1 - s) * (2 * SQRT_2_OVER_PI) * (1 + 3 * CUBIC * y2)
-    return (grad.float() * slope).to(x.dtype)
-
-
-def _gelu_erf(x: Tensor) -> Tensor:
-    y = x.float()
-    return (0.5 * y * (1 + torch.erf(y * math.sqrt(0.5)))).to(x.dtype)
-
-
-def _gelu_erf_backward(grad: Tensor, x: Tensor) -> Tensor:
-    y = x.float()
-    slope = 0.5 * (1 + torch.erf(y * math.sqrt(0.5))) + y * (-0.5 * y * y).exp() / math.sqrt(2 * math.pi)
-    return (grad.float() * slope).to(x.dtype)
-
-
-COMPILED = {
-    "gelu": (_gelu_erf, _gelu_erf_backward),
-    "gelu_tanh": (_gelu_tanh, _gelu_tanh_backward),
-}

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from megatron.errors import InputError
-from megatron.ops.activation import activation, compiled_activation
+from megatron.ops.activation import ACTIVATIONS, activation
 from megatron.ops.attention import attention
 from megatron.ops.compiler import CompileFn, Compiler, eager
 from megatron.ops.config import OpsConfig
+from megatron.ops.fused import fused
 from megatron.ops.linear import (
     AccumulateWgrad,
     Matmul,
@@ -25,8 +26,8 @@ from megatron.ops.linear import (
 )
 from megatron.ops.linear_cross_entropy import LinearCrossEntropy
 from megatron.ops.logits import LOGITS_CHUNK_BYTES, LOGITS_KEPT_BYTES
-from megatron.ops.norm import apex_layer_norm, apex_rms_norm, has_apex, layer_norm, rms_norm
-from megatron.ops.rotary import apply_rotary_emb, compiled_rotary_emb
+from megatron.ops.norm import layer_norm, rms_norm
+from megatron.ops.rotary import apply_rotary_emb
 
 # Floating-point operations of a microbatch on a CPU from which on torch.compile saves more time within minutes than it
 # takes.
@@ -92,26 +93,28 @@ def choose_ops(
     """
     if config.ops_backend == "plain":
         return PLAIN
-    use_apex = _use_apex(config.ops_backend, device)
-    compiler, note = _compiler(config, work, device, find)
     fields: dict[str, Any] = {}
     names = {"matmul": "torch", "wgrad": "unfused", "norm": "torch", "loss": "chunked"}
     if dtype == torch.float32:
         names["wgrad"] = "fused"
-    if use_apex:
-        fields |= {"layer_norm": apex_layer_norm, "rms_norm": apex_rms_norm}
+    if config.ops_backend == "apex":
+        from megatron.ops.apex import apex_ops
+
+        fields |= apex_ops(device)
         names["norm"] = "apex"
-    if compiler is not None:
-        fields["activation"] = functools.partial(compiled_activation, compiler)
-        fields["apply_rotary_emb"] = functools.partial(compiled_rotary_emb, compiler)
+    compiler, note = _compiler(config, work, device, find)
     if device.type == "cpu":
         from megatron.ops.cpu.choose import cpu_ops  # a run on GPUs never imports it
 
         cpu_fields, cpu_names = cpu_ops(dtype, compiler)
         fields, names = fields | cpu_fields, names | cpu_names
-    elif has_fused_wgrad(dtype, device):
-        fields["accumulate_wgrad"] = fused_accumulate_wgrad
-        names["wgrad"] = "fused"
+    else:
+        if compiler is not None:
+            fields["activation"] = lambda x, name: fused(compiler, ACTIVATIONS[name], x)
+            fields["apply_rotary_emb"] = functools.partial(fused, compiler, apply_rotary_emb)
+        if has_fused_wgrad(dtype, device):
+            fields["accumulate_wgrad"] = fused_accumulate_wgrad
+            names["wgrad"] = "fused"
     ops = Ops(**fields)
     loss = LinearCrossEntropy(
         run=compiler or eager,
@@ -127,18 +130,6 @@ def choose_ops(
         kinds=(*kinds, f"torch.compile: {'off' if compiler is None else 'on'}"),
         notes=("; ".join(kinds), f"torch.compile: {note}"),
     )
-
-
-def _use_apex(backend: str, device: torch.device) -> bool:
-    if backend == "apex" and device.type != "cuda":
-        raise InputError("--ops-backend apex: apex needs a GPU; use --ops-backend auto")
-    found = device.type == "cuda" and backend in ("auto", "apex") and has_apex()
-    if backend == "apex" and not found:
-        raise InputError(
-            "--ops-backend apex: apex is not installed with its CUDA extensions; install it from "
-            "https://github.com/NVIDIA/apex (it is not on PyPI), or use --ops-backend auto"
-        )
-    return found
 
 
 def _compiler(

@@ -15,8 +15,8 @@ class OpsConfig(Config):
     ops_backend: str = flag(
         "auto",
         "'plain': unfused PyTorch operations. 'compile': fused operations, some by torch.compile. 'auto': like "
-        "'compile', but without torch.compile where it does not work or a CPU model is too small to benefit; on a GPU, "
-        "apex's norms if installed. 'apex': like 'auto', but requires apex",
+        "'compile', but without torch.compile where it does not work or a CPU model is too small to benefit. 'apex': "
+        "like 'auto', with the norms of NVIDIA's apex, on GPUs",
         choices=("auto", "plain", "compile", "apex"),
     )
     torch_compile: bool = flag(True, "do not use torch.compile")

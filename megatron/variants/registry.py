@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-
 from megatron.model.transformer import Norm, SelfAttention, Transformer, TransformerLayer
 from megatron.model.variants import ROPE_SCALINGS, VARIANTS
 from megatron.model.vocabulary import VocabParallelEmbedding
-from megatron.ops.activation import ACTIVATIONS, COMPILED
-from megatron.variants.activations import (
-    compiled_geglu,
-    fused_swiglu,
-    fused_swiglu_backward,
-    geglu,
-    relu,
-    relu_backward,
-    swiglu,
-)
+from megatron.ops.activation import ACTIVATIONS
+from megatron.variants.activations import geglu, geglu_tanh, relu, swiglu
 from megatron.variants.attention import AlibiTransformer, QKNormAttention
 from megatron.variants.embeddings import NormalizedEmbedding, ScaledEmbedding
 from megatron.variants.layers import NormAfterLayer, ParallelLayer, PostNormLayer
@@ -37,19 +27,4 @@ VARIANTS.update(
     }
 )
 ROPE_SCALINGS.update(dict.fromkeys(("llama3", "linear", "yarn"), Scaling.from_config))
-ACTIVATIONS.update(
-    {
-        "relu": relu,
-        "swiglu": swiglu,
-        "geglu": geglu,
-        "geglu_tanh": functools.partial(geglu, approximate="tanh"),
-    }
-)
-COMPILED.update(
-    {
-        "relu": (relu, relu_backward),
-        "swiglu": (fused_swiglu, fused_swiglu_backward),
-        "geglu": compiled_geglu("gelu"),
-        "geglu_tanh": compiled_geglu("gelu_tanh"),
-    }
-)
+ACTIVATIONS.update({"relu": relu, "swiglu": swiglu, "geglu": geglu, "geglu_tanh": geglu_tanh})

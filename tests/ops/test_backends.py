@@ -16,13 +16,16 @@ from torch import Tensor
 
 import megatron.variants.registry  # noqa: F401 (has SwiGLU)
 from megatron.errors import InputError, TrainingFault
-from megatron.ops import activation, attention, backend, compiler, linear, linear_cross_entropy, norm, rotary
+from megatron.ops import activation, apex, attention, compiler, linear, linear_cross_entropy, norm, rotary
 from megatron.ops.backend import PLAIN, Ops, choose_ops
 from megatron.ops.compiler import Compiler, eager
 from megatron.ops.config import OpsConfig
+from megatron.ops.cpu import activation as cpu_activation
 from megatron.ops.cpu import attention as cpu_attention
 from megatron.ops.cpu import linear as cpu_linear
 from megatron.ops.cpu import norm as cpu_norm
+from megatron.ops.cpu import rotary as cpu_rotary
+from megatron.ops.fused import fused
 from megatron.parallel.mesh import ALONE
 
 CPU = torch.device("cpu")
@@ -87,7 +90,7 @@ def check(fast: Callable, plain: Callable, dtype: torch.dtype, *inputs: Tensor) 
 @pytest.mark.parametrize("tanh", [True, False])
 def test_gelu(run: Callable, dtype: torch.dtype, tanh: bool) -> None:
     name = "gelu_tanh" if tanh else "gelu"
-    fast = functools.partial(activation.compiled_activation, name=name)
+    fast = functools.partial(cpu_activation.compiled_activation, name=name)
     plain = functools.partial(activation.activation, name=name)
     for shape in ((3, 5, 48), (2, 7, 17)):
         check(functools.partial(fast, run), plain, dtype, random(*shape, scale=4))
@@ -138,15 +141,36 @@ def test_norms_of_an_fp32_residual_stream(run: Callable) -> None:
 
 @RUNS
 def test_swiglu(run: Callable, dtype: torch.dtype) -> None:
-    fast = functools.partial(activation.compiled_activation, run, name="swiglu")
+    fast = functools.partial(cpu_activation.compiled_activation, run, name="swiglu")
     plain = functools.partial(activation.activation, name="swiglu")
     check(fast, plain, dtype, random(3, 5, 64, scale=4))
+
+
+@pytest.mark.parametrize("name", ["relu", "geglu", "geglu_tanh", "gelu_tanh"])
+def test_gradient_that_autograd_derives(name: str) -> None:
+    """A function without a pair of its own, as every activation on a GPU."""
+    function = activation.ACTIVATIONS[name]
+    check(functools.partial(fused, eager, function), function, torch.float32, random(3, 5, 8))
+    assert name == "gelu_tanh" or name not in cpu_activation.PAIRS
+
+
+@pytest.mark.parametrize("name", ["geglu", pytest.param("rotary", marks=pytest.mark.slow)])
+def test_compiled_gradient_that_autograd_derives(compiled: Compiler, name: str) -> None:
+    x = random(2, 3, 9, 16)
+    if name == "geglu":
+        fast = functools.partial(cpu_activation.compiled_activation, compiled, name=name)
+        check(fast, activation.ACTIVATIONS[name], torch.bfloat16, x)
+        return
+    cos, sin = rotary.rotary_angles(torch.arange(9).expand(2, 9), 12, 10000.0)
+    plain = functools.partial(rotary.apply_rotary_emb, cos=cos, sin=sin)
+    fast = functools.partial(fused, compiled, rotary.apply_rotary_emb)
+    check(lambda x: fast(x, cos, sin), lambda x: plain(x).double(), torch.bfloat16, x)
 
 
 @RUNS
 def test_rotary_emb(run: Callable, dtype: torch.dtype) -> None:
     cos, sin = rotary.rotary_angles(torch.arange(9).expand(2, 9), 12, 10000.0)
-    fast = functools.partial(rotary.compiled_rotary_emb, run, cos=cos, sin=sin)
+    fast = functools.partial(cpu_rotary.compiled_rotary_emb, run, cos=cos, sin=sin)
     plain = functools.partial(rotary.apply_rotary_emb, cos=cos, sin=sin)
     check(fast, lambda x: plain(x).double(), dtype, random(2, 3, 9, 16))
 
@@ -259,8 +283,8 @@ def test_linear_cross_entropy(run: Callable, dtype: torch.dtype, kept: int, voca
 def test_no_samples(run: Callable) -> None:
     """A replica gets empty batches at the end of an evaluation."""
     x, weight = torch.empty(4, 0, 8), random(16, 8).float()
-    assert activation.compiled_activation(run, x, "gelu_tanh").shape == (4, 0, 8)
-    assert activation.compiled_activation(run, x, "swiglu").shape == (4, 0, 4)
+    assert cpu_activation.compiled_activation(run, x, "gelu_tanh").shape == (4, 0, 8)
+    assert cpu_activation.compiled_activation(run, x, "swiglu").shape == (4, 0, 4)
     assert cpu_norm.compiled_layer_norm(run, x, weight[0], weight[1], 1e-5).shape == x.shape
     assert cpu_norm.compiled_rms_norm(run, x, weight[0], 1e-5).shape == x.shape
     heads = torch.empty(0, 2, 128, 8)
@@ -423,13 +447,13 @@ def test_calls_of_apex(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("apex", "apex.normalization", stand_in.__name__):
         monkeypatch.setitem(sys.modules, name, stand_in)
     x, weight, bias = random(3, 4, 8).float(), random(8).bfloat16(), random(8, seed=2).bfloat16()
-    assert torch.equal(norm.apex_layer_norm(x, weight, bias, 1e-5), norm.layer_norm(x, weight, bias, 1e-5))
-    assert torch.equal(norm.apex_rms_norm(x, weight, 1e-5), norm.rms_norm(x, weight, 1e-5))
+    assert torch.equal(apex.apex_layer_norm(x, weight, bias, 1e-5), norm.layer_norm(x, weight, bias, 1e-5))
+    assert torch.equal(apex.apex_rms_norm(x, weight, 1e-5), norm.rms_norm(x, weight, 1e-5))
     stand_in.fused_layer_norm_affine = stand_in.fused_rms_norm_affine = (
         None  # apex is not called for empty inputs
     )
-    assert norm.apex_layer_norm(x[:0], weight, bias, 1e-5).shape == x[:0].shape
-    assert norm.apex_rms_norm(x[:0], weight, 1e-5).shape == x[:0].shape
+    assert apex.apex_layer_norm(x[:0], weight, bias, 1e-5).shape == x[:0].shape
+    assert apex.apex_rms_norm(x[:0], weight, 1e-5).shape == x[:0].shape
 
 
 def test_choice_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -449,9 +473,9 @@ def test_choice_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     with pytest.raises(InputError, match="--ops-backend apex: apex is not installed"):
         choose("apex")
-    monkeypatch.setattr(backend, "has_apex", lambda: True)
-    assert choose("apex").layer_norm is choose("auto").layer_norm is norm.apex_layer_norm
-    assert "norm: apex" in choose("auto").kinds
+    monkeypatch.setattr(apex, "has_apex", lambda: True)
+    assert choose("apex").layer_norm is apex.apex_layer_norm
+    assert "norm: apex" in choose("apex").kinds
 
 
 def test_a_compiler_failure_ends_the_run_with_one_line(compiled: Compiler, tmp_path: Path) -> None:
