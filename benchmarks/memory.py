@@ -179,7 +179,7 @@ def required_bytes(
     seen = (size.length + BLOCK) / 2 / size.length if blocks else 0
     layer = 16 * sbh + int(seen * element_size * size.heads * size.length**2 * size.batch)
     logits = size.length * size.batch * size.vocab * (4 if operations == "plain" else element_size)
-    output = 2 * sbh + (logits if operations == "plain" or logits <= LOGITS_KEPT_BYTES["cpu"] else 0)
+    output = 2 * sbh + (logits if operations == "plain" or logits <= LOGITS_KEPT_BYTES else 0)
     if recomputed == "nothing":
         activations = size.layers * layer + output
     else:

@@ -5,9 +5,12 @@ Shapes in names: b batch, n query heads, g key/value heads (groups), s queries, 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 def attention(
@@ -23,15 +26,29 @@ def attention(
     Returns:
         [b, n, s, d]
     """
-    return F.scaled_dot_product_attention(
-        q_bnsd,
-        k_bgtd,
-        v_bgtd,
-        attn_mask=mask_bnst,
-        dropout_p=dropout,
-        is_causal=causal and mask_bnst is None,
-        enable_gqa=q_bnsd.shape[1] != k_bgtd.shape[1],
-    )
+    queries_per_group = q_bnsd.shape[1] // k_bgtd.shape[1]
+    takes_groups = mask_bnst is None and q_bnsd.dtype != torch.float32
+    if q_bnsd.is_cuda and queries_per_group > 1 and not takes_groups:
+        # Otherwise all scores would be written to memory.
+        k_bgtd, v_bgtd = (x.repeat_interleave(queries_per_group, dim=1) for x in (k_bgtd, v_bgtd))
+    with kernels(q_bnsd.device):
+        return F.scaled_dot_product_attention(
+            q_bnsd,
+            k_bgtd,
+            v_bgtd,
+            attn_mask=mask_bnst,
+            dropout_p=dropout,
+            is_causal=causal and mask_bnst is None,
+            enable_gqa=q_bnsd.shape[1] != k_bgtd.shape[1],
+        )
+
+
+def kernels(device: torch.device) -> AbstractContextManager[object]:
+    """Leave cuDNN's attention out of generation and evaluation on a GPU: it prepares, and keeps, a plan for each shape,
+    and the shape changes with every token."""
+    if device.type != "cuda" or torch.is_grad_enabled():
+        return nullcontext()
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:

@@ -27,7 +27,7 @@ from megatron.ops.linear import (
 from megatron.ops.linear_cross_entropy import LinearCrossEntropy
 from megatron.ops.logits import LOGITS_CHUNK_BYTES, LOGITS_KEPT_BYTES
 from megatron.ops.norm import layer_norm, rms_norm
-from megatron.ops.rotary import apply_rotary_emb
+from megatron.ops.rotary import apply_rotary_emb, compiled_rotary_emb
 
 # Floating-point operations of a microbatch on a CPU from which on torch.compile saves more time within minutes than it
 # takes.
@@ -65,7 +65,8 @@ FindCompiler = Callable[[torch.device], tuple[CompileFn | None, str]]
 def find_compiler(device: torch.device) -> tuple[CompileFn | None, str]:
     """Try torch.compile on `device`. Returns the compiler and its cache folder, or None and the error."""
     try:
-        compiler = Compiler()
+        # A GPU kernel loads 16 bytes at once only if it knows that they divide the sizes.
+        compiler = Compiler(dynamic=True if device.type == "cpu" else None)
         error = compiler.check(device)
     except OSError as os_error:
         error = str(os_error)
@@ -103,6 +104,8 @@ def choose_ops(
         fields |= apex_ops(device)
         names["norm"] = "apex"
     compiler, note = _compiler(config, work, device, find)
+    if compiler is not None:
+        fields["apply_rotary_emb"] = functools.partial(compiled_rotary_emb, compiler)
     if device.type == "cpu":
         from megatron.ops.cpu.choose import cpu_ops  # a run on GPUs never imports it
 
@@ -111,7 +114,6 @@ def choose_ops(
     else:
         if compiler is not None:
             fields["activation"] = lambda x, name: fused(compiler, ACTIVATIONS[name], x)
-            fields["apply_rotary_emb"] = functools.partial(fused, compiler, apply_rotary_emb)
         if has_fused_wgrad(dtype, device):
             fields["accumulate_wgrad"] = fused_accumulate_wgrad
             names["wgrad"] = "fused"
@@ -121,7 +123,7 @@ def choose_ops(
         matmul=ops.matmul,
         accumulate_wgrad=ops.accumulate_wgrad,
         chunk_bytes=LOGITS_CHUNK_BYTES[device.type],
-        kept_bytes=LOGITS_KEPT_BYTES[device.type],
+        kept_bytes=LOGITS_KEPT_BYTES,
     )
     kinds = tuple(f"{key}: {name}" for key, name in names.items())
     return dataclasses.replace(

@@ -38,10 +38,16 @@ def eager(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class Compiler:
-    """Compiles each function at its first call, for all sizes. The code is cached in `folder` for later runs."""
+    """Compiles each function at its first call. The code is cached in `folder` for later runs."""
 
-    def __init__(self) -> None:
-        """Raises: OSError: the cache folder cannot be made, or other users could put code there."""
+    def __init__(self, *, dynamic: bool | None = True) -> None:
+        """`dynamic` is that of torch.compile: True compiles for all sizes, None for the first ones and later, if others
+        come, for all.
+
+        Raises:
+            OSError: the cache folder cannot be made, or other users could put code there.
+        """
+        self.dynamic = dynamic
         self.folder = cache_folder()
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         status = self.folder.stat()
@@ -60,7 +66,7 @@ class Compiler:
         is_known = compiled is not None
         if compiled is None:
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_VARIANTS)
-            self.compiled[function] = compiled = torch.compile(function, dynamic=True, fullgraph=True)
+            self.compiled[function] = compiled = torch.compile(function, dynamic=self.dynamic, fullgraph=True)
         name, begin = function.__name__.strip("_"), time.perf_counter()
         try:
             out = compiled(*arguments)

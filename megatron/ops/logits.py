@@ -2,5 +2,6 @@
 
 # Bytes of a chunk of logits, by device type.
 LOGITS_CHUNK_BYTES = {"cpu": 1 << 24, "cuda": 1 << 28}
-# Most bytes of logits that are kept for backward. A CPU has more memory for its speed, so it keeps more.
-LOGITS_KEPT_BYTES = {"cpu": 1 << 30, "cuda": 1 << 27}
+# Most bytes of logits that are kept for backward. Computing them again takes 2hV of the 6N operations per token: 5% of
+# a step with 345 million parameters and 51,200 rows.
+LOGITS_KEPT_BYTES = 1 << 30

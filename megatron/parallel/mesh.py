@@ -12,6 +12,7 @@ import datetime
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,8 @@ from megatron.flags import either
 from megatron.parallel.config import ParallelConfig
 from megatron.parallel.rendezvous import meet
 
+# Exists where NVIDIA's driver is loaded.
+NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 # Axes and their names in messages, slowest first: neighbors in tp are neighbors in rank.
 AXES = {"pp": "pipeline", "dp": "data-parallel", "tp": "tensor-parallel"}
 
@@ -107,6 +110,12 @@ class Mesh:
 def choose_device(name: str) -> torch.device:
     """Device for --device auto, cpu or cuda; on a GPU machine, the GPU numbered LOCAL_RANK."""
     available = torch.cuda.is_available()
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if name == "auto" and not available and not hidden and torch.version.cuda and NVIDIA_GPUS.is_dir():
+        raise InputError(
+            "--device auto: this machine has an NVIDIA GPU, but torch cannot use it; check the driver "
+            f"(torch is built for CUDA {torch.version.cuda}), or use --device cpu"
+        )
     if name == "cpu" or (name == "auto" and not available):
         return torch.device("cpu")
     if not available:

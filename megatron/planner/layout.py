@@ -81,7 +81,7 @@ OURS = Program(
     residual=(10, 18),
     heads=(2, 11),
     mlp=(2, 4),
-    kept_logits=LOGITS_KEPT_BYTES["cuda"],
+    kept_logits=LOGITS_KEPT_BYTES,
     gradient=4,
     blocking_transfers=False,
 )

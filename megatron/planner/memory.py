@@ -149,12 +149,6 @@ def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program
     activations = in_flight * layer
     if layout.recompute == "full":  # the layer being recomputed
         activations += layer_activations(job, layout, element, program, recompute="none")
-    if stage == 0:
-        # The peak may also be at the end of a chunk's backward: the gradient of the embedding table in fp32, and its
-        # copy in 16 bits.
-        table = job.padded_vocab_size(layout.tensor) / layout.tensor * job.model.hidden_size
-        others = (in_flight - layers) * layer
-        activations = max(activations, others + (4 if element == 4 else 4 + element) * table)
     tokens = layout.micro_batch_size * job.seq_length
     if stage == 0 and job.model.hidden_dropout:  # the embeddings' dropout masks (2205.05198 section 4.3)
         first = layout.pipeline if layout.chunks == 1 else 2 * layout.pipeline - 1

@@ -24,6 +24,15 @@ def test_equals_torch(dtype: torch.dtype) -> None:
     torch.testing.assert_close(grads[0], grads[1])
 
 
+def test_gradients_are_added_to_the_sum_over_microbatches() -> None:
+    weight = torch.zeros(5, 2, dtype=torch.bfloat16, requires_grad=True)
+    weight.main_grad = torch.ones(5, 2)
+    index = torch.tensor([[3, 1], [3, 0]])
+    embedding(index, weight).backward(torch.tensor([[[1, 2], [3, 4]], [[5, 6], [7, 8]]]).bfloat16())
+    assert weight.grad is None
+    assert torch.equal(weight.main_grad, torch.tensor([[8, 9], [4, 5], [1, 1], [7, 9], [1, 1]]).float())
+
+
 def test_many_gradients_of_one_row_accumulate_in_bf16() -> None:
     weight = torch.zeros(3, 2, dtype=torch.bfloat16, requires_grad=True)
     rows = embedding(torch.ones(4096, dtype=torch.long), weight)

@@ -12,7 +12,6 @@ from models import flat, position_ids
 from megatron.model.config import ModelConfig
 from megatron.model.context import ModelContext
 from megatron.model.gpt import GPTModel
-from megatron.model.vocabulary import WORD_TABLE
 from megatron.ops import linear, linear_cross_entropy
 from megatron.ops.backend import PLAIN, Ops
 from megatron.ops.compiler import eager
@@ -139,7 +138,7 @@ def test_a_non_finite_gradient_changes_nothing(kind: str, dtype: torch.dtype, va
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fused", [False, True])
 def test_layers_accumulate_weight_gradients(fused: bool, dtype: torch.dtype) -> None:
-    """Gradients match autograd's, which first sums those of the tied embedding; full buckets are reduced."""
+    """Gradients match autograd's, which sums those of embeddings in another order; full buckets are reduced."""
     added = []
 
     def accumulate_wgrad(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -167,8 +166,10 @@ def test_layers_accumulate_weight_gradients(fused: bool, dtype: torch.dtype) -> 
         loss_of(model, step).backward()
         loss_of(other, step).backward()
     for entry, theirs in zip(buffer.flat_params, by_autograd.flat_params, strict=True):
-        ours, tied = entry.view(buffer.grads), entry.name == WORD_TABLE
-        tolerance = 4 * torch.finfo(dtype).eps * ours.abs().max().item() if tied else 0
+        ours = entry.view(buffer.grads)
+        # The tables add each token's row to the sum of all microbatches; autograd first sums those of one.
+        is_table = "embedding" in entry.name
+        tolerance = 4 * torch.finfo(dtype).eps * ours.abs().max().item() if is_table else 0
         torch.testing.assert_close(ours, theirs.view(by_autograd.grads), rtol=0, atol=tolerance)
     # Linear layers of both transformer layers, and the tied output layer: once, or in 16 chunks of two of the 32 rows.
     assert len(added) == 2 * (2 * 4 + (16 if fused else 1))

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
 from distributed import run_distributed
 from models import CPU
 
+from megatron.errors import InputError
+from megatron.parallel import mesh
 from megatron.parallel.apart import world_apart
 from megatron.parallel.collectives import all_equal, raise_on_all_ranks
 from megatron.parallel.config import ParallelConfig
-from megatron.parallel.mesh import Axis, Mesh, init_mesh
+from megatron.parallel.mesh import Axis, Mesh, choose_device, init_mesh
 
 PROCESSES = 4
 MINUTES = 7  # differs from all default timeouts
@@ -64,6 +69,21 @@ def agreement(world: Axis) -> dict[str, object]:
 @pytest.fixture(scope="module")
 def found() -> list[dict]:
     return run_distributed(inspect_meshes, PROCESSES)
+
+
+def test_a_gpu_that_torch_cannot_use_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training on the CPU in its place would be a hundred times slower, and look right."""
+    monkeypatch.setattr(mesh, "NVIDIA_GPUS", tmp_path)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(
+        InputError, match=r"^--device auto: .* check the driver \(torch is built for CUDA 13.0\)"
+    ):
+        choose_device("auto")
+    assert choose_device("cpu") == CPU
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert choose_device("auto") == CPU
 
 
 def test_every_group_has_the_timeout_of_the_run(found: list[dict]) -> None:

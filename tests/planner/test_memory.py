@@ -66,8 +66,8 @@ def test_layer_activations_match_2205_05198_table_2(parallel: bool, recompute: s
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_the_gradient_of_a_large_embedding_is_counted(recompute: str):
-    """First stage of a small model; rounding and statistics are ignored."""
+def test_the_gradient_of_a_large_embedding_takes_no_memory_of_its_own(recompute: str):
+    """It is added to the sum over microbatches, row by row."""
     layout = Layout(pipeline=2, micro_batch_size=2, recompute=recompute)
     sizes = (
         "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 16383 --bf16"
@@ -80,7 +80,7 @@ def test_the_gradient_of_a_large_embedding_is_counted(recompute: str):
     )
     planned = stage_memory(gpt, layout, cluster(2), 0, OURS)
     assert planned.total == pytest.approx(counted["peak"], rel=0.03)
-    assert planned.activations >= 6 * 16384 * 256
+    assert planned.activations < 6 * 16384 * 256
 
 
 def test_microbatches_in_flight_match_the_schedules():
