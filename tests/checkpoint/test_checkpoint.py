@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import os
 import random
+import re
 import shutil
 import stat
 from pathlib import Path
@@ -16,13 +17,14 @@ from checkpoints import CONFIG, SCHEDULE, edit_state, make, save, sign
 from models import CPU
 from safetensors.torch import load_file, save_file
 
+from megatron.checkpoint import save as save_module
 from megatron.checkpoint import storage
 from megatron.checkpoint.checkpoint import check_architecture, differences
 from megatron.checkpoint.config import CheckpointConfig
 from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.load import load_into
 from megatron.checkpoint.manifest import read_manifest
-from megatron.checkpoint.pieces import write_pieces
+from megatron.checkpoint.pieces import piece_key, write_pieces
 from megatron.errors import InputError, TrainingFault
 from megatron.inference.load import load_weights
 from megatron.model.config import ModelConfig
@@ -513,6 +515,25 @@ def test_full_disk(tmp_path: Path, monkeypatch) -> None:
             save(tmp_path, buffer, optimizer, 2)
     assert find_checkpoint(str(tmp_path), None).iteration == 1
     save(tmp_path, buffer, optimizer, 2)
+
+
+def test_a_full_disk_is_found_by_the_bytes_of_all_ranks(tmp_path: Path, monkeypatch) -> None:
+    buffer, optimizer, _ = make()
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    needed = []
+    for ranks in (1, 1000):
+        monkeypatch.setattr(save_module, "all_reduce_sum", lambda x, axis, n=ranks: n * x)
+        with pytest.raises(TrainingFault) as caught:
+            save(tmp_path, buffer, optimizer, 1)
+        needed.append(float(re.search(r"it needs (\S+) GB", str(caught.value))[1]))
+    assert needed[1] > 100 * needed[0]
+
+
+def test_pieces_of_vectors_are_named_by_rows_alone() -> None:
+    assert piece_key("bias", Block((2, 4), (0, 1)), (8,)) == "bias[2:4]"
+    assert piece_key("weight", Block((2, 4), (0, 3)), (8, 6)) == "weight[2:4,0:3]"
+    assert piece_key("weight", Block((0, 8), (0, 6)), (8, 6)) == "weight"
 
 
 def test_saving_reads_no_tensors_back(tmp_path: Path) -> None:

@@ -171,6 +171,10 @@ def test_samples_do_not_depend_on_the_batch(folder: Path) -> None:
     assert [state.new for state in states] == expected
 
 
+def test_a_request_is_sampled_with_its_seed(folder: Path) -> None:
+    assert make_batcher(folder).add(request([1], seed=5)).sampler.generator.initial_seed() == 5
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_half_precision_with_prompts_of_different_lengths(folder: Path, dtype: str) -> None:
     """Each token is close to the most probable one in fp32, since rounding may swap tokens of similar probability."""

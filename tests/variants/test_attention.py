@@ -33,6 +33,16 @@ def test_the_bias_of_documents() -> None:
     assert bias.tolist() == [[[[0, never, never], [-0.5, 0, never], [never, never, 0]]]]
 
 
+def test_norms_of_all_heads_need_the_norms_and_rms() -> None:
+    sizes = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "max_position_embeddings": 8}
+    norms = {"qk_layernorm": True, "normalization": "RMSNorm"}
+    meta_model("GPT", ModelConfig(**sizes, **norms, qk_layernorm_all_heads=True), 10)
+    for missing in norms:
+        others = {name: value for name, value in norms.items() if name != missing}
+        with pytest.raises(InputError, match="--qk-layernorm-all-heads needs --qk-layernorm and"):
+            meta_model("GPT", ModelConfig(**sizes, **others, qk_layernorm_all_heads=True), 10)
+
+
 def test_bert_is_refused() -> None:
     config = ModelConfig(
         num_layers=1,
