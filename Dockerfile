@@ -5,8 +5,9 @@
 #   docker run --rm -it --init [--gpus all] -v megatron-quickstart:/home/user/megatron/quickstart megatron
 #   docker build --target test .       # runs the tests
 FROM python:3.12-slim AS base
-# torch.compile needs a C++ compiler.
-RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+# torch.compile needs a C++ compiler. NCCL loads the libraries of InfiniBand if they are installed, and otherwise falls
+# back to TCP.
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ libibverbs1 librdmacm1 ibverbs-providers && rm -rf /var/lib/apt/lists/*
 RUN useradd --create-home --uid 1001 user
 USER user
 # Created by the user, so that a volume mounted here belongs to the user.

@@ -104,10 +104,14 @@ def first_error(error: Exception) -> str:
 
 
 def cache_folder() -> Path:
-    """Folder of compiled code: $TORCHINDUCTOR_CACHE_DIR, or one in the user's cache folder."""
+    """Folder of compiled code: $TORCHINDUCTOR_CACHE_DIR, or one in the user's cache folder, or with several machines
+    in the folder of temporary files."""
     named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     if named:
         return Path(named)
+    if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) < int(os.environ.get("WORLD_SIZE", 1)):
+        # Several machines: on a local disk, since a shared one would serve thousands of processes at once.
+        return Path(tempfile.gettempdir()) / f"megatron-compiled-{os.getuid()}"
     try:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:  # the user has no home

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import sys
+import tempfile
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -495,6 +497,16 @@ def test_a_compiler_failure_ends_the_run_with_one_line(compiled: Compiler, tmp_p
     compiled.compiled[wrong] = wrong  # errors raised by compiled code are not failures of the compiler
     with pytest.raises(RuntimeError, match=r"^DefaultCPUAllocator"):
         compiled(wrong, torch.ones(3))
+
+
+def test_several_machines_compile_on_local_disks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for processes, folder in (("8", tmp_path / "megatron" / "compiled"), ("16", None)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+        monkeypatch.setenv("WORLD_SIZE", processes)
+        expected = folder or Path(tempfile.gettempdir()) / f"megatron-compiled-{os.getuid()}"
+        assert compiler.cache_folder() == expected
 
 
 def test_choice_on_a_cpu(compiled: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
