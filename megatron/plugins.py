@@ -13,6 +13,7 @@ import megatron.variants.registry  # noqa: F401 (fills the registry of the model
 from megatron.arguments import AFTER_COMMAND_LINE, BEFORE_COMMAND_LINE, PARSER_EXTENSIONS
 from megatron.checkpoint.formats import FORMATS
 from megatron.cli import OTHER_NAMES
+from megatron.data.build import SOURCES
 from megatron.data.split import DATA_ORDERS
 from megatron.evaluation.config import EvalTasksConfig
 from megatron.evaluation.in_training import EvalOnStart, EvalTasks
@@ -24,7 +25,7 @@ from megatron.faults.same_data import check_same_data
 from megatron.faults.same_start import check_same_everywhere
 from megatron.faults.watchdog import HangDetection
 from megatron.interop.formats import EXTERNAL_FORMATS
-from megatron.interop.nvidia.data_order import HeadDataOrder
+from megatron.interop.nvidia.data_order import HeadBlendRounding, head_split_bounds
 from megatron.interop.nvidia.flags import add_nvidia_flags
 from megatron.interop.nvidia.loss_mean import LossMeanConfig, with_microbatch_means
 from megatron.interop.other_names import FLAG_NAMES
@@ -59,9 +60,12 @@ from megatron.training.log_hook import Logging
 from megatron.training.loop import Hook
 from megatron.training.pretrain import START_CHECKS, pretrain
 from megatron.training.task import Task
+from megatron.variants.blend import ROUNDINGS, open_blend
 
 OTHER_NAMES.update(FLAG_NAMES)
-DATA_ORDERS.update({"head": HeadDataOrder()})
+DATA_ORDERS.update({"head": head_split_bounds})
+ROUNDINGS.update({"head": HeadBlendRounding()})
+SOURCES[:] = [open_blend]
 FORMATS.update(EXTERNAL_FORMATS)
 PLUGIN_CONFIGS.update(
     {
