@@ -29,6 +29,7 @@ from megatron.interop.nvidia.data_order import HeadBlendRounding, head_split_bou
 from megatron.interop.nvidia.flags import add_nvidia_flags
 from megatron.interop.nvidia.loss_mean import LossMeanConfig, with_microbatch_means
 from megatron.interop.other_names import FLAG_NAMES
+from megatron.parallel.schedules import SCHEDULES
 from megatron.performance.async_save import AsyncSaving
 from megatron.performance.config import PerformanceConfig
 from megatron.performance.cuda_graph import CudaGraph
@@ -56,11 +57,13 @@ from megatron.training.build import MODEL_CHECKS
 from megatron.training.config import PLUGIN_CONFIGS, RunConfig
 from megatron.training.engine import STEP_RULES
 from megatron.training.hooks import Evaluation, Saving
+from megatron.training.layout import BATCH_CHECKS
 from megatron.training.log_hook import Logging
 from megatron.training.loop import Hook
 from megatron.training.pretrain import START_CHECKS, pretrain
 from megatron.training.task import Task
 from megatron.variants.blend import ROUNDINGS, open_blend
+from megatron.variants.schedules import check_full_groups, gpipe, interleaved
 
 OTHER_NAMES.update(FLAG_NAMES)
 DATA_ORDERS.update({"head": head_split_bounds})
@@ -88,6 +91,8 @@ PARSER_EXTENSIONS[:] = [add_config_flag, add_nvidia_flags]
 BEFORE_COMMAND_LINE[:] = [parse_config_file]
 AFTER_COMMAND_LINE[:] = [expand_shorthands, add_checkpoint_args]
 PEAK_FLOPS[:] = [peak_flops]
+SCHEDULES.update({"gpipe": gpipe, "interleaved": interleaved})
+BATCH_CHECKS[:] = [check_full_groups]
 MODEL_CHECKS[:] = [check_model_memory]
 START_CHECKS[:] = [check_same_everywhere, check_same_data]
 STEP_RULES[:] = [make_loss_scaler, make_spike_rule]

@@ -26,7 +26,7 @@ class ParallelConfig(Config):
         None,
         "order of forward and backward passes on a stage (default: 1f1b, or interleaved with "
         "--num-layers-per-virtual-pipeline-stage)",
-        choices=tuple(SCHEDULES),
+        choices=SCHEDULES.keys(),  # plug-ins add to them
     )
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         None,
