@@ -44,7 +44,6 @@ from megatron.checkpoint.config import CheckpointConfig
 from megatron.checkpoint.save import Saver, take_snapshot
 from megatron.checkpoint.storage import sync
 from megatron.cli import Parser, add_flags, make_config, run_command
-from megatron.data.blend import blend_order
 from megatron.data.config import DataConfig
 from megatron.data.gpt_dataset import build_gpt_datasets
 from megatron.data.gpt_index import load_or_build
@@ -55,6 +54,7 @@ from megatron.flags import Config, flag
 from megatron.ops.cpu.malloc import keep_freed_memory
 from megatron.planner.dry_run import DryRun
 from megatron.pretrain_gpt import DEFAULTS, GPT
+from megatron.variants.blend import blend_order
 
 ROUNDS = 5
 SAVED_MODEL = f"""

@@ -24,13 +24,15 @@ from megatron.parallel.config import ParallelConfig
 from megatron.parallel.mesh import Mesh, init_mesh
 from megatron.parallel.pipeline import PipelineStage as OurStage
 from megatron.parallel.pipeline import run_schedule
-from megatron.parallel.schedules import SCHEDULES, with_transfers
+from megatron.parallel.schedules import one_forward_one_backward, with_transfers
 from megatron.parallel.transfers import Transfers
 from megatron.planner.schedule_costs import bubble_fraction
+from megatron.variants.schedules import gpipe, interleaved
 
 STAGES = 4
 FORWARD, BACKWARD = 0.02, 0.04  # seconds per stage and microbatch
 SHAPE = (64, 1, 64)  # of the activations between stages; small, because transfer time is not measured
+SCHEDULES = {"gpipe": gpipe, "1f1b": one_forward_one_backward, "interleaved": interleaved}
 CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
 MICROBATCHES = (2 * STAGES, 4 * STAGES)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from megatron.errors import InputError
@@ -33,7 +33,7 @@ class Flag:
     """
 
     help: str
-    choices: Sequence[Any] | None = None
+    choices: Collection[Any] | None = None
     low: float | None = None
     above: float | None = None
     high: float | None = None

@@ -13,6 +13,8 @@ import megatron.variants.registry  # noqa: F401 (fills the registry of the model
 from megatron.arguments import AFTER_COMMAND_LINE, BEFORE_COMMAND_LINE, PARSER_EXTENSIONS
 from megatron.checkpoint.formats import FORMATS
 from megatron.cli import OTHER_NAMES
+from megatron.data.build import SOURCES
+from megatron.data.samplers import SAMPLE_ORDERS
 from megatron.data.split import DATA_ORDERS
 from megatron.evaluation.config import EvalTasksConfig
 from megatron.evaluation.in_training import EvalOnStart, EvalTasks
@@ -24,10 +26,12 @@ from megatron.faults.same_data import check_same_data
 from megatron.faults.same_start import check_same_everywhere
 from megatron.faults.watchdog import HangDetection
 from megatron.interop.formats import EXTERNAL_FORMATS
-from megatron.interop.nvidia.data_order import HeadDataOrder
+from megatron.interop.nvidia.data_order import HeadBlendRounding, head_split_bounds
 from megatron.interop.nvidia.flags import add_nvidia_flags
 from megatron.interop.nvidia.loss_mean import LossMeanConfig, with_microbatch_means
 from megatron.interop.other_names import FLAG_NAMES
+from megatron.parallel.schedules import SCHEDULES
+from megatron.parallel.stages import LAYER_SPLITS
 from megatron.performance.async_save import AsyncSaving
 from megatron.performance.config import PerformanceConfig
 from megatron.performance.cuda_graph import CudaGraph
@@ -55,13 +59,21 @@ from megatron.training.build import MODEL_CHECKS
 from megatron.training.config import PLUGIN_CONFIGS, RunConfig
 from megatron.training.engine import STEP_RULES
 from megatron.training.hooks import Evaluation, Saving
+from megatron.training.layout import BATCH_CHECKS
 from megatron.training.log_hook import Logging
 from megatron.training.loop import Hook
 from megatron.training.pretrain import START_CHECKS, pretrain
 from megatron.training.task import Task
+from megatron.variants.blend import ROUNDINGS, open_blend
+from megatron.variants.cyclic import cyclic
+from megatron.variants.schedules import check_full_groups, gpipe, interleaved
+from megatron.variants.uneven_stages import uneven_split
 
 OTHER_NAMES.update(FLAG_NAMES)
-DATA_ORDERS.update({"head": HeadDataOrder()})
+DATA_ORDERS.update({"head": head_split_bounds})
+ROUNDINGS.update({"head": HeadBlendRounding()})
+SOURCES[:] = [open_blend]
+SAMPLE_ORDERS.update({"cyclic": cyclic})
 FORMATS.update(EXTERNAL_FORMATS)
 PLUGIN_CONFIGS.update(
     {
@@ -84,6 +96,9 @@ PARSER_EXTENSIONS[:] = [add_config_flag, add_nvidia_flags]
 BEFORE_COMMAND_LINE[:] = [parse_config_file]
 AFTER_COMMAND_LINE[:] = [expand_shorthands, add_checkpoint_args]
 PEAK_FLOPS[:] = [peak_flops]
+SCHEDULES.update({"gpipe": gpipe, "interleaved": interleaved})
+LAYER_SPLITS.update({"uneven": uneven_split})
+BATCH_CHECKS[:] = [check_full_groups]
 MODEL_CHECKS[:] = [check_model_memory]
 START_CHECKS[:] = [check_same_everywhere, check_same_data]
 STEP_RULES[:] = [make_loss_scaler, make_spike_rule]

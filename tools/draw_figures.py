@@ -17,13 +17,12 @@ from megatron.cli import Parser, run_command
 from megatron.parallel.schedules import (
     Compute,
     Forward,
-    gpipe,
-    interleaved,
     one_and_two,
     one_forward_one_backward,
     simulate,
 )
 from megatron.planner.schedule_costs import bubble_fraction, makespan, peak_in_flight
+from megatron.variants.schedules import gpipe, interleaved
 
 INK = "#1f2937"
 LINE = "#6b7280"

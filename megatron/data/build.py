@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from megatron.data.blend import BlendedDataset, load_or_build_order, parse_blend
 from megatron.data.config import DataConfig
 from megatron.data.dataset import Dataset
 from megatron.data.index_cache import IndexRequest
@@ -42,21 +43,76 @@ class DatasetBuilder(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Data of one split.
+    """A split of the data that a flag names.
 
     Attributes:
         name: "train", "valid" or "test".
         source: flag that selected the documents, for messages.
-        files: token files to sample from.
-        documents: range of documents to use in each file.
-        weights: sampling weight of each file; None samples in proportion to their tokens.
+        documents: number of documents in a file to the range of those in the split.
     """
 
     name: str
     source: str
-    files: list[IndexedDataset]
-    documents: list[range]
-    weights: list[float] | None
+    documents: Callable[[int], range]
+
+
+class Source(Protocol):
+    """The data that a flag names: a token file, or what a plug-in makes of several."""
+
+    def has_documents(self, split: Split) -> bool:
+        """Return True if the split has any."""
+
+    def build(self, split: Split, samples: int) -> Dataset:
+        """Build the dataset of a split. Raises `InputError` if it has no tokens."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenFile:
+    """A token file, read by the builder of one kind of dataset."""
+
+    builder: DatasetBuilder
+    file: IndexedDataset
+
+    def documents(self, split: Split) -> range:
+        return split.documents(self.builder.num_documents(self.file))
+
+    def has_documents(self, split: Split) -> bool:
+        return bool(self.documents(split))
+
+    def num_tokens(self, split: Split) -> int:
+        return self.builder.num_tokens(self.file, self.documents(split))
+
+    def check_tokens(self, split: Split, samples: int) -> None:
+        """Raise `InputError` if there are no tokens to make samples of."""
+        if self.num_tokens(split) == 0:
+            raise InputError(
+                f"{split.source}: '{split.name}' gets {len(self.documents(split)):,} of the "
+                f"{self.builder.num_documents(self.file):,} documents of {self.file.prefix}, with 0 tokens, but "
+                f"needs {samples:,} samples; give it more documents, or none (a share of 0, or no path)"
+            )
+
+    @property
+    def cache(self) -> str:
+        """Folder of the sample indices."""
+        folder = self.builder.config.data_cache_path
+        return folder or os.path.join(os.path.dirname(self.file.prefix), "index-cache")
+
+    def build(self, split: Split, samples: int) -> Dataset:
+        self.check_tokens(split, samples)
+        return self.builder.build(
+            IndexRequest(
+                dataset=self.file,
+                documents=self.documents(split),
+                split=split.name,
+                samples=samples,
+                seed=self.builder.seed,
+                cache=self.cache,
+            )
+        )
+
+
+# Open what a data flag names, (builder, words, flag), unless it is one token file. Filled by `megatron.plugins`.
+SOURCES: list[Callable[[DatasetBuilder, Sequence[str], str], Source | None]] = []
 
 
 def build_datasets(builder: DatasetBuilder, samples: tuple[int, int, int]) -> dict[str, Dataset]:
@@ -88,7 +144,8 @@ def build_datasets(builder: DatasetBuilder, samples: tuple[int, int, int]) -> di
         if count == 0:
             continue
         if short in splits:
-            datasets[name] = _build(splits[short], builder, count)
+            source, split = splits[short]
+            datasets[name] = source.build(split, count)
         else:
             logger.info(f"no {short} data: {_why_none(config, short)}; {short} loss will not be computed")
     return datasets
@@ -100,85 +157,36 @@ def _why_none(config: DataConfig, split: str) -> str:
     return f"--split {config.split or f'{DEFAULT_SPLIT} (the default)'} gives it no documents"
 
 
-def _splits(builder: DatasetBuilder) -> dict[str, Split]:
-    """Divide the files that the flags name among the splits."""
+def _splits(builder: DatasetBuilder) -> dict[str, tuple[Source, Split]]:
+    """The splits that get data by the flags."""
     config = builder.config
-    splits = {}
+    splits: dict[str, tuple[Source, Split]] = {}
     if config.data_path is not None:
-        prefixes, weights = parse_blend(config.data_path, "--data-path")
-        files = [IndexedDataset(prefix) for prefix in prefixes]
+        source = _open(builder, config.data_path, "--data-path")
         text = config.split or DEFAULT_SPLIT
-        shares = parse_split(text)
-        order = DATA_ORDERS[config.data_order]
-        bounds = [order.split_bounds(shares, builder.num_documents(file)) for file in files]
+        shares, bounds_of = parse_split(text), DATA_ORDERS[config.data_order]
+
+        def part(i: int, size: int) -> range:
+            begin, end = bounds_of(shares, size)[i : i + 2]
+            return range(begin, end)
+
         for i, name in enumerate(SPLITS):
-            documents = [range(b[i], b[i + 1]) for b in bounds]
+            split = Split(name, f"--split {text}", functools.partial(part, i))
             # The default split may leave a small dataset nothing to test on; an explicit one may not.
-            if shares[i] > 0 and (i == 0 or config.split is not None or any(documents)):
-                splits[name] = Split(name, f"--split {text}", files, documents, weights)
+            if shares[i] > 0 and (i == 0 or config.split is not None or source.has_documents(split)):
+                splits[name] = source, split
         return splits
     for name in SPLITS:
-        flag, values = f"--{name}-data-path", getattr(config, f"{name}_data_path")
-        if values is None:
-            continue
-        prefixes, weights = parse_blend(values, flag)
-        files = [IndexedDataset(prefix) for prefix in prefixes]
-        documents = [range(builder.num_documents(file)) for file in files]
-        # Megatron-LM ignores the weight of a single prefix here, but not in --data-path.
-        splits[name] = Split(name, flag, files, documents, weights if len(prefixes) > 1 else None)
+        flag, words = f"--{name}-data-path", getattr(config, f"{name}_data_path")
+        if words is not None:
+            splits[name] = _open(builder, words, flag), Split(name, flag, range)
     return splits
 
 
-def _build(split: Split, builder: DatasetBuilder, samples: int) -> Dataset:
-    """Build the dataset of one split, a blend if it has several files."""
-    config = builder.config
-    order = DATA_ORDERS[config.data_order]
-    tokens = [
-        builder.num_tokens(file, documents)
-        for file, documents in zip(split.files, split.documents, strict=True)
-    ]
-    weights: list[float] = [*tokens] if split.weights is None else split.weights
-    fixed: list[int] | None = None
-    if split.weights is None and len(tokens) > 1:
-        epochs = [max(0, count - 1) // config.seq_length for count in tokens]
-        weights, fixed = order.unweighted_blend(tokens, epochs)
-    used = [i for i, weight in enumerate(weights) if weight > 0]
-    for i in used or [0]:
-        if tokens[i] == 0:
-            raise InputError(
-                f"{split.source}: '{split.name}' gets {len(split.documents[i]):,} of the "
-                f"{builder.num_documents(split.files[i]):,} documents of {split.files[i].prefix}, with 0 tokens, but "
-                f"needs {samples:,} samples; give it more documents, or none (a share of 0, or no path)"
-            )
-    if fixed is not None and sum(fixed) < samples:
-        raise InputError(
-            f"{split.source}: --data-order {config.data_order} reads a blend without weights once, which gives "
-            f"{sum(fixed):,} samples, but '{split.name}' needs {samples:,}; give weights, or --data-order v2.5"
-        )
-    shares = order.normalize([weights[i] for i in used])
-    if fixed is not None:
-        counts = [fixed[i] for i in used]
-    elif split.weights is None and len(used) == 1:
-        counts = [samples]
-    else:
-        counts = [order.samples_of_share(samples, share) for share in shares]
-    caches = [
-        config.data_cache_path or os.path.join(os.path.dirname(split.files[i].prefix), "index-cache")
-        for i in used
-    ]
-    datasets = [
-        builder.build(
-            IndexRequest(
-                dataset=split.files[i],
-                documents=split.documents[i],
-                split=split.name,
-                samples=count,
-                seed=builder.seed,
-                cache=cache,
-            )
-        )
-        for i, count, cache in zip(used, counts, caches, strict=True)
-    ]
-    if len(datasets) == 1:
-        return datasets[0]
-    return BlendedDataset(datasets, load_or_build_order(shares, samples, split=split.name, cache=caches[0]))
+def _open(builder: DatasetBuilder, words: Sequence[str], flag: str) -> Source:
+    for open_source in SOURCES:
+        if (source := open_source(builder, words, flag)) is not None:
+            return source
+    if len(words) != 1:
+        raise InputError(f"{flag}: {len(words)} values; give one prefix")
+    return TokenFile(builder, IndexedDataset(words[0]))

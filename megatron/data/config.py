@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from megatron.data.samplers import SAMPLE_ORDERS
 from megatron.data.split import DATA_ORDERS, parse_split
 from megatron.errors import InputError
 from megatron.flags import Config, flag, flag_name
@@ -58,7 +59,7 @@ class DataConfig(Config):
     dataloader_type: str = flag(
         "single",
         "'single' reads the samples once, in order; 'cyclic' reshuffles them every epoch",
-        choices=("single", "cyclic"),
+        choices=SAMPLE_ORDERS.keys(),  # plug-ins add to them
     )
     num_workers: int = flag(
         2, "worker processes that prepare batches; 0: prepare them in the training process", low=0, high=256

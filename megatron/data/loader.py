@@ -22,7 +22,7 @@ from torch.utils.data import Dataset as TorchDataset
 from megatron.data.batch import Batch
 from megatron.data.config import DataConfig
 from megatron.data.dataset import Dataset
-from megatron.data.samplers import cyclic, sequential
+from megatron.data.samplers import SAMPLE_ORDERS, sequential
 from megatron.errors import InputError, TransientFault
 
 # These signals often reach the whole process group, but only the training process acts on them, and it needs its
@@ -55,10 +55,7 @@ def train_batches(
         InputError: a sample cannot be read, or (--dataloader-type single) no samples are left.
     """
     layout = {"micro_batch_size": micro_batch_size, "dp_rank": dp_rank, "dp_size": dp_size}
-    if config.dataloader_type == "cyclic":
-        order = cyclic(len(dataset), consumed=consumed_samples, **layout)
-        return _load(dataset, config, order, pin_memory, ahead)
-    order = sequential(range(consumed_samples, len(dataset)), drop_last=True, **layout)
+    order = SAMPLE_ORDERS[config.dataloader_type](len(dataset), consumed=consumed_samples, **layout)
     return _endless(
         _load(dataset, config, order, pin_memory, ahead),
         f"no samples left: the training data has {len(dataset)}, this run started at sample {consumed_samples}, and "

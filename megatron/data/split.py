@@ -1,21 +1,19 @@
-"""Rounding rules of Megatron-LM that decide the order of samples: the split of documents, the shares of a blend."""
+"""The split of documents into training, validation and test data, with Megatron-LM's rounding."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 
 from megatron.errors import InputError
 
 DEFAULT_SPLIT = "969, 30, 1"
-# Megatron-LM asks each dataset of a blend for this many times its share. The number of epochs, and so the order of
-# the samples, depends on it.
-BLEND_SURPLUS = 1.005
+Shares = tuple[float, float, float]  # of train, validation and test, which sum to 1
 
 
-def parse_split(text: str) -> tuple[float, float, float]:
-    """Parse --split into the shares of train, validation and test, which sum to 1.
+def parse_split(text: str) -> Shares:
+    """Parse --split.
 
     The numbers are separated by ',' or, if there is none, by '/'. Missing ones are 0. Quotes around the list are
     ignored, because Megatron-LM's Llama scripts pass them.
@@ -37,41 +35,15 @@ def parse_split(text: str) -> tuple[float, float, float]:
     return train, valid, test
 
 
-class DataOrder:
-    """Rounding of Megatron-LM v2.5."""
+def split_bounds(shares: Shares, size: int) -> list[int]:
+    """Return the four bounds that cut range(size) into train, validation and test, as Megatron-LM v2.5.
 
-    def split_bounds(self, shares: tuple[float, float, float], size: int) -> list[int]:
-        """Return the four bounds that cut range(size) into train, validation and test.
-
-        Rounds each share, half to even. The training split absorbs the excess or shortfall: all bounds move by it.
-        """
-        bounds = [0, *itertools.accumulate(round(share * size) for share in shares)]
-        excess = bounds[-1] - size
-        return [0] + [max(0, bound - excess) for bound in bounds[1:]]
-
-    def normalize(self, weights: Sequence[float]) -> list[float]:
-        """Divide weights by their sum. The last bit matters: it decides what `samples_of_share` rounds up."""
-        *_, total = itertools.accumulate(weights)
-        return [weight / total for weight in weights]
-
-    def samples_of_share(self, samples: int, share: float) -> int:
-        """Return the number of samples that a dataset of a blend must provide."""
-        return math.ceil(samples * share * BLEND_SURPLUS)
-
-    def unweighted_blend(
-        self, tokens: Sequence[int], epochs: Sequence[int]
-    ) -> tuple[list[float], list[int] | None]:
-        """Weights of a blend's files if none are given, and the fixed numbers of samples to read of each.
-
-        Args:
-            tokens: tokens of each file.
-            epochs: samples in one pass over each file.
-
-        Returns:
-            The weights; and the numbers of samples, None if they follow from the weights.
-        """
-        return [*tokens], None
+    Rounds each share, half to even. The training split absorbs the excess or shortfall: all bounds move by it.
+    """
+    bounds = [0, *itertools.accumulate(round(share * size) for share in shares)]
+    excess = bounds[-1] - size
+    return [0] + [max(0, bound - excess) for bound in bounds[1:]]
 
 
-# Choices of --data-order; megatron.plugins adds to them.
-DATA_ORDERS = {"v2.5": DataOrder()}
+# The rounding of `split_bounds`, by --data-order. `megatron.plugins` adds to it.
+DATA_ORDERS: dict[str, Callable[[Shares, int], list[int]]] = {"v2.5": split_bounds}

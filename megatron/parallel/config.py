@@ -26,7 +26,7 @@ class ParallelConfig(Config):
         None,
         "order of forward and backward passes on a stage (default: 1f1b, or interleaved with "
         "--num-layers-per-virtual-pipeline-stage)",
-        choices=tuple(SCHEDULES),
+        choices=SCHEDULES.keys(),  # plug-ins add to them
     )
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         None,
@@ -101,6 +101,12 @@ class ParallelConfig(Config):
     def length_multiple(self) -> int:
         """Length to a multiple of which texts are padded: 8 for the matrix kernels, and the ranks that split s."""
         return math.lcm(8, self.tensor_model_parallel_size if self.sequence_parallel else 1)
+
+    @property
+    def layer_split(self) -> str:
+        """Name of the way in which layers are divided among pipeline stages."""
+        given = (self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers)
+        return "even" if given == (None, None) else "uneven"
 
     def _resolve_recompute(self) -> None:
         full = self.recompute_granularity == "full"

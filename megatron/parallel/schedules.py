@@ -7,15 +7,13 @@ result. This module does not use torch.
 A rank's position in the pipeline is its stage. With more than one chunk per rank (virtual stages), the layers are split
 into `stages * chunks` parts, and chunk c of rank p is part `c * stages + p`.
 
-Sources: GPipe 1811.06965; 1F1B (PipeDream-Flush) and the interleaved schedule 2104.04473 section 2.2.
+Source: 1F1B (PipeDream-Flush) and its chunks, 2104.04473 section 2.2.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-from megatron.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -74,74 +72,24 @@ def forward_only(stages: int, chunks: int, microbatches: int) -> list[list[Compu
     ]
 
 
-def gpipe(stages: int, chunks: int, microbatches: int) -> list[list[Compute]]:
-    """All forwards, then all backwards: every rank holds the activations of all microbatches at once.
-
-    Raises:
-        InputError: more than one chunk per rank.
-    """
-    _require_one_chunk("gpipe", chunks)
-    return [
-        [*forwards, *(Backward(f.microbatch, f.chunk) for f in forwards)]
-        for forwards in forward_only(stages, chunks, microbatches)
-    ]
-
-
 def one_forward_one_backward(stages: int, chunks: int, microbatches: int) -> list[list[Compute]]:
     """1F1B: as many forwards as there are later stages, then one forward and one backward in turn.
 
     Rank p holds the activations of at most `stages - p` microbatches; the bubble is GPipe's.
-
-    Raises:
-        InputError: more than one chunk per rank.
     """
-    _require_one_chunk("1f1b", chunks)
+    assert chunks == 1
     forwards = [Forward(microbatch, 0) for microbatch in range(microbatches)]
     backwards = [Backward(microbatch, 0) for microbatch in range(microbatches)]
-    return [_alternate(forwards, backwards, warmup=stages - rank - 1) for rank in range(stages)]
-
-
-def interleaved(stages: int, chunks: int, microbatches: int) -> list[list[Compute]]:
-    """Interleaved 1F1B (2104.04473 section 2.2): several chunks per rank divide the bubble by their number.
-
-    Rank p runs `2 * (stages - p - 1) + (chunks - 1) * stages` forwards before it alternates: it reaches its
-    last chunk after `(chunks - 1) * stages` of them, and the gradient of that chunk's first microbatch comes
-    back `2 * (stages - p - 1)` later. At its peak it holds one forward more than that.
-
-    Raises:
-        InputError: the microbatches do not divide into groups of `stages`.
-    """
-    if microbatches % stages:
-        raise InputError(
-            f"--pipeline-schedule interleaved: {microbatches} microbatches per step is not a multiple of "
-            f"--pipeline-model-parallel-size {stages}; change --global-batch-size or --micro-batch-size"
-        )
-    schedule = []
-    for rank, forwards in enumerate(forward_only(stages, chunks, microbatches)):
-        backwards = [Backward(f.microbatch, chunks - 1 - f.chunk) for f in forwards]
-        warmup = 2 * (stages - rank - 1) + (chunks - 1) * stages
-        schedule.append(_alternate(forwards, backwards, warmup))
-    return schedule
+    return [alternate(forwards, backwards, warmup=stages - rank - 1) for rank in range(stages)]
 
 
 # (stages, chunks per stage, microbatches) to the computations of each stage, in order.
 Schedule = Callable[[int, int, int], list[list[Compute]]]
-SCHEDULES: dict[str, Schedule] = {
-    "gpipe": gpipe,
-    "1f1b": one_forward_one_backward,
-    "interleaved": interleaved,
-}
+# By --pipeline-schedule. `megatron.plugins` adds to it.
+SCHEDULES: dict[str, Schedule] = {"1f1b": one_forward_one_backward}
 
 
-def _require_one_chunk(name: str, chunks: int) -> None:
-    if chunks != 1:
-        raise InputError(
-            f"--pipeline-schedule {name}: needs one chunk of layers per rank, not {chunks}; leave out "
-            "--num-layers-per-virtual-pipeline-stage or use --pipeline-schedule interleaved"
-        )
-
-
-def _alternate(forwards: Sequence[Compute], backwards: Sequence[Compute], warmup: int) -> list[Compute]:
+def alternate(forwards: Sequence[Compute], backwards: Sequence[Compute], warmup: int) -> list[Compute]:
     """`warmup` forwards, then one forward and one backward in turn, then the remaining backwards."""
     actions = list(forwards[:warmup])
     steady = forwards[warmup:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from megatron.errors import InputError
 from megatron.flags import either
@@ -30,11 +31,28 @@ def chunks_per_stage(config: ParallelConfig, num_layers: int) -> int:
     if num_layers % (stages * each):
         fitting = [n for n in range(1, num_layers + 1) if num_layers % (stages * n) == 0]
         raise InputError(
-            f"--num-layers-per-virtual-pipeline-stage {each}: chunks of {_layers(each)} on {stages} stages "
+            f"--num-layers-per-virtual-pipeline-stage {each}: chunks of {count_layers(each)} on {stages} stages "
             f"(--pipeline-model-parallel-size) do not make up --num-layers {num_layers}; choose "
             + (f"chunks of {either(fitting)}" if fitting else f"--num-layers a multiple of {stages}")
         )
     return num_layers // (stages * each)
+
+
+def even_split(config: ParallelConfig, num_layers: int) -> list[int]:
+    """Layers of each chunk of the model, all equal."""
+    stages = config.pipeline_model_parallel_size
+    chunks = stages * chunks_per_stage(config, num_layers)
+    if num_layers % chunks:
+        raise InputError(
+            f"--pipeline-model-parallel-size: {stages} stages do not divide --num-layers {num_layers}; choose "
+            f"{either(n for n in range(1, num_layers + 1) if num_layers % n == 0)}, or give the first or last stage "
+            "another number by --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"
+        )
+    return [num_layers // chunks] * chunks
+
+
+# By `ParallelConfig.layer_split`. `megatron.plugins` adds to them.
+LAYER_SPLITS: dict[str, Callable[[ParallelConfig, int], list[int]]] = {"even": even_split}
 
 
 def split_layers(config: ParallelConfig, num_layers: int) -> list[list[Chunk]]:
@@ -43,10 +61,7 @@ def split_layers(config: ParallelConfig, num_layers: int) -> list[list[Chunk]]:
     Raises:
         InputError: the layers do not divide as the flags say.
     """
-    stages, chunks = config.pipeline_model_parallel_size, chunks_per_stage(config, num_layers)
-    sizes = (
-        [num_layers // (stages * chunks)] * (stages * chunks) if chunks > 1 else _sizes(config, num_layers)
-    )
+    stages, sizes = config.pipeline_model_parallel_size, LAYER_SPLITS[config.layer_split](config, num_layers)
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     parts = [
         Chunk(range(end - size, end), first=i == 0, last=i == len(sizes) - 1)
@@ -55,53 +70,6 @@ def split_layers(config: ParallelConfig, num_layers: int) -> list[list[Chunk]]:
     return [parts[stage::stages] for stage in range(stages)]
 
 
-def _sizes(config: ParallelConfig, num_layers: int) -> list[int]:
-    """Layers of each stage if a stage is one chunk."""
-    stages = config.pipeline_model_parallel_size
-    uneven = {
-        0: config.decoder_first_pipeline_num_layers,
-        stages - 1: config.decoder_last_pipeline_num_layers,
-    }
-    given = {stage: layers for stage, layers in uneven.items() if layers is not None}
-    if given:
-        _check_uneven(given, stages, num_layers)
-    elif num_layers % stages:
-        raise InputError(
-            f"--pipeline-model-parallel-size: {stages} stages do not divide --num-layers {num_layers}; choose "
-            f"{either(n for n in range(1, num_layers + 1) if num_layers % n == 0)}, or give the first or last stage "
-            "another number by --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"
-        )
-    others = stages - len(given)
-    each = (num_layers - sum(given.values())) // others if others else 0
-    return [given.get(stage, each) for stage in range(stages)]
-
-
-def _check_uneven(given: dict[int, int], stages: int, num_layers: int) -> None:
-    """Check that the layers of the first and last stage, as far as `given`, leave equal numbers to the others."""
-    sum_, others = sum(given.values()), stages - len(given)
-    flags = [f"--decoder-{'last' if stage else 'first'}-pipeline-num-layers" for stage in given]
-    said = " and ".join(f"{flag} {layers}" for flag, layers in zip(flags, given.values(), strict=True))
-    if others == 0:
-        if sum_ != num_layers:
-            raise InputError(
-                f"{said}: the two stages hold {_layers(sum_)} of --num-layers {num_layers}; leave one of the two out"
-            )
-        return
-    # A last stage without layers still has the output layer, and a first one the embedding.
-    middle = stages > 2
-    fitting = range(num_layers % others, num_layers + 1 - (others if middle else 0), others)
-    if sum_ not in fitting:
-        nearest = sorted(sorted(fitting, key=lambda n: abs(n - sum_))[:2])
-        raise InputError(
-            f"{said}: the other layers of --num-layers {num_layers} do not divide into the other {others} of "
-            f"{stages} stages (--pipeline-model-parallel-size); choose "
-            + (
-                f"{'a sum of ' if len(given) > 1 else ''}{either(nearest)}"
-                if nearest
-                else f"at most {num_layers} stages"
-            )
-        )
-
-
-def _layers(count: int) -> str:
+def count_layers(count: int) -> str:
+    """A number of layers in words."""
     return f"{count} layer" if count == 1 else f"{count} layers"

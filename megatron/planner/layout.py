@@ -8,8 +8,10 @@ import math
 from megatron.model.config import ModelConfig
 from megatron.model.flops import flops_per_sample
 from megatron.ops.logits import LOGITS_KEPT_BYTES
+from megatron.parallel.schedules import Schedule, one_forward_one_backward
 from megatron.planner.cluster import Cluster, Group
 from megatron.tokenizer import padded_vocab_size
+from megatron.variants.schedules import interleaved
 
 # Reads and writes of an element in memory: in forward, in backward.
 Accesses = tuple[float, float]
@@ -133,8 +135,8 @@ class Layout:
         return self.tensor * self.pipeline * self.data
 
     @property
-    def schedule(self) -> str:
-        return "interleaved" if self.chunks > 1 else "1f1b"
+    def schedule(self) -> Schedule:
+        return interleaved if self.chunks > 1 else one_forward_one_backward
 
     def microbatches(self, job: Job) -> int:
         """Number of microbatches of a replica in a step."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from megatron.parallel.schedules import SCHEDULES, Compute, Forward, Timeline, simulate
+from megatron.parallel.schedules import Compute, Forward, Timeline, simulate
 from megatron.planner.cluster import Cluster
 from megatron.planner.kernels import ForwardBackward, Kernels
 from megatron.planner.layout import Job, Layout, Program
@@ -111,7 +111,7 @@ class Simulator:
     def timeline(self, microbatches: int) -> Timeline:
         """Start and end of each rank's computes, by the schedule's action lists."""
         layout = self.layout
-        schedule = SCHEDULES[layout.schedule](layout.pipeline, layout.chunks, microbatches)
+        schedule = layout.schedule(layout.pipeline, layout.chunks, microbatches)
         transfer = 0.0 if self.program.blocking_transfers else self.transfer
         return simulate(schedule, layout.pipeline, self.duration, transfer)
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from megatron.errors import InputError
-from megatron.flags import either
 from megatron.model.config import check_tensor_parallel
 from megatron.parallel.mesh import axis_sizes
 from megatron.parallel.stages import split_layers
 from megatron.training.batch_size import BatchSchedule, make_batch_schedule
 from megatron.training.config import RunConfig
+
+# Checks of the batch sizes of a run, which raise `InputError`. Filled by `megatron.plugins`.
+BATCH_CHECKS: list[Callable[[RunConfig, BatchSchedule], None]] = []
 
 
 def check_layout(config: RunConfig, processes: int) -> None:
@@ -39,24 +43,6 @@ def check_layout(config: RunConfig, processes: int) -> None:
         )
     for section in config.plugins.values():
         section.check_processes(processes)
-    _check_microbatches(config, make_batch_schedule(config, sizes["dp"]))
-
-
-def _check_microbatches(config: RunConfig, batches: BatchSchedule) -> None:
-    """Check that the pipeline schedule supports every number of microbatches of the run.
-
-    Raises:
-        InputError: names the flags, and the nearest batch sizes that fit.
-    """
-    stages = config.parallel.pipeline_model_parallel_size
-    if config.parallel.pipeline_schedule != "interleaved":
-        return
-    unit = batches.micro_batch_size * batches.data_parallel_size
-    for size in batches.sizes():
-        if size // unit % stages:
-            below = size // (unit * stages) * unit * stages
-            raise InputError(
-                f"--num-layers-per-virtual-pipeline-stage: the interleaved schedule needs a multiple of {stages} "
-                f"microbatches, one for each stage; {batches.source(size)} {size} makes {size // unit}, and the "
-                f"nearest is {either(n for n in (below, below + unit * stages) if n)}"
-            )
+    batch_schedule = make_batch_schedule(config, sizes["dp"])
+    for check in BATCH_CHECKS:
+        check(config, batch_schedule)

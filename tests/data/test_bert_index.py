@@ -71,7 +71,7 @@ def test_small_example() -> None:
 def test_equals_megatron_files(shared: Path, tmp_path: Path) -> None:
     folder = shared / "vectors" / "bert-v2.5"
     dataset = IndexedDataset(folder / "bert60_text_sentence")
-    bounds = DATA_ORDERS["v2.5"].split_bounds(parse_split("900,50,50"), len(dataset.doc_idx) - 1)
+    bounds = DATA_ORDERS["v2.5"](parse_split("900,50,50"), len(dataset.doc_idx) - 1)
     rules = CutRules.of(seq_length=128, short_seq_prob=0.1, binary_head=True)
     for i, (name, samples) in enumerate(zip(NAMES, (24, 4, 4), strict=True)):
         request = IndexRequest(

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from megatron.data.bert_dataset import BertDataset, build_bert_datasets
-from megatron.data.blend import blend_order
 from megatron.data.config import DataConfig
 from megatron.data.gpt_dataset import build_gpt_datasets
 from megatron.data.indexed import IndexedDataset
 from megatron.errors import InputError
 from megatron.tokenizer.bert import BertWordPieceTokenizer
 from megatron.tokenizer.null import NullTokenizer
+from megatron.variants.blend import blend_order
 
 
 def by_split(datasets: dict) -> tuple:
@@ -102,6 +102,12 @@ def test_blend_by_size(write: Callable) -> None:
     datasets = [write([np.arange(50) + 1000 * i] * (i + 1), f"part{i}") for i in range(3)]
     train = build(train_data_path=[d.prefix for d in datasets], samples=(60, 0, 0))[0]
     assert np.bincount([text[0] // 1000 for text in texts(train)]).tolist() == [10, 20, 30]
+
+
+def test_several_prefixes_without_blends(monkeypatch) -> None:
+    monkeypatch.setattr("megatron.data.build.SOURCES", [])
+    with pytest.raises(InputError, match=r"^--data-path: 2 values; give one prefix$"):
+        build(data_path=["a", "b"])
 
 
 def test_separate_data_paths(corpus: IndexedDataset, write: Callable, tmp_path: Path) -> None:

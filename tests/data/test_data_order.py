@@ -128,7 +128,7 @@ def test_samples_equal_megatron(
     ],
 )
 def test_split_bounds_of_head(split: str, size: int, bounds: list[int]) -> None:
-    assert DATA_ORDERS["head"].split_bounds(parse_split(split), size) == bounds
+    assert DATA_ORDERS["head"](parse_split(split), size) == bounds
 
 
 def test_too_short_blend_without_weights(folder: Path, tmp_path: Path) -> None:

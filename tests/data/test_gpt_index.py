@@ -96,7 +96,7 @@ def test_equals_megatron_files(
     shared: Path, prefix: str, files: str, seq_length: int, num_samples, order: str
 ) -> None:
     dataset = IndexedDataset(shared / "vectors" / prefix)
-    bounds = DATA_ORDERS[order].split_bounds(parse_split("900,50,50"), len(dataset))
+    bounds = DATA_ORDERS[order](parse_split("900,50,50"), len(dataset))
     for i, (name, samples) in enumerate(zip(NAMES, num_samples, strict=True)):
         documents = range(bounds[i], bounds[i + 1])
         tokens = int(dataset.sizes[documents.start : documents.stop].sum())
@@ -111,7 +111,7 @@ def test_equals_megatron_files(
 
 def test_samples_equal_megatron(shared: Path, tmp_path: Path) -> None:
     dataset = IndexedDataset(shared / "vectors" / OWT)
-    bounds = DATA_ORDERS["v2.5"].split_bounds(parse_split("900,50,50"), len(dataset))
+    bounds = DATA_ORDERS["v2.5"](parse_split("900,50,50"), len(dataset))
     with np.load(shared / "vectors" / "index" / "owt60_samples.npz", allow_pickle=False) as theirs:
         for i, (name, samples) in enumerate(zip(NAMES, (1000, 100, 10), strict=True)):
             request = IndexRequest(

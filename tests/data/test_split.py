@@ -25,13 +25,13 @@ from megatron.errors import InputError
     ],
 )
 def test_bounds(split: str, size: int, bounds: list[int]) -> None:
-    assert DATA_ORDERS["v2.5"].split_bounds(parse_split(split), size) == bounds
+    assert DATA_ORDERS["v2.5"](parse_split(split), size) == bounds
 
 
 def test_bounds_cover_everything_once() -> None:
     for split in ("969,30,1", "1,1,1", "0,1,1", "2,3,5", "0.3,0.3,0.4"):
         for size in range(200):
-            bounds = DATA_ORDERS["v2.5"].split_bounds(parse_split(split), size)
+            bounds = DATA_ORDERS["v2.5"](parse_split(split), size)
             assert bounds == sorted(bounds)
             assert (bounds[0], bounds[-1]) == (0, size)
 

@@ -13,8 +13,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron.parallel.config import ParallelConfig
 from megatron.parallel.mesh import init_mesh
 from megatron.parallel.pipeline import PipelineStage, run_schedule
-from megatron.parallel.schedules import SCHEDULES, forward_only, with_transfers
+from megatron.parallel.schedules import forward_only, with_transfers
 from megatron.parallel.transfers import MAX_PENDING_SENDS, Transfers
+from megatron.variants.schedules import gpipe
 
 MICROBATCHES = 12
 
@@ -46,7 +47,7 @@ def outputs_alive() -> list[int]:
     """Number of first-stage outputs that are still allocated, at each forward pass."""
     with init_mesh(ParallelConfig(pipeline_model_parallel_size=2), CPU) as mesh:
         stage = Multiply()
-        actions = with_transfers(SCHEDULES["gpipe"](2, 1, MICROBATCHES), 2)[mesh.pp.rank]
+        actions = with_transfers(gpipe(2, 1, MICROBATCHES), 2)[mesh.pp.rank]
         transfers = Transfers(mesh, scatter_gather=False)
         run_schedule(stage, actions, transfers)
         transfers.finish()

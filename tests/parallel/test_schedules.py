@@ -6,22 +6,19 @@ import itertools
 
 import pytest
 
-from megatron.errors import InputError
 from megatron.parallel.schedules import (
-    SCHEDULES,
     Backward,
     Forward,
     Receive,
     Send,
     forward_only,
-    gpipe,
-    interleaved,
     one_and_two,
     one_forward_one_backward,
     simulate,
     with_transfers,
 )
 from megatron.planner.schedule_costs import bubble_fraction, makespan, peak_in_flight
+from megatron.variants.schedules import gpipe, interleaved
 
 # (stages, chunks, microbatches)
 ONE_CHUNK = [(p, 1, m) for p in range(1, 17) for m in [*range(1, 41), 64]]
@@ -245,16 +242,3 @@ def test_a_deadlock_is_detected():
     schedule = [[Backward(0, 0), Forward(0, 0)], [Forward(0, 0), Backward(0, 0)]]
     with pytest.raises(AssertionError, match="deadlocks"):
         simulate(schedule, 2)
-
-
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_one_chunk_is_required(name):
-    with pytest.raises(
-        InputError, match=f"^--pipeline-schedule {name}: needs one chunk of layers per rank, not 2"
-    ):
-        SCHEDULES[name](4, 2, 8)
-
-
-def test_interleaved_needs_full_groups():
-    with pytest.raises(InputError, match=r"6 microbatches per step is not a multiple of .* 4"):
-        SCHEDULES["interleaved"](4, 2, 6)

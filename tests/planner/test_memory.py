@@ -14,7 +14,6 @@ from megatron.model.context import ModelContext
 from megatron.model.gpt import GPTModel
 from megatron.parallel.mesh import Axis
 from megatron.parallel.recompute import Recompute
-from megatron.parallel.schedules import SCHEDULES
 from megatron.parallel.stages import chunks_per_stage, split_layers
 from megatron.planner.dry_run import DryRun
 from megatron.planner.layout import NVIDIA_2021, OURS, Job, Layout
@@ -86,7 +85,7 @@ def test_the_gradient_of_a_large_embedding_takes_no_memory_of_its_own(recompute:
 def test_microbatches_in_flight_match_the_schedules():
     for layout in (Layout(pipeline=p, chunks=v) for p in (2, 3, 4, 8) for v in (1, 2, 3)):
         for m in (layout.pipeline, 3 * layout.pipeline):
-            schedule = SCHEDULES[layout.schedule](layout.pipeline, layout.chunks, m)
+            schedule = layout.schedule(layout.pipeline, layout.chunks, m)
             assert [max_in_flight(layout, m, p) for p in range(layout.pipeline)] == [
                 peak_in_flight(actions) for actions in schedule
             ]

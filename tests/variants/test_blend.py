@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.blend import blend_order, load_or_build_order, parse_blend
 from megatron.errors import InputError
+from megatron.variants.blend import blend_order, load_or_build_order, parse_blend
 
 
 def reference(weights: np.ndarray, size: int) -> tuple[list[int], list[int]]:

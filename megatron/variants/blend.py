@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -10,11 +11,112 @@ from typing import Any
 import numpy as np
 
 from megatron.data.batch import Batch
+from megatron.data.build import DatasetBuilder, Split, TokenFile
 from megatron.data.dataset import Dataset
 from megatron.data.index_cache import MappedArrays, cached_arrays
+from megatron.data.indexed import IndexedDataset
 from megatron.errors import InputError
 
 MAX_DATASETS = np.iinfo(np.int16).max
+# Megatron-LM asks each dataset of a blend for this many times its share. The number of epochs, and so the order of
+# the samples, depends on it.
+SURPLUS = 1.005
+
+
+class BlendRounding:
+    """Rounding of Megatron-LM v2.5, on which the order of the samples depends."""
+
+    def normalize(self, weights: Sequence[float]) -> list[float]:
+        """Divide weights by their sum. The last bit matters: it decides what `samples_of_share` rounds up."""
+        *_, total = itertools.accumulate(weights)
+        return [weight / total for weight in weights]
+
+    def samples_of_share(self, samples: int, share: float) -> int:
+        """Return the number of samples that a dataset must provide."""
+        return math.ceil(samples * share * SURPLUS)
+
+    def unweighted(
+        self, tokens: Sequence[int], epochs: Sequence[int]
+    ) -> tuple[list[float], list[int] | None]:
+        """Weights of the files if none are given, and the fixed numbers of samples to read of each.
+
+        Args:
+            tokens: tokens of each file.
+            epochs: samples in one pass over each file.
+
+        Returns:
+            The weights; and the numbers of samples, None if they follow from the weights.
+        """
+        return [*tokens], None
+
+
+# By --data-order. `megatron.plugins` adds to it.
+ROUNDINGS = {"v2.5": BlendRounding()}
+
+
+def open_blend(builder: DatasetBuilder, words: Sequence[str], flag: str) -> Blend | None:
+    """Open the files of a blend; None if `words` is one prefix.
+
+    Raises:
+        InputError: as `parse_blend`, or a file is missing or damaged.
+    """
+    if len(words) == 1:
+        return None
+    prefixes, weights = parse_blend(words, flag)
+    files = [TokenFile(builder, IndexedDataset(prefix)) for prefix in prefixes]
+    # Megatron-LM ignores the weight of a single prefix, except in --data-path.
+    return Blend(builder, files, weights if len(files) > 1 or flag == "--data-path" else None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Blend:
+    """Token files to sample from in given proportions.
+
+    Attributes:
+        weights: sampling weight of each file; None samples in proportion to their tokens.
+    """
+
+    builder: DatasetBuilder
+    files: Sequence[TokenFile]
+    weights: Sequence[float] | None
+
+    def has_documents(self, split: Split) -> bool:
+        return any(file.has_documents(split) for file in self.files)
+
+    def build(self, split: Split, samples: int) -> Dataset:
+        """Build the dataset of a split, from the files that have a share in it."""
+        config = self.builder.config
+        rounding = ROUNDINGS[config.data_order]
+        tokens = [file.num_tokens(split) for file in self.files]
+        fixed: list[int] | None = None
+        if self.weights is not None:
+            weights = list(self.weights)
+        elif len(tokens) == 1:
+            return self.files[0].build(split, samples)
+        else:
+            epochs = [max(0, count - 1) // config.seq_length for count in tokens]
+            weights, fixed = rounding.unweighted(tokens, epochs)
+        used = [i for i, weight in enumerate(weights) if weight > 0]
+        files = [self.files[i] for i in used or [0]]
+        for file in files:
+            file.check_tokens(split, samples)
+        if fixed is not None and sum(fixed) < samples:
+            raise InputError(
+                f"{split.source}: --data-order {config.data_order} reads a blend without weights once, which gives "
+                f"{sum(fixed):,} samples, but '{split.name}' needs {samples:,}; give weights, or --data-order v2.5"
+            )
+        shares = rounding.normalize([weights[i] for i in used])
+        if fixed is not None:
+            counts = [fixed[i] for i in used]
+        elif self.weights is None and len(used) == 1:
+            counts = [samples]
+        else:
+            counts = [rounding.samples_of_share(samples, share) for share in shares]
+        datasets = [file.build(split, count) for file, count in zip(files, counts, strict=True)]
+        if len(datasets) == 1:
+            return datasets[0]
+        order = load_or_build_order(shares, samples, split=split.name, cache=files[0].cache)
+        return BlendedDataset(datasets, order)
 
 
 def parse_blend(values: Sequence[str], flag: str) -> tuple[list[str], list[float] | None]:
