@@ -263,7 +263,7 @@ def load_or_build(request: IndexRequest, rules: CutRules) -> MappedArrays:
         if not usable.any():
             raise InputError(_why_none(request, rules, enough))
         rows = build_map(dataset.sizes, bounds, usable, rules, samples=samples, seed=request.seed)
-        logger.info(
+        logger.debug(
             f"{request.split} data {dataset.prefix}: {len(documents):,} documents; skipped: {np.sum(~enough):,} with "
             f"fewer than {rules.min_sentences} sentences, {np.sum(enough & ~not_long):,} with a sentence of more than "
             f"{LONG_SENTENCE} tokens ({_unused_fraction(dataset.sizes, bounds, usable):.0%} of the tokens); "

@@ -74,6 +74,7 @@ def build_datasets(builder: DatasetBuilder, samples: tuple[int, int, int]) -> di
     """
     config = builder.config
     if config.mock_data:
+        logger.info("data: synthetic (--mock-data)")
         counts = enumerate(zip(SPLITS.values(), samples, strict=True))
         return {name: builder.build_mock(count, i) for i, (name, count) in counts if count > 0}
     splits = _splits(builder)
@@ -90,7 +91,7 @@ def build_datasets(builder: DatasetBuilder, samples: tuple[int, int, int]) -> di
         if short in splits:
             datasets[name] = _build(splits[short], builder, count)
         else:
-            logger.info(f"no {short} data: {_why_none(config, short)}; {short} loss will not be computed")
+            logger.debug(f"no {short} data: {_why_none(config, short)}; {short} loss will not be computed")
     return datasets
 
 
@@ -162,6 +163,14 @@ def _build(split: Split, builder: DatasetBuilder, samples: int) -> Dataset:
         counts = [samples]
     else:
         counts = [order.samples_of_share(samples, share) for share in shares]
+    if split.name == "train":
+        passes = [count * config.seq_length / tokens[i] for i, count in zip(used, counts, strict=True)]
+        low, high = (f"{end(passes):.3g}" for end in (min, max))
+        logger.info(
+            f"data: {split.files[used[0]].prefix}{f' and {len(used) - 1} more' if len(used) > 1 else ''}, "
+            f"{sum(tokens[i] for i in used):,} tokens to train on; the run's {samples:,} samples are "
+            f"{low if low == high else f'{low} to {high}'} epochs"
+        )
     caches = [
         config.data_cache_path or os.path.join(os.path.dirname(split.files[i].prefix), "index-cache")
         for i in used

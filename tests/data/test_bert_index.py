@@ -152,7 +152,7 @@ def test_cache_key_covers_all_inputs(
     sentences: IndexedDataset, write_documents, tmp_path: Path, caplog
 ) -> None:
     cache = tmp_path / "cache"
-    with caplog.at_level(logging.INFO, "megatron"):
+    with caplog.at_level(logging.DEBUG, "megatron"):
         first = open_map(sentences, cache)
         assert open_map(sentences, cache).paths == first.paths
     made = len(next(iter(first)))
