@@ -45,7 +45,7 @@ from megatron.recipes.spikes import make_spike_rule
 from megatron.reports.at_end import ReportAtEnd
 from megatron.reports.config import ProfileConfig, ReportConfig, TimingConfig
 from megatron.reports.devices import PEAK_FLOPS
-from megatron.reports.layout import LayoutTable
+from megatron.reports.log import LogLines
 from megatron.reports.profile import Profiling
 from megatron.reports.reports import ProgressBar, Reports
 from megatron.reports.throughput import Throughput
@@ -125,7 +125,7 @@ def training_hooks(evaluation: Sequence[Hook] = ()) -> list[Hook]:
         evaluation: hooks that evaluate and save in place of the usual ones.
     """
     return [
-        LayoutTable(),
+        LogLines(),  # before those that log more on an interval
         PhaseTimes(),
         ReportAtEnd(),  # after the writers of Reports are closed
         Reports(),

@@ -24,7 +24,6 @@ def interval(rows: list[tuple[int, float, float]], **fields: Any) -> Interval:
             "seconds": 0.1234,
             "iterations": len(rows),
             "values": {"tokens per second": 12345.6, "TFLOP/s per device": 0.5, "mfu": 0.4531, "hfu": 0.5},
-            "parts": ["tokens per second: 12345.6", "MFU: 45.3%"],
             **fields,
         }
     )

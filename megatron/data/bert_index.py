@@ -263,7 +263,7 @@ def load_or_build(request: IndexRequest, rules: CutRules) -> MappedArrays:
         if not usable.any():
             raise InputError(_why_none(request, rules, enough))
         rows = build_map(dataset.sizes, bounds, usable, rules, samples=samples, seed=request.seed)
-        logger.info(
+        logger.debug(
             f"{request.split} data {dataset.prefix}: {len(documents):,} documents; skipped: {np.sum(~enough):,} with "
             f"fewer than {rules.min_sentences} sentences, {np.sum(enough & ~not_long):,} with a sentence of more than "
             f"{LONG_SENTENCE} tokens ({_unused_fraction(dataset.sizes, bounds, usable):.0%} of the tokens); "
@@ -300,7 +300,7 @@ def _notes(dataset: IndexedDataset, bounds: np.ndarray, rules: CutRules) -> Iter
     if rules.min_sentences == 1 and len(bounds) - 1 == bounds[-1] - bounds[0]:
         yield (
             f"{dataset.idx_path}: every document has one sentence and gives one sample; if these are whole documents, "
-            "preprocess the text with tools/preprocess_data.py --split-sentences"
+            "preprocess the text with megatron preprocess --split-sentences"
         )
 
 
@@ -311,7 +311,7 @@ def _why_none(request: IndexRequest, rules: CutRules, enough: np.ndarray) -> str
     if not enough.any():
         return (
             f"{subject} have at most one sentence each, but sentence-order prediction needs two; preprocess the text "
-            "with tools/preprocess_data.py --split-sentences, or give --bert-no-binary-head"
+            "with megatron preprocess --split-sentences, or give --bert-no-binary-head"
         )
     document = documents.start + int(np.argmax(enough))
     first, stop = dataset.doc_idx[document : document + 2]
@@ -319,5 +319,5 @@ def _why_none(request: IndexRequest, rules: CutRules, enough: np.ndarray) -> str
     return (
         f"{subject} with enough sentences all have one of more than {LONG_SENTENCE} tokens, such as sentence "
         f"{sentence} of document {document} with {dataset.sizes[first + sentence]:,}; preprocess text "
-        "that has sentences with tools/preprocess_data.py --split-sentences"
+        "that has sentences with megatron preprocess --split-sentences"
     )

@@ -130,6 +130,7 @@ def build_datasets(builder: DatasetBuilder, samples: tuple[int, int, int]) -> di
     """
     config = builder.config
     if config.mock_data:
+        logger.info("data: synthetic (--mock-data)")
         counts = enumerate(zip(SPLITS.values(), samples, strict=True))
         return {name: builder.build_mock(count, i) for i, (name, count) in counts if count > 0}
     splits = _splits(builder)
@@ -147,7 +148,7 @@ def build_datasets(builder: DatasetBuilder, samples: tuple[int, int, int]) -> di
             source, split = splits[short]
             datasets[name] = source.build(split, count)
         else:
-            logger.info(f"no {short} data: {_why_none(config, short)}; {short} loss will not be computed")
+            logger.debug(f"no {short} data: {_why_none(config, short)}; {short} loss will not be computed")
     return datasets
 
 

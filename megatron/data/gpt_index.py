@@ -167,4 +167,4 @@ def _log_size(request: IndexRequest, tokens: int, seq_length: int, plan: EpochPl
         line += f", {plan.epochs:,} epochs"
     if plan.separate_last_epoch:
         line += ", the last one shuffled separately"
-    logger.info(line)
+    logger.debug(line)

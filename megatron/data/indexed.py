@@ -135,12 +135,10 @@ class IndexedDataset:
         if head.startswith(LEGACY_MAGIC):
             raise InputError(
                 f"{path}: the legacy 'cached' format (TNTIDX) is not supported; "
-                "preprocess the text again with tools/preprocess_data.py"
+                "preprocess the text again with megatron preprocess"
             )
         if len(head) < HEADER.size or not head.startswith(MAGIC):
-            raise InputError(
-                f"{path}: not an index file written by tools/preprocess_data.py (no MMIDIDX header)"
-            )
+            raise InputError(f"{path}: not an index file written by megatron preprocess (no MMIDIDX header)")
         _, version, code, sequences, entries = HEADER.unpack(head)
         if version != 1:
             raise InputError(f"{path}: unknown format version {version}; only version 1 is supported")

@@ -19,6 +19,7 @@ from megatron.parallel.random import DropoutKey
 from megatron.tokenizer import Tokenizer
 from megatron.training.config import RunConfig
 from megatron.training.loop import Hook, Trainer
+from megatron.training.report import EvalResult
 from megatron.training.task import EvalMetric, Task
 
 
@@ -52,8 +53,12 @@ class EvalTasks(Hook):
             assert count == task.count
             results = task.results(total)
             trainer.report_evaluation(
-                task.line(results, f" at {where}"),
-                {f"{task.name} {name}": value for name, value in results.items()},
+                EvalResult(
+                    title=task.name,
+                    where=where,
+                    values={f"{task.name} {name}": value for name, value in results.items()},
+                    line=task.line(results, f" at {where}"),
+                )
             )
 
 

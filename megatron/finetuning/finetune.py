@@ -39,6 +39,7 @@ from megatron.tokenizer.bert import BertWordPieceTokenizer
 from megatron.training.config import RunConfig
 from megatron.training.hooks import Saving
 from megatron.training.loop import Trainer
+from megatron.training.report import EvalResult
 from megatron.training.task import EvalMetric, Task
 
 ACCURACY = "accuracy.json"  # in the directory of a checkpoint: its accuracy on each file
@@ -335,7 +336,9 @@ class EpochEvaluation(Saving):
         epoch = trainer.state.iteration // trainer.config.training.eval_interval
         when = f"after epoch {epoch}" if self.finetune.epochs else f"of {trainer.config.checkpoint.load}"
         line = f" accuracy {when} | {' | '.join(shown)} |"
-        trainer.report_evaluation(line, values)
+        trainer.report_evaluation(
+            EvalResult(title=f"evaluation {when}", where=when, values=values, line=line)
+        )
         return accuracy
 
 

@@ -25,7 +25,7 @@ def _hub_hint(path: Path) -> str:
 
 def _refuse(path: Path) -> Checkpoint:
     raise InputError(
-        f"--load: {path} holds a Megatron-LM checkpoint; convert it with tools/convert_checkpoint.py --from megatron "
+        f"--load: {path} holds a Megatron-LM checkpoint; convert it with megatron convert --from megatron "
         "--to native"
     )
 

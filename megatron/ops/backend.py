@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,8 @@ from megatron.ops.linear_cross_entropy import LinearCrossEntropy
 from megatron.ops.logits import LOGITS_CHUNK_BYTES, LOGITS_KEPT_BYTES
 from megatron.ops.norm import layer_norm, rms_norm
 from megatron.ops.rotary import apply_rotary_emb, compiled_rotary_emb
+
+logger = logging.getLogger("megatron")
 
 # Floating-point operations of a microbatch on a CPU from which on torch.compile saves more time within minutes than it
 # takes.
@@ -149,4 +152,5 @@ def _compiler(
         raise InputError(
             f"--ops-backend compile: torch.compile does not work here: {note}; use --ops-backend plain"
         )
+    logger.info("torch.compile: does not work here, so nothing is compiled: %s", note)
     return None, f"does not work here: {note}"

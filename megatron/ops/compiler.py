@@ -76,18 +76,20 @@ class Compiler:
                 "continue with --no-torch-compile"
             ) from error
         if not is_known:
-            logger.info("compiled %s in %.1f s", name, time.perf_counter() - begin)
+            logger.debug("compiled %s in %.1f s", name, time.perf_counter() - begin)
         return out
 
     def check(self, device: torch.device) -> str | None:
         """Try to compile a function for `device`. Returns the error in one line, or None."""
-        logger.info("testing torch.compile; the first time takes about 10 s")
+        logger.info(
+            "torch.compile: compiling operations until the first iteration; the first time takes a minute"
+        )
         begin = time.perf_counter()
         try:
             torch.compile(_probe)(torch.ones(32, device=device))
         except Exception as error:  # torch raises many kinds
             return first_error(error)
-        logger.info("torch.compile works; ready in %.1f s", time.perf_counter() - begin)
+        logger.debug("torch.compile works; ready in %.1f s", time.perf_counter() - begin)
         return None
 
 

@@ -1,4 +1,4 @@
-"""Measure the CPU of this machine in a minute or two and write a file for `tools/plan.py --cluster`.
+"""Measure the CPU of this machine in a minute or two and write a file for `megatron plan --cluster`.
 
 One single-threaded process per core, at least two, measure at the same time, because cores share memory bandwidth. The
 efficiencies of matrix products and attention and the launch overhead are fitted to the times of three small models.
@@ -79,8 +79,8 @@ def calibrate(path: Path) -> None:
         mp.spawn(_measure, args=(processes, folder), nprocs=processes)
         seconds = json.loads((Path(folder) / "seconds").read_text())
     cluster = fit_cluster(seconds, processes)
-    path.write_text(f"# Made by tools/plan.py --calibrate.\n{describe(cluster)}", encoding="utf-8")
-    print(f"{path}: for tools/plan.py --cluster")
+    path.write_text(f"# Made by megatron plan --calibrate.\n{describe(cluster)}", encoding="utf-8")
+    print(f"{path}: for megatron plan --cluster")
 
 
 def fit_cluster(seconds: dict[str, float], processes: int) -> Cluster:

@@ -9,14 +9,26 @@ from typing import Any
 
 from megatron.errors import InputError
 from megatron.flags import flag
+from megatron.reports.log_formats import LOG_FORMATS
 from megatron.reports.record import METRICS
 from megatron.training.config import PluginConfig, RunConfig
+
+# The flag that makes the other flags of a service apply.
+NEEDED = {
+    **dict.fromkeys(("wandb_exp_name", "wandb_entity", "wandb_group"), "wandb_project"),
+    **dict.fromkeys(("mlflow_run_name", "mlflow_tracking_uri"), "mlflow_experiment"),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReportConfig(PluginConfig):
-    """Progress bar, metrics file, TensorBoard and Weights & Biases."""
+    """Format of the log, progress bar, metrics file, TensorBoard, Weights & Biases and MLflow."""
 
+    log_format: str = flag(
+        "short",
+        "log lines: 'short' is one line for people, 'megatron' that of Megatron-LM v2.5 for scripts that parse it",
+        choices=tuple(LOG_FORMATS),
+    )
     progress: bool = flag(True, "no progress bar")
     metrics_path: str | None = flag(
         None,
@@ -39,9 +51,18 @@ class ReportConfig(PluginConfig):
     )
     wandb_project: str | None = flag(None, "log to this Weights & Biases project", metavar="NAME")
     wandb_exp_name: str | None = flag(None, "name of the run in Weights & Biases", metavar="NAME")
-
     wandb_entity: str | None = flag(
         None, "team or user that owns the Weights & Biases project", metavar="NAME"
+    )
+    wandb_group: str | None = flag(
+        None, "group of runs in Weights & Biases that this one belongs to", metavar="NAME"
+    )
+    mlflow_experiment: str | None = flag(None, "log to this MLflow experiment", metavar="NAME")
+    mlflow_run_name: str | None = flag(None, "name of the run in MLflow", metavar="NAME")
+    mlflow_tracking_uri: str | None = flag(
+        None,
+        "MLflow's server or database (default: the environment variable MLFLOW_TRACKING_URI)",
+        metavar="URI",
     )
 
     def metrics_file(self, run: RunConfig) -> Path | None:
@@ -54,9 +75,9 @@ class ReportConfig(PluginConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("exp_name", "entity"):
-            if getattr(self, f"wandb_{name}") is not None and self.wandb_project is None:
-                raise InputError(f"--wandb-{name.replace('_', '-')} needs --wandb-project")
+        for name, needed in NEEDED.items():
+            if getattr(self, name) is not None and getattr(self, needed) is None:
+                raise InputError(f"--{name.replace('_', '-')} needs --{needed.replace('_', '-')}")
 
     @classmethod
     def without_effect(cls, values: Mapping[str, Any]) -> list[str]:

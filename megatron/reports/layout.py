@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 
 from megatron.parallel.collectives import all_gather
 from megatron.parallel.stages import split_layers
 from megatron.training.engine import Engine
-from megatron.training.loop import Hook, Trainer
 
 
-class LayoutTable(Hook):
-    """Logs the layout of the run."""
-
-    def during_run(self, trainer: Trainer) -> AbstractContextManager[object]:
-        trainer.log(describe_layout(trainer.engine))
-        return nullcontext()
-
-
-def describe_layout(engine: Engine) -> str:
-    """Describe the layout as a table. Every process must call it."""
-    mesh, buffer = engine.mesh, engine.buffer
-    per_rank = all_gather(torch.tensor([buffer.local_elements]), mesh.world).tolist()
+def layout_line(engine: Engine) -> str:
+    """Describe the number of processes and the kinds of parallelism in one line."""
+    mesh, config = engine.mesh, engine.config.parallel
     sizes = {"tensor": mesh.tp.size, "data": mesh.dp.size, "pipeline": mesh.pp.size}
     product = " x ".join(f"{name} {size}" for name, size in sizes.items())
-    config = engine.config.parallel
     used = [
         name
         for name, on in (
@@ -38,7 +25,14 @@ def describe_layout(engine: Engine) -> str:
         if on
     ]
     processes = f"{mesh.world.size} process{'es' if mesh.world.size > 1 else ''}"
-    rows = [("layout", "; ".join([f"{product} = {processes}", *used]))]
+    return "; ".join([f"{product} = {processes}" if mesh.world.size > 1 else processes, *used])
+
+
+def describe_layout(engine: Engine) -> str:
+    """Describe the layout as a table. Every process must call it."""
+    mesh, buffer, config = engine.mesh, engine.buffer, engine.config.parallel
+    per_rank = all_gather(torch.tensor([buffer.local_elements]), mesh.world).tolist()
+    rows = [("layout", layout_line(engine))]
     each = mesh.world.size // mesh.pp.size
     for stage, chunks in enumerate(split_layers(config, engine.config.model.num_layers)):
         layers = ", ".join(_layers(chunk.layers) for chunk in chunks)

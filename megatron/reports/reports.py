@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -9,15 +11,17 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from tqdm import tqdm
 
 from megatron.errors import InputError
+from megatron.flags import flag_name
 from megatron.parallel.collectives import raise_on_all_ranks
 from megatron.parallel.mesh import Mesh
 from megatron.reports.config import ReportConfig
-from megatron.reports.writers import MetricsFile, TensorBoard, WeightsAndBiases, Writer
+from megatron.reports.services import MLflow, WeightsAndBiases
+from megatron.reports.writers import MetricsFile, TensorBoard, Writer
 from megatron.training.config import RunConfig
 from megatron.training.loop import Hook, Trainer
-from megatron.training.report import Interval
+from megatron.training.report import EvalResult, Interval
 
-WRITERS: list[type[Writer]] = [MetricsFile, TensorBoard, WeightsAndBiases]
+WRITERS: list[type[Writer]] = [MetricsFile, TensorBoard, WeightsAndBiases, MLflow]
 
 
 class Reports(Hook):
@@ -32,13 +36,18 @@ class Reports(Hook):
                     closing(Writers(trainer.config, trainer.mesh, trainer.log))
                 )
                 self.writers.start(state.iteration, evaluation_due=state.evaluation_due)
+            self.text("configuration", config_text(trainer.config), state.iteration)
             yield
+
+    def text(self, tag: str, text: str, iteration: int) -> None:
+        """Write a text, as `Writer.text`. For hooks that get this method from `plugins.training_hooks`."""
+        self.writers.text(tag, text, iteration)
 
     def after_report(self, trainer: Trainer, interval: Interval) -> None:
         self.writers.training(interval)
 
-    def after_evaluation(self, trainer: Trainer, values: dict[str, float]) -> None:
-        self.writers.evaluation(values, trainer.state.iteration, trainer.state.consumed_samples)
+    def after_evaluation(self, trainer: Trainer, result: EvalResult) -> None:
+        self.writers.evaluation(result.values, trainer.state.iteration, trainer.state.consumed_samples)
 
 
 class Writers:
@@ -63,6 +72,10 @@ class Writers:
         """Write values of an evaluation by name."""
         self._call_each(lambda writer: writer.evaluation(values, iteration, samples))
 
+    def text(self, tag: str, text: str, iteration: int) -> None:
+        """Write a text under a tag."""
+        self._call_each(lambda writer: writer.text(tag, text, iteration))
+
     def close(self) -> None:
         """Close the writers."""
         self._call_each(lambda writer: writer.close())
@@ -75,6 +88,19 @@ class Writers:
             except OSError as error:
                 self.writers.remove(writer)
                 self.log(f"warning: {writer.flag}: {error.strerror}; the run continues without it")
+
+
+def config_text(config: RunConfig) -> str:
+    """The flags of a run that differ from their defaults, as a file for --config."""
+    lines = []
+    for section in config.sections:
+        for field in dataclasses.fields(section):
+            value = getattr(section, field.name)
+            if "flag" in field.metadata and value != field.default:
+                # A switch has the name of what it does, as no-progress, and is on.
+                shown = json.dumps(isinstance(value, bool) or value)
+                lines.append(f"{flag_name(field).removeprefix('--')}: {shown}\n")
+    return "".join(lines)
 
 
 class ProgressBar(Hook):

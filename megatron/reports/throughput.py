@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from megatron.model.flops import flops_per_sample
@@ -14,15 +16,17 @@ from megatron.training.engine import Engine
 from megatron.training.loop import Hook, Trainer
 from megatron.training.report import Interval
 
+logger = logging.getLogger("megatron")
+
 
 class Throughput(Hook):
-    """Adds throughput to every report, and logs memory use after the first iteration."""
+    """Adds throughput to every report, and logs memory use after the first iteration for --log-level debug."""
 
     def before_training(self, trainer: Trainer) -> None:
         engine = trainer.engine
         self.peak = find_peak(trainer.mesh, engine.ops.matmul, engine.dtype)
         self.first = trainer.state.iteration + 1
-        trainer.log(
+        logger.debug(
             f"peak per device: {self.peak.flops / 1e12:.3g} TFLOP/s in {trainer.config.training.precision} "
             f"({self.peak.source})"
         )
@@ -37,17 +41,12 @@ class Throughput(Hook):
             "mfu": mfu,  # model FLOP utilization: FLOP/s over the device's peak
             "hfu": exact_flops / (size * seconds * self.peak.flops),  # with recomputed operations
         }
-        interval.parts += [
-            f"tokens per second: {tokens / seconds:.1f}",
-            f"TFLOP/s per device: {tflops:.3g}",
-            f"MFU: {mfu:.1%}",
-        ]
         if trainer.config.plugin(ReportConfig).log_memory_to_tensorboard:
             interval.values |= max_memory(trainer.mesh)
 
     def after_step(self, trainer: Trainer) -> None:
         if trainer.state.iteration == self.first:
-            trainer.log(memory_lines(trainer.mesh, self.first))
+            logger.debug(memory_lines(trainer.mesh, self.first))
 
 
 def take_work(engine: Engine) -> tuple[float, float, float]:

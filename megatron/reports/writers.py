@@ -1,4 +1,4 @@
-"""Writers of reports: a file of metrics, TensorBoard, Weights & Biases."""
+"""Writers of reports: the interface, the file of metrics, and TensorBoard."""
 
 from __future__ import annotations
 
@@ -50,6 +50,14 @@ class Writer(ABC):
     @abstractmethod
     def close(self) -> None:
         """Write what is left."""
+
+    def text(self, tag: str, text: str, iteration: int) -> None:  # noqa: B027, for files of numbers
+        """Write a text, such as the configuration or a sample of the model, if the destination has texts.
+
+        Args:
+            tag: name with its group, as "samples/prompt 1". Texts of one tag follow one another by iteration.
+            text: shown as it is, in a font of fixed width.
+        """
 
 
 class MetricsFile(Writer):
@@ -121,13 +129,36 @@ class MetricsFile(Writer):
             self.file.close()
 
 
-class TensorBoard(Writer):
-    """TensorBoard events (--tensorboard-dir), under NVIDIA's names."""
+class Tracker(Writer):
+    """A writer of numbers by tag, such as "train/lm loss", and of texts.
+
+    Attributes:
+        every: iterations between points; the last iteration of an interval always has one.
+    """
+
+    every = 1
+
+    @abstractmethod
+    def scalars(self, values: dict[str, float], iteration: int, samples: int) -> None:
+        """Write values by tag, all of one iteration, after which the run had consumed `samples`."""
+
+    def training(self, interval: Interval) -> None:
+        for point in points(interval):
+            iteration, samples = int(point.pop("iteration")), int(point.pop("consumed samples"))
+            if iteration % self.every == 0 or "learning rate" in point:
+                self.scalars({tag_of(name): value for name, value in point.items()}, iteration, samples)
+
+    def evaluation(self, values: dict[str, float], iteration: int, samples: int) -> None:
+        self.scalars({evaluation_tag(name): value for name, value in values.items()}, iteration, samples)
+
+
+class TensorBoard(Tracker):
+    """TensorBoard events (--tensorboard-dir)."""
 
     flag = "--tensorboard-dir"
 
     def __init__(self, config: ReportConfig) -> None:
-        self.config = config
+        self.config, self.every = config, config.tensorboard_log_interval
         self.events: Any = None
 
     @classmethod
@@ -146,19 +177,15 @@ class TensorBoard(Writer):
         except OSError as error:
             raise InputError(f"--tensorboard-dir: {folder}: {error.strerror}") from None
 
-    def training(self, interval: Interval) -> None:
-        for point in points(interval):
-            iteration, samples = int(point.pop("iteration")), int(point.pop("consumed samples"))
-            if iteration % self.config.tensorboard_log_interval == 0 or "learning-rate" in point:
-                for name, value in point.items():
-                    self.events.add_scalar(name, value, iteration)
-                    self.events.add_scalar(f"{name} vs samples", value, samples)
+    def scalars(self, values: dict[str, float], iteration: int, samples: int) -> None:
+        for tag, value in values.items():
+            self.events.add_scalar(tag, value, iteration)
+            if not tag.endswith(" ppl"):
+                self.events.add_scalar(f"{tag} vs samples", value, samples)
 
-    def evaluation(self, values: dict[str, float], iteration: int, samples: int) -> None:
-        for name, value in values.items():
-            self.events.add_scalar(name, value, iteration)
-            if not name.endswith(" ppl"):
-                self.events.add_scalar(f"{name} vs samples", value, samples)
+    def text(self, tag: str, text: str, iteration: int) -> None:
+        # TensorBoard reads Markdown, in which indented text is shown as it is.
+        self.events.add_text(tag, "".join(f"    {line}\n" for line in text.splitlines()), iteration)
 
     def close(self) -> None:
         if self.events is not None:
@@ -180,56 +207,37 @@ def record(interval: Interval) -> dict[str, Any]:
     return values | {"seconds per iteration": interval.seconds} | interval.values
 
 
+# Group and name of a value in trackers, by its name here. Other values of training are speeds.
+TAGS = {
+    "grad norm": "optimizer/grad-norm",
+    "num zeros": "optimizer/num-zeros",
+    "loss scale": "optimizer/loss-scale",
+    "params norm": "optimizer/params-norm",
+    "learning rate": "optimizer/learning-rate",
+    "global batch size": "optimizer/batch-size",
+    "skipped iterations": "optimizer/skipped-iterations",
+    "seconds per iteration": "speed/iteration-time",
+    "tokens per second": "speed/tokens-per-second",
+    "TFLOP/s per device": "speed/throughput",
+}
+
+
+def tag_of(name: str) -> str:
+    """The tag of a value of training."""
+    return f"train/{name}" if name.endswith("loss") else TAGS.get(name, f"speed/{name}")
+
+
+def evaluation_tag(name: str) -> str:
+    """The tag of a value of an evaluation: "valid/lm loss ppl" of "lm loss validation ppl"."""
+    words = name.split()
+    split = next((word for word in words if word in ("validation", "test")), None)
+    group = "test" if split == "test" else "valid"
+    return f"{group}/{' '.join(word for word in words if word != split)}"
+
+
 def points(interval: Interval) -> list[dict[str, float]]:
-    """Values of each iteration by their names in TensorBoard; the last has those of the interval too."""
-    renamed = {"grad norm": "grad-norm", "num zeros": "num-zeros", "loss scale": "loss-scale"}
-    values = [{renamed.get(k, k): v for k, v in row.items() if k not in COUNTED} for row in interval.rows]
-    values[-1] |= {
-        "learning-rate": interval.lr,
-        "batch-size": interval.batch_size,
-        "iteration-time": interval.seconds,
-    }
-    throughput = {"tokens per second": "tokens-per-second", "TFLOP/s per device": "throughput"}
-    values[-1] |= {throughput.get(name, name): value for name, value in interval.values.items()}
-    if interval.params_norm is not None:
-        values[-1]["params-norm"] = interval.params_norm
+    """Values of each iteration by name; the last has those of the interval too."""
+    values = [{k: v for k, v in row.items() if k not in COUNTED} for row in interval.rows]
+    losses = interval.loss_names
+    values[-1] |= {k: v for k, v in record(interval).items() if k not in losses}
     return values
-
-
-class WeightsAndBiases(Writer):
-    """A run in Weights & Biases (--wandb-project)."""
-
-    flag = "--wandb-project"
-
-    def __init__(self, run: Any) -> None:
-        self.run = run
-
-    @classmethod
-    def make(cls, config: RunConfig) -> WeightsAndBiases | None:
-        flags = config.plugin(ReportConfig)
-        if flags.wandb_project is None:
-            return None
-        try:
-            import wandb
-        except ImportError:
-            raise InputError("--wandb-project needs Weights & Biases: pip install wandb") from None
-        run = wandb.init(
-            project=flags.wandb_project,
-            name=flags.wandb_exp_name,
-            entity=flags.wandb_entity,
-            config=dataclasses.asdict(config),
-        )
-        return cls(run)
-
-    def start(self, iteration: int, *, evaluation_due: bool) -> None:
-        """Do nothing: the service drops values of earlier steps by itself."""
-
-    def training(self, interval: Interval) -> None:
-        values = record(interval)
-        self.run.log(values, step=values["iteration"])
-
-    def evaluation(self, values: dict[str, float], iteration: int, samples: int) -> None:
-        self.run.log({"iteration": iteration, "consumed samples": samples, **values}, step=iteration)
-
-    def close(self) -> None:
-        self.run.finish()

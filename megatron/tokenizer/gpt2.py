@@ -82,7 +82,7 @@ def tiktoken_encoder(tokenizer: GPT2BPETokenizer) -> Callable[[Sequence[str]], l
     """Return a function that encodes a batch of texts with tiktoken, several times faster than `tokenize_batch`.
 
     tiktoken merges any two pieces that form a third, lowest id first. That is BPE if ids follow the order of merges, as
-    in GPT-2's files and those of `tools/train_tokenizer.py`; otherwise the ids can differ. Texts that tiktoken cannot
+    in GPT-2's files and those of `megatron train-tokenizer`; otherwise the ids can differ. Texts that tiktoken cannot
     encode fall back to `tokenize`.
 
     Raises:

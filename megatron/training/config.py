@@ -67,6 +67,11 @@ class LoggingConfig(Config):
     """Log lines."""
 
     log_interval: int = flag(100, "iterations between lines of the log", low=1)
+    log_level: str = flag(
+        "info",
+        "detail of the log: 'debug' adds operations, layout, data of each file, peak throughput and memory",
+        choices=("info", "debug"),
+    )
     log_params_norm: bool = flag(False, "log the L2 norm of the parameters")
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack
 
 from megatron.data.loader import eval_batches
 from megatron.training.loop import Hook, Trainer
-from megatron.training.report import loss_report
+from megatron.training.report import EvalResult
 
 
 class Evaluation(Hook):
@@ -63,7 +64,10 @@ def evaluate_losses(trainer: Trainer, split: str, where: str) -> None:
     )
     with trainer.engine.phases("evaluate"):
         losses = trainer.engine.evaluate(batches)
-    trainer.report_evaluation(*loss_report(where, split, losses))
+    values: dict[str, float] = {}
+    for name, loss in losses.items():
+        values |= {f"{name} {split}": loss, f"{name} {split} ppl": math.exp(min(20.0, loss))}
+    trainer.report_evaluation(EvalResult(title=split, where=where, values=values))
 
 
 class Saving(Hook):

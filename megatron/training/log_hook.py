@@ -1,4 +1,4 @@
-"""The hook that writes the log."""
+"""The hook that collects the values of iterations for reports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron.training.report import Interval
 
 
 class Logging(Hook):
-    """Report the iterations every --log-interval."""
+    """Report the iterations every --log-interval: hooks write the log line and everything else."""
 
     def after_step(self, trainer: Trainer) -> None:
         if trainer.is_done or trainer.is_due(trainer.config.logging.log_interval):
@@ -31,7 +31,6 @@ class Logging(Hook):
         )
         for hook in trainer.hooks:
             hook.before_report(trainer, interval)
-        trainer.log(interval.line())
         for hook in trainer.hooks:
             hook.after_report(trainer, interval)
 

@@ -22,7 +22,7 @@ from megatron.training.batch_size import BatchSchedule
 from megatron.training.clock import Clock
 from megatron.training.config import RunConfig
 from megatron.training.engine import Engine
-from megatron.training.report import Interval, Log
+from megatron.training.report import EvalResult, Interval, Log
 from megatron.training.state import TrainState
 from megatron.training.stop import StopRequests
 from megatron.training.task import Task
@@ -154,11 +154,10 @@ class Trainer:
             "versions": {"megatron": __version__, "torch": str(torch.__version__)},
         }
 
-    def report_evaluation(self, line: str, values: dict[str, float]) -> None:
-        """Report an evaluation: a line for the log, and values by name for hooks."""
-        self.log("-" * len(line) + "\n" + line + "\n" + "-" * len(line))
+    def report_evaluation(self, result: EvalResult) -> None:
+        """Hand the results of an evaluation to the hooks, which log and write them."""
         for hook in self.hooks:
-            hook.after_evaluation(self, values)
+            hook.after_evaluation(self, result)
 
     def loader_arguments(self) -> dict[str, Any]:
         """Arguments that every data loader of this process has in common."""
@@ -191,7 +190,7 @@ class Hook:
         """Called when the values of iterations have arrived from the device."""
 
     def before_report(self, trainer: Trainer, interval: Interval) -> None:
-        """Called before iterations are reported. It may add values and parts of the log line."""
+        """Called before iterations are reported. It may add values."""
 
     def after_report(self, trainer: Trainer, interval: Interval) -> None:
         """Called when iterations have been reported."""
@@ -203,8 +202,8 @@ class Hook:
     def evaluate(self, trainer: Trainer, where: str) -> None:
         """Called when an evaluation is due, beside the losses; `where` is for its heading."""
 
-    def after_evaluation(self, trainer: Trainer, values: dict[str, float]) -> None:
-        """Called when an evaluation has given values, by name."""
+    def after_evaluation(self, trainer: Trainer, result: EvalResult) -> None:
+        """Called when an evaluation has given results."""
 
     def before_save(self, trainer: Trainer) -> None:
         """Called before a checkpoint is written."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
@@ -24,6 +25,8 @@ from megatron.training.report import Log, show_log
 from megatron.training.start import claim_folder, find_start, initial_state, load_checkpoint, resumes
 from megatron.training.stop import StopRequests
 from megatron.training.task import Task
+
+logger = logging.getLogger("megatron")
 
 # Checks of the configuration on all processes, which raise `InputError`. Filled by `megatron.plugins`.
 START_CHECKS: list[Callable[[RunConfig, Axis], None]] = []
@@ -49,7 +52,7 @@ def pretrain(config: RunConfig, task: Task, hooks: Sequence[Hook]) -> int:
 
         keep_freed_memory()
     with init_mesh(config.parallel, device, functools.partial(_check_start, config)) as mesh:
-        show_log(mesh)
+        show_log(mesh, config.logging.log_level)
         stop = StopRequests(config.training, mesh)
         with raise_on_all_ranks(mesh.world, InputError):
             claim = claim_folder(config.checkpoint, mesh)
@@ -116,22 +119,16 @@ def build_trainer(
 
 def run(trainer: Trainer, stop: StopRequests) -> int:
     """Train and evaluate. Returns the exit status."""
-    config, state, log = trainer.config, trainer.state, trainer.log
-    checkpoint, skips = config.checkpoint, config.training.skip_train
-    if trainer.is_done and not skips:
+    checkpoint, state, log = trainer.config.checkpoint, trainer.state, trainer.log
+    if trainer.is_done and not trainer.config.training.skip_train:
         log(
             f"{checkpoint.load} is at iteration {state.iteration} of {trainer.train_iters}: "
             f"nothing is left to train; raise {trainer.task.length_flags} to go on"
         )
         if not state.evaluation_due and not trainer.task.evaluates_again:
             return 0
-    elif checkpoint.load is not None and state.iteration == 0 and not checkpoint.finetune:
-        log(f"--load: {checkpoint.load} holds no checkpoint yet; training starts from the beginning")
-    if checkpoint.save is None and not skips:
-        log("without --save DIR no checkpoint of this run will be kept")
-    log(describe(trainer))
     for note in trainer.engine.ops.notes:
-        log(note)
+        logger.debug(note)
     trainer.run(stop)
     if trainer.stop_reason is not None:
         kept = f"saved in {checkpoint.save}" if checkpoint.save else "nothing saved, without --save"
@@ -139,21 +136,6 @@ def run(trainer: Trainer, stop: StopRequests) -> int:
             f"stopped after iteration {state.iteration} of {trainer.train_iters}: {trainer.stop_reason}; {kept}"
         )
     return stop.exit_code
-
-
-def describe(trainer: Trainer) -> str:
-    """One line on what is about to run."""
-    training, state = trainer.config.training, trainer.state
-    model = (
-        f"in {training.precision} on {trainer.mesh.device}; vocabulary of {trainer.tokenizer.vocab_size}, "
-        f"padded to {trainer.padded_vocab_size}"
-    )
-    if training.skip_train:
-        return f"evaluation {model}; nothing is trained (--skip-train)"
-    return (
-        f"training {model}; iterations {state.iteration + 1} to {trainer.train_iters}, initial learning rate "
-        f"{state.schedule.lr(state.consumed_samples):.3E}"
-    )
 
 
 @contextmanager

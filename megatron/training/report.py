@@ -1,4 +1,4 @@
-"""Values of a run's iterations, and log lines in NVIDIA's format."""
+"""Values of a run's iterations and evaluations, and its log."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from megatron.parallel.collectives import all_reduce_sum
 from megatron.parallel.mesh import Mesh
 
 
-def show_log(mesh: Mesh) -> None:
-    """Send the package's log to stdout: messages from the first process, warnings and errors from every process."""
+def show_log(mesh: Mesh, level: str) -> None:
+    """Send the package's log to stdout: from `level` on from the first process, warnings and errors from every one."""
     handler = logging.StreamHandler(sys.stdout)
-    handler.setLevel(logging.INFO if mesh.is_first else logging.WARNING)
+    handler.setLevel(level.upper() if mesh.is_first else logging.WARNING)
     logger = logging.getLogger("megatron")
     logger.handlers = [handler]
-    logger.setLevel(logging.INFO)
+    logger.setLevel(level.upper())
 
 
 class History:
@@ -84,8 +84,7 @@ class Interval:
         rows: from `History`, with those before a resume since the last log line.
         iterations: number of iterations of this run.
         seconds: per iteration.
-        values: what hooks add for reports other than the log, by name.
-        parts: what hooks add to the log line.
+        values: what hooks add for reports, by name.
     """
 
     rows: list[dict[str, float]]
@@ -97,7 +96,6 @@ class Interval:
     seconds: float
     params_norm: float | None = None
     values: dict[str, float] = dataclasses.field(default_factory=dict)
-    parts: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def losses(self) -> dict[str, float]:
@@ -114,29 +112,22 @@ class Interval:
         """Iterations that changed no weights."""
         return int(sum(row["skipped"] for row in self.rows))
 
-    def line(self) -> str:
-        """The log line, in the format of Megatron-LM v2.5."""
-        last = self.rows[-1]
-        parts = [
-            f" iteration {last['iteration']:8d}/{self.train_iters:8d}",
-            f"consumed samples: {last['consumed samples']:12d}",
-            f"elapsed time per iteration (ms): {1000 * self.seconds:.1f}",
-            f"learning rate: {self.lr:.3E}",
-            f"global batch size: {self.batch_size:5d}",
-            *(f"{name}: {loss:.6E}".replace("NAN", "nan") for name, loss in self.losses.items()),
-            f"loss scale: {last.get('loss scale', 1.0):.1f}",
-            f"grad norm: {last['grad norm']:.3f}",
-        ]
-        if "num zeros" in last:
-            parts.append(f"num zeros: {last['num zeros']:.1f}")
-        if self.params_norm is not None:
-            parts.append(f"params norm: {self.params_norm:.3f}")
-        parts += [
-            f"number of skipped iterations: {self.skipped:3d}",
-            f"number of nan iterations: {self.bad:3d}",
-            *self.parts,
-        ]
-        return " | ".join(parts) + " |"
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalResult:
+    """Results of an evaluation.
+
+    Attributes:
+        title: what was evaluated, such as "validation" or the name of a zero-shot task.
+        where: point of the run, in Megatron-LM's words.
+        values: by name, for metrics.
+        line: log line in Megatron-LM's format, if it is not that of losses.
+    """
+
+    title: str
+    where: str
+    values: dict[str, float]
+    line: str | None = None
 
 
 class Log:
@@ -159,15 +150,3 @@ class Log:
                 sys.stdout = open(os.devnull, "w")  # noqa: SIM115, open until the process exits
                 with suppress(OSError):
                     sys.stderr.write(f"standard output: {error.strerror}; the run continues without it\n")
-
-
-def loss_report(where: str, split: str, losses: dict[str, float]) -> tuple[str, dict[str, float]]:
-    """Line and values by name for the losses of an evaluation on the `split` 'validation' or 'test'."""
-    values: dict[str, float] = {}
-    line = f" validation loss at {where} | "
-    for name, loss in losses.items():
-        ppl = math.exp(min(20.0, loss))
-        # NVIDIA's format stops at e^20; the > marks that.
-        line += f"{name} value: {loss:.6E} | {name} PPL: {'>' * (loss > 20)}{ppl:.6E} | "
-        values |= {f"{name} {split}": loss, f"{name} {split} ppl": ppl}
-    return line, values

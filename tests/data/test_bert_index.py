@@ -152,7 +152,7 @@ def test_cache_key_covers_all_inputs(
     sentences: IndexedDataset, write_documents, tmp_path: Path, caplog
 ) -> None:
     cache = tmp_path / "cache"
-    with caplog.at_level(logging.INFO, "megatron"):
+    with caplog.at_level(logging.DEBUG, "megatron"):
         first = open_map(sentences, cache)
         assert open_map(sentences, cache).paths == first.paths
     made = len(next(iter(first)))
@@ -200,7 +200,7 @@ def test_documents_of_one_sentence_are_refused(
     data = write([[1, 2, 3]] * 20)
     message = (
         r"corpus\.idx: the 20 documents for train have at most one sentence each, but sentence-order prediction needs "
-        r"two; preprocess the text with tools/preprocess_data\.py --split-sentences, or give --bert-no-binary-head$"
+        r"two; preprocess the text with megatron preprocess --split-sentences, or give --bert-no-binary-head$"
     )
     with pytest.raises(InputError, match=message):
         open_map(data, tmp_path)

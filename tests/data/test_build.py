@@ -44,10 +44,10 @@ def test_splits_share_no_document(corpus: IndexedDataset, tmp_path: Path) -> Non
 
 def test_splits_without_samples_or_documents(corpus: IndexedDataset, caplog) -> None:
     assert build(data_path=[corpus.prefix], split="6,2,2", samples=(40, 0, 0))[1:] == (None, None)
-    with caplog.at_level(logging.INFO, "megatron"):
+    with caplog.at_level(logging.DEBUG, "megatron"):
         assert build(data_path=[corpus.prefix], split="1", samples=(40, 9, 9))[1:] == (None, None)
     assert "no valid data: --split 1 gives it no documents; valid loss will not be computed" in caplog.text
-    with caplog.at_level(logging.INFO, "megatron"):
+    with caplog.at_level(logging.DEBUG, "megatron"):
         build(train_data_path=[corpus.prefix], samples=(40, 0, 9))
     assert "no test data: --test-data-path is not set" in caplog.text
 
@@ -60,7 +60,7 @@ def test_more_samples_than_an_index_can_hold(write: Callable) -> None:
 
 def test_default_split_of_a_small_file(write: Callable, caplog) -> None:
     data = write([[1, 2, 3]] * 20)
-    with caplog.at_level(logging.INFO, "megatron"):
+    with caplog.at_level(logging.DEBUG, "megatron"):
         train, valid, test = build(data_path=[data.prefix], samples=(1, 1, 5))
     assert train and valid and test is None
     assert "no test data: --split 969, 30, 1 (the default) gives it no documents" in caplog.text

@@ -167,12 +167,12 @@ def open_index(dataset: IndexedDataset, cache: Path, **changes):
 
 def test_cache_key_covers_all_inputs(corpus: IndexedDataset, write, tmp_path: Path, caplog) -> None:
     cache = tmp_path / "cache"
-    with caplog.at_level(logging.INFO, "megatron"):
+    with caplog.at_level(logging.DEBUG, "megatron"):
         first = open_index(corpus, cache)
     available = f"{(corpus.num_tokens - 1) // 8:,} samples of 8 tokens"
     assert f"50 documents, {corpus.num_tokens:,} tokens, {available}; needed: 100 samples" in caplog.text
     assert "epochs" not in caplog.text
-    with caplog.at_level(logging.INFO, "megatron"):
+    with caplog.at_level(logging.DEBUG, "megatron"):
         open_index(corpus, cache, samples=1000)
     times = -(-8001 // corpus.num_tokens)
     assert f"{available}; needed: 1,000 samples, {times} epochs" in caplog.text

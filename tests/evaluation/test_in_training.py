@@ -62,7 +62,7 @@ def test_eval_tasks_do_not_change_training(pretrain, files: list[str], tmp_path:
     pretrain(*TINY, "--metrics-path", metrics[0])
     tasks = ["--eval-tasks", *KINDS, "--eval-tasks-data", *files, "--overlapping-eval", 7]
     outputs = ["--tensorboard-dir", tmp_path / "events", "--save", tmp_path / "run"]
-    out = pretrain(*TINY, "--metrics-path", metrics[1], *tasks, *outputs)
+    out = pretrain(*TINY, "--metrics-path", metrics[1], *tasks, *outputs, "--log-format", "megatron")
     without, found = ([json.loads(line) for line in path.read_text().splitlines()] for path in metrics)
     metric_rows = [row for row in found if any(name.startswith(KINDS) for name in row)]
     losses = [[row["lm loss"] for row in rows if "lm loss" in row] for rows in (without, found)]
@@ -85,7 +85,7 @@ def test_eval_tasks_do_not_change_training(pretrain, files: list[str], tmp_path:
 
     events = EventAccumulator(str(tmp_path / "events"))
     events.Reload()
-    points = [(point.step, point.value) for point in events.Scalars("WIKITEXT103 adjusted ppl")]
+    points = [(point.step, point.value) for point in events.Scalars("valid/WIKITEXT103 adjusted ppl")]
     assert points == [
         (step, pytest.approx(value))
         for step, value in ((row["iteration"], row["WIKITEXT103 adjusted ppl"]) for row in metric_rows[::3])
@@ -140,7 +140,7 @@ def test_equals_nvidia_metrics(shared: Path, tmp_path: Path, pretrain) -> None:
     run += " --eval-iters 0 --lr 1e-3 --device cpu --num-workers 0 --ops-backend plain"
     files = [vectors / "wiki300.test.tokens", vectors / "lambada400.jsonl"]
     tasks = ["--eval-tasks", "WIKITEXT103", "LAMBADA", "--eval-tasks-data", *files, "--overlapping-eval", 64]
-    out = pretrain("--load", folder, *run.split(), *tasks)
+    out = pretrain("--load", folder, *run.split(), *tasks, "--log-format", "megatron")
     assert (
         "WIKITEXT103 at iteration 200 | avg loss: 6.7403E+00 | ppl: 8.4583E+02 | adjusted ppl: 1.8280E+04 | "
         "token ratio: 1.455947625388371 |"

@@ -70,7 +70,7 @@ def start(flags: list[list[str]], program: str | None = None) -> list[subprocess
 
 def wait_for_training(process: subprocess.Popen) -> None:
     for line in process.stdout:
-        if " iteration        3/" in line:
+        if " 3/" in line:
             return
     pytest.fail(process.stderr.read())
 
@@ -231,7 +231,7 @@ def test_slow_run_is_not_aborted() -> None:
     (run,) = start([["--train-iters", "2", "--hang-timeout", "1.5"]], SLOW)
     out, errors = run.communicate(timeout=60)
     assert run.returncode == 0, errors
-    assert " iteration        2/" in out
+    assert " 2/2 " in out
 
 
 @pytest.mark.slow
@@ -277,7 +277,7 @@ def test_torchrun_restarts_a_run_that_lost_a_process(tmp_path: Path) -> None:
     )
     try:
         for line in process.stdout:
-            if " iteration       15/" in line:
+            if " 15/120 " in line:
                 break
         ranks = subprocess.run(
             ["pgrep", "-P", str(process.pid)], capture_output=True, text=True

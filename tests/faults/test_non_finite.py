@@ -183,7 +183,7 @@ def test_run_continues_after_a_skipped_iteration(tmp_path: Path) -> None:
     injection = Injection(0, "decoder.layers.0.mlp.linear_fc1", (8, 9))
     flags = f"--on-non-finite skip --log-interval 1 --metrics-path {tmp_path / 'a.jsonl'}"
     fault, output = run_distributed(train, 2, flags, injection)[0]
-    assert fault == "" and "number of skipped iterations:   1 | number of nan iterations:   1" in output
+    assert fault == "" and "  skipped 1 of 1  not finite 1\n" in output
     rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     assert [row["skipped iterations"] for row in rows] == [0, 0, 1] + [0] * 9
     assert rows[2]["grad norm"] is None and rows[3]["grad norm"] > 0

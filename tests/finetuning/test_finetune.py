@@ -54,6 +54,7 @@ def test_finetuning_learns_a_rule(
     flags = f"""
         --task {task} --train-data {train} --valid-data {valid} {other} --vocab-file {vocab} --epochs {epochs}
         {SIZES} {FLAGS} {RECIPE} --metrics-path {tmp_path}/metrics.jsonl --save {tmp_path}/out
+        --log-format megatron
     """
     assert main(flags.split()) == 0
     out = capsys.readouterr().out

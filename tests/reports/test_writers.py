@@ -1,4 +1,4 @@
-"""TensorBoard, metrics file and Weights & Biases."""
+"""TensorBoard and the file of metrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import megatron.plugins  # noqa: F401 (registers the flags)
 from megatron.arguments import parse_run_config
 from megatron.errors import InputError
 from megatron.parallel.mesh import Mesh
-from megatron.reports.reports import Writers
+from megatron.reports.reports import Writers, config_text
 from megatron.training.config import RunConfig
 
 MESH = Mesh(device=torch.device("cpu"))
@@ -73,26 +73,30 @@ def test_an_unrelated_file_is_not_overwritten(tmp_path: Path, content: str) -> N
     assert path.read_text(encoding="latin-1") == content
 
 
-def test_tensorboard_has_nvidias_names(tmp_path: Path) -> None:
+def test_tensorboard_tags_are_grouped(tmp_path: Path) -> None:
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     report(config_of("--tensorboard-dir", tmp_path), 0, range(1, 4))
     events = event_accumulator.EventAccumulator(str(tmp_path))
     events.Reload()
     tags = set(events.Tags()["scalars"])
     assert {
-        "lm loss",
-        "lm loss vs samples",
-        "grad-norm",
-        "learning-rate",
-        "batch-size",
-        "iteration-time",
-        "lm loss validation",
-        "lm loss validation vs samples",
-        "lm loss validation ppl",
+        "train/lm loss",
+        "train/lm loss vs samples",
+        "optimizer/grad-norm",
+        "optimizer/learning-rate",
+        "optimizer/batch-size",
+        "speed/iteration-time",
+        "speed/tokens-per-second",
+        "speed/throughput",
+        "speed/mfu",
+        "valid/lm loss",
+        "valid/lm loss vs samples",
+        "valid/lm loss ppl",
     } <= tags
-    assert [e.step for e in events.Scalars("lm loss")] == [1, 2, 3]
-    assert [e.value for e in events.Scalars("lm loss")] == pytest.approx([1.0, 0.5, 1 / 3])
-    assert [e.step for e in events.Scalars("lm loss vs samples")] == [8, 16, 24]
+    assert {tag.split("/")[0] for tag in tags} == {"train", "optimizer", "speed", "valid"}
+    assert [e.step for e in events.Scalars("train/lm loss")] == [1, 2, 3]
+    assert [e.value for e in events.Scalars("train/lm loss")] == pytest.approx([1.0, 0.5, 1 / 3])
+    assert [e.step for e in events.Scalars("train/lm loss vs samples")] == [8, 16, 24]
 
 
 def test_tensorboard_of_a_resumed_run_has_every_iteration_once(tmp_path: Path) -> None:
@@ -103,7 +107,7 @@ def test_tensorboard_of_a_resumed_run_has_every_iteration_once(tmp_path: Path) -
     report(config, 3, range(4, 9))
     events = event_accumulator.EventAccumulator(str(tmp_path))
     events.Reload()
-    assert [e.step for e in events.Scalars("lm loss")] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [e.step for e in events.Scalars("train/lm loss")] == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def test_tensorboard_log_interval(tmp_path: Path) -> None:
@@ -116,7 +120,7 @@ def test_tensorboard_log_interval(tmp_path: Path) -> None:
     events = event_accumulator.EventAccumulator(str(tmp_path))
     events.Reload()
     # The last iteration of the report is written, too.
-    assert [e.step for e in events.Scalars("lm loss")] == [2, 4, 5]
+    assert [e.step for e in events.Scalars("train/lm loss")] == [2, 4, 5]
 
 
 def test_metrics_through_a_symlink(tmp_path: Path) -> None:
@@ -126,8 +130,36 @@ def test_metrics_through_a_symlink(tmp_path: Path) -> None:
     assert len((tmp_path / "real.jsonl").read_text().splitlines()) == 4
 
 
-def test_missing_packages_are_named(monkeypatch) -> None:
+def test_texts_in_tensorboard(tmp_path: Path) -> None:
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    writers = Writers(
+        config_of("--tensorboard-dir", tmp_path, "--metrics-path", tmp_path / "m.jsonl"), MESH, print
+    )
+    writers.start(0)
+    writers.text("samples/a prompt", "# one\n  two\n", 5)
+    writers.close()
+    events = event_accumulator.EventAccumulator(str(tmp_path))
+    events.Reload()
+    (event,) = events.Tensors("samples/a prompt/text_summary")
+    # TensorBoard shows Markdown, in which indented lines are literal.
+    assert (event.step, event.tensor_proto.string_val[0]) == (5, b"    # one\n      two\n")
+    assert (tmp_path / "m.jsonl").read_text() == ""
 
+
+def test_the_configuration_as_text_is_a_config_file(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    given = config_of(
+        "--no-progress", "--swiglu", "--min-lr", "1e-05", "--data-path", "0.5", "a", "0.5", "b c"
+    )
+    file.write_text(config_text(given))
+    assert "no-progress: true\n" in file.read_text() and "lr: 1.0\n" in file.read_text()
+    assert parse_run_config(["--config", str(file)], description="a test", defaults={}) == given
+
+
+def test_missing_packages_are_named(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    with pytest.raises(InputError, match="pip install mlflow-skinny"):
+        Writers(config_of("--mlflow-experiment", "p"), MESH, print)
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(InputError, match="pip install wandb"):
         Writers(config_of("--wandb-project", "p"), MESH, print)

@@ -69,7 +69,7 @@ def test_a_resumed_quickstart_matches_an_uninterrupted_one(
     made = shutil.ignore_patterns("checkpoints", "tensorboard", "metrics.jsonl")
     shutil.copytree(uninterrupted, folder, ignore=made)
     process = start(folder)
-    while "iteration       30/" not in process.stdout.readline():
+    while " 30/60 " not in process.stdout.readline():
         assert process.poll() is None
     if interruption == "Ctrl-C":
         os.killpg(process.pid, signal.SIGINT)

@@ -46,7 +46,7 @@ DEPARTURES = {
     "--muon-num-ns-steps": "in fp32, with the coefficients of torch.optim.Muon; there `quintic` by default, in bf16",
     "--num-layers-per-virtual-pipeline-stage": "needs two stages; in v2.5 three",
     "--optimizer": "muon orthogonalizes the projection to queries, keys and values as one matrix; there as three",
-    "--overlapping-eval": "there a flag of tasks/main.py with default 32, as here in tools/evaluate.py",
+    "--overlapping-eval": "there a flag of tasks/main.py with default 32, as here in megatron evaluate",
     "--pipeline-model-parallel-size": "an error if larger than the number of ranks; v2.5 reduces it",
     "--profile": "always torch's profiler, with a summary page; there nsys by default",
     "--rampup-batch-size": "as in v2.5, with --train-samples only; now ignored",

@@ -134,7 +134,7 @@ MODEL_FLAGS: tuple[NvidiaFlag, ...] = (
     ),
     # Data and tokenizers.
     *refuse(
-        "only the mmap format is read; tools/preprocess_data.py writes it",
+        "only the mmap format is read; megatron preprocess writes it",
         "--data-impl NAME",
         harmless=("mmap", "infer"),
     ),

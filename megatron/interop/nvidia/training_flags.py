@@ -225,13 +225,10 @@ TRAINING_FLAGS: tuple[NvidiaFlag, ...] = (
     *accept("always reported with --fp16", "--no-log-loss-scale-to-tensorboard"),
     *accept("reported at the start", "--log-world-size-to-tensorboard"),
     *accept("timers never use a barrier", "--no-barrier-with-level-1-timing"),
-    *accept(
-        "nothing is reported to NVIDIA",
-        "--logging-level N",
-        "--no-one-logger",
-    ),
+    *accept("nothing is reported to NVIDIA", "--no-one-logger"),
+    *accept("use --log-level", "--logging-level N"),
     *accept("always used by --profile", "--use-pytorch-profiler"),
-    *accept("not implemented; the log reports memory use", "--record-memory-history"),
+    *accept("not implemented; --log-level debug reports memory use", "--record-memory-history"),
     *accept(
         "results are not validated; see --check-weight-replicas-interval",
         "--rerun-mode NAME",
@@ -247,7 +244,7 @@ TRAINING_FLAGS: tuple[NvidiaFlag, ...] = (
     ),
     # Generation.
     *accept(
-        "a flag for generation; see tools/generate_text.py",
+        "a flag for generation; see megatron generate",
         "--inference-batch-times-seqlen-threshold N",
         "--inference-max-seq-length N",
         "--inference-max-requests N",
