@@ -14,6 +14,8 @@ from megatron.preprocessing.preprocess import PreprocessConfig, Report, preproce
 from megatron.tokenizer.config import TokenizerConfig
 from megatron.tool import exit_on_sigterm
 
+SHORT_DOCUMENT = 32  # tokens on average, below which a warning is printed
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__)
@@ -25,10 +27,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if (tokenizer.tokenizer_type or "").startswith("Bert") and not config.split_sentences:
         print("note: BERT is pretrained on sentences; use --split-sentences", file=sys.stderr)
     exit_on_sigterm()
-    describe(preprocess(config, tokenizer))
+    describe(preprocess(config, tokenizer), config.split_sentences)
 
 
-def describe(report: Report) -> None:
+def describe(report: Report, split_sentences: bool) -> None:
     for output in report.outputs:
         print(
             f"{output.prefix}: {output.documents:,} documents, {output.sequences:,} sequences, "
@@ -40,6 +42,14 @@ def describe(report: Report) -> None:
         print(f"{report.bad_count:,} bad lines were dropped, the first of them:")
         for line in report.bad_lines:
             print(f"  {line}")
+    for output in report.outputs:
+        mean = output.tokens / max(output.documents, 1)
+        if not split_sentences and output.documents > 1 and mean < SHORT_DOCUMENT:
+            print(
+                f"warning: {output.prefix}: documents have {mean:.0f} tokens on average; if they are lines or "
+                "paragraphs of longer texts, a model learns little of what connects them: make each text one document",
+                file=sys.stderr,
+            )
     speed = report.text_bytes / 1e6 / report.seconds
     print(f"{report.text_bytes / 1e6:.1f} MB of text in {report.seconds:.1f} s, {speed:.1f} MB/s")
 
