@@ -608,6 +608,7 @@ def test_help_is_grouped_and_complete() -> None:
         "logging",
         "settings",
         "shorthands",
+        "tokenizer folder",
         "loss scale",
         "spikes",
         "ramp-up",

@@ -1,7 +1,8 @@
-r"""Tokenize text into the files (.bin and .idx) that training reads.
+"""Tokenize text into the files (.bin and .idx) that training reads.
 
-    megatron preprocess --input 'my/*.jsonl' --output-prefix my/corpus --append-eod \
-        --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt
+    megatron preprocess --input my/texts --output-prefix my/corpus --append-eod --tokenizer my/tokenizer
+
+A copy of the tokenizer is kept beside the files, and training uses it unless it gets other flags.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 
 from megatron.cli import Parser, add_flags, make_config, run_command
 from megatron.preprocessing.preprocess import PreprocessConfig, Report, preprocess
-from megatron.tokenizer.config import TokenizerConfig
+from megatron.settings.tokenizer import TokenizerFlags, tokenizer_config
 from megatron.tool import exit_on_sigterm
 
 SHORT_DOCUMENT = 32  # tokens on average, below which a warning is printed
@@ -20,10 +21,10 @@ SHORT_DOCUMENT = 32  # tokens on average, below which a warning is printed
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__)
     add_flags(parser, PreprocessConfig, "data")
-    add_flags(parser, TokenizerConfig, "tokenizer")
+    add_flags(parser, TokenizerFlags, "tokenizer")
     args = vars(parser.parse_args(argv))
     config = make_config(PreprocessConfig, args)
-    tokenizer = make_config(TokenizerConfig, args)
+    tokenizer = tokenizer_config(args)
     if (tokenizer.tokenizer_type or "").startswith("Bert") and not config.split_sentences:
         print("note: BERT is pretrained on sentences; use --split-sentences", file=sys.stderr)
     exit_on_sigterm()
