@@ -44,6 +44,7 @@ from megatron.reports.devices import PEAK_FLOPS
 from megatron.reports.layout import LayoutTable
 from megatron.reports.profile import Profiling
 from megatron.reports.reports import ProgressBar, Reports
+from megatron.reports.run_size import RunSize
 from megatron.reports.throughput import Throughput
 from megatron.reports.timers import PhaseTimes
 from megatron.settings.checkpoint_args import add_checkpoint_args
@@ -114,6 +115,7 @@ def training_hooks(evaluation: Sequence[Hook] = ()) -> list[Hook]:
     """
     return [
         LayoutTable(),
+        RunSize(),
         PhaseTimes(),
         ReportAtEnd(),  # after the writers of Reports are closed
         Reports(),
