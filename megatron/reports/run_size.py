@@ -78,7 +78,7 @@ def num_tokens(dataset: Dataset) -> int:
 
 
 def _samples_of_each(blend: BlendedDataset, samples: int) -> Sequence[int]:
-    """How many of the first samples of a blend come from each of its datasets."""
+    """Count the first samples of a blend that come from each of its datasets."""
     order, _ = blend.index
     counts = np.zeros(len(blend.datasets), dtype=np.int64)
     for part in chunks(min(samples, len(order))):

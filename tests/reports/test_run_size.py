@@ -33,7 +33,7 @@ def train(samples: int = 1000, **flags: Any) -> Any:
 
 
 def test_epochs_and_tokens_per_parameter(tmp_path: Path) -> None:
-    """Of the 100 documents of the file 80 are for training."""
+    """Train on 80 of the 100 documents of the file."""
     file = write(tmp_path / "a", 100)
     data = train(data_path=(str(file),), split="80,10,10")
     assert describe_size(data, **RUN) == [
@@ -59,7 +59,7 @@ def test_synthetic_data_has_no_epochs() -> None:
 
 
 def test_the_sentences_of_bert(tmp_path: Path) -> None:
-    """Of 20 documents, of which one has no sample at either end."""
+    """The samples use the sentences from the third on, of twenty."""
     rows = np.array([[4, 6, 9], [2, 4, 9], [18, 19, 9]])
     data = BertDataset(IndexedDataset(write(tmp_path / "a", 20)), (rows,), None, 1, 8)
     (line,) = describe_size(data, **RUN)
