@@ -26,6 +26,10 @@ def read_rows(address: str, keys: Sequence[str], rows: int) -> Iterator[list[dic
         raise InputError(
             f"{address}: reading Hugging Face datasets needs a library: pip install datasets"
         ) from None
+    if int(datasets.__version__.split(".")[0]) < 4:
+        raise InputError(
+            f"{address}: datasets {datasets.__version__} may run code of a dataset; pip install 'datasets>=4'"
+        )
     try:
         dataset = _load(datasets, address)
         names = dataset.column_names  # None if only the first row will tell

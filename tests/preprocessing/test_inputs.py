@@ -208,6 +208,15 @@ def test_saved_hugging_face_datasets(tmp_path: Path, offline: None) -> None:
         find_inputs([str(tmp_path / "one")])
 
 
+def test_versions_of_datasets_that_run_code_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets, "__version__", "3.6.0")
+    with pytest.raises(
+        InputError, match=r"hf:x: datasets 3\.6\.0 may run code of a dataset; pip install 'datasets>=4'"
+    ):
+        texts("hf:x")
+
+
 def test_a_hugging_face_dataset_of_files_is_streamed(tmp_path: Path, offline: None) -> None:
     """The same call that reads a dataset of the hub, here of a folder with files and configs."""
     pytest.importorskip("datasets")
