@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 from megatron.cli import Parser, add_flags, make_config, run_command
 from megatron.errors import InputError
 from megatron.flags import Config, flag
-from megatron.preprocessing.documents import documents, find_files, read_batches
+from megatron.preprocessing.documents import documents, read_batches
 from megatron.preprocessing.encoder import Encode
 from megatron.preprocessing.workers import available_cores
 from megatron.tokenizer.bert import BertWordPieceTokenizer
@@ -83,8 +83,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def make_texts(path: str, megabytes: float) -> list[str]:
     """Build documents of about DOCUMENT_CHARACTERS from the paragraphs of a file, repeated as needed."""
-    files = find_files([path])
-    found = (documents(batch, ["text"])[0] for batch in read_batches(files, ["text"]))
+    batches = read_batches([path], ["text"], "blank-lines")
+    found = (documents(batch, ["text"])[0] for batch in batches)
     paragraphs = [document.texts[0] for document in itertools.chain.from_iterable(found)]
     if not paragraphs:
         raise InputError(f"{path}: contains no text")

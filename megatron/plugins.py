@@ -48,12 +48,15 @@ from megatron.reports.devices import PEAK_FLOPS
 from megatron.reports.log import LogLines
 from megatron.reports.profile import Profiling
 from megatron.reports.reports import ProgressBar, Reports
+from megatron.reports.run_size import RunSize
 from megatron.reports.throughput import Throughput
 from megatron.reports.timers import PhaseTimes
 from megatron.settings.checkpoint_args import add_checkpoint_args
 from megatron.settings.config import SettingsConfig
 from megatron.settings.config_file import add_config_flag, parse_config_file
+from megatron.settings.data_tokenizer import DataTokenizerConfig, add_data_tokenizer
 from megatron.settings.shorthands import ShorthandConfig, expand_shorthands
+from megatron.settings.tokenizer import expand_tokenizer
 from megatron.training.batch_size import BATCH_SCHEDULES
 from megatron.training.build import MODEL_CHECKS
 from megatron.training.config import PLUGIN_CONFIGS, RunConfig
@@ -79,6 +82,7 @@ PLUGIN_CONFIGS.update(
     {
         "settings": SettingsConfig,
         "shorthands": ShorthandConfig,
+        "tokenizer folder": DataTokenizerConfig,
         "loss scale": LossScaleConfig,
         "spikes": SpikeConfig,
         "ramp-up": RampUpConfig,
@@ -94,7 +98,7 @@ PLUGIN_CONFIGS.update(
 )
 PARSER_EXTENSIONS[:] = [add_config_flag, add_nvidia_flags]
 BEFORE_COMMAND_LINE[:] = [parse_config_file]
-AFTER_COMMAND_LINE[:] = [expand_shorthands, add_checkpoint_args]
+AFTER_COMMAND_LINE[:] = [expand_shorthands, expand_tokenizer, add_checkpoint_args, add_data_tokenizer]
 PEAK_FLOPS[:] = [peak_flops]
 SCHEDULES.update({"gpipe": gpipe, "interleaved": interleaved})
 LAYER_SPLITS.update({"uneven": uneven_split})
@@ -126,6 +130,7 @@ def training_hooks(evaluation: Sequence[Hook] = ()) -> list[Hook]:
     """
     return [
         LogLines(),  # before those that log more on an interval
+        RunSize(),
         PhaseTimes(),
         ReportAtEnd(),  # after the writers of Reports are closed
         Reports(),

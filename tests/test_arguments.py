@@ -609,6 +609,7 @@ def test_help_is_grouped_and_complete() -> None:
         "logging",
         "settings",
         "shorthands",
+        "tokenizer folder",
         "loss scale",
         "spikes",
         "ramp-up",

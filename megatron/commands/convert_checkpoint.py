@@ -26,7 +26,7 @@ from tqdm import tqdm
 from megatron.checkpoint.checkpoint import Checkpoint
 from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.tokenizer import saved_tokenizer
-from megatron.cli import Parser, add_flags, make_config, run_command
+from megatron.cli import Parser, add_flags, run_command
 from megatron.errors import InputError, TrainingFault
 from megatron.inference.conversion import (
     TOLERANCE,
@@ -41,6 +41,7 @@ from megatron.interop.huggingface.write import write_huggingface
 from megatron.interop.nvidia.read import open_megatron
 from megatron.interop.nvidia.write import write_megatron
 from megatron.model.config import ModelConfig
+from megatron.settings.tokenizer import TokenizerFlags, tokenizer_config
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.config import TokenizerConfig
 from megatron.tool import exit_on_sigterm
@@ -97,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def add_megatron_flags(parser: argparse.ArgumentParser) -> None:
     source = parser.add_argument_group("--from megatron")
     source.add_argument("--no-load-optim", action="store_true", help="do not convert the optimizer state")
-    add_flags(parser, TokenizerConfig, "tokenizer of the checkpoint, with --from megatron")
+    add_flags(parser, TokenizerFlags, "tokenizer of the checkpoint, with --from megatron")
     add_flags(parser, ModelConfig, "model, with --from megatron if the files lack the flags of their run")
     target = parser.add_argument_group("--to megatron")
     for axis in ("tensor", "pipeline"):
@@ -111,7 +112,7 @@ def add_megatron_flags(parser: argparse.ArgumentParser) -> None:
 
 def readers(args: argparse.Namespace) -> dict[str, Callable]:
     """The function that opens a checkpoint, for each format."""
-    tokenizer = make_config(TokenizerConfig, vars(args))
+    tokenizer = tokenizer_config(vars(args))
     if tokenizer.tokenizer_type is None and tokenizer != TokenizerConfig(vocab_size=tokenizer.vocab_size):
         raise InputError("--tokenizer-type is required with other tokenizer flags")
     fields = {field.name for field in dataclasses.fields(ModelConfig)}

@@ -33,7 +33,7 @@ from megatron.inference.stages import Stages
 from megatron.model.gpt import GPTModel
 from megatron.parallel.collectives import raise_on_all_ranks
 from megatron.parallel.mesh import choose_device, init_mesh
-from megatron.tokenizer.config import TokenizerConfig
+from megatron.settings.tokenizer import TokenizerFlags, tokenizer_config
 from megatron.tool import check_output_file, write_output_file
 
 
@@ -41,10 +41,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__)
     add_flags(parser, ZeroShotConfig, "task")
     add_flags(parser, InferenceConfig, "model")
-    add_flags(parser, TokenizerConfig, "tokenizer (default: the one saved with the checkpoint)")
+    add_flags(parser, TokenizerFlags, "tokenizer (default: the one saved with the checkpoint)")
     parser.add_argument("--output-path", type=Path, metavar="FILE", help="JSON file to write")
     args = vars(parser.parse_args(argv))
-    config, chosen = make_config(ZeroShotConfig, args), make_config(TokenizerConfig, args)
+    config, chosen = make_config(ZeroShotConfig, args), tokenizer_config(args)
     inference, output = make_config(InferenceConfig, args), args["output_path"]
     check_output_file("--output-path", output)
     files = [read_file(path, "--valid-data") for path in config.valid_data]

@@ -31,6 +31,7 @@ from megatron.parallel.mesh import world_size
 from megatron.plugins import training_hooks
 from megatron.settings.checkpoint_args import add_checkpoint_args
 from megatron.settings.shorthands import expand_shorthands
+from megatron.settings.tokenizer import expand_tokenizer
 from megatron.training.pretrain import pretrain
 
 DEFAULTS = {"tokenizer_type": "BertWordPieceLowerCase"}
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = run_parser(__doc__, DEFAULTS, own={"fine-tuning": FinetuneConfig}, without=WITHOUT)
     add_model = functools.partial(add_checkpoint_args, model_folder=model_folder)
-    values = run_values(argv, parser, DEFAULTS, after=[expand_shorthands, add_model])
+    values = run_values(argv, parser, DEFAULTS, after=[expand_shorthands, expand_tokenizer, add_model])
     finetune = make_config(FinetuneConfig, values)
     # The number of iterations is known once the files are read; the flags are checked before.
     config = run_config(values | {"train_iters": 1})

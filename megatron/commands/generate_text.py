@@ -15,7 +15,7 @@ from megatron.inference.config import InferenceConfig
 from megatron.inference.driver import driver
 from megatron.inference.sampling import SamplingConfig
 from megatron.inference.terminal import TextConfig, run
-from megatron.tokenizer.config import TokenizerConfig
+from megatron.settings.tokenizer import TokenizerFlags, tokenizer_config
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "prompts": TextConfig,
         "sampling": SamplingConfig,
         "beam search": BeamConfig,
-        "tokenizer (default: the one saved with the checkpoint)": TokenizerConfig,
+        "tokenizer (default: the one saved with the checkpoint)": TokenizerFlags,
     }
     for title, config in configs.items():
         add_flags(parser, config, title)
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     sampling_flags = {field.name for field in dataclasses.fields(SamplingConfig)} - {"out_seq_length"}
     beam.check(args.keys() & (sampling_flags | {"num_samples", "logprobs"}))
     generate = functools.partial(run, make_config(TextConfig, args), make_config(SamplingConfig, args), beam)
-    driver(make_config(InferenceConfig, args), make_config(TokenizerConfig, args), generate)
+    driver(make_config(InferenceConfig, args), tokenizer_config(args), generate)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-r"""Describe and check a pair of token files (PREFIX.bin and PREFIX.idx).
+"""Describe and check a pair of token files (PREFIX.bin and PREFIX.idx).
 
-    megatron inspect-data my/corpus_text_document --show 2 \
-        --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt
+    megatron inspect-data my/corpus_text_document --show 2
+
+The tokenizer is the one recorded beside the files, unless its flags are given.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from megatron.cli import Parser, add_flags, make_config, run_command
 from megatron.data.indexed import IndexedDataset
 from megatron.errors import InputError
 from megatron.flags import Config, flag
+from megatron.settings.tokenizer import TokenizerFlags, tokenizer_config
 from megatron.tokenizer import Tokenizer, build_tokenizer
-from megatron.tokenizer.config import TokenizerConfig
+from megatron.tokenizer.record import read_tokenizer
 
 CHUNK_TOKENS = 1 << 22  # checked at a time
 MAX_CHARACTERS = 1000  # printed of a document
@@ -34,16 +36,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("prefix", metavar="PREFIX", help="path of the files without .bin or .idx")
     add_flags(parser, InspectConfig, "output")
-    add_flags(parser, TokenizerConfig, "tokenizer, or --vocab-size alone, to check the ids")
+    add_flags(
+        parser,
+        TokenizerFlags,
+        "tokenizer (default: that of the files), or --vocab-size alone, to check the ids",
+    )
     args = vars(parser.parse_args(argv))
-    config, tokenizer_config = make_config(InspectConfig, args), make_config(TokenizerConfig, args)
-    tokenizer = build_tokenizer(tokenizer_config) if tokenizer_config.tokenizer_type else None
+    config, chosen = make_config(InspectConfig, args), tokenizer_config(args)
+    record = read_tokenizer(args["prefix"])
+    if chosen.tokenizer_type is None and record:
+        chosen = record.config(args["prefix"])
+    tokenizer = build_tokenizer(chosen) if chosen.tokenizer_type else None
     if config.show and tokenizer is None:
-        raise InputError("--show needs the tokenizer of the files: --tokenizer-type and its files")
-    vocab_size = tokenizer.vocab_size if tokenizer else tokenizer_config.vocab_size
+        raise InputError(
+            "--show needs the tokenizer of the files, which have no record of it: --tokenizer, or --tokenizer-type and "
+            "its files"
+        )
+    vocab_size = tokenizer.vocab_size if tokenizer else chosen.vocab_size
 
     dataset = IndexedDataset(args["prefix"])
     describe(dataset)
+    if record:
+        print(f"tokenizer  {record}")
     check_ids(dataset, vocab_size)
     if tokenizer is None:
         return

@@ -1,7 +1,8 @@
-r"""Tokenize text into the files (.bin and .idx) that training reads.
+"""Tokenize text into the files (.bin and .idx) that training reads.
 
-    megatron preprocess --input 'my/*.jsonl' --output-prefix my/corpus --append-eod \
-        --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt
+    megatron preprocess --input my/texts --output-prefix my/corpus --append-eod --tokenizer my/tokenizer
+
+A copy of the tokenizer is kept beside the files, and training uses it unless it gets other flags.
 """
 
 from __future__ import annotations
@@ -11,24 +12,26 @@ from collections.abc import Sequence
 
 from megatron.cli import Parser, add_flags, make_config, run_command
 from megatron.preprocessing.preprocess import PreprocessConfig, Report, preprocess
-from megatron.tokenizer.config import TokenizerConfig
+from megatron.settings.tokenizer import TokenizerFlags, tokenizer_config
 from megatron.tool import exit_on_sigterm
+
+SHORT_DOCUMENT = 32  # tokens on average, below which a warning is printed
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__)
     add_flags(parser, PreprocessConfig, "data")
-    add_flags(parser, TokenizerConfig, "tokenizer")
+    add_flags(parser, TokenizerFlags, "tokenizer")
     args = vars(parser.parse_args(argv))
     config = make_config(PreprocessConfig, args)
-    tokenizer = make_config(TokenizerConfig, args)
+    tokenizer = tokenizer_config(args)
     if (tokenizer.tokenizer_type or "").startswith("Bert") and not config.split_sentences:
         print("note: BERT is pretrained on sentences; use --split-sentences", file=sys.stderr)
     exit_on_sigterm()
-    describe(preprocess(config, tokenizer))
+    describe(preprocess(config, tokenizer), config.split_sentences)
 
 
-def describe(report: Report) -> None:
+def describe(report: Report, split_sentences: bool) -> None:
     for output in report.outputs:
         print(
             f"{output.prefix}: {output.documents:,} documents, {output.sequences:,} sequences, "
@@ -40,6 +43,14 @@ def describe(report: Report) -> None:
         print(f"{report.bad_count:,} bad lines were dropped, the first of them:")
         for line in report.bad_lines:
             print(f"  {line}")
+    for output in report.outputs:
+        mean = output.tokens / max(output.documents, 1)
+        if not split_sentences and output.documents > 1 and mean < SHORT_DOCUMENT:
+            print(
+                f"warning: {output.prefix}: documents have {mean:.0f} tokens on average; if they are lines or "
+                "paragraphs of longer texts, a model learns little of what connects them: make each text one document",
+                file=sys.stderr,
+            )
     speed = report.text_bytes / 1e6 / report.seconds
     print(f"{report.text_bytes / 1e6:.1f} MB of text in {report.seconds:.1f} s, {speed:.1f} MB/s")
 

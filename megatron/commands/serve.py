@@ -15,8 +15,8 @@ from megatron.inference.config import InferenceConfig
 from megatron.inference.driver import driver
 from megatron.inference.predictor import Predictor
 from megatron.inference.server.config import ServerConfig
+from megatron.settings.tokenizer import TokenizerFlags, tokenizer_config
 from megatron.tokenizer import Tokenizer
-from megatron.tokenizer.config import TokenizerConfig
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     configs = {
         "model": InferenceConfig,
         "server": ServerConfig,
-        "tokenizer (default: the one saved with the checkpoint)": TokenizerConfig,
+        "tokenizer (default: the one saved with the checkpoint)": TokenizerFlags,
     }
     for title, config in configs.items():
         add_flags(parser, config, title)
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         assert listener is not None  # only rank 0 calls this
         serve(server, Path(model.load).resolve().name, listener, predictor, tokenizer)
 
-    driver(model, make_config(TokenizerConfig, args), run)
+    driver(model, tokenizer_config(args), run)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ from pathlib import Path
 from megatron.cli import Parser, add_flags, make_config, run_command
 from megatron.errors import InputError
 from megatron.flags import Config, flag
-from megatron.preprocessing.documents import documents, find_files, read_batches
+from megatron.preprocessing.documents import documents, read_batches
+from megatron.preprocessing.inputs import Input, find_inputs, total_size
 from megatron.preprocessing.progress import Progress
 from megatron.tokenizer.train import train_bpe, train_wordpiece
 
@@ -26,9 +27,9 @@ class TrainTokenizerConfig(Config):
 
     input: tuple[str, ...] = flag(
         None,
-        "files or glob patterns, in the formats of `megatron preprocess`",
+        "files, folders, patterns, addresses or datasets, as of `megatron preprocess`",
         nargs="+",
-        metavar="FILE",
+        metavar="INPUT",
         required=True,
     )
     json_key: str = flag(
@@ -48,27 +49,38 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = make_config(TrainTokenizerConfig, vars(parser.parse_args(argv)))
     if config.cased and config.type == "bpe":
         raise InputError("--cased: a BPE always distinguishes upper and lower case; leave the flag out")
-    files = find_files(config.input)
+    inputs = find_inputs(config.input)
+    for source in inputs:
+        if (
+            config.type == "wordpiece"
+            and os.path.exists(source.address)
+            and not os.path.isfile(source.address)
+        ):
+            raise InputError(
+                f"--input: {source.address} is a pipe, which can be read once, but a WordPiece is trained in two "
+                "passes; write the text to a file"
+            )
     if config.type == "bpe":
-        contents = train_bpe(read_texts(files, config.json_key), config.vocab_size)
+        contents = train_bpe(read_texts(inputs, config.json_key), config.vocab_size)
     else:
         contents = train_wordpiece(
-            lambda: read_texts(files, config.json_key), config.vocab_size, lowercase=not config.cased
+            lambda: read_texts(inputs, config.json_key), config.vocab_size, lowercase=not config.cased
         )
     write_files(Path(config.output), contents)
     print(f"{config.output}: {', '.join(contents)}; {config.vocab_size:,} ids")
 
 
-def read_texts(files: Sequence[str], key: str) -> Iterator[str]:
+def read_texts(inputs: Sequence[Input], key: str) -> Iterator[str]:
     """Yield the text of all documents.
 
     Raises:
         InputError: a file or a line is malformed.
     """
-    total = sum(map(os.path.getsize, files))
+    addresses = [source.address for source in inputs]
     # On a terminal the trainer draws its own progress bars.
-    with Progress(total, LOG_INTERVAL) as progress:
-        for batch in read_batches(files, [key]):
+    with Progress(total_size(inputs), LOG_INTERVAL) as progress:
+        # Where a document of plain text ends does not matter here, and paragraphs take less memory than files.
+        for batch in read_batches(addresses, [key], "blank-lines"):
             found, bad = documents(batch, [key])
             if bad:
                 raise InputError(bad[0])

@@ -29,14 +29,23 @@ class IndexedDatasetWriter:
 
     Memory: at most 8 bytes per sequence (reached if every document has one sequence).
 
+    Args:
+        publish: called while there is no PREFIX.idx, to write or remove what stands beside it.
+
     Raises:
         InputError: the files cannot be written, or a token id does not fit `dtype`.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str], dtype: np.dtype | type) -> None:
+    def __init__(
+        self,
+        prefix: str | os.PathLike[str],
+        dtype: np.dtype | type,
+        publish: Callable[[], None] = lambda: None,
+    ) -> None:
         self.prefix = os.fspath(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self._code = next(code for code, known in DTYPES.items() if known == self.dtype)
+        self._publish = publish
         self._sizes = array.array("i")
         self._sequences_per_document = array.array("i")
         self._temporary = {kind: f"{self.prefix}.{kind}.{os.getpid()}.tmp" for kind in ("bin", "idx")}
@@ -141,6 +150,7 @@ class IndexedDatasetWriter:
         """Rename the files to their final names. An old index never stands beside new tokens, nor the reverse."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(f"{self.prefix}.idx")
+        self._publish()
         for kind in ("bin", "idx"):
             os.replace(self._temporary[kind], f"{self.prefix}.{kind}")
         folder = os.open(os.path.dirname(self.prefix) or ".", os.O_RDONLY)

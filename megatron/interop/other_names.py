@@ -25,7 +25,6 @@ FLAG_NAMES = {
     "--eval-steps": "--eval-interval",
     "--logging-steps": "--log-interval",
     "--dataset": "--data-path",
-    "--tokenizer": "--tokenizer-type",
     "--dropout": "--hidden-dropout and --attention-dropout",
     "--tp": "--tensor-model-parallel-size",
     "--pp": "--pipeline-model-parallel-size",

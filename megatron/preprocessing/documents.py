@@ -1,9 +1,10 @@
-"""Read documents from text files.
+"""Read documents from text files and datasets.
 
-The file name determines the format:
+The name determines the format:
 
-    *.txt           plain text; blank lines separate documents
+    *.txt           plain text: one document, or documents separated by blank lines
     *.parquet       table with a column for each key (needs pyarrow)
+    hf:NAME         Hugging Face dataset with a column for each key (needs datasets)
     anything else   JSON lines: an object per line, with a text for each key
 
 Text and JSON lines may be compressed, with .gz or .zst appended to the name.
@@ -15,7 +16,6 @@ may run in another process.
 from __future__ import annotations
 
 import dataclasses
-import glob
 import io
 import itertools
 import json
@@ -26,10 +26,13 @@ from typing import Any, BinaryIO, NamedTuple
 
 from megatron.cli import clipped
 from megatron.errors import InputError
+from megatron.preprocessing.hf_datasets import read_rows
+from megatron.preprocessing.inputs import is_dataset, is_remote, open_input, reason
 
 BLOCK_BYTES = 1 << 18  # per read
 BATCH_BYTES = 1 << 20  # of text, decompressed
 BATCH_ROWS = 256  # of a table
+TXT_DOCUMENTS = ("file", "blank-lines")  # what a document of plain text is
 MAX_BYTES = 1 << 26  # of a line, or of a document of plain text
 # Compressed bytes decompressed at once. They give at most 64 MiB: a block of 4 bytes may stand for 128 KiB (zstd).
 COMPRESSED_BYTES = 1 << 11
@@ -41,10 +44,12 @@ class DocumentBatch:
     """Consecutive documents of one file.
 
     Attributes:
-        kind: "jsonl", "txt" or "parquet".
+        kind: "jsonl", "rows", or of plain text "file" or "blank-lines".
         data: whole lines of text; for a table, a dict per row.
         first: number of the first line or row, counted from 1.
-        read: bytes read from disk so far, over all files.
+        read: bytes read from disk so far, over all files; of a dataset, which is no file, none.
+        records: lines, rows or documents of plain text in this batch, with blank lines of "jsonl".
+        before: records before this batch, over all files.
     """
 
     file: str
@@ -52,6 +57,8 @@ class DocumentBatch:
     data: bytes | list[dict[str, Any]]
     first: int
     read: int
+    records: int = 0
+    before: int = 0
 
 
 class Document(NamedTuple):
@@ -71,26 +78,8 @@ class _TooLong(Exception):
     def __init__(self, unit: str, number: int) -> None:
         super().__init__(
             f"{number}: the {unit} that begins here has more than {MAX_BYTES >> 20} MiB; divide it"
+            + (" (a file of several documents: --txt-documents blank-lines)" if unit == "file" else "")
         )
-
-
-def find_files(patterns: Sequence[str]) -> list[str]:
-    """Expand --input: files in the given order, matches of a glob pattern sorted by name.
-
-    Raises:
-        InputError: a file does not exist, or a pattern matches none.
-    """
-    files = []
-    for pattern in patterns:
-        if os.path.isdir(pattern):
-            raise InputError(f"--input: {pattern} is a directory; name the files, as in '{pattern}/*.jsonl'")
-        found = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
-        found = [path for path in found if not os.path.isdir(path)]
-        if not found:
-            is_glob = glob.has_magic(pattern)
-            raise InputError(f"--input: {pattern} {'matches no file' if is_glob else 'does not exist'}")
-        files += found
-    return files
 
 
 def kind_of(path: str) -> tuple[str, str]:
@@ -101,41 +90,75 @@ def kind_of(path: str) -> tuple[str, str]:
     return {".txt": "txt", ".parquet": "parquet"}.get(os.path.splitext(stem)[1], "jsonl"), compression
 
 
-def read_batches(files: Sequence[str], keys: Sequence[str]) -> Iterator[DocumentBatch]:
-    """Yield the batches of all files in order. `keys` are the columns to read from tables.
+def read_batches(
+    addresses: Sequence[str], keys: Sequence[str], txt_documents: str = "file"
+) -> Iterator[DocumentBatch]:
+    """Yield the batches of all inputs in order.
+
+    Args:
+        keys: columns to read from tables and datasets.
+        txt_documents: what a document of plain text is, one of `TXT_DOCUMENTS`.
 
     Raises:
-        InputError: a file is unreadable, truncated, or not of the format of its name.
+        InputError: an input is unreadable, truncated, or not of the format of its name.
     """
-    before = 0
-    for path in files:
-        kind, compression = kind_of(path)
-        if kind == "txt" and len(keys) > 1:
-            raise InputError(f"--json-keys: {path} is plain text, which has no keys; give one key")
-        try:
-            with open(path, "rb") as file:
-                if kind == "parquet":
-                    if compression:
-                        raise InputError(f"{path}: compressed tables are not supported; decompress it first")
-                    batches = _table_batches(path, file, keys)
-                else:
-                    batches = _text_batches(path, kind, file, compression)
-                for batch in batches:
-                    yield dataclasses.replace(batch, read=before + batch.read)
-                before += os.path.getsize(path)
-        except OSError as error:
-            raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
+    read = before = 0
+    for address in addresses:
+        batch = None
+        for batch in _batches(address, keys, txt_documents):
+            batch = dataclasses.replace(batch, read=read + batch.read, records=_records(batch), before=before)
+            before += batch.records
+            yield batch
+        read = batch.read if batch else read
 
 
-def documents(batch: DocumentBatch, keys: Sequence[str]) -> tuple[list[Document], list[str]]:
-    """Parse the documents of a batch; return them, and a message (FILE:LINE: ...) for each unusable one."""
+def _batches(address: str, keys: Sequence[str], txt_documents: str) -> Iterator[DocumentBatch]:
+    """Yield the batches of one input."""
+    if is_dataset(address):
+        yield from _dataset_batches(address, keys)
+        return
+    kind, compression = kind_of(address)
+    if kind == "txt" and len(keys) > 1:
+        raise InputError(f"--json-keys: {address} is plain text, which has no keys; give one key")
+    try:
+        with open_input(address) as file:
+            if kind == "parquet":
+                if compression:
+                    raise InputError(f"{address}: compressed tables are not supported; decompress it first")
+                yield from _table_batches(address, file, keys)
+            else:
+                kind = txt_documents if kind == "txt" else kind
+                yield from _text_batches(address, kind, file, compression)
+    except OSError as error:
+        raise InputError(f"{address}: cannot be read: {error.strerror or reason(error)}") from None
+
+
+def _records(batch: DocumentBatch) -> int:
+    if not isinstance(batch.data, bytes):
+        return len(batch.data)
+    if batch.kind == "jsonl":
+        return batch.data.count(b"\n") + (not batch.data.endswith(b"\n"))
+    return sum(1 for _ in RECORDS[batch.kind](batch.data, batch.first))
+
+
+def documents(
+    batch: DocumentBatch, keys: Sequence[str], share: tuple[int, int] = (0, 1)
+) -> tuple[list[Document], list[str]]:
+    """Parse the documents of a batch; return them, and a message (FILE:LINE: ...) for each unusable one.
+
+    Args:
+        share: (i, n) takes the records whose number, counted from 0 over all files, is i modulo n.
+    """
     records: Iterable[tuple[int, Any]]
     if isinstance(batch.data, bytes):
-        records = (_paragraphs if batch.kind == "txt" else _json_records)(batch.data, batch.first)
+        records = RECORDS[batch.kind](batch.data, batch.first)
     else:
         records = enumerate(batch.data, start=batch.first)
+    index, count = share
     found, bad = [], []
-    for number, record in records:
+    for number, record in itertools.islice(records, (index - batch.before) % count, None, count):
+        if batch.kind == "jsonl" and not record.strip():
+            continue
         place = f"{batch.file}:{number}"
         try:
             found.append(Document(place, _texts(record, batch.kind, keys)))
@@ -151,7 +174,7 @@ def _texts(record: Any, kind: str, keys: Sequence[str]) -> tuple[str, ...]:
             record = record.decode("utf-8")
         except UnicodeDecodeError as error:
             raise _Unusable(f"is not UTF-8 text: byte 0x{error.object[error.start]:02x}") from None
-        if kind == "txt":
+        if kind != "jsonl":
             return (record.replace("\r\n", "\n"),)
         record = _parsed(record)
         if not isinstance(record, dict):
@@ -195,10 +218,14 @@ def _describe(value: Any) -> str:
     )
 
 
-def _json_records(data: bytes, first: int) -> Iterator[tuple[int, bytes]]:
-    for number, line in enumerate(data.split(b"\n"), start=first):
-        if line.strip():
-            yield number, line
+def _lines(data: bytes, first: int) -> Iterator[tuple[int, bytes]]:
+    return enumerate(data.split(b"\n"), start=first)
+
+
+def _whole(data: bytes, first: int) -> Iterator[tuple[int, bytes]]:
+    """Yield all text as one document, without the final line ends, unless it is blank."""
+    if data and not data.isspace():
+        yield first, data.rstrip(b"\r\n")
 
 
 def _paragraphs(data: bytes, first: int) -> Iterator[tuple[int, bytes]]:
@@ -214,22 +241,48 @@ def _paragraphs(data: bytes, first: int) -> Iterator[tuple[int, bytes]]:
         yield start, data[begin:].rstrip(b"\r\n")
 
 
+# Functions from (lines of text, number of the first) to the records, each with the number of its first line.
+RECORDS: dict[str, Callable[[bytes, int], Iterator[tuple[int, bytes]]]] = {
+    "jsonl": _lines,
+    "blank-lines": _paragraphs,
+    "file": _whole,
+}
+
+
 def _text_batches(path: str, kind: str, file: BinaryIO, compression: str) -> Iterator[DocumentBatch]:
-    blocks: Iterator[bytes] = iter(lambda: file.read(BLOCK_BYTES), b"")
+    read = 0  # counted here, since a pipe does not tell
+
+    def blocks() -> Iterator[bytes]:
+        nonlocal read
+        while block := _read(path, file):
+            read += len(block)
+            yield block
+
+    text = blocks()
     if compression:
-        blocks = _decompressed(path, blocks, DECOMPRESSORS[compression])
-    chunks = _whole_lines(blocks)
-    if kind == "txt":
-        chunks = _whole_paragraphs(chunks)
+        text = _decompressed(path, text, DECOMPRESSORS[compression])
+    chunks = _whole_lines(text)
+    if kind != "jsonl":
+        chunks = _whole_file(chunks) if kind == "file" else _whole_paragraphs(chunks)
     first = 1
     try:
         for chunk in chunks:
             yield DocumentBatch(
-                path, kind, chunk.removeprefix(b"\xef\xbb\xbf") if first == 1 else chunk, first, file.tell()
+                path, kind, chunk.removeprefix(b"\xef\xbb\xbf") if first == 1 else chunk, first, read
             )
             first += chunk.count(b"\n")
     except _TooLong as error:
         raise InputError(f"{path}:{error}") from None
+
+
+def _read(path: str, file: BinaryIO) -> bytes:
+    try:
+        return file.read(BLOCK_BYTES)
+    except Exception as error:
+        if isinstance(error, OSError) and not is_remote(path):
+            raise
+        # Each protocol's library has its own exceptions.
+        raise InputError(f"{path}: cannot be read to its end: {reason(error)}") from None
 
 
 def _whole_lines(blocks: Iterator[bytes]) -> Iterator[bytes]:
@@ -265,6 +318,19 @@ def _whole_paragraphs(chunks: Iterator[bytes]) -> Iterator[bytes]:
         size += len(chunk) - end
         if size > MAX_BYTES:
             raise _TooLong("document", first)
+    if size:
+        yield b"".join(held)
+
+
+def _whole_file(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """Join all chunks."""
+    held: list[bytes] = []
+    size = 0
+    for chunk in chunks:
+        held.append(chunk)
+        size += len(chunk)
+        if size > MAX_BYTES:
+            raise _TooLong("file", 1)
     if size:
         yield b"".join(held)
 
@@ -333,7 +399,13 @@ def _table_batches(path: str, file: BinaryIO, keys: Sequence[str]) -> Iterator[D
         import pyarrow.parquet
     except ImportError:
         raise InputError(f"{path}: reading parquet files needs pyarrow: pip install pyarrow") from None
+    if not file.seekable():
+        raise InputError(
+            f"{path}: parquet is read from its end, and this stream cannot seek; copy it to a disk"
+        )
     try:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
         schema = pyarrow.parquet.read_schema(file)
         missing = [key for key in keys if key not in schema.names]
         if missing:
@@ -345,16 +417,34 @@ def _table_batches(path: str, file: BinaryIO, keys: Sequence[str]) -> Iterator[D
                 raise InputError(f"{path}: column {key!r} is not text but {kind} (--json-keys)")
         # A dictionary stores a text once for all rows that have it, so that a small file may hold long rows.
         table = pyarrow.parquet.ParquetFile(file, read_dictionary=list(keys))
-        size, rows, first = os.path.getsize(path), table.metadata.num_rows, 1
+        rows, first = table.metadata.num_rows, 1
         parts = table.iter_batches(batch_size=BATCH_ROWS, columns=list(keys))
         for part in itertools.chain.from_iterable(map(_slices, parts)):
             if _text_bytes(part)[0] > MAX_BYTES:
                 raise InputError(f"{path}:{_TooLong('row', first)}")
             last = first + part.num_rows - 1
-            yield DocumentBatch(path, "parquet", part.to_pylist(), first, size * last // rows)
+            yield DocumentBatch(path, "rows", part.to_pylist(), first, size * last // rows)
             first = last + 1
-    except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
-        raise InputError(f"{path}: cannot be read as parquet: {' '.join(str(error).split())}") from None
+    except Exception as error:
+        expected = isinstance(error, pyarrow.ArrowException | UnicodeDecodeError | OSError)
+        if isinstance(error, InputError) or not (expected or is_remote(path)):
+            raise
+        raise InputError(f"{path}: cannot be read as parquet: {reason(error)}") from None
+
+
+def _dataset_batches(address: str, keys: Sequence[str]) -> Iterator[DocumentBatch]:
+    first = 1
+    for rows in read_rows(address, keys, BATCH_ROWS):
+        begin = held = 0
+        for end, row in enumerate(rows, start=1):
+            size = sum(len(text) for text in row.values() if isinstance(text, str))
+            if size > MAX_BYTES:
+                raise InputError(f"{address}:{_TooLong('row', first + end - 1)}")
+            held += size
+            if held > BATCH_BYTES or end == len(rows):
+                yield DocumentBatch(address, "rows", rows[begin:end], first + begin, 0)
+                begin, held = end, 0
+        first += len(rows)
 
 
 def _slices(part: Any) -> Iterator[Any]:

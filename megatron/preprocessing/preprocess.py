@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 import sys
@@ -22,22 +23,31 @@ from megatron.errors import InputError
 from megatron.flags import Config, flag
 from megatron.preprocessing.documents import (
     BATCH_BYTES,
+    TXT_DOCUMENTS,
     Document,
     DocumentBatch,
     documents,
-    find_files,
     kind_of,
     read_batches,
 )
 from megatron.preprocessing.encoder import choose_engine, encoder
+from megatron.preprocessing.inputs import Input, find_inputs, is_dataset, total_size
 from megatron.preprocessing.progress import Progress
 from megatron.preprocessing.sentences import split_sentences
+from megatron.preprocessing.shards import SUFFIX, Shard, ShardRecord, fingerprint, parse_shard
 from megatron.preprocessing.workers import available_cores, map_in_order
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.config import TokenizerConfig
+from megatron.tokenizer.record import TokenizerRecord, describe_tokenizer, write_tokenizer
 
 SAMPLE_CHARACTERS = 300_000  # text on which encoders are compared
 MAX_LISTED = 10  # bad lines listed in the report
+TXT_NOTES = {
+    "file": "each file is one document (--txt-documents blank-lines: blank lines separate documents)",
+    "blank-lines": "blank lines separate documents",
+}
+# Flags that all shards of a preparation must have alike, beside inputs and tokenizer.
+SHARD_SETTINGS = ("split_sentences", "keep_newlines", "lang", "append_eod", "txt_documents", "on_bad_line")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,11 +56,19 @@ class PreprocessConfig(Config):
 
     input: tuple[str, ...] = flag(
         None,
-        "files or glob patterns: JSON lines, *.txt (plain text, blank lines separate documents) or *.parquet; "
-        "the first two also as *.gz or *.zst",
+        "files, folders, glob patterns or addresses (s3://... and all others of fsspec): JSON lines, *.txt or "
+        "*.parquet, the first two also as *.gz or *.zst; or Hugging Face datasets: hf:NAME[:CONFIG][:SPLIT]",
         nargs="+",
         required=True,
-        metavar="FILE",
+        metavar="INPUT",
+    )
+    txt_documents: str = flag(
+        "file", "what a document of *.txt is: a file, or the text between blank lines", choices=TXT_DOCUMENTS
+    )
+    shard: str | None = flag(
+        None,
+        "prepare part I of N, from 1/N to N/N, for many machines; `megatron merge` joins the parts",
+        metavar="I/N",
     )
     json_keys: tuple[str, ...] = flag(
         ("text",),
@@ -91,6 +109,7 @@ class EncoderSettings:
     split_sentences: bool
     keep_newlines: bool
     eod: int | None  # appended to each document unless None
+    share: tuple[int, int] = (0, 1)  # of the records, as of `documents`
 
 
 class Tokens(NamedTuple):
@@ -105,6 +124,7 @@ class EncodedBatch(NamedTuple):
     """Result of a batch: `tokens` for each key; `bad` has the first of `bad_count` messages."""
 
     read: int
+    records: int
     text_bytes: int
     documents: int
     tokens: list[Tokens]
@@ -122,7 +142,7 @@ class BatchEncoder:
         self.encode = encoder(build_tokenizer(settings.tokenizer), settings.engine)
 
     def __call__(self, batch: DocumentBatch) -> EncodedBatch:
-        found, bad = documents(batch, self.settings.keys)
+        found, bad = documents(batch, self.settings.keys, self.settings.share)
         try:
             tokens = self._encode(found)
         except InputError:
@@ -130,6 +150,7 @@ class BatchEncoder:
             bad += refused
         return EncodedBatch(
             read=batch.read,
+            records=batch.records,
             text_bytes=sum(len(t.encode()) for d in found for t in d.texts),
             documents=len(found),
             tokens=tokens,
@@ -193,9 +214,11 @@ class Report:
     Attributes:
         documents: documents encoded; an output has fewer if some have no tokens.
         bad_lines: first of the `bad_count` skipped lines, as FILE:LINE: reason.
+        records: records in the inputs, also those of other shards.
     """
 
     outputs: list[Output]
+    records: int = 0
     documents: int = 0
     text_bytes: int = 0
     seconds: float = 0.0
@@ -214,21 +237,40 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> R
         raise InputError(f"--json-keys: {' '.join(config.json_keys)} has a duplicate key")
     if config.keep_newlines and not config.split_sentences:
         raise InputError("--keep-newlines: requires --split-sentences")
-    files = find_files(config.input)
+    inputs = find_inputs(config.input)
+    shard = parse_shard(config.shard) if config.shard else None
+    own = shard.inputs(inputs) if shard else inputs
     tokenizer = build_tokenizer(tokenizer_config)
-    batches = read_batches(files, config.json_keys)
-    if any(kind_of(file)[0] == "txt" for file in files):
-        print("plain text (*.txt): blank lines separate documents", file=sys.stderr, flush=True)
+    batches = read_batches([source.address for source in own], config.json_keys, config.txt_documents)
+    if any(not is_dataset(source.address) and kind_of(source.address)[0] == "txt" for source in own):
+        print(f"plain text (*.txt): {TXT_NOTES[config.txt_documents]}", file=sys.stderr, flush=True)
     settings, batches = _prepare(config, tokenizer, tokenizer_config, batches)
-    total_bytes = sum(map(os.path.getsize, files))
-    workers = min(config.workers or available_cores(), total_bytes // BATCH_BYTES + 1)
+    if shard:
+        settings = dataclasses.replace(settings, share=shard.share(inputs))
+    total_bytes = total_size(own)
+    workers = config.workers or available_cores()
+    if total_bytes is not None:
+        workers = min(workers, total_bytes // BATCH_BYTES + 1)
 
     level = "sentence" if config.split_sentences else "document"
-    report = Report([Output(f"{config.output_prefix}_{key}_{level}") for key in config.json_keys])
+    end = shard.suffix if shard else ""
+    report = Report([Output(f"{config.output_prefix}_{key}_{level}{end}") for key in config.json_keys])
     _make_folder(config.output_prefix)
+    record = describe_tokenizer(tokenizer, tokenizer_config)
+
+    def publish(output: Output) -> None:
+        """Write what stands beside an output's .idx file."""
+        write_tokenizer(output.prefix, record, {file.name: file for file in tokenizer.files})
+        Path(output.prefix + SUFFIX).unlink(missing_ok=True)
+        if shard:
+            _shard_record(shard, inputs, config, record, report, output).write(output.prefix)
+
     with contextlib.ExitStack() as stack:
+        dtype = best_dtype(tokenizer.vocab_size)
         writers = [
-            stack.enter_context(IndexedDatasetWriter(output.prefix, best_dtype(tokenizer.vocab_size)))
+            stack.enter_context(
+                IndexedDatasetWriter(output.prefix, dtype, functools.partial(publish, output))
+            )
             for output in report.outputs
         ]
         progress = stack.enter_context(Progress(total_bytes, config.log_interval))
@@ -243,15 +285,42 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> R
                 output.documents += len(tokens.sequences_per_document)
                 output.sequences += len(tokens.sequence_sizes)
                 output.tokens += len(tokens.tokens)
+            report.records += result.records
             report.bad_count += result.bad_count
             report.bad_lines += result.bad[: MAX_LISTED - len(report.bad_lines)]
             progress.update(result.documents, result.text_bytes, result.read)
         for output in report.outputs:
-            if output.tokens == 0:
+            # A shard of little text may be empty.
+            if output.tokens == 0 and not shard:
                 raise InputError(f"--input: {' '.join(config.input)} has no text for {output.prefix}")
     report.documents, report.text_bytes = progress.documents, progress.text_bytes
     report.seconds = progress.seconds
     return report
+
+
+def _shard_record(
+    shard: Shard,
+    inputs: Sequence[Input],
+    config: PreprocessConfig,
+    tokenizer: TokenizerRecord,
+    report: Report,
+    output: Output,
+) -> ShardRecord:
+    settings = {name: getattr(config, name) for name in SHARD_SETTINGS}
+    return ShardRecord(
+        number=shard.number,
+        count=shard.count,
+        inputs=len(inputs),
+        digest=fingerprint(inputs),
+        own_inputs=len(shard.inputs(inputs)),
+        by_inputs=shard.by_inputs(inputs),
+        records=report.records,
+        settings=settings | {"tokenizer": f"{tokenizer} {tokenizer.digest}"},
+        documents=output.documents,
+        sequences=output.sequences,
+        tokens=output.tokens,
+        bad=report.bad_count,
+    )
 
 
 def _prepare(

@@ -12,14 +12,14 @@ class Progress:
     """Context manager that reports progress to stderr.
 
     Args:
-        total_bytes: size of the input on disk, to estimate the remaining time.
+        total_bytes: size of the input on disk, to estimate the remaining time; None if it is not known, as of a pipe.
         log_interval: documents between two lines, if stderr is not a terminal.
     """
 
-    def __init__(self, total_bytes: int, log_interval: int) -> None:
+    def __init__(self, total_bytes: int | None, log_interval: int) -> None:
         self.documents = 0
         self.text_bytes = 0
-        self._total_bytes = max(total_bytes, 1)  # 0 if the input has no tokens
+        self._total_bytes = total_bytes
         self._log_interval = log_interval
         self._next_line = log_interval
         self._start = time.monotonic()
@@ -37,18 +37,18 @@ class Progress:
         """Add documents and bytes of text; `read_bytes` is the total number of input bytes used so far."""
         self.documents += documents
         self.text_bytes += text_bytes
+        done = self.text_bytes if self._total_bytes is None else read_bytes
         if self._bar is not None:
             self._bar.set_postfix_str(f"{self.documents:,} documents, {self.speed:.1f} MB/s", refresh=False)
-            self._bar.update(read_bytes - self._bar.n)
+            self._bar.update(done - self._bar.n)
         elif self.documents >= self._next_line:
             self._next_line = self.documents - self.documents % self._log_interval + self._log_interval
-            left = self.seconds * (self._total_bytes / max(read_bytes, 1) - 1)
-            print(
-                f"{self.documents:,} documents, {self.speed:.1f} MB/s, "
-                f"{100 * read_bytes / self._total_bytes:.0f}%, {tqdm.format_interval(left)} left",
-                file=sys.stderr,
-                flush=True,
-            )
+            parts = [f"{self.documents:,} documents", f"{self.speed:.1f} MB/s"]
+            if self._total_bytes is not None:
+                total = max(self._total_bytes, 1)  # 0 if the input has no tokens
+                left = self.seconds * (total / max(read_bytes, 1) - 1)
+                parts += [f"{100 * read_bytes / total:.0f}%", f"{tqdm.format_interval(left)} left"]
+            print(", ".join(parts), file=sys.stderr, flush=True)
 
     @property
     def seconds(self) -> float:

@@ -25,7 +25,7 @@ TOKENIZERS = {
 class TokenizerConfig(Config):
     """Tokenizer type and files."""
 
-    tokenizer_type: str | None = flag(None, "type of tokenizer", choices=tuple(TOKENIZERS))
+    tokenizer_type: str | None = flag(None, "type of tokenizer (see --tokenizer)", choices=tuple(TOKENIZERS))
     vocab_file: str | None = flag(
         None,
         "vocabulary: vocab.json of a GPT-2 BPE, or vocab.txt of a BERT WordPiece",

@@ -84,7 +84,10 @@ def train_wordpiece(
         show_progress=sys.stderr.isatty(),
     )
     tokenizer.train_from_iterator(texts(), trainer)
-    return {"vocab.txt": "".join(f"{piece}\n" for piece in _in_order(tokenizer, vocab_size))}
+    return {
+        "vocab.txt": "".join(f"{piece}\n" for piece in _in_order(tokenizer, vocab_size)),
+        "tokenizer_config.json": json.dumps({"do_lower_case": lowercase}, indent=2) + "\n",
+    }
 
 
 def _characters_inside_words(tokenizer: HFTokenizer, texts: Iterable[str]) -> Iterator[str]:

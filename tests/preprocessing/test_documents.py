@@ -13,7 +13,7 @@ import pytest
 
 from megatron.errors import InputError
 from megatron.preprocessing import documents as module
-from megatron.preprocessing.documents import DocumentBatch, documents, find_files, read_batches
+from megatron.preprocessing.documents import DocumentBatch, documents, read_batches
 
 TEXTS = [f"document {i}\n" + "é漢 " * (i * 37 % 400) for i in range(100)]
 
@@ -22,10 +22,12 @@ def zstd(data: bytes) -> bytes:
     return pytest.importorskip("zstandard").ZstdCompressor().compress(data)
 
 
-def read(*files: Path, keys: tuple[str, ...] = ("text",)) -> tuple[list[str], list[str]]:
+def read(
+    *files: Path, keys: tuple[str, ...] = ("text",), txt_documents: str = "blank-lines"
+) -> tuple[list[str], list[str]]:
     """Return the first text of each document, and all error messages."""
     texts, bad = [], []
-    for batch in read_batches([str(f) for f in files], keys):
+    for batch in read_batches([str(f) for f in files], keys, txt_documents):
         found, wrong = documents(batch, keys)
         texts += [document.texts[0] for document in found]
         bad += wrong
@@ -74,6 +76,30 @@ def test_plain_text(tmp_path, compressed, small_batches):
     content = "\n\n" + "".join(p + end for p, end in zip(paragraphs, ends, strict=True))
     path = compressed(tmp_path / "a.txt", content.encode())
     assert read(path) == (paragraphs, [])
+
+
+def test_a_file_of_plain_text_is_one_document(tmp_path, compressed, small_batches):
+    path = compressed(tmp_path / "a.txt", b"\xef\xbb\xbfone\r\n\r\n  two\n\n\n" * 3 + b"\n")
+    text = "one\n\n  two\n\n\n" + "\ufeffone\n\n  two\n\n\n\ufeffone\n\n  two"
+    blank = compressed(tmp_path / "blank.txt", b"\n \n")
+    assert read(path, blank, path, txt_documents="file") == ([text, text], [])
+    (tmp_path / "bad.txt").write_bytes(b"good\n\nbad \xff\n")
+    assert read(tmp_path / "bad.txt", txt_documents="file") == (
+        [],
+        [f"{tmp_path}/bad.txt:1: is not UTF-8 text: byte 0xff"],
+    )
+
+
+def test_a_file_of_plain_text_that_is_too_long(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "MAX_BYTES", 2 << 20)
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"a line\n\n" * (3 << 17))
+    with pytest.raises(
+        InputError,
+        match=rf"^{path}:1: the file that begins here has more than 2 MiB; divide it \(.*blank-lines\)$",
+    ):
+        read(path, txt_documents="file")
+    assert len(read(path)[0]) == 3 << 17
 
 
 def test_plain_text_of_one_document(tmp_path, small_batches):
@@ -230,21 +256,6 @@ def test_damaged_files_give_documents_or_one_line(tmp_path):
             messages = [str(error)]
         for message in messages:
             assert message.startswith(str(tmp_path / name)) and "\n" not in message
-
-
-def test_find_files(tmp_path):
-    for name in ("b.jsonl", "a.jsonl", "c.txt", "[x].jsonl"):
-        (tmp_path / name).touch()
-    (tmp_path / "d.jsonl").mkdir()
-    names = [Path(f).name for f in find_files([f"{tmp_path}/c.txt", f"{tmp_path}/?.jsonl"])]
-    assert names == ["c.txt", "a.jsonl", "b.jsonl"]
-    assert find_files([f"{tmp_path}/[x].jsonl"]) == [f"{tmp_path}/[x].jsonl"]
-    with pytest.raises(InputError, match=r"--input: .*/no.jsonl does not exist"):
-        find_files([f"{tmp_path}/no.jsonl"])
-    with pytest.raises(InputError, match=r"--input: .*/\*.zip matches no file"):
-        find_files([f"{tmp_path}/*.zip"])
-    with pytest.raises(InputError, match=r"--input: .* is a directory; name the files, as in '.*/\*.jsonl'"):
-        find_files([str(tmp_path)])
 
 
 def test_unreadable_files(tmp_path):

@@ -91,7 +91,11 @@ def test_files_without_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_wrong_folders(tmp_path: Path) -> None:
     output = tmp_path / "merged"
-    with pytest.raises(InputError, match=r"--input: \S+/none is not a readable directory: No such file"):
+    with pytest.raises(InputError, match=r"--input: \S+/none/a is not a readable directory: No such file"):
+        run(tmp_path / "none/a", output)
+    with pytest.raises(
+        InputError, match=r"--input: \S+/none is neither a directory nor the prefix of shards"
+    ):
         run(tmp_path / "none", output)
     parts = tmp_path / "parts"
     parts.mkdir()

@@ -248,7 +248,9 @@ def test_complete_files_are_replaced_only_by_complete_files(numbers, tmp_path):
     with pytest.raises(InputError, match=r"bad.jsonl:11: "):
         preprocess(config(bad, output=tmp_path / "new/folder/o"), NULL)
     assert sequences(tmp_path / "new/folder/o_text_document") == before
-    assert len(os.listdir(tmp_path / "new/folder")) == 2
+    assert sorted(os.listdir(tmp_path / "new/folder")) == [
+        f"o_text_document.{end}" for end in ("bin", "idx", "tokenizer")
+    ]
     preprocess(config(bad, output=tmp_path / "new/folder/o", on_bad_line="skip"), NULL)
     assert sequences(tmp_path / "new/folder/o_text_document") == [[7]] * 10
 

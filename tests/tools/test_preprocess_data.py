@@ -77,9 +77,14 @@ def test_report(tmp_path):
 def test_note_for_plain_text(tmp_path):
     (tmp_path / "a.txt").write_text("1 2\n3\n\n4\n")
     (tmp_path / "a.jsonl").write_text('{"text": "1"}\n')
-    note = "plain text (*.txt): blank lines separate documents"
+    note = "plain text (*.txt): "
     done = run("--input", tmp_path / "a.txt", "--output-prefix", tmp_path / "o", *NULL)
-    assert note in done.stderr and ": 2 documents, " in done.stdout
+    assert f"{note}each file is one document" in done.stderr and ": 1 documents, " in done.stdout
+    assert "warning" not in done.stderr
+    flags = ["--txt-documents", "blank-lines"]
+    done = run("--input", tmp_path / "a.txt", "--output-prefix", tmp_path / "o", *NULL, *flags)
+    assert f"{note}blank lines separate documents" in done.stderr and ": 2 documents, " in done.stdout
+    assert f"warning: {tmp_path}/o_text_document: documents have 2 tokens on average" in done.stderr
     assert note not in run("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "o", *NULL).stderr
 
 

@@ -28,7 +28,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("kind", "names"),
     [
         ("bpe", ["merges.txt", "tokenizer.json", "tokenizer_config.json", "vocab.json"]),
-        ("wordpiece", ["vocab.txt"]),
+        ("wordpiece", ["tokenizer_config.json", "vocab.txt"]),
     ],
 )
 def test_files_are_deterministic(kind, names, corpus, tmp_path):

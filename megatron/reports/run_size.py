@@ -1,0 +1,98 @@
+"""Compare the size of the run with that of its data and of the model, in the log."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+
+from megatron.data.bert_dataset import BertDataset, MockBertDataset
+from megatron.data.blend import BlendedDataset
+from megatron.data.dataset import Dataset
+from megatron.data.gpt_dataset import GPTDataset, MockGPTDataset
+from megatron.data.indexed import chunks
+from megatron.training.loop import Hook, Trainer
+
+# Tokens per parameter of a causal model that reaches the lowest loss for its operations (arXiv 2203.15556).
+COMPUTE_OPTIMAL = 20
+
+
+class RunSize(Hook):
+    """Logs the tokens of the run, the epochs that they are, and the tokens per parameter."""
+
+    def during_run(self, trainer: Trainer) -> AbstractContextManager[object]:
+        if trainer.mesh.is_first and not trainer.config.training.skip_train:
+            for line in describe_size(
+                trainer.datasets["train"],
+                samples=trainer.state.train_samples,
+                seq_length=trainer.config.data.seq_length,
+                parameters=trainer.engine.buffer.num_elements,
+                causal=trainer.task.causal,
+            ):
+                trainer.log(line)
+        return nullcontext()
+
+
+def describe_size(
+    dataset: Dataset, *, samples: int, seq_length: int, parameters: int, causal: bool
+) -> list[str]:
+    """Describe the run in a line, and each file of a blend in another one.
+
+    Args:
+        dataset: the training data. Of data of another kind than GPT's and BERT's nothing is said.
+        samples: samples of the whole run.
+    """
+    blend = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
+    if not all(isinstance(d, GPTDataset | BertDataset | MockGPTDataset | MockBertDataset) for d in blend):
+        return []
+    tokens = samples * seq_length
+    parts = [f"run of {samples:,} samples x {seq_length:,} = {_short(tokens)} tokens"]
+    sizes = [num_tokens(d) for d in blend]
+    if all(sizes):
+        parts.append(f"{_epochs(tokens, sum(sizes))} of the {_short(sum(sizes))} tokens of training data")
+    ratio = f"{tokens / parameters:.3g} tokens per parameter"
+    parts.append(ratio + (f" (compute-optimal: about {COMPUTE_OPTIMAL})" if causal else ""))
+    lines = ["; ".join(parts)]
+    if isinstance(dataset, BlendedDataset):
+        for file, size, share in zip(blend, sizes, _samples_of_each(dataset, samples), strict=True):
+            assert isinstance(file, GPTDataset | BertDataset)
+            lines.append(
+                f"  {_epochs(share * seq_length, size)} of {file.tokens.prefix}, {_short(size)} tokens"
+            )
+    return lines
+
+
+def num_tokens(dataset: Dataset) -> int:
+    """The tokens of the documents that the samples are made of, each counted once; 0 of synthetic data."""
+    if isinstance(dataset, GPTDataset):
+        # Every document of the range occurs in each epoch.
+        documents, *_ = dataset.index
+        first, last = int(documents.min()), int(documents.max())
+    elif isinstance(dataset, BertDataset):
+        (rows,) = dataset.index
+        first, last = int(rows[:, 0].min()), int(rows[:, 1].max()) - 1
+    else:
+        return 0
+    return int(dataset.tokens.sizes[first : last + 1].sum(dtype=np.int64))
+
+
+def _samples_of_each(blend: BlendedDataset, samples: int) -> Sequence[int]:
+    """Count the first samples of a blend that come from each of its datasets."""
+    order, _ = blend.index
+    counts = np.zeros(len(blend.datasets), dtype=np.int64)
+    for part in chunks(min(samples, len(order))):
+        counts += np.bincount(order[part], minlength=len(counts))
+    return counts.tolist()
+
+
+def _epochs(tokens: int, size: int) -> str:
+    return f"{tokens / size:.3g} epochs"
+
+
+def _short(count: int) -> str:
+    """A number with a unit: 1,234,567 is 1.23M."""
+    for unit, letter in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if count >= unit:
+            return f"{count / unit:.3g}{letter}"
+    return str(count)
