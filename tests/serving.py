@@ -42,7 +42,7 @@ TOKENIZER = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCAB - 1
 def load(folder: Path, tokenizer: TokenizerConfig = TOKENIZER) -> tuple[Predictor, Tokenizer]:
     """Load the model of a folder, without a KV cache yet."""
     model, chosen = load_gpt(InferenceConfig(load=str(folder)), tokenizer, Mesh(device=CPU))
-    return Predictor(model, Mesh(device=CPU)), chosen
+    return Predictor([model], Mesh(device=CPU)), chosen
 
 
 def load_slow(folder: Path, tokenizer: TokenizerConfig = TOKENIZER) -> tuple[Predictor, Tokenizer]:

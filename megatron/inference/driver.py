@@ -36,7 +36,7 @@ def driver(
             )
         checkpoint = find_any_checkpoint(config, tokenizer, mesh)
         model, loaded_tokenizer = build_gpt(checkpoint, config, tokenizer, mesh)
-        predictor = Predictor(model, mesh, origin=str(checkpoint.folder.resolve()))
+        predictor = Predictor([model], mesh, origin=str(checkpoint.folder.resolve()))
         if not mesh.is_first:
             # Ctrl-C reaches all processes; the first one decides what it ends.
             signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -22,7 +22,7 @@ from megatron.model.gpt import GPTModel
 from megatron.parallel.apart import world_apart
 from megatron.parallel.collectives import all_reduce_max, broadcast
 from megatron.parallel.config import ParallelConfig
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.mesh import Axis, Mesh
 
 FORWARD, COPY, CLEAR, RESERVE, STOP = range(5)
 # A server may be idle between two commands for any time.
@@ -39,12 +39,20 @@ class NonFiniteLogits(InputError):
 class Predictor:
     """A GPT with a key/value cache for several sequences. Each process creates one; all but the first call `worker`."""
 
-    def __init__(self, model: GPTModel, mesh: Mesh, *, origin: str = "") -> None:
-        """`origin` is the directory of the weights, for provenance records."""
+    def __init__(
+        self, chunks: Sequence[GPTModel], mesh: Mesh, *, origin: str = "", commands: Axis | None = None
+    ) -> None:
+        """Every process must take part unless `commands` is given.
+
+        Args:
+            chunks: of the model, on this process.
+            origin: the directory of the weights, for provenance records.
+            commands: the processes of `mesh` with a gloo group; None makes one without a timeout.
+        """
         self.origin = origin
-        self.vocab_size, self.context = model.context.vocab_size, model.config.max_position_embeddings
-        self.stages, self.mesh = Stages(model, mesh), mesh
-        self.commands = world_apart(mesh.world, NO_TIMEOUT)
+        self.stages, self.mesh = Stages(chunks, mesh), mesh
+        self.vocab_size, self.context = self.stages.vocab_size, self.stages.config.max_position_embeddings
+        self.commands = commands or world_apart(mesh.world, NO_TIMEOUT)
         self.rows = self.length = 0
         self.cache: KVCache | None = None
 
@@ -60,14 +68,13 @@ class Predictor:
     def _reserve(self, rows: int, length: int) -> None:
         self.rows, self.length, self.cache = rows, length, None  # free the old cache first
         config, device = self.stages.config, self.mesh.device
-        layers = [int(number) for number in self.stages.model.decoder.layers]
-        local_layers = range(layers[0], layers[-1] + 1)
+        layers = [int(number) for chunk in self.stages.chunks for number in chunk.decoder.layers]
         # On a CPU attention of one query over fp32 keys is 2.5 times as fast as over bf16 (benchmarks/README.md).
         dtype = torch.float32 if device.type == "cpu" else self.stages.dtype
         failed = torch.tensor([0])
         try:
             self.cache = KVCache(
-                config, local_layers, self.mesh.tp, rows=rows, length=length, dtype=dtype, device=device
+                config, layers, self.mesh.tp, rows=rows, length=length, dtype=dtype, device=device
             )
         except RuntimeError:
             failed += 1

@@ -68,7 +68,7 @@ def read_record(path: Path) -> RunRecord:
     record = RunRecord(
         name=str(path),
         training=[row for row in rows if "learning rate" in row],
-        evaluations=[row for row in rows if "learning rate" not in row],
+        evaluations=[row for row in rows if is_evaluation(row)],
         starts=starts,
     )
     _add_time(record)
@@ -96,6 +96,11 @@ def read_rows(file: Path) -> list[Row]:
             ) from None
         rows.append(row)
     return rows
+
+
+def is_evaluation(row: Row) -> bool:
+    """True for the values of an evaluation, which has no learning rate, in contrast to a sample and a checkpoint."""
+    return not row.keys() & {"learning rate", "text", "checkpoint"}
 
 
 def _add_time(record: RunRecord) -> None:

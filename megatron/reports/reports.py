@@ -63,6 +63,10 @@ class Writers:
         """Write values of an evaluation by name."""
         self._call_each(lambda writer: writer.evaluation(values, iteration, samples))
 
+    def text(self, tag: str, text: str, iteration: int) -> None:
+        """Write a text, such as a sample."""
+        self._call_each(lambda writer: writer.text(tag, text, iteration))
+
     def close(self) -> None:
         """Close the writers."""
         self._call_each(lambda writer: writer.close())

@@ -37,7 +37,7 @@ ITERATION = {
     "params-gather": 1,
 }
 # Phases between iterations.
-BETWEEN = {"save-checkpoint": 1, "evaluate": 1}
+BETWEEN = {"save-checkpoint": 1, "evaluate": 1, "sample": 1}
 LEVELS = ITERATION | BETWEEN
 
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TextIO
 from megatron.errors import InputError
 from megatron.files import read_file
 from megatron.reports.config import ReportConfig
-from megatron.reports.record import MAX_BYTES, read_rows, starts_file
+from megatron.reports.record import MAX_BYTES, is_evaluation, read_rows, starts_file
 from megatron.training.config import RunConfig
 from megatron.training.report import Interval
 
@@ -46,6 +46,9 @@ class Writer(ABC):
     @abstractmethod
     def evaluation(self, values: dict[str, float], iteration: int, samples: int) -> None:
         """Write values of an evaluation by name."""
+
+    def text(self, tag: str, text: str, iteration: int) -> None:  # noqa: B027, some destinations take no texts
+        """Write a text, such as a sample."""
 
     @abstractmethod
     def close(self) -> None:
@@ -80,7 +83,7 @@ class MetricsFile(Writer):
                     line
                     for line in lines
                     if (row := json.loads(line))["iteration"] <= last
-                    or (row["iteration"] == iteration and "learning rate" in row)
+                    or (row["iteration"] == iteration and not is_evaluation(row))
                 ]
                 temporary = path.with_name(f".writing-{path.name}")
                 temporary.write_text("".join(kept), encoding="utf-8")
@@ -106,6 +109,9 @@ class MetricsFile(Writer):
 
     def evaluation(self, values: dict[str, float], iteration: int, samples: int) -> None:
         self._write({"iteration": iteration, "consumed samples": samples, **values})
+
+    def text(self, tag: str, text: str, iteration: int) -> None:
+        self._write({"iteration": iteration, "text": {tag: text}})
 
     def _write(self, record: dict[str, Any]) -> None:
         if self.file is not None:
@@ -159,6 +165,10 @@ class TensorBoard(Writer):
             self.events.add_scalar(name, value, iteration)
             if not name.endswith(" ppl"):
                 self.events.add_scalar(f"{name} vs samples", value, samples)
+
+    def text(self, tag: str, text: str, iteration: int) -> None:
+        # TensorBoard renders Markdown, in which a block indented by four spaces is shown as it is.
+        self.events.add_text(tag, "\n".join(f"    {line}" for line in text.splitlines()), iteration)
 
     def close(self) -> None:
         if self.events is not None:
