@@ -115,7 +115,7 @@ def training_hooks(evaluation: Sequence[Hook] = ()) -> list[Hook]:
     reports = Reports()
     return [
         LayoutTable(),
-        PhaseTimes(),
+        PhaseTimes(reports),
         ReportAtEnd(),  # after the writers of Reports are closed
         reports,
         ProgressBar(),
@@ -125,7 +125,7 @@ def training_hooks(evaluation: Sequence[Hook] = ()) -> list[Hook]:
         Profiling(),
         NonFiniteGuard(),
         Logging(),
-        Throughput(),
+        Throughput(reports),
         ReplicaCheck(),
         AsyncSaving(),
         SampleTexts(reports),

@@ -21,7 +21,17 @@ WRITERS: list[type[Writer]] = [MetricsFile, TensorBoard, WeightsAndBiases]
 
 
 class Reports(Hook):
-    """Hands the values of training and evaluations to the writers that the flags ask for."""
+    """Hands the values of training and evaluations to the writers that the flags ask for.
+
+    Attributes:
+        writers: of the run. Other hooks write texts to them.
+        by_rank: the newest values by rank, by name of a quantity and of a part, which other hooks set.
+    """
+
+    writers: Writers
+
+    def __init__(self) -> None:
+        self.by_rank: dict[str, dict[str, dict[int, float]]] = {}
 
     @contextmanager
     def during_run(self, trainer: Trainer) -> Iterator[None]:
@@ -33,6 +43,11 @@ class Reports(Hook):
                 )
                 self.writers.start(state.iteration, evaluation_due=state.evaluation_due)
             yield
+            if self.by_rank:
+                self.writers.by_rank(self.by_rank, state.iteration)
+
+    def before_save(self, trainer: Trainer) -> None:
+        self.writers.checkpoint(trainer.state.iteration)
 
     def after_report(self, trainer: Trainer, interval: Interval) -> None:
         self.writers.training(interval)
@@ -62,6 +77,14 @@ class Writers:
     def evaluation(self, values: dict[str, float], iteration: int, samples: int) -> None:
         """Write values of an evaluation by name."""
         self._call_each(lambda writer: writer.evaluation(values, iteration, samples))
+
+    def checkpoint(self, iteration: int) -> None:
+        """Take note of a checkpoint."""
+        self._call_each(lambda writer: writer.checkpoint(iteration))
+
+    def by_rank(self, values: dict[str, dict[str, dict[int, float]]], iteration: int) -> None:
+        """Write the newest values by rank."""
+        self._call_each(lambda writer: writer.by_rank(values, iteration))
 
     def text(self, tag: str, text: str, iteration: int) -> None:
         """Write a text, such as a sample."""

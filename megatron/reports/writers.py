@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TextIO
 from megatron.errors import InputError
 from megatron.files import read_file
 from megatron.reports.config import ReportConfig
-from megatron.reports.record import MAX_BYTES, is_evaluation, read_rows, starts_file
+from megatron.reports.record import MAX_BYTES, events_file, is_evaluation, read_rows
 from megatron.training.config import RunConfig
 from megatron.training.report import Interval
 
@@ -47,6 +47,12 @@ class Writer(ABC):
     def evaluation(self, values: dict[str, float], iteration: int, samples: int) -> None:
         """Write values of an evaluation by name."""
 
+    def checkpoint(self, iteration: int) -> None:  # noqa: B027, for a file of events
+        """Take note of a checkpoint."""
+
+    def by_rank(self, values: dict[str, dict[str, dict[int, float]]], iteration: int) -> None:  # noqa: B027
+        """Write the newest values by rank, by name of a quantity and of a part, such as a phase."""
+
     def text(self, tag: str, text: str, iteration: int) -> None:  # noqa: B027, some destinations take no texts
         """Write a text, such as a sample."""
 
@@ -56,13 +62,14 @@ class Writer(ABC):
 
 
 class MetricsFile(Writer):
-    """The file of --metrics-path: a JSON object per line. A file beside it has the flags of each start of the run."""
+    """The file of --metrics-path: a JSON object per line. A file beside it has events, as the flags of each start."""
 
     flag = "--metrics-path"
 
     def __init__(self, path: Path, config: RunConfig) -> None:
         self.path, self.config = path, config
         self.file: TextIO | None = None
+        self.events: Path | None = None
 
     @classmethod
     def make(cls, config: RunConfig) -> MetricsFile | None:
@@ -93,9 +100,10 @@ class MetricsFile(Writer):
                     "time": time.time(),
                     "config": dataclasses.asdict(self.config),
                 }
-                before = read_rows(starts) if (starts := starts_file(path)).is_file() else []
+                self.events = events_file(path)
+                before = read_rows(self.events) if self.events.is_file() else []
                 rows = [*(row for row in before if iteration and row["iteration"] <= iteration), start]
-                starts.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+                self.events.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
             self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115, open until `close`
         except OSError as error:
             raise InputError(f"--metrics-path: {self.path}: {error.strerror}") from None
@@ -112,6 +120,17 @@ class MetricsFile(Writer):
 
     def text(self, tag: str, text: str, iteration: int) -> None:
         self._write({"iteration": iteration, "text": {tag: text}})
+
+    def checkpoint(self, iteration: int) -> None:
+        self._add_event({"iteration": iteration, "checkpoint": True})
+
+    def by_rank(self, values: dict[str, dict[str, dict[int, float]]], iteration: int) -> None:
+        self._add_event({"iteration": iteration, "by rank": values})
+
+    def _add_event(self, event: dict[str, Any]) -> None:
+        if self.events is not None:
+            with open(self.events, "a", encoding="utf-8") as file:
+                file.write(json.dumps(event) + "\n")
 
     def _write(self, record: dict[str, Any]) -> None:
         if self.file is not None:

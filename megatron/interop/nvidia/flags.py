@@ -25,7 +25,8 @@ OURS_ALONE = frozenset(
     "--lion-beta1 --lion-beta2 --loss-mean --no-mask-padded-vocab --metrics-path --norm-after "
     "--on-non-finite --ops-backend --pipeline-schedule --no-progress --qk-layernorm-all-heads "
     "--rope-scaling-original-length --rope-scaling-turns --rope-scaling-type --sample-interval "
-    "--sample-prompts --scale-embeddings --spike-skip --no-torch-compile --use-parallel-residual --no-verify-checkpoint --world-size".split()
+    "--sample-prompts --scale-embeddings --spike-skip --no-torch-compile --use-parallel-residual "
+    "--no-verify-checkpoint --world-size".split()
 )
 
 # Flags whose meaning or default differs from Megatron-LM; "now" is its current version.
