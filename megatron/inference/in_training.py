@@ -15,7 +15,7 @@ from megatron.errors import InputError
 from megatron.inference.batching import Batcher, Request, generate
 from megatron.inference.config import SampleTextsConfig
 from megatron.inference.load import inference_ops
-from megatron.inference.predictor import Predictor, check_prompt
+from megatron.inference.predictor import Predictor, check_prompt, run_worker
 from megatron.inference.prompts import read_prompts
 from megatron.inference.sampling import SamplingConfig
 from megatron.model.gpt import GPTModel
@@ -68,7 +68,7 @@ class SampleTexts(Hook):
                 if trainer.mesh.is_first:
                     self._sample(trainer)
                 else:
-                    self.predictor.worker()
+                    run_worker([self.predictor])
                 self.predictor.cache = None  # its memory is training's until the next samples
 
     def _sample(self, trainer: Trainer) -> None:

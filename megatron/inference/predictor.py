@@ -37,10 +37,17 @@ class NonFiniteLogits(InputError):
 
 
 class Predictor:
-    """A GPT with a key/value cache for several sequences. Each process creates one; all but the first call `worker`."""
+    """A GPT with a key/value cache for several sequences. Each process creates one; all but the first call
+    `run_worker`."""
 
     def __init__(
-        self, chunks: Sequence[GPTModel], mesh: Mesh, *, origin: str = "", commands: Axis | None = None
+        self,
+        chunks: Sequence[GPTModel],
+        mesh: Mesh,
+        *,
+        origin: str = "",
+        commands: Axis | None = None,
+        index: int = 0,
     ) -> None:
         """Every process must take part unless `commands` is given.
 
@@ -48,11 +55,12 @@ class Predictor:
             chunks: of the model, on this process.
             origin: the directory of the weights, for provenance records.
             commands: the processes of `mesh` with a gloo group; None makes one without a timeout.
+            index: of the predictor among those that share `commands`.
         """
         self.origin = origin
         self.stages, self.mesh = Stages(chunks, mesh), mesh
         self.vocab_size, self.context = self.stages.vocab_size, self.stages.config.max_position_embeddings
-        self.commands = commands or world_apart(mesh.world, NO_TIMEOUT)
+        self.commands, self.index = commands or world_apart(mesh.world, NO_TIMEOUT), index
         self.rows = self.length = 0
         self.cache: KVCache | None = None
 
@@ -131,27 +139,22 @@ class Predictor:
             with self._command(STOP, []):
                 pass
 
-    def worker(self) -> None:
-        """Execute the driver's commands until it stops."""
-        while True:
-            kind, count = broadcast(torch.empty(2, dtype=torch.int64), self.commands).tolist()
-            if kind == STOP:
-                return
-            content = broadcast(torch.empty(count, dtype=torch.int64), self.commands).tolist()
-            if kind == RESERVE:
-                with suppress(InputError):  # the driver reports it, and may continue
-                    self._reserve(*content)
-            elif kind == COPY:
-                length, *rows = content
-                self._copy(rows[: len(rows) // 2], rows[len(rows) // 2 :], length)
-            elif kind == CLEAR:
-                self._clear(*content)
-            else:
-                first, all_positions, b, *rest = content
-                starts, lengths, flat = rest[:b], rest[b : 2 * b], rest[2 * b :]
-                s = len(flat) // b
-                padded = [flat[i * s : (i + 1) * s] for i in range(b)]
-                self._forward(first, starts, lengths, padded, bool(all_positions))
+    def execute(self, kind: int, content: list[int]) -> None:
+        """Execute a command of the driver."""
+        if kind == RESERVE:
+            with suppress(InputError):  # the driver reports it, and may continue
+                self._reserve(*content)
+        elif kind == COPY:
+            length, *rows = content
+            self._copy(rows[: len(rows) // 2], rows[len(rows) // 2 :], length)
+        elif kind == CLEAR:
+            self._clear(*content)
+        else:
+            first, all_positions, b, *rest = content
+            starts, lengths, flat = rest[:b], rest[b : 2 * b], rest[2 * b :]
+            s = len(flat) // b
+            padded = [flat[i * s : (i + 1) * s] for i in range(b)]
+            self._forward(first, starts, lengths, padded, bool(all_positions))
 
     @contextmanager
     def _command(self, kind: int, content: list[int]) -> Iterator[None]:
@@ -160,7 +163,7 @@ class Predictor:
             yield
             return
         with _defer_interrupt():
-            broadcast(torch.tensor([kind, len(content)]), self.commands)
+            broadcast(torch.tensor([kind, self.index, len(content)]), self.commands)
             if content:
                 broadcast(torch.tensor(content), self.commands)
             yield
@@ -199,6 +202,17 @@ class Predictor:
             return torch.empty(0)
         assert logits is not None
         return logits.cpu()
+
+
+def run_worker(predictors: Sequence[Predictor]) -> None:
+    """Execute the driver's commands until it stops. `predictors` share their `commands`."""
+    axis = predictors[0].commands
+    while True:
+        kind, index, count = broadcast(torch.empty(3, dtype=torch.int64), axis).tolist()
+        if kind == STOP:
+            return
+        content = broadcast(torch.empty(count, dtype=torch.int64), axis).tolist()
+        predictors[index].execute(kind, content)
 
 
 def check_prompt(prompt: Sequence[int], length: int) -> None:
