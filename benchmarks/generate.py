@@ -132,7 +132,7 @@ def ours(
     mesh = Mesh(device=choose_device(config.device))
     tokenizer_config = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=vocabulary - 1)
     model, tokenizer = load_gpt(InferenceConfig(load=folder, dtype=precision), tokenizer_config, mesh)
-    predictor = Predictor(model, mesh)
+    predictor = Predictor([model], mesh)
     predictor.reserve(batch, config.prompt + config.new)
     sampling = SamplingConfig(greedy=True, out_seq_length=config.new)
     requests = [Request(prompt=prompt, sampling=sampling) for prompt in prompts(config, vocabulary, batch)]

@@ -23,6 +23,7 @@ from megatron.arguments import parse_run_config
 from megatron.data.batch import Batch
 from megatron.optim.buffer import ParamBuffer
 from megatron.parallel.mesh import Mesh
+from megatron.reports.reports import Reports
 from megatron.reports.throughput import Throughput
 from megatron.training import pretrain
 from megatron.training.log_hook import Logging
@@ -96,7 +97,7 @@ def main() -> None:
     task = dataclasses.replace(pretrain_gpt.GPT, build_datasets=build_datasets)
     with phases.phase("command line"):
         config = parse_run_config(flags, description="", defaults=pretrain_gpt.DEFAULTS)
-    pretrain.pretrain(config, task, [Throughput(), TimedLogging()])
+    pretrain.pretrain(config, task, [Throughput(Reports()), TimedLogging()])
     if os.environ.get("RANK", "0") == "0":
         output.write_text(json.dumps(phases.seconds), encoding="utf-8")
 

@@ -25,6 +25,8 @@ from megatron.faults.replicas import ReplicaCheck
 from megatron.faults.same_data import check_same_data
 from megatron.faults.same_start import check_same_everywhere
 from megatron.faults.watchdog import HangDetection
+from megatron.inference.config import SampleTextsConfig
+from megatron.inference.in_training import SampleTexts
 from megatron.interop.formats import EXTERNAL_FORMATS
 from megatron.interop.nvidia.data_order import HeadBlendRounding, head_split_bounds
 from megatron.interop.nvidia.flags import add_nvidia_flags
@@ -92,6 +94,7 @@ PLUGIN_CONFIGS.update(
         "profile": ProfileConfig,
         "faults": FaultsConfig,
         "evaluation": EvalTasksConfig,
+        "samples": SampleTextsConfig,
         "dry run": DryRunConfig,
         "loss": LossMeanConfig,
     }
@@ -128,12 +131,13 @@ def training_hooks(evaluation: Sequence[Hook] = ()) -> list[Hook]:
     Args:
         evaluation: hooks that evaluate and save in place of the usual ones.
     """
+    reports = Reports()
     return [
         LogLines(),  # before those that log more on an interval
         RunSize(),
-        PhaseTimes(),
+        PhaseTimes(reports),
         ReportAtEnd(),  # after the writers of Reports are closed
-        Reports(),
+        reports,
         ProgressBar(),
         HangDetection(),
         CudaGraph(),
@@ -141,9 +145,10 @@ def training_hooks(evaluation: Sequence[Hook] = ()) -> list[Hook]:
         Profiling(),
         NonFiniteGuard(),
         Logging(),
-        Throughput(),
+        Throughput(reports),
         ReplicaCheck(),
         AsyncSaving(),
+        SampleTexts(reports),
         EvalOnStart(),
         *(evaluation or (Evaluation(), EvalTasks(), Saving())),
     ]

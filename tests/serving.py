@@ -42,7 +42,7 @@ TOKENIZER = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCAB - 1
 def load(folder: Path, tokenizer: TokenizerConfig = TOKENIZER) -> tuple[Predictor, Tokenizer]:
     """Load the model of a folder, without a KV cache yet."""
     model, chosen = load_gpt(InferenceConfig(load=str(folder)), tokenizer, Mesh(device=CPU))
-    return Predictor(model, Mesh(device=CPU)), chosen
+    return Predictor([model], Mesh(device=CPU)), chosen
 
 
 def load_slow(folder: Path, tokenizer: TokenizerConfig = TOKENIZER) -> tuple[Predictor, Tokenizer]:
@@ -60,17 +60,25 @@ def load_slow(folder: Path, tokenizer: TokenizerConfig = TOKENIZER) -> tuple[Pre
 
 @contextmanager
 def serving(
-    predictor: Predictor, tokenizer: Tokenizer, *, key: str | None = None, **flags: object
+    predictor: Predictor,
+    tokenizer: Tokenizer,
+    *,
+    other: tuple[Predictor, Tokenizer] | None = None,
+    key: str | None = None,
+    **flags: object,
 ) -> Iterator[tuple[str, ServingEngine]]:
     """Serve a model as "tiny" within a block; yields the address and the engine.
 
     Args:
+        other: a second model, as "other".
         flags: fields of `ServerConfig`.
     """
     config = ServerConfig(**{"port": 0, "max_batch_size": 4} | flags)
-    predictor.reserve(config.max_batch_size, predictor.context)
-    engine = ServingEngine(predictor, tokenizer, max_queue=config.max_queue)
-    app, listener = make_app(engine, config, model="tiny", key=key), listen(config)
+    models = {"tiny": (predictor, tokenizer)} | ({} if other is None else {"other": other})
+    for served, _ in models.values():
+        served.reserve(config.max_batch_size, served.context)
+    engine = ServingEngine(models, max_queue=config.max_queue)
+    app, listener = make_app(engine, config, key=key), listen(config)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     listener.listen()  # accept connections before the thread runs
     thread = threading.Thread(target=run, args=(engine, app, listener), kwargs={"greeting": url})

@@ -619,6 +619,7 @@ def test_help_is_grouped_and_complete() -> None:
         "profile",
         "faults",
         "evaluation",
+        "samples",
         "dry run",
         "loss",
     ]

@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             task = make_task(config.task, files, tokenizer, config, length=seq_length(config, model))
         for note in task.notes if mesh.is_first else ():
             print(f"note: {note}", file=sys.stderr)
-        stages = Stages(model, mesh)
+        stages = Stages([model], mesh)
         results = task.results(run(stages, task, config.micro_batch_size))
         if not mesh.is_first:
             return

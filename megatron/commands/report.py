@@ -1,4 +1,4 @@
-"""Draw one run or several as one HTML page: losses, learning rate, gradient norm, speed, evaluations, flags.
+"""Draw one run or several as one HTML page: losses, gradient norm, speed, samples, evaluations, flags.
 
 megatron report my/checkpoints                          one run: its --save folder or its --metrics-path
 megatron report my/run-1 my/run-2 --output both.html    two runs, overlaid

@@ -1,6 +1,7 @@
-"""Serve a trained GPT over HTTP: OpenAI's completions API, NVIDIA's PUT /api, and a web page.
+"""Serve a trained GPT over HTTP: OpenAI's completions and chat API, NVIDIA's PUT /api, and a web page.
 
 megatron serve --load checkpoints
+megatron serve --load my/run --compare my/other/run    two models, side by side on the page
 """
 
 from __future__ import annotations
@@ -8,11 +9,10 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Sequence
-from pathlib import Path
 
 from megatron.cli import Parser, add_flags, make_config, run_command
 from megatron.inference.config import InferenceConfig
-from megatron.inference.driver import driver
+from megatron.inference.driver import drive_all
 from megatron.inference.predictor import Predictor
 from megatron.inference.server.config import ServerConfig
 from megatron.settings.tokenizer import TokenizerFlags, tokenizer_config
@@ -41,11 +41,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         # torchrun sends SIGTERM to all ranks. Rank 0 shuts the server down, and the others work for it until then.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
-    def run(predictor: Predictor, tokenizer: Tokenizer) -> None:
-        assert listener is not None  # only rank 0 calls this
-        serve(server, Path(model.load).resolve().name, listener, predictor, tokenizer)
+    served = server.models(model)
 
-    driver(model, tokenizer_config(args), run)
+    def run(models: list[tuple[Predictor, Tokenizer]]) -> None:
+        assert listener is not None  # only rank 0 calls this
+        serve(server, listener, dict(zip(served, models, strict=True)))
+
+    drive_all(list(served.values()), tokenizer_config(args), run)
 
 
 if __name__ == "__main__":

@@ -176,7 +176,7 @@ class MegatronLM(TemplateLM):
         ]
         length = len(requests[0].prompt) + config.out_seq_length
         rows = min(self.batch_size, len(order))
-        predictor = Predictor(self.model, Mesh(device=self._device))
+        predictor = Predictor([self.model], Mesh(device=self._device))
         predictor.reserve(rows, length)
         texts = generate(Batcher(predictor, self.tokenizer), requests, lambda _: advance())
         return dict(zip(order, texts, strict=True))

@@ -1,11 +1,13 @@
-"""Flags for using a trained model: the checkpoint, the device and the layout."""
+"""Flags for using a trained model (the checkpoint, the device, the layout), and for samples during training."""
 
 from __future__ import annotations
 
 import dataclasses
 
+from megatron.errors import InputError
 from megatron.flags import Config, flag
 from megatron.parallel.config import ParallelConfig
+from megatron.training.config import PluginConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,3 +44,24 @@ class InferenceConfig(Config):
             pipeline_model_parallel_size=self.pipeline_model_parallel_size,
             distributed_timeout_minutes=self.distributed_timeout_minutes,
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SampleTextsConfig(PluginConfig):
+    """Sample texts during the training of a GPT."""
+
+    sample_interval: int | None = flag(
+        None, "iterations between samples, which continue each prompt of --sample-prompts", low=1
+    )
+    sample_prompts: str | None = flag(
+        None,
+        "file with a prompt per line; in a .jsonl file the string under 'prompt' or 'text' of each line",
+        metavar="FILE",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sample_interval is not None and self.sample_prompts is None:
+            raise InputError("--sample-interval needs --sample-prompts, a file with a prompt per line")
+        if self.sample_prompts is not None and self.sample_interval is None:
+            raise InputError("--sample-prompts needs --sample-interval, the iterations between samples")

@@ -23,7 +23,7 @@ class KVCache:
     def __init__(
         self,
         config: ModelConfig,
-        layers: range,
+        layers: Sequence[int],
         tp: Axis,
         *,
         rows: int,
@@ -31,8 +31,8 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Allocate `length` positions for each of `rows` sequences."""
-        self.first_layer = layers.start
+        """Allocate `length` positions for each of `rows` sequences, in each of the `layers` by number."""
+        self.index = {layer: i for i, layer in enumerate(layers)}
         groups = config.kv_heads_per_rank(tp.size)
         shape = (len(layers), 2, rows, groups, length, config.kv_channels)
         # Masked positions have weight zero, but 0 x NaN is NaN, so the cache starts at zero.
@@ -58,7 +58,7 @@ class CacheRows:
 
     def __init__(self, cache: KVCache, first: int, starts: Sequence[int], length: int) -> None:
         end = max(starts) + length
-        self.first_layer = cache.first_layer
+        self.index = cache.index
         self.memory = cache.memory[:, :, first : first + len(starts), :, :end]
         # The new positions as a slice, if they are the same in all rows.
         self.new = slice(starts[0], end) if len(set(starts)) == 1 else None
@@ -75,7 +75,7 @@ class CacheRows:
 
     def extend(self, layer: int, k_bgsd: Tensor, v_bgsd: Tensor) -> tuple[Tensor, Tensor]:
         """Store a layer's new keys and values, and return all keys and values of the rows, [b, g, t, d]."""
-        keys, values = self.memory[layer - self.first_layer]
+        keys, values = self.memory[self.index[layer]]
         for memory, new_bgsd in ((keys, k_bgsd), (values, v_bgsd)):
             if self.new is not None:
                 memory[:, :, self.new] = new_bgsd

@@ -93,7 +93,7 @@ def build_gpt(
         config.parallel,
         vocab_size=loaded.vocab_size,
         padded_vocab_size=padded,
-        ops=_ops(dtype, mesh.device),
+        ops=inference_ops(dtype, mesh.device),
     )
     # Without memory: load_weights checks the shapes before it allocates.
     with torch.device("meta"):
@@ -151,7 +151,7 @@ def _dtype(config: InferenceConfig, checkpoint: Checkpoint) -> torch.dtype:
     return DTYPES["fp16" if training.get("fp16") else "bf16" if training.get("bf16") else "fp32"]
 
 
-def _ops(dtype: torch.dtype, device: torch.device) -> Ops:
+def inference_ops(dtype: torch.dtype, device: torch.device) -> Ops:
     """Operations of inference, none of them compiled: decoding has a token at a time."""
     onednn = device.type == "cpu" and dtype == torch.float32 and has_onednn(dtype)
     return Ops(

@@ -22,7 +22,7 @@ from megatron.model.gpt import GPTModel
 from megatron.parallel.apart import world_apart
 from megatron.parallel.collectives import all_reduce_max, broadcast
 from megatron.parallel.config import ParallelConfig
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.mesh import Axis, Mesh
 
 FORWARD, COPY, CLEAR, RESERVE, STOP = range(5)
 # A server may be idle between two commands for any time.
@@ -37,14 +37,30 @@ class NonFiniteLogits(InputError):
 
 
 class Predictor:
-    """A GPT with a key/value cache for several sequences. Each process creates one; all but the first call `worker`."""
+    """A GPT with a key/value cache for several sequences. Each process creates one; all but the first call
+    `run_worker`."""
 
-    def __init__(self, model: GPTModel, mesh: Mesh, *, origin: str = "") -> None:
-        """`origin` is the directory of the weights, for provenance records."""
+    def __init__(
+        self,
+        chunks: Sequence[GPTModel],
+        mesh: Mesh,
+        *,
+        origin: str = "",
+        commands: Axis | None = None,
+        index: int = 0,
+    ) -> None:
+        """Every process must take part unless `commands` is given.
+
+        Args:
+            chunks: of the model, on this process.
+            origin: the directory of the weights, for provenance records.
+            commands: the processes of `mesh` with a gloo group; None makes one without a timeout.
+            index: of the predictor among those that share `commands`.
+        """
         self.origin = origin
-        self.vocab_size, self.context = model.context.vocab_size, model.config.max_position_embeddings
-        self.stages, self.mesh = Stages(model, mesh), mesh
-        self.commands = world_apart(mesh.world, NO_TIMEOUT)
+        self.stages, self.mesh = Stages(chunks, mesh), mesh
+        self.vocab_size, self.context = self.stages.vocab_size, self.stages.config.max_position_embeddings
+        self.commands, self.index = commands or world_apart(mesh.world, NO_TIMEOUT), index
         self.rows = self.length = 0
         self.cache: KVCache | None = None
 
@@ -60,14 +76,13 @@ class Predictor:
     def _reserve(self, rows: int, length: int) -> None:
         self.rows, self.length, self.cache = rows, length, None  # free the old cache first
         config, device = self.stages.config, self.mesh.device
-        layers = [int(number) for number in self.stages.model.decoder.layers]
-        local_layers = range(layers[0], layers[-1] + 1)
+        layers = [int(number) for chunk in self.stages.chunks for number in chunk.decoder.layers]
         # On a CPU attention of one query over fp32 keys is 2.5 times as fast as over bf16 (benchmarks/README.md).
         dtype = torch.float32 if device.type == "cpu" else self.stages.dtype
         failed = torch.tensor([0])
         try:
             self.cache = KVCache(
-                config, local_layers, self.mesh.tp, rows=rows, length=length, dtype=dtype, device=device
+                config, layers, self.mesh.tp, rows=rows, length=length, dtype=dtype, device=device
             )
         except RuntimeError:
             failed += 1
@@ -124,27 +139,22 @@ class Predictor:
             with self._command(STOP, []):
                 pass
 
-    def worker(self) -> None:
-        """Execute the driver's commands until it stops."""
-        while True:
-            kind, count = broadcast(torch.empty(2, dtype=torch.int64), self.commands).tolist()
-            if kind == STOP:
-                return
-            content = broadcast(torch.empty(count, dtype=torch.int64), self.commands).tolist()
-            if kind == RESERVE:
-                with suppress(InputError):  # the driver reports it, and may continue
-                    self._reserve(*content)
-            elif kind == COPY:
-                length, *rows = content
-                self._copy(rows[: len(rows) // 2], rows[len(rows) // 2 :], length)
-            elif kind == CLEAR:
-                self._clear(*content)
-            else:
-                first, all_positions, b, *rest = content
-                starts, lengths, flat = rest[:b], rest[b : 2 * b], rest[2 * b :]
-                s = len(flat) // b
-                padded = [flat[i * s : (i + 1) * s] for i in range(b)]
-                self._forward(first, starts, lengths, padded, bool(all_positions))
+    def execute(self, kind: int, content: list[int]) -> None:
+        """Execute a command of the driver."""
+        if kind == RESERVE:
+            with suppress(InputError):  # the driver reports it, and may continue
+                self._reserve(*content)
+        elif kind == COPY:
+            length, *rows = content
+            self._copy(rows[: len(rows) // 2], rows[len(rows) // 2 :], length)
+        elif kind == CLEAR:
+            self._clear(*content)
+        else:
+            first, all_positions, b, *rest = content
+            starts, lengths, flat = rest[:b], rest[b : 2 * b], rest[2 * b :]
+            s = len(flat) // b
+            padded = [flat[i * s : (i + 1) * s] for i in range(b)]
+            self._forward(first, starts, lengths, padded, bool(all_positions))
 
     @contextmanager
     def _command(self, kind: int, content: list[int]) -> Iterator[None]:
@@ -153,7 +163,7 @@ class Predictor:
             yield
             return
         with _defer_interrupt():
-            broadcast(torch.tensor([kind, len(content)]), self.commands)
+            broadcast(torch.tensor([kind, self.index, len(content)]), self.commands)
             if content:
                 broadcast(torch.tensor(content), self.commands)
             yield
@@ -192,6 +202,17 @@ class Predictor:
             return torch.empty(0)
         assert logits is not None
         return logits.cpu()
+
+
+def run_worker(predictors: Sequence[Predictor]) -> None:
+    """Execute the driver's commands until it stops. `predictors` share their `commands`."""
+    axis = predictors[0].commands
+    while True:
+        kind, index, count = broadcast(torch.empty(3, dtype=torch.int64), axis).tolist()
+        if kind == STOP:
+            return
+        content = broadcast(torch.empty(count, dtype=torch.int64), axis).tolist()
+        predictors[index].execute(kind, content)
 
 
 def check_prompt(prompt: Sequence[int], length: int) -> None:

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, TextIO
 from tqdm import tqdm
 
 from megatron.errors import InputError
-from megatron.files import read_file
 from megatron.flags import Config, flag
 from megatron.inference.batching import Batcher, Request, SequenceState, check_finite
 from megatron.inference.beam import BeamConfig, beam_search
 from megatron.inference.predictor import Predictor, check_prompt
+from megatron.inference.prompts import read_prompts
 from megatron.inference.sampling import SamplingConfig
 from megatron.inference.text import TextStream
 from megatron.tokenizer import Tokenizer
@@ -302,38 +302,12 @@ def _input_error_prefix(location: str) -> Iterator[None]:
 
 def _prompts(config: TextConfig) -> Iterator[tuple[str, str]]:
     """Yield the location and the text of each prompt."""
-    if config.sample_input_file is None:
-        if config.prompt is None:
-            raise InputError("JSON output needs --prompt or --sample-input-file")
+    if config.sample_input_file is not None:
+        yield from read_prompts("--sample-input-file", Path(config.sample_input_file))
+    elif config.prompt is not None:
         yield "--prompt", config.prompt
-        return
-    path = Path(config.sample_input_file)
-    try:
-        lines = read_file(path).splitlines()
-    except OSError as error:
-        raise InputError(f"--sample-input-file: {path} cannot be read ({error.strerror})") from None
-    if not any(line.strip() for line in lines):
-        raise InputError(f"--sample-input-file: {path} is empty")
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        location = f"{path}, line {number}"
-        try:
-            text = line.decode("utf-8")
-            yield location, _prompt_of(json.loads(text)) if path.suffix == ".jsonl" else text
-        except UnicodeDecodeError:
-            raise InputError(f"{location}: is not UTF-8 text") from None
-        except (ValueError, RecursionError):
-            raise InputError(
-                f"{location}: is not a JSON object with a string under 'prompt' or 'text'"
-            ) from None
-
-
-def _prompt_of(value: Any) -> str:
-    text = value.get("prompt", value.get("text")) if isinstance(value, dict) else None
-    if not isinstance(text, str):
-        raise ValueError
-    return text
+    else:
+        raise InputError("JSON output needs --prompt or --sample-input-file")
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ class ReportConfig(PluginConfig):
     progress: bool = flag(True, "no progress bar")
     metrics_path: str | None = flag(
         None,
-        "append a JSON object per log line and evaluation, in full precision; a resumed run continues the file "
+        "append a JSON object per log line, evaluation and sample, in full precision; a resumed run continues the file "
         "(default: metrics.jsonl in --save, if given)",
         metavar="FILE",
     )

@@ -93,15 +93,20 @@ def memory_use(device: torch.device) -> dict[str, int]:
     }
 
 
-def memory_lines(mesh: Mesh, iteration: int) -> str:
-    """Memory use in NVIDIA's format, a line for each rank of the first replica. Every process must call it."""
+def memory_by_rank(mesh: Mesh) -> dict[str, dict[int, float]]:
+    """`memory_use` of each rank of the first replica, by name. Every process must call it."""
     use = memory_use(mesh.device)
     rows = all_gather(torch.tensor([[mesh.dp.rank, *use.values()]]), mesh.world).tolist()
+    first = {rank: values for rank, (replica, *values) in enumerate(rows) if replica == 0}
+    return {name: {rank: values[i] for rank, values in first.items()} for i, name in enumerate(use)}
+
+
+def memory_lines(use: dict[str, dict[int, float]], iteration: int) -> str:
+    """Result of `memory_by_rank` in NVIDIA's format, a line for each rank."""
     lines = []
-    for rank, (replica, *values) in enumerate(rows):
-        if replica == 0:
-            shown = " | ".join(f"{name}: {n / 2**20:.1f}" for name, n in zip(use, values, strict=True))
-            lines.append(f"[Rank {rank}] (after {iteration} iterations) memory (MB) | {shown}")
+    for rank in next(iter(use.values())):
+        shown = " | ".join(f"{name}: {ranks[rank] / 2**20:.1f}" for name, ranks in use.items())
+        lines.append(f"[Rank {rank}] (after {iteration} iterations) memory (MB) | {shown}")
     return "\n".join(lines)
 
 

@@ -1,7 +1,8 @@
-"""One self-contained HTML page about one run or several: curves, evaluations, and flags."""
+"""One self-contained HTML page about one run or several: curves, samples, evaluations, and flags."""
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
 GRAY = "#808080"
 POINTS = 1000  # most points of a curve
+PROMPTS, TEXTS = 10, 12  # most prompts whose samples are shown, and most samples of each in a run
 Scale = Literal["linear", "log"]
 AXES = {"iteration": "iteration", "tokens": "million tokens", "hours": "hours of training"}
 
@@ -54,6 +56,7 @@ def report_page(runs: Sequence[RunRecord]) -> str:
         "summary": _summary(runs),
         "buttons": buttons,
         "plots": plots or "<p>No iteration has been reported yet.</p>",
+        "samples": _samples(runs),
         "evaluations": _evaluation_table(runs),
         "flags": _flag_table(runs),
         "script": script,
@@ -95,14 +98,13 @@ def _figures(runs: Sequence[RunRecord]) -> Iterator[tuple[str, Figure]]:
                 skipped = [row for row in run.training if row.get("skipped iterations")]
                 _verticals(figure, skipped, color, "dotted", "skipped iterations")
             if name in ("tokens per second", "mfu"):
-                _points(figure, _at_evaluations(run), name, color, "evaluation", "triangle")
-            resumed = [start["iteration"] for start in run.starts[1:]]
-            rows = (next((row for row in run.training if row["iteration"] >= i), None) for i in resumed)
-            _verticals(figure, [row for row in rows if row is not None], GRAY, "dashed", "resumed")
+                _points(figure, _rows_at(run, run.evaluations, name), name, color, "evaluation", "triangle")
+                _points(figure, _rows_at(run, run.checkpoints, name), name, color, "checkpoint", "square")
+            _verticals(figure, _rows_at(run, run.starts[1:], "iteration"), GRAY, "dashed", "resumed")
         yield {"mfu": "MFU"}.get(name, name), _finish(figure)
     groups = {
-        "memory, bytes": [name for name in names if name.startswith("mem-")],
-        "longest time of each phase, seconds per iteration": [n for n in names if n.endswith("-time")],
+        "memory of the rank with the most, bytes": [name for name in names if name.startswith("mem-")],
+        "phases of the slowest rank, seconds per iteration": [n for n in names if n.endswith("-time")],
     }
     for title, members in groups.items():
         if members:
@@ -111,9 +113,26 @@ def _figures(runs: Sequence[RunRecord]) -> Iterator[tuple[str, Figure]]:
                 label = f"{run.name}: {name}" if len(runs) > 1 else name
                 _curve(figure, run.training, name, color, label)
             yield title, _finish(figure)
+    for title in dict.fromkeys(title for run in runs for title in run.by_rank):
+        yield f"{title} by rank", _rank_figure(title, runs)
 
 
-def _new_figure(title: str, scale: Scale) -> Figure:
+def _rank_figure(title: str, runs: Sequence[RunRecord]) -> Figure:
+    """Draw values by rank, a line for each part."""
+    from bokeh.models import DataRange1d
+
+    figure = _new_figure(title, scale="linear", x="rank")
+    parts = [(run, part, ranks) for run in runs for part, ranks in run.by_rank.get(title, {}).items()]
+    for (run, part, ranks), color in zip(parts, cycle(COLORS)):
+        label = f"{run.name}: {part}" if len(runs) > 1 else part
+        source = {"rank": list(map(int, ranks)), "y": list(ranks.values())}
+        figure.line("rank", "y", source=source, color=color, legend_label=label, name=label)
+        figure.scatter("rank", "y", source=source, color=color, legend_label=label, name=label, size=6)
+    figure.y_range = DataRange1d(start=0)
+    return _finish(figure)
+
+
+def _new_figure(title: str, scale: Scale, x: str = "iteration") -> Figure:
     from bokeh.models import HoverTool
     from bokeh.plotting import figure
 
@@ -123,12 +142,12 @@ def _new_figure(title: str, scale: Scale) -> Figure:
         y_axis_type=scale,
         tools="pan,wheel_zoom,box_zoom,reset",
         active_drag="box_zoom",
-        x_axis_label=AXES["iteration"],
+        x_axis_label=x,
         name=title,
     )
     new.toolbar.logo = None
     new.toolbar.autohide = True
-    new.add_tools(HoverTool(tooltips=[("", "$name"), ("iteration", "@iteration"), ("", "@y")]))
+    new.add_tools(HoverTool(tooltips=[("", "$name"), (x, f"@{x}"), ("", "@y")]))
     return new
 
 
@@ -173,9 +192,12 @@ def _verticals(figure: Figure, rows: Sequence[Row], color: str, dash: str, label
         )
 
 
-def _at_evaluations(run: RunRecord) -> list[Row]:
-    evaluated = {row["iteration"] for row in run.evaluations}
-    return [row for row in run.training if row["iteration"] in evaluated]
+def _rows_at(run: RunRecord, events: Iterable[Row], name: str) -> list[Row]:
+    """The rows of training that report the iterations of events, and have a value of `name`."""
+    rows = [row for row in run.training if row.get(name) is not None]
+    iterations = [row["iteration"] for row in rows]
+    places = {bisect.bisect_left(iterations, event["iteration"]) for event in events}
+    return [rows[i] for i in sorted(places) if i < len(rows)]
 
 
 def _finish(figure: Figure) -> Figure:
@@ -249,6 +271,25 @@ def _summary(runs: Sequence[RunRecord]) -> str:
             )
         )
     return _table(head, rows)
+
+
+def _samples(runs: Sequence[RunRecord]) -> str:
+    """A table of texts over iterations for each of the first prompts."""
+    tags = list(dict.fromkeys(tag for run in runs for row in run.samples for tag in row["text"]))
+    tables = []
+    for tag in tags[:PROMPTS]:
+        rows = []
+        for run in runs:
+            texts = [(row["iteration"], row["text"][tag]) for row in run.samples if tag in row["text"]]
+            # Evenly spaced, with the first and the last.
+            chosen = {round(i * (len(texts) - 1) / (TEXTS - 1)) for i in range(TEXTS)} if texts else set()
+            rows += [(run.name, f"{texts[i][0]:,}", texts[i][1]) for i in sorted(chosen)]
+        hidden = 0 if len(runs) > 1 else 1
+        table = _table(("run", "iteration", "text")[hidden:], [row[hidden:] for row in rows])
+        tables.append(f"<details open><summary>{escape(tag.capitalize())}</summary>{table}</details>")
+    left_out = len(tags) - len(tables)
+    more = f"<p>{left_out} more prompts are in the file of metrics.</p>" if left_out > 0 else ""
+    return f'<section class="samples"><h2>samples</h2>{"".join(tables)}{more}</section>' if tables else ""
 
 
 def _evaluation_table(runs: Sequence[RunRecord]) -> str:

@@ -1,4 +1,4 @@
-"""The record of a run that a report shows: its metrics, its evaluations, and the flags of each start."""
+"""The record of a run that a report shows: metrics, evaluations, samples, checkpoints, and the flags of each start."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from megatron.errors import InputError
 from megatron.files import read_file
 
 METRICS = "metrics.jsonl"  # in the folder of --save, unless --metrics-path names another file
-STARTS = (
-    ".starts.jsonl"  # end of the name of the file beside it, with a line for each time the run was started
-)
+# End of the name of the file beside it, with a line for each start of the run, each checkpoint, and values by rank.
+EVENTS = ".events.jsonl"
 MAX_BYTES = 1 << 32  # of a file of metrics
 
 Row = dict[str, Any]
@@ -29,13 +28,19 @@ class RunRecord:
         training: a row per log line, by iteration. To the metrics it adds "hours" of training so far, without
             evaluations and saving, and "tokens" in units of a million, if the sequence length is known.
         evaluations: a row per evaluation, likewise.
+        samples: "iteration" and "text" of sample texts, a text by tag.
         starts: "iteration", "time" (seconds since 1970) and "config" of each start.
+        checkpoints: "iteration" of each.
+        by_rank: the newest values by rank, by name of a quantity and name of a part, such as a phase.
     """
 
     name: str
     training: list[Row]
     evaluations: list[Row]
+    samples: list[Row]
     starts: list[Row]
+    checkpoints: list[Row]
+    by_rank: dict[str, dict[str, dict[str, float]]]
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -63,21 +68,24 @@ def read_record(path: Path) -> RunRecord:
             if path.is_dir()
             else f"{path}: no such file"
         )
-    rows, of_starts = read_rows(file), starts_file(file)
-    starts = read_rows(of_starts) if of_starts.is_file() else []
+    rows, of_events = read_rows(file), events_file(file)
+    events = read_rows(of_events) if of_events.is_file() else []
     record = RunRecord(
         name=str(path),
         training=[row for row in rows if "learning rate" in row],
-        evaluations=[row for row in rows if "learning rate" not in row],
-        starts=starts,
+        evaluations=[row for row in rows if is_evaluation(row)],
+        samples=[row for row in rows if "text" in row],
+        starts=[row for row in events if "config" in row],
+        checkpoints=[row for row in events if "checkpoint" in row],
+        by_rank={name: parts for row in events for name, parts in row.get("by rank", {}).items()},
     )
     _add_time(record)
     return record
 
 
-def starts_file(metrics: Path) -> Path:
-    """The file of a run's starts beside its file of metrics."""
-    return metrics.with_name(metrics.name.removesuffix(".jsonl") + STARTS)
+def events_file(metrics: Path) -> Path:
+    """The file of a run's events beside its file of metrics."""
+    return metrics.with_name(metrics.name.removesuffix(".jsonl") + EVENTS)
 
 
 def read_rows(file: Path) -> list[Row]:
@@ -96,6 +104,11 @@ def read_rows(file: Path) -> list[Row]:
             ) from None
         rows.append(row)
     return rows
+
+
+def is_evaluation(row: Row) -> bool:
+    """True for the values of an evaluation, which has neither a learning rate nor a sample."""
+    return not row.keys() & {"learning rate", "text"}
 
 
 def _add_time(record: RunRecord) -> None:

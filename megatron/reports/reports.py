@@ -16,7 +16,7 @@ from megatron.parallel.collectives import raise_on_all_ranks
 from megatron.parallel.mesh import Mesh
 from megatron.reports.config import ReportConfig
 from megatron.reports.services import MLflow, WeightsAndBiases
-from megatron.reports.writers import MetricsFile, TensorBoard, Writer
+from megatron.reports.writers import CONFIGURATION, MetricsFile, TensorBoard, Writer
 from megatron.training.config import RunConfig
 from megatron.training.loop import Hook, Trainer
 from megatron.training.report import EvalResult, Interval
@@ -25,7 +25,17 @@ WRITERS: list[type[Writer]] = [MetricsFile, TensorBoard, WeightsAndBiases, MLflo
 
 
 class Reports(Hook):
-    """Hands the values of training and evaluations to the writers that the flags ask for."""
+    """Hands the values of training and evaluations to the writers that the flags ask for.
+
+    Attributes:
+        writers: of the run. Other hooks write texts to them.
+        by_rank: the newest values by rank, by name of a quantity and of a part, which other hooks set.
+    """
+
+    writers: Writers
+
+    def __init__(self) -> None:
+        self.by_rank: dict[str, dict[str, dict[int, float]]] = {}
 
     @contextmanager
     def during_run(self, trainer: Trainer) -> Iterator[None]:
@@ -36,12 +46,13 @@ class Reports(Hook):
                     closing(Writers(trainer.config, trainer.mesh, trainer.log))
                 )
                 self.writers.start(state.iteration, evaluation_due=state.evaluation_due)
-            self.text("configuration", config_text(trainer.config), state.iteration)
+            self.writers.text(CONFIGURATION, config_text(trainer.config), state.iteration)
             yield
+            if self.by_rank:
+                self.writers.by_rank(self.by_rank, state.iteration)
 
-    def text(self, tag: str, text: str, iteration: int) -> None:
-        """Write a text, as `Writer.text`. For hooks that get this method from `plugins.training_hooks`."""
-        self.writers.text(tag, text, iteration)
+    def before_save(self, trainer: Trainer) -> None:
+        self.writers.checkpoint(trainer.state.iteration)
 
     def after_report(self, trainer: Trainer, interval: Interval) -> None:
         self.writers.training(interval)
@@ -71,6 +82,14 @@ class Writers:
     def evaluation(self, values: dict[str, float], iteration: int, samples: int) -> None:
         """Write values of an evaluation by name."""
         self._call_each(lambda writer: writer.evaluation(values, iteration, samples))
+
+    def checkpoint(self, iteration: int) -> None:
+        """Take note of a checkpoint."""
+        self._call_each(lambda writer: writer.checkpoint(iteration))
+
+    def by_rank(self, values: dict[str, dict[str, dict[int, float]]], iteration: int) -> None:
+        """Write the newest values by rank."""
+        self._call_each(lambda writer: writer.by_rank(values, iteration))
 
     def text(self, tag: str, text: str, iteration: int) -> None:
         """Write a text under a tag."""

@@ -10,8 +10,9 @@ from megatron.model.flops import flops_per_sample
 from megatron.parallel.collectives import all_reduce_sum
 from megatron.parallel.stages import split_layers
 from megatron.reports.config import ReportConfig
-from megatron.reports.devices import find_peak, max_memory, memory_lines
+from megatron.reports.devices import find_peak, max_memory, memory_by_rank, memory_lines
 from megatron.reports.flops import exact_flops_per_sample
+from megatron.reports.reports import Reports
 from megatron.training.engine import Engine
 from megatron.training.loop import Hook, Trainer
 from megatron.training.report import Interval
@@ -21,6 +22,10 @@ logger = logging.getLogger("megatron")
 
 class Throughput(Hook):
     """Adds throughput to every report, and logs memory use after the first iteration for --log-level debug."""
+
+    def __init__(self, reports: Reports) -> None:
+        """`reports` gets the memory use."""
+        self.reports = reports
 
     def before_training(self, trainer: Trainer) -> None:
         engine = trainer.engine
@@ -46,7 +51,9 @@ class Throughput(Hook):
 
     def after_step(self, trainer: Trainer) -> None:
         if trainer.state.iteration == self.first:
-            logger.debug(memory_lines(trainer.mesh, self.first))
+            use = memory_by_rank(trainer.mesh)
+            logger.debug(memory_lines(use, self.first))
+            self.reports.by_rank["memory after the first iteration, bytes"] = use
 
 
 def take_work(engine: Engine) -> tuple[float, float, float]:

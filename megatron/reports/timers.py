@@ -18,6 +18,7 @@ from megatron.parallel.collectives import all_gather
 from megatron.parallel.mesh import Axis
 from megatron.parallel.phases import NOTHING
 from megatron.reports.config import ReportConfig, TimingConfig
+from megatron.reports.reports import Reports
 from megatron.training.loop import Hook, Trainer
 from megatron.training.report import Interval
 
@@ -37,12 +38,16 @@ ITERATION = {
     "params-gather": 1,
 }
 # Phases between iterations.
-BETWEEN = {"save-checkpoint": 1, "evaluate": 1}
+BETWEEN = {"save-checkpoint": 1, "evaluate": 1, "sample": 1}
 LEVELS = ITERATION | BETWEEN
 
 
 class PhaseTimes(Hook):
     """Times the phases of --timing-log-level and logs them."""
+
+    def __init__(self, reports: Reports) -> None:
+        """`reports` gets the newest times."""
+        self.reports = reports
 
     @contextmanager
     def during_run(self, trainer: Trainer) -> Iterator[None]:
@@ -69,6 +74,8 @@ class PhaseTimes(Hook):
 
     def after_report(self, trainer: Trainer, interval: Interval) -> None:
         self._log(trainer, self.times)
+        if self.times:
+            self.reports.by_rank["phases, seconds per iteration"] = self.times
 
     def _log(self, trainer: Trainer, times: dict[str, dict[int, float]]) -> None:
         if times:

@@ -13,12 +13,16 @@ from typing import Any, ClassVar, TextIO
 from megatron.errors import InputError
 from megatron.files import read_file
 from megatron.reports.config import ReportConfig
-from megatron.reports.record import MAX_BYTES, read_rows, starts_file
+from megatron.reports.record import MAX_BYTES, events_file, is_evaluation, read_rows
 from megatron.training.config import RunConfig
 from megatron.training.report import Interval
 
 # Values of an iteration that are reported as their sum over an interval.
 COUNTED = ("skipped", "overflow")
+
+
+# Tag of the run's configuration as text.
+CONFIGURATION = "configuration"
 
 
 class Writer(ABC):
@@ -47,6 +51,12 @@ class Writer(ABC):
     def evaluation(self, values: dict[str, float], iteration: int, samples: int) -> None:
         """Write values of an evaluation by name."""
 
+    def checkpoint(self, iteration: int) -> None:  # noqa: B027, for a file of events
+        """Take note of a checkpoint."""
+
+    def by_rank(self, values: dict[str, dict[str, dict[int, float]]], iteration: int) -> None:  # noqa: B027
+        """Write the newest values by rank, by name of a quantity and of a part, such as a phase."""
+
     @abstractmethod
     def close(self) -> None:
         """Write what is left."""
@@ -55,19 +65,20 @@ class Writer(ABC):
         """Write a text, such as the configuration or a sample of the model, if the destination has texts.
 
         Args:
-            tag: name with its group, as "samples/prompt 1". Texts of one tag follow one another by iteration.
+            tag: name, as "sample 1". Texts of one tag follow one another by iteration.
             text: shown as it is, in a font of fixed width.
         """
 
 
 class MetricsFile(Writer):
-    """The file of --metrics-path: a JSON object per line. A file beside it has the flags of each start of the run."""
+    """The file of --metrics-path: a JSON object per line. A file beside it has events, as the flags of each start."""
 
     flag = "--metrics-path"
 
     def __init__(self, path: Path, config: RunConfig) -> None:
         self.path, self.config = path, config
         self.file: TextIO | None = None
+        self.events: Path | None = None
 
     @classmethod
     def make(cls, config: RunConfig) -> MetricsFile | None:
@@ -88,7 +99,7 @@ class MetricsFile(Writer):
                     line
                     for line in lines
                     if (row := json.loads(line))["iteration"] <= last
-                    or (row["iteration"] == iteration and "learning rate" in row)
+                    or (row["iteration"] == iteration and not is_evaluation(row))
                 ]
                 temporary = path.with_name(f".writing-{path.name}")
                 temporary.write_text("".join(kept), encoding="utf-8")
@@ -98,9 +109,10 @@ class MetricsFile(Writer):
                     "time": time.time(),
                     "config": dataclasses.asdict(self.config),
                 }
-                before = read_rows(starts) if (starts := starts_file(path)).is_file() else []
+                self.events = events_file(path)
+                before = read_rows(self.events) if self.events.is_file() else []
                 rows = [*(row for row in before if iteration and row["iteration"] <= iteration), start]
-                starts.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+                self.events.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
             self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115, open until `close`
         except OSError as error:
             raise InputError(f"--metrics-path: {self.path}: {error.strerror}") from None
@@ -114,6 +126,21 @@ class MetricsFile(Writer):
 
     def evaluation(self, values: dict[str, float], iteration: int, samples: int) -> None:
         self._write({"iteration": iteration, "consumed samples": samples, **values})
+
+    def text(self, tag: str, text: str, iteration: int) -> None:
+        if tag != CONFIGURATION:  # the other file has the flags
+            self._write({"iteration": iteration, "text": {tag: text}})
+
+    def checkpoint(self, iteration: int) -> None:
+        self._add_event({"iteration": iteration, "checkpoint": True})
+
+    def by_rank(self, values: dict[str, dict[str, dict[int, float]]], iteration: int) -> None:
+        self._add_event({"iteration": iteration, "by rank": values})
+
+    def _add_event(self, event: dict[str, Any]) -> None:
+        if self.events is not None:
+            with open(self.events, "a", encoding="utf-8") as file:
+                file.write(json.dumps(event) + "\n")
 
     def _write(self, record: dict[str, Any]) -> None:
         if self.file is not None:
@@ -184,8 +211,8 @@ class TensorBoard(Tracker):
                 self.events.add_scalar(f"{tag} vs samples", value, samples)
 
     def text(self, tag: str, text: str, iteration: int) -> None:
-        # TensorBoard reads Markdown, in which indented text is shown as it is.
-        self.events.add_text(tag, "".join(f"    {line}\n" for line in text.splitlines()), iteration)
+        # TensorBoard renders Markdown, in which a block indented by four spaces is shown as it is.
+        self.events.add_text(tag, "\n".join(f"    {line}" for line in text.splitlines()), iteration)
 
     def close(self) -> None:
         if self.events is not None:

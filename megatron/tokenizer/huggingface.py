@@ -37,10 +37,9 @@ class HuggingFaceTokenizer(Tokenizer):
                 f"--tokenizer-model: {file} does not exist; give a tokenizer.json or the directory holding one "
                 "(model names on the Hugging Face hub are not looked up)"
             )
+        text = read_text(str(file))
         try:
-            self._tokenizer = HFTokenizer.from_str(read_text(str(file)))
-        except InputError:
-            raise
+            self._tokenizer = HFTokenizer.from_str(text)
         except Exception as error:  # the library raises nothing more specific
             raise InputError(f"{file}: is not a tokenizer.json: {error}") from None
         # A file saved with a model's maximum length would truncate documents.
@@ -48,9 +47,10 @@ class HuggingFaceTokenizer(Tokenizer):
         self._tokenizer.no_padding()
         config = file.with_name("tokenizer_config.json")
         has_config = file.name == "tokenizer.json" and config.is_file()
+        beside = (config, file.with_name("chat_template.jinja")) if has_config else ()
         super().__init__(
             "HuggingFaceTokenizer",
-            files=[file, config] if has_config else [file],
+            files=[file, *(path for path in beside if path.is_file())],
             vocab_size=max(self._tokenizer.get_vocab().values(), default=-1) + 1,
             special_ids=self._special_ids(config) if has_config else {},
         )

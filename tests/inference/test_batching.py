@@ -37,7 +37,7 @@ PROMPTS = [[3, 1, 4], [1], [5, 9, 2, 6, 5, 3, 5], [8, 9, 7, 9, 3], [1] * 31, [2,
 def make_batcher(folder: Path, rows: int = 4, dtype: str = "auto") -> Batcher:
     config = InferenceConfig(load=str(folder), dtype=dtype)
     model, tokenizer = load_gpt(config, TOKENIZER, Mesh(device=CPU))
-    predictor = Predictor(model, Mesh(device=CPU))
+    predictor = Predictor([model], Mesh(device=CPU))
     predictor.reserve(rows, LENGTH)
     return Batcher(predictor, tokenizer)
 
@@ -250,7 +250,7 @@ def test_missing_tokenizer_names_the_flag(folder: Path) -> None:
 
 def test_non_finite_logits_are_one_line(folder: Path) -> None:
     batcher = make_batcher(folder)
-    batcher.predictor.stages.model.decoder.layers["0"].mlp.linear_fc2.weight.fill_(float("nan"))
+    batcher.predictor.stages.chunks[0].decoder.layers["0"].mlp.linear_fc2.weight.fill_(float("nan"))
     with pytest.raises(InputError, match=r"^--load: the model's logits are not finite"):
         generate(batcher, [request([1])])
 

@@ -193,7 +193,6 @@ def test_stream_reports_usage(served) -> None:
             "prompt",
             "the prompt has 70 tokens and leaves no room in the context of 64",
         ),
-        ({"prompt": ""}, 400, "prompt", "the prompt is empty"),
         ({"prompt": []}, 400, "prompt", "prompt must be a string, a list of strings"),
         ({"prompt": [True]}, 400, "prompt", "must be a string, a list of strings"),
         ({"prompt": "1 x"}, 400, None, "'x' is not a token id"),

@@ -22,6 +22,7 @@ from megatron.reports.devices import (
     find_peak,
     max_memory,
     measured_peak,
+    memory_by_rank,
     memory_lines,
     memory_use,
 )
@@ -81,7 +82,7 @@ def memory_of(layout: str) -> tuple[str, dict[str, int]]:
     config = ParallelConfig(**{layout: 2})
     with init_mesh(config, CPU) as mesh:
         block = torch.ones((96 << 20) * mesh.world.rank, dtype=torch.uint8)
-        reported = memory_lines(mesh, 3), max_memory(mesh)
+        reported = memory_lines(memory_by_rank(mesh), 3), max_memory(mesh)
         del block
         return reported
 

@@ -13,7 +13,7 @@ from megatron.commands.report import main
 from megatron.errors import InputError
 from megatron.reports import at_end, page
 from megatron.reports.page import report_page, thin_out
-from megatron.reports.record import METRICS, RunRecord, read_record, starts_file
+from megatron.reports.record import METRICS, RunRecord, events_file, read_record
 
 
 def write_run(folder: Path, iterations: int, *, seq_length: int = 100, lr: float = 1e-3) -> Path:
@@ -32,6 +32,7 @@ def write_run(folder: Path, iterations: int, *, seq_length: int = 100, lr: float
         )
         if i % 5 == 0:
             rows.append({"iteration": i, "consumed samples": 4 * i, "lm loss validation": 6.5 - i / 100})
+            rows.append({"iteration": i, "text": {"sample 1": f"one & <two> at {i}"}})
     folder.mkdir()
     (folder / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = {
@@ -40,14 +41,20 @@ def write_run(folder: Path, iterations: int, *, seq_length: int = 100, lr: float
         "plugins": {"spikes": {"spike_skip": 2.0}},
         "iteration": 3,
     }
-    starts = [{"iteration": i, "time": 0.0, "config": config} for i in (0, 10)]
-    starts_file(folder / METRICS).write_text("".join(json.dumps(start) + "\n" for start in starts))
+    events = [{"iteration": i, "time": 0.0, "config": config} for i in (0, 10)]
+    events += [{"iteration": 10, "checkpoint": True}]
+    for seconds in (9.0, 0.5):
+        events += [{"iteration": 10, "by rank": {"phases": {"optimizer": {"0": seconds, "1": 0.7}}}}]
+    events_file(folder / METRICS).write_text("".join(json.dumps(event) + "\n" for event in events))
     return folder
 
 
 def test_record(tmp_path: Path) -> None:
     run = read_record(write_run(tmp_path / "run", 20))
     assert [len(run.training), len(run.evaluations), len(run.starts)] == [20, 4, 2]
+    assert [row["iteration"] for row in run.samples] == [5, 10, 15, 20]
+    assert [row["iteration"] for row in run.checkpoints] == [10]
+    assert run.by_rank == {"phases": {"optimizer": {"0": 0.5, "1": 0.7}}}  # the newest
     assert run.training[9]["hours"] == pytest.approx(0.1)
     assert run.evaluations[1]["hours"] == pytest.approx(0.1)
     assert run.evaluations[1]["tokens"] == pytest.approx(10 * 4 * 100 / 1e6)
@@ -60,12 +67,12 @@ def test_evaluations_between_log_lines(tmp_path: Path) -> None:
     rows += [{"iteration": 20, "lm loss validation": 1.0}, {"iteration": 50, "lm loss validation": 1.0}]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert [row["hours"] for row in read_record(file).evaluations] == [0.0, 30.0]
-    assert starts_file(file) != starts_file(tmp_path / "lr0.2")
+    assert events_file(file) != events_file(tmp_path / "lr0.2")
 
 
 def test_record_of_a_metrics_file_alone(tmp_path: Path) -> None:
     file = write_run(tmp_path / "run", 20) / METRICS
-    starts_file(file).unlink()
+    events_file(file).unlink()
     with open(file, "a") as opened:
         opened.write('{"iteration": 21, "lm lo')  # killed while it wrote
     run = read_record(file)
@@ -95,18 +102,36 @@ def test_page_of_two_runs(tmp_path: Path) -> None:
     assert "<b>" not in text.split("<script")[0] and "&lt;b&gt;" in text  # names are escaped
     assert re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=", text) == []  # nothing is fetched
     titles = re.findall(r"<h2>(.*?)</h2>", text)
-    assert titles == ["lm loss", "learning rate", "grad norm", "tokens per second", "MFU"]
-    for label in ("training", "validation", "skipped iterations", "resumed", "evaluation"):
+    assert titles == [
+        *("lm loss", "learning rate", "grad norm", "tokens per second", "MFU", "phases by rank", "samples")
+    ]
+    for label in ("training", "validation", "skipped iterations", "resumed", "evaluation", "checkpoint"):
         assert label in text
     differing = text.split("flags that differ")[1].split("</table>")[0]
     assert "--lr" in differing and "0.002" in differing and "--seq-length" not in differing
     for axis in ("iteration", "tokens", "hours"):
         assert f'data-field="{axis}"' in text
+    samples = text.split("<h2>samples</h2>")[1].split("</section>")[0]
+    assert samples.count("one &amp; &lt;two&gt; at 20") == 2 and samples.count("<summary>") == 1
 
 
 def test_page_of_a_run_without_iterations() -> None:
-    text = report_page([RunRecord(name="empty", training=[], evaluations=[], starts=[])])
+    run = RunRecord(
+        name="empty", training=[], evaluations=[], samples=[], starts=[], checkpoints=[], by_rank={}
+    )
+    text = report_page([run])
     assert "No iteration has been reported yet." in text
+
+
+def test_thinned_samples() -> None:
+    rows = [{"iteration": i, "text": {f"sample {n}": f"text {n}.{i}." for n in range(15)}} for i in range(50)]
+    run = RunRecord(
+        name="run", training=[], evaluations=[], samples=rows, starts=[], checkpoints=[], by_rank={}
+    )
+    text = report_page([run])
+    assert text.count("text 0.") == page.TEXTS and "text 0.0." in text and "text 0.49." in text
+    assert "text 9." in text and "text 10." not in text
+    assert "5 more prompts are in the file of metrics." in text
 
 
 def test_thinned_curves() -> None:
@@ -141,12 +166,20 @@ def test_a_run_leaves_a_report(tmp_path: Path, pretrain: Callable[..., str]) -> 
     save = ("--save", tmp_path, "--load", tmp_path)
     out = pretrain(*TINY, "--train-iters", 12, "--exit-interval", 6, *save)
     assert "report:" not in out  # 6 iterations
-    out = pretrain(*TINY, "--train-iters", 12, *save)
+    out = pretrain(*TINY, "--train-iters", 12, *save, "--timing-log-level", 1)
     assert f"report: {tmp_path / 'report.html'}\n" in out
     run = read_record(tmp_path)
     assert [start["iteration"] for start in run.starts] == [0, 6]
     assert [row["iteration"] for row in run.training] == list(range(1, 13))
-    assert "resumed" in (tmp_path / "report.html").read_text()
+    assert [row["iteration"] for row in run.checkpoints] == [6, 12]
+    phases, memory = (
+        run.by_rank["phases, seconds per iteration"],
+        run.by_rank["memory after the first iteration, bytes"],
+    )
+    assert phases["optimizer"].keys() == memory["allocated"].keys() == {"0"}
+    page = (tmp_path / "report.html").read_text()
+    for label in ("resumed", "checkpoint", "phases, seconds per iteration by rank"):
+        assert label in page
 
 
 def test_a_report_cannot_end_a_run(

@@ -23,11 +23,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatron.errors import InputError
 from megatron.inference.server.body import B, read_body
+from megatron.inference.server.chat import ChatRequest
+from megatron.inference.server.chat_template import chat_template
 from megatron.inference.server.completions import Completion, CompletionRequest
 from megatron.inference.server.config import ServerConfig, is_loopback
 from megatron.inference.server.engine import (
     STOPPING,
     RequestHandle,
+    ServedModel,
     ServingEngine,
     TextDelta,
     request_timeout,
@@ -47,19 +50,38 @@ CLIENT_CLOSED_REQUEST = 499
 class Service:
     """Handlers of the endpoints."""
 
-    def __init__(self, engine: ServingEngine, config: ServerConfig, model: str) -> None:
-        self.engine, self.config, self.model = engine, config, model
-        self.tokenizer = engine.tokenizer
+    def __init__(self, engine: ServingEngine, config: ServerConfig) -> None:
+        """Raise `InputError` if a chat template is malformed."""
+        self.engine, self.config = engine, config
+        self.templates = {name: chat_template(model.tokenizer) for name, model in engine.models.items()}
         self.page = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
 
     async def completions(self, request: Request) -> Response:
         body = await self._read(request, CompletionRequest)
-        if body.model is not None and body.model != self.model:
-            raise _no_model(body.model, self.model)
-        handle = self.engine.reserve(body.count, self.config.request_timeout)
-        choices = await self._in_thread(handle, request, lambda: body.choices(self.tokenizer))
-        completion = Completion(body, choices, self.model)
-        handle.start([choice.request for choice in choices])
+        model = self._find(body.model)
+        return await self._complete(
+            request, body, model, lambda: Completion(body, body.choices(model.tokenizer), model.name)
+        )
+
+    async def chat(self, request: Request) -> Response:
+        body = await self._read(request, ChatRequest)
+        model = self._find(body.model)
+        template = self.templates[model.name]
+        return await self._complete(
+            request, body, model, lambda: body.completion(model.tokenizer, template, model.name)
+        )
+
+    async def _complete(
+        self,
+        request: Request,
+        body: CompletionRequest | ChatRequest,
+        model: ServedModel,
+        prepare: Callable[[], Completion],
+    ) -> Response:
+        """Respond to a request for completions, which `prepare` tokenizes."""
+        handle = self.engine.reserve(model, body.count, self.config.request_timeout)
+        completion = await self._in_thread(handle, request, prepare)
+        handle.start([choice.request for choice in completion.choices])
         self.engine.metrics.prompt_tokens += completion.prompt_tokens
         if not body.stream:
             return JSONResponse(completion.whole(await _all_events(handle, request)))
@@ -70,23 +92,24 @@ class Service:
 
     async def nvidia(self, request: Request) -> Response:
         body = await self._read(request, NvidiaRequest)
-        handle = self.engine.reserve(body.count, self.config.request_timeout)
-        max_beams = self.engine.predictor.rows
-        rows, work = await self._in_thread(handle, request, lambda: body.work(self.tokenizer, max_beams))
+        model = self._find(None)
+        handle = self.engine.reserve(model, body.count, self.config.request_timeout)
+        tokenizer, max_beams = model.tokenizer, model.predictor.rows
+        rows, work = await self._in_thread(handle, request, lambda: body.work(tokenizer, max_beams))
         handle.start(work)
         self.engine.metrics.prompt_tokens += sum(map(len, rows))
         events = await _all_events(handle, request)
         if body.beam_width is None:
-            return JSONResponse(body.answer(rows, events, self.tokenizer))
-        return JSONResponse(body.beams(rows[0], events[0], self.tokenizer))
+            return JSONResponse(body.answer(rows, events, tokenizer))
+        return JSONResponse(body.beams(rows[0], events[0], tokenizer))
 
     async def models(self) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        return JSONResponse(
+            {"object": "list", "data": [_card(model) for model in self.engine.models.values()]}
+        )
 
     async def one_model(self, name: str) -> Response:
-        if name != self.model:
-            raise _no_model(name, self.model)
-        return JSONResponse(self._model())
+        return JSONResponse(_card(self._find(name)))
 
     async def health(self) -> Response:
         if self.engine.closing:
@@ -101,9 +124,24 @@ class Service:
     async def show_page(self) -> Response:
         return HTMLResponse(self.page, headers={"Content-Security-Policy": content_policy(self.page)})
 
-    def _model(self) -> dict[str, Any]:
-        length = self.engine.predictor.length
-        return {"id": self.model, "object": "model", "created": 0, "owned_by": "you", "max_model_len": length}
+    def _find(self, name: str | None) -> ServedModel:
+        """Return the model that a client names, by default the first.
+
+        Raises:
+            ApiError: there is no such model.
+        """
+        models = self.engine.models
+        if name is None:
+            return next(iter(models.values()))
+        if name not in models:
+            served = " and ".join(repr(other) for other in models)
+            raise ApiError(
+                404,
+                f"there is no model {name[:60]!r}; {'the model is' if len(models) == 1 else 'there are'} {served}",
+                param="model",
+                code="model_not_found",
+            )
+        return models[name]
 
     async def _in_thread(self, handle: RequestHandle, request: Request, prepare: Callable[[], T]) -> T:
         """Prepare a request on another thread, since a tokenizer may take long."""
@@ -120,21 +158,24 @@ class Service:
         return await read_body(request, kind, limit=limit, seconds=seconds)
 
 
-def make_app(engine: ServingEngine, config: ServerConfig, *, model: str, key: str | None) -> ASGIApp:
+def make_app(engine: ServingEngine, config: ServerConfig, *, key: str | None) -> ASGIApp:
     """Create the ASGI app.
 
     Args:
-        model: name of the model for clients.
         key: API key that clients must send; None requires none.
+
+    Raises:
+        InputError: a chat template is malformed.
     """
     app = FastAPI(openapi_url=None, redirect_slashes=False)
-    service = Service(engine, config, model)
+    service = Service(engine, config)
     app.get("/")(service.show_page)
     app.get("/health")(service.health)
     app.get("/metrics")(service.metrics)
     app.get("/v1/models")(service.models)
     app.get("/v1/models/{name:path}")(service.one_model)
     app.post("/v1/completions")(service.completions)
+    app.post("/v1/chat/completions")(service.chat)
     app.put("/api")(service.nvidia)
 
     async def answer(request: Request, error: Exception) -> Response:
@@ -180,7 +221,7 @@ class _Access:
                 message["headers"] = [*message.get("headers", ()), (b"x-content-type-options", b"nosniff")]
             await send(message)
 
-        known = {"/", "/health", "/metrics", "/v1/models", "/v1/completions", "/api"}
+        known = {"/", "/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions", "/api"}
         path = scope["path"] if scope["path"] in known else "other"
         try:
             error = self._refusal(scope)
@@ -323,10 +364,10 @@ async def _while_connected(handle: RequestHandle, request: Request, work: Awaita
             task.cancel()
 
 
-def _no_model(name: str, model: str) -> ApiError:
-    return ApiError(
-        404, f"there is no model {name[:60]!r}; the model is {model!r}", param="model", code="model_not_found"
-    )
+def _card(model: ServedModel) -> dict[str, Any]:
+    """OpenAI's description of a model, with vLLM's name of its maximum length."""
+    length = model.predictor.length
+    return {"id": model.name, "object": "model", "created": 0, "owned_by": "you", "max_model_len": length}
 
 
 def _as_api_error(request: Request, error: Exception) -> ApiError:
@@ -338,7 +379,7 @@ def _as_api_error(request: Request, error: Exception) -> ApiError:
         return ApiError(CLIENT_CLOSED_REQUEST, "the client closed the connection")
     if isinstance(error, HTTPException):
         messages = {
-            404: f"there is no {request.url.path[:60]}; completions are at POST /v1/completions",
+            404: f"there is no {request.url.path[:60]}; see POST /v1/completions and /v1/chat/completions",
             405: f"{request.method} is not allowed for {request.url.path}",
         }
         return ApiError(

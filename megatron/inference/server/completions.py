@@ -37,14 +37,15 @@ def _prompts(value: Any) -> list[str] | list[list[int]]:
     raise ValueError("must be a string, a list of strings, a list of token ids, or a list of such lists")
 
 
-def _stops(value: Any) -> list[str]:
+def read_stops(value: Any) -> list[str]:
+    """Convert each of OpenAI's forms of stop strings to a list."""
     values = value if isinstance(value, list) else [value]
     if len(values) > 16 or not all(isinstance(text, str) and text for text in values):
         raise ValueError("must be a string, or a list of up to 16 strings, none empty")
     return values
 
 
-def _only(allowed: Any, instead: str) -> AfterValidator:
+def only(allowed: Any, instead: str) -> AfterValidator:
     """Reject an unsupported field unless it has the value without effect."""
 
     def check(value: Any) -> Any:
@@ -76,14 +77,14 @@ class CompletionRequest(Body):
     stream_options: StreamOptions | None = None
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
-    stop: Annotated[list, PlainValidator(_stops)] = Field(default_factory=list)
+    stop: Annotated[list, PlainValidator(read_stops)] = Field(default_factory=list)
     seed: int | None = Field(None, ge=0, lt=2**32)
     user: str = ""
     best_of: int | None = None
-    presence_penalty: Annotated[float, _only(0, "repetition_penalty is")] = 0.0
-    frequency_penalty: Annotated[float, _only(0, "repetition_penalty is")] = 0.0
-    suffix: Annotated[str, _only("", "leave it out")] = ""
-    logit_bias: Annotated[dict, _only({}, "leave it out")] = Field(default_factory=dict)
+    presence_penalty: Annotated[float, only(0, "repetition_penalty is")] = 0.0
+    frequency_penalty: Annotated[float, only(0, "repetition_penalty is")] = 0.0
+    suffix: Annotated[str, only("", "leave it out")] = ""
+    logit_bias: Annotated[dict, only({}, "leave it out")] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _check(self) -> CompletionRequest:
@@ -128,7 +129,12 @@ class CompletionRequest(Body):
         pairs = [(text, row, i) for text, row in zip(texts, rows, strict=True) for i in range(self.n)]
         return [
             ChoiceState(
-                self, number, text, self._request(row, i), TokenText(tokenizer, [] if self.echo else row)
+                self,
+                number,
+                text,
+                row,
+                self._request(row or document_start(tokenizer, "prompt"), i),
+                TokenText(tokenizer, [] if self.echo else row),
             )
             for number, (text, row, i) in enumerate(pairs)
         ]
@@ -141,6 +147,19 @@ class CompletionRequest(Body):
             top_logprobs=self.logprobs,
             prompt_logprobs=self.echo and self.logprobs is not None,
         )
+
+
+def document_start(tokenizer: Tokenizer, param: str) -> list[int]:
+    """Return the tokens that stand for an empty prompt: the end of the document before.
+
+    Raises:
+        ApiError: the tokenizer has no end-of-document token.
+    """
+    if "eod" not in tokenizer.special_ids:
+        raise ApiError(
+            400, f"{param}: is empty, and {tokenizer} has no end-of-document token to begin with", param=param
+        )
+    return [tokenizer.special_ids["eod"]]
 
 
 def check_tokens(rows: Sequence[Sequence[int]], tokenizer: Tokenizer) -> None:
@@ -156,16 +175,23 @@ def check_tokens(rows: Sequence[Sequence[int]], tokenizer: Tokenizer) -> None:
 
 @dataclasses.dataclass
 class ChoiceState:
-    """State of one choice of the response."""
+    """State of one choice of the response.
+
+    Attributes:
+        prompt, prompt_tokens: as given; they may be empty, and those of `request` may not.
+        shown: some text has been sent.
+    """
 
     body: CompletionRequest
     index: int
     prompt: str
+    prompt_tokens: Sequence[int]
     request: Request
     token_text: TokenText
     generated: int = 0
     offset: int = 0
     has_begun: bool = False
+    shown: bool = False
 
     def take(self, delta: TextDelta) -> dict[str, Any]:
         """Convert a delta to OpenAI's format."""
@@ -176,7 +202,7 @@ class ChoiceState:
         self.generated += len(tokens)
         if self.body.echo and not self.has_begun:
             text = self.prompt + text
-            prompt = zip(self.request.prompt, [None, *delta.prompt_logprobs], strict=False)
+            prompt = zip(self.prompt_tokens, [None, *delta.prompt_logprobs], strict=False)
             tokens = [*prompt, *tokens]
         self.has_begun = True
         if self.body.logprobs is not None:

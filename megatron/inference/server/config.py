@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import os
+from pathlib import Path
 
 from megatron.errors import InputError
 from megatron.files import read_file
 from megatron.flags import Config, flag
+from megatron.inference.config import InferenceConfig
 
 KEY_VARIABLE = "MEGATRON_API_KEY"
 MAX_KEY_BYTES = 1000
@@ -24,6 +26,14 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def _distinct_names(first: Path, second: Path) -> tuple[str, str]:
+    """Return the last parts of two paths, as many as tell them apart."""
+    depth = 1
+    while first != second and first.parts[-depth:] == second.parts[-depth:]:
+        depth += 1
+    return "/".join(first.parts[-depth:]), "/".join(second.parts[-depth:])
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerConfig(Config):
     """Address, limits and API key of the server."""
@@ -31,8 +41,14 @@ class ServerConfig(Config):
     host: str = flag("127.0.0.1", "address to listen on; 0.0.0.0 for all addresses of this machine")
     port: int = flag(8000, "port to listen on; 0 for any free port", low=0, high=65535)
     served_model_name: str | None = flag(
-        None, "name of the model for clients (default: name of the directory of --load)"
+        None, "name of the model of --load for clients (default: name of the directory)"
     )
+    compare: str | None = flag(
+        None,
+        "serve this checkpoint too, to compare it with that of --load (default with --compare-ckpt-step: --load)",
+        metavar="DIR",
+    )
+    compare_ckpt_step: int | None = flag(None, "the checkpoint of this iteration of --compare", low=0)
     api_key_file: str | None = flag(
         None,
         f"file with an API key that clients must send (default: environment variable {KEY_VARIABLE}, if set)",
@@ -49,6 +65,32 @@ class ServerConfig(Config):
     request_timeout: float = flag(
         600.0, "seconds after which an unfinished request is cancelled (504)", above=0, high=10**6
     )
+
+    def models(self, load: InferenceConfig) -> dict[str, InferenceConfig]:
+        """Return the models to serve, by name: that of --load, and that of --compare if there is one.
+
+        Raises:
+            InputError: they are the same, or have the same name.
+        """
+        folder = Path(load.load).resolve()
+        if self.compare is None and self.compare_ckpt_step is None:
+            return {self.served_model_name or folder.name: load}
+        other = dataclasses.replace(load, load=self.compare or load.load, ckpt_step=self.compare_ckpt_step)
+        first, second = names = _distinct_names(folder, Path(other.load).resolve())
+        if first == second:
+            if load.ckpt_step == other.ckpt_step:
+                raise InputError(
+                    "--compare: is the checkpoint of --load; give another, or --compare-ckpt-step"
+                )
+            steps = (load.ckpt_step, other.ckpt_step)
+            first, second = (
+                f"{name}-{'newest' if step is None else step}"
+                for name, step in zip(names, steps, strict=True)
+            )
+        first = self.served_model_name or first
+        if first == second:
+            raise InputError(f"--served-model-name: {first} is the name of --compare; choose another")
+        return {first: load, second: other}
 
     def api_key(self) -> str | None:
         """Return the key that clients must send, if any.

@@ -15,7 +15,7 @@ import functools
 import math
 import queue
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from megatron.errors import InputError
 from megatron.inference.batching import Batcher, Request, SequenceState, TokenLogprob
@@ -67,8 +67,8 @@ Event = TextDelta | list[Hypothesis]
 class RequestHandle:
     """A client's request of `count` sequences. Used on the event loop's thread."""
 
-    def __init__(self, engine: ServingEngine, count: int, timeout: float) -> None:
-        self.engine = engine
+    def __init__(self, engine: ServingEngine, model: ServedModel, count: int, timeout: float) -> None:
+        self.engine, self.model = engine, model
         self.loop = asyncio.get_running_loop()
         self.open = self.count = count
         self._events: asyncio.Queue[Event | ApiError] = asyncio.Queue()
@@ -78,7 +78,7 @@ class RequestHandle:
     def start(self, work: Work) -> None:
         """Enqueue the request's sequences, unless it has failed in the meantime."""
         if self.open:
-            self.engine.call(functools.partial(self.engine.add, self, work))
+            self.engine.call(functools.partial(self.model.add, self, work))
 
     async def events(self) -> AsyncIterator[Event]:
         """Yield results until all sequences have ended.
@@ -113,7 +113,7 @@ class RequestHandle:
         """Cancel the sequences that have not ended. May be called at any time."""
         if self.open:
             self._close(self.open)
-            self.engine.call(functools.partial(self.engine.drop, self))
+            self.engine.call(functools.partial(self.model.drop, self))
 
     def _close(self, count: int) -> None:
         self.open -= count
@@ -131,32 +131,135 @@ def _is_last(event: Event) -> bool:
     return not isinstance(event, TextDelta) or event.reason is not None
 
 
+class ServedModel:
+    """A model that an engine serves. The engine's thread calls its methods.
+
+    Attributes:
+        running: sequences that run, each with its request and its index in that.
+    """
+
+    def __init__(self, engine: ServingEngine, name: str, predictor: Predictor, tokenizer: Tokenizer) -> None:
+        """The predictor must have its rows."""
+        self.engine, self.name, self.predictor, self.tokenizer = engine, name, predictor, tokenizer
+        self.running: dict[SequenceState, tuple[RequestHandle, int]] = {}
+        self._batcher = Batcher(predictor, tokenizer)
+        self._waiting: collections.deque[tuple[RequestHandle, int, Request | BeamSearchRequest]]
+        self._waiting = collections.deque()
+
+    @property
+    def idle(self) -> bool:
+        return not self._waiting and not self.running
+
+    @property
+    def num_running(self) -> int:
+        """Number of sequences that have a row of the predictor."""
+        return len(self._batcher.running)
+
+    def add(self, handle: RequestHandle, work: Work) -> None:
+        """Enqueue the sequences of a request."""
+        requests: Sequence[Request | BeamSearchRequest] = (
+            [work] if isinstance(work, BeamSearchRequest) else work
+        )
+        self._waiting += [(handle, index, request) for index, request in enumerate(requests)]
+
+    def drop(self, handle: RequestHandle) -> None:
+        """Cancel a request's sequences."""
+        self._waiting = collections.deque(entry for entry in self._waiting if entry[0] is not handle)
+        for sequence in [sequence for sequence, (owner, _) in self.running.items() if owner is handle]:
+            self._batcher.cancel(sequence)
+            del self.running[sequence]
+
+    def open_requests(self) -> set[RequestHandle]:
+        """Requests with sequences that run or wait."""
+        return {handle for handle, *_ in self._waiting} | {handle for handle, _ in self.running.values()}
+
+    def step(self) -> None:
+        """Begin waiting requests, and generate a token for each running sequence."""
+        self._admit()
+        begin = time.perf_counter()
+        deltas = []
+        for sequence, text in self._batcher.step():
+            handle, index = self.running[sequence]
+            if sequence.reason == "error":
+                del self.running[sequence]
+                self.engine.fail(handle, ApiError(500, NOT_FINITE))
+                continue
+            at_eod = sequence.reason == "stop" and not sequence.text.stopped
+            token = None if at_eod else sequence.new[-1]
+            logprob = sequence.logprobs[-1] if sequence.logprobs and not at_eod else None
+            delta = TextDelta(index, text, token, logprob, sequence.prompt_logprobs, sequence.reason)
+            deltas.append((handle, delta))
+            if sequence.reason is not None:
+                del self.running[sequence]
+        if deltas:
+            self.engine.deliver(deltas, time.perf_counter() - begin)
+
+    def _admit(self) -> None:
+        """Pass waiting requests to the batcher, up to a beam search, which waits until nothing runs."""
+        while self._waiting:
+            handle, index, request = self._waiting[0]
+            if isinstance(request, BeamSearchRequest) and self.running:
+                return
+            self._waiting.popleft()
+            try:
+                if isinstance(request, BeamSearchRequest):
+                    self._search(handle, request)
+                else:
+                    self.running[self._batcher.add(request)] = (handle, index)
+            except NonFiniteLogits:
+                self.engine.fail(handle, ApiError(500, NOT_FINITE))
+            except InputError as error:
+                self.engine.fail(handle, ApiError(400, str(error), param="prompt"))
+
+    def _search(self, handle: RequestHandle, request: BeamSearchRequest) -> None:
+        def check() -> None:
+            if not handle.open or self.engine.is_late:
+                raise _Cancelled
+
+        with contextlib.suppress(_Cancelled):
+            hypotheses = beam_search(
+                self.predictor,
+                request.prompt,
+                request.config,
+                length=request.length,
+                eod=request.eod,
+                check=check,
+            )
+            self.engine.deliver_beams(handle, hypotheses)
+            return
+        self.engine.fail(handle, ApiError(503, STOPPING))
+
+
 class ServingEngine:
-    """Generate for the requests of clients.
+    """Generate for the requests of clients, in turn with each model.
 
     Call `run` on one thread; `reserve` and request handles belong to the event loop's thread.
 
     Attributes:
+        models: by name.
         in_flight: sequences that run or wait. Used by the event loop.
         running: sequences that run.
     """
 
-    def __init__(self, predictor: Predictor, tokenizer: Tokenizer, *, max_queue: int) -> None:
-        """The predictor must have its rows."""
-        self.predictor, self.tokenizer, self.metrics = predictor, tokenizer, Metrics()
-        self.capacity, self.in_flight, self.closing = predictor.rows + max_queue, 0, False
+    def __init__(self, models: Mapping[str, tuple[Predictor, Tokenizer]], *, max_queue: int) -> None:
+        """The predictors must have their rows."""
+        self.models = {name: ServedModel(self, name, *model) for name, model in models.items()}
+        self.metrics = Metrics()
+        rows = sum(model.predictor.rows for model in self.models.values())
+        self.capacity, self.in_flight, self.closing = rows + max_queue, 0, False
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._batcher = Batcher(predictor, tokenizer)
-        self._waiting: collections.deque[tuple[RequestHandle, int, Request | BeamSearchRequest]]
-        self._waiting = collections.deque()
-        self._running: dict[SequenceState, tuple[RequestHandle, int]] = {}
         self._deadline = math.inf
 
     @property
     def running(self) -> int:
-        return len(self._batcher.running)
+        return sum(model.num_running for model in self.models.values())
 
-    def reserve(self, count: int, timeout: float) -> RequestHandle:
+    @property
+    def is_late(self) -> bool:
+        """True once the time to finish what runs when the server stops is over."""
+        return time.monotonic() > self._deadline
+
+    def reserve(self, model: ServedModel, count: int, timeout: float) -> RequestHandle:
         """Accept a request of `count` sequences, which must end within `timeout` seconds.
 
         Nothing that a request costs is spent before this call.
@@ -178,7 +281,7 @@ class ServingEngine:
                 headers={"Retry-After": "1"},
             )
         self.in_flight += count
-        return RequestHandle(self, count, timeout)
+        return RequestHandle(self, model, count, timeout)
 
     def stop(self, seconds: float) -> None:
         """Refuse new requests, and end when those in flight have ended, or after so many seconds.
@@ -196,93 +299,38 @@ class ServingEngine:
         """Compute until stopped. When it ends, for any reason, all open requests fail."""
         try:
             while True:
-                idle = not self._waiting and not self._running
-                while not self._calls.empty() or (idle and not self.closing):
+                while not self._calls.empty() or (self._idle and not self.closing):
                     self._calls.get()()
-                    idle = not self._waiting and not self._running
-                if self.closing and (idle or time.monotonic() > self._deadline):
+                if self.closing and (self._idle or self.is_late):
                     return
-                self._admit()
-                self._step()
+                for model in self.models.values():
+                    if not model.idle:
+                        model.step()
         finally:
             self.closing = True
             while not self._calls.empty():
                 self._calls.get()()
-            waiting = {handle for handle, *_ in self._waiting}
-            for handle in waiting | {handle for handle, _ in self._running.values()}:
-                self._fail(handle, ApiError(503, STOPPING))
+            for model in self.models.values():
+                for handle in model.open_requests():
+                    self.fail(handle, ApiError(503, STOPPING))
 
-    def drop(self, handle: RequestHandle) -> None:
-        """Cancel a request's sequences. Called on the engine's thread."""
-        self._waiting = collections.deque(entry for entry in self._waiting if entry[0] is not handle)
-        for sequence in [sequence for sequence, (owner, _) in self._running.items() if owner is handle]:
-            self._batcher.cancel(sequence)
-            del self._running[sequence]
+    @property
+    def _idle(self) -> bool:
+        return all(model.idle for model in self.models.values())
 
-    def add(self, handle: RequestHandle, work: Work) -> None:
-        """Enqueue the sequences of a request. Called on the engine's thread."""
-        requests: Sequence[Request | BeamSearchRequest] = (
-            [work] if isinstance(work, BeamSearchRequest) else work
-        )
-        self._waiting += [(handle, index, request) for index, request in enumerate(requests)]
+    def deliver(self, deltas: list[tuple[RequestHandle, TextDelta]], seconds: float) -> None:
+        """Send the results of a step that took so many seconds to the event loop."""
+        self._call_on_loop(deltas[0][0], functools.partial(self._deliver, deltas, seconds))
 
-    def _admit(self) -> None:
-        """Pass waiting requests to the batcher, up to a beam search, which waits until nothing runs."""
-        while self._waiting:
-            handle, index, request = self._waiting[0]
-            if isinstance(request, BeamSearchRequest) and self._running:
-                return
-            self._waiting.popleft()
-            try:
-                if isinstance(request, BeamSearchRequest):
-                    self._search(handle, request)
-                else:
-                    self._running[self._batcher.add(request)] = (handle, index)
-            except NonFiniteLogits:
-                self._fail(handle, ApiError(500, NOT_FINITE))
-            except InputError as error:
-                self._fail(handle, ApiError(400, str(error), param="prompt"))
+    def deliver_beams(self, handle: RequestHandle, hypotheses: list[Hypothesis]) -> None:
+        """Send the result of a beam search to the event loop."""
+        self._call_on_loop(handle, functools.partial(self._deliver_beams, handle, hypotheses))
 
-    def _search(self, handle: RequestHandle, request: BeamSearchRequest) -> None:
-        def check() -> None:
-            if not handle.open or time.monotonic() > self._deadline:
-                raise _Cancelled
-
-        with contextlib.suppress(_Cancelled):
-            hypotheses = beam_search(
-                self.predictor,
-                request.prompt,
-                request.config,
-                length=request.length,
-                eod=request.eod,
-                check=check,
-            )
-            self._call_on_loop(handle, functools.partial(self._deliver_beams, handle, hypotheses))
-            return
-        self._fail(handle, ApiError(503, STOPPING))
-
-    def _step(self) -> None:
-        begin = time.perf_counter()
-        deltas = []
-        for sequence, text in self._batcher.step():
-            handle, index = self._running[sequence]
-            if sequence.reason == "error":
-                del self._running[sequence]
-                self._fail(handle, ApiError(500, NOT_FINITE))
-                continue
-            at_eod = sequence.reason == "stop" and not sequence.text.stopped
-            token = None if at_eod else sequence.new[-1]
-            logprob = sequence.logprobs[-1] if sequence.logprobs and not at_eod else None
-            delta = TextDelta(index, text, token, logprob, sequence.prompt_logprobs, sequence.reason)
-            deltas.append((handle, delta))
-            if sequence.reason is not None:
-                del self._running[sequence]
-        if deltas:
-            seconds = time.perf_counter() - begin
-            self._call_on_loop(deltas[0][0], functools.partial(self._deliver, deltas, seconds))
+    def fail(self, handle: RequestHandle, error: ApiError) -> None:
+        """End a request with an error."""
+        self._call_on_loop(handle, functools.partial(handle.fail, error))
 
     def _deliver(self, deltas: list[tuple[RequestHandle, TextDelta]], seconds: float) -> None:
-        """Deliver the results of a step that took so many seconds. Called on the event loop's thread."""
         tokens = sum(delta.token is not None for _, delta in deltas)
         self.metrics.generated_tokens += tokens
         self.metrics.token.observe(seconds, tokens)
@@ -292,9 +340,6 @@ class ServingEngine:
     def _deliver_beams(self, handle: RequestHandle, hypotheses: list[Hypothesis]) -> None:
         self.metrics.generated_tokens += sum(len(hypothesis.tokens) for hypothesis in hypotheses)
         handle.put(hypotheses)
-
-    def _fail(self, handle: RequestHandle, error: ApiError) -> None:
-        self._call_on_loop(handle, functools.partial(handle.fail, error))
 
     def _call_on_loop(self, handle: RequestHandle, call: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: no client waits

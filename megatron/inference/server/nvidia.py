@@ -12,7 +12,7 @@ from megatron.inference.batching import Request
 from megatron.inference.beam import BeamConfig, Hypothesis
 from megatron.inference.sampling import SamplingConfig
 from megatron.inference.server.body import Body
-from megatron.inference.server.completions import MIN_TEMPERATURE, MIN_TOP_P
+from megatron.inference.server.completions import MIN_TEMPERATURE, MIN_TOP_P, document_start
 from megatron.inference.server.engine import BeamSearchRequest, TextDelta, Work
 from megatron.inference.server.errors import ApiError
 from megatron.inference.server.token_text import TokenText
@@ -81,7 +81,7 @@ class NvidiaRequest(Body):
         """
         rows = tokenizer.tokenize_batch(self.prompts)
         if not self.add_BOS:
-            return rows
+            return [row or document_start(tokenizer, "prompts") for row in rows]
         first = tokenizer.special_ids.get("bos", tokenizer.special_ids.get("eod"))
         if first is None:
             raise ApiError(400, f"add_BOS: {tokenizer} has no beginning-of-sequence token", param="add_BOS")

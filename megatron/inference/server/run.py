@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from megatron.errors import InputError
@@ -56,25 +56,25 @@ def listen(config: ServerConfig) -> socket.socket:
 
 
 def serve(
-    config: ServerConfig, name: str, listener: socket.socket, predictor: Predictor, tokenizer: Tokenizer
+    config: ServerConfig, listener: socket.socket, models: Mapping[str, tuple[Predictor, Tokenizer]]
 ) -> None:
-    """Serve a model until SIGTERM, or until Ctrl-C, which raises KeyboardInterrupt. Call it on the main thread.
+    """Serve models until SIGTERM, or until Ctrl-C, which raises KeyboardInterrupt. Call it on the main thread.
 
     Args:
-        name: of the model, without --served-model-name.
+        models: by name.
     """
-    length = config.inference_max_seq_length or predictor.context
-    if length > predictor.context:
-        raise InputError(
-            f"--inference-max-seq-length: {length} is longer than the model's context of {predictor.context}"
-        )
-    try:
-        predictor.reserve(config.max_batch_size, length)
-    except InputError as error:
-        raise InputError(f"--max-batch-size, --inference-max-seq-length: {error}") from None
-    engine = ServingEngine(predictor, tokenizer, max_queue=config.max_queue)
-    key, model = config.api_key(), config.served_model_name or name
-    app = make_app(engine, config, model=model, key=key)
+    for predictor, _ in models.values():
+        length = config.inference_max_seq_length or predictor.context
+        if length > predictor.context:
+            raise InputError(
+                f"--inference-max-seq-length: {length} is longer than the model's context of {predictor.context}"
+            )
+        try:
+            predictor.reserve(config.max_batch_size, length)
+        except InputError as error:
+            raise InputError(f"--max-batch-size, --inference-max-seq-length: {error}") from None
+    engine, key = ServingEngine(models, max_queue=config.max_queue), config.api_key()
+    app = make_app(engine, config, key=key)
     host, port = listener.getsockname()[:2]
     if key is None and not is_loopback(host):
         print(
@@ -83,7 +83,12 @@ def serve(
         )
     with _stopping_on_signals(engine) as received:
         shown = f"[{host}]" if ":" in host else host
-        run(engine, app, listener, greeting=f"serving {model} at http://{shown}:{port} (Ctrl-C stops)")
+        run(
+            engine,
+            app,
+            listener,
+            greeting=f"serving {' and '.join(models)} at http://{shown}:{port} (Ctrl-C stops)",
+        )
     if signal.SIGINT in received:
         raise KeyboardInterrupt
 

@@ -24,8 +24,9 @@ OURS_ALONE = frozenset(
     "--dry-run-ranks --eval-on-start --eval-tasks --eval-tasks-data --hang-timeout --keep-last "
     "--lion-beta1 --lion-beta2 --loss-mean --no-mask-padded-vocab --metrics-path --norm-after "
     "--on-non-finite --ops-backend --pipeline-schedule --no-progress --qk-layernorm-all-heads "
-    "--rope-scaling-original-length --rope-scaling-turns --rope-scaling-type --scale-embeddings --spike-skip "
-    "--tokenizer --no-torch-compile --use-parallel-residual --no-verify-checkpoint --world-size".split()
+    "--rope-scaling-original-length --rope-scaling-turns --rope-scaling-type --sample-interval "
+    "--sample-prompts --scale-embeddings --spike-skip --tokenizer --no-torch-compile --use-parallel-residual "
+    "--no-verify-checkpoint --world-size".split()
 )
 
 # Flags whose meaning or default differs from Megatron-LM; "now" is its current version.
