@@ -29,18 +29,10 @@ logger = logging.getLogger("megatron")
 
 # Flags that decide which training samples come next, by the section of the configuration.
 ORDER_FLAGS = {
-    "training": ("seed",),
+    "training": ["seed"],
     "data": (
-        "data_path",
-        "train_data_path",
-        "split",
-        "seq_length",
-        "data_order",
-        "dataloader_type",
-        "mock_data",
-        "mask_prob",
-        "short_seq_prob",
-    ),
+        "data_path train_data_path split seq_length data_order dataloader_type mock_data mask_prob short_seq_prob"
+    ).split(),
 }
 
 
