@@ -18,6 +18,7 @@ from megatron.interop.other_names import FLAG_NAMES
 from megatron.performance.config import PerformanceConfig
 from megatron.planner.config import DryRunConfig
 from megatron.recipes.config import LossScaleConfig, RampUpConfig, SpikeConfig
+from megatron.recipes.length import LengthConfig, expand_length
 from megatron.reports.config import ProfileConfig, ReportConfig, TimingConfig
 from megatron.settings.checkpoint_args import add_checkpoint_args
 from megatron.settings.config import SettingsConfig
@@ -32,6 +33,7 @@ PLUGIN_CONFIGS.update(
     {
         "settings": SettingsConfig,
         "shorthands": ShorthandConfig,
+        "length": LengthConfig,
         "loss scale": LossScaleConfig,
         "spikes": SpikeConfig,
         "ramp-up": RampUpConfig,
@@ -47,4 +49,4 @@ PLUGIN_CONFIGS.update(
 )
 PARSER_EXTENSIONS[:] = [add_help, add_config_flag, add_nvidia_flags]
 BEFORE_COMMAND_LINE[:] = [parse_config_file]
-AFTER_COMMAND_LINE[:] = [expand_shorthands, add_checkpoint_args]
+AFTER_COMMAND_LINE[:] = [expand_shorthands, add_checkpoint_args, expand_length]

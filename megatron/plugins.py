@@ -26,6 +26,8 @@ from megatron.performance.cuda_graph import CudaGraph
 from megatron.performance.manual_gc import ManualGC
 from megatron.planner.config import DryRunConfig
 from megatron.planner.device_specs import peak_flops
+from megatron.recipes.extension import Extension
+from megatron.recipes.length import with_epochs
 from megatron.recipes.loss_scale import make_loss_scaler
 from megatron.recipes.rampup import with_rampup
 from megatron.recipes.spikes import make_spike_rule
@@ -60,6 +62,7 @@ def run(config: RunConfig, task: Task) -> int:
     faulthandler.enable(sys.__stderr__ or 2)
     if config.plugin(LossMeanConfig).loss_mean == "microbatches":
         task = with_microbatch_means(task)
+    config = with_epochs(config, task)
     if config.plugin(DryRunConfig).dry_run:
         from megatron.planner.dry_run import dry_run  # takes seconds to import
 
@@ -74,6 +77,7 @@ def training_hooks(evaluation: Sequence[Hook] = ()) -> list[Hook]:
         evaluation: hooks that evaluate and save in place of the usual ones.
     """
     return [
+        Extension(),
         LayoutTable(),
         PhaseTimes(),
         ReportAtEnd(),  # after the writers of Reports are closed

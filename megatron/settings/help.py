@@ -13,7 +13,7 @@ from megatron.training.config import RunConfig
 FIRST = """
     --config --num-layers --hidden-size --num-attention-heads --seq-length
     --data-path --tokenizer-type --tokenizer-model --vocab-file --merge-file
-    --train-iters --train-samples --micro-batch-size --global-batch-size
+    --train-iters --train-tokens --micro-batch-size --global-batch-size
     --lr --min-lr --lr-decay-style --lr-warmup-fraction --bf16
     --tensor-model-parallel-size --pipeline-model-parallel-size
     --save --load --log-interval --eval-interval

@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from megatron.checkpoint.checkpoint import Checkpoint
+from megatron.checkpoint.config import SAVE_MINUTES
 from megatron.checkpoint.save import Saver
 from megatron.data.loader import start_fork_server
 from megatron.errors import InputError
@@ -129,6 +130,8 @@ def run(trainer: Trainer, stop: StopRequests) -> int:
         log(f"--load: {checkpoint.load} holds no checkpoint yet; training starts from the beginning")
     if checkpoint.save is None and not skips:
         log("without --save DIR no checkpoint of this run will be kept")
+    elif checkpoint.save_interval is None and not skips:
+        log(f"saving every {SAVE_MINUTES} minutes and at the end; --save-interval N saves every N iterations")
     log(describe(trainer))
     for note in trainer.engine.ops.notes:
         log(note)
