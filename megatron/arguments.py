@@ -49,7 +49,7 @@ def run_parser(
         own: further groups of the entry point, by title, which come first.
         without: fields of `RunConfig` that the entry point has no flag for.
     """
-    parser = Parser(description=description)
+    parser = Parser(description=description, add_help=False)  # --help GROUP is a plug-in
     parser.add_argument("--version", action="version", version=f"megatron {__version__}")
     for name, kind in (own or {}).items():
         add_flags(parser, kind, name, defaults)

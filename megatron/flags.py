@@ -8,7 +8,6 @@ the dataclass is built, so code that builds one directly gets the same messages.
 from __future__ import annotations
 
 import dataclasses
-import types
 import typing
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -61,11 +60,8 @@ def flag_name(field: dataclasses.Field) -> str:
 
 def value_type(annotation: Any) -> type:
     """The scalar type inside an annotation: `int` for `int | None`, `str` for `tuple[str, ...] | None`."""
-    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
-        annotation = next(a for a in typing.get_args(annotation) if a is not type(None))
-    if typing.get_origin(annotation) is tuple:
-        annotation = typing.get_args(annotation)[0]
-    return annotation
+    inner = [a for a in typing.get_args(annotation) if a not in (type(None), ...)]
+    return value_type(inner[0]) if inner else annotation
 
 
 def field_types(cls: type) -> dict[str, type]:

@@ -9,43 +9,35 @@ import faulthandler
 import sys
 from collections.abc import Sequence
 
+import megatron.plugin_flags
 import megatron.variants.registry  # noqa: F401 (fills the registry of the model's variants)
-from megatron.arguments import AFTER_COMMAND_LINE, BEFORE_COMMAND_LINE, PARSER_EXTENSIONS
 from megatron.checkpoint.formats import FORMATS
-from megatron.cli import OTHER_NAMES
 from megatron.data.build import SOURCES
 from megatron.data.samplers import SAMPLE_ORDERS
-from megatron.data.split import DATA_ORDERS
-from megatron.evaluation.config import EvalTasksConfig
 from megatron.evaluation.in_training import EvalOnStart, EvalTasks
-from megatron.faults.config import FaultsConfig
 from megatron.faults.memory import check_model_memory
 from megatron.faults.non_finite import NonFiniteGuard
 from megatron.faults.replicas import ReplicaCheck
 from megatron.faults.same_data import check_same_data
 from megatron.faults.same_start import check_same_everywhere
 from megatron.faults.watchdog import HangDetection
-from megatron.inference.config import SampleTextsConfig
 from megatron.inference.in_training import SampleTexts
 from megatron.interop.formats import EXTERNAL_FORMATS
-from megatron.interop.nvidia.data_order import HeadBlendRounding, head_split_bounds
-from megatron.interop.nvidia.flags import add_nvidia_flags
+from megatron.interop.nvidia.data_order import HeadBlendRounding
 from megatron.interop.nvidia.loss_mean import LossMeanConfig, with_microbatch_means
-from megatron.interop.other_names import FLAG_NAMES
 from megatron.parallel.schedules import SCHEDULES
 from megatron.parallel.stages import LAYER_SPLITS
 from megatron.performance.async_save import AsyncSaving
-from megatron.performance.config import PerformanceConfig
 from megatron.performance.cuda_graph import CudaGraph
 from megatron.performance.manual_gc import ManualGC
 from megatron.planner.config import DryRunConfig
 from megatron.planner.device_specs import peak_flops
-from megatron.recipes.config import LossScaleConfig, RampUpConfig, SpikeConfig
+from megatron.recipes.extension import Extension
+from megatron.recipes.length import with_epochs
 from megatron.recipes.loss_scale import make_loss_scaler
 from megatron.recipes.rampup import with_rampup
 from megatron.recipes.spikes import make_spike_rule
 from megatron.reports.at_end import ReportAtEnd
-from megatron.reports.config import ProfileConfig, ReportConfig, TimingConfig
 from megatron.reports.devices import PEAK_FLOPS
 from megatron.reports.log import LogLines
 from megatron.reports.profile import Profiling
@@ -53,15 +45,9 @@ from megatron.reports.reports import ProgressBar, Reports
 from megatron.reports.run_size import RunSize
 from megatron.reports.throughput import Throughput
 from megatron.reports.timers import PhaseTimes
-from megatron.settings.checkpoint_args import add_checkpoint_args
-from megatron.settings.config import SettingsConfig
-from megatron.settings.config_file import add_config_flag, parse_config_file
-from megatron.settings.data_tokenizer import DataTokenizerConfig, add_data_tokenizer
-from megatron.settings.shorthands import ShorthandConfig, expand_shorthands
-from megatron.settings.tokenizer import expand_tokenizer
 from megatron.training.batch_size import BATCH_SCHEDULES
 from megatron.training.build import MODEL_CHECKS
-from megatron.training.config import PLUGIN_CONFIGS, RunConfig
+from megatron.training.config import RunConfig
 from megatron.training.engine import STEP_RULES
 from megatron.training.hooks import Evaluation, Saving
 from megatron.training.layout import BATCH_CHECKS
@@ -74,34 +60,10 @@ from megatron.variants.cyclic import cyclic
 from megatron.variants.schedules import check_full_groups, gpipe, interleaved
 from megatron.variants.uneven_stages import uneven_split
 
-OTHER_NAMES.update(FLAG_NAMES)
-DATA_ORDERS.update({"head": head_split_bounds})
 ROUNDINGS.update({"head": HeadBlendRounding()})
 SOURCES[:] = [open_blend]
 SAMPLE_ORDERS.update({"cyclic": cyclic})
 FORMATS.update(EXTERNAL_FORMATS)
-PLUGIN_CONFIGS.update(
-    {
-        "settings": SettingsConfig,
-        "shorthands": ShorthandConfig,
-        "tokenizer folder": DataTokenizerConfig,
-        "loss scale": LossScaleConfig,
-        "spikes": SpikeConfig,
-        "ramp-up": RampUpConfig,
-        "performance": PerformanceConfig,
-        "reports": ReportConfig,
-        "timing": TimingConfig,
-        "profile": ProfileConfig,
-        "faults": FaultsConfig,
-        "evaluation": EvalTasksConfig,
-        "samples": SampleTextsConfig,
-        "dry run": DryRunConfig,
-        "loss": LossMeanConfig,
-    }
-)
-PARSER_EXTENSIONS[:] = [add_config_flag, add_nvidia_flags]
-BEFORE_COMMAND_LINE[:] = [parse_config_file]
-AFTER_COMMAND_LINE[:] = [expand_shorthands, expand_tokenizer, add_checkpoint_args, add_data_tokenizer]
 PEAK_FLOPS[:] = [peak_flops]
 SCHEDULES.update({"gpipe": gpipe, "interleaved": interleaved})
 LAYER_SPLITS.update({"uneven": uneven_split})
@@ -118,6 +80,7 @@ def run(config: RunConfig, task: Task) -> int:
     faulthandler.enable(sys.__stderr__ or 2)
     if config.plugin(LossMeanConfig).loss_mean == "microbatches":
         task = with_microbatch_means(task)
+    config = with_epochs(config, task)
     if config.plugin(DryRunConfig).dry_run:
         from megatron.planner.dry_run import dry_run  # takes seconds to import
 
@@ -133,6 +96,7 @@ def training_hooks(evaluation: Sequence[Hook] = ()) -> list[Hook]:
     """
     reports = Reports()
     return [
+        Extension(),
         LogLines(),  # before those that log more on an interval
         RunSize(),
         PhaseTimes(reports),

@@ -9,32 +9,38 @@ Use torchrun in place of python to start several processes; the parallel flags s
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
-from megatron import plugins
+from megatron import plugin_flags  # noqa: F401 (registers the flags of plug-ins)
 from megatron.arguments import parse_run_config
 from megatron.cli import run_command
-from megatron.data.bert_dataset import BertBatch, build_bert_datasets
-from megatron.data.dataset import Dataset
-from megatron.model.bert import BertModel
-from megatron.model.context import ModelContext
-from megatron.parallel.random import DropoutKey
-from megatron.parallel.stages import Chunk
-from megatron.tokenizer import Tokenizer
 from megatron.training.config import RunConfig
 from megatron.training.task import Task
 
+# What imports torch, which takes seconds, is imported once the command line has been read.
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron.data.bert_dataset import BertBatch
+    from megatron.data.dataset import Dataset
+    from megatron.model.bert import BertModel
+    from megatron.model.context import ModelContext
+    from megatron.parallel.random import DropoutKey
+    from megatron.parallel.stages import Chunk
+    from megatron.tokenizer import Tokenizer
+
 
 def build_model(config: RunConfig, context: ModelContext, chunk: Chunk | None) -> BertModel:
+    from megatron.model.bert import BertModel
+
     return BertModel(config.model, context, chunk, binary_head=config.data.bert_binary_head)
 
 
 def build_datasets(
     config: RunConfig, tokenizer: Tokenizer, samples: tuple[int, int, int]
 ) -> dict[str, Dataset]:
+    from megatron.data.bert_dataset import build_bert_datasets
+
     return build_bert_datasets(
         config.data,
         samples=samples,
@@ -49,6 +55,8 @@ def count_words(batch: BertBatch) -> Tensor:
 
 
 def count_words_and_pairs(batch: BertBatch) -> Tensor:
+    import torch
+
     return torch.cat((count_words(batch), batch.loss_mask.new_full((1,), batch.num_sequences)))
 
 
@@ -57,6 +65,9 @@ def num_logits(batch: BertBatch) -> int:
 
 
 def forward(model: BertModel, batch: BertBatch, hidden: Tensor | None, dropout_key: DropoutKey) -> Tensor:
+    import torch
+    import torch.nn.functional as F
+
     out = model(
         batch.tokens,
         batch.padding_mask,
@@ -93,6 +104,8 @@ def bert(*, binary_head: bool) -> Task:
 
 def main() -> int:
     config = parse_run_config(sys.argv[1:], description=__doc__, defaults=DEFAULTS)
+    from megatron import plugins
+
     return plugins.run(config, bert(binary_head=config.data.bert_binary_head))
 
 

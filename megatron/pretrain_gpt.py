@@ -9,30 +9,38 @@ Use torchrun in place of python to start several processes; the parallel flags s
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from megatron import plugins
+from megatron import plugin_flags  # noqa: F401 (registers the flags of plug-ins)
 from megatron.arguments import parse_run_config
 from megatron.cli import run_command
-from megatron.data.dataset import Dataset
-from megatron.data.gpt_dataset import GPTBatch, build_gpt_datasets
-from megatron.model.context import ModelContext
-from megatron.model.gpt import GPTModel
-from megatron.parallel.random import DropoutKey
-from megatron.parallel.stages import Chunk
-from megatron.tokenizer import Tokenizer
 from megatron.training.config import RunConfig
 from megatron.training.task import Task
 
+# What imports torch, which takes seconds, is imported once the command line has been read.
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron.data.dataset import Dataset
+    from megatron.data.gpt_dataset import GPTBatch
+    from megatron.model.context import ModelContext
+    from megatron.model.gpt import GPTModel
+    from megatron.parallel.random import DropoutKey
+    from megatron.parallel.stages import Chunk
+    from megatron.tokenizer import Tokenizer
+
 
 def build_model(config: RunConfig, context: ModelContext, chunk: Chunk | None) -> GPTModel:
+    from megatron.model.gpt import GPTModel
+
     return GPTModel(config.model, context, chunk)
 
 
 def build_datasets(
     config: RunConfig, tokenizer: Tokenizer, samples: tuple[int, int, int]
 ) -> dict[str, Dataset]:
+    from megatron.data.gpt_dataset import build_gpt_datasets
+
     return build_gpt_datasets(
         config.data,
         samples=samples,
@@ -78,7 +86,10 @@ GPT = Task(
 
 
 def main() -> int:
-    return plugins.run(parse_run_config(sys.argv[1:], description=__doc__, defaults=DEFAULTS), GPT)
+    config = parse_run_config(sys.argv[1:], description=__doc__, defaults=DEFAULTS)
+    from megatron import plugins
+
+    return plugins.run(config, GPT)
 
 
 if __name__ == "__main__":

@@ -322,7 +322,7 @@ def test_underscores_stand_for_dashes() -> None:
         ("--rope", "--position-embedding-type rope"),
         ("--learning-rate=3", "--lr"),
         ("--learning_rate", "--lr"),
-        ("--epochs", "--train-iters or --train-samples"),
+        ("--epochs", "--train-epochs"),
         ("--output-dir", "--save"),
         ("--bfloat16", "--bf16"),
         ("--dtype", "--bf16 or --fp16; the default is fp32"),
@@ -342,7 +342,7 @@ def test_suggested_flags_exist() -> None:
 # ---- conflicting and missing flags
 
 CROSS = [
-    ("--train-samples 100", "give --train-iters or --train-samples, and not both"),
+    ("--train-samples 100", "--train-samples: 100 does not go with --train-iters "),
     ("--max-position-embeddings 8", "--seq-length: 16 is longer than --max-position-embeddings 8"),
     ("--num-attention-heads 3", "--num-attention-heads: 3 does not divide --hidden-size 8"),
     (
@@ -423,7 +423,11 @@ def test_flags_are_utf8() -> None:
 def test_required_flags(name: str) -> None:
     words = BASE.split()
     at = words.index(name)
-    message = "--train-iters or --train-samples" if name == "--train-iters" else name
+    message = (
+        "--train-iters, --train-samples, --train-tokens or --train-epochs"
+        if name == "--train-iters"
+        else name
+    )
     message += " is required: "
     with pytest.raises(InputError) as error:
         parse(base=" ".join(words[:at] + words[at + 2 :]))
@@ -610,6 +614,7 @@ def test_help_is_grouped_and_complete() -> None:
         "settings",
         "shorthands",
         "tokenizer folder",
+        "length",
         "loss scale",
         "spikes",
         "ramp-up",

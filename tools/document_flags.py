@@ -26,7 +26,7 @@ FLAGS_HEADER = """\
 # Flags
 
 Every flag of `pretrain_gpt.py` and `pretrain_bert.py`. `tools/finetune_bert.py` adds those of the last table and lacks
-those that they replace; its `--help` lists all. Names, meanings and defaults are Megatron-LM's if it has the flag;
+those that they replace; its `--help all` lists all. Names, meanings and defaults are Megatron-LM's if it has the flag;
 [coming-from-megatron.md](coming-from-megatron.md) lists its other flags. If no default is shown, the text explains what
 happens without the flag.
 

@@ -8,6 +8,8 @@ from pathlib import Path
 from megatron.errors import InputError
 from megatron.flags import Config, flag
 
+SAVE_MINUTES = 30  # between checkpoints, without --save-interval
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Config):
@@ -15,7 +17,9 @@ class CheckpointConfig(Config):
 
     save: str | None = flag(None, "folder to write checkpoints to", metavar="DIR")
     save_interval: int | None = flag(
-        None, "iterations between checkpoints (default: save only when the run ends or stops)", low=1
+        None,
+        f"iterations between checkpoints, beside the one when the run ends or stops (default: {SAVE_MINUTES} minutes)",
+        low=1,
     )
     keep_last: int | None = flag(
         None, "keep the N newest checkpoints and delete older ones (default: keep all)", low=1

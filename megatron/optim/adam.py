@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.errors import InputError
 from megatron.flags import Config, flag
-from megatron.optim.spec import OptimizerSpec, StepInputs
-
-if TYPE_CHECKING:
-    from megatron.optim.shard import Shard
+from megatron.optim.spec import OptimizerSpec, Shard, StepInputs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.optim.layout import ALIGNMENT, Bucket, round_up
-from megatron.optim.shard import Shard
+from megatron.optim.spec import Shard
 from megatron.parallel.collectives import all_reduce_sum
 from megatron.parallel.mesh import Axis
 from megatron.parallel.slices import Block, overlap

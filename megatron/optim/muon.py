@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron.flags import Config, flag
-from megatron.optim.spec import OptimizerSpec, StepInputs
+from megatron.optim.spec import OptimizerSpec, Shard, StepInputs
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from megatron.optim.layout import Bucket
     from megatron.optim.matrices import MatrixShard
-    from megatron.optim.shard import Shard
     from megatron.parallel.mesh import Axis
 
 # Factors on updates by the shape [out, in] of the weight.

@@ -14,8 +14,7 @@ from megatron.optim.config import OptimizerConfig
 from megatron.optim.layout import ParamGroup
 from megatron.optim.norms import model_norm, model_sum
 from megatron.optim.registry import OPTIMIZERS
-from megatron.optim.shard import Shard
-from megatron.optim.spec import StepInputs
+from megatron.optim.spec import Shard, StepInputs
 from megatron.optim.step_skipper import StepRule, StepSkipper
 from megatron.parallel.mesh import ALONE, Mesh
 

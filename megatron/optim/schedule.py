@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 from megatron.errors import InputError
 from megatron.optim.config import OptimizerConfig
+
+
+def set_by(flags: str) -> Any:
+    """Make a field of a schedule; `flags` name, for messages, what it follows from."""
+    return dataclasses.field(metadata={"flags": flags})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,18 +25,18 @@ class Schedule:
         train_samples: samples over which weight decay changes.
     """
 
-    max_lr: float
-    min_lr: float
-    init_lr: float
-    warmup: float
-    decay: int
-    decay_style: str
-    wsd_decay: int
-    wsd_decay_style: str
-    start_weight_decay: float
-    end_weight_decay: float
-    weight_decay_style: str
-    train_samples: int
+    max_lr: float = set_by("--lr")
+    min_lr: float = set_by("--min-lr")
+    init_lr: float = set_by("--lr-warmup-init")
+    warmup: float = set_by("warm-up samples (--lr-warmup-iters, -samples, -fraction)")
+    decay: int = set_by("decay samples (--lr-decay-iters, -samples, --train-iters, -samples)")
+    decay_style: str = set_by("--lr-decay-style")
+    wsd_decay: int = set_by("samples of the last phase of WSD (--lr-wsd-decay-iters, -samples)")
+    wsd_decay_style: str = set_by("--lr-wsd-decay-style")
+    start_weight_decay: float = set_by("weight decay at the start (--weight-decay, --start-weight-decay)")
+    end_weight_decay: float = set_by("weight decay at the end (--weight-decay, --end-weight-decay)")
+    weight_decay_style: str = set_by("--weight-decay-incr-style")
+    train_samples: int = set_by("training samples (--train-iters, --train-samples)")
 
     @classmethod
     def from_config(cls, config: OptimizerConfig, *, global_batch_size: int, train_samples: int) -> Schedule:
@@ -80,10 +86,10 @@ class Schedule:
 
     def differences(self, other: Schedule) -> list[str]:
         """Describe each difference from another schedule: the flag, this value and the other."""
-        pairs = [(f.name, getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self)]
-        return [
-            f"{FLAGS[name]} changed from {mine} to {theirs}" for name, mine, theirs in pairs if mine != theirs
+        rows = [
+            (f.metadata["flags"], vars(self)[f.name], vars(other)[f.name]) for f in dataclasses.fields(self)
         ]
+        return [f"{flags} changed from {mine} to {theirs}" for flags, mine, theirs in rows if mine != theirs]
 
     def lr(self, consumed_samples: int) -> float:
         """Learning rate of the step after `consumed_samples`."""
@@ -121,20 +127,3 @@ class Schedule:
         if self.weight_decay_style == "cosine":
             progress = 0.5 * (math.cos(math.pi * (1 - progress)) + 1)
         return start + span * progress
-
-
-# Description of each field of a schedule: the flags that set it.
-FLAGS = {
-    "max_lr": "--lr",
-    "min_lr": "--min-lr",
-    "init_lr": "--lr-warmup-init",
-    "warmup": "warm-up samples (--lr-warmup-iters, -samples, -fraction)",
-    "decay": "decay samples (--lr-decay-iters, -samples, --train-iters, -samples)",
-    "decay_style": "--lr-decay-style",
-    "wsd_decay": "samples of the last phase of WSD (--lr-wsd-decay-iters, -samples)",
-    "wsd_decay_style": "--lr-wsd-decay-style",
-    "start_weight_decay": "weight decay at the start (--weight-decay, --start-weight-decay)",
-    "end_weight_decay": "weight decay at the end (--weight-decay, --end-weight-decay)",
-    "weight_decay_style": "--weight-decay-incr-style",
-    "train_samples": "training samples (--train-iters, --train-samples)",
-}

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from megatron.flags import Config, flag
-from megatron.optim.spec import OptimizerSpec, StepInputs
-
-if TYPE_CHECKING:
-    from megatron.optim.shard import Shard
+from megatron.optim.spec import OptimizerSpec, Shard, StepInputs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The interface of an optimizer: its flags, the state that it keeps, and its step."""
+"""The interface of an optimizer: its flags, the state that it keeps, and its step on shards of the parameters."""
 
 from __future__ import annotations
 
@@ -31,6 +31,27 @@ class StepInputs:
     found_inf: Tensor
 
 
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """Tensors of what one process updates: a flat piece of parameters, unless the optimizer divides it further.
+
+    Attributes:
+        weight: fp32, updated in place.
+        grad: fp32, summed over the global batch. A step may overwrite it.
+        state: what the optimizer keeps, by name; of the weight's shape.
+    """
+
+    weight: Tensor
+    grad: Tensor
+    state: dict[str, Tensor]
+
+    def scaled_grad(self, inputs: StepInputs) -> Tensor:
+        """Divide the gradient by `inputs.grad_scale`, in place; it becomes zero where `inputs.found_inf` is 1."""
+        if inputs.grad_scale is not None:
+            self.grad.div_(inputs.grad_scale)
+        return self.grad.masked_fill_(inputs.found_inf.bool(), 0.0)
+
+
 class OptimizerSpec(ABC):
     """An optimizer. A new one is a subclass in a file of its own and a line in `registry.OPTIMIZERS`.
 
@@ -61,7 +82,7 @@ class OptimizerSpec(ABC):
         """Arrange parameters and shards within the optimizer's `Bucket`s, which have equal shards."""
         return buckets
 
-    def divide(self, shard: Any, bucket: Any, tp: Any) -> Sequence[Any]:
+    def divide(self, shard: Shard, bucket: Any, tp: Any) -> Sequence[Any]:
         """Divide the `Shard` of a `Bucket` into shards for `step`; `tp` is the tensor-parallel `Axis`."""
         return [shard]
 

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from megatron.checkpoint.config import SAVE_MINUTES
 from megatron.parallel.mesh import Mesh
 from megatron.reports.config import ReportConfig
 from megatron.reports.layout import describe_layout, layout_line
@@ -49,11 +50,13 @@ def describe(trainer: Trainer) -> Iterator[str]:
     if training.skip_train:
         yield f"evaluation of {checkpoint.load}, iteration {state.iteration}; nothing is trained (--skip-train)"
         return
-    interval = f"every {checkpoint.save_interval} iterations and " if checkpoint.save_interval else ""
+    every = (
+        f"{checkpoint.save_interval} iterations" if checkpoint.save_interval else f"{SAVE_MINUTES} minutes"
+    )
     yield "checkpoints: " + (
         "without --save DIR no checkpoint of this run will be kept"
         if checkpoint.save is None
-        else f"{checkpoint.save}, {interval}at the end"
+        else f"{checkpoint.save}, every {every} and at the end"
     )
     begin = ""
     if checkpoint.load is not None and checkpoint.finetune:

@@ -6,9 +6,11 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from megatron.training.loop import Trainer
-from megatron.training.report import EvalResult, Interval
+if TYPE_CHECKING:  # the command line lists the formats, and imports no torch
+    from megatron.training.loop import Trainer
+    from megatron.training.report import EvalResult, Interval
 
 MAX_COLUMNS = 119  # of a line of the short format
 # Megatron-LM logs perplexities up to e to the power of this; a > marks the others.

@@ -6,10 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from megatron.checkpoint.checkpoint import is_architecture, model_config
 from megatron.checkpoint.config import CheckpointConfig
-from megatron.checkpoint.find import find_checkpoint
-from megatron.checkpoint.tokenizer import saved_tokenizer
 from megatron.cli import make_config
 from megatron.data.config import DataConfig
 from megatron.errors import InputError
@@ -44,6 +41,14 @@ def _with_checkpoint_args(given: dict[str, Any], config: CheckpointConfig) -> di
     The model's architecture overrides what is given. The model's other values, --seq-length and the tokenizer are used
     where nothing is given. A folder that is also --save may be empty and then supplies nothing.
     """
+    # Not imported above: reading checkpoints needs torch, reading the command line does not.
+    from megatron.checkpoint.checkpoint import is_architecture, model_config
+    from megatron.checkpoint.find import find_checkpoint
+    from megatron.checkpoint.formats import FORMATS
+    from megatron.checkpoint.tokenizer import saved_tokenizer
+    from megatron.interop.formats import EXTERNAL_FORMATS
+
+    FORMATS.update(EXTERNAL_FORMATS)
     assert config.load is not None
     save = None if config.finetune else config.save
     checkpoint = find_checkpoint(config.load, save, step=config.ckpt_step, verify=False)

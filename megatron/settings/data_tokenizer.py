@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron.data.blend import parse_blend
 from megatron.errors import InputError
 from megatron.flags import flag
 from megatron.settings.tokenizer import FIELDS, HELP
@@ -14,6 +13,7 @@ from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.config import TokenizerConfig
 from megatron.tokenizer.record import TokenizerRecord, describe_tokenizer, read_tokenizer
 from megatron.training.config import PluginConfig, RunConfig
+from megatron.variants.blend_flags import parse_blend
 
 DATA_FIELDS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 

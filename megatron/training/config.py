@@ -30,7 +30,7 @@ class TrainingConfig(Config):
         high=10**7,
     )
     train_iters: int | None = flag(
-        None, "iterations to train for (required unless --train-samples is given)", low=1
+        None, "iterations to train for; this flag or another --train-... length is required", low=1
     )
     train_samples: int | None = flag(None, "samples to train for, instead of --train-iters", low=1)
     eval_interval: int = flag(1000, "iterations between evaluations", low=1)
@@ -51,10 +51,8 @@ class TrainingConfig(Config):
         super().__post_init__()
         if self.fp16 and self.bf16:
             raise InputError("--fp16 and --bf16 exclude each other; leave one of them out")
-        if self.train_iters is None and self.train_samples is None:
-            raise InputError("--train-iters or --train-samples is required: how long to train")
-        if self.train_iters is not None and self.train_samples is not None:
-            raise InputError("give --train-iters or --train-samples, and not both")
+        if (self.train_iters is None) == (self.train_samples is None):
+            raise InputError("give --train-iters or --train-samples, one of them: how long to train")
 
     @property
     def precision(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import ExitStack
 
+from megatron.checkpoint.config import SAVE_MINUTES
 from megatron.data.loader import eval_batches
 from megatron.training.loop import Hook, Trainer
 from megatron.training.report import EvalResult
@@ -71,9 +72,14 @@ def evaluate_losses(trainer: Trainer, split: str, where: str) -> None:
 
 
 class Saving(Hook):
-    """Save every --save-interval iterations, and when the run ends or stops."""
+    """Save every --save-interval iterations, by default every SAVE_MINUTES, and when the run ends or stops."""
+
+    saved = 0  # `Trainer.elapsed` at the last save
 
     def after_step(self, trainer: Trainer) -> None:
-        if not trainer.goes_on or trainer.is_due(trainer.config.checkpoint.save_interval):
+        interval, minutes = trainer.config.checkpoint.save_interval, (trainer.elapsed - self.saved) / 60
+        due = trainer.is_due(interval) if interval else minutes >= SAVE_MINUTES
+        if due or not trainer.goes_on:
+            self.saved = trainer.elapsed
             with trainer.clock.paused():
                 trainer.save()

@@ -37,6 +37,7 @@ class Trainer:
         hooks: called in this order.
         batch_size: samples in the last step.
         stop_reason: reason to stop before the last iteration; None to go on.
+        elapsed: seconds since the start after the last step, the same on every process.
     """
 
     config: RunConfig
@@ -55,6 +56,7 @@ class Trainer:
     clock: Clock = dataclasses.field(default_factory=Clock)
     batch_size: int = 0
     stop_reason: str | None = None
+    elapsed: int = 0
 
     def run(self, stop: StopRequests) -> None:
         """Train unless nothing is left to train, then evaluate. Sets `stop_reason` if `stop` ended training early."""
@@ -86,6 +88,7 @@ class Trainer:
             while self.goes_on:
                 self.step(batches)
                 self.stop_reason = stop.reason(self.state.iteration)
+                self.elapsed = stop.elapsed
                 for hook in self.hooks:
                     hook.after_step(self)
         if self.is_done:

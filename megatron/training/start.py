@@ -29,18 +29,10 @@ logger = logging.getLogger("megatron")
 
 # Flags that decide which training samples come next, by the section of the configuration.
 ORDER_FLAGS = {
-    "training": ("seed",),
+    "training": ["seed"],
     "data": (
-        "data_path",
-        "train_data_path",
-        "split",
-        "seq_length",
-        "data_order",
-        "dataloader_type",
-        "mock_data",
-        "mask_prob",
-        "short_seq_prob",
-    ),
+        "data_path train_data_path split seq_length data_order dataloader_type mock_data mask_prob short_seq_prob"
+    ).split(),
 }
 
 
@@ -138,7 +130,7 @@ def initial_state(
     )
     if checkpoint is not None and iteration > 0:
         # The order of the data depends on the number of samples that the run was started for.
-        train_samples = max(train_samples, checkpoint.state["train_samples"])
+        train_samples = checkpoint.state["train_samples"] or train_samples
     state = TrainState(
         history=History(task.loss_names, []),
         schedule=schedule,
@@ -210,7 +202,9 @@ def load_state(trainer: Trainer, checkpoint: Checkpoint) -> None:
     trainer.log(
         f"note: the schedule of learning rate and weight decay differs from the checkpoint's "
         f"({', '.join(state.schedule.differences(given))}); using that of the "
-        f"{'checkpoint' if keeps else 'command line'}"
+        f"{'checkpoint' if keeps else 'command line'}. The learning rate of iteration {state.iteration + 1} is "
+        f"{state.schedule.lr(state.consumed_samples):.3E} by the checkpoint's and "
+        f"{given.lr(state.consumed_samples):.3E} by the command line's"
     )
     if not keeps:
         state.schedule = given
@@ -244,9 +238,6 @@ def order_changes(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
                 continue  # the same files in another folder
             if before != after:
                 changed.append(f"--{name.replace('_', '-')} changed from {before} to {after}")
-    before, after = checkpoint.state["train_samples"], trainer.state.train_samples
-    if before != after:
-        changed.append(f"the number of samples in all changed from {before} to {after}")
     return changed
 
 

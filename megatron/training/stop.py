@@ -26,7 +26,12 @@ class StopRequests:
 
     After the first signal the run finishes the iteration, saves and exits; all processes stop at the same iteration. A
     second signal exits at once. The end of torchrun counts as SIGHUP. A signal that is ignored, as by nohup, stays so.
+
+    Attributes:
+        elapsed: seconds since the start when `reason` was last called, the same on every process.
     """
+
+    elapsed = 0
 
     def __init__(self, config: TrainingConfig, mesh: Mesh) -> None:
         self.config = config
@@ -64,15 +69,15 @@ class StopRequests:
         """Reason to stop after `iteration`, the same on every process; None to go on. Every process must call it."""
         if self.torchrun not in (None, os.getppid()):
             self._note(signal.SIGHUP)
-        minutes = self.config.exit_duration_in_mins
-        over = minutes is not None and time.monotonic() - self.started > 60 * minutes
+        elapsed = int(time.monotonic() - self.started)
         # CPU tensors, so that agreeing does not wait for the GPU.
-        number, over = all_reduce_max(torch.tensor([self.signal, int(over)]), self.mesh.world).tolist()
+        number, self.elapsed = all_reduce_max(torch.tensor([self.signal, elapsed]), self.mesh.world).tolist()
         if number:
             self._note(number)
             torchrun = " or torchrun ended" if number == signal.SIGHUP else ""
             return f"{signal.Signals(number).name} was received{torchrun}"
-        if over:
+        minutes = self.config.exit_duration_in_mins
+        if minutes is not None and self.elapsed >= 60 * minutes:
             return f"--exit-duration-in-mins {minutes} is over"
         if self.config.exit_interval and iteration % self.config.exit_interval == 0:
             return f"iteration {iteration} is a multiple of --exit-interval {self.config.exit_interval}"

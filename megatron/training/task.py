@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Generic
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
-from torch import Tensor, nn
-
-from megatron.checkpoint.checkpoint import Checkpoint
-from megatron.data.batch import BatchT
-from megatron.data.dataset import Dataset
-from megatron.model.context import ModelContext
-from megatron.optim.buffer import ParamBuffer
-from megatron.parallel.random import DropoutKey
 from megatron.parallel.stages import Chunk
-from megatron.tokenizer import Tokenizer
 from megatron.training.config import RunConfig
+
+if (
+    TYPE_CHECKING
+):  # an entry point makes its task before the command line is read, for which torch is not imported
+    from torch import Tensor, nn
+
+    from megatron.checkpoint.checkpoint import Checkpoint
+    from megatron.data.batch import Batch
+    from megatron.data.dataset import Dataset
+    from megatron.model.context import ModelContext
+    from megatron.optim.buffer import ParamBuffer
+    from megatron.parallel.random import DropoutKey
+    from megatron.tokenizer import Tokenizer
+
+BatchT = TypeVar("BatchT", bound="Batch")
 
 # (chunk of the model, batch, output of the chunk before or None, dropout key) to the input of the next chunk or, from
 # the model's last chunk, [terms] the sums of the losses in fp32.
-ForwardStep = Callable[[Any, BatchT, Tensor | None, DropoutKey], Tensor]
+ForwardStep: TypeAlias = "Callable[[Any, BatchT, Tensor | None, DropoutKey], Tensor]"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -16,39 +15,8 @@ from megatron.data.dataset import Dataset
 from megatron.data.index_cache import MappedArrays, cached_arrays
 from megatron.data.indexed import IndexedDataset
 from megatron.errors import InputError
-
-MAX_DATASETS = np.iinfo(np.int16).max
-# Megatron-LM asks each dataset of a blend for this many times its share. The number of epochs, and so the order of
-# the samples, depends on it.
-SURPLUS = 1.005
-
-
-class BlendRounding:
-    """Rounding of Megatron-LM v2.5, on which the order of the samples depends."""
-
-    def normalize(self, weights: Sequence[float]) -> list[float]:
-        """Divide weights by their sum. The last bit matters: it decides what `samples_of_share` rounds up."""
-        *_, total = itertools.accumulate(weights)
-        return [weight / total for weight in weights]
-
-    def samples_of_share(self, samples: int, share: float) -> int:
-        """Return the number of samples that a dataset must provide."""
-        return math.ceil(samples * share * SURPLUS)
-
-    def unweighted(
-        self, tokens: Sequence[int], epochs: Sequence[int]
-    ) -> tuple[list[float], list[int] | None]:
-        """Weights of the files if none are given, and the fixed numbers of samples to read of each.
-
-        Args:
-            tokens: tokens of each file.
-            epochs: samples in one pass over each file.
-
-        Returns:
-            The weights; and the numbers of samples, None if they follow from the weights.
-        """
-        return [*tokens], None
-
+from megatron.variants.blend_flags import parse_blend
+from megatron.variants.blend_rounding import BlendRounding
 
 # By --data-order. `megatron.plugins` adds to it.
 ROUNDINGS = {"v2.5": BlendRounding()}
@@ -117,45 +85,6 @@ class Blend:
             return datasets[0]
         order = load_or_build_order(shares, samples, split=split.name, cache=files[0].cache)
         return BlendedDataset(datasets, order)
-
-
-def parse_blend(values: Sequence[str], flag: str) -> tuple[list[str], list[float] | None]:
-    """Parse a data flag into prefixes and weights.
-
-    Args:
-        values: 'weight prefix' pairs, or prefixes alone. Prefixes alone have no weights (None) and are sampled in
-            proportion to their sizes.
-        flag: name of the flag, for messages.
-
-    Raises:
-        InputError: no values, an unpaired weight or prefix, or a weight that is not a positive number.
-    """
-    if not values:
-        raise InputError(f"{flag} is empty; give a prefix, or 'weight prefix weight prefix ...'")
-    if len(values) > 2 * MAX_DATASETS:
-        raise InputError(f"{flag}: {len(values)} values; a blend has at most {MAX_DATASETS} datasets")
-    numbers = [_number(value) for value in values[::2]]
-    if len(values) == 1 or all(number is None for number in numbers):
-        return list(values), None
-    if len(values) % 2:
-        raise InputError(
-            f"{flag}: {len(values)} values; weights and prefixes come in pairs, 'weight prefix weight prefix ...'"
-        )
-    weights = []
-    for weight, value, prefix in zip(numbers, values[::2], values[1::2], strict=True):
-        if weight is None:
-            raise InputError(f"{flag}: expected the weight of {prefix}, but {value!r} is not a number")
-        if not 0 < weight < math.inf:
-            raise InputError(f"{flag}: the weight of {prefix} is {value}; it must be positive and finite")
-        weights.append(weight)
-    return list(values[1::2]), weights
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
 
 
 def blend_order(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:

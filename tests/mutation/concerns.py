@@ -44,6 +44,7 @@ CONCERNS = {
         "tests/faults",
     ],
     "megatron/planner/": ["tests/planner", "tests/tools/test_plan.py"],
+    "megatron/plugin_flags.py": ["tests/settings", "tests/test_arguments.py"],
     "megatron/plugins.py": ["tests/faults", "tests/evaluation/test_in_training.py", "tests/interop"],
     "megatron/preprocessing/": ["tests/data", "tests/tools"],
     "megatron/recipes/": ["tests/recipes", "tests/training/test_fp16.py", "tests/training/test_engine.py"],

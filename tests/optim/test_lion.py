@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron.optim.lion import Lion, LionConfig
-from megatron.optim.shard import Shard
-from megatron.optim.spec import StepInputs
+from megatron.optim.spec import Shard, StepInputs
 
 
 def test_equals_the_paper() -> None:

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from megatron.errors import InputError
-from megatron.variants.blend import blend_order, load_or_build_order, parse_blend
+from megatron.variants.blend import blend_order, load_or_build_order
+from megatron.variants.blend_flags import parse_blend
 
 
 def reference(weights: np.ndarray, size: int) -> tuple[list[int], list[int]]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron.data.split import Shares
-from megatron.variants.blend import SURPLUS, BlendRounding
+from megatron.variants.blend_rounding import SURPLUS, BlendRounding
 
 
 def head_split_bounds(shares: Shares, size: int) -> list[int]:

@@ -25,8 +25,8 @@ OURS_ALONE = frozenset(
     "--lion-beta1 --lion-beta2 --loss-mean --no-mask-padded-vocab --metrics-path --norm-after "
     "--on-non-finite --ops-backend --pipeline-schedule --no-progress --qk-layernorm-all-heads "
     "--rope-scaling-original-length --rope-scaling-turns --rope-scaling-type --sample-interval "
-    "--sample-prompts --scale-embeddings --spike-skip --tokenizer --no-torch-compile --use-parallel-residual "
-    "--no-verify-checkpoint --world-size".split()
+    "--sample-prompts --scale-embeddings --spike-skip --tokenizer --no-torch-compile --train-epochs "
+    "--train-tokens --use-parallel-residual --no-verify-checkpoint --world-size".split()
 )
 
 # Flags whose meaning or default differs from Megatron-LM; "now" is its current version.
@@ -51,7 +51,7 @@ DEPARTURES = {
     "--pipeline-model-parallel-size": "an error if larger than the number of ranks; v2.5 reduces it",
     "--profile": "always torch's profiler, with a summary page; there nsys by default",
     "--rampup-batch-size": "as in v2.5, with --train-samples only; now ignored",
-    "--save-interval": "optional: by default the run saves at its end; there required with --save",
+    "--save-interval": "optional: by default the run saves every 30 minutes and at its end; there required with --save",
     "--seed": "other initial weights and dropout than there, but equal in every layout",
     "--split": "default: 969,30,1, as in v2.5; now none, and rounded as with --data-order head; if given, a share "
     "above 0 that is too small for a document is an error; there that data is left out",

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from megatron.flags import flag
 from megatron.training.config import PluginConfig
 from megatron.training.task import Task
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,8 @@ def with_microbatch_means(task: Task) -> Task:
     """The same task, with microbatches that count the same, whatever their number of tokens."""
 
     def denominators(batch: Any) -> Tensor:
-        return torch.ones_like(task.loss_denominators(batch))
+        counts = task.loss_denominators(batch)
+        return counts.new_ones(counts.shape)
 
     def forward(model: Any, batch: Any, x: Tensor | None, dropout_key: Any) -> Tensor:
         out = task.forward(model, batch, x, dropout_key)

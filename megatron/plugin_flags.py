@@ -1,0 +1,63 @@
+"""The command line of the parts that plug into the core: their flags, names and values of other programs' flags.
+
+Importing this module fills the registries of the command line. It imports no torch, which takes seconds, so that
+`--help` and errors in flags appear at once; `megatron.plugins` registers everything else.
+"""
+
+from __future__ import annotations
+
+from megatron.arguments import AFTER_COMMAND_LINE, BEFORE_COMMAND_LINE, PARSER_EXTENSIONS
+from megatron.cli import OTHER_NAMES
+from megatron.data.split import DATA_ORDERS
+from megatron.evaluation.config import EvalTasksConfig
+from megatron.faults.config import FaultsConfig
+from megatron.inference.config import SampleTextsConfig
+from megatron.interop.nvidia.data_order import head_split_bounds
+from megatron.interop.nvidia.flags import add_nvidia_flags
+from megatron.interop.nvidia.loss_mean import LossMeanConfig
+from megatron.interop.other_names import FLAG_NAMES
+from megatron.performance.config import PerformanceConfig
+from megatron.planner.config import DryRunConfig
+from megatron.recipes.config import LossScaleConfig, RampUpConfig, SpikeConfig
+from megatron.recipes.length import LengthConfig, expand_length
+from megatron.reports.config import ProfileConfig, ReportConfig, TimingConfig
+from megatron.settings.checkpoint_args import add_checkpoint_args
+from megatron.settings.config import SettingsConfig
+from megatron.settings.config_file import add_config_flag, parse_config_file
+from megatron.settings.data_tokenizer import DataTokenizerConfig, add_data_tokenizer
+from megatron.settings.help import add_help
+from megatron.settings.shorthands import ShorthandConfig, expand_shorthands
+from megatron.settings.tokenizer import expand_tokenizer
+from megatron.training.config import PLUGIN_CONFIGS
+
+OTHER_NAMES.update(FLAG_NAMES)
+DATA_ORDERS.update({"head": head_split_bounds})
+PLUGIN_CONFIGS.update(
+    {
+        "settings": SettingsConfig,
+        "shorthands": ShorthandConfig,
+        "tokenizer folder": DataTokenizerConfig,
+        "length": LengthConfig,
+        "loss scale": LossScaleConfig,
+        "spikes": SpikeConfig,
+        "ramp-up": RampUpConfig,
+        "performance": PerformanceConfig,
+        "reports": ReportConfig,
+        "timing": TimingConfig,
+        "profile": ProfileConfig,
+        "faults": FaultsConfig,
+        "evaluation": EvalTasksConfig,
+        "samples": SampleTextsConfig,
+        "dry run": DryRunConfig,
+        "loss": LossMeanConfig,
+    }
+)
+PARSER_EXTENSIONS[:] = [add_help, add_config_flag, add_nvidia_flags]
+BEFORE_COMMAND_LINE[:] = [parse_config_file]
+AFTER_COMMAND_LINE[:] = [
+    expand_shorthands,
+    expand_tokenizer,
+    add_checkpoint_args,
+    add_data_tokenizer,
+    expand_length,
+]

@@ -1,0 +1,110 @@
+"""The length of a run in tokens or epochs, as a number of samples."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import TYPE_CHECKING, Any
+
+from megatron.errors import InputError
+from megatron.flags import flag
+from megatron.training.config import PluginConfig, RunConfig
+
+if TYPE_CHECKING:
+    from megatron.training.task import Task
+
+LENGTHS = ("train_iters", "train_samples", "train_tokens", "train_epochs")
+UNTIL_KNOWN = 1  # value of --train-samples until the data, and so the length of an epoch, is known
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LengthConfig(PluginConfig):
+    """Length of the run in tokens or epochs."""
+
+    train_tokens: int | None = flag(
+        None, "tokens to train for, instead of --train-iters: as many whole samples and batches as fit", low=1
+    )
+    train_epochs: float | None = flag(
+        None,
+        "passes over the training data to train for, instead of --train-iters. In a blend with weights an epoch has as "
+        "many samples as all its files, sampled by weight",
+        above=0,
+    )
+
+
+def expand_length(given: dict[str, Any]) -> dict[str, Any]:
+    """Add the --train-samples that --train-tokens stands for to the values given, or a placeholder for --train-epochs.
+
+    Raises:
+        InputError: not exactly one length is given, or it is less than a sample.
+    """
+    # Checks the values.
+    LengthConfig(train_tokens=given.get("train_tokens"), train_epochs=given.get("train_epochs"))
+    lengths = [name for name in LENGTHS if given.get(name) is not None]
+    if not lengths:
+        raise InputError(
+            "--train-iters, --train-samples, --train-tokens or --train-epochs is required: how long to train"
+        )
+    if len(lengths) > 1:
+        first, second, *_ = lengths
+        raise InputError(
+            f"{_flag(second)}: {given[second]} does not go with {_flag(first)} {given[first]}; give only one length"
+        )
+    (length,) = lengths
+    if length in ("train_iters", "train_samples"):
+        return given
+    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+        if given.get(f"{name}_iters"):
+            raise InputError(
+                f"{_flag(name)}-iters: {given[f'{name}_iters']} does not go with {_flag(length)}; use "
+                f"{_flag(name)}-samples"
+            )
+    samples = UNTIL_KNOWN
+    if length == "train_tokens" and given.get("seq_length"):
+        samples = given["train_tokens"] // given["seq_length"]
+        smallest = given.get("global_batch_size") or given.get("micro_batch_size") or 1
+        if samples < smallest:
+            raise InputError(
+                f"--train-tokens: {given['train_tokens']} is less than a batch of {smallest} samples of --seq-length "
+                f"{given['seq_length']} tokens; give at least {smallest * given['seq_length']}"
+            )
+    return given | {"train_samples": samples}
+
+
+def with_epochs(config: RunConfig, task: Task) -> RunConfig:
+    """Return the configuration with the samples that --train-epochs stands for, if it is given.
+
+    Raises:
+        InputError: the data has no epochs, or cannot be read.
+    """
+    epochs, data = config.plugin(LengthConfig).train_epochs, config.data
+    if epochs is None:
+        return config
+    from megatron.tokenizer import build_tokenizer
+    from megatron.variants.blend_flags import parse_blend
+
+    if data.mock_data:
+        raise InputError(f"--train-epochs: {epochs:g} has no meaning with --mock-data; use --train-iters")
+    name = "train_data_path" if data.data_path is None else "data_path"
+    prefixes, _ = parse_blend(getattr(data, name) or (), f"--{name.replace('_', '-')}")
+    tokenizer = build_tokenizer(config.tokenizer)
+    per_epoch = 0
+    for prefix in prefixes:
+        paths: dict[str, Any] = {name: (prefix,)}
+        alone = dataclasses.replace(config, data=dataclasses.replace(data, **paths))
+        # The dataset of one sample has all of the first epoch.
+        per_epoch += len(task.build_datasets(alone, tokenizer, (1, 0, 0))["train"])
+    samples = int(epochs * per_epoch)
+    batch = config.training.global_batch_size or config.training.micro_batch_size
+    if samples < batch:
+        raise InputError(
+            f"--train-epochs: {epochs:g} of the {per_epoch} samples of an epoch is less than a batch of {batch}"
+        )
+    if os.environ.get("RANK", "0") == "0":
+        print(f"--train-epochs {epochs:g}: {samples:,} samples, {per_epoch:,} in an epoch", flush=True)
+    training = dataclasses.replace(config.training, train_samples=samples)
+    return dataclasses.replace(config, training=training)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
