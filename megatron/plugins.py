@@ -27,6 +27,7 @@ from megatron.performance.manual_gc import ManualGC
 from megatron.planner.config import DryRunConfig
 from megatron.planner.device_specs import peak_flops
 from megatron.recipes.extension import Extension
+from megatron.recipes.freeze import FreezeCheck, Frozen
 from megatron.recipes.length import with_epochs
 from megatron.recipes.loss_scale import make_loss_scaler
 from megatron.recipes.rampup import with_rampup
@@ -39,7 +40,7 @@ from megatron.reports.reports import ProgressBar, Reports
 from megatron.reports.throughput import Throughput
 from megatron.reports.timers import PhaseTimes
 from megatron.training.batch_size import BATCH_SCHEDULES
-from megatron.training.build import MODEL_CHECKS
+from megatron.training.build import FIRST_OPTIMIZERS, MODEL_CHECKS
 from megatron.training.config import RunConfig
 from megatron.training.engine import STEP_RULES
 from megatron.training.hooks import Evaluation, Saving
@@ -51,6 +52,7 @@ from megatron.training.task import Task
 FORMATS.update(EXTERNAL_FORMATS)
 PEAK_FLOPS[:] = [peak_flops]
 MODEL_CHECKS[:] = [check_model_memory]
+FIRST_OPTIMIZERS[:] = [Frozen]
 START_CHECKS[:] = [check_same_everywhere, check_same_data]
 STEP_RULES[:] = [make_loss_scaler, make_spike_rule]
 BATCH_SCHEDULES[:] = [with_rampup]
@@ -77,6 +79,7 @@ def training_hooks(evaluation: Sequence[Hook] = ()) -> list[Hook]:
         evaluation: hooks that evaluate and save in place of the usual ones.
     """
     return [
+        FreezeCheck(),
         Extension(),
         LayoutTable(),
         PhaseTimes(),

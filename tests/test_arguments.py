@@ -616,6 +616,7 @@ def test_help_is_grouped_and_complete() -> None:
         "loss scale",
         "spikes",
         "ramp-up",
+        "freezing",
         "performance",
         "reports",
         "timing",

@@ -93,3 +93,17 @@ class RampUpConfig(PluginConfig):
     def check(self, run: RunConfig) -> None:
         if self.rampup_batch_size is not None and run.training.train_samples is None:
             raise InputError("--rampup-batch-size needs --train-samples in place of --train-iters")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FreezeConfig(PluginConfig):
+    """Parameters that are not trained."""
+
+    freeze: tuple[str, ...] | None = flag(
+        None,
+        "do not train the parameters whose names match one of these shell patterns, such as 'embedding.*' "
+        "'decoder.layers.[0-3].*'; `inspect-checkpoint` lists the names",
+        nargs="+",
+        metavar="PATTERN",
+        repeats=True,
+    )

@@ -6,7 +6,6 @@ import dataclasses
 import os
 from typing import TYPE_CHECKING, Any
 
-from megatron.cli import make_config
 from megatron.errors import InputError
 from megatron.flags import flag
 from megatron.training.config import PluginConfig, RunConfig
@@ -39,7 +38,9 @@ def expand_length(given: dict[str, Any]) -> dict[str, Any]:
     Raises:
         InputError: not exactly one length is given, or it is less than a sample.
     """
-    make_config(LengthConfig, given)  # checks the values
+    LengthConfig(
+        train_tokens=given.get("train_tokens"), train_epochs=given.get("train_epochs")
+    )  # checks them
     lengths = [name for name in LENGTHS if given.get(name) is not None]
     if not lengths:
         raise InputError(
