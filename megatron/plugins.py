@@ -9,6 +9,8 @@ import faulthandler
 import sys
 from collections.abc import Sequence
 
+import torch
+
 import megatron.plugin_flags
 import megatron.variants.registry  # noqa: F401 (fills the registry of the model's variants)
 from megatron.checkpoint.formats import FORMATS
@@ -22,7 +24,9 @@ from megatron.faults.watchdog import HangDetection
 from megatron.interop.formats import EXTERNAL_FORMATS
 from megatron.interop.nvidia.loss_mean import LossMeanConfig, with_microbatch_means
 from megatron.performance.async_save import AsyncSaving
+from megatron.performance.config import PerformanceConfig
 from megatron.performance.cuda_graph import CudaGraph
+from megatron.performance.load import LoadWarning
 from megatron.performance.manual_gc import ManualGC
 from megatron.planner.config import DryRunConfig
 from megatron.planner.device_specs import peak_flops
@@ -31,6 +35,7 @@ from megatron.recipes.freeze import FreezeCheck, Frozen
 from megatron.recipes.length import with_epochs
 from megatron.recipes.loss_scale import make_loss_scaler
 from megatron.recipes.rampup import with_rampup
+from megatron.recipes.save_best import SaveBest
 from megatron.recipes.spikes import make_spike_rule
 from megatron.reports.at_end import ReportAtEnd
 from megatron.reports.devices import PEAK_FLOPS
@@ -65,6 +70,8 @@ def run(config: RunConfig, task: Task) -> int:
     if config.plugin(LossMeanConfig).loss_mean == "microbatches":
         task = with_microbatch_means(task)
     config = with_epochs(config, task)
+    if (threads := config.plugin(PerformanceConfig).num_threads) is not None:
+        torch.set_num_threads(threads)
     if config.plugin(DryRunConfig).dry_run:
         from megatron.planner.dry_run import dry_run  # takes seconds to import
 
@@ -81,6 +88,7 @@ def training_hooks(evaluation: Sequence[Hook] = ()) -> list[Hook]:
     return [
         FreezeCheck(),
         Extension(),
+        LoadWarning(),
         LayoutTable(),
         PhaseTimes(),
         ReportAtEnd(),  # after the writers of Reports are closed
@@ -96,5 +104,5 @@ def training_hooks(evaluation: Sequence[Hook] = ()) -> list[Hook]:
         ReplicaCheck(),
         AsyncSaving(),
         EvalOnStart(),
-        *(evaluation or (Evaluation(), EvalTasks(), Saving())),
+        *(evaluation or (Evaluation(), EvalTasks(), Saving(), SaveBest())),
     ]

@@ -617,6 +617,7 @@ def test_help_is_grouped_and_complete() -> None:
         "spikes",
         "ramp-up",
         "freezing",
+        "best checkpoint",
         "performance",
         "reports",
         "timing",

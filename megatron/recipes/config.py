@@ -107,3 +107,20 @@ class FreezeConfig(PluginConfig):
         metavar="PATTERN",
         repeats=True,
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SaveBestConfig(PluginConfig):
+    """The best checkpoint."""
+
+    save_best: bool = flag(
+        False,
+        "keep the checkpoint with the lowest validation loss in the folder 'best' of --save, beside those that "
+        "--keep-last keeps; load it with --load DIR/best",
+    )
+
+    def check(self, run: RunConfig) -> None:
+        if self.save_best and run.checkpoint.save is None:
+            raise InputError("--save-best needs --save, the folder to write checkpoints to")
+        if self.save_best and run.training.eval_iters == 0:
+            raise InputError("--save-best needs evaluations; with --eval-iters 0 there are none")

@@ -23,9 +23,9 @@ OURS_ALONE = frozenset(
     "--check-weight-replicas-interval --cuda-graph --data-order --device --dry-run --dry-run-json "
     "--dry-run-ranks --eval-on-start --eval-tasks --eval-tasks-data --freeze --hang-timeout --keep-last "
     "--lion-beta1 --lion-beta2 --loss-mean --no-mask-padded-vocab --metrics-path --norm-after "
-    "--on-non-finite --ops-backend --pipeline-schedule --no-progress --qk-layernorm-all-heads "
-    "--rope-scaling-original-length --rope-scaling-turns --rope-scaling-type --scale-embeddings --spike-skip "
-    "--no-torch-compile --train-epochs --train-tokens --use-parallel-residual --no-verify-checkpoint "
+    "--num-threads --on-non-finite --ops-backend --pipeline-schedule --no-progress --qk-layernorm-all-heads "
+    "--rope-scaling-original-length --rope-scaling-turns --rope-scaling-type --save-best --scale-embeddings "
+    "--spike-skip --no-torch-compile --train-epochs --train-tokens --use-parallel-residual --no-verify-checkpoint "
     "--world-size".split()
 )
 
