@@ -142,6 +142,7 @@ def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field, scalar: 
         metavar: str | tuple[str, ...] = "{" + ",".join(map(str, spec.choices)) + "}"
     else:
         metavar = spec.metavar or {int: "N", float: "X", str: "TEXT"}[scalar]
+    common["action"] = "extend" if spec.repeats else "store"
     convert: Callable[[str], Any] = nonempty if scalar is str else functools.partial(_number, scalar)
     group.add_argument(*names, type=convert, nargs=spec.nargs, metavar=metavar, **common)
 

@@ -26,6 +26,7 @@ class Flag:
         low, high: inclusive bounds.
         above, below: exclusive bounds.
         nargs, metavar: as in argparse.
+        repeats: the flag may be given several times, and its values add up.
         name: replaces the name made from the field's (`--no-...` for booleans that default to true).
         aliases: further names.
         required: building the config raises `InputError` if the value is None, which is the default.
@@ -38,6 +39,7 @@ class Flag:
     high: float | None = None
     below: float | None = None
     nargs: int | str | None = None
+    repeats: bool = False
     metavar: str | tuple[str, ...] | None = None
     name: str | None = None
     aliases: Sequence[str] = ()
@@ -100,10 +102,9 @@ class Config:
 
     def require(self, *names: str) -> tuple[Any, ...]:
         """Return the values of fields that some uses of the config do not need. Raise `InputError` if one is None."""
-        by_name = {f.name: f for f in dataclasses.fields(self)}
         for name in names:
             if getattr(self, name) is None:
-                field = by_name[name]
+                field = self.__dataclass_fields__[name]
                 spec: Flag = field.metadata["flag"]
                 choices = f"; one of {', '.join(map(str, spec.choices))}" if spec.choices else ""
                 raise InputError(f"{flag_name(field)} is required: {spec.help}{choices}")

@@ -9,6 +9,8 @@ import faulthandler
 import sys
 from collections.abc import Sequence
 
+import torch
+
 import megatron.plugin_flags
 import megatron.variants.registry  # noqa: F401 (fills the registry of the model's variants)
 from megatron.checkpoint.formats import FORMATS
@@ -28,14 +30,18 @@ from megatron.interop.nvidia.loss_mean import LossMeanConfig, with_microbatch_me
 from megatron.parallel.schedules import SCHEDULES
 from megatron.parallel.stages import LAYER_SPLITS
 from megatron.performance.async_save import AsyncSaving
+from megatron.performance.config import PerformanceConfig
 from megatron.performance.cuda_graph import CudaGraph
+from megatron.performance.load import LoadWarning
 from megatron.performance.manual_gc import ManualGC
 from megatron.planner.config import DryRunConfig
 from megatron.planner.device_specs import peak_flops
 from megatron.recipes.extension import Extension
+from megatron.recipes.freeze import FreezeCheck, Frozen
 from megatron.recipes.length import with_epochs
 from megatron.recipes.loss_scale import make_loss_scaler
 from megatron.recipes.rampup import with_rampup
+from megatron.recipes.save_best import SaveBest
 from megatron.recipes.spikes import make_spike_rule
 from megatron.reports.at_end import ReportAtEnd
 from megatron.reports.devices import PEAK_FLOPS
@@ -46,7 +52,7 @@ from megatron.reports.run_size import RunSize
 from megatron.reports.throughput import Throughput
 from megatron.reports.timers import PhaseTimes
 from megatron.training.batch_size import BATCH_SCHEDULES
-from megatron.training.build import MODEL_CHECKS
+from megatron.training.build import FIRST_OPTIMIZERS, MODEL_CHECKS
 from megatron.training.config import RunConfig
 from megatron.training.engine import STEP_RULES
 from megatron.training.hooks import Evaluation, Saving
@@ -69,6 +75,7 @@ SCHEDULES.update({"gpipe": gpipe, "interleaved": interleaved})
 LAYER_SPLITS.update({"uneven": uneven_split})
 BATCH_CHECKS[:] = [check_full_groups]
 MODEL_CHECKS[:] = [check_model_memory]
+FIRST_OPTIMIZERS[:] = [Frozen]
 START_CHECKS[:] = [check_same_everywhere, check_same_data]
 STEP_RULES[:] = [make_loss_scaler, make_spike_rule]
 BATCH_SCHEDULES[:] = [with_rampup]
@@ -81,6 +88,8 @@ def run(config: RunConfig, task: Task) -> int:
     if config.plugin(LossMeanConfig).loss_mean == "microbatches":
         task = with_microbatch_means(task)
     config = with_epochs(config, task)
+    if (threads := config.plugin(PerformanceConfig).num_threads) is not None:
+        torch.set_num_threads(threads)
     if config.plugin(DryRunConfig).dry_run:
         from megatron.planner.dry_run import dry_run  # takes seconds to import
 
@@ -96,7 +105,9 @@ def training_hooks(evaluation: Sequence[Hook] = ()) -> list[Hook]:
     """
     reports = Reports()
     return [
+        FreezeCheck(),
         Extension(),
+        LoadWarning(),
         LogLines(),  # before those that log more on an interval
         RunSize(),
         PhaseTimes(reports),
@@ -114,5 +125,5 @@ def training_hooks(evaluation: Sequence[Hook] = ()) -> list[Hook]:
         AsyncSaving(),
         SampleTexts(reports),
         EvalOnStart(),
-        *(evaluation or (Evaluation(), EvalTasks(), Saving())),
+        *(evaluation or (Evaluation(), EvalTasks(), Saving(), SaveBest())),
     ]

@@ -618,6 +618,8 @@ def test_help_is_grouped_and_complete() -> None:
         "loss scale",
         "spikes",
         "ramp-up",
+        "freezing",
+        "best checkpoint",
         "performance",
         "reports",
         "timing",

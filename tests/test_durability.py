@@ -15,10 +15,10 @@ from nvidia import checkpoint_of
 from megatron.checkpoint import storage
 from megatron.data.index_cache import cached_arrays
 from megatron.data.indexed_writer import IndexedDatasetWriter
-from megatron.finetuning.best import keep_best
 from megatron.interop.huggingface.write import write_folder
 from megatron.interop.nvidia.write import write_megatron
 from megatron.interop.tensor_writer import TensorToWrite
+from megatron.recipes.best import keep_best
 
 MARK = 10**18  # modification time, in ns, of synced files; every later write changes it
 

@@ -11,7 +11,9 @@ from megatron import plugins
 def test_a_run_prints_its_stacks_when_a_signal_ends_it(monkeypatch) -> None:
     config = types.SimpleNamespace(
         data=None,
-        plugin=lambda _: types.SimpleNamespace(dry_run=False, loss_mean="tokens", train_epochs=None),
+        plugin=lambda _: types.SimpleNamespace(
+            dry_run=False, loss_mean="tokens", train_epochs=None, num_threads=None
+        ),
     )
     monkeypatch.setattr(faulthandler, "enable", lambda file: enabled.append(file))
     monkeypatch.setattr(plugins, "pretrain", lambda *_: len(enabled))

@@ -33,14 +33,10 @@ VERSION = 1
 EVALUATED = "evaluated"
 
 # Fields of ModelConfig that may differ between a checkpoint and the run that loads it.
-NOT_ARCHITECTURE = {
-    "attention_dropout",
-    "fp32_residual_connection",
-    "hidden_dropout",
-    "init_method_std",
-    "init_method_xavier_uniform",
-    "mask_padded_vocab",
-}
+NOT_ARCHITECTURE = frozenset(
+    "attention_dropout fp32_residual_connection hidden_dropout init_method_std init_method_xavier_uniform "
+    "mask_padded_vocab".split()
+)
 
 
 @dataclasses.dataclass(frozen=True)

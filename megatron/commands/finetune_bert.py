@@ -38,7 +38,7 @@ DEFAULTS = {"tokenizer_type": "BertWordPieceLowerCase"}
 # Flags of a training run that epochs and files of examples replace, or that do not apply to classification.
 WITHOUT = """
     train_iters train_samples train_tokens train_epochs
-    rampup_batch_size eval_interval eval_iters skip_train save_interval finetune
+    rampup_batch_size eval_interval eval_iters skip_train save_interval save_best finetune
     load_optim save_optim use_checkpoint_args use_checkpoint_opt_param_scheduler data_path train_data_path
     valid_data_path test_data_path split mock_data data_cache_path data_order dataloader_type reset_position_ids
     reset_attention_mask eod_mask_loss mask_prob short_seq_prob bert_binary_head lr_decay_samples lr_warmup_samples

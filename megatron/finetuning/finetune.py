@@ -18,7 +18,6 @@ from megatron.checkpoint.storage import folder_of, newest_iteration, replace_tex
 from megatron.data.dataset import Dataset
 from megatron.data.loader import eval_batches
 from megatron.errors import InputError, TrainingFault
-from megatron.finetuning.best import keep_best
 from megatron.finetuning.classification import (
     FORMATS,
     ClassificationBatch,
@@ -34,6 +33,7 @@ from megatron.model.context import ModelContext
 from megatron.parallel.collectives import raise_on_all_ranks
 from megatron.parallel.random import DropoutKey
 from megatron.parallel.stages import Chunk
+from megatron.recipes.best import keep_best
 from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.bert import BertWordPieceTokenizer
 from megatron.training.config import RunConfig

@@ -14,21 +14,24 @@ from megatron.optim.config import OptimizerConfig
 from megatron.optim.layout import ParamGroup
 from megatron.optim.norms import model_norm, model_sum
 from megatron.optim.registry import OPTIMIZERS
-from megatron.optim.spec import Shard, StepInputs
+from megatron.optim.spec import OptimizerSpec, Shard, StepInputs
 from megatron.optim.step_skipper import StepRule, StepSkipper
 from megatron.parallel.mesh import ALONE, Mesh
 
 
-def param_groups(config: OptimizerConfig, mesh: Mesh, *, distributed: bool) -> list[ParamGroup]:
+def param_groups(
+    config: OptimizerConfig, mesh: Mesh, *, distributed: bool, first: Sequence[OptimizerSpec] = ()
+) -> list[ParamGroup]:
     """Parameter groups of a run, in the order of memory.
 
     Args:
         distributed: use the distributed optimizer.
+        first: optimizers of parameters that --optimizer does not update.
     """
     axes = {"reduce_axis": mesh.dp_cp, "shard_axis": mesh.dp_cp if distributed else ALONE}
     return [
         ParamGroup(optimizer=optimizer, decays=decays, **axes)
-        for optimizer in (OPTIMIZERS[config.optimizer](config), Adam(config))
+        for optimizer in (*first, OPTIMIZERS[config.optimizer](config), Adam(config))
         for decays in (True, False)
     ]
 
@@ -97,6 +100,8 @@ class Optimizer:
             zero; and those of rules.
         """
         buffer, loss_scale = self.buffer, self.loss_scale
+        for group, shards in self.groups.items():
+            group.optimizer.prepare(shards)
         grad_norm = model_norm(self.grads, buffer.buckets, buffer.mesh) / loss_scale
         decision = self.step_skipper.decide(grad_norm, losses)
         skipped = decision.skipped

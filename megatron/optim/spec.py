@@ -86,6 +86,9 @@ class OptimizerSpec(ABC):
         """Divide the `Shard` of a `Bucket` into shards for `step`; `tp` is the tensor-parallel `Axis`."""
         return [shard]
 
+    def prepare(self, shards: Sequence[Any]) -> None:  # noqa: B027 (most optimizers use gradients as they are)
+        """Change gradients before their norm is taken; `shards` are what `divide` returned."""
+
     @abstractmethod
     def step(self, shards: Sequence[Any], inputs: StepInputs) -> None:
         """Update weights and state of what `divide` returned, in place, without waiting for the device."""

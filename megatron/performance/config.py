@@ -11,8 +11,14 @@ from megatron.training.config import PluginConfig, RunConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PerformanceConfig(PluginConfig):
-    """CUDA graphs, saving in the background, and garbage collection in step."""
+    """Threads, CUDA graphs, saving in the background, and garbage collection in step."""
 
+    num_threads: int | None = flag(
+        None,
+        "CPU threads of each process (default: OMP_NUM_THREADS, or one per core; torchrun sets it to 1)",
+        low=1,
+        high=10**4,
+    )
     cuda_graph: bool = flag(
         False,
         "run forward and backward of a microbatch as one CUDA graph, which makes small models faster; for GPT with one "

@@ -93,3 +93,34 @@ class RampUpConfig(PluginConfig):
     def check(self, run: RunConfig) -> None:
         if self.rampup_batch_size is not None and run.training.train_samples is None:
             raise InputError("--rampup-batch-size needs --train-samples in place of --train-iters")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FreezeConfig(PluginConfig):
+    """Parameters that are not trained."""
+
+    freeze: tuple[str, ...] | None = flag(
+        None,
+        "do not train the parameters whose names match one of these shell patterns, such as 'embedding.*' "
+        "'decoder.layers.[0-3].*'; `inspect-checkpoint` lists the names",
+        nargs="+",
+        metavar="PATTERN",
+        repeats=True,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SaveBestConfig(PluginConfig):
+    """The best checkpoint."""
+
+    save_best: bool = flag(
+        False,
+        "keep the checkpoint with the lowest validation loss in the folder 'best' of --save, beside those that "
+        "--keep-last keeps; load it with --load DIR/best",
+    )
+
+    def check(self, run: RunConfig) -> None:
+        if self.save_best and run.checkpoint.save is None:
+            raise InputError("--save-best needs --save, the folder to write checkpoints to")
+        if self.save_best and run.training.eval_iters == 0:
+            raise InputError("--save-best needs evaluations; with --eval-iters 0 there are none")

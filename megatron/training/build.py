@@ -13,6 +13,7 @@ from megatron.model.flops import flops_per_sample
 from megatron.ops.backend import Ops, choose_ops
 from megatron.optim.layout import lay_out
 from megatron.optim.optimizer import param_groups
+from megatron.optim.spec import OptimizerSpec
 from megatron.parallel.collectives import all_equal, raise_on_all_ranks
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.phases import Phases
@@ -25,6 +26,8 @@ from megatron.training.task import Task
 
 # Checks of a model that has no memory yet, on its device, which raise `InputError`. Filled by `megatron.plugins`.
 MODEL_CHECKS: list[Callable[[RunConfig, StageModel, torch.device], None]] = []
+# Make optimizers of parameters that --optimizer does not update. Filled by `megatron.plugins`.
+FIRST_OPTIMIZERS: list[Callable[[RunConfig], OptimizerSpec]] = []
 
 
 def build_engine(
@@ -76,7 +79,8 @@ def build_model(config: RunConfig, task: Task[Any], mesh: Mesh, ops: Ops, **voca
     context = ModelContext.on_mesh(mesh, config.model, parallel, ops=ops, **vocab_sizes)
     with torch.device("meta"):
         modules = [task.build_model(config, context, chunk) for chunk in chunks]
-    groups = param_groups(config.optimizer, mesh, distributed=parallel.use_distributed_optimizer)
+    first = [make(config) for make in FIRST_OPTIMIZERS]
+    groups = param_groups(config.optimizer, mesh, distributed=parallel.use_distributed_optimizer, first=first)
     dtype = DTYPES[config.training.precision]
     return StageModel(
         modules=modules,

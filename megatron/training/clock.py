@@ -14,10 +14,6 @@ class Clock:
         self.begin = time.perf_counter()
         self.iterations = 0
 
-    def tick(self) -> None:
-        """Count an iteration."""
-        self.iterations += 1
-
     def take(self) -> tuple[float, int]:
         """Seconds and iterations since the last call."""
         now = time.perf_counter()

@@ -108,7 +108,7 @@ class Trainer:
         state.iteration += 1
         state.consumed_samples += self.batch_size
         state.history.add(state.iteration, state.consumed_samples, losses, stats)
-        self.clock.tick()
+        self.clock.iterations += 1
 
     @property
     def is_done(self) -> bool:

@@ -198,13 +198,12 @@ def load_state(trainer: Trainer, checkpoint: Checkpoint) -> None:
         raise InputError(f"{checkpoint.folder / 'state.json'}: {error}") from None
     if state.schedule == given:
         return
-    keeps = trainer.config.optimizer.use_checkpoint_opt_param_scheduler
+    keeps, n = trainer.config.optimizer.use_checkpoint_opt_param_scheduler, state.consumed_samples
     trainer.log(
         f"note: the schedule of learning rate and weight decay differs from the checkpoint's "
         f"({', '.join(state.schedule.differences(given))}); using that of the "
-        f"{'checkpoint' if keeps else 'command line'}. The learning rate of iteration {state.iteration + 1} is "
-        f"{state.schedule.lr(state.consumed_samples):.3E} by the checkpoint's and "
-        f"{given.lr(state.consumed_samples):.3E} by the command line's"
+        f"{'checkpoint' if keeps else 'command line'}. Learning rate of iteration {state.iteration + 1}: "
+        f"{state.schedule.lr(n):.3E} by the checkpoint's, {given.lr(n):.3E} by the command line's"
     )
     if not keeps:
         state.schedule = given

@@ -26,17 +26,13 @@ class StopRequests:
 
     After the first signal the run finishes the iteration, saves and exits; all processes stop at the same iteration. A
     second signal exits at once. The end of torchrun counts as SIGHUP. A signal that is ignored, as by nohup, stays so.
-
-    Attributes:
-        elapsed: seconds since the start when `reason` was last called, the same on every process.
     """
-
-    elapsed = 0
 
     def __init__(self, config: TrainingConfig, mesh: Mesh) -> None:
         self.config = config
         self.mesh = mesh
         self.started = time.monotonic()
+        self.elapsed = 0  # seconds until `reason` was last called, the same on every process
         self.signal = 0  # the first one, on this or another process
         self.since: float | None = None  # when this process learned of it
         self.torchrun = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None

@@ -1,4 +1,4 @@
-"""Keep the best checkpoint of a fine-tuning run."""
+"""Keep the best checkpoint of a run."""
 
 from __future__ import annotations
 

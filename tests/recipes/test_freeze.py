@@ -1,0 +1,101 @@
+"""Frozen parameters: they keep their values in every layout, and the others train the same."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from distributed import run_distributed
+from safetensors.torch import load_file
+
+from megatron.arguments import parse_run_config
+from megatron.errors import InputError
+from megatron.plugins import run
+from megatron.pretrain_gpt import GPT
+
+FLAGS = """
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 250 --num-layers 2 --hidden-size 32 --num-workers 0
+    --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --global-batch-size 4 --lr 2e-3 --clip-grad 0.5
+    --attention-dropout 0 --hidden-dropout 0 --log-interval 1 --eval-iters 0 --device cpu --weight-decay 0.1
+    --distributed-timeout-minutes 1
+"""
+FREEZE = "--freeze embedding.* --freeze *.layers.1.mlp.*"
+TP, PP, ZERO = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--use-distributed-optimizer"
+
+
+def train(folder: str, flags: str) -> None:
+    """Train on this rank, with results in `folder`."""
+    words = f"{FLAGS} {flags} --save {folder}/run --metrics-path {folder}/metrics.jsonl".split()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        assert run(parse_run_config(words, description="", defaults={}), GPT) == 0
+
+
+def metrics(folder: Path) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each iteration."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(row["lm loss"], row["grad norm"]) for row in rows if "grad norm" in row]
+
+
+def test_frozen_parameters_keep_their_values(tmp_path: Path) -> None:
+    train(str(tmp_path), f"{FREEZE} --train-iters 4 --save-interval 1")
+    first, last = (load_file(tmp_path / "run" / f"iter_000000{i}" / "model.safetensors") for i in (1, 4))
+    frozen = {name for name in first if name.startswith("embedding.") or ".layers.1.mlp." in name}
+    assert 0 < len(frozen) < len(first)
+    assert {name for name in first if torch.equal(first[name], last[name])} == frozen
+    optimizer = load_file(tmp_path / "run" / "iter_0000004" / "optimizer.safetensors")
+    assert {name.removeprefix("exp_avg/") for name in optimizer if name.startswith("exp_avg/")} == {
+        *first
+    } - frozen
+
+
+def test_frozen_gradients_do_not_count(tmp_path: Path) -> None:
+    """The norm is that of the gradients of the others, so that clipping does not depend on frozen parameters."""
+    train(str(tmp_path / "all"), "--train-iters 1")
+    norms = []
+    for name, pattern in (("a", "embedding.*"), ("b", "[!e]*")):
+        train(str(tmp_path / name), f"--train-iters 1 --freeze {pattern}")
+        norms.append(metrics(tmp_path / name)[0][1])
+    (_, whole), *_ = metrics(tmp_path / "all")
+    assert sum(norm**2 for norm in norms) == pytest.approx(whole**2, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("processes", "flags"),
+    [(2, f"{TP} 2"), (2, f"{PP} 2"), (4, f"{PP} 2 {ZERO} --bf16")],
+    ids=["T2", "P2", "P2D2+ZeRO"],
+)
+def test_same_as_one_process(tmp_path: Path, processes: int, flags: str) -> None:
+    half = "--bf16" if "--bf16" in flags else ""
+    run_distributed(train, 1, str(tmp_path / "one"), f"{FREEZE} --train-iters 6 {half}")
+    run_distributed(train, processes, str(tmp_path / "many"), f"{FREEZE} --train-iters 6 {flags}")
+    one, many = metrics(tmp_path / "one"), metrics(tmp_path / "many")
+    assert len(one) == 6
+    for mine, theirs in zip(one, many, strict=True):
+        assert theirs == pytest.approx(mine, rel=2e-2 if half else 1e-5)
+
+
+def errors(flags: str) -> str:
+    """Return the error of a run on this rank."""
+    try:
+        train("", f"{flags} --train-iters 1")
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_wrong_patterns(processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pattern of another stage's parameters is right; one of no stage's is an error on both."""
+    monkeypatch.chdir(tmp_path)
+    layout = f"{PP} {processes}"
+    found = run_distributed(errors, processes, f"{layout} --freeze *.layers.1.* decoder.layers.7.*")
+    assert all(
+        error.startswith("--freeze: decoder.layers.7.* matches no parameter; names of this model are ")
+        for error in found
+    )
+    found = run_distributed(errors, processes, f"{layout} --freeze *")
+    assert found == ["--freeze: * leaves no parameter to train"] * processes
