@@ -19,7 +19,7 @@ from megatron.data.split import DATA_ORDERS
 from megatron.evaluation.config import EvalTasksConfig
 from megatron.evaluation.in_training import EvalOnStart, EvalTasks
 from megatron.faults.config import FaultsConfig
-from megatron.faults.memory import check_model_memory
+from megatron.faults.memory import check_model_memory, memory_errors_explained
 from megatron.faults.non_finite import NonFiniteGuard
 from megatron.faults.replicas import ReplicaCheck
 from megatron.faults.same_data import check_same_data
@@ -115,7 +115,13 @@ def run(config: RunConfig, task: Task) -> int:
         from megatron.planner.dry_run import dry_run  # takes seconds to import
 
         return dry_run(config, task)
-    return pretrain(config, task, training_hooks())
+    return train(config, task, training_hooks())
+
+
+def train(config: RunConfig, task: Task, hooks: Sequence[Hook]) -> int:
+    """Train `task` with `hooks`, with errors of too little memory explained. Returns the exit status."""
+    with memory_errors_explained(config):
+        return pretrain(config, task, hooks)
 
 
 def training_hooks(evaluation: Sequence[Hook] = ()) -> list[Hook]:
