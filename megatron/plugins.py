@@ -13,7 +13,9 @@ import megatron.variants.registry  # noqa: F401 (fills the registry of the model
 from megatron.arguments import AFTER_COMMAND_LINE, BEFORE_COMMAND_LINE, PARSER_EXTENSIONS
 from megatron.checkpoint.formats import FORMATS
 from megatron.cli import OTHER_NAMES
-from megatron.data.build import SOURCES
+from megatron.data.bert_dataset import BertDatasetBuilder
+from megatron.data.build import MOCK_DATA, SOURCES
+from megatron.data.gpt_dataset import GPTDatasetBuilder
 from megatron.data.samplers import SAMPLE_ORDERS
 from megatron.data.split import DATA_ORDERS
 from megatron.evaluation.config import EvalTasksConfig
@@ -66,6 +68,7 @@ from megatron.training.pretrain import START_CHECKS, pretrain
 from megatron.training.task import Task
 from megatron.variants.blend import ROUNDINGS, open_blend
 from megatron.variants.cyclic import cyclic
+from megatron.variants.mock_data import mock_bert, mock_gpt
 from megatron.variants.schedules import check_full_groups, gpipe, interleaved
 from megatron.variants.uneven_stages import uneven_split
 
@@ -73,6 +76,7 @@ OTHER_NAMES.update(FLAG_NAMES)
 DATA_ORDERS.update({"head": head_split_bounds})
 ROUNDINGS.update({"head": HeadBlendRounding()})
 SOURCES[:] = [open_blend]
+MOCK_DATA.update({GPTDatasetBuilder: mock_gpt, BertDatasetBuilder: mock_bert})
 SAMPLE_ORDERS.update({"cyclic": cyclic})
 FORMATS.update(EXTERNAL_FORMATS)
 PLUGIN_CONFIGS.update(
