@@ -70,7 +70,7 @@ from megatron.variants.blend import ROUNDINGS, open_blend
 from megatron.variants.cyclic import cyclic
 from megatron.variants.mock_data import mock_bert, mock_gpt
 from megatron.variants.schedules import check_full_groups, gpipe, interleaved
-from megatron.variants.uneven_stages import uneven_split
+from megatron.variants.stages import uneven_split, virtual_split
 
 OTHER_NAMES.update(FLAG_NAMES)
 DATA_ORDERS.update({"head": head_split_bounds})
@@ -101,7 +101,7 @@ BEFORE_COMMAND_LINE[:] = [parse_config_file]
 AFTER_COMMAND_LINE[:] = [expand_shorthands, add_checkpoint_args]
 PEAK_FLOPS[:] = [peak_flops]
 SCHEDULES.update({"gpipe": gpipe, "interleaved": interleaved})
-LAYER_SPLITS.update({"uneven": uneven_split})
+LAYER_SPLITS.update({"uneven": uneven_split, "virtual": virtual_split})
 BATCH_CHECKS[:] = [check_full_groups]
 MODEL_CHECKS[:] = [check_model_memory]
 START_CHECKS[:] = [check_same_everywhere, check_same_data]
