@@ -14,10 +14,12 @@ import torch
 import megatron.plugin_flags
 import megatron.variants.registry  # noqa: F401 (fills the registry of the model's variants)
 from megatron.checkpoint.formats import FORMATS
-from megatron.data.build import SOURCES
+from megatron.data.bert_dataset import BertDatasetBuilder
+from megatron.data.build import MOCK_DATA, SOURCES
+from megatron.data.gpt_dataset import GPTDatasetBuilder
 from megatron.data.samplers import SAMPLE_ORDERS
 from megatron.evaluation.in_training import EvalOnStart, EvalTasks
-from megatron.faults.memory import check_model_memory
+from megatron.faults.memory import check_model_memory, memory_errors_explained
 from megatron.faults.non_finite import NonFiniteGuard
 from megatron.faults.replicas import ReplicaCheck
 from megatron.faults.same_data import check_same_data
@@ -63,16 +65,18 @@ from megatron.training.pretrain import START_CHECKS, pretrain
 from megatron.training.task import Task
 from megatron.variants.blend import ROUNDINGS, open_blend
 from megatron.variants.cyclic import cyclic
+from megatron.variants.mock_data import mock_bert, mock_gpt
 from megatron.variants.schedules import check_full_groups, gpipe, interleaved
-from megatron.variants.uneven_stages import uneven_split
+from megatron.variants.stages import uneven_split, virtual_split
 
 ROUNDINGS.update({"head": HeadBlendRounding()})
 SOURCES[:] = [open_blend]
+MOCK_DATA.update({GPTDatasetBuilder: mock_gpt, BertDatasetBuilder: mock_bert})
 SAMPLE_ORDERS.update({"cyclic": cyclic})
 FORMATS.update(EXTERNAL_FORMATS)
 PEAK_FLOPS[:] = [peak_flops]
 SCHEDULES.update({"gpipe": gpipe, "interleaved": interleaved})
-LAYER_SPLITS.update({"uneven": uneven_split})
+LAYER_SPLITS.update({"uneven": uneven_split, "virtual": virtual_split})
 BATCH_CHECKS[:] = [check_full_groups]
 MODEL_CHECKS[:] = [check_model_memory]
 FIRST_OPTIMIZERS[:] = [Frozen]
@@ -94,7 +98,13 @@ def run(config: RunConfig, task: Task) -> int:
         from megatron.planner.dry_run import dry_run  # takes seconds to import
 
         return dry_run(config, task)
-    return pretrain(config, task, training_hooks())
+    return train(config, task, training_hooks())
+
+
+def train(config: RunConfig, task: Task, hooks: Sequence[Hook]) -> int:
+    """Train `task` with `hooks`, with errors of too little memory explained. Returns the exit status."""
+    with memory_errors_explained(config):
+        return pretrain(config, task, hooks)
 
 
 def training_hooks(evaluation: Sequence[Hook] = ()) -> list[Hook]:

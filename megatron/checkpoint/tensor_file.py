@@ -50,24 +50,12 @@ class TensorFile:
         except FileNotFoundError:
             raise InputError(f"{path}: is missing; the checkpoint is incomplete") from None
         except (safetensors.SafetensorError, OSError) as error:
-            if _is_pointer(path):
-                raise InputError(
-                    f"{path}: is a Git LFS pointer, not the file; fetch the file with git lfs pull"
-                ) from None
             raise InputError(f"{path}: cannot be read ({' '.join(str(error).split())[:200]})") from None
         self.metadata = header.pop("__metadata__", {})
         self.tensors = {
             key: TensorInfo(8 + length + tensor["data_offsets"][0], tensor["dtype"], tuple(tensor["shape"]))
             for key, tensor in header.items()
         }
-
-    def read(self, key: str) -> Tensor:
-        """Read a whole tensor in its own dtype."""
-        shape, dtype = self._find(key).shape, self._find(key).dtype
-        values = torch.empty(shape, dtype=DTYPES[dtype])
-        matrix = values.view(shape[0], math.prod(shape[1:]))
-        self.read_into(matrix, key, Block((0, matrix.shape[0]), (0, matrix.shape[1])))
-        return values
 
     def read_into(self, target: Tensor, key: str, block: Block) -> None:
         """Fill `target`, [rows, columns], with a block of a tensor viewed as a matrix."""
@@ -101,11 +89,3 @@ class TensorFile:
                 f"{self.path}: {key} cannot be read (dtype {stored.dtype}, shape {list(stored.shape)})"
             )
         return stored
-
-
-def _is_pointer(path: Path) -> bool:
-    """True if a file is a Git LFS pointer."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return file.read(23) == b"version https://git-lfs"

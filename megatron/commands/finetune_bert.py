@@ -28,11 +28,10 @@ from megatron.finetuning.finetune import (
     with_epochs,
 )
 from megatron.parallel.mesh import world_size
-from megatron.plugins import training_hooks
+from megatron.plugins import train, training_hooks
 from megatron.settings.checkpoint_args import add_checkpoint_args
 from megatron.settings.shorthands import expand_shorthands
 from megatron.settings.tokenizer import expand_tokenizer
-from megatron.training.pretrain import pretrain
 
 DEFAULTS = {"tokenizer_type": "BertWordPieceLowerCase"}
 # Flags of a training run that epochs and files of examples replace, or that do not apply to classification.
@@ -61,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     replicas = world_size() // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
     config = with_epochs(config, finetune, len(examples.train), max(1, replicas), log)
     task = finetune_task(finetune, examples)
-    return pretrain(config, task, training_hooks([EpochEvaluation(finetune)]))
+    return train(config, task, training_hooks([EpochEvaluation(finetune)]))
 
 
 def model_folder(config: CheckpointConfig) -> str | None:

@@ -129,60 +129,6 @@ class BertDataset(BertSamples):
             return build_sample(text, [len(s) for s in sentences], target, self.rules, self._rng)
 
 
-class MockBertDataset(BertSamples):
-    """Synthetic samples that a model can learn: each counts up by a random step, in two segments.
-
-    A sample depends only on the seed and its index. Ids 0 to 3 stand for [PAD], [CLS], [SEP] and [MASK].
-    """
-
-    SPECIAL_IDS = 4
-    RANGE = 1000  # ids of words, so the task does not get harder with a larger vocabulary
-    MAX_STEP = 4
-
-    def __init__(
-        self,
-        samples: int,
-        config: DataConfig,
-        *,
-        vocab_size: int,
-        seed: tuple[int, ...],
-        length_multiple: int = 8,
-    ) -> None:
-        if vocab_size <= self.SPECIAL_IDS:
-            raise InputError(
-                f"--mock-data: needs a vocabulary of more than {self.SPECIAL_IDS} ids, the first of which are special "
-                f"tokens; this one has {vocab_size}"
-            )
-        self.samples = samples
-        self.words = min(vocab_size - self.SPECIAL_IDS, self.RANGE)
-        rules = SampleRules(
-            seq_length=config.seq_length,
-            mask_prob=config.mask_prob,
-            binary_head=config.bert_binary_head,
-            vocab_size=self.SPECIAL_IDS + self.words,
-            pad=0,
-            cls=1,
-            sep=2,
-            mask=3,
-            continues=np.zeros(vocab_size, dtype=bool),
-        )
-        super().__init__(rules, length_multiple)
-        self.seed = seed
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        """Return sample `i`, from `build_sample`, at least half as long as the sequence."""
-        rng = np.random.RandomState(np.random.PCG64((*self.seed, i)))
-        longest = self.rules.seq_length - SPECIAL_TOKENS
-        start, step = rng.randint(self.words), rng.randint(1, self.MAX_STEP + 1)
-        length = rng.randint(max(2, longest // 2), longest + 1)
-        first = rng.randint(1, length)
-        text = self.SPECIAL_IDS + (start + step * np.arange(length)) % self.words
-        return build_sample(text, [first, length - first], longest, self.rules, rng)
-
-
 @dataclasses.dataclass
 class BertDatasetBuilder:
     """Builder of BERT datasets. Every sequence of a token file is a sentence."""
@@ -209,15 +155,6 @@ class BertDatasetBuilder:
         rules = SampleRules.of(config, self.tokenizer)
         index = load_or_build(request, cut_rules)
         return BertDataset(request.dataset, index, rules, self.seed, self.length_multiple)
-
-    def build_mock(self, samples: int, split: int) -> MockBertDataset:
-        return MockBertDataset(
-            samples,
-            self.config,
-            vocab_size=self.tokenizer.vocab_size,
-            seed=(self.seed, split),
-            length_multiple=self.length_multiple,
-        )
 
 
 def build_bert_datasets(

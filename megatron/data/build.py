@@ -7,7 +7,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from megatron.data.config import DataConfig
 from megatron.data.dataset import Dataset
@@ -36,9 +36,6 @@ class DatasetBuilder(Protocol):
 
     def build(self, request: IndexRequest) -> Dataset:
         """Build the dataset of the requested samples."""
-
-    def build_mock(self, samples: int, split: int) -> Dataset:
-        """Build a synthetic dataset; `split` is 0 for train, 1 for validation and 2 for test."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +110,9 @@ class TokenFile:
 
 # Open what a data flag names, (builder, words, flag), unless it is one token file. Filled by `megatron.plugins`.
 SOURCES: list[Callable[[DatasetBuilder, Sequence[str], str], Source | None]] = []
+# Make synthetic data, by the class of the builder: (builder, samples, 0 for train, 1 for validation and 2 for test).
+# Filled by `megatron.plugins`.
+MOCK_DATA: dict[type, Callable[[Any, int, int], Dataset]] = {}
 
 
 def build_datasets(builder: DatasetBuilder, samples: tuple[int, int, int]) -> dict[str, Dataset]:
@@ -132,7 +132,8 @@ def build_datasets(builder: DatasetBuilder, samples: tuple[int, int, int]) -> di
     if config.mock_data:
         logger.info("data: synthetic (--mock-data)")
         counts = enumerate(zip(SPLITS.values(), samples, strict=True))
-        return {name: builder.build_mock(count, i) for i, (name, count) in counts if count > 0}
+        make = MOCK_DATA[type(builder)]
+        return {name: make(builder, count, i) for i, (name, count) in counts if count > 0}
     splits = _splits(builder)
     if "train" not in splits and samples[0] > 0:
         if config.data_path is not None:

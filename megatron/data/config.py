@@ -43,6 +43,7 @@ class DataConfig(Config):
         "v2.5",
         "GPT: sample order of Megatron-LM v2.5 or of its main branch (head); they round splits and blend weights "
         "differently",
+        choices=DATA_ORDERS.keys(),  # plug-ins add to them
     )
     mock_data: bool = flag(False, "train on synthetic tokens instead of files")
     data_cache_path: str | None = flag(
@@ -92,8 +93,6 @@ class DataConfig(Config):
             raise InputError(f"{(own or ['--data-path'])[0]} and --mock-data exclude each other")
         if self.split is not None:
             parse_split(self.split)
-        if self.data_order not in DATA_ORDERS:
-            raise InputError(f"--data-order: {self.data_order!r} is not one of {', '.join(DATA_ORDERS)}")
 
     @property
     def needs_eod(self) -> bool:

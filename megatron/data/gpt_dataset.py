@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
 
 import numpy as np
 from torch import Tensor
@@ -121,30 +120,6 @@ class GPTDataset(GPTSamples):
             offset = 0
 
 
-@dataclasses.dataclass(kw_only=True)
-class MockGPTDataset(GPTSamples):
-    """Synthetic samples that a model can learn: each counts up from a random start by a random step.
-
-    A sample depends only on the seed and its index.
-    """
-
-    RANGE: ClassVar[int] = 1000  # ids in use, so the task does not get harder with a larger vocabulary
-    MAX_STEP: ClassVar[int] = 4
-
-    samples: int
-    seed: tuple[int, ...]
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        """Return sample `i`: {"text": int64 [seq_length + 1]}."""
-        rng = np.random.default_rng((*self.seed, i))
-        ids = min(self.vocab_size, self.RANGE)
-        start, step = rng.integers(ids), rng.integers(1, self.MAX_STEP + 1)
-        return {"text": (start + step * np.arange(self.config.seq_length + 1)) % ids}
-
-
 @dataclasses.dataclass
 class GPTDatasetBuilder:
     """Builder of GPT datasets. Every sequence of a token file is a document."""
@@ -162,14 +137,13 @@ class GPTDatasetBuilder:
 
     def build(self, request: IndexRequest) -> GPTDataset:
         index = load_or_build(request, self.config.seq_length)
-        return GPTDataset(tokens=request.dataset, index=index, **self._common)
-
-    def build_mock(self, samples: int, split: int) -> MockGPTDataset:
-        return MockGPTDataset(samples=samples, seed=(self.seed, split), **self._common)
-
-    @property
-    def _common(self) -> dict[str, Any]:
-        return {"config": self.config, "vocab_size": self.vocab_size, "eod": self.eod}
+        return GPTDataset(
+            config=self.config,
+            vocab_size=self.vocab_size,
+            eod=self.eod,
+            tokens=request.dataset,
+            index=index,
+        )
 
 
 def build_gpt_datasets(

@@ -15,7 +15,6 @@ import numpy as np
 
 from megatron.data.index_cache import IndexRequest, MappedArrays, cached_arrays, check_memory
 from megatron.data.indexed import chunks
-from megatron.errors import InputError
 
 logger = logging.getLogger("megatron")
 
@@ -134,16 +133,13 @@ def _shuffle_index(plan: EpochPlan, rng: np.random.RandomState) -> np.ndarray:
 def load_or_build(request: IndexRequest, seq_length: int) -> MappedArrays:
     """Load the document, sample and shuffle index (`build_indices`) from the cache, or build and cache them.
 
+    The documents have tokens.
+
     Raises:
-        InputError: the documents have no tokens, the index would not fit in memory, or the cache is not writable.
+        InputError: the index would not fit in memory, or the cache is not writable.
     """
     dataset, documents = request.dataset, request.documents
     tokens = int(dataset.sizes[documents.start : documents.stop].sum(dtype=np.int64))
-    if tokens == 0:
-        raise InputError(
-            f"{dataset.prefix}: the {len(documents)} documents for {request.split} have no tokens, "
-            f"but {request.samples} samples are needed"
-        )
     plan = plan_epochs(tokens, seq_length, request.samples)
     check_memory(
         f"{dataset.prefix}: {plan.samples:,} samples ({plan.epochs:,} epochs)",

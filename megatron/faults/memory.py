@@ -1,14 +1,17 @@
-"""Check that the static memory of a model fits the device."""
+"""Check that the static memory of a model fits the device, and explain errors of too little memory."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from megatron.errors import InputError
 from megatron.optim.config import OptimizerConfig
 from megatron.optim.layout import Bucket
+from megatron.parallel.mesh import choose_device
 from megatron.training.config import RunConfig
 from megatron.training.stage import StageModel
 
@@ -45,3 +48,19 @@ def check_memory(buckets: list[Bucket], config: OptimizerConfig, *, half: bool, 
             "--hidden-size, or split the model (--tensor-model-parallel-size, --pipeline-model-parallel-size, "
             "--use-distributed-optimizer)"
         )
+
+
+@contextmanager
+def memory_errors_explained(config: RunConfig) -> Iterator[None]:
+    """Turn an out-of-memory error of a run into an `InputError` that names the flags to lower."""
+    try:
+        yield
+    except RuntimeError as error:
+        # A CPU's allocator has no exception type of its own.
+        if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
+            raise InputError(
+                f"{choose_device(config.training.device)} has too little memory for this run; lower "
+                f"--micro-batch-size {config.training.micro_batch_size}, --seq-length {config.data.seq_length} or the "
+                "model's size"
+            ) from error
+        raise

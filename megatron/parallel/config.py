@@ -105,8 +105,10 @@ class ParallelConfig(Config):
     @property
     def layer_split(self) -> str:
         """Name of the way in which layers are divided among pipeline stages."""
-        given = (self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers)
-        return "even" if given == (None, None) else "uneven"
+        if self.num_layers_per_virtual_pipeline_stage is not None:
+            return "virtual"
+        uneven = (self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers)
+        return "even" if uneven == (None, None) else "uneven"
 
     def _resolve_recompute(self) -> None:
         full = self.recompute_granularity == "full"

@@ -6,14 +6,16 @@ that every layout starts from the same model.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megatron.parallel import random
+from megatron.parallel.random import fill_tiles_
 from megatron.parallel.slices import GlobalSlice
 
 # Fills a tensor, the given slice of a whole one, in place, from the run's seed and the parameter's name.
@@ -76,17 +78,17 @@ def ones(tensor: Tensor, shard: GlobalSlice, seed: int, name: str) -> None:
 def normal(std: float) -> Init:
     """Initialize with N(0, std²)."""
 
-    def fill(tensor: Tensor, shard: GlobalSlice, seed: int, name: str) -> None:
-        random.fill_normal_(tensor, std, shard, seed=seed, name=name)
+    def draw(generator: np.random.Generator, tile: tuple[int, int]) -> np.ndarray:
+        return generator.standard_normal(tile, np.float32) * np.float32(std)
 
-    return fill
+    return functools.partial(fill_tiles_, draw)
 
 
 def xavier_uniform(inputs: int, outputs: int) -> Init:
     """Initialize uniformly with variance 2 / (inputs + outputs) (Glorot and Bengio 2010, equation 16)."""
     bound = math.sqrt(6.0 / (inputs + outputs))
 
-    def fill(tensor: Tensor, shard: GlobalSlice, seed: int, name: str) -> None:
-        random.fill_uniform_(tensor, bound, shard, seed=seed, name=name)
+    def draw(generator: np.random.Generator, tile: tuple[int, int]) -> np.ndarray:
+        return (generator.random(tile, np.float32) * 2 - 1) * np.float32(bound)
 
-    return fill
+    return functools.partial(fill_tiles_, draw)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from megatron.parallel.slices import GlobalSlice
+from megatron.parallel.slices import Block, GlobalSlice
 
 # Side of the square tiles that a matrix is filled by. A rank draws only the tiles that its slice touches.
 TILE = 1024
@@ -26,44 +26,25 @@ def stable_hash(*parts: int | str, bits: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=bits // 8).digest(), "little")
 
 
-def fill_normal_(tensor: torch.Tensor, std: float, shard: GlobalSlice, *, seed: int, name: str) -> None:
-    """Fill `tensor`, a slice of the parameter `name`, a vector or matrix, with N(0, std²)."""
-
-    def draw(generator: np.random.Generator, tile: tuple[int, int]) -> np.ndarray:
-        return generator.standard_normal(tile, np.float32) * np.float32(std)
-
-    _fill_tiles_(tensor, draw, shard, seed, name)
+# Draws a tile of a shape.
+Draw = Callable[[np.random.Generator, tuple[int, int]], np.ndarray]
 
 
-def fill_uniform_(tensor: torch.Tensor, bound: float, shard: GlobalSlice, *, seed: int, name: str) -> None:
-    """Fill with uniform values in [-bound, bound); otherwise like `fill_normal_`."""
-
-    def draw(generator: np.random.Generator, tile: tuple[int, int]) -> np.ndarray:
-        return (generator.random(tile, np.float32) * 2 - 1) * np.float32(bound)
-
-    _fill_tiles_(tensor, draw, shard, seed, name)
-
-
-def _fill_tiles_(tensor: torch.Tensor, draw: Callable, shard: GlobalSlice, seed: int, name: str) -> None:
+def fill_tiles_(draw: Draw, tensor: torch.Tensor, shard: GlobalSlice, seed: int, name: str) -> None:
+    """Fill `tensor`, a slice of the parameter `name`, a vector or matrix, with tiles that `draw` gives."""
     rows, columns = shard.shape[0], math.prod(shard.shape[1:])
     matrix = tensor.view(tensor.shape[0], -1)
-    done = 0
-    for begin, end in shard.ranges:
-        # Rows and columns of the whole tensor to fill, and their place in the local one.
-        (top, bottom), (left, right) = (
-            ((begin, end), (0, columns)) if shard.dim == 0 else ((0, rows), (begin, end))
-        )
-        target = matrix.narrow(shard.dim, done, end - begin)
-        done += end - begin
-        for i in range(top // TILE * TILE, bottom, TILE):
-            for j in range(left // TILE * TILE, right, TILE):
+    for local, whole in shard.blocks():
+        for i in range(whole.rows[0] // TILE * TILE, whole.rows[1], TILE):
+            for j in range(whole.columns[0] // TILE * TILE, whole.columns[1], TILE):
                 tile_key = stable_hash("init", seed, name, i // TILE, j // TILE, bits=128)
                 generator = np.random.Generator(np.random.Philox(key=tile_key))
-                tile = torch.from_numpy(draw(generator, (min(TILE, rows - i), min(TILE, columns - j))))
-                r, r_end = max(i, top), min(i + TILE, bottom)
-                c, c_end = max(j, left), min(j + TILE, right)
-                part = target[r - top : r_end - top, c - left : c_end - left]
-                part.copy_(tile[r - i : r_end - i, c - j : c_end - j])
+                tile = Block((i, min(i + TILE, rows)), (j, min(j + TILE, columns)))
+                values = torch.from_numpy(draw(generator, tile.shape))
+                part = tile.intersect(whole)
+                assert part is not None
+                inside = part.translated(tile, Block((0, 0), (0, 0)))
+                matrix[part.translated(whole, local).index] = values[inside.index]
 
 
 # Key of the dropout in a microbatch, besides the site in the model: the run's seed, and the index of the microbatch's

@@ -45,15 +45,14 @@ class GlobalSlice:
 
     def blocks(self) -> Iterator[tuple[Block, Block]]:
         """Blocks that make up the local tensor, each with the same block of the whole tensor."""
-        rows, row = self.local_shape[0], self.row
-        if self.dim > 0:
-            assert self.dim == 1 and len(self.shape) == 2 and len(self.ranges) == 1
-            yield Block((0, rows), (0, row)), Block((0, rows), self.ranges[0])
-            return
-        begin = 0
+        assert self.dim == 0 or len(self.shape) == 2
+        rows, row, begin = self.local_shape[0], self.row, 0
         for first, last in self.ranges:
-            yield Block((begin, begin + last - first), (0, row)), Block((first, last), (0, row))
-            begin += last - first
+            local = (begin, begin := begin + last - first)
+            if self.dim == 0:
+                yield Block(local, (0, row)), Block((first, last), (0, row))
+            else:
+                yield Block((0, rows), local), Block((0, rows), (first, last))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,7 @@ from megatron.optim.layout import lay_out
 from megatron.optim.optimizer import param_groups
 from megatron.parallel.mesh import Mesh, world_size
 from megatron.parallel.phases import Phases
-from megatron.parallel.stages import chunks_per_stage
+from megatron.parallel.stages import split_layers
 from megatron.parallel.transfers import MAX_PENDING_SENDS
 from megatron.planner.config import DryRunConfig
 from megatron.planner.counting import Counter, Traffic
@@ -254,7 +254,7 @@ class DryRun:
             "tensor": tensor,
             "data": self.processes // (tensor * pipeline),
             "pipeline": pipeline,
-            "chunks": chunks_per_stage(parallel, self.config.model.num_layers),
+            "chunks": len(split_layers(parallel, self.config.model.num_layers)[0]),
             "device": "cuda" if self.gpu else "cpu",
             "precision": self.config.training.precision,
             "micro batch size": self.config.training.micro_batch_size,

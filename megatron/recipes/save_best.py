@@ -16,6 +16,7 @@ from megatron.parallel.collectives import all_reduce_max, raise_on_all_ranks
 from megatron.recipes.best import keep_best
 from megatron.recipes.config import SaveBestConfig
 from megatron.training.loop import Hook, Trainer
+from megatron.training.report import EvalResult
 
 LOSS = "validation_loss.json"  # in the folder of a checkpoint that was the best
 
@@ -37,7 +38,8 @@ class SaveBest(Hook):
             (self.lowest,) = all_reduce_max(torch.tensor([lowest]).double(), trainer.mesh.world).tolist()
         yield
 
-    def after_evaluation(self, trainer: Trainer, values: dict[str, float]) -> None:
+    def after_evaluation(self, trainer: Trainer, result: EvalResult) -> None:
+        values = result.values
         names = [f"{name} validation" for name in trainer.task.loss_names]
         if all(name in values for name in names):
             self.evaluated, self.loss = trainer.state.iteration, sum(values[name] for name in names)

@@ -7,12 +7,13 @@ from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 
-from megatron.data.bert_dataset import BertDataset, MockBertDataset
+from megatron.data.bert_dataset import BertDataset
 from megatron.data.dataset import Dataset
-from megatron.data.gpt_dataset import GPTDataset, MockGPTDataset
+from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed import chunks
 from megatron.training.loop import Hook, Trainer
 from megatron.variants.blend import BlendedDataset
+from megatron.variants.mock_data import MockBertDataset, MockGPTDataset
 
 # Tokens per parameter of a causal model that reaches the lowest loss for its operations (arXiv 2203.15556).
 COMPUTE_OPTIMAL = 20

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-
-import torch
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 from megatron.checkpoint.checkpoint import Checkpoint
 from megatron.checkpoint.save import Saver
@@ -58,10 +56,9 @@ def pretrain(config: RunConfig, task: Task, hooks: Sequence[Hook]) -> int:
             claim = claim_folder(config.checkpoint, mesh)
         with claim or nullcontext():
             checkpoint = find_start(config.checkpoint, mesh, skip_train=config.training.skip_train)
-            with _memory_errors_explained(config, device):
-                trainer = build_trainer(config, task, mesh, checkpoint, hooks)
-                load_checkpoint(trainer, checkpoint)
-                return run(trainer, stop)
+            trainer = build_trainer(config, task, mesh, checkpoint, hooks)
+            load_checkpoint(trainer, checkpoint)
+            return run(trainer, stop)
 
 
 def _check_start(config: RunConfig, world: Axis) -> None:
@@ -136,18 +133,3 @@ def run(trainer: Trainer, stop: StopRequests) -> int:
             f"stopped after iteration {state.iteration} of {trainer.train_iters}: {trainer.stop_reason}; {kept}"
         )
     return stop.exit_code
-
-
-@contextmanager
-def _memory_errors_explained(config: RunConfig, device: torch.device) -> Iterator[None]:
-    """Turn an out-of-memory error into an `InputError` that names the flags to lower."""
-    try:
-        yield
-    except RuntimeError as error:
-        # A CPU's allocator has no exception type of its own.
-        if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
-            raise InputError(
-                f"{device} has too little memory for this run; lower --micro-batch-size "
-                f"{config.training.micro_batch_size}, --seq-length {config.data.seq_length} or the model's size"
-            ) from error
-        raise

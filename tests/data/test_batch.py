@@ -8,11 +8,10 @@ import torch
 from classification import write_vocab
 
 from megatron.data.batch import Batch
-from megatron.data.bert_dataset import MockBertDataset
 from megatron.data.config import DataConfig
-from megatron.data.gpt_dataset import MockGPTDataset
 from megatron.finetuning.classification import ClassificationDataset, Example
 from megatron.tokenizer.bert import BertWordPieceTokenizer
+from megatron.variants.mock_data import MockBertDataset, MockGPTDataset
 
 
 @pytest.fixture

@@ -10,12 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.bert_dataset import BertDataset, MockBertDataset
+from megatron.data.bert_dataset import BertDataset
 from megatron.data.bert_index import CutRules, load_or_build
 from megatron.data.bert_samples import SampleRules, build_sample
 from megatron.data.config import DataConfig
 from megatron.data.index_cache import IndexRequest
 from megatron.errors import InputError
+from megatron.variants.mock_data import MockBertDataset
 
 PAD, CLS, SEP, MASK = 0, 1, 2, 3
 VOCABULARY = 60  # every third id from 10 on continues a word

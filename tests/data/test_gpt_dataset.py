@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from megatron.data.config import DataConfig
-from megatron.data.gpt_dataset import GPTDataset, MockGPTDataset, ltor_batch
+from megatron.data.gpt_dataset import GPTDataset, ltor_batch
 from megatron.data.gpt_index import load_or_build
 from megatron.data.index_cache import IndexRequest, MappedArrays
 from megatron.data.indexed import IndexedDataset
 from megatron.errors import InputError
+from megatron.variants.mock_data import MockGPTDataset
 
 EOD = 9
 

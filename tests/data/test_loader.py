@@ -17,11 +17,12 @@ import torch
 import torch.nn.functional as F
 
 from megatron.data.batch import Batch
-from megatron.data.bert_dataset import MockBertDataset, build_bert_datasets
+from megatron.data.bert_dataset import build_bert_datasets
 from megatron.data.config import DataConfig
-from megatron.data.gpt_dataset import MockGPTDataset, build_gpt_datasets
+from megatron.data.gpt_dataset import build_gpt_datasets
 from megatron.data.loader import eval_batches, train_batches
 from megatron.errors import InputError, TransientFault
+from megatron.variants.mock_data import MockBertDataset, MockGPTDataset
 
 LAYOUT = {"micro_batch_size": 2, "dp_rank": 1, "dp_size": 2, "pin_memory": False}
 
@@ -283,7 +284,7 @@ def test_bert_blend_batches(write_documents, bert_tokenizer) -> None:
 SIGNAL_SCRIPT = """
 import itertools, signal, sys, time
 from megatron.data.config import DataConfig
-from megatron.data.gpt_dataset import MockGPTDataset
+from megatron.variants.mock_data import MockGPTDataset
 from megatron.data.loader import train_batches
 
 if __name__ == "__main__":

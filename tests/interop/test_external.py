@@ -9,10 +9,10 @@ import torch
 
 from megatron.checkpoint.checkpoint import Checkpoint
 from megatron.checkpoint.find import find_checkpoint
-from megatron.checkpoint.tensor_file import TensorFile
 from megatron.errors import InputError
 from megatron.interop.convert import write_native
 from megatron.interop.external import ExternalTensor, ExternalTensors, weights_only_state
+from megatron.interop.huggingface.hub_file import HubFile
 from megatron.interop.tensor_writer import TensorToWrite, in_shards, write_tensors
 from megatron.model.config import ModelConfig
 from megatron.parallel.slices import GlobalSlice, whole
@@ -97,7 +97,7 @@ def test_written_files_are_safetensors(tmp_path: Path) -> None:
     values = {"a": torch.randn(3, 5), "b": torch.randn(7).half(), "c": torch.randn(2, 3, 4).bfloat16()}
     tensors = {name: TensorToWrite(tuple(x.shape), x.dtype, lambda x=x: x) for name, x in values.items()}
     write_tensors(tmp_path / "x.safetensors", tensors, lambda size: None)
-    theirs, ours = load_file(tmp_path / "x.safetensors"), TensorFile(tmp_path / "x.safetensors")
+    theirs, ours = load_file(tmp_path / "x.safetensors"), HubFile(tmp_path / "x.safetensors")
     for name, x in values.items():
         assert theirs[name].equal(x) and ours.read(name).equal(x)
     assert [list(part) for part in in_shards(tensors, 70)] == [["a"], ["b", "c"]]

@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 
-from megatron.parallel.random import TILE, fill_normal_, fill_uniform_, seed_dropout, stable_hash
+from megatron.parallel.parameters import normal, xavier_uniform
+from megatron.parallel.random import TILE, seed_dropout, stable_hash
 from megatron.parallel.slices import GlobalSlice, whole
 
 
@@ -23,8 +24,8 @@ def test_keys_depend_on_every_part() -> None:
 def test_rows_do_not_depend_on_how_many_follow() -> None:
     """Vocabulary padding must not change the rows of real tokens."""
     short, long = torch.empty(1500, 20), torch.empty(2600, 20)
-    fill_normal_(short, 0.5, whole(*short.shape), seed=1, name="w")
-    fill_normal_(long, 0.5, whole(*long.shape), seed=1, name="w")
+    normal(0.5)(short, whole(*short.shape), 1, "w")
+    normal(0.5)(long, whole(*long.shape), 1, "w")
     assert torch.equal(short, long[:1500])
     assert abs(long.std().item() - 0.5) < 0.01
 
@@ -32,7 +33,7 @@ def test_rows_do_not_depend_on_how_many_follow() -> None:
 def test_tiles_differ_along_both_dimensions() -> None:
     """Initial values that repeat along a dimension would give a layer equal rows or columns."""
     matrix = torch.empty(2 * TILE, 2 * TILE)
-    fill_normal_(matrix, 1.0, whole(*matrix.shape), seed=1, name="w")
+    normal(1.0)(matrix, whole(*matrix.shape), 1, "w")
     tiles = [tile for rows in matrix.chunk(2) for tile in rows.chunk(2, dim=1)]
     for a, b in itertools.combinations(tiles, 2):
         assert abs(torch.corrcoef(torch.stack((a.flatten(), b.flatten())))[0, 1]) < 0.1
@@ -41,14 +42,14 @@ def test_tiles_differ_along_both_dimensions() -> None:
 def test_names_and_seeds_change_the_values() -> None:
     tensors = [torch.empty(8, 8) for _ in range(3)]
     for tensor, (seed, name) in zip(tensors, ((1, "a"), (1, "b"), (2, "a")), strict=True):
-        fill_normal_(tensor, 1.0, whole(*tensor.shape), seed=seed, name=name)
+        normal(1.0)(tensor, whole(*tensor.shape), seed, name)
     assert not torch.equal(tensors[0], tensors[1])
     assert not torch.equal(tensors[0], tensors[2])
 
 
 def test_uniform_keeps_its_bound() -> None:
     tensor = torch.empty(300, 300)
-    fill_uniform_(tensor, 0.25, whole(*tensor.shape), seed=1, name="u")
+    xavier_uniform(48, 48)(tensor, whole(*tensor.shape), 1, "u")  # bound 0.25
     assert tensor.abs().max() <= 0.25
     assert abs(tensor.std().item() - 0.25 / 3**0.5) < 0.002
 
@@ -56,14 +57,14 @@ def test_uniform_keeps_its_bound() -> None:
 def test_values_are_pinned() -> None:
     """A change of these values would change every run's initial weights."""
     tensor = torch.empty(4)
-    fill_normal_(tensor, 1.0, whole(*tensor.shape), seed=1234, name="embedding.word_embeddings.weight")
+    normal(1.0)(tensor, whole(*tensor.shape), 1234, "embedding.word_embeddings.weight")
     assert tensor.tolist() == [
         -1.3430126905441284,
         -0.3162780702114105,
         1.1118078231811523,
         -0.8760310411453247,
     ]
-    fill_uniform_(tensor, 1.0, whole(*tensor.shape), seed=1234, name="embedding.word_embeddings.weight")
+    xavier_uniform(3, 3)(tensor, whole(*tensor.shape), 1234, "embedding.word_embeddings.weight")  # bound 1
     assert tensor.tolist() == [
         0.935562014579773,
         -0.7445403337478638,
@@ -77,10 +78,10 @@ def test_values_are_pinned() -> None:
 def test_a_slice_has_the_values_of_the_whole(dim: int, ranges: tuple) -> None:
     shape = (2600, 40) if dim == 0 else (40, 2600)
     tensor = torch.empty(shape)
-    fill_normal_(tensor, 1.0, whole(*shape), seed=1, name="w")
+    normal(1.0)(tensor, whole(*shape), 1, "w")
     shard_spec = GlobalSlice(shape, dim, ranges)
     part = torch.empty(shard_spec.local_shape)
-    fill_normal_(part, 1.0, shard_spec, seed=1, name="w")
+    normal(1.0)(part, shard_spec, 1, "w")
     assert torch.equal(part, torch.cat([tensor.narrow(dim, b, e - b) for b, e in ranges], dim=dim))
 
 

@@ -14,7 +14,7 @@ from megatron.model.context import ModelContext
 from megatron.model.gpt import GPTModel
 from megatron.parallel.mesh import Axis
 from megatron.parallel.recompute import Recompute
-from megatron.parallel.stages import chunks_per_stage, split_layers
+from megatron.parallel.stages import split_layers
 from megatron.planner.dry_run import DryRun
 from megatron.planner.layout import NVIDIA_2021, OURS, Job, Layout
 from megatron.planner.memory import (
@@ -173,7 +173,7 @@ def planned(shape: str, name: str) -> tuple[RunConfig, int, Job, Layout]:
         tensor=tensor,
         pipeline=pipeline,
         data=processes // (tensor * pipeline),
-        chunks=chunks_per_stage(parallel, 8),
+        chunks=len(split_layers(parallel, 8)[0]),
         micro_batch_size=config.training.micro_batch_size,
         recompute=parallel.recompute_granularity or "none",
         sequence_parallel=parallel.sequence_parallel,

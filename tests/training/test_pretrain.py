@@ -24,7 +24,7 @@ from megatron.errors import InputError
 from megatron.inference.config import InferenceConfig
 from megatron.inference.load import load_gpt
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.random import fill_normal_
+from megatron.parallel.parameters import normal
 from megatron.parallel.slices import whole
 from megatron.tokenizer.config import TokenizerConfig
 from megatron.training.config import TrainingConfig
@@ -312,7 +312,7 @@ def test_initial_weights_follow_the_seed(pretrain, tmp_path: Path) -> None:
     lr = "--lr 1e-30 --lr-warmup-iters 0 --weight-decay 0".split()
     pretrain(*TINY, *lr, "--train-iters", "1", "--seed", "77", "--save", tmp_path)
     name, weight = "decoder.layers.0.mlp.linear_fc1.weight", torch.empty(128, 32)
-    fill_normal_(weight, 0.02, whole(128, 32), seed=77, name=name)
+    normal(0.02)(weight, whole(128, 32), 77, name)
     assert torch.equal(load_file(tmp_path / "iter_0000001" / "model.safetensors")[name], weight)
 
 

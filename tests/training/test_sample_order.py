@@ -9,9 +9,9 @@ from pathlib import Path
 from distributed import run_distributed
 
 from megatron.arguments import parse_run_config
-from megatron.data.gpt_dataset import MockGPTDataset
 from megatron.plugins import run
 from megatron.pretrain_gpt import DEFAULTS, GPT
+from megatron.variants.mock_data import MockGPTDataset
 
 FLAGS = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 250 --num-layers 1 --hidden-size 16

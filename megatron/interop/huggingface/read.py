@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megatron.checkpoint.checkpoint import Checkpoint
 from megatron.checkpoint.formats import why_not
-from megatron.checkpoint.tensor_file import DTYPES, TensorFile
+from megatron.checkpoint.tensor_file import DTYPES
 from megatron.errors import InputError
 from megatron.interop.external import (
     ExternalTensor,
@@ -22,6 +22,7 @@ from megatron.interop.external import (
     weights_only_state,
 )
 from megatron.interop.huggingface.family import Modules
+from megatron.interop.huggingface.hub_file import HubFile
 from megatron.interop.huggingface.settings import Settings, read_settings
 from megatron.interop.huggingface.tokenizers import find_tokenizer
 from megatron.model.config import ModelConfig
@@ -31,7 +32,7 @@ from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.base import read_json
 
 INDEX = "model.safetensors.index.json"
-Files = dict[str, TensorFile]  # the file of each tensor, by its name
+Files = dict[str, HubFile]  # the file of each tensor, by its name
 
 
 def is_huggingface(folder: Path) -> bool:
@@ -90,7 +91,7 @@ def _find_files(folder: Path) -> Files:
         )
     files: Files = {}
     for name in names:
-        file = TensorFile(folder / name)
+        file = HubFile(folder / name)
         twice = files.keys() & file.tensors.keys()
         if twice:
             raise InputError(f"{file.path}: {min(twice)} is also in {files[min(twice)].path.name}")

@@ -1,11 +1,32 @@
-"""A first or last pipeline stage with another number of layers (--decoder-first-pipeline-num-layers, ...-last-...)."""
+"""Divisions of the layers among pipeline stages other than the even one.
+
+A first or last stage with another number of layers (--decoder-first-pipeline-num-layers, ...-last-...), and several
+chunks on each rank for the interleaved schedule (--num-layers-per-virtual-pipeline-stage).
+"""
 
 from __future__ import annotations
 
 from megatron.errors import InputError
 from megatron.flags import either
 from megatron.parallel.config import ParallelConfig
-from megatron.parallel.stages import count_layers
+
+
+def virtual_split(config: ParallelConfig, num_layers: int) -> list[int]:
+    """Layers of each chunk: as many as --num-layers-per-virtual-pipeline-stage says.
+
+    Raises:
+        InputError: the layers do not divide as the flags say.
+    """
+    stages, each = config.pipeline_model_parallel_size, config.num_layers_per_virtual_pipeline_stage
+    assert each is not None
+    if num_layers % (stages * each):
+        fitting = [n for n in range(1, num_layers + 1) if num_layers % (stages * n) == 0]
+        raise InputError(
+            f"--num-layers-per-virtual-pipeline-stage {each}: chunks of {_layers(each)} on {stages} stages "
+            f"(--pipeline-model-parallel-size) do not make up --num-layers {num_layers}; choose "
+            + (f"chunks of {either(fitting)}" if fitting else f"--num-layers a multiple of {stages}")
+        )
+    return [each] * (num_layers // each)
 
 
 def uneven_split(config: ParallelConfig, num_layers: int) -> list[int]:
@@ -20,13 +41,13 @@ def uneven_split(config: ParallelConfig, num_layers: int) -> list[int]:
         stages - 1: config.decoder_last_pipeline_num_layers,
     }
     given = {stage: layers for stage, layers in uneven.items() if layers is not None}
-    _check(given, stages, num_layers)
+    _check_uneven(given, stages, num_layers)
     others = stages - len(given)
     each = (num_layers - sum(given.values())) // others if others else 0
     return [given.get(stage, each) for stage in range(stages)]
 
 
-def _check(given: dict[int, int], stages: int, num_layers: int) -> None:
+def _check_uneven(given: dict[int, int], stages: int, num_layers: int) -> None:
     """Check that the layers of the first and last stage, as far as `given`, leave equal numbers to the others."""
     sum_, others = sum(given.values()), stages - len(given)
     flags = [f"--decoder-{'last' if stage else 'first'}-pipeline-num-layers" for stage in given]
@@ -34,7 +55,7 @@ def _check(given: dict[int, int], stages: int, num_layers: int) -> None:
     if others == 0:
         if sum_ != num_layers:
             raise InputError(
-                f"{said}: the two stages hold {count_layers(sum_)} of --num-layers {num_layers}; leave one of the two "
+                f"{said}: the two stages hold {_layers(sum_)} of --num-layers {num_layers}; leave one of the two "
                 "out"
             )
         return
@@ -52,3 +73,7 @@ def _check(given: dict[int, int], stages: int, num_layers: int) -> None:
                 else f"at most {num_layers} stages"
             )
         )
+
+
+def _layers(count: int) -> str:
+    return f"{count} layer" if count == 1 else f"{count} layers"
