@@ -107,13 +107,15 @@ def write_tokenizer(prefix: str, record: TokenizerRecord, source: Mapping[str, P
     Raises:
         OSError: it cannot be written.
     """
-    remove_tokenizer(prefix)
-    folder = Path(prefix + FOLDER)
-    folder.mkdir()
+    temporary = Path(f"{prefix}{FOLDER}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
     for name, path in source.items():
-        shutil.copyfile(path, folder / name)
+        shutil.copyfile(path, temporary / name)
     text = json.dumps({"format": 1, **dataclasses.asdict(record)}, indent=1)
-    (folder / RECORD).write_text(text + "\n", encoding="utf-8")
+    (temporary / RECORD).write_text(text + "\n", encoding="utf-8")
+    remove_tokenizer(prefix)  # only now: its files may be the source
+    temporary.rename(prefix + FOLDER)
 
 
 def remove_tokenizer(prefix: str) -> None:

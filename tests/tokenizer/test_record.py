@@ -97,6 +97,15 @@ def test_an_older_record_is_replaced(tmp_path: Path) -> None:
     assert [file.name for file in (tmp_path / "o.tokenizer").iterdir()] == ["record.json"]
 
 
+def test_a_record_can_be_made_of_its_own_copies(tmp_path: Path) -> None:
+    record(gpt2(save(tmp_path / "a")), tmp_path / "o")
+    first = read_tokenizer(str(tmp_path / "o"))
+    assert first is not None
+    record(first.config(str(tmp_path / "o")), tmp_path / "o")
+    assert read_tokenizer(str(tmp_path / "o")) == first
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a", "o.tokenizer"]
+
+
 @pytest.mark.parametrize(
     "content",
     ["", "[]", "{}", '{"format": 2}', '{"format": 1, "flags": 3}', "PATH", "FILES"],
