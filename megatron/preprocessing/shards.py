@@ -17,6 +17,7 @@ from megatron.data.indexed import IndexedDataset
 from megatron.errors import InputError
 from megatron.files import read_file
 from megatron.preprocessing.inputs import DATASET, Input
+from megatron.tokenizer.record import as_json, write_synced
 
 SUFFIX = ".shard.json"
 MAX_SHARDS = 99_999
@@ -111,8 +112,7 @@ class ShardRecord:
 
     def write(self, prefix: str) -> None:
         """Write the record of the shard at `prefix`."""
-        text = json.dumps(dataclasses.asdict(self), indent=1)
-        Path(prefix + SUFFIX).write_text(text + "\n", encoding="utf-8")
+        write_synced(Path(prefix + SUFFIX), as_json(dataclasses.asdict(self)))
 
 
 def read_record(prefix: str) -> ShardRecord | None:

@@ -113,11 +113,23 @@ def write_tokenizer(prefix: str, record: TokenizerRecord, source: Mapping[str, P
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     for name, path in source.items():
-        shutil.copyfile(path, temporary / name)
-    text = json.dumps({"format": 1, **dataclasses.asdict(record)}, indent=1)
-    (temporary / RECORD).write_text(text + "\n", encoding="utf-8")
+        write_synced(temporary / name, read_file(path))
+    write_synced(temporary / RECORD, as_json({"format": 1, **dataclasses.asdict(record)}))
     remove_tokenizer(prefix)  # only now: its files may be the source
     temporary.rename(prefix + FOLDER)
+
+
+def as_json(record: Mapping[str, Any]) -> bytes:
+    """The content of a record's file."""
+    return (json.dumps(record, indent=1) + "\n").encode()
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """Write a file that a power failure does not empty."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def remove_tokenizer(prefix: str) -> None:
