@@ -225,6 +225,18 @@ class Report:
     bad_count: int = 0
     bad_lines: list[str] = dataclasses.field(default_factory=list)
 
+    def add(self, batch: EncodedBatch) -> None:
+        """Count a batch."""
+        for output, tokens in zip(self.outputs, batch.tokens, strict=True):
+            output.documents += len(tokens.sequences_per_document)
+            output.sequences += len(tokens.sequence_sizes)
+            output.tokens += len(tokens.tokens)
+        self.records += batch.records
+        self.documents += batch.documents
+        self.text_bytes += batch.text_bytes
+        self.bad_count += batch.bad_count
+        self.bad_lines += batch.bad[: MAX_LISTED - len(self.bad_lines)]
+
 
 def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> Report:
     """Write the token files that `config` describes. They get their final names only when all are complete.
@@ -280,20 +292,14 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> R
         for result in results:
             if result.bad and config.on_bad_line == "stop":
                 raise InputError(f"{result.bad[0]} (--on-bad-line skip skips such lines)")
-            for output, writer, tokens in zip(report.outputs, writers, result.tokens, strict=True):
+            for writer, tokens in zip(writers, result.tokens, strict=True):
                 writer.add_documents(*tokens)
-                output.documents += len(tokens.sequences_per_document)
-                output.sequences += len(tokens.sequence_sizes)
-                output.tokens += len(tokens.tokens)
-            report.records += result.records
-            report.bad_count += result.bad_count
-            report.bad_lines += result.bad[: MAX_LISTED - len(report.bad_lines)]
+            report.add(result)
             progress.update(result.documents, result.text_bytes, result.read)
         for output in report.outputs:
             # A shard of little text may be empty.
             if output.tokens == 0 and not shard:
                 raise InputError(f"--input: {' '.join(config.input)} has no text for {output.prefix}")
-    report.documents, report.text_bytes = progress.documents, progress.text_bytes
     report.seconds = progress.seconds
     return report
 

@@ -17,6 +17,7 @@ from megatron.data.indexed import IndexedDataset
 from megatron.errors import InputError
 from megatron.files import read_file
 from megatron.preprocessing.inputs import DATASET, Input
+from megatron.tokenizer.record import as_json, write_synced
 
 SUFFIX = ".shard.json"
 MAX_SHARDS = 99_999
@@ -111,8 +112,7 @@ class ShardRecord:
 
     def write(self, prefix: str) -> None:
         """Write the record of the shard at `prefix`."""
-        text = json.dumps(dataclasses.asdict(self), indent=1)
-        Path(prefix + SUFFIX).write_text(text + "\n", encoding="utf-8")
+        write_synced(Path(prefix + SUFFIX), as_json(dataclasses.asdict(self)))
 
 
 def read_record(prefix: str) -> ShardRecord | None:
@@ -129,9 +129,8 @@ def read_record(prefix: str) -> ShardRecord | None:
     try:
         found = json.loads(read_file(path))
         record = ShardRecord(**found)
-        if not all(
-            isinstance(getattr(record, name), int) for name in ("number", "count", "inputs", "own_inputs")
-        ):
+        others = {"digest": str, "settings": dict}
+        if not all(isinstance(value, others.get(name, int)) for name, value in vars(record).items()):
             raise ValueError
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
@@ -155,15 +154,19 @@ def check_complete(datasets: Sequence[IndexedDataset], records: Sequence[ShardRe
                 f"--input: the folder holds {shard}, a shard, and also {other}, which is none of its preparation; "
                 f"give the prefix of the shards, as in --input {stem_of(shard)}"
             )
-        for name, what in (
-            ("count", "another --shard I/N"),
-            ("digest", "other inputs"),
-            ("settings", "another tokenizer or other flags"),
+        for name, what, difference in (
+            ("count", "another --shard I/N", f"{first.count} and {record.count} shards"),
+            ("digest", "inputs of other names or sizes", f"{first.inputs} and {record.inputs} inputs"),
+            (
+                "settings",
+                "another tokenizer or other flags",
+                _difference(first.settings, record.settings),
+            ),
         ):
             if getattr(record, name) != getattr(first, name):
                 raise InputError(
-                    f"{dataset.prefix} was made with {what} than {start}; prepare all shards with the same flags "
-                    f"({_difference(getattr(first, name), getattr(record, name))})"
+                    f"{dataset.prefix} was made with {what} than {start} ({difference}); prepare all shards with the "
+                    "same flags"
                 )
         counts = (len(dataset.doc_idx) - 1, len(dataset), dataset.num_tokens)
         if counts != (record.documents, record.sequences, record.tokens):
@@ -191,9 +194,7 @@ def check_complete(datasets: Sequence[IndexedDataset], records: Sequence[ShardRe
         )
 
 
-def _difference(first: Any, other: Any) -> str:
-    """Show two values, of mappings only the entries that differ."""
-    if isinstance(first, dict) and isinstance(other, dict):
-        names = [name for name in first if first[name] != other.get(name)]
-        return "; ".join(f"{name} {first[name]} and {other.get(name)}" for name in names)
-    return f"{first} and {other}"
+def _difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """Show the entries of two mappings that differ."""
+    names = [name for name in first if first[name] != other.get(name)]
+    return "; ".join(f"{name} {first[name]} and {other.get(name)}" for name in names)

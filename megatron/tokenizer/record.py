@@ -51,8 +51,10 @@ class TokenizerRecord:
     def key(self) -> tuple[Any, ...]:
         """Equal for tokenizers that give the same ids."""
         contents = sorted(digest for name, digest in self.files.items() if name != ROLES)
+        # BERT's may leave out [BOS] and [EOS], the last ids, which text never gives.
+        vocab_size = None if self.type.startswith("Bert") else self.vocab_size
         settings = [self.flags.get(name) for name in SETTINGS] if self.type == "TikTokenizer" else []
-        return self.type, self.vocab_size, self.eod, *contents, *settings
+        return self.type, vocab_size, self.eod, *contents, *settings
 
     @property
     def digest(self) -> str:
@@ -107,13 +109,27 @@ def write_tokenizer(prefix: str, record: TokenizerRecord, source: Mapping[str, P
     Raises:
         OSError: it cannot be written.
     """
-    remove_tokenizer(prefix)
-    folder = Path(prefix + FOLDER)
-    folder.mkdir()
+    temporary = Path(f"{prefix}{FOLDER}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
     for name, path in source.items():
-        shutil.copyfile(path, folder / name)
-    text = json.dumps({"format": 1, **dataclasses.asdict(record)}, indent=1)
-    (folder / RECORD).write_text(text + "\n", encoding="utf-8")
+        write_synced(temporary / name, read_file(path))
+    write_synced(temporary / RECORD, as_json({"format": 1, **dataclasses.asdict(record)}))
+    remove_tokenizer(prefix)  # only now: its files may be the source
+    temporary.rename(prefix + FOLDER)
+
+
+def as_json(record: Mapping[str, Any]) -> bytes:
+    """The content of a record's file."""
+    return (json.dumps(record, indent=1) + "\n").encode()
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """Write a file that a power failure does not empty."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def remove_tokenizer(prefix: str) -> None:

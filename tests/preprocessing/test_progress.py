@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 import time
 
+import pytest
+
 from megatron.preprocessing.progress import Progress
 
 
@@ -26,3 +28,10 @@ def test_a_bar_on_a_terminal(capsys, monkeypatch):
         progress.update(documents=30, text_bytes=10_000, read_bytes=1000)
     shown = capsys.readouterr().err
     assert "100%" in shown and "30 documents" in shown and "MB/s" in shown
+
+
+def test_input_of_unknown_size(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(total_bytes=None, log_interval=1) as progress:
+        progress.update(1, 2_000_000, 0)
+    line = capsys.readouterr().err
+    assert line.startswith("1 documents, ") and line.endswith(" MB/s\n")

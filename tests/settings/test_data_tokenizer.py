@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from megatron.__main__ import COMMANDS
+from megatron.checkpoint.find import find_checkpoint
+from megatron.checkpoint.tokenizer import saved_tokenizer
 from megatron.commands.inspect_data import main as inspect
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.errors import InputError
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.config import TokenizerConfig
 from megatron.tokenizer.record import describe_tokenizer, write_tokenizer
+from megatron.tokenizer.train import train_bpe
 
 FLAGS = """
     --num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --train-iters 1
@@ -83,3 +88,28 @@ def test_inspect_data_uses_the_record(tmp_path: Path, capsys: pytest.CaptureFixt
         InputError, match="--show needs the tokenizer of the files, which have no record of it"
     ):
         inspect([str(write(tmp_path / "b", None)), "--show", "1"])
+
+
+def test_the_folder_of_a_tokenizer(pretrain: Callable[..., str], tmp_path: Path) -> None:
+    """The checkpoint has the flags that the folder stands for, and copies of its files."""
+    for name, content in train_bpe(iter(["the hen and the hat"]), 259).items():
+        (tmp_path / name).write_text(content)
+    run = ["--mock-data", "--save", tmp_path / "run"]
+    assert "vocabulary of 259" in pretrain(*FLAGS, *run, "--tokenizer", tmp_path)
+    saved = saved_tokenizer(find_checkpoint(str(tmp_path / "run"), None))
+    assert saved.tokenizer_type == "GPT2BPETokenizer" and Path(saved.merge_file).is_file()
+    assert str(tmp_path / "run") in saved.merge_file
+    with pytest.raises(InputError, match=r"^--tokenizer and --vocab-file exclude each other"):
+        pretrain(*FLAGS, *run, "--tokenizer", tmp_path, "--vocab-file", "x")
+
+
+@pytest.mark.parametrize(
+    "command", ["convert", "evaluate", "finetune-bert", "generate", "inspect-data", "preprocess", "serve"]
+)
+def test_every_command_with_a_tokenizer_takes_its_folder(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", [command, "--help"])
+    with pytest.raises(SystemExit, match=r"^0$"):
+        importlib.import_module(COMMANDS[command][0]).main()
+    assert "--tokenizer PATH" in capsys.readouterr().out

@@ -90,11 +90,29 @@ def test_equal_tokenizers(tmp_path: Path) -> None:
     assert before.key != record(fast).key
 
 
+def test_ids_that_text_never_gives_do_not_count(tmp_path: Path) -> None:
+    """With --vocab-size BERT's tokenizer has no [BOS] and [EOS]."""
+    (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nx\n")
+    bert = TokenizerConfig(tokenizer_type="BertWordPieceCase", vocab_file=str(tmp_path / "vocab.txt"))
+    assert record(bert).key == record(dataclasses.replace(bert, vocab_size=6)).key
+    lower = dataclasses.replace(bert, tokenizer_type="BertWordPieceLowerCase")
+    assert record(bert).key != record(lower).key
+
+
 def test_an_older_record_is_replaced(tmp_path: Path) -> None:
     record(gpt2(save(tmp_path / "a")), tmp_path / "o")
     null = record(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=7), tmp_path / "o")
     assert read_tokenizer(str(tmp_path / "o")) == null
     assert [file.name for file in (tmp_path / "o.tokenizer").iterdir()] == ["record.json"]
+
+
+def test_a_record_can_be_made_of_its_own_copies(tmp_path: Path) -> None:
+    record(gpt2(save(tmp_path / "a")), tmp_path / "o")
+    first = read_tokenizer(str(tmp_path / "o"))
+    assert first is not None
+    record(first.config(str(tmp_path / "o")), tmp_path / "o")
+    assert read_tokenizer(str(tmp_path / "o")) == first
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a", "o.tokenizer"]
 
 
 @pytest.mark.parametrize(
