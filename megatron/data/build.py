@@ -164,6 +164,7 @@ def _build(split: Split, builder: DatasetBuilder, samples: int) -> Dataset:
     else:
         counts = [order.samples_of_share(samples, share) for share in shares]
     if split.name == "train":
+        # Of BERT's samples, which may be shorter than a sequence, the number of epochs is a bound.
         passes = [count * config.seq_length / tokens[i] for i, count in zip(used, counts, strict=True)]
         low, high = (f"{end(passes):.3g}" for end in (min, max))
         logger.info(
