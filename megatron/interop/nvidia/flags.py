@@ -22,10 +22,11 @@ OURS_ALONE = frozenset(
     "--activation-function --add-attention-bias --add-mlp-bias --bf16-optimizer-states "
     "--check-weight-replicas-interval --cuda-graph --data-order --device --dry-run --dry-run-json "
     "--dry-run-ranks --eval-on-start --eval-tasks --eval-tasks-data --hang-timeout --keep-last "
-    "--lion-beta1 --lion-beta2 --loss-mean --no-mask-padded-vocab --metrics-path --norm-after "
+    "--lion-beta1 --lion-beta2 --log-format --log-level --loss-mean --no-mask-padded-vocab --metrics-path "
+    "--mlflow-experiment --mlflow-run-name --mlflow-tracking-uri --norm-after "
     "--on-non-finite --ops-backend --pipeline-schedule --no-progress --qk-layernorm-all-heads "
     "--rope-scaling-original-length --rope-scaling-turns --rope-scaling-type --scale-embeddings --spike-skip "
-    "--no-torch-compile --use-parallel-residual --no-verify-checkpoint --world-size".split()
+    "--no-torch-compile --use-parallel-residual --no-verify-checkpoint --wandb-group --world-size".split()
 )
 
 # Flags whose meaning or default differs from Megatron-LM; "now" is its current version.
