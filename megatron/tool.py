@@ -1,4 +1,4 @@
-"""Output files and signals of the commands in tools/."""
+"""Output files and signals of the subcommands."""
 
 from __future__ import annotations
 

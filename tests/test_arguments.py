@@ -392,6 +392,8 @@ CROSS = [
     ("--split one", "--split: 'one' is not a list of numbers"),
     ("--wandb-exp-name a", "--wandb-exp-name needs --wandb-project"),
     ("--wandb-entity a", "--wandb-entity needs --wandb-project"),
+    ("--wandb-group a", "--wandb-group needs --wandb-project"),
+    ("--mlflow-tracking-uri a", "--mlflow-tracking-uri needs --mlflow-experiment"),
     ("--save-interval 5", "--save-interval: 5 needs --save, the folder"),
     ("--keep-last 2 --load a", "--keep-last: 2 needs --save, the folder"),
     (

@@ -82,7 +82,7 @@ class Compiler:
     def check(self, device: torch.device) -> str | None:
         """Try to compile a function for `device`. Returns the error in one line, or None."""
         logger.info(
-            "torch.compile: compiling operations until the first iteration; the first time takes a minute"
+            "torch.compile: compiling operations; this takes up to a minute, and seconds when they are cached"
         )
         begin = time.perf_counter()
         try:

@@ -58,6 +58,8 @@ def describe(trainer: Trainer) -> Iterator[str]:
         if checkpoint.save is None
         else f"{checkpoint.save}, every {every} and at the end"
     )
+    if trainer.is_done:
+        return
     begin = ""
     if checkpoint.load is not None and checkpoint.finetune:
         begin = f", from the weights of {checkpoint.load}"

@@ -103,7 +103,8 @@ def _count(value: float) -> str:
     """A number with commas, or from a hundred thousand on with three digits and a unit, as 12.3M."""
     if not value >= 1e5:
         return f"{value:,.0f}"
-    unit, size = next((u, s) for u, s in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)) if value >= s)
+    units = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
+    unit, size = next((u, s) for u, s in units if value >= 0.9995 * s)  # 999,900 is rounded to 1M
     return f"{value / size:.3g}{unit}"
 
 

@@ -8,7 +8,7 @@ import json
 import re
 import time
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from html import escape
 from pathlib import Path
@@ -17,13 +17,15 @@ from typing import Any
 from megatron.errors import InputError
 from megatron.files import read_file
 from megatron.reports.config import ReportConfig
-from megatron.reports.writers import Tracker
+from megatron.reports.writers import Point, Tracker
 from megatron.training.config import RunConfig
 from megatron.training.start import resumes
 
 # In the folder of --save: the id of the run in each service, by which a resumed run continues it.
 RUN_IDS = "tracked-runs.json"
 MAX_RUN_IDS_BYTES = 1 << 16
+
+MAX_METRICS = 1000  # of a request to MLflow
 
 
 class Service(Tracker):
@@ -98,8 +100,9 @@ class WeightsAndBiases(Service):
             raise InputError(f"--wandb-project: {self.flags.wandb_project}: {error}") from None
         return str(self.run.id)
 
-    def scalars(self, values: dict[str, float], iteration: int, samples: int) -> None:
-        self.run.log(values | {"train/consumed samples": samples}, step=iteration)
+    def write(self, points: Sequence[Point]) -> None:
+        for iteration, samples, values in points:
+            self.run.log(values | {"train/consumed samples": samples}, step=iteration)
 
     def text(self, tag: str, text: str, iteration: int) -> None:
         import wandb
@@ -147,18 +150,18 @@ class MLflow(Service):
         self.client, self.run_id = client, run_id
         return run_id
 
-    def scalars(self, values: dict[str, float], iteration: int, samples: int) -> None:
+    def write(self, points: Sequence[Point]) -> None:
         from mlflow.entities import Metric
 
         now = int(1000 * time.time())
+        metrics = [
+            Metric(re.sub(r"[^\w\-. :/]", "_", tag), value, now, point.iteration)
+            for point in points
+            for tag, value in point.values.items()
+        ]
         with service_errors():
-            self.client.log_batch(
-                self.run_id,
-                metrics=[
-                    Metric(re.sub(r"[^\w\-. :/]", "_", tag), value, now, iteration)
-                    for tag, value in values.items()
-                ],
-            )
+            for begin in range(0, len(metrics), MAX_METRICS):
+                self.client.log_batch(self.run_id, metrics=metrics[begin : begin + MAX_METRICS])
 
     def text(self, tag: str, text: str, iteration: int) -> None:
         with service_errors():

@@ -7,8 +7,9 @@ import json
 import math
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, TextIO
+from typing import Any, ClassVar, NamedTuple, TextIO
 
 from megatron.errors import InputError
 from megatron.files import read_file
@@ -156,6 +157,14 @@ class MetricsFile(Writer):
             self.file.close()
 
 
+class Point(NamedTuple):
+    """Values by tag of one iteration, after which the run had consumed `samples`."""
+
+    iteration: int
+    samples: int
+    values: dict[str, float]
+
+
 class Tracker(Writer):
     """A writer of numbers by tag, such as "train/lm loss", and of texts.
 
@@ -166,17 +175,15 @@ class Tracker(Writer):
     every = 1
 
     @abstractmethod
-    def scalars(self, values: dict[str, float], iteration: int, samples: int) -> None:
-        """Write values by tag, all of one iteration, after which the run had consumed `samples`."""
+    def write(self, points: Sequence[Point]) -> None:
+        """Write values by tag."""
 
     def training(self, interval: Interval) -> None:
-        for point in points(interval):
-            iteration, samples = int(point.pop("iteration")), int(point.pop("consumed samples"))
-            if iteration % self.every == 0 or "learning rate" in point:
-                self.scalars({tag_of(name): value for name, value in point.items()}, iteration, samples)
+        last = interval.rows[-1]["iteration"]
+        self.write([p for p in points(interval) if p.iteration % self.every == 0 or p.iteration == last])
 
     def evaluation(self, values: dict[str, float], iteration: int, samples: int) -> None:
-        self.scalars({evaluation_tag(name): value for name, value in values.items()}, iteration, samples)
+        self.write([Point(iteration, samples, {evaluation_tag(name): x for name, x in values.items()})])
 
 
 class TensorBoard(Tracker):
@@ -204,11 +211,12 @@ class TensorBoard(Tracker):
         except OSError as error:
             raise InputError(f"--tensorboard-dir: {folder}: {error.strerror}") from None
 
-    def scalars(self, values: dict[str, float], iteration: int, samples: int) -> None:
-        for tag, value in values.items():
-            self.events.add_scalar(tag, value, iteration)
-            if not tag.endswith(" ppl"):
-                self.events.add_scalar(f"{tag} vs samples", value, samples)
+    def write(self, points: Sequence[Point]) -> None:
+        for iteration, samples, values in points:
+            for tag, value in values.items():
+                self.events.add_scalar(tag, value, iteration)
+                if not tag.endswith(" ppl"):
+                    self.events.add_scalar(f"{tag} vs samples", value, samples)
 
     def text(self, tag: str, text: str, iteration: int) -> None:
         # TensorBoard renders Markdown, in which a block indented by four spaces is shown as it is.
@@ -262,9 +270,15 @@ def evaluation_tag(name: str) -> str:
     return f"{group}/{' '.join(word for word in words if word != split)}"
 
 
-def points(interval: Interval) -> list[dict[str, float]]:
-    """Values of each iteration by name; the last has those of the interval too."""
-    values = [{k: v for k, v in row.items() if k not in COUNTED} for row in interval.rows]
-    losses = interval.loss_names
-    values[-1] |= {k: v for k, v in record(interval).items() if k not in losses}
-    return values
+def points(interval: Interval) -> list[Point]:
+    """Values of each iteration by tag; the last has those of the interval too."""
+    rows = [{k: v for k, v in row.items() if k not in COUNTED} for row in interval.rows]
+    rows[-1] |= {k: v for k, v in record(interval).items() if k not in interval.loss_names}
+    return [
+        Point(
+            int(row.pop("iteration")),
+            int(row.pop("consumed samples")),
+            {tag_of(name): value for name, value in row.items()},
+        )
+        for row in rows
+    ]

@@ -85,6 +85,8 @@ def test_eval_tasks_do_not_change_training(pretrain, files: list[str], tmp_path:
 
     events = EventAccumulator(str(tmp_path / "events"))
     events.Reload()
+    (configuration,) = events.Tensors("configuration/text_summary")
+    assert b"    train-iters: 5\n" in configuration.tensor_proto.string_val[0]
     points = [(point.step, point.value) for point in events.Scalars("valid/WIKITEXT103 adjusted ppl")]
     assert points == [
         (step, pytest.approx(value))

@@ -87,6 +87,14 @@ def test_time_left(seconds: float, text: str) -> None:
     assert short(made, iteration=400)[0].endswith(f"  ETA {text}")
 
 
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.4, "0"), (99999, "99,999"), (123456, "123k"), (999900, "1M"), (2.5e9, "2.5G")]
+)
+def test_tokens_per_second(value: float, text: str) -> None:
+    made = interval([(10, 1.0, 1.0)], values={"tokens per second": value, "mfu": 0.5})
+    assert f"  {text} tokens/s  " in short(made)[0]
+
+
 def test_short_evaluations() -> None:
     def line(result: EvalResult, **fields: Any) -> str:
         return re.sub(f"^{CLOCK}", "", SHORT.evaluation(trainer(**fields), result))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,13 @@ def report(config: RunConfig, start: int, log: Callable[[str], None] = print) ->
     writers.training(interval([(start + 1, 4.0, 1.0), (start + 2, 3.0, 1.0)]))
     writers.evaluation({"lm loss validation": 2.0}, start + 2, 16)
     writers.close()
+
+
+def test_git_ignores_the_folders_of_the_services() -> None:
+    folders = ["wandb/run", "mlruns/0", "mlflow.db"]
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(["git", "check-ignore", *folders], cwd=root, capture_output=True, text=True)
+    assert done.stdout.split() == folders
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from megatron.arguments import parse_run_config
 from megatron.errors import InputError
 from megatron.parallel.mesh import Mesh
 from megatron.reports.reports import Writers, config_text
+from megatron.reports.writers import evaluation_tag
 from megatron.training.config import RunConfig
 
 MESH = Mesh(device=torch.device("cpu"))
@@ -128,6 +129,19 @@ def test_metrics_through_a_symlink(tmp_path: Path) -> None:
     report(config_of("--metrics-path", tmp_path / "link.jsonl"), 0, range(1, 4))
     assert (tmp_path / "link.jsonl").is_symlink()
     assert len((tmp_path / "real.jsonl").read_text().splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "tag"),
+    [
+        ("lm loss validation ppl", "valid/lm loss ppl"),
+        ("sop loss test", "test/sop loss"),
+        ("WIKITEXT103 adjusted ppl", "valid/WIKITEXT103 adjusted ppl"),
+        ("accuracy dev.tsv", "valid/accuracy dev.tsv"),
+    ],
+)
+def test_tags_of_evaluations(name: str, tag: str) -> None:
+    assert evaluation_tag(name) == tag
 
 
 def test_texts_in_tensorboard(tmp_path: Path) -> None:

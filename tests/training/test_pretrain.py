@@ -448,6 +448,7 @@ def test_skip_train_evaluates_a_checkpoint(pretrain, tmp_path: Path) -> None:
     pretrain(*run)
     files = sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "a").rglob("*"))
     out = pretrain(*TINY, "--load", tmp_path / "a", "--skip-train", "--metrics-path", tmp_path / "b.jsonl")
+    assert f"evaluation of {tmp_path / 'a'}, iteration 12; nothing is trained (--skip-train)" in out
     assert "12/12  validation loss " in out and "12/12  test loss " in out
     losses = {key: value for row in records(tmp_path / "b.jsonl") for key, value in row.items()}
     trained = {key: value for row in records(tmp_path / "a.jsonl") for key, value in row.items()}
