@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from PIL import Image
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Page, expect, sync_playwright
 
 from megatron.cli import Parser, run_command
 from megatron.errors import InputError
@@ -78,9 +78,7 @@ def take_text(page: Page, url: str) -> None:
     page.locator("#max_tokens").fill("80")
     page.locator("#seed").fill("7")
     page.locator("#generate").click()
-    page.wait_for_function(
-        "document.querySelector('#status').textContent.includes('tokens')", timeout=120_000
-    )
+    expect(page.locator("#status")).to_contain_text("tokens", timeout=120_000)
     page.locator(".token").nth(4).hover()
 
 
