@@ -7,6 +7,7 @@ Needs Chromium, and pip install bokeh fastapi uvicorn playwright pillow.
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import shutil
 import socket
@@ -46,8 +47,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if chromium is None:
         raise InputError("screenshots need Chromium: apt-get install chromium")
     with sync_playwright() as p, tempfile.TemporaryDirectory() as folder:
+        run = dataclasses.replace(read_record(args.metrics), name="quickstart")
         report = Path(folder) / "report.html"
-        report.write_text(report_page([read_record(args.metrics)]), encoding="utf-8")
+        report.write_text(report_page([run]), encoding="utf-8")
         browser = p.chromium.launch(executable_path=chromium, args=list(FLAGS))
         with serving(args.checkpoints) as url:
             for scheme in SCHEMES:
@@ -60,7 +62,6 @@ def main(argv: Sequence[str] | None = None) -> None:
                 page = browser.new_page(color_scheme=scheme, viewport={"width": 1200, "height": 1000})
                 page.goto(report.as_uri())
                 page.wait_for_timeout(2000)  # the plots are drawn
-                page.evaluate("document.querySelector('h1').textContent = 'quickstart'")
                 save("report", page.screenshot())
                 save("loss", page.locator("main section").first.screenshot())
                 page.close()
