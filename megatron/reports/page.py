@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
 GRAY = "#808080"
 POINTS = 1000  # most points of a curve
+HEIGHT = 280  # of a figure with one row of labels, in pixels
+LEGEND_WIDTH = 44  # characters of a legend's labels in a row, each with 5 for its mark
 PROMPTS, TEXTS = 10, 12  # most prompts whose samples are shown, and most samples of each in a run
 Scale = Literal["linear", "log"]
 AXES = {"iteration": "iteration", "tokens": "million tokens", "hours": "hours of training"}
@@ -57,7 +59,7 @@ def report_page(runs: Sequence[RunRecord]) -> str:
         "buttons": buttons,
         "plots": plots or "<p>No iteration has been reported yet.</p>",
         "samples": _samples(runs),
-        "evaluations": _evaluation_table(runs),
+        "evaluations": _evaluation_table(runs) + _one_rank_tables(runs),
         "flags": _flag_table(runs),
         "script": script,
         "version": __version__,
@@ -93,7 +95,7 @@ def _figures(runs: Sequence[RunRecord]) -> Iterator[tuple[str, Figure]]:
             continue
         figure = _new_figure(name, scale="linear" if min(values) <= 0 else scale)
         for run, color in zip(runs, cycle(COLORS)):
-            _curve(figure, run.training, name, color, run.name)
+            _curve(figure, run.training, name, color, run.name if len(runs) > 1 else name)
             if name == "grad norm":
                 skipped = [row for row in run.training if row.get("skipped iterations")]
                 _verticals(figure, skipped, color, "dotted", "skipped iterations")
@@ -114,7 +116,8 @@ def _figures(runs: Sequence[RunRecord]) -> Iterator[tuple[str, Figure]]:
                 _curve(figure, run.training, name, color, label)
             yield title, _finish(figure)
     for title in dict.fromkeys(title for run in runs for title in run.by_rank):
-        yield f"{title} by rank", _rank_figure(title, runs)
+        if any(len(ranks) > 1 for run in runs for ranks in run.by_rank.get(title, {}).values()):
+            yield f"{title} by rank", _rank_figure(title, runs)
 
 
 def _rank_figure(title: str, runs: Sequence[RunRecord]) -> Figure:
@@ -137,7 +140,7 @@ def _new_figure(title: str, scale: Scale, x: str = "iteration") -> Figure:
     from bokeh.plotting import figure
 
     new = figure(
-        height=280,
+        height=HEIGHT,
         sizing_mode="stretch_width",
         y_axis_type=scale,
         tools="pan,wheel_zoom,box_zoom,reset",
@@ -214,7 +217,12 @@ def _finish(figure: Figure) -> Figure:
         figure.legend.label_text_color = GRAY
         figure.legend.click_policy = "hide"
         figure.legend.orientation = "horizontal"
-        figure.legend.ncols = 3
+        # As many columns as fit a narrow page; more rows make the figure higher.
+        items: Any = figure.legend[0].items
+        longest = max(len(item.label.value) for item in items)
+        columns = max(1, min(3, LEGEND_WIDTH // (longest + 5)))
+        figure.legend.ncols = columns
+        figure.height = HEIGHT + 20 * (len(items) // columns)
         figure.legend.location = "left"
         figure.legend.margin = 0
         figure.add_layout(figure.legend[0], "below")
@@ -276,7 +284,7 @@ def _summary(runs: Sequence[RunRecord]) -> str:
 def _samples(runs: Sequence[RunRecord]) -> str:
     """A table of texts over iterations for each of the first prompts."""
     tags = list(dict.fromkeys(tag for run in runs for row in run.samples for tag in row["text"]))
-    tables = []
+    tables: list[str] = []
     for tag in tags[:PROMPTS]:
         rows = []
         for run in runs:
@@ -286,7 +294,8 @@ def _samples(runs: Sequence[RunRecord]) -> str:
             rows += [(run.name, f"{texts[i][0]:,}", texts[i][1]) for i in sorted(chosen)]
         hidden = 0 if len(runs) > 1 else 1
         table = _table(("run", "iteration", "text")[hidden:], [row[hidden:] for row in rows])
-        tables.append(f"<details open><summary>{escape(tag.capitalize())}</summary>{table}</details>")
+        opened = "" if tables else " open"
+        tables.append(f"<details{opened}><summary>{escape(tag.capitalize())}</summary>{table}</details>")
     left_out = len(tags) - len(tables)
     more = f"<p>{left_out} more prompts are in the file of metrics.</p>" if left_out > 0 else ""
     return f'<section class="samples"><h2>samples</h2>{"".join(tables)}{more}</section>' if tables else ""
@@ -299,6 +308,21 @@ def _evaluation_table(runs: Sequence[RunRecord]) -> str:
     names = [name for name in dict.fromkeys(name for values in newest for name in values) if name not in axes]
     rows = [(name, *(_fixed(values.get(name)) for values in newest)) for name in names]
     return _table(("newest evaluation", *(run.name for run in runs)), rows) if rows else ""
+
+
+def _one_rank_tables(runs: Sequence[RunRecord]) -> str:
+    """Tables of the values by rank of runs that have a single rank, in place of figures."""
+    tables: list[str] = []
+    for title in dict.fromkeys(title for run in runs for title in run.by_rank):
+        values = [run.by_rank.get(title, {}) for run in runs]
+        if all(len(ranks) == 1 for parts in values for ranks in parts.values()):
+            names = dict.fromkeys(name for parts in values for name in parts)
+            rows = [
+                (name, *(_number(next(iter(p.get(name, {}).values()), None)) for p in values))
+                for name in names
+            ]
+            tables.append(_table((title, *(run.name for run in runs)), rows))
+    return "".join(tables)
 
 
 def _flag_table(runs: Sequence[RunRecord]) -> str:

@@ -200,7 +200,7 @@ def serve_until_signal(
 
     config = ServerConfig(port=0, max_batch_size=4)
     with client_thread(config, ask) as listener:
-        serve(config, "tiny", listener, predictor, tokenizer)
+        serve(config, listener, {"tiny": (predictor, tokenizer)})
 
 
 def streamed(response: httpx.Response) -> str:
@@ -248,7 +248,7 @@ def test_server_error_is_reported(folder: Path) -> None:
     config = ServerConfig(port=0, max_batch_size=1)
     client = client_thread(config, lambda url: answers.append(first_response(url, prompt="1")))
     with pytest.raises(RuntimeError, match="the machine burns"), client as listener:
-        serve(config, "tiny", listener, predictor, tokenizer)
+        serve(config, listener, {"tiny": (predictor, tokenizer)})
     assert answers[0].status_code == 503
 
 
