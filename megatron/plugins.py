@@ -90,17 +90,26 @@ STEP_RULES[:] = [make_loss_scaler, make_spike_rule]
 BATCH_SCHEDULES[:] = [with_rampup]
 
 
-def run(config: RunConfig, task: Task) -> int:
-    """Pretrain `task`, or count what that would take (--dry-run). Returns the exit status."""
+def run(config: RunConfig, task: Task, hooks: Sequence[Hook] = ()) -> int:
+    """Pretrain `task`, or count what that would take (--dry-run). Returns the exit status.
+
+    Args:
+        hooks: called after those of every run.
+    """
     # Prints all stacks if a signal ends the process, such as SIGBUS (a truncated data file).
     faulthandler.enable(sys.__stderr__ or 2)
-    if config.plugin(LossMeanConfig).loss_mean == "microbatches":
-        task = with_microbatch_means(task)
+    task = with_loss_mean(config, task)
     if config.plugin(DryRunConfig).dry_run:
         from megatron.planner.dry_run import dry_run  # takes seconds to import
 
         return dry_run(config, task)
-    return pretrain(config, task, training_hooks())
+    return pretrain(config, task, [*training_hooks(), *hooks])
+
+
+def with_loss_mean(config: RunConfig, task: Task) -> Task:
+    """Apply --loss-mean to a task."""
+    by_microbatch = config.plugin(LossMeanConfig).loss_mean == "microbatches"
+    return with_microbatch_means(task) if by_microbatch else task
 
 
 def training_hooks(evaluation: Sequence[Hook] = ()) -> list[Hook]:
