@@ -246,6 +246,7 @@ class _Recorder(Hook):
     @contextmanager
     def during_run(self, trainer: Trainer) -> Iterator[None]:
         self.trainer = trainer
+        _check_workers(trainer)
         yield
 
     def after_step(self, trainer: Trainer) -> None:
@@ -257,6 +258,18 @@ class _Recorder(Hook):
 
     def after_evaluation(self, trainer: Trainer, values: dict[str, float]) -> None:
         self.evaluations.append({"iteration": trainer.state.iteration} | values)
+
+
+def _check_workers(trainer: Trainer) -> None:
+    """Check that worker processes can import the classes of the data sets. Raises `InputError`."""
+    workers = trainer.config.data.num_workers
+    is_notebook = not hasattr(sys.modules["__main__"], "__file__")
+    for dataset in trainer.datasets.values() if workers and is_notebook else ():
+        if type(dataset).__module__ == "__main__":
+            raise InputError(
+                f"--num-workers: {workers} worker processes cannot import {type(dataset).__name__}, which is defined "
+                "in a notebook; use DataConfig(num_workers=0), or put the class in a file and import it"
+            )
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
 import signal
@@ -38,6 +39,7 @@ from megatron.api import (
     configure,
     train,
 )
+from megatron.data.gpt_dataset import MockGPTDataset
 from megatron.planner.config import DryRunConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -142,6 +144,17 @@ def test_wrong_configurations() -> None:
         train(GPT, MODEL, DATA, TOKENIZER, OPTIMIZER)
     with pytest.raises(InputError, match=r"^dry_run: train\(\) trains"):
         small_run(DryRunConfig(dry_run=True))
+
+
+def test_a_data_set_of_a_notebook_cannot_reach_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MockGPTDataset, "__module__", "__main__")
+    monkeypatch.delattr(sys.modules["__main__"], "__file__")
+    data = dataclasses.replace(DATA, num_workers=1)
+    with pytest.raises(
+        InputError, match=r"^--num-workers: 1 worker processes cannot import MockGPTDataset, which"
+    ):
+        train(GPT, MODEL, data, TOKENIZER, OPTIMIZER, training(1))
+    small_run(iterations=1)
 
 
 def test_another_thread_is_refused() -> None:

@@ -162,6 +162,7 @@ REDUCED |= {"--lr-warmup-iters 20": "--lr-warmup-iters 2"}
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_the_tutorial_runs(tmp_path: Path) -> None:
     """Runs every block of the tutorial in one folder, in order, with less data and fewer iterations."""
     for name in ("tools", "examples", "megatron", "pretrain_gpt.py"):
