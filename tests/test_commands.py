@@ -149,6 +149,26 @@ def test_the_marks_are_spelled_right() -> None:
             assert comment == "needs a cluster" or comment.startswith("not run: "), f"{page.name}: {comment}"
 
 
+def surroundings(folder: Path) -> dict[str, Any]:
+    """Arguments of a process that runs commands of a page in `folder`, which has the programs of the checkout."""
+    for name in ("tools", "examples", "megatron", "pretrain_gpt.py"):
+        if not (folder / name).exists():
+            (folder / name).symlink_to(ROOT / name)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {"cwd": folder, "env": os.environ | {"PATH": path, "PYTHONPATH": str(folder)}}
+
+
+def run_block(block: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(["bash", "-ec", block], capture_output=True, text=True, **surroundings(folder))
+    assert done.returncode == 0, f"{block}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def unmarked_blocks(page: Path) -> list[str]:
+    """The bash blocks of a page that have no mark."""
+    return [block[2] for block in BLOCK.finditer(page.read_text(encoding="utf-8")) if block[1] is None]
+
+
 # Sizes of the tutorial that this test reduces.
 REDUCED = {
     "--megabytes 4": "--megabytes 0.3",
@@ -165,31 +185,21 @@ REDUCED |= {"--lr-warmup-iters 20": "--lr-warmup-iters 2"}
 @pytest.mark.timeout(1200)
 def test_the_tutorial_runs(tmp_path: Path) -> None:
     """Runs every block of the tutorial in one folder, in order, with less data and fewer iterations."""
-    for name in ("tools", "examples", "megatron", "pretrain_gpt.py"):
-        (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "short.txt").write_text((ROOT / "README.md").read_text(encoding="utf-8")[:8000])
-    text = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
-    blocks = [block[2] for block in BLOCK.finditer(text) if block[1] is None]
     port, missing, server = free_port(), set(REDUCED), None
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = os.environ | {"PATH": path, "PYTHONPATH": str(tmp_path)}
     out = []
     try:
-        for block in blocks:
+        for block in unmarked_blocks(ROOT / "docs" / "tutorial.md"):
             for long, short in REDUCED.items():
                 if long in block:
                     missing.discard(long)
                     block = block.replace(long, short)
             block = block.replace("8000", str(port))
             if "tools/serve.py" in block:
-                server = subprocess.Popen(["bash", "-ec", f"exec {block}"], cwd=tmp_path, env=environment)
+                server = subprocess.Popen(["bash", "-ec", f"exec {block}"], **surroundings(tmp_path))
                 wait_for_server(port, server)
                 continue
-            done = subprocess.run(
-                ["bash", "-ec", block], cwd=tmp_path, env=environment, capture_output=True, text=True
-            )
-            assert done.returncode == 0, f"{block}\n{done.stdout}\n{done.stderr}"
-            out.append(done.stdout)
+            out.append(run_block(block, tmp_path).stdout)
     finally:
         if server is not None:
             server.send_signal(signal.SIGINT)
@@ -200,6 +210,21 @@ def test_the_tutorial_runs(tmp_path: Path) -> None:
     assert first == pytest.approx(6.24, abs=0.3)  # the logarithm of the vocabulary, as the tutorial says
     (answer,) = [text for text in out if text.startswith("{")]
     assert json.loads(answer)["choices"][0]["text"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_one_gpu_to_many_runs(tmp_path: Path) -> None:
+    """Runs the page's commands in order. Each layout has the losses that the page promises: those of one process."""
+    blocks = unmarked_blocks(ROOT / "docs" / "many-gpus.md")
+    losses = []
+    for block in blocks[:5]:
+        done = run_block(block, tmp_path)
+        losses.append([float(text) for text in re.findall(r"iteration .*?loss:? (\d\S+)", done.stdout)])
+    assert [len(values) for values in losses] == [4, 4, 4, 4, 2]
+    for other in losses[1:4]:
+        assert other == pytest.approx(losses[0], rel=1e-3)
+    assert losses[4][-1] < losses[0][-1]
 
 
 def wait_for_server(port: int, server: subprocess.Popen) -> None:
