@@ -85,20 +85,29 @@ STEP_RULES[:] = [make_loss_scaler, make_spike_rule]
 BATCH_SCHEDULES[:] = [with_rampup]
 
 
-def run(config: RunConfig, task: Task) -> int:
-    """Pretrain `task`, or count what that would take (--dry-run). Returns the exit status."""
+def run(config: RunConfig, task: Task, hooks: Sequence[Hook] = ()) -> int:
+    """Pretrain `task`, or count what that would take (--dry-run). Returns the exit status.
+
+    Args:
+        hooks: called after those of every run.
+    """
     # Prints all stacks if a signal ends the process, such as SIGBUS (a truncated data file).
     faulthandler.enable(sys.__stderr__ or 2)
-    if config.plugin(LossMeanConfig).loss_mean == "microbatches":
-        task = with_microbatch_means(task)
-    config = with_epochs(config, task)
+    config, task = prepared(config, task)
     if (threads := config.plugin(PerformanceConfig).num_threads) is not None:
         torch.set_num_threads(threads)
     if config.plugin(DryRunConfig).dry_run:
         from megatron.planner.dry_run import dry_run  # takes seconds to import
 
         return dry_run(config, task)
-    return train(config, task, training_hooks())
+    return train(config, task, [*training_hooks(), *hooks])
+
+
+def prepared(config: RunConfig, task: Task) -> tuple[RunConfig, Task]:
+    """Apply --loss-mean to a task, and --train-epochs to the length of its run."""
+    if config.plugin(LossMeanConfig).loss_mean == "microbatches":
+        task = with_microbatch_means(task)
+    return with_epochs(config, task), task
 
 
 def train(config: RunConfig, task: Task, hooks: Sequence[Hook]) -> int:

@@ -16,8 +16,9 @@ from megatron.errors import InputError
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def test_flag_references_are_up_to_date() -> None:
-    command = [sys.executable, "tools/document_flags.py", "--check"]
+@pytest.mark.parametrize("tool", ["document_flags", "document_api"])
+def test_references_are_up_to_date(tool: str) -> None:
+    command = [sys.executable, f"tools/{tool}.py", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -57,3 +58,32 @@ def test_a_stale_page_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             document_flags.main(["--check"])
         document_flags.main([])
         document_flags.main(["--check"])
+
+
+def test_the_reference_has_all_of_the_interface() -> None:
+    from megatron import api
+
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    names = re.findall(r"^### (\w+)$", page, re.M) + re.findall(r"^\| `(\w+Config)` \|", page, re.M)
+    documented_elsewhere = {"GPT", "bert", "RunConfig", "Tokenizer"}
+    assert sorted({*names, *documented_elsewhere}) == sorted({*api.__all__, *documented_elsewhere})
+    assert "\n    " not in page.replace(
+        "\n    \n", ""
+    )  # an unknown section of a docstring would be shown as code
+
+
+def test_every_page_is_on_the_site() -> None:
+    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+    assert sorted(re.findall(r": ([\w-]+\.md)$", site, re.M)) == pages
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    # Pages load nothing from other hosts.
+    page = (tmp_path / "site" / "tutorial.html").read_text(encoding="utf-8")
+    assert not re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="(https?:)?//', page)

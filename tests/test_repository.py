@@ -11,6 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
+
+from megatron import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted([*ROOT.glob("scripts/**/*.sh"), *ROOT.glob("benchmarks/*.sh"), ROOT / ".ci/run"])
@@ -90,5 +93,61 @@ def test_requirements_are_pinned():
 def test_linked_files_exist():
     for document in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
         for target in re.findall(r"\]\(([^)#\s]+)", document.read_text(encoding="utf-8")):
-            if "://" not in target:
+            # A badge's address is one of the repository's pages on GitHub, not a file.
+            if "://" not in target and not target.startswith("../../actions/"):
                 assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def workflow(path: Path) -> dict:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_workflows_run_files_that_exist(path: Path):
+    for job in workflow(path)["jobs"].values():
+        assert job["timeout-minutes"]
+        for step in job["steps"]:
+            assert ("uses" in step) != ("run" in step)
+            for name in re.findall(r"[\w./-]+\.(?:sh|py|txt)\b", step.get("run", "")):
+                assert (ROOT / name).is_file(), f"{path.name}: {name}"
+
+
+def test_badges_are_true():
+    """The versions of the badge are those that CI tests, from the oldest that the package allows; the badge of the
+    tests shows a workflow that exists."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    tested = workflow(ROOT / ".github/workflows/tests.yml")["jobs"]["tests"]["strategy"]["matrix"]["python"]
+    (badge,) = re.findall(r"badge/python-([^)]*)-blue", readme)
+    assert badge.split("%20%7C%20") == tested
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'requires-python = ">={tested[0]}"' in project and 'license = "Apache-2.0"' in project
+    for name in re.findall(r"actions/workflows/([\w.]+)", readme):
+        assert (ROOT / ".github/workflows" / name).is_file()
+
+
+def test_the_citation_names_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["cff-version"] == "1.2.0" and citation["authors"] and citation["title"]
+    assert str(citation["version"]) == __version__
+
+
+def test_issue_forms_are_complete():
+    for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"):
+        form = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if path.stem == "config":
+            continue
+        assert form["name"] and form["description"]
+        ids = [field["id"] for field in form["body"]]
+        assert len(set(ids)) == len(ids) and all(field["attributes"]["label"] for field in form["body"])
+
+
+def test_pre_commit_hooks_exist():
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
+    (local,) = config["repos"]
+    assert local["repo"] == "local"
+    for hook in local["hooks"]:
+        for name in re.findall(r"[\w/]+\.py\b", hook["entry"]):
+            assert (ROOT / name).is_file(), name
