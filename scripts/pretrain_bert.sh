@@ -68,6 +68,7 @@ Done.
   loss curves  $python -m tensorboard.main --logdir $logs/tensorboard
   raw numbers  $logs/metrics.jsonl
 Next:
-  longer       the same command with --train-iters 3000
+  longer       bash $0${*:+ $*} --train-iters 3000
+               (goes on with this run; the learning rate rises to that of the longer schedule)
   your text    README.md, "Your own text", with --split-sentences and a WordPiece vocabulary
 END

@@ -82,6 +82,7 @@ $([[ ! -f $CHECKPOINT_PATH/report.html ]] || echo "  report       $CHECKPOINT_PA
   raw numbers  $logs/metrics.jsonl
 Next:
   more text    ${sample[*]} --prompt "${prompts[0]}"
-  longer       the same command with --train-iters 2000
+  longer       bash $0${*:+ $*} --train-iters 2000
+               (goes on with this run; the learning rate rises to that of the longer schedule)
   your text    README.md, "Your own text"
 END

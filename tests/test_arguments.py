@@ -194,6 +194,7 @@ def test_a_switch_inverts_its_default() -> None:
         "overlap_param_gather": "--use-distributed-optimizer",
         "distribute_saved_activations": "--tensor-model-parallel-size 2 --recompute-granularity full",
         "async_save": "--save folder",
+        "save_best": "--save folder",
         "manual_gc_eval": "--manual-gc",
         "profile": "--save folder",
         "use_checkpoint_args": "--save new-folder --load new-folder",
