@@ -159,7 +159,13 @@ def _curve(figure: Figure, rows: Sequence[Row], name: str, color: str, label: st
     thinned = thin_out([row for row in rows if name in row], name)
     if thinned:
         figure.line(
-            "iteration", "y", source=_source(thinned, name), color=color, legend_label=label, name=label
+            "iteration",
+            "y",
+            source=_source(thinned, name),
+            color=color,
+            line_width=2,
+            legend_label=label,
+            name=label,
         )
 
 
@@ -278,7 +284,8 @@ def _summary(runs: Sequence[RunRecord]) -> str:
                 "" if mfu is None else f"{mfu:.1%}",
             )
         )
-    return _table(head, rows)
+    known = [i for i in range(len(head)) if any(row[i] for row in rows)]
+    return _table([head[i] for i in known], [[row[i] for i in known] for row in rows])
 
 
 def _samples(runs: Sequence[RunRecord]) -> str:

@@ -123,6 +123,45 @@ def test_type_and_generate(
         page.close()
 
 
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 360)])
+def test_chat_with_two_models(
+    browser, folder: Path, tokenizer, screenshots: Path, tmp_path: Path, scheme: str, width: int
+) -> None:
+    """Both models answer side by side, with the same seed, and each keeps its own conversation."""
+    second = save_hf(tmp_path / "second", "gpt2", vocab_size=IDS, n_positions=LENGTH, n_head=2)
+    with serving(*load(folder, tokenizer), other=load(second, tokenizer)) as (url, _):
+        page = browser.new_page(color_scheme=scheme, viewport={"width": width, "height": 800})
+        console: list[str] = []
+        page.on("console", lambda message: console.append(message.text))
+        page.goto(url)
+        playwright.expect(page.locator("#model")).to_have_text("tiny and other")
+        page.locator("#seed").fill("5")
+        set_slider(page, "max_tokens", 12)
+        page.get_by_role("button", name="Chat").click()
+        page.get_by_role("button", name="Who are you?").click()
+        assert page.locator("#prompt").input_value() == "Who are you?"
+        messages: dict[str, list[dict]] = {"tiny": [], "other": []}
+        for text in ("Who are you?", "the cat"):
+            page.locator("#prompt").fill(text)
+            page.get_by_role("button", name="Send").click()
+            status(page, "^Seed 5.")
+            for number, (model, said) in enumerate(messages.items()):
+                said.append({"role": "user", "content": text})
+                body = {"messages": said, "model": model, "max_tokens": 12, "seed": 5}
+                body |= {"temperature": 0.8, "top_p": 0.95}
+                answer = HTTP.post(f"{url}/v1/chat/completions", json=body).json()["choices"][0]["message"]
+                said.append({"role": "assistant", "content": answer["content"]})
+                shown = page.locator("#panels > div").nth(number).locator(".message")
+                assert shown.all_text_contents() == [message["content"] for message in said]
+        assert messages["tiny"] != messages["other"]
+        page.screenshot(path=screenshots / f"chat-{scheme}-{width}.png", full_page=True)
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "scrolls sideways"
+        page.get_by_role("button", name="New conversation").click()
+        assert page.locator(".message").count() == 0
+        assert console == []
+        page.close()
+
+
 def test_stop(browser, folder: Path, tokenizer, screenshots: Path) -> None:
     """The button and Esc stop a text. Its row is free at once, and the text so far stays on the page."""
     with serving(*load_slow(folder, tokenizer), max_batch_size=1) as (url, engine):
