@@ -11,6 +11,7 @@ one process leaves a core to the writer, and two processes leave none.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import statistics
 import sys
@@ -31,6 +32,8 @@ from megatron.checkpoint.save import Saver, take_snapshot
 from megatron.cli import Parser, add_flags, make_config, run_command
 from megatron.flags import Config, flag
 from megatron.performance.async_save import AsyncSaver
+from megatron.recipes.config import RetentionConfig
+from megatron.recipes.retention import discard_older
 
 MODEL = f"""
     {COMMON} {NO_DROPOUT} --num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 64
@@ -98,8 +101,10 @@ def measure(flags: str, folder: str) -> Iterator[dict[str, float]]:
 
 def make_saver(run: StepRunner, root: str) -> Saver:
     Path(root).mkdir(exist_ok=True)
-    config = CheckpointConfig(save=root, keep_last=1)
-    return Saver(config, run.engine.buffer, run.engine.optimizer, tokenizer_files={}, log=lambda _: None)
+    config = CheckpointConfig(save=root)
+    saver = Saver(config, run.engine.buffer, run.engine.optimizer, tokenizer_files={}, log=lambda _: None)
+    saver.after_write.append(functools.partial(discard_older, config=RetentionConfig(keep_last=1)))
+    return saver
 
 
 def measure_round(

@@ -60,7 +60,14 @@ from megatron.performance.config import PerformanceConfig
 from megatron.planner.config import DryRunConfig
 from megatron.pretrain_bert import bert
 from megatron.pretrain_gpt import GPT
-from megatron.recipes.config import FreezeConfig, LossScaleConfig, RampUpConfig, SaveBestConfig, SpikeConfig
+from megatron.recipes.config import (
+    FreezeConfig,
+    LossScaleConfig,
+    RampUpConfig,
+    RetentionConfig,
+    SaveBestConfig,
+    SpikeConfig,
+)
 from megatron.recipes.length import LengthConfig
 from megatron.reports.config import ProfileConfig, ReportConfig, TimingConfig
 from megatron.settings.config import SettingsConfig
@@ -102,6 +109,7 @@ __all__ = [
     "ProfileConfig",
     "RampUpConfig",
     "ReportConfig",
+    "RetentionConfig",
     "Run",
     "RunConfig",
     "SampleTextsConfig",

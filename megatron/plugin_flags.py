@@ -18,7 +18,14 @@ from megatron.interop.nvidia.loss_mean import LossMeanConfig
 from megatron.interop.other_names import FLAG_NAMES
 from megatron.performance.config import PerformanceConfig
 from megatron.planner.config import DryRunConfig
-from megatron.recipes.config import FreezeConfig, LossScaleConfig, RampUpConfig, SaveBestConfig, SpikeConfig
+from megatron.recipes.config import (
+    FreezeConfig,
+    LossScaleConfig,
+    RampUpConfig,
+    RetentionConfig,
+    SaveBestConfig,
+    SpikeConfig,
+)
 from megatron.recipes.length import LengthConfig, expand_length
 from megatron.reports.config import ProfileConfig, ReportConfig, TimingConfig
 from megatron.settings.checkpoint_args import add_checkpoint_args
@@ -42,6 +49,7 @@ PLUGIN_CONFIGS.update(
         "spikes": SpikeConfig,
         "ramp-up": RampUpConfig,
         "freezing": FreezeConfig,
+        "old checkpoints": RetentionConfig,
         "best checkpoint": SaveBestConfig,
         "performance": PerformanceConfig,
         "reports": ReportConfig,

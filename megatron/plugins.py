@@ -22,6 +22,7 @@ from megatron.evaluation.in_training import EvalOnStart, EvalTasks
 from megatron.faults.memory import check_model_memory, memory_errors_explained
 from megatron.faults.non_finite import NonFiniteGuard
 from megatron.faults.replicas import ReplicaCheck
+from megatron.faults.resume_notes import resume_notes
 from megatron.faults.same_data import check_same_data
 from megatron.faults.same_start import check_same_everywhere
 from megatron.faults.watchdog import HangDetection
@@ -43,6 +44,7 @@ from megatron.recipes.freeze import FreezeCheck, Frozen
 from megatron.recipes.length import with_epochs
 from megatron.recipes.loss_scale import make_loss_scaler
 from megatron.recipes.rampup import with_rampup
+from megatron.recipes.retention import Retention
 from megatron.recipes.save_best import SaveBest
 from megatron.recipes.spikes import make_spike_rule
 from megatron.reports.at_end import ReportAtEnd
@@ -62,6 +64,7 @@ from megatron.training.layout import BATCH_CHECKS
 from megatron.training.log_hook import Logging
 from megatron.training.loop import Hook
 from megatron.training.pretrain import START_CHECKS, pretrain
+from megatron.training.start import RESUME_NOTES
 from megatron.training.task import Task
 from megatron.variants.blend import ROUNDINGS, open_blend
 from megatron.variants.cyclic import cyclic
@@ -80,6 +83,7 @@ LAYER_SPLITS.update({"uneven": uneven_split, "virtual": virtual_split})
 BATCH_CHECKS[:] = [check_full_groups]
 MODEL_CHECKS[:] = [check_model_memory]
 FIRST_OPTIMIZERS[:] = [Frozen]
+RESUME_NOTES[:] = [resume_notes]
 START_CHECKS[:] = [check_same_everywhere, check_same_data]
 STEP_RULES[:] = [make_loss_scaler, make_spike_rule]
 BATCH_SCHEDULES[:] = [with_rampup]
@@ -142,6 +146,7 @@ def training_hooks(evaluation: Sequence[Hook] = ()) -> list[Hook]:
         Throughput(reports),
         ReplicaCheck(),
         AsyncSaving(),
+        Retention(),
         SampleTexts(reports),
         EvalOnStart(),
         *(evaluation or (Evaluation(), EvalTasks(), Saving(), SaveBest())),

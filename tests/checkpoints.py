@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from megatron.model.gpt import GPTModel
 from megatron.optim.config import OptimizerConfig
 from megatron.optim.optimizer import Optimizer
 from megatron.optim.schedule import Schedule
+from megatron.recipes.config import RetentionConfig
+from megatron.recipes.retention import discard_older
 
 CONFIG = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=2, max_position_embeddings=8)
 SCHEDULE = Schedule.from_config(OptimizerConfig(lr=1.0), global_batch_size=4, train_samples=100)
@@ -32,6 +35,7 @@ def make(dtype=torch.float32, padded: int = 64, kind: str = "adam", seed: int = 
 
 
 def save(root: Path, buffer, optimizer, iteration: int = 3, files=(), **fields) -> None:
+    """Save a checkpoint. `fields` are those of `CheckpointConfig` and `RetentionConfig`."""
     root.mkdir(exist_ok=True)
     state = {
         "iteration": iteration,
@@ -46,9 +50,13 @@ def save(root: Path, buffer, optimizer, iteration: int = 3, files=(), **fields) 
         "schedule": dataclasses.asdict(SCHEDULE),
         "config": {"model": dataclasses.asdict(CONFIG)},
     }
+    names = {field.name for field in dataclasses.fields(RetentionConfig)}
+    retention = RetentionConfig(**{name: fields.pop(name) for name in names & fields.keys()})
     config = CheckpointConfig(save=str(root), **fields)
     contents = {file.name: file.read_bytes() for file in files}
-    Saver(config, buffer, optimizer, tokenizer_files=contents, log=print).save(state)
+    saver = Saver(config, buffer, optimizer, tokenizer_files=contents, log=print)
+    saver.after_write.append(functools.partial(discard_older, config=retention))
+    saver.save(state)
 
 
 def sign(folder: Path, file: str) -> None:

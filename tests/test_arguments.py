@@ -622,6 +622,7 @@ def test_help_is_grouped_and_complete() -> None:
         "spikes",
         "ramp-up",
         "freezing",
+        "old checkpoints",
         "best checkpoint",
         "performance",
         "reports",

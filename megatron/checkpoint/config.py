@@ -21,15 +21,6 @@ class CheckpointConfig(Config):
         f"iterations between checkpoints, beside the one when the run ends or stops (default: {SAVE_MINUTES} minutes)",
         low=1,
     )
-    keep_last: int | None = flag(
-        None, "keep the N newest checkpoints and delete older ones (default: keep all)", low=1
-    )
-    save_retain_interval: int | None = flag(
-        None,
-        "keep checkpoints whose iteration is a multiple of N, whatever --keep-last says; without --keep-last, keep "
-        "only these and the newest",
-        low=1,
-    )
     load: str | None = flag(
         None,
         "folder of checkpoints to load the newest of; may be empty if it is also --save. With --finetune: also the "
@@ -49,9 +40,9 @@ class CheckpointConfig(Config):
         if self.ckpt_step is not None and self.load is None:
             raise InputError(f"--ckpt-step: {self.ckpt_step} needs --load, the folder of the checkpoints")
         if self.save is None:
-            for name in ("save_interval", "keep_last", "save_retain_interval"):
-                if (value := getattr(self, name)) is not None:
-                    given = f"--{name.replace('_', '-')}: {value}"
-                    raise InputError(f"{given} needs --save, the folder to write checkpoints to")
+            if self.save_interval is not None:
+                raise InputError(
+                    f"--save-interval: {self.save_interval} needs --save, the folder to write checkpoints to"
+                )
         elif Path(self.save).is_symlink() and not Path(self.save).exists():
             raise InputError(f"--save: {self.save} is a link to nothing; make the folder that it leads to")

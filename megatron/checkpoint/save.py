@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,15 +17,13 @@ from megatron.checkpoint.checkpoint import FORMAT, VERSION
 from megatron.checkpoint.config import CheckpointConfig
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.pieces import Index, file_name, pieces_to_write, write_pieces, written_parts
-from megatron.checkpoint.storage import begin_checkpoint, discard_older, finish_checkpoint, temporary_folder
+from megatron.checkpoint.storage import begin_checkpoint, finish_checkpoint, temporary_folder
 from megatron.checkpoint.tensor_file import TensorFile
 from megatron.errors import TrainingFault
 from megatron.optim.buffer import ParamBuffer
 from megatron.optim.optimizer import Optimizer
 from megatron.parallel.collectives import all_reduce_sum, gather_texts, raise_on_all_ranks
 from megatron.parallel.mesh import Axis
-
-logger = logging.getLogger("megatron")
 
 
 @dataclasses.dataclass
@@ -39,6 +36,7 @@ class Saver:
         tokenizer_files: content of the tokenizer's files, by name.
         log: receives a line for each checkpoint.
         iteration: that of the newest checkpoint, also while it is being written.
+        after_write: called on the first process with the folder of checkpoints and the iteration of a complete one.
     """
 
     config: CheckpointConfig
@@ -47,6 +45,7 @@ class Saver:
     tokenizer_files: dict[str, bytes]
     log: Callable[[str], None]
     iteration: int = 0
+    after_write: list[Callable[[Path, int], None]] = dataclasses.field(default_factory=list)
 
     def save(self, state: dict[str, Any]) -> None:
         """Save a checkpoint; `state` is the content of state.json."""
@@ -62,10 +61,9 @@ class Saver:
         self.log(f"saved checkpoint at iteration {self.iteration} to {self.config.save}")
 
     def write(self, snapshot: Snapshot, world: Axis) -> None:
-        """Write a checkpoint and delete expired ones. Of `buffer` only the layout counts; `world` has all ranks."""
-        config = self.config
-        assert config.save is not None
-        root, iteration, first = Path(config.save), snapshot.state["iteration"], world.rank == 0
+        """Write a checkpoint. Of `buffer` only the layout counts; `world` has all ranks."""
+        assert self.config.save is not None
+        root, iteration, first = Path(self.config.save), snapshot.state["iteration"], world.rank == 0
         folder = temporary_folder(root, iteration)
         kinds = {kind: pieces_to_write(self.buffer, group) for kind, group in snapshot.tensors.items()}
         size = sum(t.nbytes for pieces in kinds.values() for blocks in pieces.values() for _, _, t in blocks)
@@ -101,11 +99,8 @@ class Saver:
                 "earlier checkpoints are complete"
             ) from None
         if first:
-            keep_last, retain_interval = config.keep_last, config.save_retain_interval
-            try:
-                discard_older(root, iteration, keep_last=keep_last, retain_interval=retain_interval)
-            except OSError as error:
-                logger.warning(f"--keep-last: cannot delete an older checkpoint: {error}")
+            for callback in self.after_write:
+                callback(root, iteration)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -169,20 +169,6 @@ def iterations(root: Path) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
-def discard_older(root: Path, iteration: int, *, keep_last: int | None, retain_interval: int | None) -> None:
-    """Delete old checkpoints until `keep_last` are left, that of `iteration` included.
-
-    Multiples of `retain_interval` are kept and not counted; `retain_interval` alone implies `keep_last` 1. Later
-    checkpoints than `iteration`, of a run that was rolled back, are kept.
-    """
-    if keep_last is None and retain_interval is None:
-        return
-    older = [i for i in iterations(root) if i < iteration]
-    expiring = [i for i in older if retain_interval is None or i % retain_interval]
-    for i in expiring[: max(0, len(expiring) + 1 - (keep_last or 1))]:
-        discard(folder_of(root, i))
-
-
 def rolled_back_to(root: Path) -> int | None:
     """The iteration to which the run in `root` was last rolled back; None if it never was."""
     try:

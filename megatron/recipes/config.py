@@ -124,3 +124,25 @@ class SaveBestConfig(PluginConfig):
             raise InputError("--save-best needs --save, the folder to write checkpoints to")
         if self.save_best and run.training.eval_iters == 0:
             raise InputError("--save-best needs evaluations; with --eval-iters 0 there are none")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RetentionConfig(PluginConfig):
+    """Deletion of old checkpoints."""
+
+    keep_last: int | None = flag(
+        None, "keep the N newest checkpoints and delete older ones (default: keep all)", low=1
+    )
+    save_retain_interval: int | None = flag(
+        None,
+        "keep checkpoints whose iteration is a multiple of N, whatever --keep-last says; without --keep-last, keep "
+        "only these and the newest",
+        low=1,
+    )
+
+    def check(self, run: RunConfig) -> None:
+        for name in ("keep_last", "save_retain_interval"):
+            value = getattr(self, name)
+            if value is not None and run.checkpoint.save is None:
+                given = f"--{name.replace('_', '-')}: {value}"
+                raise InputError(f"{given} needs --save, the folder to write checkpoints to")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -27,13 +28,8 @@ from megatron.training.task import Task
 
 logger = logging.getLogger("megatron")
 
-# Flags that decide which training samples come next, by the section of the configuration.
-ORDER_FLAGS = {
-    "training": ["seed"],
-    "data": (
-        "data_path train_data_path split seq_length data_order dataloader_type mock_data mask_prob short_seq_prob"
-    ).split(),
-}
+# Notes for the log on how a resumed run differs from the one that saved its checkpoint. Filled by `megatron.plugins`.
+RESUME_NOTES: list[Callable[[Trainer, Checkpoint], Iterator[str]]] = []
 
 
 def claim_folder(config: CheckpointConfig, mesh: Mesh) -> TextIO | None:
@@ -177,15 +173,9 @@ def load_checkpoint(trainer: Trainer, checkpoint: Checkpoint | None) -> None:
     if weights_only:
         return
     load_state(trainer, checkpoint)
-    before, now = checkpoint.state.get("operations"), engine.ops.kinds
-    if before is not None and tuple(before) != now:
-        log(
-            f"note: {checkpoint.folder} was computed with {', '.join(before)} and this run computes with "
-            f"{', '.join(now)}, so it does not continue bit for bit"
-        )
-    changed = order_changes(trainer, checkpoint)
-    if changed:
-        log(f"note: the order of the training data may change from here on: {', '.join(changed)}")
+    for notes in RESUME_NOTES:
+        for note in notes(trainer, checkpoint):
+            log(f"note: {note}")
 
 
 def load_state(trainer: Trainer, checkpoint: Checkpoint) -> None:
@@ -222,24 +212,3 @@ def check_compatible(trainer: Trainer, checkpoint: Checkpoint) -> None:
             f"to {state['padded_vocab_size']} and this run to {trainer.padded_vocab_size}; change "
             "--make-vocab-size-divisible-by, or --tensor-model-parallel-size which it is multiplied by"
         )
-
-
-def order_changes(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
-    """Flags that decide which samples come next and differ from the run that saved a checkpoint."""
-    saved, changed = checkpoint.state["config"], []
-    for section, names in ORDER_FLAGS.items():
-        given = getattr(trainer.config, section)
-        for name in names:
-            # A checkpoint from before a flag existed has the flag's default.
-            before, after = saved.get(section, {}).get(name, getattr(type(given), name)), getattr(given, name)
-            after = list(after) if isinstance(after, tuple) else after
-            if name in ("data_path", "train_data_path") and _file_names(before) == _file_names(after):
-                continue  # the same files in another folder
-            if before != after:
-                changed.append(f"--{name.replace('_', '-')} changed from {before} to {after}")
-    return changed
-
-
-def _file_names(paths: list[str] | None) -> list[str]:
-    """Names of a data flag's files, without folders."""
-    return [Path(path).name for path in paths or ()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,6 +23,8 @@ from megatron.errors import InputError, TrainingFault
 from megatron.parallel.mesh import Mesh, init_mesh
 from megatron.performance.async_save import AsyncSaver
 from megatron.pretrain_gpt import DEFAULTS, GPT
+from megatron.recipes.config import RetentionConfig
+from megatron.recipes.retention import discard_older
 from megatron.training.build import build_engine
 from megatron.training.engine import Engine
 
@@ -42,10 +45,12 @@ def make_saver(root: Path | str, engine: Engine, log=print, **fields) -> AsyncSa
     return AsyncSaver(**vars(sync_saver(root, engine, log, **fields)))
 
 
-def sync_saver(root: Path | str, engine: Engine, log=print, **fields) -> Saver:
+def sync_saver(root: Path | str, engine: Engine, log=print, keep_last: int | None = None, **fields) -> Saver:
     config = CheckpointConfig(save=str(root), **fields)
-    files = {"vocab.json": b"{}"}
-    return Saver(config, engine.buffer, engine.optimizer, tokenizer_files=files, log=log)
+    saver = Saver(config, engine.buffer, engine.optimizer, tokenizer_files={"vocab.json": b"{}"}, log=log)
+    retention = RetentionConfig(keep_last=keep_last)
+    saver.after_write.append(functools.partial(discard_older, config=retention))
+    return saver
 
 
 def state(iteration: int) -> dict:
