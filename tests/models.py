@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+import megatron.plugins  # noqa: F401 (registers schedules, layouts, synthetic data and step rules)
 from megatron.arguments import parse_run_config
 from megatron.optim.buffer import ParamBuffer
 from megatron.optim.config import OptimizerConfig

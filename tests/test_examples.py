@@ -38,7 +38,7 @@ def program(
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
 def test_program(path: Path, program: Callable[..., str]) -> None:
     words = ["--data-path", str(ROOT / "README.md")] if path.stem == "own_data" else []
-    out = program(path.stem, *words, *QUICK)
+    out = program(path.stem, *words, *QUICK, "--log-format", "megatron")
     losses = [float(text) for text in re.findall(r"iteration .*? \| (?:lm|smoothed) loss: (\S+)", out)]
     assert len(losses) == 4 and losses[-1] < losses[0] - 0.1
     assert " validation loss at the end of training for val data | lm loss value: " in out
@@ -51,7 +51,9 @@ def test_program(path: Path, program: Callable[..., str]) -> None:
 
 
 def test_an_optimizer_of_ones_own_is_a_choice(command: Callable) -> None:
-    done = command("-m", "examples.own_optimizer", "--optimizer", "adam", "--signsgd-momentum", 2, status=2)
+    done = command(
+        "-m", "examples.own_optimizer", "--optimizer", "adam", "--signsgd-momentum", 2, *QUICK, status=2
+    )
     assert done.stderr.splitlines()[-1].startswith("error: --signsgd-momentum: 2.0 is too large")
 
 
@@ -61,7 +63,10 @@ def test_a_data_set_on_two_replicas(command: Callable) -> None:
     words = ["-m", "examples.own_data", "--data-path", "README.md", *QUICK, "--global-batch-size", 16]
     words[words.index("--num-workers") + 1] = "1"
     plain = [*words, "--attention-dropout", 0, "--hidden-dropout", 0]
-    losses = [re.findall(r"lm loss: (\S+)", command(*plain, replicas=n).stdout) for n in (1, 2)]
+    losses = [
+        re.findall(r"lm loss: (\S+)", command(*plain, "--log-format", "megatron", replicas=n).stdout)
+        for n in (1, 2)
+    ]
     assert [float(x) for x in losses[0]] == pytest.approx([float(x) for x in losses[1]], rel=1e-4)
 
 

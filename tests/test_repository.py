@@ -27,7 +27,9 @@ def source_files() -> Iterator[Path]:
             s for s in subfolders if s not in generated and not s.endswith(("_cache", ".egg-info"))
         ]
         yield from (
-            Path(folder, name) for name in names if name != ".git" and not name.endswith(".safetensors")
+            Path(folder, name)
+            for name in names
+            if name != ".git" and not name.endswith((".safetensors", ".webp", ".png"))
         )
 
 

@@ -144,8 +144,9 @@ def test_resume(
     assert found == {json.dumps(row, sort_keys=True) for row in whole}
     assert best_of(tmp_path / "two") == best
     capsys.readouterr()
-    assert main(finetune_flags(tmp_path, pretrained, "two")) == 0  # only evaluates
-    flags = finetune_flags(tmp_path, pretrained, "two", f"--load {tmp_path}/two/best --epochs 0")
+    line = "--log-format megatron"
+    assert main(finetune_flags(tmp_path, pretrained, "two", line)) == 0  # only evaluates
+    flags = finetune_flags(tmp_path, pretrained, "two", f"--load {tmp_path}/two/best --epochs 0 {line}")
     save = flags.index("--save")
     assert main(flags[:save] + flags[save + 2 :]) == 0
     out = capsys.readouterr().out

@@ -173,9 +173,8 @@ def test_run_continues_with_these_moments(
     ]
     flags += ["--make-vocab-size-divisible-by", 4, "--micro-batch-size", 8, "--num-workers", 0, "--lr", 1e-3]
     flags += ["--data-order", "head", "--use-checkpoint-opt_param-scheduler", "--eval-iters", 0]
-    pretrain(
-        *flags, "--train-iters", 20, "--load", tmp_path / "native", "--metrics-path", tmp_path / "metrics"
-    )
+    flags += ["--train-iters", 20, "--log-interval", 1, "--metrics-path", tmp_path / "metrics"]
+    pretrain(*flags, "--load", tmp_path / "native")
     assert counts == list(range(12, 20)) and '"consumed samples": 104' in (tmp_path / "metrics").read_text()
     assert_equal(found, {name: x.flatten() for name, x in expected.items()})
 

@@ -66,4 +66,4 @@ def test_the_learning_rate_of_an_extension_is_noted(pretrain, corpus: Path, tmp_
         r"\(.*decay samples .* changed from 40 to 160, .*\); using that of the command line", out
     )
     expected = "Learning rate of iteration 11: 0.000E+00 by the checkpoint's, 7.500E-03 by the command line's"
-    assert expected in out and "initial learning rate 7.500E-03" in out
+    assert expected in out

@@ -86,7 +86,7 @@ def test_epochs(pretrain, tmp_path: Path, blend: bool) -> None:
     per_epoch = 148 if blend else 49
     samples = int(1.5 * per_epoch)
     assert f"--train-epochs 1.5: {samples} samples, {per_epoch} in an epoch\n" in out
-    assert f" iteration {samples // 2:8d}/{samples // 2:8d} |" in out
+    assert f"  {samples // 2}/{samples // 2}  loss " in out
 
 
 def test_data_without_epochs(pretrain, tmp_path: Path) -> None:

@@ -156,8 +156,9 @@ def test_texts_in_tensorboard(tmp_path: Path) -> None:
     events.Reload()
     (event,) = events.Tensors("samples/a prompt/text_summary")
     # TensorBoard shows Markdown, in which indented lines are literal.
-    assert (event.step, event.tensor_proto.string_val[0]) == (5, b"    # one\n      two\n")
-    assert (tmp_path / "m.jsonl").read_text() == ""
+    assert (event.step, event.tensor_proto.string_val[0]) == (5, b"    # one\n      two")
+    row = {"iteration": 5, "text": {"samples/a prompt": "# one\n  two\n"}}
+    assert json.loads((tmp_path / "m.jsonl").read_text()) == row
 
 
 def test_the_configuration_as_text_is_a_config_file(tmp_path: Path) -> None:

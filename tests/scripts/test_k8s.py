@@ -47,6 +47,7 @@ SCHEMA = {
                                 "command": [str],
                                 "args": [str],
                                 "env": [{"name": str, "value": str}],
+                                "securityContext": {"capabilities": {"add": [str]}},
                                 "resources": {"limits": {"*": quantity}},
                                 "volumeMounts": [{"name": str, "mountPath": str}],
                             }

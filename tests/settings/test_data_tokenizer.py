@@ -44,7 +44,7 @@ def test_no_flags_are_needed(
     write(tmp_path / "made/o", 100)
     shutil.move(tmp_path / "made", tmp_path / "moved")
     out = pretrain(*FLAGS, "--data-path", tmp_path / "moved/o", "--save", tmp_path / "run")
-    assert "vocabulary of 100, padded to 128" in out
+    assert "vocabulary 100\n" in out
     # Its own checkpoint continues, also with the tokenizer named.
     again = [*FLAGS, "--train-iters", 2, "--load", tmp_path / "run", "--data-path", tmp_path / "moved/o"]
     pretrain(*again, "--tokenizer-type", "NullTokenizer", "--vocab-size", 99)
@@ -75,8 +75,8 @@ def test_data_without_a_record_works_as_before(pretrain: Callable[..., str], tmp
     with pytest.raises(InputError, match="--vocab-file is required"):
         pretrain(*FLAGS, "--data-path", foreign)
     out = pretrain(*FLAGS, "--data-path", foreign, "--tokenizer-type", "NullTokenizer", "--vocab-size", 200)
-    assert "vocabulary of 201" in out
-    assert "vocabulary of 100" in pretrain(*FLAGS, "--data-path", 1, foreign, 1, ours)
+    assert "vocabulary 201\n" in out
+    assert "vocabulary 100\n" in pretrain(*FLAGS, "--data-path", 1, foreign, 1, ours)
 
 
 def test_inspect_data_uses_the_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,7 +95,7 @@ def test_the_folder_of_a_tokenizer(pretrain: Callable[..., str], tmp_path: Path)
     for name, content in train_bpe(iter(["the hen and the hat"]), 259).items():
         (tmp_path / name).write_text(content)
     run = ["--mock-data", "--save", tmp_path / "run"]
-    assert "vocabulary of 259" in pretrain(*FLAGS, *run, "--tokenizer", tmp_path)
+    assert "vocabulary 259\n" in pretrain(*FLAGS, *run, "--tokenizer", tmp_path)
     saved = saved_tokenizer(find_checkpoint(str(tmp_path / "run"), None))
     assert saved.tokenizer_type == "GPT2BPETokenizer" and Path(saved.merge_file).is_file()
     assert str(tmp_path / "run") in saved.merge_file
@@ -109,7 +109,8 @@ def test_the_folder_of_a_tokenizer(pretrain: Callable[..., str], tmp_path: Path)
 def test_every_command_with_a_tokenizer_takes_its_folder(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.argv", [command, "--help"])
+    groups = ["tokenizer-folder"] if command == "finetune-bert" else []
+    monkeypatch.setattr("sys.argv", [command, "--help", *groups])
     with pytest.raises(SystemExit, match=r"^0$"):
         importlib.import_module(COMMANDS[command][0]).main()
     assert "--tokenizer PATH" in capsys.readouterr().out

@@ -126,7 +126,7 @@ def test_tokenizer_and_optimizer_are_converted(
         (("megatron", "native", "--num-attention-heads", 8), "--num-attention-heads: 8 contradicts "),
         (
             ("native", "megatron"),
-            "holds a Megatron-LM checkpoint; convert it with tools/",
+            "holds a Megatron-LM checkpoint; convert it with megatron convert",
         ),
     ],
 )
