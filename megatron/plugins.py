@@ -19,6 +19,7 @@ from megatron.data.build import MOCK_DATA, SOURCES
 from megatron.data.gpt_dataset import GPTDatasetBuilder
 from megatron.data.samplers import SAMPLE_ORDERS
 from megatron.evaluation.in_training import EvalOnStart, EvalTasks
+from megatron.faults.gloo_on_gpu import check_gloo_on_gpu
 from megatron.faults.memory import check_model_memory, memory_errors_explained
 from megatron.faults.non_finite import NonFiniteGuard
 from megatron.faults.replicas import ReplicaCheck
@@ -45,6 +46,7 @@ from megatron.recipes.length import with_epochs
 from megatron.recipes.loss_scale import make_loss_scaler
 from megatron.recipes.rampup import with_rampup
 from megatron.recipes.retention import Retention
+from megatron.recipes.roll_back import RollBack, without_repetition
 from megatron.recipes.save_best import SaveBest
 from megatron.recipes.spikes import make_spike_rule
 from megatron.reports.at_end import ReportAtEnd
@@ -84,7 +86,7 @@ BATCH_CHECKS[:] = [check_full_groups]
 MODEL_CHECKS[:] = [check_model_memory]
 FIRST_OPTIMIZERS[:] = [Frozen]
 RESUME_NOTES[:] = [resume_notes]
-START_CHECKS[:] = [check_same_everywhere, check_same_data]
+START_CHECKS[:] = [check_gloo_on_gpu, check_same_everywhere, check_same_data]
 STEP_RULES[:] = [make_loss_scaler, make_spike_rule]
 BATCH_SCHEDULES[:] = [with_rampup]
 
@@ -117,7 +119,7 @@ def prepared(config: RunConfig, task: Task) -> tuple[RunConfig, Task]:
 def train(config: RunConfig, task: Task, hooks: Sequence[Hook]) -> int:
     """Train `task` with `hooks`, with errors of too little memory explained. Returns the exit status."""
     with memory_errors_explained(config):
-        return pretrain(config, task, hooks)
+        return pretrain(without_repetition(config), task, hooks)
 
 
 def training_hooks(evaluation: Sequence[Hook] = ()) -> list[Hook]:
@@ -129,6 +131,7 @@ def training_hooks(evaluation: Sequence[Hook] = ()) -> list[Hook]:
     reports = Reports()
     return [
         FreezeCheck(),
+        RollBack(),
         Extension(),
         LoadWarning(),
         LogLines(),  # before those that log more on an interval

@@ -1,4 +1,4 @@
-"""What makes a resumed run differ from the one that saved its checkpoint: operations, and the order of the data."""
+"""Notes on what differs in a resumed run from the one that saved its checkpoint: operations, and the data order."""
 
 from __future__ import annotations
 

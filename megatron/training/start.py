@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,10 +12,10 @@ from megatron.checkpoint.checkpoint import Checkpoint, check_architecture, check
 from megatron.checkpoint.config import CheckpointConfig
 from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.load import load_into
-from megatron.checkpoint.storage import lock, newest_iteration, roll_back, rolled_back_to
+from megatron.checkpoint.storage import lock, newest_iteration
 from megatron.errors import InputError
 from megatron.optim.schedule import Schedule
-from megatron.parallel.collectives import all_equal, raise_on_all_ranks
+from megatron.parallel.collectives import all_equal
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import stable_hash
 from megatron.training.batch_size import BatchSchedule
@@ -25,8 +24,6 @@ from megatron.training.loop import Trainer
 from megatron.training.report import History
 from megatron.training.state import TrainState
 from megatron.training.task import Task
-
-logger = logging.getLogger("megatron")
 
 # Notes for the log on how a resumed run differs from the one that saved its checkpoint. Filled by `megatron.plugins`.
 RESUME_NOTES: list[Callable[[Trainer, Checkpoint], Iterator[str]]] = []
@@ -84,15 +81,11 @@ def find_start(config: CheckpointConfig, mesh: Mesh, *, skip_train: bool) -> Che
 
 
 def _find(config: CheckpointConfig, load: str, mesh: Mesh, *, skip_train: bool) -> Checkpoint | None:
-    root, step = Path(load), config.ckpt_step
-    if resumes(config) and step is not None and rolled_back_to(root) == step:
-        # The same command has rolled back already and trained further since: resume from its newest checkpoint.
-        step = None
     save = None if config.finetune else config.save
     found = find_checkpoint(
         load,
         save,
-        step=step,
+        step=config.ckpt_step,
         verify=config.verify_checkpoint,
         weights_only=config.finetune or skip_train,
         world=mesh.world,
@@ -102,10 +95,6 @@ def _find(config: CheckpointConfig, load: str, mesh: Mesh, *, skip_train: bool) 
             f"--load: {found.folder} holds a model without the state of a run (optimizer, schedule, progress); "
             "add --finetune to start from its weights"
         )
-    if resumes(config) and step is not None:
-        with raise_on_all_ranks(mesh.world):
-            if mesh.is_first and (kept := roll_back(root, step)):
-                logger.info(f"--ckpt-step: later checkpoints are kept as {kept[0]} ({len(kept)} in all)")
     return found
 
 
