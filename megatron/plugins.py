@@ -40,6 +40,7 @@ from megatron.performance.load import LoadWarning
 from megatron.performance.manual_gc import ManualGC
 from megatron.planner.config import DryRunConfig
 from megatron.planner.device_specs import peak_flops
+from megatron.recipes.exit import Exit
 from megatron.recipes.extension import Extension
 from megatron.recipes.freeze import FreezeCheck, Frozen
 from megatron.recipes.length import with_epochs
@@ -52,6 +53,7 @@ from megatron.recipes.spikes import make_spike_rule
 from megatron.reports.at_end import ReportAtEnd
 from megatron.reports.devices import PEAK_FLOPS
 from megatron.reports.log import LogLines
+from megatron.reports.params_norm import ParamsNorm
 from megatron.reports.profile import Profiling
 from megatron.reports.reports import ProgressBar, Reports
 from megatron.reports.run_size import RunSize
@@ -130,6 +132,7 @@ def training_hooks(evaluation: Sequence[Hook] = ()) -> list[Hook]:
     """
     reports = Reports()
     return [
+        Exit(),  # before those that ask whether the run goes on
         FreezeCheck(),
         RollBack(),
         Extension(),
@@ -146,6 +149,7 @@ def training_hooks(evaluation: Sequence[Hook] = ()) -> list[Hook]:
         Profiling(),
         NonFiniteGuard(),
         Logging(),
+        ParamsNorm(),
         Throughput(reports),
         ReplicaCheck(),
         AsyncSaving(),
