@@ -31,6 +31,7 @@ from megatron.inference.in_training import SampleTexts
 from megatron.interop.formats import EXTERNAL_FORMATS
 from megatron.interop.nvidia.data_order import HeadBlendRounding
 from megatron.interop.nvidia.loss_mean import LossMeanConfig, with_microbatch_means
+from megatron.optim.schedule import LR_DECAYS
 from megatron.parallel.schedules import SCHEDULES
 from megatron.parallel.stages import LAYER_SPLITS
 from megatron.performance.async_save import AsyncSaving
@@ -72,6 +73,7 @@ from megatron.training.start import RESUME_NOTES
 from megatron.training.task import Task
 from megatron.variants.blend import ROUNDINGS, open_blend
 from megatron.variants.cyclic import cyclic
+from megatron.variants.lr_decay import inverse_square_root, warmup_stable_decay
 from megatron.variants.mock_data import mock_bert, mock_gpt
 from megatron.variants.schedules import check_full_groups, gpipe, interleaved
 from megatron.variants.stages import uneven_split, virtual_split
@@ -83,6 +85,7 @@ SAMPLE_ORDERS.update({"cyclic": cyclic})
 FORMATS.update(EXTERNAL_FORMATS)
 PEAK_FLOPS[:] = [peak_flops]
 SCHEDULES.update({"gpipe": gpipe, "interleaved": interleaved})
+LR_DECAYS.update({"inverse-square-root": inverse_square_root, "WSD": warmup_stable_decay})
 LAYER_SPLITS.update({"uneven": uneven_split, "virtual": virtual_split})
 BATCH_CHECKS[:] = [check_full_groups]
 MODEL_CHECKS[:] = [check_model_memory]

@@ -153,14 +153,6 @@ def sync_all(folder: Path) -> None:
         sync(path)
 
 
-def discard(folder: Path) -> None:
-    """Delete a checkpoint, after renaming it so that a crash leaves no partial one."""
-    doomed = folder.with_name(f".deleting-{folder.name}")
-    shutil.rmtree(doomed, ignore_errors=True)
-    folder.rename(doomed)
-    shutil.rmtree(doomed)
-
-
 def iterations(root: Path) -> list[int]:
     """The iterations of the checkpoints in `root`, in ascending order."""
     matches = (re.fullmatch(r"iter_([0-9]{7,})", path.name) for path in root.glob("iter_*"))

@@ -10,11 +10,9 @@ class Logging(Hook):
     """Report the iterations every --log-interval: hooks write the log line and everything else."""
 
     def after_step(self, trainer: Trainer) -> None:
-        if trainer.is_done or trainer.is_due(trainer.config.logging.log_interval):
-            self._report(trainer)
-
-    def _report(self, trainer: Trainer) -> None:
         state = trainer.state
+        if not (trainer.is_done or trainer.is_due(trainer.config.logging.log_interval)):
+            return
         trainer.collect()  # waits for the device, so before the clock is read
         seconds, iterations = trainer.clock.take()
         interval = Interval(

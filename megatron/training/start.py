@@ -71,29 +71,25 @@ def find_start(config: CheckpointConfig, mesh: Mesh, *, skip_train: bool) -> Che
         raise InputError("--skip-train needs --load, the checkpoint to evaluate")
     if config.finetune and config.load is None:
         raise InputError("--finetune needs --load, the checkpoint whose weights it starts from")
-    found = None if config.load is None else _find(config, config.load, mesh, skip_train=skip_train)
+    weights_only, found = config.finetune or skip_train, None
+    if config.load is not None:
+        found = find_checkpoint(
+            config.load,
+            None if config.finetune else config.save,
+            step=config.ckpt_step,
+            verify=config.verify_checkpoint,
+            weights_only=weights_only,
+            world=mesh.world,
+        )
+    if found is not None and not found.state.get("schedule") and not weights_only:
+        raise InputError(
+            f"--load: {found.folder} holds a model without the state of a run (optimizer, schedule, progress); "
+            "add --finetune to start from its weights"
+        )
     if not all_equal(-1 if found is None else stable_hash(json.dumps(found.state), bits=32), mesh.world):
         raise InputError(
             f"--load: the processes do not find the same checkpoint in {config.load}; every machine must see the same "
             "folder"
-        )
-    return found
-
-
-def _find(config: CheckpointConfig, load: str, mesh: Mesh, *, skip_train: bool) -> Checkpoint | None:
-    save = None if config.finetune else config.save
-    found = find_checkpoint(
-        load,
-        save,
-        step=config.ckpt_step,
-        verify=config.verify_checkpoint,
-        weights_only=config.finetune or skip_train,
-        world=mesh.world,
-    )
-    if found is not None and not found.state.get("schedule") and not (config.finetune or skip_train):
-        raise InputError(
-            f"--load: {found.folder} holds a model without the state of a run (optimizer, schedule, progress); "
-            "add --finetune to start from its weights"
         )
     return found
 
@@ -141,7 +137,8 @@ def run_length(
 def load_checkpoint(trainer: Trainer, checkpoint: Checkpoint | None) -> None:
     """Load weights, optimizer and state of a run from a checkpoint, or initialize the weights if there is none.
 
-    With --finetune and --skip-train only weights are loaded.
+    With --finetune and --skip-train only weights are loaded. The schedule stays the command line's unless
+    --use-checkpoint-opt_param-scheduler.
     """
     config, engine, log = trainer.config, trainer.engine, trainer.log
     if checkpoint is None:
@@ -161,31 +158,16 @@ def load_checkpoint(trainer: Trainer, checkpoint: Checkpoint | None) -> None:
     load_into(checkpoint, engine.buffer, engine.optimizer if with_optimizer else None)
     if weights_only:
         return
-    load_state(trainer, checkpoint)
+    given = trainer.state.schedule
+    try:
+        trainer.state.load_state_dict(checkpoint.state, engine.optimizer)
+    except InputError as error:
+        raise InputError(f"{checkpoint.folder / 'state.json'}: {error}") from None
+    if not config.optimizer.use_checkpoint_opt_param_scheduler:
+        trainer.state.schedule = given
     for notes in RESUME_NOTES:
         for note in notes(trainer, checkpoint):
             log(f"note: {note}")
-
-
-def load_state(trainer: Trainer, checkpoint: Checkpoint) -> None:
-    """Load the state of a run. The schedule stays that of the command line unless
-    --use-checkpoint-opt_param-scheduler; differences are logged."""
-    state, given = trainer.state, trainer.state.schedule
-    try:
-        state.load_state_dict(checkpoint.state, trainer.engine.optimizer)
-    except InputError as error:
-        raise InputError(f"{checkpoint.folder / 'state.json'}: {error}") from None
-    if state.schedule == given:
-        return
-    keeps, n = trainer.config.optimizer.use_checkpoint_opt_param_scheduler, state.consumed_samples
-    trainer.log(
-        f"note: the schedule of learning rate and weight decay differs from the checkpoint's "
-        f"({', '.join(state.schedule.differences(given))}); using that of the "
-        f"{'checkpoint' if keeps else 'command line'}. Learning rate of iteration {state.iteration + 1}: "
-        f"{state.schedule.lr(n):.3E} by the checkpoint's, {given.lr(n):.3E} by the command line's"
-    )
-    if not keeps:
-        state.schedule = given
 
 
 def check_compatible(trainer: Trainer, checkpoint: Checkpoint) -> None:
