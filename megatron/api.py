@@ -61,6 +61,7 @@ from megatron.planner.config import DryRunConfig
 from megatron.pretrain_bert import bert
 from megatron.pretrain_gpt import GPT
 from megatron.recipes.config import (
+    ExitConfig,
     FreezeConfig,
     LossScaleConfig,
     RampUpConfig,
@@ -90,6 +91,7 @@ __all__ = [
     "Dataset",
     "EvalMetric",
     "EvalTasksConfig",
+    "ExitConfig",
     "FaultsConfig",
     "FreezeConfig",
     "GPTBatch",

@@ -19,6 +19,7 @@ from megatron.interop.other_names import FLAG_NAMES
 from megatron.performance.config import PerformanceConfig
 from megatron.planner.config import DryRunConfig
 from megatron.recipes.config import (
+    ExitConfig,
     FreezeConfig,
     LossScaleConfig,
     RampUpConfig,
@@ -48,6 +49,7 @@ PLUGIN_CONFIGS.update(
         "loss scale": LossScaleConfig,
         "spikes": SpikeConfig,
         "ramp-up": RampUpConfig,
+        "exit": ExitConfig,
         "freezing": FreezeConfig,
         "old checkpoints": RetentionConfig,
         "best checkpoint": SaveBestConfig,

@@ -19,6 +19,7 @@ from megatron.data.build import MOCK_DATA, SOURCES
 from megatron.data.gpt_dataset import GPTDatasetBuilder
 from megatron.data.samplers import SAMPLE_ORDERS
 from megatron.evaluation.in_training import EvalOnStart, EvalTasks
+from megatron.faults.gloo_on_gpu import check_gloo_on_gpu
 from megatron.faults.memory import check_model_memory, memory_errors_explained
 from megatron.faults.non_finite import NonFiniteGuard
 from megatron.faults.replicas import ReplicaCheck
@@ -30,6 +31,7 @@ from megatron.inference.in_training import SampleTexts
 from megatron.interop.formats import EXTERNAL_FORMATS
 from megatron.interop.nvidia.data_order import HeadBlendRounding
 from megatron.interop.nvidia.loss_mean import LossMeanConfig, with_microbatch_means
+from megatron.optim.schedule import LR_DECAYS
 from megatron.parallel.schedules import SCHEDULES
 from megatron.parallel.stages import LAYER_SPLITS
 from megatron.performance.async_save import AsyncSaving
@@ -39,17 +41,20 @@ from megatron.performance.load import LoadWarning
 from megatron.performance.manual_gc import ManualGC
 from megatron.planner.config import DryRunConfig
 from megatron.planner.device_specs import peak_flops
+from megatron.recipes.exit import Exit
 from megatron.recipes.extension import Extension
 from megatron.recipes.freeze import FreezeCheck, Frozen
 from megatron.recipes.length import with_epochs
 from megatron.recipes.loss_scale import make_loss_scaler
 from megatron.recipes.rampup import with_rampup
 from megatron.recipes.retention import Retention
+from megatron.recipes.roll_back import RollBack, without_repetition
 from megatron.recipes.save_best import SaveBest
 from megatron.recipes.spikes import make_spike_rule
 from megatron.reports.at_end import ReportAtEnd
 from megatron.reports.devices import PEAK_FLOPS
 from megatron.reports.log import LogLines
+from megatron.reports.params_norm import ParamsNorm
 from megatron.reports.profile import Profiling
 from megatron.reports.reports import ProgressBar, Reports
 from megatron.reports.run_size import RunSize
@@ -68,6 +73,7 @@ from megatron.training.start import RESUME_NOTES
 from megatron.training.task import Task
 from megatron.variants.blend import ROUNDINGS, open_blend
 from megatron.variants.cyclic import cyclic
+from megatron.variants.lr_decay import inverse_square_root, warmup_stable_decay
 from megatron.variants.mock_data import mock_bert, mock_gpt
 from megatron.variants.schedules import check_full_groups, gpipe, interleaved
 from megatron.variants.stages import uneven_split, virtual_split
@@ -79,12 +85,13 @@ SAMPLE_ORDERS.update({"cyclic": cyclic})
 FORMATS.update(EXTERNAL_FORMATS)
 PEAK_FLOPS[:] = [peak_flops]
 SCHEDULES.update({"gpipe": gpipe, "interleaved": interleaved})
+LR_DECAYS.update({"inverse-square-root": inverse_square_root, "WSD": warmup_stable_decay})
 LAYER_SPLITS.update({"uneven": uneven_split, "virtual": virtual_split})
 BATCH_CHECKS[:] = [check_full_groups]
 MODEL_CHECKS[:] = [check_model_memory]
 FIRST_OPTIMIZERS[:] = [Frozen]
 RESUME_NOTES[:] = [resume_notes]
-START_CHECKS[:] = [check_same_everywhere, check_same_data]
+START_CHECKS[:] = [check_gloo_on_gpu, check_same_everywhere, check_same_data]
 STEP_RULES[:] = [make_loss_scaler, make_spike_rule]
 BATCH_SCHEDULES[:] = [with_rampup]
 
@@ -117,7 +124,7 @@ def prepared(config: RunConfig, task: Task) -> tuple[RunConfig, Task]:
 def train(config: RunConfig, task: Task, hooks: Sequence[Hook]) -> int:
     """Train `task` with `hooks`, with errors of too little memory explained. Returns the exit status."""
     with memory_errors_explained(config):
-        return pretrain(config, task, hooks)
+        return pretrain(without_repetition(config), task, hooks)
 
 
 def training_hooks(evaluation: Sequence[Hook] = ()) -> list[Hook]:
@@ -128,7 +135,9 @@ def training_hooks(evaluation: Sequence[Hook] = ()) -> list[Hook]:
     """
     reports = Reports()
     return [
+        Exit(),  # before those that ask whether the run goes on
         FreezeCheck(),
+        RollBack(),
         Extension(),
         LoadWarning(),
         LogLines(),  # before those that log more on an interval
@@ -143,6 +152,7 @@ def training_hooks(evaluation: Sequence[Hook] = ()) -> list[Hook]:
         Profiling(),
         NonFiniteGuard(),
         Logging(),
+        ParamsNorm(),
         Throughput(reports),
         ReplicaCheck(),
         AsyncSaving(),

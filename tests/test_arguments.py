@@ -621,6 +621,7 @@ def test_help_is_grouped_and_complete() -> None:
         "loss scale",
         "spikes",
         "ramp-up",
+        "exit",
         "freezing",
         "old checkpoints",
         "best checkpoint",

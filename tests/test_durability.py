@@ -18,6 +18,7 @@ from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.interop.huggingface.write import write_folder
 from megatron.interop.nvidia.write import write_megatron
 from megatron.interop.tensor_writer import TensorToWrite
+from megatron.recipes import roll_back
 from megatron.recipes.best import keep_best
 
 MARK = 10**18  # modification time, in ns, of synced files; every later write changes it
@@ -88,8 +89,8 @@ def test_a_checkpoint(disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     one, two, tracker = "iter_0000001", "iter_0000002", storage.TRACKER
     assert disk.renamed == [one, tracker, f".deleting-{one}", one, tracker, two, tracker]
     assert disk.early == {one}  # the old one is moved away for the new one; both are found by their number
-    assert storage.roll_back(tmp_path / "run", 1)
-    assert disk.renamed[7:] == [tracker, f"abandoned-{two}-1", storage.ROLLED_BACK]
+    assert roll_back.roll_back(tmp_path / "run", 1)
+    assert disk.renamed[7:] == [tracker, f"abandoned-{two}-1", roll_back.ROLLED_BACK]
     assert tracker not in disk.early
 
 

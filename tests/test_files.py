@@ -10,10 +10,11 @@ import pytest
 
 from megatron.arguments import parse_run_config
 from megatron.checkpoint.manifest import read_manifest
-from megatron.checkpoint.storage import TRACKER, newest_iteration, rolled_back_to
+from megatron.checkpoint.storage import TRACKER, newest_iteration
 from megatron.errors import InputError
 from megatron.files import read_file
 from megatron.inference.server.config import ServerConfig
+from megatron.recipes.roll_back import rolled_back_to
 from megatron.reports.writers import MetricsFile
 from megatron.tokenizer.base import read_json
 from megatron.tokenizer.sentence_piece import SentencePieceTokenizer

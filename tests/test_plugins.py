@@ -6,11 +6,13 @@ import faulthandler
 import types
 
 from megatron import plugins
+from megatron.checkpoint.config import CheckpointConfig
 
 
 def test_a_run_prints_its_stacks_when_a_signal_ends_it(monkeypatch) -> None:
     config = types.SimpleNamespace(
         data=None,
+        checkpoint=CheckpointConfig(),
         plugin=lambda _: types.SimpleNamespace(
             dry_run=False, loss_mean="tokens", train_epochs=None, num_threads=None
         ),

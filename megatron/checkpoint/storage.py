@@ -2,7 +2,6 @@
 
     DIR/latest_checkpointed_iteration.txt    the tracker: the newest iteration
     DIR/iter_0000100/...                     a checkpoint
-    DIR/taken_back_to_iteration.txt          the last --ckpt-step to which the run was rolled back
     DIR/best/...                             fine-tuning: a folder like DIR with the best checkpoint only
 
 A checkpoint is written under a temporary name, its files are synced to disk, the folder is renamed, and the tracker is
@@ -25,7 +24,6 @@ from megatron.errors import InputError
 from megatron.files import read_file
 
 TRACKER = "latest_checkpointed_iteration.txt"
-ROLLED_BACK = "taken_back_to_iteration.txt"
 TRACKER_BYTES = 1000
 
 
@@ -155,40 +153,10 @@ def sync_all(folder: Path) -> None:
         sync(path)
 
 
-def discard(folder: Path) -> None:
-    """Delete a checkpoint, after renaming it so that a crash leaves no partial one."""
-    doomed = folder.with_name(f".deleting-{folder.name}")
-    shutil.rmtree(doomed, ignore_errors=True)
-    folder.rename(doomed)
-    shutil.rmtree(doomed)
-
-
 def iterations(root: Path) -> list[int]:
     """The iterations of the checkpoints in `root`, in ascending order."""
     matches = (re.fullmatch(r"iter_([0-9]{7,})", path.name) for path in root.glob("iter_*"))
     return sorted(int(match[1]) for match in matches if match)
-
-
-def rolled_back_to(root: Path) -> int | None:
-    """The iteration to which the run in `root` was last rolled back; None if it never was."""
-    try:
-        return int(read_file(root / ROLLED_BACK, TRACKER_BYTES))
-    except (OSError, ValueError):
-        return None
-
-
-def roll_back(root: Path, iteration: int) -> list[Path]:
-    """Make an iteration's checkpoint the newest of `root`; returns the new names of later checkpoints."""
-    replace_text(root / TRACKER, str(iteration))
-    kept = []
-    for later in [i for i in iterations(root) if i > iteration]:
-        folder, number = folder_of(root, later), 1
-        while (name := root / f"abandoned-{folder.name}-{number}").exists():
-            number += 1
-        folder.rename(name)
-        kept.append(name)
-    replace_text(root / ROLLED_BACK, str(iteration))
-    return kept
 
 
 def lock(root: Path) -> TextIO:

@@ -1,13 +1,31 @@
-"""What makes a resumed run differ from the one that saved its checkpoint: operations, and the order of the data."""
+"""Notes on what differs in a resumed run from the one that saved its checkpoint: schedule, operations, data order."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
 from megatron.checkpoint.checkpoint import Checkpoint
+from megatron.optim.schedule import Schedule
 from megatron.training.loop import Trainer
+from megatron.training.start import run_length
 
+# What each field of a schedule follows from.
+SCHEDULE_FLAGS = {
+    "max_lr": "--lr",
+    "min_lr": "--min-lr",
+    "init_lr": "--lr-warmup-init",
+    "warmup": "warm-up samples (--lr-warmup-iters, -samples, -fraction)",
+    "decay": "decay samples (--lr-decay-iters, -samples, --train-iters, -samples)",
+    "decay_style": "--lr-decay-style",
+    "wsd_decay": "samples of the last phase of WSD (--lr-wsd-decay-iters, -samples)",
+    "wsd_decay_style": "--lr-wsd-decay-style",
+    "start_weight_decay": "weight decay at the start (--weight-decay, --start-weight-decay)",
+    "end_weight_decay": "weight decay at the end (--weight-decay, --end-weight-decay)",
+    "weight_decay_style": "--weight-decay-incr-style",
+    "train_samples": "training samples (--train-iters, --train-samples)",
+}
 # Flags that decide which training samples come next, by the section of the configuration.
 ORDER_FLAGS = {
     "training": ["seed"],
@@ -19,6 +37,8 @@ ORDER_FLAGS = {
 
 def resume_notes(trainer: Trainer, checkpoint: Checkpoint) -> Iterator[str]:
     """Yield a note for each difference that changes the results of the run."""
+    if (note := schedule_note(trainer, checkpoint)) is not None:
+        yield note
     before, now = checkpoint.state.get("operations"), trainer.engine.ops.kinds
     if before is not None and tuple(before) != now:
         yield (
@@ -27,6 +47,26 @@ def resume_notes(trainer: Trainer, checkpoint: Checkpoint) -> Iterator[str]:
         )
     if changed := order_changes(trainer, checkpoint):
         yield f"the order of the training data may change from here on: {', '.join(changed)}"
+
+
+def schedule_note(trainer: Trainer, checkpoint: Checkpoint) -> str | None:
+    """Text on a schedule of learning rate and weight decay that is not the one in a checkpoint, and the one in use."""
+    config, state, batches = trainer.config, trainer.state, trainer.batch_schedule
+    _, samples = run_length(config, batches, state.iteration, state.consumed_samples)
+    given = Schedule.from_config(
+        config.optimizer, global_batch_size=batches.global_batch_size, train_samples=samples
+    )
+    saved, n = Schedule(**checkpoint.state["schedule"]), state.consumed_samples
+    rows = [(f.name, vars(saved)[f.name], vars(given)[f.name]) for f in dataclasses.fields(Schedule)]
+    changed = [f"{SCHEDULE_FLAGS[name]} changed from {old} to {new}" for name, old, new in rows if old != new]
+    if not changed:
+        return None
+    keeps = config.optimizer.use_checkpoint_opt_param_scheduler
+    return (
+        f"the schedule of learning rate and weight decay differs from the checkpoint's ({', '.join(changed)}); using "
+        f"that of the {'checkpoint' if keeps else 'command line'}. Learning rate of iteration {state.iteration + 1}: "
+        f"{saved.lr(n):.3E} by the checkpoint's, {given.lr(n):.3E} by the command line's"
+    )
 
 
 def order_changes(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Callable
 
 from megatron.errors import InputError
 from megatron.optim.config import OptimizerConfig
-
-
-def set_by(flags: str) -> Any:
-    """Make a field of a schedule; `flags` name, for messages, what it follows from."""
-    return dataclasses.field(metadata={"flags": flags})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,18 +20,18 @@ class Schedule:
         train_samples: samples over which weight decay changes.
     """
 
-    max_lr: float = set_by("--lr")
-    min_lr: float = set_by("--min-lr")
-    init_lr: float = set_by("--lr-warmup-init")
-    warmup: float = set_by("warm-up samples (--lr-warmup-iters, -samples, -fraction)")
-    decay: int = set_by("decay samples (--lr-decay-iters, -samples, --train-iters, -samples)")
-    decay_style: str = set_by("--lr-decay-style")
-    wsd_decay: int = set_by("samples of the last phase of WSD (--lr-wsd-decay-iters, -samples)")
-    wsd_decay_style: str = set_by("--lr-wsd-decay-style")
-    start_weight_decay: float = set_by("weight decay at the start (--weight-decay, --start-weight-decay)")
-    end_weight_decay: float = set_by("weight decay at the end (--weight-decay, --end-weight-decay)")
-    weight_decay_style: str = set_by("--weight-decay-incr-style")
-    train_samples: int = set_by("training samples (--train-iters, --train-samples)")
+    max_lr: float
+    min_lr: float
+    init_lr: float
+    warmup: float
+    decay: int
+    decay_style: str
+    wsd_decay: int
+    wsd_decay_style: str
+    start_weight_decay: float
+    end_weight_decay: float
+    weight_decay_style: str
+    train_samples: int
 
     @classmethod
     def from_config(cls, config: OptimizerConfig, *, global_batch_size: int, train_samples: int) -> Schedule:
@@ -84,41 +79,19 @@ class Schedule:
             train_samples=train_samples,
         )
 
-    def differences(self, other: Schedule) -> list[str]:
-        """Describe each difference from another schedule: the flag, this value and the other."""
-        rows = [
-            (f.metadata["flags"], vars(self)[f.name], vars(other)[f.name]) for f in dataclasses.fields(self)
-        ]
-        return [f"{flags} changed from {mine} to {theirs}" for flags, mine, theirs in rows if mine != theirs]
-
     def lr(self, consumed_samples: int) -> float:
         """Learning rate of the step after `consumed_samples`."""
-        n, span = consumed_samples, self.max_lr - self.min_lr
-        if self.warmup and n <= self.warmup:
-            return self.init_lr + (self.max_lr - self.init_lr) * n / self.warmup
+        if self.warmup and consumed_samples <= self.warmup:
+            return self.init_lr + (self.max_lr - self.init_lr) * consumed_samples / self.warmup
         if self.decay_style == "constant":
             return self.max_lr
-        if n > self.decay:
+        if consumed_samples > self.decay:
             return self.min_lr
-        if self.decay_style == "inverse-square-root":
-            return max(self.min_lr, self.max_lr * math.sqrt(max(self.warmup, 1) / max(n, 1)))
-        if self.decay_style == "WSD":
-            return self.min_lr + span * self._wsd_share(n)
-        progress = (n - self.warmup) / (self.decay - self.warmup)
-        share = 1 - progress if self.decay_style == "linear" else 0.5 * (math.cos(math.pi * progress) + 1)
-        return self.min_lr + span * share
-
-    def _wsd_share(self, n: int) -> float:
-        start = self.decay - self.wsd_decay
-        if n <= start:
-            return 1.0
-        progress = (n - start) / self.wsd_decay
-        return {
-            "exponential": 2 * 0.5**progress - 1,
-            "linear": 1 - progress,
-            "cosine": 0.5 * (math.cos(math.pi * progress) + 1),
-            "minus_sqrt": 1 - math.sqrt(progress),
-        }[self.wsd_decay_style]
+        if self.decay_style in LR_DECAYS:
+            return LR_DECAYS[self.decay_style](self, consumed_samples)
+        progress = (consumed_samples - self.warmup) / (self.decay - self.warmup)
+        share = {"linear": 1 - progress, "cosine": 0.5 * (math.cos(math.pi * progress) + 1)}[self.decay_style]
+        return self.min_lr + (self.max_lr - self.min_lr) * share
 
     def weight_decay(self, consumed_samples: int) -> float:
         """Weight decay of the step after `consumed_samples`."""
@@ -127,3 +100,7 @@ class Schedule:
         if self.weight_decay_style == "cosine":
             progress = 0.5 * (math.cos(math.pi * (1 - progress)) + 1)
         return start + span * progress
+
+
+# Learning rate between warm-up and end of the decay, by --lr-decay-style. Filled by `megatron.plugins`.
+LR_DECAYS: dict[str, Callable[[Schedule, int], float]] = {}

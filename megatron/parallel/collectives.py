@@ -122,10 +122,7 @@ def all_reduce_sum(x: Tensor, *axes: Axis) -> Tensor:
 
 def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:
     """Replace `x`, any shape, by its maximum over `axis`, in place."""
-    if axis.size > 1:
-        with named("all-reduce", axis):
-            dist.all_reduce(x, dist.ReduceOp.MAX, group=axis.group)
-    return x
+    return _start("all-reduce", axis, x, dist.all_reduce, x, dist.ReduceOp.MAX).wait()
 
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
@@ -174,48 +171,37 @@ def local_shard(x: Tensor, axis: Axis) -> Tensor:
     return x if axis.size == 1 else x.chunk(axis.size)[axis.rank].contiguous()
 
 
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        return all_reduce_sum(x.contiguous(), axis)
+# A function of a tensor and the axis that it communicates over.
+Collective = Callable[[Tensor, Axis], Tensor]
+
+
+class _Communication(torch.autograd.Function):
+    """A linear collective, with its transpose, which backward calls."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _ReduceScatterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return start_reduce_scatter(x, axis).wait()
+    def forward(ctx: Any, x: Tensor, axis: Axis, collective: Collective, transpose: Collective) -> Tensor:
+        ctx.axis, ctx.transpose = axis, transpose
+        return collective(x.contiguous(), axis)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_gather(grad, ctx.axis), None
-
-
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return all_gather(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return local_shard(grad, ctx.axis), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.transpose(grad, ctx.axis), None, None, None
 
 
 def reduce_from(x: Tensor, axis: Axis) -> Tensor:
     """g of the paper: sum `x` over `axis`; backward is the identity."""
-    return x if axis.size == 1 else _Reduce.apply(x, axis)
+    return x if axis.size == 1 else _Communication.apply(x, axis, all_reduce_sum, lambda grad, _: grad)
 
 
 def reduce_scatter_sequence(x: Tensor, axis: Axis) -> Tensor:
     """Reduce-scatter [s, ...] to [s / size, ...] along the sequence; backward all-gathers the gradient."""
-    return x if axis.size == 1 else _ReduceScatterSequence.apply(x, axis)
+    return x if axis.size == 1 else _Communication.apply(x, axis, _reduce_scattered, all_gather)
 
 
 def gather_sequence(x: Tensor, axis: Axis) -> Tensor:
     """All-gather [s, ...] to [s · size, ...] for computations that all ranks repeat; backward takes the local part."""
-    return x if axis.size == 1 else _GatherSequence.apply(x, axis)
+    return x if axis.size == 1 else _Communication.apply(x, axis, all_gather, local_shard)
+
+
+def _reduce_scattered(x: Tensor, axis: Axis) -> Tensor:
+    return start_reduce_scatter(x, axis).wait()

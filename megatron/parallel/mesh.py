@@ -183,8 +183,6 @@ def init_mesh(
     backend = config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
     if backend == "nccl" and device.type != "cuda":
         raise InputError("--distributed-backend: nccl needs GPUs; on CPUs use gloo")
-    if backend == "gloo" and device.type == "cuda":
-        _check_gloo_on_gpu(config)
     rank = _environment("RANK")
     host, port = os.environ.get("MASTER_ADDR", ""), _environment("MASTER_PORT")
     if not host or not 0 < port < 2**16:
@@ -214,19 +212,6 @@ def init_mesh(
     yield mesh
     # Not after an exception: NCCL would wait for communications that a lost rank never joins.
     dist.destroy_process_group()
-
-
-def _check_gloo_on_gpu(config: ParallelConfig) -> None:
-    """Check that the flags need no collectives that gloo lacks for GPU tensors: it reduces them only."""
-    needs = {
-        "--pipeline-model-parallel-size": config.pipeline_model_parallel_size > 1,
-        "--sequence-parallel": config.sequence_parallel,
-        "--use-distributed-optimizer": config.use_distributed_optimizer,
-        "--distribute-saved-activations": config.distribute_saved_activations,
-    }
-    for name, given in needs.items():
-        if given:
-            raise InputError(f"--distributed-backend: gloo on GPUs does not support {name}; use nccl")
 
 
 def arrange(

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from megatron.checkpoint.storage import (
     begin_checkpoint,
-    discard,
     finish_checkpoint,
     folder_of,
     iterations,
     temporary_folder,
 )
+from megatron.recipes.retention import discard
 
 
 def keep_best(root: Path, iteration: int) -> Path:

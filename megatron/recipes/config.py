@@ -96,6 +96,14 @@ class RampUpConfig(PluginConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ExitConfig(PluginConfig):
+    """Exit before the last iteration."""
+
+    exit_interval: int | None = flag(None, "save and exit when the iteration is a multiple of N", low=1)
+    exit_duration_in_mins: int | None = flag(None, "save and exit after N minutes", low=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class FreezeConfig(PluginConfig):
     """Parameters that are not trained."""
 

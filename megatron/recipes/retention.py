@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import logging
+import shutil
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from megatron.checkpoint.storage import discard, folder_of, iterations
+from megatron.checkpoint.storage import folder_of, iterations
 from megatron.recipes.config import RetentionConfig
 from megatron.training.loop import Hook, Trainer
 
@@ -40,3 +41,11 @@ def discard_older(root: Path, iteration: int, *, config: RetentionConfig) -> Non
             discard(folder_of(root, i))
     except OSError as error:
         logger.warning(f"--keep-last: cannot delete an older checkpoint: {error}")
+
+
+def discard(folder: Path) -> None:
+    """Delete a checkpoint, after renaming it so that a crash leaves no partial one."""
+    doomed = folder.with_name(f".deleting-{folder.name}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    folder.rename(doomed)
+    shutil.rmtree(doomed)

@@ -36,6 +36,7 @@ class ReportConfig(PluginConfig):
         "(default: metrics.jsonl in --save, if given)",
         metavar="FILE",
     )
+    log_params_norm: bool = flag(False, "log the L2 norm of the parameters")
     tensorboard_dir: str | None = flag(None, "write TensorBoard events to this folder", metavar="DIR")
     tensorboard_log_interval: int = flag(1, "iterations between points in TensorBoard", low=1)
     tensorboard_queue_size: int = flag(

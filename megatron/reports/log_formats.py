@@ -52,8 +52,8 @@ class Short(LogFormat):
             columns.append(f"loss scale {last['loss scale']:g}")
         if len(set(trainer.batch_schedule.sizes())) > 1:
             columns.append(f"batch size {interval.batch_size:,}")
-        if interval.params_norm is not None:
-            columns.append(f"params norm {_fixed(interval.params_norm, 3)}")
+        if "params norm" in values:
+            columns.append(f"params norm {_fixed(values['params norm'], 3)}")
         if "num zeros" in last:
             columns.append(f"zeros {_count(last['num zeros'])}")
         return _lines(columns)
@@ -137,8 +137,8 @@ class Megatron(LogFormat):
         ]
         if "num zeros" in last:
             parts.append(f"num zeros: {last['num zeros']:.1f}")
-        if interval.params_norm is not None:
-            parts.append(f"params norm: {interval.params_norm:.3f}")
+        if "params norm" in interval.values:
+            parts.append(f"params norm: {interval.values['params norm']:.3f}")
         parts += [
             f"number of skipped iterations: {interval.skipped:3d}",
             f"number of nan iterations: {interval.bad:3d}",

@@ -28,9 +28,7 @@ logger = logging.getLogger("megatron")
 # Category of an event, by the first pattern that matches its path: its name, then those of its callers.
 PATHS = {
     "waiting for data": re.compile(r"batch-generator"),
-    "communication": re.compile(
-        r"nccl|gloo:|c10d::|_Reduce\b|_GatherSequence|_ReduceScatter|grads-reduce|params-gather|-recv|-send"
-    ),
+    "communication": re.compile(r"nccl|gloo:|c10d::|_Communication|grads-reduce|params-gather|-recv|-send"),
     "optimizer": re.compile(r"optimizer|Optimizer\.step"),
     # _Blocks is the attention of a CPU (ops/cpu/attention.py).
     "attention": re.compile(r"attention|flash|fmha|sdpa|_Blocks", re.IGNORECASE),

@@ -237,8 +237,6 @@ def record(interval: Interval) -> dict[str, Any]:
         "global batch size": interval.batch_size,
         "skipped iterations": interval.skipped,
     }
-    if interval.params_norm is not None:
-        values["params norm"] = interval.params_norm
     return values | {"seconds per iteration": interval.seconds} | interval.values
 
 

@@ -36,8 +36,6 @@ class TrainingConfig(Config):
     eval_interval: int = flag(1000, "iterations between evaluations", low=1)
     eval_iters: int = flag(100, "global batches per evaluation; 0 disables evaluation", low=0)
     skip_train: bool = flag(False, "evaluate the checkpoint of --load and exit without training")
-    exit_interval: int | None = flag(None, "save and exit when the iteration is a multiple of N", low=1)
-    exit_duration_in_mins: int | None = flag(None, "save and exit after N minutes", low=1)
     seed: int = flag(1234, "seed of initial weights, data order and dropout", low=0, high=2**32 - 1)
     device: str = flag(
         "auto", "device to train on; 'auto': a GPU if there is one", choices=("auto", "cpu", "cuda")
@@ -70,7 +68,6 @@ class LoggingConfig(Config):
         "detail of the log: 'debug' adds operations, layout, data of each file, peak throughput and memory",
         choices=("info", "debug"),
     )
-    log_params_norm: bool = flag(False, "log the L2 norm of the parameters")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megatron.optim.norms import model_norm
 from megatron.training.loop import Hook, Trainer
 from megatron.training.report import Interval
 
@@ -11,11 +10,9 @@ class Logging(Hook):
     """Report the iterations every --log-interval: hooks write the log line and everything else."""
 
     def after_step(self, trainer: Trainer) -> None:
-        if trainer.is_done or trainer.is_due(trainer.config.logging.log_interval):
-            self._report(trainer)
-
-    def _report(self, trainer: Trainer) -> None:
         state = trainer.state
+        if not (trainer.is_done or trainer.is_due(trainer.config.logging.log_interval)):
+            return
         trainer.collect()  # waits for the device, so before the clock is read
         seconds, iterations = trainer.clock.take()
         interval = Interval(
@@ -27,15 +24,8 @@ class Logging(Hook):
             batch_size=trainer.batch_size,
             iterations=iterations,
             seconds=seconds / iterations,
-            params_norm=_params_norm(trainer) if trainer.config.logging.log_params_norm else None,
         )
         for hook in trainer.hooks:
             hook.before_report(trainer, interval)
         for hook in trainer.hooks:
             hook.after_report(trainer, interval)
-
-
-def _params_norm(trainer: Trainer) -> float:
-    """L2 norm of all parameters. Every process must call it."""
-    buffer = trainer.engine.buffer
-    return model_norm(buffer.masters, buffer.buckets, buffer.mesh).item()

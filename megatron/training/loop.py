@@ -59,7 +59,7 @@ class Trainer:
     elapsed: int = 0
 
     def run(self, stop: StopRequests) -> None:
-        """Train unless nothing is left to train, then evaluate. Sets `stop_reason` if `stop` ended training early."""
+        """Train unless nothing is left to train, then evaluate. `stop_reason` is set if training ended early."""
         with ExitStack() as contexts:
             for hook in self.hooks:
                 contexts.enter_context(hook.during_run(self))
@@ -70,7 +70,7 @@ class Trainer:
                     hook.at_end(self)
 
     def train(self, stop: StopRequests) -> None:
-        """Train to the last iteration, or until `stop` gives a reason not to."""
+        """Train to the last iteration, or until `stop` or a hook gives a reason not to."""
         batches = train_batches(
             self.datasets["train"],
             self.config.data,
@@ -87,7 +87,7 @@ class Trainer:
             self.clock = Clock()
             while self.goes_on:
                 self.step(batches)
-                self.stop_reason = stop.reason(self.state.iteration)
+                self.stop_reason = stop.reason()
                 self.elapsed = stop.elapsed
                 for hook in self.hooks:
                     hook.after_step(self)
@@ -187,7 +187,7 @@ class Hook:
         """Called before the first step."""
 
     def after_step(self, trainer: Trainer) -> None:
-        """Called after every step. `trainer.stop_reason` is set if it is the last one before the run stops early."""
+        """Called after every step. `trainer.stop_reason`, which it may set, is the reason to stop after this step."""
 
     def after_collect(self, trainer: Trainer, rows: list[dict[str, float]]) -> None:
         """Called when the values of iterations have arrived from the device."""

@@ -51,7 +51,7 @@ def pretrain(config: RunConfig, task: Task, hooks: Sequence[Hook]) -> int:
         keep_freed_memory()
     with init_mesh(config.parallel, device, functools.partial(_check_start, config)) as mesh:
         show_log(mesh, config.logging.log_level)
-        stop = StopRequests(config.training, mesh)
+        stop = StopRequests(mesh)
         with raise_on_all_ranks(mesh.world, InputError):
             claim = claim_folder(config.checkpoint, mesh)
         with claim or nullcontext():

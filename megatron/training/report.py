@@ -94,7 +94,6 @@ class Interval:
     batch_size: int
     iterations: int
     seconds: float
-    params_norm: float | None = None
     values: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,10 +12,10 @@ from megatron.checkpoint.checkpoint import Checkpoint, check_architecture, check
 from megatron.checkpoint.config import CheckpointConfig
 from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.load import load_into
-from megatron.checkpoint.storage import lock, newest_iteration, roll_back, rolled_back_to
+from megatron.checkpoint.storage import lock, newest_iteration
 from megatron.errors import InputError
 from megatron.optim.schedule import Schedule
-from megatron.parallel.collectives import all_equal, raise_on_all_ranks
+from megatron.parallel.collectives import all_equal
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import stable_hash
 from megatron.training.batch_size import BatchSchedule
@@ -25,8 +24,6 @@ from megatron.training.loop import Trainer
 from megatron.training.report import History
 from megatron.training.state import TrainState
 from megatron.training.task import Task
-
-logger = logging.getLogger("megatron")
 
 # Notes for the log on how a resumed run differs from the one that saved its checkpoint. Filled by `megatron.plugins`.
 RESUME_NOTES: list[Callable[[Trainer, Checkpoint], Iterator[str]]] = []
@@ -74,38 +71,26 @@ def find_start(config: CheckpointConfig, mesh: Mesh, *, skip_train: bool) -> Che
         raise InputError("--skip-train needs --load, the checkpoint to evaluate")
     if config.finetune and config.load is None:
         raise InputError("--finetune needs --load, the checkpoint whose weights it starts from")
-    found = None if config.load is None else _find(config, config.load, mesh, skip_train=skip_train)
+    weights_only, found = config.finetune or skip_train, None
+    if config.load is not None:
+        found = find_checkpoint(
+            config.load,
+            None if config.finetune else config.save,
+            step=config.ckpt_step,
+            verify=config.verify_checkpoint,
+            weights_only=weights_only,
+            world=mesh.world,
+        )
+    if found is not None and not found.state.get("schedule") and not weights_only:
+        raise InputError(
+            f"--load: {found.folder} holds a model without the state of a run (optimizer, schedule, progress); "
+            "add --finetune to start from its weights"
+        )
     if not all_equal(-1 if found is None else stable_hash(json.dumps(found.state), bits=32), mesh.world):
         raise InputError(
             f"--load: the processes do not find the same checkpoint in {config.load}; every machine must see the same "
             "folder"
         )
-    return found
-
-
-def _find(config: CheckpointConfig, load: str, mesh: Mesh, *, skip_train: bool) -> Checkpoint | None:
-    root, step = Path(load), config.ckpt_step
-    if resumes(config) and step is not None and rolled_back_to(root) == step:
-        # The same command has rolled back already and trained further since: resume from its newest checkpoint.
-        step = None
-    save = None if config.finetune else config.save
-    found = find_checkpoint(
-        load,
-        save,
-        step=step,
-        verify=config.verify_checkpoint,
-        weights_only=config.finetune or skip_train,
-        world=mesh.world,
-    )
-    if found is not None and not found.state.get("schedule") and not (config.finetune or skip_train):
-        raise InputError(
-            f"--load: {found.folder} holds a model without the state of a run (optimizer, schedule, progress); "
-            "add --finetune to start from its weights"
-        )
-    if resumes(config) and step is not None:
-        with raise_on_all_ranks(mesh.world):
-            if mesh.is_first and (kept := roll_back(root, step)):
-                logger.info(f"--ckpt-step: later checkpoints are kept as {kept[0]} ({len(kept)} in all)")
     return found
 
 
@@ -152,7 +137,8 @@ def run_length(
 def load_checkpoint(trainer: Trainer, checkpoint: Checkpoint | None) -> None:
     """Load weights, optimizer and state of a run from a checkpoint, or initialize the weights if there is none.
 
-    With --finetune and --skip-train only weights are loaded.
+    With --finetune and --skip-train only weights are loaded. The schedule stays the command line's unless
+    --use-checkpoint-opt_param-scheduler.
     """
     config, engine, log = trainer.config, trainer.engine, trainer.log
     if checkpoint is None:
@@ -172,31 +158,16 @@ def load_checkpoint(trainer: Trainer, checkpoint: Checkpoint | None) -> None:
     load_into(checkpoint, engine.buffer, engine.optimizer if with_optimizer else None)
     if weights_only:
         return
-    load_state(trainer, checkpoint)
+    given = trainer.state.schedule
+    try:
+        trainer.state.load_state_dict(checkpoint.state, engine.optimizer)
+    except InputError as error:
+        raise InputError(f"{checkpoint.folder / 'state.json'}: {error}") from None
+    if not config.optimizer.use_checkpoint_opt_param_scheduler:
+        trainer.state.schedule = given
     for notes in RESUME_NOTES:
         for note in notes(trainer, checkpoint):
             log(f"note: {note}")
-
-
-def load_state(trainer: Trainer, checkpoint: Checkpoint) -> None:
-    """Load the state of a run. The schedule stays that of the command line unless
-    --use-checkpoint-opt_param-scheduler; differences are logged."""
-    state, given = trainer.state, trainer.state.schedule
-    try:
-        state.load_state_dict(checkpoint.state, trainer.engine.optimizer)
-    except InputError as error:
-        raise InputError(f"{checkpoint.folder / 'state.json'}: {error}") from None
-    if state.schedule == given:
-        return
-    keeps, n = trainer.config.optimizer.use_checkpoint_opt_param_scheduler, state.consumed_samples
-    trainer.log(
-        f"note: the schedule of learning rate and weight decay differs from the checkpoint's "
-        f"({', '.join(state.schedule.differences(given))}); using that of the "
-        f"{'checkpoint' if keeps else 'command line'}. Learning rate of iteration {state.iteration + 1}: "
-        f"{state.schedule.lr(n):.3E} by the checkpoint's, {given.lr(n):.3E} by the command line's"
-    )
-    if not keeps:
-        state.schedule = given
 
 
 def check_compatible(trainer: Trainer, checkpoint: Checkpoint) -> None:

@@ -1,4 +1,4 @@
-"""Stop a run before its last iteration: signals, --exit-interval and --exit-duration-in-mins."""
+"""Stop a run before its last iteration on a signal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 
 from megatron.parallel.collectives import all_reduce_max
 from megatron.parallel.mesh import Mesh
-from megatron.training.config import TrainingConfig
 
 # torchrun forwards a signal to processes that already had it from the terminal. A signal this soon after the first is
 # the same request, not a second one.
@@ -28,8 +27,7 @@ class StopRequests:
     second signal exits at once. The end of torchrun counts as SIGHUP. A signal that is ignored, as by nohup, stays so.
     """
 
-    def __init__(self, config: TrainingConfig, mesh: Mesh) -> None:
-        self.config = config
+    def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.started = time.monotonic()
         self.elapsed = 0  # seconds until `reason` was last called, the same on every process
@@ -61,23 +59,17 @@ class StopRequests:
         if self.since is None:
             self.signal, self.since = number, time.monotonic()
 
-    def reason(self, iteration: int) -> str | None:
-        """Reason to stop after `iteration`, the same on every process; None to go on. Every process must call it."""
+    def reason(self) -> str | None:
+        """Reason to stop now, the same on every process; None to go on. Every process must call it."""
         if self.torchrun not in (None, os.getppid()):
             self._note(signal.SIGHUP)
         elapsed = int(time.monotonic() - self.started)
         # CPU tensors, so that agreeing does not wait for the GPU.
         number, self.elapsed = all_reduce_max(torch.tensor([self.signal, elapsed]), self.mesh.world).tolist()
-        if number:
-            self._note(number)
-            torchrun = " or torchrun ended" if number == signal.SIGHUP else ""
-            return f"{signal.Signals(number).name} was received{torchrun}"
-        minutes = self.config.exit_duration_in_mins
-        if minutes is not None and self.elapsed >= 60 * minutes:
-            return f"--exit-duration-in-mins {minutes} is over"
-        if self.config.exit_interval and iteration % self.config.exit_interval == 0:
-            return f"iteration {iteration} is a multiple of --exit-interval {self.config.exit_interval}"
-        return None
+        if not number:
+            return None
+        self._note(number)
+        return f"{signal.Signals(number).name} was received{' or torchrun ended' if number == signal.SIGHUP else ''}"
 
     @property
     def exit_code(self) -> int:

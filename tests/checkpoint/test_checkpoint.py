@@ -33,6 +33,7 @@ from megatron.optim.optimizer import Optimizer
 from megatron.parallel.slices import Block, GlobalSlice
 from megatron.recipes.config import LossScaleConfig
 from megatron.recipes.loss_scale import LossScaler
+from megatron.recipes.retention import discard
 from megatron.recipes.spikes import SpikeRule
 from megatron.training.report import History
 from megatron.training.state import TrainState
@@ -199,7 +200,7 @@ def test_without_the_tracker_the_newest_checkpoint_counts(tmp_path: Path) -> Non
 def test_a_discarded_checkpoint_leaves_nothing(tmp_path: Path) -> None:
     buffer, optimizer, _ = make()
     save(tmp_path, buffer, optimizer, 1)
-    storage.discard(storage.folder_of(tmp_path, 1))
+    discard(storage.folder_of(tmp_path, 1))
     assert [path.name for path in tmp_path.iterdir()] == [storage.TRACKER]
 
 

@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from megatron import plugins  # noqa: F401 (fills LR_DECAYS)
 from megatron.errors import InputError
 from megatron.optim.config import OptimizerConfig
 from megatron.optim.schedule import Schedule

@@ -53,7 +53,8 @@ def test_the_short_line() -> None:
 
 
 def test_skipped_iterations_and_other_rarities_follow_the_usual_columns() -> None:
-    made = interval([(9, 2.5, 1.0), (10, NAN, NAN)], params_norm=31.5)
+    made = interval([(9, 2.5, 1.0), (10, NAN, NAN)])
+    made.values["params norm"] = 31.5
     made.rows[-1] |= {"loss scale": 65536.0, "num zeros": 1234567.0}
     assert short(made, sizes=(4, 8)) == [
         " 10/500  loss nan  grad norm nan  lr 1.50e-04  12,346 tokens/s  MFU 45.3%  ETA 1m00s  skipped 1 of 2",
@@ -119,7 +120,9 @@ def test_megatron_lms_line_byte_for_byte() -> None:
     )
     # The regular expression by which scripts parse the loss from Megatron-LM's logs.
     assert re.search(r"lm loss: ([0-9.E+-]+) \|", line).group(1) == "3.000000E+00"
-    line = MEGATRON.training(trainer(), interval([(9, 2.5, 1.0), (10, NAN, NAN)], params_norm=3.0))
+    made = interval([(9, 2.5, 1.0), (10, NAN, NAN)])
+    made.values["params norm"] = 3.0
+    line = MEGATRON.training(trainer(), made)
     assert "lm loss: nan |" in line and "grad norm: nan" in line and "params norm: 3.000" in line
     assert "number of nan iterations:   1 |" in line
 

@@ -19,10 +19,8 @@ TINY = """
 def test_without_save_interval_a_run_saves_every_30_minutes(
     pretrain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def reason(stop: StopRequests, iteration: int) -> None:
-        stop.elapsed = (
-            700 * iteration
-        )  # 1,800 seconds have passed after iteration 3, 1,800 more after iteration 6
+    def reason(stop: StopRequests) -> None:
+        stop.elapsed += 700  # 1,800 seconds have passed after iteration 3, 1,800 more after iteration 6
 
     monkeypatch.setattr(StopRequests, "reason", reason)
     out = pretrain(*TINY, "--save", tmp_path / "a")

@@ -27,11 +27,9 @@ from megatron.parallel.mesh import Mesh
 from megatron.parallel.parameters import normal
 from megatron.parallel.slices import whole
 from megatron.tokenizer.config import TokenizerConfig
-from megatron.training.config import TrainingConfig
 from megatron.training.engine import Engine
 from megatron.training.hooks import Evaluation
 from megatron.training.loop import Trainer
-from megatron.training.stop import StopRequests
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TINY = """
@@ -612,15 +610,6 @@ def test_training_without_finite_gradients_stops(command, tmp_path: Path) -> Non
         "error: iteration 2: the loss or its gradient is not finite; no weights were"
     )
     assert result.stderr.count("\n") == 1 and "first the output of " in result.stderr
-
-
-def test_exit_duration() -> None:
-    config = TrainingConfig(micro_batch_size=1, train_iters=10, exit_duration_in_mins=2)
-    stop = StopRequests(config, Mesh(device=torch.device("cpu")))
-    assert stop.reason(1) is None
-    stop.started -= 121
-    assert "--exit-duration-in-mins 2" in stop.reason(2)
-    assert stop.exit_code == 0
 
 
 @pytest.mark.parametrize(

@@ -12,28 +12,23 @@ from models import CPU
 
 from megatron.parallel.config import ParallelConfig
 from megatron.parallel.mesh import Mesh, init_mesh
-from megatron.training.config import TrainingConfig
 from megatron.training.stop import StopRequests
 
 
-def reasons(asked: int) -> tuple[list[str | None], list[int]]:
-    """Return stop reasons and exit codes of two runs.
+def reasons(asked: int) -> tuple[list[str | None], int, bool]:
+    """Return two stop reasons, the exit code, and if all know the time of the slowest.
 
-    `asked` receives SIGUSR1 in the first run and exceeds its time limit in the second.
+    `asked` receives SIGUSR1 between the two, and has run two minutes longer.
     """
-    config = TrainingConfig(micro_batch_size=1, train_iters=9, exit_duration_in_mins=2)
     with init_mesh(ParallelConfig(), CPU) as mesh:
         is_asked = mesh.world.rank == asked
-        with StopRequests(config, mesh) as stop:
-            answers = [stop.reason(1)]
+        with StopRequests(mesh) as stop:
+            stop.started -= 121 if is_asked else 0
+            answers = [stop.reason()]
             if is_asked:
                 os.kill(os.getpid(), signal.SIGUSR1)
-            answers.append(stop.reason(2))
-        codes = [stop.exit_code]
-        with StopRequests(config, mesh) as stop:
-            stop.started -= 121 if is_asked else 0
-            answers.append(stop.reason(1))
-        return answers, [*codes, stop.exit_code]
+            answers.append(stop.reason())
+        return answers, stop.exit_code, stop.elapsed >= 121
 
 
 @pytest.fixture
@@ -46,16 +41,15 @@ def default_sighup() -> Iterator[None]:
 
 @pytest.mark.usefixtures("default_sighup")
 def test_sighup_and_the_end_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = TrainingConfig(micro_batch_size=1, train_iters=9)
-    with StopRequests(config, Mesh(device=CPU)) as stop:
+    with StopRequests(Mesh(device=CPU)) as stop:
         os.kill(os.getpid(), signal.SIGHUP)
-        assert stop.reason(1) == "SIGHUP was received or torchrun ended"
+        assert stop.reason() == "SIGHUP was received or torchrun ended"
     assert stop.exit_code == 129
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    with StopRequests(config, Mesh(device=CPU)) as stop:
-        assert stop.reason(1) is None
+    with StopRequests(Mesh(device=CPU)) as stop:
+        assert stop.reason() is None
         monkeypatch.setattr(os, "getppid", lambda: 1)
-        assert stop.reason(2) == "SIGHUP was received or torchrun ended"
+        assert stop.reason() == "SIGHUP was received or torchrun ended"
     assert stop.exit_code == 129
 
 
@@ -63,13 +57,13 @@ def test_ignored_signals_stay_ignored() -> None:
     """As under nohup."""
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with StopRequests(TrainingConfig(micro_batch_size=1, train_iters=9), Mesh(device=CPU)) as stop:
+        with StopRequests(Mesh(device=CPU)) as stop:
             os.kill(os.getpid(), signal.SIGHUP)
-            assert stop.reason(1) is None and stop.exit_code == 0
+            assert stop.reason() is None and stop.exit_code == 0
     finally:
         signal.signal(signal.SIGHUP, previous)
 
 
 def test_all_processes_stop_when_one_is_asked_to() -> None:
-    expected = [None, "SIGUSR1 was received", "--exit-duration-in-mins 2 is over"]
-    assert run_distributed(reasons, 2, 1) == [(expected, [128 + signal.SIGUSR1, 0])] * 2
+    expected = ([None, "SIGUSR1 was received"], 128 + signal.SIGUSR1, True)
+    assert run_distributed(reasons, 2, 1) == [expected] * 2

@@ -1,0 +1,17 @@
+"""Norm of the parameters in the log (--log-params-norm)."""
+
+from __future__ import annotations
+
+from megatron.optim.norms import model_norm
+from megatron.reports.config import ReportConfig
+from megatron.training.loop import Hook, Trainer
+from megatron.training.report import Interval
+
+
+class ParamsNorm(Hook):
+    """Add the L2 norm of all parameters to each report."""
+
+    def before_report(self, trainer: Trainer, interval: Interval) -> None:
+        if trainer.config.plugin(ReportConfig).log_params_norm:
+            buffer = trainer.engine.buffer
+            interval.values["params norm"] = model_norm(buffer.masters, buffer.buckets, buffer.mesh).item()
