@@ -1,4 +1,4 @@
-"""What makes a resumed run differ from the one that saved its checkpoint: operations, and the order of the data."""
+"""Notes on how a resumed run differs from the one that saved its checkpoint: operations, and the order of the data."""
 
 from __future__ import annotations
 
