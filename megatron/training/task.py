@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 from megatron.parallel.stages import Chunk
 from megatron.training.config import RunConfig
 
-if (
-    TYPE_CHECKING
-):  # an entry point makes its task before the command line is read, for which torch is not imported
+# An entry point makes its task before the command line is read, for which torch is not imported.
+if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from megatron.checkpoint.checkpoint import Checkpoint
