@@ -217,7 +217,8 @@ def train(task: Task[Any], *configs: Config, hooks: Sequence[Hook] = ()) -> Run:
         raise InputError("dry_run: train() trains; count with `megatron pretrain-gpt --dry-run`")
     usual = [hook for hook in plugins.training_hooks() if not isinstance(hook, HangDetection)]
     with _process_restored():
-        plugins.train(*plugins.prepared(config, task), [*usual, *hooks, recorder])
+        config, task = plugins.prepared(config, task)
+        plugins.train(config, task, [*usual, *hooks, recorder])
     trainer = recorder.trainer
     return Run(
         config=config,

@@ -16,6 +16,7 @@ from typing import Any
 
 import nbclient
 import nbformat
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from megatron.api import (
     DataConfig,
     Hook,
     InputError,
+    LengthConfig,
     LoggingConfig,
     ModelConfig,
     OptimizerConfig,
@@ -39,6 +41,7 @@ from megatron.api import (
     configure,
     train,
 )
+from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.planner.config import DryRunConfig
 from megatron.variants.mock_data import MockGPTDataset
 
@@ -117,6 +120,29 @@ def test_the_log_interval_does_not_matter_to_the_values() -> None:
     assert small_run(LoggingConfig(log_interval=1)).losses == small_run().losses
 
 
+def test_the_length_may_be_in_tokens_or_epochs(tmp_path: Path) -> None:
+    sizes = TrainingConfig(micro_batch_size=2, device="cpu", eval_iters=0)
+    run = train(GPT, MODEL, DATA, TOKENIZER, OPTIMIZER, sizes, LengthConfig(train_tokens=8 * 2 * 3))
+    assert len(run.losses) == 3
+    with IndexedDatasetWriter(tmp_path / "tokens", np.uint16) as writer:
+        writer.add_document([np.arange(33)])
+    data = DataConfig(data_path=(str(tmp_path / "tokens"),), split="1", seq_length=8, num_workers=0)
+    run = train(GPT, MODEL, data, TOKENIZER, OPTIMIZER, sizes, LengthConfig(train_epochs=2))
+    assert run.config.training.train_samples == 8
+    assert len(run.losses) == 4
+
+
+def test_a_run_that_has_ended_returns_its_model(tmp_path: Path) -> None:
+    folder = CheckpointConfig(save=str(tmp_path), load=str(tmp_path))
+    first, again = small_run(folder), small_run(folder)
+    assert again.losses == []
+    assert again.evaluations == []
+    weights = {name: value for name, value in first.model.state_dict().items() if name.startswith("decoder")}
+    assert weights
+    for name, value in weights.items():
+        assert torch.equal(again.model.state_dict()[name], value)
+
+
 def test_flags_and_objects_make_the_same_configuration() -> None:
     from megatron.arguments import parse_run_config
 
@@ -142,6 +168,8 @@ def test_wrong_configurations() -> None:
         small_run(Config())
     with pytest.raises(InputError, match=r"^--train-iters, .* is required"):
         train(GPT, MODEL, DATA, TOKENIZER, OPTIMIZER)
+    with pytest.raises(InputError, match=r"^--micro-batch-size is required"):
+        train(GPT, MODEL, DATA, TOKENIZER, OPTIMIZER, LengthConfig(train_tokens=64))
     with pytest.raises(InputError, match=r"^dry_run: train\(\) trains"):
         small_run(DryRunConfig(dry_run=True))
 

@@ -41,7 +41,10 @@ def load_into(checkpoint: Checkpoint, buffer: ParamBuffer, optimizer: Optimizer 
         for kind in (*bucket.group.optimizer.state, *master)
         for entry in bucket.flat_params
     }
-    check_known(state, names, buffer.mesh)
+    hint = "; if --optimizer or --freeze changed, --no-load-optim begins with a new optimizer state"
+    check_known(state, names, buffer.mesh, hint)
+    if lacking := names - state.index.keys():
+        raise InputError(f"{state.folder}: lacks the tensor {min(lacking)}{hint}")
     read_weights(buffer, *((state, "master/") if has_master else (weights, "")))
     for kind, owned in optimizer.state.items():
         for entry, part, begin in buffer.parts(owned):
@@ -63,7 +66,7 @@ def read_weights(buffer: ParamBuffer, source: TensorSource, prefix: str, kept: C
             part.copy_(values.view(-1)[begin : begin + part.numel()])
 
 
-def check_known(source: TensorSource, expected: set[str], mesh: Mesh) -> None:
+def check_known(source: TensorSource, expected: set[str], mesh: Mesh, hint: str = "") -> None:
     """Raise `InputError` if a tensor is not in `expected` on any pipeline stage. Collective."""
     names = sorted(source.index)
     here = torch.tensor([name in expected for name in names], dtype=torch.int32, device=mesh.device)
@@ -71,4 +74,4 @@ def check_known(source: TensorSource, expected: set[str], mesh: Mesh) -> None:
     unknown = [name for name, yes in zip(names, known.tolist(), strict=True) if not yes]
     if unknown:
         shown = ", ".join(unknown[:10]) + (", ..." if len(unknown) > 10 else "")
-        raise InputError(f"{source.folder}: has {len(unknown)} tensor(s) that the model lacks: {shown}")
+        raise InputError(f"{source.folder}: has {len(unknown)} tensor(s) that the model lacks: {shown}{hint}")

@@ -1,4 +1,4 @@
-"""Notes on what differs in a resumed run from the one that saved its checkpoint: schedule, operations, data order."""
+"""Notes on how a resumed run differs from the one that saved its checkpoint: schedule, operations, data order."""
 
 from __future__ import annotations
 

@@ -191,7 +191,6 @@ def finetune_task(finetune: FinetuneConfig, examples: Examples) -> Task[Classifi
         ),
         init_from=dict.fromkeys(("BERT", "BERT --bert-no-binary-head"), load_pretrained),
         length_flags="--epochs",
-        evaluates_again=True,
         extra_config={"fine-tuning": dataclasses.asdict(finetune)},
     )
 

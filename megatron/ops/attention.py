@@ -44,9 +44,9 @@ def attention(
 
 
 def kernels(device: torch.device) -> AbstractContextManager[object]:
-    """Leave cuDNN's attention out of generation and evaluation on a GPU: it prepares, and keeps, a plan for each shape,
-    and the shape changes with every token."""
-    if device.type != "cuda" or torch.is_grad_enabled():
+    """Leave cuDNN's attention out of generation on a GPU: it keeps a plan for each shape, and the shape changes with
+    every token. Training without gradients keeps it, so that recomputation in backward drops the same weights."""
+    if device.type != "cuda" or not torch.is_inference_mode_enabled():
         return nullcontext()
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 

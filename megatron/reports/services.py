@@ -14,6 +14,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.storage import replace_text
 from megatron.errors import InputError
 from megatron.files import read_file
 from megatron.reports.config import ReportConfig
@@ -43,7 +44,7 @@ class Service(Tracker):
         run_id = self.begin(ids.get(self.name) if iteration and resumes(self.config.checkpoint) else None)
         if file is not None:
             try:
-                file.write_text(json.dumps(ids | {self.name: run_id}) + "\n", encoding="utf-8")
+                replace_text(file, json.dumps(ids | {self.name: run_id}) + "\n")
             except OSError as error:
                 raise InputError(f"--save: {file}: {error.strerror}") from None
 
@@ -98,16 +99,19 @@ class WeightsAndBiases(Service):
             )
         except wandb.Error as error:
             raise InputError(f"--wandb-project: {self.flags.wandb_project}: {error}") from None
+        # Its own steps must increase, and an evaluation may come before the log line of earlier iterations.
+        self.run.define_metric("iteration", hidden=True)
+        self.run.define_metric("*", step_metric="iteration")
         return str(self.run.id)
 
     def write(self, points: Sequence[Point]) -> None:
         for iteration, samples, values in points:
-            self.run.log(values | {"train/consumed samples": samples}, step=iteration)
+            self.run.log(values | {"train/consumed samples": samples, "iteration": iteration})
 
     def text(self, tag: str, text: str, iteration: int) -> None:
         import wandb
 
-        self.run.log({tag: wandb.Html(f"<pre>{escape(text)}</pre>")}, step=iteration)
+        self.run.log({tag: wandb.Html(f"<pre>{escape(text)}</pre>"), "iteration": iteration})
 
     def close(self) -> None:
         if self.run is not None:

@@ -49,8 +49,8 @@ class TrainingConfig(Config):
         super().__post_init__()
         if self.fp16 and self.bf16:
             raise InputError("--fp16 and --bf16 exclude each other; leave one of them out")
-        if (self.train_iters is None) == (self.train_samples is None):
-            raise InputError("give --train-iters or --train-samples, one of them: how long to train")
+        if self.train_iters is not None and self.train_samples is not None:
+            raise InputError("--train-iters and --train-samples exclude each other; leave one of them out")
 
     @property
     def precision(self) -> str:

@@ -122,8 +122,6 @@ def run(trainer: Trainer, stop: StopRequests) -> int:
             f"{checkpoint.load} is at iteration {state.iteration} of {trainer.train_iters}: "
             f"nothing is left to train; raise {trainer.task.length_flags} to go on"
         )
-        if not state.evaluation_due and not trainer.task.evaluates_again:
-            return 0
     for note in trainer.engine.ops.notes:
         logger.debug(note)
     trainer.run(stop)

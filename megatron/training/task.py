@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 from megatron.parallel.stages import Chunk
 from megatron.training.config import RunConfig
 
-if (
-    TYPE_CHECKING
-):  # an entry point makes its task before the command line is read, for which torch is not imported
+# An entry point makes its task before the command line is read, for which torch is not imported.
+if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from megatron.checkpoint.checkpoint import Checkpoint
@@ -65,7 +64,6 @@ class Task(Generic[BatchT]):
         causal: True if a position attends to no later one, which halves the operations of attention.
         is_static: True if all training batches have the same shapes, as --cuda-graph requires.
         length_flags: flags that say how long a run is.
-        evaluates_again: evaluate once more when a run that has ended is started again.
         extra_config: entries that are added to the configuration in checkpoints.
     """
 
@@ -83,7 +81,6 @@ class Task(Generic[BatchT]):
     causal: bool = False
     is_static: bool = False
     length_flags: str = "--train-iters or --train-samples"
-    evaluates_again: bool = False
     extra_config: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property

@@ -52,6 +52,17 @@ def test_frozen_parameters_keep_their_values(tmp_path: Path) -> None:
     } - frozen
 
 
+def test_other_patterns_on_resume_need_a_new_optimizer_state(tmp_path: Path) -> None:
+    load = f"--load {tmp_path}/run --train-iters 2"
+    train(str(tmp_path), "--freeze embedding.* --train-iters 1")
+    hint = r"; if --optimizer or --freeze changed, --no-load-optim begins with a new optimizer state$"
+    with pytest.raises(InputError, match=r"lacks the tensor exp_avg/embedding\..*" + hint):
+        train(str(tmp_path), load)
+    with pytest.raises(InputError, match=r"that the model lacks: exp_avg/.*" + hint):
+        train(str(tmp_path), f"--freeze decoder.* {load}")
+    train(str(tmp_path), f"{load} --no-load-optim")
+
+
 def test_frozen_gradients_do_not_count(tmp_path: Path) -> None:
     """The norm is that of the gradients of the others, so that clipping does not depend on frozen parameters."""
     train(str(tmp_path / "all"), "--train-iters 1")

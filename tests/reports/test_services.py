@@ -122,6 +122,22 @@ def test_a_resumed_run_continues_in_weights_and_biases(
     assert any(b"train/lm loss" in file.read_bytes() for file in (tmp_path / "wandb").rglob("*.wandb"))
 
 
+def test_weights_and_biases_keeps_iterations_before_an_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --log-interval 2 and --eval-interval 1 iteration 1 is logged after the evaluation at it."""
+    wandb = pytest.importorskip("wandb")
+    for name, value in {"MODE": "offline", "DIR": str(tmp_path), "SILENT": "true"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    writers = Writers(config_of(tmp_path, "--wandb-project", "gpt"), MESH, print)
+    writers.start(0)
+    writers.evaluation({"lm loss validation": 2.0}, 3, 24)
+    writers.training(interval([(1, 4.0, 1.0), (2, 3.0, 1.0)]))
+    summary = wandb.run.summary
+    assert (summary["valid/lm loss"], summary["train/lm loss"], summary["iteration"]) == (2.0, 3.0, 2)
+    writers.close()
+
+
 @pytest.mark.parametrize("content", ["[]", "{", '{"wandb": 1}'])
 def test_a_damaged_file_of_run_ids(mlflow_client: Any, tmp_path: Path, content: str) -> None:
     (tmp_path / RUN_IDS).write_text(content)
