@@ -185,7 +185,8 @@ class NativeTensors:
 def check_shape(folder: Path, index: Index, name: str, spec: GlobalSlice) -> None:
     """Raise `InputError` unless the index has the tensor of which `spec` is a shard."""
     if name not in index:
-        raise InputError(f"{folder}: lacks the tensor {name}")
+        hint = "; if --optimizer or --freeze changed, add --finetune to start anew from its weights"
+        raise InputError(f"{folder}: lacks the tensor {name}{hint if '/' in name else ''}")
     shape = tuple(index[name]["shape"])
     fits = shape[:1] == spec.shape[:1] if spec.num_valid_rows is None else shape[0] >= spec.num_valid_rows
     if not fits or shape[1:] != spec.shape[1:]:

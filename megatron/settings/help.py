@@ -12,8 +12,8 @@ from megatron.training.config import RunConfig
 # Flags that most runs give, in the order in which one decides on them.
 FIRST = """
     --config --num-layers --hidden-size --num-attention-heads --seq-length
-    --data-path --tokenizer-type --tokenizer-model --vocab-file --merge-file
-    --train-iters --train-tokens --micro-batch-size --global-batch-size
+    --data-path --tokenizer
+    --train-iters --train-tokens --train-epochs --micro-batch-size --global-batch-size
     --lr --min-lr --lr-decay-style --lr-warmup-fraction --bf16
     --tensor-model-parallel-size --pipeline-model-parallel-size
     --save --load --log-interval --eval-interval

@@ -52,6 +52,13 @@ def test_frozen_parameters_keep_their_values(tmp_path: Path) -> None:
     } - frozen
 
 
+def test_thawing_says_what_to_do(tmp_path: Path) -> None:
+    """The checkpoint has no optimizer state of parameters that were frozen."""
+    train(str(tmp_path), f"{FREEZE} --train-iters 1")
+    with pytest.raises(InputError, match=r"lacks the tensor exp_avg/.*--freeze changed, add --finetune"):
+        train(str(tmp_path), f"--train-iters 2 --load {tmp_path}/run")
+
+
 def test_frozen_gradients_do_not_count(tmp_path: Path) -> None:
     """The norm is that of the gradients of the others, so that clipping does not depend on frozen parameters."""
     train(str(tmp_path / "all"), "--train-iters 1")

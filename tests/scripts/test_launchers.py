@@ -93,7 +93,11 @@ def test_several_processes_use_torchrun(checkout):
 @pytest.mark.parametrize(
     ("script", "env", "message"),
     [
-        ("pretrain_gpt.sh", {"DATA_PATH": "a", "VOCAB_FILE": "v"}, "VOCAB_FILE and MERGE_FILE name a tokenizer"),
+        (
+            "pretrain_gpt.sh",
+            {"DATA_PATH": "a", "VOCAB_FILE": "v"},
+            "VOCAB_FILE and MERGE_FILE name a tokenizer",
+        ),
         ("pretrain_gpt_345m.sh", RUN | {"MERGE_FILE": "m", "VOCAB_FILE": ""}, "set both or"),
         ("pretrain_gpt.sh", TOKENIZER, "VOCAB_FILE and MERGE_FILE need DATA_PATH"),
         ("pretrain_gpt.sh", {"NNODES": "2"}, "several nodes need DATA_PATH"),
