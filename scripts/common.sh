@@ -182,17 +182,34 @@ require_variables() {
   done
 }
 
+# gpt_data_flags PREFIX...: set `data_flags` to the flags of the data and, if it is named, its tokenizer. Data of
+# tools/preprocess_data.py have the tokenizer beside them; those of Megatron-LM need VOCAB_FILE and MERGE_FILE.
+gpt_data_flags() {
+  data_flags=(--data-path "$@")
+  [[ -n ${VOCAB_FILE:-}${MERGE_FILE:-} ]] || return 0
+  [[ -n ${VOCAB_FILE:-} && -n ${MERGE_FILE:-} ]] ||
+    fail "VOCAB_FILE and MERGE_FILE name a tokenizer together; set both or, if the data have a tokenizer folder, none"
+  data_flags+=(--tokenizer-type GPT2BPETokenizer --vocab-file "$VOCAB_FILE" --merge-file "$MERGE_FILE")
+}
+
+# bert_data_flags PREFIX...: the same for BERT, whose tokenizer is VOCAB_FILE.
+bert_data_flags() {
+  data_flags=(--data-path "$@")
+  [[ -z ${VOCAB_FILE:-} ]] || data_flags+=(--tokenizer-type BertWordPieceLowerCase --vocab-file "$VOCAB_FILE")
+}
+
 # pretrain_bert FLAGS...: train with the settings of arXiv 1909.08053 section 5.3. The flags override them.
 pretrain_bert() {
-  local defaults data
+  local defaults data data_flags
   if has_flag --dry-run "$@" || has_flag --mock-data "$@"; then
     defaults=(--tokenizer-type NullTokenizer --vocab-size 30522) # size of the published vocabulary
     has_flag --mock-data "$@" || defaults+=(--mock-data)
   else
-    require_variables DATA_PATH VOCAB_FILE CHECKPOINT_PATH
+    require_variables DATA_PATH CHECKPOINT_PATH
     read -ra data <<<"$DATA_PATH"
+    bert_data_flags "${data[@]}"
     defaults=(
-      --data-path "${data[@]}" --tokenizer-type BertWordPieceLowerCase --vocab-file "$VOCAB_FILE"
+      "${data_flags[@]}"
       --save "$CHECKPOINT_PATH" --load "$CHECKPOINT_PATH" --save-interval 10000
       --tensorboard-dir "$CHECKPOINT_PATH/tensorboard" --metrics-path "$CHECKPOINT_PATH/metrics.jsonl"
     )

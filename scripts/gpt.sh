@@ -2,12 +2,12 @@
 # Environment variables:
 #
 #   DATA_PATH         prefix of the .bin and .idx files of tools/preprocess_data.py, or a blend; no spaces in names
-#   VOCAB_FILE, MERGE_FILE                         tokenizer of the data
 #   CHECKPOINT_PATH   directory for checkpoints and logs, shared by all nodes
+#   VOCAB_FILE, MERGE_FILE   vocab.json and merges.txt of data without a tokenizer folder beside them, as Megatron-LM's
 #   GPUS_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   as for torchrun (default: as above)
 #   PYTHON            interpreter with the packages (default: found, or created in .venv)
 #
-# The first three lines are required, except with --dry-run and --mock-data. SLURM and Kubernetes jobs set the processes
+# The first two are required, except with --dry-run and --mock-data. SLURM and Kubernetes jobs set the processes
 # (docs/launching.md). Run the same command to resume after an interruption.
 more_help=${BASH_SOURCE[0]} # the lines above
 
@@ -36,17 +36,17 @@ gpt3_settings=(
 
 # pretrain_gpt PRECISION FLAGS...: PRECISION (--bf16 or --fp16) applies unless FLAGS has one; no flag undoes either.
 pretrain_gpt() {
-  local defaults data
+  local defaults data data_flags
   if has_flag --dry-run "$@" || has_flag --mock-data "$@"; then
     # The size of GPT-2's vocabulary, including the end-of-document token that NullTokenizer adds.
     defaults=(--tokenizer-type NullTokenizer --vocab-size 50256)
     has_flag --mock-data "$@" || defaults+=(--mock-data)
   else
-    require_variables DATA_PATH VOCAB_FILE MERGE_FILE CHECKPOINT_PATH
+    require_variables DATA_PATH CHECKPOINT_PATH
     read -ra data <<<"$DATA_PATH"
+    gpt_data_flags "${data[@]}"
     defaults=(
-      --data-path "${data[@]}"
-      --tokenizer-type GPT2BPETokenizer --vocab-file "$VOCAB_FILE" --merge-file "$MERGE_FILE"
+      "${data_flags[@]}"
       --save "$CHECKPOINT_PATH" --load "$CHECKPOINT_PATH" --save-interval "$save_interval"
       --tensorboard-dir "$CHECKPOINT_PATH/tensorboard" --metrics-path "$CHECKPOINT_PATH/metrics.jsonl"
     )

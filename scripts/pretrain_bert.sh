@@ -10,7 +10,7 @@
 #   CHECKPOINT_PATH   directory for checkpoints and, if set, logs (default: $QUICKSTART_DIR/bert/checkpoints)
 #   DATA_PATH         your own data instead of the corpus, preprocessed with --split-sentences: prefix of .bin and .idx,
 #                     or a blend (no spaces in names)
-#   VOCAB_FILE        vocab.txt of DATA_PATH
+#   VOCAB_FILE        vocab.txt of a DATA_PATH without a tokenizer folder beside it, such as Megatron-LM's
 #   GPUS_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   as for torchrun (default: one process)
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -19,7 +19,6 @@ out=${QUICKSTART_DIR:-${repo}quickstart}
 logs=${CHECKPOINT_PATH:-$out/bert}
 CHECKPOINT_PATH=${CHECKPOINT_PATH:-$out/bert/checkpoints}
 if [[ -n ${DATA_PATH:-} ]]; then
-  [[ -n ${VOCAB_FILE:-} ]] || fail "with DATA_PATH, VOCAB_FILE must name the vocab.txt of the data"
   read -ra data <<<"$DATA_PATH"
 else
   [[ -z ${VOCAB_FILE:-} ]] || fail "VOCAB_FILE needs DATA_PATH, the data tokenized with it"
@@ -27,11 +26,13 @@ else
   data=("$out/bert/corpus_text_sentence")
 fi
 
+[[ -n ${DATA_PATH:-} ]] || VOCAB_FILE=$out/bert/tokenizer/vocab.txt
+bert_data_flags "${data[@]}"
+
 trap_signals
 setup_python "${repo}requirements.txt"
 
 if [[ -z ${DATA_PATH:-} ]]; then
-  VOCAB_FILE=$out/bert/tokenizer/vocab.txt
   step "$out/corpus.jsonl" "$python" "${repo}tools/make_corpus.py" --output "$out/corpus.jsonl"
   step "$VOCAB_FILE" "$python" "${repo}tools/train_tokenizer.py" \
     --input "$out/corpus.jsonl" --type wordpiece --vocab-size 8192 --output "$out/bert/tokenizer"
@@ -54,8 +55,7 @@ else
 fi
 launch "${repo}pretrain_bert.py" "${size[@]}" \
   --lr-decay-style linear --lr-warmup-fraction 0.1 --weight-decay 0.1 --adam-beta2 0.98 --clip-grad 1.0 \
-  --data-path "${data[@]}" --split 90,5,5 \
-  --tokenizer-type BertWordPieceLowerCase --vocab-file "$VOCAB_FILE" \
+  "${data_flags[@]}" --split 90,5,5 \
   --device auto --log-interval 10 --eval-interval 100 --eval-iters 5 \
   --save "$CHECKPOINT_PATH" --load "$CHECKPOINT_PATH" --save-interval 100 \
   --tensorboard-dir "$logs/tensorboard" --metrics-path "$logs/metrics.jsonl" "$@"

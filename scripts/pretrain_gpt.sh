@@ -9,7 +9,7 @@
 #   QUICKSTART_DIR    directory for all outputs (default: quickstart, in the repository)
 #   CHECKPOINT_PATH   directory for checkpoints and, if set, logs (default: $QUICKSTART_DIR/checkpoints)
 #   DATA_PATH         your own data instead of the corpus: prefix of .bin and .idx, or a blend (no spaces in names)
-#   VOCAB_FILE, MERGE_FILE                         tokenizer of DATA_PATH
+#   VOCAB_FILE, MERGE_FILE   vocab.json and merges.txt of a DATA_PATH without a tokenizer folder, as Megatron-LM's
 #   GPUS_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   as for torchrun (default: one process)
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -18,8 +18,6 @@ out=${QUICKSTART_DIR:-${repo}quickstart}
 logs=${CHECKPOINT_PATH:-$out}
 CHECKPOINT_PATH=${CHECKPOINT_PATH:-$out/checkpoints}
 if [[ -n ${DATA_PATH:-} ]]; then
-  [[ -n ${VOCAB_FILE:-} && -n ${MERGE_FILE:-} ]] ||
-    fail "with DATA_PATH, VOCAB_FILE and MERGE_FILE must name the tokenizer of the data"
   read -ra data <<<"$DATA_PATH"
   prompts=(The A In)
 else
@@ -30,12 +28,16 @@ else
   prompts=(class def import)
 fi
 
+if [[ -z ${DATA_PATH:-} ]]; then
+  VOCAB_FILE=$out/tokenizer/vocab.json
+  MERGE_FILE=$out/tokenizer/merges.txt
+fi
+gpt_data_flags "${data[@]}"
+
 trap_signals
 setup_python "${repo}requirements.txt"
 
 if [[ -z ${DATA_PATH:-} ]]; then
-  VOCAB_FILE=$out/tokenizer/vocab.json
-  MERGE_FILE=$out/tokenizer/merges.txt
   step "$out/corpus.jsonl" "$python" "${repo}tools/make_corpus.py" --output "$out/corpus.jsonl"
   step "$VOCAB_FILE" "$python" "${repo}tools/train_tokenizer.py" \
     --input "$out/corpus.jsonl" --type bpe --vocab-size 8192 --output "$out/tokenizer"
@@ -61,8 +63,7 @@ else
 fi
 launch "${repo}pretrain_gpt.py" "${size[@]}" \
   --lr-decay-style cosine --lr-warmup-fraction 0.05 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 \
-  --data-path "${data[@]}" --split 90,5,5 \
-  --tokenizer-type GPT2BPETokenizer --vocab-file "$VOCAB_FILE" --merge-file "$MERGE_FILE" \
+  "${data_flags[@]}" --split 90,5,5 \
   --device auto --log-interval 10 --eval-interval 50 --eval-iters 5 --eval-on-start \
   --save "$CHECKPOINT_PATH" --load "$CHECKPOINT_PATH" --save-interval 50 \
   --tensorboard-dir "$logs/tensorboard" --metrics-path "$logs/metrics.jsonl" "$@"

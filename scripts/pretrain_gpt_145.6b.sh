@@ -3,8 +3,7 @@
 # nodes with 8 GPUs, tensor-parallel size 8, pipeline-parallel size 8 with 2 model chunks per rank, data-parallel size
 # 24, bf16.
 #
-#   DATA_PATH=... VOCAB_FILE=... MERGE_FILE=... CHECKPOINT_PATH=... \
-#     bash scripts/pretrain_gpt_145.6b.sh [flags of pretrain_gpt.py]
+#   DATA_PATH=... CHECKPOINT_PATH=... bash scripts/pretrain_gpt_145.6b.sh [flags of pretrain_gpt.py]
 #
 # The paper gives no schedule for this model. Tokens and schedule are those of GPT-3 (2005.14165), and the learning
 # rate is that of GPT-3 175B. Flags given here override those of the script.

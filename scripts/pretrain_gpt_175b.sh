@@ -3,8 +3,7 @@
 # 128 nodes with 8 GPUs. The layout is that of Megatron-LM's example: tensor-parallel size 8, pipeline-parallel size
 # 16, data-parallel size 8, bf16.
 #
-#   DATA_PATH=... VOCAB_FILE=... MERGE_FILE=... CHECKPOINT_PATH=... \
-#     bash scripts/pretrain_gpt_175b.sh [flags of pretrain_gpt.py]
+#   DATA_PATH=... CHECKPOINT_PATH=... bash scripts/pretrain_gpt_175b.sh [flags of pretrain_gpt.py]
 #
 # The schedule is that of GPT-3, with a batch size rampup from 32 thousand tokens over the first 12 billion. Flags
 # given here override those of the script.

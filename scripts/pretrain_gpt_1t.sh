@@ -2,8 +2,7 @@
 # Pretrain the 1-trillion-parameter GPT of arXiv 2104.04473 (table 1) on 3072 A100 80GB GPUs as in the paper: 384 nodes
 # with 8 GPUs, tensor-parallel size 8, pipeline-parallel size 64, data-parallel size 6, bf16.
 #
-#   DATA_PATH=... VOCAB_FILE=... MERGE_FILE=... CHECKPOINT_PATH=... \
-#     bash scripts/pretrain_gpt_1t.sh [flags of pretrain_gpt.py]
+#   DATA_PATH=... CHECKPOINT_PATH=... bash scripts/pretrain_gpt_1t.sh [flags of pretrain_gpt.py]
 #
 # It trains on the 450 billion tokens that section 5.1 of the paper assumes, with the learning rate of Megatron-Turing
 # NLG (2201.11990). The paper gives no schedule. Flags given here override those of the script.

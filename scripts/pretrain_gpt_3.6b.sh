@@ -2,8 +2,7 @@
 # Pretrain the 3.6-billion-parameter GPT of arXiv 2104.04473 (table 1) on 64 A100 80GB GPUs as in the paper: 8 nodes
 # with 8 GPUs, tensor-parallel size 2, data-parallel size 32, bf16.
 #
-#   DATA_PATH=... VOCAB_FILE=... MERGE_FILE=... CHECKPOINT_PATH=... \
-#     bash scripts/pretrain_gpt_3.6b.sh [flags of pretrain_gpt.py]
+#   DATA_PATH=... CHECKPOINT_PATH=... bash scripts/pretrain_gpt_3.6b.sh [flags of pretrain_gpt.py]
 #
 # The paper gives no schedule for this model. Tokens and schedule are those of GPT-3 (2005.14165), and the learning
 # rate is that of GPT-3 6.7B. Flags given here override those of the script.

@@ -2,8 +2,7 @@
 # Pretrain the 345-million-parameter GPT of Megatron-LM's examples (GPT-2 medium) with their settings, in bf16 on one
 # GPU.
 #
-#   DATA_PATH=... VOCAB_FILE=... MERGE_FILE=... CHECKPOINT_PATH=... \
-#     bash scripts/pretrain_gpt_345m.sh [flags of pretrain_gpt.py]
+#   DATA_PATH=... CHECKPOINT_PATH=... bash scripts/pretrain_gpt_345m.sh [flags of pretrain_gpt.py]
 #
 # Flags given here override those of the script.
 set -euo pipefail

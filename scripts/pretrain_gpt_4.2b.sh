@@ -2,8 +2,7 @@
 # Pretrain the 4.2-billion-parameter GPT of arXiv 1909.08053 (table 1), with the settings of its section 4.2, on 256
 # V100 GPUs as in the paper: 16 nodes with 16 GPUs, tensor-parallel size 4, data-parallel size 64, fp16.
 #
-#   DATA_PATH=... VOCAB_FILE=... MERGE_FILE=... CHECKPOINT_PATH=... \
-#     bash scripts/pretrain_gpt_4.2b.sh [flags of pretrain_gpt.py]
+#   DATA_PATH=... CHECKPOINT_PATH=... bash scripts/pretrain_gpt_4.2b.sh [flags of pretrain_gpt.py]
 #
 # Flags given here override those of the script. Use --bf16 on newer GPUs.
 set -euo pipefail

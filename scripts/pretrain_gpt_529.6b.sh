@@ -3,8 +3,7 @@
 # nodes with 8 GPUs, tensor-parallel size 8, pipeline-parallel size 35 with 3 model chunks per rank, data-parallel size
 # 9, bf16.
 #
-#   DATA_PATH=... VOCAB_FILE=... MERGE_FILE=... CHECKPOINT_PATH=... \
-#     bash scripts/pretrain_gpt_529.6b.sh [flags of pretrain_gpt.py]
+#   DATA_PATH=... CHECKPOINT_PATH=... bash scripts/pretrain_gpt_529.6b.sh [flags of pretrain_gpt.py]
 #
 # The schedule is that of Megatron-Turing NLG (2201.11990), which has the same shape: 270 billion tokens, but without
 # its batch size rampup. Flags given here override those of the script.

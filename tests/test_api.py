@@ -46,7 +46,7 @@ from megatron.planner.config import DryRunConfig
 from megatron.variants.mock_data import MockGPTDataset
 
 ROOT = Path(__file__).resolve().parent.parent
-MODEL = ModelConfig(num_layers=2, hidden_size=16, num_attention_heads=2, max_position_embeddings=8)
+MODEL = ModelConfig(num_layers=2, hidden_size=16, num_attention_heads=2)
 DATA = DataConfig(mock_data=True, seq_length=8, num_workers=0)
 TOKENIZER = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=59)
 OPTIMIZER = OptimizerConfig(lr=1e-2)

@@ -114,7 +114,9 @@ def readers(args: argparse.Namespace) -> dict[str, Callable]:
     """The function that opens a checkpoint, for each format."""
     tokenizer = tokenizer_config(vars(args))
     if tokenizer.tokenizer_type is None and tokenizer != TokenizerConfig(vocab_size=tokenizer.vocab_size):
-        raise InputError("--tokenizer-type is required with other tokenizer flags")
+        raise InputError(
+            "--tokenizer is required with other tokenizer flags: the folder or file of the tokenizer"
+        )
     fields = {field.name for field in dataclasses.fields(ModelConfig)}
     model = {name: value for name, value in vars(args).items() if name in fields}
     if args.source != "megatron" and (model or args.no_load_optim or tokenizer != TokenizerConfig()):

@@ -29,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     for title, config in configs.items():
         add_flags(parser, config, title)
+    parser.flags["--prompt"].type = str  # which, unlike other values, may be empty
     args = vars(parser.parse_args(argv))
     beam = make_config(BeamConfig, args)
     sampling_flags = {field.name for field in dataclasses.fields(SamplingConfig)} - {"out_seq_length"}

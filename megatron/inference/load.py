@@ -67,7 +67,9 @@ def build_gpt(
         InputError: the checkpoint holds no GPT, or tokenizer or layout do not fit.
     """
     if tokenizer.tokenizer_type is None and tokenizer != TokenizerConfig():
-        raise InputError("--tokenizer-type is required with other tokenizer flags")
+        raise InputError(
+            "--tokenizer is required with other tokenizer flags: the folder or file of the tokenizer"
+        )
     for note in checkpoint.notes if mesh.is_first else ():
         logger.warning(f"--load: {note}")
     if checkpoint.state["task"] != "GPT":
@@ -138,8 +140,8 @@ def _tokenizer(checkpoint: Checkpoint, given: TokenizerConfig) -> Tokenizer:
     chosen = given if given.tokenizer_type else saved_tokenizer(checkpoint)
     if chosen.tokenizer_type is None:
         raise InputError(
-            f"--load: {checkpoint.folder} has no tokenizer; give --tokenizer-type, and --vocab-file, "
-            "--merge-file or --tokenizer-model"
+            f"--load: {checkpoint.folder} has no tokenizer; give --tokenizer, the folder or file of the one it was "
+            "trained with"
         )
     return build_tokenizer(chosen)
 

@@ -1,4 +1,4 @@
-"""Files of prompts."""
+"""Files of prompts, and the empty prompt."""
 
 from __future__ import annotations
 
@@ -9,6 +9,18 @@ from typing import Any
 
 from megatron.errors import InputError
 from megatron.files import read_file
+from megatron.tokenizer import Tokenizer
+
+
+def document_start(tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens that stand for an empty prompt: the end of the document before.
+
+    Raises:
+        InputError: the tokenizer has no end-of-document token.
+    """
+    if "eod" not in tokenizer.special_ids:
+        raise InputError(f"is empty, and {tokenizer} has no end-of-document token to begin with")
+    return [tokenizer.special_ids["eod"]]
 
 
 def read_prompts(flag: str, path: Path) -> Iterator[tuple[str, str]]:

@@ -20,7 +20,7 @@ from megatron.flags import Config, flag
 from megatron.inference.batching import Batcher, Request, SequenceState, check_finite
 from megatron.inference.beam import BeamConfig, beam_search
 from megatron.inference.predictor import Predictor, check_prompt
-from megatron.inference.prompts import read_prompts
+from megatron.inference.prompts import document_start, read_prompts
 from megatron.inference.sampling import SamplingConfig
 from megatron.inference.text import TextStream
 from megatron.tokenizer import Tokenizer
@@ -30,7 +30,7 @@ from megatron.tokenizer import Tokenizer
 class TextConfig(Config):
     """Prompts and output. Without a prompt or a file, prompts are typed."""
 
-    prompt: str | None = flag(None, "text to continue")
+    prompt: str | None = flag(None, "text to continue; an empty one begins a document")
     sample_input_file: str | None = flag(
         None,
         "file with a prompt per line; in a .jsonl file the string under 'prompt' or 'text' of each line",
@@ -78,7 +78,8 @@ def run(
     """Generate as the flags say.
 
     Raises:
-        InputError: a prompt is empty, too long or not UTF-8, or a file cannot be read or written.
+        InputError: a prompt is too long, not UTF-8, or empty without an end-of-document token, or a file cannot be
+            read or written.
     """
     writer = _Writer(config, sampling, beam, predictor, tokenizer)
     if config.writes_json:
@@ -103,11 +104,12 @@ class _Writer:
     tokenizer: Tokenizer
 
     def tokens(self, text: str) -> list[int]:
+        """Tokens of a prompt; those of an empty one are the end of the document before."""
         try:
             text.encode()
         except UnicodeEncodeError:
             raise InputError(f"{text[:40]!r} is not UTF-8 text") from None
-        return self.tokenizer.tokenize(text)
+        return self.tokenizer.tokenize(text) or document_start(self.tokenizer)
 
     def reserve(self, rows: int, tokens: int) -> None:
         """Reserve the cache for prompts of `tokens` tokens and their continuations."""

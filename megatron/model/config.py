@@ -129,7 +129,6 @@ class ModelConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require("max_position_embeddings")
         h, heads = self.hidden_size, self.num_attention_heads
         if self.kv_channels is None:
             if h % heads:

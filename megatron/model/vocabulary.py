@@ -43,7 +43,7 @@ class Embedding(nn.Module):
         self.fp32 = config.fp32_residual_connection
         self.word_embeddings = variant(VocabParallelEmbedding, config)(config, context, tied=tied)
         learned = config.position_embedding_type == "learned_absolute"
-        positions = config.max_position_embeddings if learned else 0
+        positions = config.require("max_position_embeddings")[0] if learned else 0
         self.position_embeddings = ReplicatedEmbedding(positions, config, context) if positions else None
         self.tokentype_embeddings = ReplicatedEmbedding(token_types, config, context) if token_types else None
 

@@ -70,7 +70,7 @@ class SaveBest(Hook):
                             folder_of(root, iteration) / LOSS, json.dumps({"loss": self.loss}) + "\n"
                         )
                         best = keep_best(root, iteration)
-                        trainer.log(f"lowest validation loss so far: {self.loss:.6E}, kept in {best}")
+                        trainer.log(f"lowest validation loss so far: {self.loss:.4f}, kept in {best}")
             except OSError as error:
                 raise TrainingFault(
                     f"--save-best: cannot keep the checkpoint in {root / 'best'}: {error}"

@@ -37,7 +37,7 @@ def write_report(config: RunConfig) -> str | None:
     try:
         run = read_record(metrics)
         if len(run.training) < MIN_LOG_LINES:
-            return None
+            return f"no report: {metrics} has fewer than {MIN_LOG_LINES} log lines; lower --log-interval"
         page.write_text(report_page([run]), encoding="utf-8")
     except Exception as error:
         # The run is trained and saved by now; a failed report must not change its exit status.

@@ -11,7 +11,9 @@ from megatron.data.bert_dataset import BertDataset
 from megatron.data.dataset import Dataset
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed import chunks
+from megatron.recipes.extension import JoinedDataset
 from megatron.training.loop import Hook, Trainer
+from megatron.training.start import run_length
 from megatron.variants.blend import BlendedDataset
 from megatron.variants.mock_data import MockBertDataset, MockGPTDataset
 
@@ -24,9 +26,14 @@ class RunSize(Hook):
 
     def during_run(self, trainer: Trainer) -> AbstractContextManager[object]:
         if trainer.mesh.is_first and not trainer.config.training.skip_train:
+            state = trainer.state
+            # A resumed run may go on beyond `state.train_samples`, for which the order of its data was made.
+            _, samples = run_length(
+                trainer.config, trainer.batch_schedule, state.iteration, state.consumed_samples
+            )
             for line in describe_size(
                 trainer.datasets["train"],
-                samples=trainer.state.train_samples,
+                samples=samples,
                 seq_length=trainer.config.data.seq_length,
                 parameters=trainer.engine.buffer.num_elements,
                 causal=trainer.task.causal,
@@ -44,6 +51,9 @@ def describe_size(
         dataset: the training data. Of data of another kind than GPT's and BERT's nothing is said.
         samples: samples of the whole run.
     """
+    # An extended run reads the same files again, in other orders.
+    passes = dataset.datasets if isinstance(dataset, JoinedDataset) else [dataset]
+    dataset = passes[0]
     blend = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
     if not all(isinstance(d, GPTDataset | BertDataset | MockGPTDataset | MockBertDataset) for d in blend):
         return []

@@ -80,7 +80,7 @@ class Task(Generic[BatchT]):
     )
     causal: bool = False
     is_static: bool = False
-    length_flags: str = "--train-iters or --train-samples"
+    length_flags: str = "--train-iters or another --train-... length"
     extra_config: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property

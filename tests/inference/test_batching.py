@@ -241,8 +241,8 @@ def test_layouts_agree(folder: Path, layout: tuple[int, int]) -> None:
 
 def test_missing_tokenizer_names_the_flag(folder: Path) -> None:
     for given, message in (
-        (TokenizerConfig(), f"--load: {folder} has no tokenizer; give --tokenizer-type"),
-        (TokenizerConfig(vocab_file="x"), "--tokenizer-type is required with other tokenizer flags"),
+        (TokenizerConfig(), f"--load: {folder} has no tokenizer; give --tokenizer, "),
+        (TokenizerConfig(vocab_file="x"), "--tokenizer is required with other tokenizer flags"),
     ):
         with pytest.raises(InputError, match=f"^{re.escape(message)}"):
             load_gpt(InferenceConfig(load=str(folder)), given, Mesh(device=CPU))

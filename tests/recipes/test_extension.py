@@ -45,7 +45,8 @@ def test_an_extension_keeps_the_order_of_the_data(
     run = [*TINY, *data, "--save", tmp_path / "a", "--load", tmp_path / "a"]
     pretrain(*run, "--train-iters", 5)
     line = "the run was started for 20 samples and extended to 120; the order of the training data stays, and after "
-    assert line in pretrain(*run, "--train-iters", 30)
+    out = pretrain(*run, "--train-iters", 30)
+    assert line in out and "\nrun of 120 samples x " in out
     pretrain(*run, "--train-iters", 60, "--exit-interval", 40)
     pretrain(*run, "--train-iters", 60)
     texts = [[dataset[i]["text"].tolist() for i in range(len(dataset))] for dataset in datasets]

@@ -32,7 +32,7 @@ def test_the_best_checkpoint_is_kept(
     run = [*TINY, *flags, "--keep-last", 1, "--save", tmp_path / "a", "--load", tmp_path / "a"]
     out = pretrain(*run)
     best = tmp_path / "a" / "best"
-    assert f"lowest validation loss so far: 3.000000E+00, kept in {best}\n" in out
+    assert f"lowest validation loss so far: 3.0000, kept in {best}\n" in out
     assert newest_iteration(best) == 2 and [path.name for path in best.glob("iter_*")] == ["iter_0000002"]
     assert [path.name for path in (tmp_path / "a").glob("iter_*")] == ["iter_0000006"]
     # The run that is extended remembers the loss, and can be better at its end.

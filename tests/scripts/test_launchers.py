@@ -62,7 +62,7 @@ def test_own_data_and_checkpoint_folder(checkout):
     done = checkout.run("pretrain_gpt.sh", DATA_PATH="0.3 a 0.7 b", CHECKPOINT_PATH="run 1", **TOKENIZER)
     training, sample, *_ = commands(done)
     at = training.index("--data-path")
-    assert training[at + 1 : at + 6] == ["0.3", "a", "0.7", "b", "--split"]
+    assert training[at + 1 : at + 6] == ["0.3", "a", "0.7", "b", "--tokenizer-type"]
     assert value(training, "--vocab-file") == "v.json" and value(training, "--merge-file") == "m.txt"
     assert value(training, "--save") == value(sample, "--load") == "run 1"
     assert value(training, "--metrics-path") == "run 1/metrics.jsonl"
@@ -93,8 +93,12 @@ def test_several_processes_use_torchrun(checkout):
 @pytest.mark.parametrize(
     ("script", "env", "message"),
     [
-        ("pretrain_gpt.sh", {"DATA_PATH": "a"}, "VOCAB_FILE and MERGE_FILE must name the tokenizer"),
-        ("pretrain_gpt.sh", {"DATA_PATH": "a", "VOCAB_FILE": "v"}, "VOCAB_FILE and MERGE_FILE must name"),
+        (
+            "pretrain_gpt.sh",
+            {"DATA_PATH": "a", "VOCAB_FILE": "v"},
+            "VOCAB_FILE and MERGE_FILE name a tokenizer",
+        ),
+        ("pretrain_gpt_345m.sh", RUN | {"MERGE_FILE": "m", "VOCAB_FILE": ""}, "set both or"),
         ("pretrain_gpt.sh", TOKENIZER, "VOCAB_FILE and MERGE_FILE need DATA_PATH"),
         ("pretrain_gpt.sh", {"NNODES": "2"}, "several nodes need DATA_PATH"),
         ("pretrain_gpt_345m.sh", {}, "DATA_PATH is not set"),
@@ -108,6 +112,17 @@ def test_wrong_variables_are_one_line(checkout, script, env, message):
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
     assert message in done.stderr
+
+
+@pytest.mark.parametrize(
+    "script", ["pretrain_gpt.sh", "pretrain_gpt_345m.sh", "pretrain_bert.sh", "pretrain_bert_336m.sh"]
+)
+def test_data_with_a_recorded_tokenizer_needs_no_files(checkout, script):
+    done = checkout.run(script, DATA_PATH="0.3 a 0.7 b", CHECKPOINT_PATH="run")
+    assert done.returncode == 0, done.stderr
+    training = commands(done)[0]
+    assert training[training.index("--data-path") :][1:5] == ["0.3", "a", "0.7", "b"]
+    assert not {"--tokenizer-type", "--vocab-file", "--merge-file"} & set(training)
 
 
 @pytest.mark.parametrize("status", [0, 1, 2])

@@ -113,7 +113,7 @@ def test_tokenizer_and_optimizer_are_converted(
         ),
         (
             ("megatron", "native", "--vocab-file", "x"),
-            "--tokenizer-type is required with other tokenizer flags",
+            "--tokenizer is required with other tokenizer flags",
         ),
         (
             ("megatron", "native", "--target-tensor-model-parallel-size", 2),

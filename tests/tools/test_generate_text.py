@@ -222,7 +222,6 @@ def test_a_conversation_longer_than_the_context(
         ),
         ("--prompt \udcff", "--prompt: '\\udcff' is not UTF-8 text"),
         ("--prompt 1 --length-penalty 2", "--length-penalty needs --beam-width"),
-        ("--prompt= ", "--prompt: is empty"),
         ("--prompt abc", "--prompt: 'abc'"),
     ],
 )
@@ -232,6 +231,16 @@ def test_bad_input_is_one_line(trained: Path, flags: str, message: str) -> None:
     assert "\n" not in str(error.value)
 
 
+def test_an_empty_prompt_begins_a_document(run: Path, command, tmp_path: Path) -> None:
+    """It continues the end-of-document token, whose id the null tokenizer reads and writes as text."""
+    words = ["tools/generate_text.py", "--load", run, "--greedy", "--out-seq-length", 5]
+    empty, eod = (command(*words, "--prompt", prompt).stdout for prompt in ("", "300"))
+    assert len(empty.split()) == 5 and "300" + empty == eod
+    (tmp_path / "a.jsonl").write_text('{"prompt": ""}')
+    (record,) = command(*words, "--sample-input-file", tmp_path / "a.jsonl").stdout.splitlines()
+    assert json.loads(record)["text"].split() == empty.split()
+
+
 def test_bad_prompts_of_a_file_are_named(trained: Path, tmp_path: Path) -> None:
     long = " ".join(["1"] * 64)
     for name, content, message in [
@@ -239,7 +248,6 @@ def test_bad_prompts_of_a_file_are_named(trained: Path, tmp_path: Path) -> None:
         ("a.jsonl", b'{"prompt": "1"}\n[1]\n', "a.jsonl, line 2: is not a JSON object with a string"),
         ("a.jsonl", b"{", "a.jsonl, line 1: is not a JSON object with a string"),
         ("b.jsonl", b'{"prompt": "1 \\ud800"}', r"b.jsonl, line 1: '1 \ud800' is not UTF-8 text"),
-        ("b.jsonl", b'{"prompt": "1"}\n\n{"prompt": ""}', "b.jsonl, line 3: the prompt is empty"),
         ("b.txt", b"1\nx\n", "b.txt, line 2: 'x' is not a token id"),
         ("b.txt", b"", "b.txt is empty"),
         (

@@ -30,7 +30,7 @@ def test_a_port_in_use_is_reported_before_the_model_is_loaded() -> None:
 def test_a_checkpoint_without_tokenizer_names_the_flag(tmp_path: Path) -> None:
     pytest.importorskip("fastapi")
     folder = save_hf(tmp_path / "model", "gpt2")
-    with pytest.raises(InputError, match="has no tokenizer; give --tokenizer-type"):
+    with pytest.raises(InputError, match="has no tokenizer; give --tokenizer, "):
         main(["--load", str(folder), "--port", "0"])
 
 

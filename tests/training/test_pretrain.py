@@ -63,7 +63,7 @@ def test_a_resumed_run_continues_bit_for_bit(pretrain, tmp_path: Path, precision
     pretrain(*parts)
     assert records(tmp_path / "a.jsonl") == records(tmp_path / "b.jsonl")
     assert files(tmp_path / "a" / "iter_0000012") == files(tmp_path / "b" / "iter_0000012")
-    assert "nothing is left to train" in pretrain(*parts)
+    assert "nothing is left to train; raise --train-iters or another --train-... length" in pretrain(*parts)
     newest, older = (tmp_path / "b" / name for name in ("iter_0000012", "iter_0000010"))
     (newest / "optimizer.safetensors").unlink()
     warning = f"WARNING: skipped a damaged checkpoint: {newest}/optimizer.safetensors: is missing"

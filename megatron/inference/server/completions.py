@@ -11,6 +11,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, PlainValidator, model_validator
 
+from megatron.errors import InputError
+from megatron.inference import prompts
 from megatron.inference.batching import Request, TokenLogprob
 from megatron.inference.sampling import SamplingConfig
 from megatron.inference.server.body import Body
@@ -155,11 +157,10 @@ def document_start(tokenizer: Tokenizer, param: str) -> list[int]:
     Raises:
         ApiError: the tokenizer has no end-of-document token.
     """
-    if "eod" not in tokenizer.special_ids:
-        raise ApiError(
-            400, f"{param}: is empty, and {tokenizer} has no end-of-document token to begin with", param=param
-        )
-    return [tokenizer.special_ids["eod"]]
+    try:
+        return prompts.document_start(tokenizer)
+    except InputError as error:
+        raise ApiError(400, f"{param}: {error}", param=param) from None
 
 
 def check_tokens(rows: Sequence[Sequence[int]], tokenizer: Tokenizer) -> None:
