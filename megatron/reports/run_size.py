@@ -41,7 +41,7 @@ def describe_size(
     """Describe the run in a line, and each file of a blend in another one.
 
     Args:
-        dataset: the training data. Of data of another kind than GPT's and BERT's nothing is said.
+        dataset: the training data. The description is empty unless it is GPT's or BERT's.
         samples: samples of the whole run.
     """
     blend = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
