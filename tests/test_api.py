@@ -166,8 +166,8 @@ def test_wrong_configurations() -> None:
         from megatron.flags import Config
 
         small_run(Config())
-    with pytest.raises(InputError, match=r"^--micro-batch-size is required"):
-        train(GPT, MODEL, DATA, TOKENIZER, OPTIMIZER, LengthConfig(train_tokens=64))
+    with pytest.raises(InputError, match=r"^--train-iters, .* is required"):
+        train(GPT, MODEL, DATA, TOKENIZER, OPTIMIZER)
     with pytest.raises(InputError, match=r"^dry_run: train\(\) trains"):
         small_run(DryRunConfig(dry_run=True))
 
