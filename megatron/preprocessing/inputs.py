@@ -1,6 +1,6 @@
 """Find and open the inputs of preprocessing: files, folders, addresses of fsspec, and Hugging Face datasets.
 
-The order is fixed: inputs in the order in which they are named, matches of a pattern and files of a folder by name.
+Inputs keep the order of the command line; matches of a pattern and files of a folder are sorted by name.
 """
 
 from __future__ import annotations

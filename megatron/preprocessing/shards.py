@@ -151,8 +151,8 @@ def check_complete(datasets: Sequence[IndexedDataset], records: Sequence[ShardRe
         if first is None or record is None or stem_of(dataset.prefix) != stem:
             shard, other = (start, dataset.prefix) if first else (dataset.prefix, start)
             raise InputError(
-                f"--input: the folder holds {shard}, a shard, and also {other}, which is none of its preparation; "
-                f"give the prefix of the shards, as in --input {stem_of(shard)}"
+                f"--input: the folder holds {shard}, a shard, and also {other}, which belongs to another preparation "
+                f"or to none; give the prefix of the shards, as in --input {stem_of(shard)}"
             )
         for name, what, difference in (
             ("count", "another --shard I/N", f"{first.count} and {record.count} shards"),

@@ -40,7 +40,8 @@ def discard_older(root: Path, iteration: int, *, config: RetentionConfig) -> Non
         for i in expiring[: max(0, len(expiring) + 1 - (keep_last or 1))]:
             discard(folder_of(root, i))
     except OSError as error:
-        logger.warning(f"--keep-last: cannot delete an older checkpoint: {error}")
+        flag = "--save-retain-interval" if keep_last is None else "--keep-last"
+        logger.warning(f"{flag}: cannot delete an older checkpoint: {error}")
 
 
 def discard(folder: Path) -> None:

@@ -48,7 +48,7 @@ def describe_size(
     """Describe the run in a line, and each file of a blend in another one.
 
     Args:
-        dataset: the training data. Of data of another kind than GPT's and BERT's nothing is said.
+        dataset: the training data. The description is empty unless it is GPT's or BERT's.
         samples: samples of the whole run.
     """
     # An extended run reads the same files again, in other orders.

@@ -105,17 +105,20 @@ class WeightsAndBiases(Service):
         return str(self.run.id)
 
     def write(self, points: Sequence[Point]) -> None:
-        for iteration, samples, values in points:
-            self.run.log(values | {"train/consumed samples": samples, "iteration": iteration})
+        with wandb_errors():
+            for iteration, samples, values in points:
+                self.run.log(values | {"train/consumed samples": samples, "iteration": iteration})
 
     def text(self, tag: str, text: str, iteration: int) -> None:
         import wandb
 
-        self.run.log({tag: wandb.Html(f"<pre>{escape(text)}</pre>"), "iteration": iteration})
+        with wandb_errors():
+            self.run.log({tag: wandb.Html(f"<pre>{escape(text)}</pre>"), "iteration": iteration})
 
     def close(self) -> None:
         if self.run is not None:
-            self.run.finish()
+            with wandb_errors():
+                self.run.finish()
 
 
 class MLflow(Service):
@@ -175,6 +178,17 @@ class MLflow(Service):
         if self.client is not None:
             with service_errors():
                 self.client.set_terminated(self.run_id)
+
+
+@contextmanager
+def wandb_errors() -> Iterator[None]:
+    """Turn an error of Weights & Biases into an `OSError`, which the run outlives."""
+    import wandb
+
+    try:
+        yield
+    except wandb.Error as error:
+        raise OSError(errno.EIO, " ".join(str(error).split())[:300]) from None
 
 
 @contextmanager

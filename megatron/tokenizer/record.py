@@ -25,7 +25,7 @@ RECORD = "record.json"
 PATHS = ("vocab_file", "merge_file", "tokenizer_model")
 # Settings that decide the ids beside type and files.
 SETTINGS = ("tiktoken_pattern", "tiktoken_num_special_tokens")
-# A file of roles, which decides no ids but that of the end of a document, which is compared by itself.
+# This file decides only the id of the end of a document, which is compared by itself.
 ROLES = "tokenizer_config.json"
 
 
@@ -156,6 +156,9 @@ def read_tokenizer(prefix: str) -> TokenizerRecord | None:
         if not isinstance(found, dict) or found.pop("format", None) != 1:
             raise wrong
         record = TokenizerRecord(**found)
+        types = {"flags": dict, "type": str, "vocab_size": int, "eod": int | None, "files": dict}
+        if not all(isinstance(getattr(record, name), kind) for name, kind in types.items()):
+            raise wrong
         names = [*record.files, *(record.flags[name] for name in PATHS if name in record.flags)]
         if any(Path(name).name != name or name in (".", "..") for name in names):
             raise wrong

@@ -159,6 +159,9 @@ def test_template_files(tmp_path: Path, bpe: GPT2BPETokenizer) -> None:
     write_tokenizer(folder, bpe, chat_template=5)
     with pytest.raises(InputError, match="chat_template is not a string"):
         chat_template(HuggingFaceTokenizer(str(folder)))
+    write_tokenizer(folder, bpe, chat_template=named[:1])
+    with pytest.raises(InputError, match="chat_template has no template named 'default'"):
+        chat_template(HuggingFaceTokenizer(str(folder)))
     assert chat_template(bpe) is PLAIN
 
 

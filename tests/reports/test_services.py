@@ -138,6 +138,25 @@ def test_weights_and_biases_keeps_iterations_before_an_evaluation(
     writers.close()
 
 
+def test_weights_and_biases_that_fails_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = pytest.importorskip("wandb")
+    for name, value in {"MODE": "offline", "DIR": str(tmp_path), "SILENT": "true"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+
+    def fail(*_: object, **__: object) -> None:
+        raise wandb.Error("the service is gone")
+
+    lines: list[str] = []
+    writers = Writers(config_of(tmp_path, "--wandb-project", "gpt"), MESH, lines.append)
+    writers.start(0)
+    monkeypatch.setattr(wandb.run, "log", fail)
+    writers.evaluation({"lm loss validation": 2.0}, 3, 24)
+    assert lines == ["warning: --wandb-project: the service is gone; the run continues without it"]
+    wandb.run.finish()
+
+
 @pytest.mark.parametrize("content", ["[]", "{", '{"wandb": 1}'])
 def test_a_damaged_file_of_run_ids(mlflow_client: Any, tmp_path: Path, content: str) -> None:
     (tmp_path / RUN_IDS).write_text(content)

@@ -117,7 +117,7 @@ def test_a_record_can_be_made_of_its_own_copies(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    ["", "[]", "{}", '{"format": 2}', '{"format": 1, "flags": 3}', "PATH", "FILES"],
+    ["", "[]", "{}", '{"format": 2}', '{"format": 1, "flags": 3}', "PATH", "FILES", "SIZE", "TYPE"],
 )
 def test_damaged_records(content: str, tmp_path: Path) -> None:
     record(gpt2(save(tmp_path / "a")), tmp_path / "o")
@@ -127,6 +127,10 @@ def test_damaged_records(content: str, tmp_path: Path) -> None:
         content = json.dumps(good | {"flags": good["flags"] | {"vocab_file": "../a/vocab.json"}})
     elif content == "FILES":
         content = json.dumps(good | {"files": {"../a/vocab.json": "x"}})
+    elif content == "SIZE":
+        content = json.dumps(good | {"vocab_size": "259"})
+    elif content == "TYPE":
+        content = json.dumps(good | {"type": 3})
     path.write_text(content)
     with pytest.raises(
         InputError, match=r"o\.tokenizer/record\.json: is not the record of a tokenizer; copy the"

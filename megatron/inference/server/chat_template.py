@@ -71,7 +71,9 @@ def chat_template(tokenizer: Tokenizer) -> ChatTemplate:
     source = settings.get("chat_template")
     if isinstance(source, list):  # several, by name
         named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
-        source = named.get("default")
+        if "default" not in named:
+            raise InputError(f"{config}: chat_template has no template named 'default'; rename one to it")
+        source = named["default"]
     if source is None or config is None:
         return PLAIN
     if not isinstance(source, str):
