@@ -58,13 +58,13 @@ def describe_size(
     if not all(isinstance(d, GPTDataset | BertDataset | MockGPTDataset | MockBertDataset) for d in blend):
         return []
     tokens = samples * seq_length
-    parts = [f"run of {samples:,} samples x {seq_length:,} = {_short(tokens)} tokens"]
+    parts = [f"tokens: {_short(tokens)} ({samples:,} samples x {seq_length:,})"]
     sizes = [num_tokens(d) for d in blend]
     if all(sizes):
-        parts.append(f"{_epochs(tokens, sum(sizes))} of the {_short(sum(sizes))} tokens of training data")
-    ratio = f"{tokens / parameters:.3g} tokens per parameter"
+        parts.append(f"{_epochs(tokens, sum(sizes))} of the {_short(sum(sizes))} of the data")
+    ratio = f"{tokens / parameters:.3g} per parameter"
     parts.append(ratio + (f" (compute-optimal: about {COMPUTE_OPTIMAL})" if causal else ""))
-    lines = ["; ".join(parts)]
+    lines = [", ".join(parts)]
     if isinstance(dataset, BlendedDataset):
         for file, size, share in zip(blend, sizes, _samples_of_each(dataset, samples), strict=True):
             assert isinstance(file, GPTDataset | BertDataset)

@@ -177,7 +177,7 @@ def test_the_first_loss_is_on_the_first_screen(command: Callable, corpus: Path, 
         "layout: 1 process",
         f"checkpoints: {tmp_path / 'run'}, every 10 iterations and at the end",
         f"training: iterations 1 to 20 of 8 samples; {tmp_path / 'run'} holds no checkpoint yet",
-        "run of 160 samples x 10 = 1.6k tokens; 0.444 epochs of the 3.6k tokens of training data; 0.214 tokens per "
+        "tokens: 1.6k (160 samples x 10), 0.444 epochs of the 3.6k of the data, 0.214 per "
         "parameter (compute-optimal: about 20)",
     ):
         assert line in screen, screen

@@ -37,25 +37,23 @@ def test_epochs_and_tokens_per_parameter(tmp_path: Path) -> None:
     file = write(tmp_path / "a", 100)
     data = train(data_path=(str(file),), split="80,10,10")
     assert describe_size(data, **RUN) == [
-        "run of 1,000 samples x 8 = 8k tokens; 10 epochs of the 800 tokens of training data; 4 tokens per parameter "
+        "tokens: 8k (1,000 samples x 8), 10 epochs of the 800 of the data, 4 per parameter "
         "(compute-optimal: about 20)"
     ]
     (line,) = describe_size(data, **RUN | {"samples": 25, "causal": False})
-    assert line == (
-        "run of 25 samples x 8 = 200 tokens; 0.25 epochs of the 800 tokens of training data; 0.1 tokens per parameter"
-    )
+    assert line == ("tokens: 200 (25 samples x 8), 0.25 epochs of the 800 of the data, 0.1 per parameter")
 
 
 def test_each_file_of_a_blend(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a", 100), write(tmp_path / "b", 20)
     lines = describe_size(train(train_data_path=("3", str(a), "1", str(b))), **RUN)
-    assert "; 6.67 epochs of the 1.2k tokens of training data; " in lines[0]
+    assert ", 6.67 epochs of the 1.2k of the data, " in lines[0]
     assert lines[1:] == [f"  6 epochs of {a}, 1k tokens", f"  10 epochs of {b}, 200 tokens"]
 
 
 def test_synthetic_data_has_no_epochs() -> None:
     (line,) = describe_size(train(mock_data=True), **RUN)
-    assert line.startswith("run of 1,000 samples x 8 = 8k tokens; 4 tokens per parameter")
+    assert line.startswith("tokens: 8k (1,000 samples x 8), 4 per parameter")
 
 
 def test_the_sentences_of_bert(tmp_path: Path) -> None:
@@ -63,7 +61,7 @@ def test_the_sentences_of_bert(tmp_path: Path) -> None:
     rows = np.array([[4, 6, 9], [2, 4, 9], [18, 19, 9]])
     data = BertDataset(IndexedDataset(write(tmp_path / "a", 20)), (rows,), None, 1, 8)
     (line,) = describe_size(data, **RUN)
-    assert "; 47.1 epochs of the 170 tokens of training data; " in line
+    assert ", 47.1 epochs of the 170 of the data, " in line
 
 
 def test_other_data_is_not_described() -> None:
@@ -78,4 +76,4 @@ def test_a_run_logs_it_at_its_start(pretrain: Callable[..., str], tmp_path: Path
         --tokenizer-type NullTokenizer --vocab-size 99
     """.split()
     out = pretrain(*flags, *(["--skip-train", "--load", tmp_path, "--save", tmp_path] if skip else []))
-    assert ("run of 6 samples x 8 = 48 tokens; " in out) is not skip
+    assert ("tokens: 48 (6 samples x 8), " in out) is not skip
