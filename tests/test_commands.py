@@ -206,7 +206,7 @@ def test_the_tutorial_runs(tmp_path: Path) -> None:
             server.wait(30)
     assert not missing, f"not in the tutorial: {missing}"
     assert (tmp_path / "my" / "run" / "report.html").is_file()
-    first = float(re.search(r"iteration +1/.*?loss:? (\S+)", "".join(out))[1])
+    first = float(re.search(r"^\S+ +1/\d+  loss (\S+)", "".join(out), re.M)[1])
     assert first == pytest.approx(6.24, abs=0.3)  # the logarithm of the vocabulary, as the tutorial says
     (answer,) = [text for text in out if text.startswith("{")]
     assert json.loads(answer)["choices"][0]["text"]
@@ -220,7 +220,7 @@ def test_one_gpu_to_many_runs(tmp_path: Path) -> None:
     losses = []
     for block in blocks[:5]:
         done = run_block(block, tmp_path)
-        losses.append([float(text) for text in re.findall(r"iteration .*?loss:? (\d\S+)", done.stdout)])
+        losses.append([float(text) for text in re.findall(r"^\S+ +\d+/\d+  loss (\S+)", done.stdout, re.M)])
     assert [len(values) for values in losses] == [4, 4, 4, 4, 2]
     for other in losses[1:4]:
         assert other == pytest.approx(losses[0], rel=1e-3)
