@@ -17,7 +17,7 @@ from megatron.cli import run_command
 from megatron.training.config import RunConfig
 from megatron.training.task import Task
 
-# What imports torch, which takes seconds, is imported once the command line has been read.
+# Importing torch takes seconds, so modules that need it are imported after the command line has been read.
 if TYPE_CHECKING:
     from torch import Tensor
 

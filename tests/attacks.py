@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from attack import files, kills  # noqa: E402, after the variables that torch reads
 
-# Of each kind of attack: the preparation, one attack, and the outcomes that are failures.
+# For each kind of attack its preparation, one attack, and the outcomes that are failures.
 KINDS = {
     "kills": (kills.prepare, kills.attack, kills.FAILURES),
     "files": (files.prepare, files.attack, files.FAILURES),

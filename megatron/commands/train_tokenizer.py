@@ -79,7 +79,7 @@ def read_texts(inputs: Sequence[Input], key: str) -> Iterator[str]:
     addresses = [source.address for source in inputs]
     # On a terminal the trainer draws its own progress bars.
     with Progress(total_size(inputs), LOG_INTERVAL) as progress:
-        # Where a document of plain text ends does not matter here, and paragraphs take less memory than files.
+        # A tokenizer needs no ends of documents, and paragraphs take less memory than files.
         for batch in read_batches(addresses, [key], "blank-lines"):
             found, bad = documents(batch, [key])
             if bad:

@@ -11,7 +11,7 @@ from megatron.optim.schedule import Schedule
 from megatron.training.loop import Trainer
 from megatron.training.start import run_length
 
-# What each field of a schedule follows from.
+# The flags from which each field of a schedule follows.
 SCHEDULE_FLAGS = {
     "max_lr": "--lr",
     "min_lr": "--min-lr",

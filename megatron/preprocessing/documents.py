@@ -20,22 +20,17 @@ import io
 import itertools
 import json
 import os
-import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 from megatron.cli import clipped
 from megatron.errors import InputError
+from megatron.preprocessing import blocks
 from megatron.preprocessing.hf_datasets import read_rows
 from megatron.preprocessing.inputs import is_dataset, is_remote, open_input, reason
 
-BLOCK_BYTES = 1 << 18  # per read
-BATCH_BYTES = 1 << 20  # of text, decompressed
 BATCH_ROWS = 256  # of a table
 TXT_DOCUMENTS = ("file", "blank-lines")  # what a document of plain text is
-MAX_BYTES = 1 << 26  # of a line, or of a document of plain text
-# Compressed bytes decompressed at once. They give at most 64 MiB: a block of 4 bytes may stand for 128 KiB (zstd).
-COMPRESSED_BYTES = 1 << 11
 MAX_NAMES = 10  # listed in a message
 
 
@@ -72,20 +67,10 @@ class _Unusable(Exception):
     """Record that is not a document, with the reason."""
 
 
-class _TooLong(Exception):
-    """Line or document longer than MAX_BYTES, with the number of its first line."""
-
-    def __init__(self, unit: str, number: int) -> None:
-        super().__init__(
-            f"{number}: the {unit} that begins here has more than {MAX_BYTES >> 20} MiB; divide it"
-            + (" (a file of several documents: --txt-documents blank-lines)" if unit == "file" else "")
-        )
-
-
 def kind_of(path: str) -> tuple[str, str]:
     """Return a file's format (`DocumentBatch.kind`) and compression (".gz", ".zst" or "") from its name."""
     stem, compression = os.path.splitext(path)
-    if compression not in DECOMPRESSORS:
+    if compression not in blocks.DECOMPRESSORS:
         stem, compression = path, ""
     return {".txt": "txt", ".parquet": "parquet"}.get(os.path.splitext(stem)[1], "jsonl"), compression
 
@@ -252,18 +237,18 @@ RECORDS: dict[str, Callable[[bytes, int], Iterator[tuple[int, bytes]]]] = {
 def _text_batches(path: str, kind: str, file: BinaryIO, compression: str) -> Iterator[DocumentBatch]:
     read = 0  # counted here, since a pipe does not tell
 
-    def blocks() -> Iterator[bytes]:
+    def read_blocks() -> Iterator[bytes]:
         nonlocal read
         while block := _read(path, file):
             read += len(block)
             yield block
 
-    text = blocks()
+    text = read_blocks()
     if compression:
-        text = _decompressed(path, text, DECOMPRESSORS[compression])
-    chunks = _whole_lines(text)
+        text = blocks.decompressed(path, text, blocks.DECOMPRESSORS[compression])
+    chunks = blocks.whole_lines(text)
     if kind != "jsonl":
-        chunks = _whole_file(chunks) if kind == "file" else _whole_paragraphs(chunks)
+        chunks = blocks.whole_file(chunks) if kind == "file" else blocks.whole_paragraphs(chunks)
     first = 1
     try:
         for chunk in chunks:
@@ -271,126 +256,18 @@ def _text_batches(path: str, kind: str, file: BinaryIO, compression: str) -> Ite
                 path, kind, chunk.removeprefix(b"\xef\xbb\xbf") if first == 1 else chunk, first, read
             )
             first += chunk.count(b"\n")
-    except _TooLong as error:
+    except blocks.TooLong as error:
         raise InputError(f"{path}:{error}") from None
 
 
 def _read(path: str, file: BinaryIO) -> bytes:
     try:
-        return file.read(BLOCK_BYTES)
+        return file.read(blocks.BLOCK_BYTES)
     except Exception as error:
         if isinstance(error, OSError) and not is_remote(path):
             raise
         # Each protocol's library has its own exceptions.
         raise InputError(f"{path}: cannot be read to its end: {reason(error)}") from None
-
-
-def _whole_lines(blocks: Iterator[bytes]) -> Iterator[bytes]:
-    """Regroup blocks into chunks of BATCH_BYTES or slightly more that end at a line end."""
-    held: list[bytes] = []
-    size, first = 0, 1  # bytes held, and the number of the first line in them
-    for block in blocks:
-        end = block.rfind(b"\n") + 1 if size + len(block) >= BATCH_BYTES else 0
-        if end:
-            whole = b"".join([*held, block[:end]])
-            yield whole
-            held, size, first = [], 0, first + whole.count(b"\n")
-        held.append(block[end:])
-        size += len(block) - end
-        # A few short lines may precede the long one.
-        if size > MAX_BYTES + BATCH_BYTES:
-            raise _TooLong("line", first + sum(part.count(b"\n") for part in held))
-    if size:
-        yield b"".join(held)
-
-
-def _whole_paragraphs(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Move the text after the last blank line of each chunk to the next chunk."""
-    held: list[bytes] = []
-    size, first = 0, 1  # bytes held, and the number of the first line in them
-    for chunk in chunks:
-        end = _end_of_last_blank_line(chunk)
-        if end:
-            whole = b"".join([*held, chunk[:end]])
-            yield whole
-            held, size, first = [], 0, first + whole.count(b"\n")
-        held.append(chunk[end:])
-        size += len(chunk) - end
-        if size > MAX_BYTES:
-            raise _TooLong("document", first)
-    if size:
-        yield b"".join(held)
-
-
-def _whole_file(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Join all chunks."""
-    held: list[bytes] = []
-    size = 0
-    for chunk in chunks:
-        held.append(chunk)
-        size += len(chunk)
-        if size > MAX_BYTES:
-            raise _TooLong("file", 1)
-    if size:
-        yield b"".join(held)
-
-
-def _end_of_last_blank_line(chunk: bytes) -> int:
-    """Return the end of the last blank line; 0 if there is none."""
-    end = len(chunk)
-    while end:
-        start = chunk.rfind(b"\n", 0, end - 1) + 1
-        if chunk[start:end].isspace():
-            return end
-        end = start
-    return 0
-
-
-def _gzip() -> Any:
-    return zlib.decompressobj(wbits=31)
-
-
-def _zstd() -> Any:
-    try:
-        from compression.zstd import ZstdDecompressor  # Python 3.14
-
-        return ZstdDecompressor()
-    except ImportError:
-        pass
-    try:
-        from zstandard import ZstdDecompressor
-    except ImportError:
-        raise InputError("reading .zst files needs zstandard: pip install zstandard") from None
-    return ZstdDecompressor().decompressobj()
-
-
-DECOMPRESSORS: dict[str, Callable[[], Any]] = {".gz": _gzip, ".zst": _zstd}
-
-
-def _decompressed(path: str, blocks: Iterator[bytes], new: Callable[[], Any]) -> Iterator[bytes]:
-    """Decompress a file of any number of concatenated streams."""
-    stream = None
-    for part in _cut(blocks, COMPRESSED_BYTES):
-        while part:
-            stream = stream or new()
-            try:
-                data = stream.decompress(part)
-            except Exception as error:  # each library has its own exceptions
-                raise InputError(
-                    f"{path}: cannot be decompressed: {str(error) or type(error).__name__}"
-                ) from None
-            yield from _cut([data], BLOCK_BYTES)
-            part = stream.unused_data if stream.eof else b""
-            stream = None if stream.eof else stream
-    if stream:
-        raise InputError(f"{path}: the compressed data ends early; the file is truncated")
-
-
-def _cut(blocks: Iterable[bytes], size: int) -> Iterator[bytes]:
-    """Cut blocks into pieces of at most `size` bytes."""
-    for block in blocks:
-        for begin in range(0, len(block), size):
-            yield block[begin : begin + size]
 
 
 def _table_batches(path: str, file: BinaryIO, keys: Sequence[str]) -> Iterator[DocumentBatch]:
@@ -420,8 +297,8 @@ def _table_batches(path: str, file: BinaryIO, keys: Sequence[str]) -> Iterator[D
         rows, first = table.metadata.num_rows, 1
         parts = table.iter_batches(batch_size=BATCH_ROWS, columns=list(keys))
         for part in itertools.chain.from_iterable(map(_slices, parts)):
-            if _text_bytes(part)[0] > MAX_BYTES:
-                raise InputError(f"{path}:{_TooLong('row', first)}")
+            if _text_bytes(part)[0] > blocks.MAX_BYTES:
+                raise InputError(f"{path}:{blocks.TooLong('row', first)}")
             last = first + part.num_rows - 1
             yield DocumentBatch(path, "rows", part.to_pylist(), first, size * last // rows)
             first = last + 1
@@ -438,10 +315,10 @@ def _dataset_batches(address: str, keys: Sequence[str]) -> Iterator[DocumentBatc
         begin = held = 0
         for end, row in enumerate(rows, start=1):
             size = sum(len(text) for text in row.values() if isinstance(text, str))
-            if size > MAX_BYTES:
-                raise InputError(f"{address}:{_TooLong('row', first + end - 1)}")
+            if size > blocks.MAX_BYTES:
+                raise InputError(f"{address}:{blocks.TooLong('row', first + end - 1)}")
             held += size
-            if held > BATCH_BYTES or end == len(rows):
+            if held > blocks.BATCH_BYTES or end == len(rows):
                 yield DocumentBatch(address, "rows", rows[begin:end], first + begin, 0)
                 begin, held = end, 0
         first += len(rows)
@@ -451,7 +328,7 @@ def _slices(part: Any) -> Iterator[Any]:
     """Cut a part of a table into slices of BATCH_BYTES of text or less, or of one row."""
     begin = held = 0
     for row, size in enumerate(_text_bytes(part)):
-        if held + size > BATCH_BYTES and row > begin:
+        if held + size > blocks.BATCH_BYTES and row > begin:
             yield part.slice(begin, row - begin)
             begin, held = row, 0
         held += size

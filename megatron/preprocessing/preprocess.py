@@ -21,8 +21,8 @@ import numpy as np
 from megatron.data.indexed_writer import IndexedDatasetWriter, best_dtype
 from megatron.errors import InputError
 from megatron.flags import Config, flag
+from megatron.preprocessing.blocks import BATCH_BYTES
 from megatron.preprocessing.documents import (
-    BATCH_BYTES,
     TXT_DOCUMENTS,
     Document,
     DocumentBatch,

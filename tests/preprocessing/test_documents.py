@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import InputError
+from megatron.preprocessing import blocks
 from megatron.preprocessing import documents as module
 from megatron.preprocessing.documents import DocumentBatch, documents, read_batches
 
@@ -41,8 +42,8 @@ def json_lines(texts: list[str]) -> bytes:
 @pytest.fixture
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shrink blocks and batches, so that a few kilobytes of text cross every boundary."""
-    monkeypatch.setattr(module, "BLOCK_BYTES", 61)
-    monkeypatch.setattr(module, "BATCH_BYTES", 200)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 61)
+    monkeypatch.setattr(blocks, "BATCH_BYTES", 200)
     monkeypatch.setattr(module, "BATCH_ROWS", 7)
 
 
@@ -91,7 +92,7 @@ def test_a_file_of_plain_text_is_one_document(tmp_path, compressed, small_batche
 
 
 def test_a_file_of_plain_text_that_is_too_long(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "MAX_BYTES", 2 << 20)
+    monkeypatch.setattr(blocks, "MAX_BYTES", 2 << 20)
     path = tmp_path / "a.txt"
     path.write_bytes(b"a line\n\n" * (3 << 17))
     with pytest.raises(
@@ -135,8 +136,8 @@ def test_parquet_dictionaries(tmp_path, monkeypatch):
         sizes.append(sum(len(row["text"] or "") for row in batch.data))
         rows += [(row["text"] or "-")[0] for row in batch.data]
         assert len(rows) == batch.first + len(batch.data) - 1
-    assert max(sizes) <= module.BATCH_BYTES and rows == ["x", "y", "-", "x"] * 250
-    monkeypatch.setattr(module, "MAX_BYTES", 300_000)
+    assert max(sizes) <= blocks.BATCH_BYTES and rows == ["x", "y", "-", "x"] * 250
+    monkeypatch.setattr(blocks, "MAX_BYTES", 300_000)
     with pytest.raises(InputError, match=r"a.parquet:1: the row that begins here has more than"):
         list(read_batches([str(path)], ["text"]))
     parquet.write_table(pyarrow.table({"text": [1, 2]}), path)
@@ -289,7 +290,7 @@ def test_errors_quote_little_of_a_line(tmp_path):
 def test_a_line_or_document_that_is_too_long(tmp_path, monkeypatch, suffix):
     """Its length is bounded before all of it is in memory."""
     compress = {"": bytes, ".gz": gzip.compress, ".zst": zstd}[suffix]
-    monkeypatch.setattr(module, "MAX_BYTES", 2 << 20)
+    monkeypatch.setattr(blocks, "MAX_BYTES", 2 << 20)
     line = b'{"text": "x"}\n'
     path = tmp_path / f"a.jsonl{suffix}"
     path.write_bytes(compress(line * 70 + b'{"text": "' + b"x" * (120 << 20)))
@@ -318,7 +319,7 @@ def test_compressed_blank_lines_take_little_memory(tmp_path, suffix):
     path = tmp_path / f"a.jsonl{suffix}"
     path.write_bytes((gzip.compress if suffix == ".gz" else zstd)(b"\n" * (40 << 20)))
     largest = max(len(batch.data) for batch in read_batches([str(path)], ["text"]))
-    assert largest <= module.BATCH_BYTES + module.BLOCK_BYTES
+    assert largest <= blocks.BATCH_BYTES + blocks.BLOCK_BYTES
 
 
 def test_an_exception_without_a_text_is_named(tmp_path, monkeypatch):
@@ -328,6 +329,6 @@ def test_an_exception_without_a_text_is_named(tmp_path, monkeypatch):
 
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(b"{}"))
-    monkeypatch.setitem(module.DECOMPRESSORS, ".gz", Broken)
+    monkeypatch.setitem(blocks.DECOMPRESSORS, ".gz", Broken)
     with pytest.raises(InputError, match="cannot be decompressed: MemoryError"):
         read(path)

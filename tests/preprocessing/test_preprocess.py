@@ -161,7 +161,7 @@ def test_large_ids_are_stored_as_int32(tmp_path):
 
 
 def test_many_batches_keep_their_order(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron.preprocessing.documents.BATCH_BYTES", 100)
+    monkeypatch.setattr("megatron.preprocessing.blocks.BATCH_BYTES", 100)
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": f"{i}"}) + "\n" for i in range(1000)))
     two = PreprocessConfig(input=(str(path),), output_prefix=str(tmp_path / "o"), workers=2)
@@ -176,7 +176,7 @@ def test_files_do_not_depend_on_the_batches(shared, tmp_path, monkeypatch):
     )
     source = shared / "vectors/owt60.jsonl"
     preprocess(config(source, output=tmp_path / "one", split_sentences=True), tokenizer)
-    monkeypatch.setattr("megatron.preprocessing.documents.BATCH_BYTES", 10_000)
+    monkeypatch.setattr("megatron.preprocessing.blocks.BATCH_BYTES", 10_000)
     preprocess(config(source, output=tmp_path / "many", split_sentences=True), tokenizer)
     assert same_files(tmp_path / "one_text_sentence", tmp_path / "many_text_sentence")
 

@@ -78,8 +78,8 @@ def test_shards_of_few_files_take_every_nth_document(
     tmp_path: Path, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a batch has one document, so that the numbers continue over batches, files and formats."""
-    monkeypatch.setattr("megatron.preprocessing.documents.BATCH_BYTES", batch)
-    monkeypatch.setattr("megatron.preprocessing.documents.BLOCK_BYTES", 20)
+    monkeypatch.setattr("megatron.preprocessing.blocks.BATCH_BYTES", batch)
+    monkeypatch.setattr("megatron.preprocessing.blocks.BLOCK_BYTES", 20)
     source = write(tmp_path / "in", ("a.jsonl", list(range(5))), ("b.txt", list(range(5, 12))))
     for i in range(1, 4):
         prepare(source, tmp_path / "parts/o", f"{i}/3")

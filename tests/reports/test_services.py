@@ -93,12 +93,18 @@ def test_mlflow_that_fails_does_not_end_the_run(
         report(config, 0)
 
 
-def test_a_resumed_run_continues_in_weights_and_biases(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wandb = pytest.importorskip("wandb")
+@pytest.fixture
+def wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The package, which writes to files in `tmp_path` and asks no server."""
+    package = pytest.importorskip("wandb")
     for name, value in {"MODE": "offline", "DIR": str(tmp_path), "SILENT": "true"}.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
+    return package
+
+
+def test_a_resumed_run_continues_in_weights_and_biases(
+    wandb: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[dict[str, Any]] = []
     begin = wandb.init
 
@@ -122,13 +128,8 @@ def test_a_resumed_run_continues_in_weights_and_biases(
     assert any(b"train/lm loss" in file.read_bytes() for file in (tmp_path / "wandb").rglob("*.wandb"))
 
 
-def test_weights_and_biases_keeps_iterations_before_an_evaluation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_and_biases_keeps_iterations_before_an_evaluation(wandb: Any, tmp_path: Path) -> None:
     """With --log-interval 2 and --eval-interval 1 iteration 1 is logged after the evaluation at it."""
-    wandb = pytest.importorskip("wandb")
-    for name, value in {"MODE": "offline", "DIR": str(tmp_path), "SILENT": "true"}.items():
-        monkeypatch.setenv(f"WANDB_{name}", value)
     writers = Writers(config_of(tmp_path, "--wandb-project", "gpt"), MESH, print)
     writers.start(0)
     writers.evaluation({"lm loss validation": 2.0}, 3, 24)
@@ -139,11 +140,8 @@ def test_weights_and_biases_keeps_iterations_before_an_evaluation(
 
 
 def test_weights_and_biases_that_fails_does_not_end_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    wandb: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wandb = pytest.importorskip("wandb")
-    for name, value in {"MODE": "offline", "DIR": str(tmp_path), "SILENT": "true"}.items():
-        monkeypatch.setenv(f"WANDB_{name}", value)
 
     def fail(*_: object, **__: object) -> None:
         raise wandb.Error("the service is gone")

@@ -13,9 +13,7 @@ from megatron.inference.server.completions import (
     ChoiceState,
     Completion,
     CompletionRequest,
-    StreamOptions,
-    only,
-    read_stops,
+    GenerationRequest,
 )
 from megatron.inference.server.engine import TextDelta
 from megatron.inference.server.errors import ApiError
@@ -43,33 +41,17 @@ class ChatMessage(Body):
     name: str = ""
 
 
-class ChatRequest(Body):
-    """OpenAI's fields, plus `top_k` and `repetition_penalty`."""
+class ChatRequest(GenerationRequest):
+    """A request for answers in a conversation."""
 
     messages: list[ChatMessage] = Field(min_length=1)
-    model: str | None = None
     max_tokens: int | None = Field(None, ge=1, le=2**31)
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31)
-    temperature: float = Field(1.0, ge=0, le=100)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0, le=2**31)
-    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
-    n: int = Field(1, ge=1, le=128)
-    stream: bool = False
-    stream_options: StreamOptions | None = None
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
-    stop: Annotated[list, PlainValidator(read_stops)] = Field(default_factory=list)
-    seed: int | None = Field(None, ge=0, lt=2**32)
-    user: str = ""
-    presence_penalty: Annotated[float, only(0, "repetition_penalty is")] = 0.0
-    frequency_penalty: Annotated[float, only(0, "repetition_penalty is")] = 0.0
-    logit_bias: Annotated[dict, only({}, "leave it out")] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _check(self) -> ChatRequest:
-        if self.stream_options is not None and not self.stream:
-            raise ApiError(400, "stream_options needs stream", param="stream_options")
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs", param="top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens):

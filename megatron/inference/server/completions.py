@@ -64,12 +64,10 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
-class CompletionRequest(Body):
-    """OpenAI's fields, plus `top_k` and `repetition_penalty`."""
+class GenerationRequest(Body):
+    """OpenAI's fields of both completions and chat, plus `top_k` and `repetition_penalty`."""
 
-    prompt: Annotated[list, PlainValidator(_prompts)]
     model: str | None = None
-    max_tokens: int = Field(16, ge=0, le=2**31)
     temperature: float = Field(1.0, ge=0, le=100)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0, le=2**31)
@@ -77,23 +75,34 @@ class CompletionRequest(Body):
     n: int = Field(1, ge=1, le=128)
     stream: bool = False
     stream_options: StreamOptions | None = None
-    logprobs: int | None = Field(None, ge=0, le=20)
-    echo: bool = False
     stop: Annotated[list, PlainValidator(read_stops)] = Field(default_factory=list)
     seed: int | None = Field(None, ge=0, lt=2**32)
     user: str = ""
-    best_of: int | None = None
     presence_penalty: Annotated[float, only(0, "repetition_penalty is")] = 0.0
     frequency_penalty: Annotated[float, only(0, "repetition_penalty is")] = 0.0
-    suffix: Annotated[str, only("", "leave it out")] = ""
     logit_bias: Annotated[dict, only({}, "leave it out")] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> GenerationRequest:
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options needs stream", param="stream_options")
+        return self
+
+
+class CompletionRequest(GenerationRequest):
+    """A request for completions of prompts."""
+
+    prompt: Annotated[list, PlainValidator(_prompts)]
+    max_tokens: int = Field(16, ge=0, le=2**31)
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool = False
+    best_of: int | None = None
+    suffix: Annotated[str, only("", "leave it out")] = ""
 
     @model_validator(mode="after")
     def _check(self) -> CompletionRequest:
         if self.best_of not in (None, self.n):
             raise ApiError(400, f"best_of: {self.best_of} is not supported; it must equal n", param="best_of")
-        if self.stream_options is not None and not self.stream:
-            raise ApiError(400, "stream_options needs stream", param="stream_options")
         return self
 
     @property
