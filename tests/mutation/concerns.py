@@ -52,8 +52,18 @@ CONCERNS = {
         "tests/reports",
         "tests/training/test_report.py",
     ],
+    "megatron/performance/": ["tests/performance", "tests/training", "tests/checkpoint"],
+    "megatron/settings": ["tests/settings", "tests/test_arguments.py", "tests/training/test_pretrain.py"],
     "megatron/tokenizer/": ["tests/tokenizer", "tests/tools"],
     "megatron/training/": ["tests/training", "tests/faults", "tests/golden"],
+    "megatron/variants/": [
+        "tests/variants",
+        "tests/model",
+        "tests/data",
+        "tests/test_arguments.py",
+        "tests/interop",
+        "tests/training/test_layouts.py",
+    ],
 }
 
 

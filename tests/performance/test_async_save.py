@@ -219,6 +219,29 @@ def test_failed_write_stops_all_ranks_at_the_same_iteration(tmp_path: Path) -> N
     assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000001", storage.TRACKER]
 
 
+def check_before_rank_1_has_written(root: str) -> bool:
+    """Return true if the save is still in progress once rank 0 has written, and wait until both have."""
+    flags = "--tensor-model-parallel-size 2"  # ranks that are not replicas of each other
+    config = parse_run_config(f"{FLAGS} {flags}".split(), description="", defaults=DEFAULTS)
+    with init_mesh(config.parallel, CPU) as mesh:
+        saver, written = make_saver(root, make_engine(mesh, flags)), threading.Event()
+        saver.iteration, saver.writing = 1, threading.Thread(target=written.wait, args=(60,))
+        saver.writing.start()
+        if mesh.is_first:
+            written.set()
+            saver.writing.join()
+        saver.check()
+        first = saver.writing is not None
+        written.set()
+        while saver.writing is not None:
+            saver.check()
+        return first
+
+
+def test_save_is_complete_once_every_rank_has_written(tmp_path: Path) -> None:
+    assert run_distributed(check_before_rank_1_has_written, 2, str(tmp_path)) == [True, True]
+
+
 def test_writer_error_is_logged_if_training_fails_too(tmp_path: Path, monkeypatch) -> None:
     """The error of training is raised, and that of the writer is logged."""
     logged: list[str] = []
