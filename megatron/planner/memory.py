@@ -111,7 +111,7 @@ def layer_activations(job: Job, layout: Layout, element: int, program: Program, 
         return residual * tokens * h / ranks
     ffn = model.ffn_hidden_size * (3 if model.gated else 2) / t
     masks = 2 if model.hidden_dropout else 0
-    replicated = tokens * h * (2 * norm_bytes(job, element) + masks) / ranks
+    replicated = tokens * h * (2 * residual + 2 * element + masks) / ranks
     sharded = element * tokens * (attention_elements(model, t) + ffn)
     if program.fused_attention or recompute == "selective":
         return replicated + sharded
@@ -138,19 +138,10 @@ def attention_elements(model: ModelConfig, tensor: int) -> float:
     return kept
 
 
-def norm_bytes(job: Job, element: int) -> int:
-    """Bytes that a norm keeps of an element: its input and output, the input of `ZeroCenteredNorm` in fp32."""
-    return element + (4 if job.model.apply_layernorm_1p else job.residual_element(element))
-
-
-def position_bytes(job: Job, layout: Layout, element: int) -> float:
-    """Bytes that the layers of a chunk share for a microbatch: RoPE's fp32 cosines and sines, or ALiBi's biases."""
-    model, s = job.model, job.seq_length
-    if model.position_embedding_type == "rope":
-        return 2 * 4 * layout.micro_batch_size * s * model.rotary_channels
-    if model.position_embedding_type == "alibi":
-        return element * model.num_attention_heads / layout.tensor * s**2
-    return 0
+def rotary_bytes(job: Job, layout: Layout) -> int:
+    """Bytes of RoPE's cosines and sines in fp32, which the layers of a chunk share for a microbatch."""
+    rope = job.model.position_embedding_type == "rope"
+    return 2 * 4 * layout.micro_batch_size * job.seq_length * job.model.rotary_channels if rope else 0
 
 
 def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program: Program) -> Memory:
@@ -161,7 +152,7 @@ def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program
     layers = layout.layers_per_chunk(job, stage)
     in_flight = max_in_flight(layout, layout.microbatches(job), stage)
     layer = layer_activations(job, layout, element, program, recompute=layout.recompute)
-    activations = in_flight * (layers * layer + position_bytes(job, layout, element))
+    activations = in_flight * (layers * layer + rotary_bytes(job, layout))
     if layout.recompute == "full":  # the layer being recomputed
         activations += layer_activations(job, layout, element, program, recompute="none")
     tokens = layout.micro_batch_size * job.seq_length
@@ -170,7 +161,7 @@ def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program
         first = layout.pipeline if layout.chunks == 1 else 2 * layout.pipeline - 1
         activations += min(layout.microbatches(job), first) * hidden
     if stage == layout.pipeline - 1:
-        activations += norm_bytes(job, element) * hidden  # the final norm
+        activations += hidden * (job.residual_element(element) + element)  # the final norm's input and output
         logits = tokens * job.padded_vocab_size(layout.tensor) / layout.tensor
         kept = logits * element <= program.kept_logits
         activations += logits * (element + 4) if kept else LOGITS_CHUNK_BYTES["cuda"]

@@ -157,8 +157,12 @@ UNPLANNED = {
     "block recomputed",
     "T2 distributed activations",
 }
-# The planner plans GPTs, which AdamW trains.
-PLANNED_SHAPES = [shape for shape, flags in SHAPES.items() if shape != "bert" and "--optimizer" not in flags]
+# The planner plans GPTs that AdamW trains, and refuses ALiBi and zero-centered norms.
+PLANNED_SHAPES = [
+    shape
+    for shape, flags in SHAPES.items()
+    if shape != "bert" and not any(x in flags for x in ("--optimizer", "alibi", "--apply-layernorm-1p"))
+]
 PLANNED = [(shape, layout) for shape in PLANNED_SHAPES for layout in LAYOUTS if layout not in UNPLANNED]
 DRY_RUNS = {("gpt2", "P4V2"), ("llama", "P4"), ("qwen2", "P4"), ("qwen3", "P4V2")}
 
@@ -231,8 +235,8 @@ def test_memory_of_every_layout_matches_a_dry_run(shape: str, name: str):
     # The distributed optimizer pads each bucket to equal shards.
     rel = 1e-3 if layout.distributed_optimizer else 0
     assert state == pytest.approx([counted[kind] for kind in names], rel=rel)
-    assert memory.activations == pytest.approx(counted["activations"], rel=0.2)
-    assert memory.total == pytest.approx(counted["peak"], rel=0.03)
+    assert memory.activations == pytest.approx(counted["activations"], rel=0.16)
+    assert memory.total == pytest.approx(counted["peak"], rel=0.015)
 
 
 @pytest.mark.parametrize(("shape", "name"), cases(ONE_STAGE_DRY_RUNS))
