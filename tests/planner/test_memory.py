@@ -236,7 +236,7 @@ def test_memory_of_every_layout_matches_a_dry_run(shape: str, name: str):
     rel = 1e-3 if layout.distributed_optimizer else 0
     assert state == pytest.approx([counted[kind] for kind in names], rel=rel)
     assert memory.activations == pytest.approx(counted["activations"], rel=0.16)
-    assert memory.total == pytest.approx(counted["peak"], rel=0.015)
+    assert memory.total == pytest.approx(counted["peak"], rel=0.02)
 
 
 @pytest.mark.parametrize(("shape", "name"), cases(ONE_STAGE_DRY_RUNS))
