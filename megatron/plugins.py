@@ -71,9 +71,9 @@ from megatron.training.loop import Hook
 from megatron.training.pretrain import START_CHECKS, pretrain
 from megatron.training.start import RESUME_NOTES
 from megatron.training.task import Task
+from megatron.variants import lr_decay
 from megatron.variants.blend import ROUNDINGS, open_blend
 from megatron.variants.cyclic import cyclic
-from megatron.variants.lr_decay import inverse_square_root, warmup_stable_decay
 from megatron.variants.mock_data import mock_bert, mock_gpt
 from megatron.variants.schedules import check_full_groups, gpipe, interleaved
 from megatron.variants.stages import uneven_split, virtual_split
@@ -85,7 +85,7 @@ SAMPLE_ORDERS.update({"cyclic": cyclic})
 FORMATS.update(EXTERNAL_FORMATS)
 PEAK_FLOPS[:] = [peak_flops]
 SCHEDULES.update({"gpipe": gpipe, "interleaved": interleaved})
-LR_DECAYS.update({"inverse-square-root": inverse_square_root, "WSD": warmup_stable_decay})
+LR_DECAYS.update(lr_decay.LR_DECAYS)
 LAYER_SPLITS.update({"uneven": uneven_split, "virtual": virtual_split})
 BATCH_CHECKS[:] = [check_full_groups]
 MODEL_CHECKS[:] = [check_model_memory]

@@ -27,3 +27,6 @@ def geglu_tanh(x: Tensor) -> Tensor:
     """`geglu` with the approximation of GELU by tanh, as in Gemma."""
     gate, up = x.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
+
+
+ACTIVATIONS = {"relu": relu, "swiglu": swiglu, "geglu": geglu, "geglu_tanh": geglu_tanh}

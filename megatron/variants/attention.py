@@ -151,3 +151,11 @@ def alibi_bias(slopes_n11: Tensor, mask_b1st: Tensor) -> Tensor:
     keys_t = torch.arange(mask_b1st.shape[-1], device=mask_b1st.device)
     queries_b1s1 = (mask_b1st * keys_t).amax(-1, keepdim=True)
     return (slopes_n11 * (keys_t - queries_b1s1)).masked_fill(~mask_b1st, -torch.inf)
+
+
+# By the flag that chooses them, as in `megatron.model.variants.VARIANTS`.
+VARIANTS: dict[str, dict[type, type]] = {
+    "qk_layernorm": {SelfAttention: QKNormAttention},
+    "qk_layernorm_all_heads": {SelfAttention: QKNormAttention},
+    "position_embedding_type": {Transformer: AlibiTransformer},
+}

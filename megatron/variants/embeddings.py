@@ -31,3 +31,10 @@ class ScaledEmbedding(VocabParallelEmbedding):
     def forward(self, ids_sb: Tensor) -> Tensor:
         x_sbh = super().forward(ids_sb)
         return x_sbh * torch.tensor(math.sqrt(x_sbh.shape[-1])).to(x_sbh.dtype).item()
+
+
+# By the flag that chooses them, as in `megatron.model.variants.VARIANTS`.
+VARIANTS: dict[str, dict[type, type]] = {
+    "embed_layernorm": {VocabParallelEmbedding: NormalizedEmbedding},
+    "scale_embeddings": {VocabParallelEmbedding: ScaledEmbedding},
+}

@@ -42,3 +42,11 @@ class NormAfterLayer(TransformerLayer):
         x_sbh = x_sbh + self.drop(attended_sbh, inputs, "attended")
         mlp_sbh = self.post_mlp_layernorm(self.mlp(x_sbh.to(self.dtype)))
         return x_sbh + self.drop(mlp_sbh, inputs, "mlp")
+
+
+# By the flag that chooses them, as in `megatron.model.variants.VARIANTS`.
+VARIANTS: dict[str, dict[type, type]] = {
+    "apply_residual_connection_post_layernorm": {TransformerLayer: PostNormLayer},
+    "use_parallel_residual": {TransformerLayer: ParallelLayer},
+    "norm_after": {TransformerLayer: NormAfterLayer},
+}

@@ -22,3 +22,6 @@ def warmup_stable_decay(schedule: Schedule, n: int) -> float:
         "minus_sqrt": 1 - math.sqrt(progress),
     }[schedule.wsd_decay_style]
     return schedule.min_lr + (schedule.max_lr - schedule.min_lr) * share
+
+
+LR_DECAYS = {"inverse-square-root": inverse_square_root, "WSD": warmup_stable_decay}

@@ -23,3 +23,7 @@ class ZeroCenteredNorm(Norm):
         if self.bias is None:
             return self.ops.rms_norm(y, scale, self.epsilon).to(x.dtype)
         return self.ops.layer_norm(y, scale, self.bias.float(), self.epsilon).to(x.dtype)
+
+
+# By the flag that chooses them, as in `megatron.model.variants.VARIANTS`.
+VARIANTS: dict[str, dict[type, type]] = {"apply_layernorm_1p": {Norm: ZeroCenteredNorm}}

@@ -76,3 +76,6 @@ class Scaling:
     def attention_factor(self) -> float:
         """Factor of cosine and sine, by which YaRN sharpens attention."""
         return 1 + 0.1 * math.log(self.factor) if self.kind == "yarn" else 1.0
+
+
+ROPE_SCALINGS = dict.fromkeys(("llama3", "linear", "yarn"), Scaling.from_config)
