@@ -45,8 +45,7 @@ def model_norm(shards: list[Tensor], buckets: list[Bucket], mesh: Mesh) -> Tenso
 def flat_norm(flat: Tensor) -> Tensor:
     """L2 norm of a flat fp32 tensor, an fp64 scalar.
 
-    fp32 sums are short: the norm of 65,536 elements at once is off by up to 6e-6, one long sum on a CPU by several
-    percent.
+    Sums in fp32 are short: one of 65,536 squares is off by up to 6e-6, a long one on a CPU by several percent.
     """
     whole = flat.numel() // CHUNK_SIZE * CHUNK_SIZE
     chunks = torch.linalg.vector_norm(flat[:whole].view(-1, CHUNK_SIZE), dim=1)
