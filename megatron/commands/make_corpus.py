@@ -133,6 +133,8 @@ def main() -> None:
         os.replace(partial, output)
     except OSError as error:
         raise InputError(f"--output: {output} cannot be written: {error.strerror}") from None
+    finally:
+        partial.unlink(missing_ok=True)
     size = sum(len(text.encode()) for _, text in documents)
     print(f"{output}: {len(documents):,} documents, {size / 1e6:.1f} MB of text")
 

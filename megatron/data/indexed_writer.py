@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import array
 import contextlib
+import fcntl
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import BinaryIO
@@ -11,8 +11,12 @@ from typing import BinaryIO
 import numpy as np
 
 from megatron.data.indexed import DTYPES, HEADER, MAGIC, IndexedDataset, chunks
+from megatron.data.mapped import map_file
 from megatron.errors import InputError
 
+# Files that grow while documents are added: PREFIX.NAME.part. `sizes` and `documents` hold int32 values: tokens in each
+# sequence, sequences in each document.
+PARTS = ("sizes", "documents", "bin")
 MAX_SEQUENCE = 2**31 - 1  # tokens
 
 
@@ -24,16 +28,16 @@ def best_dtype(vocab_size: int) -> np.dtype:
 class IndexedDatasetWriter:
     """Context manager that writes PREFIX.idx and PREFIX.bin.
 
-    The files are written under temporary names, synced to disk, and renamed when the block ends. If the block raises,
-    they are removed, and existing files at PREFIX stay unchanged.
-
-    Memory: at most 8 bytes per sequence (reached if every document has one sequence).
+    The files are written under names that end in .part, synced to disk, and renamed when the block ends. If the block
+    raises, existing files at PREFIX stay unchanged, and the new ones are removed unless `save` was called.
 
     Args:
         publish: called while there is no PREFIX.idx, to write or remove what stands beside it.
+        lengths: result of the last `save` of a writer that was interrupted; this one continues from there.
 
     Raises:
-        InputError: the files cannot be written, or a token id does not fit `dtype`.
+        InputError: the files cannot be written, another process writes them, those of the interrupted writer are not
+            there, or a token id does not fit `dtype`.
     """
 
     def __init__(
@@ -41,33 +45,57 @@ class IndexedDatasetWriter:
         prefix: str | os.PathLike[str],
         dtype: np.dtype | type,
         publish: Callable[[], None] = lambda: None,
+        lengths: Sequence[int] | None = None,
     ) -> None:
         self.prefix = os.fspath(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self._code = next(code for code, known in DTYPES.items() if known == self.dtype)
         self._publish = publish
-        self._sizes = array.array("i")
-        self._sequences_per_document = array.array("i")
-        self._temporary = {kind: f"{self.prefix}.{kind}.{os.getpid()}.tmp" for kind in ("bin", "idx")}
+        self._lengths = lengths or (0,) * len(PARTS)
+        self._keep = lengths is not None
+        self._part = {name: f"{self.prefix}.{name}.part" for name in (*PARTS, "idx")}
+        self._files: dict[str, BinaryIO] = {}
+        self._open = contextlib.ExitStack()
 
     def __enter__(self) -> IndexedDatasetWriter:
-        with self._writing():
-            self._bin = open(self._temporary["bin"], "wb")
+        with self._writing(), contextlib.ExitStack() as stack:
+            for name, length in zip(PARTS, self._lengths, strict=True):
+                file = stack.enter_context(open(self._part[name], "ab"))
+                if name == PARTS[0]:  # not the file that will be renamed
+                    _lock(self.prefix, file)
+                if os.fstat(file.fileno()).st_size < length:
+                    raise InputError(
+                        f"{self._part[name]} has fewer than the {length:,} bytes that an interrupted run wrote; remove "
+                        f"{self.prefix}.*.part to start again"
+                    )
+                file.truncate(length)
+                self._files[name] = file
+            self._open = stack.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            with self._writing(), self._bin:
+        with self._writing(), self._open:
+            try:
                 if kind is None:
-                    _sync(self._bin)
-            if kind is None:
-                with self._writing():
+                    _sync(*self._files.values())
                     self._write_index()
                     self._rename()
-        finally:
-            for path in self._temporary.values():
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
+                    self._keep = False
+            finally:
+                for path in () if self._keep else self._part.values():
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(path)
+
+    def save(self) -> list[int]:
+        """Sync the added documents to disk, and keep them if the block raises.
+
+        Returns:
+            `lengths` for a writer that continues from here.
+        """
+        with self._writing():
+            _sync(*self._files.values())
+        self._keep = True
+        return [os.fstat(file.fileno()).st_size for file in self._files.values()]
 
     def add_document(self, sequences: Sequence[Sequence[int] | np.ndarray]) -> None:
         """Add one document, given as sequences of token ids."""
@@ -97,22 +125,25 @@ class IndexedDatasetWriter:
             )
         ids = np.ascontiguousarray(self._as_dtype(tokens))
         with self._writing():
-            self._bin.write(ids.data)
-        self._sizes.frombytes(sizes.astype(np.int32).tobytes())
-        self._sequences_per_document.frombytes(counts.astype(np.int32).tobytes())
+            self._files["bin"].write(ids.data)
+            self._add_counts(sizes, counts)
 
     def add_dataset(self, dataset: IndexedDataset, copied: Callable[[int], None]) -> None:
         """Add all documents of a token file of the same dtype; report the bytes of each copied piece to `copied`."""
         assert dataset.dtype == self.dtype
         for part in chunks(dataset.num_tokens):
             with self._writing():
-                self._bin.write(dataset.tokens[part].data)
+                self._files["bin"].write(dataset.tokens[part].data)
             copied((part.stop - part.start) * self.dtype.itemsize)
-        for part in chunks(len(dataset)):
-            self._sizes.frombytes(dataset.sizes[part].astype(np.int32).tobytes())
-        for part in chunks(len(dataset.doc_idx) - 1):
-            counts = np.diff(dataset.doc_idx[part.start : part.stop + 1])
-            self._sequences_per_document.frombytes(counts.astype(np.int32).tobytes())
+        with self._writing():
+            for part in chunks(len(dataset)):
+                self._add_counts(dataset.sizes[part], dataset.sizes[:0])
+            for part in chunks(len(dataset.doc_idx) - 1):
+                self._add_counts(dataset.sizes[:0], np.diff(dataset.doc_idx[part.start : part.stop + 1]))
+
+    def _add_counts(self, sizes: np.ndarray, counts: np.ndarray) -> None:
+        self._files["sizes"].write(sizes.astype("<i4").data)
+        self._files["documents"].write(counts.astype("<i4").data)
 
     def _as_dtype(self, tokens: np.ndarray) -> np.ndarray:
         """Convert `tokens` to the file's dtype, checking that every id fits."""
@@ -128,11 +159,10 @@ class IndexedDatasetWriter:
         return tokens.astype(self.dtype)
 
     def _write_index(self) -> None:
-        sizes = np.frombuffer(self._sizes, dtype=np.int32)
-        counts = np.frombuffer(self._sequences_per_document, dtype=np.int32)
-        with open(self._temporary["idx"], "wb") as file:
+        sizes, counts = (map_file(self._part[name]).view("<i4") for name in ("sizes", "documents"))
+        with open(self._part["idx"], "wb") as file:
             file.write(HEADER.pack(MAGIC, 1, self._code, len(sizes), len(counts) + 1))
-            file.write(sizes.astype("<i4", copy=False).data)
+            file.write(sizes.data)
             start = 0
             for part in chunks(len(sizes)):
                 ends = start + np.cumsum(sizes[part], dtype=np.int64)
@@ -152,7 +182,7 @@ class IndexedDatasetWriter:
             os.unlink(f"{self.prefix}.idx")
         self._publish()
         for kind in ("bin", "idx"):
-            os.replace(self._temporary[kind], f"{self.prefix}.{kind}")
+            os.replace(self._part[kind], f"{self.prefix}.{kind}")
         folder = os.open(os.path.dirname(self.prefix) or ".", os.O_RDONLY)
         os.fsync(folder)
         os.close(folder)
@@ -165,6 +195,16 @@ class IndexedDatasetWriter:
             raise InputError(f"{self.prefix}.bin and .idx cannot be written: {error.strerror}") from None
 
 
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+def _lock(prefix: str, file: BinaryIO) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise InputError(f"{prefix}.bin and .idx are being written by another process") from None
+    except OSError:
+        pass  # some network file systems have no locks
+
+
+def _sync(*files: BinaryIO) -> None:
+    for file in files:
+        file.flush()
+        os.fsync(file.fileno())

@@ -34,6 +34,17 @@ TXT_DOCUMENTS = ("file", "blank-lines")  # what a document of plain text is
 MAX_NAMES = 10  # listed in a message
 
 
+class Position(NamedTuple):
+    """The beginning of an input: the number of inputs before it, and their bytes and records."""
+
+    inputs: int = 0
+    read: int = 0
+    records: int = 0
+
+
+START = Position()
+
+
 @dataclasses.dataclass(frozen=True)
 class DocumentBatch:
     """Consecutive documents of one file.
@@ -45,6 +56,7 @@ class DocumentBatch:
         read: bytes read from disk so far, over all files; of a dataset, which is no file, none.
         records: lines, rows or documents of plain text in this batch, with blank lines of "jsonl".
         before: records before this batch, over all files.
+        file_start: beginning of the file.
     """
 
     file: str
@@ -54,6 +66,7 @@ class DocumentBatch:
     read: int
     records: int = 0
     before: int = 0
+    file_start: Position = START
 
 
 class Document(NamedTuple):
@@ -76,22 +89,32 @@ def kind_of(path: str) -> tuple[str, str]:
 
 
 def read_batches(
-    addresses: Sequence[str], keys: Sequence[str], txt_documents: str = "file"
+    addresses: Sequence[str],
+    keys: Sequence[str],
+    txt_documents: str = "file",
+    start: Position = START,
 ) -> Iterator[DocumentBatch]:
     """Yield the batches of all inputs in order.
 
     Args:
         keys: columns to read from tables and datasets.
         txt_documents: what a document of plain text is, one of `TXT_DOCUMENTS`.
+        start: `file_start` of the first batch to yield.
 
     Raises:
         InputError: an input is unreadable, truncated, or not of the format of its name.
     """
-    read = before = 0
-    for address in addresses:
-        batch = None
+    _, read, before = start
+    for number, address in enumerate(addresses[start.inputs :], start.inputs):
+        batch, file_start = None, Position(number, read, before)
         for batch in _batches(address, keys, txt_documents):
-            batch = dataclasses.replace(batch, read=read + batch.read, records=_records(batch), before=before)
+            batch = dataclasses.replace(
+                batch,
+                read=file_start.read + batch.read,
+                records=_records(batch),
+                before=before,
+                file_start=file_start,
+            )
             before += batch.records
             yield batch
         read = batch.read if batch else read
@@ -127,12 +150,13 @@ def _records(batch: DocumentBatch) -> int:
 
 
 def documents(
-    batch: DocumentBatch, keys: Sequence[str], share: tuple[int, int] = (0, 1)
+    batch: DocumentBatch, keys: Sequence[str], share: tuple[int, int] = (0, 1), done: int = 0
 ) -> tuple[list[Document], list[str]]:
     """Parse the documents of a batch; return them, and a message (FILE:LINE: ...) for each unusable one.
 
     Args:
         share: (i, n) takes the records whose number, counted from 0 over all files, is i modulo n.
+        done: number of records, over all files, to leave out at the beginning.
     """
     records: Iterable[tuple[int, Any]]
     if isinstance(batch.data, bytes):
@@ -140,8 +164,10 @@ def documents(
     else:
         records = enumerate(batch.data, start=batch.first)
     index, count = share
+    begin = max(done - batch.before, 0)
+    begin += (index - batch.before - begin) % count
     found, bad = [], []
-    for number, record in itertools.islice(records, (index - batch.before) % count, None, count):
+    for number, record in itertools.islice(records, begin, None, count):
         if batch.kind == "jsonl" and not record.strip():
             continue
         place = f"{batch.file}:{number}"

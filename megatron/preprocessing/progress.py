@@ -14,17 +14,22 @@ class Progress:
     Args:
         total_bytes: size of the input on disk, to estimate the remaining time; None if it is not known, as of a pipe.
         log_interval: documents between two lines, if stderr is not a terminal.
+        begin: bytes of the input that an interrupted run has used.
     """
 
-    def __init__(self, total_bytes: int | None, log_interval: int) -> None:
+    def __init__(self, total_bytes: int | None, log_interval: int, begin: int = 0) -> None:
         self.documents = 0
         self.text_bytes = 0
         self._total_bytes = total_bytes
+        self._begin = begin
         self._log_interval = log_interval
         self._next_line = log_interval
         self._start = time.monotonic()
         on_terminal = sys.stderr.isatty()
-        self._bar = tqdm(total=total_bytes, unit="B", unit_scale=True) if on_terminal else None
+        self._bar = None
+        if on_terminal:
+            initial = 0 if total_bytes is None else begin
+            self._bar = tqdm(total=total_bytes, initial=initial, unit="B", unit_scale=True)
 
     def __enter__(self) -> Progress:
         return self
@@ -46,7 +51,7 @@ class Progress:
             parts = [f"{self.documents:,} documents", f"{self.speed:.1f} MB/s"]
             if self._total_bytes is not None:
                 total = max(self._total_bytes, 1)  # 0 if the input has no tokens
-                left = self.seconds * (total / max(read_bytes, 1) - 1)
+                left = self.seconds * (total - read_bytes) / max(read_bytes - self._begin, 1)
                 parts += [f"{100 * read_bytes / total:.0f}%", f"{tqdm.format_interval(left)} left"]
             print(", ".join(parts), file=sys.stderr, flush=True)
 

@@ -92,10 +92,14 @@ def _serve(connection: Connection, make: Callable, settings: Any) -> None:
     """Run a worker: send None when ready, then the result of each item."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a library may have unblocked the signal
     work = make(settings)
-    with contextlib.suppress(EOFError, ConnectionError):  # the parent closed its end, or ended
+    with contextlib.suppress(ConnectionError):  # the parent closed its end, or ended
         connection.send(None)
         while True:
-            connection.send(work(connection.recv()))
+            try:
+                item = connection.recv()
+            except (EOFError, OSError):  # OSError in the middle of a message
+                return
+            connection.send(work(item))
 
 
 def _receive(connection: Connection, process: BaseProcess, workers: int) -> Any:

@@ -13,9 +13,11 @@ import pytest
 from megatron.data.indexed import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.errors import InputError
+from megatron.preprocessing import batch_encoder
 from megatron.preprocessing import preprocess as module
+from megatron.preprocessing.batch_encoder import BatchEncoder, EncoderSettings
 from megatron.preprocessing.documents import read_batches
-from megatron.preprocessing.preprocess import BatchEncoder, EncoderSettings, PreprocessConfig, preprocess
+from megatron.preprocessing.preprocess import PreprocessConfig, preprocess
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.config import TokenizerConfig
 
@@ -82,7 +84,7 @@ def bert_settings(shared: Path) -> EncoderSettings:
 
 def test_writes_the_bytes_of_megatron_for_bert(shared, tmp_path, monkeypatch):
     """The reference was made with this simple sentence splitter."""
-    monkeypatch.setattr(module, "split_sentences", lambda text, **_: re.split(r"(?<=[.!?])\s+", text))
+    monkeypatch.setattr(batch_encoder, "split_sentences", lambda text, **_: re.split(r"(?<=[.!?])\s+", text))
     encode = BatchEncoder(bert_settings(shared))
     with IndexedDatasetWriter(tmp_path / "o", np.uint16) as writer:
         for batch in read_batches([str(shared / "vectors/owt60.jsonl")], ["text"]):
@@ -124,7 +126,7 @@ def test_each_key_has_its_files(numbers, tmp_path):
 
 
 def test_sentences_are_sequences_and_the_last_ends_the_document(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "split_sentences", lambda text, **_: text.split("."))
+    monkeypatch.setattr(batch_encoder, "split_sentences", lambda text, **_: text.split("."))
     settings = EncoderSettings(NULL, "tokenize_batch", ("text",), True, False, eod=1000)
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": t}) + "\n" for t in ("1 2. .3.", ".", "", "4")))

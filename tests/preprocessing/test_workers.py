@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import InputError
-from megatron.preprocessing.workers import MAX_IN_FLIGHT, map_in_order
+from megatron.preprocessing.workers import MAX_IN_FLIGHT, _serve, map_in_order
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -165,3 +166,17 @@ def test_workers_end_when_their_parent_is_killed(tmp_path):
     while any(Path(f"/proc/{pid}").exists() for pid in workers) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+
+
+def test_a_parent_that_ends_in_the_middle_of_a_message(capfd: pytest.CaptureFixture[str]) -> None:
+    """As a signal ends it while it sends a batch."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs, make_slow_square, 0))
+    process.start()
+    theirs.close()
+    assert ours.recv() is None
+    os.write(ours.fileno(), struct.pack("!i", 100) + b"part")
+    ours.close()
+    process.join()
+    assert process.exitcode == 0 and capfd.readouterr().err == ""
