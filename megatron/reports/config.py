@@ -62,7 +62,8 @@ class ReportConfig(PluginConfig):
     mlflow_run_name: str | None = flag(None, "name of the run in MLflow", metavar="NAME")
     mlflow_tracking_uri: str | None = flag(
         None,
-        "MLflow's server or database (default: the environment variable MLFLOW_TRACKING_URI)",
+        "MLflow's server or database (default: the environment variable MLFLOW_TRACKING_URI, or else "
+        "sqlite:///mlflow.db)",
         metavar="URI",
     )
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import importlib.util
 import json
+import os
 import re
 import time
 from abc import abstractmethod
@@ -130,12 +132,15 @@ class MLflow(Service):
 
     @classmethod
     def make(cls, config: RunConfig) -> MLflow | None:
-        if config.plugin(ReportConfig).mlflow_experiment is None:
+        flags = config.plugin(ReportConfig)
+        if flags.mlflow_experiment is None:
             return None
-        try:
-            import mlflow  # noqa: F401
-        except ImportError:
-            raise InputError("--mlflow-experiment needs MLflow: pip install mlflow-skinny") from None
+        packages = ["mlflow"]
+        if not (flags.mlflow_tracking_uri or os.environ.get("MLFLOW_TRACKING_URI", "")).startswith("http"):
+            packages += ["sqlalchemy", "alembic"]  # for a database, which is the default
+        if not all(map(importlib.util.find_spec, packages)):
+            packages[0] = "mlflow-skinny"
+            raise InputError(f"--mlflow-experiment needs MLflow: pip install {' '.join(packages)}")
         return cls(config)
 
     def begin(self, run_id: str | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 from collections.abc import Callable
@@ -50,9 +51,10 @@ def test_git_ignores_the_folders_of_the_services() -> None:
 @pytest.fixture
 def mlflow_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     mlflow = pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    pytest.importorskip("sqlalchemy")
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.chdir(tmp_path)  # files of runs go to mlruns/ here
     return mlflow.MlflowClient()
 
 
@@ -90,6 +92,18 @@ def test_mlflow_that_fails_does_not_end_the_run(
     assert lines == ["warning: --mlflow-experiment: the server is gone; the run continues without it"]
     monkeypatch.setattr(mlflow.MlflowClient, "get_experiment_by_name", fail)
     with pytest.raises(InputError, match=r"^--mlflow-experiment: a: the server is gone$"):
+        report(config, 0)
+
+
+@pytest.mark.parametrize(
+    ("address", "packages"), [("sqlite:///a.db", " sqlalchemy alembic"), ("http://host:5000", "")]
+)
+def test_mlflow_that_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str, packages: str
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    config = config_of(tmp_path, "--mlflow-experiment", "a", "--mlflow-tracking-uri", address)
+    with pytest.raises(InputError, match=f"needs MLflow: pip install mlflow-skinny{packages}$"):
         report(config, 0)
 
 
