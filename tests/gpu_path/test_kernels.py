@@ -1,0 +1,102 @@
+"""Kernels and bytes of a layer on a GPU against golden numbers and closed forms.
+
+`PYTHONPATH=.:tests python tests/gpu_path/golden.py` writes the golden numbers again.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from gpu_path.golden import FILE, SHAPES, TORCH, kernels, measure, operations
+from gpu_path.layer_trace import Operation, trace
+
+from megatron.arguments import parse_run_config
+from megatron.model.transformer import MLP, SelfAttention
+from megatron.pretrain_gpt import DEFAULTS, GPT
+
+# One activation [s, b, h] of the residual stream in bf16.
+ACTIVATION = 1024 * 8 * 1024 * 2
+COPIES = {"_to_copy", "clone", "contiguous", "copy_"}
+SMALL = """
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 1023 --train-iters 1 --lr 1e-4 --bf16 --num-layers 1
+    --hidden-size 128 --num-attention-heads 2 --seq-length 256 --micro-batch-size 2 --global-batch-size 2
+"""
+# By default those that cover the most operations.
+EACH_SHAPE = pytest.mark.parametrize(
+    "shape", [pytest.param(s, marks=() if s in ("GPT-2", "Llama") else pytest.mark.slow) for s in SHAPES]
+)
+
+
+def small(more: str = "") -> list[Operation]:
+    """Operations of a small model's step."""
+    return trace(parse_run_config(f"{SMALL} {more}".split(), description="", defaults=DEFAULTS), GPT)
+
+
+def copies(operations: list[Operation]) -> list[str]:
+    """Copies and casts as large as an activation of the small model."""
+    return [o.name for o in operations if o.name in COPIES and o.bytes >= 2 * 2 * 256 * 2 * 128]
+
+
+def fp32_logits(operations: list[Operation], vocabulary: int) -> list[Operation]:
+    """Operations that write fp32 numbers for each token and id of the vocabulary."""
+    return [
+        operation
+        for operation in operations
+        for shape, dtype in operation.outputs
+        if dtype == torch.float32 and len(shape) > 1 and shape[-1] == vocabulary
+    ]
+
+
+@EACH_SHAPE
+def test_golden_numbers(shape: str) -> None:
+    golden = json.loads(FILE.read_text(encoding="utf-8"))
+    if golden["torch"] != TORCH:
+        pytest.skip(f"golden numbers are those of torch {golden['torch']}, and this is {TORCH}")
+    assert measure(shape) == golden["shapes"][shape]
+
+
+def test_bytes_of_a_layer_in_closed_form() -> None:
+    """Forward of GPT-2: two norms, two residuals and GELU read and write 18 activations; two dropouts read and write one
+    each, and masks of half an activation."""
+    layer, _ = operations("GPT-2")
+    found = sum(o.bytes for o in layer if o.kind == "other" and o.direction == "forward")
+    assert kernels(layer, "forward") == 7
+    assert found == pytest.approx((18 + 2 * 2.5) * ACTIVATION, rel=1e-3)  # and the weights of the norms
+
+
+def test_products_of_a_layer() -> None:
+    """Four linear layers: a product each forward, and two each backward."""
+    layer, _ = operations("GPT-2")
+    for direction, count in (("forward", 4), ("backward", 8)):
+        assert sum(o.kind == "matmul" and o.direction == direction for o in layer) == count
+
+
+@EACH_SHAPE
+def test_the_loss_writes_no_fp32_logits(shape: str) -> None:
+    _, rest = operations(shape)
+    assert fp32_logits(rest, 50304) == []
+
+
+def test_a_layer_copies_and_casts_nothing() -> None:
+    layer, _ = operations("GPT-2")
+    assert [o for o in layer if o.name in COPIES] == []
+
+
+def test_copies_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = copies(small())
+    assert fp32_logits(small(), 1024) == []
+    forward = MLP.forward
+    monkeypatch.setattr(MLP, "forward", lambda self, x: forward(self, x.float().bfloat16()))
+    assert len(copies(small())) == len(sound) + 4  # each way, forward and backward
+    monkeypatch.setattr(MLP, "forward", forward)
+    split = SelfAttention.split_heads
+    monkeypatch.setattr(
+        SelfAttention, "split_heads", lambda self, qkv: tuple(x.contiguous() for x in split(self, qkv))
+    )
+    assert len(copies(small())) > len(sound)
+
+
+def test_fp32_logits_are_found() -> None:
+    assert fp32_logits(small("--no-torch-compile"), 1024) != []
