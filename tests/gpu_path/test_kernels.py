@@ -58,8 +58,8 @@ def test_golden_numbers(shape: str) -> None:
 
 
 def test_bytes_of_a_layer_in_closed_form() -> None:
-    """Forward of GPT-2: two norms, two residuals and GELU read and write 18 activations; two dropouts read and write one
-    each, and masks of half an activation."""
+    """Forward of GPT-2: two norms, two residuals and GELU read and write 18 activations; two dropouts read and write
+    one each, and masks of half an activation."""
     layer, _ = operations("GPT-2")
     found = sum(o.bytes for o in layer if o.kind == "other" and o.direction == "forward")
     assert kernels(layer, "forward") == 7
