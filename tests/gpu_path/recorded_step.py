@@ -57,7 +57,7 @@ class Wait:
 
 @dataclasses.dataclass
 class Record:
-    """What one rank did, in order, and the timeline of its memory."""
+    """Communications of one rank, in order, and the timeline of its memory."""
 
     events: list[Call | Wait] = dataclasses.field(default_factory=list)
     calls: int = 0
