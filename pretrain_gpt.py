@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from megatron.cli import run_command
-from megatron.pretrain_gpt import main
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command("megatron.pretrain_gpt")

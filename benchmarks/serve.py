@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -47,6 +47,7 @@ MODEL = f"""
 """
 # Tokens of the longest prompt, and of the shortest and longest completion.
 MAX_PROMPT, COMPLETION = 128, (8, 96)
+CLIENT_TIMEOUT = 600  # seconds: the load of the machine is no failure of the server
 MALFORMED = [
     b"",
     b"{",
@@ -153,15 +154,25 @@ async def run_clients(
     stats, begin = ClientStats(), time.monotonic()
     end = begin + seconds
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=clients)
-    async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=CLIENT_TIMEOUT, limits=limits) as http:
         misbehaving = [disconnecting_client, malformed_client, slow_client]
         roles = [valid_client] if clients == 1 else [*misbehaving, *[valid_client] * 6]
-        tasks = [roles[i % len(roles)](http, stats, random.Random(i), end) for i in range(clients)]
+        tasks = [
+            counted(roles[i % len(roles)](http, stats, random.Random(i), end), stats) for i in range(clients)
+        ]
         if pid is not None:
             tasks.append(record_memory(pid, seconds, memory))
         await asyncio.gather(*tasks)
     stats.seconds = time.monotonic() - begin
     return stats
+
+
+async def counted(client: Coroutine[None, None, None], stats: ClientStats) -> None:
+    """Run a client. An error that ends it is a failure, also that of a client that misbehaves."""
+    try:
+        await client
+    except (httpx.HTTPError, OSError, TimeoutError) as error:
+        stats.failures.append(f"{client.__name__}: {type(error).__name__}: {error}")
 
 
 async def record_memory(pid: int, seconds: float, memory: list[float]) -> None:

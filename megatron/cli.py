@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import difflib
 import functools
+import importlib
 import os
 import re
 import sys
@@ -174,14 +175,15 @@ def make_config(config: type[C], values: Mapping[str, Any]) -> C:
     return config(**{k: v for k, v in values.items() if k in names})
 
 
-def run_command(main: Callable[[], int | None]) -> NoReturn:
-    """Run a command's `main` and exit with the status that it returns (None for 0).
+def run_command(main: Callable[[], int | None] | str) -> NoReturn:
+    """Run a command's `main`, or that of the module so named, and exit with the status that it returns (None for 0).
 
-    An `InputError` or `TrainingFault` is printed as one line and exits with its own status, Ctrl-C exits with 130.
+    An `InputError` or `TrainingFault` is printed as one line and exits with its own status, Ctrl-C exits with 130, also
+    while the module is imported.
     """
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr] # paths on an ASCII terminal
     try:
-        code = main()
+        code = importlib.import_module(main).main() if isinstance(main, str) else main()
     except (InputError, TrainingFault) as error:
         report_fatal(f"error: {error}")
         code = error.exit_status

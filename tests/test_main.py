@@ -68,8 +68,34 @@ def test_scripts_and_commands_are_the_same_code() -> None:
     for module in modules:
         name = module.rpartition(".")[2]
         script = next(path for path in (ROOT / f"{name}.py", ROOT / "tools" / f"{name}.py") if path.exists())
-        assert f"from {module} import main\n" in script.read_text()
+        assert f'run_command("{module}")\n' in script.read_text()
         assert callable(importlib.import_module(module).main)
+
+
+INTERRUPT = """
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == os.environ["INTERRUPTED"]:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+"""
+
+
+@pytest.mark.parametrize("name", command.COMMANDS)
+def test_ctrl_c_during_imports(name: str, tmp_path: Path) -> None:
+    """A script, which is interrupted when it imports its command, ends with one line, as `megatron` does."""
+    module, _ = command.COMMANDS[name]
+    script = f"{module.rpartition('.')[2]}.py"
+    starts = [[script if (ROOT / script).exists() else f"tools/{script}"]]
+    if name == "serve":  # the others take the same way
+        starts.append(["-m", "megatron", name])
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPT)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "INTERRUPTED": module}
+    for start in starts:
+        words = [sys.executable, *start, "--help"]
+        done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
 @pytest.mark.slow

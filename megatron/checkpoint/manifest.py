@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.pieces import Index
-from megatron.checkpoint.storage import check_is_file
+from megatron.checkpoint.storage import check_is_file, read_digests
 from megatron.errors import InputError
 from megatron.files import read_file
 from megatron.flags import LARGEST
@@ -29,12 +29,13 @@ class Manifest:
     """The content of index.json.
 
     Attributes:
-        files: size in bytes and SHA-256 of every other file, by its path relative to the folder.
+        files: size in bytes and digests of every other file, by its path relative to the folder. One digest is of the
+            whole file, several are of its segments.
         tensors: an index for each kind of tensors, "model" and, if it was saved, "optimizer".
     """
 
     folder: Path
-    files: dict[str, tuple[int, str]]
+    files: dict[str, tuple[int, list[str]]]
     tensors: dict[str, Index]
 
     def write(self) -> None:
@@ -58,11 +59,12 @@ class Manifest:
     def verify(self, names: list[str]) -> None:
         """Raise `InputError` unless these files have their recorded checksums."""
         for name in names:
+            _, digests = self.files[name]
             try:
-                found = digest(self.folder / name)
+                found = read_digests(self.folder / name, whole=len(digests) == 1)
             except OSError as error:
                 raise InputError(f"{self.folder / name}: cannot be read ({error.strerror})") from None
-            if found != self.files[name][1]:
+            if found != digests:
                 raise InputError(f"{self.folder / name}: is damaged (its checksum differs)")
 
 
@@ -81,6 +83,9 @@ def read_manifest(folder: Path) -> Manifest:
         if hashlib.sha256(content.encode()).hexdigest() != whole["sha256"]:
             raise ValueError("its checksum differs")
         files, tensors = whole["content"]["files"], whole["content"]["tensors"]
+        for entry in files.values():
+            if type(entry[1]) is str:  # written by an earlier version
+                entry[1] = [entry[1]]
         _check(files, tensors)
     except FileNotFoundError:
         raise InputError(
@@ -95,10 +100,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _check(files: Any, tensors: Any) -> None:
     """Check a manifest that may be malicious; raises `ValueError`, `TypeError` or another error if it is wrong."""
-    for name, (size, sha256) in files.items():
+    for name, (size, digests) in files.items():
         if not FILE.fullmatch(name) or ".." in name:
             raise ValueError(f"{name[:80]!r} is not the name of a checkpoint's file")
-        if type(size) is not int or type(sha256) is not str:
+        if type(size) is not int or type(digests) is not list:
             raise ValueError(f"size or checksum of {name} is wrong")
     for kind, index in tensors.items():
         for name, tensor in index.items():
@@ -129,12 +134,3 @@ def _is_exact_cover(shape: list[int], blocks: list[tuple[int, int, int, int]]) -
         area -= (bottom - top) * (right - left)
         corners ^= {(top, left), (top, right), (bottom, left), (bottom, right)}
     return area == 0 and not corners
-
-
-def digest(path: Path) -> str:
-    """The SHA-256 of a file, as `sha256sum` prints it."""
-    sha256 = hashlib.sha256()
-    with path.open("rb") as file:
-        while data := file.read(1 << 20):
-            sha256.update(data)
-    return sha256.hexdigest()

@@ -10,13 +10,14 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterator
+from multiprocessing.pool import AsyncResult
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.storage import Checksum, write_file
+from megatron.checkpoint.storage import write_file
 from megatron.checkpoint.tensor_file import DTYPES, TensorFile
 from megatron.errors import InputError
 from megatron.optim.buffer import ParamBuffer
@@ -108,10 +109,10 @@ def _blocks(param: FlatParam, flat: Range) -> Iterator[tuple[Block, Block]]:
                     yield both, both.translated(local, whole)
 
 
-def write_pieces(path: Path, pieces: PiecesToWrite) -> Checksum:
+def write_pieces(path: Path, pieces: PiecesToWrite) -> AsyncResult[list[str]]:
     """Write pieces to a safetensors file, with their part of the index in its metadata, by `write_file`.
 
-    The library's writer would leave the checksum to a second pass, which takes as long again.
+    The library's writer would leave the digests to a second pass, which takes as long again.
 
     Raises:
         OSError: it cannot be written.

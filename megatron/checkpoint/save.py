@@ -73,15 +73,15 @@ class Saver:
                 if first:
                     begin_checkpoint(root, iteration, needed)
             with raise_on_all_ranks(world):
-                checksums = {}
+                digests = {}
                 for kind, pieces in kinds.items():
                     path = folder / file_name(kind, world.rank, world.size)
-                    checksums[path.name] = write_pieces(path, pieces)
+                    digests[path.name] = write_pieces(path, pieces)
                     self.buffer.mesh.heartbeat.steps += 1
-                written = {name: (checksum.size, checksum.result()) for name, checksum in checksums.items()}
-            files: dict[str, tuple[int, str]] = {}
+                written = {name: ((folder / name).stat().st_size, d.get()) for name, d in digests.items()}
+            files: dict[str, tuple[int, list[str]]] = {}
             for text in gather_texts(json.dumps(written), world):
-                files |= {name: (size, sha256) for name, (size, sha256) in json.loads(text).items()}
+                files |= json.loads(text)
             with raise_on_all_ranks(world):
                 if first:
                     state = {"format": FORMAT, "version": VERSION, **snapshot.state}
@@ -135,14 +135,14 @@ def take_snapshot(
 
 def write_rest(
     folder: Path, state: dict[str, Any], tokenizer_files: dict[str, bytes]
-) -> dict[str, tuple[int, str]]:
+) -> dict[str, tuple[int, list[str]]]:
     """Write state.json and the tokenizer's files; returns their sizes and checksums."""
     files = {"state.json": (json.dumps(state, indent=1, allow_nan=False) + "\n").encode()}
     files |= {f"tokenizer/{name}": content for name, content in tokenizer_files.items()}
     for name, content in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
-    return {name: (len(content), hashlib.sha256(content).hexdigest()) for name, content in files.items()}
+    return {name: (len(content), [hashlib.sha256(content).hexdigest()]) for name, content in files.items()}
 
 
 def _join_indices(folder: Path, files: list[str]) -> dict[str, Index]:

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import itertools
 import os
 import platform
 import re
 import shutil
-import threading
+from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
 from typing import TextIO
 
@@ -25,6 +26,9 @@ from megatron.files import read_file
 
 TRACKER = "latest_checkpointed_iteration.txt"
 TRACKER_BYTES = 1000
+# A file with several digests has one for each segment of so many bytes: part of the format.
+SEGMENT_BYTES = 1 << 26
+HASH_THREADS = 4
 
 
 def folder_of(root: Path, iteration: int) -> Path:
@@ -109,33 +113,45 @@ def replace_text(path: Path, text: str) -> None:
     sync(path.parent)
 
 
-class Checksum(threading.Thread):
-    """Computes the SHA-256 of a file's parts. A daemon, so that exit on an interrupt does not wait for it."""
+def write_file(path: Path, parts: list[memoryview]) -> AsyncResult[list[str]]:
+    """Write a file from its parts and sync it. Its digests are computed meanwhile by threads, and may take longer.
 
-    def __init__(self, parts: list[memoryview]) -> None:
-        super().__init__(daemon=True)
-        self.parts, self.size = parts, sum(part.nbytes for part in parts)
-        self.start()
+    The threads are daemons, so that exit on an interrupt does not wait for them.
+    """
+    begins = [0, *itertools.accumulate(part.nbytes for part in parts)]
 
-    def run(self) -> None:
+    def digest(start: int) -> str:
         sha256 = hashlib.sha256()
-        for part in self.parts:
-            sha256.update(part)
-        self.digest = sha256.hexdigest()
+        for begin, part in zip(begins, parts, strict=False):
+            sha256.update(part[max(start - begin, 0) : max(start + SEGMENT_BYTES - begin, 0)])
+        return sha256.hexdigest()
 
-    def result(self) -> str:
-        self.join()
-        return self.digest
-
-
-def write_file(path: Path, parts: list[memoryview]) -> Checksum:
-    """Write a file from its parts and sync it. The checksum is computed meanwhile, and may take longer."""
-    checksum = Checksum(parts)
+    pool = ThreadPool(HASH_THREADS)
+    digests = pool.map_async(digest, range(0, begins[-1], SEGMENT_BYTES), chunksize=1)
+    pool.close()
     with path.open("wb") as file:
         file.writelines(parts)
         file.flush()
         os.fsync(file.fileno())
-    return checksum
+    return digests
+
+
+def read_digests(path: Path, *, whole: bool) -> list[str]:
+    """Compute the SHA-256 of a `whole` file, or of each segment. Raises `OSError` if it cannot be read."""
+    size = max(path.stat().st_size, 1)
+    length = size if whole else SEGMENT_BYTES
+
+    def digest(start: int) -> str:
+        sha256, left = hashlib.sha256(), length
+        with path.open("rb") as file:
+            file.seek(start)
+            while data := file.read(min(left, 1 << 20)):
+                sha256.update(data)
+                left -= len(data)
+        return sha256.hexdigest()
+
+    with ThreadPool(HASH_THREADS) as pool:
+        return pool.map(digest, range(0, size, length), chunksize=1)
 
 
 def sync(path: Path) -> None:

@@ -12,8 +12,9 @@ from megatron.errors import TrainingFault, TransientFault
 from megatron.faults.diagnosis import Diagnosis, corrupt_weights, diagnose
 from megatron.parallel.collectives import gather_texts
 from megatron.recipes.loss_scale import LossScaler
+from megatron.reports.interval import is_bad
 from megatron.training.loop import Hook, Trainer
-from megatron.training.report import Interval, is_bad
+from megatron.training.report import Interval
 
 # A run without a finite gradient for so many iterations does not recover by itself.
 MAX_BAD_STEPS = 10

@@ -11,10 +11,15 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.checkpoint import FORMAT, VERSION, Checkpoint
-from megatron.checkpoint.manifest import Manifest, digest
+from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.pieces import Index, TensorSource, file_name
 from megatron.checkpoint.save import write_rest
-from megatron.checkpoint.storage import begin_checkpoint, finish_checkpoint, temporary_folder
+from megatron.checkpoint.storage import (
+    begin_checkpoint,
+    finish_checkpoint,
+    read_digests,
+    temporary_folder,
+)
 from megatron.checkpoint.tokenizer import saved_tokenizer
 from megatron.errors import InputError
 from megatron.files import read_file
@@ -45,7 +50,7 @@ def write_native(
     try:
         needed = sum(tensor.nbytes for tensors in groups.values() for tensor in tensors.values())
         begin_checkpoint(root, checkpoint.iteration, needed)
-        files: dict[str, tuple[int, str]] = {}
+        files: dict[str, tuple[int, list[str]]] = {}
         indices: dict[str, Index] = {}
         for kind, tensors in groups.items():
             shards = list(in_shards(tensors, shard_bytes))
@@ -53,7 +58,7 @@ def write_native(
             for i, part in enumerate(shards):
                 path = folder / file_name(kind, i, len(shards))
                 write_tensors(path, part, advance)
-                files[path.name] = path.stat().st_size, digest(path)
+                files[path.name] = path.stat().st_size, read_digests(path, whole=False)
                 indices[kind] |= {name: _entry(path.name, name, tensor) for name, tensor in part.items()}
         state = checkpoint.state | {"format": FORMAT, "version": VERSION}
         files |= write_rest(folder, state, tokenizer_files(checkpoint))

@@ -8,6 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from megatron.reports.interval import mean_losses, num_bad, num_skipped
+
 if TYPE_CHECKING:  # the command line lists the formats, and imports no torch
     from megatron.training.loop import Trainer
     from megatron.training.report import EvalResult, Interval
@@ -37,17 +39,17 @@ class Short(LogFormat):
         left = (interval.train_iters - last["iteration"]) * interval.seconds
         columns = [
             *_position(trainer),
-            *_losses(interval.losses),
+            *_losses(mean_losses(interval)),
             f"grad norm {_fixed(last['grad norm'], 3)}",
             f"lr {interval.lr:.2e}",
             f"{_count(values['tokens per second'])} tokens/s",
             f"MFU {values['mfu']:.1%}",
             f"ETA {_duration(left)}",
         ]
-        if interval.skipped:
-            columns.append(f"skipped {interval.skipped} of {len(interval.rows)}")
-        if interval.bad:
-            columns.append(f"not finite {interval.bad}")
+        if skipped := num_skipped(interval):
+            columns.append(f"skipped {skipped} of {len(interval.rows)}")
+        if bad := num_bad(interval):
+            columns.append(f"not finite {bad}")
         if "loss scale" in last:
             columns.append(f"loss scale {last['loss scale']:g}")
         if len(set(trainer.batch_schedule.sizes())) > 1:
@@ -131,7 +133,7 @@ class Megatron(LogFormat):
             f"elapsed time per iteration (ms): {1000 * interval.seconds:.1f}",
             f"learning rate: {interval.lr:.3E}",
             f"global batch size: {interval.batch_size:5d}",
-            *(f"{name}: {loss:.6E}".replace("NAN", "nan") for name, loss in interval.losses.items()),
+            *(f"{name}: {loss:.6E}".replace("NAN", "nan") for name, loss in mean_losses(interval).items()),
             f"loss scale: {last.get('loss scale', 1.0):.1f}",
             f"grad norm: {last['grad norm']:.3f}",
         ]
@@ -140,8 +142,8 @@ class Megatron(LogFormat):
         if "params norm" in interval.values:
             parts.append(f"params norm: {interval.values['params norm']:.3f}")
         parts += [
-            f"number of skipped iterations: {interval.skipped:3d}",
-            f"number of nan iterations: {interval.bad:3d}",
+            f"number of skipped iterations: {num_skipped(interval):3d}",
+            f"number of nan iterations: {num_bad(interval):3d}",
         ]
         return " | ".join(parts) + " |"
 

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple, TextIO
 from megatron.errors import InputError
 from megatron.files import read_file
 from megatron.reports.config import ReportConfig
+from megatron.reports.interval import mean_losses, num_skipped
 from megatron.reports.record import MAX_BYTES, events_file, is_evaluation, read_rows
 from megatron.training.config import RunConfig
 from megatron.training.report import Interval
@@ -231,11 +232,13 @@ def record(interval: Interval) -> dict[str, Any]:
     """Every value at full precision, for --metrics-path and Weights & Biases."""
     last = dict(interval.rows[-1])
     values = {"iteration": last.pop("iteration"), "consumed samples": last.pop("consumed samples")}
-    values |= interval.losses | {k: v for k, v in last.items() if k not in (*interval.loss_names, *COUNTED)}
+    values |= mean_losses(interval) | {
+        k: v for k, v in last.items() if k not in (*interval.loss_names, *COUNTED)
+    }
     values |= {
         "learning rate": interval.lr,
         "global batch size": interval.batch_size,
-        "skipped iterations": interval.skipped,
+        "skipped iterations": num_skipped(interval),
     }
     return values | {"seconds per iteration": interval.seconds} | interval.values
 

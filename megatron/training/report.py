@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import math
 import os
 import sys
 from collections.abc import Callable
@@ -71,11 +70,6 @@ class History:
         return rows
 
 
-def is_bad(row: dict[str, float]) -> bool:
-    """True if the loss or gradient of an iteration was not finite, unless the fp16 loss scale overflowed."""
-    return not math.isfinite(row["grad norm"]) and not row.get("overflow")
-
-
 @dataclasses.dataclass(kw_only=True)
 class Interval:
     """The iterations between two log lines.
@@ -95,21 +89,6 @@ class Interval:
     iterations: int
     seconds: float
     values: dict[str, float] = dataclasses.field(default_factory=dict)
-
-    @property
-    def losses(self) -> dict[str, float]:
-        """Mean of each loss over the iterations."""
-        return {name: sum(row[name] for row in self.rows) / len(self.rows) for name in self.loss_names}
-
-    @property
-    def bad(self) -> int:
-        """Iterations whose loss or gradient was not finite, without overflows of the fp16 loss scale."""
-        return sum(map(is_bad, self.rows))
-
-    @property
-    def skipped(self) -> int:
-        """Iterations that changed no weights."""
-        return int(sum(row["skipped"] for row in self.rows))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import os
 import random
 import re
@@ -452,6 +453,42 @@ def test_flipped_bit_in_a_large_file_is_detected(tmp_path: Path) -> None:
     find_checkpoint(str(tmp_path / "run"), None)
 
 
+@pytest.mark.parametrize("segment", [100, 1000, 4096, 10**6])
+def test_digests_of_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, segment: int) -> None:
+    """A file has one digest for each segment, whatever the sizes of its tensors; a flip in any segment is detected."""
+    monkeypatch.setattr(storage, "SEGMENT_BYTES", segment)
+    save(tmp_path, *make()[:2])
+    folder = tmp_path / "iter_0000003"
+    manifest = json.loads((folder / "index.json").read_text())["content"]
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        content = (folder / file).read_bytes()
+        parts = [content[i : i + segment] for i in range(0, len(content), segment)]
+        assert manifest["files"][file] == [len(content), [hashlib.sha256(part).hexdigest() for part in parts]]
+        assert len(parts) > 1 or segment == 10**6
+        for offset in (0, segment - 1, segment, len(content) - 1):
+            if offset < len(content):
+                flip(folder / file, offset)
+                with pytest.raises(InputError, match="its checksum differs"):
+                    find_checkpoint(str(tmp_path), None)
+                flip(folder / file, offset)
+    load(tmp_path, *make()[:2])
+
+
+def test_checkpoints_with_one_digest_for_each_file_are_verified(tmp_path: Path, monkeypatch) -> None:
+    """Earlier versions wrote a file's digest as text, not as a list, however large the file is."""
+    save(tmp_path, *make()[:2])
+    folder = tmp_path / "iter_0000003"
+    manifest = read_manifest(folder)
+    for name, (size, digests) in manifest.files.items():
+        manifest.files[name] = (size, digests[0])  # type: ignore[assignment]
+    manifest.write()
+    monkeypatch.setattr(storage, "SEGMENT_BYTES", 100)
+    load(tmp_path, *make()[:2])
+    flip(folder / "model.safetensors", 500)
+    with pytest.raises(InputError, match="its checksum differs"):
+        find_checkpoint(str(tmp_path), None)
+
+
 def test_no_optimizer_state(tmp_path: Path) -> None:
     save(tmp_path, *make()[:2], save_optim=False)
     with pytest.raises(InputError, match="--no-load-optim"):
@@ -552,10 +589,10 @@ def test_saving_reads_no_tensors_back(tmp_path: Path) -> None:
         for name, x in values.items()
     }
     before = bytes_read()
-    checksum = write_pieces(tmp_path / "model.safetensors", pieces)
-    found, read = checksum.result(), bytes_read() - before
+    found = write_pieces(tmp_path / "model.safetensors", pieces).get()
+    read = bytes_read() - before
     content = (tmp_path / "model.safetensors").read_bytes()
-    assert (checksum.size, found) == (len(content), hashlib.sha256(content).hexdigest())
+    assert found == [hashlib.sha256(content).hexdigest()]
     assert read < len(content) // 100
     loaded = load_file(tmp_path / "model.safetensors")
     assert loaded.keys() == values.keys() and all(torch.equal(loaded[name], values[name]) for name in values)

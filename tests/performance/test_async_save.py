@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from contextlib import nullcontext
+from multiprocessing.pool import AsyncResult
 from pathlib import Path
 
 import pytest
@@ -136,7 +137,7 @@ class BlockedDisk:
         self.opened, self.entered = threading.Event(), threading.Event()
         monkeypatch.setattr(save_module, "write_pieces", self.write_pieces)
 
-    def write_pieces(self, path: Path, pieces: PiecesToWrite) -> storage.Checksum:
+    def write_pieces(self, path: Path, pieces: PiecesToWrite) -> AsyncResult[list[str]]:
         self.entered.set()
         assert self.opened.wait(60)
         return write_pieces(path, pieces)
