@@ -39,6 +39,18 @@ KINDS = {
         "LlamaForCausalLM",
         {**SIZES, "rope_parameters": {**YARN, "beta_slow": 0.3, "beta_fast": 2.0}},
     ),
+    "llama yarn of an attention factor": (
+        "LlamaForCausalLM",
+        {**SIZES, "rope_parameters": {**YARN, "attention_factor": 1.5}},
+    ),
+    "llama yarn of mscales": (
+        "LlamaForCausalLM",
+        {**SIZES, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 2.0}},
+    ),
+    "llama yarn of one mscale": (
+        "LlamaForCausalLM",
+        {**SIZES, "rope_parameters": {**YARN, "mscale": 0.7}},
+    ),
     "llama 3 of other turns": (
         "LlamaForCausalLM",
         {

@@ -76,6 +76,9 @@ class ModelConfig(Config):
         nargs=2,
         metavar=("LOW", "HIGH"),
     )
+    rope_scaling_attention_factor: float | None = flag(
+        None, "with yarn: factor of cosine and sine (default: 1 + 0.1 ln(--rope-scaling-factor))", above=0
+    )
     normalization: str = flag("LayerNorm", "type of normalization", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = flag(
         1e-5, "added to the variance in each norm", above=0, aliases=("--layernorm-epsilon",)

@@ -36,6 +36,7 @@ class Scaling:
     factor: float
     length: int
     turns: tuple[float, ...] | None = None
+    given_attention_factor: float | None = None
 
     def __call__(self, frequencies: Tensor, base: float) -> tuple[Tensor, float]:
         """The scaled frequencies, and the factor of cosine and sine."""
@@ -64,17 +65,23 @@ class Scaling:
             raise InputError(
                 "--rope-scaling-turns has no meaning with --rope-scaling-type linear; leave it out"
             )
+        if config.rope_scaling_type != "yarn" and config.rope_scaling_attention_factor is not None:
+            factor = config.rope_scaling_attention_factor
+            raise InputError(f"--rope-scaling-attention-factor: {factor} needs --rope-scaling-type yarn")
         check_turns(config.rope_scaling_turns)
         return cls(
             config.rope_scaling_type,
             config.rope_scaling_factor,
             config.rope_scaling_original_length,
             config.rope_scaling_turns,
+            config.rope_scaling_attention_factor,
         )
 
     @property
     def attention_factor(self) -> float:
         """Factor of cosine and sine, by which YaRN sharpens attention."""
+        if self.given_attention_factor is not None:
+            return self.given_attention_factor
         return 1 + 0.1 * math.log(self.factor) if self.kind == "yarn" else 1.0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,20 @@ def test_equal_turns_are_a_step(kind: str) -> None:
     torch.testing.assert_close(scaled[clear], expected[clear])
 
 
-def test_linear_scaling_has_no_turns() -> None:
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            {"rope_scaling_turns": (1.0, 4.0)},
+            "--rope-scaling-turns has no meaning with --rope-scaling-type linear",
+        ),
+        (
+            {"rope_scaling_attention_factor": 1.5},
+            "--rope-scaling-attention-factor: 1.5 needs --rope-scaling-type yarn",
+        ),
+    ],
+)
+def test_linear_scaling_has_only_a_factor(flags: dict[str, Any], message: str) -> None:
     config = ModelConfig(
         num_layers=1,
         hidden_size=16,
@@ -37,9 +51,7 @@ def test_linear_scaling_has_no_turns() -> None:
         position_embedding_type="rope",
         use_rope_scaling=True,
         rope_scaling_type="linear",
-        rope_scaling_turns=(1.0, 4.0),
+        **flags,
     )
-    with pytest.raises(
-        InputError, match="--rope-scaling-turns has no meaning with --rope-scaling-type linear"
-    ):
+    with pytest.raises(InputError, match=message):
         Scaling.from_config(config)

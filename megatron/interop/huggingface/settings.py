@@ -192,12 +192,15 @@ def _read_rope(
         check_turns(turns)
         fields["rope_scaling_turns"] = None if turns == TURNS[kind] else turns
     if kind == "yarn":
-        expected = Scaling(kind, factor, length).attention_factor
         given = rope.pop("attention_factor", None)
-        if given is not None and not math.isclose(given, expected, rel_tol=1e-6):
-            _check("attention_factor", given, (expected,))
-        for key, values in {"mscale": (None,), "mscale_all_dim": (None,), "truncate": (True,)}.items():
-            _check(key, rope.pop(key, values[0]), values)
+        scales = [rope.pop(key, None) for key in ("mscale", "mscale_all_dim")]
+        if given is None and all(scales):  # as transformers does, it ignores one alone
+            numerator, denominator = (1 + 0.1 * scale * math.log(factor) for scale in scales)
+            given = numerator / denominator
+        expected = Scaling(kind, factor, length).attention_factor
+        is_default = given is None or math.isclose(given, expected, rel_tol=1e-6)
+        fields["rope_scaling_attention_factor"] = None if is_default else given
+        _check("truncate", rope.pop("truncate", True), (True,))
     left |= rope
     return fields
 
@@ -270,7 +273,7 @@ def _rope_to_config(model: ModelConfig) -> dict[str, Any]:
             scaling["original_max_position_embeddings"] = length
             scaling |= zip(TURN_KEYS[kind], model.rope_scaling_turns or TURNS[kind], strict=True)
         if kind == "yarn":
-            scaling["attention_factor"] = Scaling(kind, factor, length).attention_factor
+            scaling["attention_factor"] = Scaling.from_config(model).attention_factor
     parameters = {"rope_type": "default", "rope_theta": model.rotary_base, **scaling}
     if model.rotary_percent != 1:
         parameters["partial_rotary_factor"] = model.rotary_percent

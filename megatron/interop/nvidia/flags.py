@@ -25,8 +25,8 @@ OURS_ALONE = frozenset(
     "--lion-beta1 --lion-beta2 --log-format --log-level --loss-mean --no-mask-padded-vocab --metrics-path "
     "--mlflow-experiment --mlflow-run-name --mlflow-tracking-uri --norm-after --num-threads --on-non-finite "
     "--ops-backend --pipeline-schedule --no-progress --qk-layernorm-all-heads --rope-scaling-original-length "
-    "--rope-scaling-turns --rope-scaling-type --sample-interval --sample-prompts --save-best --scale-embeddings "
-    "--spike-skip --tokenizer --no-torch-compile --train-epochs --train-tokens --use-parallel-residual "
+    "--rope-scaling-attention-factor --rope-scaling-turns --rope-scaling-type --sample-interval --sample-prompts "
+    "--save-best --scale-embeddings --spike-skip --tokenizer --no-torch-compile --train-epochs --train-tokens --use-parallel-residual "
     "--no-verify-checkpoint --wandb-group --world-size".split()
 )
 
