@@ -15,7 +15,9 @@ import fcntl
 import hashlib
 import json
 import logging
+import math
 import os
+import re
 import time
 import uuid
 import zlib
@@ -33,6 +35,10 @@ logger = logging.getLogger("megatron")
 
 FORMAT = 3  # part of every hash; increase it when the same inputs produce other files
 CRC_OF_WHOLE = 0x2144DF1C  # CRC-32 of a cached file, which ends with the CRC-32 of its name and content
+# The header that np.save writes, 128 bytes with these, with the size of an element and the shape.
+HEADER = re.compile(
+    rb"\x93NUMPY\x01\0v\0\{'descr': '[<|][iu](\d)', 'fortran_order': False, 'shape': \(([\d, ]+)\), \} *\n"
+)
 EDGE = 1 << 20  # bytes hashed at either end of a file
 LOG_WAIT_AFTER = 5.0  # seconds
 
@@ -158,10 +164,25 @@ def _load(paths: Sequence[str]) -> MappedArrays | None:
     if not all(map(os.path.exists, paths)):
         return None
     for path in paths:
-        if zlib.crc32(map_file(path).data, zlib.crc32(Path(path).name.encode())) != CRC_OF_WHOLE:
+        # The size first: the checksum of a sparse file of a terabyte would take minutes.
+        if os.path.getsize(path) != _size_in_header(path) or _checksum(path, path) != CRC_OF_WHOLE:
             logger.warning("%s is damaged; rebuilding the index", path)
             return None
     return MappedArrays(paths)
+
+
+def _size_in_header(path: str) -> int | None:
+    """Bytes of a cached file by its header, None if that is damaged."""
+    with open(path, "rb") as file:
+        header = HEADER.fullmatch(file.read(128))
+    if header is None:
+        return None
+    return 128 + int(header[1]) * math.prod(map(int, re.findall(rb"\d+", header[2]))) + 4
+
+
+def _checksum(path: str, final_path: str) -> int:
+    """CRC-32 of a file's final name and its content."""
+    return zlib.crc32(map_file(path).data, zlib.crc32(Path(final_path).name.encode()))
 
 
 def _array(path: str) -> np.ndarray:
@@ -175,8 +196,7 @@ def _save(path: str, values: np.ndarray) -> None:
     try:
         with open(temporary, "wb", buffering=0) as file:
             np.save(file, np.ascontiguousarray(values), allow_pickle=False)
-            crc = zlib.crc32(map_file(temporary).data, zlib.crc32(Path(path).name.encode()))
-            file.write(crc.to_bytes(4, "little"))
+            file.write(_checksum(temporary, path).to_bytes(4, "little"))
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:

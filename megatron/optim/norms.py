@@ -48,6 +48,8 @@ def flat_norm(flat: Tensor) -> Tensor:
     Sums in fp32 are short: one of 65,536 squares is off by up to 6e-6, a long one on a CPU by several percent.
     """
     whole = flat.numel() // CHUNK_SIZE * CHUNK_SIZE
+    if whole == 0:  # a bias or the weight of a norm
+        return torch.linalg.vector_norm(flat).double()
     chunks = torch.linalg.vector_norm(flat[:whole].view(-1, CHUNK_SIZE), dim=1)
     rest = torch.linalg.vector_norm(flat[whole:]).unsqueeze(0)
     return torch.linalg.vector_norm(torch.cat((chunks, rest)).double())

@@ -6,7 +6,8 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from types import TracebackType
 
 from tqdm import tqdm
 
@@ -42,9 +43,7 @@ class Reports(Hook):
         state = trainer.state
         with ExitStack() as contexts:
             with raise_on_all_ranks(trainer.mesh.world, InputError):
-                self.writers = contexts.enter_context(
-                    closing(Writers(trainer.config, trainer.mesh, trainer.log))
-                )
+                self.writers = contexts.enter_context(Writers(trainer.config, trainer.mesh, trainer.log))
                 self.writers.start(state.iteration, evaluation_due=state.evaluation_due)
             self.writers.text(CONFIGURATION, config_text(trainer.config), state.iteration)
             yield
@@ -62,7 +61,7 @@ class Reports(Hook):
 
 
 class Writers:
-    """The writers of a run. There are none except on the first process."""
+    """The writers of a run, a context manager that closes them. There are none except on the first process."""
 
     def __init__(self, config: RunConfig, mesh: Mesh, log: Callable[[str], None]) -> None:
         """Raise `InputError` if a writer's package is not installed."""
@@ -95,9 +94,11 @@ class Writers:
         """Write a text under a tag."""
         self._call_each(lambda writer: writer.text(tag, text, iteration))
 
-    def close(self) -> None:
-        """Close the writers."""
-        self._call_each(lambda writer: writer.close())
+    def __enter__(self) -> Writers:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _: object, __: TracebackType | None) -> None:
+        self._call_each(lambda writer: writer.close(failed=kind is not None))
 
     def _call_each(self, call: Callable[[Writer], None]) -> None:
         """Call each writer. One that fails, as on a full disk, is left out from then on: a run outlives its logs."""

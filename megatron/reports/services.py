@@ -117,10 +117,10 @@ class WeightsAndBiases(Service):
         with wandb_errors():
             self.run.log({tag: wandb.Html(f"<pre>{escape(text)}</pre>"), "iteration": iteration})
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         if self.run is not None:
             with wandb_errors():
-                self.run.finish()
+                self.run.finish(exit_code=int(failed))
 
 
 class MLflow(Service):
@@ -179,10 +179,10 @@ class MLflow(Service):
         with service_errors():
             self.client.log_text(self.run_id, text, f"{tag}/iteration {iteration}.txt")
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         if self.client is not None:
             with service_errors():
-                self.client.set_terminated(self.run_id)
+                self.client.set_terminated(self.run_id, status="FAILED" if failed else "FINISHED")
 
 
 @contextmanager

@@ -60,8 +60,8 @@ class Writer(ABC):
         """Write the newest values by rank, by name of a quantity and of a part, such as a phase."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Write what is left."""
+    def close(self, *, failed: bool) -> None:
+        """Write what is left. With `failed` an error ended the run."""
 
     def text(self, tag: str, text: str, iteration: int) -> None:  # noqa: B027, for files of numbers
         """Write a text, such as the configuration or a sample of the model, if the destination has texts.
@@ -153,7 +153,7 @@ class MetricsFile(Writer):
             self.file.write(json.dumps(finite) + "\n")
             self.file.flush()
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         if self.file is not None:
             self.file.close()
 
@@ -223,7 +223,7 @@ class TensorBoard(Tracker):
         # TensorBoard renders Markdown, in which a block indented by four spaces is shown as it is.
         self.events.add_text(tag, "\n".join(f"    {line}" for line in text.splitlines()), iteration)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         if self.events is not None:
             self.events.close()
 

@@ -90,6 +90,16 @@ def test_damaged_file_is_rebuilt(tmp_path: Path, caplog, byte: int) -> None:
     assert np.load(path).tolist() == good[0], "any program can read the file"
 
 
+@pytest.mark.parametrize("content", [b"\0", b"\x93NUMPY\x01\0v\0", b""], ids=["none", "magic", "whole"])
+def test_a_file_with_a_hole_is_rebuilt(tmp_path: Path, content: bytes) -> None:
+    """A sparse file of a terabyte, which starts like an array or with a whole one. Its checksum would take minutes."""
+    good = open_arrays(tmp_path, tmp_path / "log")
+    path = sorted(tmp_path.glob("*-one.npy"))[0]
+    path.write_bytes(content or path.read_bytes())
+    os.truncate(path, 10**12)
+    assert open_arrays(tmp_path, tmp_path / "log") == good
+
+
 def test_swapped_files_are_rebuilt(tmp_path: Path, caplog) -> None:
     """A whole file under the name of another one."""
     good = open_arrays(tmp_path, tmp_path / "log")

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,11 @@ def config_of(save: Path, *flags: object) -> RunConfig:
 
 def report(config: RunConfig, start: int, log: Callable[[str], None] = print) -> None:
     """Report two iterations after `start`, an evaluation and a text."""
-    writers = Writers(config, MESH, log)
-    writers.start(start)
-    writers.text("samples/a", "once <upon>\n", start)
-    writers.training(interval([(start + 1, 4.0, 1.0), (start + 2, 3.0, 1.0)]))
-    writers.evaluation({"lm loss validation": 2.0}, start + 2, 16)
-    writers.close()
+    with Writers(config, MESH, log) as writers:
+        writers.start(start)
+        writers.text("samples/a", "once <upon>\n", start)
+        writers.training(interval([(start + 1, 4.0, 1.0), (start + 2, 3.0, 1.0)]))
+        writers.evaluation({"lm loss validation": 2.0}, start + 2, 16)
 
 
 def test_git_ignores_the_folders_of_the_services() -> None:
@@ -75,6 +75,17 @@ def test_a_resumed_run_continues_in_mlflow(mlflow_client: Any, tmp_path: Path) -
     # A run from the beginning, though to the same folder, is another one.
     report(config, 0)
     assert len(mlflow_client.search_runs([experiment.experiment_id])) == 2
+
+
+def test_a_run_that_fails_is_marked_in_mlflow(mlflow_client: Any, tmp_path: Path) -> None:
+    config = config_of(tmp_path, "--mlflow-experiment", "a")
+    with pytest.raises(MemoryError), Writers(config, MESH, print) as writers:
+        writers.start(0)
+        raise MemoryError
+    (run_id,) = json.loads((tmp_path / RUN_IDS).read_text()).values()
+    assert mlflow_client.get_run(run_id).info.status == "FAILED"
+    report(config, 2)
+    assert mlflow_client.get_run(run_id).info.status == "FINISHED"
 
 
 def test_mlflow_that_fails_does_not_end_the_run(
@@ -144,13 +155,26 @@ def test_a_resumed_run_continues_in_weights_and_biases(
 
 def test_weights_and_biases_keeps_iterations_before_an_evaluation(wandb: Any, tmp_path: Path) -> None:
     """With --log-interval 2 and --eval-interval 1 iteration 1 is logged after the evaluation at it."""
-    writers = Writers(config_of(tmp_path, "--wandb-project", "gpt"), MESH, print)
-    writers.start(0)
-    writers.evaluation({"lm loss validation": 2.0}, 3, 24)
-    writers.training(interval([(1, 4.0, 1.0), (2, 3.0, 1.0)]))
-    summary = wandb.run.summary
-    assert (summary["valid/lm loss"], summary["train/lm loss"], summary["iteration"]) == (2.0, 3.0, 2)
-    writers.close()
+    with Writers(config_of(tmp_path, "--wandb-project", "gpt"), MESH, print) as writers:
+        writers.start(0)
+        writers.evaluation({"lm loss validation": 2.0}, 3, 24)
+        writers.training(interval([(1, 4.0, 1.0), (2, 3.0, 1.0)]))
+        summary = wandb.run.summary
+        assert (summary["valid/lm loss"], summary["train/lm loss"], summary["iteration"]) == (2.0, 3.0, 2)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_that_fails_is_marked_in_weights_and_biases(wandb: Any, tmp_path: Path, fails: bool) -> None:
+    """The exit status that the service gets."""
+    with (
+        suppress(MemoryError),
+        Writers(config_of(tmp_path, "--wandb-project", "gpt"), MESH, print) as writers,
+    ):
+        writers.start(0)
+        run = wandb.run
+        if fails:
+            raise MemoryError
+    assert run._exit_code == int(fails)
 
 
 def test_weights_and_biases_that_fails_does_not_end_the_run(

@@ -31,12 +31,11 @@ def config_of(*flags: object) -> RunConfig:
 
 
 def report(config: RunConfig, start: int, iterations: range) -> None:
-    writers = Writers(config, MESH, print)
-    writers.start(start)
-    for i in iterations:
-        writers.training(interval([(i, 1.0 / i, float(i))]))
-    writers.evaluation({"lm loss validation": 2.0, "lm loss validation ppl": math.exp(2.0)}, i, 8 * i)
-    writers.close()
+    with Writers(config, MESH, print) as writers:
+        writers.start(start)
+        for i in iterations:
+            writers.training(interval([(i, 1.0 / i, float(i))]))
+        writers.evaluation({"lm loss validation": 2.0, "lm loss validation ppl": math.exp(2.0)}, i, 8 * i)
 
 
 def test_metrics_of_a_resumed_run_are_contiguous(tmp_path: Path, capsys) -> None:
@@ -57,10 +56,9 @@ def test_metrics_of_a_resumed_run_are_contiguous(tmp_path: Path, capsys) -> None
 
 def test_nan_in_metrics_is_null(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    writers = Writers(config_of("--metrics-path", path), MESH, print)
-    writers.start(0)
-    writers.training(interval([(1, float("nan"), float("inf"))]))
-    writers.close()
+    with Writers(config_of("--metrics-path", path), MESH, print) as writers:
+        writers.start(0)
+        writers.training(interval([(1, float("nan"), float("inf"))]))
     record = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert record["lm loss"] is None and record["grad norm"] is None
 
@@ -114,10 +112,9 @@ def test_tensorboard_of_a_resumed_run_has_every_iteration_once(tmp_path: Path) -
 def test_tensorboard_log_interval(tmp_path: Path) -> None:
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     config = config_of("--tensorboard-dir", tmp_path, "--tensorboard-log-interval", 2)
-    writers = Writers(config, MESH, print)
-    writers.start(0)
-    writers.training(interval([(i, float(i), 1.0) for i in range(1, 6)]))
-    writers.close()
+    with Writers(config, MESH, print) as writers:
+        writers.start(0)
+        writers.training(interval([(i, float(i), 1.0) for i in range(1, 6)]))
     events = event_accumulator.EventAccumulator(str(tmp_path))
     events.Reload()
     # The last iteration of the report is written, too.
@@ -146,12 +143,11 @@ def test_tags_of_evaluations(name: str, tag: str) -> None:
 
 def test_texts_in_tensorboard(tmp_path: Path) -> None:
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    writers = Writers(
+    with Writers(
         config_of("--tensorboard-dir", tmp_path, "--metrics-path", tmp_path / "m.jsonl"), MESH, print
-    )
-    writers.start(0)
-    writers.text("samples/a prompt", "# one\n  two\n", 5)
-    writers.close()
+    ) as writers:
+        writers.start(0)
+        writers.text("samples/a prompt", "# one\n  two\n", 5)
     events = event_accumulator.EventAccumulator(str(tmp_path))
     events.Reload()
     (event,) = events.Tensors("samples/a prompt/text_summary")
@@ -185,11 +181,10 @@ def test_missing_packages_are_named(monkeypatch) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_costs_the_metrics_not_the_run(capsys) -> None:
-    writers = Writers(config_of("--metrics-path", "/dev/full"), MESH, print)
-    writers.start(0)
-    for i in (1, 2):
-        writers.training(interval([(i, 1.0, 1.0)]))
-    writers.evaluation({"lm loss validation": 2.0}, 2, 16)
-    writers.close()
+    with Writers(config_of("--metrics-path", "/dev/full"), MESH, print) as writers:
+        writers.start(0)
+        for i in (1, 2):
+            writers.training(interval([(i, 1.0, 1.0)]))
+        writers.evaluation({"lm loss validation": 2.0}, 2, 16)
     out = capsys.readouterr().out
     assert out.count("warning: --metrics-path: No space left on device; the run continues without it") == 1
