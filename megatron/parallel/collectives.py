@@ -153,17 +153,17 @@ def gather_texts(text: str, axis: Axis) -> list[str]:
 
 @contextmanager
 def raise_on_all_ranks(axis: Axis, kind: type[Exception] = OSError) -> Iterator[None]:
-    """Context in which an exception of `kind` on one rank of `axis` is raised on all of them."""
+    """Context in which an exception of `kind` on one rank of `axis` is raised on all of them, with its message."""
     failure: Exception | None = None
     try:
         yield
     except kind as error:
         failure = error
     failed = int(all_reduce_max(torch.tensor([0 if failure is None else axis.rank + 1]), axis))
-    if failure is not None:
-        raise failure
-    if failed:
-        raise kind(f"rank {axis.ranks[failed - 1]} failed; see its message")
+    if not failed:
+        return
+    messages = gather_texts(str(failure or ""), axis)
+    raise failure or kind(f"rank {axis.ranks[failed - 1]}: {messages[failed - 1]}")
 
 
 def local_shard(x: Tensor, axis: Axis) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 
 from megatron.checkpoint.storage import folder_of, newest_iteration, replace_text
 from megatron.errors import InputError, TrainingFault
+from megatron.files import read_file
 from megatron.parallel.collectives import all_reduce_max, raise_on_all_ranks
 from megatron.recipes.best import keep_best
 from megatron.recipes.config import SaveBestConfig
@@ -19,6 +20,9 @@ from megatron.training.loop import Hook, Trainer
 from megatron.training.report import EvalResult
 
 LOSS = "validation_loss.json"  # in the folder of a checkpoint that was the best
+# In the folder of --save: iteration and loss of an evaluation whose checkpoint is still to be kept.
+CANDIDATE = "best-candidate.json"
+MAX_CANDIDATE_BYTES = 1000
 
 
 class SaveBest(Hook):
@@ -32,17 +36,27 @@ class SaveBest(Hook):
         self.evaluated, self.loss = 0, math.nan  # the last evaluation's iteration and loss
         self.on = trainer.config.plugin(SaveBestConfig).save_best and not trainer.config.training.skip_train
         if self.on:
-            first = trainer.mesh.is_first
-            lowest = lowest_before(_root(trainer), trainer.state.iteration + 1) if first else -math.inf
+            root, iteration = _root(trainer), trainer.state.iteration
+            values = [-math.inf] * 3
+            if trainer.mesh.is_first:
+                values = [lowest_before(root, iteration + 1), *candidate_of(root, iteration)]
             # Other machines may not see the folder's newest state.
-            (self.lowest,) = all_reduce_max(torch.tensor([lowest]).double(), trainer.mesh.world).tolist()
+            shared = all_reduce_max(torch.tensor(values).double(), trainer.mesh.world).tolist()
+            self.lowest, self.evaluated, self.loss = shared
         yield
 
     def after_evaluation(self, trainer: Trainer, result: EvalResult) -> None:
         values = result.values
         names = [f"{name} validation" for name in trainer.task.loss_names]
-        if all(name in values for name in names):
-            self.evaluated, self.loss = trainer.state.iteration, sum(values[name] for name in names)
+        if not all(name in values for name in names):
+            return
+        self.evaluated, self.loss = trainer.state.iteration, sum(values[name] for name in names)
+        if self._is_lowest(trainer):
+            with _writing(trainer):
+                # A run that is killed before it keeps the checkpoint does so when it resumes.
+                text = json.dumps({"iteration": self.evaluated, "loss": self.loss}) + "\n"
+                if trainer.mesh.is_first:
+                    replace_text(_root(trainer) / CANDIDATE, text)
 
     def before_training(self, trainer: Trainer) -> None:
         self._keep(trainer)  # an evaluation that an interrupted run left to this one
@@ -55,26 +69,33 @@ class SaveBest(Hook):
 
     def _keep(self, trainer: Trainer) -> None:
         """Keep the checkpoint of this iteration if its evaluation gave the lowest loss. Every process must call it."""
-        iteration = trainer.state.iteration
-        if not self.on or not iteration or self.evaluated != iteration or not self.loss < self.lowest:
+        if not self._is_lowest(trainer):
             return
-        root, self.lowest = _root(trainer), self.loss
+        root, iteration, self.lowest = _root(trainer), trainer.state.iteration, self.loss
         with trainer.clock.paused():
             if trainer.saver.iteration != iteration:
                 trainer.save()
             trainer.saver.wait()
-            try:
-                with raise_on_all_ranks(trainer.mesh.world):
-                    if trainer.mesh.is_first:
-                        replace_text(
-                            folder_of(root, iteration) / LOSS, json.dumps({"loss": self.loss}) + "\n"
-                        )
-                        best = keep_best(root, iteration)
-                        trainer.log(f"lowest validation loss so far: {self.loss:.4f}, kept in {best}")
-            except OSError as error:
-                raise TrainingFault(
-                    f"--save-best: cannot keep the checkpoint in {root / 'best'}: {error}"
-                ) from None
+            with _writing(trainer):
+                if trainer.mesh.is_first:
+                    replace_text(folder_of(root, iteration) / LOSS, json.dumps({"loss": self.loss}) + "\n")
+                    best = keep_best(root, iteration)
+                    trainer.log(f"lowest validation loss so far: {self.loss:.4f}, kept in {best}")
+
+    def _is_lowest(self, trainer: Trainer) -> bool:
+        """True if an evaluation of this iteration, which is not the first, gave the lowest loss so far."""
+        return self.on and 0 < self.evaluated == trainer.state.iteration and self.loss < self.lowest
+
+
+@contextmanager
+def _writing(trainer: Trainer) -> Iterator[None]:
+    """Context in which the first process writes; an error ends all processes."""
+    try:
+        with raise_on_all_ranks(trainer.mesh.world):
+            yield
+    except OSError as error:
+        best = _root(trainer) / "best"
+        raise TrainingFault(f"--save-best: cannot keep the checkpoint in {best}: {error}") from None
 
 
 def lowest_before(root: Path, iteration: int) -> float:
@@ -89,6 +110,18 @@ def lowest_before(root: Path, iteration: int) -> float:
         return float(json.loads((folder_of(root / "best", best) / LOSS).read_text(encoding="utf-8"))["loss"])
     except (InputError, OSError, ValueError, LookupError, TypeError):  # missing or damaged
         return math.inf
+
+
+def candidate_of(root: Path, iteration: int) -> tuple[int, float]:
+    """The iteration and loss of the evaluation in `CANDIDATE`; zeros if there is none of `iteration`."""
+    try:
+        candidate = json.loads(read_file(root / CANDIDATE, MAX_CANDIDATE_BYTES))
+        if candidate["iteration"] == iteration:
+            return iteration, float(candidate["loss"])
+        (root / CANDIDATE).unlink()  # of a checkpoint that was not written, or was rolled back
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):  # missing or damaged
+        pass
+    return 0, 0.0
 
 
 def _root(trainer: Trainer) -> Path:

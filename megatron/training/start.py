@@ -15,7 +15,7 @@ from megatron.checkpoint.load import load_into
 from megatron.checkpoint.storage import lock, newest_iteration
 from megatron.errors import InputError
 from megatron.optim.schedule import Schedule
-from megatron.parallel.collectives import all_equal
+from megatron.parallel.collectives import all_equal, raise_on_all_ranks
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import stable_hash
 from megatron.training.batch_size import BatchSchedule
@@ -149,13 +149,15 @@ def load_checkpoint(trainer: Trainer, checkpoint: Checkpoint | None) -> None:
     for note in checkpoint.notes:
         log(f"--load: {note}")
     check_compatible(trainer, checkpoint)
-    if checkpoint.state["task"] != trainer.task.name:
-        engine.buffer.initialize(config.training.seed)
-        log(trainer.task.init_from[checkpoint.state["task"]](checkpoint, engine.buffer))
-        return
     weights_only = config.checkpoint.finetune or config.training.skip_train
     with_optimizer = config.checkpoint.load_optim and not weights_only
-    load_into(checkpoint, engine.buffer, engine.optimizer if with_optimizer else None)
+    # A pipeline stage alone may lack a tensor.
+    with raise_on_all_ranks(trainer.mesh.world, InputError):
+        if checkpoint.state["task"] != trainer.task.name:
+            engine.buffer.initialize(config.training.seed)
+            log(trainer.task.init_from[checkpoint.state["task"]](checkpoint, engine.buffer))
+            return
+        load_into(checkpoint, engine.buffer, engine.optimizer if with_optimizer else None)
     if weights_only:
         return
     given = trainer.state.schedule

@@ -103,5 +103,5 @@ def test_all_equal_agrees_on_every_rank(found: list[dict]) -> None:
 
 
 def test_an_error_on_one_rank_is_raised_on_all(found: list[dict]) -> None:
-    other = "rank 1 failed; see its message"
+    other = "rank 1: the disk is full"
     assert [rank["raised"] for rank in found] == [other, "the disk is full", other, other]

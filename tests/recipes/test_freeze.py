@@ -89,10 +89,10 @@ def test_same_as_one_process(tmp_path: Path, processes: int, flags: str) -> None
         assert theirs == pytest.approx(mine, rel=2e-2 if half else 1e-5)
 
 
-def errors(flags: str) -> str:
+def errors(flags: str, folder: str = "") -> str:
     """Return the error of a run on this rank."""
     try:
-        train("", f"{flags} --train-iters 1")
+        train(folder, f"{flags} --train-iters 2")
     except InputError as error:
         return str(error)
     return ""
@@ -110,3 +110,11 @@ def test_wrong_patterns(processes: int, tmp_path: Path, monkeypatch: pytest.Monk
     )
     found = run_distributed(errors, processes, f"{layout} --freeze *")
     assert found == ["--freeze: * leaves no parameter to train"] * processes
+
+
+def test_state_that_one_stage_lacks_ends_all_ranks(tmp_path: Path) -> None:
+    """The first stage finds all that it needs, and would wait for the second."""
+    train(str(tmp_path), "--freeze *.layers.1.* --train-iters 1")
+    first, second = run_distributed(errors, 2, f"{PP} 2 --load {tmp_path}/run", str(tmp_path))
+    assert "lacks the tensor exp_avg/decoder.layers.1." in second
+    assert first == f"rank 1: {second}"

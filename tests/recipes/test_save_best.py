@@ -65,6 +65,34 @@ def test_the_previous_best_stays_until_the_new_one_is_whole(
     assert save_best.lowest_before(tmp_path, 2) == 5 and save_best.lowest_before(tmp_path, 1) == float("inf")
 
 
+@pytest.mark.parametrize("iteration", [4, 6], ids=["between steps", "at the end"])
+def test_a_run_killed_before_it_keeps_a_checkpoint_keeps_it_later(
+    pretrain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, iteration: int
+) -> None:
+    """The evaluation is not repeated, for the checkpoint does not say that it is due."""
+    losses = [5.0] * 6 + [0]
+    losses[iteration - 1] = 3
+    set_losses(monkeypatch, losses)
+
+    def killed(root: Path, iteration: int) -> Path:
+        if iteration > 1:
+            raise KeyboardInterrupt
+        return keep_best(root, iteration)
+
+    keep_best = save_best.keep_best
+    run = [*TINY, "--save-interval", 1, "--save", tmp_path]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(save_best, "keep_best", killed)
+        pretrain(*run)
+    assert newest_iteration(tmp_path) == iteration and newest_iteration(tmp_path / "best") == 1
+    out = pretrain(*run, "--load", tmp_path)
+    assert out.count(f"lowest validation loss so far: 3.0000, kept in {tmp_path / 'best'}\n") == 1
+    assert newest_iteration(tmp_path / "best") == iteration
+    # Of another iteration than the run's it is forgotten.
+    (tmp_path / save_best.CANDIDATE).write_text('{"iteration": 2, "loss": 0}')
+    assert save_best.candidate_of(tmp_path, 6) == (0, 0) == save_best.candidate_of(tmp_path, 2)
+
+
 def test_what_save_best_needs(pretrain) -> None:
     with pytest.raises(InputError, match=r"^--save-best needs --save, the folder to write checkpoints to$"):
         pretrain(*TINY)
