@@ -5,7 +5,8 @@
 Each item runs at three sizes, each in a new process with one thread. An item of kind "growth" has an exponent: the
 logarithm of the growth of its cost, from the smallest size to the largest, over that of the work; 1 is linear and 0 is
 constant. An item of kind "ratio" has the cost relative to that of the plain program, the largest of the three. Seconds
-are of CPU time, except those of saving, which waits for the disk. The whole takes a few minutes.
+are of CPU time, except those of saving and verifying, which have threads and wait for the disk. The whole takes a few
+minutes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,8 +42,11 @@ from plain_gpt import train as train_plainly
 from safetensors.torch import save_file
 from train import Size, flops, tokens, training
 
+import megatron.plugins  # noqa: F401 (registers sources of data)
 from megatron.arguments import parse_run_config
+from megatron.checkpoint.checkpoint import open_checkpoint
 from megatron.checkpoint.config import CheckpointConfig
+from megatron.checkpoint.load import load_into
 from megatron.checkpoint.save import Saver, take_snapshot
 from megatron.checkpoint.storage import sync
 from megatron.cli import Parser, add_flags, make_config, run_command
@@ -186,16 +192,22 @@ def blend(corpora: int) -> tuple[float, float]:
     return cpu_seconds(lambda: blend_order(range(1, corpora + 1), samples)), samples * corpora
 
 
-def saving(hidden: int) -> tuple[float, float]:
-    """Seconds of a save, and of save_file for the same two files, which are synced too. Both are new files."""
+@contextmanager
+def saver_of(hidden: int) -> Iterator[tuple[Saver, Path]]:
+    """Context with the saver of a run that has made a step, and its folder."""
     with (
         tempfile.TemporaryDirectory(dir=ROOT) as folder,
         start_run(f"{SAVED_MODEL} --hidden-size {hidden}") as run,
     ):
         run.step()
-        engine, root = run.engine, Path(folder)
-        saver = Saver(CheckpointConfig(save=folder), engine.buffer, engine.optimizer, {}, log=lambda _: None)
-        groups = take_snapshot(saver.config, {}, engine.buffer, engine.optimizer).tensors
+        buffer, optimizer = run.engine.buffer, run.engine.optimizer
+        yield Saver(CheckpointConfig(save=folder), buffer, optimizer, {}, log=lambda _: None), Path(folder)
+
+
+def saving(hidden: int) -> tuple[float, float]:
+    """Seconds of a save, and of save_file for the same two files, which are synced too. Both are new files."""
+    with saver_of(hidden) as (saver, root):
+        groups = take_snapshot(saver.config, {}, saver.buffer, saver.optimizer).tensors
 
         def ours() -> float:
             begin = time.perf_counter()
@@ -216,6 +228,24 @@ def saving(hidden: int) -> tuple[float, float]:
             return seconds
 
         return alternating(ours, theirs)
+
+
+def verifying(hidden: int) -> tuple[float, float]:
+    """Seconds of a checkpoint's checksums, and of loading it without them, both from the page cache."""
+    with saver_of(hidden) as (saver, root):
+        counts = ("iteration", "consumed_samples", "train_samples", "vocab_size", "padded_vocab_size")
+        saver.save(dict.fromkeys(counts, 1) | {"optimizer_steps": 1, "task": "GPT", "config": {}})
+        checkpoint = open_checkpoint(root / "iter_0000001")
+
+        def seconds(work: Callable[[], object]) -> float:
+            begin = time.perf_counter()
+            work()
+            return time.perf_counter() - begin
+
+        return alternating(
+            lambda: seconds(checkpoint.verify),
+            lambda: seconds(lambda: load_into(checkpoint, saver.buffer, saver.optimizer)),
+        )
 
 
 def tiny_iteration(hidden: int) -> tuple[float, float]:
@@ -253,6 +283,7 @@ ITEMS = {
     "sample index": Item("growth", 1.2, "documents", (10**5, 10**6, 10**7), index),
     "blend order": Item("growth", 1.0, "corpora", (10, 50, 250), blend),
     "save / save_file": Item("ratio", 1.3, "hidden size", (512, 1024, 1536), saving),
+    "verify / load": Item("ratio", 1.5, "hidden size", (512, 1024, 1536), verifying),
     "tiny iteration / plain loop": Item("ratio", 1.05, "hidden size", (32, 64, 128), tiny_iteration),
     "step by vocabulary": Item("growth", 1.05, "ids", (8192, 16384, 32768), vocabulary),
     "dry run": Item("growth", 1.0, "layers", (4, 8, 16), dry_run),
@@ -290,8 +321,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def in_new_process(name: str, size: int) -> tuple[float, float]:
-    with multiprocessing.get_context("spawn").Pool(1, prepare) as pool:
-        cost, work = pool.apply(measure, (name, size))
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), prepare) as pool:
+        cost, work = pool.submit(measure, name, size).result()
     return float(f"{cost:.4g}"), float(f"{work:.4g}")
 
 

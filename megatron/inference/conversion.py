@@ -6,12 +6,13 @@ import os
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.checkpoint.checkpoint import Checkpoint, model_config
-from megatron.inference.load import load_weights
 from megatron.interop.external import meta_model
 from megatron.interop.huggingface.settings import read_settings
+from megatron.model.transformer import TransformerLayer
+from megatron.parallel.parameters import ShardedParameter, named_parameters
 from megatron.tokenizer import Tokenizer
 
 # Largest difference relative to the largest logit: the rounding of fp32 sums in a deep model.
@@ -46,10 +47,36 @@ def our_logits(checkpoint: Checkpoint) -> list[Tensor]:
     tokens, types = fixed_tokens(checkpoint)
     task = checkpoint.state["task"]
     model = meta_model(task, model_config(checkpoint), checkpoint.state["vocab_size"])
-    load_weights(checkpoint, model, torch.float32)
+    stream_weights(checkpoint, model)
     if task == "GPT":
         return [model(tokens, torch.arange(tokens.shape[1]).expand(tokens.shape))]
     return [x for x in model(tokens, torch.ones_like(tokens), types) if x is not None]
+
+
+def stream_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
+    """Load the weights of a model on the meta device in fp32, those of a layer only while it runs."""
+    weights, streamed = checkpoint.tensors["model"], set()
+
+    def read(names: dict[str, ShardedParameter], prefix: str = "") -> dict[str, Tensor]:
+        return {
+            name: weights.read(p.tied or prefix + name, p.shard_spec).float() for name, p in names.items()
+        }
+
+    for path, layer in model.named_modules():
+        if isinstance(layer, TransformerLayer):
+            names = dict(named_parameters(layer))
+            streamed |= {f"{path}.{name}" for name in names}
+
+            def load(layer: nn.Module, _: object, names: dict = names, path: str = path) -> None:
+                layer.load_state_dict(read(names, f"{path}."), assign=True)
+
+            def unload(layer: nn.Module, *_: object) -> None:
+                layer.to("meta")
+
+            layer.register_forward_pre_hook(load)
+            layer.register_forward_hook(unload)
+    others = {name: p for name, p in named_parameters(model) if name not in streamed}
+    model.load_state_dict(read(others), strict=False, assign=True)
 
 
 @torch.no_grad()
@@ -71,16 +98,37 @@ def their_logits(folder: Path, checkpoint: Checkpoint) -> list[Tensor]:
     architecture = read_settings(folder / "config.json").family.architecture(task)
     if not hasattr(transformers, architecture):
         raise ImportError(f"transformers {transformers.__version__} has no {architecture}")
+    dtypes = {tensor["dtype"] for tensor in checkpoint.tensors["model"].index.values()}
+    dtype = torch.bfloat16 if dtypes == {"bfloat16"} else torch.float32
     model = getattr(transformers, architecture).from_pretrained(
-        folder, attn_implementation="eager", **FROM_FOLDER
+        folder, attn_implementation="eager", torch_dtype=dtype, **FROM_FOLDER
     )
-    model = model.float().eval()
+    run_in_fp32(model.eval(), dtype)
     if task == "GPT":
         return [model(tokens).logits[..., :vocab_size]]
     out = model(tokens, token_type_ids=types)
     if task == "BERT":
         return [out.prediction_logits[..., :vocab_size], out.seq_relationship_logits]
     return [out.logits[..., :vocab_size]]
+
+
+def run_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let a model of transformers compute in fp32. Layers, the children of lists, stay in `dtype` until they run."""
+    layers = [layer for module in model.modules() if isinstance(module, nn.ModuleList) for layer in module]
+    in_layers = {child for layer in layers for child in layer.modules()}
+    for module in set(model.modules()) - in_layers:
+        for p in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            p.data = p.data.float() if p.is_floating_point() else p.data
+
+    def widen(layer: nn.Module, _: object) -> None:
+        layer.float()
+
+    def narrow(layer: nn.Module, *_: object) -> None:
+        layer.to(dtype)
+
+    for layer in layers:
+        layer.register_forward_pre_hook(widen)
+        layer.register_forward_hook(narrow)
 
 
 def compare_tokenizers(folder: Path, tokenizer: Tokenizer) -> str:

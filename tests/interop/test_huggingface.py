@@ -11,7 +11,7 @@ import torch
 from distributed import run_distributed
 from hf_models import KINDS, VOCAB, save_hf
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.arguments import parse_run_config
 from megatron.checkpoint.checkpoint import Checkpoint, model_config
@@ -25,6 +25,7 @@ from megatron.interop.external import meta_model
 from megatron.interop.huggingface.read import open_huggingface
 from megatron.interop.huggingface.settings import read_settings
 from megatron.interop.huggingface.write import write_huggingface
+from megatron.model.gpt import GPTModel
 from megatron.parallel.slices import whole
 from megatron.plugins import run
 from megatron.pretrain_bert import DEFAULTS as BERT_DEFAULTS
@@ -79,6 +80,30 @@ def test_round_trip(tmp_path: Path, kind: str) -> None:
         assert (
             again.tensors["model"].read(name, shard_spec).equal(read.tensors["model"].read(name, shard_spec))
         )
+
+
+def test_one_layer_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison of a conversion needs less memory than the files."""
+    read = open_huggingface(save_hf(tmp_path, "llama linear"))
+    assert model_config(read).num_layers > 1
+    forward, loaded = GPTModel.forward, []
+
+    def count(*_: object) -> None:
+        loaded.append(sum(not p.is_meta for p in layers.parameters()))
+
+    def watched(model: GPTModel, *arguments: object) -> Tensor:
+        nonlocal layers
+        layers = model.decoder.layers
+        for layer in layers.values():
+            layer.register_forward_hook(count, prepend=True)
+        return forward(model, *arguments)
+
+    layers = nn.ModuleDict()
+    monkeypatch.setattr(GPTModel, "forward", watched)
+    our_logits(read)
+    one = len(list(layers["0"].parameters()))
+    assert loaded == [one] * model_config(read).num_layers
+    assert all(p.is_meta for p in layers.parameters())
 
 
 @pytest.mark.parametrize(
