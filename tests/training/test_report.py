@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from megatron.parallel.mesh import Mesh
-from megatron.training.report import History, Log
+from megatron.training.report import History, Log, show_log
 
 MESH = Mesh(device=torch.device("cpu"))
 
@@ -30,12 +31,17 @@ def test_history_continues_after_a_resume() -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_under_standard_output(monkeypatch, capsys) -> None:
+    logger = logging.getLogger("megatron")
+    monkeypatch.setattr(logger, "handlers", [])
+    show_log(MESH, "info")
     log = Log(MESH)
-    with open("/dev/full", "w") as full:
-        monkeypatch.setattr(sys, "stdout", full)
-        log("a line")
-        log("another")
-        monkeypatch.undo()
-        with pytest.raises(OSError):
-            full.close()
-    assert "standard output: No space left on device; the run continues" in capsys.readouterr().err
+    for lines in ((log, logger.info), (logger.info, log)):
+        with open("/dev/full", "w") as full:
+            with monkeypatch.context() as patch:
+                patch.setattr(sys, "stdout", full)
+                for line in lines:
+                    line("a line")
+            with pytest.raises(OSError):
+                full.close()
+        message = "standard output: No space left on device; the run continues without it\n"
+        assert capsys.readouterr().err == message
