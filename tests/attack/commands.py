@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path += [str(ROOT), str(ROOT / "tools")]
+sys.path.append(str(ROOT))
 MEMORY = 1 << 30  # bytes that a command may take beyond what it shares with this process
 
 
@@ -57,7 +57,8 @@ class Command:
         """Start it. Its output goes to the files `log`.out and `log`.err."""
         self.outputs = log.with_suffix(".out"), log.with_suffix(".err")
         script, *flags = words.split()
-        module = importlib.import_module(Path(script).stem)
+        package = "megatron.commands" if script.startswith("tools/") else "megatron"
+        module = importlib.import_module(f"{package}.{Path(script).stem}")
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
