@@ -50,6 +50,7 @@ def flat_norm(flat: Tensor) -> Tensor:
     whole = flat.numel() // CHUNK_SIZE * CHUNK_SIZE
     if whole == 0:  # a bias or the weight of a norm
         return torch.linalg.vector_norm(flat).double()
-    chunks = torch.linalg.vector_norm(flat[:whole].view(-1, CHUNK_SIZE), dim=1)
-    rest = torch.linalg.vector_norm(flat[whole:]).unsqueeze(0)
-    return torch.linalg.vector_norm(torch.cat((chunks, rest)).double())
+    norms = torch.linalg.vector_norm(flat[:whole].view(-1, CHUNK_SIZE), dim=1)
+    if whole < flat.numel():
+        norms = torch.cat((norms, torch.linalg.vector_norm(flat[whole:]).unsqueeze(0)))
+    return torch.linalg.vector_norm(norms.double())
