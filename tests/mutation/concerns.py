@@ -14,27 +14,44 @@ STEP_TESTS = [
 ]
 RUN_TESTS = ["tests/training/test_pretrain.py", "tests/training/test_pretrain_bert.py"]
 CONCERNS = {
+    "megatron/__main__.py": ["tests/test_main.py", "tests/test_commands.py", "tests/tools"],
+    "megatron/api.py": ["tests/test_api.py", "tests/test_examples.py"],
     "megatron/arguments.py": ["tests/test_arguments.py", *RUN_TESTS],
-    "megatron/cli.py": ["tests/test_flags.py", "tests/test_arguments.py", "tests/tools"],
+    "megatron/cli.py": [
+        "tests/test_flags.py",
+        "tests/test_arguments.py",
+        "tests/test_main.py",
+        "tests/tools",
+        "tests/training/test_pretrain.py",
+    ],
+    "megatron/commands/": ["tests/tools", "tests/test_main.py", "tests/settings"],
     "megatron/errors.py": ["tests/test_arguments.py", "tests/tools", "tests/faults"],
-    "megatron/flags.py": ["tests/test_flags.py", "tests/test_arguments.py"],
+    "megatron/files.py": ["tests/test_files.py", "tests/test_durability.py", "tests/checkpoint"],
+    "megatron/flags.py": ["tests/test_flags.py", "tests/test_arguments.py", "tests/settings"],
     "megatron/checkpoint/": ["tests/checkpoint", "tests/test_durability.py", *RUN_TESTS],
-    "megatron/data/": ["tests/data", "tests/test_durability.py", *RUN_TESTS],
+    "megatron/data/": [
+        "tests/data",
+        "tests/test_durability.py",
+        "tests/tools/test_inspect_data.py",
+        "tests/preprocessing",
+        *RUN_TESTS,
+    ],
     "megatron/evaluation/": [
         "tests/evaluation",
         "tests/tools/test_evaluate.py",
         "tests/tools/test_lm_eval_adapter.py",
     ],
-    "megatron/faults/": ["tests/faults"],
+    "megatron/faults/": ["tests/faults", "tests/recipes/test_spikes.py", *RUN_TESTS],
     "megatron/finetuning/": ["tests/finetuning"],
     "megatron/inference/": [
         "tests/inference",
         "tests/tools/test_generate_text.py",
         "tests/tools/test_serve.py",
+        "tests/evaluation/test_zero_shot.py",
     ],
     "megatron/interop/": ["tests/interop", "tests/tools"],
     "megatron/model/": ["tests/model", *STEP_TESTS, "tests/golden", "tests/inference"],
-    "megatron/ops/": ["tests/ops", "tests/model", "tests/golden"],
+    "megatron/ops/": ["tests/ops", "tests/model", *STEP_TESTS, "tests/golden", "tests/inference"],
     "megatron/optim/": ["tests/optim", *STEP_TESTS, "tests/golden", "tests/checkpoint", *RUN_TESTS],
     "megatron/parallel/": [
         "tests/parallel",
@@ -43,18 +60,27 @@ CONCERNS = {
         "tests/checkpoint",
         "tests/faults",
     ],
+    "megatron/parallel/stages.py": ["tests/planner/test_search.py", "tests/test_arguments.py"],
     "megatron/planner/": ["tests/planner", "tests/tools/test_plan.py"],
     "megatron/plugin_flags.py": ["tests/settings", "tests/test_arguments.py"],
     "megatron/plugins.py": ["tests/faults", "tests/evaluation/test_in_training.py", "tests/interop"],
-    "megatron/preprocessing/": ["tests/data", "tests/tools"],
+    "megatron/preprocessing/": ["tests/preprocessing", "tests/data", "tests/tools"],
+    "megatron/pretrain_bert.py": ["tests/training/test_pretrain_bert.py", "tests/data", *STEP_TESTS],
+    "megatron/pretrain_gpt.py": ["tests/training/test_pretrain.py", *STEP_TESTS],
     "megatron/recipes/": ["tests/recipes", "tests/training/test_fp16.py", "tests/training/test_engine.py"],
     "megatron/reports/": [
         "tests/reports",
         "tests/training/test_report.py",
+        "tests/training/test_nvidia_log.py",
+        "tests/training/test_costs.py",
+        "tests/training/test_host_waits.py",
+        "tests/test_examples.py",
+        *RUN_TESTS,
     ],
     "megatron/performance/": ["tests/performance", "tests/training", "tests/checkpoint"],
     "megatron/settings": ["tests/settings", "tests/test_arguments.py", "tests/training/test_pretrain.py"],
-    "megatron/tokenizer/": ["tests/tokenizer", "tests/tools"],
+    "megatron/tokenizer/": ["tests/tokenizer", "tests/preprocessing", "tests/tools"],
+    "megatron/tool.py": ["tests/tools"],
     "megatron/training/": ["tests/training", "tests/faults", "tests/golden"],
     "megatron/variants/": [
         "tests/variants",
@@ -74,7 +100,8 @@ def concerned(path: str, root: Path) -> list[str]:
     tests that import it, and those listed in `CONCERNS`.
     """
     package, _, module = path.removeprefix("megatron/").removesuffix(".py").rpartition("/")
-    mirror = f"tests/{package}/test_{module}.py".replace("//", "/")
+    folder = "tools" if package == "commands" else package
+    mirror = f"tests/{folder}/test_{module}.py".replace("//", "/")
     dotted = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     importing = [test for test, names in _imports(root).items() if dotted in names]
     importing.sort(key=lambda test: not test.startswith(f"tests/{package}/"))
