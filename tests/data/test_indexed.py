@@ -180,8 +180,10 @@ def test_damaged_index(tmp_path: Path, idx: bytes, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_modes_of_multimodal_files_are_ignored(tmp_path: Path, caplog) -> None:
-    prefix = write_files(tmp_path, index_bytes([2, 3], [0, 2]) + bytes([0, 1]))
+@pytest.mark.parametrize("sizes", [[2, 3], [5]])
+def test_modes_of_multimodal_files_are_ignored(tmp_path: Path, caplog, sizes: list[int]) -> None:
+    count = len(sizes)
+    prefix = write_files(tmp_path, index_bytes(sizes, [0, count]) + bytes(range(count)))
     with caplog.at_level(logging.WARNING, "megatron"):
-        assert IndexedDataset(prefix).sizes.tolist() == [2, 3]
+        assert IndexedDataset(prefix).sizes.tolist() == sizes
     assert "multimodal" in caplog.text

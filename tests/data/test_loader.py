@@ -285,14 +285,20 @@ SIGNAL_SCRIPT = """
 import itertools, signal, sys, time
 from megatron.data.config import DataConfig
 from megatron.variants.mock_data import MockGPTDataset
-from megatron.data.loader import train_batches
+from megatron.data.loader import start_fork_server, train_batches
+
+class Samples(MockGPTDataset):
+    def __getitem__(self, i):
+        assert "colorsys" in sys.modules  # forked with the imports of the server
+        return super().__getitem__(i)
 
 if __name__ == "__main__":
+    start_fork_server("colorsys")
     received = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda n, _: received.append(n))
     config = DataConfig(seq_length=8, num_workers=2)
-    dataset = MockGPTDataset(samples=10_000, config=config, vocab_size=50, seed=(1, 0))
+    dataset = Samples(samples=10_000, config=config, vocab_size=50, seed=(1, 0))
     layout = {"micro_batch_size": 2, "dp_rank": 0, "dp_size": 1, "pin_memory": False}
     batches = train_batches(dataset, config, consumed_samples=0, **layout)
     next(batches)
@@ -310,6 +316,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("end", ["killed", "by an error"])
 def test_workers_ignore_signals_and_end_with_training(tmp_path: Path, end: str) -> None:
+    """Also, they need not import what the fork server has imported."""
     script = tmp_path / "script.py"
     script.write_text(SIGNAL_SCRIPT)
     process = subprocess.Popen(

@@ -109,7 +109,7 @@ def task_sums(flags: str, files: list[str], micro_batch_size: int) -> list[float
                 multiple=config.parallel.length_multiple,
             )
             (total,), (count,) = engine.measure(batches, metric_of(task))
-            assert count == task.count
+            assert count == task.count and not engine.transfers.sending
             found.append(total)
     return found
 

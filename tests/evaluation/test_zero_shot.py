@@ -20,6 +20,7 @@ from megatron.evaluation import zero_shot
 from megatron.evaluation.wikitext import detokenize
 from megatron.inference.config import InferenceConfig
 from megatron.inference.load import build_gpt, find_any_checkpoint
+from megatron.inference.stages import Stages
 from megatron.parallel.mesh import ALONE, Mesh
 from megatron.tokenizer.config import TokenizerConfig
 from megatron.tokenizer.gpt2 import GPT2BPETokenizer
@@ -33,7 +34,12 @@ def tokenizer_flags(shared: Path) -> list[str]:
 
 
 def run(*words: object) -> None:
-    evaluate.main([str(word) for word in words])
+    """Run tools/evaluate.py, which must leave no transfer unfinished."""
+    made: list[Stages] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluate, "Stages", lambda *arguments: made.append(Stages(*arguments)) or made[-1])
+        evaluate.main([str(word) for word in words])
+    assert len(made) == 1 and not made[0].transfers.sending
 
 
 def result_of(folder: Path, *words: object) -> dict[str, Any]:

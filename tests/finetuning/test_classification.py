@@ -169,6 +169,7 @@ def test_long_question_leaves_room_for_the_article(tokenizer) -> None:
 def test_each_epoch_is_shuffled_without_repetition(tokenizer) -> None:
     data = dataset([Example((("tree", "tree"),), i) for i in range(10)], tokenizer)
     epochs = Epochs(data, epochs=3, samples_per_epoch=8, seed=1)
+    assert epochs[9][1] == np.random.default_rng((1, 1)).permutation(10)[1]
     orders = np.array([epochs[i][1] for i in range(len(epochs))]).reshape(3, 8)
     assert all(len(set(order)) == 8 for order in orders.tolist())
     assert len({tuple(order) for order in orders.tolist()}) == 3

@@ -8,14 +8,18 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from classification import write_mnli, write_qqp, write_race, write_tsv, write_vocab
 from distributed import run_distributed
+from safetensors.torch import load_file
 
 from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.storage import newest_iteration
 from megatron.commands.finetune_bert import main
 from megatron.errors import InputError, TrainingFault
 from megatron.finetuning import finetune as finetune_module
+from megatron.parallel.parameters import normal
+from megatron.parallel.slices import whole
 
 SIZES = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 32"
 FLAGS = "--seq-length 32 --micro-batch-size 8 --global-batch-size 16 --device cpu --num-workers 0 --log-interval 50"
@@ -218,7 +222,13 @@ def test_files_may_have_any_name(pretrained: Path, tmp_path: Path) -> None:
 
 
 def test_global_batch_size_is_fixed_on_resume(pretrained: Path, tmp_path: Path) -> None:
-    assert main(finetune_flags(tmp_path, pretrained, "x", "--exit-interval 3")) == 0
+    """Also, new weights are those of --seed. The first run is one step, too small to change them."""
+    flags = "--exit-interval 1 --seed 77 --lr 1e-30 --weight-decay 0"
+    assert main(finetune_flags(tmp_path, pretrained, "x", flags)) == 0
+    name, weight = "classification_head.weight", torch.empty(3, 32)
+    normal(0.02)(weight, whole(3, 32), 77, name)
+    saved = load_file(tmp_path / "x" / "iter_0000001" / "model.safetensors")
+    assert torch.equal(saved[name], weight)
     with pytest.raises(InputError, match=r"--global-batch-size: 8, but the run in .* has 16"):
         main(finetune_flags(tmp_path, pretrained, "x", "--global-batch-size 8"))
 

@@ -217,7 +217,9 @@ def outputs_of(batcher: Batcher) -> Outputs:
 def in_layout(folder: str, layout: dict[str, int]) -> Outputs | None:
     def work(predictor: Predictor, tokenizer: Tokenizer) -> Outputs:
         predictor.reserve(4, LENGTH)
-        return outputs_of(Batcher(predictor, tokenizer))
+        outputs = outputs_of(Batcher(predictor, tokenizer))
+        assert not predictor.stages.transfers.sending
+        return outputs
 
     return driver(InferenceConfig(load=folder, **layout), TOKENIZER, work)
 

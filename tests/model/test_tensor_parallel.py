@@ -13,6 +13,7 @@ from megatron.model.config import ModelConfig
 from megatron.model.context import ModelContext
 from megatron.model.gpt import GPTModel
 from megatron.ops.cross_entropy import cross_entropy
+from megatron.ops.linear_cross_entropy import LinearCrossEntropy
 from megatron.parallel.config import ParallelConfig
 from megatron.parallel.mesh import init_mesh
 
@@ -73,15 +74,24 @@ def test_collectives_of_a_layer(sequence: bool) -> None:
 VOCABULARIES = (40, 33, 12)
 
 
-def losses_and_gradients() -> list[tuple[np.ndarray, np.ndarray]]:
+def losses_and_gradients(fused: bool) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Losses of each vocabulary, and gradients of the logits: all of them if the output layer is fused in."""
     found = []
     with init_mesh(ParallelConfig(tensor_model_parallel_size=4), CPU) as mesh:
         for vocab_size in VOCABULARIES:
             logits, labels, weights = example(vocab_size)
-            local = logits.chunk(4, dim=-1)[mesh.tp.rank].clone().requires_grad_()
-            losses = cross_entropy(local, labels, axis=mesh.tp, vocab_size=vocab_size)
+            if fused:
+                # With this output layer its input is the logits. A chunk has two rows.
+                eye = torch.eye(40).chunk(4)[mesh.tp.rank]
+                loss = LinearCrossEntropy(chunk_bytes=2 * eye.nbytes // 40)
+                x = logits.clone().requires_grad_()
+                layout = {"axis": mesh.tp, "sequence_parallel": False}
+                losses = loss(x, eye, None, labels, vocab_size=vocab_size, **layout)
+            else:
+                x = logits.chunk(4, dim=-1)[mesh.tp.rank].clone().requires_grad_()
+                losses = cross_entropy(x, labels, axis=mesh.tp, vocab_size=vocab_size)
             (losses * weights).sum().backward()
-            found.append((losses.detach().numpy(), local.grad.numpy()))
+            found.append((losses.detach().numpy(), x.grad.numpy()))
     return found
 
 
@@ -93,8 +103,9 @@ def example(vocab_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return logits, labels, torch.rand(7, 3, generator=generator)
 
 
-def test_cross_entropy_equals_torch() -> None:
-    processes = run_distributed(losses_and_gradients, 4)
+@pytest.mark.parametrize("fused", [False, True])
+def test_cross_entropy_equals_torch(fused: bool) -> None:
+    processes = run_distributed(losses_and_gradients, 4, fused)
     for vocab_size, results in zip(VOCABULARIES, zip(*processes, strict=True), strict=True):
         logits, labels, weights = example(vocab_size)
         logits.requires_grad_()
@@ -104,7 +115,9 @@ def test_cross_entropy_equals_torch() -> None:
         (expected * weights).sum().backward()
         for losses, _ in results:
             torch.testing.assert_close(torch.from_numpy(losses), expected.detach(), rtol=1e-5, atol=1e-5)
-        gradients = torch.from_numpy(np.concatenate([grad for _, grad in results], axis=-1))
+        gradients = torch.from_numpy(
+            results[0][1] if fused else np.concatenate([grad for _, grad in results], axis=-1)
+        )
         torch.testing.assert_close(gradients, logits.grad, rtol=1e-5, atol=1e-6)
         alone = cross_entropy(logits.detach(), labels, vocab_size=vocab_size)
         torch.testing.assert_close(alone, expected.detach(), rtol=1e-5, atol=1e-5)

@@ -50,7 +50,13 @@ CONCERNS = {
         "tests/evaluation/test_zero_shot.py",
     ],
     "megatron/interop/": ["tests/interop", "tests/tools"],
-    "megatron/model/": ["tests/model", *STEP_TESTS, "tests/golden", "tests/inference"],
+    "megatron/model/": [
+        "tests/model",
+        *STEP_TESTS,
+        "tests/planner/test_dry_run.py",
+        "tests/golden",
+        "tests/inference",
+    ],
     "megatron/ops/": ["tests/ops", "tests/model", *STEP_TESTS, "tests/golden", "tests/inference"],
     "megatron/optim/": ["tests/optim", *STEP_TESTS, "tests/golden", "tests/checkpoint", *RUN_TESTS],
     "megatron/parallel/": [
@@ -59,6 +65,7 @@ CONCERNS = {
         *STEP_TESTS,
         "tests/checkpoint",
         "tests/faults",
+        "tests/planner/test_dry_run.py",
     ],
     "megatron/parallel/stages.py": ["tests/planner/test_search.py", "tests/test_arguments.py"],
     "megatron/planner/": ["tests/planner", "tests/tools/test_plan.py"],

@@ -464,6 +464,24 @@ def test_choice_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "matmul: torch; wgrad: fused; norm: torch; loss: chunked",
         "torch.compile: off (--no-torch-compile)",
     )
+    called = []
+
+    def run_compiled(function: Callable, *arguments: object) -> object:
+        called.append(function)
+        return function(*arguments)
+
+    x = random(3, 4)
+    ops = choose_ops(
+        OpsConfig(),
+        work=1e12,
+        dtype=torch.bfloat16,
+        device=torch.device("cuda"),
+        find=lambda device: (run_compiled, "in a test"),
+        has_fused_wgrad=lambda *_: False,
+    )
+    torch.testing.assert_close(ops.activation(x, "gelu_tanh"), F.gelu(x, approximate="tanh"))
+    assert called and ops.linear_cross_entropy.run is run_compiled
+    assert ops.kinds[-1] == "torch.compile: on"
     with pytest.raises(InputError, match="--ops-backend apex: apex is not installed"):
         choose("apex")
     monkeypatch.setattr(apex, "has_apex", lambda: True)
@@ -507,6 +525,9 @@ def test_several_machines_compile_on_local_disks(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv("WORLD_SIZE", processes)
         expected = folder or Path(tempfile.gettempdir()) / f"megatron-compiled-{os.getuid()}"
         assert compiler.cache_folder() == expected
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    Compiler()
+    assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == "1"  # each process compiles by itself
 
 
 def test_choice_on_a_cpu(compiled: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,6 +193,7 @@ def saved(flags: str, processes: int) -> float:
         (T2, 2, 10 + 24 / 2),
         (f"{T2} --sequence-parallel", 2, 34 / 2),
         ("--recompute-granularity full", 1, 2),
+        (f"{T2} --recompute-granularity full --distribute-saved-activations", 2, 2 / 2),
         # two dropout masks, one byte per element
         ("--hidden-dropout 0", 1, 34 - 2),
         # a fused kernel on a GPU, too, which saves one fp32 number per position, as large as two in bf16
@@ -273,6 +274,27 @@ def test_the_command(pretrain: Callable[..., str], tmp_path: Path) -> None:
     record = json.loads(file.read_text())
     assert [(r["rank"], r["coordinates"]["pp"]) for r in record["ranks"]] == [(0, 0), (12, 2), (18, 3)]
     assert {"kind": "send", "axis": "pipeline", "calls": 1, "bytes": 2048} in record["ranks"][0]["traffic"]
+
+
+def test_the_progress_bar_ends_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    totals, updates = [], []
+
+    class Bar:
+        def __init__(self, *, total: int, **_: object) -> None:
+            totals.append(total)
+
+        def __enter__(self) -> Bar:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def update(self) -> None:
+            updates.append(1)
+
+    monkeypatch.setattr(dry_run, "tqdm", Bar)
+    DryRun.from_config(config_of(f"--num-layers 2 {P2} --dry-run --global-batch-size 4"), GPT, 2).count(0)
+    assert totals == [2 * 2] and len(updates) == 4  # forward and backward of two microbatches
 
 
 def test_bert_uses_its_longest_batches() -> None:

@@ -115,6 +115,26 @@ def test_page_of_two_runs(tmp_path: Path) -> None:
     assert samples.count("one &amp; &lt;two&gt; at 20") == 2 and samples.count("<summary>") == 1
 
 
+def test_curves_suit_a_light_and_a_dark_page() -> None:
+    """No background, and everything beside the curves in a gray that shows on white and on black."""
+    rows = [{"iteration": i, "lm loss": 1.0} for i in (1, 2)]
+    none = {"evaluations": [], "samples": [], "starts": [], "checkpoints": [], "by_rank": {}}
+    runs = [RunRecord(name=name, training=rows, **none) for name in "abcd"]
+    ((title, figure),) = page._figures(runs)
+    assert title == "lm loss"
+    fills = (figure.background_fill_color, figure.border_fill_color, figure.outline_line_color)
+    (legend,) = figure.legend
+    assert {*fills, legend.background_fill_color, legend.border_line_color} == {None}
+    colors = {legend.label_text_color, figure.xgrid.grid_line_color, figure.ygrid.grid_line_color}
+    for axis in figure.axis:
+        colors |= {axis.major_label_text_color, axis.axis_label_text_color, axis.axis_line_color}
+        colors |= {axis.major_tick_line_color, axis.minor_tick_line_color}
+    assert colors == {page.GRAY}
+    # The legend is below the curves in rows of two, and the figure is higher by its second row.
+    assert legend in figure.below and (legend.orientation, legend.ncols) == ("horizontal", 2)
+    assert figure.height >= page.HEIGHT + 20 and legend.click_policy == "hide"
+
+
 def test_page_of_a_run_without_iterations() -> None:
     run = RunRecord(
         name="empty", training=[], evaluations=[], samples=[], starts=[], checkpoints=[], by_rank={}

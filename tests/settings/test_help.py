@@ -35,6 +35,10 @@ def test_help_shows_the_first_flags_and_the_groups(parser: Parser) -> None:
     assert {*FIRST} <= flags_in(text) and len(flags_in(text)) <= len(FIRST) + 3  # aliases
     for group in ("training", "loss-scale", "dry-run"):
         assert f"\n  {group} " in text
+    # The descriptions of the groups form a column.
+    table = text.split("\ngroups of flags:\n")[1].split("\n\n")[0].splitlines()
+    columns = {len(line) - len(line.lstrip().partition(" ")[2].lstrip()) for line in table}
+    assert len(table) > 10 and len(columns) == 1
     assert text.endswith("--help GROUP lists the flags of a group, --help all lists all flags.\n")
 
 

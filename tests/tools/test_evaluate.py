@@ -5,14 +5,21 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import types
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron import __version__
+from megatron.commands import evaluate
 from megatron.commands.evaluate import main
 from megatron.errors import InputError
+from megatron.evaluation.config import ZeroShotConfig
+from megatron.evaluation.tasks import ZeroShotTask, make_task, read_file
+from megatron.evaluation.zero_shot import make_batches
+from megatron.parallel.mesh import ALONE, Axis
+from megatron.tokenizer.null import NullTokenizer
 
 TINY = """
     --device cpu --mock-data --tokenizer-type NullTokenizer --vocab-size 300 --num-workers 0 --num-layers 1
@@ -59,6 +66,25 @@ def test_the_result_file_suffices_to_reproduce_it(
     computed = result["computed"]
     assert (computed["seq_length"], computed["device"], computed["dtype"]) == (16, "cpu", "float32")
     assert (computed["megatron"], computed["torch"]) == (__version__, torch.__version__)
+
+
+def test_the_progress_bar_ends_full(
+    numbers: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It counts the batches of the first of two replicas, which has the last sample."""
+    config = ZeroShotConfig(task="PPL", valid_data=(str(numbers),), micro_batch_size=2)
+    task = make_task("PPL", [read_file(str(numbers), "")], NullTokenizer(300), config, length=16)
+    mesh = types.SimpleNamespace(dp=Axis(0, 2), pp=ALONE, tp=ALONE, is_first=True)
+    assert len(task.samples) == 7
+
+    def advance_by_batch(stages: object, task: ZeroShotTask, *, micro_batch_size: int, advance) -> float:
+        for _ in make_batches(task, micro_batch_size=micro_batch_size, dp=mesh.dp):
+            advance()
+        return 0.0
+
+    monkeypatch.setattr(evaluate, "evaluate", advance_by_batch)
+    evaluate.run(types.SimpleNamespace(mesh=mesh), task, 2)
+    assert " 2/2 " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

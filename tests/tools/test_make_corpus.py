@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.commands.make_corpus import first_megabytes
+
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "make_corpus.py"
 
 
@@ -55,6 +57,9 @@ def test_megabytes_takes_the_first_documents(corpus, tmp_path):
     assert corpus.read_bytes().startswith(part.read_bytes())
     lengths = [len(json.loads(line)["text"].encode()) for line in part.read_text().splitlines()]
     assert sum(lengths) >= 0.5e6 > sum(lengths[:-1])
+    # A megabyte is enough for --megabytes 1. Bytes count, not characters.
+    documents = [("a", "ä" * 500_000), ("b", "b")]
+    assert first_megabytes(documents, 1.0) == documents[:1]
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,8 @@ def train(flags: str) -> tuple[list[np.ndarray], list[float]]:
             engine.train_step(
                 batches(2), num_microbatches=2, consumed_samples=4 * step, lr=1e-2, weight_decay=0.1
             )
+            # The optimizer must not run, nor a checkpoint be written, while neighbors may still wait for a send.
+            assert not engine.transfers.sending
         engine.buffer.gather.finish()
         parameters = [item for module in engine.modules for item in module.named_parameters()]
         names = ("embedding.word_embeddings.weight", "output_layer.weight")

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
+
 from megatron import plugins
 from megatron.arguments import parse_run_config
 from megatron.pretrain_bert import DEFAULTS, bert
+from megatron.tokenizer.null import NullTokenizer
+from megatron.variants.mock_data import MockBertDataset
 
 FLAGS = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 99 --num-layers 2 --hidden-size 32 --num-attention-heads 4
@@ -35,6 +39,15 @@ def test_a_run_stopped_twice_resumes_bit_for_bit(tmp_path: Path) -> None:
     run(tmp_path / "b", "--exit-interval 5 --async-save")
     run(tmp_path / "b", "--exit-interval 8")
     assert run(tmp_path / "b") == whole
+
+
+def test_data_follow_the_seed() -> None:
+    config = parse_run_config(f"{FLAGS} --seed 77".split(), description="", defaults=DEFAULTS)
+    datasets = bert(binary_head=True).build_datasets(config, NullTokenizer(99), (5, 5, 0))
+    for split, found in enumerate(list(datasets.values())[:2]):
+        expected = MockBertDataset(5, config.data, vocab_size=100, seed=(77, split))
+        for key, values in expected[3].items():
+            assert np.array_equal(found[3][key], values)
 
 
 def test_without_the_binary_head_there_is_one_loss(tmp_path: Path) -> None:
