@@ -735,16 +735,16 @@ run_command(main)
 def test_ranks_skip_the_shutdown_of_the_interpreter() -> None:
     """It may abort while threads of gloo or NCCL run. What was printed is not lost."""
     program = """
-import atexit
+import atexit, sys
 from megatron.cli import run_command
 atexit.register(print, "shutdown")
-run_command(lambda: print("done") or 3)
+run_command(lambda: sys.stderr.write("no newline") and print("done") or 3)
 """
     for size, printed in ((1, "done\nshutdown\n"), (2, "done\n")):
         environment = os.environ | {"WORLD_SIZE": str(size)}
         command = [sys.executable, "-c", program]
         result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-        assert (result.returncode, result.stdout, result.stderr) == (3, printed, "")
+        assert (result.returncode, result.stdout, result.stderr) == (3, printed, "no newline")
 
 
 def test_bugs_keep_their_traceback() -> None:

@@ -13,6 +13,7 @@ from checkpoints import make, save
 from nvidia import checkpoint_of
 
 from megatron.checkpoint import storage
+from megatron.commands.train_tokenizer import write_files
 from megatron.data.index_cache import cached_arrays
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.interop.huggingface.write import write_folder
@@ -20,6 +21,7 @@ from megatron.interop.nvidia.write import write_megatron
 from megatron.interop.tensor_writer import TensorToWrite
 from megatron.recipes import roll_back
 from megatron.recipes.best import keep_best
+from megatron.tokenizer.record import FOLDER, TokenizerRecord, write_tokenizer
 
 MARK = 10**18  # modification time, in ns, of synced files; every later write changes it
 
@@ -104,6 +106,30 @@ def test_a_dataset(disk: Disk, tmp_path: Path) -> None:
     with IndexedDatasetWriter(tmp_path / "corpus", np.uint16) as writer:
         writer.add_document([np.arange(5)])
     assert disk.renamed == ["corpus.bin", "corpus.idx"]
+
+
+def test_a_trained_tokenizer(disk: Disk, tmp_path: Path) -> None:
+    """A lost tokenizer is trained again; a partial one must not be found."""
+    write_files(tmp_path / "new", {"vocab.json": "{}", "merges.txt": "#version"})
+    assert disk.renamed == ["vocab.json", "merges.txt"]
+    disk.unsynced.clear()
+
+
+def test_the_tokenizer_of_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file is synced with all of its content."""
+    fsync, sizes = os.fsync, {}
+
+    def synced(descriptor: int) -> None:
+        fsync(descriptor)
+        status = os.fstat(descriptor)
+        sizes[status.st_ino] = status.st_size
+
+    monkeypatch.setattr(os, "fsync", synced)
+    (tmp_path / "vocab.json").write_text("{}")
+    record = TokenizerRecord(flags={}, type="x", vocab_size=1, eod=None, files={})
+    write_tokenizer(f"{tmp_path}/corpus", record, {"vocab.json": tmp_path / "vocab.json"})
+    found = [path.stat() for path in (tmp_path / f"corpus{FOLDER}").iterdir()]
+    assert len(found) == 2 and sizes == {status.st_ino: status.st_size for status in found}
 
 
 def test_indices_of_samples(disk: Disk, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -112,6 +113,7 @@ def test_full_disk_during_megatron_export(disk: Path, tmp_path: Path, monkeypatc
 
 
 def test_two_runs_cannot_save_to_one_folder(pretrain, tmp_path: Path) -> None:
-    with storage.lock(tmp_path), pytest.raises(InputError, match="is being written to by another run"):
+    owner = rf"is being written to by another run \(process {os.getpid()} on "
+    with storage.lock(tmp_path), pytest.raises(InputError, match=owner):
         pretrain(*FLAGS, "--save", tmp_path)
     assert not storage.iterations(tmp_path)
