@@ -742,6 +742,7 @@ run_command(lambda: sys.stderr.write("no newline") and print("done") or 3)
 """
     for size, printed in ((1, "done\nshutdown\n"), (2, "done\n")):
         environment = os.environ | {"WORLD_SIZE": str(size)}
+        environment.pop("PYTHONUNBUFFERED", None)
         command = [sys.executable, "-c", program]
         result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         assert (result.returncode, result.stdout, result.stderr) == (3, printed, "no newline")

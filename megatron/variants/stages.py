@@ -20,7 +20,7 @@ def virtual_split(config: ParallelConfig, num_layers: int) -> list[int]:
     stages, each = config.pipeline_model_parallel_size, config.num_layers_per_virtual_pipeline_stage
     assert each is not None
     if num_layers % (stages * each):
-        fitting = [n for n in range(1, num_layers + 1) if num_layers % (stages * n) == 0]
+        fitting = [n for n in range(1, num_layers // stages + 1) if num_layers % (stages * n) == 0]
         raise InputError(
             f"--num-layers-per-virtual-pipeline-stage {each}: chunks of {_layers(each)} on {stages} stages "
             f"(--pipeline-model-parallel-size) do not make up --num-layers {num_layers}; choose "

@@ -7,10 +7,12 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from classification import write_mnli, write_qqp, write_race, write_tsv, write_vocab
 from distributed import run_distributed
+from models import config_of
 from safetensors.torch import load_file
 
 from megatron.checkpoint.find import find_checkpoint
@@ -18,8 +20,11 @@ from megatron.checkpoint.storage import newest_iteration
 from megatron.commands.finetune_bert import main
 from megatron.errors import InputError, TrainingFault
 from megatron.finetuning import finetune as finetune_module
+from megatron.finetuning.classification import Example
+from megatron.finetuning.finetune import FinetuneConfig
 from megatron.parallel.parameters import normal
 from megatron.parallel.slices import whole
+from megatron.tokenizer.bert import BertWordPieceTokenizer
 
 SIZES = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 32"
 FLAGS = "--seq-length 32 --micro-batch-size 8 --global-batch-size 16 --device cpu --num-workers 0 --log-interval 50"
@@ -231,6 +236,18 @@ def test_global_batch_size_is_fixed_on_resume(pretrained: Path, tmp_path: Path) 
     assert torch.equal(saved[name], weight)
     with pytest.raises(InputError, match=r"--global-batch-size: 8, but the run in .* has 16"):
         main(finetune_flags(tmp_path, pretrained, "x", "--global-batch-size 8"))
+
+
+def test_the_order_of_the_examples_follows_the_seed(tmp_path: Path) -> None:
+    vocab = str(write_vocab(tmp_path / "vocab.txt"))
+    examples = [Example((("tree", "tree"),), label) for label in range(40)]
+    files = ("x.tsv",)
+    finetune = FinetuneConfig(task="MNLI", train_data=files, valid_data=files, epochs=1)
+    config = config_of("--seed 77 --global-batch-size 8 --eval-interval 5")
+    task = finetune_module.finetune_task(finetune, finetune_module.Examples(examples, {}))
+    train = task.build_datasets(config, BertWordPieceTokenizer(vocab, lowercase=True), (40, 0, 0))["train"]
+    order = np.random.default_rng((77, 0)).permutation(40)
+    assert [train[i][1] for i in range(40)] == order.tolist()
 
 
 def test_invalid_flags_and_data(tmp_path: Path, pretrained: Path) -> None:

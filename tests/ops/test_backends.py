@@ -19,7 +19,7 @@ from torch import Tensor
 import megatron.variants.registry  # noqa: F401 (has SwiGLU)
 from megatron.errors import InputError, TrainingFault
 from megatron.ops import activation, apex, attention, compiler, linear, linear_cross_entropy, norm, rotary
-from megatron.ops.backend import PLAIN, Ops, choose_ops
+from megatron.ops.backend import PLAIN, Ops, choose_ops, find_compiler
 from megatron.ops.compiler import Compiler, eager
 from megatron.ops.config import OpsConfig
 from megatron.ops.cpu import activation as cpu_activation
@@ -481,6 +481,10 @@ def test_choice_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     torch.testing.assert_close(ops.activation(x, "gelu_tanh"), F.gelu(x, approximate="tanh"))
     assert called and ops.linear_cross_entropy.run is run_compiled
+    monkeypatch.setattr(Compiler, "check", lambda self, device: None)
+    # On a GPU the sizes of the first call are constants, so that loads are aligned.
+    for device, dynamic in ((torch.device("cuda"), None), (CPU, True)):
+        assert find_compiler(device)[0].dynamic is dynamic
     assert ops.kinds[-1] == "torch.compile: on"
     with pytest.raises(InputError, match="--ops-backend apex: apex is not installed"):
         choose("apex")
@@ -526,7 +530,11 @@ def test_several_machines_compile_on_local_disks(monkeypatch: pytest.MonkeyPatch
         expected = folder or Path(tempfile.gettempdir()) / f"megatron-compiled-{os.getuid()}"
         assert compiler.cache_folder() == expected
     monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     Compiler()
+    (tmp_path / "cache").chmod(0o777)
+    with pytest.raises(OSError, match="other users can write to it; set TORCHINDUCTOR_CACHE_DIR"):
+        Compiler()
     assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == "1"  # each process compiles by itself
 
 

@@ -86,6 +86,17 @@ def test_a_gpu_that_torch_cannot_use_is_an_error(tmp_path: Path, monkeypatch: py
     assert choose_device("auto") == CPU
 
 
+def test_a_rank_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert choose_device("cuda") == torch.device("cuda", 1)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(InputError, match=r"^torchrun started local rank 2, but this machine has 2 GPU\(s\)$"):
+        choose_device("cuda")
+
+
 def test_every_group_has_the_timeout_of_the_run(found: list[dict]) -> None:
     """init_device_mesh has no timeout argument, so its groups would default to half an hour."""
     assert [rank["timeouts"] for rank in found] == [[MINUTES] * 3] * PROCESSES

@@ -12,6 +12,7 @@ from training.test_layouts import LAYOUTS, SHAPES
 from megatron.model.config import ModelConfig
 from megatron.model.context import ModelContext
 from megatron.model.gpt import GPTModel
+from megatron.ops.logits import LOGITS_CHUNK_BYTES
 from megatron.parallel.mesh import Axis
 from megatron.parallel.recompute import Recompute
 from megatron.parallel.stages import split_layers
@@ -97,6 +98,17 @@ def test_stage_memory_matches_a_dry_run(stage: int, gigabytes: float):
     model = MODELS["1t"]
     memory = stage_memory(model.job(), model.layout(), cluster(3072), stage, OURS)
     assert memory.total / 1e9 == pytest.approx(gigabytes, rel=0.03)
+
+
+def test_logits_that_just_fit_are_kept():
+    """As in ops/linear_cross_entropy.py."""
+    small, layout = job(2, 64, 2, 4), Layout(micro_batch_size=1)
+    logits = small.seq_length * small.padded_vocab_size(1)
+    kept, not_kept = (
+        stage_memory(small, layout, cluster(1), 0, dataclasses.replace(OURS, kept_logits=2 * logits - less))
+        for less in (0, 1)
+    )
+    assert kept.activations - not_kept.activations == 6 * logits - LOGITS_CHUNK_BYTES["cuda"]
 
 
 def test_bytes_of_a_parameter():

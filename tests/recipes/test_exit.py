@@ -9,6 +9,11 @@ import pytest
 from megatron.recipes.config import ExitConfig
 from megatron.recipes.exit import Exit
 
+TINY = """
+    --device cpu --mock-data --tokenizer-type NullTokenizer --vocab-size 300 --num-workers 0 --num-layers 1
+    --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --lr 1e-2 --eval-iters 1
+    --train-iters 3 --exit-interval 3
+""".split()
 MINUTES, INTERVAL = "--exit-duration-in-mins 2 is over", "iteration 6 is a multiple of --exit-interval 3"
 
 
@@ -33,3 +38,8 @@ def test_the_reason(iteration: int, elapsed: int, before: str | None, after: str
     )
     Exit().after_step(trainer)
     assert trainer.stop_reason == after
+
+
+def test_the_last_iteration_is_no_early_exit(pretrain) -> None:
+    out = pretrain(*TINY)
+    assert "stopped after" not in out and " 3/3  test loss " in out

@@ -35,6 +35,7 @@ def test_help_shows_the_first_flags_and_the_groups(parser: Parser) -> None:
     assert {*FIRST} <= flags_in(text) and len(flags_in(text)) <= len(FIRST) + 3  # aliases
     for group in ("training", "loss-scale", "dry-run"):
         assert f"\n  {group} " in text
+    assert text.startswith("usage: ") and "\n\nPretrain.\n\n" in text
     # The descriptions of the groups form a column.
     table = text.split("\ngroups of flags:\n")[1].split("\n\n")[0].splitlines()
     columns = {len(line) - len(line.lstrip().partition(" ")[2].lstrip()) for line in table}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import CPU
+from models import CPU, FLAGS
 
 from megatron.errors import InputError
 from megatron.faults.memory import check_memory
@@ -91,6 +91,13 @@ def test_a_model_that_does_not_fit_is_refused() -> None:
         large = buckets(config, max_position_embeddings=2048, **shape)
         with pytest.raises(InputError, match=rf"{terabytes}\d\d\.\d GB.*cpu has"):
             check_memory(large, config, half=half, device=CPU)
+
+
+def test_a_run_is_refused_before_it_allocates(pretrain) -> None:
+    """Two layers with 24 h² parameters take 16 bytes each."""
+    sizes = "--num-layers 2 --hidden-size 204800 --num-attention-heads 1600 --no-torch-compile"
+    with pytest.raises(InputError, match=r"16,[2-9]\d\d\.\d GB.*cpu has"):
+        pretrain(*FLAGS.split(), *sizes.split(), "--vocab-size", 51199)
 
 
 def exact(recompute: Recompute, *, causal: bool = True, chunks: tuple[int, ...] = (4, 4)) -> float:

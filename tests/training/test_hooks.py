@@ -8,12 +8,28 @@ import pytest
 
 from megatron.training import hooks
 from megatron.training.stop import StopRequests
+from megatron.variants.mock_data import MockGPTDataset
 
 TINY = """
     --device cpu --mock-data --tokenizer-type NullTokenizer --vocab-size 300 --num-workers 0 --num-layers 1
     --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --lr 1e-2 --eval-iters 0
     --train-iters 6
 """.split()
+
+
+def test_every_evaluation_reads_the_same_samples(pretrain, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--eval-iters batches of --global-batch-size from the beginning of the validation data."""
+    read: list[int] = []
+    real = MockGPTDataset.__getitem__
+
+    def record(self: MockGPTDataset, i: int) -> dict:
+        if self.seed[1] == 1:
+            read.append(i)
+        return real(self, i)
+
+    monkeypatch.setattr(MockGPTDataset, "__getitem__", record)
+    pretrain(*TINY, "--eval-iters", 2, "--eval-interval", 3, "--global-batch-size", 3)
+    assert read == [*range(6)] * 2  # after iterations 3 and 6
 
 
 def test_without_save_interval_a_run_saves_every_30_minutes(

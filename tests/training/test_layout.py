@@ -75,7 +75,7 @@ INVALID = [
     (
         4,
         f"{P} 4 {V} 2",
-        f"{V} 2: chunks of 2 layers on 4 stages ({P}) do not make up",
+        f"{V} 2: chunks of 2 layers on 4 stages ({P}) do not make up --num-layers 12; choose chunks of 1 or 3",
         [f"{V} 1 --global-batch-size 8"],
     ),
     (

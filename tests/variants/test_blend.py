@@ -45,6 +45,10 @@ def test_random_weights_equal_the_reference() -> None:
         assert (datasets.tolist(), samples.tolist()) == reference(weights, size)
 
 
+def test_no_samples() -> None:
+    assert [len(array) for array in blend_order([0.5, 0.5], 0)] == [0, 0]
+
+
 def test_no_dataset_exceeds_its_share_rounded_up() -> None:
     rng = np.random.RandomState(1)
     for _ in range(300):
