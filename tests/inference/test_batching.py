@@ -201,6 +201,22 @@ def test_empty_and_too_long_prompts(folder: Path) -> None:
             make_batcher(folder).add(request(prompt))
 
 
+def test_a_beam_search_can_be_cancelled_before_each_forward_pass(folder: Path) -> None:
+    predictor = make_batcher(folder).predictor
+    forward, done = predictor.forward, []
+    predictor.forward = lambda *inputs: done.append(inputs) or forward(*inputs)
+
+    def cancel() -> None:
+        if len(done) == passes:
+            raise InterruptedError
+
+    for passes in (0, 1, 2):
+        done.clear()
+        with pytest.raises(InterruptedError):
+            beam_search(predictor, [3, 1], BeamConfig(beam_width=3), length=9, eod=None, check=cancel)
+        assert len(done) == passes
+
+
 def test_a_seed_is_that_of_torch(folder: Path) -> None:
     """The first token is drawn from the model's distribution by a generator of torch with the request's seed."""
     batcher = make_batcher(folder)

@@ -16,6 +16,7 @@ import megatron.plugins  # noqa: F401 (registers the flags)
 from megatron.arguments import parse_run_config
 from megatron.errors import InputError
 from megatron.parallel.mesh import Mesh
+from megatron.reports.config import ReportConfig
 from megatron.reports.reports import Writers, config_text
 from megatron.reports.writers import evaluation_tag
 from megatron.training.config import RunConfig
@@ -31,10 +32,13 @@ def config_of(*flags: object) -> RunConfig:
 
 
 def report(config: RunConfig, start: int, iterations: range) -> None:
+    path = config.plugin(ReportConfig).metrics_path
     with Writers(config, MESH, print) as writers:
         writers.start(start)
         for i in iterations:
             writers.training(interval([(i, 1.0 / i, float(i))]))
+            if path is not None:  # each line can be read at once, and survives a kill
+                assert json.loads(Path(path).read_text().splitlines()[-1])["iteration"] == i
         writers.evaluation({"lm loss validation": 2.0, "lm loss validation ppl": math.exp(2.0)}, i, 8 * i)
 
 

@@ -16,6 +16,7 @@ from megatron import plugins
 from megatron.arguments import parse_run_config
 from megatron.commands.generate_text import main
 from megatron.errors import InputError
+from megatron.inference import terminal
 from megatron.inference.batching import Batcher
 from megatron.inference.config import InferenceConfig
 from megatron.inference.load import load_gpt
@@ -137,6 +138,36 @@ def test_prompts_of_a_file_keep_their_order(trained: Path, tmp_path: Path, capsy
 
     main(["--load", str(trained), "--prompt", "1 2 3", "--out-seq-length", "20", "--top-k", "50"])
     assert capsys.readouterr().out.split() == ["1", "2", "3", *found[0]["text"].split()]
+
+
+def test_each_text_is_written_at_once(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed process loses only texts that it has not finished."""
+    out, written = tmp_path / "out.jsonl", []
+
+    class Bar(contextlib.nullcontext):
+        def __init__(self, **_: object) -> None:
+            super().__init__(self)
+
+        def update(self) -> None:
+            written.append(len(records(out)))
+
+    monkeypatch.setattr(terminal, "tqdm", Bar)
+    lines = write(tmp_path / "prompts.txt", ["1", "2", "3"])
+    main(["--load", str(trained), "--sample-input-file", lines, "--sample-output-file", str(out)])
+    assert written == [1, 2, 3]
+
+
+def test_a_completion_appears_as_it_is_generated(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw, step, seen = io.BytesIO(), Batcher.step, []
+
+    def recorded(self: Batcher) -> list:
+        seen.append(raw.getvalue().decode())
+        return step(self)
+
+    monkeypatch.setattr(Batcher, "step", recorded)
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw))
+    main(["--load", str(trained), "--prompt", "1 2", "--greedy", "--out-seq-length", "5"])
+    assert [len(text.split()) for text in seen] == [0, 3, 4, 5, 6]
 
 
 def test_log_probabilities(trained: Path, tmp_path: Path) -> None:
