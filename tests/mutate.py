@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import importlib.util
 import itertools
 import json
 import os
@@ -37,8 +38,9 @@ from mutation.runner import Copy, Outcome
 ROOT = Path(__file__).resolve().parent.parent
 # Areas that get twice as many faults as others, since a fault there ruins a training run.
 CORE = ("checkpoint", "data", "model", "ops", "optim", "parallel", "training")
-# Files whose code needs a GPU.
+# Files whose code needs a GPU, and those whose tests need a package.
 EXCLUDED = ("megatron/performance/cuda_graph.py",)
+NEEDED = {"megatron/evaluation/harness.py": "lm_eval"}
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
@@ -89,7 +91,8 @@ def all_mutations(root: Path, areas: Sequence[str] | None) -> list[Mutation]:
     listed = subprocess.run(
         ["git", "ls-files", "megatron/*.py"], cwd=root, check=True, capture_output=True, text=True
     )
-    files = [file for file in listed.stdout.split() if file not in EXCLUDED]
+    lacking = [file for file, package in NEEDED.items() if importlib.util.find_spec(package) is None]
+    files = [file for file in listed.stdout.split() if file not in (*EXCLUDED, *lacking)]
     found = [m for file in files for m in mutations(file, (root / file).read_text(encoding="utf-8"))]
     known = {mutation.area for mutation in found}
     if unknown := set(areas or ()) - known:

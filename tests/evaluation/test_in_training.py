@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import types
 from pathlib import Path
 
 import pytest
@@ -15,13 +16,13 @@ from models import CPU, config_of, engine_of
 from megatron.arguments import parse_run_config
 from megatron.commands import convert_checkpoint, evaluate
 from megatron.errors import InputError
-from megatron.evaluation.in_training import metric_of, read_eval_tasks
-from megatron.evaluation.zero_shot import make_batches
+from megatron.evaluation.in_training import EvalTasks, read_eval_tasks
 from megatron.parallel.mesh import init_mesh
 from megatron.plugins import run
 from megatron.pretrain_bert import bert
 from megatron.pretrain_gpt import GPT
 from megatron.tokenizer.null import NullTokenizer
+from megatron.training.report import EvalResult
 
 TINY = """
     --device cpu --mock-data --tokenizer-type NullTokenizer --vocab-size 59 --num-workers 0 --ops-backend plain
@@ -94,30 +95,34 @@ def test_eval_tasks_do_not_change_training(pretrain, files: list[str], tmp_path:
     ]
 
 
-def task_sums(flags: str, files: list[str], micro_batch_size: int) -> list[float]:
-    """Sums of all tasks for a model at initialization."""
+def task_results(flags: str, files: list[str]) -> list[float]:
+    """Results of all tasks for a model at initialization."""
     tasks = f"--eval-tasks {' '.join(KINDS)} --eval-tasks-data {' '.join(files)} --overlapping-eval 5"
     config = config_of(f"{flags} {tasks} --init-method-std 0.3 --ops-backend plain")
-    found = []
+    found: list[EvalResult] = []
     with init_mesh(config.parallel, CPU) as mesh:
         engine = engine_of(mesh, config)
-        for task in read_eval_tasks(config, GPT, NullTokenizer(59), print):
-            batches = make_batches(
-                task,
-                micro_batch_size=micro_batch_size,
-                dp=mesh.dp,
-                multiple=config.parallel.length_multiple,
-            )
-            (total,), (count,) = engine.measure(batches, metric_of(task))
-            assert count == task.count and not engine.transfers.sending
-            found.append(total)
-    return found
+        trainer = types.SimpleNamespace(
+            config=config,
+            task=GPT,
+            mesh=mesh,
+            engine=engine,
+            tokenizer=NullTokenizer(59),
+            log=print,
+            report_evaluation=found.append,
+        )
+        hook = EvalTasks()
+        with hook.during_run(trainer):
+            hook.evaluate(trainer, "the start")
+        assert not engine.transfers.sending
+    assert [result.title for result in found] == list(KINDS)
+    return [value for result in found for value in result.values.values()]
 
 
 def test_layouts_agree(files: list[str]) -> None:
     """Tensor and sequence parallelism; interleaved stages with replicas, the last of which gets fewer samples."""
-    expected = task_sums("", files, 2)
-    assert expected[1] > 0  # some last words are predicted
+    expected = task_results("", files)
+    assert min(expected) > 0  # some last words are predicted
     for processes, flags in (
         (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
         (
@@ -126,7 +131,7 @@ def test_layouts_agree(files: list[str]) -> None:
             "--overlap-param-gather",
         ),
     ):
-        for found in run_distributed(task_sums, processes, flags, files, 3):
+        for found in run_distributed(task_results, processes, f"{flags} --micro-batch-size 3", files):
             assert found == pytest.approx(expected, rel=1e-5)
 
 

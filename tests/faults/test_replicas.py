@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from distributed import run_distributed
-from models import CPU, config_of, engine_of
+from models import CPU, FLAGS, config_of, engine_of
 from optim.test_buffer import make, start_gathers
 
 from megatron.errors import TransientFault
+from megatron.faults import replicas
 from megatron.faults.replicas import check_replicas, checksum
 from megatron.parallel.mesh import init_mesh
 
@@ -77,6 +80,21 @@ def test_rank_and_parameter_are_named(processes: int, flags: str, rank: int, nam
     for before, after in run_distributed(flip_and_check, processes, flags, rank, name, element):
         assert before == ""
         assert f"{name} on {where}" in after or (where in after and f"{name} on rank 0, 1 " in after), after
+
+
+def test_when_a_run_compares_replicas(pretrain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[object] = []
+    monkeypatch.setattr(replicas, "check_replicas", compared.append)
+    flags = [*FLAGS.split(), "--train-iters", 5, "--eval-iters", 0, "--num-workers", 0]
+    interval, save = ["--check-weight-replicas-interval", 2], ["--save", tmp_path, "--save-interval", 3]
+    for more, times in (
+        (interval, 2),
+        ([*interval, *save], 2 + 2),
+        ([], 0),
+    ):  # saved after iterations 3 and 5
+        compared.clear()
+        pretrain(*flags, *more)
+        assert len(compared) == times
 
 
 def test_the_check_waits_for_all_parameters() -> None:

@@ -11,10 +11,12 @@ from distributed import run_distributed
 from megatron.arguments import parse_run_config
 from megatron.commands import generate_text
 from megatron.errors import InputError
+from megatron.inference.in_training import SampleTexts
 from megatron.inference.predictor import NonFiniteLogits, Predictor
 from megatron.plugins import run
 from megatron.pretrain_bert import bert
 from megatron.pretrain_gpt import GPT
+from megatron.training.loop import Trainer
 
 TINY = """
     --device cpu --mock-data --tokenizer-type NullTokenizer --vocab-size 59 --num-workers 0 --ops-backend plain
@@ -73,13 +75,25 @@ def test_samples_equal_those_of_the_checkpoint(pretrain, prompts: Path, tmp_path
 
 
 def train(words: list[str]) -> None:
+    """Train on this rank; samples must come from weights that are not being gathered."""
+    sample = SampleTexts._sample
+
+    def checked(self: SampleTexts, trainer: Trainer) -> None:
+        assert not trainer.engine.buffer.gather.pending
+        sample(self, trainer)
+
+    SampleTexts._sample = checked
     assert run(parse_run_config(words, description="", defaults={}), GPT) == 0
 
 
 @pytest.mark.parametrize(
     ("processes", "layout"),
     [
-        (2, "--tensor-model-parallel-size 2 --sequence-parallel --recompute-activations"),
+        (
+            4,
+            "--tensor-model-parallel-size 2 --sequence-parallel --recompute-activations --micro-batch-size 1 "
+            "--use-distributed-optimizer --overlap-param-gather",
+        ),
         pytest.param(
             4,
             "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --micro-batch-size 1 "
@@ -87,7 +101,7 @@ def train(words: list[str]) -> None:
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["tensor and sequence", "interleaved stages with replicas"],
+    ids=["tensor and sequence with replicas", "interleaved stages with replicas"],
 )
 def test_layouts_sample_the_same_texts(
     pretrain, prompts: Path, tmp_path: Path, processes: int, layout: str
