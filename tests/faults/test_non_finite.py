@@ -7,6 +7,7 @@ import dataclasses
 import io
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from distributed import run_distributed
 
 from megatron.arguments import parse_run_config
+from megatron.checkpoint import save as save_module
 from megatron.errors import TrainingFault
 from megatron.plugins import run
 from megatron.pretrain_gpt import DEFAULTS, GPT
@@ -170,6 +172,22 @@ def test_checkpoint_holds_the_weights_before_the_nan(tmp_path: Path) -> None:
     # Resumed without the injection, the run completes.
     again = f"--log-interval 1 --save {tmp_path / 'b'} --load {tmp_path / 'b'}"
     assert run_distributed(train, 2, again, clean)[0][0] == ""
+
+
+def test_a_checkpoint_that_cannot_be_written_is_not_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save in the background fails after the message has been composed, unless it is waited for."""
+
+    def full_disk(*_: object) -> None:
+        time.sleep(0.5)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(save_module, "write_pieces", full_disk)
+    injection = Injection(0, "decoder.layers.0.mlp.linear_fc1", calls(2, 3, 8, 12))
+    fault, _ = train(f"--log-interval 12 --async-save --save {tmp_path}", injection)
+    assert "cannot be written" in fault and "holds them" not in fault
 
 
 def test_nan_that_does_not_repeat_is_a_passing_fault(tmp_path: Path) -> None:

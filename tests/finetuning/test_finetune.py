@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import re
+import time
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from distributed import run_distributed
 from models import config_of
 from safetensors.torch import load_file
 
+from megatron.checkpoint import save as save_module
 from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.storage import newest_iteration
 from megatron.commands.finetune_bert import main
@@ -211,6 +213,18 @@ def test_all_ranks_end_if_the_best_checkpoint_cannot_be_kept(pretrained: Path, t
     first, second = run_distributed(finetune_on_a_full_disk, 2, flags, timeout=60)
     assert "the best checkpoint cannot be kept" in first and "No space left" in first
     assert "the best checkpoint cannot be kept" in second and "rank 0 failed" in second
+
+
+def test_the_best_checkpoint_is_one_that_has_been_written(
+    pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save in the background takes longer than the evaluation."""
+    write = save_module.write_pieces
+    monkeypatch.setattr(save_module, "write_pieces", lambda *what: (time.sleep(0.3), write(*what))[1])
+    evaluation = finetune_module.EpochEvaluation
+    monkeypatch.setattr(evaluation, "_evaluate_files", lambda *_: {"all": 0.5})
+    assert main(finetune_flags(tmp_path, pretrained, "x", "--epochs 1 --async-save")) == 0
+    assert best_of(tmp_path / "x") == (12, 0.5)
 
 
 def test_files_may_have_any_name(pretrained: Path, tmp_path: Path) -> None:
