@@ -178,8 +178,7 @@ def make_config(config: type[C], values: Mapping[str, Any]) -> C:
 def run_command(main: Callable[[], int | None] | str) -> NoReturn:
     """Run a command's `main`, or that of the module so named, and exit with the status that it returns (None for 0).
 
-    An `InputError` or `TrainingFault` is printed as one line and exits with its own status, Ctrl-C exits with 130, also
-    while the module is imported.
+    An `InputError` or `TrainingFault` is printed as one line and exits with its own status. Ctrl-C exits with 130.
     """
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr] # paths on an ASCII terminal
     try:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from megatron import plugin_flags  # noqa: F401 (registers the flags of plug-ins)
 from megatron.arguments import parse_run_config
 from megatron.cli import run_command
+from megatron.parallel.padding import length_multiple
 from megatron.training.config import RunConfig
 from megatron.training.task import Task
 
@@ -46,7 +47,7 @@ def build_datasets(
         samples=samples,
         seed=config.training.seed,
         tokenizer=tokenizer,
-        length_multiple=config.parallel.length_multiple,
+        length_multiple=length_multiple(config.parallel),
     )
 
 

@@ -29,8 +29,8 @@ class Manifest:
     """The content of index.json.
 
     Attributes:
-        files: size in bytes and digests of every other file, by its path relative to the folder. One digest is of the
-            whole file, several are of its segments.
+        files: size in bytes and SHA-256 of the segments of every other file, by its path relative to the folder. One
+            digest is of the whole file.
         tensors: an index for each kind of tensors, "model" and, if it was saved, "optimizer".
     """
 
@@ -59,7 +59,7 @@ class Manifest:
     def verify(self, names: list[str]) -> None:
         """Raise `InputError` unless these files have their recorded checksums."""
         for name in names:
-            _, digests = self.files[name]
+            digests = self.files[name][1]
             try:
                 found = read_digests(self.folder / name, whole=len(digests) == 1)
             except OSError as error:
@@ -83,9 +83,8 @@ def read_manifest(folder: Path) -> Manifest:
         if hashlib.sha256(content.encode()).hexdigest() != whole["sha256"]:
             raise ValueError("its checksum differs")
         files, tensors = whole["content"]["files"], whole["content"]["tensors"]
-        for entry in files.values():
-            if type(entry[1]) is str:  # written by an earlier version
-                entry[1] = [entry[1]]
+        for entry in (e for e in files.values() if type(e[1]) is str):  # written by an earlier version
+            entry[1] = [entry[1]]
         _check(files, tensors)
     except FileNotFoundError:
         raise InputError(

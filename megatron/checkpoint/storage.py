@@ -114,10 +114,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def write_file(path: Path, parts: list[memoryview]) -> AsyncResult[list[str]]:
-    """Write a file from its parts and sync it. Its digests are computed meanwhile by threads, and may take longer.
-
-    The threads are daemons, so that exit on an interrupt does not wait for them.
-    """
+    """Write a file from its parts and sync it. Daemon threads compute its digests meanwhile, and may take longer."""
     begins = [0, *itertools.accumulate(part.nbytes for part in parts)]
 
     def digest(start: int) -> str:

@@ -164,25 +164,20 @@ def _load(paths: Sequence[str]) -> MappedArrays | None:
     if not all(map(os.path.exists, paths)):
         return None
     for path in paths:
-        # The size first: the checksum of a sparse file of a terabyte would take minutes.
-        if os.path.getsize(path) != _size_in_header(path) or _checksum(path, path) != CRC_OF_WHOLE:
+        if not _is_whole(path):
             logger.warning("%s is damaged; rebuilding the index", path)
             return None
     return MappedArrays(paths)
 
 
-def _size_in_header(path: str) -> int | None:
-    """Bytes of a cached file by its header, None if that is damaged."""
+def _is_whole(path: str) -> bool:
+    """Compare a file's size with its header, and its checksum, which would take minutes for a hole of a terabyte."""
     with open(path, "rb") as file:
         header = HEADER.fullmatch(file.read(128))
-    if header is None:
-        return None
-    return 128 + int(header[1]) * math.prod(map(int, re.findall(rb"\d+", header[2]))) + 4
-
-
-def _checksum(path: str, final_path: str) -> int:
-    """CRC-32 of a file's final name and its content."""
-    return zlib.crc32(map_file(path).data, zlib.crc32(Path(final_path).name.encode()))
+    size = header and 132 + int(header[1]) * math.prod(map(int, re.findall(rb"\d+", header[2])))
+    if size != os.path.getsize(path):
+        return False
+    return zlib.crc32(map_file(path).data, zlib.crc32(Path(path).name.encode())) == CRC_OF_WHOLE
 
 
 def _array(path: str) -> np.ndarray:
@@ -196,7 +191,8 @@ def _save(path: str, values: np.ndarray) -> None:
     try:
         with open(temporary, "wb", buffering=0) as file:
             np.save(file, np.ascontiguousarray(values), allow_pickle=False)
-            file.write(_checksum(temporary, path).to_bytes(4, "little"))
+            crc = zlib.crc32(map_file(temporary).data, zlib.crc32(Path(path).name.encode()))
+            file.write(crc.to_bytes(4, "little"))
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:

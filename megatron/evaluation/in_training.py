@@ -15,6 +15,7 @@ from megatron.evaluation.tasks import ZeroShotTask, make_task, read_file
 from megatron.evaluation.zero_shot import ZeroShotBatch
 from megatron.model.gpt import GPTModel
 from megatron.parallel.collectives import raise_on_all_ranks
+from megatron.parallel.padding import length_multiple
 from megatron.parallel.random import DropoutKey
 from megatron.tokenizer import Tokenizer
 from megatron.training.config import RunConfig
@@ -46,7 +47,7 @@ class EvalTasks(Hook):
                 task,
                 micro_batch_size=trainer.config.training.micro_batch_size,
                 dp=trainer.mesh.dp,
-                multiple=trainer.config.parallel.length_multiple,
+                multiple=length_multiple(trainer.config.parallel),
             )
             with trainer.engine.phases("evaluate"):
                 (total,), (count,) = trainer.engine.measure(batches, metric_of(task))

@@ -31,6 +31,7 @@ from megatron.flags import Config, flag
 from megatron.model.bert import BertClassifier
 from megatron.model.context import ModelContext
 from megatron.parallel.collectives import raise_on_all_ranks
+from megatron.parallel.padding import length_multiple
 from megatron.parallel.random import DropoutKey
 from megatron.parallel.stages import Chunk
 from megatron.recipes.best import keep_best
@@ -218,7 +219,7 @@ def build_datasets(
         tokenizer=tokenizer,
         seq_length=config.data.seq_length,
         keeps_first=FORMATS[finetune.task].keeps_first,
-        length_multiple=config.parallel.length_multiple,
+        length_multiple=length_multiple(config.parallel),
     )
     steps, batch_size = config.training.eval_interval, config.training.global_batch_size
     assert steps is not None and batch_size is not None  # set by `with_epochs`

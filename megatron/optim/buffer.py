@@ -35,7 +35,7 @@ class ParamBuffer:
             fp32.
         reducer: reduces `grads` over the replicas.
         gather: gathers `params` after a step.
-        num_elements: parameters of the whole model, excluding vocabulary padding.
+        local_elements, num_elements: parameters of this rank, and of the whole model without vocabulary padding.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class ParamBuffer:
             lengths = [bucket.shard[1] - bucket.shard[0] for bucket in buckets]
             master = torch.zeros(sum(lengths), dtype=torch.float32, device=mesh.device)
             self.masters = list(master.split(lengths))
+        self.local_elements = sum(param.end - param.start for param in self.flat_params)
         mine = sum(param.num_counted for param in self.flat_params)
         self.num_elements = int(all_reduce_sum(torch.tensor(mine, device=mesh.device), mesh.tp, mesh.pp))
         self.reducer = GradReducer(self.grads, buckets, mesh, config)
@@ -78,11 +79,6 @@ class ParamBuffer:
     def flat_params(self) -> list[FlatParam]:
         """All parameters in the order of memory."""
         return [param for bucket in self.buckets for param in bucket.flat_params]
-
-    @property
-    def local_elements(self) -> int:
-        """Elements of the parameters of this rank."""
-        return sum(param.end - param.start for param in self.flat_params)
 
     def _attach(self, chunks: list[nn.Module]) -> None:
         """Replace parameters by views, and register the hooks that start reductions and wait for gathers."""

@@ -160,10 +160,9 @@ def raise_on_all_ranks(axis: Axis, kind: type[Exception] = OSError) -> Iterator[
     except kind as error:
         failure = error
     failed = int(all_reduce_max(torch.tensor([0 if failure is None else axis.rank + 1]), axis))
-    if not failed:
-        return
-    messages = gather_texts(str(failure or ""), axis)
-    raise failure or kind(f"rank {axis.ranks[failed - 1]}: {messages[failed - 1]}")
+    if failed:
+        messages = gather_texts(str(failure or ""), axis)
+        raise failure or kind(f"rank {axis.ranks[failed - 1]}: {messages[failed - 1]}")
 
 
 def local_shard(x: Tensor, axis: Axis) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 from megatron.errors import InputError
 from megatron.flags import Config, flag
@@ -91,16 +90,9 @@ class ParallelConfig(Config):
         self._resolve_recompute()
         self._resolve_pipeline()
         if self.tensor_model_parallel_size == 1:
-            object.__setattr__(
-                self, "sequence_parallel", False
-            )  # there is nothing to split, as in Megatron-LM
+            object.__setattr__(self, "sequence_parallel", False)  # nothing to split, as in Megatron-LM
         if self.overlap_param_gather and not self.use_distributed_optimizer:
             raise InputError("--overlap-param-gather needs --use-distributed-optimizer")
-
-    @property
-    def length_multiple(self) -> int:
-        """Length to a multiple of which texts are padded: 8 for the matrix kernels, and the ranks that split s."""
-        return math.lcm(8, self.tensor_model_parallel_size if self.sequence_parallel else 1)
 
     @property
     def layer_split(self) -> str:

@@ -16,12 +16,11 @@ from torch import Tensor
 from megatron.parallel.collectives import all_reduce_sum
 from megatron.parallel.mesh import Mesh
 
-print_line: Callable[[str], None] = functools.partial(print, flush=True)
-
 
 def show_log(mesh: Mesh, level: str) -> None:
     """Send the package's log to stdout: from `level` on from the first process, warnings and errors from every one."""
-    handler = LogHandler()
+    handler = logging.StreamHandler(sys.stdout)
+    handler.handleError = lambda _: None  # type: ignore # `Log` reports a full disk
     handler.setLevel(level.upper() if mesh.is_first else logging.WARNING)
     logger = logging.getLogger("megatron")
     logger.handlers = [handler]
@@ -119,26 +118,14 @@ class Log:
 
     def __init__(self, mesh: Mesh) -> None:
         self.active = mesh.is_first
-        self.write = print_line
+        self.write: Callable[[str], None] = functools.partial(print, flush=True)
 
     def __call__(self, text: str) -> None:
         if self.active:
-            write_line(text, self.write)
-
-
-class LogHandler(logging.Handler):
-    """Prints the records of the package's logger."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        write_line(self.format(record), print_line)
-
-
-def write_line(text: str, write: Callable[[str], None]) -> None:
-    """Write a line to standard output. If that fails, the run continues without it."""
-    try:
-        write(text)
-    except OSError as error:
-        # The reader of our output (head, tee, a terminal) is gone, or its disk is full.
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115, open until the process exits
-        with suppress(OSError):
-            sys.stderr.write(f"standard output: {error.strerror}; the run continues without it\n")
+            try:
+                self.write(text)
+            except OSError as error:
+                # The reader of our output (head, tee, a terminal) is gone, or its disk is full. The run continues.
+                sys.stdout = open(os.devnull, "w")  # noqa: SIM115, open until the process exits
+                with suppress(OSError):
+                    sys.stderr.write(f"standard output: {error.strerror}; the run continues without it\n")

@@ -151,8 +151,7 @@ def load_checkpoint(trainer: Trainer, checkpoint: Checkpoint | None) -> None:
     check_compatible(trainer, checkpoint)
     weights_only = config.checkpoint.finetune or config.training.skip_train
     with_optimizer = config.checkpoint.load_optim and not weights_only
-    # A pipeline stage alone may lack a tensor.
-    with raise_on_all_ranks(trainer.mesh.world, InputError):
+    with raise_on_all_ranks(trainer.mesh.world, InputError):  # one pipeline stage may lack a tensor
         if checkpoint.state["task"] != trainer.task.name:
             engine.buffer.initialize(config.training.seed)
             log(trainer.task.init_from[checkpoint.state["task"]](checkpoint, engine.buffer))

@@ -33,15 +33,14 @@ def test_history_continues_after_a_resume() -> None:
 def test_a_full_disk_under_standard_output(monkeypatch, capsys) -> None:
     logger = logging.getLogger("megatron")
     monkeypatch.setattr(logger, "handlers", [])
-    show_log(MESH, "info")
-    log = Log(MESH)
-    for lines in ((log, logger.info), (logger.info, log)):
-        with open("/dev/full", "w") as full:
-            with monkeypatch.context() as patch:
-                patch.setattr(sys, "stdout", full)
-                for line in lines:
-                    line("a line")
-            with pytest.raises(OSError):
-                full.close()
-        message = "standard output: No space left on device; the run continues without it\n"
-        assert capsys.readouterr().err == message
+    with open("/dev/full", "w") as full:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", full)
+            show_log(MESH, "info")
+            log = Log(MESH)
+            for line in (logger.info, log, logger.info, log):
+                line("a line")
+        with pytest.raises(OSError):
+            full.close()
+    message = "standard output: No space left on device; the run continues without it\n"
+    assert capsys.readouterr().err == message

@@ -1,0 +1,12 @@
+"""Padding of texts."""
+
+from __future__ import annotations
+
+import math
+
+from megatron.parallel.config import ParallelConfig
+
+
+def length_multiple(config: ParallelConfig) -> int:
+    """Length to a multiple of which texts are padded: 8 for the matrix kernels, and the ranks that split s."""
+    return math.lcm(8, config.tensor_model_parallel_size if config.sequence_parallel else 1)
