@@ -1,4 +1,4 @@
-"""The processes that each reduction takes together.
+"""The group of processes of each reduction.
 
 With two replicas of two stages of two tensor-parallel ranks each, rank r contributes 2^r, so that a sum shows which
 ranks are in it.
@@ -98,7 +98,7 @@ def results() -> tuple[dict[str, Any], dict[str, Any], list[bool], str]:
     config = config_of(LAYOUT)
     with init_mesh(config.parallel, CPU) as mesh, pytest.MonkeyPatch.context() as patch:
         rank = mesh.world.rank
-        together = over_all(mesh, 2.0**rank, patch)
+        reduced = over_all(mesh, 2.0**rank, patch)
         engine = engine_of(mesh, config)
         parts = over_parts(engine, 2.0**rank)
         known = []
@@ -111,13 +111,13 @@ def results() -> tuple[dict[str, Any], dict[str, Any], list[bool], str]:
                 known.append(False)
         if rank == 5:
             engine.buffer.flat_params[0].view(engine.buffer.params).view(-1)[0] = torch.nan
-        return together, parts, known, corrupt_weights(engine)
+        return reduced, parts, known, corrupt_weights(engine)
 
 
 def test_ranks_of_each_reduction() -> None:
     parameters = 4 * (12 * 32**2 + 13 * 32) + (60 + 16) * 32 + 2 * 32
-    for rank, (together, parts, known, corrupt) in enumerate(run_distributed(results, 8)):
-        assert together == {
+    for rank, (reduced, parts, known, corrupt) in enumerate(run_distributed(results, 8)):
+        assert reduced == {
             "seconds": 128,
             "phases": {r: 2.0**r for r in RANKS},
             "peak": 255 / 8,
@@ -142,7 +142,7 @@ def test_ranks_of_each_reduction() -> None:
 
 
 def test_sizes_of_each_axis() -> None:
-    """What depends on the numbers of ranks, with a different one on each axis."""
+    """Quantities that depend on the sizes of axes, with another size for each axis."""
     axes = {"tp": Axis(1, 2), "pp": Axis(1, 3), "dp": Axis(4, 5), "dp_cp": Axis(4, 5)}
     mesh = Mesh(device=CPU, world=Axis(29, 30), **axes)
     config = config_of("--tensor-model-parallel-size 2 --num-layers 6 --pipeline-model-parallel-size 3")
