@@ -30,6 +30,7 @@ COMMANDS = {
     "inspect-checkpoint": ("megatron.commands.inspect_checkpoint", "list, verify and compare checkpoints"),
     "convert": ("megatron.commands.convert_checkpoint", "convert from and to Hugging Face and Megatron-LM"),
     "plan": ("megatron.commands.plan", "find the fastest layout of a model on a cluster"),
+    "verify": ("megatron.commands.verify", "check that a layout trains the same model as one process"),
     "make-corpus": ("megatron.commands.make_corpus", "make a small corpus from Python's own texts"),
 }
 

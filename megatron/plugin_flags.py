@@ -37,6 +37,7 @@ from megatron.settings.help import add_help
 from megatron.settings.shorthands import ShorthandConfig, expand_shorthands
 from megatron.settings.tokenizer import expand_tokenizer
 from megatron.training.config import PLUGIN_CONFIGS
+from megatron.verify.config import CaptureConfig
 
 OTHER_NAMES.update(FLAG_NAMES)
 DATA_ORDERS.update({"head": head_split_bounds})
@@ -62,6 +63,7 @@ PLUGIN_CONFIGS.update(
         "samples": SampleTextsConfig,
         "dry run": DryRunConfig,
         "loss": LossMeanConfig,
+        "capture": CaptureConfig,
     }
 )
 PARSER_EXTENSIONS[:] = [add_help, add_config_flag, add_nvidia_flags]

@@ -77,6 +77,7 @@ from megatron.variants.cyclic import cyclic
 from megatron.variants.mock_data import mock_bert, mock_gpt
 from megatron.variants.schedules import check_full_groups, gpipe, interleaved
 from megatron.variants.stages import uneven_split, virtual_split
+from megatron.verify.capture import Capturing
 
 ROUNDINGS.update({"head": HeadBlendRounding()})
 SOURCES[:] = [open_blend]
@@ -135,6 +136,7 @@ def training_hooks(evaluation: Sequence[Hook] = ()) -> list[Hook]:
     """
     reports = Reports()
     return [
+        Capturing(),  # before those that collect the values of a step
         Exit(),  # before those that ask whether the run goes on
         FreezeCheck(),
         RollBack(),

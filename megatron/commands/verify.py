@@ -1,0 +1,266 @@
+"""Verify that a layout trains the same model as one process would: at small sizes, on this machine.
+
+megatron verify -- torchrun --nproc-per-node 8 pretrain_gpt.py --tensor-model-parallel-size 4 ...
+megatron verify --quick --processes 64 -- pretrain_gpt.py --tensor-model-parallel-size 4 ...
+megatron verify --compare captures/one captures/other
+
+Exits with status 1 if anything differs by more than rounding. docs/verify.md describes the comparisons.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import re
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron import plugin_flags  # noqa: F401 (registers the flags of plug-ins)
+from megatron.arguments import parse_run_config
+from megatron.cli import Parser, add_flags, make_config, run_command
+from megatron.errors import InputError, TrainingFault
+from megatron.flags import Config, flag
+from megatron.training.config import RunConfig
+
+SCRIPTS = {"pretrain_gpt": "megatron.pretrain_gpt", "pretrain_bert": "megatron.pretrain_bert"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyConfig(Config):
+    """Layouts, sizes and output of a verification."""
+
+    layouts: tuple[str, ...] | None = flag(
+        None,
+        "layouts to verify besides the run's own, by their tensor-, pipeline- and data-parallel sizes (default: t2 p2 "
+        "d2 t2d2)",
+        nargs="+",
+        metavar="tNpNdN",
+    )
+    processes: int | None = flag(
+        None,
+        "processes of the run (default: those of torchrun in the command, or twice the product of tensor- and "
+        "pipeline-parallel size)",
+        low=1,
+    )
+    max_processes: int = flag(8, "largest number of processes to start here", low=1, high=64)
+    quick: bool = flag(False, "verify only the run's own layout, and its resume in that layout")
+    output: str = flag("verify", "folder for certificate.html and certificate.json", metavar="DIR")
+    keep: bool = flag(False, "keep captures, checkpoints and logs in --output")
+    timeout: float = flag(300.0, "seconds after which a run is ended", above=0, high=10**6)
+    compare: tuple[str, ...] | None = flag(
+        None,
+        "compare two captures of --capture, the reference first, instead of running a command; further captures are "
+        "runs of the reference that round differently",
+        nargs="+",
+        metavar="DIR",
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return 1 if a comparison failed, otherwise 0."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    command = words[words.index("--") + 1 :] if "--" in words else []
+    words = words[: words.index("--")] if "--" in words else words
+    parser = Parser(description=__doc__)
+    add_flags(parser, VerifyConfig, "verify")
+    config = make_config(VerifyConfig, vars(parser.parse_args(words)))
+    if config.compare is not None:
+        return compare(config, command)
+    if not command:
+        raise InputError(
+            "the command to verify is required after --: megatron verify -- pretrain_gpt.py FLAGS"
+        )
+    return verify(config, command)
+
+
+def compare(config: VerifyConfig, command: Sequence[str]) -> int:
+    from megatron.verify.runner import compare_captures
+
+    assert config.compare is not None
+    if len(config.compare) < 2 or command:
+        raise InputError(
+            f"--compare: {' '.join(config.compare)} must be two captures or more, and no command"
+        )
+    begin = time.monotonic()
+    check = compare_captures([Path(folder) for folder in config.compare])
+    report(check)
+    return write(config, " ".join(config.compare), [], [check], [], begin)
+
+
+def verify(config: VerifyConfig, command: list[str]) -> int:
+    from megatron.verify.runner import STEPS, Verification
+    from megatron.verify.shrink import shrink
+
+    begin = time.monotonic()
+    script, processes, flags = parse_command(command)
+    run = parse(script, flags)
+    parallel = run.parallel
+    ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    shrunk = shrink(run, config.processes or processes or 2 * ranks, config.max_processes, STEPS)
+    layouts = [shrunk.layout, *other_layouts(config, shrunk.layout)]
+    print(f"verifying {script} in {shrunk.layout}, of {shrunk.layout.processes} processes", flush=True)
+    with contextlib.ExitStack() as contexts:
+        folder = Path(config.output) / "runs"
+        if config.keep:
+            if folder.exists():
+                raise InputError(f"--output: {folder} exists; name another folder")
+            folder.mkdir(parents=True)
+        else:
+            folder = Path(contexts.enter_context(tempfile.TemporaryDirectory()))
+        start = functools.partial(start_run, script, config.timeout)
+        verification = Verification(shrunk, layouts, folder, start, report)
+        checks = verification.run(quick=config.quick)
+        if not config.quick and verification.saved is not None and verification.saved.exists():
+            checks.append(convert(verification.saved, folder / "converted"))
+            report(checks[-1])
+    missing = [
+        "the data files: all runs read the same synthetic data",
+        "the sizes of the real run, and rounding at these sizes",
+        f"devices other than this CPU; the run has --device {run.training.device}",
+    ]
+    if config.quick:
+        missing.append("other layouts and resumes, which --quick leaves out")
+    return write(config, shlex.join(command), shrunk.changes, checks, missing, begin)
+
+
+def parse_command(command: Sequence[str]) -> tuple[str, int | None, list[str]]:
+    """Split a command into the script's name, the number of torchrun's processes if it says so, and the flags."""
+    for i, word in enumerate(command):
+        name = re.sub(r"\.py$", "", word.rpartition("/")[2]).rpartition(".")[2].replace("-", "_")
+        if name in SCRIPTS:
+            launcher = " ".join(command[:i])
+            counts = [
+                re.search(rf"--{option}[ =]([0-9]+)", launcher.replace("_", "-"))
+                for option in ("nproc-per-node", "nnodes")
+            ]
+            ranks = int(counts[0][1]) * int(counts[1][1] if counts[1] else 1) if counts[0] else None
+            return name, ranks, list(command[i + 1 :])
+    raise InputError(f"{shlex.join(command)[:80]}: names neither pretrain_gpt.py nor pretrain_bert.py")
+
+
+def other_layouts(config: VerifyConfig, own: Any) -> list[Any]:
+    """The layouts to verify besides the run's own."""
+    from megatron.verify.shrink import Layout
+
+    found = []
+    for text in config.layouts or ("t2", "p2", "d2", "t2d2"):
+        match = re.fullmatch(r"(?=.)(?:t([0-9]+))?(?:p([0-9]+))?(?:d([0-9]+))?", text)
+        if match is None or "0" in match.groups():
+            raise InputError(f"--layouts: {text} is not a layout such as t2p2d2")
+        layout = Layout(*(int(size or 1) for size in match.groups()))
+        if layout.processes > config.max_processes:
+            raise InputError(f"--layouts: {text} needs more than --max-processes {config.max_processes}")
+        if layout != own and layout not in found:
+            found.append(layout)
+    return found
+
+
+def parse(script: str, flags: Sequence[str]) -> RunConfig:
+    import importlib
+
+    import megatron.plugins  # noqa: F401 (fills the registries that flags are checked against)
+
+    module = importlib.import_module(SCRIPTS[script])
+    return parse_run_config(flags, description="", defaults=module.DEFAULTS)
+
+
+def start_run(script: str, timeout: float, run: RunConfig, processes: int, spread: Any, log: Path) -> Any:
+    """Run a configuration on its ranks; see `megatron.verify.runner.Start`."""
+    from megatron.verify.launch import launch
+    from megatron.verify.shrink import command_words
+
+    return launch(train_rank, processes, (script, command_words(run), spread), log, timeout=timeout)
+
+
+def train_rank(script: str, flags: list[str], spread: tuple[int, int] | None) -> None:
+    """Train as one rank of a run; `spread` are the arguments of `DividedSums`."""
+    from megatron import plugins
+    from megatron.pretrain_bert import bert
+    from megatron.pretrain_gpt import GPT
+    from megatron.verify.spread import DividedSums
+
+    run = parse(script, flags)
+    task = GPT if script == "pretrain_gpt" else bert(binary_head=run.data.bert_binary_head)
+    status = plugins.run(run, task, [DividedSums(*spread)] if spread else [])
+    if status:
+        raise TrainingFault(f"the run ended with status {status}")
+
+
+def convert(run: Path, folder: Path) -> Any:
+    """Convert a checkpoint to Hugging Face and back, and compare all weights."""
+    from megatron.commands import convert_checkpoint
+    from megatron.commands.inspect_checkpoint import open_one
+    from megatron.parallel.slices import whole
+    from megatron.verify.runner import Check
+
+    check = Check(name="conversion to Hugging Face and back")
+    there, back = folder / "huggingface", folder / "native"
+    steps = (("native", "huggingface", run, there), ("huggingface", "native", there, back))
+    try:
+        for source, target, load, save in steps:
+            words = ["--from", source, "--to", target, "--load", str(load), "--save", str(save)]
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                convert_checkpoint.main(words)
+    except InputError as error:
+        check.not_covered = str(error)
+        return check
+    first, second = (open_one(path).tensors["model"] for path in (run, back))
+    row = check.kinds.setdefault("weight", {"compared": 0, "failed": 0, "largest": 0.0, "at": ""})
+    for name, tensor in first.index.items():
+        row["compared"] += 1
+        place = whole(*tensor["shape"])
+        if name not in second.index or not second.read(name, place).equal(first.read(name, place)):
+            row["failed"] += 1
+            check.error += f"{name} differs after the conversion\n"
+    return check
+
+
+def report(check: Any) -> None:
+    """Print the result of a check."""
+    if check.not_covered:
+        print(f"{check.name}: not covered: {check.not_covered}", flush=True)
+        return
+    word = "passed" if check.passed else "FAILED"
+    print(
+        f"{check.name}: {word}, {check.compared:,} comparisons, largest {check.largest:.3g} of its bound",
+        flush=True,
+    )
+    if check.finding is not None:
+        print(f"  {check.finding}", flush=True)
+    if check.error:
+        print("  " + check.error.replace("\n", "\n  "), flush=True)
+
+
+def write(
+    config: VerifyConfig,
+    command: str,
+    changes: Sequence[str],
+    checks: Sequence[Any],
+    not_covered: Sequence[str],
+    begin: float,
+) -> int:
+    """Write the certificate. Returns the exit status."""
+    from megatron.verify.certificate import certificate, to_html, to_json
+
+    found = certificate(command, changes, checks, not_covered, time.monotonic() - begin)
+    folder = Path(config.output)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "certificate.json").write_text(to_json(found), encoding="utf-8")
+        (folder / "certificate.html").write_text(to_html(found, checks), encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--output: {folder} cannot be written ({error.strerror})") from None
+    word = "passed" if found["passed"] else "FAILED"
+    print(f"{word}: {found['compared']:,} comparisons; wrote {folder / 'certificate.html'}")
+    return 0 if found["passed"] else 1
+
+
+if __name__ == "__main__":
+    run_command(main)

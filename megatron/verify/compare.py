@@ -1,0 +1,279 @@
+"""Compare a capture with one of a reference, tensor by tensor, with bounds of rounding."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.verify.assemble import assemble, inferred_place, local_index, sums, valid_shape
+from megatron.verify.format import KINDS, Capture, Record
+from megatron.verify.tolerance import Rounding, bound
+
+# Values that are logged but depend on the machine, or count numbers of the order of rounding.
+NOT_COMPARED = ("seconds", "tokens per second", "num zeros")
+# Tensors of fewer elements share the spread of others of their kind and name.
+FEW_ELEMENTS = 64
+PARAMETER_KINDS = ("gradient", "update", "weight", "state", "parameter")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """The comparison of one rank's tensor with its part of the reference.
+
+    Attributes:
+        record: of the rank's tensor; of the reference if there is no such tensor.
+        order: of the reference's record in its microbatch.
+        difference: L2 norm of the difference.
+        norm: L2 norm of the reference.
+        bound: largest difference that rounding explains.
+        fault: why no values were compared; empty if they were.
+    """
+
+    record: Record
+    order: int
+    difference: float
+    norm: float
+    bound: float
+    fault: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return not self.fault and self.difference <= self.bound
+
+    @property
+    def ratio(self) -> float:
+        """Difference over bound."""
+        if self.fault or not math.isfinite(self.difference):
+            return math.inf
+        return self.difference / self.bound if self.bound else math.inf if self.difference else 0.0
+
+    @property
+    def sort_key(self) -> tuple:
+        """Position in the order of computation: forward, backward in reverse, then the optimizer."""
+        kind = KINDS.index(self.record.kind)
+        backward = self.record.kind == "activation gradient"
+        forward = self.record.kind in ("mask", "activation", "loss")
+        place = -self.order if backward else self.order
+        return self.record.step, 1 if forward else kind, place, kind, self.record.sample or 0
+
+
+class Comparer:
+    """Compares captures with a reference and its spread.
+
+    Attributes:
+        skipped: numbers of tensors that were not compared, by reason.
+    """
+
+    def __init__(self, reference: Capture, spreads: Sequence[Capture], rounding: Rounding) -> None:
+        """`spreads` are captures of the reference's run that only round differently."""
+        self.reference, self.spreads, self.rounding = reference, spreads, rounding
+        self.records = dict(reference.by_id())
+        self.spread_records = [dict(spread.by_id()) for spread in spreads]
+        self.wholes: dict[tuple, Tensor | None] = {}
+        self.errors: dict[tuple, list[Tensor]] = {}
+        self.skipped: dict[str, int] = {}
+        self.parameters = {r.name for r in reference.records if r.kind == "parameter"}
+        self.start = min(record.step for record in reference.records)
+        self.pools = self._pools()
+
+    def whole(self, id: tuple) -> Tensor | None:
+        """A tensor of the reference, fp64."""
+        if id not in self.wholes:
+            self.wholes[id] = assemble(self.reference, self.records[id])
+        return self.wholes[id]
+
+    def spread(self, id: tuple) -> list[Tensor]:
+        """Errors of a tensor in the runs that round differently."""
+        if id not in self.errors:
+            whole, found = self.whole(id), []
+            for capture, records in zip(self.spreads, self.spread_records, strict=True):
+                other = assemble(capture, records[id]) if id in records else None
+                if whole is not None and other is not None and other.shape == whole.shape:
+                    found.append(other - whole)
+            self.errors[id] = found
+        return self.errors[id]
+
+    def _pools(self) -> dict[tuple, list[float]]:
+        """Relative spreads of small tensors, by kind and name, and for microbatches by step."""
+        pools: dict[tuple, list[float]] = {}
+        for id in self.records:
+            if self.spreads and id[0] and id[1] not in ("mask", "local gradient") and self._is_small(id):
+                whole = self.whole(id)
+                if whole is not None and (norm := float(whole.norm())):
+                    pools.setdefault(_pool(id), []).extend(float(e.norm()) / norm for e in self.spread(id))
+        return pools
+
+    def _is_small(self, id: tuple) -> bool:
+        whole = self.whole(id)
+        return whole is not None and whole.numel() < FEW_ELEMENTS
+
+    def compare(
+        self, other: Capture, *, steps: range, kinds: Sequence[str] = KINDS, exact: bool = False
+    ) -> Iterator[Comparison]:
+        """Compare each tensor of `steps` and `kinds` that the reference has with those of all ranks of `other`.
+
+        `exact` allows no difference.
+        """
+        found = dict(other.by_id())
+        held: dict[int, set[str]] = {}
+        for record in other.records:
+            if record.kind == "parameter":
+                held.setdefault(record.rank, set()).add(record.name)
+        for id, records in self.records.items():
+            step, kind, name, *_ = id
+            if (
+                step not in steps
+                or kind not in kinds
+                or kind == "local gradient"
+                or any(word in name for word in NOT_COMPARED)
+            ):
+                continue
+            theirs = found.get(id, [])
+            if kind.startswith("activation"):
+                theirs = [r for r in theirs if self._is_whole_module(name, held.get(r.rank, set()))]
+                if not theirs:
+                    self._skip("modules that are split over pipeline stages or recomputed")
+                    continue
+            yield from self._compare(other, id, records[0], theirs, exact=exact)
+
+    def _is_whole_module(self, name: str, held: set[str]) -> bool:
+        """True if a rank that holds these parameters holds all of a module's."""
+        prefix = f"{name}." if name else ""
+        return all(parameter in held for parameter in self.parameters if parameter.startswith(prefix))
+
+    def _skip(self, reason: str, count: int = 1) -> None:
+        self.skipped[reason] = self.skipped.get(reason, 0) + count
+
+    def _compare(
+        self, other: Capture, id: tuple, mine: Record, theirs: list[Record], *, exact: bool
+    ) -> Iterator[Comparison]:
+        whole = self.whole(id)
+        if whole is None:
+            self._skip("tensors beyond the capture's size")
+            return
+        if not theirs:
+            yield self._fault(mine, mine, "no rank has it")
+            return
+        written = [record for record in theirs if record.key is not None]
+        self._skip("tensors beyond the capture's size", len(theirs) - len(written))
+        pieces: Iterable[tuple[Record, Tensor]]
+        pieces = sums(other, written) if mine.sum_over else ((r, other.read(r)) for r in written)
+        covered = torch.zeros(whole.numel(), dtype=torch.bool)
+        for record, values in pieces:
+            yield self._compare_piece(id, mine, record, values, whole, covered, other.sizes, exact=exact)
+        if id[1] in PARAMETER_KINDS and len(written) == len(theirs) and not covered.all():
+            missing = int((~covered).sum())
+            yield self._fault(mine, mine, f"no rank has {missing:,} of its {whole.numel():,} elements")
+
+    def _compare_piece(
+        self,
+        id: tuple,
+        mine: Record,
+        record: Record,
+        values: Tensor,
+        whole: Tensor,
+        covered: Tensor,
+        sizes: dict[str, int],
+        *,
+        exact: bool,
+    ) -> Comparison:
+        part = self.part(record, values, whole, sizes)
+        if part is None:
+            shapes = f"{list(values.shape)}, and the reference's is {list(whole.shape)}"
+            return self._fault(mine, record, f"its shape is {shapes}")
+        index, mask = part
+        covered[index[mask]] = True
+        reference = whole.view(-1)[index[mask]]
+        difference = values.double().view(-1)[mask] - reference
+        norm = float(reference.norm())
+        exact = exact or self.is_exact(id)
+        error = update_error(self, id) if not exact and id[1] in ("update", "weight", "parameter") else None
+        if error is not None:
+            difference = (difference.abs() - error[index[mask]]).clamp(min=0)
+        limit = 0.0 if exact else self._bound(id, index[mask], norm, reference.numel())
+        return Comparison(
+            record=record, order=mine.order, difference=float(difference.norm()), norm=norm, bound=limit
+        )
+
+    def part(
+        self, record: Record, values: Tensor, whole: Tensor, sizes: dict[str, int]
+    ) -> tuple[Tensor, Tensor] | None:
+        """Index in the flat whole tensor of each element of a rank's tensor, with false for padding.
+
+        Returns:
+            None if the tensor fits nowhere in the whole one.
+        """
+        place = record.place
+        if place is not None:
+            return local_index(place) if valid_shape(place) == tuple(whole.shape) else None
+        if values.shape == whole.shape:
+            return torch.arange(values.numel()), torch.ones(values.numel(), dtype=torch.bool)
+        tp = record.coordinates.get("tp", 0), sizes.get("tp", 1)
+        place = inferred_place(values.shape, whole.shape, *tp)
+        return None if place is None else local_index(place)
+
+    def is_exact(self, id: tuple) -> bool:
+        """True for masks, and for the state before the first step."""
+        return id[1] == "mask" or id[0] == 0
+
+    def _bound(self, id: tuple, index: Tensor, norm: float, size: int) -> float:
+        whole = self.whole(id)
+        assert whole is not None
+        share = math.sqrt(size / max(whole.numel(), 1))
+        errors = self.spread(id)
+        # A part may by chance have less of the error than its share.
+        spreads = [max(float(e.view(-1)[index].norm()), share * float(e.norm())) for e in errors]
+        pooled = self.pools.get(_pool(id), []) if whole.numel() < FEW_ELEMENTS else []
+        return bound(
+            norm,
+            max(size, len(pooled) // max(len(errors), 1)),
+            spreads,
+            pooled,
+            self.rounding.relative(*id[1:3]),
+        )
+
+    def gradient_error(self, id: tuple) -> float:
+        """Bound of the root mean square error of a gradient's elements."""
+        whole = self.whole(id)
+        assert whole is not None
+        size = whole.numel()
+        return self._bound(id, torch.arange(size), float(whole.norm()), size) / math.sqrt(max(size, 1))
+
+    @staticmethod
+    def _fault(mine: Record, record: Record, fault: str) -> Comparison:
+        return Comparison(
+            record=record, order=mine.order, difference=math.inf, norm=mine.norm, bound=0.0, fault=fault
+        )
+
+
+def update_error(comparer: Comparer, id: tuple) -> Tensor | None:
+    """Error of each element's updates up to a step, where the optimizer divides gradients by their size.
+
+    Adam's update has about the same size for a gradient of any size, so that an element whose gradients cancel to
+    almost nothing moves by rounding alone. Runs that round differently seldom hit the same element.
+
+    Returns:
+        Flat, fp64; None if the reference has no gradients and updates of the parameter.
+    """
+    step, _, name, *rest = id
+    total, squares = None, None
+    for earlier in range(comparer.start + 1, step + 1):
+        gradient, update = ((earlier, kind, name, *rest) for kind in ("gradient", "update"))
+        if gradient not in comparer.records or update not in comparer.records:
+            return None
+        values, change = comparer.whole(gradient), comparer.whole(update)
+        if values is None or change is None:
+            return None
+        squares = values.flatten().square() + (0.0 if squares is None else squares)
+        relative = (comparer.gradient_error(gradient) / squares.sqrt()).nan_to_num(0.0).clamp(max=2.0)
+        total = change.abs().max() * relative + (0.0 if total is None else total)
+    return total
+
+
+def _pool(id: tuple) -> tuple:
+    step, kind, name, *_ = id
+    return (kind, name, step) if kind == "loss" else (kind, name)

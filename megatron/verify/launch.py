@@ -1,0 +1,110 @@
+"""Run a function in the processes of a layout, joined by gloo as torchrun's are."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.errors import InputError, TrainingFault
+
+# Seconds that the other ranks get to end by themselves after one has failed.
+GRACE = 5.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """The first rank that failed, and the end of its output."""
+
+    rank: int
+    message: str
+
+
+def launch(
+    function: Callable[..., None], processes: int, arguments: tuple, log: Path, *, timeout: float
+) -> Failure | None:
+    """Run `function(*arguments)` on each rank.
+
+    Args:
+        function: defined at the top level of its module.
+        log: prefix of the files that ranks print to; each appends its rank.
+        timeout: seconds after which all are ended.
+
+    Returns:
+        None if all ranks returned.
+    """
+    # Each process is forked from a server that has imported torch once, with what dispatch modes import.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([function.__module__, "megatron.plugins", "torch._dynamo"])
+    port = _free_port()
+    ranks = []
+    for rank in range(processes):
+        environment = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(processes),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        path = log.with_name(f"{log.name}-{rank}.log")
+        process = context.Process(target=_run, args=(environment, str(path), function, arguments))
+        process.start()
+        ranks.append((process, path))
+    end = time.monotonic() + timeout
+    failed: int | None = None
+    running = dict(enumerate(ranks))
+    while running and time.monotonic() < end:
+        wait([process.sentinel for process, _ in running.values()], timeout=max(0.0, end - time.monotonic()))
+        for rank, (process, _) in list(running.items()):
+            if process.exitcode is not None:
+                del running[rank]
+                if process.exitcode and failed is None:
+                    failed, end = rank, min(end, time.monotonic() + GRACE)
+    for process, _ in running.values():
+        process.kill()
+        process.join()
+    if failed is None and running:
+        return Failure(min(running), f"did not end within {timeout:g} seconds")
+    return None if failed is None else Failure(failed, _tail(ranks[failed][1]))
+
+
+def _tail(path: Path, lines: int = 12) -> str:
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    return "\n".join(text.splitlines()[-lines:])
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _run(environment: dict[str, str], path: str, function: Callable[..., None], arguments: Any) -> None:
+    # The fork server blocks signals if a thread of this process started it.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    status = 1
+    with open(path, "w", encoding="utf-8") as file:
+        sys.stdout = sys.stderr = file
+        try:
+            function(*arguments)
+            status = 0
+        except (InputError, TrainingFault) as error:
+            print(f"error: {error}")
+        except BaseException:
+            traceback.print_exc()
+        file.flush()
+        # Without the interpreter's shutdown, during which gloo's threads may abort.
+        os._exit(status)

@@ -1,0 +1,310 @@
+"""Shrink a run to one that fits a small machine, and keep what its layout depends on."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from megatron.errors import InputError
+from megatron.flags import Config, flag_name
+from megatron.model.config import ModelConfig
+from megatron.optim.config import OptimizerConfig
+from megatron.parallel.config import ParallelConfig
+from megatron.training.config import PLUGIN_CONFIGS, RunConfig
+
+SEQ_LENGTH, HEAD_WIDTH, MICRO_BATCH, BUCKET = 32, 8, 2, 5000
+# Smallest vocabulary, and the fp16 loss scale, which must not overflow within a few steps.
+MIN_VOCAB, LOSS_SCALE = 128, 4096.0
+# Sections of plug-ins that change what a step computes; those of the others get their defaults.
+KEPT_PLUGINS = ("loss", "freezing", "loss scale", "spikes")
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Sizes of the axes."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+
+    @property
+    def processes(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    def __str__(self) -> str:
+        sizes = {"t": self.tp, "p": self.pp, "d": self.dp}
+        return "".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "one process"
+
+
+@dataclasses.dataclass(frozen=True)
+class Shrunk:
+    """A small run that stands for a large one.
+
+    Attributes:
+        config: of one process.
+        parallel: flags of the layout, which layouts take over as far as they fit.
+        layout: the run's own layout, as far as the processes allow it.
+        changes: what was changed, a sentence each.
+    """
+
+    config: RunConfig
+    parallel: ParallelConfig
+    layout: Layout
+    changes: tuple[str, ...]
+
+
+def shrink(config: RunConfig, processes: int, most: int, steps: int) -> Shrunk:
+    """Shrink a run that was configured for a number of `processes` to one of at most `most`.
+
+    Raises:
+        InputError: the flags do not fit the number of processes.
+    """
+    old = config.parallel
+    tp, pp = old.tensor_model_parallel_size, old.pipeline_model_parallel_size
+    if processes % (tp * pp):
+        raise InputError(
+            f"--processes: {processes} is not a multiple of {tp * pp}, the tensor-parallel size {tp} times the "
+            f"pipeline-parallel size {pp}"
+        )
+    layout = fitted_layout(Layout(tp, pp, processes // (tp * pp)), most)
+    parallel, num_layers = _shrunk_layers(config, layout)
+    model = _shrunk_model(config.model, tp, layout.tp, num_layers, _seq_length(config, layout))
+    parallel = dataclasses.replace(
+        parallel,
+        ddp_bucket_size=min(BUCKET, old.ddp_bucket_size),
+        distributed_backend=None,
+        distributed_timeout_minutes=2,
+    )
+    small = dataclasses.replace(
+        config,
+        model=model,
+        data=dataclasses.replace(
+            config.data,
+            seq_length=_seq_length(config, layout),
+            mock_data=True,
+            data_path=None,
+            train_data_path=None,
+            valid_data_path=None,
+            test_data_path=None,
+            split=None,
+            num_workers=0,
+        ),
+        tokenizer=_small_tokenizer(config, layout.tp),
+        training=dataclasses.replace(
+            config.training,
+            micro_batch_size=min(config.training.micro_batch_size, MICRO_BATCH),
+            train_iters=steps,
+            train_samples=None,
+            eval_interval=steps,
+            eval_iters=1,
+            skip_train=False,
+            device="cpu",
+        ),
+        optimizer=_constant_schedule(config.optimizer),
+        parallel=parallel,
+        checkpoint=type(config.checkpoint)(),
+        logging=type(config.logging)(log_interval=1),
+        plugins=_plugins(config),
+    )
+    return Shrunk(small, parallel, layout, tuple(_changes(config, small, processes, layout)))
+
+
+def fitted_layout(layout: Layout, most: int) -> Layout:
+    """Divide the larger of tensor- and pipeline-parallel size until a replica fits. Two replicas remain if they fit."""
+    sizes = {"tp": layout.tp, "pp": layout.pp}
+    while math.prod(sizes.values()) > most:
+        axis = max(sizes, key=sizes.__getitem__)
+        size = sizes[axis]
+        sizes[axis] //= next(n for n in range(2, size + 1) if size % n == 0)
+    return Layout(**sizes, dp=2 if layout.dp > 1 and 2 * math.prod(sizes.values()) <= most else 1)
+
+
+def _shrunk_layers(config: RunConfig, layout: Layout) -> tuple[ParallelConfig, int]:
+    """Flags of the pipeline for few layers, and their number."""
+    parallel, stages = config.parallel, layout.pp
+    per_stage = min(2, max(1, config.model.num_layers // parallel.pipeline_model_parallel_size))
+    changes: dict[str, Any] = {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": stages,
+        "recompute_num_layers": parallel.recompute_num_layers
+        and min(parallel.recompute_num_layers, per_stage),
+    }
+    if layout.tp == 1:
+        changes |= {"sequence_parallel": False, "distribute_saved_activations": False}
+    ends = (parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers)
+    if stages == 1:
+        changes |= one_stage()
+        layers = min(config.model.num_layers, 4)
+    elif parallel.num_layers_per_virtual_pipeline_stage is not None:
+        changes["num_layers_per_virtual_pipeline_stage"] = 1
+        layers = 2 * stages
+    elif ends != (None, None):
+        first, last = (None if end is None else min(end, 2) for end in ends)
+        changes |= {"decoder_first_pipeline_num_layers": first, "decoder_last_pipeline_num_layers": last}
+        given = [end for end in (first, last) if end is not None]
+        layers = sum(given) + per_stage * (stages - len(given))
+    else:
+        layers = per_stage * stages
+    return dataclasses.replace(parallel, **changes), layers
+
+
+def one_stage() -> dict[str, Any]:
+    """Values of `ParallelConfig` without a pipeline."""
+    return {
+        "pipeline_model_parallel_size": 1,
+        "pipeline_schedule": None,
+        "num_layers_per_virtual_pipeline_stage": None,
+        "decoder_first_pipeline_num_layers": None,
+        "decoder_last_pipeline_num_layers": None,
+    }
+
+
+def _shrunk_model(model: ModelConfig, old_tp: int, tp: int, num_layers: int, length: int) -> ModelConfig:
+    """Fewer and narrower heads, with the same sharing of groups by heads and ranks."""
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    if groups >= old_tp:
+        groups_left = tp * min(2, groups // old_tp)
+        shared = min(heads // groups, 2)
+    else:
+        groups_left = max(1, math.gcd(tp, groups * tp // old_tp))
+        shared = tp // groups_left * min(2, heads // old_tp)
+    heads_left, width = groups_left * shared, min(model.kv_channels, HEAD_WIDTH)
+    if model.position_embedding_type == "rope" and int(width * model.rotary_percent) < 2:
+        width = math.ceil(2 / model.rotary_percent)
+    unit = math.lcm(8, tp)
+    ratio = model.hidden_size / (heads * model.kv_channels)
+    hidden = max(unit, round(heads_left * width * ratio / unit) * unit)
+    mlp = max(unit, round(hidden * min(model.ffn_hidden_size / model.hidden_size, 4) / unit) * unit)
+    return dataclasses.replace(
+        model,
+        num_layers=num_layers,
+        hidden_size=hidden,
+        num_attention_heads=heads_left,
+        num_query_groups=groups_left,
+        kv_channels=width,
+        ffn_hidden_size=mlp,
+        max_position_embeddings=length,
+    )
+
+
+def _seq_length(config: RunConfig, layout: Layout) -> int:
+    unit = math.lcm(8, layout.tp)
+    return max(unit, min(config.data.seq_length, SEQ_LENGTH) // unit * unit)
+
+
+def _small_tokenizer(config: RunConfig, tp: int) -> Any:
+    """A tokenizer of few ids, which pad to the same residue as the run's do."""
+    tokenizer = config.tokenizer
+    unit = min(tokenizer.make_vocab_size_divisible_by, MIN_VOCAB)
+    padded = math.ceil(MIN_VOCAB / (unit * tp)) * unit * tp
+    # About a quarter of one rank's rows are padding, unless the run's vocabulary needs none.
+    size = padded - max(1, unit // 4)
+    return type(tokenizer)(
+        tokenizer_type="NullTokenizer", vocab_size=size - 1, make_vocab_size_divisible_by=unit
+    )
+
+
+def _constant_schedule(optimizer: OptimizerConfig) -> OptimizerConfig:
+    """The same optimizer without warm-up, so that the first steps change the weights."""
+    return dataclasses.replace(
+        optimizer,
+        lr_warmup_iters=0,
+        lr_warmup_samples=0,
+        lr_warmup_fraction=None,
+        lr_decay_style="constant",
+        lr_decay_iters=None,
+        lr_decay_samples=None,
+        lr_wsd_decay_iters=None,
+        lr_wsd_decay_samples=None,
+    )
+
+
+def _plugins(config: RunConfig) -> dict[str, Any]:
+    plugins: dict[str, Any] = {
+        title: config.plugins[title] if title in KEPT_PLUGINS else kind()
+        for title, kind in PLUGIN_CONFIGS.items()
+    }
+    scale = plugins["loss scale"]
+    if config.training.fp16 and scale.loss_scale is None:
+        plugins["loss scale"] = dataclasses.replace(
+            scale, initial_loss_scale=max(scale.min_loss_scale, min(scale.initial_loss_scale, LOSS_SCALE))
+        )
+    return plugins
+
+
+def _changes(config: RunConfig, small: RunConfig, processes: int, layout: Layout) -> list[str]:
+    """Flags that changed, with both values."""
+    changes = (
+        [f"processes: {processes} to {layout.processes} ({layout})"] if processes != layout.processes else []
+    )
+    for old, new in zip(config.sections, small.sections, strict=True):
+        for field in dataclasses.fields(old):
+            a, b = getattr(old, field.name), getattr(new, field.name)
+            if "flag" in field.metadata and a != b:
+                changes.append(f"{flag_name(field)}: {_shown(a)} to {_shown(b)}")
+    return changes
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def in_layout(shrunk: Shrunk, layout: Layout, **training: Any) -> RunConfig:
+    """The shrunk run in a layout, with the flags of its own layout as far as they fit.
+
+    Raises:
+        InputError: the model does not fit the layout.
+    """
+    changes: dict[str, Any] = {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+    }
+    if layout.tp == 1:
+        changes |= {"sequence_parallel": False, "distribute_saved_activations": False}
+    if layout.pp == 1:
+        changes |= one_stage()
+    elif layout.pp != shrunk.layout.pp:
+        changes |= one_stage() | {"pipeline_model_parallel_size": layout.pp}
+    config = dataclasses.replace(
+        shrunk.config,
+        parallel=dataclasses.replace(shrunk.parallel, **changes),
+        training=dataclasses.replace(shrunk.config.training, **training),
+    )
+    model, data, tp, pp = config.model, config.data, layout.tp, layout.pp
+    if not model.can_split(tp) or (config.parallel.sequence_parallel and data.seq_length % tp):
+        raise InputError(f"layout {layout}: the shrunk model cannot be split over {tp} tensor-parallel ranks")
+    if config.parallel.layer_split == "even" and model.num_layers % pp:
+        raise InputError(
+            f"layout {layout}: {model.num_layers} layers do not divide into {pp} pipeline stages"
+        )
+    return config
+
+
+def one_process(shrunk: Shrunk, **training: Any) -> RunConfig:
+    """The shrunk run in one process: no recomputation, no distributed optimizer, no overlap."""
+    return dataclasses.replace(
+        shrunk.config,
+        # The rounding of --grad-reduce-in-bf16 is part of the spread of one process.
+        parallel=ParallelConfig(grad_reduce_in_bf16=shrunk.parallel.grad_reduce_in_bf16),
+        training=dataclasses.replace(shrunk.config.training, **training),
+    )
+
+
+def command_words(config: RunConfig) -> list[str]:
+    """Flags that give a configuration, those with default values left out."""
+    return [word for section in config.sections for word in _section_words(section)]
+
+
+def _section_words(section: Config) -> list[str]:
+    words: list[str] = []
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        if "flag" not in field.metadata or value == field.default or value is None:
+            continue
+        words.append(flag_name(field))
+        if isinstance(value, tuple):
+            words += map(str, value)
+        elif not isinstance(value, bool):
+            words.append(str(value))
+    return words

@@ -1,0 +1,108 @@
+"""Runs of one process that differ from it in rounding only: the sums of all products are permuted and divided.
+
+A layout divides sums among ranks: of a row-parallel product over the hidden dimension, of a gradient over tokens and
+samples. Here each product sums in random order, in several parts, each rounded to the precision of the result, as if
+so many ranks had computed it. The spread of such runs is the rounding error to expect, with its growth through the
+model and the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.training.loop import Hook, Trainer
+
+aten = torch.ops.aten
+
+
+class DividedSums(Hook):
+    """Run all steps with permuted and divided sums, or with products in fp64.
+
+    Gradients that --grad-reduce-in-bf16 rounds are divided and rounded too.
+    """
+
+    def __init__(self, seed: int, parts: int) -> None:
+        """`parts`: parts of each sum; 1 computes products in fp64, without permutation."""
+        self.seed, self.parts = seed, parts
+
+    @contextmanager
+    def during_training(self, trainer: Trainer) -> Iterator[None]:
+        generator = torch.Generator().manual_seed(self.seed)
+        in_bf16 = trainer.config.parallel.grad_reduce_in_bf16 and self.parts > 1
+        engine, mode = trainer.engine, SumMode(generator, self.parts)
+        inner = engine.run_passes
+
+        def run_passes(*args: Any) -> None:
+            with mode:
+                inner(*args)
+            if in_bf16:
+                grads = engine.buffer.grads
+                share = torch.rand(grads.shape, generator=generator)
+                rounded = (grads * share).bfloat16() + (grads * (1 - share)).bfloat16()
+                grads.copy_(rounded)
+
+        engine.run_passes = run_passes
+        try:
+            yield
+        finally:
+            engine.run_passes = inner
+
+
+class SumMode(TorchDispatchMode):
+    """Context in which products and sums are computed in another order."""
+
+    def __init__(self, generator: torch.Generator, parts: int) -> None:
+        super().__init__()
+        self.generator, self.parts = generator, parts
+        self.replacements: dict[Any, Callable[..., Tensor]] = {
+            aten.mm.default: self._mm,
+            aten.bmm.default: self._mm,
+            aten.addmm.default: self._addmm,
+            aten.addmm_.default: self._addmm_,
+            aten.sum.dim_IntList: self._sum,
+        }
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.replacements.get(func, func)(*args, **(kwargs or {}))
+
+    def _pieces(self, length: int) -> list[Tensor]:
+        """Indices of the terms of each part of a sum, in random order."""
+        order = torch.randperm(length, generator=self.generator)
+        return list(order.chunk(self.parts))
+
+    def _mm(self, a: Tensor, b: Tensor) -> Tensor:
+        if self.parts == 1:
+            return (a.double() @ b.double()).to(a.dtype)
+        products = [
+            a.index_select(-1, piece) @ b.index_select(-2, piece) for piece in self._pieces(a.shape[-1])
+        ]
+        total = products[0]
+        for product in products[1:]:
+            total = total + product
+        return total
+
+    def _addmm(self, x: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+        return beta * x + alpha * self._mm(a, b)
+
+    def _addmm_(self, x: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+        return x.copy_(self._addmm(x, a, b, beta=beta, alpha=alpha))
+
+    def _sum(
+        self, x: Tensor, dim: list[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        if self.parts == 1 or dim is None or len(dim) != 1 or not x.is_floating_point():
+            return aten.sum.dim_IntList(x, dim, keepdim, dtype=dtype)
+        parts = [
+            aten.sum.dim_IntList(x.index_select(dim[0], piece), dim, keepdim, dtype=dtype)
+            for piece in self._pieces(x.shape[dim[0]])
+        ]
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        return total

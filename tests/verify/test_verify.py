@@ -1,0 +1,135 @@
+"""Verification with real processes: clean layouts pass, and a fault in one of them is located."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+import megatron.training.stage
+from megatron.commands import verify as command
+from megatron.commands.verify import main, parse, parse_command, train_rank
+from megatron.errors import InputError
+from megatron.optim.grad_reducer import GradReducer
+from megatron.verify.launch import Failure, launch
+from megatron.verify.runner import STEPS, Check, Verification
+from megatron.verify.shrink import Layout, command_words, shrink
+
+FLAGS = """
+    --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1
+    --global-batch-size 4 --train-iters 2 --lr 2e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 250
+    --hidden-dropout 0 --attention-dropout 0
+"""
+SP = "--tensor-model-parallel-size 2 --sequence-parallel"
+
+
+def without_partial_sums() -> None:
+    GradReducer._sum_partial = lambda self: None
+
+
+def with_doubled_losses() -> None:
+    inner = megatron.training.stage.MeanLoss.add
+    megatron.training.stage.MeanLoss.add = lambda self, sums: 2 * inner(self, sums)
+
+
+FAULTS: dict[str, Callable[[], None]] = {"partial": without_partial_sums, "loss": with_doubled_losses}
+
+
+def train_with_fault(fault: str, *arguments: Any) -> None:
+    FAULTS[fault]()
+    train_rank(*arguments)
+
+
+def start(fault: str, run: Any, processes: int, spread: Any, log: Path) -> Failure | None:
+    """Put a fault into the runs of several processes."""
+    arguments = ("pretrain_gpt", command_words(run), spread)
+    if processes == 1:
+        return launch(train_rank, 1, arguments, log, timeout=120)
+    return launch(train_with_fault, processes, (fault, *arguments), log, timeout=120)
+
+
+def find(fault: str, folder: Path) -> Check:
+    small = shrink(parse("pretrain_gpt", f"{FLAGS} {SP}".split()), 2, 2, STEPS)
+    verification = Verification(small, [small.layout], folder, functools.partial(start, fault), print)
+    (check,) = verification.run(quick=True)
+    return check
+
+
+def test_a_missing_sum_is_located(tmp_path: Path) -> None:
+    check = find("partial", tmp_path)
+    assert check.finding is not None and not check.passed
+    assert (check.finding.step, check.finding.what, check.finding.ranks) == (1, "gradient", (0, 1))
+    assert check.finding.pattern == "missing sum over the tp axis"
+
+
+@pytest.mark.slow
+def test_a_scaled_loss_is_located(tmp_path: Path) -> None:
+    check = find("loss", tmp_path)
+    assert check.finding is not None
+    assert check.finding.what == "activation gradient" and check.finding.module == "decoder.final_layernorm"
+    assert check.finding.pattern.startswith("summed twice")
+
+
+@pytest.mark.slow
+def test_the_command_verifies_layouts_and_resumes(tmp_path: Path) -> None:
+    flags = f"{FLAGS} {SP} --use-distributed-optimizer --hidden-dropout 0.1".split()
+    words = ["--output", str(tmp_path / "out"), "--layouts", "p2", "--processes", "4", "--keep"]
+    assert main([*words, "--", "pretrain_gpt.py", *flags]) == 0
+    found = json.loads((tmp_path / "out" / "certificate.json").read_text())
+    assert [check["name"] for check in found["checks"]] == [
+        "the run's layout, t2d2",
+        "resume of t2d2 in t2d2",
+        "resume of t2d2 in one process",
+        "layout p2",
+        "conversion to Hugging Face and back",
+    ]
+    assert found["passed"] and found["checks"][3]["kinds"]["mask"]["compared"] > 0
+    assert found["compared"] > 5000
+    assert "Verification: <span" in (tmp_path / "out" / "certificate.html").read_text()
+    # Two captures can be compared by themselves, and a changed value is seen.
+    captures = [tmp_path / "out" / "runs" / f"capture-{name}" for name in ("one", "train")]
+    assert main(["--output", str(tmp_path / "again"), "--compare", *map(str, captures)]) == 0
+    path = captures[1] / "step_0000001" / "rank_00001.safetensors"
+    tensors = load_file(path)
+    records = json.loads(path.with_suffix(".json").read_text())["records"]
+    key = next(row["key"] for row in records if row["kind"] == "gradient")
+    save_file({**tensors, key: tensors[key] * (1 + 1e-4)}, path)
+    assert main(["--output", str(tmp_path / "again"), "--compare", *map(str, captures)]) == 1
+
+
+def test_a_rank_that_fails_is_named(tmp_path: Path) -> None:
+    failure = launch(
+        command.train_rank, 2, ("pretrain_gpt", ["--no-such-flag"], None), tmp_path / "log", timeout=60
+    )
+    assert failure is not None and "--no-such-flag is not a flag of this command" in failure.message
+
+
+def test_commands_are_split() -> None:
+    torchrun = "torchrun --nnodes 2 --nproc-per-node=4 pretrain_gpt.py --lr 1".split()
+    assert parse_command(torchrun) == ("pretrain_gpt", 8, ["--lr", "1"])
+    assert parse_command(["python", "-m", "megatron", "pretrain-bert"]) == ("pretrain_bert", None, [])
+    with pytest.raises(InputError, match=r"names neither pretrain_gpt\.py nor pretrain_bert\.py"):
+        parse_command(["train.py"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "the command to verify is required after --"),
+        (["--compare", "a"], "--compare: a must be two captures or more"),
+        (["--layouts", "x2", "--", "pretrain_gpt.py", *FLAGS.split()], "--layouts: x2 is not a layout"),
+        (["--layouts", "t9", "--", "pretrain_gpt.py", *FLAGS.split()], "needs more than --max-processes 8"),
+    ],
+)
+def test_wrong_input(words: list[str], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        main(words)
+
+
+def test_layouts_have_names() -> None:
+    assert [str(layout) for layout in (Layout(), Layout(2), Layout(2, 1, 4))] == ["one process", "t2", "t2d4"]

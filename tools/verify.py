@@ -1,0 +1,14 @@
+"""`megatron verify` from a checkout."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.cli import run_command
+from megatron.commands.verify import main
+
+if __name__ == "__main__":
+    run_command(main)
