@@ -1,0 +1,392 @@
+"""Faults that `benchmarks/verify.py` puts into the program, by replacing a piece of one function's source."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import inspect
+import textwrap
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fault:
+    """A replacement in the source of a function.
+
+    Attributes:
+        run: key of `RUNS` in verify.py, the layout to verify.
+        target: the function, as module:name.
+        old, new: the text to replace, which occurs once, and its replacement.
+        module: regular expression of the kind of tensor and the module or parameter that a right finding names.
+        kind: regular expression of the kind of fault that a right finding names.
+        like: report of a similar fault in another program (shared/reference/silent-bugs.jsonl).
+        everywhere: also acts in one process, so that the reference has the fault too.
+    """
+
+    name: str
+    run: str
+    target: str
+    old: str
+    new: str
+    module: str
+    kind: str
+    like: str = ""
+    everywhere: bool = False
+
+
+REDUCER, NORMS = "megatron.optim.grad_reducer:GradReducer", "megatron.optim.norms"
+LAYERS = "megatron.model.layers"
+ENGINE, LOAD = "megatron.training.engine:Engine", "megatron.checkpoint.load"
+BUFFER = "megatron.optim.buffer:ParamBuffer"
+_SUM = "missing sum|one rank's part"
+
+FAULTS = (
+    Fault(
+        name="gradients of replicated weights not summed with sequence parallelism",
+        run="t2 sequence",
+        target=f"{REDUCER}._sum_partial",
+        old="axis.size == 1 or",
+        new="True or",
+        module="^gradient",
+        kind=_SUM,
+        like="#1805, #1878, #4054",
+    ),
+    Fault(
+        name="gradients of a shared key and value head not summed",
+        run="t2 groups",
+        target=f"{REDUCER}._sum_partial",
+        old="axis.size == 1 or",
+        new="True or",
+        module="gradient of .*(qkv|query_key_value)",
+        kind=f"{_SUM}|wrong in",
+        like="#1373 (comment)",
+    ),
+    Fault(
+        name="embedding's two copies not summed over stages",
+        run="p2",
+        target=f"{REDUCER}.finish",
+        old="if bucket.tied:",
+        new="if False:",
+        module="gradient of embedding.word",
+        kind=f"{_SUM}|other values",
+    ),
+    Fault(
+        name="gradients not summed over replicas",
+        run="d2",
+        target=f"{REDUCER}._start_reduce",
+        old="[start_all_reduce(grads, axis)]",
+        new="[]",
+        module="^gradient",
+        kind=_SUM,
+    ),
+    Fault(
+        name="gradients summed twice over replicas",
+        run="d2",
+        target=f"{REDUCER}.finish",
+        old="for pending in started:\n                pending.wait()",
+        new="for pending in started:\n                pending.wait(); "
+        "self.grads[slice(*bucket.shard)] *= self.mesh.dp.size",
+        module="^gradient",
+        kind="summed twice",
+        like="#160285",
+    ),
+    Fault(
+        name="gradients averaged, not summed, over replicas",
+        run="d2 distributed",
+        target=f"{REDUCER}._start_reduce",
+        old="grads = self.grads[bucket.start : bucket.end]",
+        new="grads = self.grads[bucket.start : bucket.end].div_(axis.size)",
+        module="^gradient",
+        kind="divided by the dp size",
+        like="#160285",
+    ),
+    Fault(
+        name="gradient norm counts replicas' shards twice",
+        run="d2",
+        target=f"{NORMS}:model_sum",
+        old="all_reduce_sum(local, mesh.tp, mesh.pp, axis)",
+        new="all_reduce_sum(local, mesh.tp, mesh.pp, mesh.dp)",
+        module="metric of grad norm",
+        kind="scaled",
+        like="#2318",
+    ),
+    Fault(
+        name="gradient norm of a shard alone",
+        run="d2 distributed",
+        target=f"{NORMS}:model_sum",
+        old="mesh.tp, mesh.pp, axis",
+        new="mesh.tp, mesh.pp",
+        module="metric of grad norm",
+        kind="missing|scaled|other",
+    ),
+    Fault(
+        name="gradient norm without tensor-parallel ranks",
+        run="t2",
+        target=f"{NORMS}:model_sum",
+        old="mesh.tp, mesh.pp, axis",
+        new="mesh.pp, axis",
+        module="metric of grad norm",
+        kind="missing|scaled|other",
+    ),
+    Fault(
+        name="weights of one rank's tensor-parallel copies counted twice in the norm",
+        run="t2",
+        target="megatron.optim.layout:FlatParam.counted",
+        old="if spec.replicas.rank > 0 else ()",
+        new="if False else ()",
+        module="metric of grad norm|no rank",
+        kind="scaled|other",
+    ),
+    Fault(
+        name="loss divided by local tokens only",
+        run="d2",
+        target=f"{ENGINE}.next_global_batch",
+        old="all_reduce_sum(denominators, self.mesh.dp_cp).clamp(min=1)",
+        new="denominators.clamp(min=1)",
+        module="metric of loss denominators|activation gradient",
+        kind="divided by the dp|missing|summed twice",
+        like="#5047",
+    ),
+    Fault(
+        name="loss multiplied by the tensor-parallel size",
+        run="t2",
+        target="megatron.pretrain_gpt:forward",
+        old="(out * batch.loss_mask).sum()",
+        new="(out * batch.loss_mask).sum() * __import__('torch').distributed.get_world_size()",
+        module="^loss",
+        kind="scaled by|summed twice",
+        like="#673, #906",
+    ),
+    Fault(
+        name="logged loss doubled, gradients right",
+        run="d2",
+        target="megatron.training.stage:MeanLoss.add",
+        old="self.total.add_(share.detach())",
+        new="self.total.add_(share.detach() * torch.distributed.get_world_size())",
+        module="metric of",
+        kind="summed twice|scaled",
+        like="#1420",
+    ),
+    Fault(
+        name="padding columns of the vocabulary in the softmax",
+        run="t2",
+        target="megatron.ops.linear_cross_entropy:_valid_columns",
+        old="def _valid_columns(weight: Tensor, num_valid: int) -> Tensor | None:",
+        new="def _valid_columns(weight: Tensor, num_valid: int) -> Tensor | None:\n    return None\n",
+        module="loss|activation of output|activation of the model",
+        kind=".",
+        like="#1754",
+    ),
+    Fault(
+        name="softmax's sum over the local vocabulary",
+        run="t2",
+        target="megatron.ops.linear_cross_entropy:_LinearCrossEntropy.forward",
+        old="sums = all_reduce_sum(torch.stack((exp_sum * (local_max - maximum).exp(), picked)), axis)",
+        new="sums = torch.stack((exp_sum * (local_max - maximum).exp(), picked))",
+        module="loss|activation of output|activation of the model",
+        kind=".",
+    ),
+    Fault(
+        name="a cached loss mask is edited",
+        run="d2",
+        target="megatron.pretrain_gpt:forward",
+        old="(out * batch.loss_mask).sum()",
+        new="(out * batch.loss_mask.mul_(batch.loss_mask.cumsum(0) > 1)).sum()",
+        module="loss",
+        kind=".",
+        like="#1298",
+        everywhere=True,
+    ),
+    Fault(
+        name="gradient of a column-parallel input not summed",
+        run="t2",
+        target=f"{LAYERS}:_Linear.backward",
+        old="grad_x = reducing.wait()",
+        new="reducing.wait(); grad_x = ops.matmul(grad, weight.t(), None)",
+        module="activation gradient",
+        kind=_SUM,
+    ),
+    Fault(
+        name="sequence-parallel gradient of a weight uses the local part of the input",
+        run="t2 sequence",
+        target=f"{LAYERS}:_Linear.backward",
+        old="gathering.wait()",
+        new="gathering.wait().roll(x.shape[0], 0)",
+        module="gradient of",
+        kind=".",
+    ),
+    Fault(
+        name="output of a row-parallel layer not summed",
+        run="t2",
+        target="megatron.parallel.collectives:reduce_from",
+        old="if axis.size == 1 else",
+        new="if True else",
+        module="^activation of embedding",
+        kind=f"{_SUM}|missing",
+    ),
+    Fault(
+        name="bias added on every rank before the sum",
+        run="t2",
+        target=f"{LAYERS}:RowParallelLinear.forward",
+        old="y + self.bias",
+        new="y + self.bias * self.context.tp.size",
+        module=".",
+        kind=".",
+    ),
+    Fault(
+        name="embedding keeps rows of other ranks",
+        run="t2",
+        target="megatron.model.vocabulary:VocabParallelEmbedding.forward",
+        old="rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)",
+        new="rows",
+        module="^activation of embedding",
+        kind=".",
+    ),
+    Fault(
+        name="positions of the first part of the sequence on all ranks",
+        run="t2 sequence",
+        target="megatron.model.vocabulary:ReplicatedEmbedding.forward",
+        old="local_shard(ids_sb, self.context.tp)",
+        new="ids_sb[: len(ids_sb) // self.context.tp.size]",
+        module="^activation of embedding.position",
+        kind="wrong slice|wrong in|other",
+    ),
+    Fault(
+        name="dropout keyed by the microbatch's number on the replica",
+        run="d2 dropout",
+        target=f"{ENGINE}.next_global_batch",
+        old="(i * self.mesh.dp.size + self.mesh.dp.rank) * size",
+        new="i * size",
+        module="^mask|no rank",
+        kind="random|stale|no rank",
+    ),
+    Fault(
+        name="dropout keyed by the rank",
+        run="d2 dropout",
+        target="megatron.parallel.random:seed_dropout",
+        old="*dropout_key, *site, bits=64)",
+        new="*dropout_key, torch.distributed.get_rank(), *site, bits=64)",
+        module="^mask",
+        kind="random",
+        everywhere=True,
+    ),
+    Fault(
+        name="chunks of a stage start from identical weights",
+        run="p2 interleaved",
+        target=f"{BUFFER}.initialize",
+        old="param.shard_spec, seed, param.name)",
+        new="param.shard_spec, seed, param.name.replace('.2.', '.0.').replace('.3.', '.1.') "
+        "if torch.distributed.get_world_size() > 1 else param.name)",
+        module="^parameter of decoder.layers.[23]",
+        kind="random",
+        like="CHANGELOG, interleaved",
+    ),
+    Fault(
+        name="weights of all ranks start from the first rank's slice",
+        run="t2",
+        target="megatron.parallel.random:fill_tiles_",
+        old="for local, whole in shard.blocks():",
+        new="for local, whole in [(b, b if torch.distributed.get_world_size() > 1 else w) "
+        "for b, w in shard.blocks()]:",
+        module="^parameter",
+        kind="wrong slice|random",
+    ),
+    Fault(
+        name="updated parameters not gathered",
+        run="d2 distributed",
+        target="megatron.optim.param_gather:ParamGather.start",
+        old="if axis.size == 1:",
+        new="if True:",
+        module="^parameter",
+        kind="stale|wrong in",
+    ),
+    Fault(
+        name="weights gathered one step late in bf16",
+        run="d2 bf16",
+        target=f"{BUFFER}.sync_params",
+        old="if not self.is_fp32:\n                shard.copy_(master)\n            self.gather.start(index)",
+        new="self.gather.start(index)\n            if not self.is_fp32:\n                shard.copy_(master)",
+        module="^parameter",
+        kind="stale|wrong in",
+    ),
+    Fault(
+        name="every replica reads the first replica's samples",
+        run="d2",
+        target="megatron.data.samplers:sequential",
+        old="start + dp_rank * micro_batch_size",
+        new="start",
+        module="^activation of embedding",
+        kind="stale|other",
+    ),
+    Fault(
+        name="half of the learning rate on every rank of two",
+        run="d2",
+        target="megatron.optim.optimizer:Optimizer.step",
+        old="lr=lr,",
+        new="lr=lr / torch.distributed.get_world_size(),",
+        module="^update",
+        kind="scaled|divided",
+    ),
+    Fault(
+        name="optimizer's moments not loaded",
+        run="d2 distributed",
+        target=f"{LOAD}:load_into",
+        old='state.read_into(part, f"{kind}/{entry.name}", entry.shard_spec, begin)',
+        new="pass",
+        module="^state",
+        kind="missing",
+        like="#8147",
+    ),
+    Fault(
+        name="moments of another shard loaded",
+        run="d2 distributed",
+        target=f"{LOAD}:load_into",
+        old="entry.shard_spec, begin)",
+        new="entry.shard_spec, 0)",
+        module="^state",
+        kind=".",
+        like="#8147",
+    ),
+    Fault(
+        name="optimizer's number of steps not loaded",
+        run="d2",
+        target=f"{LOAD}:load_into",
+        old='optimizer.steps = checkpoint.state["optimizer_steps"]',
+        new="pass",
+        module="^update",
+        kind=".",
+    ),
+    Fault(
+        name="weights stay at their initial values after loading",
+        run="d2 distributed",
+        target=f"{LOAD}:read_weights",
+        old="entry.view(buffer.params).copy_(values)",
+        new="entry.view(buffer.params)",
+        module="^parameter",
+        kind=".",
+        like="#6920",
+    ),
+)
+
+
+def mutate(fault: Fault) -> None:
+    """Put a fault into this process.
+
+    Raises:
+        ValueError: the text to replace does not occur once.
+    """
+    module, _, path = fault.target.partition(":")
+    found = functools.reduce(getattr, path.split("."), importlib.import_module(module))
+    function: Any = inspect.unwrap(found)  # type: ignore[arg-type]
+    source = textwrap.dedent(inspect.getsource(function))
+    old, new = (textwrap.dedent(text) for text in (fault.old, fault.new))
+    if source.count(old) != 1:
+        # Continuation lines of a method lose four columns when it is dedented.
+        old, new = (text.replace("\n    ", "\n") for text in (old, new))
+    if source.count(old) != 1:
+        raise ValueError(f"{fault.name}: the text occurs {source.count(old)} times in {fault.target}")
+    names: dict[str, Any] = {}
+    exec(compile(source.replace(old, new), fault.target, "exec"), function.__globals__, names)
+    changed = names[function.__name__]
+    function.__code__ = inspect.unwrap(getattr(changed, "__func__", changed)).__code__
