@@ -634,6 +634,7 @@ def test_help_is_grouped_and_complete() -> None:
         "samples",
         "dry run",
         "loss",
+        "capture",
     ]
     assert [line[:-1] for line in lines if re.fullmatch("[a-z -]+:", line)] == ["options", *titles]
     for part, config in RunConfig.section_types().items():

@@ -8,7 +8,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.cli import run_command
-from megatron.commands.verify import main
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command("megatron.commands.verify")
