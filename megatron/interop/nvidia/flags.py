@@ -21,12 +21,13 @@ from megatron.interop.nvidia.training_flags import TRAINING_FLAGS
 OURS_ALONE = frozenset(
     "--activation-function --add-attention-bias --add-mlp-bias --bf16-optimizer-states --capture "
     "--capture-megabytes --capture-steps --check-weight-replicas-interval --cuda-graph --data-order "
-    "--device --dry-run --dry-run-json --dry-run-ranks --eval-on-start --eval-tasks --eval-tasks-data --freeze --hang-timeout --keep-last "
-    "--lion-beta1 --lion-beta2 --log-format --log-level --loss-mean --no-mask-padded-vocab --metrics-path "
-    "--mlflow-experiment --mlflow-run-name --mlflow-tracking-uri --norm-after --num-threads --on-non-finite "
-    "--ops-backend --pipeline-schedule --no-progress --qk-layernorm-all-heads --rope-scaling-original-length "
-    "--rope-scaling-attention-factor --rope-scaling-turns --rope-scaling-type --sample-interval --sample-prompts "
-    "--save-best --scale-embeddings --spike-skip --tokenizer --no-torch-compile --train-epochs --train-tokens "
+    "--device --dry-run --dry-run-json --dry-run-ranks --eval-on-start --eval-tasks --eval-tasks-data "
+    "--freeze --hang-timeout --keep-last --lion-beta1 --lion-beta2 --log-format --log-level --loss-mean "
+    "--no-mask-padded-vocab --metrics-path --mlflow-experiment --mlflow-run-name --mlflow-tracking-uri "
+    "--norm-after --num-threads --on-non-finite --ops-backend --pipeline-schedule --no-progress "
+    "--qk-layernorm-all-heads --rope-scaling-original-length --rope-scaling-attention-factor "
+    "--rope-scaling-turns --rope-scaling-type --sample-interval --sample-prompts --save-best "
+    "--scale-embeddings --spike-skip --tokenizer --no-torch-compile --train-epochs --train-tokens "
     "--use-parallel-residual --no-verify-checkpoint --wandb-group --world-size".split()
 )
 
