@@ -8,10 +8,10 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,10 @@ from megatron.errors import InputError, TrainingFault
 
 # Seconds that the other ranks get to end by themselves after one has failed.
 GRACE = 5.0
+# Seconds between looks at the ranks. `start` and `exitcode` of multiprocessing read the exit status of every child, once:
+# of two threads that read it at the same time the second would take a rank that ended well for one that failed.
+INTERVAL = 0.02
+_children = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,21 +63,25 @@ def launch(
         }
         path = log.with_name(f"{log.name}-{rank}.log")
         process = context.Process(target=_run, args=(environment, str(path), function, arguments))
-        process.start()
+        with _children:
+            process.start()
         ranks.append((process, path))
     end = time.monotonic() + timeout
     failed: int | None = None
     running = dict(enumerate(ranks))
     while running and time.monotonic() < end:
-        wait([process.sentinel for process, _ in running.values()], timeout=max(0.0, end - time.monotonic()))
-        for rank, (process, _) in list(running.items()):
-            if process.exitcode is not None:
+        with _children:
+            ended = {rank: process.exitcode for rank, (process, _) in running.items()}
+        for rank, code in ended.items():
+            if code is not None:
                 del running[rank]
-                if process.exitcode and failed is None:
+                if code and failed is None:
                     failed, end = rank, min(end, time.monotonic() + GRACE)
-    for process, _ in running.values():
-        process.kill()
-        process.join()
+        time.sleep(INTERVAL)
+    with _children:
+        for process, _ in running.values():
+            process.kill()
+            process.join()
     if failed is None and running:
         return Failure(min(running), f"did not end within {timeout:g} seconds")
     return None if failed is None else Failure(failed, _tail(ranks[failed][1]))

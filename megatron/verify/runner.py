@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import InputError, TrainingFault
+from megatron.optim.norms import CHUNK_SIZE
 from megatron.training.config import RunConfig
 from megatron.verify.compare import Comparer, Comparison
 from megatron.verify.format import KINDS, Capture
@@ -266,8 +267,7 @@ def rounding_of(config: RunConfig) -> Rounding:
             model.hidden_size, model.ffn_hidden_size, model.num_attention_heads * model.kv_channels
         ),
         tokens=tokens,
-        # `optim.norms` sums so many elements at once in fp32.
-        norm_length=1 << 16,
+        norm_length=CHUNK_SIZE,
     )
 
 
@@ -289,7 +289,7 @@ def compare_captures(folders: Sequence[Path]) -> Check:
     reference, other, *spreads = (Capture(folder) for folder in folders)
     precision = reference.run.get("precision", "fp32")
     lengths = [record.place.shape[-1] for record in reference.records if record.place is not None]
-    rounding = Rounding(precision, max(lengths, default=1), 1 << 16, 1 << 16)
+    rounding = Rounding(precision, max(lengths, default=1), 1 << 16, CHUNK_SIZE)
     comparer = Comparer(reference, spreads, rounding)
     last = max(record.step for record in reference.records)
     kinds = KINDS if spreads else KINDS[: KINDS.index("metric") + 1]
