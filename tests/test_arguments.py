@@ -186,6 +186,10 @@ def test_derived_defaults() -> None:
     assert config.model.max_position_embeddings == 16
     assert (config.model.ffn_hidden_size, config.model.kv_channels) == (32, 4)
     assert parse("--group-query-attention").model.num_query_groups == 1
+    # Two thirds of 4 h in whole multiples of 64, as in Megatron-LM.
+    for hidden, ffn in ((8, 64), (128, 320), (4096, 10880)):
+        gated = parse("--swiglu", "--hidden-size", str(hidden), "--num-attention-heads", "2")
+        assert gated.model.ffn_hidden_size == ffn
 
 
 def test_a_switch_inverts_its_default() -> None:

@@ -210,6 +210,8 @@ def test_bert_samples_depend_on_seed_and_flags(
 
     assert texts() == texts()
     assert texts(seed=8) != texts()
+    train = build_bert(bert_tokenizer, data_path=[documents.prefix], split="1", seed=8)[0]
+    assert train.seed == 8  # test_bert_dataset.py compares what comes of it with Megatron-LM
     assert texts(mask_prob=0.3) != texts() != texts(short_seq_prob=0.5)
     assert texts(bert_binary_head=False) != texts()
 

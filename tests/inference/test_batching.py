@@ -22,7 +22,7 @@ from megatron.inference.driver import driver
 from megatron.inference.kv_cache import KVCache
 from megatron.inference.load import load_gpt
 from megatron.inference.predictor import Predictor
-from megatron.inference.sampling import Sampler, SamplingConfig, sample_tokens
+from megatron.inference.sampling import SamplingConfig
 from megatron.parallel.mesh import Mesh
 from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.config import TokenizerConfig
@@ -215,17 +215,6 @@ def test_a_beam_search_can_be_cancelled_before_each_forward_pass(folder: Path) -
         with pytest.raises(InterruptedError):
             beam_search(predictor, [3, 1], BeamConfig(beam_width=3), length=9, eod=None, check=cancel)
         assert len(done) == passes
-
-
-def test_a_seed_is_that_of_torch(folder: Path) -> None:
-    """The first token is drawn from the model's distribution by a generator of torch with the request's seed."""
-    batcher = make_batcher(folder)
-    logits = batcher.predictor.forward(0, [0], [PROMPTS[0]])
-    for seed in (7, 8, 9):
-        (state,) = run_requests(batcher, [request(PROMPTS[0], greedy=False, seed=seed, out_seq_length=1)])
-        generator = torch.Generator().manual_seed(seed)
-        sampler = Sampler(SamplingConfig(), PROMPTS[0], generator)
-        assert state.new == sample_tokens(logits, [sampler])
 
 
 class Outputs(NamedTuple):

@@ -86,6 +86,15 @@ def chat(url: str, **body: object):
 PLAIN_TEXT = "System: Be brief.\n\nUser: Who sat?\n\nAssistant: The cat.\n\nUser: Where?\n\nAssistant:"
 
 
+def test_the_type_of_an_error_follows_its_status() -> None:
+    """OpenAI's names."""
+    found = {
+        status: ApiError(status, "").body()["error"]["type"] for status in (400, 401, 404, 429, 500, 503)
+    }
+    names = ["invalid_request", "authentication", "not_found", "rate_limit", "server", "server"]
+    assert found == dict(zip(found, (f"{name}_error" for name in names), strict=True))
+
+
 def test_plain_template() -> None:
     assert PLAIN.render(MESSAGES) == PLAIN_TEXT
     with pytest.raises(ApiError, match="the role 'tool' is none of system, user, assistant"):

@@ -204,6 +204,16 @@ def test_a_mistral_without_the_key_has_a_window(tmp_path: Path) -> None:
         open_huggingface(folder)
 
 
+def test_yarn_without_rounded_turns_is_refused(tmp_path: Path) -> None:
+    folder = save_hf(tmp_path, "llama yarn")
+    settings = json.loads((folder / "config.json").read_text())
+    rope = settings.get("rope_parameters") or settings["rope_scaling"]
+    rope["truncate"] = False
+    (folder / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(InputError, match="truncate"):
+        open_huggingface(folder)
+
+
 def test_dynamic_scaling_is_plain_within_the_context(tmp_path: Path) -> None:
     scaling = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
     folder = save_hf(tmp_path, "llama", rope_parameters=scaling)

@@ -84,9 +84,7 @@ def save_three(root: str, flags: str, in_background: bool) -> None:
     """Save checkpoints of three steps. With `in_background`, training continues during the writes."""
     config = parse_run_config(f"{FLAGS} {flags}".split(), description="", defaults=DEFAULTS)
     with init_mesh(config.parallel, CPU) as mesh:
-        engine, needed = make_engine(mesh, flags), []
-        begin = save_module.begin_checkpoint
-        save_module.begin_checkpoint = lambda *what: needed.append(what[2]) or begin(*what)
+        engine = make_engine(mesh, flags)
         if in_background:
             saver = make_saver(root, engine, keep_last=2)
         else:
@@ -98,10 +96,6 @@ def save_three(root: str, flags: str, in_background: bool) -> None:
                 if in_background:
                     saver.check()
             step(engine, 4)
-        if mesh.is_first:  # which checks that there is room for the tensors of all
-            files = storage.folder_of(Path(root), 3).glob("*.safetensors")
-            written = sum(path.stat().st_size for path in files)
-            assert all(0.8 * written < size < written for size in needed) and len(needed) == 3
 
 
 @pytest.mark.parametrize(

@@ -277,6 +277,14 @@ def test_huggingface_pattern_that_backtracks_without_end(bpe_files, tmp_path):
         tokenizer.tokenize("a" * 40 + "b")
     assert tokenizer.tokenize("b")
 
+    class Interrupted:
+        def encode_batch_fast(self, *_: object, **__: object) -> None:
+            raise KeyboardInterrupt
+
+    tokenizer._tokenizer = Interrupted()
+    with pytest.raises(KeyboardInterrupt):  # and not an error in the file
+        tokenizer.tokenize("b")
+
 
 def test_null_tokenizer():
     tokenizer = build_tokenizer(config("NullTokenizer", vocab_size=100))

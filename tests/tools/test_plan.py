@@ -31,13 +31,6 @@ def plan(capsys: pytest.CaptureFixture[str]):
     return run
 
 
-@pytest.mark.parametrize("flag", ["--json", "--trace", "--picture"])
-def test_output_files_are_checked_before_the_search(plan, flag: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(plan_command, "search", lambda *_, **__: pytest.fail("the search has begun"))
-    with pytest.raises(InputError, match=rf"^{flag}: /none/file.svg"):
-        plan(f"{SMALL} --gpus 8 {flag} /none/file.svg")
-
-
 def test_a_named_model_is_planned(plan, tmp_path: Path):
     files = {name: tmp_path / name for name in ("plans.json", "trace.json", "picture.svg")}
     out = plan(
