@@ -6,6 +6,7 @@ import pytest
 
 from megatron.arguments import parse_run_config
 from megatron.errors import InputError
+from megatron.model.config import ModelConfig
 from megatron.training.layout import check_layout
 
 BASE = (
@@ -179,3 +180,13 @@ def test_errors_suggest_valid_layouts(
 )
 def test_valid_layouts(processes: int, flags: str) -> None:
     check(processes, flags)
+
+
+@pytest.mark.parametrize(
+    ("groups", "sizes"), [(1, [1, 2, 4, 8]), (2, [1, 2, 4, 8]), (8, [1, 2, 4, 8]), (3, [1])]
+)
+def test_sizes_that_can_split_the_query_groups(groups: int, sizes: list[int]) -> None:
+    """Ranks share whole groups, or groups have whole numbers of ranks."""
+    shape = {"num_layers": 1, "hidden_size": 96, "num_attention_heads": 24, "max_position_embeddings": 8}
+    model = ModelConfig(**shape, group_query_attention=True, num_query_groups=groups)
+    assert [ranks for ranks in (1, 2, 4, 8) if model.can_split(ranks)] == sizes
