@@ -26,6 +26,7 @@ from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.load import load_into
 from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.pieces import piece_key, write_pieces
+from megatron.checkpoint.tensor_file import TensorFile
 from megatron.errors import InputError, TrainingFault
 from megatron.inference.load import load_weights
 from megatron.model.config import ModelConfig
@@ -291,6 +292,10 @@ def test_load_from_an_empty_or_missing_folder(tmp_path: Path) -> None:
         (lambda f: (f / "index.json").unlink(), "index.json: is missing"),
         (lambda f: (f / "index.json").write_text("[" * 1000000), "index.json: is damaged"),
         (lambda f: (f / "index.json").write_text("{}"), "index.json: is damaged"),
+        (
+            lambda f: edit_index(f, lambda m: m.tensors["model"][BIAS].update(shape=[16] + [1] * 8)),
+            "index.json: is damaged",  # a tensor has at most eight dimensions
+        ),
         (lambda f: edit_index(f, lambda m: m.tensors["model"].pop(BIAS)), "lacks the tensor"),
         (lambda f: edit_index(f, lambda m: m.tensors.pop("model")), "lists no state.json, or no tensors"),
         (lambda f: edit_index(f, lambda m: m.files.pop("state.json")), "lists no state.json, or no tensors"),
@@ -642,3 +647,8 @@ def test_a_link_to_nothing(tmp_path: Path) -> None:
         CheckpointConfig(save=str(tmp_path / "link"))
     (tmp_path / "absent").mkdir()
     assert CheckpointConfig(save=str(tmp_path / "link")).save
+
+
+def test_a_file_that_vanishes_after_the_checks(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"model\.safetensors: is missing; the checkpoint is incomplete$"):
+        TensorFile(tmp_path / "model.safetensors")
