@@ -1,8 +1,8 @@
 """Pipeline stages, and the executor that runs a schedule over them.
 
-`schedules.py` makes the list of actions of every stage. The executor carries out the list of this stage: it calls the
-stage's `forward` and `backward`, and passes activations and gradients on. Sends never block. Receives are posted ahead
-of need in the order of the list, which is the same on both ends of every transfer.
+`schedules.py` makes the list of actions of every stage. The executor runs the list of this stage: it calls the stage's
+`forward` and `backward`, and sends and receives activations and gradients asynchronously. Receives are posted before
+they are needed. Any two ranks list the transfers between them in the same order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TransferKey = tuple[int, int, bool]
 
 
 class PipelineStage(abc.ABC):
-    """The chunks of a model that one pipeline rank holds, and what backward needs of the microbatches in flight.
+    """The model chunks of one pipeline rank, and the tensors that backward needs for the microbatches in flight.
 
     Attributes:
         hidden_dtype: dtype of the activations between chunks.
@@ -42,8 +42,8 @@ class PipelineStage(abc.ABC):
 
     @abc.abstractmethod
     def compute(self, chunk: int, microbatch: int, x: Tensor | None) -> Tensor:
-        """Output of a chunk for `x`, the output of the chunk before (None for the first). The model's last chunk gives
-        a scalar, the loss to differentiate."""
+        """Output of a chunk for `x`, the output of the previous chunk (None for the first). With gradients enabled, the
+        model's last chunk returns the scalar loss."""
 
     def forward(self, chunk: int, microbatch: int, x: Tensor | None) -> Tensor:
         """Run `compute`, and record what backward needs if gradients are enabled. Returns the output detached."""
@@ -52,7 +52,7 @@ class PipelineStage(abc.ABC):
         if x is not None:
             self.inputs[microbatch, chunk] = x.requires_grad_()
         out = self.compute(chunk, microbatch, x)
-        # Backward needs the graph of an output but not its values: once sent, their memory is free.
+        # Backward needs the graph of an output but not its values, so their memory can be freed after the send.
         self.roots[microbatch, chunk] = out if out.dim() == 0 else get_gradient_edge(out)
         return out.detach()
 
@@ -69,7 +69,7 @@ class PipelineStage(abc.ABC):
 def run_schedule(
     stage: PipelineStage, actions: list[Action], transfers: Transfers, phases: Phases = UNOBSERVED
 ) -> None:
-    """Carry out a stage's `actions`; `phases` mark passes and transfers.
+    """Run a stage's `actions`; `phases` mark passes and transfers.
 
     The last sends may still be under way at return; `transfers.finish` waits for them.
     """
@@ -117,7 +117,7 @@ class _Executor:
             self.outgoing[key] = x
 
     def _post_receives(self) -> None:
-        """Post the receives that come before this stage's next send."""
+        """Post the receives listed before the next send, up to `MAX_PENDING_RECVS` at a time."""
         left = self.transfers_left
         while left and isinstance(left[0], Receive) and len(self.incoming) < MAX_PENDING_RECVS:
             self._post_receive()

@@ -7,7 +7,7 @@ result. This module does not use torch.
 A rank's position in the pipeline is its stage. With more than one chunk per rank (virtual stages), the layers are split
 into `stages * chunks` parts, and chunk c of rank p is part `c * stages + p`.
 
-Source: 1F1B (PipeDream-Flush) and its chunks, 2104.04473 section 2.2.
+Source: 1F1B (PipeDream-Flush) and model chunks, arXiv 2104.04473 section 2.2.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Backward:
 
 @dataclass(frozen=True)
 class Send:
-    """Send the output of `chunk` to rank `peer`, or if not `forward` the gradient of its input."""
+    """Send the output of `chunk` to rank `peer` or, if `forward` is false, the gradient of its input."""
 
     microbatch: int
     chunk: int
@@ -44,7 +44,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Receive:
-    """Receive the input of `chunk` from rank `peer`, or if not `forward` the gradient of its output."""
+    """Receive the input of `chunk` from rank `peer` or, if `forward` is false, the gradient of its output."""
 
     microbatch: int
     chunk: int
@@ -73,9 +73,9 @@ def forward_only(stages: int, chunks: int, microbatches: int) -> list[list[Compu
 
 
 def one_forward_one_backward(stages: int, chunks: int, microbatches: int) -> list[list[Compute]]:
-    """1F1B: as many forwards as there are later stages, then one forward and one backward in turn.
+    """1F1B: one warm-up forward for each later stage, then alternate one forward and one backward.
 
-    Rank p holds the activations of at most `stages - p` microbatches; the bubble is GPipe's.
+    Rank p holds the activations of at most `stages - p` microbatches; the bubble is the same as GPipe's.
     """
     assert chunks == 1
     forwards = [Forward(microbatch, 0) for microbatch in range(microbatches)]

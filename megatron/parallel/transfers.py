@@ -20,11 +20,11 @@ MAX_PENDING_SENDS = 4
 
 
 class Transfers:
-    """Sends that never block, and receives that are posted before they are needed."""
+    """Asynchronous sends, which block only above `MAX_PENDING_SENDS`, and receives that are posted early."""
 
     def __init__(self, mesh: Mesh, *, scatter_gather: bool) -> None:
-        """With `scatter_gather` each tensor-parallel rank sends its part of a tensor that all of them hold, and the
-        ranks of the next stage gather the parts (arXiv 2104.04473 section 4.1)."""
+        """With `scatter_gather` each tensor-parallel rank sends its shard of a replicated tensor, and the ranks of the
+        next stage all-gather the shards (arXiv 2104.04473 section 4.1)."""
         self.pp = mesh.pp
         self.tp = mesh.tp if scatter_gather else ALONE
         self.device = mesh.device
@@ -39,7 +39,7 @@ class Transfers:
         return Axis(0, 2, self.pp.group, self.pp.name, ranks, self.heartbeat)
 
     def send(self, x: Tensor, peer: int) -> None:
-        """Start sending `x`, any shape, to the stage `peer`; its memory is kept until it has gone."""
+        """Start sending `x`, any shape, to the stage `peer`; keeps its memory until the send completes."""
         part = local_shard(x.flatten(), self.tp) if self._is_split(x.shape) else x.contiguous()
         with named("send", self.between(peer)):
             work = dist.isend(part, group=self.pp.group, group_dst=peer)
