@@ -1,4 +1,4 @@
-"""Reduction of gradients over the data-parallel replicas, bucket by bucket."""
+"""Reduction of gradients over the data-parallel group, bucket by bucket."""
 
 from __future__ import annotations
 
@@ -21,20 +21,19 @@ from megatron.parallel.slices import Range, intersections
 
 
 class GradReducer:
-    """Reduces gradients, with --overlap-grad-reduce each bucket as soon as backward has completed it.
+    """Reduces gradients. With --overlap-grad-reduce, starts on each bucket as soon as its gradients are complete.
 
     Attributes:
-        reducing: by index of the bucket, communication that has started, and the gradients that it reduces.
+        reducing: by bucket index, the gradients being reduced and their pending communication.
     """
 
     def __init__(self, grads: Tensor, buckets: list[Bucket], mesh: Mesh, config: ParallelConfig) -> None:
-        """`grads` is flat memory for the gradients, fp32."""
+        """`grads` is the flat fp32 gradient memory."""
         self.grads, self.buckets, self.mesh = grads, buckets, mesh
         self.overlap, self.in_bf16 = config.overlap_grad_reduce, config.grad_reduce_in_bf16
-        self.final: set[int] = set()  # chunks whose last backward pass of the step has begun
-        self.waiting = [
-            len(bucket.flat_params) for bucket in buckets
-        ]  # parameters without their final gradient
+        self.final_chunks: set[int] = set()  # those whose last backward pass of the step has begun
+        # For each bucket, the number of parameters whose gradient is incomplete.
+        self.num_incomplete = [len(bucket.flat_params) for bucket in buckets]
         self.reducing: dict[int, tuple[Tensor, list[Pending]]] = {}
         # Ranges of gradients that are partial sums over an axis.
         self.partial: dict[Axis, list[Range]] = collections.defaultdict(list)
@@ -45,22 +44,22 @@ class GradReducer:
                     self.partial[spec.replicas] += intersections(bucket.shard, param.flat(spec.shared))
 
     def begin_last_backward(self, chunk: int) -> None:
-        """Note that the step's last backward pass through `chunk` begins, which completes its gradients."""
+        """Called when the step's last backward pass through `chunk` begins, which completes its gradients."""
         if self.overlap:
-            self.final.add(chunk)
+            self.final_chunks.add(chunk)
 
     def on_grad(self, index: int, chunk: int) -> None:
-        """Note that backward has accumulated the gradient of a parameter of bucket `index`."""
-        if chunk in self.final:
-            self.waiting[index] -= 1
-            if self.waiting[index] == 0:
+        """Called when backward has accumulated the gradient of a parameter of bucket `index`."""
+        if chunk in self.final_chunks:
+            self.num_incomplete[index] -= 1
+            if self.num_incomplete[index] == 0:
                 self._start_reduce(index)
 
     def _start_reduce(self, index: int) -> None:
         """Start reducing a bucket's gradients over its reduce axis.
 
-        Reduce-scatter with the distributed optimizer, else all-reduce. Sums, not means: each loss is already divided
-        by the global denominator.
+        Reduce-scatter (one reduce per shard if shards differ in length) with the distributed optimizer, otherwise
+        all-reduce. Gradients are summed, not averaged: each loss is already divided by the global denominator.
         """
         bucket = self.buckets[index]
         axis = bucket.group.reduce_axis
@@ -77,7 +76,7 @@ class GradReducer:
         self.reducing[index] = grads, pending
 
     def finish(self) -> None:
-        """Wait until the gradients of the local shards are summed over the global batch."""
+        """Reduce the remaining buckets and wait, so that gradients of local shards are sums over the global batch."""
         for index in range(len(self.buckets)):
             if index not in self.reducing:
                 self._start_reduce(index)
@@ -88,14 +87,14 @@ class GradReducer:
             if grads.dtype != self.grads.dtype:
                 begin, end = bucket.shard
                 self.grads[begin:end] = grads[begin - bucket.start : end - bucket.start]
-            self.waiting[index] = len(bucket.flat_params)
+            self.num_incomplete[index] = len(bucket.flat_params)
             if bucket.tied:
                 all_reduce_sum(self.grads[slice(*bucket.shard)], self.mesh.embedding)
-        self.final.clear()
+        self.final_chunks.clear()
         self._sum_partial()
 
     def _sum_partial(self) -> None:
-        """All-reduce the gradients that tensor-parallel ranks have partial sums of."""
+        """All-reduce the gradients of which each tensor-parallel rank has a partial sum."""
         for axis, ranges in self.partial.items():
             if axis.size == 1 or not ranges:
                 continue

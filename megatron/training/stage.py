@@ -21,15 +21,15 @@ from megatron.training.task import EvalMetric, ForwardStep
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StageModel:
-    """The chunks of the model on this process.
+    """The model chunks of this process.
 
     Attributes:
         modules: one for each of `chunks`.
-        context: what the modules were built from.
+        context: the context that the modules were built with.
         buckets: layout of their parameters in memory.
         hidden_size: last dimension of the activations between chunks, [sequence, samples, hidden_size].
         hidden_dtype: their dtype.
-        sequence_shards: ranks that their sequence dimension is split over (sequence parallelism).
+        sequence_shards: number of shards of their sequence dimension; 1 without sequence parallelism.
     """
 
     modules: list[nn.Module]
@@ -42,7 +42,7 @@ class StageModel:
 
 
 class MeanLoss:
-    """The mean losses of a global batch, summed up microbatch by microbatch.
+    """The mean losses of a global batch, accumulated over its microbatches.
 
     Attributes:
         total: [terms] fp64, this process's share of the mean losses. Their sum over replicas and stages is the mean.
@@ -57,7 +57,7 @@ class MeanLoss:
         """Add a microbatch's losses, [terms]. Returns the scalar to differentiate, its scaled share of the mean."""
         share = sums / self.denominators
         self.total.add_(share.detach())
-        # 0 x NaN is NaN: a loss that is not finite makes the gradient not finite, whatever its derivative.
+        # 0 x NaN is NaN: a non-finite loss makes the gradient non-finite, even where the loss has a finite derivative.
         return (share * (self.loss_scale + 0 * share.detach())).sum()
 
 
@@ -75,21 +75,21 @@ class ModelStage(PipelineStage):
     def compute(self, chunk: int, microbatch: int, x: Tensor | None) -> Tensor:
         module, batch = self.model.modules[chunk], self.microbatches[microbatch]
         out = self.forward_step(module, batch, x, self.dropout_key(microbatch))
-        return self.end(microbatch, out) if self.model.chunks[chunk].last else out
+        return self.accumulate(microbatch, out) if self.model.chunks[chunk].last else out
 
     def dropout_key(self, microbatch: int) -> DropoutKey:
-        """Key of the random numbers of dropout; None without dropout."""
+        """Dropout key of a microbatch; None disables dropout."""
         return None
 
     @abstractmethod
-    def end(self, microbatch: int, sums: Tensor) -> Tensor:
-        """Take the sums, [terms], that come out of the model's last chunk. In training the result is differentiated."""
+    def accumulate(self, microbatch: int, sums: Tensor) -> Tensor:
+        """Accumulate the sums, [terms], that the model's last chunk returns. Training differentiates the result."""
 
 
 class TrainStage(ModelStage):
     """A stage of a training step: losses are averaged over the global batch.
 
-    `buffer` learns when the last backward pass begins, to reduce gradients meanwhile. None reduces them all afterwards.
+    `buffer` is told when the last backward pass begins, to overlap the reduction of gradients. None: no overlap.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class TrainStage(ModelStage):
     def dropout_key(self, microbatch: int) -> DropoutKey:
         return self.dropout_keys[microbatch]
 
-    def end(self, microbatch: int, sums: Tensor) -> Tensor:
+    def accumulate(self, microbatch: int, sums: Tensor) -> Tensor:
         return self.loss.add(sums)
 
     def begin_last_backward(self, chunk: int) -> None:
@@ -125,7 +125,7 @@ class EvalStage(ModelStage):
         super().__init__(model, microbatches, metric.forward)
         self.metric, self.totals = metric, totals
 
-    def end(self, microbatch: int, sums: Tensor) -> Tensor:
+    def accumulate(self, microbatch: int, sums: Tensor) -> Tensor:
         self.totals[0] += sums
         self.totals[1] += self.metric.denominators(self.microbatches[microbatch])
         return sums
