@@ -21,8 +21,8 @@ from megatron.errors import InputError, TrainingFault
 
 # Seconds that the other ranks get to end by themselves after one has failed.
 GRACE = 5.0
-# Seconds between looks at the ranks. `start` and `exitcode` of multiprocessing read the exit status of every child, once:
-# of two threads that read it at the same time the second would take a rank that ended well for one that failed.
+# Seconds between polls of the ranks. `start` and `exitcode` of multiprocessing reap every exited child: if two threads
+# do so at once, the second gets no exit status and would report a rank that succeeded as failed. Hence the lock.
 INTERVAL = 0.02
 _children = threading.Lock()
 
