@@ -1,4 +1,4 @@
-"""Load a checkpoint: every process reads its own shards, in any layout of the run that saved it."""
+"""Load a checkpoint: each process reads only its own shards, whatever layout the checkpoint was saved in."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from megatron.parallel.mesh import Mesh
 
 
 def load_into(checkpoint: Checkpoint, buffer: ParamBuffer, optimizer: Optimizer | None) -> None:
-    """Fill the weights and, unless `optimizer` is None, the optimizer's state. Collective.
+    """Load the weights and, unless `optimizer` is None, the optimizer's state. Collective.
 
     Raises:
         InputError: a file is missing or truncated, or a tensor is missing, unknown or of another shape.
     """
     weights = checkpoint.tensors["model"]
-    check_known(weights, {entry.name for entry in buffer.flat_params}, buffer.mesh)
+    check_known(weights, {param.name for param in buffer.flat_params}, buffer.mesh)
     if optimizer is None:
         read_weights(buffer, weights, "")
         return
@@ -36,38 +36,38 @@ def load_into(checkpoint: Checkpoint, buffer: ParamBuffer, optimizer: Optimizer 
     has_master = any(name.startswith("master/") for name in state.index)
     master = ("master",) if has_master else ()
     names = {
-        f"{kind}/{entry.name}"
+        f"{kind}/{param.name}"
         for bucket in buffer.buckets
         for kind in (*bucket.group.optimizer.state, *master)
-        for entry in bucket.flat_params
+        for param in bucket.flat_params
     }
     hint = "; if --optimizer or --freeze changed, --no-load-optim begins with a new optimizer state"
     check_known(state, names, buffer.mesh, hint)
     if lacking := names - state.index.keys():
         raise InputError(f"{state.folder}: lacks the tensor {min(lacking)}{hint}")
     read_weights(buffer, *((state, "master/") if has_master else (weights, "")))
-    for kind, owned in optimizer.state.items():
-        for entry, part, begin in buffer.parts(owned):
-            state.read_into(part, f"{kind}/{entry.name}", entry.shard_spec, begin)
+    for kind, shards in optimizer.state.items():
+        for param, part, begin in buffer.parts(shards):
+            state.read_into(part, f"{kind}/{param.name}", param.shard_spec, begin)
     optimizer.steps = checkpoint.state["optimizer_steps"]
 
 
 def read_weights(buffer: ParamBuffer, source: TensorSource, prefix: str, kept: Container[str] = ()) -> None:
-    """Fill parameters and master weights from the tensors whose names start with `prefix`, except those in `kept`."""
+    """Load parameters and master weights from the tensors `prefix` + name. Parameters in `kept` keep their values."""
     parts = () if buffer.is_fp32 else buffer.parts(buffer.masters)
-    masters = {entry.name: (part, begin) for entry, part, begin in parts}
-    for entry in buffer.flat_params:
-        if entry.name in kept:
+    masters = {param.name: (part, begin) for param, part, begin in parts}
+    for param in buffer.flat_params:
+        if param.name in kept:
             continue
-        values = source.read(prefix + entry.name, entry.shard_spec)
-        entry.view(buffer.params).copy_(values)
-        if entry.name in masters:
-            part, begin = masters[entry.name]
+        values = source.read(prefix + param.name, param.shard_spec)
+        param.view(buffer.params).copy_(values)
+        if param.name in masters:
+            part, begin = masters[param.name]
             part.copy_(values.view(-1)[begin : begin + part.numel()])
 
 
 def check_known(source: TensorSource, expected: set[str], mesh: Mesh, hint: str = "") -> None:
-    """Raise `InputError` if a tensor is not in `expected` on any pipeline stage. Collective."""
+    """Raise `InputError` if the source has a tensor that no pipeline stage expects. Collective."""
     names = sorted(source.index)
     here = torch.tensor([name in expected for name in names], dtype=torch.int32, device=mesh.device)
     known = all_reduce_max(here, mesh.pp)

@@ -1,7 +1,7 @@
-"""Sharded tensors in safetensors files: each process writes its pieces and reads the pieces that it needs.
+"""Sharded tensors in safetensors files: each process writes its own pieces and reads the ones that overlap its shards.
 
-A piece is a block of a whole tensor, viewed as a matrix. The name of a piece ends in the block's range unless it is the
-whole tensor: `decoder.final_layernorm.weight[0:512]`, `decoder.layers.0.mlp.linear_fc1.weight[0:128,0:64]`.
+A piece is a block of a whole tensor, viewed as a matrix. The name of a piece ends in the block's ranges unless it is
+the whole tensor: `decoder.final_layernorm.weight[0:512]`, `decoder.layers.0.mlp.linear_fc1.weight[0:128,0:64]`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class TensorSource(Protocol):
         """Read a shard of a tensor, in fp32; rows that pad the vocabulary are zero."""
 
     def read_into(self, target: Tensor, name: str, spec: GlobalSlice, begin: int) -> None:
-        """Fill the flat `target` with elements of a shard, starting at the shard's element `begin`."""
+        """Fill the flat `target` with consecutive elements of the flattened shard, from element `begin` on."""
 
 
 def file_name(kind: str, rank: int, ranks: int) -> str:
@@ -56,9 +56,9 @@ def file_name(kind: str, rank: int, ranks: int) -> str:
 
 
 def written_range(bucket: Bucket) -> Range:
-    """Range of flat memory that this rank writes of a bucket.
+    """Range of a bucket that this rank writes.
 
-    With the distributed optimizer it is the local shard, otherwise an equal part for each replica.
+    With the distributed optimizer it is the local shard; otherwise each replica writes an equal part of the bucket.
     """
     if bucket.group.shard_axis.size > 1:
         return bucket.shard
@@ -68,7 +68,7 @@ def written_range(bucket: Bucket) -> Range:
 
 
 def written_parts(buffer: ParamBuffer, shards: list[Tensor]) -> list[Tensor]:
-    """Slice what this rank writes out of its local shard of each bucket, without a copy."""
+    """Views of the part that this rank writes of its local shard of each bucket."""
     parts = []
     for bucket, shard in zip(buffer.buckets, shards, strict=True):
         begin, end = written_range(bucket)
@@ -77,7 +77,7 @@ def written_parts(buffer: ParamBuffer, shards: list[Tensor]) -> list[Tensor]:
 
 
 def pieces_to_write(buffer: ParamBuffer, by_prefix: dict[str, list[Tensor]]) -> PiecesToWrite:
-    """The pieces that this rank writes. Those of all ranks cover the whole tensors without overlap.
+    """Divide what this rank writes into pieces. The pieces of all ranks cover each whole tensor without overlap.
 
     Args:
         by_prefix: results of `written_parts`, by the prefix of the tensors' names.
@@ -98,7 +98,7 @@ def pieces_to_write(buffer: ParamBuffer, by_prefix: dict[str, list[Tensor]]) -> 
 
 
 def _blocks(param: FlatParam, flat: Range) -> Iterator[tuple[Block, Block]]:
-    """Divide a range of flat memory into blocks of the local tensor, and yield each with its block of the whole one."""
+    """Split a range of flat memory into blocks of the local tensor; yield each with its block in the whole tensor."""
     row = param.shard_spec.row
     for part in flat_blocks(flat[0] - param.start, flat[1] - param.start, row):
         for counted in param.counted():
@@ -110,12 +110,12 @@ def _blocks(param: FlatParam, flat: Range) -> Iterator[tuple[Block, Block]]:
 
 
 def write_pieces(path: Path, pieces: PiecesToWrite) -> AsyncResult[list[str]]:
-    """Write pieces to a safetensors file, with their part of the index in its metadata, by `write_file`.
+    """Write pieces to a safetensors file, with their part of the index in its metadata.
 
-    The library's writer would leave the digests to a second pass, which takes as long again.
+    `write_file` computes the digests while it writes; after safetensors' own writer they would take a second pass.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     header: dict[str, Any] = {}
     index: Index = {}
@@ -163,7 +163,7 @@ class NativeTensors:
         for part in flat_blocks(begin, begin + target.numel(), spec.row):
             for local, whole in spec.blocks():
                 needed = part.intersect(local)
-                # No file holds the rows that pad the vocabulary.
+                # Rows that pad the vocabulary are not stored.
                 needed = needed and needed.translated(local, whole).intersect(Block((0, rows), (0, 2**62)))
                 if needed is None:
                     continue
@@ -184,7 +184,7 @@ class NativeTensors:
 
 
 def check_shape(folder: Path, index: Index, name: str, spec: GlobalSlice) -> None:
-    """Raise `InputError` unless the index has the tensor of which `spec` is a shard."""
+    """Raise `InputError` if the index lacks the tensor `name`, or its shape does not match `spec`."""
     if name not in index:
         raise InputError(f"{folder}: lacks the tensor {name}")
     shape = tuple(index[name]["shape"])
