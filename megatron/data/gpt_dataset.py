@@ -1,4 +1,4 @@
-"""GPT datasets: samples are fixed-length pieces of the token stream, or synthetic."""
+"""GPT batches, and the dataset of fixed-length samples that are cut from a stream of documents."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from megatron.errors import InputError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPTBatch(Batch):
-    """Batch of a left-to-right model.
+    """Batch of a causal language model.
 
     Attributes:
         tokens: int64 [batch, seq].
-        labels: int64 [batch, seq], the token after each.
-        loss_mask: float32 [batch, seq], weight of each prediction; with --eod-mask-loss 0 for predictions made from
-            an end-of-document token.
-        position_ids: int64 [batch, seq]; with --reset-position-ids each document starts at 0.
+        labels: int64 [batch, seq], the next token at each position.
+        loss_mask: float32 [batch, seq], weight of each prediction. With --eod-mask-loss it is 0 where the input is an
+            end-of-document token.
+        position_ids: int64 [batch, seq]. With --reset-position-ids they restart at 0 in each document.
         document_ids: int64 [batch, seq], only with --reset-attention-mask: number of documents that end before each
             token. A token attends to earlier tokens of its own document only.
     """
@@ -39,7 +39,7 @@ class GPTBatch(Batch):
 
 
 def ltor_batch(text: np.ndarray, eod: int | None, config: DataConfig) -> GPTBatch:
-    """Make a batch of text, int64 [batch, seq + 1].
+    """Make a batch from token ids, int64 [batch, seq + 1].
 
     An end-of-document token belongs to the document that it ends.
 
@@ -69,9 +69,9 @@ class GPTSamples:
     """Base class of GPT datasets.
 
     Attributes:
-        config: for --seq-length and the flags of `ltor_batch`.
+        config: for --seq-length and the flags that `ltor_batch` reads.
         vocab_size: token ids are below it.
-        eod: as of `ltor_batch`.
+        eod: as for `ltor_batch`.
     """
 
     config: DataConfig
@@ -88,7 +88,7 @@ class GPTSamples:
 
 @dataclasses.dataclass(kw_only=True)
 class GPTDataset(GPTSamples):
-    """Samples of seq_length + 1 tokens, in the order of an index of `megatron.data.gpt_index`."""
+    """Samples of seq_length + 1 tokens, as the three arrays of `megatron.data.gpt_index` in `index` define them."""
 
     tokens: IndexedDataset
     index: MappedArrays
@@ -109,7 +109,7 @@ class GPTDataset(GPTSamples):
         return {"text": text}
 
     def _spans(self, i: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the sequence, offset and length of each piece of sample `i`."""
+        """Yield (sequence, offset, length) for each part of a document in sample `i`."""
         documents, starts, order = self.index
         start = int(order[i])
         (first, offset), (last, end) = starts[start : start + 2].tolist()
@@ -154,7 +154,7 @@ def build_gpt_datasets(
     vocab_size: int,
     eod: int | None = None,
 ) -> dict[str, Dataset]:
-    """Build the GPT datasets by name, as `build_datasets`.
+    """Build the GPT datasets by name, like `build_datasets`.
 
     Args:
         samples: minimum number of samples for training, validation and testing.

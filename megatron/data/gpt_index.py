@@ -1,7 +1,7 @@
 """Megatron-LM's document, sample and shuffle indices, which define the tokens of each GPT sample.
 
 The documents of a split are concatenated in random order, repeated for as many epochs as the samples need. This
-stream is cut every `seq_length` tokens. A sample has seq_length + 1 tokens and shares its last one with the next
+stream is cut every `seq_length` tokens. A sample has seq_length + 1 tokens; its last one is also the first of the next
 sample. The samples are read in random order. For the same seed the three arrays equal Megatron-LM's (both draw from
 numpy's RandomState), but they are built here without a loop over samples.
 """
@@ -28,9 +28,9 @@ class EpochPlan:
     Attributes:
         epochs: passes over the documents.
         samples: samples in all epochs; at least the number needed.
-        first_samples: samples shuffled together before the rest. If less than 80% of the last epoch is needed, its
-            documents would be sampled unevenly; the last epoch is then shuffled separately, and these are the samples
-            of the epochs before it. Otherwise all samples.
+        first_samples: number of samples shuffled together first. If less than 80% of the last epoch is needed, its
+            documents would be sampled unevenly. The last epoch is then shuffled separately, and this is the number of
+            samples in the epochs before it; otherwise it is the number of all samples.
     """
 
     epochs: int
@@ -63,7 +63,7 @@ def build_indices(
         sizes: int32 [sequences], tokens in each sequence of the dataset.
         documents: range of sequences to use. (GPT treats every sequence as a document.)
         seq_length: tokens from the start of one sample to the start of the next.
-        plan: from `plan_epochs`.
+        plan: result of `plan_epochs`.
         seed: seed of numpy's RandomState.
 
     Returns:
@@ -133,7 +133,7 @@ def _shuffle_index(plan: EpochPlan, rng: np.random.RandomState) -> np.ndarray:
 def load_or_build(request: IndexRequest, seq_length: int) -> MappedArrays:
     """Load the document, sample and shuffle index (`build_indices`) from the cache, or build and cache them.
 
-    The documents have tokens.
+    The documents must hold at least one token.
 
     Raises:
         InputError: the index would not fit in memory, or the cache is not writable.
