@@ -13,7 +13,7 @@ class InputError(ValueError):
     """Raised for wrong input: a flag, a file or a checkpoint.
 
     The message names the flag or file (and line), the value, and what would be right. Entry points print it as one
-    line and exit with status 2. Any other exception is a bug and keeps its traceback.
+    line and exit with status 2. Any exception other than this and `TrainingFault` is a bug and keeps its traceback.
     """
 
     exit_status = 2
