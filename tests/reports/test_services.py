@@ -1,4 +1,4 @@
-"""Weights & Biases offline and MLflow with a store of files."""
+"""Weights & Biases offline and MLflow with a local SQLite database."""
 
 from __future__ import annotations
 
