@@ -1,21 +1,29 @@
 """Count the faults that `megatron verify` finds, and its false alarms.
 
-    python benchmarks/verify.py [--only faults|clean] [--match PATTERN]
+    python benchmarks/verify.py [--only faults|random|clean] [--match PATTERN]
 
-"faults" puts one fault after the other into the program (`verify_faults.py`), and verifies a small run with it. A fault
-is caught if a comparison fails, and located if the finding names the right kind of tensor, module and kind of fault.
-"clean" verifies runs without faults. Results are written after each run.
+"faults" puts one fault after the other into a copy of the checkout (`verify_faults.py`), and verifies a small run of it
+against one process of the program without the fault. A fault is caught if a comparison fails, and located if the
+finding names the right kind of tensor, module and kind of fault. "random" does the same with faults drawn at random
+over the lines that the runs execute (`verify_mutations.py`); those that stop the run are not counted. "clean" verifies
+random combinations of features without a fault in nine layouts. Results are written after each run; a table that was
+interrupted continues.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
+import os
 import re
+import shutil
+import signal
+import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,141 +31,229 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from parallel import run_metadata
-from verify_faults import FAULTS, Fault, mutate
+from verify_faults import FAULTS, Fault
+from verify_mutations import RandomFault, judgment, random_faults
+from verify_runs import COUNTS, LAYOUTS, RUNS, combinations, shrunk
 
 from megatron.cli import Parser, add_flags, make_config, run_command
-from megatron.commands.verify import parse, train_rank
+from megatron.commands.verify import train_rank
+from megatron.errors import TrainingFault
 from megatron.flags import Config, flag
+from megatron.training.config import RunConfig
+from megatron.verify.compare import Comparer
 from megatron.verify.launch import Failure, launch
-from megatron.verify.runner import STEPS, Check, Verification
-from megatron.verify.shrink import Layout, Shrunk, command_words, shrink
+from megatron.verify.runner import Check, Runs, Verification
+from megatron.verify.shrink import command_words, in_layout
 
-COMMON = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "
-    "--global-batch-size 4 --train-iters 3 --lr 2e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 250 "
-    "--hidden-dropout 0 --attention-dropout 0"
-)
-RUNS = {
-    "t2": "--tensor-model-parallel-size 2",
-    "t2 sequence": "--tensor-model-parallel-size 2 --sequence-parallel",
-    "t2 groups": "--tensor-model-parallel-size 2 --group-query-attention --num-query-groups 1",
-    "p2": "--pipeline-model-parallel-size 2",
-    "p2 interleaved": "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
-    "d2": "",
-    "d2 distributed": "--use-distributed-optimizer",
-    "d2 dropout": "--use-distributed-optimizer --hidden-dropout 0.1",
-    "d2 bf16": "--use-distributed-optimizer --bf16",
-}
-# Flags of clean runs, which are verified in t2, p2, d2 and t2p2, with resumes.
-CLEAN = {
-    "fp32": "",
-    "sequence parallelism, distributed optimizer": "--sequence-parallel --use-distributed-optimizer",
-    "bf16": "--bf16 --use-distributed-optimizer",
-    "fp16": "--fp16",
-    "Llama": "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
-    "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2",
-    "bf16, Llama, sequence parallelism": "--bf16 --sequence-parallel --swiglu --normalization RMSNorm "
-    "--position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights",
-    "one group": "--group-query-attention --num-query-groups 1",
-    "dropout": "--hidden-dropout 0.1 --attention-dropout 0.1 --use-distributed-optimizer",
-    "Muon": "--optimizer muon",
-    "overlap": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
-    "gradients reduced in bf16": "--bf16 --grad-reduce-in-bf16",
-}
-CLEAN_LAYOUTS = (Layout(2, 2, 1), Layout(2), Layout(1, 2), Layout(1, 1, 2))
+# Seconds for the ranks of one run.
+TIMEOUT = 180
+# Random faults that are counted.
+NUM_RANDOM = 40
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchmarkConfig(Config):
     """Options of the benchmark."""
 
-    only: str | None = flag(None, "one table only", choices=("faults", "clean"))
+    only: str | None = flag(None, "one table only", choices=("faults", "random", "clean"))
     match: str = flag("", "regular expression of the names of faults or clean runs", metavar="PATTERN")
+    seed: int = flag(1, "seed of random faults and of clean runs", low=0)
     output: str = flag(
         str(ROOT / "benchmarks/results/verify.json"),
-        "file to write the results to; those of a table that is not made are kept",
+        "file to write the results to; tables that are not made keep their results",
         metavar="FILE",
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
     parser = Parser(description=__doc__)
     add_flags(parser, BenchmarkConfig, "benchmark")
-    config = make_config(BenchmarkConfig, vars(parser.parse_args(argv)))
-    output = Path(config.output)
-    results: dict[str, Any] = json.loads(output.read_text()) if output.exists() else {}
-    words = list(sys.argv[1:] if argv is None else argv)
-    for name, table in (("faults", fault_rows), ("clean", clean_rows)):
-        if config.only not in (None, name):
-            continue
-        metadata, rows = run_metadata("verify.py", words), []
-        for row in table(config.match):
-            rows.append(row)
-            print(json.dumps(row), flush=True)
-            results[name] = {**metadata, **_counts(rows), "rows": rows}
-            output.write_text(json.dumps(results, indent=1) + "\n")
+    config = make_config(BenchmarkConfig, vars(parser.parse_args(words)))
+    for name, table in (("faults", fault_rows), ("random", random_rows), ("clean", clean_rows)):
+        if config.only in (None, name):
+            make_table(name, table, config, words)
     return 0
 
 
-def _counts(rows: list[dict[str, Any]]) -> dict[str, int]:
-    """Number of rows, and of those for which each yes-or-no column is true."""
+def make_table(name: str, table: Any, config: BenchmarkConfig, words: list[str]) -> None:
+    """Add rows to a table of the results, those that it has from this commit left out."""
+    output = Path(config.output)
+    results: dict[str, Any] = json.loads(output.read_text()) if output.exists() else {}
+    metadata = run_metadata("verify.py", words)
+    old = results.get(name, {})
+    same = old.get("commit") == metadata["commit"] and old.get("seed") == config.seed
+    rows: list[dict[str, Any]] = old["rows"] if same else []
+    with tempfile.TemporaryDirectory() as folder:
+        for row in table(config, rows, Path(folder)):
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+            results[name] = {**metadata, "seed": config.seed, **_counts(rows), "rows": rows}
+            output.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def _counts(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Number of rows, those for which each yes-or-no column is true, and in clean runs those of each precision."""
     names = [name for name, value in rows[0].items() if isinstance(value, bool)]
-    return {"runs": len(rows)} | {name: sum(row[name] for row in rows) for name in names}
+    counts: dict[str, Any] = {"runs": len(rows)} | {name: sum(row[name] for row in rows) for name in names}
+    for precision in sorted({row["precision"] for row in rows if "precision" in row}):
+        covered = [row for row in rows if row["precision"] == precision and row["covered"]]
+        counts[precision] = {"covered": len(covered), "alarm": sum(row["alarm"] for row in covered)}
+    return counts
 
 
-def fault_rows(pattern: str) -> Any:
-    """Yield what the verification of each fault found. The runs of one process without a fault are shared."""
-    with tempfile.TemporaryDirectory() as name:
-        clean: dict[str, Verification] = {}
-        for number, fault in enumerate(FAULTS):
-            if re.search(pattern, fault.name):
-                folder = Path(name) / str(number)
-                folder.mkdir()
-                yield fault_row(fault, folder, clean)
+class Checkout:
+    """A copy of the checkout, in which runs of several processes have a fault."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root, self.folder = folder / "checkout", folder
+        self.references: dict[str, dict[bool, Comparer]] = {}
+        subprocess.run(["git", "clone", "-q", "--shared", str(ROOT), str(self.root)], check=True)
+        self.number = 0
+
+    def verify(self, fault: Fault | RandomFault) -> Check | None:
+        """Put a fault in, and verify. Returns the first check that failed, if any."""
+        everywhere = isinstance(fault, Fault) and fault.everywhere
+        small = shrunk(RUNS[fault.run])
+        self.number += 1
+        folder = self.folder / str(self.number)
+        folder.mkdir()
+        start = functools.partial(self.start, everywhere)
+        runs = Runs(small, [small.layout], folder, start)
+        if not everywhere:
+            # The runs of one process have no fault, and are shared.
+            runs.comparers = self.references.setdefault(fault.run, {})
+        fault.put_into(self.root)
+        try:
+            checks = Verification(runs, [small.layout], lambda check: None).run(quick=False)
+        finally:
+            subprocess.run(["git", "checkout", "-q", "."], cwd=self.root, check=True)
+        return next((check for check in checks if not check.passed), None)
+
+    def start(
+        self, everywhere: bool, run: RunConfig, processes: int, spread: Any, log: Path
+    ) -> Failure | None:
+        """Run a configuration, in the copy if it has several processes or if the fault acts in one too."""
+        flags = command_words(run)
+        if processes == 1 and not everywhere:
+            return launch(train_rank, 1, ("pretrain_gpt", flags, spread), log, timeout=TIMEOUT)
+        return self.run(processes, {"flags": flags, "spread": spread, "lines": None}, log)
+
+    def run(self, processes: int, words: dict[str, Any], log: Path) -> Failure | None:
+        """Start `verify_rank.py` in the copy."""
+        path = log.with_suffix(".json")
+        path.write_text(json.dumps(words), encoding="utf-8")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(processes), "benchmarks/verify_rank.py", str(path)]
+        environment = os.environ | {
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(self.root),
+        }
+        with log.with_suffix(".log").open("w+") as file:
+            process = subprocess.Popen(
+                command,
+                cwd=self.root,
+                env=environment,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                status = process.wait(TIMEOUT)
+            except subprocess.TimeoutExpired:
+                return Failure(0, f"did not end within {TIMEOUT} seconds")
+            finally:
+                # torchrun, if it did not end by itself, and its ranks.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            file.seek(0)
+            errors = [line for line in file.read().splitlines() if "rror" in line]
+        return Failure(0, errors[0] if errors else f"status {status}") if status else None
+
+    def executed(self, run: str) -> set[tuple[str, int]]:
+        """Files and lines that the ranks of a run execute."""
+        small = shrunk(RUNS[run])
+        log = self.folder / f"lines {run}"
+        words = command_words(in_layout(small, small.layout))
+        failure = self.run(small.layout.processes, {"flags": words, "spread": None, "lines": str(log)}, log)
+        if failure is not None:
+            raise TrainingFault(f"{run}: {failure.message}")
+        files = [Path(f"{log}-{rank}") for rank in range(small.layout.processes)]
+        return {(path, line) for file in files for path, line in json.loads(file.read_text())}
 
 
-def fault_row(fault: Fault, folder: Path, clean: dict[str, Verification]) -> dict[str, Any]:
-    small = _shrunk(RUNS[fault.run])
-    begin = functools.partial(start, fault)
-    verification = Verification(small, [small.layout], folder, begin, lambda check: None)
-    if not fault.everywhere:
-        if fault.run in clean:
-            verification.references = clean[fault.run].references
-        clean[fault.run] = verification
-    checks = verification.run(quick=False)
-    failed = next((check for check in checks if not check.passed), None)
-    finding = "" if failed is None else str(failed.finding or failed.error)
-    where = None if failed is None else failed.finding
-    located = where is not None and bool(
-        re.search(fault.module, f"{where.what} of {where.module}") and re.search(fault.kind, where.pattern)
-    )
+def fault_rows(config: BenchmarkConfig, done: list[dict[str, Any]], folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield what the verification of each fault of the table found."""
+    checkout, names = Checkout(folder), {row["fault"] for row in done}
+    for fault in FAULTS:
+        if fault.name in names or not re.search(config.match, fault.name):
+            continue
+        failed = checkout.verify(fault)
+        finding = failed.finding if failed else None
+        located = finding is not None and bool(
+            re.search(fault.module, f"{finding.what} of {finding.module}")
+            and re.search(fault.kind, finding.pattern)
+        )
+        yield {"fault": fault.name, "like": fault.like, "layout": fault.run, "located": located} | _found(
+            failed
+        )
+
+
+def random_rows(
+    config: BenchmarkConfig, done: list[dict[str, Any]], folder: Path
+) -> Iterator[dict[str, Any]]:
+    """Yield what the verification of each random fault found, until 40 did not stop the run."""
+    checkout, names = Checkout(folder), {row["fault"] for row in done}
+    executed = {run: checkout.executed(run) for run in RUNS}
+    counted = sum(not row["crashed"] for row in done)
+    for fault in random_faults(executed, config.seed):
+        if counted == NUM_RANDOM:
+            return
+        if fault.name in names or not re.search(config.match, fault.name):
+            continue
+        found = _found(checkout.verify(fault))
+        counted += not found["crashed"]
+        id = fault.mutation.id
+        yield {"fault": fault.name, "id": id, "layout": fault.run} | found | judgment(id, found["caught"])
+
+
+def _found(failed: Check | None) -> dict[str, Any]:
+    if failed is None:
+        return {"caught": False, "crashed": False, "in": "", "finding": ""}
     return {
-        "fault": fault.name,
-        "like": fault.like,
-        "layout": fault.run,
-        "caught": where is not None,
-        "crashed": failed is not None and where is None,
-        "located": located,
-        "in": "" if failed is None else failed.name,
-        "finding": finding,
+        "caught": failed.finding is not None,
+        "crashed": failed.finding is None,
+        "in": failed.name,
+        "finding": str(failed.finding or failed.error),
     }
 
 
-def clean_rows(pattern: str) -> Any:
+def clean_rows(config: BenchmarkConfig, done: list[dict[str, Any]], folder: Path) -> Iterator[dict[str, Any]]:
     """Yield a row for each comparison of a run without faults."""
-    for name, flags in CLEAN.items():
-        if not re.search(pattern, name):
-            continue
-        small = _shrunk(f"{flags} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 4)
-        with tempfile.TemporaryDirectory() as folder:
-            begin = functools.partial(start, None)
-            verification = Verification(small, CLEAN_LAYOUTS, Path(folder), begin, lambda check: None)
-            for check in verification.run(quick=False):
-                yield clean_row(name, check)
+    names = {row["run"] for row in done}
+    for precision in COUNTS:
+        for number, (flags, small) in enumerate(combinations(precision, config.seed)):
+            name = f"{precision} {number}: {flags}"
+            if name in names or not re.search(config.match, name):
+                continue
+            runs = folder / f"{precision}-{number}"
+            runs.mkdir()
+            verification = Verification(Runs(small, LAYOUTS, runs, start_clean), LAYOUTS, lambda check: None)
+            rows = [clean_row(precision, name, check) for check in verification.run(quick=False)]
+            shutil.rmtree(runs)
+            yield from rows
 
 
-def clean_row(name: str, check: Check) -> dict[str, Any]:
+def start_clean(run: RunConfig, processes: int, spread: Any, log: Path) -> Failure | None:
+    arguments = ("pretrain_gpt", command_words(run), spread)
+    return launch(train_rank, processes, arguments, log, timeout=TIMEOUT)
+
+
+def clean_row(precision: str, name: str, check: Check) -> dict[str, Any]:
     return {
+        "precision": precision,
         "run": name,
         "check": check.name,
         "covered": not check.not_covered,
@@ -166,23 +262,6 @@ def clean_row(name: str, check: Check) -> dict[str, Any]:
         "largest of its bound": round(check.largest, 3),
         "finding": str(check.finding or check.error or check.not_covered),
     }
-
-
-def _shrunk(flags: str, processes: int = 2) -> Shrunk:
-    run = parse("pretrain_gpt", f"{COMMON} {flags}".split())
-    return shrink(run, processes, processes, STEPS)
-
-
-def start(fault: Fault | None, run: Any, processes: int, spread: Any, log: Path) -> Failure | None:
-    """Run a configuration with a fault; in one process only if the fault acts there."""
-    acts = fault if fault is not None and (fault.everywhere or processes > 1) else None
-    return launch(train, processes, (acts, "pretrain_gpt", command_words(run), spread), log, timeout=240)
-
-
-def train(fault: Fault | None, *arguments: Any) -> None:
-    if fault is not None:
-        mutate(fault)
-    train_rank(*arguments)
 
 
 if __name__ == "__main__":

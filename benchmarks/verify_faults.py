@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
-import functools
-import importlib
-import inspect
-import textwrap
-from typing import Any
+from pathlib import Path
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -15,7 +12,7 @@ class Fault:
     """A replacement in the source of a function.
 
     Attributes:
-        run: key of `RUNS` in verify.py, the layout to verify.
+        run: key of `RUNS` in verify_runs.py, the layout to verify.
         target: the function, as module:name.
         old, new: the text to replace, which occurs once, and its replacement.
         module: regular expression of the kind of tensor and the module or parameter that a right finding names.
@@ -33,6 +30,28 @@ class Fault:
     kind: str
     like: str = ""
     everywhere: bool = False
+
+    def put_into(self, root: Path) -> None:
+        """Put the fault into the checkout `root`.
+
+        Raises:
+            ValueError: the text to replace does not occur once in the function.
+        """
+        module, _, names = self.target.partition(":")
+        path = root / f"{module.replace('.', '/')}.py"
+        source = path.read_text(encoding="utf-8")
+        found: ast.AST = ast.parse(source)
+        for name in names.split("."):
+            found = next(node for node in getattr(found, "body", ()) if getattr(node, "name", None) == name)
+        lines = source.splitlines(keepends=True)
+        begin, end = getattr(found, "lineno", 1) - 1, getattr(found, "end_lineno", 1)
+        function = "".join(lines[begin:end])
+        if function.count(self.old) != 1:
+            raise ValueError(
+                f"{self.name}: the text occurs {function.count(self.old)} times in {self.target}"
+            )
+        lines[begin:end] = function.replace(self.old, self.new)
+        path.write_text("".join(lines), encoding="utf-8")
 
 
 REDUCER, NORMS = "megatron.optim.grad_reducer:GradReducer", "megatron.optim.norms"
@@ -153,7 +172,7 @@ FAULTS = (
         run="t2",
         target="megatron.pretrain_gpt:forward",
         old="(out * batch.loss_mask).sum()",
-        new="(out * batch.loss_mask).sum() * __import__('torch').distributed.get_world_size()",
+        new="(2 * out * batch.loss_mask).sum()",
         module="^loss",
         kind="scaled by|summed twice",
         like="#673, #906",
@@ -163,7 +182,7 @@ FAULTS = (
         run="d2",
         target="megatron.training.stage:MeanLoss.add",
         old="self.total.add_(share.detach())",
-        new="self.total.add_(share.detach() * torch.distributed.get_world_size())",
+        new="self.total.add_(2 * share.detach())",
         module="metric of",
         kind="summed twice|scaled",
         like="#1420",
@@ -188,11 +207,12 @@ FAULTS = (
         kind=".",
     ),
     Fault(
-        name="a cached loss mask is edited",
+        name="a cached loss mask is edited in every microbatch",
         run="d2",
         target="megatron.pretrain_gpt:forward",
-        old="(out * batch.loss_mask).sum()",
-        new="(out * batch.loss_mask.mul_(batch.loss_mask.cumsum(0) > 1)).sum()",
+        old="    return (out * batch.loss_mask).sum()",
+        new="    forward.calls = getattr(forward, 'calls', -1) + 1\n"
+        "    return (out * (batch.loss_mask.cumsum(1) > forward.calls)).sum()",
         module="loss",
         kind=".",
         like="#1298",
@@ -266,7 +286,7 @@ FAULTS = (
         run="d2 dropout",
         target="megatron.parallel.random:seed_dropout",
         old="*dropout_key, *site, bits=64)",
-        new="*dropout_key, torch.distributed.get_rank(), *site, bits=64)",
+        new="*dropout_key, int(__import__('os').environ['RANK']), *site, bits=64)",
         module="^mask",
         kind="random",
         everywhere=True,
@@ -276,8 +296,7 @@ FAULTS = (
         run="p2 interleaved",
         target=f"{BUFFER}.initialize",
         old="param.shard_spec, seed, param.name)",
-        new="param.shard_spec, seed, param.name.replace('.2.', '.0.').replace('.3.', '.1.') "
-        "if torch.distributed.get_world_size() > 1 else param.name)",
+        new="param.shard_spec, seed, param.name.replace('.2.', '.0.').replace('.3.', '.1.'))",
         module="^parameter of decoder.layers.[23]",
         kind="random",
         like="CHANGELOG, interleaved",
@@ -287,8 +306,7 @@ FAULTS = (
         run="t2",
         target="megatron.parallel.random:fill_tiles_",
         old="for local, whole in shard.blocks():",
-        new="for local, whole in [(b, b if torch.distributed.get_world_size() > 1 else w) "
-        "for b, w in shard.blocks()]:",
+        new="for local, whole in [(block, block) for block, _ in shard.blocks()]:",
         module="^parameter",
         kind="wrong slice|random",
     ),
@@ -324,7 +342,7 @@ FAULTS = (
         run="d2",
         target="megatron.optim.optimizer:Optimizer.step",
         old="lr=lr,",
-        new="lr=lr / torch.distributed.get_world_size(),",
+        new="lr=lr / 2,",
         module="^update",
         kind="scaled|divided",
     ),
@@ -368,25 +386,3 @@ FAULTS = (
         like="#6920",
     ),
 )
-
-
-def mutate(fault: Fault) -> None:
-    """Put a fault into this process.
-
-    Raises:
-        ValueError: the text to replace does not occur once.
-    """
-    module, _, path = fault.target.partition(":")
-    found = functools.reduce(getattr, path.split("."), importlib.import_module(module))
-    function: Any = inspect.unwrap(found)  # type: ignore[arg-type]
-    source = textwrap.dedent(inspect.getsource(function))
-    old, new = (textwrap.dedent(text) for text in (fault.old, fault.new))
-    if source.count(old) != 1:
-        # Continuation lines of a method lose four columns when it is dedented.
-        old, new = (text.replace("\n    ", "\n") for text in (old, new))
-    if source.count(old) != 1:
-        raise ValueError(f"{fault.name}: the text occurs {source.count(old)} times in {fault.target}")
-    names: dict[str, Any] = {}
-    exec(compile(source.replace(old, new), fault.target, "exec"), function.__globals__, names)
-    changed = names[function.__name__]
-    function.__code__ = inspect.unwrap(getattr(changed, "__func__", changed)).__code__

@@ -95,7 +95,7 @@ def compare(config: VerifyConfig, command: Sequence[str]) -> int:
 
 
 def verify(config: VerifyConfig, command: list[str]) -> int:
-    from megatron.verify.runner import STEPS, Verification
+    from megatron.verify.runner import STEPS, Runs, Verification
     from megatron.verify.shrink import shrink
 
     begin = time.monotonic()
@@ -115,9 +115,9 @@ def verify(config: VerifyConfig, command: list[str]) -> int:
         else:
             folder = Path(contexts.enter_context(tempfile.TemporaryDirectory()))
         start = functools.partial(start_run, script, config.timeout)
-        verification = Verification(shrunk, layouts, folder, start, report)
+        verification = Verification(Runs(shrunk, layouts, folder, start), layouts, report)
         checks = verification.run(quick=config.quick)
-        if not config.quick and verification.saved is not None and verification.saved.exists():
+        if not config.quick and verification.saved.exists():
             checks.append(convert(verification.saved, folder / "converted"))
             report(checks[-1])
     missing = [

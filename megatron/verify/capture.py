@@ -14,14 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
 
 from megatron import __version__
-from megatron.data.batch import Batch
 from megatron.optim.layout import FlatParam
-from megatron.parallel.parameters import named_parameters
-from megatron.parallel.random import DropoutKey
 from megatron.parallel.slices import GlobalSlice
 from megatron.training.engine import GlobalBatch
 from megatron.training.loop import Hook, Trainer
@@ -29,6 +25,7 @@ from megatron.training.report import EvalResult
 from megatron.training.stage import MeanLoss
 from megatron.verify.config import CaptureConfig
 from megatron.verify.format import CaptureWriter, Place, Record
+from megatron.verify.passes import PassCapture
 
 
 class Capturing(Hook):
@@ -81,7 +78,6 @@ class RunCapture:
 
     Attributes:
         first: the last step before the first captured one.
-        microbatch: first sample of the microbatch that is in forward; None outside of forward.
     """
 
     def __init__(self, trainer: Trainer, config: CaptureConfig) -> None:
@@ -104,15 +100,8 @@ class RunCapture:
             run=run,
             max_bytes=config.capture_megabytes * 10**6,
         )
-        self.microbatch: int | None = None
-        self.seq_length = 0
-        self.order = 0
-        self.calls: dict[tuple[str, str], int] = {}
-        self.producers: dict[int, tuple[str, Tensor]] = {}
-        self.readers: dict[str, set[str]] = {}
-        self.running: list[str] = []
+        self.passes = PassCapture(self.writer, mesh, tuple(trainer.engine.task.loss_names))
         self.before: list[Tensor] = []
-        self.loss_scale = 1.0
 
     @property
     def step(self) -> int:
@@ -134,8 +123,8 @@ class RunCapture:
         """Context in which the engine's passes are captured."""
         engine = self.engine
         task, run_passes = engine.task, engine.run_passes
-        handles = [handle for module in engine.modules for handle in self._hook(module)]
-        engine.task = dataclasses.replace(task, forward=functools.partial(self._forward, task.forward))
+        handles = [handle for module in engine.modules for handle in self.passes.hooked(module)]
+        engine.task = dataclasses.replace(task, forward=functools.partial(self.passes.forward, task.forward))
         engine.run_passes = functools.partial(self._run_passes, run_passes)
         engine.phases.observers.append(self._observe)
         try:
@@ -150,104 +139,17 @@ class RunCapture:
         if self.step - self.first <= self.steps:
             self.writer.flush()
             self.before = [master.clone() for master in self.engine.buffer.masters]
-            self.loss_scale = float(self.engine.optimizer.loss_scale)
+            self.passes.step, self.passes.samples = self.step, self._first_samples(batch)
+            self.passes.loss_scale = float(self.engine.optimizer.loss_scale)
             self.add_value("metric", "loss denominators", batch.denominators, step=self.step)
         inner(batch, loss)
+        self.passes.samples = {}
 
-    def _forward(
-        self, inner: Any, module: nn.Module, batch: Batch, x: Tensor | None, dropout_key: DropoutKey
-    ) -> Tensor:
-        """Run a task's forward on a microbatch, and capture it. Evaluations have no dropout key."""
-        if not self.active or dropout_key is None:
-            return inner(module, batch, x, dropout_key)
-        self.microbatch, self.seq_length = dropout_key[1], batch.seq_length
-        self.order, self.calls = 0, {}
-        try:
-            with MaskRecorder(self):
-                out = inner(module, batch, x, dropout_key)
-            if out.ndim == 1:
-                for name, value in zip(self.engine.task.loss_names, out, strict=True):
-                    self._add("loss", name, value.float())
-        finally:
-            self.microbatch = None
-            self.producers.clear()
-        return out
-
-    def _hook(self, chunk: nn.Module) -> Iterator[Any]:
-        for name, module in chunk.named_modules():
-            yield module.register_forward_pre_hook(functools.partial(self._before_module, name))
-            yield module.register_forward_hook(functools.partial(self._after_module, name))
-
-    def _before_module(self, name: str, module: nn.Module, inputs: tuple) -> None:
-        if self.microbatch is None:
-            return
-        self.running.append(name)
-        if inputs and isinstance(inputs[0], Tensor) and id(inputs[0]) in self.producers:
-            self.readers.setdefault(self.producers[id(inputs[0])][0], set()).add(name)
-
-    def _after_module(self, name: str, module: nn.Module, inputs: tuple, out: Any) -> None:
-        if self.microbatch is None:
-            return
-        self.running.pop()
-        if not isinstance(out, Tensor) or not out.is_floating_point():
-            return
-        place = self._place(module, out)
-        index = self._add("activation", name, out, place=place)
-        self.producers[id(out)] = name, out  # held, so that no other tensor gets its id
-        if out.requires_grad and not _has_partial_output_gradient(module):
-            add = functools.partial(self._add_gradient, self.microbatch, name, index, self.order, place)
-            out.register_hook(add)
-
-    def _add_gradient(
-        self, sample: int, name: str, index: int, order: int, place: Place | None, grad: Tensor
-    ) -> None:
-        record = Record(
-            kind="activation gradient",
-            name=name,
-            step=self.step,
-            sample=sample,
-            index=index,
-            order=order,
-            place=place,
-            read_by=tuple(sorted(self.readers.get(name, ()))),
-        )
-        self.writer.add(record, grad.float() / self.loss_scale)
-
-    def add_mask(self, mask: Tensor) -> None:
-        """Add a mask of dropout that the current module drew."""
-        if self.microbatch is not None:
-            self._add("mask", self.running[-1] if self.running else "", mask != 0)
-
-    def _add(self, kind: str, name: str, values: Tensor, *, place: Place | None = None) -> int:
-        """Add a record of the current microbatch. Returns its index among those of the module."""
-        index = self.calls.get((kind, name), 0)
-        self.calls[kind, name] = index + 1
-        self.order += 1
-        record = Record(
-            kind=kind,
-            name=name,
-            step=self.step,
-            sample=self.microbatch,
-            index=index,
-            order=self.order,
-            place=place,
-        )
-        self.writer.add(record, values)
-        return index
-
-    def _place(self, module: nn.Module, out: Tensor) -> Place | None:
-        """Place of a module's output in the output of the whole module, as far as its weight or the batch tells it."""
-        tp, shape = self.engine.mesh.tp, tuple(out.shape)
-        for _, p in named_parameters(module, recurse=False):
-            spec = p.shard_spec
-            if spec.dim == 0 and spec.local_shape[0] < spec.shape[0] and shape[-1] == spec.local_shape[0]:
-                whole = (*shape[:-1], spec.shape[0])
-                return Place(shape=whole, dim=out.ndim - 1, ranges=spec.ranges, local_shape=shape)
-        length = self.seq_length
-        if tp.size > 1 and out.ndim == 3 and shape[0] * tp.size == length:
-            ranges = (tp.local_range(length),)
-            return Place(shape=(length, *shape[1:]), dim=0, ranges=ranges, local_shape=shape)
-        return None
+    def _first_samples(self, batch: GlobalBatch) -> dict[int, int]:
+        """Index in the run of the first sample of each microbatch, by the microbatch's id()."""
+        dp, size = self.engine.mesh.dp, self.trainer.config.training.micro_batch_size
+        consumed = self.trainer.state.consumed_samples
+        return {id(b): consumed + (i * dp.size + dp.rank) * size for i, b in enumerate(batch.microbatches)}
 
     @contextmanager
     def _observe(self, phase: str) -> Iterator[None]:
@@ -256,14 +158,14 @@ class RunCapture:
         yield
         if phase == "grads-reduce" and self.active:
             for param, part, begin in self.engine.buffer.parts(self.engine.optimizer.grads):
-                self._add_parameter("gradient", param, part / self.loss_scale, begin)
+                self._add_parameter("gradient", param, part / self.passes.loss_scale, begin)
 
     def _add_local_gradients(self) -> None:
         """Add the gradients of this rank that are not being reduced yet."""
         reducer = self.engine.buffer.reducer
         for index, bucket in enumerate(self.engine.buffer.buckets):
             for param in bucket.flat_params if index not in reducer.reducing else ():
-                values = param.view(self.engine.buffer.grads).flatten() / self.loss_scale
+                values = param.view(self.engine.buffer.grads).flatten() / self.passes.loss_scale
                 self._add_parameter("local gradient", param, values, 0, sum_over=("dp",))
 
     def _add_parameter(
@@ -321,12 +223,6 @@ class RunCapture:
             self._add_parameter("parameter", param, values, 0, step=step)
 
 
-def _has_partial_output_gradient(module: nn.Module) -> bool:
-    """True if ranks share rows of the module's split weight, and each has its part of the gradient of their output."""
-    specs = [p.shard_spec for _, p in named_parameters(module, recurse=False)]
-    return any(spec.partial and spec.local_shape[0] < spec.shape[0] for spec in specs)
-
-
 def parameter_place(spec: GlobalSlice, flat: tuple[int, int]) -> Place:
     """Place of elements `flat` of a parameter's local tensor."""
     return Place(
@@ -337,19 +233,3 @@ def parameter_place(spec: GlobalSlice, flat: tuple[int, int]) -> Place:
         valid=spec.num_valid_rows,
         flat=flat,
     )
-
-
-class MaskRecorder(TorchDispatchMode):
-    """Records the random masks that are drawn in its context."""
-
-    def __init__(self, capture: RunCapture) -> None:
-        super().__init__()
-        self.capture = capture
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func in (torch.ops.aten.bernoulli_.float, torch.ops.aten.bernoulli.p):
-            self.capture.add_mask(out)
-        elif func is torch.ops.aten.native_dropout.default:
-            self.capture.add_mask(out[1])
-        return out

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from megatron.verify.assemble import assemble, inferred_place, local_index, sums, valid_shape
 from megatron.verify.format import KINDS, Capture, Record
-from megatron.verify.tolerance import Rounding, bound
+from megatron.verify.tolerance import UNIT, Rounding
+from megatron.verify.tolerance import bound as bound_of
 
 # Values that are logged but depend on the machine, or count numbers of the order of rounding.
 NOT_COMPARED = ("seconds", "tokens per second", "num zeros")
@@ -61,29 +62,28 @@ class Comparison:
         return self.record.step, 1 if forward else kind, place, kind, self.record.sample or 0
 
 
-class Comparer:
-    """Compares captures with a reference and its spread.
+class Reference:
+    """A reference, and runs of it that only round differently.
 
     Attributes:
-        skipped: numbers of tensors that were not compared, by reason.
+        parameters: names of all parameters.
+        start: step of the state before the first step.
     """
 
-    def __init__(self, reference: Capture, spreads: Sequence[Capture], rounding: Rounding) -> None:
-        """`spreads` are captures of the reference's run that only round differently."""
-        self.reference, self.spreads, self.rounding = reference, spreads, rounding
-        self.records = dict(reference.by_id())
+    def __init__(self, capture: Capture, spreads: Sequence[Capture], rounding: Rounding) -> None:
+        self.capture, self.spreads, self.rounding = capture, spreads, rounding
+        self.records = dict(capture.by_id())
         self.spread_records = [dict(spread.by_id()) for spread in spreads]
         self.wholes: dict[tuple, Tensor | None] = {}
         self.errors: dict[tuple, list[Tensor]] = {}
-        self.skipped: dict[str, int] = {}
-        self.parameters = {r.name for r in reference.records if r.kind == "parameter"}
-        self.start = min(record.step for record in reference.records)
+        self.parameters = {r.name for r in capture.records if r.kind == "parameter"}
+        self.start = min(record.step for record in capture.records)
         self.pools = self._pools()
 
     def whole(self, id: tuple) -> Tensor | None:
         """A tensor of the reference, fp64."""
         if id not in self.wholes:
-            self.wholes[id] = assemble(self.reference, self.records[id])
+            self.wholes[id] = assemble(self.capture, self.records[id])
         return self.wholes[id]
 
     def spread(self, id: tuple) -> list[Tensor]:
@@ -111,19 +111,66 @@ class Comparer:
         whole = self.whole(id)
         return whole is not None and whole.numel() < FEW_ELEMENTS
 
+    def is_exact(self, id: tuple) -> bool:
+        """True for masks, and for the state before the first step."""
+        return id[1] == "mask" or id[0] == 0
+
+    def bound(self, id: tuple, index: Tensor, norm: float, size: int) -> float:
+        whole = self.whole(id)
+        assert whole is not None
+        share = math.sqrt(size / max(whole.numel(), 1))
+        errors = self.spread(id)
+        # A part may by chance have less of the error than its share.
+        spreads = [max(float(e.view(-1)[index].norm()), share * float(e.norm())) for e in errors]
+        pooled = self.pools.get(_pool(id), []) if whole.numel() < FEW_ELEMENTS else []
+        return bound_of(
+            norm,
+            max(size, len(pooled) // max(len(errors), 1)),
+            spreads,
+            pooled,
+            self.rounding.relative(*id[1:3]),
+        )
+
+    def gradient_error(self, id: tuple) -> float:
+        """Bound of the root mean square error of a gradient's elements."""
+        whole = self.whole(id)
+        assert whole is not None
+        size = whole.numel()
+        return self.bound(id, torch.arange(size), float(whole.norm()), size) / math.sqrt(max(size, 1))
+
+
+class Comparer:
+    """Compares captures with a reference.
+
+    Attributes:
+        skipped: numbers of tensors that were not compared, by reason.
+    """
+
+    def __init__(self, reference: Reference) -> None:
+        self.reference = reference
+        self.skipped: dict[str, int] = {}
+
     def compare(
-        self, other: Capture, *, steps: range, kinds: Sequence[str] = KINDS, exact: bool = False
+        self,
+        other: Capture,
+        *,
+        steps: range,
+        kinds: Collection[str] = KINDS,
+        exact: bool = False,
+        partial: bool = False,
     ) -> Iterator[Comparison]:
         """Compare each tensor of `steps` and `kinds` that the reference has with those of all ranks of `other`.
 
-        `exact` allows no difference.
+        Args:
+            exact: allow no difference.
+            partial: `other` may lack modules and metrics, as another program's capture does.
         """
         found = dict(other.by_id())
         held: dict[int, set[str]] = {}
         for record in other.records:
             if record.kind == "parameter":
                 held.setdefault(record.rank, set()).add(record.name)
-        for id, records in self.records.items():
+        for id, records in self.reference.records.items():
             step, kind, name, *_ = id
             if (
                 step not in steps
@@ -133,17 +180,22 @@ class Comparer:
             ):
                 continue
             theirs = found.get(id, [])
-            if kind.startswith("activation"):
+            if kind.startswith("activation") and (theirs or not partial):
                 theirs = [r for r in theirs if self._is_whole_module(name, held.get(r.rank, set()))]
                 if not theirs:
                     self._skip("modules that are split over pipeline stages or recomputed")
                     continue
+            if partial and not theirs and kind not in PARAMETER_KINDS:
+                self._skip("values that the other capture lacks")
+                continue
             yield from self._compare(other, id, records[0], theirs, exact=exact)
 
     def _is_whole_module(self, name: str, held: set[str]) -> bool:
         """True if a rank that holds these parameters holds all of a module's."""
         prefix = f"{name}." if name else ""
-        return all(parameter in held for parameter in self.parameters if parameter.startswith(prefix))
+        return all(
+            parameter in held for parameter in self.reference.parameters if parameter.startswith(prefix)
+        )
 
     def _skip(self, reason: str, count: int = 1) -> None:
         self.skipped[reason] = self.skipped.get(reason, 0) + count
@@ -151,7 +203,7 @@ class Comparer:
     def _compare(
         self, other: Capture, id: tuple, mine: Record, theirs: list[Record], *, exact: bool
     ) -> Iterator[Comparison]:
-        whole = self.whole(id)
+        whole = self.reference.whole(id)
         if whole is None:
             self._skip("tensors beyond the capture's size")
             return
@@ -164,6 +216,9 @@ class Comparer:
         pieces = sums(other, written) if mine.sum_over else ((r, other.read(r)) for r in written)
         covered = torch.zeros(whole.numel(), dtype=torch.bool)
         for record, values in pieces:
+            if id[1] == "activation gradient" and _is_shared_by_some(values, whole, other.sizes.get("tp", 1)):
+                self._skip("gradients of activations that some ranks share, of which each may have its part")
+                continue
             yield self._compare_piece(id, mine, record, values, whole, covered, other.sizes, exact=exact)
         if id[1] in PARAMETER_KINDS and len(written) == len(theirs) and not covered.all():
             missing = int((~covered).sum())
@@ -190,11 +245,15 @@ class Comparer:
         reference = whole.view(-1)[index[mask]]
         difference = values.double().view(-1)[mask] - reference
         norm = float(reference.norm())
-        exact = exact or self.is_exact(id)
-        error = update_error(self, id) if not exact and id[1] in ("update", "weight", "parameter") else None
+        exact = exact or self.reference.is_exact(id)
+        error = (
+            update_error(self.reference, id)
+            if not exact and id[1] in ("update", "weight", "parameter")
+            else None
+        )
         if error is not None:
             difference = (difference.abs() - error[index[mask]]).clamp(min=0)
-        limit = 0.0 if exact else self._bound(id, index[mask], norm, reference.numel())
+        limit = 0.0 if exact else self.reference.bound(id, index[mask], norm, reference.numel())
         return Comparison(
             record=record, order=mine.order, difference=float(difference.norm()), norm=norm, bound=limit
         )
@@ -216,33 +275,6 @@ class Comparer:
         place = inferred_place(values.shape, whole.shape, *tp)
         return None if place is None else local_index(place)
 
-    def is_exact(self, id: tuple) -> bool:
-        """True for masks, and for the state before the first step."""
-        return id[1] == "mask" or id[0] == 0
-
-    def _bound(self, id: tuple, index: Tensor, norm: float, size: int) -> float:
-        whole = self.whole(id)
-        assert whole is not None
-        share = math.sqrt(size / max(whole.numel(), 1))
-        errors = self.spread(id)
-        # A part may by chance have less of the error than its share.
-        spreads = [max(float(e.view(-1)[index].norm()), share * float(e.norm())) for e in errors]
-        pooled = self.pools.get(_pool(id), []) if whole.numel() < FEW_ELEMENTS else []
-        return bound(
-            norm,
-            max(size, len(pooled) // max(len(errors), 1)),
-            spreads,
-            pooled,
-            self.rounding.relative(*id[1:3]),
-        )
-
-    def gradient_error(self, id: tuple) -> float:
-        """Bound of the root mean square error of a gradient's elements."""
-        whole = self.whole(id)
-        assert whole is not None
-        size = whole.numel()
-        return self._bound(id, torch.arange(size), float(whole.norm()), size) / math.sqrt(max(size, 1))
-
     @staticmethod
     def _fault(mine: Record, record: Record, fault: str) -> Comparison:
         return Comparison(
@@ -250,28 +282,36 @@ class Comparer:
         )
 
 
-def update_error(comparer: Comparer, id: tuple) -> Tensor | None:
+def update_error(reference: Reference, id: tuple) -> Tensor | None:
     """Error of each element's updates up to a step, where the optimizer divides gradients by their size.
 
     Adam's update has about the same size for a gradient of any size, so that an element whose gradients cancel to
-    almost nothing moves by rounding alone. Runs that round differently seldom hit the same element.
+    almost nothing moves by rounding alone. Runs that round differently seldom hit the same element. Each of the two
+    runs also rounds the sum of weight and update to fp32, which for an update that is small beside its weight is the
+    larger error.
 
     Returns:
         Flat, fp64; None if the reference has no gradients and updates of the parameter.
     """
     step, _, name, *rest = id
-    total, squares = None, None
-    for earlier in range(comparer.start + 1, step + 1):
-        gradient, update = ((earlier, kind, name, *rest) for kind in ("gradient", "update"))
-        if gradient not in comparer.records or update not in comparer.records:
-            return None
-        values, change = comparer.whole(gradient), comparer.whole(update)
+    total, squares = torch.zeros(()), torch.zeros(())
+    for earlier in range(reference.start + 1, step + 1):
+        found = [(earlier, kind, name, *rest) for kind in ("gradient", "update", "weight", "parameter")]
+        wholes = [reference.whole(key) if key in reference.records else None for key in found]
+        values, change, master, parameter = wholes
+        weight = parameter if master is None else master
         if values is None or change is None:
             return None
-        squares = values.flatten().square() + (0.0 if squares is None else squares)
-        relative = (comparer.gradient_error(gradient) / squares.sqrt()).nan_to_num(0.0).clamp(max=2.0)
-        total = change.abs().max() * relative + (0.0 if total is None else total)
+        squares = values.flatten().square() + squares
+        relative = (reference.gradient_error(found[0]) / squares.sqrt()).nan_to_num(0.0).clamp(max=2.0)
+        rounded = 0.0 if weight is None else 2 * UNIT["fp32"] * weight.flatten().abs()
+        total = total + change.abs().max() * relative + rounded
     return total
+
+
+def _is_shared_by_some(values: Tensor, whole: Tensor, ranks: int) -> bool:
+    """True if several tensor-parallel ranks, but not all, have the same part: of the keys of a shared query group."""
+    return 1 < whole.numel() // max(values.numel(), 1) < ranks
 
 
 def _pool(id: tuple) -> tuple:

@@ -21,9 +21,10 @@ from megatron.errors import InputError, TrainingFault
 
 # Seconds that the other ranks get to end by themselves after one has failed.
 GRACE = 5.0
-# Seconds between polls of the ranks. `start` and `exitcode` of multiprocessing reap every exited child: if two threads
-# do so at once, the second gets no exit status and would report a rank that succeeded as failed. Hence the lock.
+# Seconds between looks at the ranks.
 INTERVAL = 0.02
+# `start` and `exitcode` of multiprocessing read the exit status of any child, once. If two threads read it at the same
+# time, the second takes a rank that ended well for one that failed.
 _children = threading.Lock()
 
 
@@ -113,6 +114,5 @@ def _run(environment: dict[str, str], path: str, function: Callable[..., None], 
             print(f"error: {error}")
         except BaseException:
             traceback.print_exc()
-        file.flush()
-        # Without the interpreter's shutdown, during which gloo's threads may abort.
-        os._exit(status)
+    # The fork server ends the process without the interpreter's shutdown, during which gloo's threads may abort.
+    sys.exit(status)

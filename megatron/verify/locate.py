@@ -67,7 +67,7 @@ def first_difference(comparer: Comparer, other: Capture, comparisons: Sequence[C
         ranks=tuple(sorted({r.rank for r in same})),
         microbatch=record.sample,
         pattern=pattern,
-        look_at=_look_at(record, comparer.start, pattern),
+        look_at=_look_at(record, comparer.reference.start, pattern),
         others=len({c.record.name for c in failed if c.record.id[:2] == record.id[:2]}) - 1,
     )
 
@@ -81,6 +81,8 @@ def _look_at(record: Record, start: int, pattern: str) -> str:
             return f"the seed of dropout in {name}"
         case "activation":
             return f"the forward pass of {name}, and what it reads"
+        case "activation gradient" if not record.name:
+            return "the scale of the loss, its mask and its denominators"
         case "activation gradient":
             return f"the backward pass of {' or '.join(record.read_by) or f'what reads the output of {name}'}"
         case "gradient":
@@ -99,7 +101,7 @@ def _look_at(record: Record, start: int, pattern: str) -> str:
 
 
 def _evidence(comparer: Comparer, other: Capture, record: Record, bound: float) -> Evidence:
-    whole = comparer.whole(record.id)
+    whole = comparer.reference.whole(record.id)
     assert whole is not None
     records = dict(other.by_id())
     group = [r for r in records[record.id] if r.key is not None]
@@ -115,7 +117,7 @@ def _evidence(comparer: Comparer, other: Capture, record: Record, bound: float) 
         along={} if record.sum_over else _along(other, group, record, mask),
         local=_local(other, records, record, mask),
         earlier=_earlier(comparer, record, index[mask]),
-        slices=[] if record.place is None else _other_slices(whole, record.place),
+        slices=[] if record.place is None else _other_slices(whole, record.place, mask),
         sizes=_numbers(other),
         is_random=record.kind == "mask" or record.step == 0,
     )
@@ -163,17 +165,17 @@ def _earlier(comparer: Comparer, record: Record, index: Tensor) -> dict[str, Ten
     """The reference's values in the steps and microbatches before."""
     found = {}
     step, kind, name, _, number = record.id
-    for id in comparer.records:
+    for id in comparer.reference.records:
         if id[1:3] == (kind, name) and id[4] == number and id != record.id and id[0] <= step:
-            whole = comparer.whole(id)
+            whole = comparer.reference.whole(id)
             if whole is not None and whole.numel() > int(index.max()):
                 label = f"step {id[0]}" + ("" if id[3] is None else f", sample {id[3]}")
                 found[label] = whole.view(-1)[index]
     return found
 
 
-def _other_slices(whole: Tensor, place: Place) -> list[Tensor]:
-    """Parts of the whole tensor that other ranks would hold."""
+def _other_slices(whole: Tensor, place: Place, mask: Tensor) -> list[Tensor]:
+    """Parts of the whole tensor that other ranks would hold, without the elements that are padding on this rank."""
     if place.flat is not None and place.flat != (0, math.prod(place.local_shape)):
         return []
     length = sum(end - begin for begin, end in place.ranges)
@@ -184,7 +186,7 @@ def _other_slices(whole: Tensor, place: Place) -> list[Tensor]:
             place, ranges=((begin, begin + length),), valid=None, shape=tuple(whole.shape)
         )
         index, _ = local_index(moved)
-        found.append(whole.view(-1)[index])
+        found.append(whole.view(-1)[index][mask])
     return found
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from megatron.errors import InputError, TrainingFault
 from megatron.optim.norms import CHUNK_SIZE
 from megatron.training.config import RunConfig
-from megatron.verify.compare import Comparer, Comparison
+from megatron.verify.compare import Comparer, Comparison, Reference
 from megatron.verify.format import KINDS, Capture
 from megatron.verify.launch import Failure
 from megatron.verify.locate import Finding, first_difference
@@ -31,6 +31,8 @@ CAPTURE_MEGABYTES = 4096
 # Failed comparisons that a certificate lists.
 MAX_FAILURES = 50
 STATE = ("weight", "state", "parameter")
+# Kinds of records of a step before the optimizer's.
+FIRST_STEP = frozenset(KINDS[: KINDS.index("metric") + 1])
 
 # Starts a configuration in a number of processes, with the arguments of `DividedSums` if sums are to be divided, and
 # the prefix of log files. Returns the failure, if any.
@@ -107,50 +109,96 @@ def _failure(comparison: Comparison) -> dict[str, Any]:
     }
 
 
+class Runs:
+    """Runs of one shrunk configuration.
+
+    Attributes:
+        comparers: references by whether they have dropout: one process, with its spread.
+    """
+
+    def __init__(self, shrunk: Shrunk, layouts: Sequence[Layout], folder: Path, start: Start) -> None:
+        """Prepare to run `layouts`.
+
+        Args:
+            folder: for captures and logs.
+        """
+        self.shrunk, self.folder, self.start = shrunk, folder, start
+        unit = shrunk.config.training.micro_batch_size
+        interleaved = shrunk.parallel.pipeline_schedule == "interleaved"
+        groups = math.lcm(*(layout.dp * (layout.pp if interleaved else 1) for layout in layouts))
+        self.batch = unit * groups * math.ceil(MICROBATCHES / groups)
+        # Parts that the runs of the reference's spread divide sums into.
+        self.parts = max(max(layout.tp, layout.dp, 2) for layout in layouts)
+        self.comparers: dict[bool, Comparer] = {}
+
+    def comparer(self, drops: bool) -> Comparer:
+        if drops not in self.comparers:
+            label = "-dropout" if drops else ""
+            config = self.configured(Layout(), drops)
+            runs = {f"one{label}": None, f"fp64{label}": (0, 1)}
+            runs |= {f"sums-{seed}{label}": (seed, self.parts) for seed in SEEDS}
+            with ThreadPoolExecutor(2) as pool:
+                captures = list(
+                    pool.map(lambda run: self.launch(Check(name=run[0]), config, *run), runs.items())
+                )
+            self.comparers[drops] = Comparer(Reference(captures[0], captures[1:], rounding_of(config)))
+        return self.comparers[drops]
+
+    def configured(self, layout: Layout, drops: bool, **sections: dict[str, Any]) -> RunConfig:
+        """The configuration in a layout, without dropout unless `drops`, and with other values in some sections."""
+        config = one_process(self.shrunk) if layout == Layout() else in_layout(self.shrunk, layout)
+        changes: dict[str, Any] = {"training": {"global_batch_size": self.batch}, **sections}
+        if not drops:
+            changes["model"] = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+        return _replaced(config, **changes)
+
+    def launch(
+        self, check: Check, config: RunConfig, name: str, spread: tuple[int, int] | None = None
+    ) -> Capture:
+        """Run a configuration in the processes of its check, and read its capture.
+
+        Raises:
+            TrainingFault: the run did not end.
+        """
+        folder = self.folder / f"capture-{name.replace(' ', '-')}"
+        capture = {"capture": str(folder), "capture_steps": STEPS, "capture_megabytes": CAPTURE_MEGABYTES}
+        config = _replaced(config, capture=capture)
+        check.command = shlex.join(command_words(config))
+        log = self.folder / folder.name.replace("capture", "log")
+        failure = self.start(config, check.processes, spread, log)
+        if failure is not None:
+            raise TrainingFault(f"rank {failure.rank} of {check.name} failed:\n{failure.message}")
+        return Capture(folder)
+
+
 class Verification:
-    """The runs of one certificate.
+    """The checks of one certificate.
 
     Attributes:
         checks: results so far.
     """
 
-    def __init__(
-        self,
-        shrunk: Shrunk,
-        layouts: Sequence[Layout],
-        folder: Path,
-        start: Start,
-        report: Callable[[Check], None],
-    ) -> None:
-        """Prepare to verify `layouts`, of which the first is the run's own.
-
-        Args:
-            folder: for captures, checkpoints and logs.
-            report: called with each result.
-        """
-        self.folder, self.start, self.report = folder, start, report
-        self.layouts = layouts
-        unit = shrunk.config.training.micro_batch_size
-        interleaved = shrunk.parallel.pipeline_schedule == "interleaved"
-        groups = math.lcm(*(layout.dp * (layout.pp if interleaved else 1) for layout in layouts))
-        self.batch = unit * groups * math.ceil(MICROBATCHES / groups)
-        self.shrunk = shrunk
+    def __init__(self, runs: Runs, layouts: Sequence[Layout], report: Callable[[Check], None]) -> None:
+        """Prepare to verify `layouts`, of which the first is the run's own; `report` is called with each result."""
+        self.runs, self.layouts, self.report = runs, layouts, report
+        model = runs.shrunk.config.model
+        self.has_dropout = bool(model.hidden_dropout or model.attention_dropout)
         self.checks: list[Check] = []
-        self.references: dict[bool, Comparer] = {}
-        self.saved: Path | None = None
 
     @property
-    def has_dropout(self) -> bool:
-        model = self.shrunk.config.model
-        return bool(model.hidden_dropout or model.attention_dropout)
+    def saved(self) -> Path:
+        """Folder of the checkpoint of the run in its own layout."""
+        return self.runs.folder / "checkpoints"
 
     def run(self, *, quick: bool) -> list[Check]:
         """Verify the own layout with its resumes, and unless `quick` the other layouts."""
         own, *others = self.layouts
-        self._verify_own(own, () if quick else self._resumes(own, others))
+        check = self.verify(own, saves=True)
+        if check.passed and not check.not_covered:
+            for layout in (own, *(() if quick else self._resumes(own, others))):
+                self.resume(layout)
         for layout in () if quick else others:
-            check = self._check(f"layout {layout}", layout)
-            self._fill(check, functools.partial(self._train, check, layout))
+            self.verify(layout)
         return self.checks
 
     def _resumes(self, own: Layout, others: Sequence[Layout]) -> list[Layout]:
@@ -162,14 +210,21 @@ class Verification:
         """True if dropout is compared in a layout: without tensor parallelism, which divides masks."""
         return self.has_dropout and layout.tp == 1
 
-    def _check(self, name: str, layout: Layout) -> Check:
-        check = Check(name=name, processes=layout.processes)
+    def verify(self, layout: Layout, *, saves: bool = False) -> Check:
+        """Train in a layout from the start, and compare; with `saves` it is the own layout, which saves and ends."""
+        check = Check(name=f"the run's layout, {layout}" if saves else f"layout {layout}")
+        return self._fill(check, layout, functools.partial(self._train, check, layout, saves))
+
+    def resume(self, layout: Layout) -> Check:
+        """Resume the own layout's checkpoint in a layout, and compare the state loaded and the next step."""
+        check = Check(name=f"resume of {self.layouts[0]} in {layout}")
+        return self._fill(check, layout, functools.partial(self._resume, check, layout))
+
+    def _fill(self, check: Check, layout: Layout, work: Callable[[], None]) -> Check:
+        check.processes = layout.processes
         if self.has_dropout and not self._drops(layout):
             check.skipped["dropout (set to 0, since tensor parallelism divides its masks)"] = 1
         self.checks.append(check)
-        return check
-
-    def _fill(self, check: Check, work: Callable[[], None]) -> None:
         try:
             work()
         except InputError as error:
@@ -177,84 +232,29 @@ class Verification:
         except TrainingFault as error:
             check.error = str(error)
         self.report(check)
+        return check
 
-    def _verify_own(self, own: Layout, resumes: Sequence[Layout]) -> None:
-        check = self._check(f"the run's layout, {own}", own)
-        self._fill(check, functools.partial(self._train, check, own, saves=True))
-        if not check.passed or check.not_covered:
-            return
-        for layout in (own, *resumes):
-            check = self._check(f"resume of {own} in {layout}", layout)
-            self._fill(check, functools.partial(self._resume, check, own, layout))
-
-    def _train(self, check: Check, layout: Layout, *, saves: bool = False) -> None:
-        """Train in a layout from the start, and compare."""
-        comparer = self._comparer(self._drops(layout))
-        config = self._configured(in_layout(self.shrunk, layout), self._drops(layout))
-        last = STEPS
+    def _train(self, check: Check, layout: Layout, saves: bool) -> None:
+        drops, name, last = self._drops(layout), str(layout), STEPS
+        comparer = self.runs.comparer(drops)
+        sections: dict[str, dict[str, Any]] = {}
         if saves:
-            last, self.saved = SAVED, self.folder / "checkpoints"
-            config = _replaced(config, checkpoint={"save": str(self.saved)}, exit={"exit_interval": SAVED})
-        capture = self._launch(check, config, layout.processes, "train" if saves else str(layout))
+            sections = {"checkpoint": {"save": str(self.saved)}, "exit": {"exit_interval": SAVED}}
+            name, last = "train", SAVED
+        capture = self.runs.launch(check, self.runs.configured(layout, drops, **sections), name)
         check.add(comparer, capture, list(comparer.compare(capture, steps=range(last + 1))))
 
-    def _resume(self, check: Check, own: Layout, layout: Layout) -> None:
-        """Resume the own layout's checkpoint in a layout, and compare the state loaded and the next step."""
-        drops = self._drops(own)
-        config = one_process(self.shrunk) if layout == Layout() else in_layout(self.shrunk, layout)
-        config = _replaced(self._configured(config, drops), checkpoint={"load": str(self.saved)})
-        capture = self._launch(check, config, layout.processes, f"resume-{layout}")
-        saved = Capture(self.folder / "capture-train")
-        comparer = self._comparer(drops)
-        state = Comparer(saved, [], comparer.rounding)
+    def _resume(self, check: Check, layout: Layout) -> None:
+        drops = self._drops(self.layouts[0])
+        config = self.runs.configured(layout, drops, checkpoint={"load": str(self.saved)})
+        capture = self.runs.launch(check, config, f"resume-{layout}")
+        comparer = self.runs.comparer(drops)
+        state = Comparer(
+            Reference(Capture(self.runs.folder / "capture-train"), [], comparer.reference.rounding)
+        )
         exact = state.compare(capture, steps=range(SAVED, SAVED + 1), kinds=STATE, exact=True)
         check.add(state, capture, list(exact))
         check.add(comparer, capture, list(comparer.compare(capture, steps=range(SAVED + 1, STEPS + 1))))
-
-    def _comparer(self, drops: bool) -> Comparer:
-        """The reference, one process, with its spread; `drops` with dropout."""
-        if drops not in self.references:
-            label = "-dropout" if drops else ""
-            config = self._configured(one_process(self.shrunk), drops)
-            parts = max(max(layout.tp, layout.dp, 2) for layout in self.layouts)
-            runs = {f"one{label}": None, f"fp64{label}": (0, 1)}
-            runs |= {f"sums-{seed}{label}": (seed, parts) for seed in SEEDS}
-            with ThreadPoolExecutor(2) as pool:
-                captures = list(
-                    pool.map(
-                        lambda run: self._launch(Check(name=run[0]), config, 1, run[0], run[1]), runs.items()
-                    )
-                )
-            self.references[drops] = Comparer(captures[0], captures[1:], rounding_of(config))
-        return self.references[drops]
-
-    def _configured(self, config: RunConfig, drops: bool) -> RunConfig:
-        changes: dict[str, Any] = {"training": {"global_batch_size": self.batch}}
-        if not drops:
-            changes["model"] = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-        return _replaced(config, **changes)
-
-    def _launch(
-        self,
-        check: Check,
-        config: RunConfig,
-        processes: int,
-        name: str,
-        spread: tuple[int, int] | None = None,
-    ) -> Capture:
-        """Run a configuration, and read its capture.
-
-        Raises:
-            TrainingFault: the run did not end.
-        """
-        folder = self.folder / f"capture-{name.replace(' ', '-')}"
-        capture = {"capture": str(folder), "capture_steps": STEPS, "capture_megabytes": CAPTURE_MEGABYTES}
-        config = _replaced(config, capture=capture)
-        check.command = shlex.join(command_words(config))
-        failure = self.start(config, processes, spread, self.folder / folder.name.replace("capture", "log"))
-        if failure is not None:
-            raise TrainingFault(f"rank {failure.rank} of {check.name} failed:\n{failure.message}")
-        return Capture(folder)
 
 
 def rounding_of(config: RunConfig) -> Rounding:
@@ -284,18 +284,23 @@ def _replaced(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:
 def compare_captures(folders: Sequence[Path]) -> Check:
     """Compare two captures, of which the first is the reference; further ones are runs of it that round differently.
 
-    Without these only the first step is compared, up to the gradients: an optimizer's step may amplify rounding.
+    Without these only the state before the first step and the first step are compared, the latter up to the gradients:
+    an optimizer's step may amplify rounding. The second capture may be of another program. Except for parameters, what
+    it lacks is not compared.
     """
     reference, other, *spreads = (Capture(folder) for folder in folders)
     precision = reference.run.get("precision", "fp32")
     lengths = [record.place.shape[-1] for record in reference.records if record.place is not None]
     rounding = Rounding(precision, max(lengths, default=1), 1 << 16, CHUNK_SIZE)
-    comparer = Comparer(reference, spreads, rounding)
-    last = max(record.step for record in reference.records)
-    kinds = KINDS if spreads else KINDS[: KINDS.index("metric") + 1]
-    steps = range(comparer.start, (last if spreads else comparer.start + 1) + 1)
+    comparer = Comparer(Reference(reference, spreads, rounding))
     check = Check(name=f"{folders[1]} against {folders[0]}", processes=math.prod(other.sizes.values()))
     if not spreads:
         check.skipped["updates and later steps, for which captures that round differently are needed"] = 1
-    check.add(comparer, other, list(comparer.compare(other, steps=steps, kinds=kinds)))
+    comparisons: list[Comparison] = []
+    for step in sorted({record.step for record in reference.records}):
+        written = {record.kind for record in other.records if record.step == step}
+        if step <= comparer.reference.start + 1 or spreads:
+            kinds = written if spreads or step == comparer.reference.start else written & FIRST_STEP
+            comparisons += comparer.compare(other, steps=range(step, step + 1), kinds=kinds, partial=True)
+    check.add(comparer, other, comparisons)
     return check

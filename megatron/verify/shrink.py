@@ -16,6 +16,9 @@ from megatron.training.config import PLUGIN_CONFIGS, RunConfig
 SEQ_LENGTH, HEAD_WIDTH, MICRO_BATCH, BUCKET = 32, 8, 2, 5000
 # Smallest vocabulary, and the fp16 loss scale, which must not overflow within a few steps.
 MIN_VOCAB, LOSS_SCALE = 128, 4096.0
+# Least epsilon of Adam. With a smaller one Adam moves an element whose gradient is rounding error by the whole learning
+# rate, in a direction that no two runs agree on.
+ADAM_EPS = 1e-3
 # Sections of plug-ins that change what a step computes; those of the others get their defaults.
 KEPT_PLUGINS = ("loss", "freezing", "loss scale", "spikes")
 
@@ -101,7 +104,7 @@ def shrink(config: RunConfig, processes: int, most: int, steps: int) -> Shrunk:
             skip_train=False,
             device="cpu",
         ),
-        optimizer=_constant_schedule(config.optimizer),
+        optimizer=_small_optimizer(config.optimizer),
         parallel=parallel,
         checkpoint=type(config.checkpoint)(),
         logging=type(config.logging)(log_interval=1),
@@ -205,10 +208,12 @@ def _small_tokenizer(config: RunConfig, tp: int) -> Any:
     )
 
 
-def _constant_schedule(optimizer: OptimizerConfig) -> OptimizerConfig:
-    """The same optimizer without warm-up, so that the first steps change the weights."""
+def _small_optimizer(optimizer: OptimizerConfig) -> OptimizerConfig:
+    """The same optimizer without warm-up, so that the first steps change the weights, and with a smooth step."""
+    of_adam: dict[str, Any] = {"adam_eps": max(optimizer.adam_eps, ADAM_EPS)}
     return dataclasses.replace(
         optimizer,
+        **of_adam,
         lr_warmup_iters=0,
         lr_warmup_samples=0,
         lr_warmup_fraction=None,

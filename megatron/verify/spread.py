@@ -42,10 +42,12 @@ class DividedSums(Hook):
             with mode:
                 inner(*args)
             if in_bf16:
-                grads = engine.buffer.grads
-                share = torch.rand(grads.shape, generator=generator)
-                rounded = (grads * share).bfloat16() + (grads * (1 - share)).bfloat16()
-                grads.copy_(rounded)
+                for param in engine.buffer.flat_params:
+                    grad = param.view(engine.buffer.grads)
+                    # Two ranks' parts, which differ by the size of a typical element and may cancel.
+                    scale = grad.square().mean().sqrt()
+                    part = grad / 2 + scale * torch.randn(grad.shape, generator=generator)
+                    grad.copy_(part.bfloat16() + (grad - part).bfloat16())
 
         engine.run_passes = run_passes
         try:

@@ -192,6 +192,8 @@ class _Finder:
             return
         if name in REDUCTIONS and len(arguments) >= 2:
             yield "dropped reduction", node, self._text(arguments[0])
+            yield "rescaled reduction", node, f"2 * {self._text(node)}"
+            yield "permuted reduction", node, f"{self._text(node)}.flip(0)"
         if name == "range" and arguments:
             end = arguments[min(1, len(arguments) - 1)]
             yield "off by one", end, f"{self._text(end)} - 1"

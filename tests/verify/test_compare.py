@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.verify.assemble import assemble, inferred_place
-from megatron.verify.compare import Comparer, Comparison
+from megatron.verify.compare import Comparer, Comparison, Reference
 from megatron.verify.format import Capture, CaptureWriter, Place, Record
 from megatron.verify.tolerance import Rounding
 
@@ -38,7 +38,7 @@ def gradient(place: Place | None = None, name: str = "w") -> Record:
 def compare(folder: Path, theirs: list[tuple[int, Record, Tensor]], tp: int = 2) -> list[Comparison]:
     mine = capture(folder / "one", [(0, gradient(), WHOLE)])
     other = capture(folder / "two", theirs, tp)
-    return list(Comparer(mine, [], ROUNDING).compare(other, steps=range(2)))
+    return list(Comparer(Reference(mine, [], ROUNDING)).compare(other, steps=range(2)))
 
 
 ROWS = ((0, 1), (3, 5)), ((1, 3), (5, 6))  # two ranges of rows on each rank
@@ -91,7 +91,7 @@ def test_sums_over_ranks(tmp_path: Path) -> None:
     record = dataclasses.replace(gradient(), kind="metric", sum_over=("tp",))
     mine = capture(tmp_path / "one", [(0, record, torch.tensor(3.0))])
     other = capture(tmp_path / "two", [(r, record, torch.tensor(1.0 + r)) for r in (0, 1)], tp=2)
-    (found,) = Comparer(mine, [], ROUNDING).compare(other, steps=range(2))
+    (found,) = Comparer(Reference(mine, [], ROUNDING)).compare(other, steps=range(2))
     assert found.passed
 
 
@@ -133,10 +133,25 @@ def test_updates_of_elements_without_a_gradient_may_differ(tmp_path: Path) -> No
     records = [(0, Record(kind="parameter", name="w", step=0), torch.zeros(100))]
     records += [(0, Record(kind="gradient", name="w", step=1), grads)]
     reference = capture(tmp_path / "one", [*records, (0, Record(kind="update", name="w", step=1), updates)])
-    comparer = Comparer(reference, [], Rounding("fp32", 64, 64, 64))
+    comparer = Comparer(Reference(reference, [], Rounding("fp32", 64, 64, 64)))
     for element, passes in ((-1, True), (0, False)):
         changed = updates.clone()
         changed[element] = -1e-3
         theirs = [*records, (0, Record(kind="update", name="w", step=1), changed)]
         other = capture(tmp_path / str(element), theirs)
+        assert all(c.passed for c in comparer.compare(other, steps=range(2))) == passes
+
+
+def test_updates_of_large_weights_are_rounded_with_the_weight(tmp_path: Path) -> None:
+    grads, updates, ulp = torch.ones(100), torch.full((100,), 1e-6), 2.0**-23
+    records = [
+        (0, Record(kind="parameter", name="w", step=0), torch.ones(100)),
+        (0, Record(kind="gradient", name="w", step=1), grads),
+        (0, Record(kind="parameter", name="w", step=1), torch.ones(100)),
+    ]
+    reference = capture(tmp_path / "one", [*records, (0, Record(kind="update", name="w", step=1), updates)])
+    comparer = Comparer(Reference(reference, [], Rounding("fp32", 64, 64, 64)))
+    for ulps, passes in ((1, True), (2, False)):
+        theirs = [*records, (0, Record(kind="update", name="w", step=1), updates + ulps * ulp)]
+        other = capture(tmp_path / str(ulps), theirs)
         assert all(c.passed for c in comparer.compare(other, steps=range(2))) == passes

@@ -17,7 +17,7 @@ from megatron.commands.verify import main, parse, parse_command, train_rank
 from megatron.errors import InputError
 from megatron.optim.grad_reducer import GradReducer
 from megatron.verify.launch import Failure, launch
-from megatron.verify.runner import STEPS, Check, Verification
+from megatron.verify.runner import STEPS, Check, Runs, Verification
 from megatron.verify.shrink import Layout, command_words, shrink
 
 FLAGS = """
@@ -55,8 +55,8 @@ def start(fault: str, run: Any, processes: int, spread: Any, log: Path) -> Failu
 
 def find(fault: str, folder: Path) -> Check:
     small = shrink(parse("pretrain_gpt", f"{FLAGS} {SP}".split()), 2, 2, STEPS)
-    verification = Verification(small, [small.layout], folder, functools.partial(start, fault), print)
-    (check,) = verification.run(quick=True)
+    runs = Runs(small, [small.layout], folder, functools.partial(start, fault))
+    (check,) = Verification(runs, [small.layout], print).run(quick=True)
     return check
 
 
@@ -71,8 +71,9 @@ def test_a_missing_sum_is_located(tmp_path: Path) -> None:
 def test_a_scaled_loss_is_located(tmp_path: Path) -> None:
     check = find("loss", tmp_path)
     assert check.finding is not None
-    assert check.finding.what == "activation gradient" and check.finding.module == "decoder.final_layernorm"
+    assert check.finding.what == "activation gradient" and check.finding.module == "the model"
     assert check.finding.pattern.startswith("summed twice")
+    assert check.finding.look_at.startswith("the scale of the loss")
 
 
 @pytest.mark.slow

@@ -1,0 +1,108 @@
+"""Runs that `benchmarks/verify.py` verifies: small ones for faults, and random combinations of features without one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+from megatron.commands.verify import parse
+from megatron.errors import InputError
+from megatron.verify.runner import STEPS
+from megatron.verify.shrink import Layout, Shrunk, shrink
+
+COMMON = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "
+    "--global-batch-size 4 --train-iters 3 --lr 2e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 250 "
+    "--hidden-dropout 0 --attention-dropout 0"
+)
+# Runs of two processes for faults.
+RUNS = {
+    "t2": "--tensor-model-parallel-size 2",
+    "t2 sequence": "--tensor-model-parallel-size 2 --sequence-parallel",
+    "t2 groups": "--tensor-model-parallel-size 2 --group-query-attention --num-query-groups 1",
+    "p2": "--pipeline-model-parallel-size 2",
+    "p2 interleaved": "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+    "d2": "",
+    "d2 distributed": "--use-distributed-optimizer",
+    "d2 dropout": "--use-distributed-optimizer --hidden-dropout 0.1",
+    "d2 bf16": "--use-distributed-optimizer --bf16",
+}
+
+# Alternatives of a feature, of which a run without a fault draws one.
+FEATURES = (
+    ("", "--normalization RMSNorm", "--apply-layernorm-1p", "--normalization RMSNorm --norm-epsilon 1e-6"),
+    (
+        "",
+        "--position-embedding-type rope",
+        "--position-embedding-type rope --rotary-percent 0.5",
+        "--position-embedding-type alibi",
+        "--position-embedding-type none",
+    ),
+    ("", "--swiglu", "--activation-function geglu", "--activation-function relu", "--openai-gelu"),
+    ("", "--group-query-attention --num-query-groups 2", "--group-query-attention --num-query-groups 1"),
+    ("", "", "--disable-bias-linear", "--disable-bias-linear --add-qkv-bias"),
+    ("", "--untie-embeddings-and-output-weights"),
+    (
+        "",
+        "",
+        "--use-parallel-residual",
+        "--apply-residual-connection-post-layernorm",
+        "--norm-after",
+        "--qk-layernorm",
+        "--embed-layernorm",
+    ),
+    ("", "--sequence-parallel"),
+    (
+        "",
+        "--use-distributed-optimizer",
+        "--use-distributed-optimizer --overlap-grad-reduce",
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    ),
+    ("", "", "--optimizer sgd", "--optimizer lion", "--optimizer muon", "--adam-beta2 0.95"),
+    (
+        "",
+        "",
+        "--recompute-granularity full --recompute-method uniform",
+        "--recompute-granularity full --recompute-method block",
+        "--recompute-granularity selective",
+    ),
+    ("", "", "--hidden-dropout 0.1 --attention-dropout 0.1", "--hidden-dropout 0.3"),
+    ("", "--clip-grad 0", "--clip-grad 0.1 --weight-decay 0.3"),
+    ("", "", "--num-layers-per-virtual-pipeline-stage 1"),
+    ("", "", "--loss-mean microbatches"),
+)
+PRECISIONS = {"fp32": "", "bf16": "--bf16", "fp16": "--fp16"}
+# Combinations of features of each precision; each is verified in all layouts.
+COUNTS = {"fp32": 23, "bf16": 12, "fp16": 6}
+LAYOUTS = (
+    Layout(2, 2, 1),
+    Layout(2),
+    Layout(1, 2),
+    Layout(1, 1, 2),
+    Layout(4),
+    Layout(1, 4),
+    Layout(1, 1, 4),
+    Layout(2, 1, 2),
+    Layout(1, 2, 2),
+)
+
+
+def shrunk(flags: str, processes: int = 2) -> Shrunk:
+    run = parse("pretrain_gpt", f"{COMMON} {flags}".split())
+    return shrink(run, processes, processes, STEPS)
+
+
+def combinations(precision: str, seed: int) -> Iterator[tuple[str, Shrunk]]:
+    """Yield flags and run of random combinations of features that the program accepts."""
+    draw = random.Random(f"{precision} {seed}")
+    found = 0
+    while found < COUNTS[precision]:
+        drawn = [PRECISIONS[precision], *(draw.choice(alternatives) for alternatives in FEATURES)]
+        flags = " ".join(words for words in drawn if words)
+        layout = "--num-layers 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+        try:
+            run = shrunk(f"{layout} {flags}", 4)
+        except InputError:
+            continue
+        found += 1
+        yield flags, run

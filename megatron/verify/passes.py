@@ -1,0 +1,158 @@
+"""Capture the passes of a step: the outputs of modules, their gradients, losses and random masks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.data.batch import Batch
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.parameters import named_parameters
+from megatron.parallel.random import DropoutKey
+from megatron.verify.format import CaptureWriter, Place, Record
+
+
+class PassCapture:
+    """Writes records of the forward and backward passes of one rank.
+
+    Attributes:
+        step: the step that runs.
+        samples: index in the run of the first sample of each microbatch to capture, by the microbatch's id().
+        loss_scale: what activation gradients are divided by.
+        microbatch: first sample of the microbatch that is in forward; None outside of forward.
+    """
+
+    def __init__(self, writer: CaptureWriter, mesh: Mesh, loss_names: tuple[str, ...]) -> None:
+        self.writer, self.mesh, self.loss_names = writer, mesh, loss_names
+        self.step, self.loss_scale = 0, 1.0
+        self.samples: dict[int, int] = {}
+        self.microbatch: int | None = None
+        self.seq_length = 0
+        self.order = 0
+        self.calls: dict[tuple[str, str], int] = {}
+        self.producers: dict[int, tuple[str, Tensor]] = {}
+        self.readers: dict[str, set[str]] = {}
+        self.running: list[str] = []
+
+    def forward(
+        self, inner: Any, module: nn.Module, batch: Batch, x: Tensor | None, dropout_key: DropoutKey
+    ) -> Tensor:
+        """Run the task's forward on a microbatch, and capture it if `samples` names it."""
+        if id(batch) not in self.samples:
+            return inner(module, batch, x, dropout_key)
+        self.microbatch, self.seq_length = self.samples[id(batch)], batch.seq_length
+        self.order, self.calls = 0, {}
+        try:
+            with MaskRecorder(self):
+                out = inner(module, batch, x, dropout_key)
+            if out.ndim == 1:
+                for name, value in zip(self.loss_names, out, strict=True):
+                    self._add("loss", name, value.float())
+        finally:
+            self.microbatch = None
+            self.producers.clear()
+        return out
+
+    def hooked(self, chunk: nn.Module) -> Iterator[Any]:
+        """Hook all modules of a chunk of the model. Yields the handles."""
+        for name, module in chunk.named_modules():
+            yield module.register_forward_pre_hook(functools.partial(self._before_module, name))
+            yield module.register_forward_hook(functools.partial(self._after_module, name))
+
+    def _before_module(self, name: str, module: nn.Module, inputs: tuple) -> None:
+        if self.microbatch is None:
+            return
+        self.running.append(name)
+        if inputs and isinstance(inputs[0], Tensor) and id(inputs[0]) in self.producers:
+            self.readers.setdefault(self.producers[id(inputs[0])][0], set()).add(name)
+
+    def _after_module(self, name: str, module: nn.Module, inputs: tuple, out: Any) -> None:
+        if self.microbatch is None:
+            return
+        self.running.pop()
+        if not isinstance(out, Tensor) or not out.is_floating_point():
+            return
+        place = self._place(module, out)
+        index = self._add("activation", name, out, place=place)
+        self.producers[id(out)] = name, out  # held, so that no other tensor gets its id
+        if out.requires_grad and not _has_partial_output_gradient(module):
+            add = functools.partial(self._add_gradient, self.microbatch, name, index, self.order, place)
+            out.register_hook(add)
+
+    def _add_gradient(
+        self, sample: int, name: str, index: int, order: int, place: Place | None, grad: Tensor
+    ) -> None:
+        record = Record(
+            kind="activation gradient",
+            name=name,
+            step=self.step,
+            sample=sample,
+            index=index,
+            order=order,
+            place=place,
+            read_by=tuple(sorted(self.readers.get(name, ()))),
+        )
+        self.writer.add(record, grad.float() / self.loss_scale)
+
+    def add_mask(self, mask: Tensor) -> None:
+        """Add a mask of dropout that the current module drew."""
+        if self.microbatch is not None:
+            self._add("mask", self.running[-1] if self.running else "", mask != 0)
+
+    def _add(self, kind: str, name: str, values: Tensor, *, place: Place | None = None) -> int:
+        """Add a record of the current microbatch. Returns its index among those of the module."""
+        index = self.calls.get((kind, name), 0)
+        self.calls[kind, name] = index + 1
+        self.order += 1
+        record = Record(
+            kind=kind,
+            name=name,
+            step=self.step,
+            sample=self.microbatch,
+            index=index,
+            order=self.order,
+            place=place,
+        )
+        self.writer.add(record, values)
+        return index
+
+    def _place(self, module: nn.Module, out: Tensor) -> Place | None:
+        """Place of a module's output in the output of the whole module, as far as its weight or the batch tells it."""
+        tp, shape = self.mesh.tp, tuple(out.shape)
+        for _, p in named_parameters(module, recurse=False):
+            spec = p.shard_spec
+            if spec.dim == 0 and spec.local_shape[0] < spec.shape[0] and shape[-1] == spec.local_shape[0]:
+                whole = (*shape[:-1], spec.shape[0])
+                return Place(shape=whole, dim=out.ndim - 1, ranges=spec.ranges, local_shape=shape)
+        length = self.seq_length
+        if tp.size > 1 and out.ndim == 3 and shape[0] * tp.size == length:
+            ranges = (tp.local_range(length),)
+            return Place(shape=(length, *shape[1:]), dim=0, ranges=ranges, local_shape=shape)
+        return None
+
+
+def _has_partial_output_gradient(module: nn.Module) -> bool:
+    """True if ranks share rows of the module's split weight, and each has its part of the gradient of their output."""
+    specs = [p.shard_spec for _, p in named_parameters(module, recurse=False)]
+    return any(spec.partial and spec.local_shape[0] < spec.shape[0] for spec in specs)
+
+
+class MaskRecorder(TorchDispatchMode):
+    """Records the random masks that are drawn in its context."""
+
+    def __init__(self, capture: PassCapture) -> None:
+        super().__init__()
+        self.capture = capture
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.bernoulli_.float, torch.ops.aten.bernoulli.p):
+            self.capture.add_mask(out)
+        elif func is torch.ops.aten.native_dropout.default:
+            self.capture.add_mask(out[1])
+        return out
