@@ -6,8 +6,8 @@
 against one process of the program without the fault. A fault is caught if a comparison fails, and located if the
 finding names the right kind of tensor, module and kind of fault. "random" does the same with faults drawn at random
 over the lines that the runs execute (`verify_mutations.py`); those that stop the run are not counted. "clean" verifies
-random combinations of features without a fault in six layouts and three resumes. Results are written after each run; a table that was
-interrupted continues.
+random combinations of features without a fault in six layouts and three resumes. Results are written after each run; a
+table that was interrupted continues.
 """
 
 from __future__ import annotations
