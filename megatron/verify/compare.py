@@ -216,7 +216,7 @@ class Comparer:
         pieces = sums(other, written) if mine.sum_over else ((r, other.read(r)) for r in written)
         covered = torch.zeros(whole.numel(), dtype=torch.bool)
         for record, values in pieces:
-            if id[1] == "activation gradient" and _is_shared_by_some(values, whole, other.sizes.get("tp", 1)):
+            if record.partial and whole.numel() // max(values.numel(), 1) < other.sizes.get("tp", 1):
                 self._skip("gradients of activations that some ranks share, of which each may have its part")
                 continue
             yield self._compare_piece(id, mine, record, values, whole, covered, other.sizes, exact=exact)
@@ -307,11 +307,6 @@ def update_error(reference: Reference, id: tuple) -> Tensor | None:
         rounded = 0.0 if weight is None else 2 * UNIT["fp32"] * weight.flatten().abs()
         total = total + change.abs().max() * relative + rounded
     return total
-
-
-def _is_shared_by_some(values: Tensor, whole: Tensor, ranks: int) -> bool:
-    """True if several tensor-parallel ranks, but not all, have the same part: of the keys of a shared query group."""
-    return 1 < whole.numel() // max(values.numel(), 1) < ranks
 
 
 def _pool(id: tuple) -> tuple:

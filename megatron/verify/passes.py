@@ -80,12 +80,21 @@ class PassCapture:
         place = self._place(module, out)
         index = self._add("activation", name, out, place=place)
         self.producers[id(out)] = name, out  # held, so that no other tensor gets its id
-        if out.requires_grad and not _has_partial_output_gradient(module):
-            add = functools.partial(self._add_gradient, self.microbatch, name, index, self.order, place)
+        if out.requires_grad:
+            add = functools.partial(
+                self._add_gradient, self.microbatch, index, self.order, place, module, name
+            )
             out.register_hook(add)
 
     def _add_gradient(
-        self, sample: int, name: str, index: int, order: int, place: Place | None, grad: Tensor
+        self,
+        sample: int,
+        index: int,
+        order: int,
+        place: Place | None,
+        module: nn.Module,
+        name: str,
+        grad: Tensor,
     ) -> None:
         record = Record(
             kind="activation gradient",
@@ -96,6 +105,7 @@ class PassCapture:
             order=order,
             place=place,
             read_by=tuple(sorted(self.readers.get(name, ()))),
+            partial=any(p.shard_spec.partial for _, p in named_parameters(module, recurse=False)),
         )
         self.writer.add(record, grad.float() / self.loss_scale)
 
@@ -134,12 +144,6 @@ class PassCapture:
             ranges = (tp.local_range(length),)
             return Place(shape=(length, *shape[1:]), dim=0, ranges=ranges, local_shape=shape)
         return None
-
-
-def _has_partial_output_gradient(module: nn.Module) -> bool:
-    """True if ranks share rows of the module's split weight, and each has its part of the gradient of their output."""
-    specs = [p.shard_spec for _, p in named_parameters(module, recurse=False)]
-    return any(spec.partial and spec.local_shape[0] < spec.shape[0] for spec in specs)
 
 
 class MaskRecorder(TorchDispatchMode):
