@@ -155,7 +155,9 @@ def test_events_are_not_written_to_a_client_that_hung_up(caplog: pytest.LogCaptu
 
         async def app(scope: dict, receive: Callable, send: Callable) -> None:
             try:
-                await _EventStream(waiting_events(), SimpleNamespace(cancel=lambda: None))(scope, receive, send)
+                await _EventStream(waiting_events(), SimpleNamespace(cancel=lambda: None))(
+                    scope, receive, send
+                )
             finally:
                 server.should_exit = True
 
