@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.checkpoint.checkpoint import Checkpoint, model_config
+from megatron.errors import TrainingFault
 from megatron.interop.external import meta_model
 from megatron.interop.huggingface.settings import read_settings
 from megatron.model.transformer import TransformerLayer
@@ -20,7 +21,7 @@ TOLERANCE = 1e-4
 BATCH, MAX_LENGTH = 2, 64
 # Use neither the network nor code in the directory, which transformers would offer to run.
 FROM_FOLDER = {"local_files_only": True, "trust_remote_code": False}
-os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is first imported
+os.environ |= {"HF_HUB_OFFLINE": "1", "USE_HUB_KERNELS": "NO"}  # read when transformers is first imported
 LINES = (
     "Hello world, it's 12345 tests!",
     "  two spaces\tand a tab",
@@ -88,6 +89,7 @@ def their_logits(folder: Path, checkpoint: Checkpoint) -> list[Tensor]:
 
     Raises:
         ImportError: transformers is not installed, or has no such model.
+        TrainingFault: transformers fails on the files.
     """
     import transformers
 
@@ -100,13 +102,17 @@ def their_logits(folder: Path, checkpoint: Checkpoint) -> list[Tensor]:
         raise ImportError(f"transformers {transformers.__version__} has no {architecture}")
     dtypes = {tensor["dtype"] for tensor in checkpoint.tensors["model"].index.values()}
     dtype = torch.bfloat16 if dtypes == {"bfloat16"} else torch.float32
-    model = getattr(transformers, architecture).from_pretrained(
-        folder, attn_implementation="eager", torch_dtype=dtype, **FROM_FOLDER
-    )
-    run_in_fp32(model.eval(), dtype)
-    if task == "GPT":
-        return [model(tokens).logits[..., :vocab_size]]
-    out = model(tokens, token_type_ids=types)
+    inputs = {"input_ids": tokens} if task == "GPT" else {"input_ids": tokens, "token_type_ids": types}
+    try:
+        model = getattr(transformers, architecture).from_pretrained(
+            folder, attn_implementation="eager", torch_dtype=dtype, **FROM_FOLDER
+        )
+        run_in_fp32(model.eval(), dtype)
+        out = model(**inputs)
+    except Exception as error:  # unsuitable files raise exceptions of any type
+        raise TrainingFault(
+            f"transformers cannot load {folder}: {summary(error)}; nothing was kept"
+        ) from None
     if task == "BERT":
         return [out.prediction_logits[..., :vocab_size], out.seq_relationship_logits]
     return [out.logits[..., :vocab_size]]
@@ -145,10 +151,9 @@ def compare_tokenizers(folder: Path, tokenizer: Tokenizer) -> str:
         special = [f"a{theirs.decode([i])}b" for i in dict.fromkeys(tokenizer.special_ids.values())]
         ids = {text: theirs.encode(text, add_special_tokens=False) for text in (*LINES, *special)}
     except Exception as error:
-        why = " ".join(str(error).split())[:200]
         return (
             f"warning: token ids are not compared: AutoTokenizer of transformers cannot load the tokenizer in {folder} "
-            f"({type(error).__name__}: {why})"
+            f"({summary(error)})"
         )
     other = [text for text, expected in ids.items() if expected != tokenizer.tokenize(text)]
     if not other:
@@ -162,6 +167,11 @@ def compare_tokenizers(folder: Path, tokenizer: Tokenizer) -> str:
         f"warning: AutoTokenizer of transformers gives other ids than {tokenizer.name} for {len(other)} of {len(ids)} "
         f"texts, such as {other[0]!r}"
     )
+
+
+def summary(error: Exception) -> str:
+    """The type of an exception and the beginning of its message, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def largest_difference(ours: list[Tensor], theirs: list[Tensor]) -> float:

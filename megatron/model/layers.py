@@ -140,15 +140,15 @@ class _Linear(torch.autograd.Function):
         if needs_x:
             start_reduce = start_reduce_scatter if ctx.sequence_parallel else start_all_reduce
             reducing = start_reduce(ops.matmul(grad, weight.t(), None), axis)
+        flat_grad = grad.flatten(0, -2)
         if needs_weight:
-            x = x if gathering is None else gathering.wait()
-            flat_grad, flat_x = grad.flatten(0, -2), x.flatten(0, -2)
+            flat_x = (x if gathering is None else gathering.wait()).flatten(0, -2)
             if ctx.main_grad is None:
                 grad_weight = flat_grad.t() @ flat_x
             else:
                 ops.accumulate_wgrad(ctx.main_grad, flat_grad.t(), flat_x)
         if needs_bias:
-            grad_bias = grad.flatten(0, -2).sum(0)
+            grad_bias = flat_grad.sum(0)
         if needs_x:
             grad_x = reducing.wait()
         return grad_x, grad_weight, grad_bias, None, None, None

@@ -94,20 +94,19 @@ class ParamBuffer:
                     if self.is_fp32:
                         p.grad = flat_param.view(self.grads)
                     p.main_grad = flat_param.view(self.grads)
-                    p.register_post_accumulate_grad_hook(self._on_grad(flat_param, index))
+                    if not self.is_fp32 or self.config.overlap_grad_reduce:
+                        p.register_post_accumulate_grad_hook(self._on_grad(p.main_grad, chunk, index))
                     needed.append(index)
                 if needed and self.config.overlap_param_gather:
                     module.register_forward_pre_hook(self._on_forward(needed))
 
-    def _on_grad(self, param: FlatParam, index: int) -> Callable[[Tensor], None]:
-        grad = param.view(self.grads)
-
+    def _on_grad(self, grad: Tensor, chunk: int, index: int) -> Callable[[Tensor], None]:
         def accumulate(p: Tensor) -> None:
             # Layers that accumulate into main_grad themselves leave no gradient, but autograd still calls this hook.
             if p.grad is not None and not self.is_fp32:
                 grad.add_(p.grad)
                 p.grad = None
-            self.reducer.on_grad(index, param.chunk)
+            self.reducer.on_grad(index, chunk)
 
         return accumulate
 

@@ -1,7 +1,8 @@
 """Random numbers that depend on their purpose, not on what was drawn before them.
 
 Initial weights depend on (seed, parameter name, tile) and dropout on (seed, sample, site in the model). So a run is
-the same in every layout, a recomputed layer drops the same values, and there is no generator state to save.
+the same in every layout (except for dropout of tensors that tensor parallelism splits), a recomputed layer drops the
+same values, and there is no generator state to save.
 """
 
 from __future__ import annotations

@@ -13,6 +13,10 @@ BATCH_BYTES = 1 << 20  # of text, decompressed
 MAX_BYTES = 1 << 26  # of a line, or of a document of plain text
 # Compressed bytes decompressed at once. They give at most 64 MiB: a block of 4 bytes may stand for 128 KiB (zstd).
 COMPRESSED_BYTES = 1 << 11
+# A file may expand to MAX_EXPANSION times its bytes, or to FREE_BYTES if that is more. Without a limit, a few kilobytes
+# could keep a run reading for days. Compression shrinks real text to a third or a tenth.
+MAX_EXPANSION = 1000
+FREE_BYTES = 1 << 28
 
 
 class TooLong(Exception):
@@ -108,9 +112,10 @@ DECOMPRESSORS: dict[str, Callable[[], Any]] = {".gz": _gzip, ".zst": _zstd}
 
 
 def decompressed(path: str, blocks: Iterator[bytes], new: Callable[[], Any]) -> Iterator[bytes]:
-    """Decompress a file of any number of concatenated streams."""
-    stream = None
+    """Decompress a file of any number of concatenated streams, until it expands more than text does."""
+    stream, read, written = None, 0, 0
     for part in _cut(blocks, COMPRESSED_BYTES):
+        read += len(part)
         while part:
             stream = stream or new()
             try:
@@ -119,11 +124,22 @@ def decompressed(path: str, blocks: Iterator[bytes], new: Callable[[], Any]) -> 
                 raise InputError(
                     f"{path}: cannot be decompressed: {str(error) or type(error).__name__}"
                 ) from None
+            written += len(data)
+            check_expansion(path, read, written)
             yield from _cut([data], BLOCK_BYTES)
             part = stream.unused_data if stream.eof else b""
             stream = None if stream.eof else stream
     if stream:
         raise InputError(f"{path}: the compressed data ends early; the file is truncated")
+
+
+def check_expansion(path: str, read: int, written: int) -> None:
+    """Raise `InputError` if `read` bytes of a file expand to more than text does."""
+    if written > max(MAX_EXPANSION * read, FREE_BYTES):
+        raise InputError(
+            f"{path}: {read:,} bytes expand to over {written:,}, more than {MAX_EXPANSION:,} times as many, which text "
+            "does not; if it is meant, give the text uncompressed"
+        )
 
 
 def _cut(blocks: Iterable[bytes], size: int) -> Iterator[bytes]:

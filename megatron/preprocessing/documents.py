@@ -30,6 +30,7 @@ from megatron.preprocessing.hf_datasets import read_rows
 from megatron.preprocessing.inputs import is_dataset, is_remote, open_input, reason
 
 BATCH_ROWS = 256  # of a table
+ROW_BYTES = 12  # counted for a row beside its text: as many as for {"text": ""}
 TXT_DOCUMENTS = ("file", "blank-lines")  # what a document of plain text is
 MAX_NAMES = 10  # listed in a message
 
@@ -320,11 +321,14 @@ def _table_batches(path: str, file: BinaryIO, keys: Sequence[str]) -> Iterator[D
                 raise InputError(f"{path}: column {key!r} is not text but {kind} (--json-keys)")
         # A dictionary stores a text once for all rows that have it, so that a small file may hold long rows.
         table = pyarrow.parquet.ParquetFile(file, read_dictionary=list(keys))
-        rows, first = table.metadata.num_rows, 1
+        rows, first, written = table.metadata.num_rows, 1, 0
         parts = table.iter_batches(batch_size=BATCH_ROWS, columns=list(keys))
         for part in itertools.chain.from_iterable(map(_slices, parts)):
-            if _text_bytes(part)[0] > blocks.MAX_BYTES:
+            sizes = _text_bytes(part)
+            if sizes[0] > blocks.MAX_BYTES:
                 raise InputError(f"{path}:{blocks.TooLong('row', first)}")
+            written += sum(sizes) + len(sizes) * ROW_BYTES
+            blocks.check_expansion(path, size, written)
             last = first + part.num_rows - 1
             yield DocumentBatch(path, "rows", part.to_pylist(), first, size * last // rows)
             first = last + 1

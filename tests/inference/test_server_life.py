@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
 import signal
 import socket
+import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -38,7 +41,9 @@ from megatron.inference.config import InferenceConfig
 from megatron.inference.driver import driver
 from megatron.inference.predictor import Predictor
 from megatron.inference.server import run as run_module
+from megatron.inference.server.app import _EventStream
 from megatron.inference.server.config import KEY_VARIABLE, ServerConfig
+from megatron.inference.server.protocol import LimitedProtocol
 from megatron.inference.server.run import listen, serve
 from megatron.tokenizer import Tokenizer
 
@@ -130,6 +135,41 @@ def test_disconnected_client_frees_its_rows(slow, kind: str) -> None:
         assert complete(url, prompt="1", max_tokens=1).status_code == 200
         assert time.monotonic() - begin < 1, "the texts would have taken two seconds"
         wait_until(lambda: ',status="499"} 1' in HTTP.get(f"{url}/metrics").text or kind == "stream")
+
+
+def test_events_are_not_written_to_a_client_that_hung_up(caplog: pytest.LogCaptureFixture) -> None:
+    import uvicorn
+
+    written = []
+
+    async def stream_to_a_client_that_hangs_up() -> None:
+        client = socket.socket()
+
+        async def waiting_events() -> AsyncIterator[str]:
+            for i in range(1000):
+                if i == 5:
+                    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+                    client.close()
+                written.append(i)
+                yield f"data: {i}\n\n"
+
+        async def app(scope: dict, receive: Callable, send: Callable) -> None:
+            try:
+                await _EventStream(waiting_events(), SimpleNamespace(cancel=lambda: None))(
+                    scope, receive, send
+                )
+            finally:
+                server.should_exit = True
+
+        settings = uvicorn.Config(app, http=LimitedProtocol, lifespan="off", ws="none", log_config=None)
+        server = uvicorn.Server(settings)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            client.connect(listener.getsockname())
+            client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            await server.serve([listener])
+
+    asyncio.run(asyncio.wait_for(stream_to_a_client_that_hangs_up(), 60))
+    assert 5 < len(written) < 100 and "send() raised" not in caplog.text
 
 
 def test_sources_of_the_api_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import random
@@ -320,6 +321,35 @@ def test_compressed_blank_lines_take_little_memory(tmp_path, suffix):
     path.write_bytes((gzip.compress if suffix == ".gz" else zstd)(b"\n" * (40 << 20)))
     largest = max(len(batch.data) for batch in read_batches([str(path)], ["text"]))
     assert largest <= blocks.BATCH_BYTES + blocks.BLOCK_BYTES
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_file_that_expands_too_much(tmp_path, monkeypatch, suffix):
+    compress = gzip.compress if suffix == ".gz" else zstd
+    monkeypatch.setattr(blocks, "FREE_BYTES", 1 << 20)
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(compress(b"\n" * (1 << 20)))
+    assert read(path) == ([], [])
+    path.write_bytes(compress(b"\n" * (20 << 20)))
+    expands = rf"^{path}: [\d,]+ bytes expand to over [\d,]+, more than 1,000 times as many"
+    with pytest.raises(InputError, match=expands):
+        read(path)
+
+
+def test_a_table_that_expands_too_much(tmp_path, monkeypatch):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr(blocks, "FREE_BYTES", 1 << 20)
+    path = tmp_path / "a.parquet"
+    for count, is_right in ((100, True), (200_000, False)):
+        texts = pyarrow.array(["x" * 1000] * count).dictionary_encode()
+        parquet.write_table(pyarrow.table({"text": texts}), path, compression="zstd")
+        with (
+            contextlib.nullcontext()
+            if is_right
+            else pytest.raises(InputError, match=rf"^{path}: [\d,]+ bytes expand to over")
+        ):
+            assert len(read(path)[0]) == count
 
 
 def test_an_exception_without_a_text_is_named(tmp_path, monkeypatch):

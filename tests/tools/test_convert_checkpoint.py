@@ -7,6 +7,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -249,7 +251,11 @@ WRONG_SETTINGS = [
     ("qwen2", {"layer_types": ["linear_attention"] * 2}, "layer_types: 'linear_attention' is not supported"),
     ("bert", {"is_decoder": True}, "is_decoder: True is not supported"),
     ("gpt2", {"_attn_implementation": "org/kernel"}, "_attn_implementation: 'org/kernel' is not supported"),
+    ("gpt2", {"attn_implementation": "org/kernel"}, "config.json: attn_implementation: 'org/kernel' is not supported"),
     ("gpt2", {"_experts_implementation": "org/kernel"}, "_experts_implementation is not supported; remove it"),
+    ("llama", {"experts_implementation": "org/kernel"}, "experts_implementation: 'org/kernel' is not supported"),
+    ("llama", {"num_labels": 10**9}, "config.json: num_labels: 1000000000 is not a number of labels up to 100,000"),
+    ("llama", {"num_labels": "two"}, "config.json: num_labels: 'two' is not a number of labels up to 100,000"),
 ]  # fmt: skip
 
 
@@ -263,6 +269,31 @@ def test_unsupported_settings(tmp_path: Path, kind: str, fields: dict, message: 
         convert("huggingface", "native", folder, tmp_path / "new")
     assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"return_dict": False}, {"pad_token_id": 10**12}, {"to_dict": 5}, {"id2label": 5}],
+    ids=lambda x: next(iter(x)),
+)
+def test_settings_that_transformers_cannot_use(tmp_path: Path, fields: dict) -> None:
+    folder = save_hf(tmp_path / "theirs", "llama")
+    edit_config(folder, **fields)
+    with pytest.raises(
+        TrainingFault, match=rf"^transformers cannot load {folder}: \w+Error: .*nothing was kept$"
+    ):
+        convert("huggingface", "native", folder, tmp_path / "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+def test_transformers_uses_neither_the_hub_nor_its_kernels() -> None:
+    program = (
+        "import megatron.commands.convert_checkpoint, huggingface_hub.constants as hub; "
+        "import transformers.integrations.hub_kernels as kernels; print(hub.HF_HUB_OFFLINE, kernels._kernels_enabled)"
+    )
+    env = os.environ | {"HF_HUB_OFFLINE": "0", "USE_HUB_KERNELS": "YES"}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
+    assert done.stdout == "True False\n", done.stderr
 
 
 def test_missing_and_unexpected_tensors_are_listed(tmp_path: Path) -> None:

@@ -279,8 +279,13 @@ class _EventStream(StreamingResponse):
         self.handle = handle
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_and_yield(message: Message) -> None:
+            await send(message)
+            # If many events wait, the loop would otherwise notice only after all of them that the client is gone.
+            await asyncio.sleep(0)
+
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, send_and_yield)
         finally:
             self.handle.cancel()
 

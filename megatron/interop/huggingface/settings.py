@@ -22,6 +22,7 @@ NOT_SUPPORTED = {
     "gemma3": "an image encoder, attention windows, and norms before and after attention and MLP",
     "gemma3_text": "attention windows, and norms before and after attention and MLP",
 }
+MAX_LABELS = 100_000
 TANH_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 # Keys of the scaling of RoPE for the turns in `TURNS`.
 TURN_KEYS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
@@ -29,6 +30,8 @@ TURN_KEYS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_s
 FIXED: dict[str, tuple[Any, ...]] = {
     # Other values could name code on the hub.
     "_attn_implementation": (None, "eager", "sdpa", "flash_attention_2"),
+    "attn_implementation": (None, "eager", "sdpa", "flash_attention_2"),
+    "experts_implementation": (None, "eager"),
     "quantization_config": (None,),
     "rope_interleaved": (False,),
     "use_mrope": (False,),
@@ -144,9 +147,7 @@ def _from_config(config: dict[str, Any]) -> Settings:
     if fields.get("position_embedding_type") == "rope":
         fields |= _read_rope(rope, left, family, fields["max_position_embeddings"], notes)
         _check_windows(left, family, fields)
-    private = [key for key in left if key.startswith("_")]
-    if private:  # transformers sets attributes of any such name
-        raise InputError(f"{private[0]} is not supported; remove it")
+    _check_unused(left)
     if left.pop("embd_pdrop", resid := fields["hidden_dropout"]) != resid:
         notes.append(
             f"config.json: embd_pdrop differs from resid_pdrop; --hidden-dropout {resid} replaces both"
@@ -224,6 +225,16 @@ def _check_windows(left: dict[str, Any], family: Family, fields: dict[str, Any])
             f"sliding_window: {window} covers less than max_position_embeddings {length}; attention windows are not "
             "supported"
         )
+
+
+def _check_unused(left: dict[str, Any]) -> None:
+    """Raise `InputError` if transformers would act on a key that has no meaning here."""
+    private = [key for key in left if key.startswith("_")]
+    if private:  # transformers sets attributes of any such name
+        raise InputError(f"{private[0]} is not supported; remove it")
+    labels = left.pop("num_labels", 2)
+    if type(labels) is not int or not 0 <= labels <= MAX_LABELS:  # transformers names each of them
+        raise InputError(f"num_labels: {labels!r} is not a number of labels up to {MAX_LABELS:,}; remove it")
 
 
 def _check(key: str, value: Any, values: tuple[Any, ...]) -> None:

@@ -54,7 +54,8 @@ DEPARTURES = {
     "--profile": "always torch's profiler, with a summary page; there nsys by default",
     "--rampup-batch-size": "as in v2.5, with --train-samples only; now ignored",
     "--save-interval": "optional: by default the run saves every 30 minutes and at its end; there required with --save",
-    "--seed": "other initial weights and dropout than there, but equal in every layout",
+    "--seed": "other initial weights and dropout than there, but equal in every layout, except for dropout of tensors "
+    "that tensor parallelism splits",
     "--split": "default: 969,30,1, as in v2.5; now none, and rounded as with --data-order head; if given, a share "
     "above 0 that is too small for a document is an error; there that data is left out",
     "--strict-lambada": "there a flag of tasks/main.py",
