@@ -77,7 +77,7 @@ class PassCapture:
         self.running.pop()
         if not isinstance(out, Tensor) or not out.is_floating_point():
             return
-        place = self._place(module, out)
+        place = self._place(module, inputs, out)
         index = self._add("activation", name, out, place=place)
         self.producers[id(out)] = name, out  # held, so that no other tensor gets its id
         if out.requires_grad and not _has_partial_output_gradient(module):
@@ -121,10 +121,12 @@ class PassCapture:
         self.writer.add(record, values)
         return index
 
-    def _place(self, module: nn.Module, out: Tensor) -> Place | None:
+    def _place(self, module: nn.Module, inputs: tuple, out: Tensor) -> Place | None:
         """Place of a module's output in the output of the whole module, as far as its weight or the batch tells it."""
         tp, shape = self.mesh.tp, tuple(out.shape)
-        for _, p in named_parameters(module, recurse=False):
+        # The rows of an embedding's weight are no part of its output, whose width may by chance be their number.
+        is_lookup = bool(inputs) and isinstance(inputs[0], Tensor) and not inputs[0].is_floating_point()
+        for _, p in () if is_lookup else named_parameters(module, recurse=False):
             spec = p.shard_spec
             if spec.dim == 0 and spec.local_shape[0] < spec.shape[0] and shape[-1] == spec.local_shape[0]:
                 whole = (*shape[:-1], spec.shape[0])
