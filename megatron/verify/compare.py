@@ -223,8 +223,10 @@ class Comparer:
             pieces = ((record, other.read(record)) for record in written)
         covered = torch.zeros(whole.numel(), dtype=torch.bool)
         for record, values in pieces:
-            if id[1] == "activation gradient" and _is_shared_by_some(values, whole, other.sizes.get("tp", 1)):
-                self._skip("gradients of activations that some ranks share, of which each may have its part")
+            if id[1] == "activation gradient" and _may_be_partial(
+                record, values, whole, other.sizes.get("tp", 1)
+            ):
+                self._skip("gradients of activations that ranks share, of which each may have its part")
                 continue
             yield self._compare_piece(id, mine, record, values, whole, covered, other.sizes, exact=exact)
         if id[1] in PARAMETER_KINDS and len(written) == len(theirs) and not covered.all():
@@ -323,9 +325,13 @@ def _start(records: Sequence[Record]) -> int:
     return first if is_state else first - 1
 
 
-def _is_shared_by_some(values: Tensor, whole: Tensor, ranks: int) -> bool:
-    """True if several tensor-parallel ranks, but not all, have the same part: of the keys of a shared query group."""
-    return 1 < whole.numel() // max(values.numel(), 1) < ranks
+def _may_be_partial(record: Record, values: Tensor, whole: Tensor, ranks: int) -> bool:
+    """True if several tensor-parallel ranks share the keys of a query group, and each has its part of their gradient.
+
+    Of one group that all ranks share, only a norm's output may be partial, as `Record.partial` tells.
+    """
+    parts = whole.numel() // max(values.numel(), 1)
+    return parts < ranks and (parts > 1 or record.partial)
 
 
 def _pool(id: tuple) -> tuple:

@@ -92,6 +92,7 @@ class Record:
         place: None if the tensor is whole.
         sum_over: axes over which the records of ranks add up to the whole.
         read_by: modules that read an activation.
+        partial: of a gradient, if the tensor is whole: ranks of the axis "tp" may each have a part of the sum.
         norm: L2 norm.
         key: name of the tensor in the rank's file; None if only the norm was written.
         rank: rank that wrote it.
@@ -107,6 +108,7 @@ class Record:
     place: Place | None = None
     sum_over: tuple[str, ...] = ()
     read_by: tuple[str, ...] = ()
+    partial: bool = False
     norm: float = 0.0
     key: str | None = None
     rank: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -81,23 +82,21 @@ class PassCapture:
         index = self._add("activation", name, out, place=place)
         self.producers[id(out)] = name, out  # held, so that no other tensor gets its id
         if out.requires_grad and not _has_partial_output_gradient(module):
-            add = functools.partial(self._add_gradient, self.microbatch, name, index, self.order, place)
-            out.register_hook(add)
+            record = Record(
+                kind="activation gradient",
+                name=name,
+                step=self.step,
+                sample=self.microbatch,
+                index=index,
+                order=self.order,
+                place=place,
+                partial=place is None and _has_partial_weight_gradient(module),
+            )
+            out.register_hook(functools.partial(self._add_gradient, record))
 
-    def _add_gradient(
-        self, sample: int, name: str, index: int, order: int, place: Place | None, grad: Tensor
-    ) -> None:
-        record = Record(
-            kind="activation gradient",
-            name=name,
-            step=self.step,
-            sample=sample,
-            index=index,
-            order=order,
-            place=place,
-            read_by=tuple(sorted(self.readers.get(name, ()))),
-        )
-        self.writer.add(record, grad.float() / self.loss_scale)
+    def _add_gradient(self, record: Record, grad: Tensor) -> None:
+        readers = tuple(sorted(self.readers.get(record.name, ())))
+        self.writer.add(dataclasses.replace(record, read_by=readers), grad.float() / self.loss_scale)
 
     def add_mask(self, mask: Tensor) -> None:
         """Add a mask of dropout that the current module drew."""
@@ -142,6 +141,11 @@ def _has_partial_output_gradient(module: nn.Module) -> bool:
     """True if ranks share rows of the module's split weight, and each has its part of the gradient of their output."""
     specs = [p.shard_spec for _, p in named_parameters(module, recurse=False)]
     return any(spec.partial and spec.local_shape[0] < spec.shape[0] for spec in specs)
+
+
+def _has_partial_weight_gradient(module: nn.Module) -> bool:
+    """True if ranks sum the gradient of the module's weight, so that of a whole output each has its part too."""
+    return any(p.shard_spec.partial for _, p in named_parameters(module, recurse=False))
 
 
 class MaskRecorder(TorchDispatchMode):

@@ -107,6 +107,18 @@ def test_a_sum_that_one_rank_did_not_write_is_not_compared(tmp_path: Path) -> No
     assert comparer.skipped == {"tensors beyond the capture's size": 1}
 
 
+def test_gradients_that_ranks_have_a_part_of_are_not_compared(tmp_path: Path) -> None:
+    """All ranks share the normalized keys of one query group."""
+    record = dataclasses.replace(gradient(), kind="activation gradient")
+    mine = capture(tmp_path / "one", [(0, record, WHOLE)])
+    for partial, compared in ((True, 0), (False, 2)):
+        theirs = [(r, dataclasses.replace(record, partial=partial), WHOLE / 2) for r in (0, 1)]
+        other = capture(tmp_path / str(partial), theirs, tp=2)
+        comparer = Comparer(Reference(mine, [], ROUNDING))
+        assert len(list(comparer.compare(other, steps=range(2)))) == compared
+        assert sum(comparer.skipped.values()) == 2 - compared
+
+
 def test_an_infinite_bound_passes_nothing() -> None:
     found = Comparison(record=gradient(), order=0, difference=1.0, norm=math.inf, bound=math.inf)
     assert not found.passed
