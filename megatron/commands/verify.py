@@ -29,6 +29,7 @@ from megatron.errors import InputError, TrainingFault
 from megatron.flags import Config, flag
 from megatron.training.config import RunConfig
 
+DEFAULT_LAYOUTS = ("t2", "p2", "d2", "t2d2")
 SCRIPTS = {"pretrain_gpt": "megatron.pretrain_gpt", "pretrain_bert": "megatron.pretrain_bert"}
 
 
@@ -38,8 +39,8 @@ class VerifyConfig(Config):
 
     layouts: tuple[str, ...] | None = flag(
         None,
-        "layouts to verify besides the run's own, by their tensor-, pipeline- and data-parallel sizes (default: t2 p2 "
-        "d2 t2d2)",
+        "layouts to verify besides the run's own, by their tensor-, pipeline- and data-parallel sizes (default: those "
+        "of t2 p2 d2 t2d2 that --max-processes allows)",
         nargs="+",
         metavar="tNpNdN",
     )
@@ -150,12 +151,14 @@ def other_layouts(config: VerifyConfig, own: Any) -> list[Any]:
     from megatron.verify.shrink import Layout
 
     found = []
-    for text in config.layouts or ("t2", "p2", "d2", "t2d2"):
+    for text in config.layouts or DEFAULT_LAYOUTS:
         match = re.fullmatch(r"(?=.)(?:t([0-9]+))?(?:p([0-9]+))?(?:d([0-9]+))?", text)
         if match is None or "0" in match.groups():
             raise InputError(f"--layouts: {text} is not a layout such as t2p2d2")
         layout = Layout(*(int(size or 1) for size in match.groups()))
         if layout.processes > config.max_processes:
+            if config.layouts is None:
+                continue
             raise InputError(f"--layouts: {text} needs more than --max-processes {config.max_processes}")
         if layout != own and layout not in found:
             found.append(layout)

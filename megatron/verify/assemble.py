@@ -53,10 +53,9 @@ def local_index(place: Place) -> tuple[Tensor, Tensor]:
     outer = torch.arange(math.prod(place.local_shape[: place.dim]))
     inner = torch.arange(math.prod(place.local_shape[place.dim + 1 :]))
     index = (outer[:, None, None] * shape[place.dim] + along[None, :, None]) * stride + inner
-    valid = along if place.dim == 0 else torch.zeros_like(along)
-    mask = (valid[None, :, None] < shape[0]).expand_as(index)
     cut = slice(None) if place.flat is None else slice(*place.flat)
-    return index.reshape(-1)[cut], mask.reshape(-1)[cut]
+    flat = index.reshape(-1)[cut]
+    return flat, flat < math.prod(shape)  # padding rows come last
 
 
 def inferred_place(shape: Sequence[int], whole: Sequence[int], rank: int, size: int) -> Place | None:

@@ -136,8 +136,8 @@ class RunCapture:
                 handle.remove()
 
     def _run_passes(self, inner: Any, batch: GlobalBatch, loss: MeanLoss) -> None:
+        self.writer.flush()
         if self.step - self.first <= self.steps:
-            self.writer.flush()
             self.before = [master.clone() for master in self.engine.buffer.masters]
             self.passes.step, self.passes.samples = self.step, self._first_samples(batch)
             self.passes.loss_scale = float(self.engine.optimizer.loss_scale)

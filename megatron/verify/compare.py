@@ -19,7 +19,8 @@ from megatron.verify.tolerance import bound as bound_of
 NOT_COMPARED = ("seconds", "tokens per second", "num zeros")
 # Tensors of fewer elements share the spread of others of their kind and name.
 FEW_ELEMENTS = 64
-PARAMETER_KINDS = ("gradient", "update", "weight", "state", "parameter")
+STATE_KINDS = ("weight", "state", "parameter")
+PARAMETER_KINDS = ("gradient", "update", *STATE_KINDS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,7 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        return not self.fault and self.difference <= self.bound
+        return not self.fault and self.difference <= self.bound < math.inf
 
     @property
     def ratio(self) -> float:
@@ -73,12 +74,12 @@ class Reference:
 
     def __init__(self, capture: Capture, spreads: Sequence[Capture], rounding: Rounding) -> None:
         self.capture, self.spreads, self.rounding = capture, spreads, rounding
-        self.records = dict(capture.by_id())
-        self.spread_records = [dict(spread.by_id()) for spread in spreads]
+        self.records = capture.by_id()
+        self.spread_records = [spread.by_id() for spread in spreads]
         self.wholes: dict[tuple, Tensor | None] = {}
         self.errors: dict[tuple, list[Tensor]] = {}
         self.parameters = {r.name for r in capture.records if r.kind == "parameter"}
-        self.start = min(record.step for record in capture.records)
+        self.start = _start(capture.records)
         self.pools = self._pools()
 
     def whole(self, id: tuple) -> Tensor | None:
@@ -125,7 +126,7 @@ class Reference:
 
     def is_exact(self, id: tuple) -> bool:
         """True for masks, and for the state before the first step."""
-        return id[1] == "mask" or id[0] == 0
+        return id[1] == "mask" or id[0] == self.start
 
     def bound(self, id: tuple, index: Tensor, norm: float, size: int) -> float:
         whole = self.whole(id)
@@ -175,9 +176,11 @@ class Comparer:
 
         Args:
             exact: allow no difference.
-            partial: `other` may lack modules and metrics, as another program's capture does.
+            partial: `other` may lack modules, metrics, and all tensors of a kind in a step, as another program's
+                capture does.
         """
-        found = dict(other.by_id())
+        found = other.by_id()
+        written = {id[:2] for id in found}
         held: dict[int, set[str]] = {}
         for record in other.records:
             if record.kind == "parameter":
@@ -201,7 +204,7 @@ class Comparer:
                 if not theirs:
                     self._skip("modules that are split over pipeline stages or recomputed")
                     continue
-            if partial and not theirs and kind not in PARAMETER_KINDS:
+            if partial and not theirs and ((step, kind) not in written or kind not in PARAMETER_KINDS):
                 self._skip("values that the other capture lacks")
                 continue
             yield from self._compare(other, id, records[0], theirs, exact=exact)
@@ -229,11 +232,17 @@ class Comparer:
         written = [record for record in theirs if record.key is not None]
         self._skip("tensors beyond the capture's size", len(theirs) - len(written))
         pieces: Iterable[tuple[Record, Tensor]]
-        pieces = sums(other, written) if mine.sum_over else ((r, other.read(r)) for r in written)
+        if theirs[0].sum_over:
+            # A sum lacks what one rank has not written.
+            pieces = sums(other, written) if len(written) == len(theirs) else ()
+        else:
+            pieces = ((record, other.read(record)) for record in written)
         covered = torch.zeros(whole.numel(), dtype=torch.bool)
         for record, values in pieces:
-            if record.partial and whole.numel() // max(values.numel(), 1) < other.sizes.get("tp", 1):
-                self._skip("gradients of activations that some ranks share, of which each may have its part")
+            if id[1] == "activation gradient" and _may_be_partial(
+                record, values, whole, other.sizes.get("tp", 1)
+            ):
+                self._skip("gradients of activations that ranks share, of which each may have its part")
                 continue
             yield self._compare_piece(id, mine, record, values, whole, covered, other.sizes, exact=exact)
         if id[1] in PARAMETER_KINDS and len(written) == len(theirs) and not covered.all():
@@ -323,6 +332,22 @@ def update_error(reference: Reference, id: tuple) -> Tensor | None:
         rounded = 0.0 if weight is None else 2 * UNIT["fp32"] * weight.flatten().abs()
         total = total + change.abs().max() * relative + rounded
     return total
+
+
+def _start(records: Sequence[Record]) -> int:
+    """The step of the state before the first step, also if a program has not written that state."""
+    first = min(record.step for record in records)
+    is_state = all(record.kind in STATE_KINDS for record in records if record.step == first)
+    return first if is_state else first - 1
+
+
+def _may_be_partial(record: Record, values: Tensor, whole: Tensor, ranks: int) -> bool:
+    """True if several tensor-parallel ranks share the keys of a query group, and each has its part of their gradient.
+
+    Of one group that all ranks share, only a norm's output may be partial, as `Record.partial` tells.
+    """
+    parts = whole.numel() // max(values.numel(), 1)
+    return parts < ranks and (parts > 1 or record.partial)
 
 
 def _pool(id: tuple) -> tuple:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,7 @@ class Record:
         place: None if the tensor is whole.
         sum_over: axes over which the records of ranks add up to the whole.
         read_by: modules that read an activation.
-        partial: of the gradient of an activation that ranks share, each has its part.
+        partial: of a gradient, if the tensor is whole: ranks of the axis "tp" may each have a part of the sum.
         norm: L2 norm.
         key: name of the tensor in the rank's file; None if only the norm was written.
         rank: rank that wrote it.
@@ -224,12 +224,12 @@ class Capture:
         except (OSError, SafetensorError) as error:
             raise InputError(f"{path}: cannot be read ({' '.join(str(error).split())[:200]})") from None
 
-    def by_id(self) -> Iterator[tuple[tuple, list[Record]]]:
-        """Yield the records of each tensor of the whole model."""
+    def by_id(self) -> dict[tuple, list[Record]]:
+        """The records of each tensor of the whole model, by their `Record.id`."""
         found: dict[tuple, list[Record]] = {}
         for record in self.records:
             found.setdefault(record.id, []).append(record)
-        yield from found.items()
+        return found
 
 
 @functools.lru_cache(maxsize=64)

@@ -53,39 +53,47 @@ def launch(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([function.__module__, "megatron.plugins", "torch._dynamo"])
     port = _free_port()
-    ranks = []
-    for rank in range(processes):
-        environment = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(processes),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        path = log.with_name(f"{log.name}-{rank}.log")
-        process = context.Process(target=_run, args=(environment, str(path), function, arguments))
+    ranks: list[tuple[Any, Path]] = []
+    try:
+        for rank in range(processes):
+            environment = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(processes),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
+            path = log.with_name(f"{log.name}-{rank}.log")
+            process = context.Process(target=_run, args=(environment, str(path), function, arguments))
+            with _children:
+                process.start()
+            ranks.append((process, path))
+        failed, running = _wait([process for process, _ in ranks], timeout)
+    finally:
+        # Those that run on after a failure, a timeout or an interrupt.
         with _children:
-            process.start()
-        ranks.append((process, path))
+            for process, _ in ranks:
+                process.kill()
+                process.join()
+    if failed is not None:
+        return Failure(failed, _tail(ranks[failed][1]))
+    return Failure(running[0], f"did not end within {timeout:g} seconds") if running else None
+
+
+def _wait(processes: list[Any], timeout: float) -> tuple[int | None, list[int]]:
+    """Wait until all ranks have ended. Returns the first that failed, and those that still run."""
     end = time.monotonic() + timeout
     failed: int | None = None
-    running = dict(enumerate(ranks))
+    running = list(range(len(processes)))
     while running and time.monotonic() < end:
         with _children:
-            ended = {rank: process.exitcode for rank, (process, _) in running.items()}
+            ended = {rank: processes[rank].exitcode for rank in running}
+        running = [rank for rank in running if ended[rank] is None]
         for rank, code in ended.items():
-            if code is not None:
-                del running[rank]
-                if code and failed is None:
-                    failed, end = rank, min(end, time.monotonic() + GRACE)
-        time.sleep(INTERVAL)
-    with _children:
-        for process, _ in running.values():
-            process.kill()
-            process.join()
-    if failed is None and running:
-        return Failure(min(running), f"did not end within {timeout:g} seconds")
-    return None if failed is None else Failure(failed, _tail(ranks[failed][1]))
+            if code and failed is None:
+                failed, end = rank, min(end, time.monotonic() + GRACE)
+        time.sleep(INTERVAL if running else 0)
+    return failed, running
 
 
 def _tail(path: Path, lines: int = 12) -> str:

@@ -103,7 +103,7 @@ def _look_at(record: Record, start: int, pattern: str) -> str:
 def _evidence(comparer: Comparer, other: Capture, record: Record, bound: float) -> Evidence:
     whole = comparer.reference.whole(record.id)
     assert whole is not None
-    records = dict(other.by_id())
+    records = other.by_id()
     group = [r for r in records[record.id] if r.key is not None]
     values = _total(other, group, record)
     part = comparer.part(record, values, whole, other.sizes)
@@ -162,7 +162,7 @@ def _local(
 
 
 def _earlier(comparer: Comparer, record: Record, index: Tensor) -> dict[str, Tensor]:
-    """The reference's values in the steps and microbatches before."""
+    """The reference's values in earlier steps, and in the other microbatches of this step."""
     found = {}
     step, kind, name, _, number = record.id
     for id in comparer.reference.records:

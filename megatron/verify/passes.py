@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -77,37 +78,25 @@ class PassCapture:
         self.running.pop()
         if not isinstance(out, Tensor) or not out.is_floating_point():
             return
-        place = self._place(module, out)
+        place = self._place(module, inputs, out)
         index = self._add("activation", name, out, place=place)
         self.producers[id(out)] = name, out  # held, so that no other tensor gets its id
-        if out.requires_grad:
-            add = functools.partial(
-                self._add_gradient, self.microbatch, index, self.order, place, module, name
+        if out.requires_grad and not _has_partial_output_gradient(module):
+            record = Record(
+                kind="activation gradient",
+                name=name,
+                step=self.step,
+                sample=self.microbatch,
+                index=index,
+                order=self.order,
+                place=place,
+                partial=place is None and _has_partial_weight_gradient(module),
             )
-            out.register_hook(add)
+            out.register_hook(functools.partial(self._add_gradient, record))
 
-    def _add_gradient(
-        self,
-        sample: int,
-        index: int,
-        order: int,
-        place: Place | None,
-        module: nn.Module,
-        name: str,
-        grad: Tensor,
-    ) -> None:
-        record = Record(
-            kind="activation gradient",
-            name=name,
-            step=self.step,
-            sample=sample,
-            index=index,
-            order=order,
-            place=place,
-            read_by=tuple(sorted(self.readers.get(name, ()))),
-            partial=any(p.shard_spec.partial for _, p in named_parameters(module, recurse=False)),
-        )
-        self.writer.add(record, grad.float() / self.loss_scale)
+    def _add_gradient(self, record: Record, grad: Tensor) -> None:
+        readers = tuple(sorted(self.readers.get(record.name, ())))
+        self.writer.add(dataclasses.replace(record, read_by=readers), grad.float() / self.loss_scale)
 
     def add_mask(self, mask: Tensor) -> None:
         """Add a mask of dropout that the current module drew."""
@@ -131,10 +120,12 @@ class PassCapture:
         self.writer.add(record, values)
         return index
 
-    def _place(self, module: nn.Module, out: Tensor) -> Place | None:
+    def _place(self, module: nn.Module, inputs: tuple, out: Tensor) -> Place | None:
         """Place of a module's output in the output of the whole module, as far as its weight or the batch tells it."""
         tp, shape = self.mesh.tp, tuple(out.shape)
-        for _, p in named_parameters(module, recurse=False):
+        # The rows of an embedding's weight are no part of its output, whose width may by chance be their number.
+        is_lookup = bool(inputs) and isinstance(inputs[0], Tensor) and not inputs[0].is_floating_point()
+        for _, p in () if is_lookup else named_parameters(module, recurse=False):
             spec = p.shard_spec
             if spec.dim == 0 and spec.local_shape[0] < spec.shape[0] and shape[-1] == spec.local_shape[0]:
                 whole = (*shape[:-1], spec.shape[0])
@@ -144,6 +135,17 @@ class PassCapture:
             ranges = (tp.local_range(length),)
             return Place(shape=(length, *shape[1:]), dim=0, ranges=ranges, local_shape=shape)
         return None
+
+
+def _has_partial_output_gradient(module: nn.Module) -> bool:
+    """True if ranks share rows of the module's split weight, and each has its part of the gradient of their output."""
+    specs = [p.shard_spec for _, p in named_parameters(module, recurse=False)]
+    return any(spec.partial and spec.local_shape[0] < spec.shape[0] for spec in specs)
+
+
+def _has_partial_weight_gradient(module: nn.Module) -> bool:
+    """True if ranks sum the gradient of the module's weight, so that of a whole output each has its part too."""
+    return any(p.shard_spec.partial for _, p in named_parameters(module, recurse=False))
 
 
 class MaskRecorder(TorchDispatchMode):

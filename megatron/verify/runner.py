@@ -14,7 +14,7 @@ from typing import Any
 from megatron.errors import InputError, TrainingFault
 from megatron.optim.norms import CHUNK_SIZE
 from megatron.training.config import RunConfig
-from megatron.verify.compare import Comparer, Comparison, Reference
+from megatron.verify.compare import STATE_KINDS, Comparer, Comparison, Reference
 from megatron.verify.format import KINDS, Capture
 from megatron.verify.launch import Failure
 from megatron.verify.locate import Finding, first_difference
@@ -30,7 +30,6 @@ MICROBATCHES = 4
 CAPTURE_MEGABYTES = 4096
 # Failed comparisons that a certificate lists.
 MAX_FAILURES = 50
-STATE = ("weight", "state", "parameter")
 # Kinds of records of a step before the optimizer's.
 FIRST_STEP = frozenset(KINDS[: KINDS.index("metric") + 1])
 
@@ -134,7 +133,7 @@ class Runs:
     def comparer(self, drops: bool) -> Comparer:
         if drops not in self.comparers:
             label = "-dropout" if drops else ""
-            config = self.configured(Layout(), drops)
+            config = self._changed(one_process(self.shrunk), drops)
             runs = {f"one{label}": None, f"fp64{label}": (0, 1)}
             runs |= {f"sums-{seed}{label}": (seed, self.parts) for seed in SEEDS}
             with ThreadPoolExecutor(2) as pool:
@@ -145,8 +144,17 @@ class Runs:
         return self.comparers[drops]
 
     def configured(self, layout: Layout, drops: bool, **sections: dict[str, Any]) -> RunConfig:
-        """The configuration in a layout, without dropout unless `drops`, and with other values in some sections."""
-        config = one_process(self.shrunk) if layout == Layout() else in_layout(self.shrunk, layout)
+        """The configuration in a layout, without dropout unless `drops`, and with other values in some sections.
+
+        Raises:
+            InputError: the model does not fit the layout.
+        """
+        # A run of one process keeps its flags, such as those of recomputation; the reference does not.
+        is_plain = layout == Layout() and layout != self.shrunk.layout
+        config = one_process(self.shrunk) if is_plain else in_layout(self.shrunk, layout)
+        return self._changed(config, drops, **sections)
+
+    def _changed(self, config: RunConfig, drops: bool, **sections: dict[str, Any]) -> RunConfig:
         changes: dict[str, Any] = {"training": {"global_batch_size": self.batch}, **sections}
         if not drops:
             changes["model"] = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
@@ -158,7 +166,7 @@ class Runs:
         """Run a configuration in the processes of its check, and read its capture.
 
         Raises:
-            TrainingFault: the run did not end.
+            TrainingFault: the run failed or timed out.
         """
         folder = self.folder / f"capture-{name.replace(' ', '-')}"
         capture = {"capture": str(folder), "capture_steps": STEPS, "capture_megabytes": CAPTURE_MEGABYTES}
@@ -195,16 +203,16 @@ class Verification:
         own, *others = self.layouts
         check = self.verify(own, saves=True)
         if check.passed and not check.not_covered:
-            for layout in (own, *(() if quick else self._resumes(own, others))):
+            for layout in [own] if quick else self._resumes(own, others):
                 self.resume(layout)
         for layout in () if quick else others:
             self.verify(layout)
         return self.checks
 
     def _resumes(self, own: Layout, others: Sequence[Layout]) -> list[Layout]:
-        """Layouts other than its own that the own layout's checkpoint is resumed in: one process, and a third."""
-        fitting = [layout for layout in others if self._drops(layout) == self._drops(own)]
-        return [Layout(), *fitting[:1]]
+        """Layouts that the own layout's checkpoint is resumed in: its own, one process, and a third."""
+        fitting = [x for x in others if x != Layout() and self._drops(x) == self._drops(own)]
+        return list(dict.fromkeys((own, Layout(), *fitting[:1])))
 
     def _drops(self, layout: Layout) -> bool:
         """True if dropout is compared in a layout: without tensor parallelism, which divides masks."""
@@ -213,46 +221,56 @@ class Verification:
     def verify(self, layout: Layout, *, saves: bool = False) -> Check:
         """Train in a layout from the start, and compare; with `saves` it is the own layout, which saves and ends."""
         check = Check(name=f"the run's layout, {layout}" if saves else f"layout {layout}")
-        return self._fill(check, layout, functools.partial(self._train, check, layout, saves))
+        sections: dict[str, dict[str, Any]] = {}
+        if saves:
+            sections = {"checkpoint": {"save": str(self.saved)}, "exit": {"exit_interval": SAVED}}
+        train = functools.partial(self._train, check, layout, saves)
+        return self._fill(check, layout, self._drops(layout), sections, train)
 
     def resume(self, layout: Layout) -> Check:
         """Resume the own layout's checkpoint in a layout, and compare the state loaded and the next step."""
         check = Check(name=f"resume of {self.layouts[0]} in {layout}")
-        return self._fill(check, layout, functools.partial(self._resume, check, layout))
+        resume = functools.partial(self._resume, check, layout)
+        sections = {"checkpoint": {"load": str(self.saved)}}
+        return self._fill(check, layout, self._drops(self.layouts[0]), sections, resume)
 
-    def _fill(self, check: Check, layout: Layout, work: Callable[[], None]) -> Check:
+    def _fill(
+        self,
+        check: Check,
+        layout: Layout,
+        drops: bool,
+        sections: dict[str, dict[str, Any]],
+        work: Callable[[RunConfig], None],
+    ) -> Check:
         check.processes = layout.processes
-        if self.has_dropout and not self._drops(layout):
+        if self.has_dropout and not drops:
             check.skipped["dropout (set to 0, since tensor parallelism divides its masks)"] = 1
         self.checks.append(check)
         try:
-            work()
+            config = self.runs.configured(layout, drops, **sections)
         except InputError as error:
             check.not_covered = str(error)
-        except TrainingFault as error:
-            check.error = str(error)
+        else:
+            try:
+                work(config)
+            except (InputError, TrainingFault) as error:
+                check.error = str(error)
         self.report(check)
         return check
 
-    def _train(self, check: Check, layout: Layout, saves: bool) -> None:
-        drops, name, last = self._drops(layout), str(layout), STEPS
-        comparer = self.runs.comparer(drops)
-        sections: dict[str, dict[str, Any]] = {}
-        if saves:
-            sections = {"checkpoint": {"save": str(self.saved)}, "exit": {"exit_interval": SAVED}}
-            name, last = "train", SAVED
-        capture = self.runs.launch(check, self.runs.configured(layout, drops, **sections), name)
-        check.add(comparer, capture, list(comparer.compare(capture, steps=range(last + 1))))
+    def _train(self, check: Check, layout: Layout, saves: bool, config: RunConfig) -> None:
+        comparer = self.runs.comparer(self._drops(layout))
+        capture = self.runs.launch(check, config, "train" if saves else str(layout))
+        steps = range((SAVED if saves else STEPS) + 1)
+        check.add(comparer, capture, list(comparer.compare(capture, steps=steps)))
 
-    def _resume(self, check: Check, layout: Layout) -> None:
-        drops = self._drops(self.layouts[0])
-        config = self.runs.configured(layout, drops, checkpoint={"load": str(self.saved)})
+    def _resume(self, check: Check, layout: Layout, config: RunConfig) -> None:
         capture = self.runs.launch(check, config, f"resume-{layout}")
-        comparer = self.runs.comparer(drops)
+        comparer = self.runs.comparer(self._drops(self.layouts[0]))
         state = Comparer(
             Reference(Capture(self.runs.folder / "capture-train"), [], comparer.reference.rounding)
         )
-        exact = state.compare(capture, steps=range(SAVED, SAVED + 1), kinds=STATE, exact=True)
+        exact = state.compare(capture, steps=range(SAVED, SAVED + 1), kinds=STATE_KINDS, exact=True)
         check.add(state, capture, list(exact))
         check.add(comparer, capture, list(comparer.compare(capture, steps=range(SAVED + 1, STEPS + 1))))
 
@@ -298,9 +316,10 @@ def compare_captures(folders: Sequence[Path]) -> Check:
         check.skipped["updates and later steps, for which captures that round differently are needed"] = 1
     comparisons: list[Comparison] = []
     for step in sorted({record.step for record in reference.records}):
-        written = {record.kind for record in other.records if record.step == step}
         if step <= comparer.reference.start + 1 or spreads:
-            kinds = written if spreads or step == comparer.reference.start else written & FIRST_STEP
+            kinds = frozenset(KINDS) if spreads or step == comparer.reference.start else FIRST_STEP
             comparisons += comparer.compare(other, steps=range(step, step + 1), kinds=kinds, partial=True)
     check.add(comparer, other, comparisons)
+    if not comparisons:
+        check.error = "the captures have no step and kind of tensor in common"
     return check

@@ -197,11 +197,10 @@ def _seq_length(config: RunConfig, layout: Layout) -> int:
 
 
 def _small_tokenizer(config: RunConfig, tp: int) -> Any:
-    """A tokenizer of few ids, which pad to the same residue as the run's do."""
+    """A tokenizer of so few ids that the last rank's rows of the vocabulary include padding."""
     tokenizer = config.tokenizer
     unit = min(tokenizer.make_vocab_size_divisible_by, MIN_VOCAB)
     padded = math.ceil(MIN_VOCAB / (unit * tp)) * unit * tp
-    # About a quarter of one rank's rows are padding, unless the run's vocabulary needs none.
     size = padded - max(1, unit // 4)
     return type(tokenizer)(
         tokenizer_type="NullTokenizer", vocab_size=size - 1, make_vocab_size_divisible_by=unit
@@ -255,7 +254,7 @@ def _shown(value: Any) -> str:
     return "none" if value is None else " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def in_layout(shrunk: Shrunk, layout: Layout, **training: Any) -> RunConfig:
+def in_layout(shrunk: Shrunk, layout: Layout) -> RunConfig:
     """The shrunk run in a layout, with the flags of its own layout as far as they fit.
 
     Raises:
@@ -271,11 +270,7 @@ def in_layout(shrunk: Shrunk, layout: Layout, **training: Any) -> RunConfig:
         changes |= one_stage()
     elif layout.pp != shrunk.layout.pp:
         changes |= one_stage() | {"pipeline_model_parallel_size": layout.pp}
-    config = dataclasses.replace(
-        shrunk.config,
-        parallel=dataclasses.replace(shrunk.parallel, **changes),
-        training=dataclasses.replace(shrunk.config.training, **training),
-    )
+    config = dataclasses.replace(shrunk.config, parallel=dataclasses.replace(shrunk.parallel, **changes))
     model, data, tp, pp = config.model, config.data, layout.tp, layout.pp
     if not model.can_split(tp) or (config.parallel.sequence_parallel and data.seq_length % tp):
         raise InputError(f"layout {layout}: the shrunk model cannot be split over {tp} tensor-parallel ranks")
@@ -286,13 +281,12 @@ def in_layout(shrunk: Shrunk, layout: Layout, **training: Any) -> RunConfig:
     return config
 
 
-def one_process(shrunk: Shrunk, **training: Any) -> RunConfig:
+def one_process(shrunk: Shrunk) -> RunConfig:
     """The shrunk run in one process: no recomputation, no distributed optimizer, no overlap."""
     return dataclasses.replace(
         shrunk.config,
         # The rounding of --grad-reduce-in-bf16 is part of the spread of one process.
         parallel=ParallelConfig(grad_reduce_in_bf16=shrunk.parallel.grad_reduce_in_bf16),
-        training=dataclasses.replace(shrunk.config.training, **training),
     )
 
 

@@ -84,10 +84,11 @@ LAYOUTS = {
         8,
         f"{TP} 2 {PP} 2 {SP} {CHUNKS} 2 {ZERO} {OVERLAP} --recompute-granularity full",
     ),
-    "recomputed": (1, "--checkpoint-activations --recompute-num-layers 3"),
+    # No shorthands of these flags, which the reference would keep.
+    "recomputed": (1, "--recompute-granularity full --recompute-num-layers 3"),
     "block recomputed": (1, "--recompute-granularity full --recompute-method block --recompute-num-layers 3"),
-    "selectively recomputed": (1, "--recompute-activations"),
-    "T2 distributed activations": (2, f"{TP} 2 --checkpoint-activations --distribute-saved-activations"),
+    "selectively recomputed": (1, "--recompute-granularity selective"),
+    "T2 distributed activations": (2, f"{TP} 2 --recompute-granularity full --distribute-saved-activations"),
 }
 # The layouts that shapes of other models' parts are trained in.
 FEW_LAYOUTS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from megatron.verify.assemble import assemble, inferred_place
 from megatron.verify.compare import Comparer, Comparison, Reference
 from megatron.verify.format import Capture, CaptureWriter, Place, Record
+from megatron.verify.runner import compare_captures
 from megatron.verify.tolerance import Rounding
 
 ROUNDING = Rounding("fp32", 16, 16, 16)
@@ -95,6 +97,67 @@ def test_sums_over_ranks(tmp_path: Path) -> None:
     assert found.passed
 
 
+def test_a_sum_that_one_rank_did_not_write_is_not_compared(tmp_path: Path) -> None:
+    record = dataclasses.replace(gradient(), kind="metric", sum_over=("tp",))
+    mine = capture(tmp_path / "one", [(0, record, torch.tensor(3.0))])
+    other = capture(tmp_path / "two", [(r, record, torch.tensor(1.0 + r)) for r in (0, 1)], tp=2)
+    other.records[1] = dataclasses.replace(other.records[1], key=None)
+    comparer = Comparer(Reference(mine, [], ROUNDING))
+    assert not list(comparer.compare(other, steps=range(2)))
+    assert comparer.skipped == {"tensors beyond the capture's size": 1}
+
+
+def test_gradients_that_ranks_have_a_part_of_are_not_compared(tmp_path: Path) -> None:
+    """All ranks share the normalized keys of one query group."""
+    record = dataclasses.replace(gradient(), kind="activation gradient")
+    mine = capture(tmp_path / "one", [(0, record, WHOLE)])
+    for partial, compared in ((True, 0), (False, 2)):
+        theirs = [(r, dataclasses.replace(record, partial=partial), WHOLE / 2) for r in (0, 1)]
+        other = capture(tmp_path / str(partial), theirs, tp=2)
+        comparer = Comparer(Reference(mine, [], ROUNDING))
+        assert len(list(comparer.compare(other, steps=range(2)))) == compared
+        assert sum(comparer.skipped.values()) == 2 - compared
+
+
+def test_an_infinite_bound_passes_nothing() -> None:
+    found = Comparison(record=gradient(), order=0, difference=1.0, norm=math.inf, bound=math.inf)
+    assert not found.passed
+
+
+def test_captures_that_start_from_a_checkpoint(tmp_path: Path) -> None:
+    """Its state is compared exactly, and the step after it within a bound."""
+    records = [
+        (0, Record(kind="parameter", name="w", step=7), WHOLE),
+        (0, Record(kind="gradient", name="w", step=8), WHOLE),
+    ]
+    mine = capture_steps(tmp_path / "one", records)
+    for factor, passes in ((1.0, [True, True]), (1 + 1e-7, [False, True])):
+        other = capture_steps(tmp_path / str(factor), [(r, x, factor * y) for r, x, y in records])
+        found = Comparer(Reference(mine, [], ROUNDING)).compare(other, steps=range(9))
+        assert [c.passed for c in found] == passes
+
+
+def capture_steps(folder: Path, records: list[tuple[int, Record, Tensor]]) -> Capture:
+    """Write records of one rank in several steps, and read the capture."""
+    writer = CaptureWriter(folder, sizes={"tp": 1})
+    for _, record, values in records:
+        writer.add(record, values)
+        writer.flush()
+    return Capture(folder)
+
+
+def test_what_another_program_lacks_is_counted(tmp_path: Path) -> None:
+    update = (0, Record(kind="update", name="w", step=1), WHOLE)
+    capture(tmp_path / "one", [(0, gradient(), WHOLE), update])
+    capture(tmp_path / "two", [(0, gradient(), WHOLE)])
+    capture(tmp_path / "state", [(0, Record(kind="state", name="w", step=1), WHOLE)])
+    check = compare_captures([tmp_path / name for name in ("one", "two", "one")])
+    assert check.passed and check.compared == 1
+    assert check.skipped["values that the other capture lacks"] == 1
+    check = compare_captures([tmp_path / "one", tmp_path / "state"])
+    assert not check.passed and "no step and kind of tensor in common" in check.error
+
+
 def test_missing_tensors_and_wrong_shapes_are_faults(tmp_path: Path) -> None:
     assert [c.fault for c in compare(tmp_path, [(0, gradient(name="v"), WHOLE)])] == ["no rank has it"]
     (found, *_) = compare(tmp_path / "shape", [(0, gradient(), WHOLE[:, :3].flatten())])
@@ -106,6 +169,15 @@ def test_assembly(tmp_path: Path) -> None:
     whole = assemble(other, other.records)
     assert whole is not None and whole.tolist() == WHOLE.tolist()
     assert assemble(other, other.records[:1]) is None
+
+
+def test_padding_rows_of_a_tensor_that_is_split_along_columns(tmp_path: Path) -> None:
+    padded = torch.cat((WHOLE, torch.full((2, 4), 99.0)))
+    places = [
+        Place(shape=(8, 4), dim=1, ranges=((2 * r, 2 * r + 2),), local_shape=(8, 2), valid=6) for r in (0, 1)
+    ]
+    theirs = [(r, gradient(places[r]), padded[:, 2 * r : 2 * r + 2]) for r in (0, 1)]
+    assert all(c.passed for c in compare(tmp_path, theirs))
 
 
 @pytest.mark.parametrize(
