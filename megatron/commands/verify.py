@@ -89,24 +89,35 @@ def compare(config: VerifyConfig, command: Sequence[str]) -> int:
         raise InputError(
             f"--compare: {' '.join(config.compare)} must be two captures or more, and no command"
         )
+    check_output(config)
     begin = time.monotonic()
     check = compare_captures([Path(folder) for folder in config.compare])
     report(check)
-    return write(config, " ".join(config.compare), [], [check], [], begin)
+    few = len(config.compare) == 2
+    missing = (
+        ["the optimizer's step, and later steps, which need captures that round differently"] if few else []
+    )
+    return write(config, " ".join(config.compare), [], [check], missing, begin)
 
 
 def verify(config: VerifyConfig, command: list[str]) -> int:
+    from megatron.training.layout import check_layout
     from megatron.verify.runner import STEPS, Runs, Verification
     from megatron.verify.shrink import shrink
 
+    check_output(config)
     begin = time.monotonic()
     script, processes, flags = parse_command(command)
     run = parse(script, flags)
     parallel = run.parallel
     ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    check_layout(run, config.processes or processes or ranks)
     shrunk = shrink(run, config.processes or processes or 2 * ranks, config.max_processes, STEPS)
     layouts = [shrunk.layout, *other_layouts(config, shrunk.layout)]
-    print(f"verifying {script} in {shrunk.layout}, of {shrunk.layout.processes} processes", flush=True)
+    print(
+        f"verifying {script} in {shrunk.layout}, of {shrunk.layout.processes} processes; first runs of one process",
+        flush=True,
+    )
     with contextlib.ExitStack() as contexts:
         folder = Path(config.output) / "runs"
         if config.keep:
@@ -114,7 +125,7 @@ def verify(config: VerifyConfig, command: list[str]) -> int:
                 raise InputError(f"--output: {folder} exists; name another folder")
             folder.mkdir(parents=True)
         else:
-            folder = Path(contexts.enter_context(tempfile.TemporaryDirectory()))
+            folder = Path(contexts.enter_context(tempfile.TemporaryDirectory(prefix="megatron-verify-")))
         start = functools.partial(start_run, script, config.timeout)
         verification = Verification(Runs(shrunk, layouts, folder, start), layouts, report)
         checks = verification.run(quick=config.quick)
@@ -124,6 +135,7 @@ def verify(config: VerifyConfig, command: list[str]) -> int:
     missing = [
         "the data files: all runs read the same synthetic data",
         "the sizes of the real run, and rounding at these sizes",
+        "warm-up and decay of the learning rate",
         f"devices other than this CPU; the run has --device {run.training.device}",
     ]
     if config.quick:
@@ -241,6 +253,16 @@ def report(check: Any) -> None:
         print("  " + check.error.replace("\n", "\n  "), flush=True)
 
 
+def check_output(config: VerifyConfig) -> None:
+    """Make the folder of the certificate, before anything is run."""
+    folder = Path(config.output)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise InputError(f"--output: {folder} cannot be written ({error.strerror})") from None
+
+
 def write(
     config: VerifyConfig,
     command: str,
@@ -255,7 +277,6 @@ def write(
     found = certificate(command, changes, checks, not_covered, time.monotonic() - begin)
     folder = Path(config.output)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         (folder / "certificate.json").write_text(to_json(found), encoding="utf-8")
         (folder / "certificate.html").write_text(to_html(found, checks), encoding="utf-8")
     except OSError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,16 @@ class Capture:
                 self.files[row.step, row.rank] = path.with_suffix(".safetensors")
         if not self.records:
             raise InputError(f"{folder}: holds no records")
+
+    def check_ranks(self) -> None:
+        """Raise `InputError` if a rank's records of a step are missing."""
+        world = math.prod(self.sizes.values())
+        for step in sorted({step for step, _ in self.files}):
+            if missing := set(range(world)) - {rank for at, rank in self.files if at == step}:
+                raise InputError(
+                    f"{self.folder}: step {step} lacks rank {min(missing)} of {world}; put the files of all ranks into "
+                    "one folder"
+                )
 
     def read(self, record: Record) -> Tensor:
         """The tensor of a record, in its dtype.

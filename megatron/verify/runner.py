@@ -306,7 +306,10 @@ def compare_captures(folders: Sequence[Path]) -> Check:
     an optimizer's step may amplify rounding. The second capture may be of another program. Except for parameters, what
     it lacks is not compared.
     """
-    reference, other, *spreads = (Capture(folder) for folder in folders)
+    captures = [Capture(folder) for folder in folders]
+    for capture in captures:
+        capture.check_ranks()
+    reference, other, *spreads = captures
     precision = reference.run.get("precision", "fp32")
     lengths = [record.place.shape[-1] for record in reference.records if record.place is not None]
     rounding = Rounding(precision, max(lengths, default=1), 1 << 16, CHUNK_SIZE)

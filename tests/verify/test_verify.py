@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 import megatron.training.stage
@@ -16,6 +17,7 @@ from megatron.commands import verify as command
 from megatron.commands.verify import main, parse, parse_command, train_rank
 from megatron.errors import InputError
 from megatron.optim.grad_reducer import GradReducer
+from megatron.verify.format import CaptureWriter, Record
 from megatron.verify.launch import Failure, launch
 from megatron.verify.runner import STEPS, Check, Runs, Verification
 from megatron.verify.shrink import Layout, command_words, shrink
@@ -130,6 +132,36 @@ def test_commands_are_split() -> None:
 def test_wrong_input(words: list[str], message: str) -> None:
     with pytest.raises(InputError, match=message):
         main(words)
+
+
+def test_a_command_that_would_be_refused_is_refused(tmp_path: Path) -> None:
+    """Shrinking would give the model heads that three ranks can split."""
+    words = [
+        "--output",
+        str(tmp_path),
+        "--",
+        "pretrain_gpt.py",
+        *FLAGS.split(),
+        "--tensor-model-parallel-size",
+        "3",
+    ]
+    with pytest.raises(InputError, match="3 does not divide --num-attention-heads 4"):
+        main(words)
+
+
+def test_an_output_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    words = ["--output", str(tmp_path / "file" / "out"), "--", "pretrain_gpt.py", *FLAGS.split()]
+    with pytest.raises(InputError, match=r"--output: .* cannot be written"):
+        main(words)
+
+
+def test_a_capture_without_a_rank_is_refused(tmp_path: Path) -> None:
+    writer = CaptureWriter(tmp_path, coordinates={"dp": 0}, sizes={"dp": 2})
+    writer.add(Record(kind="loss", name="lm loss", step=1), torch.ones(()))
+    writer.flush()
+    with pytest.raises(InputError, match="step 1 lacks rank 1 of 2"):
+        main(["--output", str(tmp_path / "out"), "--compare", str(tmp_path), str(tmp_path)])
 
 
 def test_layouts_have_names() -> None:
