@@ -192,6 +192,8 @@ class Capture:
             InputError: the folder holds no capture, or a damaged one.
         """
         self.folder = folder
+        # Files stay open while they are read from.
+        self._open = functools.lru_cache(maxsize=64)(functools.partial(safe_open, framework="pt"))
         head = _read_json(folder / "run.json")
         if head.get("format") != FORMAT or head.get("version") != VERSION:
             raise InputError(f"{folder}: is not a capture of version {VERSION}")
@@ -231,7 +233,7 @@ class Capture:
         if record.key is None:
             raise InputError(f"{path}: holds only the norm of {record.kind} {record.name}")
         try:
-            return _opened(path).get_tensor(record.key)
+            return self._open(path).get_tensor(record.key)
         except (OSError, SafetensorError) as error:
             raise InputError(f"{path}: cannot be read ({' '.join(str(error).split())[:200]})") from None
 
@@ -241,11 +243,6 @@ class Capture:
         for record in self.records:
             found.setdefault(record.id, []).append(record)
         return found
-
-
-@functools.lru_cache(maxsize=64)
-def _opened(path: Path) -> Any:
-    return safe_open(path, framework="pt")
 
 
 def _record_to_json(record: Record) -> dict[str, Any]:
