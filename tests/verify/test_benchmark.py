@@ -1,0 +1,25 @@
+"""The faults that benchmarks/verify.py puts into the program fit its source."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from verify_faults import FAULTS, Fault  # noqa: E402
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_fits(tmp_path: Path, fault: Fault) -> None:
+    path = Path(fault.target.partition(":")[0].replace(".", "/") + ".py")
+    (tmp_path / path.parent).mkdir(parents=True)
+    shutil.copy(ROOT / path, tmp_path / path)
+    fault.put_into(tmp_path)
+    changed = (tmp_path / path).read_text(encoding="utf-8")
+    assert changed != (ROOT / path).read_text(encoding="utf-8")
+    compile(changed, str(path), "exec")
