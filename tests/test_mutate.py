@@ -33,6 +33,8 @@ def test_every_kind_of_fault_is_found_and_changes_one_line() -> None:
     found = {(m.kind, m.after.strip()) for m in mutations("megatron/a/b.py", SOURCE)}
     assert found == {
         ("dropped reduction", "x = x"),
+        ("rescaled reduction", "x = 2 * all_reduce_sum(x, mesh.tp)"),
+        ("permuted reduction", "x = all_reduce_sum(x, mesh.tp).flip(0)"),
         ("another group", "x = all_reduce_sum(x, mesh.dp)"),
         ("another group", "x = all_reduce_sum(x, mesh.pp)"),
         ("missing wait", "pass"),

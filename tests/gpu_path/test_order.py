@@ -11,13 +11,15 @@ from collections.abc import Callable
 import pytest
 from gpu_path.order import Streams, disagreements
 from gpu_path.recorded_step import Call, Wait, record_steps
-from training.test_layouts import FLAGS, LAYOUTS, SHAPES, TASKS
+from training.test_layouts import FLAGS, LAYOUTS, SHAPES
 
 from megatron.arguments import parse_run_config
 from megatron.optim.grad_reducer import GradReducer
 from megatron.optim.param_gather import ParamGather
 from megatron.parallel import pipeline
 from megatron.parallel.schedules import Receive, Send
+from megatron.pretrain_bert import bert
+from megatron.pretrain_gpt import GPT
 
 PARALLEL = [layout for layout, (processes, _) in LAYOUTS.items() if processes > 1]
 # By default those that have the most kinds of communication.
@@ -37,7 +39,7 @@ def record(shape: str, layout: str, more: str = "", fault: Fault | None = None) 
     """Events of every rank of a layout in one step; a `fault` is in rank 1 only."""
     processes, flags = LAYOUTS[layout]
     config = parse_run_config(f"{FLAGS} {SHAPES[shape]} {flags} {more}".split(), description="", defaults={})
-    task = TASKS["BERT" if shape == "bert" else "GPT"]
+    task = bert(binary_head=True) if shape == "bert" else GPT
     ranks = []
     for rank in range(processes):
         with pytest.MonkeyPatch.context() as patch:

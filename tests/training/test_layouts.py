@@ -43,6 +43,9 @@ SHAPES = {
     "--group-query-attention --apply-layernorm-1p --scale-embeddings --kv-channels 16",
     "lion": "--optimizer lion --lr 2e-4",
     "muon": f"{LLAMA} --optimizer muon --muon-extra-scale-factor 0.2 --muon-nesterov",
+}
+# Flags other than a model's shape, which layouts must not change the result of either.
+VARIANTS = {
     # Xavier's bound depends on the number of outputs, which for the output layer excludes padding to 300 or 400 rows.
     "xavier": f"{LLAMA} --init-method-xavier-uniform --make-vocab-size-divisible-by 100",
     "bf16": "--bf16",
@@ -51,6 +54,7 @@ SHAPES = {
     "muon of gradients in bf16": f"{LLAMA} --optimizer muon --grad-reduce-in-bf16",
     "dropout": f"{DROPOUT}",
 }
+RUNS = SHAPES | VARIANTS
 TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 SP, CHUNKS = "--sequence-parallel", "--num-layers-per-virtual-pipeline-stage"
 ZERO = "--use-distributed-optimizer"
@@ -128,7 +132,7 @@ class Layouts:
 
     def runs(self, shape: str, layout: str, flags: str = "") -> tuple[Runs, Layout]:
         script, processes = "pretrain_bert" if shape == "bert" else "pretrain_gpt", LAYOUTS[layout][0]
-        config = parse(script, f"{FLAGS} {SHAPES[shape]} {LAYOUTS[layout][1]} {flags}".split())
+        config = parse(script, f"{FLAGS} {RUNS[shape]} {LAYOUTS[layout][1]} {flags}".split())
         parallel, size = config.parallel, config.training.micro_batch_size
         tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
         own = Layout(tp, pp, processes // (tp * pp))
@@ -178,7 +182,7 @@ CASES = [
         marks=() if layout in FAST.get(shape, "").split("|") else pytest.mark.slow,
         id=f"{shape}-{layout.replace(' ', '-')}",
     )
-    for shape in SHAPES
+    for shape in RUNS
     for layout in FEW_LAYOUTS.get(shape, LAYOUTS)
 ]
 
