@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 
 from parallel import run_metadata
 from verify_faults import FAULTS, Fault
-from verify_mutations import RandomFault, judgment, random_faults
+from verify_mutations import RandomFault, random_faults
 from verify_runs import COUNTS, LAYOUTS, RUNS, combinations, shrunk
 
 from megatron.cli import Parser, add_flags, make_config, run_command
@@ -215,8 +215,7 @@ def random_rows(
             continue
         found = _found(checkout.verify(fault))
         counted += not found["crashed"]
-        id = fault.mutation.id
-        yield {"fault": fault.name, "id": id, "layout": fault.run} | found | judgment(id, found["caught"])
+        yield {"fault": fault.name, "id": fault.mutation.id, "layout": fault.run} | found
 
 
 def _found(failed: Check | None) -> dict[str, Any]:

@@ -27,8 +27,6 @@ KINDS = (
     "min for max",
 )
 PACKAGES = ("checkpoint", "data", "model", "ops", "optim", "parallel", "training")
-# Judgments of findings, by identifier of the mutation: "located", "neighbor", or the reason why it is harmless.
-JUDGMENTS: dict[str, str] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +71,3 @@ def random_faults(executed: Mapping[str, Set[tuple[str, int]]], seed: int) -> It
         for row in rows:
             if row:
                 yield row.pop()
-
-
-def judgment(id: str, caught: bool) -> dict[str, object]:
-    """Columns of a row: whether the finding is right, and why a fault that was not caught is harmless."""
-    text = JUDGMENTS.get(id, "not judged")
-    return {"located": text == "located", "judgment" if caught else "harmless": text}

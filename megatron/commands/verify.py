@@ -105,7 +105,6 @@ def verify(config: VerifyConfig, command: list[str]) -> int:
     from megatron.verify.runner import STEPS, Runs, Verification
     from megatron.verify.shrink import shrink
 
-    check_output(config)
     begin = time.monotonic()
     script, processes, flags = parse_command(command)
     run = parse(script, flags)
@@ -114,6 +113,7 @@ def verify(config: VerifyConfig, command: list[str]) -> int:
     check_layout(run, config.processes or processes or ranks)
     shrunk = shrink(run, config.processes or processes or 2 * ranks, config.max_processes, STEPS)
     layouts = [shrunk.layout, *other_layouts(config, shrunk.layout)]
+    check_output(config)
     print(
         f"verifying {script} in {shrunk.layout}, of {shrunk.layout.processes} processes; first runs of one process",
         flush=True,

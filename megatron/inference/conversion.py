@@ -109,6 +109,8 @@ def their_logits(folder: Path, checkpoint: Checkpoint) -> list[Tensor]:
         )
         run_in_fp32(model.eval(), dtype)
         out = model(**inputs)
+    except ImportError:
+        raise
     except Exception as error:  # unsuitable files raise exceptions of any type
         raise TrainingFault(
             f"transformers cannot load {folder}: {summary(error)}; nothing was kept"

@@ -82,16 +82,8 @@ class PassCapture:
         index = self._add("activation", name, out, place=place)
         self.producers[id(out)] = name, out  # held, so that no other tensor gets its id
         if out.requires_grad and not _has_partial_output_gradient(module):
-            record = Record(
-                kind="activation gradient",
-                name=name,
-                step=self.step,
-                sample=self.microbatch,
-                index=index,
-                order=self.order,
-                place=place,
-                partial=place is None and _has_partial_weight_gradient(module),
-            )
+            partial = place is None and _has_partial_weight_gradient(module)
+            record = self._record("activation gradient", name, index, place, partial=partial)
             out.register_hook(functools.partial(self._add_gradient, record))
 
     def _add_gradient(self, record: Record, grad: Tensor) -> None:
@@ -108,7 +100,13 @@ class PassCapture:
         index = self.calls.get((kind, name), 0)
         self.calls[kind, name] = index + 1
         self.order += 1
-        record = Record(
+        self.writer.add(self._record(kind, name, index, place), values)
+        return index
+
+    def _record(
+        self, kind: str, name: str, index: int, place: Place | None, *, partial: bool = False
+    ) -> Record:
+        return Record(
             kind=kind,
             name=name,
             step=self.step,
@@ -116,9 +114,8 @@ class PassCapture:
             index=index,
             order=self.order,
             place=place,
+            partial=partial,
         )
-        self.writer.add(record, values)
-        return index
 
     def _place(self, module: nn.Module, inputs: tuple, out: Tensor) -> Place | None:
         """Place of a module's output in the output of the whole module, as far as its weight or the batch tells it."""

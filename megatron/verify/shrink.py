@@ -19,7 +19,7 @@ MIN_VOCAB, LOSS_SCALE = 128, 4096.0
 # Least epsilon of Adam. With a smaller one Adam moves an element whose gradient is rounding error by the whole learning
 # rate, in a direction that no two runs agree on.
 ADAM_EPS = 1e-3
-# Largest gradient norm before clipping, so that clipping acts on small models too.
+# Largest --clip-grad, so that clipping acts on small models too.
 CLIP_GRAD = 0.5
 # Sections of plug-ins that change what a step computes; those of the others get their defaults.
 KEPT_PLUGINS = ("loss", "freezing", "loss scale", "spikes")

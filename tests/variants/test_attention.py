@@ -48,7 +48,7 @@ def test_norms_of_all_heads_need_the_norms_and_rms() -> None:
             meta_model("GPT", ModelConfig(**sizes, **others, qk_layernorm_all_heads=True), 10)
 
 
-# Of four tensor-parallel ranks with four heads, one each, and with two heads, each of which two ranks hold.
+# Numbers of heads for four tensor-parallel ranks: one rank holds each head, or two ranks hold it.
 HEADS = (4, 2)
 
 
