@@ -19,7 +19,7 @@ BATCH = 4
 ROUNDING = Rounding("fp32", 1, 1, 1)
 # The 251 ids are padded to 256 rows, or to 512 with four tensor-parallel ranks.
 FLAGS = f"""
-    --mock-data --tokenizer-type NullTokenizer --vocab-size 250 --num-layers 8 --hidden-size 32
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 250 --num-layers 4 --hidden-size 32
     --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --global-batch-size {BATCH} --train-iters 3 --lr 2e-3
     --attention-dropout 0 --hidden-dropout 0 --log-interval 1 --eval-iters 1 --num-workers 0 --device cpu
     --adam-eps {ADAM_EPS} --distributed-timeout-minutes 1
@@ -65,14 +65,14 @@ LAYOUTS = {
     "T4": (4, f"{TP} 4"),
     "P2": (2, f"{PP} 2"),
     "P2 gpipe": (2, f"{PP} 2 --pipeline-schedule gpipe"),
-    "P2 uneven": (2, f"{PP} 2 --decoder-first-pipeline-num-layers 5"),
+    "P2 uneven": (2, f"{PP} 2 --decoder-first-pipeline-num-layers 3"),
     "P4": (4, f"{PP} 4"),
     "P4 uneven": (
         4,
         f"{PP} 4 --decoder-first-pipeline-num-layers 0 --decoder-last-pipeline-num-layers 2",
     ),
-    "P2V2": (2, f"{PP} 2 {CHUNKS} 2"),
-    "P4V2": (4, f"{PP} 4 {CHUNKS} 1"),
+    "P2V2": (2, f"{PP} 2 {CHUNKS} 1"),
+    "P4V2": (4, f"{PP} 4 {CHUNKS} 1 --num-layers 8"),
     "D2": (2, ""),
     "D2 overlapped": (2, "--overlap-grad-reduce --ddp-bucket-size 5000"),
     "D2+ZeRO": (2, ZERO),
@@ -82,11 +82,11 @@ LAYOUTS = {
     "T2P2+SP": (4, f"{TP} 2 {PP} 2 {SP}"),
     "T4+SP": (4, f"{TP} 4 {SP}"),
     "T2D2+ZeRO": (4, f"{TP} 2 {ZERO} {OVERLAP}"),
-    "P2D2V2": (4, f"{PP} 2 {CHUNKS} 2"),
+    "P2D2V2": (4, f"{PP} 2 {CHUNKS} 1"),
     "P4 few microbatches": (4, f"{PP} 4 --micro-batch-size 2"),  # fewer microbatches than stages
     "everything": (
         8,
-        f"{TP} 2 {PP} 2 {SP} {CHUNKS} 2 {ZERO} {OVERLAP} --recompute-granularity full",
+        f"{TP} 2 {PP} 2 {SP} {CHUNKS} 1 {ZERO} {OVERLAP} --recompute-granularity full",
     ),
     # No shorthands of these flags, which the reference would keep.
     "recomputed": (1, "--recompute-granularity full --recompute-num-layers 3"),
@@ -138,7 +138,8 @@ class Layouts:
         own = Layout(tp, pp, processes // (tp * pp))
         start = functools.partial(start_run, script, 240.0)
         runs = Runs(Shrunk(config, parallel, own, ()), [own], self.folder, start)
-        runs.batch, runs.comparers = BATCH, self.references.setdefault((shape, size, flags), {})
+        key = shape, size, config.model.num_layers, flags
+        runs.batch, runs.comparers = BATCH, self.references.setdefault(key, {})
         return runs, own
 
     def verification(self, shape: str, layout: str) -> tuple[Verification, Layout]:
