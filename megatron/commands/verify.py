@@ -14,6 +14,7 @@ import functools
 import io
 import re
 import shlex
+import signal
 import sys
 import tempfile
 import time
@@ -67,6 +68,11 @@ class VerifyConfig(Config):
 def main(argv: Sequence[str] | None = None) -> int:
     """Return 1 if a comparison failed, otherwise 0."""
     words = list(sys.argv[1:] if argv is None else argv)
+    missing = InputError(
+        "the command to verify is required after --: megatron verify -- pretrain_gpt.py FLAGS"
+    )
+    if "--" not in words and any(map(script_name, words)):
+        raise missing
     command = words[words.index("--") + 1 :] if "--" in words else []
     words = words[: words.index("--")] if "--" in words else words
     parser = Parser(description=__doc__)
@@ -75,9 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if config.compare is not None:
         return compare(config, command)
     if not command:
-        raise InputError(
-            "the command to verify is required after --: megatron verify -- pretrain_gpt.py FLAGS"
-        )
+        raise missing
     return verify(config, command)
 
 
@@ -118,7 +122,11 @@ def verify(config: VerifyConfig, command: list[str]) -> int:
         f"verifying {script} in {shrunk.layout}, of {shrunk.layout.processes} processes; first runs of one process",
         flush=True,
     )
+    changes = list(shrunk.changes)
     with contextlib.ExitStack() as contexts:
+        # As Ctrl-C, so that processes and temporary folders do not stay.
+        handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        contexts.callback(signal.signal, signal.SIGTERM, handler)
         folder = Path(config.output) / "runs"
         if config.keep:
             if folder.exists():
@@ -127,7 +135,10 @@ def verify(config: VerifyConfig, command: list[str]) -> int:
         else:
             folder = Path(contexts.enter_context(tempfile.TemporaryDirectory(prefix="megatron-verify-")))
         start = functools.partial(start_run, script, config.timeout)
-        verification = Verification(Runs(shrunk, layouts, folder, start), layouts, report)
+        runs = Runs(shrunk, layouts, folder, start)
+        if runs.batch != run.training.global_batch_size:
+            changes.append(f"--global-batch-size: {run.training.global_batch_size} to {runs.batch}")
+        verification = Verification(runs, layouts, report)
         checks = verification.run(quick=config.quick)
         if not config.quick and verification.saved.exists():
             checks.append(convert(verification.saved, folder / "converted"))
@@ -140,22 +151,36 @@ def verify(config: VerifyConfig, command: list[str]) -> int:
     ]
     if config.quick:
         missing.append("other layouts and resumes, which --quick leaves out")
-    return write(config, shlex.join(command), shrunk.changes, checks, missing, begin)
+    return write(config, shlex.join(command), changes, checks, missing, begin)
 
 
 def parse_command(command: Sequence[str]) -> tuple[str, int | None, list[str]]:
     """Split a command into the script's name, the number of torchrun's processes if it says so, and the flags."""
     for i, word in enumerate(command):
-        name = re.sub(r"\.py$", "", word.rpartition("/")[2]).rpartition(".")[2].replace("-", "_")
-        if name in SCRIPTS:
-            launcher = " ".join(command[:i])
-            counts = [
-                re.search(rf"--{option}[ =]([0-9]+)", launcher.replace("_", "-"))
-                for option in ("nproc-per-node", "nnodes")
-            ]
-            ranks = int(counts[0][1]) * int(counts[1][1] if counts[1] else 1) if counts[0] else None
-            return name, ranks, list(command[i + 1 :])
-    raise InputError(f"{shlex.join(command)[:80]}: names neither pretrain_gpt.py nor pretrain_bert.py")
+        if name := script_name(word):
+            launcher = " ".join(command[:i]).replace("_", "-")
+            ranks, nodes = (_count(launcher, option) for option in ("--nproc-per-node", "--nnodes"))
+            return name, None if ranks is None else ranks * (nodes or 1), list(command[i + 1 :])
+    raise InputError(
+        f"{shlex.join(command)[:80]}: names neither pretrain_gpt.py nor pretrain_bert.py; for a launch script give the "
+        "command that it prints after +"
+    )
+
+
+def script_name(word: str) -> str:
+    """The name in `SCRIPTS` of the script that a word of a command names, or an empty string."""
+    name = re.sub(r"\.py$", "", word.rpartition("/")[2]).rpartition(".")[2].replace("-", "_")
+    return name if name in SCRIPTS else ""
+
+
+def _count(launcher: str, option: str) -> int | None:
+    """The number that the words of torchrun give for an option."""
+    found = re.search(rf"{option}[ =](\S+)", launcher)
+    if found is None:
+        return None
+    if not found[1].isdecimal():
+        raise InputError(f"{option} {found[1]} does not tell the number of processes; give a number")
+    return int(found[1])
 
 
 def other_layouts(config: VerifyConfig, own: Any) -> list[Any]:
@@ -213,21 +238,25 @@ def convert(run: Path, folder: Path) -> Any:
     from megatron.commands import convert_checkpoint
     from megatron.commands.inspect_checkpoint import open_one
     from megatron.parallel.slices import whole
-    from megatron.verify.runner import Check
+    from megatron.verify.runner import Check, empty_row
 
     check = Check(name="conversion to Hugging Face and back")
     there, back = folder / "huggingface", folder / "native"
     steps = (("native", "huggingface", run, there), ("huggingface", "native", there, back))
-    try:
-        for source, target, load, save in steps:
-            words = ["--from", source, "--to", target, "--load", str(load), "--save", str(save)]
+    for source, target, load, save in steps:
+        words = ["--from", source, "--to", target, "--load", str(load), "--save", str(save)]
+        try:
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
                 convert_checkpoint.main(words)
-    except InputError as error:
-        check.not_covered = str(error)
-        return check
+        except InputError as error:
+            # An architecture may have no counterpart; what was exported must be read.
+            if target == "huggingface":
+                check.not_covered = str(error)
+            else:
+                check.error = str(error)
+            return check
     first, second = (open_one(path).tensors["model"] for path in (run, back))
-    row = check.kinds.setdefault("weight", {"compared": 0, "failed": 0, "largest": 0.0, "at": ""})
+    row = check.kinds["weight"] = empty_row()
     for name, tensor in first.index.items():
         row["compared"] += 1
         place = whole(*tensor["shape"])

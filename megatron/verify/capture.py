@@ -44,6 +44,7 @@ class Capturing(Hook):
             yield
         finally:
             self.capture.writer.flush()
+            trainer.log(f"wrote a capture of the first steps to {config.capture}")
 
     def during_training(self, trainer: Trainer) -> AbstractContextManager[object]:
         return ExitStack() if self.capture is None else self.capture.attached()

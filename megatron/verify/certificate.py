@@ -7,7 +7,7 @@ import datetime
 import json
 import math
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
@@ -97,21 +97,26 @@ def _list(items: Sequence[str]) -> str:
     )
 
 
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of cells that are HTML."""
+    heads = "".join(f"<th>{column}</th>" for column in columns)
+    lines = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><tr>{heads}</tr>{lines}</table>"
+
+
 def _summary(checks: Sequence[Check]) -> str:
-    rows = "".join(
-        f"<tr><td>{escape(check.name)}</td><td>{check.processes}</td><td>{check.compared:,}</td>"
-        f"<td>{_ratio(check.largest)}</td><td>{_verdict(check)}</td></tr>"
-        for check in checks
+    columns = ("run", "processes", "comparisons", "largest difference / bound", "result")
+    return _table(
+        columns,
+        (
+            (escape(c.name), str(c.processes), f"{c.compared:,}", _number(c.largest), _verdict(c))
+            for c in checks
+        ),
     )
-    heads = "".join(
-        f"<th>{head}</th>"
-        for head in ("run", "processes", "comparisons", "largest difference / bound", "result")
-    )
-    return f"<table><tr>{heads}</tr>{rows}</table>"
 
 
-def _ratio(value: float | None) -> str:
-    return "infinite" if value is None or not math.isfinite(value) else f"{value:.3g}"
+def _number(value: float) -> str:
+    return f"{value:.3g}" if math.isfinite(value) else "infinite"
 
 
 def _verdict(check: Check) -> str:
@@ -123,34 +128,49 @@ def _verdict(check: Check) -> str:
 def _section(check: Check) -> str:
     if check.not_covered:
         return ""
-    kinds = "".join(
-        f"<tr><td>{kind}</td><td>{row['compared']:,}</td><td>{row['failed']:,}</td><td>{_ratio(row['largest'])}</td>"
-        f"<td>{escape(row['at'])}</td></tr>"
-        for kind, row in check.kinds.items()
-    )
-    heads = "".join(f"<th>{head}</th>" for head in ("kind", "comparisons", "failed", "largest", "at"))
-    table = f"<table><tr>{heads}</tr>{kinds}</table>"
     finding = f'<p class="failed">First difference: {escape(str(check.finding))}</p>' if check.finding else ""
     error = f"<pre>{escape(check.error)}</pre>" if check.error else ""
-    failures = "".join(
-        f"<tr><td>{f['step']}</td><td>{f['kind']}</td><td>{escape(f['name'])}</td><td>{f['rank']}</td>"
-        f"<td>{'' if f['sample'] is None else f['sample']}</td><td>{f['difference']:.3g}</td><td>{f['norm']:.3g}</td>"
-        f"<td>{f['bound']:.3g}</td><td>{escape(f['fault'])}</td></tr>"
-        for f in check.failures
-    )
-    columns = ("step", "kind", "name", "rank", "sample", "difference", "norm", "bound", "")
-    listed = (
-        f"<details open><summary>Failed comparisons, the first {len(check.failures)}</summary><table><tr>"
-        + "".join(f"<th>{column}</th>" for column in columns)
-        + f"</tr>{failures}</table></details>"
-        if failures
-        else ""
-    )
-    skipped = (
-        _list([f"{reason}: {count:,}" for reason, count in check.skipped.items()]) if check.skipped else ""
-    )
-    note = f"<p>Not compared:</p>{skipped}" if skipped else ""
+    skipped = [f"{reason}: {count:,}" for reason, count in check.skipped.items()]
+    note = f"<p>Not compared:</p>{_list(skipped)}" if skipped else ""
     return (
-        f"<h2>{escape(check.name)}</h2>{finding}{error}{table}{listed}{note}"
+        f"<h2>{escape(check.name)}</h2>{finding}{error}{_kinds(check)}{_failures(check)}{note}"
         f"<details><summary>Flags</summary><pre>{escape(check.command)}</pre></details>"
     )
+
+
+def _kinds(check: Check) -> str:
+    """For each kind of record, the comparison with the largest difference over its bound."""
+    columns = ("kind", "comparisons", "failed", "largest", "difference", "bound", "norm", "at")
+    return _table(
+        columns,
+        (
+            (
+                kind,
+                f"{row['compared']:,}",
+                f"{row['failed']:,}",
+                *(_number(row[column]) for column in ("largest", "difference", "bound", "norm")),
+                escape(row["at"]),
+            )
+            for kind, row in check.kinds.items()
+        ),
+    )
+
+
+def _failures(check: Check) -> str:
+    if not check.failures:
+        return ""
+    columns = ("step", "kind", "name", "rank", "sample", "difference", "norm", "bound", "fault")
+    rows = (
+        (
+            str(row["step"]),
+            row["kind"],
+            escape(row["name"]),
+            str(row["rank"]),
+            "" if row["sample"] is None else str(row["sample"]),
+            *(_number(row[column]) for column in ("difference", "norm", "bound")),
+            escape(row["fault"]),
+        )
+        for row in check.failures
+    )
+    summary = f"Failed comparisons, the first {len(check.failures)}"
+    return f"<details open><summary>{summary}</summary>{_table(columns, rows)}</details>"

@@ -20,6 +20,8 @@ NOT_COMPARED = ("seconds", "tokens per second", "num zeros")
 # Tensors of fewer elements share the spread of others of their kind and name.
 FEW_ELEMENTS = 64
 STATE_KINDS = ("weight", "state", "parameter")
+# Tensors that tensor-parallel ranks may each have a part of, without a place that tells which.
+SPLIT_KINDS = ("activation", "activation gradient", "mask")
 PARAMETER_KINDS = ("gradient", "update", *STATE_KINDS)
 
 
@@ -181,23 +183,20 @@ class Comparer:
         """
         found = other.by_id()
         written = {id[:2] for id in found}
+        lacking = found.keys() - self.reference.records.keys()
+        chosen = [id for id in lacking if _is_chosen(id, steps, kinds)]
+        self._skip("tensors that the reference lacks", len(chosen))
         held: dict[int, set[str]] = {}
         for record in other.records:
             if record.kind == "parameter":
                 held.setdefault(record.rank, set()).add(record.name)
         for id, records in self.reference.records.items():
+            if not _is_chosen(id, steps, kinds):
+                continue
+            if reason := self._not_comparable(id, records[0], exact=exact):
+                self._skip(reason)
+                continue
             step, kind, name, *_ = id
-            if (
-                step not in steps
-                or kind not in kinds
-                or kind == "local gradient"
-                or any(word in name for word in NOT_COMPARED)
-            ):
-                continue
-            later = step > self.reference.start + 1 and kind not in ("update", "weight", "parameter")
-            if later and not exact and self.reference.steps_by_signs:
-                self._skip("values after a step whose sizes do not depend on the gradient's")
-                continue
             theirs = found.get(id, [])
             if kind.startswith("activation") and (theirs or not partial):
                 theirs = [r for r in theirs if self._is_whole_module(name, held.get(r.rank, set()))]
@@ -209,6 +208,15 @@ class Comparer:
                 continue
             yield from self._compare(other, id, records[0], theirs, exact=exact)
 
+    def _not_comparable(self, id: tuple, mine: Record, *, exact: bool) -> str:
+        """Why a tensor of the reference cannot be compared with any capture's; empty if it can."""
+        later = id[0] > self.reference.start + 1 and id[1] not in ("update", "weight", "parameter")
+        if later and not exact and self.reference.steps_by_signs:
+            return "values after a step whose sizes do not depend on the gradient's"
+        if mine.place is None and id[1] in SPLIT_KINDS and self.reference.capture.sizes.get("tp", 1) > 1:
+            return "activations and masks of a reference with several tensor-parallel ranks"
+        return ""
+
     def _is_whole_module(self, name: str, held: set[str]) -> bool:
         """True if a rank that holds these parameters holds all of a module's."""
         prefix = f"{name}." if name else ""
@@ -217,7 +225,8 @@ class Comparer:
         )
 
     def _skip(self, reason: str, count: int = 1) -> None:
-        self.skipped[reason] = self.skipped.get(reason, 0) + count
+        if count:
+            self.skipped[reason] = self.skipped.get(reason, 0) + count
 
     def _compare(
         self, other: Capture, id: tuple, mine: Record, theirs: list[Record], *, exact: bool
@@ -332,6 +341,16 @@ def update_error(reference: Reference, id: tuple) -> Tensor | None:
         rounded = 0.0 if weight is None else 2 * UNIT["fp32"] * weight.flatten().abs()
         total = total + change.abs().max() * relative + rounded
     return total
+
+
+def _is_chosen(id: tuple, steps: range, kinds: Collection[str]) -> bool:
+    step, kind, name, *_ = id
+    return (
+        step in steps
+        and kind in kinds
+        and kind != "local gradient"
+        and not any(word in name for word in NOT_COMPARED)
+    )
 
 
 def _start(records: Sequence[Record]) -> int:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import shlex
+import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -44,7 +45,7 @@ class Check:
 
     Attributes:
         command: flags of the run.
-        kinds: by kind of record, the number compared and the largest difference over its bound.
+        kinds: by kind of record, the number compared, and the comparison with the largest difference over its bound.
         failures: failed comparisons in the order of computation.
         skipped: numbers of tensors that were not compared, by reason.
         error: why the run did not end.
@@ -78,19 +79,36 @@ class Check:
         """Add comparisons of a capture with the reference of `comparer`."""
         for comparison in sorted(comparisons, key=lambda c: c.sort_key):
             record = comparison.record
-            row = self.kinds.setdefault(record.kind, {"compared": 0, "failed": 0, "largest": 0.0, "at": ""})
+            row = self.kinds.setdefault(record.kind, empty_row())
             row["compared"] += 1
             row["failed"] += not comparison.passed
             if comparison.ratio > row["largest"]:
                 row |= {"largest": comparison.ratio, "at": f"step {record.step}, {record.name}"}
+                row |= {
+                    "difference": comparison.difference,
+                    "norm": comparison.norm,
+                    "bound": comparison.bound,
+                }
             if not comparison.passed and len(self.failures) < MAX_FAILURES:
                 self.failures.append(_failure(comparison))
         if self.finding is None:
             self.finding = first_difference(comparer, other, comparisons)
         for reason, count in comparer.skipped.items():
-            if count:
-                self.skipped[reason] = self.skipped.get(reason, 0) + count
+            self.skipped[reason] = self.skipped.get(reason, 0) + count
         comparer.skipped = {}
+
+
+def empty_row() -> dict[str, Any]:
+    """A value of `Check.kinds` before any comparison."""
+    return {
+        "compared": 0,
+        "failed": 0,
+        "largest": 0.0,
+        "difference": 0.0,
+        "norm": 0.0,
+        "bound": 0.0,
+        "at": "",
+    }
 
 
 def _failure(comparison: Comparison) -> dict[str, Any]:
@@ -171,7 +189,10 @@ class Runs:
         folder = self.folder / f"capture-{name.replace(' ', '-')}"
         capture = {"capture": str(folder), "capture_steps": STEPS, "capture_megabytes": CAPTURE_MEGABYTES}
         config = _replaced(config, capture=capture)
-        check.command = shlex.join(command_words(config))
+        # Without the name of a temporary folder.
+        check.command = shlex.join(command_words(config)).replace(f"{self.folder}/", "")
+        # Of the same run, which failed.
+        shutil.rmtree(folder, ignore_errors=True)
         log = self.folder / folder.name.replace("capture", "log")
         failure = self.start(config, check.processes, spread, log)
         if failure is not None:

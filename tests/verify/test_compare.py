@@ -107,6 +107,27 @@ def test_a_sum_that_one_rank_did_not_write_is_not_compared(tmp_path: Path) -> No
     assert comparer.skipped == {"tensors beyond the capture's size": 1}
 
 
+def test_activations_of_a_reference_of_several_tensor_parallel_ranks_are_not_compared(tmp_path: Path) -> None:
+    """The part that each rank has is known only beside the whole; gradients have a place."""
+    activation = dataclasses.replace(gradient(), kind="activation", sample=0)
+    parts = [(r, activation, WHOLE[:, 2 * r : 2 * r + 2]) for r in (0, 1)]
+    places = [(r, gradient(rows(r)), local(r)) for r in (0, 1)]
+    mine = capture(tmp_path / "two", [*parts, *places], tp=2)
+    other = capture(tmp_path / "one", [(0, activation, WHOLE), (0, gradient(), WHOLE)])
+    comparer = Comparer(Reference(mine, [], ROUNDING))
+    (found,) = comparer.compare(other, steps=range(2))
+    assert found.passed and found.record.kind == "gradient"
+    assert comparer.skipped == {"activations and masks of a reference with several tensor-parallel ranks": 1}
+
+
+def test_tensors_that_the_reference_lacks_are_counted(tmp_path: Path) -> None:
+    mine = capture(tmp_path / "one", [(0, gradient(), WHOLE)])
+    other = capture(tmp_path / "two", [(0, gradient(), WHOLE), (0, gradient(name="v"), WHOLE)])
+    comparer = Comparer(Reference(mine, [], ROUNDING))
+    assert len(list(comparer.compare(other, steps=range(2)))) == 1
+    assert comparer.skipped == {"tensors that the reference lacks": 1}
+
+
 def test_gradients_that_ranks_have_a_part_of_are_not_compared(tmp_path: Path) -> None:
     """All ranks share the normalized keys of one query group."""
     record = dataclasses.replace(gradient(), kind="activation gradient")

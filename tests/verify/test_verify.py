@@ -92,6 +92,9 @@ def test_the_command_verifies_layouts_and_resumes(tmp_path: Path) -> None:
         "conversion to Hugging Face and back",
     ]
     assert found["passed"] and found["checks"][3]["kinds"]["mask"]["compared"] > 0
+    gradients = found["checks"][0]["kinds"]["gradient"]
+    assert 0 < gradients["difference"] == pytest.approx(gradients["largest"] * gradients["bound"])
+    assert str(tmp_path) not in json.dumps([check["command"] for check in found["checks"]])
     assert found["compared"] > 4000
     assert "Verification: <span" in (tmp_path / "out" / "certificate.html").read_text()
     # Two captures can be compared by themselves, and a changed value is seen.
@@ -116,14 +119,19 @@ def test_commands_are_split() -> None:
     torchrun = "torchrun --nnodes 2 --nproc-per-node=4 pretrain_gpt.py --lr 1".split()
     assert parse_command(torchrun) == ("pretrain_gpt", 8, ["--lr", "1"])
     assert parse_command(["python", "-m", "megatron", "pretrain-bert"]) == ("pretrain_bert", None, [])
-    with pytest.raises(InputError, match=r"names neither pretrain_gpt\.py nor pretrain_bert\.py"):
-        parse_command(["train.py"])
+    with pytest.raises(
+        InputError, match=r"names neither pretrain_gpt\.py nor pretrain_bert\.py; for a launch script"
+    ):
+        parse_command(["bash", "train.sh"])
+    with pytest.raises(InputError, match="--nproc-per-node gpu does not tell the number of processes"):
+        parse_command("torchrun --nproc_per_node gpu pretrain_gpt.py".split())
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ([], "the command to verify is required after --"),
+        (["torchrun", "pretrain_gpt.py", "--lr", "1"], "the command to verify is required after --"),
         (["--compare", "a"], "--compare: a must be two captures or more"),
         (["--layouts", "x2", "--", "pretrain_gpt.py", *FLAGS.split()], "--layouts: x2 is not a layout"),
         (["--layouts", "t9", "--", "pretrain_gpt.py", *FLAGS.split()], "needs more than --max-processes 8"),
