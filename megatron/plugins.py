@@ -31,10 +31,12 @@ from megatron.inference.in_training import SampleTexts
 from megatron.interop.formats import EXTERNAL_FORMATS
 from megatron.interop.nvidia.data_order import HeadBlendRounding
 from megatron.interop.nvidia.loss_mean import LossMeanConfig, with_microbatch_means
+from megatron.ops.backend import LAYER_OPS
 from megatron.optim.schedule import LR_DECAYS
 from megatron.parallel.schedules import SCHEDULES
 from megatron.parallel.stages import LAYER_SPLITS
 from megatron.performance.async_save import AsyncSaving
+from megatron.performance.compiled_layer import layer_ops
 from megatron.performance.config import PerformanceConfig
 from megatron.performance.cuda_graph import CudaGraph
 from megatron.performance.load import LoadWarning
@@ -84,6 +86,7 @@ SOURCES[:] = [open_blend]
 MOCK_DATA.update({GPTDatasetBuilder: mock_gpt, BertDatasetBuilder: mock_bert})
 SAMPLE_ORDERS.update({"cyclic": cyclic})
 FORMATS.update(EXTERNAL_FORMATS)
+LAYER_OPS[:] = [layer_ops]
 PEAK_FLOPS[:] = [peak_flops]
 SCHEDULES.update({"gpipe": gpipe, "interleaved": interleaved})
 LR_DECAYS.update(lr_decay.LR_DECAYS)

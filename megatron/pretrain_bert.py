@@ -65,7 +65,9 @@ def num_logits(batch: BertBatch) -> int:
     return batch.labels.shape[1]
 
 
-def forward(model: BertModel, batch: BertBatch, hidden: Tensor | None, dropout_key: DropoutKey) -> Tensor:
+def forward(
+    model: BertModel, batch: BertBatch, hidden: Tensor | None, dropout_key: DropoutKey | None
+) -> Tensor:
     import torch
     import torch.nn.functional as F
 

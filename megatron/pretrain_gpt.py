@@ -58,7 +58,9 @@ def num_logits(batch: GPTBatch) -> int:
     return batch.seq_length
 
 
-def forward(model: GPTModel, batch: GPTBatch, hidden: Tensor | None, dropout_key: DropoutKey) -> Tensor:
+def forward(
+    model: GPTModel, batch: GPTBatch, hidden: Tensor | None, dropout_key: DropoutKey | None
+) -> Tensor:
     out = model(
         batch.tokens,
         batch.position_ids,

@@ -91,7 +91,7 @@ def metric_of(task: ZeroShotTask) -> EvalMetric[ZeroShotBatch]:
         return batch.tokens.new_full((1,), zero_shot.count(batch, task))
 
     def forward(
-        model: GPTModel, batch: ZeroShotBatch, hidden: Tensor | None, dropout_key: DropoutKey
+        model: GPTModel, batch: ZeroShotBatch, hidden: Tensor | None, dropout_key: DropoutKey | None
     ) -> Tensor:
         run = functools.partial(model, hidden_sbh=hidden, dropout_key=dropout_key)
         out = zero_shot.forward(run, batch, task)

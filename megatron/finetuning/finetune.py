@@ -241,7 +241,7 @@ def forward(
     model: BertClassifier,
     batch: ClassificationBatch,
     hidden: Tensor | None,
-    dropout_key: DropoutKey,
+    dropout_key: DropoutKey | None,
     *,
     with_accuracy: bool,
 ) -> Tensor:

@@ -95,7 +95,7 @@ class Bert(LanguageModel):
         padding_mask_bs: Tensor | None,
         types_bs: Tensor,
         hidden_sbh: Tensor | None,
-        dropout_key: DropoutKey,
+        dropout_key: DropoutKey | None,
     ) -> Tensor:
         """Hidden states after this chunk's layers, [s, b, h]; with sequence parallelism this rank's part of s, but all
         of it after the last chunk.
@@ -150,7 +150,7 @@ class BertModel(Bert):
         hidden_sbh: Tensor | None = None,
         positions_bp: Tensor | None = None,
         labels_bp: Tensor | None = None,
-        dropout_key: DropoutKey = None,
+        dropout_key: DropoutKey | None = None,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """Logits of the two heads, [b, p, v] and [b, 2]; with labels, the former's losses in fp32, [b, p], instead.
         Without a binary head the second is None. A chunk that is not the last returns its hidden states.
@@ -194,7 +194,7 @@ class BertClassifier(Bert):
         types_bs: Tensor,
         *,
         hidden_sbh: Tensor | None = None,
-        dropout_key: DropoutKey = None,
+        dropout_key: DropoutKey | None = None,
     ) -> Tensor:
         """[b, scores], or the hidden states of a chunk that is not the last. The arguments are those of `encode`."""
         hidden_sbh = self.encode(tokens_bs, padding_mask_bs, types_bs, hidden_sbh, dropout_key)

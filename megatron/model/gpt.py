@@ -46,7 +46,7 @@ class GPTModel(LanguageModel):
         document_ids_bs: Tensor | None = None,
         cache: Cache | None = None,
         logit_positions: tuple[Tensor, Tensor] | None = None,
-        dropout_key: DropoutKey = None,
+        dropout_key: DropoutKey | None = None,
     ) -> Tensor:
         """Logits [b, s, v], or [n, v] at `logit_positions`; with labels the loss of every position in fp32, [b, s].
         A chunk that is not the last returns its hidden states.

@@ -67,37 +67,40 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, in_features / size] to [s, b, out_features], or with sequence parallelism this rank's part of s."""
         if self.context.tp.size == 1:
-            return _linear(x, self.weight, self.bias, ops=self.context.ops)
-        y = reduce_output(_linear(x, self.weight, None, ops=self.context.ops), self.context)
-        return y if self.bias is None else y + self.bias
+            return _linear(x, self.weight, self.bias, self.context.ops)
+        y = reduce_output(_linear(x, self.weight, None, self.context.ops), self.context)
+        return y if self.bias is None else y + self.context.ops.accumulating(self.bias)
 
 
 def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, context: ModelContext) -> Tensor:
     """x Wᵀ + b for this rank's rows of a column-parallel W: [s, b, in_features], or with sequence parallelism this
     rank's part of s, to [s, b, out_features / size]."""
-    split = context.sequence_parallel
-    return _linear(x, weight, bias, axis=context.tp, sequence_parallel=split, ops=context.ops)
+    ops, tp = context.ops, context.tp
+    if tp.size == 1:
+        return _linear(x, weight, bias, ops)
+    return ops.communicate(_linear, x, weight, bias, ops, tp, context.sequence_parallel)
 
 
 def reduce_output(x: Tensor, context: ModelContext) -> Tensor:
     """Sum the partial outputs of all tensor-parallel ranks, [s, b, h]; with sequence parallelism reduce-scatter them
     along s."""
-    if context.sequence_parallel:
-        return reduce_scatter_sequence(x, context.tp)
-    return reduce_from(x, context.tp)
+    if context.tp.size == 1:
+        return x
+    reduce = reduce_scatter_sequence if context.sequence_parallel else reduce_from
+    return context.ops.communicate(reduce, x, context.tp)
 
 
 def _linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    *,
     ops: Ops,
     axis: Axis = ALONE,
     sequence_parallel: bool = False,
 ) -> Tensor:
     # Without gradients the product alone: the overhead of an autograd function shows with single tokens.
     if torch.is_grad_enabled():
+        bias = None if bias is None else ops.accumulating(bias)
         return _Linear.apply(x, weight, bias, axis, sequence_parallel, ops)
     return ops.matmul(_gathered(x, axis, sequence_parallel), weight, bias)
 
@@ -138,8 +141,9 @@ class _Linear(torch.autograd.Function):
         # Each communication overlaps with the products that do not need its result.
         gathering = start_all_gather(x, axis) if ctx.sequence_parallel and needs_weight else None
         if needs_x:
-            start_reduce = start_reduce_scatter if ctx.sequence_parallel else start_all_reduce
-            reducing = start_reduce(ops.matmul(grad, weight.t(), None), axis)
+            grad_x = ops.matmul(grad, weight.t(), None)
+            if axis.size > 1:
+                reducing = (start_reduce_scatter if ctx.sequence_parallel else start_all_reduce)(grad_x, axis)
         flat_grad = grad.flatten(0, -2)
         if needs_weight:
             flat_x = (x if gathering is None else gathering.wait()).flatten(0, -2)
@@ -149,6 +153,6 @@ class _Linear(torch.autograd.Function):
                 ops.accumulate_wgrad(ctx.main_grad, flat_grad.t(), flat_x)
         if needs_bias:
             grad_bias = flat_grad.sum(0)
-        if needs_x:
+        if needs_x and axis.size > 1:
             grad_x = reducing.wait()
         return grad_x, grad_weight, grad_bias, None, None, None

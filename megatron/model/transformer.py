@@ -21,7 +21,7 @@ from megatron.model.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.model.qkv import qkv_slice
 from megatron.model.variants import variant
 from megatron.parallel.parameters import Init, normal, ones, parameter, xavier_uniform, zeros
-from megatron.parallel.random import DropoutKey, dropout, seed_dropout
+from megatron.parallel.random import DropoutKey, dropout
 from megatron.parallel.recompute import recompute, recompute_attention
 from megatron.parallel.slices import GlobalSlice
 from megatron.parallel.stages import Chunk
@@ -54,7 +54,7 @@ class LayerInputs:
     mask_bnst: Tensor | None = None
     causal: bool = True
     cache: Cache | None = None
-    dropout_key: DropoutKey = None
+    dropout_key: DropoutKey | None = None
 
 
 class Norm(nn.Module):
@@ -70,8 +70,9 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bias is None:
-            return self.ops.rms_norm(x, self.weight, self.epsilon)
-        return self.ops.layer_norm(x, self.weight, self.bias, self.epsilon)
+            return self.ops.rms_norm(x, self.ops.accumulating(self.weight), self.epsilon)
+        weight, bias = self.ops.accumulating(self.weight), self.ops.accumulating(self.bias)
+        return self.ops.layer_norm(x, weight, bias, self.epsilon)
 
 
 def input_init(config: ModelConfig, outputs: int) -> Init:
@@ -97,7 +98,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.layer, self.context = layer, context
         self.dropout = config.attention_dropout
-        self.recompute = context.recompute.granularity == "selective"
+        self.recompute = context.recompute.granularity == "selective" and context.ops.device_keys is None
         d, heads = config.kv_channels, config.num_attention_heads
         self.head_width = d
         self.groups = config.kv_heads_per_rank(context.tp.size)
@@ -140,11 +141,16 @@ class SelfAttention(nn.Module):
         dropout = 0.0
         if inputs.dropout_key is not None and self.dropout > 0:
             dropout = self.dropout
-            # By the tensor-parallel rank, since each rank has other heads.
-            seed_dropout(q_bnsd.device, inputs.dropout_key, self.layer, "attention", self.context.tp.rank)
+            if not torch.compiler.is_compiling():  # else the layer has done so
+                self.seed_dropout(q_bnsd.device, inputs.dropout_key)
         return self.context.ops.attention(
             q_bnsd, k_bgtd, v_bgtd, mask_bnst=inputs.mask_bnst, causal=inputs.causal, dropout=dropout
         )
+
+    def seed_dropout(self, device: torch.device, key: DropoutKey) -> None:
+        """Seed the generator that attention's kernels draw from."""
+        # By the tensor-parallel rank, since each rank has other heads.
+        key.seed_generator(device, "attention", self.context.tp.rank)
 
     def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[s, b, (n + 2g) d], each group its queries, key and value, to q [b, n, s, d] and k, v [b, g, s, d]."""
@@ -192,6 +198,16 @@ class TransformerLayer(nn.Module):
         self.mlp = MLP(config, context)
 
     def forward(self, x_sbh: Tensor, inputs: LayerInputs) -> Tensor:
+        """`compute` with the dropout key of this layer; the unit that torch.compile compiles, once for all layers."""
+        if inputs.dropout_key is not None:
+            key = inputs.dropout_key.at_layer(self.layer)
+            inputs = dataclasses.replace(inputs, dropout_key=key)
+            if self.context.ops.device_keys is not None:
+                self.self_attention.seed_dropout(x_sbh.device, key)
+        return self.context.ops.run(type(self).compute, self, x_sbh, inputs)
+
+    def compute(self, x_sbh: Tensor, inputs: LayerInputs) -> Tensor:
+        """The residual stream after this layer, [s, b, h]."""
         x_sbh = x_sbh + self.attention_block(self.input_layernorm(x_sbh), inputs)
         return x_sbh + self.mlp_block(self.pre_mlp_layernorm(x_sbh), inputs)
 
@@ -205,9 +221,7 @@ class TransformerLayer(nn.Module):
 
     def drop(self, x: Tensor, inputs: LayerInputs, site: str) -> Tensor:
         """Dropout with a mask of its own at each `site` of a layer."""
-        return dropout(
-            x, self.hidden_dropout, inputs.dropout_key, self.layer, site, self.context.dropout_rank
-        )
+        return dropout(x, self.hidden_dropout, inputs.dropout_key, site, self.context.dropout_rank)
 
     @property
     def dtype(self) -> torch.dtype:

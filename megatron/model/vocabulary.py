@@ -51,7 +51,7 @@ class Embedding(nn.Module):
         self,
         tokens_bs: Tensor,
         position_ids_bs: Tensor,
-        dropout_key: DropoutKey,
+        dropout_key: DropoutKey | None,
         types_bs: Tensor | None = None,
     ) -> Tensor:
         """The residual stream before the first layer, [s, b, h]; with sequence parallelism this rank's part of s."""
@@ -61,7 +61,9 @@ class Embedding(nn.Module):
         if self.tokentype_embeddings is not None:
             assert types_bs is not None
             x_sbh = x_sbh + self.tokentype_embeddings(types_bs.t())
-        x_sbh = dropout(x_sbh, self.dropout, dropout_key, "embedding", self.context.dropout_rank)
+        if self.dropout > 0 and dropout_key is not None:
+            rank = self.context.dropout_rank
+            x_sbh = self.context.ops.run(dropout, x_sbh, self.dropout, dropout_key, "embedding", rank)
         return x_sbh.float() if self.fp32 else x_sbh
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -12,11 +11,10 @@ import torch
 from torch import Tensor
 
 from megatron.errors import InputError
-from megatron.ops.activation import ACTIVATIONS, activation
+from megatron.ops.activation import activation
 from megatron.ops.attention import attention
 from megatron.ops.compiler import CompileFn, Compiler, eager
 from megatron.ops.config import OpsConfig
-from megatron.ops.fused import fused
 from megatron.ops.linear import (
     AccumulateWgrad,
     Matmul,
@@ -28,7 +26,7 @@ from megatron.ops.linear import (
 from megatron.ops.linear_cross_entropy import LinearCrossEntropy
 from megatron.ops.logits import LOGITS_CHUNK_BYTES, LOGITS_KEPT_BYTES
 from megatron.ops.norm import layer_norm, rms_norm
-from megatron.ops.rotary import apply_rotary_emb, compiled_rotary_emb
+from megatron.ops.rotary import apply_rotary_emb
 
 logger = logging.getLogger("megatron")
 
@@ -43,6 +41,10 @@ class Ops:
 
     Attributes:
         linear_cross_entropy: output layer and loss in one; None computes all logits, and then their loss.
+        run: calls a differentiable function, such as a transformer layer, compiled as a whole or not.
+        communicate: calls a function that communicates; compiled layers call it between two graphs.
+        accumulating: returns a parameter whose gradient compiled code adds to `main_grad`.
+        device_keys: with compiled layers only, makes keys of dropout that are on the device.
         kinds: implementations in use, as "key: value"; the same on every rank.
         notes: lines for the log.
     """
@@ -55,21 +57,27 @@ class Ops:
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
     apply_rotary_emb: Callable[[Tensor, Tensor, Tensor], Tensor] = apply_rotary_emb
     linear_cross_entropy: LinearCrossEntropy | None = None
+    run: CompileFn = eager
+    communicate: CompileFn = eager
+    accumulating: Callable[[Tensor], Tensor] = lambda p: p
+    device_keys: Callable[..., Any] | None = None
     kinds: tuple[str, ...] = ("plain PyTorch",)
     notes: tuple[str, ...] = ("ops: plain PyTorch",)
 
 
 PLAIN = Ops()
 
+# Makes the fields with which whole layers are compiled. Filled by `megatron.plugins`.
+LAYER_OPS: list[Callable[..., dict[str, Any]]] = []
 # Gives a compiler for a device, or None and the reason.
 FindCompiler = Callable[[torch.device], tuple[CompileFn | None, str]]
 
 
-def find_compiler(device: torch.device) -> tuple[CompileFn | None, str]:
+def find_compiler(device: torch.device, *, one_graph: bool = True) -> tuple[Compiler | None, str]:
     """Try torch.compile on `device`. Returns the compiler and its cache folder, or None and the error."""
     try:
         # A GPU kernel loads 16 bytes at once only if it knows that they divide the sizes.
-        compiler = Compiler(dynamic=True if device.type == "cpu" else None)
+        compiler = Compiler(dynamic=True if device.type == "cpu" else None, one_graph=one_graph)
         error = compiler.check(device)
     except OSError as os_error:
         error = str(os_error)
@@ -107,19 +115,18 @@ def choose_ops(
         fields |= apex_ops(device)
         names["norm"] = "apex"
     compiler, note = _compiler(config, work, device, find)
-    if compiler is not None:
-        fields["apply_rotary_emb"] = functools.partial(compiled_rotary_emb, compiler)
-    if device.type == "cpu":
+    layers = config.ops_backend == "layers" or (device.type == "cuda" and config.ops_backend != "apex")
+    if compiler is not None and layers:
+        fields |= LAYER_OPS[0](compiler, device)
+        names |= {"layer": "compiled", "norm": "compiled"}
+    elif device.type == "cpu":
         from megatron.ops.cpu.choose import cpu_ops  # a run on GPUs never imports it
 
         cpu_fields, cpu_names = cpu_ops(dtype, compiler)
         fields, names = fields | cpu_fields, names | cpu_names
-    else:
-        if compiler is not None:
-            fields["activation"] = lambda x, name: fused(compiler, ACTIVATIONS[name], x)
-        if has_fused_wgrad(dtype, device):
-            fields["accumulate_wgrad"] = fused_accumulate_wgrad
-            names["wgrad"] = "fused"
+    if has_fused_wgrad(dtype, device):
+        fields["accumulate_wgrad"] = fused_accumulate_wgrad
+        names["wgrad"] = "fused"
     ops = Ops(**fields)
     loss = LinearCrossEntropy(
         run=compiler or eager,
@@ -148,9 +155,9 @@ def _compiler(
     compiler, note = find(device)
     if compiler is not None:
         return compiler, f"on, {note}"
-    if config.ops_backend == "compile":
+    if config.ops_backend in ("compile", "layers"):
         raise InputError(
-            f"--ops-backend compile: torch.compile does not work here: {note}; use --ops-backend plain"
+            f"--ops-backend {config.ops_backend}: torch.compile does not work here: {note}; use --ops-backend plain"
         )
     logger.info("torch.compile: does not work here, so nothing is compiled: %s", note)
     return None, f"does not work here: {note}"

@@ -1,7 +1,7 @@
-"""Functions of tensors that torch.compile fuses into one pass over memory.
+"""Functions that torch.compile compiles.
 
-They are outside of autograd: forward and backward of an operation are one function each, which its
-`torch.autograd.Function` calls through a `CompileFn`.
+On a GPU these are whole transformer layers, which autograd differentiates. Others are outside of autograd: forward and
+backward of an operation are one function each, which its `torch.autograd.Function` calls through a `CompileFn`.
 """
 
 from __future__ import annotations
@@ -40,14 +40,17 @@ def eager(function: Callable[..., Any], *arguments: Any) -> Any:
 class Compiler:
     """Compiles each function at its first call. The code is cached in `folder` for later runs."""
 
-    def __init__(self, *, dynamic: bool | None = True) -> None:
+    def __init__(self, *, dynamic: bool | None = True, one_graph: bool = True) -> None:
         """`dynamic` is that of torch.compile: True compiles for all sizes, None for the first ones and later, if others
-        come, for all.
+        come, for all. Without `one_graph`, calls of uncompiled functions divide a function into several graphs.
 
         Raises:
             OSError: the cache folder cannot be made, or other users could put code there.
         """
-        self.dynamic = dynamic
+        settings: dict[str, Any] = {"dynamic": dynamic, "fullgraph": one_graph}
+        self.settings = settings | {"options": {"fallback_random": True}}  # as eager code draws
+        if not one_graph:  # calls within calls end a graph too
+            torch._dynamo.config.nested_graph_breaks = True
         self.folder = cache_folder()
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         status = self.folder.stat()
@@ -66,7 +69,7 @@ class Compiler:
         is_known = compiled is not None
         if compiled is None:
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_VARIANTS)
-            self.compiled[function] = compiled = torch.compile(function, dynamic=self.dynamic, fullgraph=True)
+            self.compiled[function] = compiled = torch.compile(function, **self.settings)
         name, begin = function.__name__.strip("_"), time.perf_counter()
         try:
             out = compiled(*arguments)

@@ -16,14 +16,14 @@ class OpsConfig(Config):
         "auto",
         "'plain': unfused PyTorch operations. 'compile': fused operations, some by torch.compile. 'auto': like "
         "'compile', but without torch.compile where it does not work or a CPU model is too small to benefit. 'apex': "
-        "like 'auto', with the norms of NVIDIA's apex, on GPUs",
-        choices=("auto", "plain", "compile", "apex"),
+        "like 'auto', with the norms of NVIDIA's apex, on GPUs. 'layers': compile whole layers, as 'auto' does on GPUs",
+        choices=("auto", "plain", "compile", "apex", "layers"),
     )
     torch_compile: bool = flag(True, "do not use torch.compile")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.ops_backend == "compile" and not self.torch_compile:
+        if self.ops_backend in ("compile", "layers") and not self.torch_compile:
             raise InputError(
-                "--ops-backend compile and --no-torch-compile exclude each other; leave one of them out"
+                f"--ops-backend {self.ops_backend} and --no-torch-compile exclude each other; leave one of them out"
             )

@@ -27,9 +27,19 @@ def accumulate_wgrad(main_grad: Tensor, a: Tensor, b: Tensor) -> None:
         main_grad.add_(a @ b)
 
 
+@torch.library.custom_op("megatron::accumulate_wgrad", mutates_args=("main_grad",))
 def fused_accumulate_wgrad(main_grad: Tensor, a: Tensor, b: Tensor) -> None:
-    """`accumulate_wgrad` in one GPU kernel, which does not round the product to the precision of `a` and `b`."""
-    torch.addmm(main_grad, a, b, out_dtype=main_grad.dtype, out=main_grad)
+    """`accumulate_wgrad` as an operation that compiled code calls. On a GPU it is one kernel, which does not round the
+    product to the precision of `a` and `b`."""
+    if main_grad.is_cuda:
+        torch.addmm(main_grad, a, b, out_dtype=main_grad.dtype, out=main_grad)
+    else:
+        accumulate_wgrad(main_grad, a, b)
+
+
+@fused_accumulate_wgrad.register_fake
+def _(main_grad: Tensor, a: Tensor, b: Tensor) -> None:
+    pass
 
 
 def has_fused_accumulate_wgrad(dtype: torch.dtype, device: torch.device) -> bool:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
-
-from megatron.ops.compiler import CompileFn
 
 # Scales the frequencies of the channels, which follow from the base; also returns a factor of cosine and sine.
 RopeScaling = Callable[[Tensor, float], tuple[Tensor, float]]
@@ -33,22 +30,3 @@ def apply_rotary_emb(x_bnsd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     low, high = rotated.float().chunk(2, dim=-1)
     rotated = rotated.float() * cos + torch.cat((-high, low), dim=-1) * sin
     return torch.cat((rotated.to(x_bnsd.dtype), passed), dim=-1)
-
-
-def compiled_rotary_emb(run: CompileFn, x_bnsd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`apply_rotary_emb` by a function that `run` calls."""
-    return _Rotation.apply(x_bnsd, cos, sin, run)
-
-
-class _Rotation(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_bnsd: Tensor, cos: Tensor, sin: Tensor, run: CompileFn) -> Tensor:
-        ctx.run = run
-        ctx.save_for_backward(cos, sin)
-        return run(apply_rotary_emb, x_bnsd, cos, sin)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        # The transpose of a rotation is the rotation back.
-        cos, sin = ctx.saved_tensors
-        return ctx.run(apply_rotary_emb, grad, cos, -sin), None, None, None

@@ -9,11 +9,13 @@ and holds its master weights and optimizer state, and the other replicas gather 
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 
+from megatron.model.transformer import TransformerLayer
 from megatron.optim.grad_reducer import GradReducer
 from megatron.optim.layout import Bucket, FlatParam
 from megatron.optim.param_gather import ParamGather
@@ -83,9 +85,12 @@ class ParamBuffer:
     def _attach(self, chunks: list[nn.Module]) -> None:
         """Replace parameters by views, and register the hooks that start reductions and wait for gathers."""
         flat_params = {(p.chunk, p.name): (p, i) for i, b in enumerate(self.buckets) for p in b.flat_params}
+        needed: dict[nn.Module, set[int]] = collections.defaultdict(set)
         for chunk, model in enumerate(chunks):
+            # A layer waits as a whole: hooks within it would be part of its compiled code.
+            layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
+            layer_of = {module: layer for layer in layers for module in layer.modules()}
             for path, module in model.named_modules():
-                needed = []
                 for leaf, p in list(named_parameters(module, recurse=False)):
                     name = f"{path}.{leaf}" if path else leaf
                     flat_param, index = flat_params[chunk, p.tied or name]
@@ -96,9 +101,10 @@ class ParamBuffer:
                     p.main_grad = flat_param.view(self.grads)
                     if not self.is_fp32 or self.config.overlap_grad_reduce:
                         p.register_post_accumulate_grad_hook(self._on_grad(p.main_grad, chunk, index))
-                    needed.append(index)
-                if needed and self.config.overlap_param_gather:
-                    module.register_forward_pre_hook(self._on_forward(needed))
+                    needed[layer_of.get(module, module)].add(index)
+        if self.config.overlap_param_gather:
+            for module, indices in needed.items():
+                module.register_forward_pre_hook(self._on_forward(sorted(indices)))
 
     def _on_grad(self, grad: Tensor, chunk: int, index: int) -> Callable[[Tensor], None]:
         def accumulate(p: Tensor) -> None:

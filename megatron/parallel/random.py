@@ -7,6 +7,7 @@ same values, and there is no generator state to save.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from megatron.parallel.slices import Block, GlobalSlice
 
@@ -31,7 +33,7 @@ def stable_hash(*parts: int | str, bits: int) -> int:
 Draw = Callable[[np.random.Generator, tuple[int, int]], np.ndarray]
 
 
-def fill_tiles_(draw: Draw, tensor: torch.Tensor, shard: GlobalSlice, seed: int, name: str) -> None:
+def fill_tiles_(draw: Draw, tensor: Tensor, shard: GlobalSlice, seed: int, name: str) -> None:
     """Fill `tensor`, a slice of the parameter `name`, a vector or matrix, with tiles that `draw` gives."""
     rows, columns = shard.shape[0], math.prod(shard.shape[1:])
     matrix = tensor.view(tensor.shape[0], -1)
@@ -48,27 +50,39 @@ def fill_tiles_(draw: Draw, tensor: torch.Tensor, shard: GlobalSlice, seed: int,
                 matrix[part.translated(whole, local).index] = values[inside.index]
 
 
-# Key of the dropout in a microbatch, besides the site in the model: the run's seed, and the index of the microbatch's
-# first sample in the whole run. None drops nothing.
-DropoutKey = tuple[int, int] | None
+@dataclasses.dataclass(frozen=True)
+class DropoutKey:
+    """Key of the dropout in a microbatch.
 
-
-def seed_dropout(device: torch.device, dropout_key: DropoutKey, *site: int | str) -> None:
-    """Seed torch's generator of a device, from which dropout draws, for one site in the model.
-
-    Ranks that hold the same activations give the same site, and ranks that hold different parts different ones.
+    Attributes:
+        seed: the run's seed.
+        sample: index of the microbatch's first sample in the whole run.
+        layer: number of the layer in the whole model; None outside of the layers.
     """
-    if dropout_key is not None:
+
+    seed: int
+    sample: int
+    layer: int | None = None
+
+    def at_layer(self, layer: int) -> DropoutKey:
+        """The key within a layer."""
+        return dataclasses.replace(self, layer=layer)
+
+    def seed_generator(self, device: torch.device, site: str, rank: int | None = None) -> None:
+        """Seed torch's generator of a device for one site, on the rank that holds this part of the activations."""
         cuda = device.type == "cuda"
         generator = torch.cuda.default_generators[device.index] if cuda else torch.default_generator
+        place = [part for part in (self.layer, site, rank) if part is not None]
         # 63 bits, a positive signed number for every version of torch. torch.manual_seed looks for devices of every
         # type, which takes 70 times as long.
-        generator.manual_seed(stable_hash("dropout", *dropout_key, *site, bits=64) >> 1)
+        generator.manual_seed(stable_hash("dropout", self.seed, self.sample, *place, bits=64) >> 1)
+
+    def drop(self, x: Tensor, p: float, site: str, rank: int | None) -> Tensor:
+        """Dropout with a mask of its own at each site and, unless it is None, on each `rank`."""
+        self.seed_generator(x.device, site, rank)
+        return F.dropout(x, p)
 
 
-def dropout(x: torch.Tensor, p: float, dropout_key: DropoutKey, *site: int | str) -> torch.Tensor:
-    """Dropout that depends only on `dropout_key` and the site in the model."""
-    if p == 0.0 or dropout_key is None:
-        return x
-    seed_dropout(x.device, dropout_key, *site)
-    return F.dropout(x, p)
+def dropout(x: Tensor, p: float, key: DropoutKey | None, site: str, rank: int | None = None) -> Tensor:
+    """Dropout that depends only on `key` and the site in the model."""
+    return x if p == 0.0 or key is None else key.drop(x, p, site, rank)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+import megatron.ops.linear  # noqa: F401 (registers an operation)
 from megatron.parallel.mesh import Heartbeat
 
 
@@ -142,11 +143,12 @@ def _for_heads(x: Tensor, q: Tensor) -> tuple[int, ...]:
 
 
 aten = torch.ops.aten
-# torch's formulas, and those for grouped-query attention, CPU operations, products with an output dtype, and in-place
-# addmm.
+# torch's formulas, and those for grouped-query attention, CPU operations, products with an output dtype or a sum that
+# they are added to.
 FLOPS = flop_registry | {
     aten.addmm: _addmm,
     aten.addmm_: _addmm,
+    torch.ops.megatron.accumulate_wgrad: _addmm,
     aten._scaled_dot_product_flash_attention: _attention,
     aten._scaled_dot_product_flash_attention_backward: _attention_backward,
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,

@@ -22,7 +22,11 @@ from megatron.data.batch import Batch
 from megatron.errors import InputError
 from megatron.flags import either
 from megatron.model.context import ModelContext
+from megatron.ops.activation import ACTIVATIONS
 from megatron.ops.backend import Ops, choose_ops
+from megatron.ops.compiler import eager
+from megatron.ops.cpu.fused import fused
+from megatron.ops.cpu.rotary import compiled_rotary_emb
 from megatron.optim.layout import lay_out
 from megatron.optim.optimizer import param_groups
 from megatron.parallel.mesh import Mesh, world_size
@@ -214,14 +218,28 @@ class DryRun:
                 )
 
     def choose_ops(self, counter: Counter, mesh: Mesh) -> Ops:
-        """Choose the operations of a run on the device; those that would be compiled count as fused."""
-        return choose_ops(
+        """Choose the operations of a run on the device; those that would be compiled count as fused.
+
+        Of a layer that is compiled as a whole these are the activation and RoPE; its other operations count one by one,
+        which is an upper bound.
+        """
+        ops = choose_ops(
             self.config.ops,
             work=microbatch_flops(self.config, mesh, self.vocab_sizes[1]),
             dtype=DTYPES[self.config.training.precision],
             device=torch.device("cuda" if self.gpu else "cpu"),
             find=lambda _: (counter.fused, "counted as fused"),
             has_fused_wgrad=lambda _, device: device.type == "cuda",
+        )
+        if ops.device_keys is None:
+            return ops
+        return dataclasses.replace(
+            ops,
+            run=eager,
+            communicate=eager,
+            device_keys=None,
+            activation=lambda x, name: fused(counter.fused, ACTIVATIONS[name], x),
+            apply_rotary_emb=functools.partial(compiled_rotary_emb, counter.fused),
         )
 
     def batches(self) -> Iterator[Batch]:

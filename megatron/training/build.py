@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from megatron.errors import InputError
 from megatron.model.context import ModelContext
 from megatron.model.flops import flops_per_sample
-from megatron.ops.backend import Ops, choose_ops
+from megatron.ops.backend import Ops, choose_ops, find_compiler
 from megatron.optim.layout import lay_out
 from megatron.optim.optimizer import param_groups
 from megatron.optim.spec import OptimizerSpec
@@ -53,6 +54,7 @@ def choose_run_ops(config: RunConfig, mesh: Mesh, padded_vocab_size: int) -> Ops
             work=microbatch_flops(config, mesh, padded_vocab_size),
             dtype=DTYPES[config.training.precision],
             device=mesh.device,
+            find=functools.partial(find_compiler, one_graph=mesh.tp.size == 1),
         )
     # Replicated values would drift apart if ranks computed them differently.
     if not all_equal(stable_hash(*ops.kinds, bits=32), mesh.world):

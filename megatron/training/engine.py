@@ -125,7 +125,10 @@ class Engine:
         denominators = all_reduce_sum(denominators, self.mesh.dp_cp).clamp(min=1)
         seed, size = self.config.training.seed, self.config.training.micro_batch_size
         first = [(i * self.mesh.dp.size + self.mesh.dp.rank) * size for i in range(num_microbatches)]
-        return GlobalBatch(microbatches, denominators, [(seed, consumed_samples + i) for i in first])
+        keys = [DropoutKey(seed, consumed_samples + i) for i in first]
+        if self.ops.device_keys is not None:
+            keys = self.ops.device_keys(keys, self.config.model.num_layers, self.mesh.device)
+        return GlobalBatch(microbatches, denominators, keys)
 
     def forward_backward(self, batch: GlobalBatch, *, eager: bool = False) -> Tensor:
         """Add the gradients of this replica's microbatches to the buffer, times the optimizer's loss scale.

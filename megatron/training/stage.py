@@ -77,7 +77,7 @@ class ModelStage(PipelineStage):
         out = self.forward_step(module, batch, x, self.dropout_key(microbatch))
         return self.accumulate(microbatch, out) if self.model.chunks[chunk].last else out
 
-    def dropout_key(self, microbatch: int) -> DropoutKey:
+    def dropout_key(self, microbatch: int) -> DropoutKey | None:
         """Dropout key of a microbatch; None disables dropout."""
         return None
 
@@ -99,13 +99,13 @@ class TrainStage(ModelStage):
         forward: ForwardStep,
         *,
         loss: MeanLoss,
-        dropout_keys: Sequence[DropoutKey],
+        dropout_keys: Sequence[DropoutKey | None],
         buffer: ParamBuffer | None,
     ) -> None:
         super().__init__(model, microbatches, forward)
         self.loss, self.dropout_keys, self.buffer = loss, dropout_keys, buffer
 
-    def dropout_key(self, microbatch: int) -> DropoutKey:
+    def dropout_key(self, microbatch: int) -> DropoutKey | None:
         return self.dropout_keys[microbatch]
 
     def accumulate(self, microbatch: int, sums: Tensor) -> Tensor:

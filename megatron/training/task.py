@@ -25,7 +25,7 @@ BatchT = TypeVar("BatchT", bound="Batch")
 
 # (chunk of the model, batch, output of the chunk before or None, dropout key) to the input of the next chunk or, from
 # the model's last chunk, [terms] the sums of the losses in fp32.
-ForwardStep: TypeAlias = "Callable[[Any, BatchT, Tensor | None, DropoutKey], Tensor]"
+ForwardStep: TypeAlias = "Callable[[Any, BatchT, Tensor | None, DropoutKey | None], Tensor]"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ class PostNormLayer(TransformerLayer):
     With a first norm on the embeddings and the last one on the output, that is BERT's x = norm(x + f(x)).
     """
 
-    def forward(self, x_sbh: Tensor, inputs: LayerInputs) -> Tensor:
+    def compute(self, x_sbh: Tensor, inputs: LayerInputs) -> Tensor:
         x_sbh = self.input_layernorm(x_sbh)
         x_sbh = self.pre_mlp_layernorm(x_sbh + self.attention_block(x_sbh, inputs))
         return x_sbh + self.mlp_block(x_sbh, inputs)
@@ -24,7 +24,7 @@ class PostNormLayer(TransformerLayer):
 class ParallelLayer(TransformerLayer):
     """Parallel residual, x + attention(norm(x)) + mlp(norm(x)), with two norms (GPT-NeoX, arXiv 2204.06745)."""
 
-    def forward(self, x_sbh: Tensor, inputs: LayerInputs) -> Tensor:
+    def compute(self, x_sbh: Tensor, inputs: LayerInputs) -> Tensor:
         attended_sbh = self.attention_block(self.input_layernorm(x_sbh), inputs)
         return x_sbh + attended_sbh + self.mlp_block(self.pre_mlp_layernorm(x_sbh), inputs)
 
@@ -37,7 +37,7 @@ class NormAfterLayer(TransformerLayer):
         self.post_self_attn_layernorm, self.post_mlp_layernorm = self.input_layernorm, self.pre_mlp_layernorm
         del self.input_layernorm, self.pre_mlp_layernorm
 
-    def forward(self, x_sbh: Tensor, inputs: LayerInputs) -> Tensor:
+    def compute(self, x_sbh: Tensor, inputs: LayerInputs) -> Tensor:
         attended_sbh = self.post_self_attn_layernorm(self.self_attention(x_sbh.to(self.dtype), inputs))
         x_sbh = x_sbh + self.drop(attended_sbh, inputs, "attended")
         mlp_sbh = self.post_mlp_layernorm(self.mlp(x_sbh.to(self.dtype)))

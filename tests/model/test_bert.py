@@ -17,6 +17,7 @@ from megatron.interop.nvidia.read import open_megatron
 from megatron.model.bert import BertClassifier, BertModel
 from megatron.model.config import ModelConfig
 from megatron.model.context import ModelContext
+from megatron.parallel.random import DropoutKey
 from megatron.pretrain_bert import DEFAULTS, bert, build_datasets
 from megatron.tokenizer import build_tokenizer
 
@@ -191,7 +192,7 @@ def test_classifier_dropout() -> None:
     ours.pooler.register_forward_hook(lambda *call: seen.append(call[2]))
     ours.classification_head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     tokens = torch.randint(VOCAB, (16, LENGTH), generator=torch.Generator().manual_seed(0))
-    for key in ((1, 0), (1, 16), None):
+    for key in (DropoutKey(1, 0), DropoutKey(1, 16), None):
         ours(tokens, None, torch.zeros_like(tokens), dropout_key=key)
     (pooled, first), (_, second), (whole, same) = zip(seen[::2], seen[1::2], strict=True)
     torch.testing.assert_close(first, (pooled / 0.75).masked_fill(first == 0, 0))

@@ -15,6 +15,7 @@ from megatron.model.config import ModelConfig
 from megatron.model.context import ModelContext
 from megatron.model.gpt import GPTModel
 from megatron.ops.attention import attention
+from megatron.parallel.random import DropoutKey
 
 HALF = [torch.bfloat16, torch.float16]
 
@@ -105,7 +106,9 @@ def test_bert_with_an_fp32_residual_connection() -> None:
     buffer = flat(model, torch.bfloat16)
     buffer.initialize(3)
     tokens = torch.randint(50, (2, 16))
-    losses, order = model(tokens, None, torch.zeros_like(tokens), labels_bp=tokens, dropout_key=(1, 2))
+    losses, order = model(
+        tokens, None, torch.zeros_like(tokens), labels_bp=tokens, dropout_key=DropoutKey(1, 2)
+    )
     assert (losses.dtype, order.dtype) == (torch.float32, torch.bfloat16)
     (losses.sum() + order.float().sum()).backward()
     assert buffer.grads.isfinite().all() and buffer.grads.any()

@@ -26,7 +26,8 @@ from megatron.ops.cpu import activation as cpu_activation
 from megatron.ops.cpu import attention as cpu_attention
 from megatron.ops.cpu import linear as cpu_linear
 from megatron.ops.cpu import norm as cpu_norm
-from megatron.ops.fused import fused
+from megatron.ops.cpu.fused import fused
+from megatron.ops.cpu.rotary import compiled_rotary_emb
 from megatron.parallel.mesh import ALONE
 
 CPU = torch.device("cpu")
@@ -163,7 +164,7 @@ def test_compiled_gradient_that_autograd_derives(compiled: Compiler) -> None:
 @RUNS
 def test_rotary_emb(run: Callable, dtype: torch.dtype) -> None:
     cos, sin = rotary.rotary_angles(torch.arange(9).expand(2, 9), 12, 10000.0)
-    fast = functools.partial(rotary.compiled_rotary_emb, run, cos=cos, sin=sin)
+    fast = functools.partial(compiled_rotary_emb, run, cos=cos, sin=sin)
     plain = functools.partial(rotary.apply_rotary_emb, cos=cos, sin=sin)
     check(fast, lambda x: plain(x).double(), dtype, random(2, 3, 9, 16))
 

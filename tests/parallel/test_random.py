@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.parallel.parameters import normal, xavier_uniform
-from megatron.parallel.random import TILE, seed_dropout, stable_hash
+from megatron.parallel.random import TILE, DropoutKey, stable_hash
 from megatron.parallel.slices import GlobalSlice, whole
 
 
@@ -86,8 +86,8 @@ def test_a_slice_has_the_values_of_the_whole(dim: int, ranges: tuple) -> None:
 
 
 def test_dropout_is_a_function_of_seed_sample_and_location() -> None:
-    def draw(seed: int, sample: int, *location: object) -> torch.Tensor:
-        seed_dropout(torch.device("cpu"), (seed, sample), *location)
+    def draw(seed: int, sample: int, site: str, layer: int) -> torch.Tensor:
+        DropoutKey(seed, sample).at_layer(layer).seed_generator(torch.device("cpu"), site)
         return torch.rand(5)
 
     first = draw(1, 0, "hidden", 0)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.ops.activation import ACTIVATIONS
 from megatron.ops.compiler import LOG2_E, CompileFn
-from megatron.ops.fused import fused
+from megatron.ops.cpu.fused import fused
 
 SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 CUBIC = 0.044715

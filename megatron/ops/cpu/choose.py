@@ -12,6 +12,7 @@ from megatron.ops.cpu.activation import compiled_activation
 from megatron.ops.cpu.attention import attention_by_blocks
 from megatron.ops.cpu.linear import WGRAD_ROWS, accumulate_wgrad_by_size, has_onednn, matmul_by_size
 from megatron.ops.cpu.norm import compiled_layer_norm, compiled_rms_norm
+from megatron.ops.cpu.rotary import compiled_rotary_emb
 
 
 def cpu_ops(dtype: torch.dtype, compiler: CompileFn | None) -> tuple[dict[str, Any], dict[str, str]]:
@@ -29,6 +30,7 @@ def cpu_ops(dtype: torch.dtype, compiler: CompileFn | None) -> tuple[dict[str, A
             names["wgrad"] = f"unfused from {WGRAD_ROWS} tokens on"
     if compiler is not None:
         fields["activation"] = functools.partial(compiled_activation, compiler)
+        fields["apply_rotary_emb"] = functools.partial(compiled_rotary_emb, compiler)
         fields["layer_norm"] = functools.partial(compiled_layer_norm, compiler)
         fields["rms_norm"] = functools.partial(compiled_rms_norm, compiler)
         names["norm"] = "compiled"

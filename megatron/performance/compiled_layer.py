@@ -1,0 +1,102 @@
+"""Transformer layers that torch.compile compiles as a whole: what they need besides the core's operations.
+
+Everything within a layer must be a function of tensors: the masks of dropout, and the addition of each gradient to
+`main_grad`, which hooks on parameters do elsewhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.ops.compiler import CompileFn, eager
+from megatron.ops.linear import fused_accumulate_wgrad
+from megatron.parallel.parameters import main_grad
+from megatron.parallel.random import DropoutKey, stable_hash
+
+# Lower 32 bits of a number.
+MASK = 2**32 - 1
+# Sites of a layer, or outside of the layers, that drop elements of activations.
+SITES = ("embedding", "attended", "mlp", "pooled")
+
+
+# Calls a function eagerly, between two graphs if compiled code calls it.
+outside: CompileFn = torch.compiler.disable(eager)
+
+
+def layer_ops(compiler: CompileFn, device: torch.device) -> dict[str, Any]:
+    """Fields of `Ops` with which whole layers are compiled."""
+    fields: dict[str, Any] = {
+        "run": compiler,
+        "communicate": outside,
+        "accumulating": accumulating,
+        "device_keys": device_keys,
+    }
+    if device.type == "cpu":  # as on a GPU that has the fused kernel
+        fields["accumulate_wgrad"] = fused_accumulate_wgrad
+    return fields
+
+
+@dataclasses.dataclass(frozen=True)
+class CounterKey(DropoutKey):
+    """Key whose masks come from a counter-based generator, so that they can be compiled.
+
+    Attributes:
+        words: int64 [1 + layers, 2] on the device, keys of the generator outside of the layers and for each layer;
+            within a layer its row [2].
+    """
+
+    words: Tensor | None = None
+
+    def at_layer(self, layer: int) -> CounterKey:
+        assert self.words is not None
+        # A copy, since code compiled for one view of a tensor would not serve another.
+        return dataclasses.replace(self, layer=layer, words=self.words[1 + layer].clone())
+
+    def drop(self, x: Tensor, p: float, site: str, rank: int | None) -> Tensor:
+        """`DropoutKey.drop`; ranks hold equal parts of the first dimension."""
+        assert self.words is not None
+        words = self.words if self.words.dim() == 1 else self.words[0]
+        index = torch.arange(x.numel(), device=x.device).view(x.shape) + (rank or 0) * x.numel()
+        bits, _ = philox(index, words[0] ^ SITES.index(site), words[1])
+        return torch.where(bits >= round(p * 2**32), x * (1 / (1 - p)), 0.0)
+
+
+def device_keys(keys: list[DropoutKey], layers: int, device: torch.device) -> list[DropoutKey]:
+    """The same keys as `CounterKey`, with their words on a device, copied at once."""
+    hashes = [stable_hash("dropout", key.seed, key.sample, bits=64) for key in keys]
+    high, low = (torch.tensor([h >> shift & MASK for h in hashes]).unsqueeze(1) for shift in (32, 0))
+    words = torch.stack(philox(torch.arange(1 + layers), high, low), dim=-1)
+    if device.type == "cuda":
+        words = words.pin_memory()
+    words = words.to(device, non_blocking=True)
+    return [CounterKey(key.seed, key.sample, words=part) for key, part in zip(keys, words, strict=True)]
+
+
+def philox(c0: Tensor, c1: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Philox-2x32 with 7 rounds, the fewest that pass BigCrush (Salmon et al., SC 2011, "Parallel random numbers: as
+    easy as 1, 2, 3"): counter and key to two random words. All are 32-bit numbers in int64 tensors, which broadcast."""
+    for _ in range(7):
+        product = c0 * 0xD256D193  # modulo 2^64, as unsigned numbers
+        c0, c1 = (product >> 32 & MASK) ^ key ^ c1, product & MASK
+        key = key + 0x9E3779B9 & MASK
+    return c0, c1
+
+
+def accumulating(p: Tensor) -> Tensor:
+    """Return `p`. In compiled code its gradient is added to `main_grad` there, and not by a hook on the parameter."""
+    return _Accumulating.apply(p) if torch.compiler.is_compiling() and main_grad(p) is not None else p
+
+
+class _Accumulating(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, p: Tensor) -> Tensor:
+        ctx.main_grad = main_grad(p)
+        return p.view_as(p)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        ctx.main_grad.add_(grad)
