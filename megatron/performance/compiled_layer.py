@@ -23,15 +23,12 @@ MASK = 2**32 - 1
 SITES = ("embedding", "attended", "mlp", "pooled")
 
 
-# Calls a function eagerly, between two graphs if compiled code calls it.
-outside: CompileFn = torch.compiler.disable(eager)
-
-
 def layer_ops(compiler: CompileFn, device: torch.device) -> dict[str, Any]:
     """Fields of `Ops` with which whole layers are compiled."""
     fields: dict[str, Any] = {
         "run": compiler,
-        "communicate": outside,
+        # Compiled code calls it eagerly, between two graphs.
+        "communicate": torch.compiler.disable(eager),
         "accumulating": accumulating,
         "device_keys": device_keys,
     }

@@ -1,0 +1,67 @@
+"""Order in which attention prefers its kernels on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
+
+from megatron.ops.attention import kernels
+from megatron.parallel.recompute import recompute
+
+GPU = torch.device("cuda", 0)
+WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+WITH_CUDNN = [SDPBackend.CUDNN_ATTENTION, *WITHOUT_CUDNN]
+
+
+def order() -> list[SDPBackend]:
+    """Kernels that attention may use, the preferred one first."""
+    with kernels(GPU):
+        enabled = _cur_sdpa_kernel_backends()
+        return [kernel for kernel in _cur_sdpa_kernel_backends(with_priority=True) if kernel in enabled]
+
+
+def install_gpu(monkeypatch: pytest.MonkeyPatch, major: int) -> None:
+    """Pretend to have a GPU of a compute capability, of which torch and its compiler know the properties."""
+    kind = torch.cuda._CudaDeviceProperties
+    properties = object.__new__(kind)
+    monkeypatch.setattr(kind, "major", major, raising=False)
+    for name, value in (("_lazy_init", None), ("current_device", 0), ("device_count", 1)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(torch.cuda, "_get_device_properties", lambda _: properties, raising=False)
+
+
+@pytest.mark.parametrize(("major", "expected"), [(8, WITHOUT_CUDNN), (9, WITH_CUDNN), (10, WITH_CUDNN)])
+def test_order(monkeypatch: pytest.MonkeyPatch, major: int, expected: list[SDPBackend]) -> None:
+    install_gpu(monkeypatch, major)
+    assert order() == expected
+    with torch.inference_mode():
+        assert order() == WITHOUT_CUDNN
+
+
+def test_recomputed_attention_prefers_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels draw their dropout in different ways."""
+    install_gpu(monkeypatch, 9)
+    seen = []
+
+    def run(x: Tensor) -> Tensor:
+        seen.append(order())
+        return x * 2
+
+    recompute(run, torch.ones(3, requires_grad=True)).sum().backward()
+    assert seen == [WITH_CUDNN, WITH_CUDNN]
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_compiled_code_can_choose(monkeypatch: pytest.MonkeyPatch, inference: bool) -> None:
+    install_gpu(monkeypatch, 9)
+
+    def attend(x: Tensor) -> Tensor:
+        with kernels(GPU):
+            return F.scaled_dot_product_attention(x, x, x)
+
+    x = torch.randn(1, 2, 8, 16)
+    with torch.inference_mode(inference):
+        torch.testing.assert_close(torch.compile(attend, backend="eager", fullgraph=True)(x), attend(x))
