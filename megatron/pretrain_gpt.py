@@ -58,16 +58,14 @@ def num_logits(batch: GPTBatch) -> int:
     return batch.seq_length
 
 
-def forward(
-    model: GPTModel, batch: GPTBatch, hidden: Tensor | None, dropout_key: DropoutKey | None
-) -> Tensor:
+def forward(model: GPTModel, batch: GPTBatch, hidden: Tensor | None, key: DropoutKey | None) -> Tensor:
     out = model(
         batch.tokens,
         batch.position_ids,
         hidden_sbh=hidden,
         labels_bs=batch.labels,
         document_ids_bs=batch.document_ids,
-        dropout_key=dropout_key,
+        dropout_key=key,
     )
     return (out * batch.loss_mask).sum().unsqueeze(0) if model.output_layer is not None else out
 

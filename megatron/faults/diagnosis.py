@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megatron.optim.norms import model_norm
 from megatron.parallel.collectives import gather_texts
 from megatron.parallel.parameters import main_grad, named_parameters
+from megatron.performance.compiled_layer import uncompiled
 from megatron.training.engine import Engine, GlobalBatch
 
 
@@ -67,7 +68,7 @@ def diagnose(engine: Engine, batch: GlobalBatch) -> Diagnosis:
     No weights are changed. Every process must call this.
     """
     probe = _Probe(engine)
-    with probe.attached():
+    with probe.attached(), uncompiled(engine.ops):
         engine.forward_backward(batch, eager=True)
         engine.reduce_gradients()
     grad_norm = model_norm(engine.optimizer.grads, engine.buffer.buckets, engine.mesh).item()

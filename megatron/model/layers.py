@@ -84,8 +84,6 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, context: Model
 def reduce_output(x: Tensor, context: ModelContext) -> Tensor:
     """Sum the partial outputs of all tensor-parallel ranks, [s, b, h]; with sequence parallelism reduce-scatter them
     along s."""
-    if context.tp.size == 1:
-        return x
     reduce = reduce_scatter_sequence if context.sequence_parallel else reduce_from
     return context.ops.communicate(reduce, x, context.tp)
 

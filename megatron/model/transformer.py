@@ -22,7 +22,7 @@ from megatron.model.qkv import qkv_slice
 from megatron.model.variants import variant
 from megatron.parallel.parameters import Init, normal, ones, parameter, xavier_uniform, zeros
 from megatron.parallel.random import DropoutKey, dropout
-from megatron.parallel.recompute import recompute, recompute_attention
+from megatron.parallel.recompute import recompute
 from megatron.parallel.slices import GlobalSlice
 from megatron.parallel.stages import Chunk
 
@@ -98,7 +98,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.layer, self.context = layer, context
         self.dropout = config.attention_dropout
-        self.recompute = context.recompute.granularity == "selective" and context.ops.device_keys is None
+        self.recompute = context.recompute.granularity == "selective"
         d, heads = config.kv_channels, config.num_attention_heads
         self.head_width = d
         self.groups = config.kv_heads_per_rank(context.tp.size)
@@ -131,7 +131,7 @@ class SelfAttention(nn.Module):
             q_bnsd = q_bnsd.to(k_bgsd.dtype)
         attention = functools.partial(self.attention, inputs=inputs)
         if self.recompute:
-            out_bnsd = recompute_attention(attention, q_bnsd, k_bgsd, v_bgsd)
+            out_bnsd = self.context.ops.recompute_attention(attention, q_bnsd, k_bgsd, v_bgsd)
         else:
             out_bnsd = attention(q_bnsd, k_bgsd, v_bgsd)
         return self.linear_proj(out_bnsd.permute(2, 0, 1, 3).flatten(2).to(x_sbh.dtype))
@@ -142,15 +142,11 @@ class SelfAttention(nn.Module):
         if inputs.dropout_key is not None and self.dropout > 0:
             dropout = self.dropout
             if not torch.compiler.is_compiling():  # else the layer has done so
-                self.seed_dropout(q_bnsd.device, inputs.dropout_key)
+                # By the tensor-parallel rank, since each rank has other heads.
+                inputs.dropout_key.seed_generator(q_bnsd.device, "attention", self.context.tp.rank)
         return self.context.ops.attention(
             q_bnsd, k_bgtd, v_bgtd, mask_bnst=inputs.mask_bnst, causal=inputs.causal, dropout=dropout
         )
-
-    def seed_dropout(self, device: torch.device, key: DropoutKey) -> None:
-        """Seed the generator that attention's kernels draw from."""
-        # By the tensor-parallel rank, since each rank has other heads.
-        key.seed_generator(device, "attention", self.context.tp.rank)
 
     def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[s, b, (n + 2g) d], each group its queries, key and value, to q [b, n, s, d] and k, v [b, g, s, d]."""
@@ -199,11 +195,11 @@ class TransformerLayer(nn.Module):
 
     def forward(self, x_sbh: Tensor, inputs: LayerInputs) -> Tensor:
         """`compute` with the dropout key of this layer; the unit that torch.compile compiles, once for all layers."""
-        if inputs.dropout_key is not None:
+        if inputs.dropout_key is not None and (self.hidden_dropout or self.self_attention.dropout):
             key = inputs.dropout_key.at_layer(self.layer)
             inputs = dataclasses.replace(inputs, dropout_key=key)
             if self.context.ops.device_keys is not None:
-                self.self_attention.seed_dropout(x_sbh.device, key)
+                key.seed_generator(x_sbh.device, "attention", self.context.tp.rank)
         return self.context.ops.run(type(self).compute, self, x_sbh, inputs)
 
     def compute(self, x_sbh: Tensor, inputs: LayerInputs) -> Tensor:

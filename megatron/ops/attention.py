@@ -46,18 +46,16 @@ def attention(
 def kernels(device: torch.device) -> AbstractContextManager[object]:
     """Kernels that attention may use on a GPU, in order of preference; the first that takes the inputs computes them.
 
-    Like torch, prefers cuDNN's from Hopper on. Training without gradients has the same order, so that recomputation in
-    backward drops the same weights. Generation leaves out cuDNN's: they keep a plan for each shape, and the shape
-    changes with every token.
+    Like torch, prefers cuDNN's from Hopper on. Generation leaves them out: they keep a plan for each shape, and the
+    shape changes with every token. Training without gradients does not, so that recomputation drops the same weights.
     """
     if device.type != "cuda":
         return nullcontext()
     # Generation is never compiled, and compiled code cannot ask for the mode.
     generates = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+    cudnn = not generates and torch.cuda.get_device_properties(device).major >= 9
     order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    if not generates and torch.cuda.get_device_properties(device).major >= 9:
-        order = [SDPBackend.CUDNN_ATTENTION, *order]
-    return sdpa_kernel(order, set_priority=True)
+    return sdpa_kernel([SDPBackend.CUDNN_ATTENTION, *order] if cudnn else order, set_priority=True)
 
 
 def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:

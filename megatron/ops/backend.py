@@ -27,6 +27,7 @@ from megatron.ops.linear_cross_entropy import LinearCrossEntropy
 from megatron.ops.logits import LOGITS_CHUNK_BYTES, LOGITS_KEPT_BYTES
 from megatron.ops.norm import layer_norm, rms_norm
 from megatron.ops.rotary import apply_rotary_emb
+from megatron.parallel.recompute import recompute_attention
 
 logger = logging.getLogger("megatron")
 
@@ -43,6 +44,7 @@ class Ops:
         linear_cross_entropy: output layer and loss in one; None computes all logits, and then their loss.
         run: calls a differentiable function, such as a transformer layer, compiled as a whole or not.
         communicate: calls a function that communicates; compiled layers call it between two graphs.
+        recompute_attention: calls attention, which backward computes again; not in compiled layers, which only call it.
         accumulating: returns a parameter whose gradient compiled code adds to `main_grad`.
         device_keys: with compiled layers only, makes keys of dropout that are on the device.
         kinds: implementations in use, as "key: value"; the same on every rank.
@@ -59,6 +61,7 @@ class Ops:
     linear_cross_entropy: LinearCrossEntropy | None = None
     run: CompileFn = eager
     communicate: CompileFn = eager
+    recompute_attention: Callable[..., Tensor] = recompute_attention
     accumulating: Callable[[Tensor], Tensor] = lambda p: p
     device_keys: Callable[..., Any] | None = None
     kinds: tuple[str, ...] = ("plain PyTorch",)

@@ -37,9 +37,7 @@ def fused_accumulate_wgrad(main_grad: Tensor, a: Tensor, b: Tensor) -> None:
         accumulate_wgrad(main_grad, a, b)
 
 
-@fused_accumulate_wgrad.register_fake
-def _(main_grad: Tensor, a: Tensor, b: Tensor) -> None:
-    pass
+fused_accumulate_wgrad.register_fake(lambda main_grad, a, b: None)
 
 
 def has_fused_accumulate_wgrad(dtype: torch.dtype, device: torch.device) -> bool:

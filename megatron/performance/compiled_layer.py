@@ -7,11 +7,13 @@ Everything within a layer must be a function of tensors: the masks of dropout, a
 from __future__ import annotations
 
 import dataclasses
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.ops.backend import Ops
 from megatron.ops.compiler import CompileFn, eager
 from megatron.ops.linear import fused_accumulate_wgrad
 from megatron.parallel.parameters import main_grad
@@ -29,12 +31,18 @@ def layer_ops(compiler: CompileFn, device: torch.device) -> dict[str, Any]:
         "run": compiler,
         # Compiled code calls it eagerly, between two graphs.
         "communicate": torch.compiler.disable(eager),
+        "recompute_attention": eager,
         "accumulating": accumulating,
         "device_keys": device_keys,
     }
     if device.type == "cpu":  # as on a GPU that has the fused kernel
         fields["accumulate_wgrad"] = fused_accumulate_wgrad
     return fields
+
+
+def uncompiled(ops: Ops) -> AbstractContextManager[object]:
+    """Context in which layers run uncompiled: compiled code calls no hooks of the modules in it."""
+    return nullcontext() if ops.device_keys is None else torch.compiler.set_stance("force_eager")
 
 
 @dataclasses.dataclass(frozen=True)

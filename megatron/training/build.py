@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -54,7 +53,7 @@ def choose_run_ops(config: RunConfig, mesh: Mesh, padded_vocab_size: int) -> Ops
             work=microbatch_flops(config, mesh, padded_vocab_size),
             dtype=DTYPES[config.training.precision],
             device=mesh.device,
-            find=functools.partial(find_compiler, one_graph=mesh.tp.size == 1),
+            find=lambda device: find_compiler(device, one_graph=mesh.tp.size == 1),
         )
     # Replicated values would drift apart if ranks computed them differently.
     if not all_equal(stable_hash(*ops.kinds, bits=32), mesh.world):

@@ -52,16 +52,20 @@ class _HeadsNorm(torch.autograd.Function):
 
 
 class HeadsNorm(nn.Module):
-    """RMSNorm over all heads together, which tensor parallelism splits over the ranks of `tp`."""
+    """RMSNorm over all heads together, which tensor parallelism splits over its ranks."""
 
-    def __init__(self, shard: GlobalSlice, epsilon: float, tp: Axis) -> None:
+    def __init__(self, shard: GlobalSlice, epsilon: float, context: ModelContext) -> None:
         """`shard`: shard spec of the scale [heads · d]."""
         super().__init__()
         self.weight = parameter(shard, ones)
-        self.width, self.epsilon, self.tp, self.copies = shard.shape[0], epsilon, tp, shard.replicas.size
+        self.width, self.epsilon, self.copies = shard.shape[0], epsilon, shard.replicas.size
+        self.tp, self.ops = context.tp, context.ops
 
     def forward(self, x_bnsd: Tensor) -> Tensor:
-        return _HeadsNorm.apply(x_bnsd, self.weight, self.epsilon, self.width, self.tp, self.copies)
+        arguments = x_bnsd, self.weight, self.epsilon, self.width, self.tp, self.copies
+        if self.tp.size == 1:
+            return _HeadsNorm.apply(*arguments)
+        return self.ops.communicate(_HeadsNorm.apply, *arguments)
 
 
 class QKNormAttention(SelfAttention):
@@ -106,7 +110,8 @@ class QKNormAttention(SelfAttention):
             k_shard = GlobalSlice(
                 (keys,), 0, ((begin, begin + d),), shared=((0, d),), replicas=kv, partial=True
             )
-        return HeadsNorm(q_shard, config.norm_epsilon, tp), HeadsNorm(k_shard, config.norm_epsilon, tp)
+        epsilon, context = config.norm_epsilon, self.context
+        return HeadsNorm(q_shard, epsilon, context), HeadsNorm(k_shard, epsilon, context)
 
 
 class AlibiTransformer(Transformer):

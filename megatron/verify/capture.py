@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron import __version__
 from megatron.optim.layout import FlatParam
 from megatron.parallel.slices import GlobalSlice
+from megatron.performance.compiled_layer import uncompiled
 from megatron.training.engine import GlobalBatch
 from megatron.training.loop import Hook, Trainer
 from megatron.training.report import EvalResult
@@ -143,7 +144,8 @@ class RunCapture:
             self.passes.step, self.passes.samples = self.step, self._first_samples(batch)
             self.passes.loss_scale = float(self.engine.optimizer.loss_scale)
             self.add_value("metric", "loss denominators", batch.denominators, step=self.step)
-        inner(batch, loss)
+        with uncompiled(self.engine.ops):
+            inner(batch, loss)
         self.passes.samples = {}
 
     def _first_samples(self, batch: GlobalBatch) -> dict[int, int]:

@@ -9,7 +9,19 @@ import json
 
 import pytest
 import torch
-from gpu_path.golden import FILE, SHAPES, TORCH, kernels, measure, operations
+from gpu_path.golden import (
+    FILE,
+    SHAPES,
+    TORCH,
+    compiled_operations,
+    config_of,
+    hand_count,
+    kernels,
+    measure,
+    measure_compiled,
+    operations,
+    other_bytes,
+)
 from gpu_path.layer_trace import Operation, trace
 
 from megatron.arguments import parse_run_config
@@ -49,12 +61,30 @@ def fp32_logits(operations: list[Operation], vocabulary: int) -> list[Operation]
     ]
 
 
-@EACH_SHAPE
-def test_golden_numbers(shape: str) -> None:
+def golden_numbers() -> dict:
+    """The golden numbers. Skips the test if they are those of another version of torch."""
     golden = json.loads(FILE.read_text(encoding="utf-8"))
     if golden["torch"] != TORCH:
         pytest.skip(f"golden numbers are those of torch {golden['torch']}, and this is {TORCH}")
-    assert measure(shape) == golden["shapes"][shape]
+    return golden
+
+
+@EACH_SHAPE
+def test_golden_numbers(shape: str) -> None:
+    assert measure(shape) == golden_numbers()["shapes"][shape]
+
+
+@pytest.mark.parametrize(
+    "shape", [pytest.param(s, marks=() if s == "GPT-2" else pytest.mark.slow) for s in SHAPES]
+)
+def test_golden_numbers_of_compiled_layers(shape: str) -> None:
+    golden = golden_numbers()["compiled layers"][shape]
+    assert measure_compiled(shape) == golden
+    layer = compiled_operations(shape)
+    for direction, count in (("forward", 4), ("backward", 8)):
+        assert sum(o.kind == "matmul" and o.direction == direction for o in layer) == count
+    # Less would be an error of the count, or of the hand's.
+    assert 1 <= other_bytes(layer) / hand_count(config_of(shape, 1)) < 1.5
 
 
 def test_bytes_of_a_layer_in_closed_form() -> None:

@@ -14,6 +14,7 @@ from models import config_of, engine_of, flat, position_ids
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from megatron.faults.diagnosis import diagnose
 from megatron.model.config import ModelConfig
 from megatron.model.context import ModelContext
 from megatron.model.gpt import GPTModel
@@ -22,11 +23,14 @@ from megatron.ops.compiler import eager
 from megatron.ops.config import OpsConfig
 from megatron.ops.linear import fused_accumulate_wgrad
 from megatron.parallel.mesh import init_mesh
+from megatron.parallel.phases import Phases
 from megatron.parallel.random import DropoutKey, dropout
 from megatron.performance.compiled_layer import device_keys, philox
 from megatron.planner.dry_run import longest_batch
 from megatron.pretrain_gpt import GPT
+from megatron.training.build import build_model
 from megatron.training.config import RunConfig
+from megatron.training.engine import Engine
 
 CPU = torch.device("cpu")
 LAYERS = 3
@@ -132,8 +136,24 @@ def test_the_registered_operation() -> None:
     torch.library.opcheck(torch.ops.megatron.accumulate_wgrad.default, (torch.ones(6, 7), a, b))
 
 
+def test_diagnosis_names_a_module_of_a_compiled_layer() -> None:
+    config = config_of("--ops-backend layers")
+    with init_mesh(config.parallel, CPU) as mesh:
+        sizes = {"vocab_size": 60, "padded_vocab_size": 64}
+        model = build_model(config, GPT, mesh, layer_ops("eager"), **sizes)
+        engine = Engine(config, GPT, mesh, model, Phases())
+        engine.buffer.initialize(1)
+        batches = iter(random_batches(config, torch.Generator().manual_seed(0)))
+        batch = engine.next_global_batch(batches, 2, 0)
+        engine.forward_backward(batch)
+        assert diagnose(engine, batch).output is None
+        path = "decoder.layers.1.mlp.linear_fc1"
+        engine.modules[0].get_parameter(f"{path}.weight").data[0, 0] = torch.nan
+        assert path in str(diagnose(engine, batch))
+
+
 def train_two_steps(backend: str, flags: str) -> list[float]:
-    config = config_of(f"{flags} --ops-backend {backend} --hidden-dropout 0 --attention-dropout 0")
+    config = config_of(f"{flags} --ops-backend {backend} --attention-dropout 0")
     with init_mesh(config.parallel, CPU) as mesh:
         engine = engine_of(mesh, config)
         losses = []
@@ -148,8 +168,9 @@ def train_two_steps(backend: str, flags: str) -> list[float]:
 
 
 def random_batches(config: RunConfig, generator: torch.Generator) -> list:
+    """Two microbatches of random tokens, labels and positions, all less than the sequence's length."""
     batch = longest_batch(config, GPT, 59)
-    draw = lambda x: torch.randint(59, x.shape, generator=generator) if x.dtype == torch.int64 else x  # noqa: E731
+    draw = lambda x: torch.randint(16, x.shape, generator=generator) if x.dtype == torch.int64 else x  # noqa: E731
     return [batch.map(draw) for _ in range(2)]
 
 
@@ -157,6 +178,15 @@ def random_batches(config: RunConfig, generator: torch.Generator) -> list:
 @pytest.mark.parametrize("sequence", ["", "--sequence-parallel"])
 def test_compiled_layers_with_tensor_parallelism(sequence: str) -> None:
     """Each communication ends a graph. With overlapped gathers of parameters a layer waits as a whole."""
-    flags = f"--tensor-model-parallel-size 2 {sequence}"
+    flags = f"--hidden-dropout 0 --tensor-model-parallel-size 2 {sequence}"
     expected = run_distributed(train_two_steps, 2, "plain", flags)[0]
     assert run_distributed(train_two_steps, 2, "layers", flags)[0] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence", ["", "--sequence-parallel"])
+def test_tensor_parallel_ranks_drop_what_one_process_does(sequence: str) -> None:
+    flags = "--hidden-dropout 0.2"
+    (expected,) = run_distributed(train_two_steps, 1, "layers", flags)
+    split = f"{flags} --tensor-model-parallel-size 2 {sequence}"
+    assert run_distributed(train_two_steps, 2, "layers", split)[0] == pytest.approx(expected, rel=1e-5)

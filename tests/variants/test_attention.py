@@ -10,6 +10,7 @@ from distributed import run_distributed
 from megatron.errors import InputError
 from megatron.interop.external import meta_model
 from megatron.model.config import ModelConfig
+from megatron.model.context import ModelContext
 from megatron.ops.attention import document_mask
 from megatron.parallel.config import ParallelConfig
 from megatron.parallel.mesh import Axis, init_mesh
@@ -68,7 +69,7 @@ def norm_of_one_head() -> list[list[np.ndarray]]:
             head = mesh.tp.rank // copies
             x, scale, grad = norm_example(heads)
             shard = GlobalSlice((heads * 8,), 0, ((head * 8, head * 8 + 8),), replicas=Axis(0, copies))
-            norm = HeadsNorm(shard, 1e-5, mesh.tp)
+            norm = HeadsNorm(shard, 1e-5, ModelContext(vocab_size=1, padded_vocab_size=1, tp=mesh.tp))
             norm.weight = torch.nn.Parameter(scale[head * 8 :][:8].clone())
             x = x[:, head : head + 1].clone().requires_grad_()
             out = norm(x)
