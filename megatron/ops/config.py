@@ -16,7 +16,8 @@ class OpsConfig(Config):
         "auto",
         "'plain': unfused PyTorch operations. 'compile': fused operations, some by torch.compile. 'auto': like "
         "'compile', but without torch.compile where it does not work or a CPU model is too small to benefit. 'apex': "
-        "like 'auto', with the norms of NVIDIA's apex, on GPUs. 'layers': compile whole layers, as 'auto' does on GPUs",
+        "norms of NVIDIA's apex, on GPUs, in layers that are not compiled. 'layers': compile whole layers, as 'auto' "
+        "does on GPUs",
         choices=("auto", "plain", "compile", "apex", "layers"),
     )
     torch_compile: bool = flag(True, "do not use torch.compile")

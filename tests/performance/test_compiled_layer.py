@@ -79,7 +79,9 @@ def two_passes(ops: Ops, fields: dict[str, Any]) -> tuple[list[float], Tensor]:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("fields", [pytest.param({}, id="GPT-2"), pytest.param(LLAMA, id="Llama")])
+@pytest.mark.parametrize(
+    "fields", [pytest.param({}, id="GPT-2"), pytest.param(LLAMA, id="Llama", marks=pytest.mark.slow)]
+)
 def test_a_compiled_layer_equals_the_plain_one(fields: dict, backend: str) -> None:
     """Forward, gradients added to `main_grad`, and masks of dropout; compiled once for all layers."""
     ops = layer_ops(backend)
