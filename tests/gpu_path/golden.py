@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_path.compiled_trace import compiled_layer
 from gpu_path.layer_trace import Operation, per_layer, trace
 
 from megatron.arguments import parse_run_config
@@ -63,6 +62,8 @@ def operations(shape: str) -> tuple[list[Operation], list[Operation]]:
 @functools.cache
 def compiled_operations(shape: str) -> list[Operation]:
     """Kernels of one layer that torch.compile compiles as a whole."""
+    from gpu_path.compiled_trace import compiled_layer  # its parts of Inductor depend on torch's version
+
     return compiled_layer(config_of(shape, 1), causal=shape != "BERT")
 
 
