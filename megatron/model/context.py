@@ -46,6 +46,7 @@ class ModelContext:
         ops: Ops,
     ) -> ModelContext:
         """Context of a run. Every process must take part."""
+        ignored = parallel.recompute_granularity == "selective" and not ops.recomputes_attention
         return cls(
             vocab_size=vocab_size,
             padded_vocab_size=padded_vocab_size,
@@ -53,7 +54,7 @@ class ModelContext:
             kv=split_axis(mesh.tp, max(mesh.tp.size // model.num_query_groups, 1), parallel),
             sequence_parallel=parallel.sequence_parallel,
             ops=ops,
-            recompute=Recompute.from_config(parallel, mesh.tp),
+            recompute=NO_RECOMPUTE if ignored else Recompute.from_config(parallel, mesh.tp),
         )
 
     def replicated(self, *shape: int) -> GlobalSlice:

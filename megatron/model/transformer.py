@@ -22,7 +22,7 @@ from megatron.model.qkv import qkv_slice
 from megatron.model.variants import variant
 from megatron.parallel.parameters import Init, normal, ones, parameter, xavier_uniform, zeros
 from megatron.parallel.random import DropoutKey, dropout
-from megatron.parallel.recompute import recompute
+from megatron.parallel.recompute import recompute, recompute_attention
 from megatron.parallel.slices import GlobalSlice
 from megatron.parallel.stages import Chunk
 
@@ -131,7 +131,7 @@ class SelfAttention(nn.Module):
             q_bnsd = q_bnsd.to(k_bgsd.dtype)
         attention = functools.partial(self.attention, inputs=inputs)
         if self.recompute:
-            out_bnsd = self.context.ops.recompute_attention(attention, q_bnsd, k_bgsd, v_bgsd)
+            out_bnsd = recompute_attention(attention, q_bnsd, k_bgsd, v_bgsd)
         else:
             out_bnsd = attention(q_bnsd, k_bgsd, v_bgsd)
         return self.linear_proj(out_bnsd.permute(2, 0, 1, 3).flatten(2).to(x_sbh.dtype))

@@ -27,7 +27,6 @@ from megatron.ops.linear_cross_entropy import LinearCrossEntropy
 from megatron.ops.logits import LOGITS_CHUNK_BYTES, LOGITS_KEPT_BYTES
 from megatron.ops.norm import layer_norm, rms_norm
 from megatron.ops.rotary import apply_rotary_emb
-from megatron.parallel.recompute import recompute_attention
 
 logger = logging.getLogger("megatron")
 
@@ -44,7 +43,7 @@ class Ops:
         linear_cross_entropy: output layer and loss in one; None computes all logits, and then their loss.
         run: calls a differentiable function, such as a transformer layer, compiled as a whole or not.
         communicate: calls a function that communicates; compiled layers call it between two graphs.
-        recompute_attention: calls attention, which backward computes again; not in compiled layers, which only call it.
+        recomputes_attention: false with compiled layers: GPU kernels of attention keep no scores to save.
         accumulating: returns a parameter whose gradient compiled code adds to `main_grad`.
         device_keys: with compiled layers only, makes keys of dropout that are on the device.
         kinds: implementations in use, as "key: value"; the same on every rank.
@@ -61,7 +60,7 @@ class Ops:
     linear_cross_entropy: LinearCrossEntropy | None = None
     run: CompileFn = eager
     communicate: CompileFn = eager
-    recompute_attention: Callable[..., Tensor] = recompute_attention
+    recomputes_attention: bool = True
     accumulating: Callable[[Tensor], Tensor] = lambda p: p
     device_keys: Callable[..., Any] | None = None
     kinds: tuple[str, ...] = ("plain PyTorch",)

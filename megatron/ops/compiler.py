@@ -49,8 +49,7 @@ class Compiler:
         """
         settings: dict[str, Any] = {"dynamic": dynamic, "fullgraph": one_graph}
         self.settings = settings | {"options": {"fallback_random": True}}  # as eager code draws
-        if not one_graph:  # calls within calls end a graph too
-            torch._dynamo.config.nested_graph_breaks = True
+        torch._dynamo.config.nested_graph_breaks = not one_graph  # calls within calls end a graph too
         self.folder = cache_folder()
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         status = self.folder.stat()

@@ -31,7 +31,7 @@ def layer_ops(compiler: CompileFn, device: torch.device) -> dict[str, Any]:
         "run": compiler,
         # Compiled code calls it eagerly, between two graphs.
         "communicate": torch.compiler.disable(eager),
-        "recompute_attention": eager,
+        "recomputes_attention": False,
         "accumulating": accumulating,
         "device_keys": device_keys,
     }

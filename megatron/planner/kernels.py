@@ -156,8 +156,13 @@ class Kernels:
             + self.elementwise(n * (fc1 + ffn) / 2, self.program.mlp)
             + self.tensor_parallel(plain=(2, 2), sequence_parallel=(2, 3)) * 2
         )
-        again = {"none": Cost(), "selective": self.attention.forward, "full": layer.forward}
-        return ForwardBackward(layer.forward, layer.backward + again[self.layout.recompute])
+        return ForwardBackward(layer.forward, layer.backward + self.recomputed(layer.forward))
+
+    def recomputed(self, layer: Cost) -> Cost:
+        """Part of the forward cost of a layer that backward repeats. Fused attention keeps no scores, and a program
+        that has it ignores selective recomputation."""
+        attention = Cost() if self.program.fused_attention else self.attention.forward
+        return {"none": Cost(), "selective": attention, "full": layer}[self.layout.recompute]
 
     def tensor_parallel(self, plain: tuple[int, int], sequence_parallel: tuple[int, int]) -> ForwardBackward:
         """Communication of tensor parallelism, as numbers of all-gathers of [s, b, h] in forward and in backward.

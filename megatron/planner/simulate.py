@@ -194,9 +194,7 @@ class Simulator:
         layout, m = self.layout, self.microbatches
         pipeline, (ends, busy) = self.pipeline_seconds(), self.busiest
         layers = (self.middle.forward + self.middle.backward) * (layout.chunks * m)
-        recompute = {"none": 0.0, "selective": self.kernels.attention.forward.total}.get(
-            layout.recompute, self.kernels.layer.forward.total
-        )
+        recompute = self.kernels.recomputed(self.kernels.layer.forward).total
         gradients, optimizer = self.gradients(), self.optimizer()
         return Step(
             seconds=pipeline + gradients + optimizer,
