@@ -88,7 +88,7 @@ def over_parts(engine: Engine, value: float) -> dict[str, Any]:
         "loss of the spike rule": rule.window[0, -1].item(),
         "tokens": work[0] / 16,
         "denominator": batch.denominators.item(),
-        "sample of the dropout": batch.dropout_keys[0][1],
+        "sample of the dropout": batch.dropout_keys[0].sample,
         "elements": model_sum(engine.optimizer.grads, engine.buffer.buckets, mesh, torch.sum).item(),
         "parameters": engine.buffer.num_elements,
     }
