@@ -4,9 +4,11 @@
 #
 #   bash benchmarks/gpu.sh [PART...]
 #
-# PART is tests, or a size of benchmarks/train.py: small (also with --cuda-graph), 355m or 1.3b; by default all of them.
+# PART is tests, or a size of benchmarks/train.py: small (also with --cuda-graph), 355m, 1.3b or 7b (8 of its
+# layers); by default all of them.
 # A call ends within LIMIT seconds (default: 520); name the parts that it did not reach in the next call. Results are
-# added to benchmarks/results/<device>.json, and the table of all of them comes last.
+# added to benchmarks/results/<device>.json, and the table of all of them, with a verdict per goal, comes
+# last.
 #
 #   NANOGPT  a checkout of nanoGPT to compare with (default: none)
 #   PYTHON   the Python that has the packages (default: python3)
@@ -17,7 +19,7 @@ source scripts/common.sh
 : "${LIMIT:=520}" "${NANOGPT:=}" "${PYTHON:=python3}"
 train=(benchmarks/train.py --device cuda --precisions bf16 ${NANOGPT:+--nanogpt "$NANOGPT"})
 parts=("$@")
-((${#parts[@]})) || parts=(tests small 355m 1.3b)
+((${#parts[@]})) || parts=(tests small 355m 1.3b 7b)
 
 name=$("$PYTHON" -c 'import torch; print(torch.cuda.get_device_name())') || fail "torch finds no GPU"
 results=benchmarks/results/$(tr '[:upper:] /' '[:lower:]--' <<<"$name").json

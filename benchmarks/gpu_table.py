@@ -11,6 +11,11 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+# MFU on an H100 in bf16, by the part; and our tokens/s over nanoGPT's.
+MFU_GOALS = {"355m": 0.45, "1.3b": 0.52, "7b": 0.57}
+SPEED_GOAL = 1.1
+PEER = "nanoGPT, compiled"
+
 
 def main() -> None:
     output, *part = sys.argv[1:]
@@ -45,6 +50,23 @@ def print_part(name: str, found: dict[str, Any]) -> None:
             print(title)
             for side, values in sides.items():
                 print(f"  {side:24} " + "  ".join(f"{key} {value:,}" for key, value in values.items()))
+            for verdict in verdicts(name, sides):
+                print(f"  {verdict}")
+
+
+def verdicts(name: str, sides: dict[str, dict[str, float]]) -> list[str]:
+    """Return one line per goal of a part: the measured value, the goal, and met, missed or not measured."""
+    if name not in MFU_GOALS:
+        return []
+    goals = (
+        ("MFU", sides["ours"].get("MFU"), MFU_GOALS[name]),
+        (f"speed over {PEER}", sides.get(PEER, {}).get("ours over it"), SPEED_GOAL),
+    )
+    return [
+        f"goal {goal} for {title}: "
+        + ("not measured" if value is None else f"{value}, {'met' if value >= goal else 'missed'}")
+        for title, value, goal in goals
+    ]
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from parallel_steps import COMMON, NO_DROPOUT, start_run
 from plain_gpt import PlainGPT
 from plain_gpt import train as train_plainly
 from safetensors.torch import save_file
-from train import Size, flops, tokens, training
+from train_sides import Size, flops, tokens, training
 
 import megatron.plugins  # noqa: F401 (registers sources of data)
 from megatron.arguments import parse_run_config

@@ -25,7 +25,7 @@ from parallel import run_metadata
 from parallel_steps import memory_trace
 from parallel_workers import Workers
 from torch import Tensor, nn
-from train import SIZES, THREADS, Size, training
+from train_sides import SIZES, THREADS, Size, training
 
 from megatron.cli import Parser, add_flags, make_config, run_command
 from megatron.flags import Config, flag

@@ -22,7 +22,8 @@ case "$*" in
     exit 1 ;;
   benchmarks/train.py*)
     echo '{{"command": "train", "commit": "abc", "machine": {{"cores": 8}}, "355m, bf16, cuda":
-      {{"ours": {{"tokens/s": 50000}}, "transformers": {{"tokens/s": 20000}}}}}}' >"${{@: -1}}" ;;
+      {{"ours": {{"MFU": 0.44}}, "nanoGPT, compiled": {{"ours over it": 1.1}},
+      "transformers": {{"tokens/s": 20000}}}}}}' >"${{@: -1}}" ;;
   benchmarks/gpu_table.py*) exec {shlex.quote(sys.executable)} "$@" ;;
 esac
 """
@@ -69,18 +70,21 @@ def test_parts_are_added_to_the_results_of_the_device(checkout: Path) -> None:
         "tests: tests 7, failures 1, errors 0, skipped 2, seconds 3.5",
         "train (commit abc)",
         "355m, bf16, cuda",
-        "  ours                     tokens/s 50,000",
+        "  ours                     MFU 0.44",
+        "  nanoGPT, compiled        ours over it 1.1",
         "  transformers             tokens/s 20,000",
+        "  goal 0.45 for MFU: 0.44, missed",
+        "  goal 1.1 for speed over nanoGPT, compiled: 1.1, met",
     ]
 
 
 def test_without_parts_all_run_until_the_time_limit(checkout: Path) -> None:
     done = run(checkout)
     sizes = [line.split("--sizes ")[1].split()[0] for line in done.stdout.splitlines() if "--sizes" in line]
-    assert sizes == ["small", "355m", "1.3b"]
+    assert sizes == ["small", "355m", "1.3b", "7b"]
     done = run(checkout, LIMIT="0")
     assert done.returncode == 2
-    assert done.stderr.splitlines() == ["error: LIMIT=0 seconds are over; call again with this part"] * 4
+    assert done.stderr.splitlines() == ["error: LIMIT=0 seconds are over; call again with this part"] * 5
 
 
 def test_without_a_gpu_is_a_one_line_error(checkout: Path) -> None:
