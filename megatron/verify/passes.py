@@ -124,7 +124,14 @@ class PassCapture:
         is_lookup = bool(inputs) and isinstance(inputs[0], Tensor) and not inputs[0].is_floating_point()
         for _, p in () if is_lookup else named_parameters(module, recurse=False):
             spec = p.shard_spec
-            if spec.dim == 0 and spec.local_shape[0] < spec.shape[0] and shape[-1] == spec.local_shape[0]:
+            # A vector scales or shifts its input, of whose dimensions another may be split.
+            is_matrix = len(spec.shape) == 2
+            if (
+                is_matrix
+                and spec.dim == 0
+                and spec.local_shape[0] < spec.shape[0]
+                and shape[-1] == spec.local_shape[0]
+            ):
                 whole = (*shape[:-1], spec.shape[0])
                 return Place(shape=whole, dim=out.ndim - 1, ranges=spec.ranges, local_shape=shape)
         length = self.seq_length

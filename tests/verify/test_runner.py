@@ -72,3 +72,12 @@ def test_rows_of_a_weight_place_the_output_of_a_product_only(inputs: torch.Tenso
     capture.mesh, capture.seq_length = SimpleNamespace(tp=SimpleNamespace(size=2)), 4
     place = capture._place(module, (inputs,), torch.zeros(4, 2, 8))
     assert (place and place.dim) == dim
+
+
+def test_a_split_vector_does_not_place_an_output() -> None:
+    """The scale of a norm over all heads is as long as a head is wide if each rank has one head."""
+    module = nn.Module()
+    module.weight = parameter(GlobalSlice((16,), 0, ((0, 8),)), zeros)
+    capture = PassCapture.__new__(PassCapture)
+    capture.mesh, capture.seq_length = SimpleNamespace(tp=SimpleNamespace(size=2)), 4
+    assert capture._place(module, (torch.zeros(1, 1, 4, 8),), torch.zeros(1, 1, 4, 8)) is None
