@@ -5,9 +5,10 @@
 "faults" puts one fault after the other into a copy of the checkout (`verify_faults.py`), and verifies a small run of it
 against one process of the program without the fault. A fault is caught if a comparison fails, and located if the
 finding names the right kind of tensor, module and kind of fault. "random" does the same with faults drawn at random
-over the lines that the runs execute (`verify_mutations.py`); those that stop the run are not counted. "clean" verifies
-random combinations of features without a fault in six layouts and three resumes. Results are written after each run; a
-table that was interrupted continues.
+over the lines that the runs execute (`verify_mutations.py`); those that stop the run are not counted. Whether their
+findings are right, and why one that is not caught is harmless, is judged by hand (`verify_judgments.json`). "clean"
+verifies random combinations of features without a fault in six layouts and three resumes. Results are written after
+each run; a table that was interrupted continues.
 """
 
 from __future__ import annotations
@@ -206,6 +207,7 @@ def random_rows(
 ) -> Iterator[dict[str, Any]]:
     """Yield what the verification of each random fault found, until 40 did not stop the run."""
     checkout, names = Checkout(folder), {row["fault"] for row in done}
+    judgments = json.loads((ROOT / "benchmarks/verify_judgments.json").read_text(encoding="utf-8"))
     executed = {run: checkout.executed(run) for run in RUNS}
     counted = sum(not row["crashed"] for row in done)
     for fault in random_faults(executed, config.seed):
@@ -215,7 +217,8 @@ def random_rows(
             continue
         found = _found(checkout.verify(fault))
         counted += not found["crashed"]
-        yield {"fault": fault.name, "id": fault.mutation.id, "layout": fault.run} | found
+        judgment = {"located": False, "reason": ""} | judgments.get(fault.name, {})
+        yield {"fault": fault.name, "id": fault.mutation.id, "layout": fault.run} | judgment | found
 
 
 def _found(failed: Check | None) -> dict[str, Any]:

@@ -210,8 +210,7 @@ class Comparer:
 
     def _not_comparable(self, id: tuple, mine: Record, *, exact: bool) -> str:
         """Why a tensor of the reference cannot be compared with any capture's; empty if it can."""
-        later = id[0] > self.reference.start + 1 and id[1] not in ("update", "weight", "parameter")
-        if later and not exact and self.reference.steps_by_signs:
+        if id[0] > self.reference.start + 1 and not exact and self.reference.steps_by_signs:
             return "values after a step whose sizes do not depend on the gradient's"
         if mine.place is None and id[1] in SPLIT_KINDS and self.reference.capture.sizes.get("tp", 1) > 1:
             return "activations and masks of a reference with several tensor-parallel ranks"
