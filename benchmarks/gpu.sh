@@ -4,11 +4,10 @@
 #
 #   bash benchmarks/gpu.sh [PART...]
 #
-# PART is tests, or a size of benchmarks/train.py: small (also with --cuda-graph), 355m, 1.3b or 7b (8 of its
-# layers); by default all of them.
+# PART is tests, or a size of benchmarks/train.py: small (also with --cuda-graph), 355m, 1.3b or 7b (8 of its layers);
+# by default all of them.
 # A call ends within LIMIT seconds (default: 520); name the parts that it did not reach in the next call. Results are
-# added to benchmarks/results/<device>.json, and the table of all of them, with a verdict per goal, comes
-# last.
+# added to benchmarks/results/<device>.json. The table of all results, with a verdict for each goal, comes last.
 #
 #   NANOGPT  a checkout of nanoGPT to compare with (default: none)
 #   PYTHON   the Python that has the packages (default: python3)

@@ -30,6 +30,7 @@ from megatron.errors import InputError, TrainingFault
 from megatron.flags import Config, flag
 from megatron.training.config import RunConfig
 
+NO_COMMAND = "the command to verify is required after --: megatron verify -- pretrain_gpt.py FLAGS"
 DEFAULT_LAYOUTS = ("t2", "p2", "d2", "t2d2")
 SCRIPTS = {"pretrain_gpt": "megatron.pretrain_gpt", "pretrain_bert": "megatron.pretrain_bert"}
 
@@ -68,11 +69,8 @@ class VerifyConfig(Config):
 def main(argv: Sequence[str] | None = None) -> int:
     """Return 1 if a comparison failed, otherwise 0."""
     words = list(sys.argv[1:] if argv is None else argv)
-    missing = InputError(
-        "the command to verify is required after --: megatron verify -- pretrain_gpt.py FLAGS"
-    )
     if "--" not in words and any(map(script_name, words)):
-        raise missing
+        raise InputError(NO_COMMAND)
     command = words[words.index("--") + 1 :] if "--" in words else []
     words = words[: words.index("--")] if "--" in words else words
     parser = Parser(description=__doc__)
@@ -81,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if config.compare is not None:
         return compare(config, command)
     if not command:
-        raise missing
+        raise InputError(NO_COMMAND)
     return verify(config, command)
 
 
@@ -124,7 +122,7 @@ def verify(config: VerifyConfig, command: list[str]) -> int:
     )
     changes = list(shrunk.changes)
     with contextlib.ExitStack() as contexts:
-        # As Ctrl-C, so that processes and temporary folders do not stay.
+        # SIGTERM acts like Ctrl-C, so that processes end and temporary folders are removed.
         handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
         contexts.callback(signal.signal, signal.SIGTERM, handler)
         folder = Path(config.output) / "runs"
@@ -174,7 +172,7 @@ def script_name(word: str) -> str:
 
 
 def _count(launcher: str, option: str) -> int | None:
-    """The number that the words of torchrun give for an option."""
+    """The value of an option of torchrun; None if it is not given."""
     found = re.search(rf"{option}[ =](\S+)", launcher)
     if found is None:
         return None

@@ -66,7 +66,7 @@ class CounterKey(DropoutKey):
         assert self.words is not None
         words = self.words if self.words.dim() == 1 else self.words[0]
         index = torch.arange(x.numel(), device=x.device).view(x.shape) + (rank or 0) * x.numel()
-        # By `^` no longer an index: Inductor would multiply an index by philox's constant in too few bits.
+        # Inductor multiplies a plain index by philox's constant in too few bits. `^` makes it an ordinary value.
         bits, _ = philox(index ^ words[0], words.new_full((), SITES.index(site)), words[1])
         return torch.where(bits >= round(p * 2**32), x * (1 / (1 - p)), 0.0)
 

@@ -191,7 +191,7 @@ class Runs:
         config = _replaced(config, capture=capture)
         # Without the name of a temporary folder.
         check.command = shlex.join(command_words(config)).replace(f"{self.folder}/", "")
-        # Of the same run, which failed.
+        # An earlier attempt at this run may have failed.
         shutil.rmtree(folder, ignore_errors=True)
         log = self.folder / folder.name.replace("capture", "log")
         failure = self.start(config, check.processes, spread, log)
