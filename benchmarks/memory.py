@@ -30,7 +30,6 @@ from train_sides import SIZES, THREADS, Size, training
 from megatron.cli import Parser, add_flags, make_config, run_command
 from megatron.flags import Config, flag
 from megatron.ops.cpu.attention import BLOCK, MAX_LENGTH
-from megatron.ops.logits import LOGITS_KEPT_BYTES
 from megatron.reports.profile import annotated
 from megatron.training.engine import Engine
 
@@ -166,24 +165,21 @@ def required_bytes(
     For a layer, arXiv 2205.05198 equation 1 has sbh (34 + 5as/h) bytes in 16 bits. This run has no dropout, so the
     masks of dropout between layers (sbh each) and the mask and output of dropout in attention (3as²b of the 5as²b) are
     subtracted. That leaves 16 elements per sbh and one per as²b, the softmax output. Plain attention keeps none of the
-    softmax output, and ours keeps the blocks that a query may attend to. As in the same paper, the output layer adds
-    its input, the input of the last normalization, and the logits. The logits are fp32 with plain operations. Otherwise
-    they have the model's precision, and are kept up to LOGITS_KEPT_BYTES.
+    softmax output, and ours keeps the blocks that a query may attend to. The output layer adds the input of the last
+    normalization and the gradient of its own input, but no logits, whose gradients forward computes by chunks.
 
-    With full recomputation, the input of every layer must exist, and either all activations of one layer (arXiv
-    2104.04473 section 3.5) or, before those, the logits.
+    With full recomputation, the input of every layer must exist, and all activations of one layer (arXiv 2104.04473
+    section 3.5).
     """
     element_size, n = ELEMENT_SIZE[precision], engine.buffer.num_elements
     sbh = element_size * size.length * size.batch * size.hidden
     blocks = operations == "fast" and BLOCK <= size.length <= MAX_LENGTH
     seen = (size.length + BLOCK) / 2 / size.length if blocks else 0
     layer = 16 * sbh + int(seen * element_size * size.heads * size.length**2 * size.batch)
-    logits = size.length * size.batch * size.vocab * (4 if operations == "plain" else element_size)
-    output = 2 * sbh + (logits if operations == "plain" or logits <= LOGITS_KEPT_BYTES else 0)
     if recomputed == "nothing":
-        activations = size.layers * layer + output
+        activations = size.layers * layer + 2 * sbh
     else:
-        activations = size.layers * sbh + max(layer - sbh, output)
+        activations = size.layers * sbh + layer - sbh
     weights = {"weights": 4 * n} if precision == "fp32" else {"weights": 2 * n, "master weights": 4 * n}
     return weights | {"gradients": 4 * n, "moments": 8 * n, "activations": activations}
 

@@ -58,6 +58,8 @@ REDUCER, NORMS = "megatron.optim.grad_reducer:GradReducer", "megatron.optim.norm
 LAYERS = "megatron.model.layers"
 ENGINE, LOAD = "megatron.training.engine:Engine", "megatron.checkpoint.load"
 BUFFER = "megatron.optim.buffer:ParamBuffer"
+# For `forward` of a task: replaces the weights of the predictions.
+_OTHER_MASK = "    import dataclasses\n    batch = dataclasses.replace(batch, loss_mask={})\n    out = model("
 _SUM = "missing sum|one rank's part"
 
 FAULTS = (
@@ -171,8 +173,8 @@ FAULTS = (
         name="loss multiplied by the tensor-parallel size",
         run="t2",
         target="megatron.pretrain_gpt:forward",
-        old="(out * batch.loss_mask).sum()",
-        new="(2 * out * batch.loss_mask).sum()",
+        old="    out = model(",
+        new=_OTHER_MASK.format("2 * batch.loss_mask"),
         module="^loss",
         kind="scaled by|summed twice",
         like="#673, #906",
@@ -200,8 +202,8 @@ FAULTS = (
     Fault(
         name="softmax's sum over the local vocabulary",
         run="t2",
-        target="megatron.ops.linear_cross_entropy:_LinearCrossEntropy.forward",
-        old="sums = all_reduce_sum(torch.stack((exp_sum * (local_max - maximum).exp(), picked)), axis)",
+        target="megatron.ops.linear_cross_entropy:_Chunks._log_sum",
+        old="sums = all_reduce_sum(torch.stack((exp_sum * (local_max - maximum).exp(), picked)), self.axis)",
         new="sums = torch.stack((exp_sum * (local_max - maximum).exp(), picked))",
         module="loss|activation of output|activation of the model",
         kind=".",
@@ -210,9 +212,9 @@ FAULTS = (
         name="a cached loss mask is edited in every microbatch",
         run="d2",
         target="megatron.pretrain_gpt:forward",
-        old="    return (out * batch.loss_mask).sum()",
+        old="    out = model(",
         new="    forward.calls = getattr(forward, 'calls', -1) + 1\n"
-        "    return (out * (batch.loss_mask.cumsum(1) > forward.calls)).sum()",
+        + _OTHER_MASK.format("(batch.loss_mask.cumsum(1) > forward.calls).float()"),
         module="loss",
         kind=".",
         like="#1298",

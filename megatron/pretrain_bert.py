@@ -78,6 +78,7 @@ def forward(
         hidden_sbh=hidden,
         positions_bp=batch.positions,
         labels_bp=batch.labels,
+        loss_grad_bp=None if batch.loss_grad is None else batch.loss_mask * batch.loss_grad[0],
         dropout_key=dropout_key,
     )
     if model.output_layer is None:

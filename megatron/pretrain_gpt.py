@@ -64,6 +64,7 @@ def forward(model: GPTModel, batch: GPTBatch, hidden: Tensor | None, key: Dropou
         batch.position_ids,
         hidden_sbh=hidden,
         labels_bs=batch.labels,
+        loss_grad_bs=None if batch.loss_grad is None else batch.loss_mask * batch.loss_grad,
         document_ids_bs=batch.document_ids,
         dropout_key=key,
     )

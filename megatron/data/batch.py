@@ -24,9 +24,11 @@ class Batch:
 
     Attributes:
         tokens: int64 [sequences, seq], token ids.
+        loss_grad: fp32 [terms], in training the gradient of each of the losses' sums: loss scale over denominator.
     """
 
     tokens: Tensor = sequence_field(dim=1)
+    loss_grad: Tensor | None = None
 
     @property
     def num_sequences(self) -> int:

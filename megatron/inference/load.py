@@ -28,8 +28,6 @@ from megatron.model.gpt import GPTModel
 from megatron.ops.backend import Ops
 from megatron.ops.cpu.linear import decode_matmul, has_onednn
 from megatron.ops.linear import matmul
-from megatron.ops.linear_cross_entropy import LinearCrossEntropy
-from megatron.ops.logits import LOGITS_CHUNK_BYTES
 from megatron.parallel.collectives import raise_on_all_ranks
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.parameters import named_parameters
@@ -156,10 +154,7 @@ def _dtype(config: InferenceConfig, checkpoint: Checkpoint) -> torch.dtype:
 def inference_ops(dtype: torch.dtype, device: torch.device) -> Ops:
     """Operations of inference, none of them compiled: decoding has a token at a time."""
     onednn = device.type == "cpu" and dtype == torch.float32 and has_onednn(dtype)
-    return Ops(
-        matmul=decode_matmul if onednn else matmul,
-        linear_cross_entropy=LinearCrossEntropy(chunk_bytes=LOGITS_CHUNK_BYTES[device.type]),
-    )
+    return Ops(matmul=decode_matmul if onednn else matmul)
 
 
 def load_weights(checkpoint: Checkpoint, model: nn.Module, dtype: torch.dtype) -> None:

@@ -150,6 +150,7 @@ class BertModel(Bert):
         hidden_sbh: Tensor | None = None,
         positions_bp: Tensor | None = None,
         labels_bp: Tensor | None = None,
+        loss_grad_bp: Tensor | None = None,
         dropout_key: DropoutKey | None = None,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """Logits of the two heads, [b, p, v] and [b, 2]; with labels, the former's losses in fp32, [b, p], instead.
@@ -157,6 +158,7 @@ class BertModel(Bert):
 
         Args:
             positions_bp: masked positions, which alone are projected to the vocabulary; by default all, so p is s.
+            loss_grad_bp: gradient of each of these losses, if it is known.
 
         The other arguments are those of `encode`.
         """
@@ -169,7 +171,7 @@ class BertModel(Bert):
         if self.binary_head is not None and self.pooler is not None:
             order_b2 = self.binary_head(self.pooler(hidden_sbh))
         if labels_bp is not None:
-            return self.output_layer.losses(masked_pbh, self.word_table, labels_bp.t()).t(), order_b2
+            return self.output_layer.losses(masked_pbh, self.word_table, labels_bp, loss_grad_bp), order_b2
         logits_pbv = self.output_layer(masked_pbh, self.word_table)
         return logits_pbv[..., : self.num_valid_rows].transpose(0, 1), order_b2
 

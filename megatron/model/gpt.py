@@ -43,6 +43,7 @@ class GPTModel(LanguageModel):
         *,
         hidden_sbh: Tensor | None = None,
         labels_bs: Tensor | None = None,
+        loss_grad_bs: Tensor | None = None,
         document_ids_bs: Tensor | None = None,
         cache: Cache | None = None,
         logit_positions: tuple[Tensor, Tensor] | None = None,
@@ -53,6 +54,7 @@ class GPTModel(LanguageModel):
 
         Args:
             hidden_sbh: output of the chunk before, unless this is the first.
+            loss_grad_bs: gradient of each loss, if it is known.
             document_ids_bs: if given, positions attend only within their own document.
             cache: if given, the tokens continue those that it holds.
             logit_positions: rows [n] and positions [n] of the tokens whose logits are computed.
@@ -72,7 +74,7 @@ class GPTModel(LanguageModel):
         if self.output_layer is None:
             return hidden_sbh
         if labels_bs is not None:
-            return self.output_layer.losses(hidden_sbh, self.word_table, labels_bs.t()).t()
+            return self.output_layer.losses(hidden_sbh, self.word_table, labels_bs, loss_grad_bs)
         if logit_positions is None:
             logits_sbv = self.output_layer(hidden_sbh, self.word_table)
             return logits_sbv[..., : self.num_valid_rows].transpose(0, 1)

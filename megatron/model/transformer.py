@@ -198,7 +198,7 @@ class TransformerLayer(nn.Module):
         if inputs.dropout_key is not None and (self.hidden_dropout or self.self_attention.dropout):
             key = inputs.dropout_key.at_layer(self.layer)
             inputs = dataclasses.replace(inputs, dropout_key=key)
-            if self.context.ops.device_keys is not None:
+            if self.self_attention.dropout and self.context.ops.device_keys is not None:
                 key.seed_generator(x_sbh.device, "attention", self.context.tp.rank)
         return self.context.ops.run(type(self).compute, self, x_sbh, inputs)
 

@@ -12,7 +12,6 @@ from megatron.model.context import ModelContext
 from megatron.model.layers import column_linear, reduce_output
 from megatron.model.transformer import input_init
 from megatron.model.variants import variant
-from megatron.ops.cross_entropy import cross_entropy
 from megatron.ops.embedding import embedding
 from megatron.parallel.collectives import local_shard
 from megatron.parallel.parameters import normal, parameter, zeros
@@ -129,20 +128,21 @@ class OutputLayer(nn.Module):
         """Logits [s, b, v]. `word_table` is the weight of a layer that has none of its own."""
         return column_linear(x_sbh, self._table(word_table), self.bias, self.context)
 
-    def losses(self, x_sbh: Tensor, word_table: Tensor | None, labels_sb: Tensor) -> Tensor:
-        """Cross entropy of every position in fp32, [s, b]."""
-        ops, tp = self.context.ops, self.context.tp
-        if ops.linear_cross_entropy is None:
-            return cross_entropy(self(x_sbh, word_table), labels_sb, vocab_size=self.num_valid_rows, axis=tp)
-        return ops.linear_cross_entropy(
+    def losses(
+        self, x_sbh: Tensor, word_table: Tensor | None, labels_bs: Tensor, grad_bs: Tensor | None
+    ) -> Tensor:
+        """Cross entropy of every position in fp32, [b, s]. `grad_bs` is the gradient of each, if it is known."""
+        losses_sb = self.context.ops.linear_cross_entropy(
             x_sbh,
             self._table(word_table),
             self.bias,
-            labels_sb,
+            labels_bs.t(),
+            None if grad_bs is None else grad_bs.t(),
             vocab_size=self.num_valid_rows,
-            axis=tp,
+            axis=self.context.tp,
             sequence_parallel=self.context.sequence_parallel,
         )
+        return losses_sb.t()
 
     def _table(self, word_table: Tensor | None) -> Tensor:
         table = word_table if self.weight is None else self.weight

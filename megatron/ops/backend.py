@@ -24,7 +24,7 @@ from megatron.ops.linear import (
     matmul,
 )
 from megatron.ops.linear_cross_entropy import LinearCrossEntropy
-from megatron.ops.logits import LOGITS_CHUNK_BYTES, LOGITS_KEPT_BYTES
+from megatron.ops.logits import LOGITS_CHUNK_BYTES, LOGITS_PIECE_BYTES
 from megatron.ops.norm import layer_norm, rms_norm
 from megatron.ops.rotary import apply_rotary_emb
 
@@ -40,7 +40,7 @@ class Ops:
     """The operations, by default plain PyTorch.
 
     Attributes:
-        linear_cross_entropy: output layer and loss in one; None computes all logits, and then their loss.
+        linear_cross_entropy: output layer and loss in one.
         run: calls a differentiable function, such as a transformer layer, compiled as a whole or not.
         communicate: calls a function that communicates; compiled layers call it between two graphs.
         recomputes_attention: false with compiled layers: GPU kernels of attention keep no scores to save.
@@ -57,7 +57,7 @@ class Ops:
     layer_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor] = layer_norm
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
     apply_rotary_emb: Callable[[Tensor, Tensor, Tensor], Tensor] = apply_rotary_emb
-    linear_cross_entropy: LinearCrossEntropy | None = None
+    linear_cross_entropy: LinearCrossEntropy = dataclasses.field(default_factory=LinearCrossEntropy)
     run: CompileFn = eager
     communicate: CompileFn = eager
     recomputes_attention: bool = True
@@ -131,11 +131,11 @@ def choose_ops(
         names["wgrad"] = "fused"
     ops = Ops(**fields)
     loss = LinearCrossEntropy(
+        chunk_bytes=LOGITS_CHUNK_BYTES[device.type],
+        piece_bytes=LOGITS_PIECE_BYTES[device.type],
         run=compiler or eager,
         matmul=ops.matmul,
         accumulate_wgrad=ops.accumulate_wgrad,
-        chunk_bytes=LOGITS_CHUNK_BYTES[device.type],
-        kept_bytes=LOGITS_KEPT_BYTES,
     )
     kinds = tuple(f"{key}: {name}" for key, name in names.items())
     return dataclasses.replace(

@@ -1,18 +1,19 @@
 """Fused linear cross entropy: output layer and loss in one, on chunks of the logits.
 
 Logits are the largest activation of a language model: 51,200 for every token. Here only a chunk of them exists at a
-time, and none in fp32 if the functions are compiled; backward recomputes them. If all logits together are small, they
-are kept for backward, which saves one of its four products.
+time, and none in fp32 if the functions are compiled. Forward computes the gradients too if it is told the gradient of
+each loss; otherwise backward computes the logits again.
 
 With a split vocabulary, two all-reduces of numbers per token combine the softmax (arXiv 1909.08053 section 3): the
 maximum; then the sum of exponentials and the label's logit.
 
-Shapes in names: s sequence, b batch, h hidden, v vocabulary of this rank.
+Shapes in names: s sequence, b batch, h hidden, v vocabulary of this rank, n = s b.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from megatron.ops.compiler import LOG2_E, CompileFn, eager
 from megatron.ops.linear import AccumulateWgrad, Matmul, accumulate_wgrad, matmul
+from megatron.ops.logits import LOGITS_CHUNK_BYTES, LOGITS_PIECE_BYTES
 from megatron.parallel.collectives import (
     all_reduce_max,
     all_reduce_sum,
@@ -30,9 +32,6 @@ from megatron.parallel.collectives import (
 from megatron.parallel.mesh import Axis
 from megatron.parallel.parameters import main_grad
 
-# Pieces of a chunk that one call of a function works on. If it is not compiled, it has each in fp32, twice.
-PIECES = 4
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearCrossEntropy:
@@ -40,14 +39,14 @@ class LinearCrossEntropy:
 
     Attributes:
         chunk_bytes: bytes of logits that may exist at a time.
-        kept_bytes: most bytes of logits that are kept for backward.
+        piece_bytes: bytes of them that a function works on. If it is not compiled, it has them in fp32, twice.
         run: calls the functions between the products.
         matmul: computes x Wᵀ + b.
         accumulate_wgrad: adds to a `main_grad`.
     """
 
-    chunk_bytes: int
-    kept_bytes: int = 0
+    chunk_bytes: int = LOGITS_CHUNK_BYTES["cpu"]
+    piece_bytes: int = LOGITS_PIECE_BYTES["cpu"]
     run: CompileFn = eager
     matmul: Matmul = matmul
     accumulate_wgrad: AccumulateWgrad = accumulate_wgrad
@@ -58,6 +57,7 @@ class LinearCrossEntropy:
         weight_vh: Tensor,
         bias_v: Tensor | None,
         labels_sb: Tensor,
+        grad_sb: Tensor | None = None,
         *,
         vocab_size: int,
         axis: Axis,
@@ -68,76 +68,101 @@ class LinearCrossEntropy:
         Args:
             x_sbh: with `sequence_parallel`, this rank's part of s.
             weight_vh: this rank's equal part of the rows of the padded vocabulary, like `bias_v`.
+            grad_sb: the gradient that backward will have for each loss, if it is known.
             vocab_size: rows of the whole vocabulary that are not padding.
             axis: ranks that the rows are split over.
+
+        Raises:
+            RuntimeError: in backward, if the gradient is not `grad_sb`.
         """
-        keep = torch.is_grad_enabled()
-        return _LinearCrossEntropy.apply(
-            x_sbh, weight_vh, bias_v, labels_sb, self, vocab_size, axis, sequence_parallel, keep
-        )
+        begin, rows = axis.rank * len(weight_vh), len(weight_vh)
+        index = labels_sb.flatten() - begin
+        # Labels in the rows of other ranks have no column here.
+        index = index.masked_fill((index < 0) | (index >= rows), -1)
+        valid = _valid_columns(weight_vh, min(max(vocab_size - begin, 0), rows))
+        grad = grad_sb.flatten() if grad_sb is not None and torch.is_grad_enabled() else None
+        chunks = _Chunks(self, axis, sequence_parallel, index, valid)
+        return _LinearCrossEntropy.apply(x_sbh, weight_vh, bias_v, grad, chunks).view(labels_sb.shape)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x_sbh: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels_sb: Tensor,
-        ops: LinearCrossEntropy,
-        vocab_size: int,
-        axis: Axis,
-        sequence_parallel: bool,
-        keep: bool,
+        ctx: Any, x_sbh: Tensor, weight: Tensor, bias: Tensor | None, known: Tensor | None, chunks: _Chunks
     ) -> Tensor:
-        ctx.ops, ctx.axis, ctx.sequence_parallel = ops, axis, sequence_parallel
-        ctx.main_grad = main_grad(weight)
-        x = (start_all_gather(x_sbh, axis).wait() if sequence_parallel else x_sbh).flatten(0, 1)
-        begin = axis.rank * len(weight)
-        index = labels_sb.flatten() - begin
-        # Labels in the rows of other ranks have no column here.
-        index = index.masked_fill((index < 0) | (index >= len(weight)), -1)
-        row_bytes = len(weight) * weight.element_size()
-        keep = keep and len(x) * row_bytes <= ops.kept_bytes
-        ctx.rows = max(len(x), 1) if keep else max(ops.chunk_bytes // row_bytes, 1)
-        ctx.piece = max(ops.chunk_bytes // PIECES // row_bytes, 1)
-        ctx.valid = _valid_columns(weight, min(max(vocab_size - begin, 0), len(weight)))
-        statistics = []
-        for part_x, part_index in zip(x.split(ctx.rows), index.split(ctx.rows), strict=True):
-            logits = ops.matmul(part_x, weight, bias)
-            pieces = zip(logits.split(ctx.piece), part_index.split(ctx.piece), strict=True)
-            statistics += [ops.run(_statistics, *piece, ctx.valid) for piece in pieces]
-        local_max, exp_sum, picked = (torch.cat(values) for values in zip(*statistics, strict=True))
-        maximum = all_reduce_max(local_max.clone(), axis)
-        sums = all_reduce_sum(torch.stack((exp_sum * (local_max - maximum).exp(), picked)), axis)
-        log_sum = sums[0].log() + maximum
-        ctx.kept = logits if keep else None
-        ctx.save_for_backward(x_sbh, weight, bias, index, log_sum)
-        return (log_sum - sums[1]).view(labels_sb.shape)
+        losses, gradients = chunks.compute(x_sbh, weight, bias, known)
+        ctx.chunks = chunks
+        ctx.save_for_backward(*gradients or (x_sbh, weight, bias), known)
+        return losses
 
     @staticmethod
-    def backward(ctx: Any, grad_sb: Tensor) -> tuple[Tensor | None, ...]:
-        x_sbh, weight, bias, index, log_sum = ctx.saved_tensors
-        ops, axis, grad = ctx.ops, ctx.axis, grad_sb.flatten()
-        x = (start_all_gather(x_sbh, axis).wait() if ctx.sequence_parallel else x_sbh).flatten(0, 1)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        *tensors, known = ctx.saved_tensors
+        if known is None:
+            return *ctx.chunks.compute(*tensors, grad)[1], None, None
+        as_told = ((grad == known) | ~grad.isfinite()).all()
+        torch._assert_async(as_told, "a loss has another gradient than its forward was given (grad_sb)")
+        # A loss that is not finite makes the gradient so too.
+        grad_x = tensors[0] * (1 + 0 * grad.sum()).to(tensors[0].dtype)
+        return grad_x, *tensors[1:], None, None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chunks:
+    """Losses and gradients by chunks of the logits.
+
+    Attributes:
+        index: [n] column of each label, or -1.
+        valid: that of `_valid_columns`.
+    """
+
+    ops: LinearCrossEntropy
+    axis: Axis
+    sequence_parallel: bool
+    index: Tensor
+    valid: Tensor | None
+
+    def compute(
+        self, x_sbh: Tensor, weight: Tensor, bias: Tensor | None, grad: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """Losses, [n], and if `grad`, the gradient of each, is known, the gradients of the other arguments."""
+        ops, axis = self.ops, self.axis
+        x = (start_all_gather(x_sbh, axis).wait() if self.sequence_parallel else x_sbh).flatten(0, 1)
+        losses = torch.empty_like(self.index, dtype=torch.float32)
         grad_x, grad_weight, grad_bias = torch.empty_like(x), None, None
-        parts = (tensor.split(ctx.rows) for tensor in (x, grad_x, log_sum, grad, index))
-        for part_x, part_grad_x, *rows in zip(*parts, strict=True):
-            logits = ops.matmul(part_x, weight, bias) if ctx.kept is None else ctx.kept
-            for piece in zip(*(tensor.split(ctx.piece) for tensor in (logits, *rows)), strict=True):
-                ops.run(_logits_to_grad, *piece, ctx.valid)
-            part_grad_x.copy_(ops.matmul(logits, weight.t(), None))
-            if ctx.main_grad is None:
-                grad_weight = _add(grad_weight, logits.t() @ part_x)
+        rows = max(ops.chunk_bytes // (len(weight) * weight.element_size()), 1)
+        for begin in range(0, max(len(x), 1), rows):
+            part = slice(begin, begin + rows)
+            logits = ops.matmul(x[part], weight, bias)
+            log_sum, label_logit = self._log_sum(logits, self.index[part])
+            losses[part] = log_sum - label_logit
+            if grad is None:
+                continue
+            for piece in self._pieces(logits, log_sum, grad[part], self.index[part]):
+                ops.run(_logits_to_grad, *piece, self.valid)
+            grad_x[part] = ops.matmul(logits, weight.t(), None)
+            if (total := main_grad(weight)) is None:
+                grad_weight = _add(grad_weight, logits.t() @ x[part])
             else:
-                ops.accumulate_wgrad(ctx.main_grad, logits.t(), part_x)
+                ops.accumulate_wgrad(total, logits.t(), x[part])
             if bias is not None:
                 grad_bias = _add(grad_bias, logits.sum(0))
-        ctx.kept = None
-        start = start_reduce_scatter if ctx.sequence_parallel else start_all_reduce
-        grad_x = start(grad_x.view(-1, *x_sbh.shape[1:]), axis).wait()
-        return grad_x, grad_weight, grad_bias, *[None] * 6
+        if grad is None:
+            return losses, ()
+        start = start_reduce_scatter if self.sequence_parallel else start_all_reduce
+        return losses, (start(grad_x.view(-1, *x_sbh.shape[1:]), axis).wait(), grad_weight, grad_bias)
+
+    def _log_sum(self, logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Logarithm of each row's sum of exponentials over all ranks, and the label's logit."""
+        statistics = [self.ops.run(_statistics, *piece, self.valid) for piece in self._pieces(logits, index)]
+        local_max, exp_sum, picked = (torch.cat(values) for values in zip(*statistics, strict=True))
+        maximum = all_reduce_max(local_max.clone(), self.axis)
+        sums = all_reduce_sum(torch.stack((exp_sum * (local_max - maximum).exp(), picked)), self.axis)
+        return sums[0].log() + maximum, sums[1]
+
+    def _pieces(self, logits: Tensor, *by_row: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        rows = max(self.ops.piece_bytes // (logits.shape[1] * logits.element_size()), 1)
+        return zip(*(tensor.split(rows) for tensor in (logits, *by_row)), strict=True)
 
 
 def _add(total: Tensor | None, x: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -125,6 +126,11 @@ class HostCopy:
 
 
 def _host_memory(tensor: Tensor) -> Tensor:
-    """Allocate host memory for a copy of a tensor, and touch its pages so that the first copy is not slow."""
-    memory = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
-    return memory.zero_()
+    """Allocate host memory for a copy of a tensor, pinned if that is on a GPU, with its pages touched."""
+    memory = torch.zeros(tensor.shape, dtype=tensor.dtype)
+    if tensor.is_cuda and memory.nbytes:
+        # torch's own pinned memory is rounded up to a power of two.
+        runtime = torch.cuda.cudart()
+        torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+        weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
+    return memory

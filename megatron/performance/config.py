@@ -22,7 +22,7 @@ class PerformanceConfig(PluginConfig):
     cuda_graph: bool = flag(
         False,
         "run forward and backward of a microbatch as one CUDA graph, which makes small models faster; for GPT with one "
-        "GPU per replica and no dropout",
+        "GPU per replica and --attention-dropout 0",
     )
     async_save: bool = flag(
         False,

@@ -7,6 +7,7 @@ copied to the same memory for every microbatch, and no kernel may depend on a va
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from megatron.data.batch import Batch
 from megatron.errors import InputError
+from megatron.ops.backend import Ops
+from megatron.performance.compiled_layer import CounterKey
 from megatron.performance.config import PerformanceConfig
 from megatron.reports.config import TimingConfig
 from megatron.training.config import RunConfig
@@ -37,38 +40,59 @@ class CudaGraph(Hook):
 
     def during_run(self, trainer: Trainer) -> AbstractContextManager[object]:
         if trainer.config.plugin(PerformanceConfig).cuda_graph:
-            check_cuda_graph(trainer.config, trainer.task, trainer.mesh.device)
+            check_cuda_graph(trainer.config, trainer.task, trainer.mesh.device, trainer.engine.ops)
+            check_microbatches(
+                trainer.config, trainer.batch_schedule.num_microbatches(trainer.state.consumed_samples)
+            )
             use_cuda_graph(trainer.engine)
         return nullcontext()
 
 
 def use_cuda_graph(engine: Engine) -> GraphedPass:
-    """Replace the pipeline schedule of an engine by a CUDA graph, which is returned."""
+    """Replace the pipeline schedule of an engine by a CUDA graph, which is returned.
+
+    Passes that communicate run without it: the first of a step, which waits for parameters with
+    --overlap-param-gather, and the last, which reduces gradients with --overlap-grad-reduce.
+    """
 
     def compute(batch: Batch, step: StepTensors) -> Tensor:
-        """Forward and backward of one microbatch through the whole model, without dropout.
+        """Forward and backward of one microbatch through the whole model.
 
         Args:
-            step: the denominators of the global batch and, with fp16, the loss scale.
+            step: the denominators of the global batch, with fp16 the loss scale, and with dropout the words of its key.
 
         Returns:
             [terms] the microbatch's share of the mean losses.
         """
         loss = MeanLoss(step["denominators"], step.get("loss_scale", 1.0))
-        loss.add(engine.task.forward(engine.modules[0], batch, None, None)).backward()
+        # The masks depend on the words alone.
+        key = CounterKey(seed=0, sample=0, words=step["dropout"]) if "dropout" in step else None
+        loss.add(engine.task.forward(engine.modules[0], batch, None, key)).backward()
         return loss.total
 
     def run_passes(batch: GlobalBatch, loss: MeanLoss) -> None:
         step = {"denominators": batch.denominators}
         if isinstance(loss.loss_scale, Tensor):
             step["loss_scale"] = loss.loss_scale
-        for microbatch in batch.microbatches:
-            loss.total.add_(graph(microbatch, step))
+        captured = range(*passes_in_graph(engine.config, len(batch.microbatches)))
+        for i, (microbatch, key) in enumerate(zip(batch.microbatches, batch.dropout_keys, strict=True)):
+            if i == captured.stop:
+                run_pipeline(dataclasses.replace(batch, microbatches=[microbatch], dropout_keys=[key]), loss)
+                continue
+            if engine.config.model.hidden_dropout and isinstance(key, CounterKey) and key.words is not None:
+                step["dropout"] = key.words
+            loss.total.add_((graph if i in captured else compute)(microbatch, step))
             engine.mesh.heartbeat.steps += 1
 
-    graph = GraphedPass(compute, engine.mesh.device)
+    graph, run_pipeline = GraphedPass(compute, engine.mesh.device), engine.run_passes
     engine.run_passes = run_passes
     return graph
+
+
+def passes_in_graph(config: RunConfig, microbatches: int) -> tuple[int, int]:
+    """First pass of a step that the graph runs, and the first after it that it does not."""
+    parallel = config.parallel
+    return int(parallel.overlap_param_gather), microbatches - parallel.overlap_grad_reduce
 
 
 class GraphedPass:
@@ -125,7 +149,7 @@ class GraphedPass:
             return graph, self.compute(self.batch, self.step)
 
 
-def check_cuda_graph(config: RunConfig, task: Task, device: torch.device) -> None:
+def check_cuda_graph(config: RunConfig, task: Task, device: torch.device, ops: Ops) -> None:
     """Check that --cuda-graph can serve a run: all microbatches must launch the same kernels.
 
     Raises:
@@ -146,16 +170,14 @@ def check_cuda_graph(config: RunConfig, task: Task, device: torch.device) -> Non
             "--tensor-model-parallel-size 1",
         ),
         (
-            parallel.overlap_grad_reduce,
-            "captures no communication, and --overlap-grad-reduce has it within a pass; leave one of them out",
+            model.attention_dropout > 0,
+            "would drop the same scores of every microbatch, since the host seeds attention's kernels; use "
+            "--attention-dropout 0",
         ),
         (
-            parallel.overlap_param_gather,
-            "captures no communication, and --overlap-param-gather has it within a pass; leave one of them out",
-        ),
-        (
-            max(model.hidden_dropout, model.attention_dropout) > 0,
-            "would drop the same values of every microbatch; use --hidden-dropout 0 --attention-dropout 0",
+            model.hidden_dropout > 0 and ops.device_keys is None,
+            "would drop the same values of every microbatch, since only compiled layers draw them from a key on the "
+            "GPU; use --hidden-dropout 0, or leave out --ops-backend and --no-torch-compile",
         ),
         (
             config.plugin(TimingConfig).timing_log_level > 1,
@@ -165,3 +187,17 @@ def check_cuda_graph(config: RunConfig, task: Task, device: torch.device) -> Non
     for is_so, why in faults:
         if is_so:
             raise InputError(f"--cuda-graph {why}")
+
+
+def check_microbatches(config: RunConfig, microbatches: int) -> None:
+    """Check that the graph runs any of a step's microbatches.
+
+    Raises:
+        InputError: all of them communicate.
+    """
+    begin, end = passes_in_graph(config, microbatches)
+    if begin >= end:
+        raise InputError(
+            "--cuda-graph captures no communication; --overlap-param-gather and --overlap-grad-reduce have it in the "
+            f"first and the last microbatch of a step, and a step has {microbatches}; leave out one of the flags"
+        )

@@ -189,9 +189,9 @@ class Kernels:
         model, n = self.job.model, self.tokens
         columns = self.job.padded_vocab_size(self.layout.tensor) / self.layout.tensor
         head = self.linear(n, model.hidden_size, columns) + self.elementwise(n * columns, CROSS_ENTROPY)
-        if n * columns * self.cluster.device.element > self.program.kept_logits:
-            head += ForwardBackward(Cost(), Cost(matmul=self.matmul(n, columns, model.hidden_size)))
-        return head + self.tensor_parallel(plain=(0, 2), sequence_parallel=(1, 2))
+        # A program that computes the gradients with the losses does not gather the input again.
+        again = 1 if self.program.chunked_logits else 2
+        return head + self.tensor_parallel(plain=(0, 2), sequence_parallel=(1, again))
 
     def chunk(self, *, first: bool, last: bool) -> ForwardBackward:
         """A model chunk on one microbatch; the `first` has the embedding, the `last` the head."""

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 from megatron.model.config import ModelConfig
 from megatron.model.flops import flops_per_sample
-from megatron.ops.logits import LOGITS_KEPT_BYTES
 from megatron.parallel.schedules import Schedule, one_forward_one_backward
 from megatron.planner.cluster import Cluster, Group
 from megatron.tokenizer import padded_vocab_size
@@ -56,7 +54,7 @@ class Program:
         residual: accesses of an element of the residual stream: norms, dropout, additions.
         heads: accesses of an element of the attention heads: biases, transposes.
         mlp: accesses of an element of the MLP's hidden layer: bias and activation.
-        kept_logits: bytes of logits that are kept for backward; above, backward recomputes them.
+        chunked_logits: the loss and its gradients are computed together, by chunks of the logits.
         gradient: bytes of an element of a gradient when it is accumulated and reduced.
         blocking_transfers: a stage does not compute while it sends or receives.
     """
@@ -66,7 +64,7 @@ class Program:
     residual: Accesses
     heads: Accesses
     mlp: Accesses
-    kept_logits: float
+    chunked_logits: bool
     gradient: int
     blocking_transfers: bool
 
@@ -83,7 +81,7 @@ OURS = Program(
     residual=(10, 18),
     heads=(2, 11),
     mlp=(2, 4),
-    kept_logits=LOGITS_KEPT_BYTES,
+    chunked_logits=True,
     gradient=4,
     blocking_transfers=False,
 )
@@ -96,7 +94,7 @@ NVIDIA_2021 = dataclasses.replace(
     scores=(4.5, 5.5),
     residual=(11, 19),
     heads=(8, 11),
-    kept_logits=math.inf,
+    chunked_logits=False,
     gradient=2,
     blocking_transfers=True,
 )

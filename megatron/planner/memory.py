@@ -163,8 +163,8 @@ def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program
     if stage == layout.pipeline - 1:
         activations += hidden * (job.residual_element(element) + element)  # the final norm's input and output
         logits = tokens * job.padded_vocab_size(layout.tensor) / layout.tensor
-        kept = logits * element <= program.kept_logits
-        activations += logits * (element + 4) if kept else LOGITS_CHUNK_BYTES["cuda"]
+        chunk = min(logits * element, LOGITS_CHUNK_BYTES["cuda"])
+        activations += chunk if program.chunked_logits else logits * (element + 4)
     return Memory(
         weights=element * parameters,
         gradients=program.gradient * parameters,

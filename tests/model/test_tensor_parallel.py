@@ -12,7 +12,6 @@ from torch.distributed.tensor.debug import CommDebugMode
 from megatron.model.config import ModelConfig
 from megatron.model.context import ModelContext
 from megatron.model.gpt import GPTModel
-from megatron.ops.cross_entropy import cross_entropy
 from megatron.ops.linear_cross_entropy import LinearCrossEntropy
 from megatron.parallel.config import ParallelConfig
 from megatron.parallel.mesh import init_mesh
@@ -38,7 +37,8 @@ def collectives(layers: int, sequence: bool) -> tuple[dict[str, int], dict[str, 
         flat(model, mesh=mesh, config=parallel).initialize(1)
         tokens = torch.arange(8).unsqueeze(0)
         with CommDebugMode() as forward:
-            losses = model(tokens, position_ids(0, 1, 8, CPU), labels_bs=tokens)
+            grad = torch.full((1, 8), 1 / 8)
+            losses = model(tokens, position_ids(0, 1, 8, CPU), labels_bs=tokens, loss_grad_bs=grad)
         with CommDebugMode() as backward:
             losses.mean().backward()
         return count_collectives(forward.get_comm_counts()), count_collectives(backward.get_comm_counts())
@@ -61,35 +61,32 @@ def test_collectives_of_a_layer(sequence: bool) -> None:
     if sequence:
         assert forward == {"all-gather": 2, "reduce-scatter": 2}
         assert backward == {"all-gather": 2 + 2, "reduce-scatter": 2}
-        # Outside the layers: embedding; output layer and cross entropy.
-        assert one[0] == {"all-gather": 2 + 1, "reduce-scatter": 2 + 1, "all-reduce": 2}
-        assert one[1] == {"all-gather": 4 + 1 + 1, "reduce-scatter": 2 + 1}
+        # Outside the layers: embedding; output layer and loss, whose gradients forward computes.
+        assert one[0] == {"all-gather": 2 + 1, "reduce-scatter": 2 + 1 + 1, "all-reduce": 2}
+        assert one[1] == {"all-gather": 4 + 1, "reduce-scatter": 2}
     else:
         assert forward == backward == {"all-reduce": 2}
-        assert one[0] == {"all-reduce": 2 + 1 + 2}
-        assert one[1] == {"all-reduce": 2 + 1}
+        assert one[0] == {"all-reduce": 2 + 1 + 2 + 1}
+        assert one[1] == {"all-reduce": 2}
 
 
 # With padded columns, and ranks that hold only padding.
 VOCABULARIES = (40, 33, 12)
 
 
-def losses_and_gradients(fused: bool) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Losses of each vocabulary, and gradients of the logits: all of them if the output layer is fused in."""
+def losses_and_gradients(known: bool) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Losses of each vocabulary, and gradients of the logits. `known`: forward is told the gradients of the losses."""
     found = []
     with init_mesh(ParallelConfig(tensor_model_parallel_size=4), CPU) as mesh:
         for vocab_size in VOCABULARIES:
             logits, labels, weights = example(vocab_size)
-            if fused:
-                # With this output layer its input is the logits. A chunk has two rows.
-                eye = torch.eye(40).chunk(4)[mesh.tp.rank]
-                loss = LinearCrossEntropy(chunk_bytes=2 * eye.nbytes // 40)
-                x = logits.clone().requires_grad_()
-                layout = {"axis": mesh.tp, "sequence_parallel": False}
-                losses = loss(x, eye, None, labels, vocab_size=vocab_size, **layout)
-            else:
-                x = logits.chunk(4, dim=-1)[mesh.tp.rank].clone().requires_grad_()
-                losses = cross_entropy(x, labels, axis=mesh.tp, vocab_size=vocab_size)
+            # With this output layer its input is the logits. A chunk has two rows.
+            eye = torch.eye(40).chunk(4)[mesh.tp.rank]
+            loss = LinearCrossEntropy(chunk_bytes=2 * eye.nbytes // 40)
+            x = logits.clone().requires_grad_()
+            layout = {"axis": mesh.tp, "sequence_parallel": False}
+            told = weights if known else None
+            losses = loss(x, eye, None, labels, told, vocab_size=vocab_size, **layout)
             (losses * weights).sum().backward()
             found.append((losses.detach().numpy(), x.grad.numpy()))
     return found
@@ -103,9 +100,9 @@ def example(vocab_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return logits, labels, torch.rand(7, 3, generator=generator)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_cross_entropy_equals_torch(fused: bool) -> None:
-    processes = run_distributed(losses_and_gradients, 4, fused)
+@pytest.mark.parametrize("known", [False, True])
+def test_cross_entropy_equals_torch(known: bool) -> None:
+    processes = run_distributed(losses_and_gradients, 4, known)
     for vocab_size, results in zip(VOCABULARIES, zip(*processes, strict=True), strict=True):
         logits, labels, weights = example(vocab_size)
         logits.requires_grad_()
@@ -113,11 +110,6 @@ def test_cross_entropy_equals_torch(fused: bool) -> None:
             logits[..., :vocab_size].permute(0, 2, 1), labels, reduction="none"
         )
         (expected * weights).sum().backward()
-        for losses, _ in results:
+        for losses, gradient in results:
             torch.testing.assert_close(torch.from_numpy(losses), expected.detach(), rtol=1e-5, atol=1e-5)
-        gradients = torch.from_numpy(
-            results[0][1] if fused else np.concatenate([grad for _, grad in results], axis=-1)
-        )
-        torch.testing.assert_close(gradients, logits.grad, rtol=1e-5, atol=1e-6)
-        alone = cross_entropy(logits.detach(), labels, vocab_size=vocab_size)
-        torch.testing.assert_close(alone, expected.detach(), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(torch.from_numpy(gradient), logits.grad, rtol=1e-5, atol=1e-6)

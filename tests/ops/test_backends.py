@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -70,13 +70,18 @@ def errors(function: Callable, plain: Callable, dtype: torch.dtype, *inputs: Ten
     for f, used in ((function, dtype), (plain, torch.float64)):
         xs = [x.to(dtype).to(used).requires_grad_() for x in inputs]
         out = f(*xs)
-        out.backward(random(*out.shape, seed=9).to(dtype).to(out.dtype))
+        out.backward(gradient_of(out.shape, dtype).to(out.dtype))
         results.append([out.detach(), *(x.grad for x in xs)])
     assert [x.shape for x in results[0]] == [x.shape for x in results[1]]
     return [
         ((ours.double() - theirs).norm() / theirs.norm()).item()
         for ours, theirs in zip(*results, strict=True)
     ]
+
+
+def gradient_of(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Gradient of an output in `errors`."""
+    return random(*shape, seed=9).to(dtype)
 
 
 def check(fast: Callable, plain: Callable, dtype: torch.dtype, *inputs: Tensor) -> None:
@@ -222,15 +227,13 @@ def test_attention_with_a_mask_or_dropout_falls_back_to_plain() -> None:
         assert type(out.grad_fn).__name__ != "_BlocksBackward"
 
 
-def fused_loss(
-    run: Callable, matmul: Callable, chunk_bytes: int, *args: object, kept_bytes: int = 0, **kwargs: object
-) -> Tensor:
+def fused_loss(run: Callable, matmul: Callable, chunk_bytes: int, *args: object, **kwargs: object) -> Tensor:
     loss = linear_cross_entropy.LinearCrossEntropy(
         run=run,
         matmul=matmul,
         accumulate_wgrad=linear.accumulate_wgrad,
         chunk_bytes=chunk_bytes,
-        kept_bytes=kept_bytes,
+        piece_bytes=chunk_bytes // 4,
     )
     return loss(*args, **kwargs)
 
@@ -241,8 +244,9 @@ def plain_loss(x_sbh: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, voca
 
 
 @RUNS
-@pytest.mark.parametrize(("kept", "vocab_size"), [(0, 96), (0, 90), (1 << 27, 90)])
-def test_linear_cross_entropy(run: Callable, dtype: torch.dtype, kept: int, vocab_size: int) -> None:
+@pytest.mark.parametrize(("known", "vocab_size"), [(False, 96), (False, 90), (True, 90)])
+def test_linear_cross_entropy(run: Callable, dtype: torch.dtype, known: bool, vocab_size: int) -> None:
+    """Its forward computes the same gradients, if it knows those of the losses."""
     chunk_bytes = 6 * 96 * dtype.itemsize  # six rows, which do not divide 35
     labels = torch.randint(vocab_size, (7, 5), generator=torch.Generator().manual_seed(2))
 
@@ -255,7 +259,7 @@ def test_linear_cross_entropy(run: Callable, dtype: torch.dtype, kept: int, voca
             weight,
             bias,
             labels,
-            kept_bytes=kept,
+            gradient_of((7, 5), dtype).float() if known else None,
             vocab_size=vocab_size,
             axis=ALONE,
             sequence_parallel=False,
@@ -271,6 +275,24 @@ def test_linear_cross_entropy(run: Callable, dtype: torch.dtype, kept: int, voca
         weight,
         random(96, seed=4),
     )
+
+
+def test_a_known_gradient_must_be_right() -> None:
+    """Forward adds the weight's gradient to its sum, so a wrong one is an error; NaN stays NaN."""
+    x, weight = random(4, 2, 8).float().requires_grad_(), random(16, 8).float().requires_grad_()
+    labels, known = torch.zeros(4, 2, dtype=torch.long), torch.full((4, 2), 0.5)
+    for told in (known, None):
+        total = weight.main_grad = torch.zeros_like(weight)
+        settings = {"vocab_size": 16, "axis": ALONE, "sequence_parallel": False}
+        losses = fused_loss(eager, linear.matmul, 1 << 7, x, weight, None, labels, told, **settings)
+        assert total.any() == (told is not None)
+        if told is not None:
+            with pytest.raises(RuntimeError, match="another gradient"):
+                losses.backward(2 * known, retain_graph=True)
+            assert torch.autograd.grad(losses, x, known * torch.nan, retain_graph=True)[0].isnan().all()
+        losses.backward(known)
+        expected = torch.autograd.grad(plain_loss(x, weight, None, labels, 16), weight, known)[0]
+        torch.testing.assert_close(total, expected)
 
 
 @pytest.mark.parametrize("how", ["eager", "compiled"])
@@ -314,13 +336,13 @@ def peak_bytes(function: Callable[[], object]) -> int:
     return max(itertools.accumulate(change for _, change in changes))
 
 
-def test_peak_memory_of_chunked_logits() -> None:
-    """Beyond the logits kept for backward, the peak is below an eighth of the memory of unchunked logits."""
-    rows, few = 12864, 512
-    bf16_and_fp32, kept = 2048 * rows * (2 + 4), few * rows * 2
+@pytest.mark.parametrize("known", [False, True])
+def test_peak_memory_of_chunked_logits(known: bool) -> None:
+    """The peak is below an eighth of the memory of unchunked logits."""
+    rows, tokens = 12864, 2048
     weight = random(rows, 8).bfloat16().requires_grad_()
 
-    def loss(tokens: int) -> None:
+    def loss() -> None:
         x, labels = random(tokens, 8).bfloat16().requires_grad_(), torch.zeros(tokens, 1, dtype=torch.long)
         losses = fused_loss(
             eager,
@@ -330,21 +352,14 @@ def test_peak_memory_of_chunked_logits() -> None:
             weight,
             None,
             labels,
-            kept_bytes=kept,
+            torch.ones(tokens, 1) if known else None,
             vocab_size=rows - 64,
             axis=ALONE,
             sequence_parallel=False,
         )
         losses.sum().backward()
 
-    assert 8 * peak_bytes(lambda: loss(2048)) < bf16_and_fp32
-    assert 8 * (peak_bytes(lambda: loss(few)) - kept) < bf16_and_fp32
-
-
-def test_a_cpu_keeps_the_logits_of_a_usual_vocabulary() -> None:
-    """To compute them again takes a third as long as the other products of the loss."""
-    loss = choose_ops(OpsConfig(), work=1.0, dtype=torch.float32, device=CPU).linear_cross_entropy
-    assert loss is not None and loss.kept_bytes >= 4096 * 32768 * 4
+    assert 8 * peak_bytes(loss) < tokens * rows * (2 + 4)
 
 
 def skip_without_onednn(dtype: torch.dtype) -> None:

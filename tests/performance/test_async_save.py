@@ -12,6 +12,7 @@ import pytest
 import torch
 from distributed import run_distributed
 from models import CPU, config_of
+from torch._subclasses import FakeTensorMode
 
 from megatron.arguments import parse_run_config
 from megatron.checkpoint import save as save_module
@@ -19,10 +20,10 @@ from megatron.checkpoint import storage
 from megatron.checkpoint.config import CheckpointConfig
 from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.pieces import PiecesToWrite, write_pieces
-from megatron.checkpoint.save import Saver
+from megatron.checkpoint.save import Saver, Snapshot
 from megatron.errors import InputError, TrainingFault
 from megatron.parallel.mesh import Mesh, init_mesh
-from megatron.performance.async_save import AsyncSaver
+from megatron.performance.async_save import AsyncSaver, HostCopy
 from megatron.pretrain_gpt import DEFAULTS, GPT
 from megatron.recipes.config import RetentionConfig
 from megatron.recipes.retention import discard_older
@@ -259,3 +260,29 @@ def test_writer_error_is_logged_if_training_fails_too(tmp_path: Path, monkeypatc
 def test_async_save_needs_a_folder() -> None:
     with pytest.raises(InputError, match="--async-save needs --save"):
         config_of("--async-save")
+
+
+def test_host_memory_is_pinned_as_it_is(monkeypatch) -> None:
+    """Not rounded up to a power of two, as torch's own pinned memory is, and released with its tensor."""
+    pinned: dict[int, int] = {}
+
+    class Runtime:
+        @staticmethod
+        def cudaHostRegister(pointer: int, size: int, flags: int) -> int:
+            pinned[pointer] = size
+            return flags
+
+        @staticmethod
+        def cudaHostUnregister(pointer: int) -> None:
+            del pinned[pointer]
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda status: None)
+    with FakeTensorMode():
+        snapshot = Snapshot(
+            {}, {"model": {"": [torch.ones(3, 7, device="cuda"), torch.ones(0, device="cuda")]}}
+        )
+    copy = HostCopy(snapshot, torch.device("cuda"))
+    assert list(pinned.values()) == [3 * 7 * 4]
+    del copy
+    assert not pinned

@@ -5,8 +5,10 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from distributed import run_distributed
 from models import CPU, config_of, engine_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,10 +18,21 @@ from megatron.data.batch import Batch
 from megatron.data.gpt_dataset import GPTBatch
 from megatron.errors import InputError
 from megatron.faults.diagnosis import diagnose
+from megatron.ops.backend import PLAIN, Ops
+from megatron.ops.compiler import eager
 from megatron.parallel.mesh import init_mesh
-from megatron.performance.cuda_graph import WARM_UP, CudaGraph, GraphedPass, check_cuda_graph, use_cuda_graph
+from megatron.performance.compiled_layer import layer_ops
+from megatron.performance.cuda_graph import (
+    WARM_UP,
+    CudaGraph,
+    GraphedPass,
+    check_cuda_graph,
+    check_microbatches,
+    use_cuda_graph,
+)
 from megatron.pretrain_bert import bert
 from megatron.pretrain_gpt import GPT
+from megatron.training import build
 from megatron.training.engine import Engine
 from megatron.training.pretrain import pretrain
 
@@ -97,6 +110,10 @@ def on(stream: Stream):
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_cuda(monkeypatch)
+
+
+def replace_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace torch.cuda's graphs and streams with the stand-ins."""
     Stream.log = []
     for name, value in {
@@ -109,9 +126,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, value)
 
 
-def batches(step: int):
+def batches(step: int, microbatches: int = MICROBATCHES):
     generator = torch.Generator().manual_seed(step)
-    for _ in range(MICROBATCHES):
+    for _ in range(microbatches):
         tokens = torch.randint(60, (2, 17), generator=generator)
         yield GPTBatch(
             tokens=tokens[:, :-1],
@@ -122,14 +139,14 @@ def batches(step: int):
         )
 
 
-def train(engine: Engine) -> list[list[Tensor]]:
+def train(engine: Engine, microbatches: int = MICROBATCHES) -> list[list[Tensor]]:
     """Train for some steps; return the results of each step."""
     results = []
     for step in range(STEPS):
         losses, stats = engine.train_step(
-            batches(step),
-            num_microbatches=MICROBATCHES,
-            consumed_samples=4 * step,
+            batches(step, microbatches),
+            num_microbatches=microbatches,
+            consumed_samples=2 * microbatches * engine.mesh.dp.size * step,
             lr=1e-2 / (step + 1),
             weight_decay=0.1,
         )
@@ -159,6 +176,40 @@ def test_matches_training_without_a_graph_bit_for_bit(cuda: None, flags: str) ->
         assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
     assert len({losses.item() for losses, *_ in graphed}) == STEPS
     assert mesh.heartbeat.steps == steps + STEPS * MICROBATCHES  # the watchdog sees progress
+
+
+def test_hidden_dropout(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks differ between microbatches, since the key is copied to the graph's memory before each replay."""
+    config = config_of("--hidden-dropout 0.5 --attention-dropout 0")
+    with init_mesh(config.parallel, CPU) as mesh:
+        # The stand-in sees no operation of compiled code.
+        monkeypatch.setattr(build, "choose_ops", lambda *_, **__: Ops(**layer_ops(eager, CPU)))
+        engines = [engine_of(mesh, config) for _ in range(2)]
+        graph = use_cuda_graph(engines[1])
+        plain, graphed = map(train, engines)
+    assert graph.captured[0].replays == STEPS * MICROBATCHES - WARM_UP
+    for theirs, ours in zip(plain, graphed, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
+
+
+def overlapped(graphed: bool) -> tuple[list[list[np.ndarray]], int]:
+    """Results of each step on a replica, and the number of microbatches that the graph ran."""
+    flags = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 5000"
+    config = config_of(f"{NO_DROPOUT} {flags}")
+    with pytest.MonkeyPatch.context() as patch, init_mesh(config.parallel, CPU) as mesh:
+        replace_cuda(patch)
+        engine = engine_of(mesh, config)
+        graph = use_cuda_graph(engine) if graphed else None
+        results = [[x.numpy() for x in step] for step in train(engine, microbatches=4)]
+        return results, 0 if graph is None else WARM_UP + graph.captured[0].replays
+
+
+def test_overlapped_communication() -> None:
+    """The first and the last microbatch of a step communicate, so the graph runs two of four."""
+    plain, graphed = (run_distributed(overlapped, 2, graphed)[0] for graphed in (False, True))
+    assert graphed[1] == 2 * STEPS
+    for theirs, ours in zip(plain[0], graphed[0], strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(theirs, ours, strict=True))
 
 
 def test_streams_wait_for_each_other(cuda: None) -> None:
@@ -198,17 +249,22 @@ def test_diagnosis_with_a_graph(cuda: None) -> None:
     [
         ("--pipeline-model-parallel-size 2", "use --pipeline-model-parallel-size 1"),
         ("--tensor-model-parallel-size 2", "use --tensor-model-parallel-size 1"),
-        ("--overlap-grad-reduce", "--overlap-grad-reduce has it within a pass"),
-        ("--use-distributed-optimizer --overlap-param-gather", "--overlap-param-gather has it within a pass"),
-        ("--attention-dropout 0.1", "use --hidden-dropout 0 --attention-dropout 0"),
-        ("--hidden-dropout 0.1", "use --hidden-dropout 0 --attention-dropout 0"),
+        ("--attention-dropout 0.1", "use --attention-dropout 0"),
+        ("--hidden-dropout 0.1", "use --hidden-dropout 0"),
         ("--timing-log-level 2", "use --timing-log-level 1"),
     ],
 )
 def test_conflicting_flags(flags: str, message: str) -> None:
     gpu = torch.device("cuda")
     with pytest.raises(InputError, match=f"^--cuda-graph .*{message}"):
-        check_cuda_graph(config_of(f"{NO_DROPOUT} {flags}"), GPT, gpu)
+        check_cuda_graph(config_of(f"{NO_DROPOUT} {flags}"), GPT, gpu, PLAIN)
+
+
+def test_a_step_of_communicating_passes_alone() -> None:
+    config = config_of("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather")
+    check_microbatches(config, 3)
+    with pytest.raises(InputError, match="a step has 2; leave out one of the flags"):
+        check_microbatches(config, 2)
 
 
 def test_requirements() -> None:
@@ -216,10 +272,10 @@ def test_requirements() -> None:
         config_of(f"{NO_DROPOUT} --use-distributed-optimizer --timing-log-level 1"),
         torch.device("cuda"),
     )
-    check_cuda_graph(config, GPT, gpu)
+    check_cuda_graph(config, GPT, gpu, PLAIN)
     with pytest.raises(
         InputError, match="--cuda-graph needs batches of one length, and those of BERT differ"
     ):
-        check_cuda_graph(config, bert(binary_head=True), gpu)
+        check_cuda_graph(config, bert(binary_head=True), gpu, PLAIN)
     with pytest.raises(InputError, match="--cuda-graph needs a GPU, and this run computes on cpu"):
         pretrain(config_of("--cuda-graph --num-workers 0"), GPT, [CudaGraph()])

@@ -100,15 +100,18 @@ def test_stage_memory_matches_a_dry_run(stage: int, gigabytes: float):
     assert memory.total / 1e9 == pytest.approx(gigabytes, rel=0.03)
 
 
-def test_logits_that_just_fit_are_kept():
+@pytest.mark.parametrize("micro_batch_size", [1, 64])
+def test_a_chunk_of_the_logits(micro_batch_size: int):
     """As in ops/linear_cross_entropy.py."""
-    small, layout = job(2, 64, 2, 4), Layout(micro_batch_size=1)
-    logits = small.seq_length * small.padded_vocab_size(1)
-    kept, not_kept = (
-        stage_memory(small, layout, cluster(1), 0, dataclasses.replace(OURS, kept_logits=2 * logits - less))
-        for less in (0, 1)
+    small, layout = job(2, 64, 2, 4), Layout(micro_batch_size=micro_batch_size)
+    logits = micro_batch_size * small.seq_length * small.padded_vocab_size(1)
+    chunk, all_of_them = (
+        stage_memory(small, layout, cluster(1), 0, dataclasses.replace(OURS, chunked_logits=chunked))
+        for chunked in (True, False)
     )
-    assert kept.activations - not_kept.activations == 6 * logits - LOGITS_CHUNK_BYTES["cuda"]
+    assert all_of_them.activations - chunk.activations == 6 * logits - min(
+        2 * logits, LOGITS_CHUNK_BYTES["cuda"]
+    )
 
 
 def test_bytes_of_a_parameter():

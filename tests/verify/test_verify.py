@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Callable
@@ -12,11 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import megatron.training.stage
 from megatron.commands import verify as command
 from megatron.commands.verify import main, parse, parse_command, train_rank
 from megatron.errors import InputError
 from megatron.optim.grad_reducer import GradReducer
+from megatron.training.engine import Engine, GlobalBatch
+from megatron.training.stage import MeanLoss
 from megatron.verify.format import CaptureWriter, Record
 from megatron.verify.launch import Failure, launch
 from megatron.verify.runner import STEPS, Check, Runs, Verification
@@ -35,8 +37,15 @@ def without_partial_sums() -> None:
 
 
 def with_doubled_losses() -> None:
-    inner = megatron.training.stage.MeanLoss.add
-    megatron.training.stage.MeanLoss.add = lambda self, sums: 2 * inner(self, sums)
+    add, next_global_batch = MeanLoss.add, Engine.next_global_batch
+
+    def with_doubled_gradients(self: Engine, *arguments: Any) -> GlobalBatch:
+        batch = next_global_batch(self, *arguments)
+        doubled = [dataclasses.replace(x, loss_grad=2 * x.loss_grad) for x in batch.microbatches]
+        return dataclasses.replace(batch, microbatches=doubled)
+
+    MeanLoss.add = lambda self, sums: 2 * add(self, sums)
+    Engine.next_global_batch = with_doubled_gradients
 
 
 FAULTS: dict[str, Callable[[], None]] = {"partial": without_partial_sums, "loss": with_doubled_losses}

@@ -33,8 +33,11 @@ def with_microbatch_means(task: Task) -> Task:
         return counts.new_ones(counts.shape)
 
     def forward(model: Any, batch: Any, x: Tensor | None, dropout_key: Any) -> Tensor:
+        counts = task.loss_denominators(batch).clamp(min=1)
+        if batch.loss_grad is not None:
+            batch = dataclasses.replace(batch, loss_grad=batch.loss_grad / counts)
         out = task.forward(model, batch, x, dropout_key)
         # The model's last chunk returns the sums of the losses, [terms]; others return hidden states.
-        return out / task.loss_denominators(batch).clamp(min=1) if out.ndim == 1 else out
+        return out / counts if out.ndim == 1 else out
 
     return dataclasses.replace(task, loss_denominators=denominators, forward=forward)

@@ -68,7 +68,7 @@ TRAINING_FLAGS: tuple[NvidiaFlag, ...] = (
         "--cuda-graph-impl NAME",
         "--enable-cuda-graph",
     ),
-    *accept("CUDA graphs are captured without dropout", "--te-rng-tracker"),
+    *accept("dropout in CUDA graphs needs no tracker here", "--te-rng-tracker"),
     *accept("there are no experimental features", "--enable-experimental"),
     # Number formats.
     *refuse("the loss is always computed in fp32", "--fp16-lm-cross-entropy"),
