@@ -61,11 +61,15 @@ class GPTModel(LanguageModel):
             dropout_key: None drops nothing.
         """
         mask_bst, causal = (None, True) if cache is None else (cache.mask_bst, cache.causal)
+        mask_bnst = None if mask_bst is None else mask_bst.unsqueeze(1)
         if document_ids_bs is not None:
-            mask_bst, causal = document_mask(document_ids_bs), True
+            # Only a tensor goes with dropout or with ALiBi's bias.
+            plain = dropout_key is not None and self.config.attention_dropout > 0
+            plain = plain or self.config.position_embedding_type == "alibi"
+            mask_bnst = (document_mask if plain else self.context.ops.document_mask)(document_ids_bs)
         inputs = LayerInputs(
             rotary=self.rotary(position_ids_bs),
-            mask_bnst=None if mask_bst is None else mask_bst.unsqueeze(1),
+            mask_bnst=mask_bnst,
             causal=causal,
             cache=cache,
             dropout_key=dropout_key,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -44,14 +44,15 @@ class LayerInputs:
 
     Attributes:
         rotary: cosine and sine of the RoPE angles, each [b, 1, s, channels].
-        mask_bnst: true where a query may attend to a key, or a bias of the scores; b and n may be 1.
+        mask_bnst: true where a query may attend to a key, or a bias of the scores; b and n may be 1. Of another type,
+            it comes from `Ops.document_mask`.
         causal: without a mask, a query attends to no later key.
         cache: if given, attention extends it and attends to all that it holds.
         dropout_key: None drops nothing.
     """
 
     rotary: tuple[Tensor, Tensor] | None = None
-    mask_bnst: Tensor | None = None
+    mask_bnst: Any = None
     causal: bool = True
     cache: Cache | None = None
     dropout_key: DropoutKey | None = None

@@ -64,6 +64,6 @@ def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
 
 
 def document_mask(document_ids_bs: Tensor) -> Tensor:
-    """[b, s, s], true where query and key belong to the same document and the key is not later."""
+    """[b, 1, s, s], true where query and key belong to the same document and the key is not later."""
     same = document_ids_bs.unsqueeze(2) == document_ids_bs.unsqueeze(1)
-    return same & causal_mask(same.shape[1], same.shape[1], same.device)
+    return (same & causal_mask(same.shape[1], same.shape[1], same.device)).unsqueeze(1)

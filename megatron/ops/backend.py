@@ -12,9 +12,9 @@ from torch import Tensor
 
 from megatron.errors import InputError
 from megatron.ops.activation import activation
-from megatron.ops.attention import attention
+from megatron.ops.attention import attention, document_mask
 from megatron.ops.compiler import CompileFn, Compiler, eager
-from megatron.ops.config import OpsConfig
+from megatron.ops.config import LOGITS_CHUNK_BYTES, LOGITS_PIECE_BYTES, OpsConfig
 from megatron.ops.linear import (
     AccumulateWgrad,
     Matmul,
@@ -24,7 +24,6 @@ from megatron.ops.linear import (
     matmul,
 )
 from megatron.ops.linear_cross_entropy import LinearCrossEntropy
-from megatron.ops.logits import LOGITS_CHUNK_BYTES, LOGITS_PIECE_BYTES
 from megatron.ops.norm import layer_norm, rms_norm
 from megatron.ops.rotary import apply_rotary_emb
 
@@ -41,6 +40,7 @@ class Ops:
 
     Attributes:
         linear_cross_entropy: output layer and loss in one.
+        document_mask: makes the mask of attention within documents, which `attention` takes.
         run: calls a differentiable function, such as a transformer layer, compiled as a whole or not.
         communicate: calls a function that communicates; compiled layers call it between two graphs.
         recomputes_attention: false with compiled layers: GPU kernels of attention keep no scores to save.
@@ -53,6 +53,7 @@ class Ops:
     matmul: Matmul = matmul
     accumulate_wgrad: AccumulateWgrad = accumulate_wgrad
     attention: Callable[..., Tensor] = attention
+    document_mask: Callable[[Tensor], Any] = document_mask
     activation: Callable[[Tensor, str], Tensor] = activation
     layer_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor] = layer_norm
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm

@@ -1,8 +1,8 @@
 """Fused linear cross entropy: output layer and loss in one, on chunks of the logits.
 
 Logits are the largest activation of a language model: 51,200 for every token. Here only a chunk of them exists at a
-time, and none in fp32 if the functions are compiled. Forward computes the gradients too if it is told the gradient of
-each loss; otherwise backward computes the logits again.
+time, and none in fp32 if the functions are compiled. Forward computes the gradients too if it knows that of each loss;
+otherwise backward computes the logits again.
 
 With a split vocabulary, two all-reduces of numbers per token combine the softmax (arXiv 1909.08053 section 3): the
 maximum; then the sum of exponentials and the label's logit.
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from megatron.ops.compiler import LOG2_E, CompileFn, eager
+from megatron.ops.config import LOGITS_CHUNK_BYTES, LOGITS_PIECE_BYTES
 from megatron.ops.linear import AccumulateWgrad, Matmul, accumulate_wgrad, matmul
-from megatron.ops.logits import LOGITS_CHUNK_BYTES, LOGITS_PIECE_BYTES
 from megatron.parallel.collectives import (
     all_reduce_max,
     all_reduce_sum,
@@ -39,7 +39,7 @@ class LinearCrossEntropy:
 
     Attributes:
         chunk_bytes: bytes of logits that may exist at a time.
-        piece_bytes: bytes of them that a function works on. If it is not compiled, it has them in fp32, twice.
+        piece_bytes: bytes that a function works on. If it is not compiled, it has them in fp32, twice.
         run: calls the functions between the products.
         matmul: computes x Wᵀ + b.
         accumulate_wgrad: adds to a `main_grad`.

@@ -18,6 +18,7 @@ from megatron.ops.compiler import CompileFn, eager
 from megatron.ops.linear import fused_accumulate_wgrad
 from megatron.parallel.parameters import main_grad
 from megatron.parallel.random import DropoutKey, stable_hash
+from megatron.performance.document_attention import attention_by_documents, document_blocks
 
 # Lower 32 bits of a number.
 MASK = 2**32 - 1
@@ -37,6 +38,8 @@ def layer_ops(compiler: CompileFn, device: torch.device) -> dict[str, Any]:
     }
     if device.type == "cpu":  # as on a GPU that has the fused kernel
         fields["accumulate_wgrad"] = fused_accumulate_wgrad
+    else:  # FlexAttention has no gradient on a CPU
+        fields |= {"attention": attention_by_documents, "document_mask": document_blocks}
     return fields
 
 

@@ -12,6 +12,7 @@ import torch.distributed._tools.fake_collectives  # registers collectives of fak
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.attention import flex_attention
 from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -147,12 +148,22 @@ def _gpu_attention(
     )[0]
 
 
+def _gpu_document_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, block_mask: object, enable_gqa: bool
+) -> Tensor:
+    """FlexAttention, counted as causal attention without documents, since their lengths are in the data."""
+    out = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
+    assert isinstance(out, Tensor)
+    return out
+
+
 # Functions for which PyTorch has other operations on a GPU.
 Replacements = dict[tuple[Any, str], Callable[..., Any]]
 ON_A_GPU: Replacements = {
     (F, "dropout"): _gpu_dropout,
     (F, "scaled_dot_product_attention"): _gpu_attention,
     (F, "rms_norm"): _gpu_rms_norm,
+    (flex_attention, "flex_attention"): _gpu_document_attention,
     (torch, "addmm"): _gpu_addmm,
 }
 # oneDNN reorders a weight for one product; fake tensors cannot be reordered.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from megatron.model.config import ModelConfig
-from megatron.ops.logits import LOGITS_CHUNK_BYTES
+from megatron.ops.config import LOGITS_CHUNK_BYTES
 from megatron.planner.cluster import Cluster
 from megatron.planner.layout import Job, Layout, Program
 

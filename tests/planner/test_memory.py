@@ -12,7 +12,7 @@ from training.test_layouts import LAYOUTS, SHAPES
 from megatron.model.config import ModelConfig
 from megatron.model.context import ModelContext
 from megatron.model.gpt import GPTModel
-from megatron.ops.logits import LOGITS_CHUNK_BYTES
+from megatron.ops.config import LOGITS_CHUNK_BYTES
 from megatron.parallel.mesh import Axis
 from megatron.parallel.recompute import NO_RECOMPUTE, Recompute
 from megatron.parallel.stages import split_layers

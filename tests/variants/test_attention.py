@@ -34,7 +34,7 @@ def test_slopes_equal_those_of_transformers(heads: int) -> None:
 
 
 def test_the_bias_of_documents() -> None:
-    bias = alibi_bias(torch.tensor(0.5).view(1, 1, 1), document_mask(torch.tensor([[0, 0, 1]])).unsqueeze(1))
+    bias = alibi_bias(torch.tensor(0.5).view(1, 1, 1), document_mask(torch.tensor([[0, 0, 1]])))
     never = -torch.inf
     assert bias.tolist() == [[[[0, never, never], [-0.5, 0, never], [never, never, 0]]]]
 

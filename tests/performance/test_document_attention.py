@@ -1,0 +1,133 @@
+"""Attention within documents by FlexAttention, against attention with a dense mask.
+
+On a CPU it has no gradient unless its check of the device is left out, and then computes all scores.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import CPU, config_of, flat, position_ids
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention import flex_attention
+
+from megatron.model.context import ModelContext
+from megatron.model.gpt import GPTModel
+from megatron.ops.attention import attention, document_mask
+from megatron.ops.backend import PLAIN, Ops, choose_ops
+from megatron.ops.compiler import eager
+from megatron.ops.config import OpsConfig
+from megatron.parallel.random import DropoutKey
+from megatron.performance.document_attention import attention_by_documents, document_blocks
+
+LENGTHS = (384, 300)  # three blocks, the last of which may not be full
+
+
+@pytest.fixture(autouse=True)
+def on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+
+
+def documents(length: int, seed: int) -> torch.Tensor:
+    """Ids of three sequences: of one document, of many, and of one for each token."""
+    ends = torch.rand(length, generator=torch.Generator().manual_seed(seed)) < 0.02
+    return torch.stack((torch.zeros(length, dtype=torch.int64), ends.cumsum(0), torch.arange(length)))
+
+
+def heads(length: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Queries of four heads, keys and values of two."""
+    generator = torch.Generator().manual_seed(7)
+    return [
+        torch.randn(3, n, length, 16, dtype=dtype, generator=generator, requires_grad=True) for n in (4, 2, 2)
+    ]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_blocks_are_those_of_torch(length: int) -> None:
+    """`create_block_mask` makes the same from the dense mask."""
+    ours = document_blocks(documents(length, 1))
+    theirs = flex_attention.create_block_mask(ours.mask_mod, 3, None, length, length, device="cpu")
+    assert torch.equal(ours.to_dense(), theirs.to_dense())
+    assert torch.equal(ours.kv_num_blocks, theirs.kv_num_blocks)
+    assert torch.equal(ours.full_kv_num_blocks, theirs.full_kv_num_blocks)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_equals_a_dense_mask(length: int) -> None:
+    ids, inputs = documents(length, 2), heads(length, torch.float64)
+    found = []
+    for mask in (document_blocks(ids), document_mask(ids)):
+        out = attention_by_documents(*inputs, mask_bnst=mask, causal=True, dropout=0.0)
+        found.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_other_documents_need_no_other_code() -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attention_by_documents, backend=counter, fullgraph=True)
+    for seed in range(3):
+        ids, inputs = documents(384, seed), heads(384, torch.float32)
+        out = compiled(*inputs, mask_bnst=document_blocks(ids), causal=True, dropout=0.0)
+        out.sum().backward()
+        expected = attention(*inputs, mask_bnst=document_mask(ids), causal=True, dropout=0.0)
+        torch.testing.assert_close(out, expected)
+    assert counter.frame_count == 1
+
+
+def test_only_compiled_layers_of_a_gpu_use_it() -> None:
+    def ops(device: str, backend: str):
+        return choose_ops(
+            OpsConfig(ops_backend=backend),
+            work=1.0,
+            dtype=torch.bfloat16,
+            device=torch.device(device),
+            find=lambda _: (eager, ""),
+            has_fused_wgrad=lambda *_: False,
+        )
+
+    assert ops("cuda", "auto").document_mask is document_blocks
+    assert ops("cpu", "layers").document_mask is document_mask
+    assert ops("cuda", "plain").document_mask is document_mask
+
+
+@pytest.mark.parametrize("flags", ["", "--group-query-attention --position-embedding-type rope"])
+def test_a_model_computes_the_same(flags: str) -> None:
+    config = config_of(
+        f"--hidden-dropout 0 --attention-dropout 0 --max-position-embeddings 300 {flags}"
+    ).model
+    tokens = torch.randint(60, (3, 300), generator=torch.Generator().manual_seed(3))
+    results = []
+    for ops in (PLAIN, Ops(attention=attention_by_documents, document_mask=document_blocks)):
+        model = GPTModel(config, ModelContext(vocab_size=60, padded_vocab_size=64, ops=ops))
+        buffer = flat(model)
+        buffer.initialize(1)
+        losses = model(
+            tokens, position_ids(0, 3, 300, CPU), labels_bs=tokens, document_ids_bs=documents(300, 4)
+        )
+        losses.mean().backward()
+        results.append((losses.detach(), buffer.grads.clone()))
+    for plain, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("flags", ["--attention-dropout 0.1", "--position-embedding-type alibi"])
+def test_dropout_and_alibi_take_a_dense_mask(flags: str) -> None:
+    config = config_of(f"--hidden-dropout 0 --attention-dropout 0 {flags}").model
+    masks: list[object] = []
+
+    def attend(*heads: torch.Tensor, mask_bnst: object, **settings: object) -> torch.Tensor:
+        masks.append(mask_bnst)
+        return attention(*heads, mask_bnst=mask_bnst, **settings)
+
+    ops = Ops(attention=attend, document_mask=document_blocks)
+    model = GPTModel(config, ModelContext(vocab_size=60, padded_vocab_size=64, ops=ops))
+    flat(model).initialize(1)
+    tokens = torch.zeros(3, 16, dtype=torch.int64)
+    model(
+        tokens,
+        position_ids(0, 3, 16, CPU),
+        document_ids_bs=documents(16, 5),
+        dropout_key=DropoutKey(1, 0),
+    )
+    assert masks and all(isinstance(mask, torch.Tensor) for mask in masks)
