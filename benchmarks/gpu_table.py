@@ -59,7 +59,7 @@ def verdicts(name: str, sides: dict[str, dict[str, float]]) -> list[str]:
     if name not in MFU_GOALS:
         return []
     goals = (
-        ("MFU", sides["ours"].get("MFU"), MFU_GOALS[name]),
+        ("MFU", sides.get("ours", {}).get("MFU"), MFU_GOALS[name]),
         (f"speed over {PEER}", sides.get(PEER, {}).get("ours over it"), SPEED_GOAL),
     )
     return [

@@ -54,7 +54,10 @@ class Workers:
 def _receive(rank: int, connection: Connection) -> Any:
     if not connection.poll(TIMEOUT):
         raise RuntimeError(f"rank {rank} did not respond within {TIMEOUT} s")
-    failure, value = connection.recv()
+    try:
+        failure, value = connection.recv()
+    except EOFError:
+        raise RuntimeError(f"rank {rank} ended without an answer") from None
     if failure is not None:
         raise RuntimeError(f"rank {rank}:\n{failure}")
     return value

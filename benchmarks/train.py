@@ -6,7 +6,8 @@ DIR is a checkout of nanoGPT; without it, nanoGPT is skipped. transformers' Trai
 accelerate (pip install accelerate); --no-trainer skips it. Each implementation runs in its own process with the same
 number of threads, and trains on the same random tokens with AdamW and gradient clipping, without dropout. On a CPU
 their steps alternate, so all run under the same load of the machine; on a GPU they run one after the other, since its
-memory holds one. Ratios are medians over the rounds. The peak rate of large matmuls is measured in the same way.
+memory holds one, and one that fails is reported and left out. Ratios are medians over the rounds. The peak rate of
+large matmuls is measured in the same way.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class BenchmarkConfig(Config):
     )
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     parser = Parser(description=__doc__.splitlines()[0])
     add_flags(parser, BenchmarkConfig, "benchmark")
@@ -68,10 +69,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             "--no-trainer"
         )
     results = run_metadata("train.py", argv)
+    failed: list[str] = []
     for name in config.sizes:
         for precision in config.precisions:
             results[f"{name}, {precision}, {config.device}"] = results_by_side = compare(
-                config, SIZES[name], precision
+                config, SIZES[name], precision, failed
             )
             print(f"{name}, {precision}, {config.device}:")
             for side, values in results_by_side.items():
@@ -80,10 +82,16 @@ def main(argv: Sequence[str] | None = None) -> None:
                     flush=True,
                 )
             Path(config.output).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    return int(bool(failed))
 
 
-def compare(config: BenchmarkConfig, size: Size, precision: str) -> dict[str, dict[str, float]]:
-    """Return time and memory per step of each implementation, and our speedup over it."""
+def compare(
+    config: BenchmarkConfig, size: Size, precision: str, failed: list[str]
+) -> dict[str, dict[str, float]]:
+    """Return time and memory per step of each implementation, and our speedup over it.
+
+    On a GPU implementations that fail are left out, and added to `failed`.
+    """
     sides: dict[str, tuple[Callable, tuple]] = {
         "ours": (ours, ()),
         "ours, plain": (ours, ("--ops-backend", "plain")),
@@ -108,33 +116,41 @@ def compare(config: BenchmarkConfig, size: Size, precision: str) -> dict[str, di
         try:
             for results in rounds:
                 results |= {side: run.next()[0] for side, run in workers.items()}
+        except RuntimeError as error:
+            if config.device == "cpu":
+                raise
+            print(f"error: {group[0]}: {error}", file=sys.stderr, flush=True)
+            failed += group
         finally:
             for run in workers.values():
                 run.__exit__()
     rounds = rounds[WARM_UP_ROUNDS:]
-    peak = max(r.pop("largest products")[0] for r in rounds)
     name = torch.cuda.get_device_name() if config.device == "cuda" else ""
     sheet = peak_flops(name, DTYPES[precision])
+    peak = max((r["largest products"][0] for r in rounds if "largest products" in r), default=None)
     work = flops(config.device, size, precision)
-    return {side: summarize(rounds, side, size, work, peak, sheet) for side in rounds[0]} | {
-        "largest products": {"TFLOP/s": round(peak / 1e12, 3)}
+    # The last round has the sides that did not fail.
+    summaries = {
+        side: summarize(rounds, side, size, work, peak, sheet)
+        for side in rounds[-1]
+        if side != "largest products"
     }
+    return summaries | ({} if peak is None else {"largest products": {"TFLOP/s": round(peak / 1e12, 3)}})
 
 
 def summarize(
-    rounds: list[dict], side: str, size: Size, work: float, peak: float, sheet: float | None
+    rounds: list[dict], side: str, size: Size, work: float, peak: float | None, sheet: float | None
 ) -> dict[str, float]:
-    """Results of a side. `sheet` is the FLOP/s of the GPU's data sheet; None if unknown."""
+    """Results of a side. `peak` is the measured FLOP/s of products and `sheet` that of the GPU's data sheet; None if
+    unknown."""
     seconds = statistics.median(r[side][0] for r in rounds)
-    mfu = {} if sheet is None else {"MFU": round(work / seconds / sheet, 3)}
-    return mfu | {
-        "seconds": round(seconds, 4),
-        "tokens/s": round(size.batch * size.length / seconds),
-        "ours over it": round(statistics.median(r[side][0] / r["ours"][0] for r in rounds), 3),
-        "of the largest products": round(work / seconds / peak, 3),
-        "peak MB": round(rounds[-1][side][1]),
-        "loss": round(rounds[-1][side][2], 3),
-    }
+    found = {} if sheet is None else {"MFU": round(work / seconds / sheet, 3)}
+    found |= {"seconds": round(seconds, 4), "tokens/s": round(size.batch * size.length / seconds)}
+    if "ours" in rounds[-1]:
+        found["ours over it"] = round(statistics.median(r[side][0] / r["ours"][0] for r in rounds), 3)
+    if peak is not None:
+        found["of the largest products"] = round(work / seconds / peak, 3)
+    return found | {"peak MB": round(rounds[-1][side][1]), "loss": round(rounds[-1][side][2], 3)}
 
 
 if __name__ == "__main__":

@@ -140,6 +140,9 @@ for path in sys.argv[1:]:
 EOF
 }
 
+# Let the segments of torch's GPU allocator grow, so that memory does not fragment; settings of the user come first.
+export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}}
+
 # launch SCRIPT FLAGS...: run a training script with GPUS_PER_NODE processes on each of NNODES nodes. If LAUNCHER
 # is set, this script starts the processes. A dry run is one process with --world-size.
 launch() {

@@ -69,7 +69,7 @@ class RowParallelLinear(nn.Module):
         if self.context.tp.size == 1:
             return _linear(x, self.weight, self.bias, self.context.ops)
         y = reduce_output(_linear(x, self.weight, None, self.context.ops), self.context)
-        return y if self.bias is None else y + self.context.ops.accumulating(self.bias)
+        return y if self.bias is None else y + self.context.ops.accumulating(self.bias)[0]
 
 
 def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, context: ModelContext) -> Tensor:
@@ -98,7 +98,7 @@ def _linear(
 ) -> Tensor:
     # Without gradients the product alone: the overhead of an autograd function shows with single tokens.
     if torch.is_grad_enabled():
-        bias = None if bias is None else ops.accumulating(bias)
+        bias = None if bias is None else ops.accumulating(bias)[0]
         return _Linear.apply(x, weight, bias, axis, sequence_parallel, ops)
     return ops.matmul(_gathered(x, axis, sequence_parallel), weight, bias)
 

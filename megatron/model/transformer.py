@@ -71,8 +71,8 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bias is None:
-            return self.ops.rms_norm(x, self.ops.accumulating(self.weight), self.epsilon)
-        weight, bias = self.ops.accumulating(self.weight), self.ops.accumulating(self.bias)
+            return self.ops.rms_norm(x, self.ops.accumulating(self.weight)[0], self.epsilon)
+        weight, bias = self.ops.accumulating(self.weight, self.bias)
         return self.ops.layer_norm(x, weight, bias, self.epsilon)
 
 

@@ -44,7 +44,7 @@ class Ops:
         run: calls a differentiable function, such as a transformer layer, compiled as a whole or not.
         communicate: calls a function that communicates; compiled layers call it between two graphs.
         recomputes_attention: false with compiled layers: GPU kernels of attention keep no scores to save.
-        accumulating: returns a parameter whose gradient compiled code adds to `main_grad`.
+        accumulating: returns its parameters; compiled code adds their gradients to `main_grad`, all at once.
         device_keys: with compiled layers only, makes keys of dropout that are on the device.
         kinds: implementations in use, as "key: value"; the same on every rank.
         notes: lines for the log.
@@ -62,7 +62,7 @@ class Ops:
     run: CompileFn = eager
     communicate: CompileFn = eager
     recomputes_attention: bool = True
-    accumulating: Callable[[Tensor], Tensor] = lambda p: p
+    accumulating: Callable[..., tuple[Tensor, ...]] = lambda *ps: ps
     device_keys: Callable[..., Any] | None = None
     kinds: tuple[str, ...] = ("plain PyTorch",)
     notes: tuple[str, ...] = ("ops: plain PyTorch",)

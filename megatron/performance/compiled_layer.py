@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.ops.backend import Ops
-from megatron.ops.compiler import CompileFn, eager
+from megatron.ops.compiler import CompileFn, Compiler, eager
 from megatron.ops.linear import fused_accumulate_wgrad
 from megatron.parallel.parameters import main_grad
 from megatron.parallel.random import DropoutKey, stable_hash
@@ -28,6 +28,8 @@ SITES = ("embedding", "attended", "mlp", "pooled")
 
 def layer_ops(compiler: CompileFn, device: torch.device) -> dict[str, Any]:
     """Fields of `Ops` with which whole layers are compiled."""
+    if isinstance(compiler, Compiler):
+        compiler.settings["options"] |= inductor_options()
     fields: dict[str, Any] = {
         "run": compiler,
         # Compiled code calls it eagerly, between two graphs.
@@ -41,6 +43,13 @@ def layer_ops(compiler: CompileFn, device: torch.device) -> dict[str, Any]:
     else:  # FlexAttention has no gradient on a CPU
         fields |= {"attention": attention_by_documents, "document_mask": document_blocks}
     return fields
+
+
+def inductor_options() -> dict[str, Any]:
+    """Options of torch.compile for layers."""
+    from megatron.performance.saved_activations import SaveNormInputs  # imports torch's compiler
+
+    return {"joint_custom_post_pass": SaveNormInputs()}
 
 
 def uncompiled(ops: Ops) -> AbstractContextManager[object]:
@@ -68,9 +77,10 @@ class CounterKey(DropoutKey):
         """`DropoutKey.drop`; ranks hold equal parts of the first dimension."""
         assert self.words is not None
         words = self.words if self.words.dim() == 1 else self.words[0]
-        index = torch.arange(x.numel(), device=x.device).view(x.shape) + (rank or 0) * x.numel()
-        # Inductor multiplies a plain index by philox's constant in too few bits. `^` makes it an ordinary value.
-        bits, _ = philox(index ^ words[0], words.new_full((), SITES.index(site)), words[1])
+        # Inductor computes with plain indices in too few bits. `|` makes this an ordinary number of 64 bits.
+        index = torch.arange(x.numel(), device=x.device).view(x.shape) | 0
+        counter = (index + (rank or 0) * x.numel()) ^ words[0]
+        bits, _ = philox(counter, words.new_full((), SITES.index(site)), words[1])
         return torch.where(bits >= round(p * 2**32), x * (1 / (1 - p)), 0.0)
 
 
@@ -95,17 +105,23 @@ def philox(c0: Tensor, c1: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     return c0, c1
 
 
-def accumulating(p: Tensor) -> Tensor:
-    """Return `p`. In compiled code its gradient is added to `main_grad` there, and not by a hook on the parameter."""
-    return _Accumulating.apply(p) if torch.compiler.is_compiling() and main_grad(p) is not None else p
+def accumulating(*params: Tensor) -> tuple[Tensor, ...]:
+    """Return `params`. In compiled code one operation adds their gradients to `main_grad`, and not hooks on them."""
+    if not torch.compiler.is_compiling() or any(main_grad(p) is None for p in params):
+        return params
+    return _Accumulating.apply(*params)
 
 
 class _Accumulating(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, p: Tensor) -> Tensor:
-        ctx.main_grad = main_grad(p)
-        return p.view_as(p)
+    def forward(ctx: Any, *params: Tensor) -> tuple[Tensor, ...]:
+        ctx.main_grads = [main_grad(p) for p in params]
+        return tuple(p.view_as(p) for p in params)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> None:
-        ctx.main_grad.add_(grad)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
+        if len(grads) == 1:  # a sum that the addition can be part of
+            ctx.main_grads[0].add_(grads[0])
+        else:
+            torch._foreach_add_(ctx.main_grads, list(grads))
+        return (None,) * len(grads)

@@ -43,10 +43,12 @@ class DataSheet:
 
 
 # The first matching pattern counts. Nodes are DGX-2H (1909.08053 section 5), DGX A100 (2104.04473 section 5.1),
-# DGX-1, DGX H100, H200 and B200 by their data sheets.
+# DGX-1, DGX H100, H200, B200 and B300 by their data sheets; B300 and GB300 by those of HGX B300 and GB300 NVL72.
 DATA_SHEETS = tuple(
     DataSheet(*row)
     for row in (
+        ("gb300-279gb", r"GB300", 152, 2500, 2500, 80, 284208, 8000, 1800),
+        ("b300-288gb", r"B300( .*)?", 148, 2250, 2250, 75, 275040, 8000, 1800, (8, 800)),
         ("gb200-186gb", r"GB200", 148, 2500, 2500, 80, 189471, 8000, 1800),
         ("b200-180gb", r"B200", 148, 2250, 2250, 75, 183359, 8000, 1800, (8, 400)),
         ("h200-nvl", r"H200 NVL", 132, 835, 835, 60, 143771, 4800, 128),
@@ -71,6 +73,10 @@ DATA_SHEETS = tuple(
         ("l40", r"L40", 142, 181, 181, 90.5, 46068, 864, 64),
         ("l4", r"L4", 58, 121, 121, 30.3, 23034, 300, 64),
         ("rtx-6000-ada", r"RTX 6000 Ada Generation", 142, 364, 364, 91.1, 49140, 960, 64),
+        # The editions have one chip with different clocks, whose tensor cores do 4 dense FLOP for each in fp32.
+        ("rtx-pro-6000-max-q", r"RTX PRO 6000 Blackwell Max-Q.*", 188, 438.9, 438.9, 109.7, 97887, 1792, 128),
+        ("rtx-pro-6000-server", r"RTX PRO 6000 Blackwell Server.*", 188, 480, 480, 120, 97887, 1597, 128),
+        ("rtx-pro-6000", r"RTX PRO 6000 Blackwell.*", 188, 503.8, 503.8, 126, 97887, 1792, 128),
         ("rtx-5090", r"RTX 5090", 170, 209.5, 209.5, 104.8, 32607, 1792, 128),
         ("rtx-4090", r"RTX 4090", 128, 165.2, 165.2, 82.6, 24564, 1008, 64),
         ("rtx-3090", r"RTX 3090", 82, 71, 71, 35.6, 24576, 936, 64),

@@ -39,6 +39,8 @@ fi
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
 export PYTHON MASTER_ADDR MASTER_PORT
+# Let the segments of torch's GPU allocator grow, so that memory does not fragment; settings of the user come first.
+export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}}
 
 status=0
 if [[ $1 == *.sh ]]; then

@@ -1,13 +1,15 @@
 """Kernels that torch.compile makes of a transformer layer on a GPU, without one.
 
-The layer is compiled on a CPU up to Inductor's graph. That graph is moved to a stand-in H100 and goes through the
-lowering and fusion of Inductor, which decide the kernels; no code is generated for them.
+A function is compiled on a CPU up to Inductor's graph. That graph is moved to a stand-in H100 and goes through the
+lowering and fusion of Inductor, which decide the kernels, and through its generation of Triton code.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
+import re
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,7 +40,7 @@ from megatron.ops.config import OpsConfig
 from megatron.ops.rotary import rotary_angles
 from megatron.parallel.random import DropoutKey
 from megatron.parallel.stages import Chunk
-from megatron.performance.compiled_layer import device_keys
+from megatron.performance.compiled_layer import device_keys, inductor_options
 from megatron.planner.fakes import ON_A_GPU
 from megatron.training.config import RunConfig
 
@@ -78,12 +80,34 @@ class StandIn(device_interface.CudaInterface):
     raise_if_triton_unavailable = staticmethod(lambda device=None: None)
 
 
-def compiled_layer(config: RunConfig, *, causal: bool) -> list[Operation]:
-    """Kernels of one layer, forward and backward; those that torch.compile fuses are named "compiled"."""
-    found: list[Operation] = []
+@dataclasses.dataclass
+class Compiled:
+    """Compiled graphs, forward and backward.
+
+    Attributes:
+        operations: their kernels; those that torch.compile makes are named "compiled".
+        code: Python with Triton kernels and a call of each, one text per graph.
+    """
+
+    operations: list[Operation] = dataclasses.field(default_factory=list)
+    code: list[str] = dataclasses.field(default_factory=list)
+
+
+def compiled_layer(config: RunConfig, *, causal: bool) -> Compiled:
+    """One layer, forward and backward."""
+    found = Compiled()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(F, "scaled_dot_product_attention", ON_A_GPU[F, "scaled_dot_product_attention"])
         run_layer(config, functools.partial(lower, found), causal=causal)
+    return found
+
+
+def compiled_function(function: Callable, *inputs: Any) -> Compiled:
+    """A function of tensors. Nothing is computed."""
+    found = Compiled()
+    torch.compiler.reset()
+    backend = functools.partial(compile_fx, inner_compile=functools.partial(lower, found))
+    torch.compile(function, backend=backend, fullgraph=True, dynamic=False)(*inputs)
     return found
 
 
@@ -110,7 +134,8 @@ def run_layer(config: RunConfig, inner_compile: Callable[..., Any], *, causal: b
 
 
 def layer_ops(inner_compile: Callable[..., Any]) -> Ops:
-    backend = functools.partial(compile_fx, inner_compile=inner_compile)
+    options = inductor_options()
+    backend = functools.partial(compile_fx, inner_compile=inner_compile, config_patches=options)
 
     @functools.cache
     def compiled(function: Callable) -> Callable:
@@ -126,20 +151,25 @@ def layer_ops(inner_compile: Callable[..., Any]) -> Ops:
 
 
 def lower(
-    found: list[Operation],
+    found: Compiled,
     graph: fx.GraphModule,
     inputs: Sequence[Any],
     is_backward: bool = False,
     **_: Any,
 ) -> Callable[[list], list]:
-    """Add the kernels of a graph to `found`. Returns a function that stands for the compiled graph."""
+    """Add a graph to `found`. Returns a function that stands for the compiled graph."""
     (outputs,) = next(node for node in graph.graph.nodes if node.op == "output").args
     made = [node.meta["val"] if isinstance(node, fx.Node) else node for node in outputs]
     direction = "backward" if is_backward else "forward"
     with pytest.MonkeyPatch.context() as patch:
         install_stand_in(patch)
         lowered = lower_on_gpu(copy.deepcopy(graph), inputs, is_backward)
-        found += [operation(node, direction) for node in lowered.scheduler.nodes if launches(node)]
+        operations = [operation(node, direction) for node in lowered.scheduler.nodes if launches(node)]
+        code = generate(lowered)
+    # Sums over blocks, of which the scheduler regards some as part of the next kernel, are calls of torch.
+    more = kernel_calls(code) - sum(o.name == "compiled" for o in operations)
+    found.operations += operations + [Operation(direction, "compiled", 0, ())] * more
+    found.code.append(code)
 
     def run(_: list) -> list:
         return [
@@ -156,6 +186,7 @@ def install_stand_in(patch: pytest.MonkeyPatch) -> None:
     for name in ("cuda", "cuda:0"):
         patch.setitem(device_interface.device_interfaces, name, StandIn)
     patch.setattr(scheduler, "has_triton", lambda: True)
+    patch.setattr(torch.utils._triton, "triton_hash_with_backend", lambda: "")
     patch.setattr(torch.cuda, "is_available", lambda: True)
     patch.setattr(torch.cuda, "device_count", lambda: 1)
     patch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -180,6 +211,7 @@ def lower_on_gpu(graph: fx.GraphModule, inputs: Sequence[Any], is_backward: bool
     with V.set_fake_mode(mode), V.set_debug_handler(DebugContext()):
         FakeTensorProp(graph, mode).propagate_dont_convert_inputs(*moved)
         _recursive_post_grad_passes(graph, is_inference=False)
+        graph.graph.eliminate_dead_code()  # outputs that an operation has no longer once it works in place
         FakeTensorProp(graph, mode).propagate_dont_convert_inputs(*moved)
         record_original_output_strides(graph)
         lowered = GraphLowering(graph, example_inputs=moved, is_backward=is_backward)
@@ -190,6 +222,23 @@ def lower_on_gpu(graph: fx.GraphModule, inputs: Sequence[Any], is_backward: bool
             for node in lowered.scheduler.nodes:
                 node.get_read_write_buffers_sizes()  # kept by the node
     return lowered
+
+
+def generate(lowered: GraphLowering) -> str:
+    with (
+        V.set_fake_mode(lowered.fake_mode),
+        V.set_debug_handler(DebugContext()),
+        V.set_graph_handler(lowered),
+        V.set_extern_kernel_nodes([]),
+    ):
+        lowered.scheduler.codegen()
+        code, _ = lowered.wrapper_code.generate(lowered.is_inference)
+    return code.value
+
+
+def kernel_calls(code: str) -> int:
+    """Number of kernels that generated code launches besides matrix products and attention."""
+    return len(re.findall(r"\.run\(|\.sum\(dim=0\)", code))
 
 
 def launches(node: scheduler.BaseSchedulerNode) -> bool:

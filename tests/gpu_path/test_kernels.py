@@ -13,7 +13,7 @@ from gpu_path.golden import (
     FILE,
     SHAPES,
     TORCH,
-    compiled_operations,
+    compiled,
     config_of,
     hand_count,
     kernels,
@@ -80,7 +80,7 @@ def test_golden_numbers(shape: str) -> None:
 def test_golden_numbers_of_compiled_layers(shape: str) -> None:
     golden = golden_numbers()["compiled layers"][shape]
     assert measure_compiled(shape) == golden
-    layer = compiled_operations(shape)
+    layer = compiled(shape).operations
     for direction, count in (("forward", 4), ("backward", 8)):
         assert sum(o.kind == "matmul" and o.direction == direction for o in layer) == count
     # Less would be an error of the count, or of the hand's.

@@ -25,7 +25,7 @@ from megatron.ops.linear import fused_accumulate_wgrad
 from megatron.parallel.mesh import init_mesh
 from megatron.parallel.phases import Phases
 from megatron.parallel.random import DropoutKey, dropout
-from megatron.performance.compiled_layer import device_keys, philox
+from megatron.performance.compiled_layer import device_keys, inductor_options, philox
 from megatron.planner.dry_run import longest_batch
 from megatron.pretrain_gpt import GPT
 from megatron.training.build import build_model
@@ -50,7 +50,8 @@ def layer_ops(backend: str) -> Ops:
 
     @functools.cache
     def compiled(function: Callable) -> Callable:
-        return torch.compile(function, backend=backend, fullgraph=True)
+        options = inductor_options() if backend == "inductor" else None
+        return torch.compile(function, backend=backend, fullgraph=True, options=options)
 
     def run(function: Callable, *arguments: Any) -> Any:
         return compiled(function)(*arguments)

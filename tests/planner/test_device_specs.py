@@ -48,7 +48,7 @@ def test_the_machines_of_the_papers():
 
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(
-        InputError, match=r"^--gpu: 'a100' is not a known GPU; known are gb200.*, t4; describe"
+        InputError, match=r"^--gpu: 'a100' is not a known GPU; known are gb300.*, t4; describe"
     ):
         data_sheet("a100", where="--gpu")
 
@@ -67,7 +67,12 @@ def test_an_unknown_name_lists_the_known_ones():
         ("NVIDIA H200", 989, 67),
         ("NVIDIA GH200 480GB", 989, 67),
         ("NVIDIA B200", 2250, 75),
+        ("NVIDIA B300 SXM6 AC", 2250, 75),
         ("NVIDIA GB200", 2500, 80),
+        ("NVIDIA GB300", 2500, 80),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 503.8, 126),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 438.9, 109.7),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 480, 120),
         ("NVIDIA L4", 121, 30.3),
         ("NVIDIA L40S", 362, 91.6),
         ("NVIDIA GeForce RTX 4090", 165.2, 82.6),

@@ -28,6 +28,36 @@ case "$*" in
 esac
 """
 
+# Runs the script's commands on a CPU.
+STAND_IN = f"""#!/usr/bin/env bash
+python={shlex.quote(sys.executable)} root={shlex.quote(str(ROOT))}
+export PYTHONPATH=$root/benchmarks:$root/tests:$root
+case "$*" in
+  *get_device_name*) echo "NVIDIA H100 80GB HBM3" ;;
+  "-m pytest "*) cd "$root" && exec "$python" "$@" ;;
+  benchmarks/train.py*) exec "$python" "$root/tests/scripts/train_stand_in.py" "${{@:2}}" ;;
+  *) exec "$python" "$@" ;;
+esac
+"""
+# With nanoGPT's interface.
+NANOGPT = """
+import types
+import torch.nn.functional as F
+from plain_gpt import PlainGPT
+
+GPTConfig = types.SimpleNamespace
+
+class GPT(PlainGPT):
+    def __init__(self, c):
+        super().__init__(
+            vocab_size=c.vocab_size, width=c.n_embd, heads=c.n_head, layers=c.n_layer, length=c.block_size
+        )
+
+    def forward(self, x, y):
+        logits = super().forward(x)
+        return logits, F.cross_entropy(logits.flatten(0, 1), y.flatten())
+"""
+
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
@@ -90,3 +120,45 @@ def test_without_parts_all_run_until_the_time_limit(checkout: Path) -> None:
 def test_without_a_gpu_is_a_one_line_error(checkout: Path) -> None:
     done = run(checkout, NO_GPU="1")
     assert (done.returncode, done.stderr) == (2, "error: torch finds no GPU\n")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_every_command_on_a_stand_in(checkout: Path) -> None:
+    """The tests, which fail without a GPU, then every size; of the last two a compared program fails."""
+    (checkout / "python").write_text(STAND_IN)
+    bad = NANOGPT.replace("logits = super().forward(x)", "raise RuntimeError('out of memory')")
+    for name, code in (("good", NANOGPT), ("bad", bad)):
+        (checkout / name).mkdir()
+        (checkout / name / "model.py").write_text(code)
+    settings = {"LIMIT": "1700", "HOME": str(checkout), "OMP_NUM_THREADS": "1"}
+    first = run(checkout, "tests", "small", "355m", NANOGPT=str(checkout / "good"), **settings)
+    assert first.returncode == 1, first.stdout + first.stderr
+    second = run(checkout, "1.3b", "7b", NANOGPT=str(checkout / "bad"), **settings)
+    assert second.returncode == 1, second.stdout + second.stderr
+    assert (
+        second.stderr.count("error: nanoGPT, compiled: ")
+        == second.stderr.count("RuntimeError: out of memory")
+        == 2
+    )
+
+    found = results(checkout)
+    assert found["tests"]["tests"] > 10 and found["tests"]["failures"] > 0
+    sides = ["ours", "ours, plain", "nanoGPT, compiled", "transformers, compiled", "largest products"]
+    for size in ("small", "355m", "1.3b", "7b"):
+        here = found[size][f"{size}, bf16, cuda"]
+        expected = sides[:2] + ["ours, CUDA graph"] * (size == "small") + sides[2:]
+        if size in ("1.3b", "7b"):
+            expected.remove("nanoGPT, compiled")
+        assert list(here) == expected
+        assert all(values["MFU"] > 0 for side, values in here.items() if side != "largest products")
+        losses = {side: values["loss"] for side, values in here.items() if side.startswith("ours")}
+        assert max(losses.values()) - min(losses.values()) < 0.02
+    verdicts = [line.split(", ")[0] for line in second.stdout.splitlines() if line.startswith("  goal ")]
+    measured = [line.split(":")[1] != " not measured" for line in verdicts]
+    assert [line.split(":")[0] for line in verdicts] == [
+        f"  goal {goal}"
+        for mfu in (0.45, 0.52, 0.57)
+        for goal in (f"{mfu} for MFU", "1.1 for speed over nanoGPT, compiled")
+    ]
+    assert measured == [True, True, True, False, True, False]

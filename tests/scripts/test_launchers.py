@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -244,3 +246,24 @@ def test_help_is_the_opening_comment(checkout, script):
     assert done.returncode == 0 and done.stderr == ""
     assert f"bash scripts/{script} [" in done.stdout
     assert "#" not in done.stdout and "set -e" not in done.stdout
+
+
+@pytest.mark.parametrize("script", ["common.sh", "slurm/pretrain.sh"])
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
+        ({"PYTORCH_ALLOC_CONF": "a:1", "PYTORCH_CUDA_ALLOC_CONF": "b:1"}, "a:1"),
+    ],
+)
+def test_the_allocator_is_set_unless_the_user_did(checkout, script: str, env: dict, expected: str) -> None:
+    text = (checkout.root / "scripts" / script).read_text(encoding="utf-8")
+    (line,) = (line for line in text.splitlines() if line.startswith("export PYTORCH_ALLOC_CONF="))
+    done = subprocess.run(
+        ["bash", "-euc", f"{line}\nprintenv PYTORCH_ALLOC_CONF"],
+        env={"PATH": os.environ["PATH"]} | env,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == f"{expected}\n"
