@@ -16,6 +16,7 @@ import torch.distributed as dist
 from parallel_workers import Workers
 from torch import Tensor
 
+import megatron.plugins  # noqa: F401 (registers compiled layers)
 from megatron.arguments import parse_run_config
 from megatron.data.gpt_dataset import GPTBatch
 from megatron.model.flops import flops_per_sample

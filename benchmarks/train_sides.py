@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT))
 import torch
 from torch import Tensor, nn
 
+import megatron.plugins  # noqa: F401 (registers compiled layers)
 from megatron.arguments import parse_run_config
 from megatron.data.gpt_dataset import GPTBatch
 from megatron.model.flops import flops_per_sample
@@ -82,6 +83,16 @@ def tokens(size: Size) -> Tensor:
     )
 
 
+def batch_of(size: Size) -> GPTBatch:
+    ids = tokens(size)
+    return GPTBatch(
+        tokens=ids[:, :-1].contiguous(),
+        labels=ids[:, 1:].contiguous(),
+        loss_mask=torch.ones(size.batch, size.length),
+        position_ids=torch.arange(size.length).expand(size.batch, -1),
+    )
+
+
 class Meter:
     """Measures the seconds of a step and the peak memory since construction."""
 
@@ -124,13 +135,7 @@ def training(
         if config.plugin(PerformanceConfig).cuda_graph:
             use_cuda_graph(engine)
         engine.buffer.initialize(1)
-        ids = tokens(size)
-        batch = GPTBatch(
-            tokens=ids[:, :-1].contiguous(),
-            labels=ids[:, 1:].contiguous(),
-            loss_mask=torch.ones(size.batch, size.length),
-            position_ids=torch.arange(size.length).expand(size.batch, -1),
-        )
+        batch = batch_of(size)
 
         def step() -> Tensor:
             return engine.train_step(

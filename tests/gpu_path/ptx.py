@@ -58,10 +58,8 @@ def measure(kernel: Kernel, folder: Path) -> dict[str, int]:
     warps = 8 if kind == "reduction" else 4
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm["ptx"]
     sizes = [int(count or 1) * int(bits) // 8 for count, bits in ACCESS.findall(ptx)]
-    return {
-        "vectors": sum(size >= 8 for size in sizes),
-        "scalars": sum(size < 4 for size in sizes),
-    } | assemble(ptx, folder)
+    found = {"bytes": sum(sizes), "bytes of vectors": sum(size for size in sizes if size >= 8)}
+    return found | assemble(ptx, folder)
 
 
 def assemble(ptx: str, folder: Path) -> dict[str, int]:

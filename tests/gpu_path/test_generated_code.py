@@ -89,7 +89,7 @@ def test_a_layer_of_more_than_2_to_the_31_elements() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ["GPT-2", "Llama"])
 def test_ptx(shape: str, tmp_path: Path) -> None:
-    """Each kernel over activations loads and stores vectors of at least 8 bytes, and keeps its values in registers."""
+    """A thread loads and stores vectors of at least 8 bytes, and keeps its values in registers."""
     folder = os.environ.get("TRITON")
     if folder is None:
         pytest.skip("needs TRITON, a folder with triton's wheel unpacked, which compiles without a GPU")
@@ -105,7 +105,7 @@ def test_ptx(shape: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     for name, found in json.loads(done.stdout).items():
-        assert found["vectors"] > 0, (name, found)
-        assert found["scalars"] <= 4, (name, found)  # the statistics of a row
+        # Besides them are the statistics of rows, which each thread loads.
+        assert found["bytes of vectors"] > 0.75 * found["bytes"], (name, found)
         assert found["spilled"] == 0, (name, found)
         assert found["registers"] <= 128, (name, found)

@@ -13,7 +13,7 @@ import torch
 import train
 from cuda_graphs import CUDA_GRAPHS
 from parallel_workers import Workers
-from train_sides import SIZES, matmul_rate
+from train_sides import SIZES, matmul_rate, ours
 
 from megatron.cli import run_command
 
@@ -26,6 +26,8 @@ def workers(
     measure: Any, processes: int, device: str, size: Any, precision: str, *arguments: Any, **settings: Any
 ) -> Workers:
     assert device == "cuda"
+    if measure is ours and not arguments:
+        arguments = ("--ops-backend", "layers")  # the default of a GPU
     if measure is matmul_rate:
         precision = "fp32"  # some CPUs take seconds for a large product in bf16
     return Workers(measure, processes, "cpu", SIZES["tiny"], precision, *arguments, **settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -44,8 +45,9 @@ ON_GPUS = {"CUDA graph": ("GPT", "--cuda-graph --bf16 --hidden-dropout 0 --atten
 # Operations whose value or output size only the device knows.
 TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 # On a CPU these bypass the operations that `HostWaits` sees. An upload from pageable memory also blocks the host.
-CALLS = {Tensor.cpu, Tensor.numpy, Tensor.tolist}
+CALLS = {Tensor.cpu, Tensor.cuda, Tensor.numpy, Tensor.tolist}
 UPLOADS = {torch.tensor, torch.as_tensor}
+DEVICES = (str, torch.device)
 
 
 class HostWaits(TorchDispatchMode):
@@ -73,7 +75,13 @@ class HostCalls(TorchFunctionMode):
         self.found = found
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in CALLS or (func in UPLOADS and "device" in (kwargs or {})):
+        named = kwargs or {}
+        uploads = func in UPLOADS and "device" in named
+        if func is Tensor.to and not named.get("non_blocking"):
+            # torch's optimizers do this with tensors that are on the device.
+            is_ours = not sys._getframe(1).f_globals["__name__"].startswith("torch.")
+            uploads = is_ours and ("device" in named or any(isinstance(x, DEVICES) for x in args[1:]))
+        if func in CALLS or uploads:
             self.found.append(func.__name__)
         return func(*args, **(kwargs or {}))
 
@@ -131,12 +139,14 @@ def test_nothing_waits_between_reports(run: str) -> None:
         lambda x: torch.equal(x, x),
         lambda x: torch.masked_select(x, x > 0),
         lambda x: torch.tensor(1.0, device=x.device),
+        lambda x: x.to("cpu"),
+        lambda x: x.to(torch.float64).to(device=x.device),
     ],
 )
 def test_operations_that_count_as_a_wait(wait: Any) -> None:
     x = torch.ones(1)
     with HostWaits() as seen, HostCalls(seen.found):
-        x[torch.tensor([0])] + x.sum()
+        x[torch.tensor([0])] + x.sum().to(torch.float64).to(x.device, non_blocking=True)
         assert seen.found == []
         wait(x)
     assert len(seen.found) == 1
