@@ -42,6 +42,7 @@ from megatron.performance.config import PerformanceConfig
 from megatron.performance.cuda_graph import CudaGraph
 from megatron.performance.load import LoadWarning
 from megatron.performance.manual_gc import ManualGC
+from megatron.performance.tp_overlap import TPCommOverlap
 from megatron.planner.config import DryRunConfig
 from megatron.planner.device_specs import peak_flops
 from megatron.recipes.exit import Exit
@@ -157,6 +158,7 @@ def training_hooks(evaluation: Sequence[Hook] = ()) -> list[Hook]:
         reports,
         ProgressBar(),
         HangDetection(),
+        TPCommOverlap(),
         CudaGraph(),
         ManualGC(),
         Profiling(),
