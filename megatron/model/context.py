@@ -48,7 +48,7 @@ class ModelContext:
         """Context of a run. Every process must take part."""
         copies = max(mesh.tp.size // model.num_query_groups, 1)
         begin = mesh.tp.rank // copies * copies
-        neighbors = mesh.tp.ranks[begin : begin + copies]
+        neighbors = mesh.tp.ranks[begin : begin + copies]  # with the same keys and values
         ignored = parallel.recompute_granularity == "selective" and not ops.recomputes_attention
         return cls(
             vocab_size=vocab_size,

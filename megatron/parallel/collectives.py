@@ -144,10 +144,9 @@ def host_max(values: Sequence[int], axis: Axis) -> list[int]:
     x, distance = torch.tensor(values), 1
     while distance < axis.size:
         received = x.clone()
-        to, source = (axis.rank + distance) % axis.size, (axis.rank - distance) % axis.size
         with named("agreement", axis):  # with a tag of its own, beside transfers of a pipeline
-            sending = dist.isend(x, group=axis.group, group_dst=to, tag=1)
-            dist.recv(received, group=axis.group, group_src=source, tag=1)
+            sending = dist.isend(x, group=axis.group, group_dst=(axis.rank + distance) % axis.size, tag=1)
+            dist.recv(received, group=axis.group, group_src=(axis.rank - distance) % axis.size, tag=1)
         Pending(x, sending, "agreement", axis).wait()
         x, distance = torch.maximum(x, received), 2 * distance
     return x.tolist()
@@ -155,8 +154,7 @@ def host_max(values: Sequence[int], axis: Axis) -> list[int]:
 
 def all_equal(value: int, axis: Axis) -> bool:
     """True if all ranks of `axis` have the same value, of less than 63 bits."""
-    largest, smallest = host_max([value, -value], axis)
-    return largest == -smallest
+    return sum(host_max([value, -value], axis)) == 0
 
 
 def gather_texts(text: str, axis: Axis) -> list[str]:
@@ -177,8 +175,7 @@ def raise_on_all_ranks(axis: Axis, kind: type[Exception] = OSError) -> Iterator[
         yield
     except kind as error:
         failure = error
-    (failed,) = host_max([0 if failure is None else axis.rank + 1], axis)
-    if failed:
+    if failed := host_max([0 if failure is None else axis.rank + 1], axis)[0]:
         messages = gather_texts(str(failure or ""), axis)
         raise failure or kind(f"rank {axis.ranks[failed - 1]}: {messages[failed - 1]}")
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import os
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from distributed import run_distributed
 from gpu_path.group_counts import RUNS, connections, count, recorded_groups, table
 from models import CPU
@@ -60,18 +62,40 @@ def test_further_groups_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_no_rank_takes_part_in_the_groups_of_others() -> None:
-    """Every rank of a run makes the groups that it is in, and the ranks of a group make it in the same order."""
-    ranks, made = 24, {}
+def test_only_the_ranks_of_a_group_make_and_destroy_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of a group do both in the same order, so that none waits forever for another."""
+    ranks, made, destroyed = 24, {}, {}
     config = ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=4)
+    destroy = dist.destroy_process_group
     for rank in range(ranks):
+        found = destroyed[rank] = collections.deque()
+
+        def record(group: object = None, found: collections.deque = found) -> None:
+            if group is not None:
+                found.append(tuple(dist.get_process_group_ranks(group)))
+            destroy(group)
+
+        monkeypatch.setattr(dist, "destroy_process_group", record)
         with recorded_groups(rank, ranks) as groups, init_mesh(config, torch.device("cuda", 0)):
             made[rank] = groups[1:]
-    assert all(group.is_member and group.backend == "nccl" for groups in made.values() for group in groups)
+        assert all(group.is_member and group.backend == "nccl" for group in made[rank])
+        assert sorted(found) == sorted(group.ranks for group in made[rank])
     for groups in made.values():
         for group in groups:
             # A group's name has the number of groups that its ranks have made before it.
             assert len({made[rank].index(group) for rank in group.ranks}) == 1
+    assert not stuck(destroyed)
+
+
+def stuck(queues: dict[int, collections.deque]) -> bool:
+    """True if ranks wait for each other forever, when each communicates over the groups of its queue in order."""
+    while heads := [queue[0] for queue in queues.values() if queue]:
+        ready = [group for group in heads if all(queues[rank] and queues[rank][0] == group for rank in group)]
+        if not ready:
+            return True
+        for rank in ready[0]:
+            queues[rank].popleft()
+    return False
 
 
 def descriptors() -> int:
@@ -83,6 +107,12 @@ def descriptors() -> int:
         gather_texts("x", mesh.world)
         broadcast(torch.ones(1), mesh.world)
         return files() - before
+
+
+def test_ranks_that_wait_for_each_other_are_found() -> None:
+    order = {0: ["01", "02"], 1: ["13", "01"], 2: ["02", "23"], 3: ["23", "13"]}
+    queues = {r: collections.deque(tuple(map(int, group)) for group in groups) for r, groups in order.items()}
+    assert stuck(queues)
 
 
 def test_gloo_connects_only_ranks_that_exchange_messages() -> None:
