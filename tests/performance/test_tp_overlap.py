@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import types
+from typing import Any
 
 import pytest
 import torch
 from distributed import free_port, run_distributed
+from gpu_path import recorded_step
 from gpu_path.order import Streams, disagreements
 from gpu_path.recorded_step import Call, Wait, recorded_mesh
 from models import CPU, config_of, engine_of
@@ -16,14 +18,18 @@ from performance.test_compiled_layer import random_batches
 from megatron.errors import InputError
 from megatron.model.layers import RowParallelLinear
 from megatron.parallel.mesh import init_mesh
+from megatron.performance import tp_overlap
 from megatron.performance.tp_overlap import (
     PIECES,
     TPCommOverlap,
     gathered_product,
+    overlap,
     pieces,
     scattered_product,
     summed_product,
 )
+from megatron.pretrain_gpt import GPT
+from megatron.training.engine import Engine
 
 TP, SP = "--tensor-model-parallel-size 2", "--sequence-parallel"
 # A rank's part of the sequence, 9 positions, is no multiple of the number of pieces.
@@ -122,6 +128,47 @@ def test_a_piece_is_communicated_beside_the_product_of_another(product: object) 
     kinds = [type(event) for event in ranks[0]]
     assert kinds == [Call] * PIECES + [Wait] * PIECES
     assert disagreements(ranks) == [] and Streams(ranks).run() == []
+
+
+def record(flags: str) -> tuple[list[list[Call | Wait]], list[str]]:
+    """Events of both ranks in a whole step, and races for memory of the first."""
+    config, events, races = config_of(f"{SHAPE} {TP} {flags} --global-batch-size 4"), [], []
+    with pytest.MonkeyPatch.context() as patch:
+        build = recorded_step.build
+
+        def overlapped(*arguments: Any) -> Engine:
+            engine = build(*arguments)
+            overlap(engine.modules)
+            return engine
+
+        patch.setattr(recorded_step, "build", overlapped)
+        for rank in range(2):
+            found = recorded_step.record_steps(config, GPT, rank=rank, processes=2)
+            events.append(found.events)
+            races.append(found.timeline.races)
+    return events, races[0]
+
+
+@pytest.mark.parametrize("flags", ["", SP])
+def test_a_step_has_no_deadlock_and_no_race(flags: str) -> None:
+    events, races = record(flags)
+    assert disagreements(events) == [] and Streams(events).run() == [] and races == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "start"), [("", "start_all_reduce"), (SP, "start_all_gather"), (SP, "start_reduce_scatter")]
+)
+def test_a_piece_that_is_not_awaited_is_found(
+    flags: str, start: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = getattr(tp_overlap, start)
+
+    def forgetful(*arguments: Any, **named: Any) -> Any:
+        pending = original(*arguments, **named)
+        return types.SimpleNamespace(wait=lambda: pending.result, started=pending)
+
+    monkeypatch.setattr(tp_overlap, start, forgetful)
+    assert record(flags)[1]
 
 
 def test_the_flag_needs_tensor_parallelism() -> None:
