@@ -100,6 +100,8 @@ def recorded_groups(rank: int, ranks: int) -> Iterator[list[Group]]:
     ) -> Any:
         members = list(range(ranks)) if members is None else members
         local = settings["use_local_synchronization"]
+        # NCCL connects when the group is made, not within the first step.
+        assert backend != "nccl" or settings["device_id"] == torch.device("cuda", 0)
         made.append(Group(backend or made[0].backend, tuple(members), rank in members, not local))
         return new_group(members, timeout, None, *more, **settings | {"device_id": None})
 
