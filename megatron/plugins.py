@@ -19,6 +19,7 @@ from megatron.data.build import MOCK_DATA, SOURCES
 from megatron.data.gpt_dataset import GPTDatasetBuilder
 from megatron.data.samplers import SAMPLE_ORDERS
 from megatron.evaluation.in_training import EvalOnStart, EvalTasks
+from megatron.faults.file_limit import raise_file_limit
 from megatron.faults.gloo_on_gpu import check_gloo_on_gpu
 from megatron.faults.memory import check_model_memory, memory_errors_explained
 from megatron.faults.non_finite import NonFiniteGuard
@@ -41,6 +42,7 @@ from megatron.performance.config import PerformanceConfig
 from megatron.performance.cuda_graph import CudaGraph
 from megatron.performance.load import LoadWarning
 from megatron.performance.manual_gc import ManualGC
+from megatron.performance.tp_overlap import TPCommOverlap
 from megatron.planner.config import DryRunConfig
 from megatron.planner.device_specs import peak_flops
 from megatron.recipes.exit import Exit
@@ -126,7 +128,11 @@ def prepared(config: RunConfig, task: Task) -> tuple[RunConfig, Task]:
 
 
 def train(config: RunConfig, task: Task, hooks: Sequence[Hook]) -> int:
-    """Train `task` with `hooks`, with errors of too little memory explained. Returns the exit status."""
+    """Train `task` with `hooks`, with as many open files as allowed, and errors of too little memory explained.
+
+    Returns the exit status.
+    """
+    raise_file_limit()
     with memory_errors_explained(config):
         return pretrain(without_repetition(config), task, hooks)
 
@@ -152,6 +158,7 @@ def training_hooks(evaluation: Sequence[Hook] = ()) -> list[Hook]:
         reports,
         ProgressBar(),
         HangDetection(),
+        TPCommOverlap(),
         CudaGraph(),
         ManualGC(),
         Profiling(),

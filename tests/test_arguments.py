@@ -138,7 +138,7 @@ NVIDIA_DEFAULTS = """
     --short-seq-prob 0.1, --bert-no-binary-head False, --add-qkv-bias False, --qk-layernorm False,
     --use-rope-scaling False, --rope-scaling-factor 8.0, --skip-train False,
     --tiktoken-pattern None, --tiktoken-num-special-tokens 1000,
-    --manual-gc False, --manual-gc-interval 0, --no-manual-gc-eval False, --muon-momentum 0.95,
+    --tp-comm-overlap False, --manual-gc False, --manual-gc-interval 0, --no-manual-gc-eval False, --muon-momentum 0.95,
     --muon-nesterov False, --muon-use-nesterov False, --muon-num-ns-steps 5, --muon-scale-mode spectral,
     --muon-extra-scale-factor 1.0
 """
@@ -197,6 +197,7 @@ def test_a_switch_inverts_its_default() -> None:
         "sequence_parallel": "--tensor-model-parallel-size 2",
         "overlap_param_gather": "--use-distributed-optimizer",
         "distribute_saved_activations": "--tensor-model-parallel-size 2 --recompute-granularity full",
+        "tp_comm_overlap": "--tensor-model-parallel-size 2",
         "async_save": "--save folder",
         "save_best": "--save folder",
         "manual_gc_eval": "--manual-gc",

@@ -21,13 +21,12 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 
-import torch
 import torch.distributed as dist
 
 from megatron.errors import LostRank, report_fatal
 from megatron.faults.config import FaultsConfig
 from megatron.faults.rank_status import RankStatus, cause, describe_here, rank_status, summary
-from megatron.parallel.collectives import all_reduce_max
+from megatron.parallel.collectives import host_max
 from megatron.parallel.mesh import Mesh
 from megatron.training.loop import Hook, Trainer
 
@@ -198,7 +197,7 @@ def connect(mesh: Mesh) -> dist.Store | None:
     if mesh.world.size == 1:
         return None
     # The store may outlive this run and serve the next one that torchrun starts.
-    run = int(all_reduce_max(torch.tensor([time.time_ns()]), mesh.world))
+    (run,) = host_max([time.time_ns()], mesh.world)
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return dist.PrefixStore(f"watchdog {run}", dist.TCPStore(*address, wait_for_workers=False))
 

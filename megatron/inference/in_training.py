@@ -135,13 +135,15 @@ def make_predictor(engine: Engine) -> Predictor:
 
 
 def replica_mesh(mesh: Mesh) -> Mesh:
-    """The mesh of this process's replica, without the others. Every process must take part."""
+    """The mesh of this process's replica, without the others. Every process must take part.
+
+    Only the first replica has a group for its commands: it generates.
+    """
     pp, dp, tp = mesh.pp.size, mesh.dp.size, mesh.tp.size
     if pp * tp == 1:
         return dataclasses.replace(mesh, world=ALONE, dp=ALONE, dp_cp=ALONE)
     layout = torch.arange(pp * dp * tp).view(pp, dp, tp)
-    members = [layout[:, replica].flatten().tolist() for replica in range(dp)]
-    group, _ = dist.new_subgroups_by_enumeration(members, timeout=mesh.timeout, backend="gloo")
-    ranks = tuple(members[mesh.dp.rank])
+    group = dist.new_group(layout[:, 0].flatten().tolist(), mesh.timeout, "gloo")
+    ranks = tuple(layout[:, mesh.dp.rank].flatten().tolist())
     world = Axis(ranks.index(mesh.world.rank), len(ranks), group, "replica", ranks, mesh.heartbeat)
     return dataclasses.replace(mesh, world=world, dp=ALONE, dp_cp=ALONE)

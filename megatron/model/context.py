@@ -7,7 +7,7 @@ import dataclasses
 from megatron.model.config import ModelConfig
 from megatron.ops.backend import PLAIN, Ops
 from megatron.parallel.config import ParallelConfig
-from megatron.parallel.mesh import ALONE, Axis, Mesh, split_axis
+from megatron.parallel.mesh import ALONE, Axis, Mesh, join
 from megatron.parallel.recompute import NO_RECOMPUTE, Recompute
 from megatron.parallel.slices import GlobalSlice, whole
 
@@ -46,12 +46,15 @@ class ModelContext:
         ops: Ops,
     ) -> ModelContext:
         """Context of a run. Every process must take part."""
+        copies = max(mesh.tp.size // model.num_query_groups, 1)
+        begin = mesh.tp.rank // copies * copies
+        neighbors = mesh.tp.ranks[begin : begin + copies]  # with the same keys and values
         ignored = parallel.recompute_granularity == "selective" and not ops.recomputes_attention
         return cls(
             vocab_size=vocab_size,
             padded_vocab_size=padded_vocab_size,
             tp=mesh.tp,
-            kv=split_axis(mesh.tp, max(mesh.tp.size // model.num_query_groups, 1), parallel),
+            kv=mesh.tp if copies == mesh.tp.size else join(neighbors, mesh.tp.name, mesh),
             sequence_parallel=parallel.sequence_parallel,
             ops=ops,
             recompute=NO_RECOMPUTE if ignored else Recompute.from_config(parallel, mesh.tp),

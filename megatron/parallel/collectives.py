@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -135,10 +135,26 @@ def broadcast(x: Tensor, axis: Axis) -> Tensor:
     return start_broadcast(x, 0, axis).wait()
 
 
+def host_max(values: Sequence[int], axis: Axis) -> list[int]:
+    """Maximum over `axis`, which has a gloo group, of each value of the host.
+
+    Rank r receives from r - 1, r - 2, r - 4, ... what these have received so far (Hensgen, Finkel and Manber 1988).
+    That is ceil(log2 size) messages one after the other, where gloo's all-reduce has 2 (size - 1).
+    """
+    x, distance = torch.tensor(values), 1
+    while distance < axis.size:
+        received = x.clone()
+        with named("agreement", axis):  # with a tag of its own, beside transfers of a pipeline
+            sending = dist.isend(x, group=axis.group, group_dst=(axis.rank + distance) % axis.size, tag=1)
+            dist.recv(received, group=axis.group, group_src=(axis.rank - distance) % axis.size, tag=1)
+        Pending(x, sending, "agreement", axis).wait()
+        x, distance = torch.maximum(x, received), 2 * distance
+    return x.tolist()
+
+
 def all_equal(value: int, axis: Axis) -> bool:
     """True if all ranks of `axis` have the same value, of less than 63 bits."""
-    largest, smallest = all_reduce_max(torch.tensor([value, -value]), axis).tolist()
-    return largest == -smallest
+    return sum(host_max([value, -value], axis)) == 0
 
 
 def gather_texts(text: str, axis: Axis) -> list[str]:
@@ -159,8 +175,7 @@ def raise_on_all_ranks(axis: Axis, kind: type[Exception] = OSError) -> Iterator[
         yield
     except kind as error:
         failure = error
-    failed = int(all_reduce_max(torch.tensor([0 if failure is None else axis.rank + 1]), axis))
-    if failed:
+    if failed := host_max([0 if failure is None else axis.rank + 1], axis)[0]:
         messages = gather_texts(str(failure or ""), axis)
         raise failure or kind(f"rank {axis.ranks[failed - 1]}: {messages[failed - 1]}")
 

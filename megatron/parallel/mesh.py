@@ -10,14 +10,12 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megatron.errors import InputError, TransientFault
 from megatron.flags import either
@@ -62,7 +60,7 @@ class Axis:
     size: int = 1
     group: dist.ProcessGroup | None = None
     name: str = "whole run"
-    ranks: tuple[int, ...] = (0,)
+    ranks: Sequence[int] = (0,)
     heartbeat: Heartbeat = dataclasses.field(default_factory=Heartbeat, compare=False, repr=False)
 
     def local_range(self, total: int) -> tuple[int, int]:
@@ -79,7 +77,7 @@ class Mesh:
     """All processes of the run.
 
     Attributes:
-        world: every process. The other axes are parts of it.
+        world: every process. The other axes are parts of it. Its group is for tensors of the host only (gloo).
         pp: stages of this process's pipeline.
         dp: processes that read different samples.
         dp_cp: processes that hold the same dense parameters and sum their gradients. The same as `dp` while there is
@@ -89,6 +87,7 @@ class Mesh:
             without a pipeline.
         heartbeat: records communication over all axes.
         timeout: --distributed-timeout-minutes; None without other processes.
+        backend: communication library of the axes; None for that of `world`.
     """
 
     device: torch.device
@@ -100,6 +99,7 @@ class Mesh:
     embedding: Axis = ALONE
     heartbeat: Heartbeat = dataclasses.field(default_factory=Heartbeat, compare=False)
     timeout: datetime.timedelta | None = None
+    backend: str | None = None
 
     @property
     def is_first(self) -> bool:
@@ -121,6 +121,8 @@ def choose_device(name: str) -> torch.device:
     if not available:
         raise InputError("--device cuda: torch finds no CUDA device; use --device cpu")
     local_rank, count = _environment("LOCAL_RANK", 0), torch.cuda.device_count()
+    if count == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
+        local_rank = 0  # SLURM's --gpus-per-task shows each process its own GPU only
     if local_rank >= count:
         raise InputError(f"torchrun started local rank {local_rank}, but this machine has {count} GPU(s)")
     device = torch.device("cuda", local_rank)
@@ -189,18 +191,19 @@ def init_mesh(
         raise InputError(f"MASTER_ADDR {host!r}, MASTER_PORT {port}: not a host and a port from 1 to 65535")
     try:
         timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # gloo connects two ranks when they communicate
         dist.init_process_group(
             store=meet(rank, processes, (host, port), timeout),
             rank=rank,
             world_size=processes,
             # Values that the host needs are communicated over gloo, which never waits for a GPU.
-            backend="gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl",
+            backend="gloo",
             timeout=timeout,
-            device_id=device if backend == "nccl" else None,
         )
-        world = Axis(rank, processes, ranks=tuple(range(processes)))
+        world = Axis(rank, processes, ranks=range(processes))
         check(world)
-        mesh = arrange(sizes, device, world, timeout)
+        whole = Mesh(device, world, heartbeat=world.heartbeat, timeout=timeout, backend=backend)
+        mesh = arrange(sizes, whole)
     except TransientFault:
         raise
     except RuntimeError as error:
@@ -210,49 +213,33 @@ def init_mesh(
             f"check that MASTER_ADDR and MASTER_PORT reach rank 0 ({str(error).splitlines()[0][:200]})"
         ) from error
     yield mesh
-    # Not after an exception: NCCL would wait for communications that a lost rank never joins.
+    # Not after an exception: NCCL would wait for communications that a lost rank never joins. All ranks of a machine
+    # must destroy a communicator, so they do it in one order.
+    for group in filter(None, dict.fromkeys(a.group for a in (mesh.embedding, mesh.tp, mesh.dp, mesh.pp))):
+        dist.destroy_process_group(group)
     dist.destroy_process_group()
 
 
-def arrange(
-    sizes: dict[str, int], device: torch.device, world: Axis, timeout: datetime.timedelta | None
-) -> Mesh:
-    """Make the axes of the mesh and their groups. `timeout` is None for the default."""
-    device_mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    axes = {}
-    for name, size in sizes.items():
-        group = device_mesh.get_group(name)
-        if timeout is not None:
-            # init_device_mesh takes no timeout, and groups do not inherit that of the run.
-            _set_pg_timeout(timeout, group)
-        ranks = tuple(dist.get_process_group_ranks(group))
-        axes[name] = Axis(dist.get_rank(group), size, group, AXES[name], ranks, world.heartbeat)
-    axes |= {"dp_cp": axes["dp"], "embedding": _embedding_axis(device_mesh.mesh, axes["pp"], timeout)}
-    return Mesh(device=device, world=world, heartbeat=world.heartbeat, timeout=timeout, **axes)
+def arrange(sizes: dict[str, int], mesh: Mesh) -> Mesh:
+    """Make the axes of a mesh that has only `world`."""
+    axes, stride = {}, 1
+    for name, size in reversed(sizes.items()):
+        first = mesh.world.rank - mesh.world.rank // stride % size * stride
+        axes[name] = join(range(first, first + size * stride, stride), AXES[name], mesh)
+        stride *= size
+    pp, dp, tp = (axes[name] for name in AXES)
+    embedding = pp if pp.size == 2 else ALONE
+    if pp.size > 2 and pp.rank in (0, pp.size - 1):
+        embedding = join((pp.ranks[0], pp.ranks[-1]), "embedding", mesh)
+    return dataclasses.replace(mesh, pp=pp, dp=dp, dp_cp=dp, tp=tp, embedding=embedding)
 
 
-def split_axis(axis: Axis, size: int, config: ParallelConfig) -> Axis:
-    """Split the tensor-parallel axis into runs of `size` neighboring ranks, and return the one of this process.
-
-    Every process of the whole run must take part.
-    """
-    if size in (1, axis.size):
-        return axis if size == axis.size else ALONE
-    timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
-    group, _ = dist.new_subgroups(size, timeout=timeout)  # ranks of `axis` are neighbors in the whole run
-    begin = axis.rank // size * size
-    ranks = axis.ranks[begin : begin + size]
-    return dataclasses.replace(axis, rank=axis.rank - begin, size=size, group=group, ranks=ranks)
-
-
-def _embedding_axis(layout: torch.Tensor, pp: Axis, timeout: datetime.timedelta | None) -> Axis:
-    """First and last stage of this process's pipeline, if it is one of them."""
-    if pp.size <= 2:
-        return ALONE if pp.size == 1 else pp
-    # Every process must take part in making every group.
-    pipelines = layout.flatten(1).t().tolist()
-    groups = {(line[0], line[-1]): dist.new_group([line[0], line[-1]], timeout) for line in pipelines}
-    if pp.rank not in (0, pp.size - 1):
-        return ALONE
-    ranks = (pp.ranks[0], pp.ranks[-1])
-    return Axis(int(pp.rank > 0), 2, groups[ranks], "embedding", ranks, pp.heartbeat)
+def join(ranks: Sequence[int], name: str, mesh: Mesh) -> Axis:
+    """Make an axis of this process and others, and their group. Only these take part, however large the run is."""
+    group, world, nccl = None, mesh.world, mesh.backend == "nccl"
+    if len(ranks) > 1 and (nccl or len(ranks) < world.size):
+        device = mesh.device if nccl else None  # with it NCCL connects here, and not in the first step
+        group = dist.new_group(
+            list(ranks), mesh.timeout, mesh.backend, use_local_synchronization=True, device_id=device
+        )
+    return Axis(ranks.index(world.rank), len(ranks), group, name, ranks, world.heartbeat)

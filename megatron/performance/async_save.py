@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron.checkpoint.save import Saver, Snapshot, take_snapshot
 from megatron.errors import TrainingFault
 from megatron.parallel.apart import world_apart
-from megatron.parallel.collectives import all_reduce_max
+from megatron.parallel.collectives import host_max
 from megatron.performance.config import PerformanceConfig
 from megatron.training.loop import Hook, Trainer
 
@@ -82,8 +82,8 @@ class AsyncSaver(Saver):
         """Log the background checkpoint if it has been completed since the last check."""
         if self.writing is None:
             return
-        status = torch.tensor([self.writing.is_alive(), self.failure is not None], dtype=torch.int32)
-        running, failed = all_reduce_max(status, self.buffer.mesh.world).tolist()
+        status = [int(self.writing.is_alive()), int(self.failure is not None)]
+        running, failed = host_max(status, self.buffer.mesh.world)
         if failed or not running:
             self.wait()
 

@@ -11,7 +11,7 @@ from megatron.training.config import PluginConfig, RunConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PerformanceConfig(PluginConfig):
-    """Threads, CUDA graphs, saving in the background, and garbage collection in step."""
+    """Threads, CUDA graphs, overlapped communication, saving in the background, and garbage collection in step."""
 
     num_threads: int | None = flag(
         None,
@@ -23,6 +23,11 @@ class PerformanceConfig(PluginConfig):
         False,
         "run forward and backward of a microbatch as one CUDA graph, which makes small models faster; for GPT with one "
         "GPU per replica and --attention-dropout 0",
+    )
+    tp_comm_overlap: bool = flag(
+        False,
+        "with tensor parallelism: divide the products of layers along the sequence, so that the communication of one "
+        "piece overlaps with the product of the next, in forward",
     )
     async_save: bool = flag(
         False,
@@ -45,5 +50,7 @@ class PerformanceConfig(PluginConfig):
             raise InputError(f"{given} needs --manual-gc")
 
     def check(self, run: RunConfig) -> None:
+        if self.tp_comm_overlap and run.parallel.tensor_model_parallel_size == 1:
+            raise InputError("--tp-comm-overlap needs --tensor-model-parallel-size above 1")
         if self.async_save and run.checkpoint.save is None:
             raise InputError("--async-save needs --save, the folder to write checkpoints to")

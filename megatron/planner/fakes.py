@@ -38,7 +38,8 @@ def fake_mesh(config: ParallelConfig, device: torch.device, *, rank: int, proces
         return
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=processes)
     try:
-        yield arrange(sizes, device, Axis(rank, processes, ranks=tuple(range(processes))), timeout=None)
+        world = Axis(rank, processes, ranks=range(processes))
+        yield arrange(sizes, Mesh(device, world, heartbeat=world.heartbeat))
     finally:
         dist.destroy_process_group()
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from megatron.ops.linear import Matmul
-from megatron.parallel.collectives import all_gather, all_reduce_max, all_reduce_sum
+from megatron.parallel.collectives import all_gather, all_reduce_sum, host_max
 from megatron.parallel.mesh import Mesh
 
 # Look up FLOP/s of a GPU by torch's name and a dtype; None if unknown. Filled by `megatron.plugins`.
@@ -113,6 +113,6 @@ def memory_lines(use: dict[str, dict[int, float]], iteration: int) -> str:
 def max_memory(mesh: Mesh) -> dict[str, int]:
     """Memory use of the rank with the most, in bytes by NVIDIA's names in TensorBoard. Every process must call it."""
     use = memory_use(mesh.device)
-    most = all_reduce_max(torch.tensor(list(use.values())), mesh.world).tolist()
+    most = host_max(list(use.values()), mesh.world)
     names = (f"mem-{name.replace(' ', '-')}-bytes" for name in use)
     return dict(zip(names, most, strict=True))

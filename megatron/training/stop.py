@@ -9,9 +9,7 @@ import time
 from contextlib import suppress
 from types import FrameType
 
-import torch
-
-from megatron.parallel.collectives import all_reduce_max
+from megatron.parallel.collectives import host_max
 from megatron.parallel.mesh import Mesh
 
 # torchrun forwards a signal to processes that already had it from the terminal. A signal this soon after the first is
@@ -64,8 +62,7 @@ class StopRequests:
         if self.torchrun not in (None, os.getppid()):
             self._note(signal.SIGHUP)
         elapsed = int(time.monotonic() - self.started)
-        # CPU tensors, so that agreeing does not wait for the GPU.
-        number, self.elapsed = all_reduce_max(torch.tensor([self.signal, elapsed]), self.mesh.world).tolist()
+        number, self.elapsed = host_max([self.signal, elapsed], self.mesh.world)
         if not number:
             return None
         self._note(number)

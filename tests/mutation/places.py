@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 from collections.abc import Iterator
 
-REDUCTIONS = {"all_reduce_sum", "all_reduce_max", "reduce_from", "broadcast"}
+REDUCTIONS = {"all_reduce_sum", "all_reduce_max", "host_max", "reduce_from", "broadcast"}
 # Groups that replace each group. Without context parallelism dp_cp is dp.
 GROUPS = {
     "tp": ("dp", "pp"),

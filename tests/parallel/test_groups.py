@@ -161,7 +161,7 @@ def test_all_processes_agree_on_errors() -> None:
 
     Communication among the processes of the whole run takes `mesh.world`, or an axis that was made of it.
     """
-    collectives = {"raise_on_all_ranks", "gather_texts", "all_equal"}
+    collectives = {"raise_on_all_ranks", "gather_texts", "all_equal", "host_max"}
     found = []
     definitions = ROOT / "megatron" / "parallel" / "collectives.py"
     for path in {*(ROOT / "megatron").rglob("*.py")} - {definitions}:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from distributed import run_distributed
 from models import CPU
 
@@ -38,8 +39,8 @@ def inspect_meshes() -> dict[str, object]:
 
 
 def timeouts(*axes: Axis) -> list[float | None]:
-    """Timeout in minutes of each axis's process group; None for an axis without a group on this rank."""
-    groups = [axis.group for axis in axes]
+    """Timeout in minutes of each axis's process group; None for an axis of size 1."""
+    groups = [(axis.group or dist.group.WORLD) if axis.size > 1 else None for axis in axes]
     return [g and g._get_backend(CPU).options._timeout.total_seconds() / 60 for g in groups]
 
 
@@ -97,8 +98,21 @@ def test_a_rank_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_device("cuda")
 
 
+def test_a_gpu_of_its_own_for_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With SLURM's --gpus-per-task each process sees one GPU, its own. torchrun's processes all see the same."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert choose_device("auto") == torch.device("cuda", 0)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    with pytest.raises(InputError, match=r"^torchrun started local rank 3, but this machine has 1 GPU\(s\)$"):
+        choose_device("auto")
+
+
 def test_every_group_has_the_timeout_of_the_run(found: list[dict]) -> None:
-    """init_device_mesh has no timeout argument, so its groups would default to half an hour."""
+    """Groups do not inherit that of the whole run, and would default to half an hour."""
     assert [rank["timeouts"] for rank in found] == [[MINUTES] * 3] * PROCESSES
     ends, between = [MINUTES, MINUTES], [MINUTES, None]
     assert [rank["timeouts of PP 4"] for rank in found] == [ends, between, between, ends]
@@ -106,7 +120,7 @@ def test_every_group_has_the_timeout_of_the_run(found: list[dict]) -> None:
 
 def test_a_background_thread_has_its_own_heartbeat(found: list[dict]) -> None:
     """If the saving thread advanced the run's heartbeat, the watchdog would not notice that training hangs."""
-    assert [rank["heartbeat"] for rank in found] == [(True, 2, 2)] * PROCESSES
+    assert [rank["heartbeat"] for rank in found] == [(True, 4, 4)] * PROCESSES
 
 
 def test_all_equal_agrees_on_every_rank(found: list[dict]) -> None:

@@ -55,9 +55,8 @@ class TrafficCounter:
     """Counts calls and bytes of torch.distributed by function and mesh axis."""
 
     def __init__(self, mesh: Mesh) -> None:
-        self.names = {
-            id(getattr(mesh, name).group): name for name in ("embedding", "world", "pp", "dp", "tp")
-        }
+        axes = {name: getattr(mesh, name) for name in ("embedding", "world", "pp", "dp", "tp")}
+        self.names = {id(axis.group): name for name, axis in axes.items() if axis.size > 1}
         self.counts: collections.Counter = collections.Counter()
         replaced = [(dist, "all_reduce"), (dist, "isend"), (dist, "irecv"), (dist, "broadcast")]
         replaced += [(dist, "reduce"), (collectives, "_gather"), (collectives, "_reduce_scatter")]

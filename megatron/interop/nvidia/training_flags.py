@@ -110,7 +110,6 @@ TRAINING_FLAGS: tuple[NvidiaFlag, ...] = (
     *accept(
         "communication always overlaps computation where possible",
         "--no-async-tensor-model-parallel-allreduce",
-        "--tp-comm-overlap",
         "--no-overlap-p2p-communication",
         "--overlap-p2p-communication-warmup-flush",
         "--use-ring-exchange-p2p",
