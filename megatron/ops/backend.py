@@ -40,6 +40,7 @@ class Ops:
     """The operations, by default plain PyTorch.
 
     Attributes:
+        dgrad: (output gradient, Wᵀ, None) to the gradient of a linear layer's input; None computes it by `matmul`.
         linear_cross_entropy: output layer and loss in one; None computes all logits, and then their loss.
         run: calls a differentiable function, such as a transformer layer, compiled as a whole or not.
         communicate: calls a function that communicates; compiled layers call it between two graphs.
@@ -51,6 +52,7 @@ class Ops:
     """
 
     matmul: Matmul = matmul
+    dgrad: Callable[[Tensor, Tensor, None], Tensor] | None = None
     accumulate_wgrad: AccumulateWgrad = accumulate_wgrad
     attention: Callable[..., Tensor] = attention
     activation: Callable[[Tensor, str], Tensor] = activation
