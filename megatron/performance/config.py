@@ -51,6 +51,7 @@ class PerformanceConfig(PluginConfig):
             raise InputError("--async-save needs --save, the folder to write checkpoints to")
 
 
+FP8_FORMATS = ("e4m3", "hybrid")
 # Recipes of Megatron-LM that torchao does not have for training on every GPU with FP8.
 OTHER_RECIPES = ("delayed", "mxfp8", "blockwise", "custom")
 # Kernels of scaled products need multiples of this.
@@ -65,7 +66,7 @@ class Fp8Config(PluginConfig):
         None,
         "with --bf16: compute the products of linear layers in transformer layers in FP8. 'e4m3': all operands. "
         "'hybrid': output gradients in e5m2. Needs torchao, and a GPU from Ada or Hopper on; a CPU emulates it",
-        choices=("e4m3", "hybrid"),
+        choices=FP8_FORMATS,
     )
     fp8_recipe: str = flag(
         "tensorwise",
