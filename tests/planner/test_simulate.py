@@ -118,8 +118,8 @@ def test_backward_of_attention_is_four_matmuls():
 
 
 def test_fp8_products_of_layers_run_at_their_peak():
-    """Large products take half as long: 1,979 TFLOP/s for 989. The operands of the three are cast, 5 bytes of memory
-    traffic for each of their elements. Attention, embedding and output layer are as they were."""
+    """Large products take half as long: 1,979 TFLOP/s for 989. The operands of the three are cast, with 2.9 bytes of
+    memory traffic for each of their elements. Attention, embedding and output layer are as they were."""
     plain, machine = job(2, 16384, 128, 8), cluster(1, "h100-80gb")
     fp8 = dataclasses.replace(plain, fp8_format="hybrid")
     before, after = (Simulator(gpt, Layout(), machine, OURS).kernels for gpt in (plain, fp8))
@@ -131,7 +131,7 @@ def test_fp8_products_of_layers_run_at_their_peak():
     assert seconds(after, "matmul") == pytest.approx(seconds(before, "matmul") * 989 / 1979, rel=0.01)
     n, h = 2048, 16384
     weights, inputs, outputs = 12 * h * h, n * (1 + 1 + 1 + 4) * h, n * (3 + 1 + 4 + 1) * h
-    traffic = 5 * 2 * (weights + inputs + outputs)
+    traffic = 2.9 * 2 * (weights + inputs + outputs)
     casts = seconds(after, "elementwise") - seconds(before, "elementwise")
     assert casts == pytest.approx(traffic / (machine.device.bandwidth * machine.efficiency.memory))
     assert (after.head, after.embedding, after.attention) == (before.head, before.embedding, before.attention)
