@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT))
 import torch
 from torch import Tensor, nn
 
+import megatron.plugins  # noqa: F401 (registers compiled layers)
 from megatron.arguments import parse_run_config
 from megatron.data.gpt_dataset import GPTBatch
 from megatron.model.flops import flops_per_sample

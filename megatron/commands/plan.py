@@ -25,7 +25,7 @@ from megatron.errors import InputError
 from megatron.flags import Config, field_types, flag
 from megatron.model.config import ModelConfig
 from megatron.performance.config import FP8_FORMATS
-from megatron.planner.cluster import DATA_SHEET_EFFICIENCY, Cluster, cluster_from_data_sheet
+from megatron.planner.cluster import DATA_SHEET_EFFICIENCY, Cluster, Device, cluster_from_data_sheet
 from megatron.planner.description import read_cluster
 from megatron.planner.device_specs import data_sheet
 from megatron.planner.explain import other_choices, takeaways, why_not
@@ -111,12 +111,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     check_files(config)
     job, cluster = make_job(config, args), make_cluster(config)
-    device = cluster.device
-    if config.fp8_format is not None and (device.fp8 is None or device.precision != "bf16"):
-        raise InputError(
-            f"--fp8-format: {device.name} in {device.precision} has no peak of FP8 products; choose another --gpu, or "
-            "give device.fp8 in the file of --cluster (docs/scaling.md)"
-        )
+    check_precision(config, cluster.device)
     with tqdm(desc="layouts", unit="", leave=False, disable=not sys.stderr.isatty()) as bar:
         result = search(job, cluster, num_plans=NUM_PLANS, progress=lambda n: bar.update(n - bar.n))
     best = result.plans[0]
@@ -198,6 +193,19 @@ def make_cluster(config: PlanConfig) -> Cluster:
     if gpus is None:
         raise InputError("--gpus or --cluster is required without --model")
     return cluster_from_data_sheet(data_sheet(config.gpu or A100_80GB, where="--gpu"), gpus)
+
+
+def check_precision(config: PlanConfig, device: Device) -> None:
+    """Check that the device's speed is known in the formats of a run.
+
+    Raises:
+        InputError: it is not.
+    """
+    if config.fp8_format is not None and (device.fp8 is None or device.precision != "bf16"):
+        raise InputError(
+            f"--fp8-format: {device.name} in {device.precision} has no peak of FP8 products; choose another --gpu, or "
+            "give device.fp8 in the file of --cluster (docs/scaling.md)"
+        )
 
 
 def check_files(config: PlanConfig) -> None:

@@ -54,7 +54,7 @@ class PerformanceConfig(PluginConfig):
 FP8_FORMATS = ("e4m3", "hybrid")
 # Recipes of Megatron-LM that torchao does not have for training on every GPU with FP8.
 OTHER_RECIPES = ("delayed", "mxfp8", "blockwise", "custom")
-# Kernels of scaled products need multiples of this.
+# Scaled products need inner dimensions that are multiples of this, and so many columns of the second operand.
 FP8_MULTIPLE = 16
 
 
@@ -94,10 +94,12 @@ class Fp8Config(PluginConfig):
 
     def check(self, run: RunConfig) -> None:
         model, ranks = run.model, run.parallel.tensor_model_parallel_size
-        if self.fp8_format is None or not model.can_split(ranks):  # a later check has the error
+        if self.fp8_format is None:
             return
         if not run.training.bf16:
             raise InputError(f"--fp8-format: {self.fp8_format} needs --bf16")
+        if not model.can_split(ranks):  # `check_layout` has the error
+            return
         queries = model.num_attention_heads // ranks * model.kv_channels
         sizes = {
             "--hidden-size": model.hidden_size,
@@ -107,9 +109,10 @@ class Fp8Config(PluginConfig):
         }
         for name, size in sizes.items():
             if size % FP8_MULTIPLE:
+                where = " on each tensor-parallel rank" if ranks > 1 else ""
                 raise InputError(
-                    f"--fp8-format: {name} {size} on each tensor-parallel rank is not a multiple of {FP8_MULTIPLE}, as "
-                    "FP8 products need; choose another size, or leave --fp8-format out"
+                    f"--fp8-format: {name} {size}{where} is not a multiple of {FP8_MULTIPLE}, as FP8 products need; "
+                    "choose another size, or leave --fp8-format out"
                 )
 
     def bf16_layers(self, num_layers: int) -> list[int]:

@@ -16,9 +16,7 @@ from torchao.float8.float8_ops import addmm_float8_unwrapped
 from torchao.float8.float8_utils import pad_tensor_for_matmul, tensor_to_scale, to_fp8_saturated
 
 from megatron.ops.linear import matmul
-
-# Scaled products need inner dimensions that are multiples of this, and so many columns of the second operand.
-MULTIPLE = 16
+from megatron.performance.config import FP8_MULTIPLE
 
 
 def recipe(name: str, *, gradients: str, emulate: bool) -> Float8LinearConfig:
@@ -88,7 +86,7 @@ class Fp8Products:
         if self.config.emulate:
             y = torch.mm(a8.float() / a_scale, b8.float() / b_scale).to(dtype)
             return y if bias is None else y + bias
-        if a8.shape[1] % MULTIPLE:  # a number of tokens; the dimensions of weights are multiples
+        if a8.shape[1] % FP8_MULTIPLE:  # a number of tokens; the dimensions of weights are multiples
             a8, b8 = pad_tensor_for_matmul(a8, dims=1), pad_tensor_for_matmul(b8, dims=0)
         # The kernels read rows of the first and columns of the second operand.
         a8, b8 = a8.contiguous(), b8.t().contiguous().t()

@@ -30,15 +30,15 @@ def error_of(flags: str) -> str:
             (f"--bf16 {FP8} --fp8-recipe {name}", f"--fp8-recipe: {name} is not implemented; use tensorwise")
             for name in ("delayed", "mxfp8", "blockwise", "custom")
         ),
-        (f"--bf16 {FP8} --hidden-size 40", "--hidden-size 40 on each tensor-parallel rank is not a multiple"),
-        (f"--bf16 {FP8} --ffn-hidden-size 100", "--ffn-hidden-size 100 on each tensor-parallel rank"),
+        (f"--bf16 {FP8} --hidden-size 40", "--hidden-size 40 is not a multiple of 16"),
+        (f"--bf16 {FP8} --ffn-hidden-size 100", "--ffn-hidden-size 100 is not"),
         (
             f"--bf16 {FP8} --tensor-model-parallel-size 4",
             "times --kv-channels 8 on each tensor-parallel rank",
         ),
         (
             f"--bf16 {FP8} --group-query-attention --num-query-groups 1 --kv-channels 4",
-            "queries, keys and values 24 on each tensor-parallel rank",
+            "queries, keys and values 24 is not a multiple",
         ),
         (f"--bf16 {FP8} --capture x", "are known; verify and capture the run without --fp8-format"),
     ],
