@@ -48,7 +48,7 @@ def use_fp8(config: RunConfig, model: StageModel, device: torch.device) -> None:
         "fp8: %s, recipe: %s, products: %s%s",
         fp8.fp8_format,
         fp8.fp8_recipe,
-        "emulated in fp32, since there is no GPU" if on_cpu else "torch._scaled_mm",
+        "emulated in fp32 on the CPU" if on_cpu else "torch._scaled_mm",
         f", layers in bf16: {', '.join(map(str, kept))}" if kept else "",
     )
 
