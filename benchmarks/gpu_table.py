@@ -15,6 +15,8 @@ from xml.etree import ElementTree
 MFU_GOALS = {"355m": 0.45, "1.3b": 0.52, "7b": 0.57}
 SPEED_GOAL = 1.1
 PEER = "nanoGPT, compiled"
+# Our tokens/s with FP8 over those in bf16.
+FP8, FP8_GOALS = "ours, FP8", {"7b": 1.25}
 
 
 def main() -> None:
@@ -62,6 +64,10 @@ def verdicts(name: str, sides: dict[str, dict[str, float]]) -> list[str]:
         ("MFU", sides.get("ours", {}).get("MFU"), MFU_GOALS[name]),
         (f"speed over {PEER}", sides.get(PEER, {}).get("ours over it"), SPEED_GOAL),
     )
+    if name in FP8_GOALS:
+        bf16, fp8 = (sides.get(side, {}).get("tokens/s") for side in ("ours", FP8))
+        speed = None if bf16 is None or fp8 is None else round(fp8 / bf16, 3)
+        goals += (("speed of FP8 over bf16", speed, FP8_GOALS[name]),)
     return [
         f"goal {goal} for {title}: "
         + ("not measured" if value is None else f"{value}, {'met' if value >= goal else 'missed'}")

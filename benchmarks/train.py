@@ -33,6 +33,7 @@ from megatron.cli import Parser, add_flags, make_config, run_command
 from megatron.errors import InputError
 from megatron.flags import Config, flag
 from megatron.performance.cuda_graph import WARM_UP
+from megatron.performance.fp8 import MIN_CAPABILITY
 from megatron.planner.device_specs import peak_flops
 
 # Rounds that compile, allocate memory and capture a CUDA graph; not measured.
@@ -98,6 +99,9 @@ def compare(
     }
     if config.device == "cuda" and size is SIZES["small"]:
         sides["ours, CUDA graph"] = (ours, ("--cuda-graph",))
+    has_fp8 = config.device == "cuda" and torch.cuda.get_device_capability() >= MIN_CAPABILITY
+    if has_fp8 and precision == "bf16" and importlib.util.find_spec("torchao") is not None:
+        sides["ours, FP8"] = (ours, ("--fp8-format", "hybrid"))
     if config.nanogpt is not None:
         sides["nanoGPT, compiled"] = (baseline, ("nanogpt", config.nanogpt, True))
     if config.device == "cpu":

@@ -16,7 +16,7 @@ from megatron.interop.nvidia.data_order import head_split_bounds
 from megatron.interop.nvidia.flags import add_nvidia_flags
 from megatron.interop.nvidia.loss_mean import LossMeanConfig
 from megatron.interop.other_names import FLAG_NAMES
-from megatron.performance.config import PerformanceConfig
+from megatron.performance.config import Fp8Config, PerformanceConfig
 from megatron.planner.config import DryRunConfig
 from megatron.recipes.config import (
     ExitConfig,
@@ -55,6 +55,7 @@ PLUGIN_CONFIGS.update(
         "old checkpoints": RetentionConfig,
         "best checkpoint": SaveBestConfig,
         "performance": PerformanceConfig,
+        "low precision": Fp8Config,
         "reports": ReportConfig,
         "timing": TimingConfig,
         "profile": ProfileConfig,

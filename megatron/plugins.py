@@ -40,6 +40,7 @@ from megatron.performance.async_save import AsyncSaving
 from megatron.performance.compiled_layer import layer_ops
 from megatron.performance.config import PerformanceConfig
 from megatron.performance.cuda_graph import CudaGraph
+from megatron.performance.fp8 import use_fp8
 from megatron.performance.load import LoadWarning
 from megatron.performance.manual_gc import ManualGC
 from megatron.performance.tp_overlap import TPCommOverlap
@@ -65,7 +66,7 @@ from megatron.reports.run_size import RunSize
 from megatron.reports.throughput import Throughput
 from megatron.reports.timers import PhaseTimes
 from megatron.training.batch_size import BATCH_SCHEDULES
-from megatron.training.build import FIRST_OPTIMIZERS, MODEL_CHECKS
+from megatron.training.build import FIRST_OPTIMIZERS, MODEL_HOOKS
 from megatron.training.config import RunConfig
 from megatron.training.engine import STEP_RULES
 from megatron.training.hooks import Evaluation, Saving
@@ -94,7 +95,7 @@ SCHEDULES.update({"gpipe": gpipe, "interleaved": interleaved})
 LR_DECAYS.update(lr_decay.LR_DECAYS)
 LAYER_SPLITS.update({"uneven": uneven_split, "virtual": virtual_split})
 BATCH_CHECKS[:] = [check_full_groups]
-MODEL_CHECKS[:] = [check_model_memory]
+MODEL_HOOKS[:] = [check_model_memory, use_fp8]
 FIRST_OPTIMIZERS[:] = [Frozen]
 RESUME_NOTES[:] = [resume_notes]
 START_CHECKS[:] = [check_gloo_on_gpu, check_same_everywhere, check_same_data]

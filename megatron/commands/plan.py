@@ -24,7 +24,8 @@ from megatron.cli import Parser, add_flags, make_config, run_command
 from megatron.errors import InputError
 from megatron.flags import Config, field_types, flag
 from megatron.model.config import ModelConfig
-from megatron.planner.cluster import DATA_SHEET_EFFICIENCY, Cluster, cluster_from_data_sheet
+from megatron.performance.config import FP8_FORMATS
+from megatron.planner.cluster import DATA_SHEET_EFFICIENCY, Cluster, Device, cluster_from_data_sheet
 from megatron.planner.description import read_cluster
 from megatron.planner.device_specs import data_sheet
 from megatron.planner.explain import other_choices, takeaways, why_not
@@ -69,6 +70,9 @@ class PlanConfig(Config):
         None, "samples per step (default: that of --model)", low=1, high=10**7
     )
     seq_length: int | None = flag(None, "tokens per sample (default: that of --model)", low=1)
+    fp8_format: str | None = flag(
+        None, "plan a run with this flag: FP8 products in the layers", choices=FP8_FORMATS
+    )
     vocab_size: int = flag(VOCAB_SIZE, "size of the vocabulary, before padding", low=1)
     tokens: float | None = flag(
         None, "tokens to train on, such as 300e9; prints days and GPU-hours", above=0, high=1e18
@@ -107,6 +111,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     check_files(config)
     job, cluster = make_job(config, args), make_cluster(config)
+    check_precision(config, cluster.device)
     with tqdm(desc="layouts", unit="", leave=False, disable=not sys.stderr.isatty()) as bar:
         result = search(job, cluster, num_plans=NUM_PLANS, progress=lambda n: bar.update(n - bar.n))
     best = result.plans[0]
@@ -168,7 +173,7 @@ def make_job(config: PlanConfig, args: dict[str, Any]) -> Job:
         raise InputError(
             f"--seq-length: {seq_length} is longer than --max-position-embeddings {model.max_position_embeddings}"
         )
-    return Job(model, seq_length, config.vocab_size, batch)
+    return Job(model, seq_length, config.vocab_size, batch, config.fp8_format)
 
 
 def make_cluster(config: PlanConfig) -> Cluster:
@@ -188,6 +193,19 @@ def make_cluster(config: PlanConfig) -> Cluster:
     if gpus is None:
         raise InputError("--gpus or --cluster is required without --model")
     return cluster_from_data_sheet(data_sheet(config.gpu or A100_80GB, where="--gpu"), gpus)
+
+
+def check_precision(config: PlanConfig, device: Device) -> None:
+    """Check that the device's speed is known in the formats of a run.
+
+    Raises:
+        InputError: it is not.
+    """
+    if config.fp8_format is not None and (device.fp8 is None or device.precision != "bf16"):
+        raise InputError(
+            f"--fp8-format: {device.name} in {device.precision} has no peak of FP8 products; choose another --gpu, or "
+            "give device.fp8 in the file of --cluster (docs/scaling.md)"
+        )
 
 
 def check_files(config: PlanConfig) -> None:

@@ -104,12 +104,14 @@ def compare(config: VerifyConfig, command: Sequence[str]) -> int:
 
 def verify(config: VerifyConfig, command: list[str]) -> int:
     from megatron.training.layout import check_layout
+    from megatron.verify.config import check_precision
     from megatron.verify.runner import STEPS, Runs, Verification
     from megatron.verify.shrink import shrink
 
     begin = time.monotonic()
     script, processes, flags = parse_command(command)
     run = parse(script, flags)
+    check_precision(run)
     parallel = run.parallel
     ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     check_layout(run, config.processes or processes or ranks)

@@ -15,7 +15,6 @@ from megatron.model.language_model import LanguageModel
 from megatron.model.transformer import Cache, LayerInputs, Transformer
 from megatron.model.variants import variant
 from megatron.model.vocabulary import OutputLayer
-from megatron.ops.attention import document_mask
 from megatron.parallel.collectives import gather_sequence
 from megatron.parallel.random import DropoutKey
 from megatron.parallel.stages import Chunk
@@ -63,10 +62,7 @@ class GPTModel(LanguageModel):
         mask_bst, causal = (None, True) if cache is None else (cache.mask_bst, cache.causal)
         mask_bnst = None if mask_bst is None else mask_bst.unsqueeze(1)
         if document_ids_bs is not None:
-            # Only a tensor goes with dropout or with ALiBi's bias.
-            plain = dropout_key is not None and self.config.attention_dropout > 0
-            plain = plain or self.config.position_embedding_type == "alibi"
-            mask_bnst = (document_mask if plain else self.context.ops.document_mask)(document_ids_bs)
+            mask_bnst = self.context.ops.document_mask(document_ids_bs)
         inputs = LayerInputs(
             rotary=self.rotary(position_ids_bs),
             mask_bnst=mask_bnst,

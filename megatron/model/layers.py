@@ -139,7 +139,7 @@ class _Linear(torch.autograd.Function):
         # Each communication overlaps with the products that do not need its result.
         gathering = start_all_gather(x, axis) if ctx.sequence_parallel and needs_weight else None
         if needs_x:
-            grad_x = ops.matmul(grad, weight.t(), None)
+            grad_x = (ops.dgrad or ops.matmul)(grad, weight.t(), None)
             if axis.size > 1:
                 reducing = (start_reduce_scatter if ctx.sequence_parallel else start_all_reduce)(grad_x, axis)
         flat_grad = grad.flatten(0, -2)

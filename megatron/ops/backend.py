@@ -39,6 +39,7 @@ class Ops:
     """The operations, by default plain PyTorch.
 
     Attributes:
+        dgrad: (output gradient, Wᵀ, None) to the gradient of a linear layer's input; None computes it by `matmul`.
         linear_cross_entropy: output layer and loss in one.
         document_mask: makes the mask of attention within documents, which `attention` takes.
         run: calls a differentiable function, such as a transformer layer, compiled as a whole or not.
@@ -51,6 +52,7 @@ class Ops:
     """
 
     matmul: Matmul = matmul
+    dgrad: Callable[[Tensor, Tensor, None], Tensor] | None = None
     accumulate_wgrad: AccumulateWgrad = accumulate_wgrad
     attention: Callable[..., Tensor] = attention
     document_mask: Callable[[Tensor], Any] = document_mask

@@ -77,7 +77,7 @@ class Mesh:
     """All processes of the run.
 
     Attributes:
-        world: every process. The other axes are parts of it. Its group is for tensors of the host only (gloo).
+        world: every process. The other axes are parts of it. Its group, for tensors of the host, is gloo's.
         pp: stages of this process's pipeline.
         dp: processes that read different samples.
         dp_cp: processes that hold the same dense parameters and sum their gradients. The same as `dp` while there is
@@ -196,14 +196,14 @@ def init_mesh(
             store=meet(rank, processes, (host, port), timeout),
             rank=rank,
             world_size=processes,
-            # Values that the host needs are communicated over gloo, which never waits for a GPU.
             backend="gloo",
             timeout=timeout,
         )
         world = Axis(rank, processes, ranks=range(processes))
         check(world)
-        whole = Mesh(device, world, heartbeat=world.heartbeat, timeout=timeout, backend=backend)
-        mesh = arrange(sizes, whole)
+        mesh = arrange(
+            sizes, Mesh(device, world, heartbeat=world.heartbeat, timeout=timeout, backend=backend)
+        )
     except TransientFault:
         raise
     except RuntimeError as error:

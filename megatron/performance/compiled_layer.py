@@ -15,10 +15,10 @@ from torch import Tensor
 
 from megatron.ops.backend import Ops
 from megatron.ops.compiler import CompileFn, Compiler, eager
+from megatron.ops.document_attention import attention_by_documents, document_blocks
 from megatron.ops.linear import fused_accumulate_wgrad
 from megatron.parallel.parameters import main_grad
 from megatron.parallel.random import DropoutKey, stable_hash
-from megatron.performance.document_attention import attention_by_documents, document_blocks
 
 # Lower 32 bits of a number.
 MASK = 2**32 - 1

@@ -1,8 +1,10 @@
-"""Flags that make a run faster without changing what it computes."""
+"""Flags that make a run faster."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from megatron.errors import InputError
 from megatron.flags import flag
@@ -52,5 +54,92 @@ class PerformanceConfig(PluginConfig):
     def check(self, run: RunConfig) -> None:
         if self.tp_comm_overlap and run.parallel.tensor_model_parallel_size == 1:
             raise InputError("--tp-comm-overlap needs --tensor-model-parallel-size above 1")
+        if self.tp_comm_overlap and run.plugin(Fp8Config).fp8_format is not None:
+            raise InputError(
+                "--tp-comm-overlap and --fp8-format exclude each other: it divides products in bf16; leave one out"
+            )
         if self.async_save and run.checkpoint.save is None:
             raise InputError("--async-save needs --save, the folder to write checkpoints to")
+
+
+FP8_FORMATS = ("e4m3", "hybrid")
+# Recipes of Megatron-LM that torchao does not have for training on every GPU with FP8.
+OTHER_RECIPES = ("delayed", "mxfp8", "blockwise", "custom")
+# Scaled products need inner dimensions that are multiples of this, and so many columns of the second operand.
+FP8_MULTIPLE = 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fp8Config(PluginConfig):
+    """FP8 products in the linear layers of transformer layers, by torchao."""
+
+    fp8_format: str | None = flag(
+        None,
+        "with --bf16: compute the products of linear layers in transformer layers in FP8. 'e4m3': all operands. "
+        "'hybrid': output gradients in e5m2. Needs torchao, and a GPU from Ada or Hopper on; a CPU emulates it",
+        choices=FP8_FORMATS,
+    )
+    fp8_recipe: str = flag(
+        "tensorwise",
+        "with --fp8-format: scales, always by current values. 'tensorwise': one for each tensor. 'rowwise': one for "
+        "each row of the first and column of the second operand of a product, a power of 2",
+        choices=("tensorwise", "rowwise"),
+    )
+    first_last_layers_bf16: bool = flag(
+        False, "with --fp8-format: compute the first and the last layers in bf16"
+    )
+    num_layers_at_start_in_bf16: int = flag(
+        1, "with --first-last-layers-bf16: number of first layers in bf16", low=0
+    )
+    num_layers_at_end_in_bf16: int = flag(
+        1, "with --first-last-layers-bf16: number of last layers in bf16", low=0
+    )
+
+    def __post_init__(self) -> None:
+        if self.fp8_recipe in OTHER_RECIPES:
+            raise InputError(
+                f"--fp8-recipe: {self.fp8_recipe} is not implemented; use tensorwise, one scale for each tensor by its "
+                "current values, or rowwise, one for each row and column"
+            )
+        super().__post_init__()
+
+    def check(self, run: RunConfig) -> None:
+        model, ranks = run.model, run.parallel.tensor_model_parallel_size
+        if self.fp8_format is None:
+            return
+        if not run.training.bf16:
+            raise InputError(f"--fp8-format: {self.fp8_format} needs --bf16")
+        if not model.can_split(ranks):  # `check_layout` has the error
+            return
+        queries = model.num_attention_heads // ranks * model.kv_channels
+        sizes = {
+            "--hidden-size": model.hidden_size,
+            "--num-attention-heads times --kv-channels": queries,
+            "queries, keys and values": queries + 2 * model.kv_heads_per_rank(ranks) * model.kv_channels,
+            "--ffn-hidden-size": model.ffn_hidden_size // ranks,
+        }
+        for name, size in sizes.items():
+            if size % FP8_MULTIPLE:
+                where = " on each tensor-parallel rank" if ranks > 1 else ""
+                raise InputError(
+                    f"--fp8-format: {name} {size}{where} is not a multiple of {FP8_MULTIPLE}, as FP8 products need; "
+                    "choose another size, or leave --fp8-format out"
+                )
+
+    def bf16_layers(self, num_layers: int) -> list[int]:
+        """Layers of a model that stay in bf16."""
+        if not self.first_last_layers_bf16:
+            return []
+        last = max(0, num_layers - self.num_layers_at_end_in_bf16)
+        return [i for i in range(num_layers) if i < self.num_layers_at_start_in_bf16 or i >= last]
+
+    @classmethod
+    def without_effect(cls, values: Mapping[str, Any]) -> list[str]:
+        edges = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+        needs = {"fp8_format": ("fp8_recipe", "first_last_layers_bf16"), "first_last_layers_bf16": edges}
+        return [
+            f"--{name.replace('_', '-')} has no effect without --{needed.replace('_', '-')}"
+            for needed, names in needs.items()
+            for name in names
+            if name in values and not values.get(needed)
+        ]

@@ -22,6 +22,7 @@ class Device:
         sms: streaming multiprocessors, which share the tiles of a matrix product; 1 disables the tile model.
         memory: bytes.
         bandwidth: bytes/s of memory.
+        fp8: FLOP/s of FP8 products; None if it has none.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Device:
     sms: int
     memory: float
     bandwidth: float
+    fp8: float | None = None
 
     @property
     def element(self) -> int:
@@ -157,6 +159,7 @@ def device_from_data_sheet(sheet: DataSheet) -> Device:
         sms=sheet.sms,
         memory=sheet.memory * 2**20,
         bandwidth=sheet.bandwidth * 1e9,
+        fp8=None if sheet.fp8 is None else sheet.fp8 * 1e12,
     )
 
 

@@ -153,6 +153,7 @@ def _device(file: _Section) -> Device:
         sms=fields.whole("sms", 1),
         memory=fields.quantity("memory", "memory"),
         bandwidth=fields.quantity("bandwidth", "speed"),
+        fp8=fields.quantity("fp8", "arithmetic") if "fp8" in given else None,
     )
     fields.end()
     return device
@@ -185,6 +186,7 @@ def describe(cluster: Cluster) -> str:
             "sms": device.sms,
             "memory": f"{device.memory / 1e9:.4g} GB",
             "bandwidth": f"{device.bandwidth / 1e9:.4g} GB/s",
+            **({"fp8": f"{device.fp8 / 1e9:.4g} GFLOP/s"} if device.fp8 else {}),
         },
         "devices-per-node": cluster.per_node,
         "nodes": cluster.nodes,

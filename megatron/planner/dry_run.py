@@ -33,6 +33,8 @@ from megatron.parallel.mesh import Mesh, world_size
 from megatron.parallel.phases import Phases
 from megatron.parallel.stages import split_layers
 from megatron.parallel.transfers import MAX_PENDING_SENDS
+from megatron.performance.config import Fp8Config
+from megatron.performance.fp8 import make_products, set_products
 from megatron.planner.config import DryRunConfig
 from megatron.planner.counting import Counter, Traffic
 from megatron.planner.dry_run_report import RankCost, as_json, table
@@ -204,6 +206,8 @@ class DryRun:
     def count(self, rank: int) -> RankCost:
         """Count the resources of a rank."""
         size, padded = self.vocab_sizes
+        # torchao cannot be imported while tensors are fake.
+        products = make_products(self.config.plugin(Fp8Config), emulate=not self.gpu)
         with fake_mesh(self.config.parallel, CPU, rank=rank, processes=self.processes) as mesh:
             counter = Counter(mesh.heartbeat)
             phases = PhaseRecorder(counter)
@@ -212,6 +216,8 @@ class DryRun:
                 model = build_model(
                     self.config, self.task, mesh, ops, vocab_size=size, padded_vocab_size=padded
                 )
+                if products is not None:
+                    set_products(self.config, model, products)
                 engine = Engine(self.config, self.task, mesh, model, phases)
                 return count_step(
                     engine, phases, self.batches(), simulated=self.simulated, microbatches=self.microbatches

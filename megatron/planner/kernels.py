@@ -22,6 +22,9 @@ ATTENTION_BLOCK = 128
 # entropy: converts logits to fp32, takes the maximum, the exponentials and their sum; backward scales them and converts
 # them back.
 EMBEDDING, CROSS_ENTROPY = (6, 9), (10, 8)
+# Accesses of a cast to FP8, in elements of bf16: 2.9 bytes, which torch.compile's kernels of a GPT-2 layer read and
+# write more for each element of a product's operands. Not fused these were 5: read for the maximum, read, write.
+FP8_CAST = 1.45
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,27 +83,41 @@ class Kernels:
     cluster: Cluster
     program: Program
 
-    def matmul(self, m: float, n: float, k: float, batch: float = 1) -> float:
-        """Seconds of `batch` products of [m, k] and [k, n].
+    def matmul(self, m: float, n: float, k: float, batch: float = 1, *, fp8: bool = False) -> float:
+        """Seconds of `batch` products of [m, k] and [k, n], which are in FP8 if `fp8`.
 
         Tiles run in waves over the SMs and the last wave may be nearly empty; the tile shape with the smaller loss is
         used. Products with a small inner dimension are bound by memory bandwidth.
         """
         device, efficiency = self.cluster.device, self.cluster.efficiency
-        compute = 2 * batch * m * n * k / (device.peak * efficiency.matmul)
+        peak, element = (device.fp8, 1) if fp8 else (device.peak, device.element)
+        assert peak is not None  # the command has checked it
+        compute = 2 * batch * m * n * k / (peak * efficiency.matmul)
         if device.sms > 1:
             area = min(
                 math.ceil(batch * math.ceil(m / x) * math.ceil(n / y) / device.sms) * x * y for x, y in TILES
             )
             compute *= area * device.sms / (batch * m * n) * (1 + TILE_OVERHEAD / k)
-        size = device.element * batch * (m * k + k * n + m * n)
+        size = batch * (element * (m * k + k * n) + device.element * m * n)
         return max(compute, size / (device.bandwidth * efficiency.memory)) + efficiency.launch
 
-    def linear(self, tokens: float, inputs: float, outputs: float) -> ForwardBackward:
+    def linear(self, tokens: float, inputs: float, outputs: float, *, fp8: bool = False) -> ForwardBackward:
         """A layer with weight [outputs, inputs]; backward computes the gradients of the input and of the weight."""
-        forward = self.matmul(tokens, outputs, inputs)
-        backward = self.matmul(tokens, inputs, outputs) + self.matmul(outputs, inputs, tokens)
+        forward = self.matmul(tokens, outputs, inputs, fp8=fp8)
+        backward = self.matmul(tokens, inputs, outputs, fp8=fp8) + self.matmul(
+            outputs, inputs, tokens, fp8=fp8
+        )
         return ForwardBackward(Cost(matmul=forward), Cost(matmul=backward))
+
+    def layer_linear(self, tokens: float, inputs: float, outputs: float) -> ForwardBackward:
+        """`linear` within a transformer layer. With --fp8-format each of its three products casts both operands."""
+        if self.job.fp8_format is None:
+            return self.linear(tokens, inputs, outputs)
+        return (
+            self.linear(tokens, inputs, outputs, fp8=True)
+            + self.elementwise(tokens * inputs + inputs * outputs, (FP8_CAST, FP8_CAST))
+            + self.elementwise(tokens * outputs, (0, 2 * FP8_CAST))
+        )
 
     def elementwise(self, elements: float, accesses: Accesses) -> ForwardBackward:
         """Operations that read and write each of `elements` as often as `accesses` says."""
@@ -146,11 +163,11 @@ class Kernels:
         ffn = model.ffn_hidden_size / t
         fc1 = ffn * (2 if model.gated else 1)
         layer = (
-            self.linear(n, h, (heads + kv) / t)
+            self.layer_linear(n, h, (heads + kv) / t)
             + self.attention
-            + self.linear(n, heads / t, h)
-            + self.linear(n, h, fc1)
-            + self.linear(n, ffn, h)
+            + self.layer_linear(n, heads / t, h)
+            + self.layer_linear(n, h, fc1)
+            + self.layer_linear(n, ffn, h)
             + self.elementwise(self.local_tokens * h, self.program.residual)
             + self.elementwise(n * heads / t, self.program.heads)
             + self.elementwise(n * (fc1 + ffn) / 2, self.program.mlp)

@@ -17,12 +17,13 @@ Accesses = tuple[float, float]
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A GPT and its global batch. `vocab_size` is the size before padding."""
+    """A GPT, its global batch, and the --fp8-format of its layers. `vocab_size` is the size before padding."""
 
     model: ModelConfig
     seq_length: int
     vocab_size: int
     global_batch_size: int
+    fp8_format: str | None = None
 
     def padded_vocab_size(self, tensor: int) -> int:
         """Rows of the embedding table, with --make-vocab-size-divisible-by 128."""

@@ -19,10 +19,11 @@ def heading(job: Job, cluster: Cluster) -> str:
     """Size of the model, of the cluster and of a step."""
     nodes = "one node" if cluster.nodes == 1 else f"{cluster.nodes:,} nodes of {cluster.per_node}"
     parameters = model_parameters(job)
+    products = "" if job.fp8_format is None else ", FP8 products"
     many = f"{parameters / 1e9:,.2f} billion" if parameters >= 1e9 else f"{parameters / 1e6:,.4g} million"
     return (
         f"{many} parameters on {cluster.devices:,} "
-        f"{cluster.device.name} ({nodes}, {cluster.device.precision}); {job.global_batch_size:,} samples of "
+        f"{cluster.device.name} ({nodes}, {cluster.device.precision}{products}); {job.global_batch_size:,} samples of "
         f"{job.seq_length:,} tokens per step"
     )
 
@@ -91,6 +92,8 @@ def command_flags(plan: Plan, job: Job, cluster: Cluster, tokens: float | None) 
     flags = [*model, f"--seq-length {job.seq_length}", *plan.layout.flags(job)]
     if precision != "fp32":
         flags.append(f"--{precision}")
+    if job.fp8_format is not None:
+        flags.append(f"--fp8-format {job.fp8_format}")
     if tokens is not None:
         flags.append(f"--train-samples {math.ceil(tokens / job.seq_length)}")
     return flags

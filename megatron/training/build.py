@@ -24,8 +24,8 @@ from megatron.training.engine import DTYPES, Engine
 from megatron.training.stage import StageModel
 from megatron.training.task import Task
 
-# Checks of a model that has no memory yet, on its device, which raise `InputError`. Filled by `megatron.plugins`.
-MODEL_CHECKS: list[Callable[[RunConfig, StageModel, torch.device], None]] = []
+# Check or change a model that has no memory yet, on its device; raise `InputError`. Filled by `megatron.plugins`.
+MODEL_HOOKS: list[Callable[[RunConfig, StageModel, torch.device], None]] = []
 # Make optimizers of parameters that --optimizer does not update. Filled by `megatron.plugins`.
 FIRST_OPTIMIZERS: list[Callable[[RunConfig], OptimizerSpec]] = []
 
@@ -40,8 +40,8 @@ def build_engine(
     """
     ops = choose_run_ops(config, mesh, padded_vocab_size)
     model = build_model(config, task, mesh, ops, vocab_size=vocab_size, padded_vocab_size=padded_vocab_size)
-    for check in MODEL_CHECKS:
-        check(config, model, mesh.device)
+    for hook in MODEL_HOOKS:
+        hook(config, model, mesh.device)
     return Engine(config, task, mesh, model, Phases())
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 
 from megatron.errors import InputError
 from megatron.model.config import ModelConfig
@@ -17,6 +18,7 @@ from megatron.model.context import ModelContext
 from megatron.model.transformer import LayerInputs, Norm, SelfAttention, Transformer, TransformerLayer
 from megatron.model.variants import variant
 from megatron.ops.attention import causal_mask
+from megatron.ops.document_attention import dense_mask
 from megatron.parallel.collectives import all_reduce_sum
 from megatron.parallel.mesh import Axis
 from megatron.parallel.parameters import ones, parameter
@@ -128,6 +130,8 @@ class AlibiTransformer(Transformer):
         if not self.layers:
             return super().forward(x_sbh, inputs)
         tp, mask_bnst, cache = self.context.tp, inputs.mask_bnst, inputs.cache
+        if isinstance(mask_bnst, BlockMask):
+            mask_bnst = dense_mask(mask_bnst)
         if mask_bnst is None:
             s = x_sbh.shape[0] * (tp.size if self.context.sequence_parallel else 1)
             t = s if cache is None else cache.memory.shape[-2]

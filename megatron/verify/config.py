@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron.errors import InputError
 from megatron.flags import flag
+from megatron.performance.config import Fp8Config
 from megatron.training.config import PluginConfig, RunConfig
 
 
@@ -30,3 +31,19 @@ class CaptureConfig(PluginConfig):
     def check(self, run: RunConfig) -> None:
         if self.capture is not None and Path(self.capture).exists():
             raise InputError(f"--capture: {self.capture} exists; name a new folder")
+        if self.capture is not None:
+            check_precision(run)
+
+
+def check_precision(run: RunConfig) -> None:
+    """Check that bounds of rounding errors are known for a run's precision.
+
+    Raises:
+        InputError: they are not.
+    """
+    fp8_format = run.plugin(Fp8Config).fp8_format
+    if fp8_format is not None:
+        raise InputError(
+            f"--fp8-format: {fp8_format} rounds differently in each layout, since each rank scales its part; no bounds "
+            "are known; verify and capture the run without --fp8-format"
+        )

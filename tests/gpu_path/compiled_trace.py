@@ -41,6 +41,8 @@ from megatron.ops.rotary import rotary_angles
 from megatron.parallel.random import DropoutKey
 from megatron.parallel.stages import Chunk
 from megatron.performance.compiled_layer import device_keys, inductor_options
+from megatron.performance.config import Fp8Config
+from megatron.performance.fp8 import make_products, set_products
 from megatron.planner.fakes import ON_A_GPU
 from megatron.training.config import RunConfig
 
@@ -115,11 +117,12 @@ def run_layer(config: RunConfig, inner_compile: Callable[..., Any], *, causal: b
     """Compile a layer forward and backward. Nothing is computed: the values of all tensors are arbitrary."""
     torch.compiler.reset()
     model, samples, length = config.model, config.training.micro_batch_size, config.data.seq_length
-    layer = Transformer(
-        model,
-        ModelContext(vocab_size=1, padded_vocab_size=1, ops=layer_ops(inner_compile)),
-        Chunk(layers=range(1), first=True, last=False),
-    )
+    context = ModelContext(vocab_size=1, padded_vocab_size=1, ops=layer_ops(inner_compile))
+    layer = Transformer(model, context, Chunk(layers=range(1), first=True, last=False))
+    products = make_products(config.plugin(Fp8Config), emulate=False)
+    if products is not None:
+        stage: Any = types.SimpleNamespace(modules=[layer], context=context)
+        set_products(config, stage, products)
     flat(layer, torch.bfloat16)
     x = torch.empty(length, samples, model.hidden_size, dtype=torch.bfloat16, requires_grad=True)
     rotary = None

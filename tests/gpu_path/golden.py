@@ -48,8 +48,8 @@ SHAPES = {
 }
 
 
-def config_of(shape: str, layers: int) -> RunConfig:
-    flags = f"{COMMON} {SHAPES[shape]} --num-layers {layers}".split()
+def config_of(shape: str, layers: int, more: str = "") -> RunConfig:
+    flags = f"{COMMON} {SHAPES[shape]} --num-layers {layers} {more}".split()
     return parse_run_config(flags, description="", defaults={} if shape == "BERT" else DEFAULTS)
 
 
@@ -63,11 +63,11 @@ def operations(shape: str) -> tuple[list[Operation], list[Operation]]:
 
 
 @functools.cache
-def compiled(shape: str) -> Compiled:
+def compiled(shape: str, more: str = "") -> Compiled:
     """One layer that torch.compile compiles as a whole."""
     from gpu_path.compiled_trace import compiled_layer  # its parts of Inductor depend on torch's version
 
-    return compiled_layer(config_of(shape, 1), causal=shape != "BERT")
+    return compiled_layer(config_of(shape, 1, more), causal=shape != "BERT")
 
 
 def measure(shape: str) -> dict[str, dict[str, dict[str, int]]]:

@@ -30,7 +30,7 @@ NO_KERNEL = set(
     view view_as
     """.split()
 )
-MATMUL = set("accumulate_wgrad addmm addmm_ baddbmm bmm linear mm".split())
+MATMUL = set("_scaled_mm accumulate_wgrad addmm addmm_ baddbmm bmm linear mm".split())
 ATTENTION = "_scaled_dot_product_"
 PASSES = {"forward-compute": "forward", "backward-compute": "backward"}
 

@@ -87,6 +87,26 @@ def test_golden_numbers_of_compiled_layers(shape: str) -> None:
     assert 1 <= other_bytes(layer) / hand_count(config_of(shape, 1)) < 1.5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_fp8_casts_are_fused(recipe: str) -> None:
+    """All products of a compiled layer are scaled ones, with operands of a byte. A cast that is not fused reads its
+    operand twice and writes bytes: 5 bytes for each element of the operands of three products."""
+    pytest.importorskip("torchao", reason="needs pip install torchao")
+    plain, fp8 = (
+        compiled("GPT-2", flags).operations for flags in ("", f"--fp8-format hybrid --fp8-recipe {recipe}")
+    )
+    for direction, count in (("forward", 4), ("backward", 8)):
+        names = [o.name for o in fp8 if o.kind == "matmul" and o.direction == direction]
+        assert names == ["_scaled_mm"] * count
+    tokens, h = 8 * 1024, 1024
+    operands = 2 * (12 * h * h + (7 + 9) * tokens * h)
+    casts = other_bytes(fp8) - other_bytes(plain)
+    assert operands < casts < 4 * operands
+    products = [sum(o.bytes for o in found if o.kind == "matmul") for found in (plain, fp8)]
+    assert products[1] < 0.7 * products[0]
+
+
 def test_bytes_of_a_layer_in_closed_form() -> None:
     """Forward of GPT-2: two norms, two residuals and GELU read and write 18 activations; two dropouts read and write
     one each, and masks of half an activation."""

@@ -216,7 +216,7 @@ def test_flags_of_nvidia_test_configurations(base_config) -> None:
 
 
 def test_values_of_flags() -> None:
-    assert error_of("--fp8-format") == "--fp8-format: expected 1 argument"
+    assert error_of("--fp8-margin") == "--fp8-margin: expected 1 argument"
     assert error_of("--squared-relu=1") == "--squared-relu: takes no value, but was given '1'"
     assert error_of("--moe-router-load-balancing-type a b").startswith(
         "--moe-router-load-balancing-type a b is not supported: "

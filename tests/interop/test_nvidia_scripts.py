@@ -197,8 +197,7 @@ LLAMA_FSDP = """
 MOCK = "--mock-data --tokenizer-type NullTokenizer --tiktoken-pattern v2"
 REAL = "--data-path my_text_document --tokenizer-type HuggingFaceTokenizer --tokenizer-model llama3"
 LLAMA_REFUSED = (
-    "--decoupled-lr --decoupled-min-lr --fp8-format --fp8-amax-history-len --fp8-amax-compute-algo "
-    "--fp8-param-gather"
+    "--decoupled-lr --decoupled-min-lr --fp8-amax-history-len --fp8-amax-compute-algo --fp8-param-gather"
 )
 # From examples/gpt3/README.md.
 README_SIZES = {"345M": (12, 512, 8, 1024), "857M": (24, 1024, 16, 2048)}

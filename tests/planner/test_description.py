@@ -104,6 +104,14 @@ def test_a_small_efficiency_survives_a_round_trip(tmp_path: Path):
     assert read(tmp_path, describe(slow)).efficiency == slow.efficiency
 
 
+def test_the_peak_of_fp8_products_is_optional(tmp_path: Path):
+    text = FILE.replace("a100-80gb", CUSTOM.replace("x,", "x, fp8: 2 TFLOP/s,"))
+    machine = read(tmp_path, text)
+    assert machine.device.fp8 == 2e12
+    assert read(tmp_path, describe(machine)).device == machine.device
+    assert read(tmp_path, FILE.replace("a100-80gb", CUSTOM)).device.fp8 is None
+
+
 def test_one_node_needs_no_network(tmp_path: Path):
     text = FILE.replace("network: {bandwidth: 200 Gb/s}", "").replace("nodes: 4", "nodes: 1")
     assert read(tmp_path, text).devices == 8

@@ -46,6 +46,15 @@ def test_the_machines_of_the_papers():
     assert 39 / v100.fp16 == pytest.approx(0.30)
 
 
+def test_fp8_products_are_twice_as_fast_as_those_in_bf16():
+    """On every GPU that has them, from Ada on, by its data sheet."""
+    for sheet in DATA_SHEETS:
+        has_fp8 = not sheet.name.startswith(("a", "rtx-a", "rtx-3", "v100", "t4"))
+        assert (sheet.fp8 is not None) == has_fp8
+        if sheet.fp8 is not None:
+            assert sheet.fp8 == pytest.approx(2 * sheet.bf16, rel=0.015)
+
+
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(
         InputError, match=r"^--gpu: 'a100' is not a known GPU; known are gb300.*, t4; describe"

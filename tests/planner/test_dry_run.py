@@ -103,6 +103,21 @@ def traffic_counts(needs: RankCost) -> dict[tuple[str, str, str], int]:
     return found
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_fp8_changes_neither_operations_nor_traffic_nor_state(device: str, recipe: str) -> None:
+    pytest.importorskip("torchao", reason="needs pip install torchao")
+    costs = []
+    for fp8 in ("", f"--fp8-format hybrid --fp8-recipe {recipe}"):
+        config = config_of(f"{MODEL} {T2} --sequence-parallel --bf16 --device {device} {fp8}")
+        costs.append(DryRun.from_config(config, GPT, 2).count(1))
+    plain, fp8_cost = costs
+    assert fp8_cost.flops == plain.flops and fp8_cost.traffic == plain.traffic
+    assert fp8_cost.memory["weights"] == plain.memory["weights"]
+    # Casts have temporary copies, and nothing of them is saved for backward.
+    assert plain.memory["peak"] <= fp8_cost.memory["peak"] < 1.5 * plain.memory["peak"]
+
+
 def real_batches(batch: Batch) -> Iterator[Batch]:
     while True:
         yield batch.map(torch.ones_like)

@@ -108,6 +108,22 @@ def test_parts_are_added_to_the_results_of_the_device(checkout: Path) -> None:
     ]
 
 
+def test_verdict_on_fp8(checkout: Path) -> None:
+    sides: dict = {"ours": {"MFU": 0.6, "tokens/s": 1000}, "ours, FP8": {"tokens/s": 1240}}
+    lines = []
+    for measured in (sides, {"ours": sides["ours"]}):
+        found = {"7b": {"command": "train", "commit": "abc", "7b, bf16, cuda": measured}}
+        (checkout / "found.json").write_text(json.dumps(found))
+        command = [sys.executable, checkout / "benchmarks" / "gpu_table.py", checkout / "found.json"]
+        lines.append(
+            subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
+        )
+    assert lines == [
+        "  goal 1.25 for speed of FP8 over bf16: 1.24, missed",
+        "  goal 1.25 for speed of FP8 over bf16: not measured",
+    ]
+
+
 def test_without_parts_all_run_until_the_time_limit(checkout: Path) -> None:
     done = run(checkout)
     sizes = [line.split("--sizes ")[1].split()[0] for line in done.stdout.splitlines() if "--sizes" in line]

@@ -104,6 +104,13 @@ def test_a_cluster_file(plan, tmp_path: Path):
     assert "--bf16" not in out
 
 
+def test_a_plan_with_fp8(plan):
+    flags = f"{SMALL} --gpus 8 --gpu h100-80gb"
+    out = plan(f"{flags} --fp8-format hybrid")
+    assert "8 h100-80gb (one node, bf16, FP8 products)" in out
+    assert out.count("--bf16 --fp8-format hybrid") == 2 and "fp8" not in plan(flags)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -135,6 +142,10 @@ def test_a_cluster_file(plan, tmp_path: Path):
         (
             "--model 39.1b --gpus 8",
             "no layout fits this model on 8 a100-80gb .*; the smallest cluster that fits it has",
+        ),
+        (
+            f"{SMALL} --gpus 8 --fp8-format e4m3",
+            "--fp8-format: a100-80gb in bf16 has no peak of FP8 products; choose another --gpu",
         ),
         ("--model 7b", "--model: '7b' is not one of 345m, "),
     ],

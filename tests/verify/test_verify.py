@@ -166,6 +166,12 @@ def test_a_command_that_would_be_refused_is_refused(tmp_path: Path) -> None:
         main(words)
 
 
+def test_fp8_is_refused() -> None:
+    flags = "--bf16 --fp8-format hybrid --num-attention-heads 2"
+    with pytest.raises(InputError, match=r"--fp8-format: hybrid rounds differently in each layout"):
+        main(["--", "pretrain_gpt.py", *FLAGS.split(), *flags.split()])
+
+
 def test_an_output_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     words = ["--output", str(tmp_path / "file" / "out"), "--", "pretrain_gpt.py", *FLAGS.split()]

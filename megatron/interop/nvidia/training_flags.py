@@ -79,15 +79,13 @@ TRAINING_FLAGS: tuple[NvidiaFlag, ...] = (
     ),
     *accept("always on", "--attention-softmax-in-fp32", "--accumulate-allreduce-grads-in-fp32"),
     *refuse(
-        "fp8 is not implemented; use --bf16",
-        "--fp8-format NAME",
-        "--fp8-recipe NAME",
+        "scales are by current values, without a history; see --fp8-recipe",
         "--fp8-margin N",
-        "--fp8-interval N",
         "--fp8-amax-history-len N",
         "--fp8-amax-compute-algo NAME",
-        "--fp8-param-gather",
     ),
+    *accept("ignored by Megatron-LM too", "--fp8-interval N"),
+    *refuse("parameters are gathered in bf16 and cast for each product", "--fp8-param-gather"),
     *refuse(
         "master weights and accumulated gradients are always fp32",
         "--main-grads-dtype NAME",

@@ -25,6 +25,8 @@ def attention_by_documents(
     dropout: float,
 ) -> Tensor:
     """`megatron.ops.attention.attention`, where the mask may also be that of `document_blocks`."""
+    if isinstance(mask_bnst, BlockMask) and dropout:  # FlexAttention has none
+        mask_bnst = dense_mask(mask_bnst)
     if not isinstance(mask_bnst, BlockMask):
         return attention(q_bnsd, k_bgtd, v_bgtd, mask_bnst=mask_bnst, causal=causal, dropout=dropout)
     out = flex_attention.flex_attention(
@@ -63,6 +65,15 @@ def document_blocks(document_ids_bs: Tensor) -> BlockMask:
         mask_mod=same_document,
         seq_lengths=(length, length),
     )
+
+
+def dense_mask(mask: BlockMask) -> Tensor:
+    """The same mask as a tensor [b, 1, s, t]."""
+    s, t = mask.seq_lengths
+    device = mask.kv_num_blocks.device
+    b_b111 = torch.arange(len(mask.kv_num_blocks), device=device).view(-1, 1, 1, 1)
+    s_1 = torch.arange(s, device=device).view(-1, 1)
+    return mask.mask_mod(b_b111, b_b111, s_1, torch.arange(t, device=device))
 
 
 def _listed(mask_bij: Tensor) -> tuple[Tensor, Tensor]:

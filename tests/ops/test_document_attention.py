@@ -17,8 +17,7 @@ from megatron.ops.attention import attention, document_mask
 from megatron.ops.backend import PLAIN, Ops, choose_ops
 from megatron.ops.compiler import eager
 from megatron.ops.config import OpsConfig
-from megatron.parallel.random import DropoutKey
-from megatron.performance.document_attention import attention_by_documents, document_blocks
+from megatron.ops.document_attention import attention_by_documents, dense_mask, document_blocks
 
 LENGTHS = (384, 300)  # three blocks, the last of which may not be full
 
@@ -91,7 +90,10 @@ def test_only_compiled_layers_of_a_gpu_use_it() -> None:
     assert ops("cuda", "plain").document_mask is document_mask
 
 
-@pytest.mark.parametrize("flags", ["", "--group-query-attention --position-embedding-type rope"])
+@pytest.mark.parametrize(
+    "flags",
+    ["", "--group-query-attention --position-embedding-type rope", "--position-embedding-type alibi"],
+)
 def test_a_model_computes_the_same(flags: str) -> None:
     config = config_of(
         f"--hidden-dropout 0 --attention-dropout 0 --max-position-embeddings 300 {flags}"
@@ -111,23 +113,16 @@ def test_a_model_computes_the_same(flags: str) -> None:
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("flags", ["--attention-dropout 0.1", "--position-embedding-type alibi"])
-def test_dropout_and_alibi_take_a_dense_mask(flags: str) -> None:
-    config = config_of(f"--hidden-dropout 0 --attention-dropout 0 {flags}").model
-    masks: list[object] = []
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_dense_mask(length: int) -> None:
+    """Dropout and ALiBi take one."""
+    ids = documents(length, 5)
+    assert torch.equal(dense_mask(document_blocks(ids)), document_mask(ids))
 
-    def attend(*heads: torch.Tensor, mask_bnst: object, **settings: object) -> torch.Tensor:
-        masks.append(mask_bnst)
-        return attention(*heads, mask_bnst=mask_bnst, **settings)
 
-    ops = Ops(attention=attend, document_mask=document_blocks)
-    model = GPTModel(config, ModelContext(vocab_size=60, padded_vocab_size=64, ops=ops))
-    flat(model).initialize(1)
-    tokens = torch.zeros(3, 16, dtype=torch.int64)
-    model(
-        tokens,
-        position_ids(0, 3, 16, CPU),
-        document_ids_bs=documents(16, 5),
-        dropout_key=DropoutKey(1, 0),
-    )
-    assert masks and all(isinstance(mask, torch.Tensor) for mask in masks)
+def test_attention_drops_weights() -> None:
+    ids, inputs, found = documents(16, 6), heads(16, torch.float32), []
+    for mask in (document_blocks(ids), document_mask(ids)):
+        torch.manual_seed(1)
+        found.append(attention_by_documents(*inputs, mask_bnst=mask, causal=True, dropout=0.5))
+    assert torch.equal(*found)
