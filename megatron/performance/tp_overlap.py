@@ -63,7 +63,7 @@ def row_forward(layer: RowParallelLinear, x: Tensor) -> Tensor:
     """`RowParallelLinear.forward`."""
     ops, tp = layer.context.ops, layer.context.tp
     y = ops.communicate(_linear, _RowLinear, x, layer.weight, None, tp, layer.context.sequence_parallel, ops)
-    return y if layer.bias is None else y + ops.accumulating(layer.bias)
+    return y if layer.bias is None else y + ops.accumulating(layer.bias)[0]
 
 
 def _linear(
