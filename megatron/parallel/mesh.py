@@ -213,8 +213,7 @@ def init_mesh(
             f"check that MASTER_ADDR and MASTER_PORT reach rank 0 ({str(error).splitlines()[0][:200]})"
         ) from error
     yield mesh
-    # Not after an exception: NCCL would wait for communications that a lost rank never joins. All ranks of a machine
-    # must destroy a communicator, so they do it in one order.
+    # In one order on all ranks, as NCCL needs. Not after an exception, since it would wait for a rank that is lost.
     for group in filter(None, dict.fromkeys(a.group for a in (mesh.embedding, mesh.tp, mesh.dp, mesh.pp))):
         dist.destroy_process_group(group)
     dist.destroy_process_group()

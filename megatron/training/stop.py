@@ -61,8 +61,7 @@ class StopRequests:
         """Reason to stop now, the same on every process; None to go on. Every process must call it."""
         if self.torchrun not in (None, os.getppid()):
             self._note(signal.SIGHUP)
-        elapsed = int(time.monotonic() - self.started)
-        number, self.elapsed = host_max([self.signal, elapsed], self.mesh.world)
+        number, self.elapsed = host_max([self.signal, int(time.monotonic() - self.started)], self.mesh.world)
         if not number:
             return None
         self._note(number)
