@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ["Dockerfile", "docker/cuda.Dockerfile"]
@@ -72,3 +74,25 @@ def test_copied_files_exist_and_commands_parse(path: str) -> None:
         if name == "RUN":
             assert subprocess.run(["sh", "-n", "-c", rest]).returncode == 0
     assert {".git", ".venv"} <= set(ignored)
+
+
+def commands_in_containers() -> list[list[str]]:
+    """Arguments of Python, or of torchrun with two processes, in each command that the workflow runs in an image."""
+    text = (ROOT / ".github/workflows/containers.yml").read_text(encoding="utf-8")
+    flags = yaml.safe_load(text)["env"]["RUN"]
+    found = re.findall(r"docker run --rm megatron\S* (?:python|torchrun) (.*)", text.replace("$RUN", flags))
+    return [line.split() for line in found if not line.startswith("-c ")]
+
+
+@pytest.mark.slow
+def test_commands_in_containers(command: Callable) -> None:
+    """The workflow's commands run here too, without the images."""
+    commands = {tuple(words) for words in commands_in_containers()}
+    assert len(commands) == 5
+    for first, *words in commands:
+        replicas, words = (2, words[1:]) if first == "--nproc-per-node" else (1, [first, *words])
+        assert (
+            "iterations" in command(*words, replicas=replicas).stdout
+            or "--version" in words
+            or "--dry-run" in words
+        )

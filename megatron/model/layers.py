@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megatron.model.context import ModelContext
 from megatron.ops.backend import Ops
 from megatron.parallel.collectives import (
+    all_gather,
     reduce_from,
     reduce_scatter_sequence,
     start_all_gather,
@@ -100,11 +101,7 @@ def _linear(
     if torch.is_grad_enabled():
         bias = None if bias is None else ops.accumulating(bias)[0]
         return _Linear.apply(x, weight, bias, axis, sequence_parallel, ops)
-    return ops.matmul(_gathered(x, axis, sequence_parallel), weight, bias)
-
-
-def _gathered(x: Tensor, axis: Axis, sequence_parallel: bool) -> Tensor:
-    return start_all_gather(x, axis).wait() if sequence_parallel else x
+    return ops.matmul(all_gather(x, axis) if sequence_parallel else x, weight, bias)
 
 
 class _Linear(torch.autograd.Function):
@@ -129,7 +126,7 @@ class _Linear(torch.autograd.Function):
         ctx.main_grad = main_grad(weight)
         # Saves only the local shard of x; backward gathers it again.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        return ops.matmul(_gathered(x, axis, sequence_parallel), weight, bias)
+        return ops.matmul(all_gather(x, axis) if sequence_parallel else x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

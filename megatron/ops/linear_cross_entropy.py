@@ -23,9 +23,9 @@ from megatron.ops.compiler import LOG2_E, CompileFn, eager
 from megatron.ops.config import LOGITS_CHUNK_BYTES, LOGITS_PIECE_BYTES
 from megatron.ops.linear import AccumulateWgrad, Matmul, accumulate_wgrad, matmul
 from megatron.parallel.collectives import (
+    all_gather,
     all_reduce_max,
     all_reduce_sum,
-    start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
 )
@@ -127,7 +127,7 @@ class _Chunks:
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """Losses, [n], and if `grad`, the gradient of each, is known, the gradients of the other arguments."""
         ops, axis = self.ops, self.axis
-        x = (start_all_gather(x_sbh, axis).wait() if self.sequence_parallel else x_sbh).flatten(0, 1)
+        x = (all_gather(x_sbh, axis) if self.sequence_parallel else x_sbh).flatten(0, 1)
         losses = torch.empty_like(self.index, dtype=torch.float32)
         grad_x, grad_weight, grad_bias = torch.empty_like(x), None, None
         rows = max(ops.chunk_bytes // (len(weight) * weight.element_size()), 1)

@@ -107,7 +107,7 @@ def philox(c0: Tensor, c1: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
 
 def accumulating(*params: Tensor) -> tuple[Tensor, ...]:
     """Return `params`. In compiled code one operation adds their gradients to `main_grad`, and not hooks on them."""
-    if not torch.compiler.is_compiling() or any(main_grad(p) is None for p in params):
+    if not torch.compiler.is_compiling() or not torch.is_grad_enabled() or main_grad(params[0]) is None:
         return params
     return _Accumulating.apply(*params)
 

@@ -22,6 +22,7 @@ from megatron.ops.backend import Ops, choose_ops
 from megatron.ops.compiler import eager
 from megatron.ops.config import OpsConfig
 from megatron.ops.linear import fused_accumulate_wgrad
+from megatron.optim.buffer import ParamBuffer
 from megatron.parallel.mesh import init_mesh
 from megatron.parallel.phases import Phases
 from megatron.parallel.random import DropoutKey, dropout
@@ -61,8 +62,7 @@ def layer_ops(backend: str) -> Ops:
     )
 
 
-def two_passes(ops: Ops, fields: dict[str, Any]) -> tuple[list[float], Tensor]:
-    """Losses of two microbatches and the sum of their gradients."""
+def model_of(ops: Ops, fields: dict[str, Any]) -> tuple[GPTModel, ParamBuffer]:
     shape: dict[str, Any] = {"num_layers": LAYERS, "hidden_size": 64, "num_attention_heads": 4}
     config = ModelConfig(
         **shape, max_position_embeddings=32, attention_dropout=0.0, hidden_dropout=0.1, **fields
@@ -70,6 +70,12 @@ def two_passes(ops: Ops, fields: dict[str, Any]) -> tuple[list[float], Tensor]:
     model = GPTModel(config, ModelContext(vocab_size=100, padded_vocab_size=100, ops=ops))
     buffer = flat(model)
     buffer.initialize(1)
+    return model, buffer
+
+
+def two_passes(ops: Ops, fields: dict[str, Any]) -> tuple[list[float], Tensor]:
+    """Losses of two microbatches and the sum of their gradients."""
+    model, buffer = model_of(ops, fields)
     tokens, labels = torch.randint(100, (2, 2, 32), generator=torch.Generator().manual_seed(0))
     losses = []
     for key in device_keys([DropoutKey(1, 0), DropoutKey(1, 2)], LAYERS, CPU):
@@ -95,6 +101,19 @@ def test_a_compiled_layer_equals_the_plain_one(fields: dict, backend: str) -> No
     assert losses == pytest.approx(plain_losses, rel=1e-6)
     assert losses[0] != losses[1]
     assert (grads - plain_grads).norm() < 1e-6 * plain_grads.norm()
+
+
+def test_compiled_layers_without_gradients() -> None:
+    """As in evaluations."""
+    ops = layer_ops("aot_eager")
+    torch.compiler.reset()
+    tokens = torch.randint(100, (2, 32), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits, plain = (
+            model_of(each, {})[0](tokens, position_ids(0, 2, 32, CPU))
+            for each in (ops, dataclasses.replace(ops, run=eager))
+        )
+    torch.testing.assert_close(logits, plain)
 
 
 @pytest.mark.parametrize(

@@ -167,14 +167,14 @@ def test_every_command_on_a_stand_in(checkout: Path) -> None:
         if size in ("1.3b", "7b"):
             expected.remove("nanoGPT, compiled")
         assert list(here) == expected
-        assert all(values["MFU"] > 0 for side, values in here.items() if side != "largest products")
+        assert all("MFU" in values for side, values in here.items() if side != "largest products")
         losses = {side: values["loss"] for side, values in here.items() if side.startswith("ours")}
         assert max(losses.values()) - min(losses.values()) < 0.02
-    verdicts = [line.split(", ")[0] for line in second.stdout.splitlines() if line.startswith("  goal ")]
-    measured = [line.split(":")[1] != " not measured" for line in verdicts]
-    assert [line.split(":")[0] for line in verdicts] == [
+    verdicts = [line.rpartition(": ") for line in second.stdout.splitlines() if line.startswith("  goal ")]
+    assert [goal for goal, _, _ in verdicts] == [
         f"  goal {goal}"
         for mfu in (0.45, 0.52, 0.57)
         for goal in (f"{mfu} for MFU", "1.1 for speed over nanoGPT, compiled")
     ]
+    measured = [verdict != "not measured" for _, _, verdict in verdicts]
     assert measured == [True, True, True, False, True, False]
