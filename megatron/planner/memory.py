@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from megatron.model.config import ModelConfig
-from megatron.ops.config import LOGITS_CHUNK_BYTES
+from megatron.ops.config import LOGITS_CHUNK_BYTES, LOGITS_PIECE_BYTES
 from megatron.planner.cluster import Cluster
 from megatron.planner.layout import Job, Layout, Program
 
@@ -163,8 +163,11 @@ def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program
     if stage == layout.pipeline - 1:
         activations += hidden * (job.residual_element(element) + element)  # the final norm's input and output
         logits = tokens * job.padded_vocab_size(layout.tensor) / layout.tensor
-        chunk = min(logits * element, LOGITS_CHUNK_BYTES["cuda"])
-        activations += chunk if program.chunked_logits else logits * (element + 4)
+        chunk, piece = logits, logits  # and a piece in fp32
+        if program.chunked_logits:
+            chunk = min(logits, LOGITS_CHUNK_BYTES["cuda"] / element)
+            piece = min(logits, LOGITS_PIECE_BYTES["cuda"] / element)
+        activations += element * chunk + 4 * piece
     return Memory(
         weights=element * parameters,
         gradients=program.gradient * parameters,
