@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import errno
 import functools
 import importlib
 import os
@@ -180,6 +181,8 @@ def run_command(main: Callable[[], int | None] | str) -> NoReturn:
 
     An `InputError` or `TrainingFault` is printed as one line and exits with its own status. Ctrl-C exits with 130.
     """
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115, the caller has closed it
+    sys.stderr = sys.stderr or sys.stdout
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr] # paths on an ASCII terminal
     try:
         code = importlib.import_module(main).main() if isinstance(main, str) else main()
@@ -189,10 +192,13 @@ def run_command(main: Callable[[], int | None] | str) -> NoReturn:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         code = 130
-    except BrokenPipeError:
-        # The reader of the output (head, less) has exited.
-        sys.stderr.close()
-        code = 0
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC) or error.filename is not None:
+            raise
+        # The reader of the output (head, less) has exited, or the output's disk is full.
+        if code := int(error.errno == errno.ENOSPC):
+            report_fatal(f"error: the output cannot be written: {error.strerror}")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is still in its buffer
     if os.environ.get("WORLD_SIZE", "1") != "1":
         # Skip the interpreter's shutdown: it sometimes aborts while gloo or NCCL threads still run, and torchrun would
         # report the run as failed. Every file is closed by now.

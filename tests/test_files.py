@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tracemalloc
 from pathlib import Path
@@ -15,6 +16,7 @@ from megatron.errors import InputError
 from megatron.files import read_file
 from megatron.inference.server.config import ServerConfig
 from megatron.recipes.roll_back import rolled_back_to
+from megatron.reports import record
 from megatron.reports.writers import MetricsFile
 from megatron.tokenizer.base import read_json
 from megatron.tokenizer.sentence_piece import SentencePieceTokenizer
@@ -73,6 +75,30 @@ def test_metrics_of_nested_brackets(tmp_path: Path) -> None:
     (tmp_path / "metrics").write_text("[" * 10**5 + "\n")
     with pytest.raises(InputError, match=r"--metrics-path: .*metrics is not a file of metrics"):
         MetricsFile(tmp_path / "metrics", CONFIG).start(0, evaluation_due=False)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "events.jsonl"])
+def test_a_page_of_zeros_within_metrics(
+    tmp_path: Path, suffix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run goes on with the other lines, and the damaged file is kept."""
+    rows = [json.dumps({"iteration": i, "learning rate": 1.0}) + "\n" for i in range(1, 5)]
+    (tmp_path / "metrics.jsonl").write_text("".join(rows))
+    path = tmp_path / f"metrics.{suffix}"
+    damaged = rows[0] + "\0" * 20 + "\n" + rows[2] + rows[3]
+    path.write_text(damaged)
+    writer = MetricsFile(tmp_path / "metrics.jsonl", CONFIG)
+    writer.start(4, evaluation_due=False)
+    writer.close(failed=False)
+    assert path.read_text().startswith(rows[0] + rows[2] + rows[3])
+    assert (tmp_path / f"metrics.{suffix}.damaged").read_text() == damaged
+    assert "1 of 4 lines are damaged and left out" in caplog.text
+
+
+def test_a_report_of_sparse_metrics(tmp_path: Path) -> None:
+    path = sparse(tmp_path / "metrics.jsonl")
+    with pytest.raises(InputError, match=rf"^{path}: larger than {record.MAX_BYTES} bytes$"):
+        record.read_record(tmp_path)
 
 
 def test_a_sparse_note_of_a_roll_back_counts_as_none(tmp_path: Path) -> None:

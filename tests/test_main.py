@@ -134,3 +134,12 @@ def test_the_wheel_trains_outside_the_checkout(tmp_path: Path) -> None:
         [installed, "--version"], env=environment, cwd=tmp_path, capture_output=True, text=True
     )
     assert done.stdout == f"megatron {__version__}\n"
+
+
+@pytest.mark.parametrize(("redirection", "status"), [(">&-", 0), ("> /dev/full", 1)])
+def test_output_that_cannot_be_written(redirection: str, status: int) -> None:
+    """It is closed, or its disk is full."""
+    words = f"{sys.executable} -m megatron plan --model 345m --gpus 1 {redirection}"
+    done = subprocess.run(words, shell=True, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    message = "error: the output cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (status, message if status else "")

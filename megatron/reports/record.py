@@ -5,11 +5,15 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import json
+import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
 from megatron.errors import InputError
 from megatron.files import read_file
+
+logger = logging.getLogger("megatron")
 
 METRICS = "metrics.jsonl"  # in the folder of --save, unless --metrics-path names another file
 # End of the name of the file beside it, with a line for each start of the run, each checkpoint, and values by rank.
@@ -68,8 +72,11 @@ def read_record(path: Path) -> RunRecord:
             if path.is_dir()
             else f"{path}: no such file"
         )
-    rows, of_events = read_rows(file), events_file(file)
-    events = read_rows(of_events) if of_events.is_file() else []
+    of_events = events_file(file)
+    try:
+        rows, events = read_rows(file), read_rows(of_events) if of_events.is_file() else []
+    except OSError as error:
+        raise InputError(f"{error.filename}: {error.strerror}") from None
     record = RunRecord(
         name=str(path),
         training=[row for row in rows if "learning rate" in row],
@@ -95,15 +102,48 @@ def read_rows(file: Path) -> list[Row]:
     for number, line in enumerate(lines, 1):
         if not line.endswith("\n"):
             break
-        try:
-            row = json.loads(line)
-            int(row["iteration"])
-        except (ValueError, KeyError, TypeError, RecursionError):
+        row = _row(line)
+        if row is None:
             raise InputError(
                 f"{file}:{number} is not a JSON object with an iteration; name a file that a run wrote"
-            ) from None
+            )
         rows.append(row)
     return rows
+
+
+def readable_lines(file: Path) -> list[tuple[str, Row]]:
+    """The lines of such a file, if it exists, and their objects. Damaged lines are left out, with a warning and a copy
+    of the file beside it.
+
+    Raises:
+        InputError: no line is such an object, so that the file is something else.
+    """
+    text = read_file(file, MAX_BYTES).decode("utf-8", errors="replace") if file.exists() else ""
+    # A killed run may have left half a line.
+    lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    found = [(line, row) for line in lines if (row := _row(line)) is not None]
+    if lines and not found:
+        raise InputError(f"--metrics-path: {file} is not a file of metrics; choose another file")
+    if len(found) < len(lines):
+        copy = file.with_name(f"{file.name}.damaged")
+        shutil.copyfile(file, copy)
+        logger.warning(
+            "%s: %d of %d lines are damaged and left out; a copy of the file is %s",
+            file,
+            len(lines) - len(found),
+            len(lines),
+            copy,
+        )
+    return found
+
+
+def _row(line: str) -> Row | None:
+    try:
+        row = json.loads(line)
+        int(row["iteration"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return row
 
 
 def is_evaluation(row: Row) -> bool:

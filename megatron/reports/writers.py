@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TextIO
 
 from megatron.errors import InputError
-from megatron.files import read_file
 from megatron.reports.config import ReportConfig
 from megatron.reports.interval import mean_losses, num_skipped
-from megatron.reports.record import MAX_BYTES, events_file, is_evaluation, read_rows
+from megatron.reports.record import events_file, is_evaluation, readable_lines
 from megatron.training.config import RunConfig
 from megatron.training.report import Interval
 
@@ -92,16 +91,12 @@ class MetricsFile(Writer):
             path = self.path.resolve()  # follow a link
             path.parent.mkdir(parents=True, exist_ok=True)
             if not path.exists() or path.is_file():  # not a pipe, not a device
-                text = read_file(path, MAX_BYTES).decode("utf-8") if path.exists() else ""
-                # A killed run may have left half a line.
-                lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
                 # A run that was killed in its last evaluation repeats that.
                 last = iteration - evaluation_due
                 kept = [
                     line
-                    for line in lines
-                    if (row := json.loads(line))["iteration"] <= last
-                    or (row["iteration"] == iteration and not is_evaluation(row))
+                    for line, row in readable_lines(path)
+                    if row["iteration"] <= last or (row["iteration"] == iteration and not is_evaluation(row))
                 ]
                 temporary = path.with_name(f".writing-{path.name}")
                 temporary.write_text("".join(kept), encoding="utf-8")
@@ -112,16 +107,12 @@ class MetricsFile(Writer):
                     "config": dataclasses.asdict(self.config),
                 }
                 self.events = events_file(path)
-                before = read_rows(self.events) if self.events.is_file() else []
+                before = [row for _, row in readable_lines(self.events)]
                 rows = [*(row for row in before if iteration and row["iteration"] <= iteration), start]
                 self.events.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
             self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115, open until `close`
         except OSError as error:
             raise InputError(f"--metrics-path: {self.path}: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError, RecursionError):  # the last for nested brackets
-            raise InputError(
-                f"--metrics-path: {self.path} is not a file of metrics; choose another file"
-            ) from None
 
     def training(self, interval: Interval) -> None:
         self._write(record(interval))
