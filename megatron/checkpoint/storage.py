@@ -54,7 +54,7 @@ def newest_iteration(root: Path, *, exists: bool = True) -> int | None:
         raise InputError(f"{tracker}: {text[:40]!r} is not an iteration")
     if exists and not folder_of(root, int(text)).is_dir():
         raise InputError(
-            f"{tracker}: names iteration {int(text)}, but there is no {folder_of(root, int(text))}"
+            f"{tracker}: names iteration {int(text)}, but there is no such folder; --ckpt-step takes {iterations(root)}"
         )
     return int(text)
 

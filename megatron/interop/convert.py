@@ -71,9 +71,13 @@ def write_native(
 
 def check_is_empty(root: Path) -> None:
     """Raise `InputError` unless `root` is an empty or new folder."""
+    if root.is_symlink() and not root.exists():
+        raise InputError(f"--save: {root} is a link to nothing; make the folder that it leads to")
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
         fault = "is not empty" if root.is_dir() else "is not a folder"
-        raise InputError(f"--save: {root} {fault}; give an empty or a new folder")
+        raise InputError(
+            f"--save: {root} {fault}; give an empty or a new folder, or remove what a killed conversion left there"
+        )
 
 
 def tensors_to_write(tensors: TensorSource) -> dict[str, TensorToWrite]:

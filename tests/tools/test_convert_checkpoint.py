@@ -440,5 +440,6 @@ def test_command(tmp_path: Path, command) -> None:
     assert find_checkpoint(str(tmp_path / "new"), None).state["vocab_size"] == VOCAB
     refused = command(*words, "--save", tmp_path / "new", status=2)
     assert refused.stderr == (
-        f"error: --save: {tmp_path / 'new'} is not empty; give an empty or a new folder\n"
+        f"error: --save: {tmp_path / 'new'} is not empty; give an empty or a new folder, or remove what a killed "
+        "conversion left there\n"
     )
