@@ -71,8 +71,6 @@ def write_native(
 
 def check_is_empty(root: Path) -> None:
     """Raise `InputError` unless `root` is an empty or new folder."""
-    if root.is_symlink() and not root.exists():
-        raise InputError(f"--save: {root} is a link to nothing; make the folder that it leads to")
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
         fault = "is not empty" if root.is_dir() else "is not a folder"
         raise InputError(
