@@ -132,7 +132,7 @@ class OutputLayer(nn.Module):
         self, x_sbh: Tensor, word_table: Tensor | None, labels_bs: Tensor, grad_bs: Tensor | None
     ) -> Tensor:
         """Cross entropy of every position in fp32, [b, s]. `grad_bs` is the gradient of each, if it is known."""
-        losses_sb = self.context.ops.linear_cross_entropy(
+        return self.context.ops.linear_cross_entropy(
             x_sbh,
             self._table(word_table),
             self.bias,
@@ -141,8 +141,7 @@ class OutputLayer(nn.Module):
             vocab_size=self.num_valid_rows,
             axis=self.context.tp,
             sequence_parallel=self.context.sequence_parallel,
-        )
-        return losses_sb.t()
+        ).t()
 
     def _table(self, word_table: Tensor | None) -> Tensor:
         table = word_table if self.weight is None else self.weight

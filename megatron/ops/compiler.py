@@ -64,7 +64,8 @@ class Compiler:
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Raises: TrainingFault: compiling fails, now or for new sizes."""
-        compiled, is_known = self.compiled.get(function), function in self.compiled
+        compiled = self.compiled.get(function)
+        is_known = compiled is not None
         if compiled is None:
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_VARIANTS)
             self.compiled[function] = compiled = torch.compile(function, **self.settings)

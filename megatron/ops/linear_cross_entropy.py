@@ -103,8 +103,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         as_told = ((grad == known) | ~grad.isfinite()).all()
         torch._assert_async(as_told, "a loss has another gradient than its forward was given (grad_sb)")
         # A loss that is not finite makes the gradient so too.
-        grad_x = tensors[0] * (1 + 0 * grad.sum()).to(tensors[0].dtype)
-        return grad_x, *tensors[1:], None, None
+        return tensors[0] * (1 + 0 * grad.sum()).to(tensors[0].dtype), *tensors[1:], None, None
 
 
 @dataclasses.dataclass(frozen=True)

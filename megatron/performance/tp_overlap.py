@@ -80,6 +80,13 @@ def _linear(
     return function.product(x, weight, bias, axis, sequence_parallel)
 
 
+def save(ctx: Any, x: Tensor, weight: Tensor, axis: Axis, sequence_parallel: bool, ops: Ops) -> None:
+    """Save what `_Linear.backward` reads."""
+    ctx.axis, ctx.sequence_parallel, ctx.ops = axis, sequence_parallel, ops
+    ctx.main_grad = main_grad(weight)
+    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+
+
 class _ColumnLinear(_Linear):
     """x Wᵀ + b for a column-parallel W and a rank's part [n, b, inputs] of x."""
 
@@ -97,9 +104,7 @@ class _ColumnLinear(_Linear):
         sequence_parallel: bool,
         ops: Ops,
     ) -> Tensor:
-        ctx.axis, ctx.sequence_parallel, ctx.ops = axis, sequence_parallel, ops
-        ctx.main_grad = main_grad(weight)
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        save(ctx, x, weight, axis, sequence_parallel, ops)
         return gathered_product(x, weight, bias, axis)
 
 
@@ -121,10 +126,8 @@ class _RowLinear(_Linear):
         ops: Ops,
     ) -> Tensor:
         # Backward of the product needs no communication after the gradient has been gathered.
-        ctx.axis, ctx.sequence_parallel, ctx.ops = ALONE, False, ops
+        save(ctx, x, weight, ALONE, False, ops)
         ctx.gather_axis = axis if sequence_parallel else ALONE
-        ctx.main_grad = main_grad(weight)
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         return _RowLinear.product(x, weight, bias, axis, sequence_parallel)
 
     @staticmethod

@@ -36,7 +36,7 @@ def test_a_process_of_a_large_run(ranks: int, tensor: int, stages: int) -> None:
     axes = [size for size in (tensor, stages, ranks // tensor // stages) if size > 1]
     # Each axis of more than one rank, and groups of tied embeddings and of shared keys and values.
     assert found.communicators == len(axes) + (stages > 2) + (tensor > 2)
-    # That of a thread that saves, and that of a replica that samples texts.
+    # The group of the thread that saves, and the group of the replica that samples texts.
     assert found.for_all == 1 + (tensor * stages > 1)
     # The whole run twice, and a replica of 128 ranks at most.
     assert found.connections <= 2 * connections(ranks) + connections(128)
