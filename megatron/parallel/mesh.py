@@ -201,9 +201,8 @@ def init_mesh(
         )
         world = Axis(rank, processes, ranks=range(processes))
         check(world)
-        mesh = arrange(
-            sizes, Mesh(device, world, heartbeat=world.heartbeat, timeout=timeout, backend=backend)
-        )
+        alone = Mesh(device, world, heartbeat=world.heartbeat, timeout=timeout, backend=backend)
+        mesh = arrange(sizes, alone)
     except TransientFault:
         raise
     except RuntimeError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 import sys
 import time
@@ -12,6 +13,7 @@ from collections.abc import Iterable
 import torch.distributed as dist
 
 REPORT_INTERVAL = 60.0  # seconds between two lines about absent ranks
+serve = functools.cache(dist.TCPStore)  # stays, since another rank may begin its next run first
 
 
 def rank_names(ranks: Iterable[int]) -> str:
@@ -33,10 +35,10 @@ def meet(rank: int, size: int, address: tuple[str, int], timeout: datetime.timed
     Raises:
         RuntimeError: not all joined within `timeout`. That of rank 0 names the absent ranks.
     """
-    # torchrun serves the store; without it (srun, for example) rank 0 does.
+    # torchrun serves the store; without it (srun, for example) rank 0 does. torch tries twice, and waits in between.
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    # torch tries twice to connect, and waits in between.
-    store = dist.TCPStore(*address, None, serves, timeout / 3, wait_for_workers=False, multi_tenant=True)
+    make = serve if serves else dist.TCPStore
+    store = make(*address, None, serves, timeout / 3, wait_for_workers=False, multi_tenant=True)
     store.set_timeout(timeout)
     return dist.PrefixStore(agree(store, rank, size, timeout), store)
 

@@ -63,6 +63,17 @@ def test_absent_ranks_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert 1 <= len(reports) <= 3 and reports[-1].endswith(" s for ranks 1, 3-4")
 
 
+def test_a_rank_begins_its_next_run_first() -> None:
+    address = ("127.0.0.1", free_port())
+    with ThreadPoolExecutor() as threads:
+        stores = list(threads.map(lambda rank: meet(rank, 2, address, TIMEOUT), range(2)))
+        early = threads.submit(meet, 1, 2, address, TIMEOUT)
+        time.sleep(0.5)
+        stores.clear()  # rank 0 ends its first run
+        meet(0, 2, address, TIMEOUT)
+        early.result()
+
+
 def test_absent_rank_0() -> None:
     """torch alone would try for three times as long."""
     begin = time.monotonic()
