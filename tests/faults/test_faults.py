@@ -262,6 +262,7 @@ def test_different_flags_are_reported() -> None:
         assert f"rank {number} has " in errors and f"--seed {number + 1}" in errors
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_a_run_that_lost_a_process(tmp_path: Path) -> None:
     """With --max-restarts the run resumes from its last checkpoint, and its metrics have no gaps or duplicates."""
     checkpoint = ["--save", tmp_path / "run", "--load", tmp_path / "run", "--save-interval", "10"]

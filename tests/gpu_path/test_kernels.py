@@ -25,7 +25,8 @@ from gpu_path.golden import (
 from gpu_path.layer_trace import Operation, trace
 
 from megatron.arguments import parse_run_config
-from megatron.model.transformer import MLP, SelfAttention
+from megatron.model.mlp import MLP
+from megatron.model.transformer import SelfAttention
 from megatron.pretrain_gpt import DEFAULTS, GPT
 
 # One activation [s, b, h] of the residual stream in bf16.

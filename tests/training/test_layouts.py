@@ -112,15 +112,11 @@ FEW_LAYOUTS = {
 }
 FAST = {
     "bert": "T2P2|D2+ZeRO",  # test_finetune.py runs T2+SP with fine-tuning
-    "gpt2": "P2V2|D2+ZeRO|T2P2|P4 uneven|everything",  # T2+SP runs in bf16 below
-    "llama": "P2 gpipe|T2D2+ZeRO",
-    "qwen3": "T4",
-    "muon": "P2V2|T2D2+ZeRO",
-    "xavier": "T2",
+    "gpt2": "P2V2|D2+ZeRO|T2P2|everything",  # T2+SP runs in bf16 below
+    "llama": "T2D2+ZeRO",
+    "muon": "T2D2+ZeRO",
     "bf16": "T2+SP",
-    "fp32 residual stream": "P2V2",
-    "gradients in bf16": "D2+ZeRO",
-    "dropout": "P2V2|D2+ZeRO|recomputed|selectively recomputed",
+    "dropout": "D2+ZeRO|recomputed|selectively recomputed",
 }
 
 
