@@ -47,6 +47,7 @@ from megatron.performance.tp_overlap import TPCommOverlap
 from megatron.planner.config import DryRunConfig
 from megatron.planner.device_specs import peak_flops
 from megatron.recipes.exit import Exit
+from megatron.recipes.expert_balance import ExpertBias, LastLoad
 from megatron.recipes.extension import Extension
 from megatron.recipes.freeze import FreezeCheck, Frozen
 from megatron.recipes.length import with_epochs
@@ -96,7 +97,7 @@ LR_DECAYS.update(lr_decay.LR_DECAYS)
 LAYER_SPLITS.update({"uneven": uneven_split, "virtual": virtual_split})
 BATCH_CHECKS[:] = [check_full_groups]
 MODEL_HOOKS[:] = [check_model_memory, use_fp8]
-FIRST_OPTIMIZERS[:] = [Frozen]
+FIRST_OPTIMIZERS[:] = [Frozen, ExpertBias, LastLoad]
 RESUME_NOTES[:] = [resume_notes]
 START_CHECKS[:] = [check_gloo_on_gpu, check_same_everywhere, check_same_data]
 STEP_RULES[:] = [make_loss_scaler, make_spike_rule]

@@ -67,6 +67,7 @@ def forward(model: GPTModel, batch: GPTBatch, hidden: Tensor | None, key: Dropou
         loss_grad_bs=None if batch.loss_grad is None else batch.loss_mask * batch.loss_grad,
         document_ids_bs=batch.document_ids,
         dropout_key=key,
+        sequence_grad=batch.sequence_grad,
     )
     return (out * batch.loss_mask).sum().unsqueeze(0) if model.output_layer is not None else out
 

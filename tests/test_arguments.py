@@ -141,7 +141,14 @@ NVIDIA_DEFAULTS = """
     --tp-comm-overlap False, --manual-gc False, --manual-gc-interval 0, --no-manual-gc-eval False, --muon-momentum 0.95,
     --muon-nesterov False, --muon-use-nesterov False, --muon-num-ns-steps 5, --muon-scale-mode spectral,
     --muon-extra-scale-factor 1.0, --fp8-format None, --first-last-layers-bf16 False,
-    --num-layers-at-start-in-bf16 1, --num-layers-at-end-in-bf16 1
+    --num-layers-at-start-in-bf16 1, --num-layers-at-end-in-bf16 1,
+    --num-experts None, --moe-ffn-hidden-size None, --moe-shared-expert-intermediate-size None,
+    --moe-shared-expert-gate False, --moe-router-topk 2, --moe-router-score-function softmax,
+    --moe-router-pre-softmax False, --moe-router-num-groups None, --moe-router-group-topk None,
+    --moe-router-topk-scaling-factor None, --moe-z-loss-coeff None, --moe-router-enable-expert-bias False,
+    --moe-router-bias-update-rate 1e-3, --moe-expert-capacity-factor None, --moe-token-drop-policy probs,
+    --moe-pad-expert-input-to-capacity False, --moe-grouped-gemm False, --moe-layer-recompute False,
+    --expert-model-parallel-size 1, --expert-tensor-parallel-size None
 """
 # Defaults that are spelled differently but mean the same, or that differ on purpose.
 OTHER_DEFAULTS = {
@@ -158,6 +165,11 @@ OTHER_DEFAULTS = {
     "--fp8-recipe": "tensorwise",  # delayed, which is not implemented
     "--recompute-num-layers": None,  # 1; the same here with full recomputation
     "--checkpoint-num-layers": None,
+    "--moe-layer-freq": "1",  # 1
+    "--moe-router-load-balancing-type": ("aux_loss",),  # 'aux_loss'
+    "--moe-aux-loss-coeff": (0.0,),  # 0.0
+    "--moe-router-dtype": "fp32",  # None, the precision of the model
+    "--moe-token-dispatcher-type": "alltoall",  # 'allgather', which sends every token to all ranks
 }
 # Name of --vocab-file in the README of v2.5, and the hyphenated spelling in later versions of a flag of v3.0.
 ALIASES = {
@@ -195,6 +207,7 @@ def test_derived_defaults() -> None:
 
 
 def test_a_switch_inverts_its_default() -> None:
+    experts = "--num-experts 4 --disable-bias-linear"
     needs = {
         "sequence_parallel": "--tensor-model-parallel-size 2",
         "overlap_param_gather": "--use-distributed-optimizer",
@@ -205,7 +218,11 @@ def test_a_switch_inverts_its_default() -> None:
         "manual_gc_eval": "--manual-gc",
         "profile": "--save folder",
         "use_checkpoint_args": "--save new-folder --load new-folder",
+        "moe_shared_expert_gate": f"{experts} --moe-shared-expert-intermediate-size 8",
+        "moe_router_enable_expert_bias": f"{experts} --moe-router-score-function sigmoid",
+        "moe_pad_expert_input_to_capacity": f"{experts} --moe-expert-capacity-factor 1",
     }
+    needs |= dict.fromkeys(("moe_router_pre_softmax", "moe_grouped_gemm", "moe_layer_recompute"), experts)
     for part, field, kind in all_flags():
         if kind is bool:
             config = parse(f"{flag_name(field)} {needs.get(field.name, '')}")

@@ -25,10 +25,13 @@ class Batch:
     Attributes:
         tokens: int64 [sequences, seq], token ids.
         loss_grad: fp32 [terms], in training the gradient of each of the losses' sums: loss scale over denominator.
+        sequence_grad: fp32 scalar, in training that of losses which are a mean over sequences: loss scale over their
+            number in the global batch.
     """
 
     tokens: Tensor = sequence_field(dim=1)
     loss_grad: Tensor | None = None
+    sequence_grad: Tensor | None = None
 
     @property
     def num_sequences(self) -> int:

@@ -22,7 +22,7 @@ from megatron.errors import InputError
 from megatron.inference.config import InferenceConfig
 from megatron.interop.formats import EXTERNAL_FORMATS
 from megatron.interop.nvidia.read import is_megatron, open_megatron
-from megatron.model.config import check_tensor_parallel
+from megatron.model.config import check_expert_parallel, check_tensor_parallel
 from megatron.model.context import ModelContext
 from megatron.model.gpt import GPTModel
 from megatron.ops.backend import Ops
@@ -76,6 +76,7 @@ def build_gpt(
     if not as_trained:
         model_settings = dataclasses.replace(model_settings, mask_padded_vocab=True)
     check_tensor_parallel(model_settings, mesh.tp.size, mesh.tp.size)
+    check_expert_parallel(model_settings, config.parallel, 0)
     (chunk,) = split_layers(config.parallel, model_settings.num_layers)[mesh.pp.rank]
     loaded = _tokenizer(checkpoint, tokenizer)
     check_vocabulary(checkpoint, loaded.vocab_size)

@@ -16,7 +16,8 @@ from megatron.errors import InputError
 from megatron.model.config import ModelConfig
 from megatron.model.context import ModelContext
 from megatron.model.language_model import LanguageModel
-from megatron.model.transformer import LayerInputs, Norm, Transformer, input_init
+from megatron.model.mlp import input_init
+from megatron.model.transformer import LayerInputs, Norm, Transformer
 from megatron.model.variants import variant
 from megatron.model.vocabulary import OutputLayer
 from megatron.ops.embedding import embedding
@@ -85,6 +86,8 @@ class Bert(LanguageModel):
             raise InputError(
                 "--position-embedding-type: alibi is for causal attention; BERT takes the others"
             )
+        if config.num_experts is not None:
+            raise InputError("--num-experts: mixtures of experts are for GPT; BERT's layers are dense")
         self.encoder = Transformer(config, context, self.chunk)
         # `encode` ends in an all-gather: the heads read few positions, which every rank has.
         self.head_context = dataclasses.replace(context, sequence_parallel=False)

@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from megatron.errors import InputError
-from megatron.flags import Config, either, flag, flag_name
+from megatron.flags import either, flag, flag_name
+from megatron.model.moe_config import MoEConfig
+from megatron.parallel.config import ParallelConfig
 
 # Flags that replace parts of the model (`megatron.model.variants`), with the values that do.
 VARIANT_VALUES = {
@@ -25,7 +27,7 @@ VARIANT_VALUES = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelConfig(Config):
+class ModelConfig(MoEConfig):
     """Sizes and variants of the transformer. Sizes without a value are derived from the others."""
 
     num_layers: int = flag(None, "number of transformer layers", low=1, high=10**5, required=True)
@@ -149,6 +151,7 @@ class ModelConfig(Config):
             raise InputError(
                 f"--activation-function: {self.activation_function} and --swiglu exclude each other; drop one"
             )
+        self._resolve_experts()
         groups = self.num_query_groups or (1 if self.group_query_attention else heads)
         if groups != heads and not self.group_query_attention:
             raise InputError(f"--num-query-groups: {groups} needs --group-query-attention")
@@ -166,6 +169,15 @@ class ModelConfig(Config):
             is_unused = field.name.startswith("rope_scaling_") and not self.use_rope_scaling
             if is_unused and getattr(self, field.name) != field.default:
                 raise InputError(f"{flag_name(field)}: {getattr(self, field.name)} needs --use-rope-scaling")
+
+    def _resolve_experts(self) -> None:
+        if self.num_experts is None:
+            return
+        self.expert_layers(self.num_layers)  # checks the pattern
+        if self.moe_ffn_hidden_size is None:
+            object.__setattr__(self, "moe_ffn_hidden_size", self.ffn_hidden_size)
+        if self.add_bias_linear or self.add_mlp_bias:
+            raise InputError("--num-experts: experts have no biases; add --disable-bias-linear")
 
     @property
     def rotary_channels(self) -> int:
@@ -233,3 +245,32 @@ def check_tensor_parallel(
             f"--tensor-model-parallel-size: {size} {wrong[0]}; choose {as_started}"
             + (f", or with another number of processes {either(others)}" if others else "")
         )
+
+
+def check_expert_parallel(model: ModelConfig, parallel: ParallelConfig, seq_length: int) -> None:
+    """Check that the ranks of a stage can divide the experts of its layers.
+
+    Raises:
+        InputError: they cannot.
+    """
+    experts, size = model.num_experts, parallel.expert_model_parallel_size
+    parts, tp = parallel.expert_tensor_parallel_size, parallel.tensor_model_parallel_size
+    assert parts is not None
+    if experts is None:
+        for name, value, usual in (("model", size, 1), ("tensor", parts, tp)):
+            if value != usual:
+                raise InputError(f"--expert-{name}-parallel-size: {value} needs --num-experts")
+        return
+    for name, value, divided, total in (
+        ("--expert-model-parallel-size", size, "--num-experts", experts),
+        ("--expert-tensor-parallel-size", parts, "--moe-ffn-hidden-size", model.moe_ffn_hidden_size or 0),
+        (
+            "--tensor-model-parallel-size",
+            tp,
+            "--moe-shared-expert-intermediate-size",
+            model.moe_shared_expert_intermediate_size or 0,
+        ),
+        ("--tensor-model-parallel-size", tp, "--seq-length", seq_length),  # each rank routes a part
+    ):
+        if total % value:
+            raise InputError(f"{name}: {value} does not divide {divided} {total}, as --num-experts needs")

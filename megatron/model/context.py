@@ -21,6 +21,7 @@ class ModelContext:
         padded_vocab_size: rows of the word embeddings; those from `vocab_size` on are padding.
         tp: tensor-parallel ranks, which split every layer.
         kv: the ranks of `tp` that hold the same key and value heads, if the query groups are fewer than the ranks.
+        expert: ranks that divide the experts, each expert among `expert_tp` of them.
         sequence_parallel: the activations between split layers are split too, along the sequence over `tp`.
         ops: the implementation of each hot operation.
         recompute: the activations that backward recomputes.
@@ -30,6 +31,8 @@ class ModelContext:
     padded_vocab_size: int
     tp: Axis = ALONE
     kv: Axis = ALONE
+    expert: Axis = ALONE
+    expert_tp: int = 1
     sequence_parallel: bool = False
     ops: Ops = PLAIN
     recompute: Recompute = NO_RECOMPUTE
@@ -55,6 +58,8 @@ class ModelContext:
             padded_vocab_size=padded_vocab_size,
             tp=mesh.tp,
             kv=mesh.tp if copies == mesh.tp.size else join(neighbors, mesh.tp.name, mesh),
+            expert=mesh.expert,
+            expert_tp=parallel.expert_tensor_parallel_size or 1,
             sequence_parallel=parallel.sequence_parallel,
             ops=ops,
             recompute=NO_RECOMPUTE if ignored else Recompute.from_config(parallel, mesh.tp),

@@ -47,6 +47,7 @@ class GPTModel(LanguageModel):
         cache: Cache | None = None,
         logit_positions: tuple[Tensor, Tensor] | None = None,
         dropout_key: DropoutKey | None = None,
+        sequence_grad: Tensor | None = None,
     ) -> Tensor:
         """Logits [b, s, v], or [n, v] at `logit_positions`; with labels the loss of every position in fp32, [b, s].
         A chunk that is not the last returns its hidden states.
@@ -58,6 +59,7 @@ class GPTModel(LanguageModel):
             cache: if given, the tokens continue those that it holds.
             logit_positions: rows [n] and positions [n] of the tokens whose logits are computed.
             dropout_key: None drops nothing.
+            sequence_grad: as in `LayerInputs`.
         """
         mask_bst, causal = (None, True) if cache is None else (cache.mask_bst, cache.causal)
         mask_bnst = None if mask_bst is None else mask_bst.unsqueeze(1)
@@ -69,6 +71,7 @@ class GPTModel(LanguageModel):
             causal=causal,
             cache=cache,
             dropout_key=dropout_key,
+            sequence_grad=sequence_grad,
         )
         hidden_sbh = self.transform(self.decoder, tokens_bs, position_ids_bs, inputs, hidden_sbh)
         if self.output_layer is None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any, Protocol
 
 import torch
@@ -18,9 +17,11 @@ from torch import Tensor, nn
 from megatron.model.config import ModelConfig
 from megatron.model.context import ModelContext
 from megatron.model.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.model.mlp import MLP, input_init, output_init
+from megatron.model.moe.layer import MoELayer
 from megatron.model.qkv import qkv_slice
 from megatron.model.variants import variant
-from megatron.parallel.parameters import Init, normal, ones, parameter, xavier_uniform, zeros
+from megatron.parallel.parameters import ones, parameter, zeros
 from megatron.parallel.random import DropoutKey, dropout
 from megatron.parallel.recompute import recompute, recompute_attention
 from megatron.parallel.slices import GlobalSlice
@@ -48,6 +49,8 @@ class LayerInputs:
         causal: without a mask, a query attends to no later key.
         cache: if given, attention extends it and attends to all that it holds.
         dropout_key: None drops nothing.
+        sequence_grad: in training, the gradient of each sequence's auxiliary losses before their coefficients: loss
+            scale over sequences of the global batch.
     """
 
     rotary: tuple[Tensor, Tensor] | None = None
@@ -55,6 +58,7 @@ class LayerInputs:
     causal: bool = True
     cache: Cache | None = None
     dropout_key: DropoutKey | None = None
+    sequence_grad: Tensor | float | None = None
 
 
 class Norm(nn.Module):
@@ -73,19 +77,6 @@ class Norm(nn.Module):
             return self.ops.rms_norm(x, self.ops.accumulating(self.weight)[0], self.epsilon)
         weight, bias = self.ops.accumulating(self.weight, self.bias)
         return self.ops.layer_norm(x, weight, bias, self.epsilon)
-
-
-def input_init(config: ModelConfig, outputs: int) -> Init:
-    """Initial values of a layer from the residual stream to `outputs` features."""
-    if config.init_method_xavier_uniform:
-        return xavier_uniform(config.hidden_size, outputs)
-    return normal(config.init_method_std)
-
-
-def output_init(config: ModelConfig) -> Init:
-    """Initial values of a layer that writes to the residual stream: N(0, σ² / 2 layers), so that the variance of the
-    stream does not grow with depth (GPT-2)."""
-    return normal(config.init_method_std / math.sqrt(2 * config.num_layers))
 
 
 class SelfAttention(nn.Module):
@@ -158,26 +149,6 @@ class SelfAttention(nn.Module):
         return q, k, v
 
 
-class MLP(nn.Module):
-    """Two linear layers and an activation, by default GELU, or the gated form with SiLU (SwiGLU, arXiv 2002.05202)."""
-
-    def __init__(self, config: ModelConfig, context: ModelContext) -> None:
-        super().__init__()
-        self.activation, self.ops = config.activation, context.ops
-        h, f = config.hidden_size, config.ffn_hidden_size
-        outputs, shard = f, None
-        if config.gated:
-            # The weights of gate and up, one above the other: each rank holds a part of both.
-            begin, end = context.tp.local_range(f)
-            outputs, shard = 2 * f, GlobalSlice((2 * f, h), 0, ((begin, end), (f + begin, f + end)))
-        bias, init = config.add_bias_linear or config.add_mlp_bias, input_init(config, outputs)
-        self.linear_fc1 = ColumnParallelLinear(h, outputs, bias=bias, init=init, context=context, shard=shard)
-        self.linear_fc2 = RowParallelLinear(f, h, bias=bias, init=output_init(config), context=context)
-
-    def forward(self, x_sbh: Tensor) -> Tensor:
-        return self.linear_fc2(self.ops.activation(self.linear_fc1(x_sbh), self.activation))
-
-
 class TransformerLayer(nn.Module):
     """Pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x)), with dropout before each addition.
 
@@ -191,7 +162,8 @@ class TransformerLayer(nn.Module):
         self.input_layernorm = variant(Norm, config)(config, context)
         self.self_attention = variant(SelfAttention, config)(config, layer, context)
         self.pre_mlp_layernorm = variant(Norm, config)(config, context)
-        self.mlp = MLP(config, context)
+        has_experts = config.expert_layers(config.num_layers)[layer]
+        self.mlp = MoELayer(config, context) if has_experts else MLP(config, context)
 
     def forward(self, x_sbh: Tensor, inputs: LayerInputs) -> Tensor:
         """`compute` with the dropout key of this layer; the unit that torch.compile compiles, once for all layers."""
@@ -213,7 +185,7 @@ class TransformerLayer(nn.Module):
 
     def mlp_block(self, x_sbh: Tensor, inputs: LayerInputs) -> Tensor:
         """MLP and dropout."""
-        return self.drop(self.mlp(x_sbh.to(self.dtype)), inputs, "mlp")
+        return self.drop(self.mlp(x_sbh.to(self.dtype), inputs.sequence_grad), inputs, "mlp")
 
     def drop(self, x: Tensor, inputs: LayerInputs, site: str) -> Tensor:
         """Dropout with a mask of its own at each `site` of a layer."""
@@ -221,7 +193,7 @@ class TransformerLayer(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.mlp.linear_fc1.weight.dtype
+        return self.self_attention.linear_proj.weight.dtype
 
 
 class Transformer(nn.Module):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megatron.model.config import ModelConfig
 from megatron.model.context import ModelContext
 from megatron.model.layers import column_linear, reduce_output
-from megatron.model.transformer import input_init
+from megatron.model.mlp import input_init
 from megatron.model.variants import variant
 from megatron.ops.embedding import embedding
 from megatron.parallel.collectives import local_shard

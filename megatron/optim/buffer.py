@@ -21,7 +21,7 @@ from megatron.optim.layout import Bucket, FlatParam
 from megatron.optim.param_gather import ParamGather
 from megatron.parallel.collectives import all_reduce_sum
 from megatron.parallel.config import ParallelConfig
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.parameters import named_parameters, parameter_on
 from megatron.parallel.phases import UNOBSERVED, Phases
 from megatron.parallel.slices import overlap
@@ -66,8 +66,11 @@ class ParamBuffer:
             master = torch.zeros(sum(lengths), dtype=torch.float32, device=mesh.device)
             self.masters = list(master.split(lengths))
         self.local_elements = sum(param.end - param.start for param in self.flat_params)
-        mine = sum(param.num_counted for param in self.flat_params)
-        self.num_elements = int(all_reduce_sum(torch.tensor(mine, device=mesh.device), mesh.tp, mesh.pp))
+        mine = collections.Counter[Axis]()
+        for bucket in buckets:
+            mine[bucket.group.model_axis] += sum(param.num_counted for param in bucket.flat_params)
+        of_stage = [all_reduce_sum(torch.tensor(n, device=mesh.device), axis) for axis, n in mine.items()]
+        self.num_elements = int(all_reduce_sum(torch.stack(of_stage).sum(), mesh.pp))
         self.reducer = GradReducer(self.grads, buckets, mesh, config)
         self.gather = ParamGather(self.params, buckets, phases)
         self._attach(chunks)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from megatron.optim.spec import OptimizerSpec
-from megatron.parallel.mesh import Axis
+from megatron.parallel.mesh import ALONE, Axis
 from megatron.parallel.parameters import Init, ShardedParameter, named_parameters
 from megatron.parallel.slices import GlobalSlice, Range, intersections, subtract
 
@@ -75,6 +75,8 @@ class ParamGroup:
 
     Attributes:
         decays: weight decay applies. It does to matrices, but not to vectors.
+        expert_parallel: the parameters are those that the mesh's axis `expert` divides.
+        model_axis: ranks that divide the parameters of a pipeline stage.
         reduce_axis: ranks over which gradients are summed.
         shard_axis: ranks over which master weights and optimizer state are sharded. It is `reduce_axis` with the
             distributed optimizer, otherwise of size 1.
@@ -82,12 +84,15 @@ class ParamGroup:
 
     optimizer: OptimizerSpec
     decays: bool
+    expert_parallel: bool = False
+    model_axis: Axis = ALONE
     reduce_axis: Axis
     shard_axis: Axis
 
-    def holds(self, name: str, p: nn.Parameter) -> bool:
+    def holds(self, name: str, p: ShardedParameter) -> bool:
         """True if the parameter belongs to the group, unless an earlier group holds it."""
-        return self.optimizer.updates(name, p) and (p.dim() >= 2) == self.decays
+        fits = (p.dim() >= 2) == self.decays and p.shard_spec.expert_parallel == self.expert_parallel
+        return fits and self.optimizer.updates(name, p)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -25,16 +25,16 @@ def model_sum(
         measure: maps a flat tensor to a scalar.
     """
     total = torch.zeros((), device=mesh.device).double()
-    found: dict[Axis, list[Tensor]] = {bucket.group.shard_axis: [] for bucket in buckets}
+    found: dict[tuple[Axis, Axis], list[Tensor]] = {}
     for bucket, shard in zip(buckets, shards, strict=True):
-        found[bucket.group.shard_axis] += [
+        sums = found.setdefault((bucket.group.model_axis, bucket.group.shard_axis), [total])
+        sums += [
             measure(shard[begin - bucket.shard[0] : end - bucket.shard[0]]).double()
             for begin, end in bucket.counted
         ]
-    for axis, sums in found.items():
-        local = torch.stack(sums).sum() if sums else torch.zeros_like(total)
-        total += all_reduce_sum(local, mesh.tp, mesh.pp, axis)
-    return total
+    # Every rank of a stage has the same axes, but some stages may have no experts.
+    stage = [all_reduce_sum(torch.stack(sums).sum(), *axes) for axes, sums in found.items()]
+    return all_reduce_sum(torch.stack(stage).sum(), mesh.pp)
 
 
 def model_norm(shards: list[Tensor], buckets: list[Bucket], mesh: Mesh) -> Tensor:

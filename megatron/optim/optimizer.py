@@ -28,11 +28,19 @@ def param_groups(
         distributed: use the distributed optimizer.
         first: optimizers of parameters that --optimizer does not update.
     """
-    axes = {"reduce_axis": mesh.dp_cp, "shard_axis": mesh.dp_cp if distributed else ALONE}
+    axes = {False: (mesh.tp, mesh.dp_cp), True: (mesh.expert, mesh.expert_dp)}
     return [
-        ParamGroup(optimizer=optimizer, decays=decays, **axes)
+        ParamGroup(
+            optimizer=optimizer,
+            decays=decays,
+            expert_parallel=expert_parallel,
+            model_axis=model_axis,
+            reduce_axis=replicas,
+            shard_axis=replicas if distributed else ALONE,
+        )
         for optimizer in (*first, OPTIMIZERS[config.optimizer](config), Adam(config))
         for decays in (True, False)
+        for expert_parallel, (model_axis, replicas) in axes.items()
     ]
 
 
@@ -68,7 +76,7 @@ class Optimizer:
                 )
             state = {name: self.state[name][-1] for name in kept}
             shard = Shard(weight, grad, state)
-            self.groups[bucket.group] += bucket.group.optimizer.divide(shard, bucket, buffer.mesh.tp)
+            self.groups[bucket.group] += bucket.group.optimizer.divide(shard, bucket, bucket.group.model_axis)
 
     @property
     def steps(self) -> int:

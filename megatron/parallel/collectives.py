@@ -103,6 +103,12 @@ def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pe
     return _start("reduce-scatter", axis, out, _reduce_scatter, out, x.contiguous())
 
 
+def all_to_all(x: Tensor, axis: Axis, sent: list[int], received: list[int]) -> Tensor:
+    """Send `sent[r]` rows of `x` to each rank r of `axis`, in order, and return the `received[r]` rows of each."""
+    out = x.new_empty(sum(received), *x.shape[1:])
+    return _start("all-to-all", axis, out, dist.all_to_all_single, out, x.contiguous(), received, sent).wait()
+
+
 def start_reduce(x: Tensor, owner: int, axis: Axis) -> Pending:
     """Start to sum `x`, any shape, over `axis` for its rank `owner`, in place. On other ranks `x` becomes undefined."""
     return _start("reduce", axis, x, dist.reduce, x, axis.ranks[owner])
@@ -215,6 +221,32 @@ def reduce_scatter_sequence(x: Tensor, axis: Axis) -> Tensor:
 def gather_sequence(x: Tensor, axis: Axis) -> Tensor:
     """All-gather [s, ...] to [s · size, ...] for computations that all ranks repeat; backward takes the local part."""
     return x if axis.size == 1 else _Communication.apply(x, axis, all_gather, local_shard)
+
+
+def split_sequence(x: Tensor, axis: Axis) -> Tensor:
+    """This rank's part of [s, ...], which all ranks hold; backward all-gathers the gradient."""
+    return x if axis.size == 1 else _Communication.apply(x, axis, local_shard, all_gather)
+
+
+def gather_shards(x: Tensor, axis: Axis) -> Tensor:
+    """All-gather [n, ...] to [n · size, ...] for computations that ranks divide; backward sums the gradient."""
+    return x if axis.size == 1 else _Communication.apply(x, axis, all_gather, _reduce_scattered)
+
+
+def exchange(x: Tensor, axis: Axis, sent: list[int], received: list[int]) -> Tensor:
+    """`all_to_all`; backward returns the gradients to the ranks that sent the rows."""
+    return _Exchange.apply(x, axis, sent, received)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, sent: list[int], received: list[int]) -> Tensor:
+        ctx.axis, ctx.sent, ctx.received = axis, sent, received
+        return all_to_all(x, axis, sent, received)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return all_to_all(grad, ctx.axis, ctx.received, ctx.sent), None, None, None
 
 
 def _reduce_scattered(x: Tensor, axis: Axis) -> Tensor:

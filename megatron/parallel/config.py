@@ -38,6 +38,15 @@ class ParallelConfig(Config):
     decoder_last_pipeline_num_layers: int | None = flag(
         None, "layers of the last stage (default: as the other stages)", low=0
     )
+    expert_model_parallel_size: int = flag(
+        1, "expert-parallel size: number of groups of ranks that share the experts of a layer", low=1
+    )
+    expert_tensor_parallel_size: int | None = flag(
+        None,
+        "number of ranks that share each expert (default: --tensor-model-parallel-size); both sizes fold into the "
+        "data- and tensor-parallel ranks of a stage",
+        low=1,
+    )
     scatter_gather_tensors_in_pipeline: bool = flag(
         True,
         "every tensor-parallel rank sends the whole activation to the next stage, instead of 1/tp of it followed by an "
@@ -89,10 +98,17 @@ class ParallelConfig(Config):
         super().__post_init__()
         self._resolve_recompute()
         self._resolve_pipeline()
+        if self.expert_tensor_parallel_size is None:
+            object.__setattr__(self, "expert_tensor_parallel_size", self.tensor_model_parallel_size)
         if self.tensor_model_parallel_size == 1:
             object.__setattr__(self, "sequence_parallel", False)  # nothing to split, as in Megatron-LM
         if self.overlap_param_gather and not self.use_distributed_optimizer:
             raise InputError("--overlap-param-gather needs --use-distributed-optimizer")
+
+    @property
+    def expert_size(self) -> int:
+        """Number of ranks that divide the experts of a layer."""
+        return self.expert_model_parallel_size * (self.expert_tensor_parallel_size or 1)
 
     @property
     def layer_split(self) -> str:

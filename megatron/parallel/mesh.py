@@ -83,6 +83,8 @@ class Mesh:
         dp_cp: processes that hold the same dense parameters and sum their gradients. The same as `dp` while there is
             no context parallelism.
         tp: processes that split the layers of this stage.
+        expert: processes that divide the experts of this stage, and the features of each.
+        expert_dp: processes that hold the same part of the experts.
         embedding: first and last pipeline stage, which keep tied embeddings equal; of size 1 on other stages and
             without a pipeline.
         heartbeat: records communication over all axes.
@@ -96,6 +98,8 @@ class Mesh:
     dp: Axis = ALONE
     dp_cp: Axis = ALONE
     tp: Axis = ALONE
+    expert: Axis = ALONE
+    expert_dp: Axis = ALONE
     embedding: Axis = ALONE
     heartbeat: Heartbeat = dataclasses.field(default_factory=Heartbeat, compare=False)
     timeout: datetime.timedelta | None = None
@@ -160,6 +164,11 @@ def axis_sizes(config: ParallelConfig, processes: int) -> dict[str, int]:
             f"{either(n for n in (below, below + tp * pp) if n)} with torchrun, or choose sizes whose product is "
             f"{either(n for n in range(1, processes + 1) if processes % n == 0)}"
         )
+    if processes // pp % config.expert_size:
+        raise InputError(
+            f"--expert-model-parallel-size {config.expert_model_parallel_size} x --expert-tensor-parallel-size "
+            f"{config.expert_tensor_parallel_size} does not divide the {processes // pp} processes of a pipeline stage"
+        )
     return {"pp": pp, "dp": processes // (tp * pp), "tp": tp}
 
 
@@ -202,7 +211,7 @@ def init_mesh(
         world = Axis(rank, processes, ranks=range(processes))
         check(world)
         alone = Mesh(device, world, heartbeat=world.heartbeat, timeout=timeout, backend=backend)
-        mesh = arrange(sizes, alone)
+        mesh = arrange(sizes, alone, config.expert_size)
     except TransientFault:
         raise
     except RuntimeError as error:
@@ -213,13 +222,14 @@ def init_mesh(
         ) from error
     yield mesh
     # In one order on all ranks, as NCCL needs. Not after an exception, since it would wait for a rank that is lost.
-    for group in filter(None, dict.fromkeys(a.group for a in (mesh.embedding, mesh.tp, mesh.dp, mesh.pp))):
+    axes = (mesh.embedding, mesh.expert, mesh.expert_dp, mesh.tp, mesh.dp, mesh.pp)
+    for group in filter(None, dict.fromkeys(axis.group for axis in axes)):
         dist.destroy_process_group(group)
     dist.destroy_process_group()
 
 
-def arrange(sizes: dict[str, int], mesh: Mesh) -> Mesh:
-    """Make the axes of a mesh that has only `world`."""
+def arrange(sizes: dict[str, int], mesh: Mesh, expert_size: int = 1) -> Mesh:
+    """Make the axes of a mesh that has only `world`; `expert_size` is that of `expert`."""
     axes, stride = {}, 1
     for name, size in reversed(sizes.items()):
         first = mesh.world.rank - mesh.world.rank // stride % size * stride
@@ -229,7 +239,17 @@ def arrange(sizes: dict[str, int], mesh: Mesh) -> Mesh:
     embedding = pp if pp.size == 2 else ALONE
     if pp.size > 2 and pp.rank in (0, pp.size - 1):
         embedding = join((pp.ranks[0], pp.ranks[-1]), "embedding", mesh)
-    return dataclasses.replace(mesh, pp=pp, dp=dp, dp_cp=dp, tp=tp, embedding=embedding)
+    mesh = dataclasses.replace(mesh, pp=pp, dp=dp, dp_cp=dp, tp=tp, embedding=embedding)
+    if expert_size == tp.size:  # the experts are divided as the other layers are
+        return dataclasses.replace(mesh, expert=tp, expert_dp=dp)
+    # Neighbors among the processes of the stage divide the experts, whatever they are to the other layers.
+    stage = dp.size * tp.size
+    begin = mesh.world.rank // stage * stage
+    place, copy = (mesh.world.rank - begin) % expert_size, (mesh.world.rank - begin) // expert_size
+    experts = range(begin + copy * expert_size, begin + (copy + 1) * expert_size)
+    replicas = range(begin + place, begin + stage, expert_size)
+    expert_dp = join(replicas, "expert-data-parallel", mesh)
+    return dataclasses.replace(mesh, expert=join(experts, "expert-parallel", mesh), expert_dp=expert_dp)
 
 
 def join(ranks: Sequence[int], name: str, mesh: Mesh) -> Axis:

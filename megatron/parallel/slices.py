@@ -23,6 +23,7 @@ class GlobalSlice:
         replicas: tensor-parallel ranks that hold the shared rows.
         partial: each of `replicas` computes a partial sum of the gradient of the shared rows.
         num_valid_rows: rows of the whole tensor that are not padding of the vocabulary; None means all.
+        expert_parallel: the ranks of the mesh's axis `expert` divide the tensor, instead of those of `tp`.
     """
 
     shape: tuple[int, ...]
@@ -32,6 +33,7 @@ class GlobalSlice:
     replicas: Axis = ALONE
     partial: bool = False
     num_valid_rows: int | None = None
+    expert_parallel: bool = False
 
     @property
     def local_shape(self) -> tuple[int, ...]:

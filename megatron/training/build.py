@@ -47,13 +47,14 @@ def build_engine(
 
 def choose_run_ops(config: RunConfig, mesh: Mesh, padded_vocab_size: int) -> Ops:
     """Choose the operations of a run, and check that every process chose the same."""
+    one_graph = mesh.tp.size == 1 and config.model.num_experts is None
     with raise_on_all_ranks(mesh.world, InputError):
         ops = choose_ops(
             config.ops,
             work=microbatch_flops(config, mesh, padded_vocab_size),
             dtype=DTYPES[config.training.precision],
             device=mesh.device,
-            find=lambda device: find_compiler(device, one_graph=mesh.tp.size == 1),
+            find=lambda device: find_compiler(device, one_graph=one_graph),
         )
     # Replicated values would drift apart if ranks computed them differently.
     if not all_equal(stable_hash(*ops.kinds, bits=32), mesh.world):

@@ -123,8 +123,10 @@ class Engine:
         denominators = torch.stack([self.task.loss_denominators(batch) for batch in microbatches]).sum(0)
         # A loss without a single position is 0, not 0/0.
         denominators = all_reduce_sum(denominators, self.mesh.dp_cp).clamp(min=1)
-        grad = self.optimizer.loss_scale / denominators
-        microbatches = [dataclasses.replace(batch, loss_grad=grad) for batch in microbatches]
+        scale = self.optimizer.loss_scale * torch.ones_like(denominators)
+        sequences = self.mesh.dp.size * sum(batch.num_sequences for batch in microbatches)
+        grads = {"loss_grad": scale / denominators, "sequence_grad": scale[0] / sequences}
+        microbatches = [dataclasses.replace(batch, **grads) for batch in microbatches]
         seed, size = self.config.training.seed, self.config.training.micro_batch_size
         first = [(i * self.mesh.dp.size + self.mesh.dp.rank) * size for i in range(num_microbatches)]
         keys = [DropoutKey(seed, consumed_samples + i) for i in first]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron.errors import InputError
-from megatron.model.config import check_tensor_parallel
+from megatron.model.config import check_expert_parallel, check_tensor_parallel
 from megatron.parallel.mesh import axis_sizes
 from megatron.parallel.stages import split_layers
 from megatron.training.batch_size import BatchSchedule, make_batch_schedule
@@ -31,6 +31,9 @@ def check_layout(config: RunConfig, processes: int) -> None:
     check_tensor_parallel(
         config.model, config.parallel.tensor_model_parallel_size, processes // sizes["pp"], also
     )
+    seq_length = config.data.seq_length
+    assert seq_length is not None  # required of a run
+    check_expert_parallel(config.model, config.parallel, seq_length)
     largest = max(
         len(chunk.layers)
         for stage in split_layers(config.parallel, config.model.num_layers)

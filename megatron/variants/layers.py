@@ -40,7 +40,7 @@ class NormAfterLayer(TransformerLayer):
     def compute(self, x_sbh: Tensor, inputs: LayerInputs) -> Tensor:
         attended_sbh = self.post_self_attn_layernorm(self.self_attention(x_sbh.to(self.dtype), inputs))
         x_sbh = x_sbh + self.drop(attended_sbh, inputs, "attended")
-        mlp_sbh = self.post_mlp_layernorm(self.mlp(x_sbh.to(self.dtype)))
+        mlp_sbh = self.post_mlp_layernorm(self.mlp(x_sbh.to(self.dtype), inputs.sequence_grad))
         return x_sbh + self.drop(mlp_sbh, inputs, "mlp")
 
 

@@ -218,8 +218,8 @@ def test_flags_of_nvidia_test_configurations(base_config) -> None:
 def test_values_of_flags() -> None:
     assert error_of("--fp8-margin") == "--fp8-margin: expected 1 argument"
     assert error_of("--squared-relu=1") == "--squared-relu: takes no value, but was given '1'"
-    assert error_of("--moe-router-load-balancing-type a b").startswith(
-        "--moe-router-load-balancing-type a b is not supported: "
+    assert error_of("--retriever-report-topk-accuracies 1 2").startswith(
+        "--retriever-report-topk-accuracies 1 2 is not supported: "
     )
     assert parse("--recompute-modules core_attn mlp --lr 2").optimizer.lr == 2
 

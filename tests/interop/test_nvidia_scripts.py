@@ -258,8 +258,7 @@ SCRIPTS |= {
     "today train_mixtral_8x7b_distributed": Script(
         TODAY_MIXTRAL,
         processes=64,
-        refused="--no-position-embedding --num-experts --moe-router-topk --moe-router-load-balancing-type "
-        "--moe-aux-loss-coeff --moe-grouped-gemm --moe-token-dispatcher-type --expert-model-parallel-size",
+        refused="--no-position-embedding",
     ),
 }
 for name, (layers, width, heads, length) in README_SIZES.items():

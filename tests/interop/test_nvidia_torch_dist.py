@@ -96,9 +96,9 @@ def test_unsupported_models_with_the_same_tensors(tmp_path: Path, name: str) -> 
     folder = save(tmp_path / "x", in_stacks(weights(checkpoint)))
     args = vars(model_config(checkpoint)) | {"num_query_groups": 1}
     variant, harmless = VARIANTS[name]
-    torch.save({"args": argparse.Namespace(**args, **{name: harmless})}, folder / "common.pt")
+    torch.save({"args": argparse.Namespace(**(args | {name: harmless}))}, folder / "common.pt")
     open_dist(folder)
-    torch.save({"args": argparse.Namespace(**args, **{name: variant})}, folder / "common.pt")
+    torch.save({"args": argparse.Namespace(**(args | {name: variant}))}, folder / "common.pt")
     message = rf"common\.pt: was trained with --{name.replace('_', '-')}, which is not supported in this"
     with pytest.raises(InputError, match=message):
         open_dist(folder)

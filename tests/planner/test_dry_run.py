@@ -145,9 +145,7 @@ def real_steps(layouts: list[str], ports: list[int], batch: Batch) -> list[tuple
     return found
 
 
-@pytest.mark.parametrize(
-    ("processes", "layouts"), [pytest.param(2, TWO, marks=pytest.mark.slow), (4, FOUR)]
-)
+@pytest.mark.parametrize(("processes", "layouts"), [pytest.param(2, TWO, marks=pytest.mark.slow), (4, FOUR)])
 def test_equals_real_processes(processes: int, layouts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are in oneDNN's layout, as they are for many tokens."""
     monkeypatch.setattr(linear, "MIN_REORDER_ROWS", 1)

@@ -14,6 +14,7 @@ from megatron.flags import LARGEST, field_types, flag_name
 from megatron.interop.external import list_names, weights_only_state
 from megatron.interop.unpickle import Record, shown_value
 from megatron.model.config import ModelConfig
+from megatron.model.moe_config import MoEConfig
 from megatron.optim.schedule import Schedule
 from megatron.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.tokenizer.config import TokenizerConfig
@@ -34,8 +35,18 @@ VARIANTS: dict[str, tuple[Any, ...]] = dict.fromkeys(
 )
 VARIANTS |= {"softmax_type": ("vanilla",), "rotary_seq_len_interpolation_factor": (1,)}
 
+# Fields of the model that its flags may set: those of dense layers.
+FIELDS = {
+    field.name: field
+    for field in dataclasses.fields(ModelConfig)
+    if field not in dataclasses.fields(MoEConfig)
+}
 # The flags that are read, with their types.
-KINDS = {name: (int, float) if kind is float else (kind,) for name, kind in field_types(ModelConfig).items()}
+KINDS = {
+    name: (int, float) if kind is float else (kind,)
+    for name, kind in field_types(ModelConfig).items()
+    if name in FIELDS
+}
 SIZES = (
     "model_parallel_size",
     "tensor_model_parallel_size",
@@ -98,13 +109,13 @@ def read_config(
         if value and value not in VARIANTS.get(name, ()):
             flag = f"--{name.replace('_', '-')}"
             raise InputError(f"{path}: was trained with {flag}, which is not supported in this format")
-    said = {field.name: args.get(field.name) for field in dataclasses.fields(ModelConfig)}
+    said = {name: args.get(name) for name in FIELDS}
     if args.get("layernorm_epsilon") is not None:  # older name of norm_epsilon
         said["norm_epsilon"] = args.get("layernorm_epsilon")
     said = {name: value for name, value in said.items() if value is not None}
     if not said.get("group_query_attention"):
         said.pop("num_query_groups", None)  # 1 and unused in newer versions
-    flags = {field.name: flag_name(field) for field in dataclasses.fields(ModelConfig)}
+    flags = {name: flag_name(field) for name, field in FIELDS.items()}
     for name, value in given.items():
         if said.get(name, value) != value:
             raise InputError(

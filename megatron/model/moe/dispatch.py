@@ -1,0 +1,172 @@
+"""From tokens to rows of their experts and back, on this rank and over the expert-parallel ranks.
+
+A token has a copy for each of its experts; copy c is one of token c // copies. `Rows` says which copy each row holds.
+
+Shapes in names: n tokens of this rank, k copies of a token, m rows, h hidden.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.model.moe.experts import Experts
+from megatron.model.moe.router import count
+from megatron.parallel.collectives import all_to_all, exchange, gather_shards, reduce_scatter_sequence
+from megatron.parallel.mesh import Axis
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Copies of tokens, sorted by their experts.
+
+    Attributes:
+        source: [m], the copy in each row; n · k for a row of zeros.
+        place: [n · k], the row of each copy; m for a copy that has none.
+        copies: k.
+    """
+
+    source: Tensor
+    place: Tensor
+    copies: int
+
+    def take(self, x_nh: Tensor) -> Tensor:
+        """The rows, [m, h]."""
+        return _Take.apply(x_nh, self)
+
+    def take_copies(self, x_nk: Tensor) -> Tensor:
+        """One value for each row, [m], from those of all copies."""
+        return dataclasses.replace(self, copies=1).take(x_nk.flatten())
+
+    def add(self, x_mh: Tensor) -> Tensor:
+        """Sum of each token's rows, [n, h]."""
+        return _Add.apply(x_mh, self)
+
+
+def sorted_rows(
+    key: Tensor, groups: int, copies: int, *, capacity: int | None = None
+) -> tuple[Rows, list[int]]:
+    """Rows of the copies whose `key` [n · k] is below `groups`, sorted by it, and the number of rows of each group.
+
+    With `capacity` each group has so many rows, the last of them zeros.
+    """
+    key = key.clamp(max=groups)
+    counts = count(key, groups + 1)[:groups].long()
+    order = key.argsort(stable=True)
+    rank = torch.arange(len(key), device=key.device)
+    place = torch.empty_like(order)
+    if capacity is None:
+        sizes = counts.tolist()
+        total = sum(sizes)
+        place[order] = rank
+        return Rows(order[:total], place.clamp(max=total), copies), sizes
+    total = groups * capacity
+    group = key[order].clamp(max=groups - 1)  # of copies with a row
+    starts = counts.cumsum(0) - counts
+    place[order] = torch.where(key[order] < groups, group * capacity + rank - starts[group], total)
+    source = torch.full((total + 1,), len(key), device=key.device)
+    source[place] = torch.arange(len(key), device=key.device)
+    return Rows(source[:total], place, copies), [capacity] * groups
+
+
+class _Take(torch.autograd.Function):
+    """Rows of tokens. Backward sums the gradients of a token's rows, in a fixed order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Rows) -> Tensor:
+        ctx.rows = rows
+        return _take(x, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _add(grad, ctx.rows), None
+
+
+class _Add(torch.autograd.Function):
+    """The transpose of `_Take`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Rows) -> Tensor:
+        ctx.rows = rows
+        return _add(x, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _take(grad, ctx.rows), None
+
+
+def _take(x: Tensor, rows: Rows) -> Tensor:
+    if len(rows.source) > len(rows.place):
+        x = _with_zero(x)
+    return x[rows.source // rows.copies]
+
+
+def _add(x: Tensor, rows: Rows) -> Tensor:
+    if len(rows.source) != len(rows.place):
+        x = _with_zero(x)
+    by_token = x[rows.place].unflatten(0, (-1, rows.copies))
+    return by_token.squeeze(1) if rows.copies == 1 else by_token.sum(1)
+
+
+def _with_zero(x: Tensor) -> Tensor:
+    return torch.cat((x, x.new_zeros(1, *x.shape[1:])))
+
+
+def by_all_to_all(
+    x_nh: Tensor,
+    weights_nk: Tensor,
+    indices_nk: Tensor,
+    experts: Experts,
+    axis: Axis,
+    parts: int,
+    capacity: int | None,
+) -> Tensor:
+    """Weighted sum of the outputs of each token's experts, [n, h]: each row goes to the ranks that hold its expert.
+
+    Args:
+        indices_nk: the experts; those of copies to drop are the number of all experts.
+        parts: ranks that share each expert; a row goes to all of them, and their outputs are summed.
+        capacity: rows that this rank sends to each expert, padded; None for as many as there are.
+    """
+    local = len(experts.local)
+    owner, expert = indices_nk // local, indices_nk % local
+    part = torch.arange(parts, device=x_nh.device)
+    key = ((owner.unsqueeze(-1) * parts + part) * local + expert.unsqueeze(-1)).flatten()
+    rows, sizes = sorted_rows(key, axis.size * local, indices_nk.shape[1] * parts, capacity=capacity)
+    x_mh = rows.take(x_nh)
+    weights_m = rows.take_copies(weights_nk.unsqueeze(-1).expand(-1, -1, parts))
+    if axis.size == 1:
+        return rows.add(experts(x_mh, weights_m, sizes))
+    sizes_rl = torch.tensor(sizes, device=x_nh.device).view(axis.size, local)
+    ones = [1] * axis.size
+    received_rl = all_to_all(sizes_rl, axis, ones, ones)
+    sent, received = sizes_rl.sum(1).tolist(), received_rl.sum(1).tolist()
+    x_mh = exchange(x_mh, axis, sent, received)
+    weights_m = exchange(weights_m, axis, sent, received)
+    # From the order of ranks, each with its rows by expert, to that of experts.
+    expert_of_row = torch.arange(local, device=x_nh.device).repeat(axis.size)
+    regrouped, sizes = sorted_rows(expert_of_row.repeat_interleave(received_rl.flatten()), local, 1)
+    y_mh = experts(regrouped.take(x_mh), regrouped.take_copies(weights_m), sizes)
+    return rows.add(exchange(regrouped.add(y_mh), axis, received, sent))
+
+
+def by_all_gather(
+    x_nh: Tensor,
+    weights_nk: Tensor,
+    indices_nk: Tensor,
+    experts: Experts,
+    axis: Axis,
+    capacity: int | None,
+) -> Tensor:
+    """As `by_all_to_all`, but every rank gets all tokens and takes those of its experts."""
+    x_nh, weights_nk = gather_shards(x_nh, axis), gather_shards(weights_nk, axis)
+    indices_nk = gather_shards(indices_nk, axis)
+    local, key = experts.local, indices_nk - experts.local.start
+    key = torch.where((key >= 0) & (key < len(local)), key, len(local)).flatten()
+    capacity = None if capacity is None else capacity * axis.size
+    rows, sizes = sorted_rows(key, len(local), indices_nk.shape[1], capacity=capacity)
+    y_nh = rows.add(experts(rows.take(x_nh), rows.take_copies(weights_nk), sizes))
+    return reduce_scatter_sequence(y_nh, axis)

@@ -1,0 +1,140 @@
+"""The experts of this rank: their weights, and the products of many experts with the tokens that chose them.
+
+Shapes in names: m rows (a copy of a token for each expert that it chose), h hidden, f width of an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.errors import InputError
+from megatron.model.config import ModelConfig
+from megatron.model.context import ModelContext
+from megatron.model.mlp import input_init, output_init
+from megatron.ops.backend import Ops
+from megatron.parallel.parameters import main_grad, parameter
+from megatron.parallel.slices import GlobalSlice, Range, intersections
+
+
+class Experts(nn.Module):
+    """MLPs without biases, each for the rows of its own expert.
+
+    The rows of `weight1` [experts · f, or 2f with a gate, h] and `weight2` [experts · f, h], which is transposed, are
+    those of one expert after the other. So a rank's part is ranges of rows of both: its experts (expert parallelism),
+    and a part of each expert's features (tensor parallelism of experts).
+    """
+
+    def __init__(self, config: ModelConfig, context: ModelContext) -> None:
+        super().__init__()
+        experts, f, h = config.num_experts, config.moe_ffn_hidden_size, config.hidden_size
+        assert experts is not None and f is not None
+        self.activation, self.ops, self.grouped = config.activation, context.ops, config.moe_grouped_gemm
+        if self.grouped and not hasattr(F, "grouped_mm"):
+            raise InputError("--moe-grouped-gemm: this torch has no grouped_mm; use torch 2.10 or newer")
+        owners, parts = context.expert.size // context.expert_tp, context.expert_tp
+        owner, part = divmod(context.expert.rank, parts)
+        self.local = range(experts // owners * owner, experts // owners * (owner + 1))
+        begin, end = f // parts * part, f // parts * (part + 1)
+        halves = 2 if config.gated else 1
+        fc1 = [
+            (f * row + begin, f * row + end)
+            for e in self.local
+            for row in range(halves * e, halves * (e + 1))
+        ]
+        fc2 = [(f * e + begin, f * e + end) for e in self.local]
+        self.weight1 = parameter(_rows(halves * f * experts, h, fc1), input_init(config, halves * f))
+        self.weight2 = parameter(_rows(f * experts, h, fc2), output_init(config))
+
+    def forward(self, x_mh: Tensor, weights_m: Tensor, counts: Sequence[int] | Tensor) -> Tensor:
+        """Outputs times `weights_m`, [m, h].
+
+        Args:
+            counts: number of rows of each local expert, in whose order the rows are.
+        """
+        x_mf = self.ops.activation(
+            self.product(x_mh, self.weight1, counts, transposed=False), self.activation
+        )
+        return self.product(
+            x_mf * weights_m.unsqueeze(1).to(x_mf.dtype), self.weight2, counts, transposed=True
+        )
+
+    def product(
+        self, x: Tensor, weight: Tensor, counts: Sequence[int] | Tensor, *, transposed: bool
+    ) -> Tensor:
+        """x Wₑᵀ, or x Wₑ if W is stored transposed, for the rows of each expert e."""
+        return _Product.apply(x, weight, counts, len(self.local), transposed, self.grouped, self.ops)
+
+
+def _rows(rows: int, h: int, ranges: list[Range]) -> GlobalSlice:
+    """Shard spec of ranges of the rows of a matrix of all experts."""
+    return GlobalSlice((rows, h), 0, tuple(intersections((0, rows), ranges)), expert_parallel=True)
+
+
+class _Product(torch.autograd.Function):
+    """Products of groups of rows with a matrix each. The gradient of W is accumulated in its `main_grad`, if any."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        counts: Sequence[int],
+        experts: int,
+        transposed: bool,
+        grouped: bool,
+        ops: Ops,
+    ) -> Tensor:
+        ctx.counts, ctx.transposed, ctx.grouped, ctx.ops = counts, transposed, grouped, ops
+        ctx.shape = (experts, -1, weight.shape[1])
+        ctx.main_grad = main_grad(weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        by_expert = weight.view(ctx.shape)
+        return _products(x, by_expert if transposed else by_expert.mT, counts, grouped, ops)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight), counts = ctx.saved_tensors, ctx.counts
+        by_expert, grad = weight.view(ctx.shape), grad.contiguous()
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[1]:
+            target = ctx.main_grad
+            if target is None:
+                target = grad_weight = torch.zeros_like(weight)
+            left, right = (x, grad) if ctx.transposed else (grad, x)
+            _accumulate(target.view(ctx.shape), left, right, counts, ctx.grouped, ctx.ops)
+        if ctx.needs_input_grad[0]:
+            other = by_expert.mT if ctx.transposed else by_expert
+            grad_x = _products(grad, other, counts, ctx.grouped, ctx.ops)
+        return grad_x, grad_weight, None, None, None, None, None
+
+
+def _products(x: Tensor, matrices: Tensor, counts: Sequence[int], grouped: bool, ops: Ops) -> Tensor:
+    """x Mₑ for the rows of each expert: x [m, a] and M [experts, a, b] to [m, b]."""
+    if grouped:
+        return F.grouped_mm(x, matrices, offs=_ends(counts, x.device))
+    out = x.new_empty(len(x), matrices.shape[2])
+    for rows, result, matrix in zip(x.split(counts), out.split(counts), matrices, strict=True):
+        if len(rows):
+            result.copy_(ops.matmul(rows, matrix.t(), None))
+    return out
+
+
+def _accumulate(
+    target: Tensor, left: Tensor, right: Tensor, counts: Sequence[int], grouped: bool, ops: Ops
+) -> None:
+    """targetₑ += leftᵀ right over the rows of each expert: target [experts, a, b], left [m, a], right [m, b]."""
+    if grouped:
+        target += F.grouped_mm(left.t(), right, offs=_ends(counts, left.device))
+        return
+    for matrix, a, b in zip(target, left.split(counts), right.split(counts), strict=True):
+        if len(a):
+            ops.accumulate_wgrad(matrix, a.t(), b)
+
+
+def _ends(counts: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(counts, device=device).cumsum(0).to(torch.int32)

@@ -1,0 +1,131 @@
+"""A mixture of experts in place of a layer's MLP (arXiv 2101.03961, 2401.06066)."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor, nn
+
+from megatron.model.config import ModelConfig
+from megatron.model.context import ModelContext
+from megatron.model.mlp import MLP, input_init
+from megatron.model.moe.dispatch import by_all_gather, by_all_to_all
+from megatron.model.moe.experts import Experts
+from megatron.model.moe.router import Router
+from megatron.model.moe_config import MoEConfig
+from megatron.parallel.collectives import all_gather, gather_sequence, split_sequence
+from megatron.parallel.mesh import ALONE, Axis
+from megatron.parallel.parameters import parameter
+from megatron.parallel.recompute import recompute
+
+
+class MoELayer(nn.Module):
+    """Router, experts and, if there is one, a shared expert that every token passes.
+
+    Each tensor-parallel rank routes its own part of the sequence, with sequence parallelism or without.
+    """
+
+    def __init__(self, config: ModelConfig, context: ModelContext) -> None:
+        super().__init__()
+        assert config.num_experts is not None
+        self.config, self.context = config, context
+        init = input_init(config, config.num_experts)
+        self.router = Router(config, config.hidden_size, init, context)
+        self.experts = Experts(config, context)
+        has_shared = config.moe_shared_expert_intermediate_size is not None
+        self.shared_experts = SharedExpert(config, context) if has_shared else None
+
+    def forward(self, x_sbh: Tensor, sequence_grad: Tensor | float | None = None) -> Tensor:
+        """[s, b, h] to [s, b, h].
+
+        Args:
+            sequence_grad: `LayerInputs.sequence_grad`; with it the gradients of the auxiliary losses are added.
+        """
+        return self.context.ops.communicate(self.compute, x_sbh, sequence_grad)
+
+    def compute(self, x_sbh: Tensor, sequence_grad: Tensor | float | None) -> Tensor:
+        """`forward`, which compiled layers call between two graphs."""
+        run = functools.partial(self.routed, sequence_grad=sequence_grad)
+        out_sbh = recompute(run, x_sbh) if self.config.moe_layer_recompute else run(x_sbh)
+        return out_sbh if self.shared_experts is None else out_sbh + self.shared_experts(x_sbh)
+
+    def routed(self, x_sbh: Tensor, sequence_grad: Tensor | float | None) -> Tensor:
+        """Output of the experts that the router chooses."""
+        tp = self.context.tp
+        # A generated token alone is routed by all ranks alike.
+        splits = not self.context.sequence_parallel and x_sbh.shape[0] % tp.size == 0
+        axis = tp if splits or self.context.sequence_parallel else ALONE
+        if splits:
+            x_sbh = split_sequence(x_sbh, tp)
+        weights_nk, indices_nk = self.router(x_sbh, axis, sequence_grad)
+        capacity = None
+        if self.config.moe_expert_capacity_factor is not None:
+            taken = expert_capacity(self.config, x_sbh.shape[0] * axis.size)
+            dropped = dropped_copies(weights_nk, indices_nk, x_sbh.shape[:2], taken, self.config, axis)
+            indices_nk = indices_nk.masked_fill(dropped, self.config.num_experts)
+            if self.config.moe_pad_expert_input_to_capacity:
+                capacity = taken * x_sbh.shape[1]
+        out_sbh = self.dispatch(x_sbh.flatten(0, 1), weights_nk, indices_nk, capacity).view_as(x_sbh)
+        return gather_sequence(out_sbh, tp) if splits else out_sbh
+
+    def dispatch(self, x_nh: Tensor, weights_nk: Tensor, indices_nk: Tensor, capacity: int | None) -> Tensor:
+        """Weighted sum of the outputs of each token's experts, [n, h]."""
+        axis, experts = self.context.expert, self.experts
+        if axis.size > 1 and self.config.moe_token_dispatcher_type == "allgather":
+            return by_all_gather(x_nh, weights_nk, indices_nk, experts, axis, capacity)
+        parts = self.context.expert_tp
+        return by_all_to_all(x_nh, weights_nk, indices_nk, experts, axis, parts, capacity)
+
+
+class SharedExpert(MLP):
+    """An MLP for every token, times a sigmoid of the token with --moe-shared-expert-gate (Qwen2-MoE)."""
+
+    def __init__(self, config: ModelConfig, context: ModelContext) -> None:
+        super().__init__(config, context, config.moe_shared_expert_intermediate_size)
+        self.gate_weight = None
+        if config.moe_shared_expert_gate:
+            self.gate_weight = parameter(context.replicated(1, config.hidden_size), input_init(config, 1))
+
+    def forward(self, x_sbh: Tensor, sequence_grad: Tensor | float | None = None) -> Tensor:
+        out_sbh = super().forward(x_sbh)
+        return out_sbh if self.gate_weight is None else out_sbh * (x_sbh @ self.gate_weight.t()).sigmoid()
+
+
+def expert_capacity(config: MoEConfig, length: int) -> int:
+    """Tokens of a sequence of `length` that an expert takes."""
+    assert config.num_experts is not None and config.moe_expert_capacity_factor is not None
+    mean = length * config.moe_router_topk / config.num_experts
+    return min(math.ceil(mean * config.moe_expert_capacity_factor), length)
+
+
+@torch.no_grad()
+def dropped_copies(
+    weights_nk: Tensor,
+    indices_nk: Tensor,
+    shape: tuple[int, ...],
+    capacity: int,
+    config: MoEConfig,
+    axis: Axis,
+) -> Tensor:
+    """True for each token and expert [n, k] beyond the expert's `capacity` for the sequence.
+
+    The same in every layout, since all tokens of a sequence count.
+
+    Args:
+        shape: positions of this rank, and sequences.
+        axis: ranks that hold the other parts of each sequence.
+    """
+    (s, b), experts = shape, config.num_experts
+    # By sequence, position and expert: the weight of the expert, or -1.
+    used = weights_nk.new_full((s * b, experts or 0), -1.0).scatter_(1, indices_nk, weights_nk).view(s, b, -1)
+    used = all_gather(used, axis)
+    if config.moe_token_drop_policy == "position":
+        rank = (used >= 0).cumsum(0) - 1
+    else:
+        order = used.sort(dim=0, descending=True, stable=True).indices
+        positions = torch.arange(len(used), device=used.device).view(-1, 1, 1).expand_as(order)
+        rank = torch.empty_like(order).scatter_(0, order, positions)
+    mine = rank[axis.rank * s : (axis.rank + 1) * s].flatten(0, 1)
+    return mine.gather(1, indices_nk) >= capacity

@@ -1,0 +1,176 @@
+"""Flags of mixtures of experts."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from megatron.errors import InputError
+from megatron.flags import Config, flag, flag_name
+
+# Auxiliary losses by the tokens over which the load of the experts is taken.
+BALANCING_TYPES = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoEConfig(Config):
+    """Shape of the layers whose MLP is a mixture of experts, and how tokens find their experts."""
+
+    num_experts: int | None = flag(
+        None, "experts of each mixture-of-experts layer; without it every MLP is dense", low=2, high=2**14
+    )
+    moe_layer_freq: str = flag(
+        "1",
+        "which layers have experts: N for every Nth from the first on, or a pattern of 0 and 1 for each layer such as "
+        "'[0]*1+[1]*26'",
+    )
+    moe_ffn_hidden_size: int | None = flag(
+        None, "hidden size of each expert (default: --ffn-hidden-size)", low=1
+    )
+    moe_shared_expert_intermediate_size: int | None = flag(
+        None, "hidden size of an MLP that every token passes besides its experts (default: none)", low=1
+    )
+    moe_shared_expert_gate: bool = flag(
+        False, "multiply the output of the shared expert by a sigmoid of its input, as in Qwen2-MoE"
+    )
+    moe_router_topk: int = flag(2, "experts of each token", low=1)
+    moe_router_score_function: str = flag(
+        "softmax", "scores of the experts from the router's logits", choices=("softmax", "sigmoid")
+    )
+    moe_router_pre_softmax: bool = flag(
+        False, "softmax over all experts, before the top-k, instead of over the chosen ones"
+    )
+    moe_router_num_groups: int | None = flag(
+        None, "groups of experts, of which each token uses --moe-router-group-topk", low=1
+    )
+    moe_router_group_topk: int | None = flag(
+        None, "groups of experts that a token may use; those whose best experts have the largest sum", low=1
+    )
+    moe_router_topk_scaling_factor: float | None = flag(
+        None, "factor of the weights of a token's experts", above=0
+    )
+    moe_router_dtype: str = flag("fp32", "precision of the router", choices=("fp32", "fp64"))
+    moe_router_load_balancing_type: tuple[str, ...] = flag(
+        ("aux_loss",),
+        "auxiliary losses: over the tokens of a microbatch of a replica, each sequence, or the global batch",
+        choices=BALANCING_TYPES,
+        nargs="+",
+        metavar="TYPE",
+    )
+    moe_aux_loss_coeff: tuple[float, ...] = flag(
+        (0.0,), "factor of each auxiliary loss", low=0, nargs="+", metavar="COEFF"
+    )
+    moe_z_loss_coeff: float | None = flag(
+        None, "factor of the loss that keeps the router's logits small (arXiv 2202.08906)", above=0
+    )
+    moe_router_enable_expert_bias: bool = flag(
+        False, "balance the experts by a bias of their scores that only the choice sees (arXiv 2408.15664)"
+    )
+    moe_router_bias_update_rate: float = flag(1e-3, "change of the expert bias in each step", low=0)
+    moe_expert_capacity_factor: float | None = flag(
+        None,
+        "tokens of a sequence that an expert takes, over their mean; the others are dropped (default: all are taken)",
+        above=0,
+    )
+    moe_token_drop_policy: str = flag(
+        "probs",
+        "tokens to drop: those with the smallest weights, or the last ones",
+        choices=("probs", "position"),
+    )
+    moe_pad_expert_input_to_capacity: bool = flag(
+        False, "pad the input of each expert to its capacity, so that all shapes are known beforehand"
+    )
+    moe_grouped_gemm: bool = flag(
+        False, "all experts of a rank in one grouped product, instead of one product after the other"
+    )
+    moe_token_dispatcher_type: str = flag(
+        "alltoall",
+        "how tokens reach experts on other ranks: sent to their experts' ranks, or all of them to all ranks",
+        choices=("alltoall", "allgather"),
+    )
+    moe_layer_recompute: bool = flag(False, "recompute the experts' activations in backward")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_experts is None:
+            for field in dataclasses.fields(MoEConfig):
+                if getattr(self, field.name) != field.default:
+                    value = getattr(self, field.name)
+                    text = " ".join(map(str, value)) if isinstance(value, tuple) else value
+                    raise InputError(f"{flag_name(field)}: {text} needs --num-experts")
+            return
+        self._check_router(self.num_experts)
+        if self.moe_shared_expert_gate and self.moe_shared_expert_intermediate_size is None:
+            raise InputError("--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size")
+        if self.moe_pad_expert_input_to_capacity and self.moe_expert_capacity_factor is None:
+            raise InputError("--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor")
+        types, coefficients = self.moe_router_load_balancing_type, self.moe_aux_loss_coeff
+        if len(set(types)) < len(types) or ("none" in types and len(types) > 1):
+            raise InputError(f"--moe-router-load-balancing-type: {' '.join(types)}; name each type once")
+        if len(types) != len(coefficients):
+            raise InputError(
+                f"--moe-aux-loss-coeff: {len(coefficients)} values for {len(types)} of "
+                f"--moe-router-load-balancing-type {' '.join(types)}; give one for each"
+            )
+        if types == ("none",) and coefficients != (0.0,):
+            raise InputError("--moe-aux-loss-coeff needs a --moe-router-load-balancing-type other than none")
+
+    def _check_router(self, experts: int) -> None:
+        topk, groups, group_topk = (
+            self.moe_router_topk,
+            self.moe_router_num_groups,
+            self.moe_router_group_topk,
+        )
+        softmax = self.moe_router_score_function == "softmax"
+        if topk > experts:
+            raise InputError(f"--moe-router-topk: {topk} is more than --num-experts {experts}")
+        if self.moe_router_pre_softmax and not softmax:
+            raise InputError("--moe-router-pre-softmax needs --moe-router-score-function softmax")
+        if softmax and topk == 1 and not self.moe_router_pre_softmax:
+            raise InputError(
+                "--moe-router-topk: the softmax over 1 expert is 1, from which the router learns nothing; "
+                "add --moe-router-pre-softmax"
+            )
+        if self.moe_router_enable_expert_bias and softmax:
+            raise InputError("--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid")
+        if (groups is None) != (group_topk is None):
+            raise InputError("--moe-router-num-groups and --moe-router-group-topk go together; give both")
+        if groups is None or group_topk is None:
+            return
+        if experts % groups:
+            raise InputError(f"--moe-router-num-groups: {groups} does not divide --num-experts {experts}")
+        if group_topk > groups:
+            raise InputError(
+                f"--moe-router-group-topk: {group_topk} is more than --moe-router-num-groups {groups}"
+            )
+        if topk % group_topk or topk // group_topk > experts // groups:
+            raise InputError(
+                f"--moe-router-group-topk: {group_topk} groups of {experts // groups} experts cannot share "
+                f"--moe-router-topk {topk} equally"
+            )
+
+    def expert_layers(self, layers: int) -> list[bool]:
+        """For each layer, true if its MLP is a mixture of experts.
+
+        Raises:
+            InputError: --moe-layer-freq is not of a form that it has, or is for another number of layers.
+        """
+        if self.num_experts is None:
+            return [False] * layers
+        text = self.moe_layer_freq.replace(" ", "").strip("()")
+        if text.isdecimal() and int(text) > 0:
+            return [layer % int(text) == 0 for layer in range(layers)]
+        pattern: list[bool] = []
+        for part in text.split("+"):
+            match = re.fullmatch(r"\(?\[([01](?:,[01])*)\](?:\*(\d{1,5}))?\)?", part)
+            if match is None:
+                raise InputError(
+                    f"--moe-layer-freq: {self.moe_layer_freq!r} is neither a number nor a pattern such as "
+                    "'[0]*1+[1]*26'"
+                )
+            pattern += [bit == "1" for bit in match[1].split(",")] * int(match[2] or 1)
+        if len(pattern) != layers:
+            raise InputError(
+                f"--moe-layer-freq: {self.moe_layer_freq} is for {len(pattern)} layers, not {layers}"
+            )
+        return pattern
