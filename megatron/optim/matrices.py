@@ -10,8 +10,8 @@ from torch import Tensor
 from megatron.optim.layout import ALIGNMENT, Bucket, round_up
 from megatron.optim.spec import Shard
 from megatron.parallel.collectives import all_reduce_sum
-from megatron.parallel.mesh import Axis
-from megatron.parallel.slices import Block, overlap
+from megatron.parallel.mesh import ALONE, Axis
+from megatron.parallel.slices import Block, GlobalSlice, overlap
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +19,7 @@ class MatrixShard(Shard):
     """A matrix [rows, columns], or the part of it that this tensor-parallel rank holds.
 
     Attributes:
-        shape: of the whole matrix.
+        shape: of the whole matrix, [outputs, inputs].
         tp: ranks that together hold the matrix. All of them take the step at the same time.
         blocks: the parts of the local tensor and their places in the whole matrix.
         counted: those of `blocks` that no other rank contributes to the whole matrix.
@@ -65,8 +65,22 @@ def matrices_of(shard: Shard, bucket: Bucket, tp: Axis) -> list[MatrixShard]:
             for flat in (shard.weight, shard.grad, *shard.state.values())
         )
         kept = dict(zip(shard.state, state, strict=True))
+        if spec.matrices > 1:
+            found += _divided(Shard(weight, grad, kept), spec)
+            continue
         found.append(MatrixShard(weight, grad, kept, spec.shape, tp, blocks, counted))
     return found
+
+
+def _divided(shard: Shard, spec: GlobalSlice) -> list[MatrixShard]:
+    """The matrices of several experts, each of which this rank holds as a whole."""
+    rows, columns = spec.shape[0] // spec.matrices, spec.row
+    parts = [tensor.split(rows) for tensor in (shard.weight, shard.grad, *shard.state.values())]
+    shape = (columns, rows) if spec.transposed else (rows, columns)
+    return [
+        MatrixShard(weight, grad, dict(zip(shard.state, state, strict=True)), shape, ALONE, [], [])
+        for weight, grad, *state in zip(*parts, strict=True)
+    ]
 
 
 def cut_between_matrices(buckets: list[Bucket]) -> list[Bucket]:
@@ -101,8 +115,11 @@ def _owners(buckets: list[Bucket]) -> dict[str, int]:
     Returns:
         Ranks by name of the parameter.
     """
-    shapes = {param.name: param.shard_spec.shape for bucket in buckets for param in bucket.flat_params}
-    costs = {name: rows * columns * min(rows, columns) for name, (rows, columns) in shapes.items()}
+    specs = {param.name: param.shard_spec for bucket in buckets for param in bucket.flat_params}
+    costs = {
+        name: spec.shape[0] * spec.row * min(spec.shape[0] // spec.matrices, spec.row)
+        for name, spec in specs.items()
+    }
     work = [0] * len(buckets[0].shards)
     owners: dict[str, int] = {}
     for name, cost in sorted(costs.items(), key=lambda item: -item[1]):

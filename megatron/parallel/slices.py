@@ -24,6 +24,8 @@ class GlobalSlice:
         partial: each of `replicas` computes a partial sum of the gradient of the shared rows.
         num_valid_rows: rows of the whole tensor that are not padding of the vocabulary; None means all.
         expert_parallel: the ranks of the mesh's axis `expert` divide the tensor, instead of those of `tp`.
+        matrices: matrices of equal size, one above the other, of which the tensor consists.
+        transposed: each is [inputs, outputs] instead of [outputs, inputs].
     """
 
     shape: tuple[int, ...]
@@ -34,6 +36,8 @@ class GlobalSlice:
     partial: bool = False
     num_valid_rows: int | None = None
     expert_parallel: bool = False
+    matrices: int = 1
+    transposed: bool = False
 
     @property
     def local_shape(self) -> tuple[int, ...]:

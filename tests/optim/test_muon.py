@@ -15,7 +15,7 @@ from megatron.optim.layout import ALIGNMENT, Bucket, lay_out
 from megatron.optim.matrices import MatrixShard
 from megatron.optim.muon import Muon, MuonConfig, newton_schulz
 from megatron.optim.optimizer import param_groups
-from megatron.optim.spec import StepInputs
+from megatron.optim.spec import Shard, StepInputs
 from megatron.parallel.mesh import ALONE, Axis, Mesh
 
 CPU = torch.device("cpu")
@@ -134,3 +134,29 @@ def test_each_matrix_has_one_owner_and_owners_are_balanced(replicas: int) -> Non
     assert len(owned) == len(set(owned)) == 8 * 4
     largest = 4 * 48**3
     assert max(work) <= max(1.15 * sum(work) / replicas, largest)
+
+
+def test_each_expert_has_matrices_of_its_own() -> None:
+    config = ModelConfig(
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=1,
+        ffn_hidden_size=12,
+        position_embedding_type="none",
+        num_experts=2,
+        add_bias_linear=False,
+        swiglu=True,
+    )
+    with torch.device("meta"):
+        model = GPTModel(config, ModelContext(vocab_size=10, padded_vocab_size=10))
+    groups = param_groups(OptimizerConfig(lr=1, optimizer="muon"), Mesh(device=CPU), distributed=False)
+    buckets = lay_out([model], groups, bucket_size=10**6)
+    (bucket,) = (b for b in buckets if any("experts" in param.name for param in b.flat_params))
+    flat = torch.arange(bucket.end - bucket.start, dtype=torch.float32)
+    matrices = bucket.group.optimizer.divide(
+        Shard(flat, flat.clone(), {"momentum_buffer": flat.clone()}), bucket, ALONE
+    )
+    # [outputs, inputs]; the second layer of an expert is stored transposed.
+    assert [matrix.shape for matrix in matrices] == [(24, 8)] * 2 + [(8, 12)] * 2
+    assert [tuple(matrix.weight.shape) for matrix in matrices] == [(24, 8)] * 2 + [(12, 8)] * 2
+    assert [int(matrix.weight[0, 0]) for matrix in matrices] == [0, 192, 384, 480]

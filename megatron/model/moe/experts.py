@@ -5,6 +5,7 @@ Shapes in names: m rows (a copy of a token for each expert that it chose), h hid
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,8 +48,10 @@ class Experts(nn.Module):
             for row in range(halves * e, halves * (e + 1))
         ]
         fc2 = [(f * e + begin, f * e + end) for e in self.local]
-        self.weight1 = parameter(_rows(halves * f * experts, h, fc1), input_init(config, halves * f))
-        self.weight2 = parameter(_rows(f * experts, h, fc2), output_init(config))
+        spec = GlobalSlice((halves * f * experts, h), 0, _joined(fc1), expert_parallel=True, matrices=experts)
+        self.weight1 = parameter(spec, input_init(config, halves * f))
+        spec = dataclasses.replace(spec, shape=(f * experts, h), ranges=_joined(fc2), transposed=True)
+        self.weight2 = parameter(spec, output_init(config))
 
     def forward(self, x_mh: Tensor, weights_m: Tensor, counts: Sequence[int] | Tensor) -> Tensor:
         """Outputs times `weights_m`, [m, h].
@@ -70,9 +73,9 @@ class Experts(nn.Module):
         return _Product.apply(x, weight, counts, len(self.local), transposed, self.grouped, self.ops)
 
 
-def _rows(rows: int, h: int, ranges: list[Range]) -> GlobalSlice:
-    """Shard spec of ranges of the rows of a matrix of all experts."""
-    return GlobalSlice((rows, h), 0, tuple(intersections((0, rows), ranges)), expert_parallel=True)
+def _joined(ranges: list[Range]) -> tuple[Range, ...]:
+    """The same rows in as few ranges as possible."""
+    return tuple(intersections((0, ranges[-1][1]), ranges))
 
 
 class _Product(torch.autograd.Function):
