@@ -143,7 +143,8 @@ NVIDIA_DEFAULTS = """
     --muon-extra-scale-factor 1.0, --fp8-format None, --first-last-layers-bf16 False,
     --num-layers-at-start-in-bf16 1, --num-layers-at-end-in-bf16 1,
     --num-experts None, --moe-ffn-hidden-size None, --moe-shared-expert-intermediate-size None,
-    --moe-shared-expert-gate False, --moe-router-topk 2, --moe-router-score-function softmax,
+    --moe-shared-expert-gate False, --moe-shared-expert-overlap False, --moe-router-topk 2,
+    --moe-router-score-function softmax,
     --moe-router-pre-softmax False, --moe-router-num-groups None, --moe-router-group-topk None,
     --moe-router-topk-scaling-factor None, --moe-z-loss-coeff None, --moe-router-enable-expert-bias False,
     --moe-router-bias-update-rate 1e-3, --moe-expert-capacity-factor None, --moe-token-drop-policy probs,
@@ -219,6 +220,7 @@ def test_a_switch_inverts_its_default() -> None:
         "profile": "--save folder",
         "use_checkpoint_args": "--save new-folder --load new-folder",
         "moe_shared_expert_gate": f"{experts} --moe-shared-expert-intermediate-size 8",
+        "moe_shared_expert_overlap": f"{experts} --moe-shared-expert-intermediate-size 8",
         "moe_router_enable_expert_bias": f"{experts} --moe-router-score-function sigmoid",
         "moe_pad_expert_input_to_capacity": f"{experts} --moe-expert-capacity-factor 1",
     }

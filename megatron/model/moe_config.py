@@ -88,6 +88,9 @@ class MoEConfig(Config):
         "how tokens reach experts on other ranks: sent to their experts' ranks, or all of them to all ranks",
         choices=("alltoall", "allgather"),
     )
+    moe_shared_expert_overlap: bool = flag(
+        False, "compute the shared expert while tokens are on their way to experts of other ranks"
+    )
     moe_layer_recompute: bool = flag(False, "recompute the experts' activations in backward")
 
     def __post_init__(self) -> None:
@@ -100,8 +103,14 @@ class MoEConfig(Config):
                     raise InputError(f"{flag_name(field)}: {text} needs --num-experts")
             return
         self._check_router(self.num_experts)
-        if self.moe_shared_expert_gate and self.moe_shared_expert_intermediate_size is None:
-            raise InputError("--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size")
+        if self.moe_shared_expert_intermediate_size is None:
+            for name in ("gate", "overlap"):
+                if getattr(self, f"moe_shared_expert_{name}"):
+                    raise InputError(
+                        f"--moe-shared-expert-{name} needs --moe-shared-expert-intermediate-size"
+                    )
+        if self.moe_shared_expert_overlap and self.moe_token_dispatcher_type != "alltoall":
+            raise InputError("--moe-shared-expert-overlap needs --moe-token-dispatcher-type alltoall")
         if self.moe_pad_expert_input_to_capacity and self.moe_expert_capacity_factor is None:
             raise InputError("--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor")
         types, coefficients = self.moe_router_load_balancing_type, self.moe_aux_loss_coeff

@@ -103,10 +103,10 @@ def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pe
     return _start("reduce-scatter", axis, out, _reduce_scatter, out, x.contiguous())
 
 
-def all_to_all(x: Tensor, axis: Axis, sent: list[int], received: list[int]) -> Tensor:
-    """Send `sent[r]` rows of `x` to each rank r of `axis`, in order, and return the `received[r]` rows of each."""
+def start_all_to_all(x: Tensor, axis: Axis, sent: list[int], received: list[int]) -> Pending:
+    """Start to send `sent[r]` rows of `x` to each rank r of `axis`, in order, and to receive `received[r]` of each."""
     out = x.new_empty(sum(received), *x.shape[1:])
-    return _start("all-to-all", axis, out, dist.all_to_all_single, out, x.contiguous(), received, sent).wait()
+    return _start("all-to-all", axis, out, dist.all_to_all_single, out, x.contiguous(), received, sent)
 
 
 def start_reduce(x: Tensor, owner: int, axis: Axis) -> Pending:
@@ -233,20 +233,52 @@ def gather_shards(x: Tensor, axis: Axis) -> Tensor:
     return x if axis.size == 1 else _Communication.apply(x, axis, all_gather, _reduce_scattered)
 
 
-def exchange(x: Tensor, axis: Axis, sent: list[int], received: list[int]) -> Tensor:
-    """`all_to_all`; backward returns the gradients to the ranks that sent the rows."""
-    return _Exchange.apply(x, axis, sent, received)
+class Exchange:
+    """An all-to-all of rows that starts here and ends in `wait`; backward returns the gradients to the senders.
+
+    What is computed between the two overlaps with it, and so does its backward with the way back.
+    """
+
+    def __init__(self, x: Tensor, axis: Axis, sent: list[int], received: list[int]) -> None:
+        """`sent[r]` rows of `x` go to each rank r of `axis`, in order, and `received[r]` come from it."""
+        self.axis, self.sent, self.received = axis, sent, received
+        self.pending: Pending | None = None
+        self.started = _StartExchange.apply(x, self)
+
+    def wait(self) -> Tensor:
+        """The received rows, by rank."""
+        return _EndExchange.apply(self.started, self)
+
+    def end(self) -> Tensor:
+        """Wait for the way there, or back."""
+        assert self.pending is not None
+        return self.pending.wait()
 
 
-class _Exchange(torch.autograd.Function):
+class _StartExchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, sent: list[int], received: list[int]) -> Tensor:
-        ctx.axis, ctx.sent, ctx.received = axis, sent, received
-        return all_to_all(x, axis, sent, received)
+    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.pending = start_all_to_all(x, exchange.axis, exchange.sent, exchange.received)
+        return exchange.pending.result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return all_to_all(grad, ctx.axis, ctx.received, ctx.sent), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange.end(), None  # `grad` is not that of the rows sent
+
+
+class _EndExchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.end()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        exchange = ctx.exchange
+        exchange.pending = start_all_to_all(grad, exchange.axis, exchange.received, exchange.sent)
+        return grad, None
 
 
 def _reduce_scattered(x: Tensor, axis: Axis) -> Tensor:

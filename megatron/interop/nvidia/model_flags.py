@@ -46,7 +46,6 @@ MODEL_FLAGS: tuple[NvidiaFlag, ...] = (
     *refuse("only plain transformers are implemented", "--spec NAME...", harmless=("local",)),
     *refuse(
         _NOT_SUPPORTED,
-        "--moe-shared-expert-overlap",
         "--moe-per-layer-logging",
         "--moe-input-jitter-eps X",
     ),

@@ -8,6 +8,7 @@ Shapes in names: n tokens of this rank, k copies of a token, m rows, h hidden.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +16,12 @@ from torch import Tensor
 
 from megatron.model.moe.experts import Experts
 from megatron.model.moe.router import count
-from megatron.parallel.collectives import all_to_all, exchange, gather_shards, reduce_scatter_sequence
+from megatron.parallel.collectives import (
+    Exchange,
+    gather_shards,
+    reduce_scatter_sequence,
+    start_all_to_all,
+)
 from megatron.parallel.mesh import Axis
 
 
@@ -123,6 +129,7 @@ def by_all_to_all(
     axis: Axis,
     parts: int,
     capacity: int | None,
+    meanwhile: Callable[[], None],
 ) -> Tensor:
     """Weighted sum of the outputs of each token's experts, [n, h]: each row goes to the ranks that hold its expert.
 
@@ -130,6 +137,7 @@ def by_all_to_all(
         indices_nk: the experts; those of copies to drop are the number of all experts.
         parts: ranks that share each expert; a row goes to all of them, and their outputs are summed.
         capacity: rows that this rank sends to each expert, padded; None for as many as there are.
+        meanwhile: called while the rows are on their way.
     """
     local = len(experts.local)
     owner, expert = indices_nk // local, indices_nk % local
@@ -139,18 +147,21 @@ def by_all_to_all(
     x_mh = rows.take(x_nh)
     weights_m = rows.take_copies(weights_nk.unsqueeze(-1).expand(-1, -1, parts))
     if axis.size == 1:
+        meanwhile()
         return rows.add(experts(x_mh, weights_m, sizes))
     sizes_rl = torch.tensor(sizes, device=x_nh.device).view(axis.size, local)
     ones = [1] * axis.size
-    received_rl = all_to_all(sizes_rl, axis, ones, ones)
+    received_rl = start_all_to_all(sizes_rl, axis, ones, ones).wait()
     sent, received = sizes_rl.sum(1).tolist(), received_rl.sum(1).tolist()
-    x_mh = exchange(x_mh, axis, sent, received)
-    weights_m = exchange(weights_m, axis, sent, received)
+    rows_there = Exchange(x_mh, axis, sent, received)
+    weights_there = Exchange(weights_m, axis, sent, received)
+    meanwhile()
+    x_mh, weights_m = rows_there.wait(), weights_there.wait()
     # From the order of ranks, each with its rows by expert, to that of experts.
     expert_of_row = torch.arange(local, device=x_nh.device).repeat(axis.size)
     regrouped, sizes = sorted_rows(expert_of_row.repeat_interleave(received_rl.flatten()), local, 1)
     y_mh = experts(regrouped.take(x_mh), regrouped.take_copies(weights_m), sizes)
-    return rows.add(exchange(regrouped.add(y_mh), axis, received, sent))
+    return rows.add(Exchange(regrouped.add(y_mh), axis, received, sent).wait())
 
 
 def by_all_gather(

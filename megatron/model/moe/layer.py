@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -49,11 +50,18 @@ class MoELayer(nn.Module):
         """`forward`, which compiled layers call between two graphs."""
         run = functools.partial(self.routed, sequence_grad=sequence_grad)
         out_sbh = recompute(run, x_sbh) if self.config.moe_layer_recompute else run(x_sbh)
-        return out_sbh if self.shared_experts is None else out_sbh + self.shared_experts(x_sbh)
+        if self.shared_experts is None or self.config.moe_shared_expert_overlap:
+            return out_sbh
+        return out_sbh + self.shared_experts(x_sbh)
 
     def routed(self, x_sbh: Tensor, sequence_grad: Tensor | float | None) -> Tensor:
-        """Output of the experts that the router chooses."""
-        tp = self.context.tp
+        """Output of the experts that the router chooses; with --moe-shared-expert-overlap, and of the shared one."""
+        tp, whole_sbh, shared = self.context.tp, x_sbh, []
+
+        def meanwhile() -> None:
+            if self.shared_experts is not None and self.config.moe_shared_expert_overlap:
+                shared.append(self.shared_experts(whole_sbh))
+
         # A generated token alone is routed by all ranks alike.
         splits = not self.context.sequence_parallel and x_sbh.shape[0] % tp.size == 0
         axis = tp if splits or self.context.sequence_parallel else ALONE
@@ -67,16 +75,24 @@ class MoELayer(nn.Module):
             indices_nk = indices_nk.masked_fill(dropped, self.config.num_experts)
             if self.config.moe_pad_expert_input_to_capacity:
                 capacity = taken * x_sbh.shape[1]
-        out_sbh = self.dispatch(x_sbh.flatten(0, 1), weights_nk, indices_nk, capacity).view_as(x_sbh)
-        return gather_sequence(out_sbh, tp) if splits else out_sbh
+        out_nh = self.dispatch(x_sbh.flatten(0, 1), weights_nk, indices_nk, capacity, meanwhile)
+        out_sbh = out_nh.view_as(x_sbh)
+        return sum(shared, gather_sequence(out_sbh, tp) if splits else out_sbh)
 
-    def dispatch(self, x_nh: Tensor, weights_nk: Tensor, indices_nk: Tensor, capacity: int | None) -> Tensor:
+    def dispatch(
+        self,
+        x_nh: Tensor,
+        weights_nk: Tensor,
+        indices_nk: Tensor,
+        capacity: int | None,
+        meanwhile: Callable[[], None],
+    ) -> Tensor:
         """Weighted sum of the outputs of each token's experts, [n, h]."""
         axis, experts = self.context.expert, self.experts
         if axis.size > 1 and self.config.moe_token_dispatcher_type == "allgather":
             return by_all_gather(x_nh, weights_nk, indices_nk, experts, axis, capacity)
         parts = self.context.expert_tp
-        return by_all_to_all(x_nh, weights_nk, indices_nk, experts, axis, parts, capacity)
+        return by_all_to_all(x_nh, weights_nk, indices_nk, experts, axis, parts, capacity, meanwhile)
 
 
 class SharedExpert(MLP):
