@@ -52,6 +52,27 @@ def test_root_only_installs_packages_and_adds_the_user(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", FILES)
+def test_nccl_finds_infiniband(path: str) -> None:
+    """Without these libraries and the adapters' drivers NCCL falls back to TCP."""
+    as_root = " && ".join(rest for name, rest in instructions(path) if name == "RUN").split(" && ")
+    packages = {
+        word for command in as_root if command.startswith("apt-get install ") for word in command.split()
+    }
+    assert {"libibverbs1", "librdmacm1", "ibverbs-providers"} <= packages
+
+
+def test_containers_may_lock_memory() -> None:
+    """InfiniBand registers memory that must not be swapped out."""
+    manifest = yaml.safe_load((ROOT / "scripts/k8s/pretrain.yaml").read_text(encoding="utf-8"))
+    for replica in manifest["spec"]["pytorchReplicaSpecs"].values():
+        for container in replica["template"]["spec"]["containers"]:
+            assert "IPC_LOCK" in container["securityContext"]["capabilities"]["add"]
+    page = (ROOT / "docs/launching.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^ +docker run .*--ipc host.*", page, re.M)
+    assert commands and all("--ulimit memlock=-1" in command for command in commands)
+
+
+@pytest.mark.parametrize("path", FILES)
 def test_steps_of_the_user_are_in_the_readme(path: str) -> None:
     readme = re.sub(r"@\w+\"", '@$APEX"', (ROOT / "README.md").read_text(encoding="utf-8"))
     found = instructions(path)

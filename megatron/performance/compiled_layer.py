@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.ops.activation import activation
 from megatron.ops.backend import Ops
 from megatron.ops.compiler import CompileFn, Compiler, eager
 from megatron.ops.document_attention import attention_by_documents, document_blocks
@@ -22,6 +23,8 @@ from megatron.parallel.random import DropoutKey, stable_hash
 
 # Lower 32 bits of a number.
 MASK = 2**32 - 1
+# Blocks of tokens whose gradients are summed separately (`backward_sums.py`).
+BLOCKS = 64
 # Sites of a layer, or outside of the layers, that drop elements of activations.
 SITES = ("embedding", "attended", "mlp", "pooled")
 
@@ -35,6 +38,7 @@ def layer_ops(compiler: CompileFn, device: torch.device) -> dict[str, Any]:
         # Compiled code calls it eagerly, between two graphs.
         "communicate": torch.compiler.disable(eager),
         "recomputes_attention": False,
+        "activation": activation_by_blocks,
         "accumulating": accumulating,
         "device_keys": device_keys,
     }
@@ -47,9 +51,11 @@ def layer_ops(compiler: CompileFn, device: torch.device) -> dict[str, Any]:
 
 def inductor_options() -> dict[str, Any]:
     """Options of torch.compile for layers."""
-    from megatron.performance.saved_activations import SaveNormInputs  # imports torch's compiler
+    # These import torch's compiler.
+    from megatron.performance.backward_sums import BackwardSums
+    from megatron.performance.saved_activations import SaveNormInputs
 
-    return {"joint_custom_post_pass": SaveNormInputs()}
+    return {"joint_custom_post_pass": SaveNormInputs(), "post_grad_custom_pre_pass": BackwardSums(BLOCKS)}
 
 
 def uncompiled(ops: Ops) -> AbstractContextManager[object]:
@@ -76,12 +82,16 @@ class CounterKey(DropoutKey):
     def drop(self, x: Tensor, p: float, site: str, rank: int | None) -> Tensor:
         """`DropoutKey.drop`; ranks hold equal parts of the first dimension."""
         assert self.words is not None
-        words = self.words if self.words.dim() == 1 else self.words[0]
+        in_layer = self.words.dim() == 1
+        words = self.words if in_layer else self.words[0]
         # Inductor computes with plain indices in too few bits. `|` makes this an ordinary number of 64 bits.
         index = torch.arange(x.numel(), device=x.device).view(x.shape) | 0
         counter = (index + (rank or 0) * x.numel()) ^ words[0]
         bits, _ = philox(counter, words.new_full((), SITES.index(site)), words[1])
-        return torch.where(bits >= round(p * 2**32), x * (1 / (1 - p)), 0.0)
+        kept, shape = bits >= round(p * 2**32), x.shape
+        if in_layer:  # the gradient of x is also that of a bias
+            kept, x = by_blocks(kept), by_blocks(x)
+        return torch.where(kept, x * (1 / (1 - p)), 0.0).view(shape)
 
 
 def device_keys(keys: list[DropoutKey], layers: int, device: torch.device) -> list[DropoutKey]:
@@ -103,6 +113,17 @@ def philox(c0: Tensor, c1: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         c0, c1 = (product >> 32 & MASK) ^ key ^ c1, product & MASK
         key = key + 0x9E3779B9 & MASK
     return c0, c1
+
+
+def by_blocks(x: Tensor) -> Tensor:
+    """View activations [..., h] as [BLOCKS, tokens of a block, h] if BLOCKS divides the tokens."""
+    return x.reshape(BLOCKS, -1, x.shape[-1]) if x.numel() % (BLOCKS * x.shape[-1]) == 0 else x
+
+
+def activation_by_blocks(x: Tensor, name: str) -> Tensor:
+    """`activation`, whose gradient is computed in blocks of tokens."""
+    y = activation(by_blocks(x), name)
+    return y.view(*x.shape[:-1], y.shape[-1])
 
 
 def accumulating(*params: Tensor) -> tuple[Tensor, ...]:

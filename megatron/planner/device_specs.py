@@ -74,14 +74,15 @@ DATA_SHEETS = tuple(
         ("l40", r"L40", 142, 181, 181, 362, 90.5, 46068, 864, 64),
         ("l4", r"L4", 58, 121, 121, 242.5, 30.3, 23034, 300, 64),
         ("rtx-6000-ada", r"RTX 6000 Ada Generation", 142, 364, 364, 728.5, 91.1, 49140, 960, 64),
-        # The editions have one chip with different clocks, whose tensor cores do 4 dense FLOP for each in fp32.
+        # Workstation and Max-Q are in table 4 of NVIDIA's paper on the RTX Blackwell PRO architecture. The page of the
+        # Server has 234 TFLOP/s in TF32, a half of fp16 in that table, and rounds fp16 to 1 PFLOP/s, with sparsity.
         (
             "rtx-pro-6000-max-q",
             r"RTX PRO 6000 Blackwell Max-Q.*",
             188,
             438.9,
             438.9,
-            877.8,
+            877.9,
             109.7,
             97887,
             1792,
@@ -91,9 +92,9 @@ DATA_SHEETS = tuple(
             "rtx-pro-6000-server",
             r"RTX PRO 6000 Blackwell Server.*",
             188,
-            480,
-            480,
-            960,
+            468,
+            468,
+            936,
             120,
             97887,
             1597,

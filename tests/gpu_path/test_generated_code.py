@@ -59,9 +59,9 @@ def test_masks_are_found() -> None:
 
 
 def drop(x: Tensor, rank: int | None) -> Kernel:
-    """Kernel of dropout of an activation's part."""
+    """Kernel of dropout of an activation's part, and of an addition as in a layer."""
     (key,) = device_keys([DropoutKey(1, 0)], 1, CPU)
-    return kernel_of(lambda x, key: dropout(x, 0.1, key, "mlp", rank), x, key.at_layer(0))
+    return kernel_of(lambda x, key: x + dropout(x, 0.1, key, "mlp", rank), x, key.at_layer(0))
 
 
 def test_dropout_counts_elements_in_64_bits() -> None:
@@ -80,7 +80,7 @@ def test_a_layer_of_more_than_2_to_the_31_elements() -> None:
     flags = f"{COMMON} --num-layers 1 --seq-length 16400 --micro-batch-size 32 --global-batch-size 32"
     config = parse_run_config(flags.split(), description="", defaults=DEFAULTS)
     found = kernels_of(compiled_layer(config, causal=True))
-    assert sum(kernel.work >= 2**31 for kernel in found) >= 3  # GELU, its gradient, the bias of the MLP
+    assert sum(kernel.work >= 2**31 for kernel in found) >= 2  # GELU, its gradient with the bias of the MLP
     for kernel in found:
         assert narrow_numbers(kernel) == []
         assert not narrow_index(kernel)

@@ -502,6 +502,7 @@ def test_choice_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="--ops-backend apex: apex is not installed"):
         choose("apex")
     monkeypatch.setattr(apex, "has_apex", lambda: True)
+    assert choose("auto").layer_norm is norm.layer_norm  # apex is not preferred where it is installed
     assert choose("apex").layer_norm is apex.apex_layer_norm
     assert "norm: apex" in choose("apex").kinds
 

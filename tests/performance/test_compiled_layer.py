@@ -26,7 +26,7 @@ from megatron.optim.buffer import ParamBuffer
 from megatron.parallel.mesh import init_mesh
 from megatron.parallel.phases import Phases
 from megatron.parallel.random import DropoutKey, dropout
-from megatron.performance.compiled_layer import device_keys, inductor_options, philox
+from megatron.performance.compiled_layer import BLOCKS, device_keys, inductor_options, philox
 from megatron.planner.dry_run import longest_batch
 from megatron.pretrain_gpt import GPT
 from megatron.training.build import build_model
@@ -76,10 +76,11 @@ def model_of(ops: Ops, fields: dict[str, Any]) -> tuple[GPTModel, ParamBuffer]:
 def two_passes(ops: Ops, fields: dict[str, Any]) -> tuple[list[float], Tensor]:
     """Losses of two microbatches and the sum of their gradients."""
     model, buffer = model_of(ops, fields)
-    tokens, labels = torch.randint(100, (2, 2, 32), generator=torch.Generator().manual_seed(0))
+    samples = 2 * BLOCKS // 32  # so that the blocks divide the tokens
+    tokens, labels = torch.randint(100, (2, samples, 32), generator=torch.Generator().manual_seed(0))
     losses = []
     for key in device_keys([DropoutKey(1, 0), DropoutKey(1, 2)], LAYERS, CPU):
-        loss = model(tokens, position_ids(0, 2, 32, CPU), labels_bs=labels, dropout_key=key).mean()
+        loss = model(tokens, position_ids(0, samples, 32, CPU), labels_bs=labels, dropout_key=key).mean()
         loss.backward()
         losses.append(loss.item())
     return losses, buffer.grads.clone()

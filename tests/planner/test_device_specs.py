@@ -81,7 +81,7 @@ def test_an_unknown_name_lists_the_known_ones():
         ("NVIDIA GB300", 2500, 80),
         ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 503.8, 126),
         ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 438.9, 109.7),
-        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 480, 120),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 468, 120),
         ("NVIDIA L4", 121, 30.3),
         ("NVIDIA L40S", 362, 91.6),
         ("NVIDIA GeForce RTX 4090", 165.2, 82.6),
