@@ -149,7 +149,9 @@ NVIDIA_DEFAULTS = """
     --moe-router-topk-scaling-factor None, --moe-z-loss-coeff None, --moe-router-enable-expert-bias False,
     --moe-router-bias-update-rate 1e-3, --moe-expert-capacity-factor None, --moe-token-drop-policy probs,
     --moe-pad-expert-input-to-capacity False, --moe-grouped-gemm False, --moe-layer-recompute False,
-    --expert-model-parallel-size 1, --expert-tensor-parallel-size None
+    --expert-model-parallel-size 1, --expert-tensor-parallel-size None,
+    --multi-latent-attention False, --q-lora-rank None, --kv-lora-rank 32, --qk-head-dim 128,
+    --qk-pos-emb-head-dim 64, --v-head-dim 128, --mscale 1.0, --mscale-all-dim 0.0
 """
 # Defaults that are spelled differently but mean the same, or that differ on purpose.
 OTHER_DEFAULTS = {
@@ -217,6 +219,7 @@ def test_a_switch_inverts_its_default() -> None:
         "async_save": "--save folder",
         "save_best": "--save folder",
         "manual_gc_eval": "--manual-gc",
+        "multi_latent_attention": "--position-embedding-type rope",
         "profile": "--save folder",
         "use_checkpoint_args": "--save new-folder --load new-folder",
         "moe_shared_expert_gate": f"{experts} --moe-shared-expert-intermediate-size 8",

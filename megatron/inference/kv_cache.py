@@ -17,7 +17,8 @@ from megatron.parallel.mesh import Axis
 class KVCache:
     """Preallocated keys and values of several sequences, for the layers and heads of this rank.
 
-    The memory has shape [layers, 2, rows, g, length, d].
+    The memory has shape [layers, 2, rows, g, length, d]. With latent attention it is [layers, 1, rows, 1, length, c],
+    where c is the width of the latent and of the key that the heads share.
     """
 
     def __init__(
@@ -33,8 +34,10 @@ class KVCache:
     ) -> None:
         """Allocate `length` positions for each of `rows` sequences, in each of the `layers` by number."""
         self.index = {layer: i for i, layer in enumerate(layers)}
-        groups = config.kv_heads_per_rank(tp.size)
-        shape = (len(layers), 2, rows, groups, length, config.kv_channels)
+        parts, groups, width = 2, config.kv_heads_per_rank(tp.size), config.kv_channels
+        if config.multi_latent_attention:
+            parts, groups, width = 1, 1, config.kv_lora_rank + config.qk_pos_emb_head_dim
+        shape = (len(layers), parts, rows, groups, length, width)
         # Masked positions have weight zero, but 0 x NaN is NaN, so the cache starts at zero.
         self.memory = torch.zeros(shape, dtype=dtype, device=device)
 
@@ -73,12 +76,12 @@ class CacheRows:
         if not self.causal and not (self.new is not None and length == 1):
             self.mask_bst = self.position_ids_bs.unsqueeze(2) >= torch.arange(end, device=device)
 
-    def extend(self, layer: int, k_bgsd: Tensor, v_bgsd: Tensor) -> tuple[Tensor, Tensor]:
-        """Store a layer's new keys and values, and return all keys and values of the rows, [b, g, t, d]."""
-        keys, values = self.memory[self.index[layer]]
-        for memory, new_bgsd in ((keys, k_bgsd), (values, v_bgsd)):
+    def extend(self, layer: int, *new_bgsd: Tensor) -> tuple[Tensor, ...]:
+        """Store a layer's tensors of new tokens, and return those of all tokens of the rows, each [b, g, t, d]."""
+        stored = tuple(self.memory[self.index[layer]])
+        for memory, new in zip(stored, new_bgsd, strict=True):
             if self.new is not None:
-                memory[:, :, self.new] = new_bgsd
+                memory[:, :, self.new] = new
             else:
-                memory[self.rows_b1, :, self.position_ids_bs] = new_bgsd.transpose(1, 2).to(memory.dtype)
-        return keys, values
+                memory[self.rows_b1, :, self.position_ids_bs] = new.transpose(1, 2).to(memory.dtype)
+        return stored

@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from megatron.errors import InputError
 from megatron.flags import either, flag, flag_name
+from megatron.model.latent_attention import LatentAttentionConfig
 from megatron.model.moe_config import MoEConfig
 from megatron.parallel.config import ParallelConfig
 
@@ -23,11 +24,12 @@ VARIANT_VALUES = {
     "embed_layernorm": True,
     "scale_embeddings": True,
     "apply_layernorm_1p": True,
+    "multi_latent_attention": True,
 }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelConfig(MoEConfig):
+class ModelConfig(MoEConfig, LatentAttentionConfig):
     """Sizes and variants of the transformer. Sizes without a value are derived from the others."""
 
     num_layers: int = flag(None, "number of transformer layers", low=1, high=10**5, required=True)
@@ -182,12 +184,20 @@ class ModelConfig(MoEConfig):
     @property
     def rotary_channels(self) -> int:
         """Channels of a head that RoPE rotates, an even number."""
-        return int(self.kv_channels * self.rotary_percent) // 2 * 2
+        channels = self.qk_pos_emb_head_dim if self.multi_latent_attention else self.kv_channels
+        return int(channels * self.rotary_percent) // 2 * 2
+
+    @property
+    def value_channels(self) -> int:
+        """Channels of a value head. Those of a query or key head are `kv_channels`."""
+        return self.v_head_dim if self.multi_latent_attention else self.kv_channels
 
     @property
     def variants(self) -> list[str]:
         """Names of the flags in use that replace parts of the model."""
-        return [name for name, value in VARIANT_VALUES.items() if getattr(self, name) == value]
+        ignored = "qk_layernorm" if self.multi_latent_attention else None  # it has norms of its own
+        in_use = [name for name, value in VARIANT_VALUES.items() if getattr(self, name) == value]
+        return [name for name in in_use if name != ignored]
 
     @property
     def activation(self) -> str:

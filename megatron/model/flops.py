@@ -24,15 +24,27 @@ def flops_per_sample(
 
 def layer_flops(config: ModelConfig, positions: int) -> float:
     """Forward FLOPs of the linear layers of one transformer layer, two for each multiplication and addition."""
-    heads = config.num_attention_heads * config.kv_channels
-    qkv = heads + 2 * config.num_query_groups * config.kv_channels
+    attention = sum(inputs * outputs for inputs, outputs, _ in attention_linears(config))
     mlp = config.ffn_hidden_size * (3 if config.gated else 2)
-    return 2 * positions * config.hidden_size * (qkv + heads + mlp)
+    return 2 * positions * (attention + config.hidden_size * mlp)
+
+
+def attention_linears(config: ModelConfig, tensor: int = 1) -> list[tuple[int, int, bool]]:
+    """Inputs and outputs of each linear layer of attention, and true if tensor parallelism splits it, the last by its
+    inputs. Key and value heads count as often as `tensor` ranks hold them."""
+    h, heads, d = config.hidden_size, config.num_attention_heads, config.kv_channels
+    output = (heads * config.value_channels, h, True)
+    if not config.multi_latent_attention:
+        return [(h, (heads + 2 * config.kv_heads_per_rank(tensor) * tensor) * d, True), output]
+    q, kv = config.q_lora_rank, config.kv_lora_rank
+    queries = [(h, heads * d, True)] if q is None else [(h, q, False), (q, heads * d, True)]
+    keys_values = heads * (config.qk_head_dim + config.v_head_dim)
+    return [*queries, (h, kv + config.qk_pos_emb_head_dim, False), (kv, keys_values, True), output]
 
 
 def attention_flops(config: ModelConfig, *, pairs: float) -> float:
     """Forward FLOPs of one layer's scores and weighted sums of values, for a number of query-key pairs."""
-    return 2 * 2 * pairs * config.num_attention_heads * config.kv_channels
+    return 2 * pairs * config.num_attention_heads * (config.kv_channels + config.value_channels)
 
 
 def vocabulary_flops(config: ModelConfig, padded_vocab_size: int, positions: int) -> float:

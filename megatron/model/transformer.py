@@ -29,14 +29,15 @@ from megatron.parallel.stages import Chunk
 
 
 class Cache(Protocol):
-    """Keys and values of earlier tokens, for generation; `memory` is [layers, 2, b, g, t, d]."""
+    """Keys and values of earlier tokens, for generation; `memory` is [layers, 2, b, g, t, d], or of the tensors that a
+    variant stores in their place."""
 
     mask_bst: Tensor | None
     causal: bool
     memory: Tensor
 
-    def extend(self, layer: int, k_bgsd: Tensor, v_bgsd: Tensor) -> tuple[Tensor, Tensor]:
-        """Store new keys and values of a layer, and return all of its keys and values, [b, g, t, d]."""
+    def extend(self, layer: int, *new_bgsd: Tensor) -> tuple[Tensor, ...]:
+        """Store a layer's tensors of new tokens, and return those of all tokens, each [b, g, t, d]."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ def attention(
         dropout: probability of dropping an attention weight.
 
     Returns:
-        [b, n, s, d]
+        [b, n, s, d], or with the width of the values if that is another
     """
     queries_per_group = q_bnsd.shape[1] // k_bgtd.shape[1]
     takes_groups = mask_bnst is None and q_bnsd.dtype != torch.float32

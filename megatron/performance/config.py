@@ -115,9 +115,20 @@ class Fp8Config(PluginConfig):
         sizes = {
             "--hidden-size": model.hidden_size,
             "--num-attention-heads times --kv-channels": queries,
-            "queries, keys and values": queries + 2 * model.kv_heads_per_rank(ranks) * model.kv_channels,
             "--ffn-hidden-size": model.ffn_hidden_size // ranks,
         }
+        if model.multi_latent_attention:
+            heads, q, kv = model.num_attention_heads // ranks, model.q_lora_rank, model.kv_lora_rank
+            sizes |= {
+                "--q-lora-rank": q or FP8_MULTIPLE,
+                "--kv-lora-rank": kv,
+                "--kv-lora-rank plus --qk-pos-emb-head-dim": kv + model.qk_pos_emb_head_dim,
+                "keys and values": heads * (model.qk_head_dim + model.v_head_dim),
+                "--num-attention-heads times --v-head-dim": heads * model.v_head_dim,
+            }
+        else:
+            keys_values = 2 * model.kv_heads_per_rank(ranks) * model.kv_channels
+            sizes["queries, keys and values"] = queries + keys_values
         for name, size in sizes.items():
             if size % FP8_MULTIPLE:
                 where = " on each tensor-parallel rank" if ranks > 1 else ""

@@ -79,10 +79,9 @@ def set_products(config: RunConfig, model: StageModel, products: Fp8Products) ->
         dgrad=products.dgrad,
         accumulate_wgrad=products.accumulate_wgrad,
     )
-    context = dataclasses.replace(model.context, ops=ops)
     kept = config.plugin(Fp8Config).bf16_layers(config.model.num_layers)
     for layer in (layer for chunk in model.modules for layer in chunk.modules()):
         if isinstance(layer, TransformerLayer) and layer.layer not in kept:
             for linear in layer.modules():
                 if isinstance(linear, ColumnParallelLinear | RowParallelLinear):
-                    linear.context = context
+                    linear.context = dataclasses.replace(linear.context, ops=ops)

@@ -132,9 +132,10 @@ def _gpu_attention(
 ) -> Tensor:
     """Attention by the fastest CUDA kernel that accepts the inputs.
 
-    FlashAttention accepts no mask and no fp32; the memory-efficient kernel accepts no grouped-query attention.
+    FlashAttention accepts no mask, no fp32 and no values of another width; the memory-efficient kernel accepts no
+    grouped-query attention.
     """
-    if attn_mask is None and q.dtype != torch.float32:
+    if attn_mask is None and q.shape[-1] == v.shape[-1] and q.dtype != torch.float32:
         return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(~attn_mask, -torch.inf)

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import math
 
+from megatron.model.flops import attention_linears
 from megatron.planner.cluster import Cluster
 from megatron.planner.layout import Accesses, Job, Layout, Program
 
@@ -139,17 +140,17 @@ class Kernels:
         """Scores and weighted sums of one layer."""
         model, s = self.job.model, self.job.seq_length
         heads = self.layout.micro_batch_size * model.num_attention_heads / self.layout.tensor
-        d = model.kv_channels
+        d, width = model.kv_channels, model.value_channels
         if self.program.fused_attention:
             # The causal mask leaves half of the square. Backward recomputes the scores: five products for forward's
             # two.
             device, efficiency = self.cluster.device, self.cluster.efficiency
             scores = s * (s + min(s, ATTENTION_BLOCK)) / 2
-            forward = 4 * heads * scores * d / (device.peak * efficiency.attention)
+            forward = 2 * heads * scores * (d + width) / (device.peak * efficiency.attention)
             return ForwardBackward(
                 Cost(matmul=forward + efficiency.launch), Cost(matmul=2.5 * forward + efficiency.launch)
             )
-        qk, pv = self.matmul(s, s, d, heads), self.matmul(s, d, s, heads)
+        qk, pv = self.matmul(s, s, d, heads), self.matmul(s, width, s, heads)
         # Backward: the gradient of the scores, and three sums over the sequence for queries, keys and values.
         products = ForwardBackward(Cost(matmul=qk + pv), Cost(matmul=qk + 3 * pv))
         return products + self.elementwise(heads * s * s, self.program.scores)
@@ -158,22 +159,40 @@ class Kernels:
     def layer(self) -> ForwardBackward:
         """One transformer layer, with its recomputation in backward."""
         model, t, n = self.job.model, self.layout.tensor, self.tokens
-        h, heads = model.hidden_size, model.num_attention_heads * model.kv_channels
-        kv = 2 * model.kv_heads_per_rank(t) * t * model.kv_channels
+        h, heads = (
+            model.hidden_size,
+            model.num_attention_heads * (model.kv_channels + model.value_channels) / 2,
+        )
         ffn = model.ffn_hidden_size / t
         fc1 = ffn * (2 if model.gated else 1)
         layer = (
-            self.layer_linear(n, h, (heads + kv) / t)
+            self.projections
             + self.attention
-            + self.layer_linear(n, heads / t, h)
             + self.layer_linear(n, h, fc1)
             + self.layer_linear(n, ffn, h)
             + self.elementwise(self.local_tokens * h, self.program.residual)
             + self.elementwise(n * heads / t, self.program.heads)
             + self.elementwise(n * (fc1 + ffn) / 2, self.program.mlp)
-            + self.tensor_parallel(plain=(2, 2), sequence_parallel=(2, 3)) * 2
+            + self.tensor_parallel(plain=(2, 2), sequence_parallel=(2, 3))
         )
         return ForwardBackward(layer.forward, layer.backward + self.recomputed(layer.forward))
+
+    @property
+    def projections(self) -> ForwardBackward:
+        """Linear layers of attention, and their communication."""
+        model, t = self.job.model, self.layout.tensor
+        *before, (inputs, h, _) = attention_linears(model, t)
+        total = self.layer_linear(self.tokens, inputs / t, h)
+        for inputs, outputs, split in before:
+            rows = self.tokens if split else self.local_tokens
+            total += self.layer_linear(rows, inputs, outputs / t if split else outputs)
+        total += self.tensor_parallel(plain=(2, 0), sequence_parallel=(1, 1))  # of the output
+        queries = model.q_lora_rank if model.multi_latent_attention else None
+        total += self.tensor_parallel(plain=(0, 2), sequence_parallel=(1, 2), width=queries)
+        if model.multi_latent_attention:  # the latent of keys and values is not gathered again
+            width = model.kv_lora_rank + model.qk_pos_emb_head_dim
+            total += self.tensor_parallel(plain=(0, 2), sequence_parallel=(1, 1), width=width)
+        return total
 
     def recomputed(self, layer: Cost) -> Cost:
         """Part of the forward cost of a layer that backward repeats. Fused attention keeps no scores, and a program
@@ -181,13 +200,17 @@ class Kernels:
         attention = Cost() if self.program.fused_attention else self.attention.forward
         return {"none": Cost(), "selective": attention, "full": layer}[self.layout.recompute]
 
-    def tensor_parallel(self, plain: tuple[int, int], sequence_parallel: tuple[int, int]) -> ForwardBackward:
-        """Communication of tensor parallelism, as numbers of all-gathers of [s, b, h] in forward and in backward.
+    def tensor_parallel(
+        self, plain: tuple[int, int], sequence_parallel: tuple[int, int], width: int | None = None
+    ) -> ForwardBackward:
+        """Communication of tensor parallelism, as numbers of all-gathers of [s, b, width] in forward and in backward.
+
+        The width is by default h.
 
         An all-reduce counts as two. Sequence parallelism gathers the input of a product again in backward (2205.05198
         section 4.2.2).
         """
-        size = self.tokens * self.job.model.hidden_size * self.cluster.device.element
+        size = self.tokens * (width or self.job.model.hidden_size) * self.cluster.device.element
         seconds = self.cluster.all_gather(size, self.layout.tensor_group(self.cluster))
         forward, backward = sequence_parallel if self.layout.sequence_parallel else plain
         return ForwardBackward(

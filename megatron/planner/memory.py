@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from megatron.model.config import ModelConfig
+from megatron.model.flops import attention_linears
 from megatron.ops.config import LOGITS_CHUNK_BYTES, LOGITS_PIECE_BYTES
 from megatron.planner.cluster import Cluster
 from megatron.planner.layout import Job, Layout, Program
@@ -43,17 +44,21 @@ def layer_parameters(job: Job, tensor: int) -> float:
     h, heads, ffn = model.hidden_size, model.num_attention_heads * model.kv_channels, model.ffn_hidden_size
     kv = 2 * model.kv_heads_per_rank(tensor) * tensor * model.kv_channels
     fc1 = ffn * (2 if model.gated else 1)
-    sharded = h * (heads + kv) + heads * h + h * fc1 + ffn * h
-    replicated = 2 * norm_parameters(model, h)
+    sharded, replicated = h * fc1 + ffn * h, 2 * norm_parameters(model, h)
+    for inputs, outputs, split in attention_linears(model, tensor):
+        sharded += inputs * outputs if split else 0
+        replicated += 0 if split else inputs * outputs
     attention_bias = model.add_bias_linear or model.add_attention_bias
-    if attention_bias or model.add_qkv_bias:
+    if (attention_bias or model.add_qkv_bias) and not model.multi_latent_attention:
         sharded += heads + kv
     if attention_bias:
         replicated += h
     if model.add_bias_linear or model.add_mlp_bias:
         sharded += fc1
         replicated += h
-    if model.qk_layernorm_all_heads:
+    if model.multi_latent_attention and model.qk_layernorm:
+        replicated += norm_parameters(model, model.kv_lora_rank + (model.q_lora_rank or 0))
+    elif model.qk_layernorm_all_heads:
         sharded += heads + kv // 2
     elif model.qk_layernorm:
         replicated += 2 * norm_parameters(model, model.kv_channels)
@@ -124,6 +129,8 @@ def attention_elements(model: ModelConfig, tensor: int) -> float:
 
     These are the fused QKV projection's output, kept whole while a view of it is alive, and the weighted sums.
     """
+    if model.multi_latent_attention:
+        return latent_attention_elements(model, tensor)
     heads = model.num_attention_heads * model.kv_channels / tensor
     groups = model.kv_heads_per_rank(tensor)
     kv = groups * model.kv_channels
@@ -136,6 +143,21 @@ def attention_elements(model: ModelConfig, tensor: int) -> float:
     if 1 < groups < model.num_attention_heads / tensor and (model.qk_layernorm or not copied):
         kept += heads  # the queries of several groups, made contiguous
     return kept
+
+
+def latent_attention_elements(model: ModelConfig, tensor: int) -> float:
+    """`attention_elements` with latent attention.
+
+    These are the latents before and after their norms, the shared key, queries and keys, the output of the projection
+    to keys and values, and the weighted sums, which the kernel writes as the output projection reads them.
+    """
+    heads = model.num_attention_heads / tensor
+    latents = (2 if model.qk_layernorm else 1) * ((model.q_lora_rank or 0) + model.kv_lora_rank)
+    return (
+        latents
+        + model.qk_pos_emb_head_dim
+        + heads * (2 * model.kv_channels + model.qk_head_dim + 2 * model.v_head_dim)
+    )
 
 
 def rotary_bytes(job: Job, layout: Layout) -> int:

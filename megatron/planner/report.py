@@ -151,6 +151,6 @@ def derived_fields(model: ModelConfig) -> set[str]:
         for name in ("ffn_hidden_size", "num_query_groups")
         if getattr(plain, name) == getattr(model, name)
     }
-    if model.kv_channels * model.num_attention_heads == model.hidden_size:
+    if model.multi_latent_attention or model.kv_channels * model.num_attention_heads == model.hidden_size:
         derived.add("kv_channels")
     return derived

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from megatron.model.variants import ROPE_SCALINGS, VARIANTS
 from megatron.ops.activation import ACTIVATIONS
-from megatron.variants import activations, attention, embeddings, layers, norms, rope_scaling
+from megatron.variants import (
+    activations,
+    attention,
+    embeddings,
+    latent_attention,
+    layers,
+    norms,
+    rope_scaling,
+)
 
-for module in (layers, attention, embeddings, norms):
+for module in (layers, attention, latent_attention, embeddings, norms):
     VARIANTS.update(module.VARIANTS)
 ROPE_SCALINGS.update(rope_scaling.ROPE_SCALINGS)
 ACTIVATIONS.update(activations.ACTIVATIONS)

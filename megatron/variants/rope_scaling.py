@@ -23,6 +23,11 @@ def check_turns(turns: tuple[float, ...] | None) -> None:
         )
 
 
+def yarn_mscale(factor: float, weight: float = 1.0) -> float:
+    """Square root of YaRN's inverse temperature of the attention scores (arXiv 2309.00071 equation 22)."""
+    return 1 + 0.1 * weight * math.log(factor)
+
+
 @dataclasses.dataclass(frozen=True)
 class Scaling:
     """Frequencies for sequences longer than the `length` trained on.
@@ -69,12 +74,15 @@ class Scaling:
             factor = config.rope_scaling_attention_factor
             raise InputError(f"--rope-scaling-attention-factor: {factor} needs --rope-scaling-type yarn")
         check_turns(config.rope_scaling_turns)
+        factor, given = config.rope_scaling_factor, config.rope_scaling_attention_factor
+        if config.multi_latent_attention and config.rope_scaling_type == "yarn" and given is None:
+            given = yarn_mscale(factor, config.mscale) / yarn_mscale(factor, config.mscale_all_dim)
         return cls(
             config.rope_scaling_type,
-            config.rope_scaling_factor,
+            factor,
             config.rope_scaling_original_length,
             config.rope_scaling_turns,
-            config.rope_scaling_attention_factor,
+            given,
         )
 
     @property
@@ -82,7 +90,7 @@ class Scaling:
         """Factor of cosine and sine, by which YaRN sharpens attention."""
         if self.given_attention_factor is not None:
             return self.given_attention_factor
-        return 1 + 0.1 * math.log(self.factor) if self.kind == "yarn" else 1.0
+        return yarn_mscale(self.factor) if self.kind == "yarn" else 1.0
 
 
 ROPE_SCALINGS = dict.fromkeys(("llama3", "linear", "yarn"), Scaling.from_config)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import InputError, TrainingFault
+from megatron.model.flops import attention_linears
 from megatron.optim.norms import CHUNK_SIZE
 from megatron.training.config import RunConfig
 from megatron.verify.compare import STATE_KINDS, Comparer, Comparison, Reference
@@ -302,9 +303,7 @@ def rounding_of(config: RunConfig) -> Rounding:
     tokens = (training.global_batch_size or training.micro_batch_size) * config.data.seq_length
     return Rounding(
         precision=training.precision,
-        sum_length=max(
-            model.hidden_size, model.ffn_hidden_size, model.num_attention_heads * model.kv_channels
-        ),
+        sum_length=max(model.ffn_hidden_size, *(inputs for inputs, _, _ in attention_linears(model))),
         tokens=tokens,
         norm_length=CHUNK_SIZE,
     )

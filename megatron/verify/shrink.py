@@ -14,6 +14,13 @@ from megatron.parallel.config import ParallelConfig
 from megatron.training.config import PLUGIN_CONFIGS, RunConfig
 
 SEQ_LENGTH, HEAD_WIDTH, MICRO_BATCH, BUCKET = 32, 8, 2, 5000
+LATENT_WIDTHS = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_head_dim": HEAD_WIDTH,
+    "qk_pos_emb_head_dim": HEAD_WIDTH // 2,
+    "v_head_dim": 6,
+}
 # Smallest vocabulary, and the fp16 loss scale, which must not overflow within a few steps.
 MIN_VOCAB, LOSS_SCALE = 128, 4096.0
 # Least epsilon of Adam. With a smaller one Adam moves an element whose gradient is rounding error by the whole learning
@@ -177,6 +184,9 @@ def _shrunk_model(model: ModelConfig, old_tp: int, tp: int, num_layers: int, len
     heads_left, width = groups_left * shared, min(model.kv_channels, HEAD_WIDTH)
     if model.position_embedding_type == "rope" and int(width * model.rotary_percent) < 2:
         width = math.ceil(2 / model.rotary_percent)
+    latents = _shrunk_latents(model)
+    if latents:
+        width = latents["qk_head_dim"] + latents["qk_pos_emb_head_dim"]
     unit = math.lcm(8, tp)
     ratio = model.hidden_size / (heads * model.kv_channels)
     hidden = max(unit, round(heads_left * width * ratio / unit) * unit)
@@ -190,7 +200,19 @@ def _shrunk_model(model: ModelConfig, old_tp: int, tp: int, num_layers: int, len
         kv_channels=width,
         ffn_hidden_size=mlp,
         max_position_embeddings=length,
+        **latents,
     )
+
+
+def _shrunk_latents(model: ModelConfig) -> dict[str, Any]:
+    """Widths of latent attention, if the model has it; different ones remain different."""
+    if not model.multi_latent_attention:
+        return {}
+    return {
+        name: min(width, most)
+        for name, most in LATENT_WIDTHS.items()
+        if (width := getattr(model, name)) is not None
+    }
 
 
 def _seq_length(config: RunConfig, layout: Layout) -> int:

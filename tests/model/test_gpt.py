@@ -39,6 +39,23 @@ LLAMA = {
     "untie_embeddings_and_output_weights": True,
     "add_bias_linear": False,
 }
+DEEPSEEK = {
+    **LLAMA,
+    "group_query_attention": False,
+    "num_query_groups": None,
+    "multi_latent_attention": True,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_head_dim": 12,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 10,
+    "qk_layernorm": True,
+    "init_method_std": 0.2,
+    "use_rope_scaling": True,
+    "rope_scaling_type": "yarn",
+    "rope_scaling_original_length": 8,
+    "mscale_all_dim": 0.7,
+}
 BLOOM = {"position_embedding_type": "alibi", "embed_layernorm": True}
 
 
@@ -208,7 +225,7 @@ def test_equals_megatron_v25(shared: Path, written_by: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("fields", [{}, LLAMA, BLOOM], ids=["gpt2", "llama", "bloom"])
+@pytest.mark.parametrize("fields", [{}, LLAMA, BLOOM, DEEPSEEK], ids=["gpt2", "llama", "bloom", "deepseek"])
 def test_cache_gives_the_same_logits(fields: dict) -> None:
     model = make_gpt(100, **fields)
     tokens = torch.randint(100, (2, 20), generator=torch.Generator().manual_seed(0))
@@ -222,7 +239,7 @@ def test_cache_gives_the_same_logits(fields: dict) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("fields", [{}, LLAMA, BLOOM], ids=["gpt2", "llama", "bloom"])
+@pytest.mark.parametrize("fields", [{}, LLAMA, BLOOM, DEEPSEEK], ids=["gpt2", "llama", "bloom", "deepseek"])
 def test_cache_rows_of_different_lengths(fields: dict) -> None:
     model = make_gpt(100, **fields)
     tokens = torch.randint(100, (2, 20), generator=torch.Generator().manual_seed(0))

@@ -217,6 +217,35 @@ def test_attention(run: Callable, dtype: torch.dtype, causal: bool, heads: int, 
     assert type(fast(x, k.to(dtype), v.to(dtype)).grad_fn).__name__ == "_BlocksBackward"
 
 
+@pytest.mark.parametrize("how", ["eager"])
+@pytest.mark.parametrize("width", [8, 24])
+@pytest.mark.parametrize("length", [40, 200])  # plain, and by blocks
+def test_attention_of_values_of_another_width(run: Callable, length: int, width: int) -> None:
+    q, k = random(2, 3, length, 16, seed=1), random(2, 3, length, 16, seed=2)
+    v, grad = random(2, 3, length, width, seed=3), random(2, 3, length, width, seed=4)
+    settings = {"mask_bnst": None, "causal": True, "dropout": 0.0}
+
+    def unfused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        later = ~attention.causal_mask(length, length, CPU)
+        return (q @ k.transpose(2, 3) / 4).masked_fill(later, -torch.inf).softmax(-1) @ v
+
+    results = []
+    for function in (
+        unfused,
+        functools.partial(cpu_attention.attention_by_blocks, run, **settings),
+        functools.partial(attention.attention, **settings),
+    ):
+        dtype = torch.float64 if function is unfused else torch.float32
+        leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+        out = function(*leaves)
+        out.backward(grad.to(dtype))
+        results.append([out, *(x.grad for x in leaves)])
+    exact, *found = results
+    for each in found:
+        for x, y in zip(each, exact, strict=True):
+            torch.testing.assert_close(x.double(), y, rtol=1e-4, atol=1e-5)
+
+
 def test_attention_with_a_mask_or_dropout_falls_back_to_plain() -> None:
     x = random(1, 2, 128, 8).bfloat16().requires_grad_()
     for settings in (

@@ -44,6 +44,18 @@ LLAMA = {
     "num_query_groups": 2,
     "add_bias_linear": False,
 }
+DEEPSEEK = {
+    **LLAMA,
+    "group_query_attention": False,
+    "num_query_groups": None,
+    "multi_latent_attention": True,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_head_dim": 12,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 10,
+    "qk_layernorm": True,
+}
 
 
 def layer_ops(backend: str) -> Ops:
@@ -88,7 +100,12 @@ def two_passes(ops: Ops, fields: dict[str, Any]) -> tuple[list[float], Tensor]:
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "fields", [pytest.param({}, id="GPT-2"), pytest.param(LLAMA, id="Llama", marks=pytest.mark.slow)]
+    "fields",
+    [
+        pytest.param({}, id="GPT-2"),
+        pytest.param(LLAMA, id="Llama", marks=pytest.mark.slow),
+        pytest.param(DEEPSEEK, id="DeepSeek", marks=pytest.mark.slow),
+    ],
 )
 def test_a_compiled_layer_equals_the_plain_one(fields: dict, backend: str) -> None:
     """Forward, gradients added to `main_grad`, and masks of dropout; compiled once for all layers."""

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import sys
+import types
 
 import pytest
 from models import config_of
 
 from megatron.errors import InputError
+from megatron.model.context import ModelContext
+from megatron.model.gpt import GPTModel
+from megatron.model.layers import ColumnParallelLinear
+from megatron.parallel.mesh import Axis
 from megatron.performance.config import Fp8Config
-from megatron.performance.fp8 import make_products
+from megatron.performance.fp8 import make_products, set_products
 
 FP8 = "--fp8-format hybrid"
+LATENT = "--multi-latent-attention --position-embedding-type rope"
 
 
 def error_of(flags: str) -> str:
@@ -40,6 +46,8 @@ def error_of(flags: str) -> str:
             f"--bf16 {FP8} --group-query-attention --num-query-groups 1 --kv-channels 4",
             "queries, keys and values 24 is not a multiple",
         ),
+        (f"--bf16 {FP8} {LATENT} --kv-lora-rank 40", "--kv-lora-rank 40 is not a multiple of 16"),
+        (f"--bf16 {FP8} {LATENT} --v-head-dim 18", "keys and values 584 is not a multiple of 16"),
         (f"--bf16 {FP8} --capture x", "are known; verify and capture the run without --fp8-format"),
     ],
 )
@@ -67,3 +75,16 @@ def test_layers_in_bf16() -> None:
     assert Fp8Config(first_last_layers_bf16=True).bf16_layers(8) == [0, 7]
     assert Fp8Config(first_last_layers_bf16=True, **edges).bf16_layers(8) == [0, 1, 7]
     assert Fp8Config(first_last_layers_bf16=True, **edges).bf16_layers(2) == [0, 1]
+
+
+def test_layers_communicate_as_before() -> None:
+    """Some layers of latent attention do not communicate, though tensor parallelism splits the model."""
+    config = config_of(f"--bf16 {FP8} {LATENT} --q-lora-rank 16 --tensor-model-parallel-size 2")
+    context = ModelContext(vocab_size=60, padded_vocab_size=64, tp=Axis(rank=1, size=2))
+    model = GPTModel(config.model, context)
+    layers = [layer for layer in model.decoder.modules() if isinstance(layer, ColumnParallelLinear)]
+    sizes = [layer.context.tp.size for layer in layers]
+    products = types.SimpleNamespace(matmul=object(), dgrad=object(), accumulate_wgrad=object())
+    set_products(config, types.SimpleNamespace(context=context, modules=[model]), products)
+    assert [layer.context.tp.size for layer in layers] == sizes and set(sizes) == {1, 2}
+    assert all(layer.context.ops.matmul is products.matmul for layer in layers)

@@ -28,6 +28,10 @@ LLAMA = """
     --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
     --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2
 """
+LATENT = """
+    --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --qk-layernorm
+    --multi-latent-attention --kv-lora-rank 128 --qk-head-dim 12 --qk-pos-emb-head-dim 8 --v-head-dim 10
+"""
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.2"
 SHAPES = {
     "gpt2": "",
@@ -41,6 +45,9 @@ SHAPES = {
     "bloom": "--position-embedding-type alibi --embed-layernorm --init-method-std 0.1",
     "gemma": "--position-embedding-type rope --normalization RMSNorm --activation-function geglu --disable-bias-linear "
     "--group-query-attention --apply-layernorm-1p --scale-embeddings --kv-channels 16",
+    "deepseek": f"{LATENT} --q-lora-rank 64",
+    "deepseek without query latent": LATENT,
+    "deepseek muon": f"{LATENT} --q-lora-rank 64 --optimizer muon",
     "lion": "--optimizer lion --lr 2e-4",
     "muon": f"{LLAMA} --optimizer muon --muon-extra-scale-factor 0.2 --muon-nesterov",
 }
@@ -103,6 +110,18 @@ FEW_LAYOUTS = {
     "gpt_neox": ["T2P2+SP"],
     "bloom": ["T2", "P2", "T2P2+SP"],
     "gemma": ["T2", "P2", "T2P2+SP"],
+    "deepseek": [
+        "T2",
+        "T2+SP",
+        "T4+SP",
+        "T2D2+ZeRO",
+        "P2",
+        "recomputed",
+        "selectively recomputed",
+        "everything",
+    ],
+    "deepseek without query latent": ["T2", "T2+SP"],
+    "deepseek muon": ["T2+SP", "T2D2+ZeRO"],
     "xavier": ["T2"],
     "bf16": ["T2+SP", "P2V2", "D2+ZeRO", "everything"],
     "fp32 residual stream": ["P2V2", "everything"],
@@ -115,6 +134,7 @@ FAST = {
     "gpt2": "P2V2|D2+ZeRO|T2P2|everything",  # T2+SP runs in bf16 below
     "llama": "T2D2+ZeRO",
     "muon": "T2D2+ZeRO",
+    "deepseek": "T2|T2+SP",
     "bf16": "T2+SP",
     "dropout": "D2+ZeRO|recomputed|selectively recomputed",
 }

@@ -25,6 +25,11 @@ RUN = """
 """
 LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --group-query-attention"
 
+DEEPSEEK = """
+    --swiglu --normalization RMSNorm --position-embedding-type rope --multi-latent-attention --kv-lora-rank 512
+    --qk-layernorm
+"""
+
 
 def parse(flags: str):
     return parse_run_config(f"{RUN} {flags}".split(), description="", defaults=DEFAULTS)
@@ -73,6 +78,8 @@ def test_the_padding_of_the_vocabulary_is_kept() -> None:
         f"{LLAMA} --num-query-groups 2 --tensor-model-parallel-size 4 --sequence-parallel",
         "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 3",
         "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 6",
+        f"{DEEPSEEK} --q-lora-rank 512 --tensor-model-parallel-size 2 --sequence-parallel",
+        f"{DEEPSEEK} --tensor-model-parallel-size 4",
         "--recompute-granularity full --recompute-method block --recompute-num-layers 8 --fp32-residual-connection",
     ],
 )

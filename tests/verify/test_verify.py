@@ -17,19 +17,22 @@ from megatron.commands import verify as command
 from megatron.commands.verify import main, parse, parse_command, train_rank
 from megatron.errors import InputError
 from megatron.optim.grad_reducer import GradReducer
+from megatron.parallel.collectives import local_shard
 from megatron.training.engine import Engine, GlobalBatch
 from megatron.training.stage import MeanLoss
+from megatron.variants import latent_attention
 from megatron.verify.format import CaptureWriter, Record
 from megatron.verify.launch import Failure, launch
 from megatron.verify.runner import STEPS, Check, Runs, Verification
-from megatron.verify.shrink import Layout, command_words, shrink
+from megatron.verify.shrink import LATENT_WIDTHS, Layout, command_words, shrink
 
 FLAGS = """
     --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1
     --global-batch-size 4 --train-iters 2 --lr 2e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 250
     --hidden-dropout 0 --attention-dropout 0
 """
-SP = "--tensor-model-parallel-size 2 --sequence-parallel"
+TP = "--tensor-model-parallel-size 2"
+SP = f"{TP} --sequence-parallel"
 
 
 def without_partial_sums() -> None:
@@ -48,7 +51,25 @@ def with_doubled_losses() -> None:
     Engine.next_global_batch = with_doubled_gradients
 
 
-FAULTS: dict[str, Callable[[], None]] = {"partial": without_partial_sums, "loss": with_doubled_losses}
+def without_sum_of_the_shared_key() -> None:
+    """torchtitan #1373: the gradient of latent attention's rotary key stays that of a rank's heads."""
+    backward = latent_attention._ToHeads.backward
+
+    def faulty(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        summed, *others = backward(ctx, grad)
+        own = local_shard(grad, ctx.tp) if ctx.sequence_parallel else grad
+        key = LATENT_WIDTHS["qk_pos_emb_head_dim"]
+        summed[..., -key:] = own[..., -key:]
+        return summed, *others
+
+    latent_attention._ToHeads.backward = staticmethod(faulty)
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    "partial": without_partial_sums,
+    "loss": with_doubled_losses,
+    "key": without_sum_of_the_shared_key,
+}
 
 
 def train_with_fault(fault: str, *arguments: Any) -> None:
@@ -64,8 +85,8 @@ def start(fault: str, run: Any, processes: int, spread: Any, log: Path) -> Failu
     return launch(train_with_fault, processes, (fault, *arguments), log, timeout=120)
 
 
-def find(fault: str, folder: Path) -> Check:
-    small = shrink(parse("pretrain_gpt", f"{FLAGS} {SP}".split()), 2, 2, STEPS)
+def find(fault: str, folder: Path, flags: str = SP) -> Check:
+    small = shrink(parse("pretrain_gpt", f"{FLAGS} {flags}".split()), 2, 2, STEPS)
     runs = Runs(small, [small.layout], folder, functools.partial(start, fault))
     (check,) = Verification(runs, [small.layout], print).run(quick=True)
     return check
@@ -76,6 +97,18 @@ def test_a_missing_sum_is_located(tmp_path: Path) -> None:
     assert check.finding is not None and not check.passed
     assert (check.finding.step, check.finding.what, check.finding.ranks) == (1, "gradient", (0, 1))
     assert check.finding.pattern == "missing sum over the tp axis"
+
+
+@pytest.mark.parametrize("layout", [TP, pytest.param(SP, marks=pytest.mark.slow)], ids=["", "SP"])
+def test_a_missing_sum_of_the_shared_key_is_located(layout: str, tmp_path: Path) -> None:
+    flags = "--multi-latent-attention --position-embedding-type rope --normalization RMSNorm"
+    check = find("key", tmp_path, f"{flags} {layout}")
+    assert check.finding is not None
+    module = "decoder.layers.1.self_attention.linear_kv_down_proj"
+    found = check.finding.step, check.finding.what, check.finding.module, check.finding.ranks
+    assert found == (1, "activation gradient", module, (0, 1))
+    # The channels of the key follow those of the latent.
+    assert f"wrong in 20% of the elements, from {LATENT_WIDTHS['kv_lora_rank']} " in check.finding.pattern
 
 
 @pytest.mark.slow

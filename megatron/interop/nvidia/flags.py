@@ -42,6 +42,7 @@ DEPARTURES = {
     "--eval-iters": "every evaluation reads the same samples; there each reads the next ones",
     "--fp16": "gradients are accumulated in fp32; skipped steps advance the schedules, there they do not",
     "--fp8-recipe": "default: tensorwise; there delayed, which is not implemented; rowwise is torchao's",
+    "--kv-channels": "with --multi-latent-attention that of queries and keys, or an error; there without effect",
     "--load": "a folder without a checkpoint is an error unless it is also --save; there training starts from scratch",
     "--log-memory-to-tensorboard": "of the rank that uses most; on a CPU the resident memory",
     "--mask-prob": "the loss is the mean over the global batch; there the mean of the microbatches' means, as with "

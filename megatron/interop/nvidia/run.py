@@ -14,6 +14,7 @@ from megatron.flags import LARGEST, field_types, flag_name
 from megatron.interop.external import list_names, weights_only_state
 from megatron.interop.unpickle import Record, shown_value
 from megatron.model.config import ModelConfig
+from megatron.model.latent_attention import LatentAttentionConfig
 from megatron.model.moe_config import MoEConfig
 from megatron.optim.schedule import Schedule
 from megatron.tokenizer import build_tokenizer, padded_vocab_size
@@ -35,11 +36,11 @@ VARIANTS: dict[str, tuple[Any, ...]] = dict.fromkeys(
 )
 VARIANTS |= {"softmax_type": ("vanilla",), "rotary_seq_len_interpolation_factor": (1,)}
 
-# Fields of the model that its flags may set: those of dense layers.
+# Fields of the model that its flags may set: those of dense layers with plain attention.
 FIELDS = {
     field.name: field
     for field in dataclasses.fields(ModelConfig)
-    if field not in dataclasses.fields(MoEConfig)
+    if field not in (*dataclasses.fields(MoEConfig), *dataclasses.fields(LatentAttentionConfig))
 }
 # The flags that are read, with their types.
 KINDS = {

@@ -1,7 +1,7 @@
 """Attention by blocks of queries, with matrix products by the CPU's fastest library.
 
-Shapes in names: b batch, n query heads, g key/value heads (groups), s queries, t keys, d head width; x batch times
-groups, r heads of a group times queries of a block.
+Shapes in names: b batch, n query heads, g key/value heads (groups), s queries, t keys, d head width, w width of
+values; x batch times groups, r heads of a group times queries of a block.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.ops.attention import attention
@@ -19,6 +20,17 @@ from megatron.ops.compiler import LOG2_E, CompileFn
 BLOCK = 128
 # Longest sequence for which it pays to keep the blocks for backward (benchmarks/README.md).
 MAX_LENGTH = 1024
+
+
+def padded_attention(
+    q_bnsd: Tensor, k_bgtd: Tensor, v_bgtd: Tensor, *, mask_bnst: Tensor | None, causal: bool, dropout: float
+) -> Tensor:
+    """`attention` with narrower values padded to d, since torch's kernel for CPUs takes no other width."""
+    missing = q_bnsd.shape[-1] - v_bgtd.shape[-1]
+    if missing > 0:
+        v_bgtd = F.pad(v_bgtd, (0, missing))
+    out = attention(q_bnsd, k_bgtd, v_bgtd, mask_bnst=mask_bnst, causal=causal, dropout=dropout)
+    return out[..., :-missing] if missing > 0 else out
 
 
 def attention_by_blocks(
@@ -41,7 +53,7 @@ def attention_by_blocks(
     plain = mask_bnst is None and dropout == 0 and k_bgtd.shape[2] == s
     supported = plain and BLOCK <= s <= MAX_LENGTH and q_bnsd.numel() > 0
     if not (supported and q_bnsd.dtype in (torch.float32, torch.bfloat16)):
-        return attention(q_bnsd, k_bgtd, v_bgtd, mask_bnst=mask_bnst, causal=causal, dropout=dropout)
+        return padded_attention(q_bnsd, k_bgtd, v_bgtd, mask_bnst=mask_bnst, causal=causal, dropout=dropout)
     return _Blocks.apply(q_bnsd, k_bgtd, v_bgtd, run, causal)
 
 
@@ -56,8 +68,8 @@ class _Blocks(torch.autograd.Function):
         b, n, s, d = q_bnsd.shape
         g = k_bgtd.shape[1]
         q_bghsd = q_bnsd.unflatten(1, (g, n // g))
-        k, v = (tensor.reshape(b * g, s, d) for tensor in (k_bgtd, v_bgtd))
-        out = q_bnsd.new_empty(b * g, n // g, s, d)
+        k, v = (tensor.reshape(b * g, s, -1) for tensor in (k_bgtd, v_bgtd))
+        out = q_bnsd.new_empty(b * g, n // g, s, v.shape[-1])
         # Added to the scores on the diagonal. Comparing positions in compiled code would take as long as the
         # exponentials do.
         later = torch.full((BLOCK, BLOCK), -math.inf, dtype=k.dtype).triu(1)
@@ -75,12 +87,13 @@ class _Blocks(torch.autograd.Function):
             kept += [q_xrd, exp_xrt, sum_xr1]
         ctx.run, ctx.causal, ctx.groups = run, causal, g
         ctx.save_for_backward(k, v, *kept)
-        return out.view(b, n, s, d)
+        return out.view(b, n, s, -1)
 
     @staticmethod
     def backward(ctx: Any, grad_bnsd: Tensor) -> tuple[Tensor | None, ...]:
         (k, v, *kept), run, g = ctx.saved_tensors, ctx.run, ctx.groups
-        b, n, s, d = grad_bnsd.shape
+        b, n, s, w = grad_bnsd.shape
+        d = k.shape[-1]
         grad_bghsd = grad_bnsd.unflatten(1, (g, n // g))
         grad_q = k.new_empty(b * g, n // g, s, d)
         grad_k, grad_v = _PrefixSum(run), _PrefixSum(run)
@@ -89,14 +102,14 @@ class _Blocks(torch.autograd.Function):
             q_xrd, exp_xrt, sum_xr1 = kept[3 * number : 3 * number + 3]
             keys = end if ctx.causal else s
             # Gradient of the undivided outputs.
-            grad_xrd = torch.empty_like(q_xrd)
-            run(_divide, grad_bghsd[..., begin:end, :].reshape(b * g, -1, d), sum_xr1, grad_xrd)
+            grad_xrd = q_xrd.new_empty(*q_xrd.shape[:2], w)
+            run(_divide, grad_bghsd[..., begin:end, :].reshape(b * g, -1, w), sum_xr1, grad_xrd)
             grad_exp_xrt = torch.bmm(grad_xrd, v[:, :keys].contiguous().transpose(1, 2))
             grad_scores_xrt = run(_scores_backward, exp_xrt, grad_exp_xrt, sum_xr1, d**-0.5)
             grad_q[:, :, begin:end] = torch.bmm(grad_scores_xrt, k[:, :keys]).unflatten(1, (n // g, -1))
             grad_k.add(torch.bmm(grad_scores_xrt.transpose(1, 2), q_xrd))
             grad_v.add(torch.bmm(exp_xrt.transpose(1, 2), grad_xrd))
-        grad_k_bgsd, grad_v_bgsd = (total.value().view(b, g, s, d) for total in (grad_k, grad_v))
+        grad_k_bgsd, grad_v_bgsd = (total.value().view(b, g, s, -1) for total in (grad_k, grad_v))
         return grad_q.view(b, n, s, d), grad_k_bgsd, grad_v_bgsd, None, None
 
 

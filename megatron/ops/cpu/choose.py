@@ -9,7 +9,7 @@ import torch
 
 from megatron.ops.compiler import CompileFn
 from megatron.ops.cpu.activation import compiled_activation
-from megatron.ops.cpu.attention import attention_by_blocks
+from megatron.ops.cpu.attention import attention_by_blocks, padded_attention
 from megatron.ops.cpu.linear import WGRAD_ROWS, accumulate_wgrad_by_size, has_onednn, matmul_by_size
 from megatron.ops.cpu.norm import compiled_layer_norm, compiled_rms_norm
 from megatron.ops.cpu.rotary import compiled_rotary_emb
@@ -21,7 +21,7 @@ def cpu_ops(dtype: torch.dtype, compiler: CompileFn | None) -> tuple[dict[str, A
     Args:
         compiler: None if nothing is compiled.
     """
-    fields: dict[str, Any] = {}
+    fields: dict[str, Any] = {"attention": padded_attention}
     names: dict[str, str] = {}
     if has_onednn(dtype):
         fields |= {"matmul": matmul_by_size, "accumulate_wgrad": accumulate_wgrad_by_size}
