@@ -159,10 +159,8 @@ class Kernels:
     def layer(self) -> ForwardBackward:
         """One transformer layer, with its recomputation in backward."""
         model, t, n = self.job.model, self.layout.tensor, self.tokens
-        h, heads = (
-            model.hidden_size,
-            model.num_attention_heads * (model.kv_channels + model.value_channels) / 2,
-        )
+        h = model.hidden_size
+        heads = model.num_attention_heads * (model.kv_channels + model.value_channels) / 2
         ffn = model.ffn_hidden_size / t
         fc1 = ffn * (2 if model.gated else 1)
         layer = (

@@ -166,18 +166,20 @@ class LatentAttention(SelfAttention):
     def attend_to_latents(
         self, q_bnsp: Tensor, q_bnsr: Tensor, cached_b1te: Tensor, inputs: LayerInputs
     ) -> Tensor:
-        """`attend` with the latents, and the shared key after them, as the keys and values of a single head.
+        """`attend` for a single token, s = 1, with the latents, and the shared key after them, as keys and values.
 
         The projection to keys is applied to the queries instead, and that to values to the weighted sums (section 2.1.2
-        of the paper). For a single query this is much less work.
+        of the paper). The heads are queries of one head, at the same position.
         """
         by_head = self.linear_kv_up_proj.weight.unflatten(0, (self.heads, -1))
         key_npc, value_nwc = by_head.split(self.key_value_widths, dim=1)
         q_bnse = torch.cat((q_bnsp @ key_npc, q_bnsr), dim=-1)
         # Attention divides by the root of this width, not by that of a head.
         scale = math.sqrt(q_bnse.shape[-1] / sum(self.query_widths))
-        q_bnse = (q_bnse * scale).to(cached_b1te.dtype)
-        sums_bnsc = self.attention(q_bnse, cached_b1te, cached_b1te, inputs)[..., : self.latent_widths[0]]
+        q_bsne = (q_bnse * scale).to(cached_b1te.dtype).transpose(1, 2)
+        inputs = dataclasses.replace(inputs, causal=False)  # no token is later
+        sums_bsne = self.attention(q_bsne, cached_b1te, cached_b1te, inputs)
+        sums_bnsc = sums_bsne.transpose(1, 2)[..., : self.latent_widths[0]]
         return sums_bnsc.to(value_nwc.dtype) @ value_nwc.transpose(1, 2)
 
 
