@@ -26,6 +26,17 @@ OPT |= {"ffn_dim": 160, "word_embed_proj_dim": 64, "pad_token_id": None}
 PHI3 = {**SIZES, "num_key_value_heads": 2, "partial_rotary_factor": 0.5, "pad_token_id": 0}
 BLOOM = {"vocab_size": VOCAB, "hidden_size": 48, "n_layer": 2, "n_head": 6, "seq_length": 32}
 GEMMA = {**SIZES, "num_key_value_heads": 1, "head_dim": 32, "pad_token_id": None}
+MIXTRAL = {**SIZES, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+OLMOE = {**SIZES, "num_experts": 8, "num_experts_per_tok": 3, "pad_token_id": None, "eos_token_id": None}
+QWEN_MOE = {
+    **SIZES,
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 48,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "router_aux_loss_coef": 0.01,
+}
+QWEN2_MOE = {**QWEN_MOE, "shared_expert_intermediate_size": 80}
 KINDS = {
     "gpt2": ("GPT2LMHeadModel", GPT2),
     "gpt2 of exact gelu": ("GPT2LMHeadModel", {**GPT2, "activation_function": "gelu", "n_inner": 96}),
@@ -68,6 +79,16 @@ KINDS = {
     "qwen2": ("Qwen2ForCausalLM", {**SIZES, "num_key_value_heads": 2}),
     "qwen3": ("Qwen3ForCausalLM", {**SIZES, "num_key_value_heads": 2, "head_dim": 24}),
     "olmo2": ("Olmo2ForCausalLM", {**SIZES, "num_key_value_heads": 2}),
+    "mixtral": ("MixtralForCausalLM", MIXTRAL),
+    "olmoe": ("OlmoeForCausalLM", OLMOE),
+    "olmoe of normalized weights": ("OlmoeForCausalLM", {**OLMOE, "norm_topk_prob": True}),
+    "qwen2_moe": ("Qwen2MoeForCausalLM", QWEN2_MOE),
+    "qwen2_moe of dense layers": (
+        "Qwen2MoeForCausalLM",
+        {**QWEN2_MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1]},
+    ),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", {**QWEN_MOE, "head_dim": 24, "norm_topk_prob": True}),
+    "qwen3_moe of a dense layer": ("Qwen3MoeForCausalLM", {**QWEN_MOE, "mlp_only_layers": [0]}),
     "gemma": ("GemmaForCausalLM", GEMMA),
     "opt": ("OPTForCausalLM", OPT),
     "gpt_neox": ("GPTNeoXForCausalLM", {**SIZES, "hidden_act": "gelu_new"}),

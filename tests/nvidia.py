@@ -60,7 +60,7 @@ def checkpoint_of(folder: Path, task: str = "GPT", **fields: Any) -> Checkpoint:
         name: p.detach() + 0.1 * torch.rand(p.shape, generator=generator)
         for name, p in model.named_parameters()
     }
-    sources = {name: ExternalTensor(tuple(x.shape), x.dtype, lambda x=x: x) for name, x in values.items()}
+    sources = {name: ExternalTensor(tuple(x.shape), x.dtype, (lambda x=x: x,)) for name, x in values.items()}
     state = weights_only_state(task, config, NO_TOKENIZER, vocab_size=VOCAB, bf16=False)
     return Checkpoint(folder, state, {"model": ExternalTensors(folder, sources)})
 

@@ -35,7 +35,9 @@ EVALUATED = "evaluated"
 # Fields of ModelConfig that may differ between a checkpoint and the run that loads it.
 NOT_ARCHITECTURE = frozenset(
     "attention_dropout fp32_residual_connection hidden_dropout init_method_std init_method_xavier_uniform "
-    "mask_padded_vocab".split()
+    "mask_padded_vocab moe_aux_loss_coeff moe_expert_capacity_factor moe_grouped_gemm moe_layer_recompute "
+    "moe_pad_expert_input_to_capacity moe_router_bias_update_rate moe_router_dtype moe_router_load_balancing_type "
+    "moe_token_dispatcher_type moe_token_drop_policy moe_z_loss_coeff".split()
 )
 
 
@@ -184,6 +186,8 @@ def differences(a: ModelConfig, b: ModelConfig, *, is_bert: bool) -> list[tuple[
     tanh = [(config.tanh_gelu, is_bert and config.openai_gelu) for config in (a, b)]
     if tanh[0] == tanh[1] or (a.swiglu and b.swiglu and not is_bert):
         ignored |= {"bias_gelu_fusion", "openai_gelu"}
+    if a.num_layers == b.num_layers and a.expert_layers(a.num_layers) == b.expert_layers(b.num_layers):
+        ignored.add("moe_layer_freq")  # the same layers, written in another way
     rows = []
     for field in dataclasses.fields(ModelConfig):
         x, y = getattr(a, field.name), getattr(b, field.name)

@@ -35,7 +35,7 @@ from megatron.inference.conversion import (
     our_logits,
     their_logits,
 )
-from megatron.interop.convert import check_is_empty, tensors_to_write, write_native
+from megatron.interop.convert import check_is_empty, parts_to_write, write_native
 from megatron.interop.huggingface.read import open_huggingface
 from megatron.interop.huggingface.write import write_huggingface
 from megatron.interop.nvidia.read import open_megatron
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{elements:,} parameters, vocabulary of {source.state['vocab_size']:,} ids")
     exit_on_sigterm()
     kinds = source.tensors if args.target == "native" else ["model"]
-    size = sum(t.nbytes for kind in kinds for t in tensors_to_write(source.tensors[kind]).values())
+    size = sum(t.nbytes for kind in kinds for t in parts_to_write(source.tensors[kind])[0].values())
     # Without a terminal, print a line now and then.
     seconds = 0.1 if sys.stderr.isatty() else 30
     with tqdm(total=size, unit="B", unit_scale=True, mininterval=seconds) as progress:

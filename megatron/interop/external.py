@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from megatron.model.bert import BertModel
 from megatron.model.config import ModelConfig
 from megatron.model.context import ModelContext
 from megatron.model.gpt import GPTModel
-from megatron.parallel.slices import GlobalSlice
+from megatron.parallel.slices import Block, GlobalSlice, Range
 from megatron.tokenizer.config import TokenizerConfig
 
 
@@ -27,37 +28,58 @@ class ExternalTensor:
 
     Attributes:
         dtype: torch.float32 or torch.bfloat16, which holds the values without loss.
-        read: reads and rearranges the tensor; returns this shape, in `dtype` or a narrower dtype.
+        parts: read and rearrange equal numbers of rows, one part after the other, such as those of an expert; in
+            `dtype` or a narrower dtype.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    read: Callable[[], Tensor]
+    parts: tuple[Callable[[], Tensor], ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class ExternalTensors:
-    """A `TensorSource` over another program's files. Reading a shard reads the whole tensor into memory."""
+    """A `TensorSource` over another program's files.
+
+    Reading a shard reads the parts with its rows, one at a time. `index` has the number of parts of each tensor.
+    """
 
     folder: Path
     tensors: dict[str, ExternalTensor]
 
     @functools.cached_property
     def index(self) -> Index:
-        return {name: {"shape": s.shape, "dtype": str(s.dtype)[6:]} for name, s in self.tensors.items()}
+        return {
+            name: {"shape": s.shape, "dtype": str(s.dtype)[6:], "parts": len(s.parts)}
+            for name, s in self.tensors.items()
+        }
 
     def read(self, name: str, spec: GlobalSlice) -> Tensor:
         check_shape(self.folder, self.index, name, spec)
         values = torch.zeros(spec.local_shape[0], spec.row)
-        tensor = self.tensors[name].read()
-        matrix = tensor.reshape(len(tensor), -1)[: spec.num_valid_rows]
-        for local, whole in spec.blocks():
-            block = matrix[slice(*whole.rows), slice(*whole.columns)]
-            values[local.rows[0] : local.rows[0] + len(block), slice(*local.columns)] = block
+        tensor = self.tensors[name]
+        columns = (0, math.prod(tensor.shape[1:]))
+        valid = tensor.shape[0] if spec.num_valid_rows is None else spec.num_valid_rows
+        for rows, read in zip(rows_of_parts(tensor.shape[0], len(tensor.parts)), tensor.parts, strict=True):
+            part = Block((rows[0], min(rows[1], valid)), columns)
+            needed = [
+                (both, local, whole) for local, whole in spec.blocks() if (both := part.intersect(whole))
+            ]
+            if not needed:
+                continue
+            matrix = read().reshape(rows[1] - rows[0], -1)
+            for both, local, whole in needed:
+                source = both.translated(Block(rows, columns), Block((0, 0), (0, 0)))
+                values[both.translated(whole, local).index] = matrix[source.index]
         return values.view(spec.local_shape)
 
     def read_into(self, target: Tensor, name: str, spec: GlobalSlice, begin: int) -> None:
         target.copy_(self.read(name, spec).view(-1)[begin : begin + target.numel()])
+
+
+def rows_of_parts(rows: int, parts: int) -> list[Range]:
+    """The rows of each of equal parts of a tensor."""
+    return [(rows * part // parts, rows * (part + 1) // parts) for part in range(parts)]
 
 
 def meta_model(task: str, config: ModelConfig, vocab_size: int) -> nn.Module:

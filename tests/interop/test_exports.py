@@ -47,11 +47,15 @@ EXPORTS = [
     ("phi3", "sentencepiece"),
     ("qwen2", "bpe"),
     ("qwen3", "bpe"),
+    ("mixtral", "sentencepiece"),
+    ("olmoe", "bpe"),
+    ("qwen2_moe of dense layers", "bpe"),
+    ("qwen3_moe", "bpe"),
     ("bert", "wordpiece"),
     ("bert of words", "wordpiece"),
 ]
 # Older versions lack the model, or compute its RoPE from other settings.
-OLDEST_VERSIONS = {"llama yarn": (4, 57), "phi3": (4, 57), "qwen3": (4, 57)}
+OLDEST_VERSIONS = {"llama yarn": (4, 57), "phi3": (4, 57), "qwen3": (4, 57), "qwen3_moe": (4, 57)}
 # AutoTokenizer of newer versions replaces the tokenizer by that of Qwen.
 NEWEST_VERSIONS_OF_IDS = {"qwen2": (4, 57)}
 

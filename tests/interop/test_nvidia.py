@@ -168,7 +168,7 @@ def test_half_precision(tmp_path: Path, dtype: torch.dtype) -> None:
 def test_export_in_half_precision(tmp_path: Path) -> None:
     checkpoint = checkpoint_of(tmp_path)
     values = {name: x.bfloat16() for name, x in weights(checkpoint).items()}
-    sources = {name: ExternalTensor(tuple(x.shape), x.dtype, lambda x=x: x) for name, x in values.items()}
+    sources = {name: ExternalTensor(tuple(x.shape), x.dtype, (lambda x=x: x,)) for name, x in values.items()}
     checkpoint = dataclasses.replace(checkpoint, tensors={"model": ExternalTensors(tmp_path, sources)})
     write_megatron(checkpoint, tmp_path / "x", lambda size: None, tensor_parallel=2, pipeline_parallel=2)
     content = torch.load(files(tmp_path / "x")[0], weights_only=False)

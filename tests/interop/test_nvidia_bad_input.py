@@ -274,7 +274,7 @@ def test_failed_export_leaves_no_files(tmp_path: Path) -> None:
         raise InputError("torn")
 
     checkpoint.tensors["model"].tensors["decoder.final_layernorm.bias"] = ExternalTensor(
-        (32,), torch.float32, fail
+        (32,), torch.float32, (fail,)
     )
     (tmp_path / "empty").mkdir()
     for root in (tmp_path / "new", tmp_path / "empty"):

@@ -84,7 +84,7 @@ class PlainLoop:
     def add(self, kind: str, values: dict[str, Tensor], prefix: str = "") -> None:
         """Add tensors by their names in transformers."""
         for name in self.parameters:
-            names, modules = self.family.tensors(name)
+            (names,), modules = self.family.tensors(name, self.config)
             joined = modules.join([values[theirs] for theirs in names], self.config)
             self.writer.add(Record(kind=kind, name=prefix + name, step=self.step), joined)
 

@@ -22,6 +22,7 @@ from megatron.interop.huggingface.llama_families import (
     QWEN2,
     QWEN3,
 )
+from megatron.interop.huggingface.moe_families import MOE_FAMILIES
 
 GPT2 = Family(
     model_type="gpt2",
@@ -263,4 +264,4 @@ MEGATRON_BERT = Family(
 )
 
 _GPTS = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, OLMO2, GEMMA, OPT, GPT_NEOX, BLOOM)
-FAMILIES = {family.model_type: family for family in (*_GPTS, MEGATRON_BERT)}
+FAMILIES = {family.model_type: family for family in (*_GPTS, *MOE_FAMILIES, MEGATRON_BERT)}

@@ -35,11 +35,11 @@ def split_qkv(qkv: Tensor, config: ModelConfig) -> list[Tensor]:
 
 @dataclasses.dataclass(frozen=True)
 class Modules:
-    """The modules of transformers that correspond to a native module.
+    """The modules of transformers that correspond to a native module, or the tensors that correspond to a native one.
 
     Attributes:
-        names: their names, with `{}` for the index of the layer.
-        join: makes the native weight or bias from theirs.
+        names: their names, with `{}` for the index of the layer and `{expert}` for that of an expert.
+        join: makes the native weight or bias, or its rows of an expert, from theirs.
         split: makes their weights or biases from the native one.
     """
 
@@ -92,7 +92,7 @@ class Family:
         model_type: its name in config.json.
         architectures: classes of transformers that load such a model; the second is for BERT without the binary head.
         prefix: start of the names of all tensors except those of the heads; files of a model without heads lack it.
-        modules: the corresponding modules of transformers, by native module.
+        modules: the corresponding modules of transformers, by native module; or tensors, by native tensor.
         ignored: matches names of tensors to skip: constants, and copies of tied embeddings.
         settings: keys of config.json, with the equivalent fields of ModelConfig.
         defaults: values of settings that config.json may omit.
@@ -104,6 +104,10 @@ class Family:
         equal: keys that must have the value of another key, or none.
         windows: the keys of attention windows, with their defaults.
         rope_types: the supported values of rope_type.
+        rope_theta: the default of rope_theta.
+        unused: keys that do not change what a model of this family computes.
+        read_experts: moves the keys of a mixture of experts, except `settings`, to fields of ModelConfig.
+        write_experts: the same keys for a model.
     """
 
     model_type: str
@@ -121,15 +125,29 @@ class Family:
     equal: Mapping[str, str] = dataclasses.field(default_factory=dict)
     windows: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     rope_types: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn")
+    rope_theta: float = 10000.0
+    unused: frozenset[str] = frozenset()
+    read_experts: Callable[[dict[str, Any], dict[str, Any]], None] | None = None
+    write_experts: Callable[[ModelConfig], dict[str, Any]] | None = None
 
     def architecture(self, task: str) -> str:
         """The class of transformers that loads the model with its heads."""
         return self.architectures[-1 if task == "BERT --bert-no-binary-head" else 0]
 
-    def tensors(self, name: str) -> tuple[list[str], Modules]:
-        """The names of the tensors of transformers that correspond to a native tensor, and their conversion."""
+    def tensors(self, name: str, config: ModelConfig) -> tuple[list[list[str]], Modules]:
+        """The names of the tensors of transformers that correspond to a native tensor, and their conversion.
+
+        Returns:
+            The names for each part of the native tensor: one part, or equal numbers of rows for each expert.
+        """
         layer = re.search(r"(?<=\.layers\.)[0-9]+", name)
         pattern = re.sub(r"(?<=\.layers\.)[0-9]+", "{}", name)
         module, _, kind = pattern.rpartition(".")  # weight or bias
-        modules = self.modules[module]
-        return [f"{theirs.format(layer and layer.group())}.{kind}" for theirs in modules.names], modules
+        modules, suffix = (
+            (self.modules[pattern], "") if pattern in self.modules else (self.modules[module], f".{kind}")
+        )
+        number = layer and layer.group()
+        experts = range((config.num_experts or 1) if "{expert}" in modules.names[0] else 1)
+        return [
+            [f"{theirs.format(number, expert=e)}{suffix}" for theirs in modules.names] for e in experts
+        ], modules

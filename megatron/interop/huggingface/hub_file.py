@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -26,13 +27,45 @@ class HubFile(TensorFile):
                 ) from None
             raise
 
-    def read(self, key: str) -> Tensor:
-        """Read a whole tensor in its own dtype."""
-        shape, dtype = self._find(key).shape, self._find(key).dtype
-        values = torch.empty(shape, dtype=DTYPES[dtype])
-        matrix = values.view(shape[0], math.prod(shape[1:]))
-        self.read_into(matrix, key, Block((0, matrix.shape[0]), (0, matrix.shape[1])))
+    def contents(self) -> dict[str, HubTensor]:
+        """The tensors of the file, by name."""
+        return {key: HubTensor(self, key, info.shape) for key, info in self.tensors.items()}
+
+    def read(self, key: str, block: Block) -> Tensor:
+        """Read a block of a tensor viewed as a matrix, in its own dtype."""
+        values = torch.empty(block.shape, dtype=DTYPES[self._find(key).dtype])
+        self.read_into(values, key, block)
         return values
+
+
+@dataclasses.dataclass(frozen=True)
+class HubTensor:
+    """A tensor in a file, or one that is a block of a larger one.
+
+    Attributes:
+        key: the name of the stored tensor.
+        block: of the stored tensor viewed as a matrix; None for all of it.
+    """
+
+    file: HubFile
+    key: str
+    shape: tuple[int, ...]
+    block: Block | None = None
+
+    @property
+    def dtype(self) -> str:
+        """As safetensors spells it."""
+        return self.file.tensors[self.key].dtype
+
+    def read(self) -> Tensor:
+        """Read the values in their own dtype.
+
+        Raises:
+            InputError: the file is damaged, or the dtype is not supported.
+        """
+        rows = self.shape[0] if self.shape else 0
+        block = self.block or Block((0, rows), (0, math.prod(self.shape[1:])))
+        return self.file.read(self.key, block).view(self.shape)
 
 
 def _is_pointer(path: Path) -> bool:

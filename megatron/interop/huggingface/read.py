@@ -22,7 +22,8 @@ from megatron.interop.external import (
     weights_only_state,
 )
 from megatron.interop.huggingface.family import Modules
-from megatron.interop.huggingface.hub_file import HubFile
+from megatron.interop.huggingface.hub_file import HubFile, HubTensor
+from megatron.interop.huggingface.moe import unstacked
 from megatron.interop.huggingface.settings import Settings, read_settings
 from megatron.interop.huggingface.tokenizers import find_tokenizer
 from megatron.model.config import ModelConfig
@@ -32,7 +33,7 @@ from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.base import read_json
 
 INDEX = "model.safetensors.index.json"
-Files = dict[str, HubFile]  # the file of each tensor, by its name
+Files = dict[str, HubTensor]
 
 
 def is_huggingface(folder: Path) -> bool:
@@ -51,6 +52,8 @@ def open_huggingface(folder: Path) -> Checkpoint:
         raise InputError(f"--load: {folder} {why_not(folder, 'config.json')}")
     settings = read_settings(folder / "config.json")
     files = _find_files(folder)
+    if settings.model.num_experts is not None:
+        files = unstacked(settings.family, files)
     task = "GPT"
     if settings.family.model_type == "megatron-bert":
         task = "BERT" if "cls.seq_relationship.weight" in files else "BERT --bert-no-binary-head"
@@ -72,7 +75,7 @@ def open_huggingface(folder: Path) -> Checkpoint:
 
 
 def _find_files(folder: Path) -> Files:
-    """Find the file of each tensor."""
+    """Find the tensors in all files, by name."""
     names = ["model.safetensors"]
     listed: set[str] = set()
     if (folder / INDEX).is_file():
@@ -94,8 +97,8 @@ def _find_files(folder: Path) -> Files:
         file = HubFile(folder / name)
         twice = files.keys() & file.tensors.keys()
         if twice:
-            raise InputError(f"{file.path}: {min(twice)} is also in {files[min(twice)].path.name}")
-        files |= dict.fromkeys(file.tensors, file)
+            raise InputError(f"{file.path}: {min(twice)} is also in {files[min(twice)].file.path.name}")
+        files |= file.contents()
     if listed - files.keys():
         raise InputError(f"{folder / INDEX}: {list_names(listed - files.keys())} in none of the files")
     return files
@@ -108,15 +111,15 @@ def _find_sources(
     _check_sizes(folder, files, settings)
     model = meta_model(task, settings.model, settings.rows)
     matched = _match(folder, files, settings, model)
-    used = {part for theirs, _ in matched.values() for part in theirs}
+    used = {theirs for parts, _ in matched.values() for names in parts for theirs in names}
     left = files.keys() - used
     head = f"{settings.family.modules['output_layer'].names[0]}.weight"
     if not settings.model.untie_embeddings_and_output_weights and head in left:
-        _check_copy(folder, files, head, matched[WORD_TABLE][0][0])
+        _check_copy(folder, files, head, matched[WORD_TABLE][0][0][0])
         left -= {head}
     _check_left(folder, files, settings, left, task)
 
-    found = sorted({files[part].tensors[part].dtype for part in used})
+    found = sorted({files[theirs].dtype for theirs in used})
     if unknown := [dtype for dtype in found if dtype not in DTYPES]:
         raise InputError(
             f"{folder}: has tensors of dtype {', '.join(unknown)}; supported are {', '.join(DTYPES)}"
@@ -132,8 +135,12 @@ def _find_sources(
             if p.shard_spec.num_valid_rows is None
             else (vocab_size, *p.shard_spec.shape[1:])
         )
-        read = functools.partial(_read, files, *matched[name], settings.model, dtype, shape[0])
-        sources[name] = ExternalTensor(shape, dtype, read)
+        parts, modules = matched[name]
+        rows = shape[0] // len(parts)
+        read = [
+            functools.partial(_read, files, names, modules, settings.model, dtype, rows) for names in parts
+        ]
+        sources[name] = ExternalTensor(shape, dtype, tuple(read))
     return sources, notes
 
 
@@ -144,8 +151,14 @@ def _check_sizes(folder: Path, files: Files, settings: Settings) -> None:
         raise InputError(
             f"{folder}: config.json has {config.num_layers} layers, but there are {len(files)} tensors in all"
         )
-    stored = sum(math.prod(file.tensors[name].shape) for name, file in files.items())
+    if (config.num_experts or 0) > len(files):
+        raise InputError(
+            f"{folder}: config.json has {config.num_experts} experts, but there are {len(files)} tensors in all"
+        )
+    stored = sum(math.prod(tensor.shape) for tensor in files.values())
     rows = [settings.rows, config.num_attention_heads * config.kv_channels, config.ffn_hidden_size]
+    rows.append((config.num_experts or 0) * (config.moe_ffn_hidden_size or 0))
+    rows.append(config.moe_shared_expert_intermediate_size or 0)
     if config.position_embedding_type == "learned_absolute":
         rows.append(config.max_position_embeddings)
     if max(rows) * config.hidden_size > stored:
@@ -157,20 +170,24 @@ def _check_sizes(folder: Path, files: Files, settings: Settings) -> None:
 
 def _match(
     folder: Path, files: Files, settings: Settings, model: nn.Module
-) -> dict[str, tuple[list[str], Modules]]:
-    """The names of the tensors for each native one, and their conversion; checks that they exist, and their shapes."""
+) -> dict[str, tuple[list[list[str]], Modules]]:
+    """The names of the tensors for the parts of each native one, and their conversion; checks that they exist, and
+    their shapes."""
     family = settings.family
     prefix = "" if any(name.startswith(family.prefix) for name in files) else family.prefix
     matched, missing, wrong = {}, [], []
     for name, p in named_parameters(model):
-        theirs, modules = family.tensors(name)
-        theirs = [part.removeprefix(prefix) for part in theirs]
-        matched[name] = theirs, modules
-        for part, like in zip(theirs, modules.split(p, settings.model), strict=True):
-            if part not in files:
-                missing.append(part)
-            elif (shape := files[part].tensors[part].shape) != tuple(like.shape):
-                wrong.append(f"{part} {shape}, not {tuple(like.shape)}")
+        parts, modules = family.tensors(name, settings.model)
+        parts = [[theirs.removeprefix(prefix) for theirs in names] for names in parts]
+        matched[name] = parts, modules
+        like = modules.split(p[: len(p) // len(parts)], settings.model)
+        for theirs, part in (
+            (theirs, part) for names in parts for theirs, part in zip(names, like, strict=True)
+        ):
+            if theirs not in files:
+                missing.append(theirs)
+            elif files[theirs].shape != tuple(part.shape):
+                wrong.append(f"{theirs} {files[theirs].shape}, not {tuple(part.shape)}")
     if missing:
         raise InputError(f"{folder}: lacks {list_names(missing)}")
     if wrong:
@@ -179,14 +196,14 @@ def _match(
 
 
 def _read(
-    files: Files, theirs: list[str], modules: Modules, config: ModelConfig, dtype: torch.dtype, rows: int
+    files: Files, names: list[str], modules: Modules, config: ModelConfig, dtype: torch.dtype, rows: int
 ) -> Tensor:
-    return modules.join([files[name].read(name).to(dtype) for name in theirs], config)[:rows]
+    return modules.join([files[theirs].read().to(dtype) for theirs in names], config)[:rows]
 
 
 def _check_copy(folder: Path, files: Files, head: str, table: str) -> None:
     """Raise `InputError` unless the stored output layer of a tied model equals the word embeddings."""
-    if not torch.equal(files[head].read(head), files[table].read(table)):
+    if not torch.equal(files[head].read(), files[table].read()):
         raise InputError(
             f"{folder}: tie_word_embeddings is true in config.json, but {head} and {table} differ"
         )
@@ -197,7 +214,7 @@ def _check_left(folder: Path, files: Files, settings: Settings, left: set[str], 
     left = {name for name in left if not re.fullmatch(settings.family.ignored, name)}
     if task == "BERT --bert-no-binary-head":
         for name in [name for name in left if name.endswith("token_type_embeddings.weight")]:
-            if files[name].read(name).any():
+            if files[name].read().any():
                 raise InputError(
                     f"{folder}: has token type embeddings that are not zero, but no head for sentence order; only both "
                     "or neither are supported"

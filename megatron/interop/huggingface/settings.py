@@ -109,7 +109,7 @@ def _from_config(config: dict[str, Any]) -> Settings:
         raise InputError(f"model_type {config['model_type']!r} is not supported; use {either(FAMILIES)}")
     family = FAMILIES[config["model_type"]]
     # Keys are removed as they are used, so that those left at the end are unknown.
-    left = {key: value for key, value in config.items() if key not in IGNORED}
+    left = {key: value for key, value in config.items() if key not in IGNORED | family.unused}
     for key, newer in family.older.items():
         if key in left:
             left[newer] = left.pop(key)
@@ -132,6 +132,8 @@ def _from_config(config: dict[str, Any]) -> Settings:
         fields[field] = left.pop(key, default)
         if fields[field] is None and (key not in family.defaults or default is not None):
             raise InputError(f"{key}: null is not a number")
+    if family.read_experts is not None:
+        family.read_experts(left, fields)
     groups, heads = fields.get("num_query_groups"), fields["num_attention_heads"]
     fields["group_query_attention"] = groups not in (None, heads)
     tied = left.pop("tie_word_embeddings", family.tied)
@@ -169,7 +171,7 @@ def _read_rope(
     Args:
         length: longest sequence.
     """
-    base = rope.pop("rope_theta", left.pop("rope_theta", 10000.0))
+    base = rope.pop("rope_theta", left.pop("rope_theta", family.rope_theta))
     kind = rope.pop("rope_type", rope.pop("type", "default"))
     _check("rope_type", kind, family.rope_types)
     if "partial_rotary_factor" not in family.settings:
@@ -262,6 +264,8 @@ def to_config(family: Family, model: ModelConfig, rows: int) -> dict[str, Any]:
             config["sliding_window"] = None
         if "use_sliding_window" in family.windows:
             config["use_sliding_window"] = False
+    if family.write_experts is not None:
+        config |= family.write_experts(model)
     if family.model_type == "gpt2":
         # llama.cpp reads n_ctx.
         config |= {"embd_pdrop": model.hidden_dropout, "n_ctx": config["n_positions"]}

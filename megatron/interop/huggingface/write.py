@@ -21,15 +21,17 @@ from megatron.checkpoint.tokenizer import saved_tokenizer
 from megatron.errors import InputError
 from megatron.files import read_file
 from megatron.interop.convert import SHARD_BYTES, check_is_empty
-from megatron.interop.external import meta_model
+from megatron.interop.external import meta_model, rows_of_parts
 from megatron.interop.huggingface.families import FAMILIES
-from megatron.interop.huggingface.family import Family
+from megatron.interop.huggingface.family import Family, Modules
+from megatron.interop.huggingface.moe import LOAD, ONLY_EXPERTS, moe_family, without_unused_sizes
 from megatron.interop.huggingface.read import INDEX
 from megatron.interop.huggingface.sentence_piece import BPE_MODEL, read_proto, to_tokenizer_json
 from megatron.interop.huggingface.settings import to_config
 from megatron.interop.tensor_writer import TensorToWrite, in_shards, write_tensors
 from megatron.model.config import ModelConfig
 from megatron.parallel.parameters import named_parameters
+from megatron.parallel.slices import GlobalSlice
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.gpt2 import GPT2BPETokenizer
 from megatron.tokenizer.huggingface import CONFIG_KEYS
@@ -54,6 +56,8 @@ def write_huggingface(
     family = FAMILIES[choose_family(task, model)]
     if family.model_type == "llama":
         model = with_flags_of_biases(model)
+    elif family.model_type in ONLY_EXPERTS:
+        model = without_unused_sizes(model)
     try:
         config = to_config(family, model, rows)
     except InputError as error:
@@ -88,6 +92,8 @@ def choose_family(task: str, model: ModelConfig) -> str:
     """The family nearest to a model."""
     if task != "GPT":
         return "megatron-bert"
+    if model.num_experts is not None:
+        return moe_family(model)
     if model.activation_function == "geglu":
         return "gemma"
     if model.activation_function == "relu":
@@ -125,26 +131,28 @@ def tensors_of(
 ) -> dict[str, TensorToWrite]:
     """The tensors of transformers, each computed when it is written."""
 
-    specs = {name: p.shard_spec for name, p in named_parameters(model)}
-
-    # The tensors that come from one native tensor are written one after the other.
+    # The tensors that come from one native tensor, or from its rows of an expert, are written one after the other.
     @functools.lru_cache(maxsize=1)
-    def parts(name: str) -> list[Tensor]:
-        native = source.read(name, specs[name]).to(dtype_of(name))
-        return family.tensors(name)[1].split(native, config)
+    def split(name: str, spec: GlobalSlice, modules: Modules) -> list[Tensor]:
+        return modules.split(source.read(name, spec).to(dtype_of(name)), config)
 
     def dtype_of(name: str) -> torch.dtype:
         return getattr(torch, source.index[name]["dtype"])
 
-    def part_of(name: str, i: int) -> Tensor:
-        return parts(name)[i]
+    def make(name: str, spec: GlobalSlice, modules: Modules, i: int) -> Tensor:
+        return split(name, spec, modules)[i]
 
     to_write = {}
-    for name, p in model.named_parameters():
-        theirs, modules = family.tensors(name)
-        for i, (part, like) in enumerate(zip(theirs, modules.split(p, config), strict=True)):
-            make = functools.partial(part_of, name, i)
-            to_write[part] = TensorToWrite(tuple(like.shape), dtype_of(name), make)
+    for name, p in named_parameters(model):
+        if name.endswith(LOAD):
+            continue
+        parts, modules = family.tensors(name, config)
+        like = modules.split(p[: len(p) // len(parts)], config)
+        for rows, names in zip(rows_of_parts(len(p), len(parts)), parts, strict=True):
+            spec = dataclasses.replace(p.shard_spec, ranges=(rows,)) if len(parts) > 1 else p.shard_spec
+            for i, theirs in enumerate(names):
+                make_part = functools.partial(make, name, spec, modules, i)
+                to_write[theirs] = TensorToWrite(tuple(like[i].shape), dtype_of(name), make_part)
     return to_write
 
 

@@ -310,9 +310,9 @@ def checked_copy(
                     f"{folder}: the last stage's copy of the word embeddings differs from the first stage's "
                     f"(tensor-parallel rank {t}); the files are not from one model"
                 )
-        return table.read()
+        return table.parts[0]()
 
-    return dataclasses.replace(table, read=read)
+    return dataclasses.replace(table, parts=(read,))
 
 
 def optimizer_parts(
@@ -333,9 +333,8 @@ def optimizer_parts(
 def joined(name: str, shards: list[StoredTensor], config: ModelConfig, version: float) -> ExternalTensor:
     """A whole tensor, joined from its shards. fp16 becomes fp32, without loss."""
     dtype = torch.bfloat16 if shards[0].dtype == torch.bfloat16 else torch.float32
-    return ExternalTensor(
-        whole_shape(name, shards), dtype, functools.partial(_join, name, shards, config, version)
-    )
+    read = functools.partial(_join, name, shards, config, version)
+    return ExternalTensor(whole_shape(name, shards), dtype, (read,))
 
 
 def _join(name: str, shards: list[StoredTensor], config: ModelConfig, version: float) -> Tensor:

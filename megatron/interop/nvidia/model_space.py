@@ -90,7 +90,7 @@ def open_states(
                 )
             dtype = torch.bfloat16 if tensor.dtype == torch.bfloat16 else torch.float32
             read = functools.partial(_read, tensor, shape)
-            sources[f"{KINDS[kind]}/{name}"] = ExternalTensor(shape, dtype, read)
+            sources[f"{KINDS[kind]}/{name}"] = ExternalTensor(shape, dtype, (read,))
     return ExternalTensors(folder, sources)
 
 

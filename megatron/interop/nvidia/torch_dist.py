@@ -88,7 +88,7 @@ def open_torch_dist(
     check_tensors(folder, shapes, expected, dtypes)
     bf16 = dtypes == {torch.bfloat16}
     dtype = torch.bfloat16 if bf16 else torch.float32
-    sources = {name: ExternalTensor(part.shape, dtype, part.read) for name, part in parts.items()}
+    sources = {name: ExternalTensor(part.shape, dtype, (part.read,)) for name, part in parts.items()}
     has_progress = counts_samples(content, args)
     state = read_state(
         path,
