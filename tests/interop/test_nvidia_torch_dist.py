@@ -84,7 +84,7 @@ VARIANTS = {
     "attention_output_gate": (True, False),
     "layernorm_zero_centered_gamma": (True, False),
     "glu_linear_offset": (1.0, 0.0),
-    "num_experts": (8, None),
+    "moe_latent_size": (64, None),
     "use_mup": (True, False),
 }
 

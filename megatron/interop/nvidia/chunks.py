@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,18 +49,19 @@ class ChunkedTensor:
     dtype: torch.dtype
     chunks: tuple[StoredChunk, ...]
 
-    def read(self, layer: int | None) -> Tensor:
-        """Read the tensor, or one of the layers that are stacked in it.
+    def read(self, index: tuple[int, ...] = ()) -> Tensor:
+        """Read the tensor, or what is at `index` of its first dimensions.
 
         Raises:
             InputError: a file is damaged, or chunks are missing or overlap.
         """
-        stacked = int(layer is not None)
+        stacked = len(index)
         values = torch.empty(self.shape[stacked:], dtype=self.dtype)
         missing = torch.ones(values.shape, dtype=torch.bool)
         for chunk in self.chunks:
             ends = [offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)]
-            if layer is not None and not chunk.offsets[0] <= layer < ends[0]:
+            ranges = zip(chunk.offsets, index, ends, strict=False)  # `index` is shorter
+            if not all(begin <= i < end for begin, i, end in ranges):
                 continue
             stored = read_torch_file(chunk.path, chunk.begin, chunk.length)
             if not isinstance(stored, StoredTensor) or (stored.shape, stored.dtype) != (
@@ -67,8 +69,8 @@ class ChunkedTensor:
                 self.dtype,
             ):
                 raise InputError(f"{chunk.path}: a chunk of {self.name} contradicts {METADATA}")
-            if layer is not None:
-                stored = stored.row(layer - chunk.offsets[0])
+            for i, offset in zip(index, chunk.offsets, strict=False):
+                stored = stored.row(i - offset)
             block = tuple(slice(*ends) for ends in zip(chunk.offsets, ends, strict=True))[stacked:]
             if not missing[block].all():
                 raise InputError(f"{chunk.path}: a chunk of {self.name} overlaps another")
@@ -83,14 +85,14 @@ class ChunkedTensor:
 
 @dataclasses.dataclass(frozen=True)
 class LayerTensor:
-    """A tensor, or one of the layers that are stacked in it."""
+    """A tensor, or what is at `index` of its first dimensions: one of the layers that it stacks, or of the experts."""
 
     whole: ChunkedTensor
-    layer: int | None
+    index: tuple[int, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.whole.shape[self.layer is not None :]
+        return self.whole.shape[len(self.index) :]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -102,7 +104,16 @@ class LayerTensor:
         Raises:
             InputError: a file is damaged, or chunks are missing or overlap.
         """
-        return self.whole.read(self.layer)
+        return self.whole.read(self.index)
+
+    @property
+    def parts(self) -> tuple[Callable[[], Tensor], ...]:
+        """As `ExternalTensor.parts`."""
+        return (self.read,)
+
+    def at(self, i: int) -> LayerTensor:
+        """What is at `i` of the first dimension."""
+        return LayerTensor(self.whole, (*self.index, i))
 
 
 def read_metadata(folder: Path) -> tuple[dict[str, ChunkedTensor], dict[str, StoredChunk]]:

@@ -22,6 +22,7 @@ from torch import Tensor
 from megatron.errors import InputError
 from megatron.interop.external import ExternalTensor, ExternalTensors, list_names
 from megatron.interop.nvidia.chunks import OTHER, LayerTensor, kind_of
+from megatron.interop.nvidia.experts import EXPERT_BIAS, ExpertTensor
 from megatron.interop.nvidia.optimizer import MASTER, MOMENTS
 from megatron.interop.nvidia.run import check_value
 from megatron.interop.torch_file import StoredTensor
@@ -54,13 +55,15 @@ def check_model_space(path: Path, content: Mapping[str, Any], names: Collection[
 
 
 def open_states(
-    folder: Path, states: Mapping[str, Mapping[str, LayerTensor]], shapes: Mapping[str, tuple[int, ...]]
+    folder: Path,
+    states: Mapping[str, Mapping[str, LayerTensor | ExpertTensor]],
+    weights: Mapping[str, ExternalTensor],
 ) -> ExternalTensors:
     """The optimizer state, as the native format names it.
 
     Args:
         states: the state tensors of each of Megatron-LM's kinds, by native name of their weights.
-        shapes: the shapes of the weights, by native name.
+        weights: by native name.
 
     Raises:
         InputError: a kind is unknown, or its tensors are not those of the weights.
@@ -71,7 +74,8 @@ def open_states(
             f"{folder}: its optimizer state has unknown tensors: {list_names(unknown)}; supported are those of Adam "
             f"and SGD; {ONLY_WEIGHTS}"
         )
-    sources = {}
+    shapes = {name: weight.shape for name, weight in weights.items() if not name.endswith(EXPERT_BIAS)}
+    sources = _states_of_biases(weights, states.keys())
     for kind, tensors in states.items():
         differing = shapes.keys() ^ tensors.keys()
         if differing:
@@ -89,9 +93,24 @@ def open_states(
                     f"weight has shape {shape}; {ONLY_WEIGHTS}"
                 )
             dtype = torch.bfloat16 if tensor.dtype == torch.bfloat16 else torch.float32
-            read = functools.partial(_read, tensor, shape)
-            sources[f"{KINDS[kind]}/{name}"] = ExternalTensor(shape, dtype, (read,))
+            parts = tensor.parts if tensor.shape == shape else (functools.partial(_joined, tensor, shape),)
+            sources[f"{KINDS[kind]}/{name}"] = ExternalTensor(shape, dtype, parts)
     return ExternalTensors(folder, sources)
+
+
+def _states_of_biases(
+    weights: Mapping[str, ExternalTensor], kinds: Collection[str]
+) -> dict[str, ExternalTensor]:
+    """The state of the experts' biases, which are no parameters of an optimizer there: the load, overwritten in the
+    first step, and the fp32 values of a half-precision model."""
+    found = {}
+    for name, weight in weights.items():
+        if name.endswith(EXPERT_BIAS):
+            zeros = functools.partial(torch.zeros, weight.shape)
+            found[f"load/{name}"] = ExternalTensor(weight.shape, torch.float32, (zeros,))
+            if "fp32_param" in kinds:
+                found[f"{MASTER}/{name}"] = weight
+    return found
 
 
 def _is_flattened(stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
@@ -102,9 +121,8 @@ def _is_flattened(stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     return elements * math.prod(grid) == math.prod(shape)
 
 
-def _read(tensor: LayerTensor, shape: tuple[int, ...]) -> Tensor:
-    values = tensor.read()
-    return values if values.shape == shape else join_flattened(values, shape)
+def _joined(tensor: LayerTensor | ExpertTensor, shape: tuple[int, ...]) -> Tensor:
+    return join_flattened(tensor.read(), shape)
 
 
 def join_flattened(values: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from megatron.errors import InputError
 from megatron.flags import LARGEST, field_types, flag_name
 from megatron.interop.external import list_names, weights_only_state
+from megatron.interop.nvidia.experts import FLAGS, expert_flags
 from megatron.interop.unpickle import Record, shown_value
 from megatron.model.config import ModelConfig
 from megatron.model.latent_attention import LatentAttentionConfig
@@ -24,7 +25,8 @@ from megatron.tokenizer.config import TokenizerConfig
 # Each with the values, besides false ones, that change nothing.
 VARIANTS: dict[str, tuple[Any, ...]] = dict.fromkeys(
     """
-    squared_relu quick_geglu glu_linear_offset activation_func_clamp_value num_experts
+    squared_relu quick_geglu glu_linear_offset activation_func_clamp_value
+    moe_apply_probs_on_input moe_latent_size moe_router_force_load_balancing
     window_size window_attn_skip_freq softmax_scale qk_l2_norm attention_output_gate head_wise_attn_gate
     multi_latent_attention experimental_attention_variant linear_attention_freq
     rotary_interleaved rotary_base_per_layer no_rope_freq
@@ -36,11 +38,13 @@ VARIANTS: dict[str, tuple[Any, ...]] = dict.fromkeys(
 )
 VARIANTS |= {"softmax_type": ("vanilla",), "rotary_seq_len_interpolation_factor": (1,)}
 
-# Fields of the model that its flags may set: those of dense layers with plain attention.
+# Fields of the model that its flags may set: without those of latent attention. `expert_flags` reads those of experts
+# whose values have other types.
 FIELDS = {
     field.name: field
     for field in dataclasses.fields(ModelConfig)
-    if field not in (*dataclasses.fields(MoEConfig), *dataclasses.fields(LatentAttentionConfig))
+    if field.name in FLAGS
+    or field not in (*dataclasses.fields(MoEConfig), *dataclasses.fields(LatentAttentionConfig))
 }
 # The flags that are read, with their types.
 KINDS = {
@@ -110,7 +114,7 @@ def read_config(
         if value and value not in VARIANTS.get(name, ()):
             flag = f"--{name.replace('_', '-')}"
             raise InputError(f"{path}: was trained with {flag}, which is not supported in this format")
-    said = {name: args.get(name) for name in FIELDS}
+    said = {name: args.get(name) for name in FIELDS if name not in FLAGS} | expert_flags(path, args)
     if args.get("layernorm_epsilon") is not None:  # older name of norm_epsilon
         said["norm_epsilon"] = args.get("layernorm_epsilon")
     said = {name: value for name, value in said.items() if value is not None}
@@ -123,6 +127,8 @@ def read_config(
                 f"{flags[name]}: {value} contradicts {path}, which has {said[name]}; leave the flag out"
             )
     said |= given
+    if "num_experts" in sizes and "moe_router_topk" not in said:
+        raise InputError(f"--moe-router-topk is required: {path} lacks it")
     for name, size in sizes.items():
         if said.get(name, size) != size:
             raise InputError(f"{path}: {name} is {said[name]} in its flags, but {size} by its tensors")

@@ -33,6 +33,7 @@ from megatron.interop.nvidia.chunks import (
     kind_of,
     read_metadata,
 )
+from megatron.interop.nvidia.experts import EXPERT_BIAS, ExpertTensor, expert_sizes, expert_tensors
 from megatron.interop.nvidia.hybrid import FINAL_NORM, NOT_READ, gpt_flags, gpt_name, is_hybrid
 from megatron.interop.nvidia.model_space import check_model_space, open_states, steps_of
 from megatron.interop.nvidia.run import (
@@ -84,11 +85,14 @@ def open_torch_dist(
     padded = shapes[WORD_TABLE][0]
     model = meta_model("GPT", config, padded)
     expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    dtypes = {part.dtype for part in parts.values()}
+    dtypes = {part.dtype for name, part in parts.items() if not name.endswith(EXPERT_BIAS)}
     check_tensors(folder, shapes, expected, dtypes)
     bf16 = dtypes == {torch.bfloat16}
     dtype = torch.bfloat16 if bf16 else torch.float32
-    sources = {name: ExternalTensor(part.shape, dtype, (part.read,)) for name, part in parts.items()}
+    sources = {
+        name: ExternalTensor(part.shape, torch.float32 if name.endswith(EXPERT_BIAS) else dtype, part.parts)
+        for name, part in parts.items()
+    }
     has_progress = counts_samples(content, args)
     state = read_state(
         path,
@@ -108,7 +112,7 @@ def open_torch_dist(
     )
     notes += heads_note(path, args, config)
     if load_optim and states and has_progress:
-        contents["optimizer"] = open_states(folder, states, shapes)
+        contents["optimizer"] = open_states(folder, states, sources)
         state["optimizer_steps"] = steps_of(path, content, states)
     elif load_optim and states:
         notes.append(
@@ -131,7 +135,7 @@ def _check_format(folder: Path) -> None:
 
 def _by_kind(
     folder: Path, tensors: Mapping[str, ChunkedTensor], hybrid: bool
-) -> dict[str, dict[str, LayerTensor]]:
+) -> dict[str, dict[str, LayerTensor | ExpertTensor]]:
     """The tensors of each kind, by native name of their weights."""
     kinds: dict[str, dict[str, LayerTensor]] = {}
     for name, whole in tensors.items():
@@ -141,7 +145,7 @@ def _by_kind(
         if twice:
             raise InputError(f"{folder}: holds two tensors for each of {list_names(twice)}")
         kinds[kind] |= found
-    return kinds
+    return {kind: expert_tensors(folder, found) for kind, found in kinds.items()}
 
 
 def native_tensors(name: str, whole: ChunkedTensor) -> dict[str, LayerTensor]:
@@ -149,9 +153,10 @@ def native_tensors(name: str, whole: ChunkedTensor) -> dict[str, LayerTensor]:
     for theirs, ours in FUSED.items():
         name = name.replace(theirs, ours)
     if not is_stacked(name):
-        return {name: LayerTensor(whole, None)}
+        return {name: LayerTensor(whole)}
     return {
-        f"{STACK}{layer}.{name[len(STACK) :]}": LayerTensor(whole, layer) for layer in range(whole.shape[0])
+        f"{STACK}{layer}.{name[len(STACK) :]}": LayerTensor(whole, (layer,))
+        for layer in range(whole.shape[0])
     }
 
 
@@ -173,14 +178,21 @@ def _common_state(folder: Path, objects: dict[str, StoredChunk]) -> tuple[Path, 
 def _sizes(folder: Path, shapes: dict[str, tuple[int, ...]], args: Record) -> dict[str, Any]:
     """Fields of the model's config that follow from its tensors."""
     layers = {name.split(".")[2] for name in shapes if name.startswith(STACK)}
-    fc1, fc2 = (shapes.get(f"{STACK}0.mlp.{name}.weight") for name in ("linear_fc1", "linear_fc2"))
-    if fc1 is None or fc2 is None or len(fc1) != 2 or len(fc2) != 2:
+    sizes: dict[str, Any] = expert_sizes(shapes, len(layers))
+    # Of the first layer of each kind.
+    dense = [_product_shapes(shapes, f"{STACK}{i}.mlp.", "linear_fc{}.weight") for i in range(len(layers))]
+    experts = [_product_shapes(shapes, f"{STACK}{i}.mlp.experts.", "weight{}") for i in range(len(layers))]
+    found = next(filter(None, dense), None) or next(filter(None, experts), None)
+    if found is None:
         raise InputError(f"{folder}: holds no GPT (its first layer lacks an MLP)")
-    sizes = {
+    fc1, fc2 = found
+    if any(dense):
+        sizes |= {"ffn_hidden_size": fc2[1], "swiglu": fc1[0] == 2 * fc2[1]}
+    else:
+        sizes["swiglu"] = fc1[0] == 2 * fc2[0]
+    sizes |= {
         "num_layers": len(layers),
         "hidden_size": shapes[WORD_TABLE][1],
-        "ffn_hidden_size": fc2[1],
-        "swiglu": fc1[0] == 2 * fc2[1],
         "add_bias_linear": f"{STACK}0.mlp.linear_fc2.bias" in shapes,
         "normalization": "LayerNorm" if "decoder.final_layernorm.bias" in shapes else "RMSNorm",
         "untie_embeddings_and_output_weights": "output_layer.weight" in shapes,
@@ -189,3 +201,11 @@ def _sizes(folder: Path, shapes: dict[str, tuple[int, ...]], args: Record) -> di
     if positions:
         sizes |= {"max_position_embeddings": positions[0], "position_embedding_type": "learned_absolute"}
     return sizes
+
+
+def _product_shapes(
+    shapes: dict[str, tuple[int, ...]], prefix: str, names: str
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The shapes of the two products of an MLP, or of all experts of a layer; None if the layer has none."""
+    fc1, fc2 = (shapes.get(prefix + names.format(i)) for i in (1, 2))
+    return None if fc1 is None or fc2 is None or (len(fc1), len(fc2)) != (2, 2) else (fc1, fc2)

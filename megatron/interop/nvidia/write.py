@@ -33,6 +33,7 @@ from megatron.tokenizer import padded_vocab_size
 
 # The architecture that Megatron-LM v2.5 supports.
 REQUIRED = {
+    "num_experts": None,
     "position_embedding_type": "learned_absolute",
     "normalization": "LayerNorm",
     "swiglu": False,
