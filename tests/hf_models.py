@@ -37,6 +37,22 @@ QWEN_MOE = {
     "router_aux_loss_coef": 0.01,
 }
 QWEN2_MOE = {**QWEN_MOE, "shared_expert_intermediate_size": 80}
+DEEPSEEK = {
+    **SIZES,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+}
+DEEPSEEK_YARN = {**YARN, "mscale": 0.9, "mscale_all_dim": 0.7}
 KINDS = {
     "gpt2": ("GPT2LMHeadModel", GPT2),
     "gpt2 of exact gelu": ("GPT2LMHeadModel", {**GPT2, "activation_function": "gelu", "n_inner": 96}),
@@ -89,6 +105,19 @@ KINDS = {
     ),
     "qwen3_moe": ("Qwen3MoeForCausalLM", {**QWEN_MOE, "head_dim": 24, "norm_topk_prob": True}),
     "qwen3_moe of a dense layer": ("Qwen3MoeForCausalLM", {**QWEN_MOE, "mlp_only_layers": [0]}),
+    "deepseek_v2": ("DeepseekV2ForCausalLM", {**DEEPSEEK, "q_lora_rank": None, "routed_scaling_factor": 1.5}),
+    "deepseek_v2 of groups": (
+        "DeepseekV2ForCausalLM",
+        {**DEEPSEEK, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        {**DEEPSEEK, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4},
+    ),
+    "deepseek_v3 of yarn": (
+        "DeepseekV3ForCausalLM",
+        {**DEEPSEEK, "n_group": 1, "topk_group": 1, "rope_parameters": DEEPSEEK_YARN},
+    ),
     "gemma": ("GemmaForCausalLM", GEMMA),
     "opt": ("OPTForCausalLM", OPT),
     "gpt_neox": ("GPTNeoXForCausalLM", {**SIZES, "hidden_act": "gelu_new"}),
@@ -115,6 +144,9 @@ def save_hf(folder: Path, kind: str, dtype: torch.dtype = torch.float32, **field
     model = model_class(model_class.config_class(**{**settings, **fields}))
     for p in model.parameters():
         p.data.normal_(std=0.2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(std=0.02)
     if kind == "opt":  # rows of padding
         model.model.decoder.embed_positions.weight.data[:2] = 0
     if kind == "bert of words":

@@ -51,11 +51,15 @@ EXPORTS = [
     ("olmoe", "bpe"),
     ("qwen2_moe of dense layers", "bpe"),
     ("qwen3_moe", "bpe"),
+    ("deepseek_v2", "bpe"),
+    ("deepseek_v3", "bpe"),
+    ("deepseek_v3 of yarn", "bpe"),
     ("bert", "wordpiece"),
     ("bert of words", "wordpiece"),
 ]
 # Older versions lack the model, or compute its RoPE from other settings.
 OLDEST_VERSIONS = {"llama yarn": (4, 57), "phi3": (4, 57), "qwen3": (4, 57), "qwen3_moe": (4, 57)}
+OLDEST_VERSIONS |= dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v3 of yarn"), (4, 57))
 # AutoTokenizer of newer versions replaces the tokenizer by that of Qwen.
 NEWEST_VERSIONS_OF_IDS = {"qwen2": (4, 57)}
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hf_models import VOCAB, save_hf
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron.checkpoint.checkpoint import Checkpoint, model_config
@@ -26,6 +26,7 @@ from megatron.model.config import ModelConfig
 from megatron.model.gpt import GPTModel
 from megatron.parallel.slices import GlobalSlice, whole
 
+DEEPSEEK = ("deepseek_v2", "deepseek_v2 of groups", "deepseek_v3", "deepseek_v3 of yarn")
 LOAD = ("aux_loss", "global_aux_loss")
 
 
@@ -51,6 +52,9 @@ def assert_same_gradients(ours: GPTModel, theirs: Any, folder: Path) -> None:
     named = dict(ours.named_parameters())
     assert named.keys() == expected.index.keys()
     for name, p in named.items():
+        if name.endswith("router.expert_bias"):  # it has no gradient
+            assert p.grad is None
+            continue
         assert largest_difference([expected.read(name, whole(*p.shape))], [p.grad]) < 1e-5, name
 
 
@@ -63,7 +67,7 @@ def run_ours(model: GPTModel, tokens: Tensor, **arguments: Any) -> Tensor:
     return model(tokens, torch.arange(tokens.shape[1]).expand(tokens.shape), **arguments)
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "olmoe", "qwen2_moe of dense layers", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["mixtral", "olmoe", "qwen2_moe of dense layers", "qwen3_moe", *DEEPSEEK])
 def test_gradients(tmp_path: Path, kind: str) -> None:
     read, ours, theirs = both_models(save_hf(tmp_path / "theirs", kind))
     tokens = fixed_tokens(read)[0]
@@ -202,6 +206,18 @@ def edited(folder: Path, **fields: object) -> Path:
             "num_hidden_layers: 1000000000 is not a number of layers",
         ),
         (
+            "deepseek_v2 of groups",
+            {"num_experts_per_tok": 6, "topk_group": 3},
+            "topk_group: 3 with num_experts_per_tok 6 is not supported; a group counts by its best 1, so only 6 groups",
+        ),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob: True is not supported; only False is"),
+        ("deepseek_v2", {"topk_method": "x"}, "topk_method: 'x' is not supported; only 'greedy' and "),
+        ("deepseek_v3", {"topk_group": 4}, "a group counts by its best 2, so only 2 groups are"),
+        ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps: 1e-05 is not supported; only 1e-06 is"),
+        ("deepseek_v3", {"n_shared_experts": None}, "n_shared_experts: None is not supported"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads: 2 is not supported"),
+        ("deepseek_v3", {"num_hidden_layers": 2}, "has tensors that a supported deepseek_v3 lacks"),
+        (
             "qwen3_moe",
             {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
             "sliding_window: 8 covers less than max_position_embeddings 32",
@@ -245,6 +261,39 @@ def test_models_without_a_family_are_refused(tmp_path: Path, kind: str, fields: 
     with pytest.raises(InputError, match=message):
         write_huggingface(read, tmp_path / "written", lambda size: None)
     assert not (tmp_path / "written").exists()
+
+
+def test_a_deepseek_as_published(tmp_path: Path) -> None:
+    """Weights in bf16 but the bias of the experts in fp32, and a layer for multi-token prediction."""
+    folder = save_hf(tmp_path / "theirs", "deepseek_v3", torch.bfloat16)
+    tensors = load_file(folder / "model.safetensors")
+    bias = "model.layers.2.mlp.gate.e_score_correction_bias"
+    tensors[bias] = torch.randn(8)
+    extra = {
+        "model.layers.3.eh_proj.weight": torch.randn(64, 128),
+        "model.layers.3.enorm.weight": torch.ones(64),
+    }
+    save_file(tensors | extra, folder / "model.safetensors")
+    edited(folder, num_nextn_predict_layers=1, seq_aux=True, aux_loss_alpha=0.001)
+    read = open_huggingface(folder)
+    assert read.notes == ("2 tensors of layer 3, for multi-token prediction, are not read",)
+    assert read.state["config"]["training"] == {"bf16": True}
+    config = model_config(read)
+    assert config.moe_router_load_balancing_type == ("seq_aux_loss",) and config.moe_aux_loss_coeff == (
+        0.001,
+    )
+    write_native(read, tmp_path / "ours", lambda size: None)
+    write_huggingface(find_checkpoint(str(tmp_path / "ours"), None), tmp_path / "written", lambda size: None)
+    written = load_file(tmp_path / "written" / "model.safetensors")
+    assert written.keys() == tensors.keys() and written[bias].equal(tensors[bias])
+    kept = ("e_score_correction_bias",)
+    assert all(
+        x.equal(tensors[n]) and x.dtype == tensors[n].dtype
+        for n, x in written.items()
+        if not n.endswith(kept)
+    )
+    config = json.loads((tmp_path / "written" / "config.json").read_text())
+    assert config["torch_dtype"] == "bfloat16" and config["aux_loss_alpha"] == 0.001
 
 
 def test_flags_of_training_do_not_matter(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from megatron.interop.huggingface.deepseek_families import DEEPSEEK_V2, DEEPSEEK_V3
 from megatron.interop.huggingface.family import (
     LAYER,
     Family,
@@ -264,4 +265,6 @@ MEGATRON_BERT = Family(
 )
 
 _GPTS = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, OLMO2, GEMMA, OPT, GPT_NEOX, BLOOM)
-FAMILIES = {family.model_type: family for family in (*_GPTS, *MOE_FAMILIES, MEGATRON_BERT)}
+FAMILIES = {
+    family.model_type: family for family in (*_GPTS, *MOE_FAMILIES, DEEPSEEK_V2, DEEPSEEK_V3, MEGATRON_BERT)
+}

@@ -14,6 +14,8 @@ from megatron.parallel.slices import Block
 
 # A parameter of training, with --moe-router-load-balancing-type global_aux_loss.
 LOAD = ".mlp.router.load"
+# Stays in fp32 in a half-precision model.
+BIAS = ".mlp.router.expert_bias"
 # Families without layers of dense MLPs.
 ONLY_EXPERTS = ("mixtral", "olmoe")
 
@@ -64,6 +66,8 @@ def unstacked(family: Family, files: dict[str, HubTensor]) -> dict[str, HubTenso
 
 def moe_family(model: ModelConfig) -> str:
     """The family nearest to a mixture of experts."""
+    if model.multi_latent_attention:
+        return "deepseek_v3" if model.moe_router_score_function == "sigmoid" else "deepseek_v2"
     if model.qk_layernorm_all_heads:
         return "olmoe"
     if model.qk_layernorm:
@@ -76,3 +80,10 @@ def without_unused_sizes(model: ModelConfig) -> ModelConfig:
     if model.moe_ffn_hidden_size is None or not all(model.expert_layers(model.num_layers)):
         return model
     return dataclasses.replace(model, ffn_hidden_size=model.moe_ffn_hidden_size)
+
+
+def next_token_layer(names: set[str], layers: int) -> set[str]:
+    """The tensors of the layer for multi-token prediction, which follows the `layers` of DeepSeek-V3."""
+    match = re.compile(rf"(model\.)?layers\.{layers}\.(.+)")
+    found = {name: matched[2] for name in names if (matched := match.fullmatch(name))}
+    return set(found) if "eh_proj.weight" in found.values() else set()

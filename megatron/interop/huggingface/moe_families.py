@@ -32,7 +32,8 @@ def _read_loss(left: dict[str, Any], fields: dict[str, Any]) -> None:
     fields["moe_aux_loss_coeff"] = (left.pop("router_aux_loss_coef", 0.001),)
 
 
-def _loss_coefficient(model: ModelConfig, kind: str = "aux_loss") -> float:
+def loss_coefficient(model: ModelConfig, kind: str = "aux_loss") -> float:
+    """The coefficient of an auxiliary loss."""
     types = zip(model.moe_router_load_balancing_type, model.moe_aux_loss_coeff, strict=True)
     return dict(types).get(kind, 0.0)
 
@@ -43,7 +44,7 @@ def _read_mixtral(left: dict[str, Any], fields: dict[str, Any]) -> None:
 
 
 def _write_mixtral(model: ModelConfig) -> dict[str, Any]:
-    return {"router_aux_loss_coef": _loss_coefficient(model)}
+    return {"router_aux_loss_coef": loss_coefficient(model)}
 
 
 def _read_normalized(left: dict[str, Any], fields: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from megatron.interop.external import (
 )
 from megatron.interop.huggingface.family import Modules
 from megatron.interop.huggingface.hub_file import HubFile, HubTensor
-from megatron.interop.huggingface.moe import unstacked
+from megatron.interop.huggingface.moe import BIAS, next_token_layer, unstacked
 from megatron.interop.huggingface.settings import Settings, read_settings
 from megatron.interop.huggingface.tokenizers import find_tokenizer
 from megatron.model.config import ModelConfig
@@ -67,7 +67,7 @@ def open_huggingface(folder: Path) -> Checkpoint:
     sources, notes = _find_sources(folder, files, settings, task, ids)
     if ids < settings.rows:
         notes.append(f"{settings.rows - ids} rows of padding beyond the vocabulary of {ids} ids are dropped")
-    bf16 = all(source.dtype == torch.bfloat16 for source in sources.values())
+    bf16 = all(s.dtype == torch.bfloat16 for name, s in sources.items() if not name.endswith(BIAS))
     state = weights_only_state(task, settings.model, tokenizer, vocab_size=ids, bf16=bf16)
     return Checkpoint(
         folder, state, {"model": ExternalTensors(folder, sources)}, notes=(*settings.notes, *notes)
@@ -117,9 +117,11 @@ def _find_sources(
     if not settings.model.untie_embeddings_and_output_weights and head in left:
         _check_copy(folder, files, head, matched[WORD_TABLE][0][0][0])
         left -= {head}
-    _check_left(folder, files, settings, left, task)
+    ahead = next_token_layer(left, settings.model.num_layers)
+    _check_left(folder, files, settings, left - ahead, task)
 
-    found = sorted({files[theirs].dtype for theirs in used})
+    biases = {theirs for name, (parts, _) in matched.items() if name.endswith(BIAS) for theirs in parts[0]}
+    found = sorted({files[theirs].dtype for theirs in used - biases})
     if unknown := [dtype for dtype in found if dtype not in DTYPES]:
         raise InputError(
             f"{folder}: has tensors of dtype {', '.join(unknown)}; supported are {', '.join(DTYPES)}"
@@ -128,6 +130,10 @@ def _find_sources(
     notes = (
         [] if found in (["BF16"], ["F32"]) else [f"tensors of dtype {', '.join(found)} are converted to F32"]
     )
+    if ahead:
+        notes.append(
+            f"{len(ahead)} tensors of layer {settings.model.num_layers}, for multi-token prediction, are not read"
+        )
     sources = {}
     for name, p in named_parameters(model):
         shape = (
@@ -136,11 +142,12 @@ def _find_sources(
             else (vocab_size, *p.shard_spec.shape[1:])
         )
         parts, modules = matched[name]
+        kept = torch.float32 if name.endswith(BIAS) else dtype
         rows = shape[0] // len(parts)
         read = [
-            functools.partial(_read, files, names, modules, settings.model, dtype, rows) for names in parts
+            functools.partial(_read, files, names, modules, settings.model, kept, rows) for names in parts
         ]
-        sources[name] = ExternalTensor(shape, dtype, tuple(read))
+        sources[name] = ExternalTensor(shape, kept, tuple(read))
     return sources, notes
 
 

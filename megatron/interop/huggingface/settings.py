@@ -197,7 +197,11 @@ def _read_rope(
     if kind == "yarn":
         given = rope.pop("attention_factor", None)
         scales = [rope.pop(key, None) for key in ("mscale", "mscale_all_dim")]
-        if given is None and all(scales):  # as transformers does, it ignores one alone
+        if family.shape.get("multi_latent_attention") and scales[1]:
+            # Besides the attention factor, m(mscale) / m(mscale_all_dim), they scale the scores.
+            _check("attention_factor", given, (None,))
+            fields |= zip(("mscale", "mscale_all_dim"), map(float, scales), strict=True)
+        elif given is None and all(scales):  # as transformers does, it ignores one alone
             numerator, denominator = (1 + 0.1 * scale * math.log(factor) for scale in scales)
             given = numerator / denominator
         expected = Scaling(kind, factor, length).attention_factor
@@ -287,7 +291,9 @@ def _rope_to_config(model: ModelConfig) -> dict[str, Any]:
             length = model.rope_scaling_original_length
             scaling["original_max_position_embeddings"] = length
             scaling |= zip(TURN_KEYS[kind], model.rope_scaling_turns or TURNS[kind], strict=True)
-        if kind == "yarn":
+        if kind == "yarn" and model.mscale_all_dim:
+            scaling |= {"mscale": model.mscale, "mscale_all_dim": model.mscale_all_dim}
+        elif kind == "yarn":
             scaling["attention_factor"] = Scaling.from_config(model).attention_factor
     parameters = {"rope_type": "default", "rope_theta": model.rotary_base, **scaling}
     if model.rotary_percent != 1:

@@ -73,7 +73,7 @@ def write_huggingface(
             f"--no-mask-padded-vocab: {checkpoint.state['padded_vocab_size'] - rows} rows of padding are dropped, "
             "which makes the other ids slightly more probable"
         )
-    dtypes = {tensor.dtype for tensor in tensors.values()}
+    dtypes = {t.dtype for name, t in tensors.items() if not name.endswith("e_score_correction_bias")}
     config["architectures"] = [family.architecture(task)]
     config["torch_dtype"] = str(dtypes.pop())[6:] if len(dtypes) == 1 else "float32"
 
