@@ -32,9 +32,28 @@ class InferenceConfig(Config):
     )
     tensor_model_parallel_size: int = flag(1, "ranks that each layer is split over", low=1)
     pipeline_model_parallel_size: int = flag(1, "pipeline stages that the layers are split into", low=1)
+    expert_model_parallel_size: int = flag(
+        1, "groups of the tensor-parallel ranks that share the experts of a layer", low=1
+    )
+    expert_tensor_parallel_size: int | None = flag(
+        None,
+        "ranks that share each expert (default: --tensor-model-parallel-size / --expert-model-parallel-size)",
+        low=1,
+    )
     distributed_timeout_minutes: int = flag(
         10, "minutes that a process waits for others in a collective before it aborts", low=1, high=10**6
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        tensor, experts = self.tensor_model_parallel_size, self.expert_model_parallel_size
+        parts = self.expert_tensor_parallel_size or max(tensor // experts, 1)
+        if experts * parts != tensor:
+            raise InputError(
+                f"--expert-model-parallel-size: {experts} times --expert-tensor-parallel-size {parts} is not "
+                f"--tensor-model-parallel-size {tensor}, whose ranks divide the experts"
+            )
+        object.__setattr__(self, "expert_tensor_parallel_size", parts)
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -42,6 +61,8 @@ class InferenceConfig(Config):
         return ParallelConfig(
             tensor_model_parallel_size=self.tensor_model_parallel_size,
             pipeline_model_parallel_size=self.pipeline_model_parallel_size,
+            expert_model_parallel_size=self.expert_model_parallel_size,
+            expert_tensor_parallel_size=self.expert_tensor_parallel_size,
             distributed_timeout_minutes=self.distributed_timeout_minutes,
         )
 

@@ -59,7 +59,8 @@ def build_gpt(
 
     Args:
         tokenizer: replaces the tokenizer saved with the checkpoint if it has a type.
-        as_trained: keep vocabulary padding in the softmax if training included it. By default it is left out.
+        as_trained: keep vocabulary padding in the softmax, and the capacity of experts, if training had them. By
+            default they are left out.
 
     Raises:
         InputError: the checkpoint holds no GPT, or tokenizer or layout do not fit.
@@ -74,7 +75,9 @@ def build_gpt(
         raise InputError(f"--load: {checkpoint.folder} holds a {checkpoint.state['task']}, not a GPT")
     model_settings = model_config(checkpoint)
     if not as_trained:
-        model_settings = dataclasses.replace(model_settings, mask_padded_vocab=True)
+        # Without dropped tokens, which would depend on the other texts of the batch.
+        dropless = {"moe_expert_capacity_factor": None, "moe_pad_expert_input_to_capacity": False}
+        model_settings = dataclasses.replace(model_settings, mask_padded_vocab=True, **dropless)
     check_tensor_parallel(model_settings, mesh.tp.size, mesh.tp.size)
     check_expert_parallel(model_settings, config.parallel, 0)
     (chunk,) = split_layers(config.parallel, model_settings.num_layers)[mesh.pp.rank]
@@ -164,7 +167,9 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module, dtype: torch.dtype) -
     The model may be on the meta device. Its weights are then on the CPU, in `dtype`.
     """
     weights = checkpoint.tensors["model"]
-    values = {
-        name: weights.read(p.tied or name, p.shard_spec).to(dtype) for name, p in named_parameters(model)
-    }
+    values = {}
+    for name, p in named_parameters(model):
+        # The bias of experts decides between close scores, which are in fp32.
+        kept = torch.float32 if name.endswith("router.expert_bias") else dtype
+        values[name] = weights.read(p.tied or name, p.shard_spec).to(kept)
     model.load_state_dict(values, assign=True)

@@ -85,7 +85,7 @@ class ChunkedTensor:
 
 @dataclasses.dataclass(frozen=True)
 class LayerTensor:
-    """A tensor, or what is at `index` of its first dimensions: one of the layers that it stacks, or of the experts."""
+    """A tensor, or one of the layers or experts that it stacks, at `index` of the first dimensions."""
 
     whole: ChunkedTensor
     index: tuple[int, ...] = ()
@@ -112,7 +112,7 @@ class LayerTensor:
         return (self.read,)
 
     def at(self, i: int) -> LayerTensor:
-        """What is at `i` of the first dimension."""
+        """The tensor at `i` of the first dimension."""
         return LayerTensor(self.whole, (*self.index, i))
 
 
