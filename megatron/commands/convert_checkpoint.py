@@ -8,6 +8,8 @@ megatron convert --from native --to megatron --load my/run --save nvidia/run \
     --target-tensor-model-parallel-size 2
 megatron convert --from megatron --to megatron --load nvidia/run --save nvidia/divided \
     --target-tensor-model-parallel-size 4 --target-pipeline-model-parallel-size 2
+megatron convert --from native --to native --load my/dense --save my/mixture \
+    --moe-use-upcycling --num-experts 8 --moe-router-topk 2
 """
 
 from __future__ import annotations
@@ -20,10 +22,11 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
-from megatron.checkpoint.checkpoint import Checkpoint
+from megatron.checkpoint.checkpoint import Checkpoint, model_config
 from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.tokenizer import saved_tokenizer
 from megatron.cli import Parser, add_flags, run_command
@@ -40,7 +43,9 @@ from megatron.interop.huggingface.read import open_huggingface
 from megatron.interop.huggingface.write import write_huggingface
 from megatron.interop.nvidia.read import open_megatron
 from megatron.interop.nvidia.write import write_megatron
+from megatron.interop.upcycle import keeps_outputs, upcycled
 from megatron.model.config import ModelConfig
+from megatron.model.moe_config import MoEConfig
 from megatron.settings.tokenizer import TokenizerFlags, tokenizer_config
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.config import TokenizerConfig
@@ -62,14 +67,25 @@ def main(argv: Sequence[str] | None = None) -> None:
         action="store_true",
         help="do not compare the checksums of a native checkpoint's files before reading it",
     )
+    parser.add_argument(
+        "--moe-use-upcycling",
+        action="store_true",
+        help="copy the MLPs of a dense GPT to the experts of --num-experts; with the flags of experts and their router",
+    )
     add_megatron_flags(parser)
     args = parser.parse_args(argv)
-    if args.source == args.target != "megatron":  # Megatron-LM's files can be converted to another layout
+    same = args.source == args.target != "megatron"  # Megatron-LM's files can be converted to another layout
+    if same and not args.moe_use_upcycling:
         raise InputError(f"--to: {args.target} is also the format of --from; there is nothing to convert")
     check_is_empty(args.save)
     args.save = args.save.resolve()  # a link itself cannot be replaced
     read, write = readers(args), writers(args)
-    source = read[args.source](args.load)
+    source = reference = read[args.source](args.load)
+    folders = {args.source: args.load, args.target: args.save}
+    if args.moe_use_upcycling:
+        source = upcycled(reference, given_fields(args, MoEConfig))
+        if not keeps_outputs(model_config(source)):
+            reference, folders = source, {args.target: args.save}
     print(f"{source.folder}: {source.state['task']}, iteration {source.iteration}")
     for note in source.notes:
         print(f"note: {note}")
@@ -88,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         except OSError as error:
             raise TrainingFault(f"--save: {args.save} cannot be written: {error}; nothing was kept") from None
     try:
-        compare(source, read[args.target](args.save), {args.source: args.load, args.target: args.save})
+        compare(reference, read[args.target](args.save), folders)
     except BaseException:
         shutil.rmtree(args.save)
         raise
@@ -99,7 +115,11 @@ def add_megatron_flags(parser: argparse.ArgumentParser) -> None:
     source = parser.add_argument_group("--from megatron")
     source.add_argument("--no-load-optim", action="store_true", help="do not convert the optimizer state")
     add_flags(parser, TokenizerFlags, "tokenizer of the checkpoint, with --from megatron")
-    add_flags(parser, ModelConfig, "model, with --from megatron if the files lack the flags of their run")
+    add_flags(
+        parser,
+        ModelConfig,
+        "model, with --from megatron if the files lack the flags of their run; experts, with --moe-use-upcycling",
+    )
     target = parser.add_argument_group("--to megatron")
     for axis in ("tensor", "pipeline"):
         help = f"number of {axis}-parallel ranks to divide the model among (default: 1)"
@@ -117,8 +137,9 @@ def readers(args: argparse.Namespace) -> dict[str, Callable]:
         raise InputError(
             "--tokenizer is required with other tokenizer flags: the folder or file of the tokenizer"
         )
-    fields = {field.name for field in dataclasses.fields(ModelConfig)}
-    model = {name: value for name, value in vars(args).items() if name in fields}
+    model = given_fields(args, ModelConfig)
+    if args.moe_use_upcycling:
+        model = {name: value for name, value in model.items() if name not in given_fields(args, MoEConfig)}
     if args.source != "megatron" and (model or args.no_load_optim or tokenizer != TokenizerConfig()):
         raise InputError("--no-load-optim and the flags of tokenizer and model need --from megatron")
     megatron = functools.partial(
@@ -126,6 +147,12 @@ def readers(args: argparse.Namespace) -> dict[str, Callable]:
     )
     native = functools.partial(open_native, verify=not args.no_verify_checkpoint)
     return {"native": native, "huggingface": open_huggingface, "megatron": megatron}
+
+
+def given_fields(args: argparse.Namespace, config: type[MoEConfig]) -> dict[str, Any]:
+    """The fields of a config on the command line."""
+    fields = {field.name for field in dataclasses.fields(config)}
+    return {name: value for name, value in vars(args).items() if name in fields}
 
 
 def writers(args: argparse.Namespace) -> dict[str, Callable]:

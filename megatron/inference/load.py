@@ -76,8 +76,12 @@ def build_gpt(
     model_settings = model_config(checkpoint)
     if not as_trained:
         # Without dropped tokens, which would depend on the other texts of the batch.
-        dropless = {"moe_expert_capacity_factor": None, "moe_pad_expert_input_to_capacity": False}
-        model_settings = dataclasses.replace(model_settings, mask_padded_vocab=True, **dropless)
+        model_settings = dataclasses.replace(
+            model_settings,
+            mask_padded_vocab=True,
+            moe_expert_capacity_factor=None,
+            moe_pad_expert_input_to_capacity=False,
+        )
     check_tensor_parallel(model_settings, mesh.tp.size, mesh.tp.size)
     check_expert_parallel(model_settings, config.parallel, 0)
     (chunk,) = split_layers(config.parallel, model_settings.num_layers)[mesh.pp.rank]

@@ -48,6 +48,11 @@ MODEL_FLAGS: tuple[NvidiaFlag, ...] = (
         "--moe-per-layer-logging",
         "--moe-input-jitter-eps X",
     ),
+    *refuse(
+        "use megatron convert --moe-use-upcycling, and load its result",
+        "--moe-use-upcycling",
+    ),
+    *refuse("experts have the width of the dense MLP", "--moe-upcycling-granularity N", harmless=("1",)),
     *accept("rows of experts are moved without a kernel of their own", "--moe-permute-fusion"),
     *refuse("T5 is not implemented; for GPT use --num-layers", "--encoder-num-layers N"),
     *refuse(
