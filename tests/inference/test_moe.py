@@ -51,7 +51,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def inference(folder: str, layout: tuple[int, int, int]) -> InferenceConfig:
-    """Of tensor, expert and expert-tensor parallelism."""
+    """The settings for tensor, expert and expert-tensor parallelism."""
     tensor, experts, parts = layout
     return InferenceConfig(
         load=folder,

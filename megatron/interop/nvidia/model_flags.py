@@ -49,7 +49,7 @@ MODEL_FLAGS: tuple[NvidiaFlag, ...] = (
         "--moe-input-jitter-eps X",
     ),
     *refuse(
-        "use megatron convert --moe-use-upcycling, and load its result",
+        "megatron convert has this flag; load its result",
         "--moe-use-upcycling",
     ),
     *refuse("experts have the width of the dense MLP", "--moe-upcycling-granularity N", harmless=("1",)),
