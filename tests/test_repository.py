@@ -29,7 +29,7 @@ def source_files() -> Iterator[Path]:
         yield from (
             Path(folder, name)
             for name in names
-            if name != ".git" and not name.endswith((".safetensors", ".webp", ".png"))
+            if name != ".git" and not name.endswith((".safetensors", ".webp", ".png", ".distcp", ".metadata"))
         )
 
 

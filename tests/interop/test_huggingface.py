@@ -345,6 +345,7 @@ def train(folder: str, load: str, flags: str) -> None:
 
 GROUPED = ("qwen2", "llama linear", "llama yarn", "mistral", "phi3", "olmo2")
 SLOW_LAYOUTS = (*GROUPED[1:], "opt", "gpt_neox", "gpt_neox in series", "bloom", "gemma")
+SLOW_LAYOUTS += ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 
 
 @pytest.mark.parametrize(

@@ -281,3 +281,13 @@ def test_failed_export_leaves_no_files(tmp_path: Path) -> None:
         with pytest.raises(InputError, match="torn"):
             write_megatron(checkpoint, root, lambda size: None, tensor_parallel=1, pipeline_parallel=2)
     assert [path.name for path in tmp_path.rglob("*")] == ["empty"]
+
+
+def test_current_files_of_each_rank_are_named(tmp_path: Path) -> None:
+    """--ckpt-format torch has the names of torch_dist in the files of v3.0."""
+    folder = tmp_path / "iter_0000001" / "mp_rank_00"
+    folder.mkdir(parents=True)
+    model = {"decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight": torch.ones(2, 2)}
+    torch.save({"model": model, "checkpoint_version": 3.0}, folder / "model_optim_rng.pt")
+    with pytest.raises(InputError, match="was saved by current Megatron-LM with --ckpt-format torch, which"):
+        open_megatron(folder.parent, TokenizerConfig())

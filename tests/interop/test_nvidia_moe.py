@@ -10,13 +10,17 @@ from typing import Any
 import pytest
 import torch
 from nvidia import VOCAB, assert_equal, checkpoint_of, weights
+from safetensors.torch import load_file
 from torch import Tensor
 from torch_dist import DISTRIBUTED, LLAMA, TOKENIZER, common_state, in_stacks, save, write
 
 from megatron.checkpoint.checkpoint import Checkpoint, model_config
 from megatron.checkpoint.find import find_checkpoint
 from megatron.errors import InputError
+from megatron.inference.conversion import largest_difference
+from megatron.inference.load import load_weights
 from megatron.interop.convert import write_native
+from megatron.interop.external import meta_model
 from megatron.interop.nvidia.read import open_megatron
 from megatron.interop.nvidia.write import write_megatron
 from megatron.model.config import ModelConfig
@@ -49,6 +53,17 @@ PLAIN = {
     "moe_router_pre_softmax": True,
     "moe_router_topk": 1,
 }
+VECTORS = Path(__file__).with_name("nvidia_moe")
+# Flags that the files in `VECTORS` lack, and their layers with experts.
+FILES = {
+    "num_attention_heads": 2,
+    "position_embedding_type": "rope",
+    "max_position_embeddings": 16,
+    "moe_router_topk": 2,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+}
+LAYERS = {"stacked": "1", "single": "[0]*1+[1]*1"}
 DENSE_FIRST = {"moe_layer_freq": "[0]*2+[1]*2"}
 
 
@@ -75,6 +90,19 @@ def as_saved(tensors: dict[str, Tensor], config: ModelConfig, form: str) -> dict
             else:
                 found[single] = matrix.contiguous()
     return in_stacks(found, fused=False) if form == "stacked" else found
+
+
+@pytest.mark.parametrize("saved", ["stacked", "single"])
+def test_files_of_nvidia(saved: str) -> None:
+    """Checkpoints that Megatron-LM wrote have the logits that it computed."""
+    found = open_megatron(VECTORS / saved, TokenizerConfig(vocab_size=64), FILES)
+    model = meta_model("GPT", model_config(found), 64)
+    load_weights(found, model, torch.float32)
+    expected = load_file(VECTORS / f"{saved}.safetensors")
+    with torch.no_grad():
+        logits = model(expected["tokens"], torch.arange(16).expand(2, 16))
+    assert largest_difference([expected["logits"]], [logits]) < 1e-6
+    assert model_config(found).moe_layer_freq == LAYERS[saved]
 
 
 def flags_of(config: ModelConfig) -> dict[str, Any]:
@@ -162,11 +190,11 @@ def test_half_precision_and_optimizer(tmp_path: Path) -> None:
         ),
         (
             lambda tensors, flags: tensors.pop("decoder.layers.1.mlp.experts.experts.3.linear_fc1.weight_v"),
-            r"decoder\.layers\.1\.mlp\.experts\.experts lacks linear_fc1 of an expert",
+            r"decoder\.layers\.1\.mlp\.experts\.weight1 lacks an expert or a half of one",
         ),
         (
             lambda tensors, flags: tensors.pop("decoder.layers.1.mlp.experts.experts.2.linear_fc2.weight"),
-            r"decoder\.layers\.1\.mlp\.experts\.experts lacks linear_fc2 of an expert",
+            r"decoder\.layers\.1\.mlp\.experts\.weight2 lacks an expert or a half of one",
         ),
         (
             lambda tensors, flags: tensors.pop("decoder.layers.1.mlp.router.weight"),

@@ -6,7 +6,8 @@
     decoder.layers.3.mlp.experts.experts.5.linear_fc1.weight_w      [f, h] gates and
     decoder.layers.3.mlp.experts.experts.5.linear_fc1.weight_v      [f, h] values are then separate
 
-SequentialMLP, GroupedMLP and TEGroupedMLP write the same names.
+SequentialMLP, GroupedMLP and TEGroupedMLP write the same names. Files with a tensor for each expert divide the gated
+MLPs of other layers, and shared experts, in the same way.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from megatron.interop.nvidia.chunks import STACK, LayerTensor
 from megatron.interop.unpickle import Record, shown_value
 
 NATIVE = {"linear_fc1": "weight1", "linear_fc2": "weight2"}
+EXPERTS = re.compile(r"(.+\.mlp\.experts\.)experts\.(?:([0-9]{1,5})\.)?(linear_fc[12])\.weight(_[wv])?")
+HALF = re.compile(r"(.+\.linear_fc1\.weight)(_[wv])")
 # Stays in fp32 in a half-precision model, and has no optimizer state.
 EXPERT_BIAS = ".mlp.router.expert_bias"
 # Flags of the model, and of its training, with the same values here. The tensors tell --moe-layer-freq.
@@ -74,43 +77,48 @@ class ExpertTensor:
 
 
 def expert_tensors(folder: Path, tensors: Mapping[str, LayerTensor]) -> dict[str, LayerTensor | ExpertTensor]:
-    """The same tensors of one kind, with those of the experts under native names.
+    """The same tensors of one kind, with those of the experts, and the halves of gated MLPs, under native names.
 
     Raises:
         InputError: tensors of experts are missing, or have impossible shapes.
     """
     found: dict[str, LayerTensor | ExpertTensor] = {}
-    experts: dict[tuple[str, str], dict[int, dict[str, LayerTensor]]] = {}
+    divided: dict[str, dict[int, dict[str, LayerTensor]]] = {}  # native name, expert, half
     for name, tensor in tensors.items():
-        match = re.fullmatch(
-            r"(.+\.mlp\.experts\.)experts\.(?:([0-9]{1,5})\.)?(linear_fc[12])\.weight(_[wv])?", name
-        )
-        if match is None:
-            found[name] = tensor
-            continue
-        prefix, number, module, half = match.groups()
-        rows = experts.setdefault((prefix, module), {})
-        if number is not None:
-            rows.setdefault(int(number), {})[half or ""] = tensor
-        elif len(tensor.shape) == 3:
-            for expert in range(tensor.shape[0]):
-                rows.setdefault(expert, {})[""] = tensor.at(expert)
+        if of_experts := EXPERTS.fullmatch(name):
+            prefix, number, module, half = of_experts.groups()
+            experts = divided.setdefault(prefix + NATIVE[module], {})
+            if number is not None:
+                experts.setdefault(int(number), {})[half or ""] = tensor
+            elif len(tensor.shape) == 3:
+                experts |= {i: {"": tensor.at(i)} for i in range(tensor.shape[0])}
+            else:
+                raise InputError(
+                    f"{folder}: {name} has the shape {tensor.shape}, not that of stacked experts"
+                )
+        elif of_gated := HALF.fullmatch(name):
+            divided.setdefault(of_gated[1], {}).setdefault(0, {})[of_gated[2]] = tensor
         else:
-            raise InputError(f"{folder}: {name} has the shape {tensor.shape}, not that of stacked experts")
-    for (prefix, module), rows in experts.items():
-        parts = [rows.get(expert, {}) for expert in range(len(rows))]
-        names = {tuple(sorted(part)) for part in parts}
-        shapes = {tuple(part[half].shape for half in sorted(part)) for part in parts}
-        if (
-            names not in ({("",)}, {("_v", "_w")})
-            or len(shapes) > 1
-            or any(len(s) != 2 for s in next(iter(shapes)))
-        ):
-            raise InputError(
-                f"{folder}: {prefix}experts lacks {module} of an expert, or has it in several forms"
-            )
-        joined = tuple(tuple(part[half] for half in sorted(part, reverse=True)) for part in parts)
-        found[prefix + NATIVE[module]] = ExpertTensor(joined, transposed=module == "linear_fc2")
+            found[name] = tensor
+    for name, experts in divided.items():
+        parts = _in_order(folder, name, experts)
+        found[name] = ExpertTensor(parts, transposed=name.endswith(f".{NATIVE['linear_fc2']}"))
+    return found
+
+
+def _in_order(
+    folder: Path, name: str, experts: Mapping[int, Mapping[str, LayerTensor]]
+) -> tuple[tuple[LayerTensor, ...], ...]:
+    """The tensors of each expert, in order: a whole one, or the gate and the values."""
+    parts = [experts.get(i, {}) for i in range(len(experts))]
+    halves = {tuple(sorted(part, reverse=True)) for part in parts}
+    if halves not in ({("",)}, {("_w", "_v")}):
+        raise InputError(f"{folder}: {name} lacks an expert or a half of one, or is there in several forms")
+    (order,) = halves
+    found = tuple(tuple(part[half] for half in order) for part in parts)
+    shapes = {tuple(tensor.shape for tensor in part) for part in found}
+    if len(shapes) > 1 or any(len(shape) != 2 for shape in next(iter(shapes))):
+        raise InputError(f"{folder}: {name} consists of experts of unequal shapes")
     return found
 
 

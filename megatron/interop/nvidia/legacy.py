@@ -22,6 +22,7 @@ from megatron.checkpoint.checkpoint import Checkpoint
 from megatron.errors import InputError
 from megatron.flags import either
 from megatron.interop.external import ExternalTensor, ExternalTensors, list_names, meta_model
+from megatron.interop.nvidia.chunks import STACK
 from megatron.interop.nvidia.names import (
     HEAD_COPY,
     native_name,
@@ -258,6 +259,11 @@ def by_native_name(
                     unknown.append(f"{key} in {ranks.paths[t, p].parent.name}")
                 else:
                     found.setdefault(name, {})[t] = tensor
+    if any(key.startswith(STACK) for key in next(iter(chunks.values()))[0]):
+        raise InputError(
+            f"{ranks.folder}: was saved by current Megatron-LM with --ckpt-format torch, which is not supported; save "
+            "it there with --ckpt-format torch_dist"
+        )
     if unknown:
         raise InputError(f"{ranks.folder}: has unknown or duplicate tensors: {list_names(unknown)}")
     uneven = [name for name, shards in found.items() if len({shard.shape for shard in shards.values()}) > 1]
