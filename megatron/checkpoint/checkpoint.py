@@ -23,6 +23,7 @@ from megatron.checkpoint.storage import folder_of
 from megatron.errors import InputError
 from megatron.flags import LARGEST, Config, flag_name
 from megatron.model.config import ModelConfig
+from megatron.model.moe_config import COMPUTATION
 from megatron.tokenizer.base import read_json
 
 C = TypeVar("C", bound=Config)
@@ -36,7 +37,7 @@ EVALUATED = "evaluated"
 NOT_ARCHITECTURE = frozenset(
     "attention_dropout fp32_residual_connection hidden_dropout init_method_std init_method_xavier_uniform "
     "mask_padded_vocab".split()
-)
+).union(COMPUTATION)
 
 
 @dataclasses.dataclass(frozen=True)
