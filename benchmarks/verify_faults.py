@@ -19,6 +19,7 @@ class Fault:
         kind: regular expression of the kind of fault that a right finding names.
         like: report of a similar fault in another program (shared/reference/silent-bugs.jsonl).
         everywhere: also acts in one process, so that the reference has the fault too.
+        ranks: those that a right finding names.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Fault:
     kind: str
     like: str = ""
     everywhere: bool = False
+    ranks: tuple[int, ...] = (0, 1)
 
     def put_into(self, root: Path) -> None:
         """Put the fault into the checkout `root`.

@@ -28,6 +28,28 @@ RUNS = {
     "d2 bf16": "--use-distributed-optimizer --bf16",
 }
 
+_EXPERTS = "--disable-bias-linear --num-experts 8 --init-method-std 0.1"
+_SOFTMAX = f"{_EXPERTS} --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1"
+_BIAS = (
+    f"{_EXPERTS} --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1"
+)
+_E2 = "--expert-model-parallel-size 2"
+# Runs of two processes for faults in mixtures of experts.
+MIXTURE_RUNS = {
+    "t2 experts": f"{_SOFTMAX} --tensor-model-parallel-size 2",
+    "p2 experts": f"{_SOFTMAX} --pipeline-model-parallel-size 2",
+    "d2 experts": _SOFTMAX,
+    "e2": f"{_SOFTMAX} {_E2}",
+    "e2 two sequences": f"{_SOFTMAX} {_E2} --micro-batch-size 2",
+    "e2 all-gather": f"{_SOFTMAX} {_E2} --moe-token-dispatcher-type allgather",
+    "e2 distributed": f"{_SOFTMAX} {_E2} --use-distributed-optimizer",
+    "t2 bias": f"{_BIAS} --tensor-model-parallel-size 2",
+    "e2 bias": f"{_BIAS} {_E2}",
+    "e2 bias recomputed": f"{_BIAS} {_E2} --moe-layer-recompute",
+    "t2 capacity": f"{_SOFTMAX} --tensor-model-parallel-size 2 --moe-expert-capacity-factor 0.75",
+}
+
 # Alternatives of a feature, of which a run without a fault draws one.
 FEATURES = (
     ("", "--normalization RMSNorm", "--apply-layernorm-1p", "--normalization RMSNorm --norm-epsilon 1e-6"),

@@ -128,7 +128,7 @@ def _check_across(config: RunConfig) -> None:
         raise InputError(f"--seq-length: {length} is longer than --max-position-embeddings {longest}")
     if training.train_iters is None and training.train_samples is None:
         raise InputError("--train-iters or --train-samples is required: how long to train")
-    parts = config.parallel.expert_tensor_parallel_size
+    parts = config.parallel.expert_tp
     if config.model.num_experts is not None and optimizer.optimizer == "muon" and parts != 1:
         raise InputError(
             f"--expert-tensor-parallel-size: {parts} does not go with --optimizer muon, which updates the whole "

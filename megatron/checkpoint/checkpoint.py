@@ -23,6 +23,7 @@ from megatron.checkpoint.storage import folder_of
 from megatron.errors import InputError
 from megatron.flags import LARGEST, Config, flag_name
 from megatron.model.config import ModelConfig
+from megatron.model.moe_config import COMPUTATION
 from megatron.tokenizer.base import read_json
 
 C = TypeVar("C", bound=Config)
@@ -35,10 +36,9 @@ EVALUATED = "evaluated"
 # Fields of ModelConfig that may differ between a checkpoint and the run that loads it.
 NOT_ARCHITECTURE = frozenset(
     "attention_dropout fp32_residual_connection hidden_dropout init_method_std init_method_xavier_uniform "
-    "mask_padded_vocab moe_aux_loss_coeff moe_expert_capacity_factor moe_grouped_gemm moe_layer_recompute "
-    "moe_pad_expert_input_to_capacity moe_router_bias_update_rate moe_router_dtype moe_router_load_balancing_type "
-    "moe_token_dispatcher_type moe_token_drop_policy moe_z_loss_coeff".split()
-)
+    "mask_padded_vocab moe_aux_loss_coeff moe_expert_capacity_factor moe_router_bias_update_rate moe_router_dtype "
+    "moe_router_load_balancing_type moe_token_drop_policy moe_z_loss_coeff".split()
+).union(COMPUTATION)
 
 
 @dataclasses.dataclass(frozen=True)

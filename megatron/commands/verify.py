@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import math
 import re
 import shlex
 import signal
@@ -32,6 +33,7 @@ from megatron.training.config import RunConfig
 
 NO_COMMAND = "the command to verify is required after --: megatron verify -- pretrain_gpt.py FLAGS"
 DEFAULT_LAYOUTS = ("t2", "p2", "d2", "t2d2")
+EXPERT_LAYOUTS = ("t2", "p2", "d2e2", "t2d2e2", "t2d2e4et1")
 SCRIPTS = {"pretrain_gpt": "megatron.pretrain_gpt", "pretrain_bert": "megatron.pretrain_bert"}
 
 
@@ -41,15 +43,14 @@ class VerifyConfig(Config):
 
     layouts: tuple[str, ...] | None = flag(
         None,
-        "layouts to verify besides the run's own, by their tensor-, pipeline- and data-parallel sizes (default: those "
-        "of t2 p2 d2 t2d2 that --max-processes allows)",
+        "layouts to verify besides the run's own, by tensor-, pipeline-, data-, expert- and expert-tensor-parallel "
+        "sizes (default: those of t2 p2 d2 t2d2 that --max-processes allows; with experts t2 p2 d2e2 t2d2e2 t2d2e4et1)",
         nargs="+",
-        metavar="tNpNdN",
+        metavar="tNpNdNeNetN",
     )
     processes: int | None = flag(
         None,
-        "processes of the run (default: those of torchrun in the command, or twice the product of tensor- and "
-        "pipeline-parallel size)",
+        "processes of the run (default: those of torchrun in the command, or two replicas of the model)",
         low=1,
     )
     max_processes: int = flag(8, "largest number of processes to start here", low=1, high=64)
@@ -113,10 +114,13 @@ def verify(config: VerifyConfig, command: list[str]) -> int:
     run = parse(script, flags)
     check_precision(run)
     parallel = run.parallel
-    ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    ranks = parallel.pipeline_model_parallel_size * math.lcm(
+        parallel.tensor_model_parallel_size, parallel.expert_size
+    )
     check_layout(run, config.processes or processes or ranks)
     shrunk = shrink(run, config.processes or processes or 2 * ranks, config.max_processes, STEPS)
-    layouts = [shrunk.layout, *other_layouts(config, shrunk.layout)]
+    usual = DEFAULT_LAYOUTS if run.model.num_experts is None else EXPERT_LAYOUTS
+    layouts = [shrunk.layout, *other_layouts(config, shrunk.layout, usual)]
     check_output(config)
     print(
         f"verifying {script} in {shrunk.layout}, of {shrunk.layout.processes} processes; first runs of one process",
@@ -183,16 +187,18 @@ def _count(launcher: str, option: str) -> int | None:
     return int(found[1])
 
 
-def other_layouts(config: VerifyConfig, own: Any) -> list[Any]:
-    """The layouts to verify besides the run's own."""
+def other_layouts(config: VerifyConfig, own: Any, usual: Sequence[str] = DEFAULT_LAYOUTS) -> list[Any]:
+    """The layouts to verify besides the run's own: those of the flags, or the usual ones."""
     from megatron.verify.shrink import Layout
 
     found = []
-    for text in config.layouts or DEFAULT_LAYOUTS:
-        match = re.fullmatch(r"(?=.)(?:t([0-9]+))?(?:p([0-9]+))?(?:d([0-9]+))?", text)
+    for text in config.layouts or usual:
+        parts = "".join(rf"(?:{axis}([0-9]+))?" for axis in ("t", "p", "d", "e", "et"))
+        match = re.fullmatch(f"(?=.){parts}", text)
         if match is None or "0" in match.groups():
-            raise InputError(f"--layouts: {text} is not a layout such as t2p2d2")
-        layout = Layout(*(int(size or 1) for size in match.groups()))
+            raise InputError(f"--layouts: {text} is not a layout such as t2p2d2 or t2d2e2et1")
+        tp, pp, dp, ep, etp = (size and int(size) for size in match.groups())
+        layout = Layout(tp or 1, pp or 1, dp or 1, ep or 1, etp or None)
         if layout.processes > config.max_processes:
             if config.layouts is None:
                 continue

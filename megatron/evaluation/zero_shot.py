@@ -42,7 +42,9 @@ class ZeroShotBatch(Batch):
 def make_batches(
     task: ZeroShotTask, *, micro_batch_size: int, dp: Axis, multiple: int = 1
 ) -> Iterator[ZeroShotBatch]:
-    """Yield this replica's batches; over all replicas each sample occurs once.
+    """Yield this replica's batches, as many as the others have; over all replicas each sample is scored once.
+
+    A batch in which nothing is scored lets replicas that share experts compute together.
 
     Args:
         multiple: sequence lengths are rounded up to a multiple of it, up to the context length.
@@ -54,8 +56,8 @@ def make_batches(
         dp_size=dp.size,
         drop_last=False,
     ):
-        if indices:
-            yield _stack(task.samples[indices.start : indices.stop], multiple, task.length)
+        samples = task.samples[indices.start : indices.stop]
+        yield _stack(samples or [task.samples[0]._replace(scored=0)], multiple, task.length)
 
 
 def _stack(samples: Sequence[Sample], multiple: int, longest: int) -> ZeroShotBatch:
@@ -94,13 +96,14 @@ def total(out: Tensor, batch: ZeroShotBatch, task: ZeroShotTask, *, vocab_size: 
     # Transposed, because ranks hold shards of the vocabulary. Its padding is never a candidate.
     logits_vn = all_gather(out.t().contiguous(), tp)[:vocab_size]
     wrong_n = logits_vn.argmax(0) != batch.labels[batch.rows, batch.positions]
-    wrong_b = torch.zeros(batch.num_sequences, dtype=torch.float64, device=out.device)
-    return (wrong_b.index_add_(0, batch.rows, wrong_n.double()) == 0).double().sum()
+    zeros_b = torch.zeros(batch.num_sequences, dtype=torch.float64, device=out.device)
+    right_b = zeros_b.index_add(0, batch.rows, wrong_n.double()) == 0
+    return (zeros_b.index_fill(0, batch.rows, 1.0) * right_b).sum()
 
 
 def count(batch: ZeroShotBatch, task: ZeroShotTask) -> int:
     """Return a batch's share of `task.count`."""
-    return batch.num_sequences if task.greedy else len(batch.rows)
+    return batch.num_sequences if task.greedy and len(batch.rows) else len(batch.rows)
 
 
 @torch.inference_mode()

@@ -7,7 +7,7 @@ import dataclasses
 from megatron.errors import InputError
 from megatron.flags import Config, flag
 from megatron.parallel.config import ParallelConfig
-from megatron.training.config import PluginConfig
+from megatron.training.config import PluginConfig, RunConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,3 +86,12 @@ class SampleTextsConfig(PluginConfig):
             raise InputError("--sample-interval needs --sample-prompts, a file with a prompt per line")
         if self.sample_prompts is not None and self.sample_interval is None:
             raise InputError("--sample-prompts needs --sample-interval, the iterations between samples")
+
+    def check(self, run: RunConfig) -> None:
+        parallel = run.parallel
+        if self.sample_interval is not None and parallel.tensor_model_parallel_size % parallel.expert_size:
+            raise InputError(
+                f"--sample-interval: {self.sample_interval} needs all experts of a layer in a replica, which generates "
+                "alone; choose --expert-model-parallel-size x --expert-tensor-parallel-size to divide "
+                "--tensor-model-parallel-size"
+            )

@@ -178,8 +178,12 @@ class ModelConfig(MoEConfig, LatentAttentionConfig):
         self.expert_layers(self.num_layers)  # checks the pattern
         if self.moe_ffn_hidden_size is None:
             object.__setattr__(self, "moe_ffn_hidden_size", self.ffn_hidden_size)
-        if self.add_bias_linear or self.add_mlp_bias:
-            raise InputError("--num-experts: experts have no biases; add --disable-bias-linear")
+        for biased, remedy in (
+            (self.add_bias_linear, "add --disable-bias-linear"),
+            (self.add_mlp_bias, "leave --add-mlp-bias out"),
+        ):
+            if biased:
+                raise InputError(f"--num-experts: {self.num_experts} experts have no biases; {remedy}")
 
     @property
     def rotary_channels(self) -> int:
@@ -264,8 +268,7 @@ def check_expert_parallel(model: ModelConfig, parallel: ParallelConfig, seq_leng
         InputError: they cannot.
     """
     experts, size = model.num_experts, parallel.expert_model_parallel_size
-    parts, tp = parallel.expert_tensor_parallel_size, parallel.tensor_model_parallel_size
-    assert parts is not None
+    parts, tp = parallel.expert_tp, parallel.tensor_model_parallel_size
     if experts is None:
         for name, value, usual in (("model", size, 1), ("tensor", parts, tp)):
             if value != usual:
@@ -283,4 +286,7 @@ def check_expert_parallel(model: ModelConfig, parallel: ParallelConfig, seq_leng
         ("--tensor-model-parallel-size", tp, "--seq-length", seq_length),  # each rank routes a part
     ):
         if total % value:
-            raise InputError(f"{name}: {value} does not divide {divided} {total}, as --num-experts needs")
+            fitting = either(n for n in range(1, value) if total % n == 0)
+            raise InputError(
+                f"{name}: {value} does not divide {divided} {total}, as --num-experts needs; choose {fitting}"
+            )

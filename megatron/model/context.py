@@ -59,7 +59,7 @@ class ModelContext:
             tp=mesh.tp,
             kv=mesh.tp if copies == mesh.tp.size else join(neighbors, mesh.tp.name, mesh),
             expert=mesh.expert,
-            expert_tp=parallel.expert_tensor_parallel_size or 1,
+            expert_tp=parallel.expert_tp,
             sequence_parallel=parallel.sequence_parallel,
             ops=ops,
             recompute=NO_RECOMPUTE if ignored else Recompute.from_config(parallel, mesh.tp),

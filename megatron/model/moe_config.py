@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 
 from megatron.errors import InputError
-from megatron.flags import Config, flag, flag_name
+from megatron.flags import Config, either, flag, flag_name
 
 # Auxiliary losses by the tokens over which the load of the experts is taken.
 BALANCING_TYPES = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
+# Flags of `MoEConfig` that change how a layer is computed, but not what.
+COMPUTATION = (
+    "moe_grouped_gemm",
+    "moe_layer_recompute",
+    "moe_pad_expert_input_to_capacity",
+    "moe_shared_expert_overlap",
+    "moe_token_dispatcher_type",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,7 +109,8 @@ class MoEConfig(Config):
                 if getattr(self, field.name) != field.default:
                     value = getattr(self, field.name)
                     text = " ".join(map(str, value)) if isinstance(value, tuple) else value
-                    raise InputError(f"{flag_name(field)}: {text} needs --num-experts")
+                    given = flag_name(field) if value is True else f"{flag_name(field)}: {text}"
+                    raise InputError(f"{given} needs --num-experts")
             return
         self._check_router(self.num_experts)
         if self.moe_shared_expert_intermediate_size is None:
@@ -111,8 +121,17 @@ class MoEConfig(Config):
                     )
         if self.moe_shared_expert_overlap and self.moe_token_dispatcher_type != "alltoall":
             raise InputError("--moe-shared-expert-overlap needs --moe-token-dispatcher-type alltoall")
-        if self.moe_pad_expert_input_to_capacity and self.moe_expert_capacity_factor is None:
-            raise InputError("--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor")
+        if self.moe_expert_capacity_factor is None:
+            if self.moe_pad_expert_input_to_capacity:
+                raise InputError("--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor")
+            if self.moe_token_drop_policy != "probs":
+                raise InputError(
+                    f"--moe-token-drop-policy: {self.moe_token_drop_policy} needs --moe-expert-capacity-factor; "
+                    "without it no token is dropped"
+                )
+        self._check_losses()
+
+    def _check_losses(self) -> None:
         types, coefficients = self.moe_router_load_balancing_type, self.moe_aux_loss_coeff
         if len(set(types)) < len(types) or ("none" in types and len(types) > 1):
             raise InputError(f"--moe-router-load-balancing-type: {' '.join(types)}; name each type once")
@@ -122,7 +141,9 @@ class MoEConfig(Config):
                 f"--moe-router-load-balancing-type {' '.join(types)}; give one for each"
             )
         if types == ("none",) and coefficients != (0.0,):
-            raise InputError("--moe-aux-loss-coeff needs a --moe-router-load-balancing-type other than none")
+            raise InputError(
+                f"--moe-aux-loss-coeff: {coefficients[0]} needs a --moe-router-load-balancing-type other than none"
+            )
 
     def _check_router(self, experts: int) -> None:
         topk, groups, group_topk = (
@@ -132,30 +153,42 @@ class MoEConfig(Config):
         )
         softmax = self.moe_router_score_function == "softmax"
         if topk > experts:
-            raise InputError(f"--moe-router-topk: {topk} is more than --num-experts {experts}")
+            raise InputError(
+                f"--moe-router-topk: {topk} is more than --num-experts {experts}; choose {experts} or less"
+            )
         if self.moe_router_pre_softmax and not softmax:
             raise InputError("--moe-router-pre-softmax needs --moe-router-score-function softmax")
         if softmax and topk == 1 and not self.moe_router_pre_softmax:
             raise InputError(
-                "--moe-router-topk: the softmax over 1 expert is 1, from which the router learns nothing; "
-                "add --moe-router-pre-softmax"
+                "--moe-router-topk: 1 makes the softmax over one expert 1, from which the router learns nothing; add "
+                "--moe-router-pre-softmax"
             )
         if self.moe_router_enable_expert_bias and softmax:
             raise InputError("--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid")
-        if (groups is None) != (group_topk is None):
-            raise InputError("--moe-router-num-groups and --moe-router-group-topk go together; give both")
+        rate = self.moe_router_bias_update_rate
+        if rate != 1e-3 and not self.moe_router_enable_expert_bias:
+            raise InputError(f"--moe-router-bias-update-rate: {rate} needs --moe-router-enable-expert-bias")
         if groups is None or group_topk is None:
+            names = {"--moe-router-num-groups": groups, "--moe-router-group-topk": group_topk}
+            for (name, value), other in zip(names.items(), reversed(names), strict=True):
+                if value is not None:
+                    raise InputError(f"{name}: {value} needs {other}")
             return
         if experts % groups:
-            raise InputError(f"--moe-router-num-groups: {groups} does not divide --num-experts {experts}")
+            fitting = either(n for n in range(1, experts + 1) if experts % n == 0)
+            raise InputError(
+                f"--moe-router-num-groups: {groups} does not divide --num-experts {experts}; choose {fitting}"
+            )
         if group_topk > groups:
             raise InputError(
-                f"--moe-router-group-topk: {group_topk} is more than --moe-router-num-groups {groups}"
+                f"--moe-router-group-topk: {group_topk} is more than --moe-router-num-groups {groups}; choose {groups} "
+                "or less"
             )
         if topk % group_topk or topk // group_topk > experts // groups:
             raise InputError(
                 f"--moe-router-group-topk: {group_topk} groups of {experts // groups} experts cannot share "
-                f"--moe-router-topk {topk} equally"
+                f"--moe-router-topk {topk} equally; choose a divisor of {topk} that is at least "
+                f"{math.ceil(topk * groups / experts)}"
             )
 
     def expert_layers(self, layers: int) -> list[bool]:
@@ -180,6 +213,10 @@ class MoEConfig(Config):
             pattern += [bit == "1" for bit in match[1].split(",")] * int(match[2] or 1)
         if len(pattern) != layers:
             raise InputError(
-                f"--moe-layer-freq: {self.moe_layer_freq} is for {len(pattern)} layers, not {layers}"
+                f"--moe-layer-freq: {self.moe_layer_freq} is for {len(pattern)} layers, and --num-layers is {layers}"
+            )
+        if not any(pattern):
+            raise InputError(
+                f"--moe-layer-freq: {self.moe_layer_freq} gives no layer experts; leave --num-experts out"
             )
         return pattern

@@ -64,7 +64,7 @@ class GradReducer:
         bucket = self.buckets[index]
         axis = bucket.group.reduce_axis
         grads = self.grads[bucket.start : bucket.end]
-        if self.in_bf16 and axis.size > 1:
+        if self.in_bf16 and axis.size > 1 and not bucket.group.optimizer.counts:
             grads = grads.bfloat16()
         shards = [grads[begin - bucket.start : end - bucket.start] for begin, end in bucket.shards]
         if len(shards) == 1:

@@ -98,17 +98,20 @@ class ParallelConfig(Config):
         super().__post_init__()
         self._resolve_recompute()
         self._resolve_pipeline()
-        if self.expert_tensor_parallel_size is None:
-            object.__setattr__(self, "expert_tensor_parallel_size", self.tensor_model_parallel_size)
         if self.tensor_model_parallel_size == 1:
             object.__setattr__(self, "sequence_parallel", False)  # nothing to split, as in Megatron-LM
         if self.overlap_param_gather and not self.use_distributed_optimizer:
             raise InputError("--overlap-param-gather needs --use-distributed-optimizer")
 
     @property
+    def expert_tp(self) -> int:
+        """Number of ranks that share each expert."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+    @property
     def expert_size(self) -> int:
         """Number of ranks that divide the experts of a layer."""
-        return self.expert_model_parallel_size * (self.expert_tensor_parallel_size or 1)
+        return self.expert_model_parallel_size * self.expert_tp
 
     @property
     def layer_split(self) -> str:

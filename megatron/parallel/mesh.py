@@ -167,7 +167,8 @@ def axis_sizes(config: ParallelConfig, processes: int) -> dict[str, int]:
     if processes // pp % config.expert_size:
         raise InputError(
             f"--expert-model-parallel-size {config.expert_model_parallel_size} x --expert-tensor-parallel-size "
-            f"{config.expert_tensor_parallel_size} does not divide the {processes // pp} processes of a pipeline stage"
+            f"{config.expert_tp} does not divide the {processes // pp} processes of a pipeline stage; choose sizes "
+            f"whose product is {either(n for n in range(1, processes // pp + 1) if processes // pp % n == 0)}"
         )
     return {"pp": pp, "dp": processes // (tp * pp), "tp": tp}
 

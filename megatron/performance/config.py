@@ -52,6 +52,11 @@ class PerformanceConfig(PluginConfig):
             raise InputError(f"{given} needs --manual-gc")
 
     def check(self, run: RunConfig) -> None:
+        if self.cuda_graph and run.model.num_experts is not None:
+            raise InputError(
+                "--cuda-graph: with --num-experts the host waits for the number of tokens of each expert, and a graph "
+                "cannot; leave one out"
+            )
         if self.tp_comm_overlap and run.parallel.tensor_model_parallel_size == 1:
             raise InputError("--tp-comm-overlap needs --tensor-model-parallel-size above 1")
         if self.tp_comm_overlap and run.plugin(Fp8Config).fp8_format is not None:
@@ -109,6 +114,11 @@ class Fp8Config(PluginConfig):
             return
         if not run.training.bf16:
             raise InputError(f"--fp8-format: {self.fp8_format} needs --bf16")
+        if model.num_experts is not None:
+            raise InputError(
+                f"--fp8-format: {self.fp8_format} is for dense layers, and --num-experts {model.num_experts} adds "
+                "products of experts; leave one out"
+            )
         if not model.can_split(ranks):  # `check_layout` has the error
             return
         queries = model.num_attention_heads // ranks * model.kv_channels

@@ -18,6 +18,7 @@ class _LoadSpec(OptimizerSpec):
     """
 
     suffix: str
+    counts = True
 
     def __init__(self, config: RunConfig) -> None:
         self.state = {"load": "float32"}

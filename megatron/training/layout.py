@@ -21,6 +21,9 @@ def check_layout(config: RunConfig, processes: int) -> None:
     Raises:
         InputError: names the flags, and the nearest sizes that fit.
     """
+    seq_length = config.data.seq_length
+    assert seq_length is not None  # required of a run
+    check_expert_parallel(config.model, config.parallel, seq_length)
     sizes = axis_sizes(config.parallel, processes)
     also = {}
     if config.parallel.sequence_parallel:
@@ -31,9 +34,6 @@ def check_layout(config: RunConfig, processes: int) -> None:
     check_tensor_parallel(
         config.model, config.parallel.tensor_model_parallel_size, processes // sizes["pp"], also
     )
-    seq_length = config.data.seq_length
-    assert seq_length is not None  # required of a run
-    check_expert_parallel(config.model, config.parallel, seq_length)
     largest = max(
         len(chunk.layers)
         for stage in split_layers(config.parallel, config.model.num_layers)

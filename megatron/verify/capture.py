@@ -80,6 +80,7 @@ class RunCapture:
 
     Attributes:
         first: the last step before the first captured one.
+        expert_coordinates: of this rank, by the axes that divide experts.
     """
 
     def __init__(self, trainer: Trainer, config: CaptureConfig) -> None:
@@ -87,6 +88,9 @@ class RunCapture:
         self.trainer, self.engine = trainer, trainer.engine
         self.first, self.steps = trainer.state.iteration, config.capture_steps
         axes = {"pp": mesh.pp, "dp": mesh.dp, "tp": mesh.tp}
+        expert_axes = {}
+        if trainer.config.model.num_experts is not None:
+            expert_axes = {"pp": mesh.pp, "expert_dp": mesh.expert_dp, "expert": mesh.expert}
         run = {
             "program": f"megatron {__version__}",
             "torch": str(torch.__version__),
@@ -98,10 +102,11 @@ class RunCapture:
             Path(str(config.capture)),
             rank=mesh.world.rank,
             coordinates={name: axis.rank for name, axis in axes.items()},
-            sizes={name: axis.size for name, axis in axes.items()},
+            sizes={name: axis.size for name, axis in (axes | expert_axes).items()},
             run=run,
             max_bytes=config.capture_megabytes * 10**6,
         )
+        self.expert_coordinates = {name: axis.rank for name, axis in expert_axes.items()}
         self.passes = PassCapture(self.writer, mesh, tuple(trainer.engine.task.loss_names))
         self.before: list[Tensor] = []
 
@@ -169,7 +174,8 @@ class RunCapture:
         for index, bucket in enumerate(self.engine.buffer.buckets):
             for param in bucket.flat_params if index not in reducer.reducing else ():
                 values = param.view(self.engine.buffer.grads).flatten() / self.passes.loss_scale
-                self._add_parameter("local gradient", param, values, 0, sum_over=("dp",))
+                replicas = "expert_dp" if param.shard_spec.expert_parallel else "dp"
+                self._add_parameter("local gradient", param, values, 0, sum_over=(replicas,))
 
     def _add_parameter(
         self,
@@ -188,6 +194,7 @@ class RunCapture:
             step=self.step if step is None else step,
             place=parameter_place(param.shard_spec, (begin, begin + part.numel())),
             sum_over=sum_over,
+            coordinates=self.expert_coordinates if param.shard_spec.expert_parallel else {},
         )
         self.writer.add(record, part)
 

@@ -97,7 +97,7 @@ class Record:
         norm: L2 norm.
         key: name of the tensor in the rank's file; None if only the norm was written.
         rank: rank that wrote it.
-        coordinates: of the rank, by axis.
+        coordinates: of the rank, by the axes that divide the tensor; by default those of the writer.
     """
 
     kind: str
@@ -137,7 +137,8 @@ class CaptureWriter:
         """Start a capture.
 
         Args:
-            coordinates, sizes: rank on each axis, and sizes of the axes, such as {"pp": 1, "dp": 2, "tp": 1}.
+            coordinates, sizes: rank on each axis, and sizes of the axes, such as {"pp": 1, "dp": 2, "tp": 1}. Axes that
+                only records name have a size but no coordinate.
             run: facts about the run, as JSON; "precision" is "fp32", "fp16" or "bf16".
             max_bytes: bytes of tensors that are written per step; None for no limit.
         """
@@ -160,8 +161,9 @@ class CaptureWriter:
             key = f"{len(self.records):06d}"
             self.num_bytes += values.nbytes
             self.tensors[key] = values.cpu().clone().contiguous()
+        coordinates = record.coordinates or self.coordinates
         self.records.append(
-            dataclasses.replace(record, norm=norm, key=key, rank=self.rank, coordinates=self.coordinates)
+            dataclasses.replace(record, norm=norm, key=key, rank=self.rank, coordinates=coordinates)
         )
 
     def flush(self) -> None:
@@ -172,7 +174,7 @@ class CaptureWriter:
         folder.mkdir(exist_ok=True)
         path = folder / f"rank_{self.rank:05d}"
         save_file(self.tensors, path.with_suffix(".safetensors"))
-        rows = [_record_to_json(record) for record in self.records]
+        rows = [_record_to_json(record, self.coordinates) for record in self.records]
         head = {"format": FORMAT, "version": VERSION, "rank": self.rank, "coordinates": self.coordinates}
         _write_json(path.with_suffix(".json"), {**head, "records": rows})
         self.records, self.tensors, self.num_bytes = [], {}, 0
@@ -183,6 +185,7 @@ class Capture:
 
     Attributes:
         run, sizes: as given to the `CaptureWriter` of rank 0.
+        num_ranks: number of ranks that the run had.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -201,10 +204,13 @@ class Capture:
         self.sizes: dict[str, int] = head.get("sizes", {})
         self.records: list[Record] = []
         self.files: dict[tuple[int, int], Path] = {}
+        self.num_ranks = math.prod(self.sizes.values())
         for path in sorted(folder.glob("step_*/rank_*.json")):
             content = _read_json(path)
             try:
                 rows = [_record_from_json(row, content) for row in content["records"]]
+                axes = content["coordinates"] or self.sizes
+                self.num_ranks = math.prod(self.sizes.get(axis, 1) for axis in axes)
             except (KeyError, TypeError, ValueError) as error:
                 raise InputError(f"{path}: a record is wrong or incomplete ({error})") from None
             self.records += rows
@@ -215,7 +221,7 @@ class Capture:
 
     def check_ranks(self) -> None:
         """Raise `InputError` if a rank's records of a step are missing."""
-        world = math.prod(self.sizes.values())
+        world = self.num_ranks
         for step in sorted({step for step, _ in self.files}):
             if missing := set(range(world)) - {rank for at, rank in self.files if at == step}:
                 raise InputError(
@@ -245,8 +251,9 @@ class Capture:
         return found
 
 
-def _record_to_json(record: Record) -> dict[str, Any]:
-    row = {k: v for k, v in dataclasses.asdict(record).items() if k not in ("rank", "coordinates", "place")}
+def _record_to_json(record: Record, coordinates: Mapping[str, int]) -> dict[str, Any]:
+    left_out = {"rank", "place", *(() if record.coordinates != coordinates else ("coordinates",))}
+    row = {k: v for k, v in dataclasses.asdict(record).items() if k not in left_out}
     return row | {"place": None if record.place is None else record.place.to_json()}
 
 
@@ -257,7 +264,7 @@ def _record_from_json(row: dict[str, Any], file: dict[str, Any]) -> Record:
     values = {k: v for k, v in row.items() if k in names} | {
         "place": None if row.get("place") is None else Place.from_json(row["place"]),
         "rank": file["rank"],
-        "coordinates": file["coordinates"],
+        "coordinates": row.get("coordinates", file["coordinates"]),
     }
     for name in ("sum_over", "read_by"):
         values[name] = tuple(values.get(name, ()))

@@ -150,15 +150,17 @@ def _along(other: Capture, group: Sequence[Record], record: Record, mask: Tensor
 def _local(
     other: Capture, records: dict[tuple, list[Record]], record: Record, mask: Tensor
 ) -> dict[str, list[Tensor]]:
-    """Gradients before their sum over the data-parallel ranks, for the same elements."""
+    """Gradients before their sum over the ranks that have the same parameter, for the same elements."""
     if record.kind != "gradient" or record.place is None:
         return {}
     id = (record.step, "local gradient", record.name, record.sample, record.index)
-    rest = {k: v for k, v in record.coordinates.items() if k != "dp"}
-    line = [r for r in records.get(id, []) if r.key and all(r.coordinates[k] == v for k, v in rest.items())]
+    group = records.get(id, [])
+    axis = next((axis for r in group for axis in r.sum_over), "dp")
+    rest = {k: v for k, v in record.coordinates.items() if k != axis}
+    line = [r for r in group if r.key and all(r.coordinates[k] == v for k, v in rest.items())]
     line.sort(key=lambda r: r.rank != record.rank)
     cut = slice(*record.place.flat) if record.place.flat else slice(None)
-    return {"dp": [other.read(r).double().view(-1)[cut][mask] for r in line]} if len(line) > 1 else {}
+    return {axis: [other.read(r).double().view(-1)[cut][mask] for r in line]} if len(line) > 1 else {}
 
 
 def _earlier(comparer: Comparer, record: Record, index: Tensor) -> dict[str, Tensor]:

@@ -76,7 +76,7 @@ class PassCapture:
         if self.microbatch is None:
             return
         self.running.pop()
-        if not isinstance(out, Tensor) or not out.is_floating_point():
+        if not isinstance(out, Tensor) or not out.is_floating_point() or _has_dispatched_rows(module):
             return
         place = self._place(module, inputs, out)
         index = self._add("activation", name, out, place=place)
@@ -139,6 +139,11 @@ class PassCapture:
             ranges = (tp.local_range(length),)
             return Place(shape=(length, *shape[1:]), dim=0, ranges=ranges, local_shape=shape)
         return None
+
+
+def _has_dispatched_rows(module: nn.Module) -> bool:
+    """True if the rows of the module's output are in an order that depends on the layout, as those of experts are."""
+    return any(p.shard_spec.expert_parallel for _, p in named_parameters(module, recurse=False))
 
 
 def _has_partial_output_gradient(module: nn.Module) -> bool:

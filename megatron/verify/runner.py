@@ -334,7 +334,7 @@ def compare_captures(folders: Sequence[Path]) -> Check:
     lengths = [record.place.shape[-1] for record in reference.records if record.place is not None]
     rounding = Rounding(precision, max(lengths, default=1), 1 << 16, CHUNK_SIZE)
     comparer = Comparer(Reference(reference, spreads, rounding))
-    check = Check(name=f"{folders[1]} against {folders[0]}", processes=math.prod(other.sizes.values()))
+    check = Check(name=f"{folders[1]} against {folders[0]}", processes=other.num_ranks)
     if not spreads:
         check.skipped["updates and later steps, for which captures that round differently are needed"] = 1
     comparisons: list[Comparison] = []

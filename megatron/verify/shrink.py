@@ -8,10 +8,13 @@ from typing import Any
 
 from megatron.errors import InputError
 from megatron.flags import Config, flag_name
-from megatron.model.config import ModelConfig
+from megatron.model.config import ModelConfig, check_expert_parallel
+from megatron.model.moe_config import COMPUTATION, MoEConfig
 from megatron.optim.config import OptimizerConfig
 from megatron.parallel.config import ParallelConfig
+from megatron.parallel.mesh import axis_sizes
 from megatron.training.config import PLUGIN_CONFIGS, RunConfig
+from megatron.verify.shrink_experts import shrunk_experts
 
 SEQ_LENGTH, HEAD_WIDTH, MICRO_BATCH, BUCKET = 32, 8, 2, 5000
 LATENT_WIDTHS = {
@@ -34,19 +37,45 @@ KEPT_PLUGINS = ("loss", "freezing", "loss scale", "spikes")
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Sizes of the axes."""
+    """Sizes of the axes.
+
+    Attributes:
+        ep, etp: expert-parallel and expert-tensor-parallel size; `etp` is None if it is `tp`.
+    """
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    ep: int = 1
+    etp: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.etp == self.tp:
+            object.__setattr__(self, "etp", None)
 
     @property
     def processes(self) -> int:
         return self.tp * self.pp * self.dp
 
     def __str__(self) -> str:
-        sizes = {"t": self.tp, "p": self.pp, "d": self.dp}
-        return "".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "one process"
+        sizes = {"t": self.tp, "p": self.pp, "d": self.dp, "e": self.ep}
+        name = "".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1)
+        return name + (f"et{self.etp}" if self.etp else "") or "one process"
+
+    @classmethod
+    def from_config(cls, config: ParallelConfig, processes: int) -> Layout:
+        """Layout of a run of a number of processes."""
+        tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+        return cls(tp, pp, processes // (tp * pp), config.expert_model_parallel_size, config.expert_tp)
+
+    def flags(self) -> dict[str, Any]:
+        """Values of `ParallelConfig`."""
+        return {
+            "tensor_model_parallel_size": self.tp,
+            "pipeline_model_parallel_size": self.pp,
+            "expert_model_parallel_size": self.ep,
+            "expert_tensor_parallel_size": self.etp,
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,15 +108,19 @@ def shrink(config: RunConfig, processes: int, most: int, steps: int) -> Shrunk:
             f"--processes: {processes} is not a multiple of {tp * pp}, the tensor-parallel size {tp} times the "
             f"pipeline-parallel size {pp}"
         )
-    layout = fitted_layout(Layout(tp, pp, processes // (tp * pp)), most)
+    layout = fitted_layout(Layout.from_config(old, processes), most)
     parallel, num_layers = _shrunk_layers(config, layout)
-    model = _shrunk_model(config.model, tp, layout.tp, num_layers, _seq_length(config, layout))
+    model = _shrunk_model(config.model, tp, layout, num_layers, _seq_length(config, layout))
     parallel = dataclasses.replace(
         parallel,
         ddp_bucket_size=min(BUCKET, old.ddp_bucket_size),
         distributed_backend=None,
         distributed_timeout_minutes=2,
     )
+    training = config.training
+    if model.num_experts is not None:
+        # The rounding of 16-bit values changes the choice of experts, for which there is no bound.
+        training = dataclasses.replace(training, bf16=False, fp16=False)
     small = dataclasses.replace(
         config,
         model=model,
@@ -104,8 +137,8 @@ def shrink(config: RunConfig, processes: int, most: int, steps: int) -> Shrunk:
         ),
         tokenizer=_small_tokenizer(config, layout.tp),
         training=dataclasses.replace(
-            config.training,
-            micro_batch_size=min(config.training.micro_batch_size, MICRO_BATCH),
+            training,
+            micro_batch_size=min(training.micro_batch_size, MICRO_BATCH),
             train_iters=steps,
             train_samples=None,
             eval_interval=steps,
@@ -123,13 +156,24 @@ def shrink(config: RunConfig, processes: int, most: int, steps: int) -> Shrunk:
 
 
 def fitted_layout(layout: Layout, most: int) -> Layout:
-    """Divide the larger of tensor- and pipeline-parallel size until a replica fits. Two replicas remain if they fit."""
-    sizes = {"tp": layout.tp, "pp": layout.pp}
-    while math.prod(sizes.values()) > most:
+    """Divide the largest size until a replica fits. Two replicas remain if they fit."""
+    sizes = {"tp": layout.tp, "pp": layout.pp, "ep": layout.ep, "etp": layout.etp or 1}
+
+    def stage() -> int:
+        """Ranks of a stage that hold all of its layers, those of its experts too."""
+        return math.lcm(sizes["tp"], sizes["ep"] * (sizes["etp"] if layout.etp else sizes["tp"]))
+
+    while stage() * sizes["pp"] > most:
         axis = max(sizes, key=sizes.__getitem__)
         size = sizes[axis]
         sizes[axis] //= next(n for n in range(2, size + 1) if size % n == 0)
-    return Layout(**sizes, dp=2 if layout.dp > 1 and 2 * math.prod(sizes.values()) <= most else 1)
+    ranks = stage()
+    held = math.lcm(layout.tp, layout.ep * (layout.etp or layout.tp))
+    if layout.tp * layout.dp > held and 2 * ranks * sizes["pp"] <= most:
+        ranks *= 2
+    if layout.etp is None:
+        del sizes["etp"]
+    return Layout(**sizes, dp=ranks // sizes["tp"])
 
 
 def _shrunk_layers(config: RunConfig, layout: Layout) -> tuple[ParallelConfig, int]:
@@ -137,8 +181,7 @@ def _shrunk_layers(config: RunConfig, layout: Layout) -> tuple[ParallelConfig, i
     parallel, stages = config.parallel, layout.pp
     per_stage = min(2, max(1, config.model.num_layers // parallel.pipeline_model_parallel_size))
     changes: dict[str, Any] = {
-        "tensor_model_parallel_size": layout.tp,
-        "pipeline_model_parallel_size": stages,
+        **layout.flags(),
         "recompute_num_layers": parallel.recompute_num_layers
         and min(parallel.recompute_num_layers, per_stage),
     }
@@ -172,9 +215,11 @@ def one_stage() -> dict[str, Any]:
     }
 
 
-def _shrunk_model(model: ModelConfig, old_tp: int, tp: int, num_layers: int, length: int) -> ModelConfig:
-    """Fewer and narrower heads, with the same sharing of groups by heads and ranks."""
-    heads, groups = model.num_attention_heads, model.num_query_groups
+def _shrunk_model(
+    model: ModelConfig, old_tp: int, layout: Layout, num_layers: int, length: int
+) -> ModelConfig:
+    """Fewer and narrower heads, with the same sharing of groups by heads and ranks, and fewer experts."""
+    heads, groups, tp = model.num_attention_heads, model.num_query_groups, layout.tp
     if groups >= old_tp:
         groups_left = tp * min(2, groups // old_tp)
         shared = min(heads // groups, 2)
@@ -200,6 +245,7 @@ def _shrunk_model(model: ModelConfig, old_tp: int, tp: int, num_layers: int, len
         kv_channels=width,
         ffn_hidden_size=mlp,
         max_position_embeddings=length,
+        **shrunk_experts(model, num_layers, owners=layout.ep, parts=math.lcm(tp, layout.etp or 1)),
         **latents,
     )
 
@@ -285,10 +331,7 @@ def in_layout(shrunk: Shrunk, layout: Layout) -> RunConfig:
     Raises:
         InputError: the model does not fit the layout.
     """
-    changes: dict[str, Any] = {
-        "tensor_model_parallel_size": layout.tp,
-        "pipeline_model_parallel_size": layout.pp,
-    }
+    changes = layout.flags()
     if layout.tp == 1:
         changes |= {"sequence_parallel": False, "distribute_saved_activations": False}
     if layout.pp == 1:
@@ -303,13 +346,22 @@ def in_layout(shrunk: Shrunk, layout: Layout) -> RunConfig:
         raise InputError(
             f"layout {layout}: {model.num_layers} layers do not divide into {pp} pipeline stages"
         )
+    try:
+        axis_sizes(config.parallel, layout.processes)
+        check_expert_parallel(model, config.parallel, data.seq_length)
+    except InputError as error:
+        raise InputError(f"layout {layout}: {error}") from None
     return config
 
 
 def one_process(shrunk: Shrunk) -> RunConfig:
-    """The shrunk run in one process: no recomputation, no distributed optimizer, no overlap."""
+    """The shrunk run in one process: no recomputation, no distributed optimizer, no overlap, one expert at a time."""
+    plain: dict[str, Any] = {
+        field.name: field.default for field in dataclasses.fields(MoEConfig) if field.name in COMPUTATION
+    }
     return dataclasses.replace(
         shrunk.config,
+        model=dataclasses.replace(shrunk.config.model, **plain),
         # The rounding of --grad-reduce-in-bf16 is part of the spread of one process.
         parallel=ParallelConfig(grad_reduce_in_bf16=shrunk.parallel.grad_reduce_in_bf16),
     )

@@ -42,7 +42,8 @@ class DividedSums(Hook):
             with mode:
                 inner(*args)
             if in_bf16:
-                for param in engine.buffer.flat_params:
+                rounded = [b for b in engine.buffer.buckets if not b.group.optimizer.counts]
+                for param in (param for bucket in rounded for param in bucket.flat_params):
                     grad = param.view(engine.buffer.grads)
                     # Two ranks' parts, which differ by the size of a typical element and may cancel.
                     scale = grad.square().mean().sqrt()

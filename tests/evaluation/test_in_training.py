@@ -135,6 +135,15 @@ def test_layouts_agree(files: list[str]) -> None:
             assert found == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("dispatcher", ["alltoall", pytest.param("allgather", marks=pytest.mark.slow)])
+def test_replicas_that_share_experts_agree(files: list[str], dispatcher: str) -> None:
+    """The last replica gets fewer samples, and of other lengths, but takes part in all passes."""
+    experts = f"--disable-bias-linear --num-experts 4 --moe-token-dispatcher-type {dispatcher}"
+    expected, flags = task_results(experts, files), f"{experts} --expert-model-parallel-size 2"
+    for found in run_distributed(task_results, 2, f"{flags} --micro-batch-size 3", files):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.slow
 def test_equals_nvidia_metrics(shared: Path, tmp_path: Path, pretrain) -> None:
     """Metrics of NVIDIA's checkpoint as printed by its own evaluation, with --skip-train."""

@@ -61,12 +61,27 @@ VARIANTS = {
     "muon of gradients in bf16": f"{LLAMA} --optimizer muon --grad-reduce-in-bf16",
     "dropout": f"{DROPOUT}",
 }
-RUNS = SHAPES | VARIANTS
+# Initial weights that keep the scores of a token's experts apart, so that rounding does not change their choice.
+MIXTURE = f"{LLAMA} --init-method-std 0.1 --num-experts 8 --moe-ffn-hidden-size 16 --moe-router-topk"
+MIXTURES = {
+    "mixtral": f"{MIXTURE} 2 --moe-aux-loss-coeff 0.1",
+    "mixture": f"{MIXTURE} 4 --moe-router-score-function sigmoid --moe-router-num-groups 4 --moe-router-group-topk 2 "
+    "--moe-router-topk-scaling-factor 1.5 --moe-router-enable-expert-bias --moe-z-loss-coeff 0.01 "
+    "--moe-router-load-balancing-type seq_aux_loss global_aux_loss --moe-aux-loss-coeff 0.1 0.2 "
+    "--moe-shared-expert-intermediate-size 32 --moe-shared-expert-gate --moe-layer-freq [0]*1+[1]*3",
+    "mixture of 8 layers": f"{MIXTURE} 2 --moe-router-pre-softmax --moe-layer-freq 2",
+    "capacity": f"{MIXTURE} 2 --moe-aux-loss-coeff 0.1 --moe-expert-capacity-factor 1",
+    "capacity by position": f"{MIXTURE} 2 --moe-expert-capacity-factor 0.75 --moe-token-drop-policy position",
+    "mixture of gradients in bf16": f"{MIXTURE} 2 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--grad-reduce-in-bf16",
+    "mixture by muon": f"{MIXTURE} 2 --optimizer muon --muon-extra-scale-factor 0.2",
+}
+RUNS = SHAPES | VARIANTS | MIXTURES
 TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 SP, CHUNKS = "--sequence-parallel", "--num-layers-per-virtual-pipeline-stage"
 ZERO = "--use-distributed-optimizer"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 5000"
-LAYOUTS = {
+DENSE_LAYOUTS = {
     "T2": (2, f"{TP} 2"),
     "T2+SP": (2, f"{TP} 2 {SP}"),
     "T4": (4, f"{TP} 4"),
@@ -101,6 +116,75 @@ LAYOUTS = {
     "selectively recomputed": (1, "--recompute-granularity selective"),
     "T2 distributed activations": (2, f"{TP} 2 --recompute-granularity full --distribute-saved-activations"),
 }
+EP, ETP = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
+GATHER, GROUPED = "--moe-token-dispatcher-type allgather", "--moe-grouped-gemm"
+EXPERTS_RECOMPUTED, PADDED = "--moe-layer-recompute", "--moe-pad-expert-input-to-capacity"
+RECOMPUTED, SHARED_OVERLAPPED = "--recompute-granularity full", "--moe-shared-expert-overlap"
+OVERLAPPED = "--overlap-grad-reduce --ddp-bucket-size 5000"
+EXPERT_LAYOUTS = {
+    "E2": (2, f"{EP} 2"),
+    "E4": (4, f"{EP} 4"),
+    "E2 all-gather": (2, f"{EP} 2 {GATHER}"),
+    "E2 grouped": (2, f"{EP} 2 {GROUPED}"),
+    "E2 experts recomputed": (2, f"{EP} 2 {EXPERTS_RECOMPUTED}"),
+    "E2 recomputed": (2, f"{EP} 2 {RECOMPUTED} {EXPERTS_RECOMPUTED}"),
+    "E2 shared expert overlapped": (2, f"{EP} 2 {SHARED_OVERLAPPED}"),
+    "T2E2+SP shared expert overlapped": (2, f"{TP} 2 {EP} 2 {ETP} 1 {SP} {SHARED_OVERLAPPED}"),
+    "T2D2E2 shared expert overlapped": (
+        4,
+        f"{TP} 2 {EP} 2 {SHARED_OVERLAPPED} {EXPERTS_RECOMPUTED} {OVERLAPPED}",
+    ),
+    "E2+ZeRO": (2, f"{EP} 2 {ZERO}"),
+    "D4E2": (4, f"{EP} 2"),
+    "D4E2 overlapped": (4, f"{EP} 2 {OVERLAPPED}"),
+    "D4E2+ZeRO": (4, f"{EP} 2 {ZERO} {OVERLAP}"),
+    "D4E2 all-gather+ZeRO": (4, f"{EP} 2 {GATHER} {ZERO}"),
+    "D2ET2": (2, f"{ETP} 2"),
+    "D4E2ET2": (4, f"{EP} 2 {ETP} 2"),
+    "D4E2ET2 all-gather": (4, f"{EP} 2 {ETP} 2 {GATHER}"),
+    "D4ET2+ZeRO": (4, f"{ETP} 2 {ZERO} {OVERLAP}"),
+    "T2ET1": (2, f"{TP} 2 {ETP} 1"),
+    "T2E2": (2, f"{TP} 2 {EP} 2 {ETP} 1"),
+    "T2E2+SP": (2, f"{TP} 2 {EP} 2 {ETP} 1 {SP}"),
+    "T2E2 all-gather+SP": (2, f"{TP} 2 {EP} 2 {ETP} 1 {SP} {GATHER}"),
+    "T2D2E2": (4, f"{TP} 2 {EP} 2"),
+    "T2D2E2+SP+ZeRO": (4, f"{TP} 2 {EP} 2 {SP} {ZERO} {OVERLAP}"),
+    "T2D2E2ET1+SP": (4, f"{TP} 2 {EP} 2 {ETP} 1 {SP}"),
+    "T2D2E4+SP": (4, f"{TP} 2 {EP} 4 {ETP} 1 {SP}"),
+    "T2D2E4 grouped, recomputed": (
+        4,
+        f"{TP} 2 {EP} 4 {ETP} 1 {SP} {GROUPED} {RECOMPUTED} {EXPERTS_RECOMPUTED}",
+    ),
+    "T2D2ET1+ZeRO": (4, f"{TP} 2 {ETP} 1 {ZERO} {OVERLAP}"),
+    "T2D2ET4": (4, f"{TP} 2 {ETP} 4"),
+    "T4E4+SP": (4, f"{TP} 4 {EP} 4 {ETP} 1 {SP}"),
+    "T4E2ET2": (4, f"{TP} 4 {EP} 2 {ETP} 2"),
+    "P2E2": (4, f"{PP} 2 {EP} 2"),
+    "P2E2 gpipe": (4, f"{PP} 2 {EP} 2 --pipeline-schedule gpipe"),
+    "P2E2V2": (4, f"{PP} 2 {EP} 2 {CHUNKS} 1 {ZERO} {OVERLAP}"),
+    "P2E2 a dense stage": (4, f"{PP} 2 {EP} 2 --decoder-first-pipeline-num-layers 1 {ZERO}"),
+    "P2 a dense stage": (2, f"{PP} 2 --decoder-first-pipeline-num-layers 1 --log-num-zeros-in-grad"),
+    "T2P2E2+SP": (4, f"{TP} 2 {PP} 2 {EP} 2 {ETP} 1 {SP}"),
+    "T2P2E2 recomputed": (
+        4,
+        f"{TP} 2 {PP} 2 {EP} 2 {ETP} 1 {RECOMPUTED} --distribute-saved-activations {EXPERTS_RECOMPUTED}",
+    ),
+    "everything, E2": (
+        8,
+        f"{TP} 2 {PP} 2 {EP} 2 {SP} {CHUNKS} 1 {ZERO} {OVERLAP} {RECOMPUTED} {GROUPED}",
+    ),
+    "everything, E4": (
+        8,
+        f"{TP} 2 {PP} 2 {EP} 4 {ETP} 1 {SP} {CHUNKS} 1 {ZERO} {OVERLAP} {EXPERTS_RECOMPUTED}",
+    ),
+    "grouped": (1, GROUPED),
+    "experts recomputed": (1, EXPERTS_RECOMPUTED),
+    "padded": (1, PADDED),
+    "E2 padded": (2, f"{EP} 2 {PADDED}"),
+    "E2 padded all-gather": (2, f"{EP} 2 {PADDED} {GATHER}"),
+    "T2D2E2 padded": (4, f"{TP} 2 {EP} 2 {PADDED} {GROUPED} {SP}"),
+}
+LAYOUTS = DENSE_LAYOUTS | EXPERT_LAYOUTS
 # The layouts that shapes of other models' parts are trained in.
 FEW_LAYOUTS = {
     "qwen2": ["T4"],
@@ -128,6 +212,30 @@ FEW_LAYOUTS = {
     "gradients in bf16": ["D2+ZeRO"],
     "muon of gradients in bf16": ["D2+ZeRO"],
     "dropout": ["P2V2", "D2+ZeRO", "recomputed", "selectively recomputed"],
+    "mixture": [
+        *(
+            "T2",
+            "T2+SP",
+            "T4+SP",
+            "P2",
+            "P2V2",
+            "D2",
+            "D2+ZeRO",
+            "T2P2",
+            "recomputed",
+            "selectively recomputed",
+        ),
+        *(name for name in EXPERT_LAYOUTS if "padded" not in name),
+    ],
+    "mixtral": ["T2", "D2+ZeRO", "E2", "D4E2+ZeRO", "T2D2E2", "T2D2E4+SP", "P2E2V2", "everything, E2"],
+    "mixture of 8 layers": ["P4V2"],
+    "capacity": [
+        *("T2+SP", "E2", "E2 all-gather", "T2D2E4+SP"),
+        *(name for name in EXPERT_LAYOUTS if "padded" in name),
+    ],
+    "capacity by position": ["T2+SP", "T2D2E2 padded"],
+    "mixture of gradients in bf16": ["D2+ZeRO", "E2"],
+    "mixture by muon": ["D4E2+ZeRO", "T2D2E4+SP"],
 }
 FAST = {
     "bert": "T2P2|D2+ZeRO",  # test_finetune.py runs T2+SP with fine-tuning
@@ -137,6 +245,8 @@ FAST = {
     "deepseek": "T2|T2+SP",
     "bf16": "T2+SP",
     "dropout": "D2+ZeRO|recomputed|selectively recomputed",
+    "mixture": "T2D2E2+SP+ZeRO|D4E2ET2 all-gather|P2E2 a dense stage",
+    "capacity": "E2 padded",
 }
 
 
@@ -150,8 +260,7 @@ class Layouts:
         script, processes = "pretrain_bert" if shape == "bert" else "pretrain_gpt", LAYOUTS[layout][0]
         config = parse(script, f"{FLAGS} {RUNS[shape]} {LAYOUTS[layout][1]} {flags}".split())
         parallel, size = config.parallel, config.training.micro_batch_size
-        tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-        own = Layout(tp, pp, processes // (tp * pp))
+        own = Layout.from_config(parallel, processes)
         start = functools.partial(start_run, script, 240.0)
         runs = Runs(Shrunk(config, parallel, own, ()), [own], self.folder, start)
         key = shape, size, config.model.num_layers, flags
@@ -200,7 +309,7 @@ CASES = [
         id=f"{shape}-{layout.replace(' ', '-')}",
     )
     for shape in RUNS
-    for layout in FEW_LAYOUTS.get(shape, LAYOUTS)
+    for layout in FEW_LAYOUTS.get(shape, DENSE_LAYOUTS)
 ]
 
 
@@ -232,6 +341,12 @@ def test_dropout_is_replayed_exactly(layouts: Layouts, recomputation: str) -> No
         pytest.param("P2V2", "D2+ZeRO", "llama", marks=pytest.mark.slow),
         pytest.param("everything", "T4", "llama", marks=pytest.mark.slow),
         pytest.param("everything", "D2+ZeRO", "muon", marks=pytest.mark.slow),
+        pytest.param("E2+ZeRO", "T2", "mixture", marks=pytest.mark.slow),
+        pytest.param("T2+SP", "D4E2+ZeRO", "mixture", marks=pytest.mark.slow),
+        pytest.param("D4E2ET2", "T2D2E4+SP", "mixture", marks=pytest.mark.slow),
+        pytest.param("everything, E4", "E4", "mixture", marks=pytest.mark.slow),
+        pytest.param("everything, E2", "D4ET2+ZeRO", "mixtral", marks=pytest.mark.slow),
+        pytest.param("D4E2+ZeRO", "P2E2", "mixture by muon", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_resumes_in_another_layout(layouts: Layouts, before: str, after: str, shape: str) -> None:
@@ -242,11 +357,16 @@ def test_a_run_resumes_in_another_layout(layouts: Layouts, before: str, after: s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", ["gpt2", "muon"])
-@pytest.mark.parametrize("layout", ["T2+SP", "T2D2+ZeRO", "everything"])
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    [
+        *((shape, layout) for shape in ("gpt2", "muon") for layout in ("T2+SP", "T2D2+ZeRO", "everything")),
+        *(("mixture", layout) for layout in ("D4E2+ZeRO", "T2D2E4+SP", "everything, E2")),
+    ],
+)
 def test_the_same_layout_resumes_bit_for_bit(layouts: Layouts, layout: str, shape: str) -> None:
     """The runs use dropout and data-loader worker processes."""
-    flags, saved = f"{SHAPES[shape]} --num-workers 1", str(layouts.folder / "saved")
+    flags, saved = f"{RUNS[shape]} --num-workers 1", str(layouts.folder / "saved")
     whole = layouts.capture("whole", layout, flags)
     layouts.capture("begun", layout, flags, checkpoint={"save": saved}, exit={"exit_interval": 2})
     assert_equal(whole, layouts.capture("resumed", layout, flags, checkpoint={"load": saved}), range(3, 4))

@@ -37,6 +37,17 @@ def test_records_and_values_survive(tmp_path: Path) -> None:
     assert capture.run == {"precision": "fp32"} and capture.sizes == {"tp": 2}
 
 
+def test_records_may_have_axes_of_their_own(tmp_path: Path) -> None:
+    sizes, own = {"dp": 2, "expert": 2, "expert_dp": 1}, {"expert": 1, "expert_dp": 0}
+    writer = CaptureWriter(tmp_path, sizes=sizes, coordinates={"dp": 1})
+    writer.add(Record(kind="gradient", name="w", step=1, coordinates=own), torch.ones(1))
+    writer.add(Record(kind="gradient", name="v", step=1), torch.ones(1))
+    writer.flush()
+    capture = Capture(tmp_path)
+    assert [record.coordinates for record in capture.records] == [own, {"dp": 1}]
+    assert capture.num_ranks == 2
+
+
 def test_beyond_the_limit_only_norms_are_written(tmp_path: Path) -> None:
     write(tmp_path, max_bytes=20)
     gradient, loss = Capture(tmp_path).records

@@ -52,6 +52,8 @@ def test_each_layout_is_resumed_in_once(tmp_path: Path) -> None:
 def test_default_layouts_fit_the_processes() -> None:
     assert other_layouts(VerifyConfig(max_processes=2), Layout(2)) == [Layout(1, 2), Layout(dp=2)]
     assert other_layouts(VerifyConfig(max_processes=1), Layout()) == []
+    given = VerifyConfig(layouts=("d2e2", "t2d2e4et1", "t2et2"))
+    assert other_layouts(given, Layout(dp=2)) == [Layout(dp=2, ep=2), Layout(2, 1, 2, 4, 1), Layout(2)]
 
 
 def test_a_certificate_without_comparisons_of_the_own_layout_fails() -> None:

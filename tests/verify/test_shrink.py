@@ -29,6 +29,13 @@ DEEPSEEK = """
     --swiglu --normalization RMSNorm --position-embedding-type rope --multi-latent-attention --kv-lora-rank 512
     --qk-layernorm
 """
+# DeepSeek-V3's, with 48 layers.
+MIXTURE = """
+    --num-experts 256 --disable-bias-linear --moe-router-topk 8 --moe-router-num-groups 8 --moe-router-group-topk 4
+    --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-ffn-hidden-size 2048
+    --moe-shared-expert-intermediate-size 2048 --moe-layer-freq [0]*3+[1]*45 --moe-router-load-balancing-type
+    seq_aux_loss --moe-aux-loss-coeff 1e-4
+"""
 
 
 def parse(flags: str):
@@ -47,6 +54,14 @@ def shrunk(flags: str, processes: int, most: int = 8) -> Shrunk:
         ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 16, Layout(2, 2, 2)),
         ("--tensor-model-parallel-size 8", 64, Layout(tp=8)),
         ("--tensor-model-parallel-size 8 --pipeline-model-parallel-size 8", 512, Layout(2, 4)),
+        (f"{MIXTURE} --expert-model-parallel-size 64", 256, Layout(dp=8, ep=8)),
+        (f"{MIXTURE} --expert-model-parallel-size 4", 256, Layout(dp=8, ep=4)),
+        (
+            f"{MIXTURE} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 "
+            "--expert-model-parallel-size 32 --expert-tensor-parallel-size 1",
+            256,
+            Layout(2, 2, 2, ep=4, etp=1),
+        ),
     ],
 )
 def test_layouts(flags: str, processes: int, layout: Layout) -> None:
@@ -62,6 +77,22 @@ def test_groups_and_ranks_keep_their_relation() -> None:
     assert (few.num_query_groups, few.num_attention_heads % 4) == (2, 0)
     many = shrunk(f"{LLAMA} --num-query-groups 16 --tensor-model-parallel-size 2", 4).config.model
     assert (many.num_query_groups, many.num_attention_heads) == (4, 8)
+
+
+def test_a_mixture_stays_a_mixture() -> None:
+    small = shrunk(f"{MIXTURE} --expert-model-parallel-size 16", 64)
+    assert small.config.training.precision == "fp32" and "--bf16: True to False" in small.changes
+    model = small.config.model
+    assert (model.num_experts, model.moe_router_topk) == (16, 6)
+    assert (model.moe_router_num_groups, model.moe_router_group_topk) == (4, 3)
+    assert (model.moe_ffn_hidden_size, model.moe_shared_expert_intermediate_size) == (16, 16)
+    assert (model.num_layers, model.moe_layer_freq) == (4, "[0,1,1,1]")
+    assert model.moe_router_enable_expert_bias and model.moe_aux_loss_coeff == (1e-4,)
+    two = shrunk(f"{MIXTURE} --moe-layer-freq 3 --pipeline-model-parallel-size 2", 2).config.model
+    assert two.expert_layers(two.num_layers) == [True, True, False, False]
+    other = "--num-experts 6 --disable-bias-linear --moe-router-topk 1 --moe-router-pre-softmax"
+    model = shrunk(f"{other} --expert-model-parallel-size 3", 3).config.model
+    assert (model.num_experts, model.moe_router_topk, model.moe_layer_freq) == (6, 1, "1")
 
 
 def test_the_padding_of_the_vocabulary_is_kept() -> None:
@@ -81,6 +112,7 @@ def test_the_padding_of_the_vocabulary_is_kept() -> None:
         f"{DEEPSEEK} --q-lora-rank 512 --tensor-model-parallel-size 2 --sequence-parallel",
         f"{DEEPSEEK} --tensor-model-parallel-size 4",
         "--recompute-granularity full --recompute-method block --recompute-num-layers 8 --fp32-residual-connection",
+        f"{MIXTURE} --tensor-model-parallel-size 2 --expert-model-parallel-size 4 --expert-tensor-parallel-size 1",
     ],
 )
 def test_command_lines_give_the_same_configuration(flags: str) -> None:
@@ -96,6 +128,11 @@ def test_layouts_that_do_not_fit() -> None:
         in_layout(small, Layout(tp=3))
     with pytest.raises(InputError, match=r"4 layers do not divide into 3 pipeline stages"):
         in_layout(small, Layout(pp=3))
+    mixture = shrunk(f"{MIXTURE} --expert-model-parallel-size 4", 4)
+    with pytest.raises(InputError, match=r"^layout d8e8: .* 8 does not divide --num-experts 12"):
+        in_layout(mixture, Layout(dp=8, ep=8))
+    with pytest.raises(InputError, match=r"^layout d2e4: .* does not divide the 2 processes"):
+        in_layout(mixture, Layout(dp=2, ep=4))
     with pytest.raises(InputError, match=r"^--processes: 6 is not a multiple of 4"):
         shrunk("--tensor-model-parallel-size 4", 6)
 

@@ -221,4 +221,5 @@ def test_a_capture_without_a_rank_is_refused(tmp_path: Path) -> None:
 
 
 def test_layouts_have_names() -> None:
-    assert [str(layout) for layout in (Layout(), Layout(2), Layout(2, 1, 4))] == ["one process", "t2", "t2d4"]
+    layouts = Layout(), Layout(2), Layout(2, 1, 4), Layout(2, 1, 2, 4, 1)
+    assert [str(layout) for layout in layouts] == ["one process", "t2", "t2d4", "t2d2e4et1"]

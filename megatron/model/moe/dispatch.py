@@ -33,11 +33,13 @@ class Rows:
         source: [m], the copy in each row; n · k for a row of zeros.
         place: [n · k], the row of each copy; m for a copy that has none.
         copies: k.
+        padded: there may be rows of zeros.
     """
 
     source: Tensor
     place: Tensor
     copies: int
+    padded: bool = False
 
     def take(self, x_nh: Tensor) -> Tensor:
         """The rows, [m, h]."""
@@ -75,7 +77,7 @@ def sorted_rows(
     place[order] = torch.where(key[order] < groups, group * capacity + rank - starts[group], total)
     source = torch.full((total + 1,), len(key), device=key.device)
     source[place] = torch.arange(len(key), device=key.device)
-    return Rows(source[:total], place, copies), [capacity] * groups
+    return Rows(source[:total], place, copies, padded=True), [capacity] * groups
 
 
 class _Take(torch.autograd.Function):
@@ -105,13 +107,13 @@ class _Add(torch.autograd.Function):
 
 
 def _take(x: Tensor, rows: Rows) -> Tensor:
-    if len(rows.source) > len(rows.place):
+    if rows.padded:
         x = _with_zero(x)
     return x[rows.source // rows.copies]
 
 
 def _add(x: Tensor, rows: Rows) -> Tensor:
-    if len(rows.source) != len(rows.place):
+    if rows.padded or len(rows.source) < len(rows.place):
         x = _with_zero(x)
     by_token = x[rows.place].unflatten(0, (-1, rows.copies))
     return by_token.squeeze(1) if rows.copies == 1 else by_token.sum(1)

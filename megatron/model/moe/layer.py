@@ -75,7 +75,8 @@ class MoELayer(nn.Module):
             indices_nk = indices_nk.masked_fill(dropped, self.config.num_experts)
             if self.config.moe_pad_expert_input_to_capacity:
                 capacity = taken * x_sbh.shape[1]
-        out_nh = self.dispatch(x_sbh.flatten(0, 1), weights_nk, indices_nk, capacity, meanwhile)
+        trains, x_nh = sequence_grad is not None, x_sbh.flatten(0, 1)
+        out_nh = self.dispatch(x_nh, weights_nk, indices_nk, capacity, meanwhile, trains=trains)
         out_sbh = out_nh.view_as(x_sbh)
         return sum(shared, gather_sequence(out_sbh, tp) if splits else out_sbh)
 
@@ -86,10 +87,13 @@ class MoELayer(nn.Module):
         indices_nk: Tensor,
         capacity: int | None,
         meanwhile: Callable[[], None],
+        *,
+        trains: bool,
     ) -> Tensor:
         """Weighted sum of the outputs of each token's experts, [n, h]."""
         axis, experts = self.context.expert, self.experts
-        if axis.size > 1 and self.config.moe_token_dispatcher_type == "allgather":
+        # Without training, ranks may have different numbers of tokens.
+        if axis.size > 1 and self.config.moe_token_dispatcher_type == "allgather" and trains:
             return by_all_gather(x_nh, weights_nk, indices_nk, experts, axis, capacity)
         parts = self.context.expert_tp
         return by_all_to_all(x_nh, weights_nk, indices_nk, experts, axis, parts, capacity, meanwhile)

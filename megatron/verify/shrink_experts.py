@@ -1,0 +1,47 @@
+"""Shrink the mixtures of experts of a run."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from megatron.model.config import ModelConfig
+
+# Experts of a layer, unless groups and ranks need more, and their width.
+NUM_EXPERTS, EXPERT_WIDTH = 8, 16
+
+
+def shrunk_experts(model: ModelConfig, num_layers: int, *, owners: int, parts: int) -> dict[str, Any]:
+    """Fewer and narrower experts, of which a token still chooses some; dense layers and layers of experts. Empty for a
+    dense model.
+
+    Args:
+        owners: groups of ranks that the experts are divided among.
+        parts: number that divides the widths.
+    """
+    if model.num_experts is None:
+        return {}
+    topk = min(model.moe_router_topk, 2)
+    groups, group_topk = model.moe_router_num_groups, model.moe_router_group_topk
+    if groups is not None and group_topk is not None:
+        all_groups = group_topk == groups
+        topk = min(model.moe_router_topk // group_topk, 2)  # of each group
+        groups = min(groups, 4)
+        group_topk = groups if all_groups else min(group_topk, groups - 1)
+        topk *= group_topk
+    unit = math.lcm(groups or 1, owners)
+    width = math.lcm(8, parts)
+    shared = model.moe_shared_expert_intermediate_size
+    pattern = model.expert_layers(model.num_layers)
+    chosen = [pattern[i * (model.num_layers - 1) // max(num_layers - 1, 1)] for i in range(num_layers)]
+    if len(set(chosen)) < len(set(pattern)):
+        chosen[-1] = not chosen[-1]
+    return {
+        "num_experts": min(model.num_experts, unit * math.ceil(max(NUM_EXPERTS, 2 * topk) / unit)),
+        "moe_layer_freq": "1" if all(chosen) else f"[{','.join(str(int(has)) for has in chosen)}]",
+        "moe_ffn_hidden_size": width * math.ceil(EXPERT_WIDTH / width),
+        "moe_shared_expert_intermediate_size": shared and width * math.ceil(EXPERT_WIDTH / width),
+        "moe_router_topk": topk,
+        "moe_router_num_groups": groups,
+        "moe_router_group_topk": group_topk,
+    }
