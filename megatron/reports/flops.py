@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from megatron.model.config import ModelConfig
-from megatron.model.flops import attention_flops, layer_flops, vocabulary_flops
+from megatron.model.flops import attention_flops, layer_flops, routed_flops, vocabulary_flops
 from megatron.parallel.recompute import Recompute
 
 
@@ -17,25 +17,30 @@ def exact_flops_per_sample(
     num_logits: int,
     causal: bool,
     recompute: Recompute,
-    chunks: Iterable[int],
+    chunks: Iterable[Sequence[int]],
 ) -> float:
     """Hardware FLOPs of forward and backward for one sequence: half of causal attention, and recomputation.
 
     Leaves out the recomputation inside an operation: scores in backward of FlashAttention, logits of the fused linear
-    cross-entropy.
+    cross-entropy. Tokens that experts drop count as if they were not.
 
     Args:
         causal: a position attends to no later one.
-        chunks: number of layers of each chunk of the whole model.
+        chunks: layers of each chunk of the whole model.
     """
     pairs = seq_length * (seq_length + 1) / 2 if causal else seq_length * seq_length
-    layer, attention = layer_flops(config, seq_length), attention_flops(config, pairs=pairs)
-    forward = config.num_layers * (layer + attention) + vocabulary_flops(
-        config, padded_vocab_size, num_logits
-    )
+    attention, expert_layers = attention_flops(config, pairs=pairs), config.expert_layers(config.num_layers)
+    layers = [attention + layer_flops(config, seq_length, has_experts=has) for has in expert_layers]
+    forward = sum(layers) + vocabulary_flops(config, padded_vocab_size, num_logits)
     if recompute.granularity == "selective":
         recomputed = config.num_layers * attention
     else:
-        groups = (group for layers in chunks for group in recompute.groups(layers))
-        recomputed = (layer + attention) * sum(len(group) for group, again in groups if again)
+        recomputed = sum(
+            layers[chunk[i]]
+            for chunk in chunks
+            for group, again in recompute.groups(len(chunk))
+            for i in (group if again else ())
+        )
+    if config.moe_layer_recompute:  # within a recomputed layer as well
+        recomputed += sum(expert_layers) * routed_flops(config, seq_length)
     return 3 * forward + recomputed
