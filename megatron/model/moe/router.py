@@ -90,7 +90,7 @@ def best(scores: Tensor, k: int) -> Tensor:
 def count(indices: Tensor, experts: int) -> Tensor:
     """Number of times that each expert is in `indices`, [e] fp32."""
     indices = indices.flatten()
-    zero = torch.zeros(experts, device=indices.device)
+    zero = indices.new_zeros(experts, dtype=torch.float32)
     return zero.scatter_add_(0, indices, torch.ones_like(indices, dtype=zero.dtype))
 
 
