@@ -199,7 +199,8 @@ def test_equals_real_processes(processes: int, layouts: list[str], monkeypatch: 
             assert traffic_counts(fake, same) == wrapped and fake.traffic == real.traffic
             assert fake.flops == real.flops and fake.parameters == real.parameters
             for kind, held in real.memory.items():
-                more = RELEASE_SLACK.get(kind, 0)
+                # An all-to-all sends up to three times as many rows.
+                more = RELEASE_SLACK.get(kind, 0) * (3 if "--num-experts" in layouts[i] else 1)
                 assert -0.001 * held <= held - fake.memory[kind] <= 0.001 * held + more, (layouts[i], kind)
         assert sum(needs.unique_parameters for needs in fakes) == counting.model_parameters()
 

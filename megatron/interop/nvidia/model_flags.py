@@ -43,11 +43,7 @@ MODEL_FLAGS: tuple[NvidiaFlag, ...] = (
         "--hybrid-override-pattern TEXT",
     ),
     *refuse("only plain transformers are implemented", "--spec NAME...", harmless=("local",)),
-    *refuse(
-        _NOT_SUPPORTED,
-        "--moe-per-layer-logging",
-        "--moe-input-jitter-eps X",
-    ),
+    *refuse(_NOT_SUPPORTED, "--moe-input-jitter-eps X"),
     *accept("rows of experts are moved without a kernel of their own", "--moe-permute-fusion"),
     *refuse("T5 is not implemented; for GPT use --num-layers", "--encoder-num-layers N"),
     *refuse(
