@@ -149,15 +149,9 @@ NVIDIA_DEFAULTS = """
     --moe-router-topk-scaling-factor None, --moe-z-loss-coeff None, --moe-router-enable-expert-bias False,
     --moe-router-bias-update-rate 1e-3, --moe-expert-capacity-factor None, --moe-token-drop-policy probs,
     --moe-pad-expert-input-to-capacity False, --moe-grouped-gemm False, --moe-layer-recompute False,
-<<<<<<< HEAD
-    --expert-model-parallel-size 1, --expert-tensor-parallel-size None,
-    --multi-latent-attention False, --q-lora-rank None, --kv-lora-rank 32, --qk-head-dim 128,
-    --qk-pos-emb-head-dim 64, --v-head-dim 128, --mscale 1.0, --mscale-all-dim 0.0
-=======
     --expert-model-parallel-size 1, --expert-tensor-parallel-size None, --moe-per-layer-logging False,
     --multi-latent-attention False, --q-lora-rank None, --kv-lora-rank 32, --qk-head-dim 128, --qk-pos-emb-head-dim 64,
     --v-head-dim 128, --mscale 1.0, --mscale-all-dim 0.0
->>>>>>> 6faeeae (Reports of mixtures of experts: load, entropy, dropped tokens, losses, and a warning of idle experts)
 """
 # Defaults that are spelled differently but mean the same, or that differ on purpose.
 OTHER_DEFAULTS = {

@@ -30,9 +30,7 @@ def layer_flops(config: ModelConfig, positions: int, *, has_experts: bool) -> fl
     weights = sum(inputs * outputs for inputs, outputs, _ in attention_linears(config))
     if not has_experts:
         return 2 * positions * (weights + mlp_weights(config, config.ffn_hidden_size))
-    weights += mlp_weights(config, config.moe_shared_expert_intermediate_size or 0)
-    weights += config.hidden_size if config.moe_shared_expert_gate else 0
-    return 2 * positions * weights + routed_flops(config, positions)
+    return 2 * positions * weights + shared_flops(config, positions) + routed_flops(config, positions)
 
 
 def routed_flops(config: ModelConfig, positions: int) -> float:
@@ -42,20 +40,15 @@ def routed_flops(config: ModelConfig, positions: int) -> float:
     return 2 * positions * (config.hidden_size * config.num_experts + chosen)
 
 
+def shared_flops(config: ModelConfig, positions: int) -> float:
+    """Forward FLOPs of the shared expert of one layer."""
+    gate = config.hidden_size if config.moe_shared_expert_gate else 0
+    return 2 * positions * (mlp_weights(config, config.moe_shared_expert_intermediate_size or 0) + gate)
+
+
 def mlp_weights(config: ModelConfig, ffn_hidden_size: int) -> int:
     """Number of weights of an MLP of this hidden size, without biases."""
     return config.hidden_size * ffn_hidden_size * (3 if config.gated else 2)
-
-
-def unused_parameters(config: ModelConfig) -> int:
-    """Number of parameters that a token does not use: those of the experts that it does not pass.
-
-    All others are its active parameters, the embeddings included.
-    """
-    if config.num_experts is None or config.moe_ffn_hidden_size is None:
-        return 0
-    layers, others = sum(config.expert_layers(config.num_layers)), config.num_experts - config.moe_router_topk
-    return layers * others * mlp_weights(config, config.moe_ffn_hidden_size)
 
 
 def attention_linears(config: ModelConfig, tensor: int = 1) -> list[tuple[int, int, bool]]:

@@ -20,7 +20,6 @@ from megatron.data.batch import Batch
 from megatron.errors import InputError
 from megatron.flags import either
 from megatron.model.context import ModelContext
-from megatron.model.flops import unused_parameters
 from megatron.ops.activation import ACTIVATIONS
 from megatron.ops.backend import Ops, choose_ops
 from megatron.ops.compiler import eager
@@ -38,6 +37,7 @@ from megatron.planner.count_step import PhaseRecorder, count_step
 from megatron.planner.counting import Counter
 from megatron.planner.dry_run_report import RankCost, as_json, table
 from megatron.planner.fakes import fake_mesh, fake_tensors
+from megatron.reports.flops import unused_parameters
 from megatron.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.tokenizer.config import TokenizerConfig
 from megatron.tokenizer.null import NullTokenizer

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from megatron.model.moe import dispatch, layer, router
 from megatron.model.moe_config import MoEConfig
+from megatron.parallel.collectives import Pending
 from megatron.parallel.config import ParallelConfig
 from megatron.parallel.mesh import ALONE, Axis, Mesh, arrange, axis_sizes
 from megatron.planner.counting import tensors_of
@@ -119,9 +120,9 @@ def balanced_drops(
     return dropped_copies(weights_nk, indices_nk, shape, capacity // axis.size, config, ALONE)
 
 
-def _exchanged_sizes(sizes_rl: Tensor, axis: Axis, *arguments: Any) -> Tensor:
+def _exchanged_sizes(sizes_rl: Tensor, axis: Axis, *arguments: Any) -> Pending:
     """Sizes from all ranks, which send as many rows as this one."""
-    return all_to_all(sizes_rl, axis, *arguments).copy_(sizes_rl[axis.rank])
+    return Pending(start_all_to_all(sizes_rl, axis, *arguments).wait().copy_(sizes_rl[axis.rank]))
 
 
 def _grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
@@ -203,16 +204,16 @@ def _gpu_document_attention(
     return out
 
 
-choose_experts, dropped_copies, all_to_all = (
+choose_experts, dropped_copies, start_all_to_all = (
     router.choose_experts,
     layer.dropped_copies,
-    dispatch.all_to_all,
+    dispatch.start_all_to_all,
 )
 # Routing depends on values, which are assumed: all experts get equally many tokens from every rank.
 BALANCED: Replacements = {
     (router, "choose_experts"): balanced_choice,
     (layer, "dropped_copies"): balanced_drops,
-    (dispatch, "all_to_all"): _exchanged_sizes,
+    (dispatch, "start_all_to_all"): _exchanged_sizes,
     (F, "grouped_mm"): _grouped_mm,
 }
 # Functions for which PyTorch has other operations on a GPU.

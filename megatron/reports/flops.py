@@ -1,12 +1,22 @@
-"""Floating-point operations that a model really performs, with recomputation."""
+"""Floating-point operations that a model really performs, with recomputation, and parameters that a token uses."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from megatron.model.config import ModelConfig
-from megatron.model.flops import attention_flops, layer_flops, routed_flops, vocabulary_flops
-from megatron.parallel.recompute import Recompute
+from megatron.model.flops import (
+    attention_flops,
+    layer_flops,
+    mlp_weights,
+    routed_flops,
+    shared_flops,
+    vocabulary_flops,
+)
+
+if TYPE_CHECKING:  # it imports torch
+    from megatron.parallel.recompute import Recompute
 
 
 def exact_flops_per_sample(
@@ -38,9 +48,23 @@ def exact_flops_per_sample(
         recomputed = sum(
             layers[chunk[i]]
             for chunk in chunks
-            for group, again in recompute.groups(len(chunk))
-            for i in (group if again else ())
+            for group, is_recomputed in recompute.groups(len(chunk))
+            for i in (group if is_recomputed else ())
         )
     if config.moe_layer_recompute:  # within a recomputed layer as well
-        recomputed += sum(expert_layers) * routed_flops(config, seq_length)
+        again = routed_flops(config, seq_length)
+        if config.moe_shared_expert_overlap:
+            again += shared_flops(config, seq_length)
+        recomputed += sum(expert_layers) * again
     return 3 * forward + recomputed
+
+
+def unused_parameters(config: ModelConfig) -> int:
+    """Number of parameters that a token does not use: those of the experts that it does not pass.
+
+    All others are its active parameters, the embeddings included.
+    """
+    if config.num_experts is None or config.moe_ffn_hidden_size is None:
+        return 0
+    layers, others = sum(config.expert_layers(config.num_layers)), config.num_experts - config.moe_router_topk
+    return layers * others * mlp_weights(config, config.moe_ffn_hidden_size)

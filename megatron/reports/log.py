@@ -9,9 +9,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from megatron.checkpoint.config import SAVE_MINUTES
-from megatron.model.flops import unused_parameters
 from megatron.parallel.mesh import Mesh
 from megatron.reports.config import ReportConfig
+from megatron.reports.flops import unused_parameters
 from megatron.reports.layout import describe_layout, layout_line
 from megatron.reports.log_formats import LOG_FORMATS
 from megatron.training.loop import Hook, Trainer

@@ -11,8 +11,8 @@ from megatron.data.bert_dataset import BertDataset
 from megatron.data.dataset import Dataset
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed import chunks
-from megatron.model.flops import unused_parameters
 from megatron.recipes.extension import JoinedDataset
+from megatron.reports.flops import unused_parameters
 from megatron.training.loop import Hook, Trainer
 from megatron.training.start import run_length
 from megatron.variants.blend import BlendedDataset

@@ -13,14 +13,14 @@ from megatron.errors import InputError
 from megatron.faults.memory import check_memory
 from megatron.model.config import ModelConfig
 from megatron.model.context import ModelContext
-from megatron.model.flops import attention_flops, flops_per_sample, unused_parameters
+from megatron.model.flops import attention_flops, flops_per_sample
 from megatron.model.gpt import GPTModel
 from megatron.optim.config import OptimizerConfig
 from megatron.optim.layout import lay_out
 from megatron.optim.optimizer import param_groups
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.recompute import Recompute
-from megatron.reports.flops import exact_flops_per_sample
+from megatron.reports.flops import exact_flops_per_sample, unused_parameters
 
 
 @pytest.mark.parametrize(("layers", "hidden", "heads"), [(24, 2304, 24), (96, 12288, 96), (128, 25600, 160)])
@@ -220,6 +220,8 @@ def test_exact_flops_of_recomputed_experts() -> None:
     shared = 2 * 2 * 64 * (2 * 32 * 48 + 32)
     assert once == 3 * (layers + squares + dense + experts + shared + 2 * 64 * 32 * 128)
     assert exact_flops(Recompute(), moe_layer_recompute=True) == once + experts
+    overlapped = {"moe_layer_recompute": True, "moe_shared_expert_overlap": True}
+    assert exact_flops(Recompute(), **overlapped) == once + experts + shared
     # The first layer of each chunk: one with experts, one without.
     first = (layers + squares) / 2 + (dense + experts + shared) / 2
     block = Recompute("full", "block", 1)
