@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 from models import config_of
@@ -153,3 +154,7 @@ def test_a_mixture_that_one_device_cannot_hold_is_divided() -> None:
     job = Job(model, 4096, vocab_size=32768, global_batch_size=256)
     plan = search(job, cluster(64), num_plans=1, progress=lambda _: None).plans[0]
     assert plan.layout.expert * plan.layout.expert_tensor > 1
+
+
+def test_the_table_in_docs_is_up_to_date(command: Callable) -> None:
+    command("benchmarks/planner_mixtures.py", "--check")
