@@ -59,6 +59,7 @@ from megatron.recipes.save_best import SaveBest
 from megatron.recipes.spikes import make_spike_rule
 from megatron.reports.at_end import ReportAtEnd
 from megatron.reports.devices import PEAK_FLOPS
+from megatron.reports.experts import ExpertReport
 from megatron.reports.log import LogLines
 from megatron.reports.params_norm import ParamsNorm
 from megatron.reports.profile import Profiling
@@ -167,6 +168,7 @@ def training_hooks(evaluation: Sequence[Hook] = ()) -> list[Hook]:
         NonFiniteGuard(),
         Logging(),
         ParamsNorm(),
+        ExpertReport(),
         Throughput(reports),
         ReplicaCheck(),
         AsyncSaving(),

@@ -14,6 +14,8 @@ more_help=${BASH_SOURCE[0]} # the lines above
 # Sourced by the scripts pretrain_gpt_SIZE.sh, which set the model shape, the parallel layout and the schedule.
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
+# Size of the vocabulary without data, including the end-of-document token that NullTokenizer adds: that of GPT-2.
+vocab_size=50257
 # Iterations; the largest models set fewer, because an iteration takes a minute or two.
 save_interval=500
 
@@ -33,13 +35,21 @@ gpt3_settings=(
   --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 --recompute-granularity full
   --split '949,50,1' --log-interval 10 --eval-interval 1000 --eval-iters 10
 )
+# What the mixtures of experts have in common: the layers of Llama, without dropout, and experts in grouped products.
+mixture_settings=(
+  --seq-length 4096 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
+  --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
+  --moe-grouped-gemm --expert-tensor-parallel-size 1
+  --lr-decay-style cosine --weight-decay 0.1 --clip-grad 1.0
+  --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+  --split '99,1,0' --log-interval 10 --eval-interval 1000 --eval-iters 10
+)
 
 # pretrain_gpt PRECISION FLAGS...: PRECISION (--bf16 or --fp16) applies unless FLAGS has one; no flag undoes either.
 pretrain_gpt() {
   local defaults data data_flags
   if has_flag --dry-run "$@" || has_flag --mock-data "$@"; then
-    # The size of GPT-2's vocabulary, including the end-of-document token that NullTokenizer adds.
-    defaults=(--tokenizer-type NullTokenizer --vocab-size 50256)
+    defaults=(--tokenizer-type NullTokenizer --vocab-size $((vocab_size - 1)))
     has_flag --mock-data "$@" || defaults+=(--mock-data)
   else
     require_variables DATA_PATH CHECKPOINT_PATH

@@ -149,9 +149,9 @@ NVIDIA_DEFAULTS = """
     --moe-router-topk-scaling-factor None, --moe-z-loss-coeff None, --moe-router-enable-expert-bias False,
     --moe-router-bias-update-rate 1e-3, --moe-expert-capacity-factor None, --moe-token-drop-policy probs,
     --moe-pad-expert-input-to-capacity False, --moe-grouped-gemm False, --moe-layer-recompute False,
-    --expert-model-parallel-size 1, --expert-tensor-parallel-size None,
-    --multi-latent-attention False, --q-lora-rank None, --kv-lora-rank 32, --qk-head-dim 128,
-    --qk-pos-emb-head-dim 64, --v-head-dim 128, --mscale 1.0, --mscale-all-dim 0.0
+    --expert-model-parallel-size 1, --expert-tensor-parallel-size None, --moe-per-layer-logging False,
+    --multi-latent-attention False, --q-lora-rank None, --kv-lora-rank 32, --qk-head-dim 128, --qk-pos-emb-head-dim 64,
+    --v-head-dim 128, --mscale 1.0, --mscale-all-dim 0.0
 """
 # Defaults that are spelled differently but mean the same, or that differ on purpose.
 OTHER_DEFAULTS = {
@@ -227,7 +227,10 @@ def test_a_switch_inverts_its_default() -> None:
         "moe_router_enable_expert_bias": f"{experts} --moe-router-score-function sigmoid",
         "moe_pad_expert_input_to_capacity": f"{experts} --moe-expert-capacity-factor 1",
     }
-    needs |= dict.fromkeys(("moe_router_pre_softmax", "moe_grouped_gemm", "moe_layer_recompute"), experts)
+    needs |= dict.fromkeys(
+        ("moe_router_pre_softmax", "moe_grouped_gemm", "moe_layer_recompute", "moe_per_layer_logging"),
+        experts,
+    )
     for part, field, kind in all_flags():
         if kind is bool:
             config = parse(f"{flag_name(field)} {needs.get(field.name, '')}")

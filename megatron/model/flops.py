@@ -11,22 +11,44 @@ def flops_per_sample(
     """Model FLOPs of forward and backward for one sequence, without recomputation.
 
     Counts matrix products only, with attention over the full square, as arXiv 2104.04473 section 5.1 does: for GPT-2
-    this is 72 s L h² (1 + s / 6h + V / 12 L h).
+    this is 72 s L h² (1 + s / 6h + V / 12 L h). In a mixture of experts each token passes --moe-router-topk experts.
 
     Args:
         num_logits: positions of the sequence that are projected to the vocabulary.
     """
-    attention = attention_flops(config, pairs=seq_length * seq_length)
-    layers = config.num_layers * (layer_flops(config, seq_length) + attention)
+    attention = config.num_layers * attention_flops(config, pairs=seq_length * seq_length)
+    layers = sum(
+        layer_flops(config, seq_length, has_experts=has_experts)
+        for has_experts in config.expert_layers(config.num_layers)
+    )
     # Backward takes twice the products of forward.
-    return 3 * (layers + vocabulary_flops(config, padded_vocab_size, num_logits))
+    return 3 * (layers + attention + vocabulary_flops(config, padded_vocab_size, num_logits))
 
 
-def layer_flops(config: ModelConfig, positions: int) -> float:
+def layer_flops(config: ModelConfig, positions: int, *, has_experts: bool) -> float:
     """Forward FLOPs of the linear layers of one transformer layer, two for each multiplication and addition."""
-    attention = sum(inputs * outputs for inputs, outputs, _ in attention_linears(config))
-    mlp = config.ffn_hidden_size * (3 if config.gated else 2)
-    return 2 * positions * (attention + config.hidden_size * mlp)
+    weights = sum(inputs * outputs for inputs, outputs, _ in attention_linears(config))
+    if not has_experts:
+        return 2 * positions * (weights + mlp_weights(config, config.ffn_hidden_size))
+    return 2 * positions * weights + shared_flops(config, positions) + routed_flops(config, positions)
+
+
+def routed_flops(config: ModelConfig, positions: int) -> float:
+    """Forward FLOPs of the router of one layer, and of the experts that it chooses."""
+    assert config.num_experts is not None and config.moe_ffn_hidden_size is not None
+    chosen = config.moe_router_topk * mlp_weights(config, config.moe_ffn_hidden_size)
+    return 2 * positions * (config.hidden_size * config.num_experts + chosen)
+
+
+def shared_flops(config: ModelConfig, positions: int) -> float:
+    """Forward FLOPs of the shared expert of one layer."""
+    gate = config.hidden_size if config.moe_shared_expert_gate else 0
+    return 2 * positions * (mlp_weights(config, config.moe_shared_expert_intermediate_size or 0) + gate)
+
+
+def mlp_weights(config: ModelConfig, ffn_hidden_size: int) -> int:
+    """Number of weights of an MLP of this hidden size, without biases."""
+    return config.hidden_size * ffn_hidden_size * (3 if config.gated else 2)
 
 
 def attention_linears(config: ModelConfig, tensor: int = 1) -> list[tuple[int, int, bool]]:

@@ -243,16 +243,18 @@ class Exchange:
         """`sent[r]` rows of `x` go to each rank r of `axis`, in order, and `received[r]` come from it."""
         self.axis, self.sent, self.received = axis, sent, received
         self.pending: Pending | None = None
-        self.started = _StartExchange.apply(x, self)
+        self.started: Tensor | None = _StartExchange.apply(x, self)
 
     def wait(self) -> Tensor:
-        """The received rows, by rank."""
-        return _EndExchange.apply(self.started, self)
+        """The received rows, by rank. They are not kept here, since the graph keeps this object until backward."""
+        started, self.started = self.started, None
+        return _EndExchange.apply(started, self)
 
     def end(self) -> Tensor:
         """Wait for the way there, or back."""
         assert self.pending is not None
-        return self.pending.wait()
+        pending, self.pending = self.pending, None
+        return pending.wait()
 
 
 class _StartExchange(torch.autograd.Function):

@@ -141,6 +141,18 @@ class Cluster:
         sent = size * (group.size - 1) / group.size
         return self.efficiency.launch + latency + sent / (bandwidth * self.efficiency.link)
 
+    def all_to_all(self, size: float, group: Group) -> float:
+        """Seconds for each rank to send an equal part of its `size` bytes to every rank of a group.
+
+        All parts are sent at once. Those for other nodes take the rank's own network adapter.
+        """
+        if group.size == 1:
+            return 0.0
+        inside, outside = (group.per_node - 1) / group.size, (group.size - group.per_node) / group.size
+        seconds = max(inside / self.link.bandwidth, outside / self.network.bandwidth)
+        latency = self.network.latency if outside else self.link.latency
+        return self.efficiency.launch + latency + size * seconds / self.efficiency.link
+
     def send(self, size: float) -> float:
         """Seconds to send `size` bytes from one pipeline stage to the next.
 

@@ -129,6 +129,10 @@ def _addmm(total: Tensor, a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
     return 2 * a.numel() * b.shape[1]
 
 
+def _grouped_mm(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * a.numel() * b.shape[-1]
+
+
 def _attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
     return sdpa_flop_count(q.shape, _for_heads(k, q), _for_heads(v, q))
 
@@ -149,6 +153,7 @@ FLOPS = flop_registry | {
     aten.addmm: _addmm,
     aten.addmm_: _addmm,
     torch.ops.megatron.accumulate_wgrad: _addmm,
+    aten._grouped_mm: _grouped_mm,
     aten._scaled_dot_product_flash_attention: _attention,
     aten._scaled_dot_product_flash_attention_backward: _attention_backward,
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,

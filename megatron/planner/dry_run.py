@@ -9,14 +9,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TextIO
 
 import torch
-from tqdm import tqdm
 
 from megatron.data.batch import Batch
 from megatron.errors import InputError
@@ -30,16 +28,16 @@ from megatron.ops.cpu.rotary import compiled_rotary_emb
 from megatron.optim.layout import lay_out
 from megatron.optim.optimizer import param_groups
 from megatron.parallel.mesh import Mesh, world_size
-from megatron.parallel.phases import Phases
 from megatron.parallel.stages import split_layers
 from megatron.parallel.transfers import MAX_PENDING_SENDS
 from megatron.performance.config import Fp8Config
 from megatron.performance.fp8 import make_products, set_products
 from megatron.planner.config import DryRunConfig
-from megatron.planner.counting import Counter, Traffic
+from megatron.planner.count_step import PhaseRecorder, count_step
+from megatron.planner.counting import Counter
 from megatron.planner.dry_run_report import RankCost, as_json, table
 from megatron.planner.fakes import fake_mesh, fake_tensors
-from megatron.reports.config import ReportConfig
+from megatron.reports.flops import unused_parameters
 from megatron.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.tokenizer.config import TokenizerConfig
 from megatron.tokenizer.null import NullTokenizer
@@ -255,13 +253,19 @@ class DryRun:
     def describe(self) -> str:
         """Describe the run in a few lines."""
         record = self.record()
+        has_experts = self.config.model.num_experts is not None
+        active = f", {record['active parameters']:,} active" if has_experts else ""
         layout = " x ".join(f"{name} {record[name]}" for name in ("tensor", "data", "pipeline"))
         lines = [
-            f"dry run of {self.task.name} with {record['parameters']:,} parameters",
+            f"dry run of {self.task.name} with {record['parameters']:,} parameters{active}",
             f"precision: {record['precision']}, operations: {'GPU' if self.gpu else 'CPU'}",
             f"processes: {layout} = {self.processes}",
             f"microbatches per replica: {self.microbatches}, micro batch size: {record['micro batch size']}",
         ]
+        if has_experts:
+            names = {"expert": "expert", "tensor": "expert tensor", "data": "expert data"}
+            product = " x ".join(f"{short} {record[name]}" for short, name in names.items())
+            lines.insert(3, f"experts: {product}; tokens are assumed to choose all experts equally often")
         if record["chunks"] > 1:
             lines.insert(3, f"model chunks per stage: {record['chunks']}")
         if self.simulated < self.microbatches:
@@ -272,12 +276,17 @@ class DryRun:
         """Return the description as JSON."""
         parallel = self.config.parallel
         tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+        parameters = self.model_parameters()
         return {
             "task": self.task.name,
-            "parameters": self.model_parameters(),
+            "parameters": parameters,
+            "active parameters": parameters - unused_parameters(self.config.model),
             "tensor": tensor,
             "data": self.processes // (tensor * pipeline),
             "pipeline": pipeline,
+            "expert": parallel.expert_model_parallel_size,
+            "expert tensor": parallel.expert_tensor_parallel_size,
+            "expert data": self.processes // (pipeline * parallel.expert_size),
             "chunks": len(split_layers(parallel, self.config.model.num_layers)[0]),
             "device": "cuda" if self.gpu else "cpu",
             "precision": self.config.training.precision,
@@ -285,104 +294,3 @@ class DryRun:
             "microbatches": self.microbatches,
             "simulated microbatches": self.simulated,
         }
-
-
-class PhaseRecorder(Phases):
-    """Phases of an engine in a dry run: record the counts before and after the passes, and advance `bar`."""
-
-    def __init__(self, counter: Counter) -> None:
-        super().__init__()
-        self.counter = counter
-        self.bar: tqdm | None = None
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        counter = self.counter
-        if phase == "forward-backward":
-            counter.peak = self.live = counter.live
-            self.before = dict(counter.traffic), counter.flops
-        yield
-        if phase == "forward-backward":
-            self.peak = counter.peak
-            self.after = dict(counter.traffic), counter.flops
-        if phase.endswith("-compute") and self.bar is not None:
-            self.bar.update()
-
-
-def count_step(
-    engine: Engine, phases: PhaseRecorder, batches: Iterator[Batch], *, simulated: int, microbatches: int
-) -> RankCost:
-    """Count the resources of an iteration of `microbatches`, of which the first `simulated` are executed.
-
-    Call it within the `with` block of the counter of `phases`, in which the engine was built with these phases.
-    """
-    counter = phases.counter
-    counter.traffic.clear()
-    counter.flops = 0
-    mesh, config = engine.mesh, engine.config
-    batch_bytes: list[int] = []
-    with tqdm(
-        total=2 * simulated * len(engine.chunks),
-        desc=f"rank {mesh.world.rank}",
-        unit="pass",
-        leave=False,
-        disable=not (config.plugin(ReportConfig).progress and sys.stderr.isatty()),
-    ) as bar:
-        phases.bar = bar
-        engine.train_step(
-            _recording_sizes(batches, batch_bytes),
-            num_microbatches=simulated,
-            consumed_samples=0,
-            lr=config.optimizer.lr,
-            weight_decay=config.optimizer.weight_decay,
-        )
-    # Gradients are reduced once per step; on other axes every pass communicates.
-    reduce_axes = {bucket.group.reduce_axis.name for bucket in engine.buffer.buckets}
-    repeat = functools.partial(_repeat, microbatches, simulated)
-    (before, flops_before), (after, flops_after) = phases.before, phases.after
-    traffic = dict(counter.traffic)
-    for key in after:
-        if key[1] not in reduce_axes:
-            passes = after[key] - before.get(key, Traffic())
-            traffic[key] += Traffic(repeat(passes.calls), repeat(passes.bytes))
-    other_batches = (microbatches - simulated) * max(batch_bytes)
-    state = state_bytes(engine)
-    memory = state | {
-        "buffers": phases.live - sum(state.values()) + other_batches,
-        "activations": phases.peak - phases.live,
-        "peak": counter.peak + other_batches,
-    }
-    return RankCost(
-        rank=mesh.world.rank,
-        coordinates={name: getattr(mesh, name).rank for name in ("pp", "dp", "tp")},
-        parameters=engine.buffer.local_elements,
-        unique_parameters=sum(param.num_counted for param in engine.buffer.flat_params),
-        memory=memory,
-        traffic=traffic,
-        flops=counter.flops + repeat(flops_after - flops_before),
-    )
-
-
-def _repeat(microbatches: int, simulated: int, count: int) -> int:
-    """Return the count of the microbatches that are not executed, from that of the `simulated` ones."""
-    assert count % simulated == 0, f"{simulated} microbatches do not all do the same: {count}"
-    return count // simulated * (microbatches - simulated)
-
-
-def _recording_sizes(batches: Iterator[Batch], batch_bytes: list[int]) -> Iterator[Batch]:
-    for batch in batches:
-        batch_bytes.append(sum(x.numel() * x.element_size() for _, x in batch.items()))
-        yield batch
-
-
-def state_bytes(engine: Engine) -> dict[str, int]:
-    """Return the bytes of the state that a process keeps between iterations."""
-    buffer, optimizer = engine.buffer, engine.optimizer
-    masters = [] if buffer.is_fp32 else buffer.masters
-    tensors = {
-        "weights": [buffer.params],
-        "gradients": [buffer.grads],
-        "master weights": masters,
-        "moments": [piece for pieces in optimizer.state.values() for piece in pieces],
-    }
-    return {name: sum(x.numel() * x.element_size() for x in group) for name, group in tensors.items()}

@@ -16,7 +16,7 @@ class RankCost:
     Attributes:
         coordinates: the rank on each axis.
         parameters: number of parameters that the rank holds.
-        unique_parameters: those that no other rank of the replica counts, excluding vocabulary padding.
+        unique_parameters: those that no other rank of the run counts, excluding vocabulary padding.
         memory: bytes by purpose at the peak of the forward and backward passes; "activations" is everything that these
             passes have allocated by then. "peak" is the maximum over the whole iteration.
         traffic: by kind of communication and name of the axis.

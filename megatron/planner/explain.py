@@ -15,6 +15,8 @@ from megatron.planner.search import (
     MICRO_BATCH_SIZES,
     Plan,
     can_sequence_parallel,
+    can_tensor_parallel,
+    divides_experts,
     make_plan,
 )
 
@@ -23,6 +25,7 @@ PARTS = {
     "matmul": "matrix products",
     "elementwise": "memory-bound operations",
     "tensor_parallel": "tensor-parallel communication",
+    "expert_parallel": "expert-parallel communication",
     "ends": "embedding and output layer, which slow down their stages",
     "bubble": "the pipeline bubble",
     "gradients": "data-parallel communication",
@@ -39,6 +42,7 @@ def other_choices(best: Plan, job: Job, cluster: Cluster) -> Iterator[tuple[str,
     """
     layout = best.layout
     t, p, d, b = layout.tensor, layout.pipeline, layout.data, layout.micro_batch_size
+    e, parts = layout.expert, layout.expert_tensor
     changes: list[tuple[str, dict[str, Any]]] = [
         (f"T{2 * t} P{p // 2}", {"tensor": 2 * t, "pipeline": p // 2}),
         (f"T{t // 2} P{2 * p}", {"tensor": t // 2, "pipeline": 2 * p}),
@@ -46,6 +50,10 @@ def other_choices(best: Plan, job: Job, cluster: Cluster) -> Iterator[tuple[str,
         (f"T{t // 2} D{2 * d}", {"tensor": t // 2, "data": 2 * d}),
         (f"P{2 * p} D{d // 2}", {"pipeline": 2 * p, "data": d // 2}),
         (f"P{p // 2} D{2 * d}", {"pipeline": p // 2, "data": 2 * d}),
+        (f"E{2 * e}", {"expert": 2 * e}),
+        (f"E{e // 2}", {"expert": e // 2}),
+        (f"E{2 * e} of T{parts // 2}", {"expert": 2 * e, "expert_tensor": parts // 2}),
+        (f"E{e // 2} of T{2 * parts}", {"expert": e // 2, "expert_tensor": 2 * parts}),
         ("no interleaving", {"chunks": 1}),
         (f"microbatch {2 * b}", {"micro_batch_size": 2 * b}),
         (f"microbatch {b // 2}", {"micro_batch_size": b // 2}),
@@ -72,7 +80,8 @@ def _divides(layout: Layout, job: Job, cluster: Cluster) -> bool:
         layout.processes == cluster.devices
         and layout.micro_batch_size in MICRO_BATCH_SIZES
         and dataclasses.replace(layout, chunks=1).splits_layers(job)
-        and job.model.can_split(layout.tensor)
+        and can_tensor_parallel(job, layout.tensor)
+        and divides_experts(layout, job)
         and job.global_batch_size % (layout.data * layout.micro_batch_size) == 0
     )
 

@@ -16,11 +16,15 @@ from torch.nn.attention import flex_attention
 from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from megatron.model.moe import dispatch, layer, router
+from megatron.model.moe_config import MoEConfig
+from megatron.parallel.collectives import Pending
 from megatron.parallel.config import ParallelConfig
-from megatron.parallel.mesh import Axis, Mesh, arrange, axis_sizes
+from megatron.parallel.mesh import ALONE, Axis, Mesh, arrange, axis_sizes
 from megatron.planner.counting import tensors_of
 
 aten = torch.ops.aten
+Replacements = dict[tuple[Any, str], Callable[..., Any]]
 
 
 @contextmanager
@@ -54,27 +58,30 @@ def fake_tensors(*, gpu: bool) -> Iterator[None]:
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         _HostValues(),
-        _replaced(ON_A_GPU if gpu else ON_A_CPU),
+        _replaced(BALANCED | (ON_A_GPU if gpu else ON_A_CPU)),
     ):
         yield
 
 
 class _HostValues(TorchDispatchMode):
-    """Keep results of torch.tensor real, and results computed from these only: numbers that processes agree on."""
+    """Keep results of torch.tensor and torch.arange real, and results computed from these only: numbers that processes
+    agree on, and the rows of experts."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is aten.lift_fresh.default:
             return args[0]
         found = tensors_of(args)
-        if found and not any(isinstance(x, FakeTensor) for x in found):
+        if func.overloadpacket is aten.arange or (
+            found and not any(isinstance(x, FakeTensor) for x in found)
+        ):
             with _disable_current_modes():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 
 
 @contextmanager
-def _replaced(functions: dict[tuple[Any, str], Callable[..., Any]]) -> Iterator[None]:
+def _replaced(functions: Replacements) -> Iterator[None]:
     """Replace functions of modules within the block.
 
     A torch mode would not be active in backward, where layers are recomputed.
@@ -87,6 +94,44 @@ def _replaced(functions: dict[tuple[Any, str], Callable[..., Any]]) -> Iterator[
     finally:
         for (module, name), function in originals.items():
             setattr(module, name, function)
+
+
+def balanced_choice(
+    logits_ne: Tensor, config: MoEConfig, bias_e: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Weights as the router computes them, and indices of experts that all get equally many tokens."""
+    assert config.num_experts is not None
+    weights_nk, _ = choose_experts(logits_ne, config, bias_e)
+    indices = torch.arange(weights_nk.numel(), device=logits_ne.device) % config.num_experts
+    return weights_nk, indices.view(weights_nk.shape)
+
+
+def balanced_drops(
+    weights_nk: Tensor,
+    indices_nk: Tensor,
+    shape: tuple[int, ...],
+    capacity: int,
+    config: MoEConfig,
+    axis: Axis,
+) -> Tensor:
+    """Copies that are dropped if each rank of `axis` drops equally many."""
+    weights_nk = torch.ones_like(indices_nk, dtype=weights_nk.dtype)
+    dropped_copies(weights_nk, indices_nk, shape, capacity, config, axis)  # communicates
+    return dropped_copies(weights_nk, indices_nk, shape, capacity // axis.size, config, ALONE)
+
+
+def _exchanged_sizes(sizes_rl: Tensor, axis: Axis, *arguments: Any) -> Pending:
+    """Sizes from all ranks, which send as many rows as this one."""
+    return Pending(start_all_to_all(sizes_rl, axis, *arguments).wait().copy_(sizes_rl[axis.rank]))
+
+
+def _grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
+    """Stand in for torch's grouped_mm, which fake tensors support in bf16 only."""
+    if b.dim() == 3:
+        return a @ b[0]
+    out = a.new_empty(len(offs), a.shape[0], b.shape[1])
+    out[0].addmm_(a, b)
+    return out
 
 
 def _gpu_dropout(x: Tensor, p: float) -> Tensor:
@@ -159,8 +204,19 @@ def _gpu_document_attention(
     return out
 
 
+choose_experts, dropped_copies, start_all_to_all = (
+    router.choose_experts,
+    layer.dropped_copies,
+    dispatch.start_all_to_all,
+)
+# Routing depends on values, which are assumed: all experts get equally many tokens from every rank.
+BALANCED: Replacements = {
+    (router, "choose_experts"): balanced_choice,
+    (layer, "dropped_copies"): balanced_drops,
+    (dispatch, "start_all_to_all"): _exchanged_sizes,
+    (F, "grouped_mm"): _grouped_mm,
+}
 # Functions for which PyTorch has other operations on a GPU.
-Replacements = dict[tuple[Any, str], Callable[..., Any]]
 ON_A_GPU: Replacements = {
     (F, "dropout"): _gpu_dropout,
     (F, "scaled_dot_product_attention"): _gpu_attention,

@@ -23,6 +23,11 @@ ATTENTION_BLOCK = 128
 # entropy: converts logits to fp32, takes the maximum, the exponentials and their sum; backward scales them and converts
 # them back.
 EMBEDDING, CROSS_ENTROPY = (6, 9), (10, 8)
+# Accesses of an element of the experts' inputs and outputs. Rows are read and written (2) and summed by token (2). With
+# other ranks they are regrouped by expert too. Of the hidden layer: the product with the router's weights (2; 4).
+ROWS, REGROUPED, WEIGHTED = (4, 4), (4, 4), (2, 4)
+# Of a score in fp32, in elements of bf16: scores, choice and losses.
+SCORES = (2 * 12, 2 * 8)
 # Accesses of a cast to FP8, in elements of bf16: 2.9 bytes, which torch.compile's kernels of a GPT-2 layer read and
 # write more for each element of a product's operands. Not fused these were 5: read for the maximum, read, write.
 FP8_CAST = 1.45
@@ -36,25 +41,33 @@ class Cost:
         matmul: matrix products.
         elementwise: operations bound by memory bandwidth.
         tensor_parallel: communication of tensor parallelism.
+        expert_parallel: communication of expert parallelism.
     """
 
     matmul: float = 0.0
     elementwise: float = 0.0
     tensor_parallel: float = 0.0
+    expert_parallel: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.matmul + self.elementwise + self.tensor_parallel
+        return self.matmul + self.elementwise + self.tensor_parallel + self.expert_parallel
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(
             self.matmul + other.matmul,
             self.elementwise + other.elementwise,
             self.tensor_parallel + other.tensor_parallel,
+            self.expert_parallel + other.expert_parallel,
         )
 
     def __mul__(self, times: float) -> Cost:
-        return Cost(self.matmul * times, self.elementwise * times, self.tensor_parallel * times)
+        return Cost(
+            self.matmul * times,
+            self.elementwise * times,
+            self.tensor_parallel * times,
+            self.expert_parallel * times,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,23 +115,24 @@ class Kernels:
         size = batch * (element * (m * k + k * n) + device.element * m * n)
         return max(compute, size / (device.bandwidth * efficiency.memory)) + efficiency.launch
 
-    def linear(self, tokens: float, inputs: float, outputs: float, *, fp8: bool = False) -> ForwardBackward:
-        """A layer with weight [outputs, inputs]; backward computes the gradients of the input and of the weight."""
-        forward = self.matmul(tokens, outputs, inputs, fp8=fp8)
-        backward = self.matmul(tokens, inputs, outputs, fp8=fp8) + self.matmul(
-            outputs, inputs, tokens, fp8=fp8
-        )
-        return ForwardBackward(Cost(matmul=forward), Cost(matmul=backward))
+    def linear(
+        self, tokens: float, inputs: float, outputs: float, batch: float = 1, *, fp8: bool = False
+    ) -> ForwardBackward:
+        """A layer with weight [outputs, inputs]; backward computes the gradients of the input and of the weight.
 
-    def layer_linear(self, tokens: float, inputs: float, outputs: float) -> ForwardBackward:
+        `batch` such layers are computed in one grouped product.
+        """
+        matmul = functools.partial(self.matmul, batch=batch, fp8=fp8)
+        backward = matmul(tokens, inputs, outputs) + matmul(outputs, inputs, tokens)
+        return ForwardBackward(Cost(matmul=matmul(tokens, outputs, inputs)), Cost(matmul=backward))
+
+    def layer_linear(self, tokens: float, inputs: float, outputs: float, batch: float = 1) -> ForwardBackward:
         """`linear` within a transformer layer. With --fp8-format each of its three products casts both operands."""
         if self.job.fp8_format is None:
-            return self.linear(tokens, inputs, outputs)
-        return (
-            self.linear(tokens, inputs, outputs, fp8=True)
-            + self.elementwise(tokens * inputs + inputs * outputs, (FP8_CAST, FP8_CAST))
-            + self.elementwise(tokens * outputs, (0, 2 * FP8_CAST))
-        )
+            return self.linear(tokens, inputs, outputs, batch)
+        casts = self.elementwise(tokens * inputs + inputs * outputs, (FP8_CAST, FP8_CAST))
+        casts += self.elementwise(tokens * outputs, (0, 2 * FP8_CAST))
+        return self.linear(tokens, inputs, outputs, batch, fp8=True) + casts * batch
 
     def elementwise(self, elements: float, accesses: Accesses) -> ForwardBackward:
         """Operations that read and write each of `elements` as often as `accesses` says."""
@@ -157,23 +171,87 @@ class Kernels:
 
     @functools.cached_property
     def layer(self) -> ForwardBackward:
-        """One transformer layer, with its recomputation in backward."""
-        model, t, n = self.job.model, self.layout.tensor, self.tokens
-        h = model.hidden_size
+        """One dense transformer layer, with its recomputation in backward."""
+        return self._with_recomputation(self._attention_block + self.mlp(self.job.model.ffn_hidden_size))
+
+    @functools.cached_property
+    def expert_layer(self) -> ForwardBackward:
+        """One transformer layer with experts, with its recomputation in backward."""
+        model, routed = self.job.model, self.routed
+        layer = self._attention_block + routed
+        if model.moe_shared_expert_intermediate_size is not None:
+            layer += self.mlp(model.moe_shared_expert_intermediate_size)
+        layer = self._with_recomputation(layer)
+        again = routed.forward if model.moe_layer_recompute else Cost()
+        return ForwardBackward(layer.forward, layer.backward + again)
+
+    def _with_recomputation(self, layer: ForwardBackward) -> ForwardBackward:
+        return ForwardBackward(layer.forward, layer.backward + self.recomputed(layer.forward))
+
+    @property
+    def _attention_block(self) -> ForwardBackward:
+        """Attention, and the residual stream around it and the MLP."""
+        model = self.job.model
         heads = model.num_attention_heads * (model.kv_channels + model.value_channels) / 2
-        ffn = model.ffn_hidden_size / t
-        fc1 = ffn * (2 if model.gated else 1)
-        layer = (
+        return (
             self.projections
             + self.attention
-            + self.layer_linear(n, h, fc1)
-            + self.layer_linear(n, ffn, h)
-            + self.elementwise(self.local_tokens * h, self.program.residual)
-            + self.elementwise(n * heads / t, self.program.heads)
+            + self.elementwise(self.local_tokens * model.hidden_size, self.program.residual)
+            + self.elementwise(self.tokens * heads / self.layout.tensor, self.program.heads)
+        )
+
+    def mlp(self, ffn_hidden_size: int) -> ForwardBackward:
+        """A dense MLP that tensor-parallel ranks share."""
+        model, n, ffn = self.job.model, self.tokens, ffn_hidden_size / self.layout.tensor
+        fc1 = ffn * (2 if model.gated else 1)
+        return (
+            self.layer_linear(n, model.hidden_size, fc1)
+            + self.layer_linear(n, ffn, model.hidden_size)
             + self.elementwise(n * (fc1 + ffn) / 2, self.program.mlp)
             + self.tensor_parallel(plain=(2, 2), sequence_parallel=(2, 3))
         )
-        return ForwardBackward(layer.forward, layer.backward + self.recomputed(layer.forward))
+
+    @property
+    def routed(self) -> ForwardBackward:
+        """Router and experts of one layer, whose tokens are divided evenly. Their products are small.
+
+        Without sequence parallelism each tensor-parallel rank routes a part of the sequence, and gathers the outputs.
+        """
+        model, layout = self.job.model, self.layout
+        assert model.num_experts is not None and model.moe_ffn_hidden_size is not None
+        h, tokens = model.hidden_size, self.tokens / layout.tensor
+        ffn, local = model.moe_ffn_hidden_size / layout.expert_tensor, model.num_experts / layout.expert
+        fc1, rows = ffn * (2 if model.gated else 1), tokens * model.moe_router_topk * layout.expert_tensor
+        experts = self.experts(rows / local, fc1, ffn, local)
+        other_ranks = layout.expert * layout.expert_tensor > 1
+        return (
+            self.linear(tokens, h, model.num_experts)
+            + self.elementwise(tokens * model.num_experts, SCORES)
+            + experts
+            + self.elementwise(rows * (fc1 + ffn) / 2, self.program.mlp)
+            + self.elementwise(rows * ffn, WEIGHTED)
+            + self.elementwise(rows * h, ROWS)
+            + self.elementwise(rows * h, REGROUPED if other_ranks else (0, 0))
+            + self.expert_parallel(rows)
+            + self.tensor_parallel(plain=(1, 1), sequence_parallel=(0, 0))
+        )
+
+    def experts(self, rows: float, fc1: float, ffn: float, local: float) -> ForwardBackward:
+        """Products of `local` experts with so many rows each: grouped ones, or one after the other."""
+        model = self.job.model
+        batch, times = (local, 1.0) if model.moe_grouped_gemm else (1.0, local)
+        products = self.layer_linear(rows, model.hidden_size, fc1, batch)
+        return (products + self.layer_linear(rows, ffn, model.hidden_size, batch)) * times
+
+    def expert_parallel(self, rows: float) -> ForwardBackward:
+        """Communication of rows to their experts and back; backward returns the gradients."""
+        model, layout, cluster = self.job.model, self.layout, self.cluster
+        group, width = layout.expert_group(cluster), model.hidden_size * cluster.device.element
+        if model.moe_token_dispatcher_type == "allgather":
+            seconds = cluster.all_gather(self.tokens / layout.tensor * group.size * width, group)
+        else:
+            seconds = cluster.all_to_all(rows * width, group)
+        return ForwardBackward(Cost(expert_parallel=2 * seconds), Cost(expert_parallel=2 * seconds))
 
     @property
     def projections(self) -> ForwardBackward:
@@ -231,10 +309,14 @@ class Kernels:
         again = 1 if self.program.chunked_logits else 2
         return head + self.tensor_parallel(plain=(0, 2), sequence_parallel=(1, again))
 
-    def chunk(self, *, first: bool, last: bool) -> ForwardBackward:
+    def layers(self, dense: int, experts: int) -> ForwardBackward:
+        """So many layers of each kind on one microbatch."""
+        layers = self.layer * dense
+        return layers + self.expert_layer * experts if experts else layers
+
+    def chunk(self, dense: int, experts: int, *, first: bool, last: bool) -> ForwardBackward:
         """A model chunk on one microbatch; the `first` has the embedding, the `last` the head."""
-        stage = 0 if first else self.layout.pipeline - 1 if last else None
-        chunk = self.layer * self.layout.layers_per_chunk(self.job, stage)
+        chunk = self.layers(dense, experts)
         if first:
             chunk += self.embedding
         if last:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from megatron.model.config import ModelConfig
 from megatron.model.flops import flops_per_sample
@@ -114,6 +115,7 @@ class Layout:
 
     Attributes:
         tensor, pipeline, data: processes on each axis.
+        expert, expert_tensor: groups of ranks that divide the experts of a stage, and ranks that share an expert.
         chunks: model chunks on each stage, above 1 only with the interleaved schedule.
         recompute: "none", "selective" (attention) or "full" (whole layers, one at a time).
     """
@@ -121,6 +123,8 @@ class Layout:
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
     chunks: int = 1
     micro_batch_size: int = 1
     recompute: str = "none"
@@ -141,10 +145,19 @@ class Layout:
         """Number of microbatches of a replica in a step."""
         return job.global_batch_size // (self.data * self.micro_batch_size)
 
-    @property
-    def distinct_stages(self) -> tuple[int, ...]:
-        """The first stage, the second and the last; others have the layers of the second and fewer microbatches."""
-        return tuple(sorted({0, min(1, self.pipeline - 1), self.pipeline - 1}))
+    def distinct_stages(self, job: Job) -> tuple[int, ...]:
+        """The first stage, the last, and of the others the first with each number of layers with experts.
+
+        Others have the layers of one of these and fewer microbatches.
+        """
+        stages = self.layers(job)
+        first = {sum(n for _, n in stages[stage]): stage for stage in reversed(range(1, self.pipeline - 1))}
+        return tuple(sorted({0, self.pipeline - 1, *first.values()}))
+
+    def layers(self, job: Job) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Dense layers and those with experts of each chunk, by stage."""
+        each = tuple(self.layers_per_chunk(job, stage) for stage in range(self.pipeline))
+        return _split(tuple(job.model.expert_layers(job.model.num_layers)), each, self.chunks)
 
     def layers_per_chunk(self, job: Job, stage: int | None = None) -> int:
         """Layers of each chunk of a stage, or of the longest one.
@@ -170,6 +183,17 @@ class Layout:
     def data_group(self, cluster: Cluster) -> Group:
         return cluster.group(self.data, self.tensor)
 
+    @property
+    def expert_data(self) -> int:
+        """Processes that hold the same part of the experts."""
+        return self.data * self.tensor // (self.expert * self.expert_tensor)
+
+    def expert_group(self, cluster: Cluster) -> Group:
+        return cluster.group(self.expert * self.expert_tensor, 1)
+
+    def expert_data_group(self, cluster: Cluster) -> Group:
+        return cluster.group(self.expert_data, self.expert * self.expert_tensor)
+
     def flags(self, job: Job) -> list[str]:
         """Flags of pretrain_gpt.py for this layout."""
         flags = [f"--tensor-model-parallel-size {self.tensor}"] if self.tensor > 1 else []
@@ -183,6 +207,9 @@ class Layout:
                 flags.append(f"--decoder-{name}-pipeline-num-layers {layers}")
         if self.chunks > 1:
             flags.append(f"--num-layers-per-virtual-pipeline-stage {self.layers_per_chunk(job)}")
+        if job.model.num_experts is not None:
+            flags.append(f"--expert-model-parallel-size {self.expert}")
+            flags.append(f"--expert-tensor-parallel-size {self.expert_tensor}")
         if self.distributed_optimizer:
             flags.append("--use-distributed-optimizer")
         if self.overlap_grad_reduce:
@@ -197,6 +224,8 @@ class Layout:
 
     def __str__(self) -> str:
         parts = [f"T{self.tensor} P{self.pipeline} D{self.data}"]
+        if self.expert * self.expert_tensor > 1:
+            parts[0] += f" E{self.expert}" + f"T{self.expert_tensor}" * (self.expert_tensor > 1)
         if self.chunks > 1:
             parts.append(f"V{self.chunks}")
         parts.append(f"microbatch {self.micro_batch_size}")
@@ -204,3 +233,18 @@ class Layout:
         parts += ["distributed optimizer"] * self.distributed_optimizer
         parts += [f"{self.recompute} recomputation"] * (self.recompute != "none")
         return ", ".join(parts)
+
+
+@functools.lru_cache(maxsize=4096)
+def _split(
+    has_experts: tuple[bool, ...], each: tuple[int, ...], chunks: int
+) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """`Layout.layers` of a model whose layers `has_experts` says, with `each` layers in a chunk of each stage."""
+    found: list[list[tuple[int, int]]] = [[] for _ in each]
+    begin = 0
+    for _ in range(chunks):
+        for stage, size in zip(found, each, strict=True):
+            experts = sum(has_experts[begin : begin + size])
+            stage.append((size - experts, experts))
+            begin += size
+    return tuple(map(tuple, found))

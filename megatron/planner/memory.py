@@ -6,9 +6,10 @@ Names: b microbatch size, s sequence length, h hidden size, t tensor-parallel si
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from megatron.model.config import ModelConfig
-from megatron.model.flops import attention_linears
+from megatron.model.flops import attention_linears, mlp_weights
 from megatron.ops.config import LOGITS_CHUNK_BYTES, LOGITS_PIECE_BYTES
 from megatron.planner.cluster import Cluster
 from megatron.planner.layout import Job, Layout, Program
@@ -16,6 +17,8 @@ from megatron.planner.layout import Job, Layout, Program
 # Share of a device's memory that a model can use. The rest is for the driver, NCCL's buffers and fragmentation.
 USABLE_MEMORY = 0.92
 ADAM_MOMENTS = 8  # bytes per parameter: two means in fp32
+INDEX_BYTES = 16  # of a row of an expert: its token, and the row of a token's copy
+WEIGHT_BYTES = 4 + 8 + 4  # of a token's copy: its weight, its expert, and the weight of its row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,13 +41,17 @@ def norm_parameters(model: ModelConfig, size: int) -> int:
     return size * (2 if model.normalization == "LayerNorm" else 1)
 
 
-def layer_parameters(job: Job, tensor: int) -> float:
-    """Number of parameters of one layer on one of `tensor` ranks."""
+def layer_parameters(job: Job, tensor: int, *, has_experts: bool = False) -> float:
+    """Number of parameters of one layer on one of `tensor` ranks, without those of its experts."""
     model = job.model
     h, heads, ffn = model.hidden_size, model.num_attention_heads * model.kv_channels, model.ffn_hidden_size
     kv = 2 * model.kv_heads_per_rank(tensor) * tensor * model.kv_channels
     fc1 = ffn * (2 if model.gated else 1)
     sharded, replicated = h * fc1 + ffn * h, 2 * norm_parameters(model, h)
+    if has_experts:
+        sharded = mlp_weights(model, model.moe_shared_expert_intermediate_size or 0)
+        vectors = model.moe_router_enable_expert_bias + uses_last_load(model)
+        replicated += (model.num_experts or 0) * (h + vectors) + h * model.moe_shared_expert_gate
     for inputs, outputs, split in attention_linears(model, tensor):
         sharded += inputs * outputs if split else 0
         replicated += 0 if split else inputs * outputs
@@ -65,6 +72,20 @@ def layer_parameters(job: Job, tensor: int) -> float:
     return sharded / tensor + replicated
 
 
+def uses_last_load(model: ModelConfig) -> bool:
+    """True if the router keeps the load of the last global batch."""
+    return "global_aux_loss" in model.moe_router_load_balancing_type
+
+
+def expert_parameters(job: Job, layout: Layout) -> float:
+    """Number of parameters of the experts of one layer on one rank."""
+    model = job.model
+    if model.num_experts is None or model.moe_ffn_hidden_size is None:
+        return 0
+    total = model.num_experts * mlp_weights(model, model.moe_ffn_hidden_size)
+    return total / (layout.expert * layout.expert_tensor)
+
+
 def end_parameters(job: Job, tensor: int, *, first: bool, last: bool) -> float:
     """Number of parameters beside the layers on one rank: embeddings if `first`, final norm and head if `last`."""
     model, table = job.model, job.padded_vocab_size(tensor) / tensor * job.model.hidden_size
@@ -83,15 +104,31 @@ def end_parameters(job: Job, tensor: int, *, first: bool, last: bool) -> float:
 
 
 def stage_parameters(job: Job, layout: Layout, stage: int) -> float:
-    """Number of parameters of a stage on one tensor-parallel rank."""
-    layers = layout.layers_per_chunk(job, stage) * layout.chunks
-    ends = end_parameters(job, layout.tensor, first=stage == 0, last=stage == layout.pipeline - 1)
-    return layers * layer_parameters(job, layout.tensor) + ends
+    """Number of parameters of a stage on one rank."""
+    parameters = end_parameters(job, layout.tensor, first=stage == 0, last=stage == layout.pipeline - 1)
+    for dense, experts in layout.layers(job)[stage]:
+        parameters += dense * layer_parameters(job, layout.tensor)
+        parameters += experts * layer_parameters(job, layout.tensor, has_experts=experts > 0)
+    return parameters + stage_expert_parameters(job, layout, stage)
+
+
+def stage_expert_parameters(job: Job, layout: Layout, stage: int) -> float:
+    """Number of parameters of the experts of a stage on one rank."""
+    return sum(experts for _, experts in layout.layers(job)[stage]) * expert_parameters(job, layout)
+
+
+def owned_parameters(job: Job, layout: Layout, stage: int) -> float:
+    """Number of parameters of a stage whose optimizer state one rank holds."""
+    parameters = stage_parameters(job, layout, stage)
+    if not layout.distributed_optimizer:
+        return parameters
+    experts = stage_expert_parameters(job, layout, stage)
+    return (parameters - experts) / layout.data + experts / layout.expert_data
 
 
 def model_parameters(job: Job) -> float:
     """Number of parameters of the whole model: for GPT-2's shape 2104.04473 equation 2, plus the final norm."""
-    return job.model.num_layers * layer_parameters(job, 1) + end_parameters(job, 1, first=True, last=True)
+    return stage_parameters(job, Layout(), 0)
 
 
 def max_in_flight(layout: Layout, microbatches: int, stage: int) -> int:
@@ -101,7 +138,15 @@ def max_in_flight(layout: Layout, microbatches: int, stage: int) -> int:
     return min(microbatches * layout.chunks, warmup + 1)
 
 
-def layer_activations(job: Job, layout: Layout, element: int, program: Program, *, recompute: str) -> float:
+def layer_activations(
+    job: Job,
+    layout: Layout,
+    element: int,
+    program: Program,
+    *,
+    recompute: str,
+    has_experts: bool = False,
+) -> float:
     """Bytes that one layer keeps of a microbatch for backward (2205.05198 table 2).
 
     In units of an element of [s, b, h]: the inputs (residual stream) and outputs of both norms; `attention_elements`;
@@ -114,14 +159,49 @@ def layer_activations(job: Job, layout: Layout, element: int, program: Program, 
     residual = job.residual_element(element)
     if recompute == "full":
         return residual * tokens * h / ranks
-    ffn = model.ffn_hidden_size * (3 if model.gated else 2) / t
+    width = (model.moe_shared_expert_intermediate_size or 0) if has_experts else model.ffn_hidden_size
+    ffn = width * (3 if model.gated else 2) / t
     masks = 2 if model.hidden_dropout else 0
     replicated = tokens * h * (2 * residual + 2 * element + masks) / ranks
     sharded = element * tokens * (attention_elements(model, t) + ffn)
+    if has_experts:
+        replicated += tokens * h * element * model.moe_shared_expert_gate / ranks
+        sharded += 0 if model.moe_layer_recompute else tokens / t * routed_activations(model, layout, element)
     if program.fused_attention or recompute == "selective":
         return replicated + sharded
     scores = layout.micro_batch_size * model.num_attention_heads * job.seq_length**2 / t
     return replicated + sharded + scores * (2 * element + (1 if model.attention_dropout else 0))
+
+
+def routed_activations(model: ModelConfig, layout: Layout, element: int) -> float:
+    """Bytes that the router and the experts keep of a token.
+
+    Of each row of an expert these are its input, the hidden layer before and after the activation and after its
+    product with the router's weight, and indices and weights. The router keeps its scores in fp32.
+    """
+    experts, topk, ffn = model.num_experts or 0, model.moe_router_topk, model.moe_ffn_hidden_size or 0
+    hidden = (ffn / layout.expert_tensor) * (4 if model.gated else 3)
+    rows = topk * layout.expert_tensor
+    exchanged = layout.expert * layout.expert_tensor > 1
+    row = element * (model.hidden_size + hidden) + (2 if exchanged else 1) * INDEX_BYTES
+    weighted = model.moe_router_score_function == "sigmoid" or model.moe_router_pre_softmax
+    losses = len([x for x in model.moe_aux_loss_coeff if x > 0])
+    scores = weighted + (losses > 0) + losses + (2 if model.moe_z_loss_coeff is not None else 0)
+    return rows * row + topk * WEIGHT_BYTES + experts * 4 * scores
+
+
+def recomputed_experts(job: Job, layout: Layout, element: int) -> float:
+    """Bytes that backward needs for the experts of one layer beyond what layers keep.
+
+    These are what --moe-layer-recompute recomputes, and with fully recomputed layers, which keep little themselves, the
+    gradients of rows and of the hidden layer.
+    """
+    model, tokens = job.model, layout.micro_batch_size * job.seq_length / layout.tensor
+    hidden = (model.moe_ffn_hidden_size or 0) / layout.expert_tensor * (3 if model.gated else 2)
+    rows = model.moe_router_topk * layout.expert_tensor
+    kept = routed_activations(model, layout, element) if model.moe_layer_recompute else 0
+    gradients = element * rows * (2 * model.hidden_size + hidden) if layout.recompute == "full" else 0
+    return tokens * (kept + gradients)
 
 
 def attention_elements(model: ModelConfig, tensor: int) -> float:
@@ -169,14 +249,20 @@ def rotary_bytes(job: Job, layout: Layout) -> int:
 def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program: Program) -> Memory:
     """Memory of each process of a stage at the peak of a step."""
     element = cluster.device.element
-    parameters = stage_parameters(job, layout, stage)
-    owned = parameters / (layout.data if layout.distributed_optimizer else 1)
-    layers = layout.layers_per_chunk(job, stage)
+    parameters, owned = stage_parameters(job, layout, stage), owned_parameters(job, layout, stage)
     in_flight = max_in_flight(layout, layout.microbatches(job), stage)
-    layer = layer_activations(job, layout, element, program, recompute=layout.recompute)
-    activations = in_flight * (layers * layer + rotary_bytes(job, layout))
+    dense, experts = (
+        sum(numbers) / layout.chunks for numbers in zip(*layout.layers(job)[stage], strict=True)
+    )
+    of_layer = functools.partial(layer_activations, job, layout, element, program)
+    kept = dense * of_layer(recompute=layout.recompute)
+    if experts:
+        kept += experts * of_layer(recompute=layout.recompute, has_experts=True)
+    activations = in_flight * (kept + rotary_bytes(job, layout))
     if layout.recompute == "full":  # the layer being recomputed
-        activations += layer_activations(job, layout, element, program, recompute="none")
+        activations += of_layer(recompute="none", has_experts=experts > 0)
+    if experts:
+        activations += recomputed_experts(job, layout, element)
     tokens = layout.micro_batch_size * job.seq_length
     hidden = tokens * job.model.hidden_size / (layout.tensor if layout.sequence_parallel else 1)
     if stage == 0 and job.model.hidden_dropout:  # the embeddings' dropout masks (2205.05198 section 4.3)
@@ -202,7 +288,7 @@ def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program
 def max_memory(job: Job, layout: Layout, cluster: Cluster, program: Program) -> Memory:
     """Memory of the stage that needs most: the first holds the most activations per layer, the last the logits."""
     return max(
-        (stage_memory(job, layout, cluster, stage, program) for stage in layout.distinct_stages),
+        (stage_memory(job, layout, cluster, stage, program) for stage in layout.distinct_stages(job)),
         key=lambda memory: memory.total,
     )
 

@@ -13,6 +13,7 @@ from megatron.planner.explain import PARTS, slower_by
 from megatron.planner.layout import Job
 from megatron.planner.memory import USABLE_MEMORY, model_parameters
 from megatron.planner.search import Plan, SearchResult
+from megatron.reports.flops import unused_parameters
 
 
 def heading(job: Job, cluster: Cluster) -> str:
@@ -20,12 +21,21 @@ def heading(job: Job, cluster: Cluster) -> str:
     nodes = "one node" if cluster.nodes == 1 else f"{cluster.nodes:,} nodes of {cluster.per_node}"
     parameters = model_parameters(job)
     products = "" if job.fp8_format is None else ", FP8 products"
-    many = f"{parameters / 1e9:,.2f} billion" if parameters >= 1e9 else f"{parameters / 1e6:,.4g} million"
+    many = in_words(parameters)
+    if job.model.num_experts is not None:
+        many += f" parameters ({in_words(parameters - unused_parameters(job.model))} active)"
+    else:
+        many += " parameters"
     return (
-        f"{many} parameters on {cluster.devices:,} "
+        f"{many} on {cluster.devices:,} "
         f"{cluster.device.name} ({nodes}, {cluster.device.precision}{products}); {job.global_batch_size:,} samples of "
         f"{job.seq_length:,} tokens per step"
     )
+
+
+def in_words(count: float) -> str:
+    """A number of parameters."""
+    return f"{count / 1e9:,.2f} billion" if count >= 1e9 else f"{count / 1e6:,.4g} million"
 
 
 def table(result: SearchResult, job: Job, cluster: Cluster) -> str:
@@ -47,7 +57,8 @@ def table(result: SearchResult, job: Job, cluster: Cluster) -> str:
 
 def communication(plan: Plan) -> float:
     """Seconds of exposed communication."""
-    return plan.step.tensor_parallel + plan.step.transfers + plan.step.gradients
+    step = plan.step
+    return step.tensor_parallel + step.expert_parallel + step.transfers + step.gradients
 
 
 def tflops(plan: Plan, job: Job, cluster: Cluster) -> float:

@@ -14,6 +14,8 @@ from megatron.planner.simulate import Simulator, Step
 
 # Larger numbers of chunks per stage, and other microbatch sizes, gain nothing.
 MAX_CHUNKS, MICRO_BATCH_SIZES = 8, (1, 2, 4, 8, 16, 32)
+# Experts are shared by more ranks only within a node.
+EXPERT_TENSOR_SIZES = (1, 2, 4, 8)
 # Estimates may be in another order than the clock's results: this many times the layouts asked for are simulated.
 SIMULATED_PER_PLAN = 3
 # For the smallest cluster: more replicas save hardly any memory.
@@ -51,7 +53,30 @@ def tensor_sizes(job: Job, cluster: Cluster) -> list[int]:
     layer (2104.04473 section 5.4.1).
     """
     sizes = range(1, min(2 * cluster.per_node, cluster.devices) + 1)
-    return [t for t in sizes if cluster.devices % t == 0 and job.model.can_split(t)]
+    return [t for t in sizes if cluster.devices % t == 0 and can_tensor_parallel(job, t)]
+
+
+def can_tensor_parallel(job: Job, tensor: int) -> bool:
+    """Return True if so many ranks can share every layer."""
+    model, shared = job.model, job.model.moe_shared_expert_intermediate_size or 0
+    routes = model.num_experts is None or job.seq_length % tensor == 0
+    return model.can_split(tensor) and shared % tensor == 0 and routes
+
+
+def expert_sizes(job: Job, ranks: int) -> list[tuple[int, int]]:
+    """Expert-parallel and expert-tensor-parallel sizes that divide the experts and the `ranks` of a stage."""
+    model = job.model
+    if model.num_experts is None or model.moe_ffn_hidden_size is None:
+        return [(1, 1)]
+    sizes = [e for e in range(1, model.num_experts + 1) if model.num_experts % e == 0]
+    parts = [t for t in EXPERT_TENSOR_SIZES if model.moe_ffn_hidden_size % t == 0]
+    return [(e, t) for e in sizes for t in parts if ranks % (e * t) == 0]
+
+
+def divides_experts(layout: Layout, job: Job) -> bool:
+    """Return True if the ranks of a stage can divide its experts so."""
+    sizes = expert_sizes(job, layout.data * layout.tensor)
+    return (layout.expert, layout.expert_tensor) in sizes
 
 
 def pipeline_sizes(job: Job) -> list[int]:
@@ -76,16 +101,18 @@ def shapes(job: Job, cluster: Cluster) -> Iterator[Layout]:
                 continue
             m = job.global_batch_size // (data * b)
             max_chunks = MAX_CHUNKS if p > 1 and m % p == 0 else 1
-            for v in range(1, max_chunks + 1):
-                if v == 1 or model.num_layers % (p * v) == 0:
-                    yield Layout(
-                        tensor=t,
-                        pipeline=p,
-                        data=data,
-                        chunks=v,
-                        micro_batch_size=b,
-                        overlap_grad_reduce=data > 1,
-                    )
+            chunks = [v for v in range(1, max_chunks + 1) if v == 1 or model.num_layers % (p * v) == 0]
+            for v, (expert, expert_tensor) in itertools.product(chunks, expert_sizes(job, data * t)):
+                yield Layout(
+                    tensor=t,
+                    pipeline=p,
+                    data=data,
+                    expert=expert,
+                    expert_tensor=expert_tensor,
+                    chunks=v,
+                    micro_batch_size=b,
+                    overlap_grad_reduce=data > 1,
+                )
 
 
 def variants(shape: Layout, job: Job) -> Iterator[Layout]:
@@ -169,13 +196,16 @@ def smallest_layout(job: Job, cluster: Cluster) -> Layout | None:
     It uses every way to save memory. More replicas shard the optimizer's state further, and nothing else.
     """
     found = []
-    sizes = [t for t in range(1, cluster.per_node + 1) if job.model.can_split(t)]
-    replicas = [d for d in range(1, MAX_REPLICAS + 1) if job.global_batch_size % d == 0]
+    sizes = [t for t in range(1, cluster.per_node + 1) if can_tensor_parallel(job, t)]
+    # The experts of a mixture need replicas to be divided among.
+    most = max(MAX_REPLICAS, job.model.num_experts or 0)
+    replicas = [d for d in range(1, most + 1) if job.global_batch_size % d == 0]
     for t, p, data in itertools.product(sizes, pipeline_sizes(job), replicas):
         layout = Layout(
             tensor=t,
             pipeline=p,
             data=data,
+            expert=max(e for e, parts in expert_sizes(job, data * t) if parts == 1),
             recompute="full",
             sequence_parallel=can_sequence_parallel(job, t),
             distributed_optimizer=data > 1,

@@ -9,7 +9,12 @@ from megatron.parallel.schedules import Compute, Forward, Timeline, simulate
 from megatron.planner.cluster import Cluster
 from megatron.planner.kernels import ForwardBackward, Kernels
 from megatron.planner.layout import Job, Layout, Program
-from megatron.planner.memory import end_parameters, stage_parameters
+from megatron.planner.memory import (
+    end_parameters,
+    owned_parameters,
+    stage_expert_parameters,
+    stage_parameters,
+)
 from megatron.planner.schedule_costs import bubble_fraction, makespan
 
 # Bytes per parameter that an optimizer step reads and writes in fp32: the gradient twice (its norm comes first), and
@@ -29,8 +34,8 @@ class Step:
     """Seconds of a step, and those of the busiest stage by kind of work.
 
     Attributes:
-        matmul, elementwise, tensor_parallel: of its layers (see `Cost`), recomputation included; `recompute` is that
-            part alone.
+        matmul, elementwise, tensor_parallel, expert_parallel: of its layers (see `Cost`), recomputation included;
+            `recompute` is that part alone.
         ends: embedding, output layer and loss.
         transfers: waiting for transfers to and from other stages.
         bubble: idle.
@@ -42,6 +47,7 @@ class Step:
     matmul: float
     elementwise: float
     tensor_parallel: float
+    expert_parallel: float
     recompute: float
     ends: float
     transfers: float
@@ -57,10 +63,8 @@ class Simulator:
         self.job, self.layout, self.cluster, self.program = job, layout, cluster, program
         self.kernels = Kernels(job, layout, cluster, program)
         self.microbatches = layout.microbatches(job)
-        single = layout.pipeline * layout.chunks == 1
-        self.first = self.kernels.chunk(first=True, last=single)
-        self.middle = self.kernels.chunk(first=False, last=False)
-        self.last = self.first if single else self.kernels.chunk(first=False, last=True)
+        self.stages = layout.distinct_stages(job)
+        self.costs: dict[tuple[int, int, bool, bool], ForwardBackward] = {}
         # A microbatch's gradients of a chunk are read, and the accumulated gradients read and written.
         size = self._parameters / layout.chunks * (cluster.device.element + 2 * program.gradient)
         self.accumulation = size / self._stream_bandwidth
@@ -74,7 +78,11 @@ class Simulator:
     @functools.cached_property
     def _parameters(self) -> float:
         """Parameters of the stage that has the most."""
-        return max(stage_parameters(self.job, self.layout, stage) for stage in self.layout.distinct_stages)
+        return stage_parameters(self.job, self.layout, self._largest_stage)
+
+    @functools.cached_property
+    def _largest_stage(self) -> int:
+        return max(self.stages, key=lambda stage: stage_parameters(self.job, self.layout, stage))
 
     def _transfer(self) -> float:
         """Seconds from one stage to the next.
@@ -95,10 +103,21 @@ class Simulator:
 
     def chunk(self, rank: int, chunk: int) -> ForwardBackward:
         """Cost of a chunk on one microbatch, without transfers and gradient accumulation."""
-        if rank == chunk == 0:
-            return self.first
+        dense, experts = self.layout.layers(self.job)[rank][chunk]
         last = rank == self.layout.pipeline - 1 and chunk == self.layout.chunks - 1
-        return self.last if last else self.middle
+        key = dense, experts, rank == chunk == 0, last
+        if key not in self.costs:
+            self.costs[key] = self.kernels.chunk(dense, experts, first=key[2], last=last)
+        return self.costs[key]
+
+    @functools.cached_property
+    def layers(self) -> ForwardBackward:
+        """Layers of all chunks of the stage whose layers take the longest, on one microbatch."""
+        return max((self._layers(stage) for stage in self.stages), key=lambda layers: layers.total)
+
+    def _layers(self, stage: int) -> ForwardBackward:
+        dense, experts = (sum(numbers) for numbers in zip(*self.layout.layers(self.job)[stage], strict=True))
+        return self.kernels.layers(dense, experts)
 
     def duration(self, rank: int, action: Compute) -> float:
         """Seconds that a compute keeps a stage busy."""
@@ -133,9 +152,9 @@ class Simulator:
     def busiest(self) -> tuple[float, float]:
         """Seconds per microbatch on the busiest stage: embedding, head and loss only; everything."""
         layout = self.layout
-        layers = layout.chunks * self.middle.total
+        layers = self.layers.total
         ends = max(
-            0.0,  # a stage in the middle, if first and last have fewer layers
+            0.0,  # a stage in the middle, if first and last have less work
             *(
                 sum(self.chunk(rank, chunk).total for chunk in range(layout.chunks)) - layers
                 for rank in {0, layout.pipeline - 1}
@@ -153,12 +172,18 @@ class Simulator:
     def gradients(self) -> float:
         """Exposed seconds of gradient reduction, of the tied embeddings' reduction, and of the parameter all-gather."""
         job, layout, cluster = self.job, self.layout, self.cluster
-        group, element = layout.data_group(cluster), cluster.device.element
+        element = cluster.device.element
         exchange = cluster.all_gather if layout.distributed_optimizer else cluster.all_reduce
-        reduce = exchange(self._parameters * self.program.gradient, group)
-        gather = (
-            cluster.all_gather(self._parameters * element, group) if layout.distributed_optimizer else 0.0
-        )
+        experts = stage_expert_parameters(job, layout, self._largest_stage)
+        reduce = gather = 0.0
+        for parameters, group in (
+            (self._parameters - experts, layout.data_group(cluster)),
+            (experts, layout.expert_data_group(cluster)),
+        ):
+            if parameters:
+                reduce += exchange(parameters * self.program.gradient, group)
+                gather += cluster.all_gather(parameters * element, group)
+        gather *= layout.distributed_optimizer
         tied = 0.0
         if layout.pipeline > 1 and not job.model.untie_embeddings_and_output_weights:
             table = job.padded_vocab_size(layout.tensor) / layout.tensor * job.model.hidden_size
@@ -176,7 +201,7 @@ class Simulator:
         """
         layout = self.layout
         last = end_parameters(self.job, layout.tensor, first=True, last=False) / self._parameters
-        hidden = min(layout.chunks * self.middle.backward.total, (1 - last) * reduce)
+        hidden = min(self.layers.backward.total, (1 - last) * reduce)
         halves = 1 if layout.distributed_optimizer else 2
         memory = halves * RING_ACCESSES * self.program.gradient * self._parameters / self._stream_bandwidth
         sms = COMMUNICATION_SMS if self.cluster.device.sms > 1 else 0.0
@@ -184,24 +209,34 @@ class Simulator:
 
     def optimizer(self) -> float:
         """Seconds of the update of this replica's share of the parameters."""
-        owned = self._parameters / (self.layout.data if self.layout.distributed_optimizer else 1)
+        owned = owned_parameters(self.job, self.layout, self._largest_stage)
         element = self.cluster.device.element
         copied = 0 if element == 4 else element  # fp32 weights are their own master weights
         return owned * (OPTIMIZER_BYTES + copied) / self._stream_bandwidth
+
+    def recompute(self) -> float:
+        """Seconds of recomputation of a microbatch on the stage of `layers`."""
+        stage = max(self.stages, key=lambda stage: self._layers(stage).total)
+        dense, experts = (sum(numbers) for numbers in zip(*self.layout.layers(self.job)[stage], strict=True))
+        seconds = dense * self.kernels.recomputed(self.kernels.layer.forward).total
+        if experts:
+            seconds += experts * self.kernels.recomputed(self.kernels.expert_layer.forward).total
+            seconds += experts * self.job.model.moe_layer_recompute * self.kernels.routed.forward.total
+        return seconds
 
     def step(self) -> Step:
         """Predict a step."""
         layout, m = self.layout, self.microbatches
         pipeline, (ends, busy) = self.pipeline_seconds(), self.busiest
-        layers = (self.middle.forward + self.middle.backward) * (layout.chunks * m)
-        recompute = self.kernels.recomputed(self.kernels.layer.forward).total
+        layers = (self.layers.forward + self.layers.backward) * m
         gradients, optimizer = self.gradients(), self.optimizer()
         return Step(
             seconds=pipeline + gradients + optimizer,
             matmul=layers.matmul,
             elementwise=layers.elementwise + self.accumulation * layout.chunks * m,
             tensor_parallel=layers.tensor_parallel,
-            recompute=recompute * layout.layers_per_chunk(self.job) * layout.chunks * m,
+            expert_parallel=layers.expert_parallel,
+            recompute=self.recompute() * m,
             ends=ends * m,
             transfers=2 * layout.chunks * m * self.transfer if self.program.blocking_transfers else 0.0,
             bubble=pipeline - m * busy,

@@ -37,6 +37,11 @@ class ReportConfig(PluginConfig):
         metavar="FILE",
     )
     log_params_norm: bool = flag(False, "log the L2 norm of the parameters")
+    moe_per_layer_logging: bool = flag(
+        False,
+        "write the load of the experts, the router's entropy and the auxiliary losses of each layer too, besides their "
+        "means over layers",
+    )
     tensorboard_dir: str | None = flag(None, "write TensorBoard events to this folder", metavar="DIR")
     tensorboard_log_interval: int = flag(1, "iterations between points in TensorBoard", low=1)
     tensorboard_queue_size: int = flag(
@@ -80,6 +85,10 @@ class ReportConfig(PluginConfig):
         for name, needed in NEEDED.items():
             if getattr(self, name) is not None and getattr(self, needed) is None:
                 raise InputError(f"--{name.replace('_', '-')} needs --{needed.replace('_', '-')}")
+
+    def check(self, run: RunConfig) -> None:
+        if self.moe_per_layer_logging and run.model.num_experts is None:
+            raise InputError("--moe-per-layer-logging needs --num-experts")
 
     @classmethod
     def without_effect(cls, values: Mapping[str, Any]) -> list[str]:

@@ -1,12 +1,22 @@
-"""Floating-point operations that a model really performs, with recomputation."""
+"""Floating-point operations that a model really performs, with recomputation, and parameters that a token uses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from megatron.model.config import ModelConfig
-from megatron.model.flops import attention_flops, layer_flops, vocabulary_flops
-from megatron.parallel.recompute import Recompute
+from megatron.model.flops import (
+    attention_flops,
+    layer_flops,
+    mlp_weights,
+    routed_flops,
+    shared_flops,
+    vocabulary_flops,
+)
+
+if TYPE_CHECKING:  # it imports torch
+    from megatron.parallel.recompute import Recompute
 
 
 def exact_flops_per_sample(
@@ -17,25 +27,44 @@ def exact_flops_per_sample(
     num_logits: int,
     causal: bool,
     recompute: Recompute,
-    chunks: Iterable[int],
+    chunks: Iterable[Sequence[int]],
 ) -> float:
     """Hardware FLOPs of forward and backward for one sequence: half of causal attention, and recomputation.
 
     Leaves out the recomputation inside an operation: scores in backward of FlashAttention, logits of the fused linear
-    cross-entropy.
+    cross-entropy. Tokens that experts drop count as if they were not.
 
     Args:
         causal: a position attends to no later one.
-        chunks: number of layers of each chunk of the whole model.
+        chunks: layers of each chunk of the whole model.
     """
     pairs = seq_length * (seq_length + 1) / 2 if causal else seq_length * seq_length
-    layer, attention = layer_flops(config, seq_length), attention_flops(config, pairs=pairs)
-    forward = config.num_layers * (layer + attention) + vocabulary_flops(
-        config, padded_vocab_size, num_logits
-    )
+    attention, expert_layers = attention_flops(config, pairs=pairs), config.expert_layers(config.num_layers)
+    layers = [attention + layer_flops(config, seq_length, has_experts=has) for has in expert_layers]
+    forward = sum(layers) + vocabulary_flops(config, padded_vocab_size, num_logits)
     if recompute.granularity == "selective":
         recomputed = config.num_layers * attention
     else:
-        groups = (group for layers in chunks for group in recompute.groups(layers))
-        recomputed = (layer + attention) * sum(len(group) for group, again in groups if again)
+        recomputed = sum(
+            layers[chunk[i]]
+            for chunk in chunks
+            for group, is_recomputed in recompute.groups(len(chunk))
+            for i in (group if is_recomputed else ())
+        )
+    if config.moe_layer_recompute:  # within a recomputed layer as well
+        again = routed_flops(config, seq_length)
+        if config.moe_shared_expert_overlap:
+            again += shared_flops(config, seq_length)
+        recomputed += sum(expert_layers) * again
     return 3 * forward + recomputed
+
+
+def unused_parameters(config: ModelConfig) -> int:
+    """Number of parameters that a token does not use: those of the experts that it does not pass.
+
+    All others are its active parameters, the embeddings included.
+    """
+    if config.num_experts is None or config.moe_ffn_hidden_size is None:
+        return 0
+    layers, others = sum(config.expert_layers(config.num_layers)), config.num_experts - config.moe_router_topk
+    return layers * others * mlp_weights(config, config.moe_ffn_hidden_size)

@@ -14,9 +14,12 @@ def layout_line(engine: Engine) -> str:
     mesh, config = engine.mesh, engine.config.parallel
     sizes = {"tensor": mesh.tp.size, "data": mesh.dp.size, "pipeline": mesh.pp.size}
     product = " x ".join(f"{name} {size}" for name, size in sizes.items())
+    experts, parts = config.expert_model_parallel_size, config.expert_tensor_parallel_size
+    divided = f"experts: expert {experts} x tensor {parts} x data {mesh.expert_dp.size}"
     used = [
         name
         for name, on in (
+            (divided, engine.config.model.num_experts is not None and mesh.expert.size > 1),
             ("sequence parallel", config.sequence_parallel),
             ("distributed optimizer", config.use_distributed_optimizer and mesh.dp_cp.size > 1),
             (f"{config.pipeline_schedule} schedule", mesh.pp.size > 1),

@@ -11,6 +11,7 @@ import torch
 from megatron.checkpoint.config import SAVE_MINUTES
 from megatron.parallel.mesh import Mesh
 from megatron.reports.config import ReportConfig
+from megatron.reports.flops import unused_parameters
 from megatron.reports.layout import describe_layout, layout_line
 from megatron.reports.log_formats import LOG_FORMATS
 from megatron.training.loop import Hook, Trainer
@@ -40,9 +41,13 @@ def describe(trainer: Trainer) -> Iterator[str]:
     config, state, mesh = trainer.config, trainer.state, trainer.mesh
     model, training, checkpoint = config.model, config.training, config.checkpoint
     layers = f"{model.num_layers} layer{'s' if model.num_layers > 1 else ''}"
+    total, active, experts = trainer.engine.buffer.num_elements, "", ""
+    if model.num_experts is not None:
+        active = f", {total - unused_parameters(model):,} active"
+        experts = f"{model.num_experts} experts, {model.moe_router_topk} of them for each token, "
     yield (
-        f"model: {trainer.task.name}, {trainer.engine.buffer.num_elements:,} parameters; {layers}, "
-        f"hidden size {model.hidden_size:,}, {model.num_attention_heads} heads, "
+        f"model: {trainer.task.name}, {total:,} parameters{active}; {layers}, "
+        f"hidden size {model.hidden_size:,}, {model.num_attention_heads} heads, {experts}"
         f"vocabulary {trainer.tokenizer.vocab_size:,}"
     )
     yield f"layout: {layout_line(trainer.engine)}"

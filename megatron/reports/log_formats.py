@@ -58,6 +58,10 @@ class Short(LogFormat):
             columns.append(f"params norm {_fixed(values['params norm'], 3)}")
         if "num zeros" in last:
             columns.append(f"zeros {_count(last['num zeros'])}")
+        if "moe load max/mean" in values:
+            columns.append(f"expert load {values['moe load max/mean']:.2f} of mean")
+        if values.get("moe dropped share"):
+            columns.append(f"dropped {values['moe dropped share']:.1%}")
         return _lines(columns)
 
     def evaluation(self, trainer: Trainer, result: EvalResult) -> str:

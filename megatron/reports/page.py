@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatron import __version__
 from megatron.errors import InputError
-from megatron.reports.record import Row, RunRecord
+from megatron.reports.record import EXPERTS, Row, RunRecord
 
 if TYPE_CHECKING:
     from bokeh.plotting import figure as Figure
@@ -71,7 +71,7 @@ def report_page(runs: Sequence[RunRecord]) -> str:
 def _figures(runs: Sequence[RunRecord]) -> Iterator[tuple[str, Figure]]:
     """Yield each figure with its title."""
     names = list(dict.fromkeys(name for run in runs for row in run.training for name in row))
-    losses = [name for name in names if name.endswith("loss")]
+    losses = [name for name in names if name.endswith("loss") and not name.startswith(EXPERTS)]
     for loss in losses:
         figure = _new_figure(loss, scale="linear")
         for run, color in zip(runs, cycle(COLORS)):
@@ -108,6 +108,9 @@ def _figures(runs: Sequence[RunRecord]) -> Iterator[tuple[str, Figure]]:
         "memory of the rank with the most, bytes": [name for name in names if name.startswith("mem-")],
         "phases of the slowest rank, seconds per iteration": [n for n in names if n.endswith("-time")],
     }
+    of_experts = [name for name in names if name.startswith(EXPERTS)]
+    for title in (name for name in of_experts if " layer " not in name):
+        groups[title] = [name for name in of_experts if name.split(" layer ")[0] == title]
     for title, members in groups.items():
         if members:
             figure = _new_figure(title, scale="linear")

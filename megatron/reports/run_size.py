@@ -12,12 +12,13 @@ from megatron.data.dataset import Dataset
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed import chunks
 from megatron.recipes.extension import JoinedDataset
+from megatron.reports.flops import unused_parameters
 from megatron.training.loop import Hook, Trainer
 from megatron.training.start import run_length
 from megatron.variants.blend import BlendedDataset
 from megatron.variants.mock_data import MockBertDataset, MockGPTDataset
 
-# Tokens per parameter of a causal model that reaches the lowest loss for its operations (arXiv 2203.15556).
+# Tokens per parameter of a dense causal model that reaches the lowest loss for its operations (arXiv 2203.15556).
 COMPUTE_OPTIMAL = 20
 
 
@@ -31,25 +32,34 @@ class RunSize(Hook):
             _, samples = run_length(
                 trainer.config, trainer.batch_schedule, state.iteration, state.consumed_samples
             )
+            unused = unused_parameters(trainer.config.model)
             for line in describe_size(
                 trainer.datasets["train"],
                 samples=samples,
                 seq_length=trainer.config.data.seq_length,
-                parameters=trainer.engine.buffer.num_elements,
+                parameters=trainer.engine.buffer.num_elements - unused,
                 causal=trainer.task.causal,
+                is_mixture=unused > 0,
             ):
                 trainer.log(line)
         return nullcontext()
 
 
 def describe_size(
-    dataset: Dataset, *, samples: int, seq_length: int, parameters: int, causal: bool
+    dataset: Dataset,
+    *,
+    samples: int,
+    seq_length: int,
+    parameters: int,
+    causal: bool,
+    is_mixture: bool = False,
 ) -> list[str]:
     """Describe the run in a line, and each file of a blend in another one.
 
     Args:
         dataset: the training data. The description is empty unless it is GPT's or BERT's.
         samples: samples of the whole run.
+        parameters: the active ones of a mixture of experts.
     """
     # An extended run reads the same files again, in other orders.
     passes = dataset.datasets if isinstance(dataset, JoinedDataset) else [dataset]
@@ -62,8 +72,9 @@ def describe_size(
     sizes = [num_tokens(d) for d in blend]
     if all(sizes):
         parts.append(f"{_epochs(tokens, sum(sizes))} of the {_short(sum(sizes))} of the data")
-    ratio = f"{tokens / parameters:.3g} per parameter"
-    parts.append(ratio + (f" (compute-optimal: about {COMPUTE_OPTIMAL})" if causal else ""))
+    ratio = f"{tokens / parameters:.3g} per {'active ' if is_mixture else ''}parameter"
+    known = causal and not is_mixture
+    parts.append(ratio + (f" (compute-optimal: about {COMPUTE_OPTIMAL})" if known else ""))
     lines = [", ".join(parts)]
     if isinstance(dataset, BlendedDataset):
         for file, size, share in zip(blend, sizes, _samples_of_each(dataset, samples), strict=True):

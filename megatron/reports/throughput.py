@@ -76,7 +76,7 @@ def take_work(engine: Engine) -> tuple[float, float, float]:
             **shape,
             causal=engine.task.causal,
             recompute=context.recompute,
-            chunks=[len(chunk.layers) for stage in stages for chunk in stage],
+            chunks=[chunk.layers for stage in stages for chunk in stage],
         )
         sums += count * torch.tensor(
             [seq_length, flops_per_sample(model, **shape), exact], dtype=torch.float64

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple, TextIO
 from megatron.errors import InputError
 from megatron.reports.config import ReportConfig
 from megatron.reports.interval import mean_losses, num_skipped
-from megatron.reports.record import events_file, is_evaluation, readable_lines
+from megatron.reports.record import EXPERTS, events_file, is_evaluation, readable_lines
 from megatron.training.config import RunConfig
 from megatron.training.report import Interval
 
@@ -251,6 +251,8 @@ TAGS = {
 
 def tag_of(name: str) -> str:
     """The tag of a value of training."""
+    if name.startswith(EXPERTS):
+        return f"{EXPERTS.strip()}/{name.removeprefix(EXPERTS).replace(' ', '-')}"
     return f"train/{name}" if name.endswith("loss") else TAGS.get(name, f"speed/{name}")
 
 

@@ -21,13 +21,16 @@ from megatron.arguments import parse_run_config
 from megatron.data.batch import Batch
 from megatron.errors import InputError
 from megatron.model.flops import flops_per_sample
+from megatron.model.moe import layer, router
 from megatron.ops.cpu import linear
 from megatron.parallel import collectives
 from megatron.parallel.mesh import Mesh, init_mesh
 from megatron.planner import dry_run
-from megatron.planner.counting import Counter
-from megatron.planner.dry_run import DryRun, PhaseRecorder, count_step
+from megatron.planner.count_step import PhaseRecorder, count_step
+from megatron.planner.counting import Counter, Traffic
+from megatron.planner.dry_run import DryRun
 from megatron.planner.dry_run_report import RankCost, size
+from megatron.planner.fakes import balanced_choice, balanced_drops
 from megatron.planner.layout import OURS, Job, Layout
 from megatron.planner.memory import layer_activations
 from megatron.pretrain_bert import bert
@@ -48,18 +51,47 @@ TWO = [
 ]
 # Bytes of tensors that a gloo thread may release shortly after their transfer: an fp32 activation, a number of targets.
 RELEASE_SLACK = {"activations": 4 * 32 * 2 * 64, "peak": 4 * 32 * 2 * 64, "buffers": 4}
-FOUR = [f"{T2} {P2} --bf16 --recompute-granularity selective"]
+MOE = "--num-experts 4 --moe-ffn-hidden-size 48 --disable-bias-linear --swiglu"
+AUX = (
+    "--moe-router-load-balancing-type seq_aux_loss global_aux_loss --moe-aux-loss-coeff 0.1 0.1 "
+    "--moe-z-loss-coeff 0.1"
+)
+E2 = "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
+SHARED = "--moe-shared-expert-intermediate-size 32 --moe-shared-expert-gate --moe-layer-freq [0,1]"
+FOUR = [
+    f"{T2} {P2} --bf16 --recompute-granularity selective",
+    f"{T2} {MOE} {SHARED} --expert-model-parallel-size 2 --use-distributed-optimizer",
+]
+MIXTURES = [
+    f"{MOE} {AUX} {E2} --moe-grouped-gemm",
+    f"{MOE} {E2} --bf16 --use-distributed-optimizer --moe-layer-recompute",
+    f"{T2} {MOE} {SHARED}",
+    f"{T2} {MOE} {AUX} {E2} --sequence-parallel --moe-token-dispatcher-type allgather",
+    f"{T2} {MOE} {E2} --moe-expert-capacity-factor 0.5",
+    f"{MOE} {E2} --moe-expert-capacity-factor 1.5 --moe-pad-expert-input-to-capacity",
+    f"{MOE} --moe-router-score-function sigmoid --moe-router-enable-expert-bias --recompute-granularity full",
+]
+
+
+AXES = ("embedding", "world", "expert", "expert_dp", "tp", "dp", "pp")
 
 
 class TrafficCounter:
     """Counts calls and bytes of torch.distributed by function and mesh axis."""
 
     def __init__(self, mesh: Mesh) -> None:
-        axes = {name: getattr(mesh, name) for name in ("embedding", "world", "pp", "dp", "tp")}
-        self.names = {id(axis.group): name for name, axis in axes.items() if axis.size > 1}
+        axes = [axis for name in AXES if (axis := getattr(mesh, name)).size > 1]
+        self.names = {id(axis.group): axis.name for axis in axes}
+        # Several axes may be of all processes, with their group.
+        self.same = {axis.name: self.names[id(axis.group)] for axis in axes}
         self.counts: collections.Counter = collections.Counter()
         replaced = [(dist, "all_reduce"), (dist, "isend"), (dist, "irecv"), (dist, "broadcast")]
-        replaced += [(dist, "reduce"), (collectives, "_gather"), (collectives, "_reduce_scatter")]
+        replaced += [
+            (dist, "all_to_all_single"),
+            (dist, "reduce"),
+            (collectives, "_gather"),
+            (collectives, "_reduce_scatter"),
+        ]
         self.originals = [(module, name, getattr(module, name)) for module, name in replaced]
 
     def __enter__(self) -> TrafficCounter:
@@ -72,7 +104,7 @@ class TrafficCounter:
             setattr(module, name, original)
 
     def wrapped(self, name: str, original: Callable) -> Callable:
-        def call(*tensors: Tensor, group: object = None, **settings: object) -> object:
+        def call(*tensors: object, group: object = None, **settings: object) -> object:
             key = name.strip("_"), self.names[id(group)]
             self.counts[(*key, "calls")] += 1
             found = [x for x in tensors if isinstance(x, Tensor)]
@@ -85,21 +117,21 @@ class TrafficCounter:
 FUNCTIONS = {
     "all-reduce": "all_reduce",
     "all-gather": "gather",
+    "all-to-all": "all_to_all_single",
     "reduce-scatter": "reduce_scatter",
     "reduce": "reduce",
     "broadcast": "broadcast",
     "send": "isend",
     "receive": "irecv",
 }
-AXES = {"tensor-parallel": "tp", "pipeline": "pp", "data-parallel": "dp", "whole run": "world"}
 
 
-def traffic_counts(needs: RankCost) -> dict[tuple[str, str, str], int]:
-    """Traffic that a dry run counted, with the keys of `TrafficCounter`."""
-    found = {}
+def traffic_counts(needs: RankCost, same: dict[str, str]) -> collections.Counter:
+    """Traffic that a dry run counted, with the keys of `TrafficCounter`; `same` is its field."""
+    found: collections.Counter = collections.Counter()
     for (kind, axis), traffic in needs.traffic.items():
         for what in ("calls", "bytes"):
-            found[FUNCTIONS[kind], AXES[axis], what] = getattr(traffic, what)
+            found[FUNCTIONS[kind], same[axis], what] += getattr(traffic, what)
     return found
 
 
@@ -123,9 +155,10 @@ def real_batches(batch: Batch) -> Iterator[Batch]:
         yield batch.map(torch.ones_like)
 
 
-def real_steps(layouts: list[str], ports: list[int], batch: Batch) -> list[tuple[RankCost, dict]]:
-    """Measure the costs of each layout on this rank, by `Counter` and by `TrafficCounter`."""
+def real_steps(layouts: list[str], ports: list[int], batch: Batch) -> list[tuple[RankCost, dict, dict]]:
+    """Measure the costs of each layout on this rank, by `Counter` and by `TrafficCounter`. Routing is uniform."""
     linear.MIN_REORDER_ROWS = 1
+    router.choose_experts, layer.dropped_copies = balanced_choice, balanced_drops
     found = []
     for flags, port in zip(layouts, ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
@@ -141,11 +174,18 @@ def real_steps(layouts: list[str], ports: list[int], batch: Batch) -> list[tuple
                 with TrafficCounter(mesh) as wrapped:
                     settings = {"simulated": microbatches, "microbatches": microbatches}
                     needs = count_step(engine, phases, real_batches(batch), **settings)
-            found.append((needs, dict(wrapped.counts)))
+            found.append((needs, dict(wrapped.counts), wrapped.same))
     return found
 
 
-@pytest.mark.parametrize(("processes", "layouts"), [pytest.param(2, TWO, marks=pytest.mark.slow), (4, FOUR)])
+@pytest.mark.parametrize(
+    ("processes", "layouts"),
+    [
+        pytest.param(2, TWO, marks=pytest.mark.slow),
+        pytest.param(2, MIXTURES, marks=pytest.mark.slow),
+        (4, FOUR),
+    ],
+)
 def test_equals_real_processes(processes: int, layouts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are in oneDNN's layout, as they are for many tokens."""
     monkeypatch.setattr(linear, "MIN_REORDER_ROWS", 1)
@@ -155,14 +195,14 @@ def test_equals_real_processes(processes: int, layouts: list[str], monkeypatch: 
     for i, counting in enumerate(countings):
         fakes = [counting.count(rank) for rank in range(processes)]
         for fake, steps in zip(fakes, by_rank, strict=True):
-            real, wrapped = steps[i]
-            assert traffic_counts(fake) == wrapped and fake.traffic == real.traffic
+            real, wrapped, same = steps[i]
+            assert traffic_counts(fake, same) == wrapped and fake.traffic == real.traffic
             assert fake.flops == real.flops and fake.parameters == real.parameters
             for kind, held in real.memory.items():
-                more = RELEASE_SLACK.get(kind, 0)
+                # An all-to-all sends up to three times as many rows.
+                more = RELEASE_SLACK.get(kind, 0) * (3 if "--num-experts" in layouts[i] else 1)
                 assert -0.001 * held <= held - fake.memory[kind] <= 0.001 * held + more, (layouts[i], kind)
-        of_a_replica = [needs.unique_parameters for needs in fakes if needs.coordinates["dp"] == 0]
-        assert sum(of_a_replica) == counting.model_parameters()
+        assert sum(needs.unique_parameters for needs in fakes) == counting.model_parameters()
 
 
 @pytest.mark.parametrize(
@@ -306,7 +346,7 @@ def test_the_progress_bar_ends_full(monkeypatch: pytest.MonkeyPatch) -> None:
         def update(self) -> None:
             updates.append(1)
 
-    monkeypatch.setattr(dry_run, "tqdm", Bar)
+    monkeypatch.setattr("megatron.planner.count_step.tqdm", Bar)
     DryRun.from_config(config_of(f"--num-layers 2 {P2} --dry-run --global-batch-size 4"), GPT, 2).count(0)
     assert totals == [2 * 2] and len(updates) == 4  # forward and backward of two microbatches
 
@@ -387,3 +427,22 @@ def test_a_trillion_parameters(command: Callable, tmp_path: Path) -> None:
     sums = {(row["kind"], row["axis"]): row["calls"] for row in middle["traffic"]}
     assert sums["all-reduce", "tensor-parallel"] == 512 * 2 * 6 + 1  # for the gradient norm
     assert first["memory"]["weights"] == 2 * (first["parameters"])
+
+
+def test_a_mixture_names_its_axes(capsys: pytest.CaptureFixture) -> None:
+    """Uniform routing: every rank sends the same rows, and gradients of experts are reduced over half of the ranks."""
+    flags = f"{SMALL} {MOE} {E2} --bf16 --use-distributed-optimizer --world-size 4 --num-layers 2"
+    words = f"{flags} --dry-run-ranks 3".split()
+    config = parse_run_config(words, description="", defaults=DEFAULTS)
+    assert dry_run.dry_run(config, GPT) == 0
+    experts, dense = 2 * 4 * 3 * 32 * 48, 2 * (4 * 32**2 + 2 * 2 * 32 + 4 * 32) + (59 + 16) * 32 + 2 * 32
+    printed = capsys.readouterr().out
+    assert f"with {experts + dense:,} parameters, {experts // 2 + dense:,} active\n" in printed
+    assert "experts: expert 2 x tensor 1 x data 2; tokens are assumed" in printed
+    cost = DryRun.from_config(config, GPT, 4).count(3)
+    rows = 2 * 16 * 2  # two sequences, each token twice
+    sizes, forward, backward = 8 * 4, (2 * 32 + 4) * rows + 2 * 32 * rows, (2 * 32 + 4) * rows + 2 * 32 * rows
+    expected = Traffic(2 * (1 + 3 + 3), 2 * (sizes + forward + backward))
+    assert cost.traffic["all-to-all", "expert-parallel"] == expected
+    assert cost.traffic["reduce-scatter", "expert-data-parallel"] == Traffic(1, 4 * experts // 2)
+    assert cost.traffic["all-gather", "expert-data-parallel"] == Traffic(1, 2 * experts // 2)

@@ -272,9 +272,7 @@ def test_flops_of_every_layout_match_a_dry_run(shape: str, name: str):
         num_logits=s,
         causal=False,  # a dry run counts the whole square
         recompute=recompute,
-        chunks=[
-            len(chunk.layers) for stage in split_layers(config.parallel, model.num_layers) for chunk in stage
-        ],
+        chunks=[chunk.layers for stage in split_layers(config.parallel, model.num_layers) for chunk in stage],
     )
     # FlashAttention recomputes the scores in backward.
     expected += model.num_layers * 2 * s * s * model.num_attention_heads * model.kv_channels

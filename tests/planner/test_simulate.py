@@ -142,7 +142,7 @@ def test_tensor_parallel_traffic_matches_a_dry_run(parallel: bool, times: int):
     """Two layers: 10 all-reduces, or 14 all-gathers and 10 reduce-scatters, as --dry-run counts them."""
     gpt, machine = job(2, 1024, 16, 8), cluster(2)
     kernels = Simulator(gpt, Layout(tensor=2, sequence_parallel=parallel), machine, OURS).kernels
-    chunk = kernels.chunk(first=True, last=True)
+    chunk = kernels.chunk(2, 0, first=True, last=True)
     one = machine.all_gather(2 * 2048 * 1024, machine.group(2, 1))
     assert chunk.forward.tensor_parallel + chunk.backward.tensor_parallel == pytest.approx(times * one)
 

@@ -16,6 +16,7 @@ from checkout import RUN, Checkout, commands
 from megatron.arguments import parse_run_config
 from megatron.model.context import ModelContext
 from megatron.pretrain_gpt import DEFAULTS, build_model
+from megatron.reports.flops import unused_parameters
 from megatron.training.config import RunConfig
 from megatron.training.layout import check_layout
 
@@ -44,9 +45,17 @@ TABLE = {
     "345m": (0.355, 16, 1024, 24, 1, 1, 1, 8),
 }
 
+# Billions of parameters and of active ones, experts, stages, ranks that divide the experts, GPUs, global batch, and
+# GB of the rank that needs most.
+MIXTURES = {
+    "mixtral_8x7b": (46.7, 12.9, 8, 4, 8, 64, 256, 62.4),
+    "qwen3_30b_a3b": (30.5, 3.35, 128, 1, 16, 16, 1024, 56.3),
+    "deepseek_v3": (671.0, 37.55, 256, 16, 64, 2048, 15360, 28.0),
+}
+
 
 def test_every_script_has_its_row() -> None:
-    assert {f"pretrain_gpt_{size}.sh" for size in TABLE} == {
+    assert {f"pretrain_gpt_{size}.sh" for size in TABLE | MIXTURES} == {
         path.name for path in (ROOT / "scripts").glob("pretrain_gpt_*.sh")
     }
 
@@ -75,6 +84,39 @@ def test_a_size_matches_its_paper(checkout: Checkout, size: str) -> None:
     padded = -(-50257 // each) * each
     assert padded == (50304 if size == "345m" else 51200)
     assert parameters(config, padded) / 1e9 == pytest.approx(billions, abs=0.05 if billions > 1 else 0.0005)
+
+
+@pytest.mark.parametrize("size", MIXTURES)
+def test_a_mixture_has_its_published_layout(checkout: Checkout, size: str) -> None:
+    billions, active, experts, stages, divided, gpus, batch, _ = MIXTURES[size]
+    (dry,) = commands(checkout.run(f"pretrain_gpt_{size}.sh", "--dry-run", "--lr", "1"))
+    assert dry[-2:] == ["--world-size", str(gpus)]
+    words = [word for word in dry[2:-2] if word != "--dry-run"]
+    config = parse_run_config(words, description="", defaults=DEFAULTS)
+    model, parallel = config.model, config.parallel
+    assert (model.num_experts, parallel.pipeline_model_parallel_size) == (experts, stages)
+    assert (parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size) == (divided, 1)
+    assert config.training.global_batch_size == batch and config.optimizer.lr == 1
+    check_layout(config, gpus)
+    assert config.tokenizer.vocab_size is not None
+    total = parameters(config, config.tokenizer.vocab_size + 1)
+    assert total / 1e9 == pytest.approx(billions, abs=0.05)
+    assert (total - unused_parameters(model)) / 1e9 == pytest.approx(active, abs=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", MIXTURES)
+def test_a_mixture_fits_its_published_cluster(size: str, tmp_path: Path) -> None:
+    """GPUs with 80 GB. Every token passes each layer's experts twice per pass, to their ranks and back."""
+    file = tmp_path / "counts.json"
+    script = ["bash", ROOT / "scripts" / f"pretrain_gpt_{size}.sh", "--dry-run", "--dry-run-ranks", "0"]
+    environment = os.environ | {"PYTHON": sys.executable}
+    subprocess.run([*script, "--dry-run-json", file], check=True, env=environment)
+    record = json.loads(file.read_text())
+    billions, active, *_, gigabytes = MIXTURES[size]
+    assert record["parameters"] / 1e9 == pytest.approx(billions, abs=0.05)
+    assert record["active parameters"] / 1e9 == pytest.approx(active, abs=0.05)
+    assert record["ranks"][0]["memory"]["peak"] / 1e9 == pytest.approx(gigabytes, rel=0.02)
 
 
 @pytest.mark.parametrize("size", ["345m", "8.3b", "175b"])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
 from models import CPU, FLAGS
@@ -10,14 +13,14 @@ from megatron.errors import InputError
 from megatron.faults.memory import check_memory
 from megatron.model.config import ModelConfig
 from megatron.model.context import ModelContext
-from megatron.model.flops import flops_per_sample
+from megatron.model.flops import attention_flops, flops_per_sample
 from megatron.model.gpt import GPTModel
 from megatron.optim.config import OptimizerConfig
 from megatron.optim.layout import lay_out
 from megatron.optim.optimizer import param_groups
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.recompute import Recompute
-from megatron.reports.flops import exact_flops_per_sample
+from megatron.reports.flops import exact_flops_per_sample, unused_parameters
 
 
 @pytest.mark.parametrize(("layers", "hidden", "heads"), [(24, 2304, 24), (96, 12288, 96), (128, 25600, 160)])
@@ -100,10 +103,12 @@ def test_a_run_is_refused_before_it_allocates(pretrain) -> None:
         pretrain(*FLAGS.split(), *sizes.split(), "--vocab-size", 51199)
 
 
-def exact(recompute: Recompute, *, causal: bool = True, chunks: tuple[int, ...] = (4, 4)) -> float:
+def exact(recompute: Recompute, *, causal: bool = True, sizes: tuple[int, ...] = (4, 4)) -> float:
     """Exact FLOPs of eight layers with h = 32, s = 64 and V = 128."""
     config = ModelConfig(num_layers=8, hidden_size=32, num_attention_heads=4, max_position_embeddings=64)
     shape = {"seq_length": 64, "padded_vocab_size": 128, "num_logits": 64}
+    ends = list(itertools.accumulate(sizes))
+    chunks = [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
     return exact_flops_per_sample(config, **shape, causal=causal, recompute=recompute, chunks=chunks)
 
 
@@ -118,4 +123,107 @@ def test_exact_flops_with_causal_mask_and_recomputation() -> None:
     assert exact(Recompute("full", "uniform", 3)) == once + 8 * (layer + half)
     # Recomputes the first layer of each chunk.
     assert exact(Recompute("full", "block", 1)) == once + 2 * (layer + half)
-    assert exact(Recompute("full", "block", 3), chunks=(2, 6)) == once + 5 * (layer + half)
+    assert exact(Recompute("full", "block", 3), sizes=(2, 6)) == once + 5 * (layer + half)
+
+
+GATED = {"swiglu": True, "add_bias_linear": False, "untie_embeddings_and_output_weights": True}
+GATED |= {"normalization": "RMSNorm", "position_embedding_type": "rope", "max_position_embeddings": 4096}
+MIXTURES: dict[str, tuple[int, dict[str, Any]]] = {
+    "mixtral 8x7b": (
+        32000,
+        {
+            "num_layers": 32,
+            "hidden_size": 4096,
+            "num_attention_heads": 32,
+            "ffn_hidden_size": 14336,
+            "num_experts": 8,
+        }
+        | {"group_query_attention": True, "num_query_groups": 8},
+    ),
+    "qwen3 30b a3b": (
+        151936,
+        {
+            "num_layers": 48,
+            "hidden_size": 2048,
+            "num_attention_heads": 32,
+            "num_experts": 128,
+            "moe_router_topk": 8,
+        }
+        | {"group_query_attention": True, "num_query_groups": 4, "kv_channels": 128, "qk_layernorm": True}
+        | {"moe_ffn_hidden_size": 768, "moe_router_pre_softmax": True},
+    ),
+    "olmoe": (
+        50304,
+        {
+            "num_layers": 16,
+            "hidden_size": 2048,
+            "num_attention_heads": 16,
+            "num_experts": 64,
+            "moe_router_topk": 8,
+        }
+        | {"moe_ffn_hidden_size": 1024, "qk_layernorm": True, "qk_layernorm_all_heads": True},
+    ),
+    "deepseek v3": (
+        129280,
+        {"num_layers": 61, "hidden_size": 7168, "num_attention_heads": 128, "ffn_hidden_size": 18432}
+        | {
+            "num_experts": 256,
+            "moe_router_topk": 8,
+            "moe_ffn_hidden_size": 2048,
+            "moe_layer_freq": "[0]*3+[1]*58",
+        }
+        | {"moe_shared_expert_intermediate_size": 2048, "moe_router_score_function": "sigmoid"}
+        | {"moe_router_enable_expert_bias": True, "multi_latent_attention": True, "q_lora_rank": 1536}
+        | {"kv_lora_rank": 512, "qk_layernorm": True},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "active"),
+    [
+        ("mixtral 8x7b", 46.7, 12.9),  # arXiv 2401.04088
+        ("qwen3 30b a3b", 30.5, 3.3),  # the model card
+        ("olmoe", 6.9, 1.3),  # arXiv 2409.02060
+        ("deepseek v3", 671.0, 36.7 + 0.9),  # README_WEIGHTS.md, which leaves out the embeddings of the input
+    ],
+)
+def test_published_mixtures(name: str, billions: float, active: float) -> None:
+    """Total and active parameters; a token's FLOPs are six for each active one but the embeddings of the input."""
+    vocab, fields = MIXTURES[name]
+    config, s = ModelConfig(**GATED, **fields), 4096
+    with torch.device("meta"):
+        model = GPTModel(config, ModelContext(vocab_size=vocab, padded_vocab_size=vocab))
+    total = sum(p.numel() for p in model.parameters())
+    used = total - unused_parameters(config)
+    assert (total / 1e9, used / 1e9) == (pytest.approx(billions, abs=0.05), pytest.approx(active, abs=0.06))
+    weights = used - vocab * config.hidden_size - sum(p.numel() for p in model.parameters() if p.dim() == 1)
+    flops = flops_per_sample(config, seq_length=s, padded_vocab_size=vocab, num_logits=s)
+    attention = 3 * config.num_layers * attention_flops(config, pairs=s * s)
+    assert flops == pytest.approx(6 * s * weights + attention, rel=1e-12)
+
+
+def test_exact_flops_of_recomputed_experts() -> None:
+    shape = {"seq_length": 64, "padded_vocab_size": 128, "num_logits": 64, "causal": False}
+    model = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 64}
+    model |= {"num_experts": 4, "moe_layer_freq": "2", "moe_ffn_hidden_size": 16, "add_bias_linear": False}
+    model |= {"moe_shared_expert_intermediate_size": 48, "moe_shared_expert_gate": True}
+    chunks = [range(1), range(1, 4)]
+
+    def exact_flops(recompute: Recompute, **fields: bool) -> float:
+        config = ModelConfig(**model, **fields)
+        return exact_flops_per_sample(config, **shape, recompute=recompute, chunks=chunks)
+
+    once, layers = exact_flops(Recompute()), 2 * 64 * 4 * (4 * 32 * 32)
+    squares, dense = 4 * 4 * 64 * 64 * 32, 2 * 2 * 64 * 2 * 32 * 128
+    experts = 2 * 2 * 64 * (32 * 4 + 2 * 2 * 32 * 16)
+    shared = 2 * 2 * 64 * (2 * 32 * 48 + 32)
+    assert once == 3 * (layers + squares + dense + experts + shared + 2 * 64 * 32 * 128)
+    assert exact_flops(Recompute(), moe_layer_recompute=True) == once + experts
+    overlapped = {"moe_layer_recompute": True, "moe_shared_expert_overlap": True}
+    assert exact_flops(Recompute(), **overlapped) == once + experts + shared
+    # The first layer of each chunk: one with experts, one without.
+    first = (layers + squares) / 2 + (dense + experts + shared) / 2
+    block = Recompute("full", "block", 1)
+    assert exact_flops(block) == once + first
+    assert exact_flops(block, moe_layer_recompute=True) == once + first + experts

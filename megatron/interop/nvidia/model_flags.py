@@ -43,15 +43,8 @@ MODEL_FLAGS: tuple[NvidiaFlag, ...] = (
         "--hybrid-override-pattern TEXT",
     ),
     *refuse("only plain transformers are implemented", "--spec NAME...", harmless=("local",)),
-    *refuse(
-        _NOT_SUPPORTED,
-        "--moe-per-layer-logging",
-        "--moe-input-jitter-eps X",
-    ),
-    *refuse(
-        "megatron convert has this flag; load its result",
-        "--moe-use-upcycling",
-    ),
+    *refuse(_NOT_SUPPORTED, "--moe-input-jitter-eps X"),
+    *refuse("megatron convert has this flag; load its result", "--moe-use-upcycling"),
     *refuse("experts have the width of the dense MLP", "--moe-upcycling-granularity N", harmless=("1",)),
     *accept("rows of experts are moved without a kernel of their own", "--moe-permute-fusion"),
     *refuse("T5 is not implemented; for GPT use --num-layers", "--encoder-num-layers N"),

@@ -178,7 +178,7 @@ def by_all_gather(
     x_nh, weights_nk = gather_shards(x_nh, axis), gather_shards(weights_nk, axis)
     indices_nk = gather_shards(indices_nk, axis)
     local, key = experts.local, indices_nk - experts.local.start
-    key = torch.where((key >= 0) & (key < len(local)), key, len(local)).flatten()
+    key = key.masked_fill((key < 0) | (key >= len(local)), len(local)).flatten()
     capacity = None if capacity is None else capacity * axis.size
     rows, sizes = sorted_rows(key, len(local), indices_nk.shape[1], capacity=capacity)
     y_nh = rows.add(experts(rows.take(x_nh), rows.take_copies(weights_nk), sizes))

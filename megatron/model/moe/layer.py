@@ -73,6 +73,9 @@ class MoELayer(nn.Module):
             taken = expert_capacity(self.config, x_sbh.shape[0] * axis.size)
             dropped = dropped_copies(weights_nk, indices_nk, x_sbh.shape[:2], taken, self.config, axis)
             indices_nk = indices_nk.masked_fill(dropped, self.config.num_experts)
+            record = self.router.record
+            if record is not None and sequence_grad is not None and torch.is_grad_enabled():
+                record({"dropped": dropped.sum()})
             if self.config.moe_pad_expert_input_to_capacity:
                 capacity = taken * x_sbh.shape[1]
         trains, x_nh = sequence_grad is not None, x_sbh.flatten(0, 1)

@@ -31,8 +31,8 @@ class Router(nn.Module):
             optimizer takes the next bias.
         load: [e], tokens of each expert in the last global batch, for the auxiliary loss over it. Its gradient is that
             of this batch.
-        record: called in training with what plug-ins report: the load [e] of this rank's tokens, and the sums over
-            tokens of the scores' entropy and of each auxiliary loss.
+        record: called in training with sums that plug-ins report, by name: "load" [e] and the "entropy" of the scores
+            of this rank's tokens, the tokens' share of "sequences", each auxiliary loss, and "dropped" copies.
     """
 
     def __init__(self, config: MoEConfig, hidden_size: int, init: Init, context: ModelContext) -> None:
@@ -47,7 +47,7 @@ class Router(nn.Module):
         self.expert_bias = parameter(vector, zeros) if config.moe_router_enable_expert_bias else None
         has_load = "global_aux_loss" in config.moe_router_load_balancing_type
         self.load = parameter(vector, zeros) if has_load else None
-        self.record: Callable[..., None] | None = None
+        self.record: Callable[[dict[str, Any]], None] | None = None
 
     def forward(
         self, x_sbh: Tensor, axis: Axis, sequence_grad: Tensor | float | None
@@ -77,8 +77,8 @@ class Router(nn.Module):
             if self.record is not None:
                 shares = logits_ne.softmax(-1)
                 entropy = -(shares * shares.clamp(min=1e-30).log()).sum()
-                values = {name: loss.detach() for name, (_, loss) in losses.items()}
-                self.record(used_e, entropy, values)
+                sums = {"load": used_e, "entropy": entropy, "sequences": x_sbh.shape[1] / axis.size}
+                self.record(sums | {name: loss.detach() for name, (_, loss) in losses.items()})
         return weights_nk, indices_nk
 
 
@@ -90,7 +90,7 @@ def best(scores: Tensor, k: int) -> Tensor:
 def count(indices: Tensor, experts: int) -> Tensor:
     """Number of times that each expert is in `indices`, [e] fp32."""
     indices = indices.flatten()
-    zero = torch.zeros(experts, device=indices.device)
+    zero = indices.new_zeros(experts, dtype=torch.float32)
     return zero.scatter_add_(0, indices, torch.ones_like(indices, dtype=zero.dtype))
 
 

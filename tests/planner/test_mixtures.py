@@ -1,0 +1,160 @@
+"""The planner's formulas of mixtures of experts against models and dry runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+from models import config_of
+from planner.test_memory import ONE_DEVICE
+from published import cluster
+
+from megatron.parallel.mesh import axis_sizes
+from megatron.planner.dry_run import DryRun
+from megatron.planner.explain import other_choices
+from megatron.planner.kernels import Kernels
+from megatron.planner.layout import OURS, Job, Layout
+from megatron.planner.memory import model_parameters, owned_parameters, stage_memory, stage_parameters
+from megatron.planner.search import expert_sizes, search
+from megatron.planner.simulate import Simulator
+from megatron.pretrain_gpt import GPT
+
+GATED = f"""
+    {ONE_DEVICE} --device cuda --dry-run --swiglu --disable-bias-linear --normalization RMSNorm
+    --position-embedding-type rope --untie-embeddings-and-output-weights
+"""
+SHAPES = {
+    "mixtral": "--num-experts 4 --ffn-hidden-size 512 --moe-aux-loss-coeff 0.01 --moe-grouped-gemm",
+    "deepseek": "--num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 128 --moe-layer-freq [0]*1+[1]*7 "
+    "--moe-shared-expert-intermediate-size 128 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.001",
+    "qwen": "--num-experts 8 --moe-ffn-hidden-size 256 --moe-router-pre-softmax --moe-shared-expert-gate "
+    "--moe-shared-expert-intermediate-size 256 --moe-layer-recompute --moe-z-loss-coeff 0.01 "
+    "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.01 --moe-layer-freq 2",
+}
+LAYOUTS = {
+    "one": Layout(),
+    "E4": Layout(data=4, expert=4, distributed_optimizer=True),
+    "T2 E2": Layout(tensor=2, data=2, expert=2, sequence_parallel=True, distributed_optimizer=True),
+    "T2 E2T2": Layout(tensor=2, data=2, expert=2, expert_tensor=2),
+    "P4 E2": Layout(pipeline=4, data=2, expert=2),
+    "P2V2 E2": Layout(pipeline=2, chunks=2, data=2, expert=2, recompute="full"),
+}
+QUICK = {("mixtral", "E4"), ("deepseek", "P4 E2"), ("qwen", "T2 E2T2")}
+CASES = [
+    pytest.param(shape, name, marks=() if (shape, name) in QUICK else pytest.mark.slow)
+    for shape in SHAPES
+    for name in LAYOUTS
+]
+
+
+def job_of(shape: str) -> Job:
+    return Job(config_of(f"{GATED} {SHAPES[shape]}").model, 128, vocab_size=512, global_batch_size=8)
+
+
+@pytest.mark.parametrize(("shape", "name"), CASES)
+def test_memory_matches_a_dry_run(shape: str, name: str) -> None:
+    """Exact for weights, gradients and optimizer state but for the padding of buckets."""
+    job, layout = job_of(shape), LAYOUTS[name]
+    flags = " ".join(layout.flags(job))
+    run = DryRun.from_config(config_of(f"{GATED} {SHAPES[shape]} {flags}"), GPT, layout.processes)
+    assert model_parameters(job) == run.model_parameters()
+    for stage in {0, layout.pipeline - 1}:
+        cost = run.count(stage * layout.processes // layout.pipeline)
+        memory = stage_memory(job, layout, cluster(layout.processes), stage, OURS)
+        assert stage_parameters(job, layout, stage) == cost.parameters
+        state = (memory.weights, memory.gradients, memory.master, memory.moments)
+        names = ("weights", "gradients", "master weights", "moments")
+        assert state == pytest.approx([cost.memory[kind] for kind in names], rel=2e-3)
+        assert memory.activations == pytest.approx(cost.memory["activations"], rel=0.2)
+        assert memory.total == pytest.approx(cost.memory["peak"], rel=0.03)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_experts_and_their_state_are_divided(shape: str) -> None:
+    """E4T2 on 16 ranks: an eighth of the experts on each, and their optimizer state divided by two ranks."""
+    job, alone = job_of(shape), Layout()
+    layout = Layout(tensor=2, data=8, expert=4, expert_tensor=2, distributed_optimizer=True)
+    model = job.model
+    assert model.num_experts is not None and model.moe_ffn_hidden_size is not None
+    experts = sum(model.expert_layers(8)) * model.num_experts * 3 * 256 * model.moe_ffn_hidden_size
+    whole = dataclasses.replace(layout, expert=1, expert_tensor=1)
+    dense = stage_parameters(job, whole, 0) - experts
+    assert stage_parameters(job, layout, 0) == dense + experts / 8
+    assert owned_parameters(job, layout, 0) == dense / 8 + experts / 16
+    assert owned_parameters(job, alone, 0) == stage_parameters(job, alone, 0)
+
+
+def test_an_all_to_all_sends_to_other_nodes_by_its_own_adapter() -> None:
+    """Of 16 parts 7 stay in the node at 300 GB/s, 8 leave it at 25 GB/s, and one stays on the rank."""
+    machine = cluster(16)
+    share = machine.efficiency.link
+    assert machine.all_to_all(16e9, machine.group(8, 1)) == pytest.approx(14e9 / (300e9 * share), rel=1e-3)
+    assert machine.all_to_all(16e9, machine.group(16, 1)) == pytest.approx(8e9 / (25e9 * share), rel=1e-3)
+    assert machine.all_to_all(16e9, machine.group(1, 1)) == 0
+
+
+def test_communication_is_that_of_a_dry_run() -> None:
+    """Rows go to their experts and back in both passes; the planner omits their weights and numbers."""
+    job, layout = job_of("mixtral"), LAYOUTS["T2 E2T2"]
+    config = config_of(f"{GATED} {SHAPES['mixtral']} {' '.join(layout.flags(job))}")
+    cost = DryRun.from_config(config, GPT, layout.processes).count(0)
+    rows, passes = 128 // 2 * 2 * 2, 8 * 4  # of eight layers and four microbatches
+    counted = cost.traffic["all-to-all", "expert-parallel"]
+    assert counted.bytes == passes * (4 * rows * 256 * 2 + 2 * rows * 4 + 4 * 2 * 8)
+    machine = cluster(4)
+    seconds = machine.all_to_all(rows * 256 * 2, layout.expert_group(machine))
+    step = Simulator(job, layout, machine, OURS).step()
+    assert step.expert_parallel == pytest.approx(passes * 4 * seconds)
+
+
+def test_small_products_are_less_efficient() -> None:
+    """Grouped products share the waves of tiles; one after the other each leaves most of the device idle."""
+
+    def products(experts: int, **fields: bool) -> float:
+        model = dataclasses.replace(
+            job_of("mixtral").model, num_experts=experts, moe_ffn_hidden_size=512, **fields
+        )
+        job = Job(model, 4096, vocab_size=512, global_batch_size=8)
+        return Kernels(job, Layout(), cluster(1), OURS).routed.forward.matmul
+
+    assert products(64) > 1.2 * products(8)  # as many rows and operations
+    assert products(64, moe_grouped_gemm=False) > 2 * products(64)
+
+
+def test_the_search_divides_experts() -> None:
+    job = Job(job_of("deepseek").model, 128, vocab_size=512, global_batch_size=16)
+    assert expert_sizes(job, 4) == [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)]
+    result = search(job, cluster(4), num_plans=5, progress=lambda _: None)
+    for plan in result.plans:
+        words = " ".join(plan.layout.flags(job))
+        config = config_of(f"{GATED} {SHAPES['deepseek']} {words}")
+        axis_sizes(config.parallel, 4)
+        assert config.parallel.expert_size == plan.layout.expert * plan.layout.expert_tensor
+    others = list(other_choices(result.plans[0], job, cluster(4)))
+    assert {other.expert for _, other in others} != {result.plans[0].layout.expert}
+
+
+@pytest.mark.slow
+def test_a_mixture_that_one_device_cannot_hold_is_divided() -> None:
+    """141 billion parameters, as Mixtral 8x22B has, on 64 GPUs."""
+    model = dataclasses.replace(
+        job_of("mixtral").model,
+        num_layers=56,
+        hidden_size=6144,
+        num_attention_heads=48,
+        num_query_groups=48,
+        kv_channels=128,
+        ffn_hidden_size=16384,
+        moe_ffn_hidden_size=16384,
+        num_experts=8,
+        max_position_embeddings=4096,
+    )
+    job = Job(model, 4096, vocab_size=32768, global_batch_size=256)
+    plan = search(job, cluster(64), num_plans=1, progress=lambda _: None).plans[0]
+    assert plan.layout.expert * plan.layout.expert_tensor > 1
+
+
+def test_the_table_in_docs_is_up_to_date(command: Callable) -> None:
+    command("benchmarks/planner_mixtures.py", "--check")
