@@ -119,7 +119,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{result.timed:,} layouts fit and were timed; {result.too_large:,} do not fit\n")
     print(table(result, job, cluster))
     print(f"\nThe best: {best.layout}\n{details(best, cluster)}")
-    if cluster.efficiency == DATA_SHEET_EFFICIENCY:
+    if cluster.efficiency == DATA_SHEET_EFFICIENCY and job.model.num_experts is not None:
+        print(
+            "  note    mean error over 25 published runs of mixtures: 31%; experts are assumed to get equally many tokens "
+            "(docs/scaling.md). This program is not measured on GPU clusters"
+        )
+    elif cluster.efficiency == DATA_SHEET_EFFICIENCY:
         print(
             "  note    mean error over 192 published runs: 17%; within about 15% on A100 and V100, up to 40% too fast "
             "on H100 and newer (docs/scaling.md). This program is not measured on GPU clusters"

@@ -261,8 +261,7 @@ def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program
     activations = in_flight * (kept + rotary_bytes(job, layout))
     if layout.recompute == "full":  # the layer being recomputed
         activations += of_layer(recompute="none", has_experts=experts > 0)
-    if experts:
-        activations += recomputed_experts(job, layout, element)
+    working = recomputed_experts(job, layout, element) if experts else 0.0
     tokens = layout.micro_batch_size * job.seq_length
     hidden = tokens * job.model.hidden_size / (layout.tensor if layout.sequence_parallel else 1)
     if stage == 0 and job.model.hidden_dropout:  # the embeddings' dropout masks (2205.05198 section 4.3)
@@ -275,7 +274,8 @@ def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program
         if program.chunked_logits:
             chunk = min(logits, LOGITS_CHUNK_BYTES["cuda"] / element)
             piece = min(logits, LOGITS_PIECE_BYTES["cuda"] / element)
-        activations += element * chunk + 4 * piece
+        working = max(working, element * chunk + 4 * piece)  # the loss comes before backward of the layers
+    activations += working
     return Memory(
         weights=element * parameters,
         gradients=program.gradient * parameters,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shlex
 import textwrap
 
 from megatron.flags import flag_name
@@ -96,7 +97,7 @@ def command_flags(plan: Plan, job: Job, cluster: Cluster, tokens: float | None) 
     """Flags of pretrain_gpt.py for a plan; with `tokens`, also the length of training."""
     precision = cluster.device.precision
     model = [
-        flag_name(f) if isinstance(value, bool) else f"{flag_name(f)} {value}"
+        flag_name(f) if isinstance(value, bool) else f"{flag_name(f)} {as_words(value)}"
         for f in dataclasses.fields(job.model)
         if (value := getattr(job.model, f.name)) != f.default and f.name not in derived_fields(job.model)
     ]
@@ -108,6 +109,11 @@ def command_flags(plan: Plan, job: Job, cluster: Cluster, tokens: float | None) 
     if tokens is not None:
         flags.append(f"--train-samples {math.ceil(tokens / job.seq_length)}")
     return flags
+
+
+def as_words(value: object) -> str:
+    """The value of a flag on a command line."""
+    return shlex.join(map(str, value if isinstance(value, tuple) else (value,)))
 
 
 def command(flags: list[str], cluster: Cluster) -> str:
