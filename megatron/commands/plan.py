@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"\nThe best: {best.layout}\n{details(best, cluster)}")
     if cluster.efficiency == DATA_SHEET_EFFICIENCY and job.model.num_experts is not None:
         print(
-            "  note    mean error over 25 published runs of mixtures: 31%; experts are assumed to get equally many tokens "
+            "  note    mean error over 25 published runs of mixtures: 31%, if all experts get equally many tokens "
             "(docs/scaling.md). This program is not measured on GPU clusters"
         )
     elif cluster.efficiency == DATA_SHEET_EFFICIENCY:

@@ -26,6 +26,11 @@ class Job:
     global_batch_size: int
     fp8_format: str | None = None
 
+    @functools.cached_property
+    def has_experts(self) -> tuple[bool, ...]:
+        """True for each layer whose MLP is a mixture of experts."""
+        return tuple(self.model.expert_layers(self.model.num_layers))
+
     def padded_vocab_size(self, tensor: int) -> int:
         """Rows of the embedding table, with --make-vocab-size-divisible-by 128."""
         return padded_vocab_size(self.vocab_size, 128, tensor)
@@ -156,8 +161,8 @@ class Layout:
 
     def layers(self, job: Job) -> tuple[tuple[tuple[int, int], ...], ...]:
         """Dense layers and those with experts of each chunk, by stage."""
-        each = tuple(self.layers_per_chunk(job, stage) for stage in range(self.pipeline))
-        return _split(tuple(job.model.expert_layers(job.model.num_layers)), each, self.chunks)
+        sizes = tuple(self.layers_per_chunk(job, stage) for stage in (0, None, self.pipeline - 1))
+        return _split(job.has_experts, sizes, self.pipeline, self.chunks)
 
     def layers_per_chunk(self, job: Job, stage: int | None = None) -> int:
         """Layers of each chunk of a stage, or of the longest one.
@@ -237,9 +242,11 @@ class Layout:
 
 @functools.lru_cache(maxsize=4096)
 def _split(
-    has_experts: tuple[bool, ...], each: tuple[int, ...], chunks: int
+    has_experts: tuple[bool, ...], sizes: tuple[int, ...], stages: int, chunks: int
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """`Layout.layers` of a model whose layers `has_experts` says, with `each` layers in a chunk of each stage."""
+    """`Layout.layers`. `sizes` are the layers in a chunk of the first stage, of those in the middle and of the last."""
+    first, middle, last = sizes
+    each = [first, *[middle] * (stages - 2), last][:stages]
     found: list[list[tuple[int, int]]] = [[] for _ in each]
     begin = 0
     for _ in range(chunks):
