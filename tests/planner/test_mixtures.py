@@ -94,7 +94,7 @@ def test_experts_and_their_state_are_divided(shape: str) -> None:
 
 
 def test_an_all_to_all_sends_to_other_nodes_by_its_own_adapter() -> None:
-    """Of 16 parts 7 stay in the node at 300 GB/s, 8 leave it at 25 GB/s, and one stays on the rank."""
+    """Seven of 16 parts stay in the node at 300 GB/s, eight leave it at 25 GB/s, and one stays on the rank."""
     machine = cluster(16)
     share = machine.efficiency.link
     assert machine.all_to_all(16e9, machine.group(8, 1)) == pytest.approx(14e9 / (300e9 * share), rel=1e-3)
