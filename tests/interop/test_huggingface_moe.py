@@ -129,6 +129,15 @@ def test_experts_in_one_tensor(tmp_path: Path, kind: str, monkeypatch: pytest.Mo
     assert read == sum(tensor.numel() for tensor in stored.values())
 
 
+def test_impossible_stacks_are_refused(tmp_path: Path) -> None:
+    """Also those without values, which would take no room in a file and any time."""
+    folder = save_hf(tmp_path, "mixtral")
+    stack = {"model.layers.0.mlp.experts.down_proj": torch.empty(10**9, 0, 64)}
+    save_file(load_file(folder / "model.safetensors") | stack, folder / "model.safetensors")
+    with pytest.raises(InputError, match=r"has the shape \(1000000000, 0, 64\), not that of stacked experts"):
+        open_huggingface(folder)
+
+
 def test_ranks_read_their_own_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank of expert parallelism reads the files' tensors of its experts only, and a part of each expert whole."""
     import megatron.interop.huggingface.read as reader

@@ -16,6 +16,8 @@ from megatron.parallel.slices import Block
 LOAD = ".mlp.router.load"
 # Stays in fp32 in a half-precision model.
 BIAS = ".mlp.router.expert_bias"
+# A small malicious file could describe far more.
+(MAX_EXPERTS,) = (f.metadata["flag"].high for f in dataclasses.fields(ModelConfig) if f.name == "num_experts")
 # Families without layers of dense MLPs.
 ONLY_EXPERTS = ("mixtral", "olmoe")
 
@@ -49,7 +51,12 @@ def unstacked(family: Family, files: dict[str, HubTensor]) -> dict[str, HubTenso
         if module == "gate":
             found[place(router, 0) + (suffix or "")] = tensor
             continue
-        if len(tensor.shape) != 3 or (kind == "gate_up" and tensor.shape[1] % 2) or tensor.block is not None:
+        if (
+            len(tensor.shape) != 3
+            or tensor.shape[0] > MAX_EXPERTS
+            or (kind == "gate_up" and tensor.shape[1] % 2)
+            or tensor.block is not None
+        ):
             raise InputError(
                 f"{tensor.file.path}: {name} has the shape {tensor.shape}, not that of stacked experts"
             )

@@ -26,8 +26,11 @@ from megatron.errors import InputError
 from megatron.interop.experts import layer_freq
 from megatron.interop.nvidia.chunks import STACK, LayerTensor
 from megatron.interop.unpickle import Record, shown_value
+from megatron.model.moe_config import MoEConfig
 
 NATIVE = {"linear_fc1": "weight1", "linear_fc2": "weight2"}
+# A small malicious file could describe far more.
+(MAX_EXPERTS,) = (f.metadata["flag"].high for f in dataclasses.fields(MoEConfig) if f.name == "num_experts")
 EXPERTS = re.compile(r"(.+\.mlp\.experts\.)experts\.(?:([0-9]{1,5})\.)?(linear_fc[12])\.weight(_[wv])?")
 HALF = re.compile(r"(.+\.linear_fc1\.weight)(_[wv])")
 # Stays in fp32 in a half-precision model, and has no optimizer state.
@@ -90,7 +93,7 @@ def expert_tensors(folder: Path, tensors: Mapping[str, LayerTensor]) -> dict[str
             experts = divided.setdefault(prefix + NATIVE[module], {})
             if number is not None:
                 experts.setdefault(int(number), {})[half or ""] = tensor
-            elif len(tensor.shape) == 3:
+            elif len(tensor.shape) == 3 and tensor.shape[0] <= MAX_EXPERTS:
                 experts |= {i: {"": tensor.at(i)} for i in range(tensor.shape[0])}
             else:
                 raise InputError(
