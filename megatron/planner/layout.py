@@ -155,9 +155,15 @@ class Layout:
         return tuple(sorted({0, self.pipeline - 1, *first.values()}))
 
     def layers(self, job: Job) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Dense layers and those with experts of each chunk, by stage."""
-        each = tuple(self.layers_per_chunk(job, stage) for stage in range(self.pipeline))
-        return _split(tuple(job.model.expert_layers(job.model.num_layers)), each, self.chunks)
+        """Dense layers and those with experts of each chunk, by stage; the last has those of multi-token prediction."""
+        model, each = job.model, tuple(self.layers_per_chunk(job, stage) for stage in range(self.pipeline))
+        *stages, last = _split(tuple(model.expert_layers(model.num_layers)), each, self.chunks)
+        *chunks, (dense, experts) = last
+        if model.all_expert_layers[-1]:
+            experts += model.mtp_num_layers
+        else:
+            dense += model.mtp_num_layers
+        return *stages, (*chunks, (dense, experts))
 
     def layers_per_chunk(self, job: Job, stage: int | None = None) -> int:
         """Layers of each chunk of a stage, or of the longest one.

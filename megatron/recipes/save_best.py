@@ -50,7 +50,10 @@ class SaveBest(Hook):
         names = [f"{name} validation" for name in trainer.task.loss_names]
         if not all(name in values for name in names):
             return
-        self.evaluated, self.loss = trainer.state.iteration, trainer.task.total_loss({name: values[f"{name} validation"] for name in trainer.task.loss_names})
+        self.evaluated, self.loss = (
+            trainer.state.iteration,
+            trainer.task.total_loss({name: values[f"{name} validation"] for name in trainer.task.loss_names}),
+        )
         if self._is_lowest(trainer):
             with _writing(trainer):
                 # A run that is killed before it keeps the checkpoint does so when it resumes.

@@ -49,7 +49,7 @@ class MeanLoss:
     """
 
     def __init__(self, denominators: Tensor, loss_scale: Tensor) -> None:
-        """Both are [terms]: what the whole global batch's sums are divided by, and the factor of each mean's gradient."""
+        """Both are [terms]: denominators of the whole global batch, and the factor of each mean's gradient."""
         self.denominators, self.loss_scale = denominators, loss_scale
         self.total = torch.zeros(len(denominators), dtype=torch.float64, device=denominators.device)
 

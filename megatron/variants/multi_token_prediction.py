@@ -1,7 +1,7 @@
 """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437 section 2.2).
 
-At depth k = 1 ... D a layer of its own predicts token i + k + 1 at position i. Its input joins the hidden state of depth
-k - 1 with the embedding of token i + k. Embedding and output layer are the model's.
+At depth k = 1 ... D a layer of its own predicts token i + k + 1 at position i. Its input joins the hidden state of
+depth k - 1 with the embedding of token i + k. Embedding and output layer are the model's.
 
 Shapes in names: s sequence (with sequence parallelism this rank's part for hidden states), b batch, h hidden.
 """

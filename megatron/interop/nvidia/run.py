@@ -45,6 +45,7 @@ FIELDS = {
     for field in dataclasses.fields(ModelConfig)
     if field.name in FLAGS
     or field not in (*dataclasses.fields(MoEConfig), *dataclasses.fields(LatentAttentionConfig))
+    and not field.name.startswith("mtp_")
 }
 # The flags that are read, with their types.
 KINDS = {
