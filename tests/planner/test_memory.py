@@ -180,7 +180,12 @@ PLANNED_SHAPES = [
     if shape not in ("bert", "deepseek without query latent")
     and not any(x in flags for x in ("--optimizer", "alibi", "--apply-layernorm-1p"))
 ]
-PLANNED = [(shape, layout) for shape in PLANNED_SHAPES for layout in LAYOUTS if layout not in UNPLANNED]
+PLANNED = [
+    (shape, layout)
+    for shape in PLANNED_SHAPES
+    for layout, (_, flags) in LAYOUTS.items()
+    if layout not in UNPLANNED and not any(x in flags for x in ("--expert", "--moe"))
+]
 DRY_RUNS = {("gpt2", "P4V2"), ("llama", "P4"), ("qwen2", "P4"), ("qwen3", "P4V2"), ("deepseek", "T2P2+SP")}
 
 
