@@ -165,8 +165,8 @@ class Run:
 
     @property
     def losses(self) -> list[float]:
-        """Training loss of each iteration, the sum of the task's terms."""
-        return [sum(row[name] for name in self.task.loss_names) for row in self.iterations]
+        """Training loss of each iteration, the weighted sum of the task's terms."""
+        return [self.task.total_loss(row) for row in self.iterations]
 
 
 def configure(*configs: Config) -> RunConfig:

@@ -82,6 +82,7 @@ from megatron.variants import lr_decay
 from megatron.variants.blend import ROUNDINGS, open_blend
 from megatron.variants.cyclic import cyclic
 from megatron.variants.mock_data import mock_bert, mock_gpt
+from megatron.variants.multi_token_prediction import with_mtp
 from megatron.variants.schedules import check_full_groups, gpipe, interleaved
 from megatron.variants.stages import uneven_split, virtual_split
 from megatron.verify.capture import Capturing
@@ -124,7 +125,8 @@ def run(config: RunConfig, task: Task, hooks: Sequence[Hook] = ()) -> int:
 
 
 def prepared(config: RunConfig, task: Task) -> tuple[RunConfig, Task]:
-    """Apply --loss-mean to a task, and --train-epochs to the length of its run."""
+    """Apply --mtp-num-layers and --loss-mean to a task, and --train-epochs to the length of its run."""
+    task = with_mtp(config, task)
     if config.plugin(LossMeanConfig).loss_mean == "microbatches":
         task = with_microbatch_means(task)
     return with_epochs(config, task), task

@@ -37,7 +37,7 @@ EVALUATED = "evaluated"
 NOT_ARCHITECTURE = frozenset(
     "attention_dropout fp32_residual_connection hidden_dropout init_method_std init_method_xavier_uniform "
     "mask_padded_vocab moe_aux_loss_coeff moe_expert_capacity_factor moe_router_bias_update_rate moe_router_dtype "
-    "moe_router_load_balancing_type moe_token_drop_policy moe_z_loss_coeff".split()
+    "moe_router_load_balancing_type moe_token_drop_policy moe_z_loss_coeff mtp_loss_scaling_factor".split()
 ).union(COMPUTATION)
 
 

@@ -111,6 +111,15 @@ class ModelConfig(MoEConfig, LatentAttentionConfig):
     untie_embeddings_and_output_weights: bool = flag(
         False, "separate weights for the output layer instead of the word embeddings"
     )
+    mtp_num_layers: int = flag(
+        0,
+        "multi-token prediction: tokens after the next one that training also predicts at each position, each by a "
+        "layer of its own (arXiv 2412.19437)",
+        low=0,
+    )
+    mtp_loss_scaling_factor: float = flag(
+        0.1, "multi-token prediction: factor of the mean of its losses", above=0
+    )
     apply_residual_connection_post_layernorm: bool = flag(
         False, "take the residual after the norm instead of before it, as the original BERT does"
     )
@@ -190,6 +199,17 @@ class ModelConfig(MoEConfig, LatentAttentionConfig):
         """Channels of a head that RoPE rotates, an even number."""
         channels = self.qk_pos_emb_head_dim if self.multi_latent_attention else self.kv_channels
         return int(channels * self.rotary_percent) // 2 * 2
+
+    @property
+    def num_all_layers(self) -> int:
+        """Transformer layers, with those of multi-token prediction."""
+        return self.num_layers + self.mtp_num_layers
+
+    @property
+    def all_expert_layers(self) -> list[bool]:
+        """For each of `num_all_layers`, true if its MLP is a mixture of experts."""
+        layers = self.expert_layers(self.num_layers)
+        return layers + layers[-1:] * self.mtp_num_layers
 
     @property
     def value_channels(self) -> int:

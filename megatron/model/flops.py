@@ -16,11 +16,11 @@ def flops_per_sample(
     Args:
         num_logits: positions of the sequence that are projected to the vocabulary.
     """
-    attention = config.num_layers * attention_flops(config, pairs=seq_length * seq_length)
+    attention = config.num_all_layers * attention_flops(config, pairs=seq_length * seq_length)
     layers = sum(
-        layer_flops(config, seq_length, has_experts=has_experts)
-        for has_experts in config.expert_layers(config.num_layers)
+        layer_flops(config, seq_length, has_experts=has_experts) for has_experts in config.all_expert_layers
     )
+    layers += joining_flops(config, seq_length)
     # Backward takes twice the products of forward.
     return 3 * (layers + attention + vocabulary_flops(config, padded_vocab_size, num_logits))
 
@@ -70,5 +70,10 @@ def attention_flops(config: ModelConfig, *, pairs: float) -> float:
 
 
 def vocabulary_flops(config: ModelConfig, padded_vocab_size: int, positions: int) -> float:
-    """Forward FLOPs of the projection of positions to the vocabulary."""
-    return 2 * positions * config.hidden_size * padded_vocab_size
+    """Forward FLOPs of the projection of positions to the vocabulary, once for each token that they predict."""
+    return 2 * positions * config.hidden_size * padded_vocab_size * (1 + config.mtp_num_layers)
+
+
+def joining_flops(config: ModelConfig, positions: int) -> float:
+    """Forward FLOPs of the projections that join hidden states and embeddings in multi-token prediction."""
+    return 2 * positions * config.mtp_num_layers * 2 * config.hidden_size**2

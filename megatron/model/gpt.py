@@ -61,18 +61,7 @@ class GPTModel(LanguageModel):
             dropout_key: None drops nothing.
             sequence_grad: as in `LayerInputs`.
         """
-        mask_bst, causal = (None, True) if cache is None else (cache.mask_bst, cache.causal)
-        mask_bnst = None if mask_bst is None else mask_bst.unsqueeze(1)
-        if document_ids_bs is not None:
-            mask_bnst = self.context.ops.document_mask(document_ids_bs)
-        inputs = LayerInputs(
-            rotary=self.rotary(position_ids_bs),
-            mask_bnst=mask_bnst,
-            causal=causal,
-            cache=cache,
-            dropout_key=dropout_key,
-            sequence_grad=sequence_grad,
-        )
+        inputs = self.layer_inputs(position_ids_bs, document_ids_bs, cache, dropout_key, sequence_grad)
         hidden_sbh = self.transform(self.decoder, tokens_bs, position_ids_bs, inputs, hidden_sbh)
         if self.output_layer is None:
             return hidden_sbh
@@ -87,3 +76,25 @@ class GPTModel(LanguageModel):
         hidden_1nh = hidden_sbh[positions, rows].unsqueeze(0)
         # With sequence parallelism the output layer gathers [1, n, h] to [tp, n, h], of equal rows.
         return self.output_layer(hidden_1nh, self.word_table)[0, :, : self.num_valid_rows]
+
+    def layer_inputs(
+        self,
+        position_ids_bs: Tensor,
+        document_ids_bs: Tensor | None,
+        cache: Cache | None,
+        dropout_key: DropoutKey | None,
+        sequence_grad: Tensor | None,
+    ) -> LayerInputs:
+        """Inputs of the layers, from arguments of `forward`."""
+        mask_bst, causal = (None, True) if cache is None else (cache.mask_bst, cache.causal)
+        mask_bnst = None if mask_bst is None else mask_bst.unsqueeze(1)
+        if document_ids_bs is not None:
+            mask_bnst = self.context.ops.document_mask(document_ids_bs)
+        return LayerInputs(
+            rotary=self.rotary(position_ids_bs),
+            mask_bnst=mask_bnst,
+            causal=causal,
+            cache=cache,
+            dropout_key=dropout_key,
+            sequence_grad=sequence_grad,
+        )

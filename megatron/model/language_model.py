@@ -37,7 +37,7 @@ class LanguageModel(nn.Module):
         self.embedding: Embedding | None = None
         if self.chunk.first:
             untied = config.untie_embeddings_and_output_weights or not output_layer
-            tied = not (untied or self.chunk.last)
+            tied = not self.chunk.last and (not untied or config.mtp_num_layers > 0)
             self.embedding = Embedding(config, context, tied=tied, token_types=token_types)
 
     @property

@@ -64,16 +64,14 @@ def use_cuda_graph(engine: Engine) -> GraphedPass:
         Returns:
             [terms] the microbatch's share of the mean losses.
         """
-        loss = MeanLoss(step["denominators"], step.get("loss_scale", 1.0))
+        loss = MeanLoss(step["denominators"], step["loss_scale"])
         # The masks depend on the words alone.
         key = CounterKey(seed=0, sample=0, words=step["dropout"]) if "dropout" in step else None
         loss.add(engine.task.forward(engine.modules[0], batch, None, key)).backward()
         return loss.total
 
     def run_passes(batch: GlobalBatch, loss: MeanLoss) -> None:
-        step = {"denominators": batch.denominators}
-        if isinstance(loss.loss_scale, Tensor):
-            step["loss_scale"] = loss.loss_scale
+        step = {"denominators": batch.denominators, "loss_scale": loss.loss_scale}
         captured = range(*passes_in_graph(engine.config, len(batch.microbatches)))
         for i, (microbatch, key) in enumerate(zip(batch.microbatches, batch.dropout_keys, strict=True)):
             if i == captured.stop:

@@ -314,11 +314,18 @@ class Kernels:
         layers = self.layer * dense
         return layers + self.expert_layer * experts if experts else layers
 
+    @property
+    def joining(self) -> ForwardBackward:
+        """Embedding and joining projection of a depth of multi-token prediction."""
+        h = self.job.model.hidden_size
+        return self.embedding + self.linear(self.local_tokens, 2 * h, h)
+
     def chunk(self, dense: int, experts: int, *, first: bool, last: bool) -> ForwardBackward:
         """A model chunk on one microbatch; the `first` has the embedding, the `last` the head."""
         chunk = self.layers(dense, experts)
         if first:
             chunk += self.embedding
         if last:
-            chunk += self.head
+            depths = self.job.model.mtp_num_layers
+            chunk += self.head * (1 + depths) + self.joining * depths
         return chunk

@@ -160,9 +160,13 @@ class Layout:
         return tuple(sorted({0, self.pipeline - 1, *first.values()}))
 
     def layers(self, job: Job) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Dense layers and those with experts of each chunk, by stage."""
+        """Dense layers and those with experts of each chunk, by stage; the last has those of multi-token prediction."""
         sizes = tuple(self.layers_per_chunk(job, stage) for stage in (0, None, self.pipeline - 1))
-        return _split(job.has_experts, sizes, self.pipeline, self.chunks)
+        *stages, last = _split(job.has_experts, sizes, self.pipeline, self.chunks)
+        *chunks, (dense, experts) = last
+        depths = job.model.mtp_num_layers
+        added = (dense, experts + depths) if job.model.all_expert_layers[-1] else (dense + depths, experts)
+        return *stages, (*chunks, added)
 
     def layers_per_chunk(self, job: Job, stage: int | None = None) -> int:
         """Layers of each chunk of a stage, or of the longest one.

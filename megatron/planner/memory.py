@@ -100,6 +100,10 @@ def end_parameters(job: Job, tensor: int, *, first: bool, last: bool) -> float:
         parameters += norm_parameters(model, model.hidden_size)
         if not first or model.untie_embeddings_and_output_weights:
             parameters += table
+        if not first and model.untie_embeddings_and_output_weights and model.mtp_num_layers:
+            parameters += table  # a copy of the word embeddings
+        joining = 2 * model.hidden_size**2 + 3 * norm_parameters(model, model.hidden_size)
+        parameters += model.mtp_num_layers * joining
     return parameters
 
 
@@ -268,7 +272,13 @@ def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program
         first = layout.pipeline if layout.chunks == 1 else 2 * layout.pipeline - 1
         activations += min(layout.microbatches(job), first) * hidden
     if stage == layout.pipeline - 1:
-        activations += hidden * (job.residual_element(element) + element)  # the final norm's input and output
+        residual = job.residual_element(element)
+        activations += hidden * (residual + element)  # the final norm's input and output
+        # Multi-token prediction: the embedding, both norms' outputs joined, the final norm's input and output, and
+        # the gradient of that output. Its layers have one microbatch in flight.
+        layer = of_layer(recompute=layout.recompute, has_experts=job.model.all_expert_layers[-1])
+        others = in_flight / layout.chunks - 1
+        activations += job.model.mtp_num_layers * (hidden * (residual + 5 * element) - others * layer)
         logits = tokens * job.padded_vocab_size(layout.tensor) / layout.tensor
         chunk, piece = logits, logits  # and a piece in fp32
         if program.chunked_logits:

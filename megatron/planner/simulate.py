@@ -185,8 +185,10 @@ class Simulator:
                 gather += cluster.all_gather(parameters * element, group)
         gather *= layout.distributed_optimizer
         tied = 0.0
-        if layout.pipeline > 1 and not job.model.untie_embeddings_and_output_weights:
-            table = job.padded_vocab_size(layout.tensor) / layout.tensor * job.model.hidden_size
+        model = job.model
+        copied = model.mtp_num_layers or not model.untie_embeddings_and_output_weights
+        if layout.pipeline > 1 and copied:
+            table = job.padded_vocab_size(layout.tensor) / layout.tensor * model.hidden_size
             ends = cluster.group(2, layout.processes - layout.processes // layout.pipeline)
             tied = cluster.all_reduce(self.program.gradient * table, ends)
         if layout.overlap_grad_reduce and layout.data > 1:

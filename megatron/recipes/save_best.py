@@ -28,7 +28,7 @@ MAX_CANDIDATE_BYTES = 1000
 class SaveBest(Hook):
     """Keep the checkpoint with the lowest validation loss in the folder `best` of --save. Comes after `Saving`.
 
-    The previous best is deleted once the new one is whole. A loss of several terms is their sum.
+    The previous best is deleted once the new one is whole. A loss of several terms is their weighted sum.
     """
 
     @contextmanager
@@ -50,7 +50,10 @@ class SaveBest(Hook):
         names = [f"{name} validation" for name in trainer.task.loss_names]
         if not all(name in values for name in names):
             return
-        self.evaluated, self.loss = trainer.state.iteration, sum(values[name] for name in names)
+        self.evaluated, self.loss = (
+            trainer.state.iteration,
+            trainer.task.total_loss({name: values[f"{name} validation"] for name in trainer.task.loss_names}),
+        )
         if self._is_lowest(trainer):
             with _writing(trainer):
                 # A run that is killed before it keeps the checkpoint does so when it resumes.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from megatron.model.config import ModelConfig
 from megatron.model.flops import (
     attention_flops,
+    joining_flops,
     layer_flops,
     mlp_weights,
     routed_flops,
@@ -39,15 +40,17 @@ def exact_flops_per_sample(
         chunks: layers of each chunk of the whole model.
     """
     pairs = seq_length * (seq_length + 1) / 2 if causal else seq_length * seq_length
-    attention, expert_layers = attention_flops(config, pairs=pairs), config.expert_layers(config.num_layers)
+    attention, expert_layers = attention_flops(config, pairs=pairs), config.all_expert_layers
     layers = [attention + layer_flops(config, seq_length, has_experts=has) for has in expert_layers]
-    forward = sum(layers) + vocabulary_flops(config, padded_vocab_size, num_logits)
+    forward = sum(layers) + joining_flops(config, seq_length)
+    forward += vocabulary_flops(config, padded_vocab_size, num_logits)
     if recompute.granularity == "selective":
-        recomputed = config.num_layers * attention
+        recomputed = config.num_all_layers * attention
     else:
+        alone = [[config.num_layers + i] for i in range(config.mtp_num_layers)]
         recomputed = sum(
             layers[chunk[i]]
-            for chunk in chunks
+            for chunk in (*chunks, *alone)
             for group, is_recomputed in recompute.groups(len(chunk))
             for i in (group if is_recomputed else ())
         )
@@ -66,5 +69,5 @@ def unused_parameters(config: ModelConfig) -> int:
     """
     if config.num_experts is None or config.moe_ffn_hidden_size is None:
         return 0
-    layers, others = sum(config.expert_layers(config.num_layers)), config.num_experts - config.moe_router_topk
+    layers, others = sum(config.all_expert_layers), config.num_experts - config.moe_router_topk
     return layers * others * mlp_weights(config, config.moe_ffn_hidden_size)

@@ -63,6 +63,7 @@ class Engine:
         optimizer: updates the parameters in `buffer`.
         transfers: sends and receives between pipeline stages.
         phases: mark the phases of a step.
+        loss_weights: [terms] fp32, those of `task`.
         samples: number that this replica has trained on, by sequence length and positions that are projected to the
             vocabulary. A plug-in that measures throughput clears it.
         run_passes: runs forward and backward of a global batch, by the pipeline schedule unless a plug-in replaces it.
@@ -85,6 +86,8 @@ class Engine:
         # With sequence parallelism each tensor-parallel rank has its own part of what is sent already.
         scatter_gather = parallel.scatter_gather_tensors_in_pipeline and not parallel.sequence_parallel
         self.transfers = Transfers(mesh, scatter_gather=scatter_gather)
+        weights = task.loss_weights or [1.0] * len(task.loss_names)
+        self.loss_weights = torch.tensor(weights, dtype=torch.float32, device=mesh.device)
         self.samples: collections.Counter[tuple[int, int]] = collections.Counter()
         self.run_passes: Callable[[GlobalBatch, MeanLoss], None] = self._run_pipeline
         # With a batch size ramp-up the number of microbatches changes.
@@ -109,7 +112,7 @@ class Engine:
         losses = self.forward_backward(batch)
         self.reduce_gradients()
         with self.phases("optimizer"):
-            stats = self.optimizer.step(losses, lr=lr, weight_decay=weight_decay)
+            stats = self.optimizer.step(losses * self.loss_weights, lr=lr, weight_decay=weight_decay)
         return losses, stats
 
     def next_global_batch(
@@ -123,7 +126,7 @@ class Engine:
         denominators = torch.stack([self.task.loss_denominators(batch) for batch in microbatches]).sum(0)
         # A loss without a single position is 0, not 0/0.
         denominators = all_reduce_sum(denominators, self.mesh.dp_cp).clamp(min=1)
-        scale = self.optimizer.loss_scale * torch.ones_like(denominators)
+        scale = self.optimizer.loss_scale * self.loss_weights
         sequences = self.mesh.dp.size * sum(batch.num_sequences for batch in microbatches)
         grads = {"loss_grad": scale / denominators, "sequence_grad": scale[0] / sequences}
         microbatches = [dataclasses.replace(batch, **grads) for batch in microbatches]
@@ -131,7 +134,7 @@ class Engine:
         first = [(i * self.mesh.dp.size + self.mesh.dp.rank) * size for i in range(num_microbatches)]
         keys = [DropoutKey(seed, consumed_samples + i) for i in first]
         if self.ops.device_keys is not None:
-            keys = self.ops.device_keys(keys, self.config.model.num_layers, self.mesh.device)
+            keys = self.ops.device_keys(keys, self.config.model.num_all_layers, self.mesh.device)
         return GlobalBatch(microbatches, denominators, keys)
 
     def forward_backward(self, batch: GlobalBatch, *, eager: bool = False) -> Tensor:
@@ -144,7 +147,7 @@ class Engine:
         Returns:
             [terms] this process's share of the mean losses, unscaled.
         """
-        loss = MeanLoss(batch.denominators, self.optimizer.loss_scale)
+        loss = MeanLoss(batch.denominators, self.optimizer.loss_scale * self.loss_weights)
         with self.phases("forward-backward"):
             if eager:
                 self._run_pipeline(batch, loss, overlap=False)

@@ -48,8 +48,8 @@ class MeanLoss:
         total: [terms] fp64, this process's share of the mean losses. Their sum over replicas and stages is the mean.
     """
 
-    def __init__(self, denominators: Tensor, loss_scale: Tensor | float) -> None:
-        """`denominators`, [terms], are those of the whole global batch."""
+    def __init__(self, denominators: Tensor, loss_scale: Tensor) -> None:
+        """Both are [terms]: denominators of the whole global batch, and the factor of each mean's gradient."""
         self.denominators, self.loss_scale = denominators, loss_scale
         self.total = torch.zeros(len(denominators), dtype=torch.float64, device=denominators.device)
 

@@ -51,7 +51,8 @@ class Task(Generic[BatchT]):
 
     Attributes:
         name: saved in checkpoints, so that readers know which model they hold.
-        loss_names: one or more terms; training minimizes the sum of their means.
+        loss_names: one or more terms; training minimizes the sum of their means, each times its weight.
+        loss_weights: by default 1 for each term.
         build_model: builds a chunk of the model, or all of it, without values.
         build_datasets: (config, tokenizer, samples wanted for train, validation and test) to datasets by name: "train",
             and those to evaluate on.
@@ -74,6 +75,7 @@ class Task(Generic[BatchT]):
     loss_denominators: Callable[[BatchT], Tensor]
     num_logits: Callable[[BatchT], int]
     forward: ForwardStep[BatchT]
+    loss_weights: tuple[float, ...] | None = None
     metric: EvalMetric[BatchT] | None = None
     init_from: Mapping[str, Callable[[Checkpoint, ParamBuffer], str]] = dataclasses.field(
         default_factory=dict
@@ -82,6 +84,11 @@ class Task(Generic[BatchT]):
     is_static: bool = False
     length_flags: str = "--train-iters or another --train-... length"
     extra_config: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def total_loss(self, means: Mapping[str, float]) -> float:
+        """The value that training minimizes, from the means of the terms by name."""
+        weights = self.loss_weights or [1.0] * len(self.loss_names)
+        return sum(weight * means[name] for name, weight in zip(self.loss_names, weights, strict=True))
 
     @property
     def losses(self) -> EvalMetric[BatchT]:

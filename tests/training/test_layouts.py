@@ -48,6 +48,8 @@ SHAPES = {
     "deepseek": f"{LATENT} --q-lora-rank 64",
     "deepseek without query latent": LATENT,
     "deepseek muon": f"{LATENT} --q-lora-rank 64 --optimizer muon",
+    "mtp": f"{LLAMA} --mtp-num-layers 2",
+    "mtp tied": "--position-embedding-type rope --mtp-num-layers 1 --mtp-loss-scaling-factor 0.5",
     "lion": "--optimizer lion --lr 2e-4",
     "muon": f"{LLAMA} --optimizer muon --muon-extra-scale-factor 0.2 --muon-nesterov",
 }
@@ -74,6 +76,7 @@ MIXTURES = {
     "capacity by position": f"{MIXTURE} 2 --moe-expert-capacity-factor 0.75 --moe-token-drop-policy position",
     "mixture of gradients in bf16": f"{MIXTURE} 2 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
     "--grad-reduce-in-bf16",
+    "mtp of experts": f"{MIXTURE} 2 --moe-aux-loss-coeff 0.1 --mtp-num-layers 1",
     "mixture by muon": f"{MIXTURE} 2 --optimizer muon --muon-extra-scale-factor 0.2",
 }
 RUNS = SHAPES | VARIANTS | MIXTURES
@@ -206,6 +209,8 @@ FEW_LAYOUTS = {
     ],
     "deepseek without query latent": ["T2", "T2+SP"],
     "deepseek muon": ["T2+SP", "T2D2+ZeRO"],
+    "mtp": ["T2", "T2+SP", "T4+SP", "P2", "P2V2", "P4", "D2+ZeRO", "T2P2+SP", "recomputed", "everything"],
+    "mtp tied": ["T2+SP", "P2", "P2V2", "P4", "D2+ZeRO", "everything"],
     "xavier": ["T2"],
     "bf16": ["T2+SP", "P2V2", "D2+ZeRO", "everything"],
     "fp32 residual stream": ["P2V2", "everything"],
@@ -235,6 +240,7 @@ FEW_LAYOUTS = {
     ],
     "capacity by position": ["T2+SP", "T2D2E2 padded"],
     "mixture of gradients in bf16": ["D2+ZeRO", "E2"],
+    "mtp of experts": ["T2D2E2+SP+ZeRO", "P2E2"],
     "mixture by muon": ["D4E2+ZeRO", "T2D2E4+SP"],
 }
 FAST = {
@@ -243,6 +249,7 @@ FAST = {
     "llama": "T2D2+ZeRO",
     "muon": "T2D2+ZeRO",
     "deepseek": "T2|T2+SP",
+    "mtp": "T2P2+SP",
     "bf16": "T2+SP",
     "dropout": "D2+ZeRO|recomputed|selectively recomputed",
     "mixture": "T2D2E2+SP+ZeRO|D4E2ET2 all-gather|P2E2 a dense stage",
@@ -340,6 +347,8 @@ def test_dropout_is_replayed_exactly(layouts: Layouts, recomputation: str) -> No
         ("D2+ZeRO", "T2", "muon"),
         pytest.param("P2V2", "D2+ZeRO", "llama", marks=pytest.mark.slow),
         pytest.param("everything", "T4", "llama", marks=pytest.mark.slow),
+        pytest.param("P2V2", "D2+ZeRO", "mtp", marks=pytest.mark.slow),
+        pytest.param("D2+ZeRO", "P2", "mtp tied", marks=pytest.mark.slow),
         pytest.param("everything", "D2+ZeRO", "muon", marks=pytest.mark.slow),
         pytest.param("E2+ZeRO", "T2", "mixture", marks=pytest.mark.slow),
         pytest.param("T2+SP", "D4E2+ZeRO", "mixture", marks=pytest.mark.slow),
@@ -360,7 +369,11 @@ def test_a_run_resumes_in_another_layout(layouts: Layouts, before: str, after: s
 @pytest.mark.parametrize(
     ("shape", "layout"),
     [
-        *((shape, layout) for shape in ("gpt2", "muon") for layout in ("T2+SP", "T2D2+ZeRO", "everything")),
+        *(
+            (shape, layout)
+            for shape in ("gpt2", "muon", "mtp")
+            for layout in ("T2+SP", "T2D2+ZeRO", "everything")
+        ),
         *(("mixture", layout) for layout in ("D4E2+ZeRO", "T2D2E4+SP", "everything, E2")),
     ],
 )

@@ -33,11 +33,6 @@ MODEL_FLAGS: tuple[NvidiaFlag, ...] = (
     *accept("always so in generation", "--cache-mla-latents"),
     *accept("the projections to the latents are separate products", "--mla-down-proj-fusion"),
     *refuse(
-        "multi-token prediction is not implemented",
-        "--mtp-num-layers N",
-        "--mtp-loss-scaling-factor X",
-    ),
-    *refuse(
         "only plain transformers are implemented",
         "--hybrid-layer-pattern TEXT",
         "--hybrid-override-pattern TEXT",

@@ -44,7 +44,10 @@ FIELDS = {
     field.name: field
     for field in dataclasses.fields(ModelConfig)
     if field.name in FLAGS
-    or field not in (*dataclasses.fields(MoEConfig), *dataclasses.fields(LatentAttentionConfig))
+    or (
+        field not in (*dataclasses.fields(MoEConfig), *dataclasses.fields(LatentAttentionConfig))
+        and not field.name.startswith("mtp_")
+    )
 }
 # The flags that are read, with their types.
 KINDS = {

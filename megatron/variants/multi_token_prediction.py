@@ -1,0 +1,202 @@
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437 section 2.2).
+
+At depth k = 1 ... D a layer of its own predicts token i + k + 1 at position i. Its input joins the hidden state of
+depth k - 1 with the embedding of token i + k. Embedding and output layer are the model's.
+
+Shapes in names: s sequence (with sequence parallelism this rank's part for hidden states), b batch, h hidden.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.data.gpt_dataset import GPTBatch
+from megatron.errors import InputError
+from megatron.model.config import ModelConfig
+from megatron.model.context import ModelContext
+from megatron.model.gpt import GPTModel
+from megatron.model.layers import ColumnParallelLinear
+from megatron.model.transformer import LayerInputs, Norm, TransformerLayer
+from megatron.model.variants import variant
+from megatron.model.vocabulary import OutputLayer, VocabParallelEmbedding
+from megatron.parallel.mesh import ALONE
+from megatron.parallel.parameters import normal, xavier_uniform
+from megatron.parallel.random import DropoutKey, dropout
+from megatron.parallel.recompute import recompute
+from megatron.parallel.stages import Chunk
+from megatron.training.config import RunConfig
+from megatron.training.task import Task
+
+
+class MTPLayer(nn.Module):
+    """The module of one depth. Parameters are named and laid out as in Megatron core.
+
+    Every tensor-parallel rank holds the joining projection, `eh_proj`, whole.
+    """
+
+    def __init__(self, config: ModelConfig, depth: int, context: ModelContext) -> None:
+        """`depth`: k - 1."""
+        super().__init__()
+        self.context, self.dropout, h = context, config.hidden_dropout, config.hidden_size
+        self.fp32, norm = config.fp32_residual_connection, variant(Norm, config)
+        self.enorm, self.hnorm = norm(config, context), norm(config, context)
+        alone = dataclasses.replace(context, tp=ALONE, kv=ALONE, sequence_parallel=False)
+        xavier = config.init_method_xavier_uniform
+        init = xavier_uniform(2 * h, h) if xavier else normal(config.init_method_std)
+        shard = context.replicated(h, 2 * h)
+        self.eh_proj = ColumnParallelLinear(2 * h, h, bias=False, init=init, context=alone, shard=shard)
+        # Dense or with experts as the model's last layer is.
+        self.transformer_layer = variant(TransformerLayer, config)(config, config.num_layers - 1, context)
+        self.transformer_layer.layer = config.num_layers + depth  # keys its dropout
+        self.final_layernorm = norm(config, context)
+
+    def forward(self, hidden_sbh: Tensor, embedded_sbh: Tensor, inputs: LayerInputs) -> Tensor:
+        """Hidden states of this depth, [s, b, h], from those of the depth before and the embeddings of its tokens."""
+        layer, ops = self.transformer_layer, self.context.ops
+        if self.dropout > 0 and inputs.dropout_key is not None:
+            key, rank = inputs.dropout_key.at_layer(layer.layer), self.context.dropout_rank
+            embedded_sbh = ops.run(dropout, embedded_sbh, self.dropout, key, "embedding", rank)
+        x_sbh = self.eh_proj(torch.cat((self.enorm(embedded_sbh), self.hnorm(hidden_sbh)), dim=-1))
+        if self.fp32:
+            x_sbh = x_sbh.float()
+
+        def run(x: Tensor) -> Tensor:
+            return layer(x, inputs)
+
+        ((_, recomputed), *_) = self.context.recompute.groups(1)
+        x_sbh = recompute(run, x_sbh, self.context.recompute.axis) if recomputed else run(x_sbh)
+        return self.final_layernorm(x_sbh).to(layer.dtype)
+
+
+class MTPBlock(nn.Module):
+    """The modules of all depths.
+
+    Attributes:
+        word_embeddings: on the last of several pipeline stages, its copy of the word embeddings.
+    """
+
+    def __init__(self, config: ModelConfig, context: ModelContext, *, first: bool) -> None:
+        """`first`: the stage also holds the embedding, which the depths use."""
+        super().__init__()
+        self.word_embeddings: VocabParallelEmbedding | None = None
+        if not first:
+            self.word_embeddings = variant(VocabParallelEmbedding, config)(config, context, tied=True)
+        self.layers = nn.ModuleList(MTPLayer(config, i, context) for i in range(config.mtp_num_layers))
+
+
+class MTPModel(GPTModel):
+    """A GPT, or one chunk of its layers, whose last chunk also predicts later tokens in training.
+
+    `forward` is GPT's: logits and losses of the next token.
+    """
+
+    def __init__(self, config: ModelConfig, context: ModelContext, chunk: Chunk | None = None) -> None:
+        super().__init__(config, context, chunk)
+        self.mtp: MTPBlock | None = None
+        if self.chunk.last:
+            # A tied output layer uses the block's copy of the table in place of a copy of its own.
+            self.output_layer = OutputLayer(config, context, first=True)
+            self.mtp = MTPBlock(config, context, first=self.chunk.first)
+
+    @property
+    def word_embeddings(self) -> VocabParallelEmbedding | None:
+        """The word embeddings, or the last stage's copy of them, if this chunk has them."""
+        if self.embedding is not None:
+            return self.embedding.word_embeddings
+        return None if self.mtp is None else self.mtp.word_embeddings
+
+    @property
+    def word_table(self) -> Tensor | None:
+        embeddings = self.word_embeddings
+        return None if embeddings is None else embeddings.weight
+
+    def loss_sums(self, hidden_sbh: Tensor, inputs: LayerInputs, batch: GPTBatch) -> Tensor:
+        """Sums over the batch of the losses of each depth from 0, the next token, to D, [1 + D] fp32.
+
+        Args:
+            hidden_sbh: the model's hidden states after the final norm.
+        """
+        output_layer, embeddings = self.output_layer, self.word_embeddings
+        assert output_layer is not None and self.mtp is not None and embeddings is not None
+        embedded = [embeddings(shifted(batch.tokens, i + 1).t()) for i in range(len(self.mtp.layers))]
+        sums = []
+        for depth, mask_bs in enumerate(loss_masks(batch, len(self.mtp.layers))):
+            if depth > 0:
+                hidden_sbh = self.mtp.layers[depth - 1](hidden_sbh, embedded[depth - 1], inputs)
+            grad_bs = None if batch.loss_grad is None else mask_bs * batch.loss_grad[depth]
+            labels_bs = shifted(batch.labels, depth)
+            losses_bs = output_layer.losses(hidden_sbh, self.word_table, labels_bs, grad_bs)
+            sums.append((losses_bs * mask_bs).sum())
+        return torch.stack(sums)
+
+
+def shifted(x_bs: Tensor, by: int, fill: int = 0) -> Tensor:
+    """Entry i + `by` at each position i, and `fill` at the last positions."""
+    return F.pad(x_bs[:, by:], (0, by), value=fill)
+
+
+def loss_masks(batch: GPTBatch, depths: int) -> Tensor:
+    """Weight of each prediction, [1 + depths, b, s], as in Megatron core.
+
+    Depth k has the loss mask of position i + k at i, and 0 at the last k positions. With --reset-attention-mask it is 0
+    too if the two are of different documents, as in Megatron core with packed sequences.
+    """
+    masks = [shifted(batch.loss_mask, k) for k in range(1 + depths)]
+    ids = batch.document_ids
+    if ids is not None:
+        masks = [mask * (shifted(ids, k, -1) == ids) for k, mask in enumerate(masks)]
+    return torch.stack(masks)
+
+
+def with_mtp(config: RunConfig, task: Task) -> Task:
+    """The task with a further loss for each of --mtp-num-layers, in training and in its validation.
+
+    Raises:
+        InputError: the task or the model allow no multi-token prediction.
+    """
+    depths, model = config.model.mtp_num_layers, config.model
+    name = f"--mtp-num-layers: {depths}"
+    if not depths:
+        if model.mtp_loss_scaling_factor != ModelConfig.mtp_loss_scaling_factor:
+            raise InputError(
+                f"--mtp-loss-scaling-factor: {model.mtp_loss_scaling_factor} needs --mtp-num-layers"
+            )
+        return task
+    if task.name != "GPT":
+        raise InputError(f"{name} is for GPT, not {task.name}; leave it out")
+    if model.position_embedding_type not in ("rope", "none"):
+        raise InputError(
+            f"{name} needs --position-embedding-type rope or none, not {model.position_embedding_type}"
+        )
+    if model.embed_layernorm:
+        raise InputError(f"{name} and --embed-layernorm exclude each other; drop one")
+    if depths >= config.data.seq_length:
+        raise InputError(
+            f"{name} predicts no token within --seq-length {config.data.seq_length}; choose a smaller number"
+        )
+
+    def build_model(config: RunConfig, context: ModelContext, chunk: Chunk | None) -> MTPModel:
+        return MTPModel(config.model, context, chunk)
+
+    def loss_denominators(batch: GPTBatch) -> Tensor:
+        return loss_masks(batch, depths).sum((1, 2))
+
+    return dataclasses.replace(
+        task,
+        loss_names=(*task.loss_names, *(f"mtp_{k + 1} loss" for k in range(depths))),
+        loss_weights=(1.0, *[model.mtp_loss_scaling_factor / depths] * depths),
+        build_model=build_model,
+        loss_denominators=loss_denominators,
+        forward=forward,
+    )
+
+
+def forward(model: MTPModel, batch: GPTBatch, hidden: Tensor | None, key: DropoutKey | None) -> Tensor:
+    """`Task.forward`."""
+    inputs = model.layer_inputs(batch.position_ids, batch.document_ids, None, key, batch.sequence_grad)
+    hidden = model.transform(model.decoder, batch.tokens, batch.position_ids, inputs, hidden)
+    return hidden if model.mtp is None else model.loss_sums(hidden, inputs, batch)
