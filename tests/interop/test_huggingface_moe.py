@@ -200,7 +200,7 @@ def edited(folder: Path, **fields: object) -> Path:
         ("mixtral", {"num_local_experts": 3}, "config.json contradicts the shapes of 2 tensor"),
         ("mixtral", {"num_local_experts": 5}, "lacks 6 tensor"),
         ("mixtral", {"num_local_experts": 10**4}, "config.json has 10000 experts, but there are 41 tensors"),
-        ("mixtral", {"num_experts_per_tok": 1}, "the softmax over 1 expert is 1"),
+        ("mixtral", {"num_experts_per_tok": 1}, "--moe-router-topk: 1 makes the softmax over one expert 1"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv: 8.0 is not supported; only None is"),
         (
             "qwen2_moe",
