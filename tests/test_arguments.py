@@ -169,6 +169,7 @@ OTHER_DEFAULTS = {
     "--recompute-num-layers": None,  # 1; the same here with full recomputation
     "--checkpoint-num-layers": None,
     "--moe-layer-freq": "1",  # 1
+    "--mtp-num-layers": 0,  # None, which means the same
     "--moe-router-load-balancing-type": ("aux_loss",),  # 'aux_loss'
     "--moe-aux-loss-coeff": (0.0,),  # 0.0
     "--moe-router-dtype": "fp32",  # None, the precision of the model
