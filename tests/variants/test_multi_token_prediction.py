@@ -206,10 +206,10 @@ def test_documents_are_predicted_apart() -> None:
 
     positions = torch.arange(LENGTH)
     ids = (positions >= cut).long().expand(BATCH, LENGTH)
-    together = sums(slice(None), ids, torch.cat((positions[:cut], positions[: LENGTH - cut])))
+    joint = sums(slice(None), ids, torch.cat((positions[:cut], positions[: LENGTH - cut])))
     first = sums(slice(cut), None, positions[:cut])
     second = sums(slice(cut, None), None, positions[: LENGTH - cut])
-    torch.testing.assert_close(together, first + second, rtol=1e-5, atol=0)
+    torch.testing.assert_close(joint, first + second, rtol=1e-5, atol=0)
 
 
 def test_masked_predictions() -> None:
