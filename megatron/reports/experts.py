@@ -28,8 +28,8 @@ class ExpertReport(Hook):
     do not depend on the layout.
 
     Attributes:
-        sums: [layers, columns] fp64, of the tokens of this process; rows of other layers are zero. Layers of multi-token
-            prediction follow the others.
+        sums: [layers, columns] fp64, of the tokens of this process; rows of other layers are zero. The layers of
+            multi-token prediction are the last.
         columns: by name in `Router.record`.
         dead: experts without a token in the last interval, by layer.
     """
