@@ -111,15 +111,8 @@ class ModelConfig(MoEConfig, LatentAttentionConfig):
     untie_embeddings_and_output_weights: bool = flag(
         False, "separate weights for the output layer instead of the word embeddings"
     )
-    mtp_num_layers: int = flag(
-        0,
-        "multi-token prediction: tokens after the next one that training also predicts at each position, each by a "
-        "layer of its own (arXiv 2412.19437)",
-        low=0,
-    )
-    mtp_loss_scaling_factor: float = flag(
-        0.1, "multi-token prediction: factor of the mean of its losses", above=0
-    )
+    mtp_num_layers: int = flag(0, "tokens after the next that training predicts, each by a layer", low=0)
+    mtp_loss_scaling_factor: float = flag(0.1, "factor of the mean loss of --mtp-num-layers", above=0)
     apply_residual_connection_post_layernorm: bool = flag(
         False, "take the residual after the norm instead of before it, as the original BERT does"
     )

@@ -7,6 +7,8 @@ of the sequence.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from megatron.model.config import ModelConfig
@@ -61,7 +63,9 @@ class GPTModel(LanguageModel):
             dropout_key: None drops nothing.
             sequence_grad: as in `LayerInputs`.
         """
-        inputs = self.layer_inputs(position_ids_bs, document_ids_bs, cache, dropout_key, sequence_grad)
+        inputs = self.layer_inputs(
+            position_ids_bs, document_ids_bs, cache, dropout_key=dropout_key, sequence_grad=sequence_grad
+        )
         hidden_sbh = self.transform(self.decoder, tokens_bs, position_ids_bs, inputs, hidden_sbh)
         if self.output_layer is None:
             return hidden_sbh
@@ -78,23 +82,12 @@ class GPTModel(LanguageModel):
         return self.output_layer(hidden_1nh, self.word_table)[0, :, : self.num_valid_rows]
 
     def layer_inputs(
-        self,
-        position_ids_bs: Tensor,
-        document_ids_bs: Tensor | None,
-        cache: Cache | None,
-        dropout_key: DropoutKey | None,
-        sequence_grad: Tensor | None,
+        self, position_ids_bs: Tensor, document_ids_bs: Tensor | None, cache: Cache | None, **others: Any
     ) -> LayerInputs:
-        """Inputs of the layers, from arguments of `forward`."""
+        """Inputs of the layers, from arguments of `forward`; `others` are further fields."""
         mask_bst, causal = (None, True) if cache is None else (cache.mask_bst, cache.causal)
         mask_bnst = None if mask_bst is None else mask_bst.unsqueeze(1)
         if document_ids_bs is not None:
             mask_bnst = self.context.ops.document_mask(document_ids_bs)
-        return LayerInputs(
-            rotary=self.rotary(position_ids_bs),
-            mask_bnst=mask_bnst,
-            causal=causal,
-            cache=cache,
-            dropout_key=dropout_key,
-            sequence_grad=sequence_grad,
-        )
+        rotary = self.rotary(position_ids_bs)
+        return LayerInputs(rotary=rotary, mask_bnst=mask_bnst, causal=causal, cache=cache, **others)

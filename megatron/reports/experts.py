@@ -28,7 +28,8 @@ class ExpertReport(Hook):
     do not depend on the layout.
 
     Attributes:
-        sums: [layers, columns] fp64, of the tokens of this process; rows of other layers are zero.
+        sums: [layers, columns] fp64, of the tokens of this process; rows of other layers are zero. The layers of
+            multi-token prediction are the last.
         columns: by name in `Router.record`.
         dead: experts without a token in the last interval, by layer.
     """
@@ -39,7 +40,7 @@ class ExpertReport(Hook):
             names = ("entropy", "sequences", "dropped", *auxiliary_names(model))
             self.columns: dict[str, Any] = {"load": slice(0, model.num_experts)}
             self.columns |= {name: model.num_experts + i for i, name in enumerate(names)}
-            shape = model.num_layers, model.num_experts + len(names)
+            shape = model.num_all_layers, model.num_experts + len(names)
             self.sums = torch.zeros(shape, dtype=torch.float64, device=trainer.mesh.device)
             self.dead: dict[int, list[int]] = {}
             modules = (module for chunk in trainer.engine.modules for module in chunk.modules())
@@ -59,9 +60,7 @@ class ExpertReport(Hook):
             return
         rows = all_reduce_sum(self.sums.clone(), mesh.dp_cp, mesh.tp, mesh.pp).tolist()
         self.sums.zero_()
-        layers = [
-            layer for layer, has_experts in enumerate(model.expert_layers(model.num_layers)) if has_experts
-        ]
+        layers = [layer for layer, has_experts in enumerate(model.all_expert_layers) if has_experts]
         values = {
             layer: layer_values({name: rows[layer][at] for name, at in self.columns.items()}, model)
             for layer in layers

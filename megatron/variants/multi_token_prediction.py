@@ -197,6 +197,8 @@ def with_mtp(config: RunConfig, task: Task) -> Task:
 
 def forward(model: MTPModel, batch: GPTBatch, hidden: Tensor | None, key: DropoutKey | None) -> Tensor:
     """`Task.forward`."""
-    inputs = model.layer_inputs(batch.position_ids, batch.document_ids, None, key, batch.sequence_grad)
+    inputs = model.layer_inputs(
+        batch.position_ids, batch.document_ids, None, dropout_key=key, sequence_grad=batch.sequence_grad
+    )
     hidden = model.transform(model.decoder, batch.tokens, batch.position_ids, inputs, hidden)
     return hidden if model.mtp is None else model.loss_sums(hidden, inputs, batch)

@@ -169,6 +169,7 @@ UNPLANNED = {
     "P2 gpipe",
     "P2 uneven",
     "P4 uneven",
+    "P2 a dense stage",
     "recomputed",
     "block recomputed",
     "T2 distributed activations",
