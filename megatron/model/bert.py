@@ -174,7 +174,7 @@ class BertModel(Bert):
         if self.binary_head is not None and self.pooler is not None:
             order_b2 = self.binary_head(self.pooler(hidden_sbh))
         if labels_bp is not None:
-            return self.output_layer.losses(masked_pbh, self.word_table, labels_bp, loss_grad_bp), order_b2
+            return self.output_layer(masked_pbh, self.word_table, labels_bp, loss_grad_bp), order_b2
         logits_pbv = self.output_layer(masked_pbh, self.word_table)
         return logits_pbv[..., : self.num_valid_rows].transpose(0, 1), order_b2
 

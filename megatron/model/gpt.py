@@ -70,7 +70,7 @@ class GPTModel(LanguageModel):
         if self.output_layer is None:
             return hidden_sbh
         if labels_bs is not None:
-            return self.output_layer.losses(hidden_sbh, self.word_table, labels_bs, loss_grad_bs)
+            return self.output_layer(hidden_sbh, self.word_table, labels_bs, loss_grad_bs)
         if logit_positions is None:
             logits_sbv = self.output_layer(hidden_sbh, self.word_table)
             return logits_sbv[..., : self.num_valid_rows].transpose(0, 1)

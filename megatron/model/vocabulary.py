@@ -124,14 +124,21 @@ class OutputLayer(nn.Module):
         if bias:
             self.bias = parameter(vocabulary_slice(config, context), zeros)
 
-    def forward(self, x_sbh: Tensor, word_table: Tensor | None) -> Tensor:
-        """Logits [s, b, v]. `word_table` is the weight of a layer that has none of its own."""
-        return column_linear(x_sbh, self._table(word_table), self.bias, self.context)
-
-    def losses(
-        self, x_sbh: Tensor, word_table: Tensor | None, labels_bs: Tensor, grad_bs: Tensor | None
+    def forward(
+        self,
+        x_sbh: Tensor,
+        word_table: Tensor | None,
+        labels_bs: Tensor | None = None,
+        grad_bs: Tensor | None = None,
     ) -> Tensor:
-        """Cross entropy of every position in fp32, [b, s]. `grad_bs` is the gradient of each, if it is known."""
+        """Logits [s, b, v]; with labels the cross entropy of every position in fp32, [b, s].
+
+        Args:
+            word_table: the weight of a layer that has none of its own.
+            grad_bs: gradient of each loss, if it is known.
+        """
+        if labels_bs is None:
+            return column_linear(x_sbh, self._table(word_table), self.bias, self.context)
         return self.context.ops.linear_cross_entropy(
             x_sbh,
             self._table(word_table),

@@ -129,7 +129,7 @@ class MTPModel(GPTModel):
                 hidden_sbh = self.mtp.layers[depth - 1](hidden_sbh, embedded[depth - 1], inputs)
             grad_bs = None if batch.loss_grad is None else mask_bs * batch.loss_grad[depth]
             labels_bs = shifted(batch.labels, depth)
-            losses_bs = output_layer.losses(hidden_sbh, self.word_table, labels_bs, grad_bs)
+            losses_bs = output_layer(hidden_sbh, self.word_table, labels_bs, grad_bs)
             sums.append((losses_bs * mask_bs).sum())
         return torch.stack(sums)
 

@@ -71,6 +71,33 @@ def test_tied_embeddings_stay_equal_bit_for_bit() -> None:
             np.testing.assert_array_equal(first[0], last[0])
 
 
+def parameters_not_waited_for(flags: str) -> list[str]:
+    """Names of parameters that forward and backward used without waiting until they were gathered."""
+    config = config_of(
+        f"--use-distributed-optimizer --overlap-param-gather --ddp-bucket-size 1 --hidden-dropout 0 {flags}"
+    )
+    with init_mesh(config.parallel, CPU) as mesh:
+        engine = engine_of(mesh, config)
+        inputs = {"num_microbatches": 2, "consumed_samples": 0}
+        engine.train_step(batches(2), **inputs, lr=1e-2, weight_decay=0.1)
+        engine.forward_backward(engine.next_global_batch(batches(2), 2, 0))
+        return [
+            param.name for i in engine.buffer.gather.pending for param in engine.buffer.buckets[i].flat_params
+        ]
+
+
+@pytest.mark.parametrize(
+    ("processes", "flags"),
+    [
+        (2, "--untie-embeddings-and-output-weights"),
+        (2, "--num-experts 4 --disable-bias-linear --expert-model-parallel-size 1"),
+        (4, "--pipeline-model-parallel-size 2"),  # the last stage has a copy of the table
+    ],
+)
+def test_all_gathered_parameters_are_waited_for(processes: int, flags: str) -> None:
+    assert run_distributed(parameters_not_waited_for, processes, flags) == [[]] * processes
+
+
 def test_a_fully_masked_batch_has_loss_zero() -> None:
     """The mean over no tokens would be NaN, and would stop the run."""
     config = config_of("")
