@@ -12,6 +12,7 @@ from megatron.checkpoint.config import CheckpointConfig
 def test_a_run_prints_its_stacks_when_a_signal_ends_it(monkeypatch) -> None:
     config = types.SimpleNamespace(
         data=None,
+        model=types.SimpleNamespace(mtp_num_layers=0),
         checkpoint=CheckpointConfig(),
         plugin=lambda _: types.SimpleNamespace(
             dry_run=False, loss_mean="tokens", train_epochs=None, num_threads=None

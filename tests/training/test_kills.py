@@ -68,7 +68,8 @@ def start_and_kill(flags: str, folder: Path, rng: random.Random) -> bool:
     return killed
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [1, pytest.param(50, marks=pytest.mark.timeout(1800))])
 def test_a_run_killed_at_random_moments(kills: int, tmp_path: Path) -> None:
     rng = random.Random(kills)
     done = rounds = 0
