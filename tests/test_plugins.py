@@ -7,12 +7,13 @@ import types
 
 from megatron import plugins
 from megatron.checkpoint.config import CheckpointConfig
+from megatron.model.config import ModelConfig
 
 
 def test_a_run_prints_its_stacks_when_a_signal_ends_it(monkeypatch) -> None:
     config = types.SimpleNamespace(
         data=None,
-        model=types.SimpleNamespace(mtp_num_layers=0),
+        model=ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, max_position_embeddings=8),
         checkpoint=CheckpointConfig(),
         plugin=lambda _: types.SimpleNamespace(
             dry_run=False, loss_mean="tokens", train_epochs=None, num_threads=None
