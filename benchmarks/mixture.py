@@ -3,8 +3,9 @@
     python benchmarks/mixture.py [--rounds N] [--output FILE]
 
 8 experts of which each token passes 2, against a dense MLP as wide as these 2, and transformers' Mixtral of the same
-shape by the faster of its two implementations; on one process with two threads, and on two processes that share the experts. All sides train on random tokens in
-fp32 with AdamW, and their steps alternate. Ratios are medians over the rounds.
+shape by the faster of its two implementations; on one process with two threads, and on two processes that share the
+experts. All sides train on random tokens in fp32 with AdamW, and their steps alternate. Ratios are medians over the
+rounds.
 """
 
 from __future__ import annotations
