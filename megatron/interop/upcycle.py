@@ -16,7 +16,7 @@ from megatron.model.config import ModelConfig
 from megatron.parallel.parameters import ShardedParameter, named_parameters
 from megatron.parallel.slices import whole
 
-# Of the router's initial values.
+# Draws the router's initial values.
 SEED = 1234
 # Tensors of the dense MLP, by those of the experts.
 DENSE = {"experts.weight1": "linear_fc1.weight", "experts.weight2": "linear_fc2.weight"}

@@ -24,9 +24,9 @@ ATTENTION_BLOCK = 128
 # them back.
 EMBEDDING, CROSS_ENTROPY = (6, 9), (10, 8)
 # Accesses of an element of the experts' inputs and outputs. Rows are read and written (2) and summed by token (2). With
-# other ranks they are regrouped by expert too. Of the hidden layer: the product with the router's weights (2; 4).
+# other ranks they are regrouped by expert too. The hidden layer is multiplied by the router's weights (2; 4).
 ROWS, REGROUPED, WEIGHTED = (4, 4), (4, 4), (2, 4)
-# Of a score in fp32, in elements of bf16: scores, choice and losses.
+# Accesses of a score for scores, choice and losses; it is fp32, and these are in elements of bf16.
 SCORES = (2 * 12, 2 * 8)
 # Accesses of a cast to FP8, in elements of bf16: 2.9 bytes, which torch.compile's kernels of a GPT-2 layer read and
 # write more for each element of a product's operands. Not fused these were 5: read for the maximum, read, write.

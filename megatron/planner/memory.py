@@ -112,7 +112,7 @@ def stage_parameters(job: Job, layout: Layout, stage: int) -> float:
     parameters = end_parameters(job, layout.tensor, first=stage == 0, last=stage == layout.pipeline - 1)
     for dense, experts in layout.layers(job)[stage]:
         parameters += dense * layer_parameters(job, layout.tensor)
-        parameters += experts * layer_parameters(job, layout.tensor, has_experts=experts > 0)
+        parameters += experts * layer_parameters(job, layout.tensor, has_experts=True)
     return parameters + stage_expert_parameters(job, layout, stage)
 
 

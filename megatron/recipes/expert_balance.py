@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,9 +38,9 @@ class _LoadSpec(OptimizerSpec):
             new = self.updated(shard.weight, shard.state["load"])
             shard.weight.copy_(new.where(inputs.found_inf == 0, shard.weight))
 
+    @abstractmethod
     def updated(self, weight: Tensor, load: Tensor) -> Tensor:
         """The new weight."""
-        raise NotImplementedError
 
 
 class ExpertBias(_LoadSpec):

@@ -179,7 +179,7 @@ def _sizes(folder: Path, shapes: dict[str, tuple[int, ...]], args: Record) -> di
     """Fields of the model's config that follow from its tensors."""
     layers = {name.split(".")[2] for name in shapes if name.startswith(STACK)}
     sizes: dict[str, Any] = expert_sizes(shapes, len(layers))
-    # Of the first layer of each kind.
+    # The first layer of each kind gives the sizes.
     dense = [_product_shapes(shapes, f"{STACK}{i}.mlp.", "linear_fc{}.weight") for i in range(len(layers))]
     experts = [_product_shapes(shapes, f"{STACK}{i}.mlp.experts.", "weight{}") for i in range(len(layers))]
     found = next(filter(None, dense), None) or next(filter(None, experts), None)
