@@ -35,7 +35,7 @@ gpt3_settings=(
   --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 --recompute-granularity full
   --split '949,50,1' --log-interval 10 --eval-interval 1000 --eval-iters 10
 )
-# What the mixtures of experts have in common: the layers of Llama, without dropout, and experts in grouped products.
+# All mixtures of experts have the layers of Llama, without dropout, and experts in grouped products.
 mixture_settings=(
   --seq-length 4096 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
   --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
