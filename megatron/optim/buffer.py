@@ -97,7 +97,10 @@ class ParamBuffer:
                 for leaf, p in list(named_parameters(module, recurse=False)):
                     name = f"{path}.{leaf}" if path else leaf
                     flat_param, index = flat_params[chunk, p.tied or name]
-                    p = parameter_on(flat_param.view(self.params), p)
+                    # `data` has a version counter of its own. With gloo, another thread writes the gathered values of a
+                    # bucket, at times between the forward and the backward of a module that needs another bucket; with
+                    # one counter for all of the memory, autograd would take it for a change of that module's weights.
+                    p = parameter_on(flat_param.view(self.params).data, p)
                     setattr(module, leaf, p)
                     if self.is_fp32:
                         p.grad = flat_param.view(self.grads)

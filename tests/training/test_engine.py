@@ -12,6 +12,7 @@ from distributed import run_distributed
 from models import CPU, config_of, engine_of
 
 from megatron.data.gpt_dataset import GPTBatch
+from megatron.model.transformer import TransformerLayer
 from megatron.parallel.mesh import init_mesh
 from megatron.reports.layout import describe_layout
 
@@ -96,6 +97,21 @@ def parameters_not_waited_for(flags: str) -> list[str]:
 )
 def test_all_gathered_parameters_are_waited_for(processes: int, flags: str) -> None:
     assert run_distributed(parameters_not_waited_for, processes, flags) == [[]] * processes
+
+
+def test_a_gather_may_end_between_forward_and_backward() -> None:
+    """Autograd refused the weights of modules that had run before a later bucket arrived."""
+    config = config_of("--ddp-bucket-size 1")
+    with init_mesh(config.parallel, CPU) as mesh:
+        engine = engine_of(mesh, config)
+        bucket = engine.buffer.buckets[-1]
+
+        def arrive(*_: object) -> None:
+            engine.buffer.params[bucket.start : bucket.end].mul_(1)
+
+        layer = next(x for x in engine.modules[0].modules() if isinstance(x, TransformerLayer))
+        layer.register_forward_hook(arrive)
+        engine.train_step(batches(2), num_microbatches=2, consumed_samples=0, lr=1e-2, weight_decay=0.1)
 
 
 def test_a_fully_masked_batch_has_loss_zero() -> None:
