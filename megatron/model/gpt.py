@@ -17,6 +17,7 @@ from megatron.model.language_model import LanguageModel
 from megatron.model.transformer import Cache, LayerInputs, Transformer
 from megatron.model.variants import variant
 from megatron.model.vocabulary import OutputLayer
+from megatron.ops.attention import MaskSpec
 from megatron.parallel.collectives import gather_sequence
 from megatron.parallel.random import DropoutKey
 from megatron.parallel.stages import Chunk
@@ -85,9 +86,13 @@ class GPTModel(LanguageModel):
         self, position_ids_bs: Tensor, document_ids_bs: Tensor | None, cache: Cache | None, **others: Any
     ) -> LayerInputs:
         """Inputs of the layers, from arguments of `forward`; `others` are further fields."""
-        mask_bst, causal = (None, True) if cache is None else (cache.mask_bst, cache.causal)
-        mask_bnst = None if mask_bst is None else mask_bst.unsqueeze(1)
-        if document_ids_bs is not None:
-            mask_bnst = self.context.ops.document_mask(document_ids_bs)
         rotary = self.rotary(position_ids_bs)
-        return LayerInputs(rotary=rotary, mask_bnst=mask_bnst, causal=causal, cache=cache, **others)
+        if cache is None:
+            spec = MaskSpec(
+                length=position_ids_bs.shape[1],
+                document_ids_bs=document_ids_bs,
+                device=position_ids_bs.device,
+            )
+            return LayerInputs(rotary=rotary, mask_bnst=self.context.ops.make_mask(spec), **others)
+        mask_bnst = None if cache.mask_bst is None else cache.mask_bst.unsqueeze(1)
+        return LayerInputs(rotary=rotary, mask_bnst=mask_bnst, causal=cache.causal, cache=cache, **others)

@@ -46,7 +46,7 @@ class LayerInputs:
 
     Attributes:
         rotary: cosine and sine of the RoPE angles, each [b, 1, s, channels].
-        mask_bnst: true where a query may attend to a key, or a bias of the scores, or what `Ops.document_mask` makes.
+        mask_bnst: true where a query may attend to a key, or a bias of the scores, or what `Ops.make_mask` makes.
         causal: without a mask, a query attends to no later key.
         cache: if given, attention extends it and attends to all that it holds.
         dropout_key: None drops nothing.

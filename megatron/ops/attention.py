@@ -5,6 +5,7 @@ Shapes in names: b batch, n query heads, g key/value heads (groups), s queries, 
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -58,12 +59,38 @@ def kernels(device: torch.device) -> AbstractContextManager[object]:
     return sdpa_kernel([SDPBackend.CUDNN_ATTENTION, *order] if cudnn else order, set_priority=True)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MaskSpec:
+    """The keys of its sequence that a query may attend to: those of which everything given here is true.
+
+    Attributes:
+        length: positions of a sequence, s.
+        causal: the key is not later than the query.
+        window: the key is at most this many positions earlier than the query, and if not `causal` as many later.
+        document_ids_bs: the key is in the query's document. Ids do not decrease along s.
+        device: that of the queries.
+    """
+
+    length: int
+    causal: bool = True
+    window: int | None = None
+    document_ids_bs: Tensor | None = None
+    device: torch.device
+
+
+def make_mask(spec: MaskSpec) -> Tensor | None:
+    """[b or 1, 1, s, s], true where the query may attend to the key; None where `causal` says it all."""
+    if spec.window is None and spec.document_ids_bs is None:
+        return None
+    mask_bst = causal_mask(spec.length, spec.length, spec.device) if spec.causal else torch.tensor(True)
+    if spec.window is not None:
+        position_s = torch.arange(spec.length, device=spec.device)
+        mask_bst = mask_bst & ((position_s.unsqueeze(1) - position_s).abs() <= spec.window)
+    if (ids_bs := spec.document_ids_bs) is not None:
+        mask_bst = mask_bst & (ids_bs.unsqueeze(2) == ids_bs.unsqueeze(1))
+    return mask_bst.unsqueeze(1)
+
+
 def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
     """[1, s, t], true where a query, one of the last `queries` of `keys` positions, may attend to the key."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries).unsqueeze(0)
-
-
-def document_mask(document_ids_bs: Tensor) -> Tensor:
-    """[b, 1, s, s], true where query and key belong to the same document and the key is not later."""
-    same = document_ids_bs.unsqueeze(2) == document_ids_bs.unsqueeze(1)
-    return (same & causal_mask(same.shape[1], same.shape[1], same.device)).unsqueeze(1)

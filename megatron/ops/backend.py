@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.errors import InputError
 from megatron.ops.activation import activation
-from megatron.ops.attention import attention, document_mask
+from megatron.ops.attention import MaskSpec, attention, make_mask
 from megatron.ops.compiler import CompileFn, Compiler, eager
 from megatron.ops.config import LOGITS_CHUNK_BYTES, LOGITS_PIECE_BYTES, OpsConfig
 from megatron.ops.linear import (
@@ -41,7 +41,7 @@ class Ops:
     Attributes:
         dgrad: (output gradient, Wᵀ, None) to the gradient of a linear layer's input; None computes it by `matmul`.
         linear_cross_entropy: output layer and loss in one.
-        document_mask: makes the mask of attention within documents, which `attention` takes.
+        make_mask: makes the mask that `attention` takes; None where it needs none besides `causal`.
         run: calls a differentiable function, such as a transformer layer, compiled as a whole or not.
         communicate: calls a function that communicates; compiled layers call it between two graphs.
         recomputes_attention: false with compiled layers: GPU kernels of attention keep no scores to save.
@@ -55,7 +55,7 @@ class Ops:
     dgrad: Callable[[Tensor, Tensor, None], Tensor] | None = None
     accumulate_wgrad: AccumulateWgrad = accumulate_wgrad
     attention: Callable[..., Tensor] = attention
-    document_mask: Callable[[Tensor], Any] = document_mask
+    make_mask: Callable[[MaskSpec], Any] = make_mask
     activation: Callable[[Tensor, str], Tensor] = activation
     layer_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor] = layer_norm
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm

@@ -1,6 +1,6 @@
-"""Attention within documents on a GPU, by blocks of positions instead of a dense mask.
+"""Attention within documents and windows on a GPU, by blocks of positions instead of a dense mask.
 
-PyTorch's FlexAttention computes the scores of the blocks that a document's positions attend to and skips the others.
+PyTorch's FlexAttention computes the scores of the blocks in which a query attends to a key and skips the others.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention
 from torch.nn.attention.flex_attention import BlockMask
 
-from megatron.ops.attention import attention
+from megatron.ops.attention import MaskSpec, attention
 
 BLOCK = 128
 
@@ -24,7 +24,7 @@ def attention_by_documents(
     causal: bool,
     dropout: float,
 ) -> Tensor:
-    """`megatron.ops.attention.attention`, where the mask may also be that of `document_blocks`."""
+    """`megatron.ops.attention.attention`, where the mask may also be that of `make_block_mask`."""
     if isinstance(mask_bnst, BlockMask) and dropout:  # FlexAttention has none
         mask_bnst = dense_mask(mask_bnst)
     if not isinstance(mask_bnst, BlockMask):
@@ -36,33 +36,46 @@ def attention_by_documents(
     return out
 
 
-def document_blocks(document_ids_bs: Tensor) -> BlockMask:
-    """Mask of FlexAttention: a query attends to the positions of its own document that are not later.
-
-    Args:
-        document_ids_bs: ids that do not decrease along s.
-    """
-    batch, length = document_ids_bs.shape
+def make_block_mask(spec: MaskSpec) -> BlockMask | None:
+    """The mask of FlexAttention; None where `causal` says it all."""
+    if spec.window is None and spec.document_ids_bs is None:
+        return None
+    length, window, ids_bs = spec.length, spec.window, spec.document_ids_bs
     blocks = -(-length // BLOCK)
-    padding = document_ids_bs[:, -1:].expand(batch, blocks * BLOCK - length)
-    padded = torch.cat((document_ids_bs, padding), dim=1).view(batch, blocks, BLOCK)
-    first, last = padded[..., 0], padded[..., -1]
-    lower = torch.ones(blocks, blocks, dtype=torch.bool, device=first.device).tril()
-    # A block of keys ends in the first document of the queries or later.
-    attended = lower & (last.unsqueeze(1) >= first.unsqueeze(2))
-    # All keys are earlier, and of the one document of the queries.
-    full = lower.tril(-1) & (first.unsqueeze(1) == last.unsqueeze(2))
+    i = torch.arange(blocks, device=spec.device)
+    later = i - i.unsqueeze(1)  # blocks by which the keys are later than the queries
+    # A block has a pair that attends, and all of its pairs do.
+    attended_bij, full_bij = (
+        torch.ones(1, blocks, blocks, dtype=torch.bool, device=spec.device) for _ in "af"
+    )
+    if spec.causal:
+        attended_bij, full_bij = attended_bij & (later <= 0), full_bij & (later < 0)
+    if window is not None:
+        nearest, farthest = (later.abs() - 1) * BLOCK + 1, (later.abs() + 1) * BLOCK - 1
+        attended_bij, full_bij = attended_bij & (nearest <= window), full_bij & (farthest <= window)
+    if ids_bs is not None:
+        padding = ids_bs[:, -1:].expand(len(ids_bs), blocks * BLOCK - length)
+        padded = torch.cat((ids_bs, padding), dim=1).view(len(ids_bs), blocks, BLOCK)
+        first, last = padded[..., 0], padded[..., -1]
+        starts, ends = (first.unsqueeze(1) <= last.unsqueeze(2)), (last.unsqueeze(1) >= first.unsqueeze(2))
+        attended_bij = attended_bij & starts & ends
+        one = (first == last).unsqueeze(2) & (first == last).unsqueeze(1)
+        full_bij = full_bij & one & (first.unsqueeze(2) == first.unsqueeze(1))
     if length % BLOCK:
-        full[:, -1] = False  # has queries beyond the end
+        full_bij = full_bij.clone()
+        full_bij[:, -1], full_bij[:, :, -1] = False, False  # positions beyond the end
 
-    def same_document(b: Tensor, n: Tensor, s: Tensor, t: Tensor) -> Tensor:
-        return (document_ids_bs[b, s] == document_ids_bs[b, t]) & (s >= t)
+    def attends(b: Tensor, n: Tensor, s: Tensor, t: Tensor) -> Tensor:
+        allowed = s >= t if spec.causal else s == s
+        if window is not None:
+            allowed = allowed & ((s - t).abs() <= window)
+        return allowed if ids_bs is None else allowed & (ids_bs[b, s] == ids_bs[b, t])
 
     return BlockMask.from_kv_blocks(
-        *_listed(attended & ~full),
-        *_listed(full),
+        *_listed(attended_bij & ~full_bij),
+        *_listed(full_bij),
         BLOCK_SIZE=BLOCK,
-        mask_mod=same_document,
+        mask_mod=attends,
         seq_lengths=(length, length),
     )
 

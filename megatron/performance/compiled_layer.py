@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron.ops.activation import activation
 from megatron.ops.backend import Ops
 from megatron.ops.compiler import CompileFn, Compiler, eager
-from megatron.ops.document_attention import attention_by_documents, document_blocks
+from megatron.ops.document_attention import attention_by_documents, make_block_mask
 from megatron.ops.linear import fused_accumulate_wgrad
 from megatron.parallel.parameters import main_grad
 from megatron.parallel.random import DropoutKey, stable_hash
@@ -45,7 +45,7 @@ def layer_ops(compiler: CompileFn, device: torch.device) -> dict[str, Any]:
     if device.type == "cpu":  # as on a GPU that has the fused kernel
         fields["accumulate_wgrad"] = fused_accumulate_wgrad
     else:  # FlexAttention has no gradient on a CPU
-        fields |= {"attention": attention_by_documents, "document_mask": document_blocks}
+        fields |= {"attention": attention_by_documents, "make_mask": make_block_mask}
     return fields
 
 

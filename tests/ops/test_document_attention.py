@@ -13,11 +13,11 @@ from torch.nn.attention import flex_attention
 
 from megatron.model.context import ModelContext
 from megatron.model.gpt import GPTModel
-from megatron.ops.attention import attention, document_mask
+from megatron.ops.attention import MaskSpec, attention, make_mask
 from megatron.ops.backend import PLAIN, Ops, choose_ops
 from megatron.ops.compiler import eager
 from megatron.ops.config import OpsConfig
-from megatron.ops.document_attention import attention_by_documents, dense_mask, document_blocks
+from megatron.ops.document_attention import attention_by_documents, dense_mask, make_block_mask
 
 LENGTHS = (384, 300)  # three blocks, the last of which may not be full
 
@@ -25,6 +25,10 @@ LENGTHS = (384, 300)  # three blocks, the last of which may not be full
 @pytest.fixture(autouse=True)
 def on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+
+
+def spec_of(ids: torch.Tensor, **fields: object) -> MaskSpec:
+    return MaskSpec(length=ids.shape[1], document_ids_bs=ids, device=CPU, **fields)
 
 
 def documents(length: int, seed: int) -> torch.Tensor:
@@ -41,10 +45,12 @@ def heads(length: int, dtype: torch.dtype) -> list[torch.Tensor]:
     ]
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 10, 130, 300])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_blocks_are_those_of_torch(length: int) -> None:
+def test_blocks_are_those_of_torch(length: int, window: int | None, causal: bool) -> None:
     """`create_block_mask` makes the same from the dense mask."""
-    ours = document_blocks(documents(length, 1))
+    ours = make_block_mask(spec_of(documents(length, 1), window=window, causal=causal))
     theirs = flex_attention.create_block_mask(ours.mask_mod, 3, None, length, length, device="cpu")
     assert torch.equal(ours.to_dense(), theirs.to_dense())
     assert torch.equal(ours.kv_num_blocks, theirs.kv_num_blocks)
@@ -55,7 +61,7 @@ def test_blocks_are_those_of_torch(length: int) -> None:
 def test_equals_a_dense_mask(length: int) -> None:
     ids, inputs = documents(length, 2), heads(length, torch.float64)
     found = []
-    for mask in (document_blocks(ids), document_mask(ids)):
+    for mask in (make_block_mask(spec_of(ids)), make_mask(spec_of(ids))):
         out = attention_by_documents(*inputs, mask_bnst=mask, causal=True, dropout=0.0)
         found.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
     for ours, theirs in zip(*found, strict=True):
@@ -67,9 +73,9 @@ def test_other_documents_need_no_other_code() -> None:
     compiled = torch.compile(attention_by_documents, backend=counter, fullgraph=True)
     for seed in range(3):
         ids, inputs = documents(384, seed), heads(384, torch.float32)
-        out = compiled(*inputs, mask_bnst=document_blocks(ids), causal=True, dropout=0.0)
+        out = compiled(*inputs, mask_bnst=make_block_mask(spec_of(ids)), causal=True, dropout=0.0)
         out.sum().backward()
-        expected = attention(*inputs, mask_bnst=document_mask(ids), causal=True, dropout=0.0)
+        expected = attention(*inputs, mask_bnst=make_mask(spec_of(ids)), causal=True, dropout=0.0)
         torch.testing.assert_close(out, expected)
     assert counter.frame_count == 1
 
@@ -85,9 +91,9 @@ def test_only_compiled_layers_of_a_gpu_use_it() -> None:
             has_fused_wgrad=lambda *_: False,
         )
 
-    assert ops("cuda", "auto").document_mask is document_blocks
-    assert ops("cpu", "layers").document_mask is document_mask
-    assert ops("cuda", "plain").document_mask is document_mask
+    assert ops("cuda", "auto").make_mask is make_block_mask
+    assert ops("cpu", "layers").make_mask is make_mask
+    assert ops("cuda", "plain").make_mask is make_mask
 
 
 @pytest.mark.parametrize(
@@ -100,7 +106,7 @@ def test_a_model_computes_the_same(flags: str) -> None:
     ).model
     tokens = torch.randint(60, (3, 300), generator=torch.Generator().manual_seed(3))
     results = []
-    for ops in (PLAIN, Ops(attention=attention_by_documents, document_mask=document_blocks)):
+    for ops in (PLAIN, Ops(attention=attention_by_documents, make_mask=make_block_mask)):
         model = GPTModel(config, ModelContext(vocab_size=60, padded_vocab_size=64, ops=ops))
         buffer = flat(model)
         buffer.initialize(1)
@@ -113,16 +119,22 @@ def test_a_model_computes_the_same(flags: str) -> None:
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("fields", [{}, {"window": 10}, {"window": 130, "causal": False}], ids=str)
 @pytest.mark.parametrize("length", LENGTHS)
-def test_a_dense_mask(length: int) -> None:
+def test_a_dense_mask(length: int, fields: dict[str, object]) -> None:
     """Dropout and ALiBi take one."""
-    ids = documents(length, 5)
-    assert torch.equal(dense_mask(document_blocks(ids)), document_mask(ids))
+    spec = spec_of(documents(length, 5), **fields)
+    mask = make_mask(spec)
+    assert torch.equal(dense_mask(make_block_mask(spec)), mask)
+    s, t, ids = torch.arange(length).unsqueeze(1), torch.arange(length), spec.document_ids_bs
+    near = (s - t).abs() <= (length if spec.window is None else spec.window)
+    allowed = near & (s >= t if spec.causal else near) & (ids.unsqueeze(2) == ids.unsqueeze(1))
+    assert torch.equal(mask.squeeze(1), allowed)
 
 
 def test_attention_drops_weights() -> None:
     ids, inputs, found = documents(16, 6), heads(16, torch.float32), []
-    for mask in (document_blocks(ids), document_mask(ids)):
+    for mask in (make_block_mask(spec_of(ids)), make_mask(spec_of(ids))):
         torch.manual_seed(1)
         found.append(attention_by_documents(*inputs, mask_bnst=mask, causal=True, dropout=0.5))
     assert torch.equal(*found)

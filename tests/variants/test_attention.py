@@ -11,7 +11,7 @@ from megatron.errors import InputError
 from megatron.interop.external import meta_model
 from megatron.model.config import ModelConfig
 from megatron.model.context import ModelContext
-from megatron.ops.attention import document_mask
+from megatron.ops.attention import MaskSpec, make_mask
 from megatron.parallel.config import ParallelConfig
 from megatron.parallel.mesh import Axis, init_mesh
 from megatron.parallel.slices import GlobalSlice
@@ -34,7 +34,8 @@ def test_slopes_equal_those_of_transformers(heads: int) -> None:
 
 
 def test_the_bias_of_documents() -> None:
-    bias = alibi_bias(torch.tensor(0.5).view(1, 1, 1), document_mask(torch.tensor([[0, 0, 1]])))
+    spec = MaskSpec(length=3, document_ids_bs=torch.tensor([[0, 0, 1]]), device=CPU)
+    bias = alibi_bias(torch.tensor(0.5).view(1, 1, 1), make_mask(spec))
     never = -torch.inf
     assert bias.tolist() == [[[[0, never, never], [-0.5, 0, never], [never, never, 0]]]]
 
