@@ -67,8 +67,8 @@ def find_checkpoint(
         raise InputError(passed_over[0] + ("; the older checkpoints are damaged too" if older else ""))
     if root.is_dir() and iterations(root):
         raise InputError(
-            f"--load: {load} holds {folder_of(root, iterations(root)[-1]).name} but no {TRACKER}, so it may be "
-            "incomplete; write the iteration to that file to load it"
+            f"--load: {load} holds {folder_of(root, iterations(root)[-1]).name} but no iteration in {TRACKER}, so it "
+            "may be incomplete; write the iteration to that file to load it"
         )
     if resumes:
         return None

@@ -37,7 +37,7 @@ def folder_of(root: Path, iteration: int) -> Path:
 
 
 def newest_iteration(root: Path, *, exists: bool = True) -> int | None:
-    """The iteration in the tracker of `root`; None without a tracker.
+    """The iteration in the tracker of `root`; None without a tracker, or if it is empty.
 
     Raises:
         InputError: the tracker holds no iteration; or, with `exists`, its checkpoint does not exist.
@@ -50,6 +50,8 @@ def newest_iteration(root: Path, *, exists: bool = True) -> int | None:
         return None
     except OSError as error:
         raise InputError(f"{tracker}: cannot be read ({error.strerror})") from None
+    if not text:  # a full disk or a lost machine leaves an empty file
+        return None
     if not re.fullmatch(r"[0-9]{1,18}", text):
         raise InputError(f"{tracker}: {text[:40]!r} is not an iteration")
     if exists and not folder_of(root, int(text)).is_dir():

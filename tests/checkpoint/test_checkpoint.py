@@ -171,13 +171,17 @@ def test_keep_last(tmp_path: Path) -> None:
         assert storage.iterations(tmp_path) == [iteration, 30]
 
 
-def test_run_resumes_without_the_tracker(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tracker", [None, "", "\n"])
+def test_run_resumes_without_the_tracker(tmp_path: Path, tracker: str | None) -> None:
     """A run killed between its first checkpoint and the tracker resumes from that checkpoint."""
     buffer, optimizer, _ = make()
     save(tmp_path, buffer, optimizer)
-    (tmp_path / storage.TRACKER).unlink()
+    if tracker is None:
+        (tmp_path / storage.TRACKER).unlink()
+    else:
+        (tmp_path / storage.TRACKER).write_text(tracker)
     assert find_checkpoint(str(tmp_path), str(tmp_path)).folder == storage.folder_of(tmp_path, 3)
-    with pytest.raises(InputError, match="iter_0000003 but no latest_checkpointed_iteration"):
+    with pytest.raises(InputError, match="iter_0000003 but no iteration in latest_checkpointed_iteration"):
         find_checkpoint(str(tmp_path), None)
     (storage.folder_of(tmp_path, 3) / "state.json").write_text("{}")
     with pytest.raises(InputError, match=r"state\.json"):

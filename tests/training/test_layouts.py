@@ -245,10 +245,7 @@ FEW_LAYOUTS = {
 }
 FAST = {
     "bert": "T2P2",  # test_finetune.py runs T2+SP with fine-tuning
-    "gpt2": "P2V2|D2+ZeRO|T2P2|everything",  # T2+SP runs in bf16 below
-    "llama": "T2D2+ZeRO",
-    "deepseek": "T2+SP",
-    "bf16": "T2+SP",
+    "gpt2": "T2+SP|P2V2|D2+ZeRO|T2P2|everything",
     "dropout": "D2+ZeRO|recomputed|selectively recomputed",
     "mixture": "T2D2E2+SP+ZeRO|P2E2 a dense stage",
 }
