@@ -58,6 +58,7 @@ from megatron.recipes.roll_back import RollBack, without_repetition
 from megatron.recipes.save_best import SaveBest
 from megatron.recipes.spikes import make_spike_rule
 from megatron.reports.at_end import ReportAtEnd
+from megatron.reports.data_phases import DataPhases
 from megatron.reports.devices import PEAK_FLOPS
 from megatron.reports.experts import ExpertReport
 from megatron.reports.log import LogLines
@@ -81,6 +82,7 @@ from megatron.training.task import Task
 from megatron.variants import lr_decay
 from megatron.variants.blend import ROUNDINGS, open_blend
 from megatron.variants.cyclic import cyclic
+from megatron.variants.data_phases import open_phases
 from megatron.variants.mock_data import mock_bert, mock_gpt
 from megatron.variants.multi_token_prediction import with_mtp
 from megatron.variants.schedules import check_full_groups, gpipe, interleaved
@@ -88,7 +90,7 @@ from megatron.variants.stages import uneven_split, virtual_split
 from megatron.verify.capture import Capturing
 
 ROUNDINGS.update({"head": HeadBlendRounding()})
-SOURCES[:] = [open_blend]
+SOURCES[:] = [open_phases, open_blend]
 MOCK_DATA.update({GPTDatasetBuilder: mock_gpt, BertDatasetBuilder: mock_bert})
 SAMPLE_ORDERS.update({"cyclic": cyclic})
 FORMATS.update(EXTERNAL_FORMATS)
@@ -158,6 +160,7 @@ def training_hooks(evaluation: Sequence[Hook] = ()) -> list[Hook]:
         LoadWarning(),
         LogLines(),  # before those that log more on an interval
         RunSize(),
+        DataPhases(),
         PhaseTimes(reports),
         ReportAtEnd(),  # after the writers of Reports are closed
         reports,

@@ -18,7 +18,8 @@ class DataConfig(Config):
 
     data_path: tuple[str, ...] | None = flag(
         None,
-        "prefix of a .bin and .idx file (their path without extension), or a blend: WEIGHT PREFIX WEIGHT PREFIX ...",
+        "prefix of a .bin and .idx file (their path without extension), or a blend: WEIGHT PREFIX WEIGHT PREFIX ...; "
+        "from=SAMPLES begins another blend after so many training samples",
         nargs="+",
         metavar="PREFIX",
     )

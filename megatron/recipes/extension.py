@@ -11,6 +11,7 @@ from megatron.data.batch import Batch
 from megatron.data.dataset import Dataset
 from megatron.training.loop import Hook, Trainer
 from megatron.training.start import run_length
+from megatron.variants.blend_flags import phases_after
 
 
 class Extension(Hook):
@@ -39,10 +40,16 @@ class Extension(Hook):
 
 
 def _build(trainer: Trainer, number: int, samples: int) -> Dataset:
-    """Build the training data of an extension, in an order of its own."""
-    seed = (trainer.config.training.seed + number) % 2**32
+    """Build `samples` samples for an extension after `samples` samples, in an order of its own."""
+    data, seed = trainer.config.data, (trainer.config.training.seed + number) % 2**32
     training = dataclasses.replace(trainer.config.training, seed=seed)
-    config = dataclasses.replace(trainer.config, training=training)
+    paths: dict[str, Any] = {
+        name: tuple(phases_after(getattr(data, name), f"--{name.replace('_', '-')}", samples))
+        for name in ("data_path", "train_data_path")
+        if getattr(data, name) is not None
+    }
+    data = dataclasses.replace(data, **paths)
+    config = dataclasses.replace(trainer.config, training=training, data=data)
     return trainer.task.build_datasets(config, trainer.tokenizer, (samples, 0, 0))["train"]
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.errors import InputError
 from megatron.flags import flag
 from megatron.training.config import PluginConfig, RunConfig
+from megatron.variants.blend_flags import check_phases, parse_blend, split_phases
 
 if TYPE_CHECKING:
     from megatron.training.task import Task
@@ -30,6 +31,17 @@ class LengthConfig(PluginConfig):
         "many samples as all its files, sampled by weight",
         above=0,
     )
+
+    def check(self, run: RunConfig) -> None:
+        """Check the phases into which the data flags divide the run."""
+        check_phases(run.data)
+        flags = ("--data-path", run.data.data_path), ("--train-data-path", run.data.train_data_path)
+        for name, values in flags:
+            if self.train_epochs is not None and len(split_phases(values or (), name)) > 1:
+                raise InputError(
+                    f"--train-epochs: {self.train_epochs:g} has no meaning with phases in {name}, which begin after a "
+                    "number of samples; use --train-samples"
+                )
 
 
 def expand_length(given: dict[str, Any]) -> dict[str, Any]:
@@ -81,7 +93,6 @@ def with_epochs(config: RunConfig, task: Task) -> RunConfig:
     if epochs is None:
         return config
     from megatron.tokenizer import build_tokenizer
-    from megatron.variants.blend_flags import parse_blend
 
     if data.mock_data:
         raise InputError(f"--train-epochs: {epochs:g} has no meaning with --mock-data; use --train-iters")

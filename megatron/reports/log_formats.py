@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from megatron.reports.interval import mean_losses, num_bad, num_skipped
+from megatron.reports.record import DATA_PHASE
 
 if TYPE_CHECKING:  # the command line lists the formats, and imports no torch
     from megatron.training.loop import Trainer
@@ -54,6 +55,8 @@ class Short(LogFormat):
             columns.append(f"loss scale {last['loss scale']:g}")
         if len(set(trainer.batch_schedule.sizes())) > 1:
             columns.append(f"batch size {interval.batch_size:,}")
+        if DATA_PHASE in values:
+            columns.append(f"{DATA_PHASE} {values[DATA_PHASE]:.0f}")
         if "params norm" in values:
             columns.append(f"params norm {_fixed(values['params norm'], 3)}")
         if "num zeros" in last:

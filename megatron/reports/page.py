@@ -7,13 +7,13 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from importlib.resources import files
-from itertools import cycle
+from itertools import cycle, pairwise
 from string import Template
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron import __version__
 from megatron.errors import InputError
-from megatron.reports.record import EXPERTS, Row, RunRecord
+from megatron.reports.record import DATA_PHASE, EXPERTS, Row, RunRecord
 
 if TYPE_CHECKING:
     from bokeh.plotting import figure as Figure
@@ -77,6 +77,7 @@ def _figures(runs: Sequence[RunRecord]) -> Iterator[tuple[str, Figure]]:
         for run, color in zip(runs, cycle(COLORS)):
             name = f"{run.name}: " if len(runs) > 1 else ""
             _curve(figure, run.training, loss, color, f"{name}training")
+            _verticals(figure, _phase_starts(run), color, "dotdash", f"{name}data phase")
             for split, marker in (("validation", "circle"), ("test", "diamond")):
                 _points(figure, run.evaluations, f"{loss} {split}", color, f"{name}{split}", marker)
         yield loss, _finish(figure)
@@ -210,6 +211,12 @@ def _rows_at(run: RunRecord, events: Iterable[Row], name: str) -> list[Row]:
     iterations = [row["iteration"] for row in rows]
     places = {bisect.bisect_left(iterations, event["iteration"]) for event in events}
     return [rows[i] for i in sorted(places) if i < len(rows)]
+
+
+def _phase_starts(run: RunRecord) -> list[Row]:
+    """The first row of training of each phase of the data but the first."""
+    rows = [row for row in run.training if row.get(DATA_PHASE) is not None]
+    return [row for before, row in pairwise(rows) if row[DATA_PHASE] != before[DATA_PHASE]]
 
 
 def _finish(figure: Figure) -> Figure:

@@ -19,6 +19,7 @@ METRICS = "metrics.jsonl"  # in the folder of --save, unless --metrics-path name
 # End of the name of the file beside it, with a line for each start of the run, each checkpoint, and values by rank.
 EVENTS = ".events.jsonl"
 MAX_BYTES = 1 << 32  # of a file of metrics
+DATA_PHASE = "data phase"  # name of the number of the phase of the training data
 EXPERTS = "moe "  # begins the names of values of mixtures of experts
 
 Row = dict[str, Any]

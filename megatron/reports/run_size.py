@@ -61,27 +61,34 @@ def describe_size(
         samples: samples of the whole run.
         parameters: the active ones of a mixture of experts.
     """
-    # An extended run reads the same files again, in other orders.
+    # An extended run has a dataset for each extension; only phases of the data give them other files.
     passes = dataset.datasets if isinstance(dataset, JoinedDataset) else [dataset]
-    dataset = passes[0]
-    blend = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
-    if not all(isinstance(d, GPTDataset | BertDataset | MockGPTDataset | MockBertDataset) for d in blend):
+    blends = [d.datasets if isinstance(d, BlendedDataset) else [d] for d in passes]
+    kinds = GPTDataset | BertDataset | MockGPTDataset | MockBertDataset
+    if not all(isinstance(d, kinds) for blend in blends for d in blend):
         return []
-    tokens = samples * seq_length
+    tokens, left = samples * seq_length, samples
     parts = [f"tokens: {_short(tokens)} ({samples:,} samples x {seq_length:,})"]
-    sizes = [num_tokens(d) for d in blend]
-    if all(sizes):
-        parts.append(f"{_epochs(tokens, sum(sizes))} of the {_short(sum(sizes))} of the data")
+    sizes: dict[str, int] = {}  # tokens of each file
+    read: dict[str, int] = {}  # samples from each file
+    for data, blend, is_last in zip(passes, blends, [*[False] * (len(passes) - 1), True], strict=True):
+        count = left if is_last else min(left, len(data))
+        left -= count
+        shares = _samples_of_each(data, count) if isinstance(data, BlendedDataset) else [count]
+        for file, share in zip(blend, shares, strict=True):
+            if isinstance(file, GPTDataset | BertDataset):
+                sizes[file.tokens.prefix] = num_tokens(file)
+                read[file.tokens.prefix] = read.get(file.tokens.prefix, 0) + share
+    if sizes:
+        total = sum(sizes.values())
+        parts.append(f"{_epochs(tokens, total)} of the {_short(total)} of the data")
     ratio = f"{tokens / parameters:.3g} per {'active ' if is_mixture else ''}parameter"
     known = causal and not is_mixture
     parts.append(ratio + (f" (compute-optimal: about {COMPUTE_OPTIMAL})" if known else ""))
     lines = [", ".join(parts)]
-    if isinstance(dataset, BlendedDataset):
-        for file, size, share in zip(blend, sizes, _samples_of_each(dataset, samples), strict=True):
-            assert isinstance(file, GPTDataset | BertDataset)
-            lines.append(
-                f"  {_epochs(share * seq_length, size)} of {file.tokens.prefix}, {_short(size)} tokens"
-            )
+    if any(isinstance(d, BlendedDataset) for d in passes):
+        for prefix, size in sizes.items():
+            lines.append(f"  {_epochs(read[prefix] * seq_length, size)} of {prefix}, {_short(size)} tokens")
     return lines
 
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple, TextIO
 from megatron.errors import InputError
 from megatron.reports.config import ReportConfig
 from megatron.reports.interval import mean_losses, num_skipped
-from megatron.reports.record import EXPERTS, events_file, is_evaluation, readable_lines
+from megatron.reports.record import DATA_PHASE, EXPERTS, events_file, is_evaluation, readable_lines
 from megatron.training.config import RunConfig
 from megatron.training.report import Interval
 
@@ -242,6 +242,7 @@ TAGS = {
     "params norm": "optimizer/params-norm",
     "learning rate": "optimizer/learning-rate",
     "global batch size": "optimizer/batch-size",
+    DATA_PHASE: "data/phase",
     "skipped iterations": "optimizer/skipped-iterations",
     "seconds per iteration": "speed/iteration-time",
     "tokens per second": "speed/tokens-per-second",

@@ -13,7 +13,7 @@ from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.config import TokenizerConfig
 from megatron.tokenizer.record import TokenizerRecord, describe_tokenizer, read_tokenizer
 from megatron.training.config import PluginConfig, RunConfig
-from megatron.variants.blend_flags import parse_blend
+from megatron.variants.blend_flags import data_prefixes
 
 DATA_FIELDS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 
@@ -47,8 +47,7 @@ def data_records(values: Mapping[str, Any]) -> Iterator[tuple[str, TokenizerReco
     """Yield the prefix and the record of each token file that the data flags name, if it has a record."""
     for name in DATA_FIELDS:
         if values.get(name):
-            prefixes, _ = parse_blend(values[name], f"--{name.replace('_', '-')}")
-            for prefix in prefixes:
+            for prefix in data_prefixes(values[name], f"--{name.replace('_', '-')}"):
                 record = read_tokenizer(prefix)
                 if record:
                     yield prefix, record

@@ -39,6 +39,10 @@ TRAINING_FLAGS: tuple[NvidiaFlag, ...] = (
         "use --train-data-path, --valid-data-path and --test-data-path",
         "--per-split-data-args-path FILE",
     ),
+    *refuse(
+        "use --data-path BLEND from=SAMPLES BLEND, which reads files on",
+        "--phase-transition-iterations N,N...",
+    ),
     *accept("use --metrics-path", "--log-progress"),
     *accept("set the environment variable WANDB_DIR", "--wandb-save-dir DIR"),
     # Kernels and fusions.
