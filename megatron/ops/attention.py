@@ -82,7 +82,9 @@ def make_mask(spec: MaskSpec) -> Tensor | None:
     """[b or 1, 1, s, s], true where the query may attend to the key; None where `causal` says it all."""
     if spec.window is None and spec.document_ids_bs is None:
         return None
-    mask_bst = causal_mask(spec.length, spec.length, spec.device) if spec.causal else torch.tensor(True)
+    mask_bst = torch.ones(1, 1, 1, dtype=torch.bool, device=spec.device)
+    if spec.causal:
+        mask_bst = causal_mask(spec.length, spec.length, spec.device)
     if spec.window is not None:
         position_s = torch.arange(spec.length, device=spec.device)
         mask_bst = mask_bst & ((position_s.unsqueeze(1) - position_s).abs() <= spec.window)

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from megatron.model.moe import dispatch, layer, router
 from megatron.model.moe_config import MoEConfig
+from megatron.ops.cpu import document_attention
 from megatron.parallel.collectives import Pending
 from megatron.parallel.config import ParallelConfig
 from megatron.parallel.mesh import ALONE, Axis, Mesh, arrange, axis_sizes
@@ -204,6 +205,11 @@ def _gpu_document_attention(
     return out
 
 
+def _one_document(document_ids_bs: Tensor) -> list[list[int]]:
+    """Each sequence as one document, since the lengths of documents are in the data."""
+    return [[document_ids_bs.shape[1]]] * len(document_ids_bs)
+
+
 choose_experts, dropped_copies, start_all_to_all = (
     router.choose_experts,
     layer.dropped_copies,
@@ -226,4 +232,7 @@ ON_A_GPU: Replacements = {
 }
 # oneDNN reorders a weight for one product; fake tensors cannot be reordered.
 REORDER = (torch.ops.mkldnn, "_reorder_linear_weight")
-ON_A_CPU: Replacements = {REORDER: lambda weight, rows: weight} if hasattr(*REORDER) else {}
+ON_A_CPU: Replacements = {
+    (document_attention, "document_lengths"): _one_document,
+    **({REORDER: lambda weight, rows: weight} if hasattr(*REORDER) else {}),
+}

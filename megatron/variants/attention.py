@@ -132,6 +132,8 @@ class AlibiTransformer(Transformer):
         tp, mask_bnst, cache = self.context.tp, inputs.mask_bnst, inputs.cache
         if isinstance(mask_bnst, BlockMask):
             mask_bnst = dense_mask(mask_bnst)
+        elif mask_bnst is not None and not isinstance(mask_bnst, Tensor):  # `DocumentMask`
+            mask_bnst = mask_bnst.dense()
         if mask_bnst is None:
             s = x_sbh.shape[0] * (tp.size if self.context.sequence_parallel else 1)
             t = s if cache is None else cache.memory.shape[-2]

@@ -62,6 +62,9 @@ VARIANTS = {
     "gradients in bf16": "--grad-reduce-in-bf16",
     "muon of gradients in bf16": f"{LLAMA} --optimizer muon --grad-reduce-in-bf16",
     "dropout": f"{DROPOUT}",
+    # Counts up over 81 ids, the last of which ends a document.
+    "documents": f"{LLAMA} --vocab-size 80 --seq-length 160 --reset-attention-mask --reset-position-ids "
+    "--eod-mask-loss --attention-dropout 0.1",
 }
 # Initial weights that keep the scores of a token's experts apart, so that rounding does not change their choice.
 MIXTURE = f"{LLAMA} --init-method-std 0.1 --num-experts 8 --moe-ffn-hidden-size 16 --moe-router-topk"
@@ -217,6 +220,7 @@ FEW_LAYOUTS = {
     "gradients in bf16": ["D2+ZeRO"],
     "muon of gradients in bf16": ["D2+ZeRO"],
     "dropout": ["P2V2", "D2+ZeRO", "recomputed", "selectively recomputed"],
+    "documents": ["P2V2", "D2+ZeRO", "recomputed", "selectively recomputed", "T2+SP", "everything"],
     "mixture": [
         *(
             "T2",
