@@ -86,7 +86,7 @@ from megatron.variants.data_phases import open_phases
 from megatron.variants.mock_data import mock_bert, mock_gpt
 from megatron.variants.multi_token_prediction import with_mtp
 from megatron.variants.schedules import check_full_groups, gpipe, interleaved
-from megatron.variants.stages import uneven_split, virtual_split
+from megatron.variants.stages import check_depths, counted_split, layout_split, uneven_split, virtual_split
 from megatron.verify.capture import Capturing
 
 ROUNDINGS.update({"head": HeadBlendRounding()})
@@ -98,8 +98,10 @@ LAYER_OPS[:] = [layer_ops]
 PEAK_FLOPS[:] = [peak_flops]
 SCHEDULES.update({"gpipe": gpipe, "interleaved": interleaved})
 LR_DECAYS.update(lr_decay.LR_DECAYS)
-LAYER_SPLITS.update({"uneven": uneven_split, "virtual": virtual_split})
-BATCH_CHECKS[:] = [check_full_groups]
+LAYER_SPLITS.update(
+    {"counted": counted_split, "layout": layout_split, "uneven": uneven_split, "virtual": virtual_split}
+)
+BATCH_CHECKS[:] = [check_full_groups, check_depths]
 MODEL_HOOKS[:] = [check_model_memory, use_fp8]
 FIRST_OPTIMIZERS[:] = [Frozen, ExpertBias, LastLoad]
 RESUME_NOTES[:] = [resume_notes]

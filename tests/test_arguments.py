@@ -131,6 +131,8 @@ NVIDIA_DEFAULTS = """
     --test-data-path None, --tensor-model-parallel-size 1, --sequence-parallel False,
     --pipeline-model-parallel-size 1, --num-layers-per-virtual-pipeline-stage None,
     --decoder-first-pipeline-num-layers None, --decoder-last-pipeline-num-layers None,
+    --pipeline-model-parallel-layout None, --account-for-embedding-in-pipeline-split False,
+    --account-for-loss-in-pipeline-split False,
     --no-scatter-gather-tensors-in-pipeline False, --use-distributed-optimizer False, --overlap-grad-reduce False,
     --overlap-param-gather False, --grad-reduce-in-bf16 False, --recompute-activations False,
     --recompute-granularity None, --recompute-method None, --checkpoint-activations False,

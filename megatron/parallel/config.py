@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 from megatron.errors import InputError
 from megatron.flags import Config, flag
@@ -37,6 +38,17 @@ class ParallelConfig(Config):
     )
     decoder_last_pipeline_num_layers: int | None = flag(
         None, "layers of the last stage (default: as the other stages)", low=0
+    )
+    pipeline_model_parallel_layout: str | None = flag(
+        None,
+        "parts of the model, first to last, separated by |: E embedding, t layer, m multi-token prediction, L loss; "
+        "t*3 and (tt|)*3 repeat. The interleaved schedule has several parts per stage",
+    )
+    account_for_embedding_in_pipeline_split: bool = flag(
+        False, "count the embedding as a layer when layers are divided evenly among stages"
+    )
+    account_for_loss_in_pipeline_split: bool = flag(
+        False, "count the output layer and the loss as a layer when layers are divided evenly among stages"
     )
     expert_model_parallel_size: int = flag(
         1, "expert-parallel size: number of groups of ranks that share the experts of a layer", low=1
@@ -116,10 +128,23 @@ class ParallelConfig(Config):
     @property
     def layer_split(self) -> str:
         """Name of the way in which layers are divided among pipeline stages."""
+        if self.pipeline_model_parallel_layout is not None:
+            return "layout"
         if self.num_layers_per_virtual_pipeline_stage is not None:
             return "virtual"
         uneven = (self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers)
-        return "even" if uneven == (None, None) else "uneven"
+        if uneven != (None, None):
+            return "uneven"
+        counted = self.account_for_embedding_in_pipeline_split or self.account_for_loss_in_pipeline_split
+        return "counted" if counted else "even"
+
+    @property
+    def layout_parts(self) -> list[str]:
+        """Parts of --pipeline-model-parallel-layout without its shorthands: "E(tt|)*2L" is Ett, tt and L."""
+        text = re.sub(r"[,\s]", "", self.pipeline_model_parallel_layout or "")
+        for repeated in (r"\(([^()]*)\)\*(\d{1,3})", r"([^()*])\*(\d{1,3})"):
+            text = re.sub(repeated, lambda found: found[1] * int(found[2]), text)
+        return text.split("|")
 
     def _resolve_recompute(self) -> None:
         full = self.recompute_granularity == "full"
@@ -142,27 +167,19 @@ class ParallelConfig(Config):
                 )
 
     def _resolve_pipeline(self) -> None:
-        stages, per_chunk = self.pipeline_model_parallel_size, self.num_layers_per_virtual_pipeline_stage
-        if per_chunk is not None and stages == 1:
-            raise InputError(
-                "--num-layers-per-virtual-pipeline-stage needs --pipeline-model-parallel-size above 1"
-            )
-        schedule = self.pipeline_schedule or ("1f1b" if per_chunk is None else "interleaved")
-        if (schedule == "interleaved") != (per_chunk is not None):
+        stages, parts = self.pipeline_model_parallel_size, len(self.layout_parts)
+        per_chunk = self.num_layers_per_virtual_pipeline_stage
+        chunked = per_chunk is not None or parts > stages
+        schedule = self.pipeline_schedule or ("interleaved" if chunked else "1f1b")
+        if (schedule == "interleaved") != chunked:
             raise InputError(
                 f"--pipeline-schedule: {schedule} "
                 + (
                     "needs --num-layers-per-virtual-pipeline-stage"
-                    if per_chunk is None
+                    if not chunked
                     else f"does not go with --num-layers-per-virtual-pipeline-stage {per_chunk}"
+                    if per_chunk is not None
+                    else f"does not go with {parts} parts of --pipeline-model-parallel-layout on {stages} stages"
                 )
             )
         object.__setattr__(self, "pipeline_schedule", schedule)
-        uneven = (self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers)
-        for name, value in zip(
-            ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"), uneven, strict=True
-        ):
-            if value is not None and stages == 1:
-                raise InputError(f"{name} needs --pipeline-model-parallel-size above 1")
-            if value is not None and per_chunk is not None:
-                raise InputError(f"{name} does not go with --num-layers-per-virtual-pipeline-stage")

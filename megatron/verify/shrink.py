@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from typing import Any
 
 from megatron.errors import InputError
@@ -188,19 +189,26 @@ def _shrunk_layers(config: RunConfig, layout: Layout) -> tuple[ParallelConfig, i
     if layout.tp == 1:
         changes |= {"sequence_parallel": False, "distribute_saved_activations": False}
     ends = (parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers)
+    counted = (parallel.account_for_embedding_in_pipeline_split, parallel.account_for_loss_in_pipeline_split)
     if stages == 1:
         changes |= one_stage()
         layers = min(config.model.num_layers, 4)
+    elif parallel.pipeline_model_parallel_layout is not None:
+        # A part has at most two layers; of several per stage, each keeps the first and the last part of the model.
+        parts = [re.sub("t{3,}", "tt", part) for part in parallel.layout_parts]
+        parts = parts if len(parts) == stages else [*parts[: 2 * stages - 1], parts[-1]]
+        changes["pipeline_model_parallel_layout"] = "|".join(parts)
+        layers = "".join(parts).count("t")
     elif parallel.num_layers_per_virtual_pipeline_stage is not None:
         changes["num_layers_per_virtual_pipeline_stage"] = 1
-        layers = 2 * stages
+        layers = 2 * stages - sum(counted)
     elif ends != (None, None):
         first, last = (None if end is None else min(end, 2) for end in ends)
         changes |= {"decoder_first_pipeline_num_layers": first, "decoder_last_pipeline_num_layers": last}
         given = [end for end in (first, last) if end is not None]
         layers = sum(given) + per_stage * (stages - len(given))
     else:
-        layers = per_stage * stages
+        layers = (2 if any(counted) else per_stage) * stages - sum(counted)
     return dataclasses.replace(parallel, **changes), layers
 
 
@@ -212,6 +220,9 @@ def one_stage() -> dict[str, Any]:
         "num_layers_per_virtual_pipeline_stage": None,
         "decoder_first_pipeline_num_layers": None,
         "decoder_last_pipeline_num_layers": None,
+        "pipeline_model_parallel_layout": None,
+        "account_for_embedding_in_pipeline_split": False,
+        "account_for_loss_in_pipeline_split": False,
     }
 
 

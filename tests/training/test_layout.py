@@ -14,6 +14,8 @@ BASE = (
     "--train-samples 1000 --lr 1e-3"
 )
 T, P = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+LAYOUT, DEPTHS = "--pipeline-model-parallel-layout", "--mtp-num-layers"
+EMBEDDING, LOSS = "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"
 V = "--num-layers-per-virtual-pipeline-stage"
 FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
 GQA, FULL = "--group-query-attention --num-query-groups", "--recompute-granularity full"
@@ -120,6 +122,51 @@ INVALID = [
         f"{P} 20 {FIRST} 1",
         f"{FIRST} 1: the other layers of --num-layers 12 do not divide into the other 19",
         [f"12 {P} 12 {FIRST} 1"],
+    ),
+    (
+        4,
+        f"{P} 4 {EMBEDDING} {LOSS}",
+        f"{P}: 4 stages do not divide --num-layers 12 with the embedding and the loss, 14 in all; choose "
+        "--num-layers 10 or 14",
+        ["--num-layers 10", "--num-layers 14"],
+    ),
+    (
+        2,
+        f"{P} 2 {V} 2 {LOSS}",
+        f"{V} 2: chunks of 2 layers on 2 stages ({P}) do not make up --num-layers 12 with the loss, 13 in all; choose "
+        "--num-layers 11 or 13",
+        ["--num-layers 11 --global-batch-size 8", f"--num-layers 15 {V} 4 --global-batch-size 8"],
+    ),
+    (
+        2,
+        f"{P} 2 {LAYOUT} Et*6|t*6,x,L",
+        f"{LAYOUT} Et*6|t*6,x,L: 'x' is none of E (embedding), t (layer), ",
+        [],
+    ),
+    (
+        2,
+        f"{P} 2 {LAYOUT} Et*6|t*6",
+        f"{LAYOUT} Et*6|t*6: the model begins with one E and ends with one L, ",
+        [],
+    ),
+    (
+        2,
+        f"{P} 2 {LAYOUT} Et*6,m|t*6,L",
+        f"{LAYOUT} Et*6,m|t*6,L: the model begins with one E and ends with ",
+        [],
+    ),
+    (3, f"{P} 3 {LAYOUT} Et*6||t*6L", f"{LAYOUT} Et*6||t*6L: part 2 of 3 is empty; give it a t", []),
+    (
+        2,
+        f"{P} 2 {LAYOUT} Et*6|t*5,L",
+        f"{LAYOUT} Et*6|t*5,L: it has 11 layers (t), and --num-layers is 12",
+        [],
+    ),
+    (
+        2,
+        f"{P} 2 {LAYOUT} Et*6|t*6,m*2,L {DEPTHS} 1",
+        f"{LAYOUT} Et*6|t*6,m*2,L: it has 2 depths of multi-token prediction (m), and {DEPTHS} is 1; make them equal",
+        [f"{DEPTHS} 2"],
     ),
     (2, f"{P} 2 {FULL} --recompute-num-layers 20", "--recompute-num-layers: 20 is more than the 6 ", []),
     (

@@ -85,6 +85,8 @@ MIXTURES = {
 RUNS = SHAPES | VARIANTS | MIXTURES
 TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 SP, CHUNKS = "--sequence-parallel", "--num-layers-per-virtual-pipeline-stage"
+EMBEDDING_COUNTS = "--account-for-embedding-in-pipeline-split"
+LOSS_COUNTS = "--account-for-loss-in-pipeline-split"
 ZERO = "--use-distributed-optimizer"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 5000"
 DENSE_LAYOUTS = {
@@ -99,7 +101,11 @@ DENSE_LAYOUTS = {
         4,
         f"{PP} 4 --decoder-first-pipeline-num-layers 0 --decoder-last-pipeline-num-layers 2",
     ),
+    "P2 layout": (2, f"{PP} 2 --pipeline-model-parallel-layout Et|t*3,L"),
+    "P4 ends counted": (4, f"{PP} 4 {EMBEDDING_COUNTS} {LOSS_COUNTS} --num-layers 6"),
     "P2V2": (2, f"{PP} 2 {CHUNKS} 1"),
+    "P2V2 layout": (2, f"{PP} 2 --pipeline-model-parallel-layout Ett|(t|)*2L"),
+    "P2V3 ends counted": (2, f"{PP} 2 {CHUNKS} 1 {EMBEDDING_COUNTS} {LOSS_COUNTS}"),
     "P4V2": (4, f"{PP} 4 {CHUNKS} 1 --num-layers 8"),
     "D2": (2, ""),
     "D2 overlapped": (2, "--overlap-grad-reduce --ddp-bucket-size 5000"),
@@ -212,7 +218,19 @@ FEW_LAYOUTS = {
     ],
     "deepseek without query latent": ["T2", "T2+SP"],
     "deepseek muon": ["T2+SP", "T2D2+ZeRO"],
-    "mtp": ["T2", "T2+SP", "T4+SP", "P2", "P2V2", "P4", "D2+ZeRO", "T2P2+SP", "recomputed", "everything"],
+    "mtp": [
+        "T2",
+        "T2+SP",
+        "T4+SP",
+        "P2",
+        "P2V2",
+        "P2V3 ends counted",
+        "P4",
+        "D2+ZeRO",
+        "T2P2+SP",
+        "recomputed",
+        "everything",
+    ],
     "mtp tied": ["T2+SP", "P2", "P2V2", "P4", "D2+ZeRO", "everything"],
     "xavier": ["T2"],
     "bf16": ["T2+SP", "P2V2", "D2+ZeRO", "everything"],
@@ -344,6 +362,8 @@ def test_dropout_is_replayed_exactly(layouts: Layouts, recomputation: str) -> No
         ("T2D2+ZeRO", "P2V2", "llama"),
         ("D2+ZeRO", "T2", "muon"),
         pytest.param("P2V2", "D2+ZeRO", "llama", marks=pytest.mark.slow),
+        pytest.param("P2V2 layout", "P2 layout", "llama", marks=pytest.mark.slow),
+        pytest.param("P2 layout", "P2V3 ends counted", "gpt2", marks=pytest.mark.slow),
         pytest.param("everything", "T4", "llama", marks=pytest.mark.slow),
         pytest.param("P2V2", "D2+ZeRO", "mtp", marks=pytest.mark.slow),
         pytest.param("D2+ZeRO", "P2", "mtp tied", marks=pytest.mark.slow),

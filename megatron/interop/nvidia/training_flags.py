@@ -124,9 +124,6 @@ TRAINING_FLAGS: tuple[NvidiaFlag, ...] = (
     *accept(
         "use --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers",
         "--standalone-embedding-stage",
-        "--pipeline-model-parallel-layout TEXT",
-        "--account-for-embedding-in-pipeline-split",
-        "--account-for-loss-in-pipeline-split",
     ),
     *accept(
         "gradients are always in a contiguous buffer, and are summed over replicas",
