@@ -218,6 +218,7 @@ def test_a_switch_inverts_its_default() -> None:
         "sequence_parallel": "--tensor-model-parallel-size 2",
         "overlap_param_gather": "--use-distributed-optimizer",
         "distribute_saved_activations": "--tensor-model-parallel-size 2 --recompute-granularity full",
+        "cuda_graph": "--attention-dropout 0",
         "tp_comm_overlap": "--tensor-model-parallel-size 2",
         "async_save": "--save folder",
         "save_best": "--save folder",

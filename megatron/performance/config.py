@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.errors import InputError
 from megatron.flags import flag
+from megatron.reports.config import TimingConfig
 from megatron.training.config import PluginConfig, RunConfig
 
 
@@ -23,8 +24,8 @@ class PerformanceConfig(PluginConfig):
     )
     cuda_graph: bool = flag(
         False,
-        "run forward and backward of a microbatch as one CUDA graph, which makes small models faster; for GPT with one "
-        "GPU per replica and --attention-dropout 0",
+        "on a GPU: run forward and backward of a microbatch as one CUDA graph, which makes small models faster; for "
+        "GPT with one GPU per replica and --attention-dropout 0",
     )
     tp_comm_overlap: bool = flag(
         False,
@@ -52,11 +53,8 @@ class PerformanceConfig(PluginConfig):
             raise InputError(f"{given} needs --manual-gc")
 
     def check(self, run: RunConfig) -> None:
-        if self.cuda_graph and run.model.num_experts is not None:
-            raise InputError(
-                "--cuda-graph: with --num-experts the host waits for the number of tokens of each expert, and a graph "
-                "cannot; leave one out"
-            )
+        if self.cuda_graph:
+            _check_cuda_graph(run)
         if self.tp_comm_overlap and run.parallel.tensor_model_parallel_size == 1:
             raise InputError("--tp-comm-overlap needs --tensor-model-parallel-size above 1")
         if self.tp_comm_overlap and run.plugin(Fp8Config).fp8_format is not None:
@@ -65,6 +63,39 @@ class PerformanceConfig(PluginConfig):
             )
         if self.async_save and run.checkpoint.save is None:
             raise InputError("--async-save needs --save, the folder to write checkpoints to")
+
+
+def _check_cuda_graph(run: RunConfig) -> None:
+    """Check that all microbatches of a run with --cuda-graph launch the same kernels, and communicate nothing."""
+    faults = (
+        (
+            run.model.num_experts is not None,
+            ": with --num-experts the host waits for the number of tokens of each expert, and a graph cannot; leave "
+            "one out",
+        ),
+        (
+            run.parallel.pipeline_model_parallel_size > 1,
+            " captures a pass as a whole, and a pipeline's stages pass on parts of it; leave it out, or use "
+            "--pipeline-model-parallel-size 1",
+        ),
+        (
+            run.parallel.tensor_model_parallel_size > 1,
+            " captures no communication, and tensor parallelism's is within a pass; leave it out, or use "
+            "--tensor-model-parallel-size 1",
+        ),
+        (
+            run.model.attention_dropout > 0,
+            " would drop the same scores of every microbatch, since the host seeds attention's kernels; use "
+            "--attention-dropout 0",
+        ),
+        (
+            run.plugin(TimingConfig).timing_log_level > 1,
+            " runs a pass as one, which --timing-log-level 2 would time in parts; use --timing-log-level 1",
+        ),
+    )
+    for is_so, why in faults:
+        if is_so:
+            raise InputError(f"--cuda-graph{why}")
 
 
 FP8_FORMATS = ("e4m3", "hybrid")

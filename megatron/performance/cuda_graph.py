@@ -20,7 +20,6 @@ from megatron.errors import InputError
 from megatron.ops.backend import Ops
 from megatron.performance.compiled_layer import CounterKey
 from megatron.performance.config import PerformanceConfig
-from megatron.reports.config import TimingConfig
 from megatron.training.config import RunConfig
 from megatron.training.engine import Engine, GlobalBatch
 from megatron.training.loop import Hook, Trainer
@@ -148,38 +147,18 @@ class GraphedPass:
 
 
 def check_cuda_graph(config: RunConfig, task: Task, device: torch.device, ops: Ops) -> None:
-    """Check that --cuda-graph can serve a run: all microbatches must launch the same kernels.
+    """Check that --cuda-graph can serve a run, beyond the flags that `PerformanceConfig.check` compares.
 
     Raises:
-        InputError: names the flag that it does not go with.
+        InputError: microbatches would not all launch the same kernels, or there is no GPU.
     """
-    parallel, model = config.parallel, config.model
     faults = (
         (device.type != "cuda", f"needs a GPU, and this run computes on {device}; leave it out"),
         (not task.is_static, f"needs batches of one length, and those of {task.name} differ; leave it out"),
         (
-            parallel.pipeline_model_parallel_size > 1,
-            "captures a pass as a whole, and a pipeline's stages pass on parts of it; leave it out, or use "
-            "--pipeline-model-parallel-size 1",
-        ),
-        (
-            parallel.tensor_model_parallel_size > 1,
-            "captures no communication, and tensor parallelism's is within a pass; leave it out, or use "
-            "--tensor-model-parallel-size 1",
-        ),
-        (
-            model.attention_dropout > 0,
-            "would drop the same scores of every microbatch, since the host seeds attention's kernels; use "
-            "--attention-dropout 0",
-        ),
-        (
-            model.hidden_dropout > 0 and ops.device_keys is None,
+            config.model.hidden_dropout > 0 and ops.device_keys is None,
             "would drop the same values of every microbatch, since only compiled layers draw them from a key on the "
             "GPU; use --hidden-dropout 0, or leave out --ops-backend and --no-torch-compile",
-        ),
-        (
-            config.plugin(TimingConfig).timing_log_level > 1,
-            "runs a pass as one, which --timing-log-level 2 would time in parts; use --timing-log-level 1",
         ),
     )
     for is_so, why in faults:

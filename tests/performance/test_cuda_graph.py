@@ -176,14 +176,13 @@ def test_diagnosis_with_a_graph(cuda: None) -> None:
         ("--pipeline-model-parallel-size 2", "use --pipeline-model-parallel-size 1"),
         ("--tensor-model-parallel-size 2", "use --tensor-model-parallel-size 1"),
         ("--attention-dropout 0.1", "use --attention-dropout 0"),
-        ("--hidden-dropout 0.1", "use --hidden-dropout 0"),
         ("--timing-log-level 2", "use --timing-log-level 1"),
     ],
 )
 def test_conflicting_flags(flags: str, message: str) -> None:
-    gpu = torch.device("cuda")
+    """Refused before a process group is made, and by a dry run."""
     with pytest.raises(InputError, match=f"^--cuda-graph .*{message}"):
-        check_cuda_graph(config_of(f"{NO_DROPOUT} {flags}"), GPT, gpu, PLAIN)
+        config_of(f"--cuda-graph {NO_DROPOUT} {flags}")
 
 
 def test_a_step_of_communicating_passes_alone() -> None:
@@ -203,5 +202,7 @@ def test_requirements() -> None:
         InputError, match="--cuda-graph needs batches of one length, and those of BERT differ"
     ):
         check_cuda_graph(config, bert(binary_head=True), gpu, PLAIN)
+    with pytest.raises(InputError, match=r"^--cuda-graph .*use --hidden-dropout 0"):
+        check_cuda_graph(config_of("--hidden-dropout 0.1 --attention-dropout 0"), GPT, gpu, PLAIN)
     with pytest.raises(InputError, match="--cuda-graph needs a GPU, and this run computes on cpu"):
-        pretrain(config_of("--cuda-graph --num-workers 0"), GPT, [CudaGraph()])
+        pretrain(config_of(f"--cuda-graph --num-workers 0 {NO_DROPOUT}"), GPT, [CudaGraph()])
