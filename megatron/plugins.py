@@ -83,6 +83,7 @@ from megatron.variants import lr_decay
 from megatron.variants.blend import ROUNDINGS, open_blend
 from megatron.variants.cyclic import cyclic
 from megatron.variants.data_phases import open_phases
+from megatron.variants.layer_pattern import check_layers
 from megatron.variants.mock_data import mock_bert, mock_gpt
 from megatron.variants.multi_token_prediction import with_mtp
 from megatron.variants.schedules import check_full_groups, gpipe, interleaved
@@ -130,6 +131,7 @@ def run(config: RunConfig, task: Task, hooks: Sequence[Hook] = ()) -> int:
 
 def prepared(config: RunConfig, task: Task) -> tuple[RunConfig, Task]:
     """Apply --mtp-num-layers and --loss-mean to a task, and --train-epochs to the length of its run."""
+    check_layers(config.model, task.name)
     task = with_mtp(config, task)
     if config.plugin(LossMeanConfig).loss_mean == "microbatches":
         task = with_microbatch_means(task)

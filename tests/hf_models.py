@@ -91,8 +91,20 @@ KINDS = {
         },
     ),
     "mistral": ("MistralForCausalLM", {**SIZES, "num_key_value_heads": 2, "sliding_window": None}),
+    "mistral of windows": ("MistralForCausalLM", {**SIZES, "num_key_value_heads": 2, "sliding_window": 8}),
     "phi3": ("Phi3ForCausalLM", PHI3),
+    "phi3 of windows": ("Phi3ForCausalLM", {**PHI3, "sliding_window": 8}),
     "qwen2": ("Qwen2ForCausalLM", {**SIZES, "num_key_value_heads": 2}),
+    "qwen2 of windows": (
+        "Qwen2ForCausalLM",
+        {
+            **SIZES,
+            "num_key_value_heads": 2,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "max_window_layers": 1,
+        },
+    ),
     "qwen3": ("Qwen3ForCausalLM", {**SIZES, "num_key_value_heads": 2, "head_dim": 24}),
     "olmo2": ("Olmo2ForCausalLM", {**SIZES, "num_key_value_heads": 2}),
     "mixtral": ("MixtralForCausalLM", MIXTRAL),
@@ -104,6 +116,10 @@ KINDS = {
         {**QWEN2_MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1]},
     ),
     "qwen3_moe": ("Qwen3MoeForCausalLM", {**QWEN_MOE, "head_dim": 24, "norm_topk_prob": True}),
+    "qwen3_moe of windows": (
+        "Qwen3MoeForCausalLM",
+        {**QWEN_MOE, "use_sliding_window": True, "sliding_window": 8},
+    ),
     "qwen3_moe of a dense layer": ("Qwen3MoeForCausalLM", {**QWEN_MOE, "mlp_only_layers": [0]}),
     "deepseek_v2": ("DeepseekV2ForCausalLM", {**DEEPSEEK, "q_lora_rank": None, "routed_scaling_factor": 1.5}),
     "deepseek_v2 of groups": (

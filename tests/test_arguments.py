@@ -153,7 +153,8 @@ NVIDIA_DEFAULTS = """
     --moe-pad-expert-input-to-capacity False, --moe-grouped-gemm False, --moe-layer-recompute False,
     --expert-model-parallel-size 1, --expert-tensor-parallel-size None, --moe-per-layer-logging False,
     --multi-latent-attention False, --q-lora-rank None, --kv-lora-rank 32, --qk-head-dim 128, --qk-pos-emb-head-dim 64,
-    --v-head-dim 128, --mscale 1.0, --mscale-all-dim 0.0, --mtp-loss-scaling-factor 0.1
+    --v-head-dim 128, --mscale 1.0, --mscale-all-dim 0.0, --mtp-loss-scaling-factor 0.1,
+    --window-size None, --window-attn-skip-freq None, --no-rope-freq None
 """
 # Defaults that are spelled differently but mean the same, or that differ on purpose.
 OTHER_DEFAULTS = {

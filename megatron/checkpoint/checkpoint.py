@@ -188,6 +188,8 @@ def differences(a: ModelConfig, b: ModelConfig, *, is_bert: bool) -> list[tuple[
         ignored |= {"bias_gelu_fusion", "openai_gelu"}
     if a.num_layers == b.num_layers and a.expert_layers(a.num_layers) == b.expert_layers(b.num_layers):
         ignored.add("moe_layer_freq")  # the same layers, written in another way
+    if a.windows == b.windows:
+        ignored |= {"window_size", "window_attn_skip_freq"}
     rows = []
     for field in dataclasses.fields(ModelConfig):
         x, y = getattr(a, field.name), getattr(b, field.name)

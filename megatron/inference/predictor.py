@@ -128,7 +128,7 @@ class Predictor:
 
     def _clear(self, row: int) -> None:
         assert self.cache is not None
-        self.cache.memory[:, :, row] = 0
+        self.cache.clear(row)
 
     @contextmanager
     def driving(self) -> Iterator[None]:
@@ -178,7 +178,7 @@ class Predictor:
     ) -> Tensor:
         assert self.cache is not None
         device, pp = self.mesh.device, self.mesh.pp
-        rows = self.cache.rows(first, starts, len(padded[0]))
+        rows = self.cache.rows(first, starts, lengths)
         if all_positions:
             positions = [(row, i) for row, length in enumerate(lengths) for i in range(length)]
         else:

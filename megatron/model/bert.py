@@ -82,9 +82,9 @@ class Bert(LanguageModel):
         output_layer: bool,
     ) -> None:
         super().__init__(config, context, chunk, output_layer=output_layer, token_types=2 * token_types)
-        if config.position_embedding_type == "alibi":
+        if variant(Transformer, config) is not Transformer:
             raise InputError(
-                "--position-embedding-type: alibi is for causal attention; BERT takes the others"
+                "--position-embedding-type alibi, --window-size and --no-rope-freq are for causal attention, not BERT"
             )
         if config.num_experts is not None:
             raise InputError("--num-experts: mixtures of experts are for GPT; BERT's layers are dense")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
 from megatron.errors import InputError
 from megatron.flags import either, flag, flag_name
 from megatron.model.latent_attention import LatentAttentionConfig
-from megatron.model.moe_config import MoEConfig
+from megatron.model.moe_config import MoEConfig, layer_pattern
 from megatron.parallel.config import ParallelConfig
 
 # Flags that replace parts of the model (`megatron.model.variants`), with the values that do.
@@ -26,6 +27,10 @@ VARIANT_VALUES = {
     "apply_layernorm_1p": True,
     "multi_latent_attention": True,
 }
+# Flags that do so with any value but their default.
+VARIANT_FLAGS = ("window_size", "no_rope_freq")
+# Flags, by the start of their names, and the flag that they need.
+NEEDS = {"rope_scaling_": "use_rope_scaling", "window_attn_": "window_size", "rotary_base_": "window_size"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,19 +40,11 @@ class ModelConfig(MoEConfig, LatentAttentionConfig):
     num_layers: int = flag(None, "number of transformer layers", low=1, high=10**5, required=True)
     hidden_size: int = flag(None, "hidden size of the residual stream", low=1, high=10**6, required=True)
     num_attention_heads: int = flag(None, "number of attention (query) heads", low=1, required=True)
-    ffn_hidden_size: int = flag(
-        None, "hidden size of the MLP (default: 4 x --hidden-size, or 8/3 x with --swiglu)", low=1
-    )
-    kv_channels: int = flag(
-        None, "channels of a head (default: --hidden-size / --num-attention-heads)", low=1
-    )
-    group_query_attention: bool = flag(
-        False, "grouped-query attention: query heads in groups that share a key and a value head"
-    )
+    ffn_hidden_size: int = flag(None, "MLP size (default: 4 x --hidden-size, or 8/3 x with --swiglu)", low=1)
+    kv_channels: int = flag(None, "size of a head (default: --hidden-size / --num-attention-heads)", low=1)
+    group_query_attention: bool = flag(False, "query heads in groups that share a key and a value head")
     num_query_groups: int = flag(
-        None,
-        "with --group-query-attention: number of groups, which is the number of key-value heads (default: 1)",
-        low=1,
+        None, "with --group-query-attention: groups, the number of key-value heads (default: 1)", low=1
     )
     max_position_embeddings: int = flag(
         None, "longest sequence, and size of the learned position embeddings (default: --seq-length)", low=1
@@ -59,13 +56,9 @@ class ModelConfig(MoEConfig, LatentAttentionConfig):
     scale_embeddings: bool = flag(False, "multiply word embeddings by √(--hidden-size), as in Gemma")
     rotary_base: float = flag(10000.0, "base of the RoPE frequencies", above=0)
     rotary_percent: float = flag(1.0, "fraction of a head's channels that RoPE rotates", above=0, high=1)
-    use_rope_scaling: bool = flag(
-        False, "scale RoPE's low frequencies, for sequences longer than those trained on"
-    )
+    use_rope_scaling: bool = flag(False, "scale RoPE's low frequencies, for longer sequences than trained on")
     rope_scaling_type: str = flag(
-        "llama3",
-        "form of --use-rope-scaling, by its name in Hugging Face",
-        choices=("llama3", "linear", "yarn"),
+        "llama3", "form of --use-rope-scaling, as in Hugging Face", choices=("llama3", "linear", "yarn")
     )
     rope_scaling_factor: float = flag(
         8.0, "factor by which --use-rope-scaling divides the lowest frequencies", low=1
@@ -83,6 +76,10 @@ class ModelConfig(MoEConfig, LatentAttentionConfig):
     rope_scaling_attention_factor: float | None = flag(
         None, "with yarn: factor of cosine and sine (default: 1 + 0.1 ln(--rope-scaling-factor))", above=0
     )
+    rotary_base_local: float | None = flag(None, "--rotary-base of layers with a window", above=0)
+    no_rope_freq: str | None = flag(None, "layers without RoPE: N for every Nth, or 1s in '[0,0,0,1]'")
+    window_size: str | None = flag(None, "'L,0': a query attends to itself and the L positions before it")
+    window_attn_skip_freq: str | None = flag(None, "layers without it: N for every Nth, or 0s in '[1]*5+[0]'")
     normalization: str = flag("LayerNorm", "type of normalization", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = flag(
         1e-5, "added to the variance in each norm", above=0, aliases=("--layernorm-epsilon",)
@@ -97,32 +94,19 @@ class ModelConfig(MoEConfig, LatentAttentionConfig):
     )
     openai_gelu: bool = flag(False, "tanh approximation of GELU, even with --no-bias-gelu-fusion")
     add_bias_linear: bool = flag(True, "no biases in the linear layers", name="--disable-bias-linear")
-    add_qkv_bias: bool = flag(
-        False, "biases in the query, key and value projection, even with --disable-bias-linear"
-    )
-    add_attention_bias: bool = flag(
-        False, "biases in all projections of attention, even with --disable-bias-linear"
-    )
+    add_qkv_bias: bool = flag(False, "biases of queries, keys and values, even with --disable-bias-linear")
+    add_attention_bias: bool = flag(False, "biases in all of attention, even with --disable-bias-linear")
     add_mlp_bias: bool = flag(False, "biases in the MLP, even with --disable-bias-linear")
     qk_layernorm: bool = flag(False, "normalize the queries and keys of each head")
-    qk_layernorm_all_heads: bool = flag(
-        False, "with --qk-layernorm: normalize all heads together, as in OLMo 2"
-    )
-    untie_embeddings_and_output_weights: bool = flag(
-        False, "separate weights for the output layer instead of the word embeddings"
-    )
+    qk_layernorm_all_heads: bool = flag(False, "with --qk-layernorm: all heads together, as in OLMo 2")
+    untie_embeddings_and_output_weights: bool = flag(False, "output layer with weights of its own")
     mtp_num_layers: int = flag(0, "tokens after the next that training predicts, each by a layer", low=0)
     mtp_loss_scaling_factor: float = flag(0.1, "factor of the mean loss of --mtp-num-layers", above=0)
     apply_residual_connection_post_layernorm: bool = flag(
         False, "take the residual after the norm instead of before it, as the original BERT does"
     )
-    use_parallel_residual: bool = flag(
-        False,
-        "attention and MLP of a layer both read its input, as in GPT-NeoX, instead of one after the other",
-    )
-    norm_after: bool = flag(
-        False, "normalize the outputs of attention and MLP instead of their inputs, as in OLMo 2"
-    )
+    use_parallel_residual: bool = flag(False, "attention and MLP both read a layer's input, as in GPT-NeoX")
+    norm_after: bool = flag(False, "normalize outputs of attention and MLP, not inputs, as in OLMo 2")
     fp32_residual_connection: bool = flag(
         False, "with --bf16 or --fp16: keep the residual stream, also between pipeline stages, in fp32"
     )
@@ -132,9 +116,7 @@ class ModelConfig(MoEConfig, LatentAttentionConfig):
     init_method_xavier_uniform: bool = flag(
         False, "Xavier uniform initialization of the layers that read the residual stream"
     )
-    mask_padded_vocab: bool = flag(
-        True, "let the padding of the vocabulary take part in the softmax, as NVIDIA's code does"
-    )
+    mask_padded_vocab: bool = flag(True, "padding of the vocabulary in the softmax, as in NVIDIA's code")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -170,9 +152,11 @@ class ModelConfig(MoEConfig, LatentAttentionConfig):
                 "channels that RoPE rotates together; choose a larger fraction"
             )
         for field in dataclasses.fields(self):
-            is_unused = field.name.startswith("rope_scaling_") and not self.use_rope_scaling
-            if is_unused and getattr(self, field.name) != field.default:
-                raise InputError(f"{flag_name(field)}: {getattr(self, field.name)} needs --use-rope-scaling")
+            value = getattr(self, field.name)
+            for prefix, needed in NEEDS.items():
+                if field.name.startswith(prefix) and value != field.default and not getattr(self, needed):
+                    raise InputError(f"{flag_name(field)}: {value} needs --{needed.replace('_', '-')}")
+        _ = self.windows  # checks their flags
 
     def _resolve_experts(self) -> None:
         if self.num_experts is None:
@@ -205,6 +189,22 @@ class ModelConfig(MoEConfig, LatentAttentionConfig):
         return layers + layers[-1:] * self.mtp_num_layers
 
     @property
+    def windows(self) -> list[int | None]:
+        """For each of `num_layers`, the positions before its own that a query attends to; None without a window."""
+        frequency, layers = self.window_attn_skip_freq, self.num_layers
+        if self.window_size is None:
+            return [None] * layers
+        match = re.fullmatch(r"\(?(\d{1,15}), ?0\)?", self.window_size)
+        if match is None:
+            raise InputError(f"--window-size: {self.window_size!r} is not L,0 for a number of positions L")
+        windowed = [True] * layers
+        if frequency is not None:
+            windowed = layer_pattern(
+                "--window-attn-skip-freq", frequency, layers, lambda n, i: (i + 1) % n != 0
+            )
+        return [int(match[1]) if has_window else None for has_window in windowed]
+
+    @property
     def value_channels(self) -> int:
         """Channels of a value head. Those of a query or key head are `kv_channels`."""
         return self.v_head_dim if self.multi_latent_attention else self.kv_channels
@@ -214,6 +214,7 @@ class ModelConfig(MoEConfig, LatentAttentionConfig):
         """Names of the flags in use that replace parts of the model."""
         ignored = "qk_layernorm" if self.multi_latent_attention else None  # it has norms of its own
         in_use = [name for name, value in VARIANT_VALUES.items() if getattr(self, name) == value]
+        in_use += [name for name in VARIANT_FLAGS if getattr(self, name) != getattr(ModelConfig, name)]
         return [name for name in in_use if name != ignored]
 
     @property

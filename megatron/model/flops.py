@@ -16,7 +16,7 @@ def flops_per_sample(
     Args:
         num_logits: positions of the sequence that are projected to the vocabulary.
     """
-    attention = config.num_all_layers * attention_flops(config, pairs=seq_length * seq_length)
+    attention = attention_flops(config, pairs=sum(attended_pairs(config, seq_length, causal=False)))
     layers = sum(
         layer_flops(config, seq_length, has_experts=has_experts) for has_experts in config.all_expert_layers
     )
@@ -62,6 +62,13 @@ def attention_linears(config: ModelConfig, tensor: int = 1) -> list[tuple[int, i
     queries = [(h, heads * d, True)] if q is None else [(h, q, False), (q, heads * d, True)]
     keys_values = heads * (config.qk_head_dim + config.v_head_dim)
     return [*queries, (h, kv + config.qk_pos_emb_head_dim, False), (kv, keys_values, True), output]
+
+
+def attended_pairs(config: ModelConfig, s: int, *, causal: bool) -> list[float]:
+    """Query-key pairs in each of `num_all_layers`; without `causal` each query counts as many as the last one has."""
+    windows = (*config.windows, *[None] * config.mtp_num_layers)
+    keys = [s if window is None else min(window + 1, s) for window in windows]
+    return [k * s - (k * (k - 1) / 2 if causal else 0) for k in keys]
 
 
 def attention_flops(config: ModelConfig, *, pairs: float) -> float:

@@ -86,13 +86,13 @@ class GPTModel(LanguageModel):
         self, position_ids_bs: Tensor, document_ids_bs: Tensor | None, cache: Cache | None, **others: Any
     ) -> LayerInputs:
         """Inputs of the layers, from arguments of `forward`; `others` are further fields."""
-        rotary = self.rotary(position_ids_bs)
+        others |= {"rotary": self.rotary(position_ids_bs), "position_ids_bs": position_ids_bs}
         if cache is None:
             spec = MaskSpec(
                 length=position_ids_bs.shape[1],
                 document_ids_bs=document_ids_bs,
                 device=position_ids_bs.device,
             )
-            return LayerInputs(rotary=rotary, mask_bnst=self.context.ops.make_mask(spec), **others)
+            return LayerInputs(mask_bnst=self.context.ops.make_mask(spec), mask_spec=spec, **others)
         mask_bnst = None if cache.mask_bst is None else cache.mask_bst.unsqueeze(1)
-        return LayerInputs(rotary=rotary, mask_bnst=mask_bnst, causal=cache.causal, cache=cache, **others)
+        return LayerInputs(mask_bnst=mask_bnst, causal=cache.causal, cache=cache, **others)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Callable
 
 from megatron.errors import InputError
 from megatron.flags import Config, either, flag, flag_name
@@ -199,24 +200,34 @@ class MoEConfig(Config):
         """
         if self.num_experts is None:
             return [False] * layers
-        text = self.moe_layer_freq.replace(" ", "").strip("()")
-        if text.isdecimal() and int(text) > 0:
-            return [layer % int(text) == 0 for layer in range(layers)]
-        pattern: list[bool] = []
-        for part in text.split("+"):
-            match = re.fullmatch(r"\(?\[([01](?:,[01])*)\](?:\*(\d{1,5}))?\)?", part)
-            if match is None:
-                raise InputError(
-                    f"--moe-layer-freq: {self.moe_layer_freq!r} is neither a number nor a pattern such as "
-                    "'[0]*1+[1]*26'"
-                )
-            pattern += [bit == "1" for bit in match[1].split(",")] * int(match[2] or 1)
-        if len(pattern) != layers:
-            raise InputError(
-                f"--moe-layer-freq: {self.moe_layer_freq} is for {len(pattern)} layers, and --num-layers is {layers}"
-            )
+        frequency = self.moe_layer_freq
+        pattern = layer_pattern("--moe-layer-freq", frequency, layers, lambda n, i: i % n == 0)
         if not any(pattern):
             raise InputError(
                 f"--moe-layer-freq: {self.moe_layer_freq} gives no layer experts; leave --num-experts out"
             )
         return pattern
+
+
+def layer_pattern(flag: str, value: str, layers: int, bit: Callable[[int, int], bool]) -> list[bool]:
+    """Parse the bits of a flag for each layer: a sum of lists, or a number N, for which `bit` has N and the layer.
+
+    Raises:
+        InputError: the value is not of a form that it has, or is for another number of layers.
+    """
+    text = value.replace(" ", "")
+    if text.isdecimal() and int(text) > 0:
+        return [bit(int(text), layer) for layer in range(layers)]
+    repeated = re.fullmatch(r"\((.*)\)(?:\*(\d{1,5}))?", text)
+    text, times = (repeated[1], int(repeated[2] or 1)) if repeated else (text, 1)
+    pattern: list[bool] = []
+    for part in text.split("+"):
+        match = re.fullmatch(r"\(?\[([01](?:,[01])*)\](?:\*(\d{1,5}))?\)?", part)
+        if match is None:
+            raise InputError(f"{flag}: {value!r} is neither a number nor a pattern such as '[0]*1+[1]*26'")
+        pattern += [digit == "1" for digit in match[1].split(",")] * int(match[2] or 1)
+    if len(pattern) * times != layers:
+        raise InputError(
+            f"{flag}: {value} is for {len(pattern) * times} layers, and --num-layers is {layers}"
+        )
+    return pattern * times

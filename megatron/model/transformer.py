@@ -21,6 +21,7 @@ from megatron.model.mlp import MLP, input_init, output_init
 from megatron.model.moe.layer import MoELayer
 from megatron.model.qkv import qkv_slice
 from megatron.model.variants import variant
+from megatron.ops.attention import MaskSpec
 from megatron.parallel.parameters import ones, parameter, zeros
 from megatron.parallel.random import DropoutKey, dropout
 from megatron.parallel.recompute import recompute, recompute_attention
@@ -35,6 +36,8 @@ class Cache(Protocol):
     mask_bst: Tensor | None
     causal: bool
     memory: Tensor
+    window_mask_bst: Tensor | None  # of layers with a window
+    window_causal: bool
 
     def extend(self, layer: int, *new_bgsd: Tensor) -> tuple[Tensor, ...]:
         """Store a layer's tensors of new tokens, and return those of all tokens, each [b, g, t, d]."""
@@ -47,6 +50,8 @@ class LayerInputs:
     Attributes:
         rotary: cosine and sine of the RoPE angles, each [b, 1, s, channels].
         mask_bnst: true where a query may attend to a key, or a bias of the scores, or what `Ops.make_mask` makes.
+        mask_spec: the description that it was made from, if it was.
+        position_ids_bs: positions of the queries in their sequences.
         causal: without a mask, a query attends to no later key.
         cache: if given, attention extends it and attends to all that it holds.
         dropout_key: None drops nothing.
@@ -56,6 +61,8 @@ class LayerInputs:
 
     rotary: tuple[Tensor, Tensor] | None = None
     mask_bnst: Any = None
+    mask_spec: MaskSpec | None = None
+    position_ids_bs: Tensor | None = None
     causal: bool = True
     cache: Cache | None = None
     dropout_key: DropoutKey | None = None

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 
-from megatron.model.flops import attention_linears
+from megatron.model.flops import attended_pairs, attention_linears
 from megatron.planner.cluster import Cluster
 from megatron.planner.layout import Accesses, Job, Layout, Program
 
@@ -160,6 +160,9 @@ class Kernels:
             # two.
             device, efficiency = self.cluster.device, self.cluster.efficiency
             scores = s * (s + min(s, ATTENTION_BLOCK)) / 2
+            # A window leaves fewer. Every layer counts as the mean of all.
+            pairs = attended_pairs(model, s, causal=True)
+            scores *= sum(pairs) / (len(pairs) * s * (s + 1) / 2)
             forward = 2 * heads * scores * (d + width) / (device.peak * efficiency.attention)
             return ForwardBackward(
                 Cost(matmul=forward + efficiency.launch), Cost(matmul=2.5 * forward + efficiency.launch)

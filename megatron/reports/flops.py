@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from megatron.model.config import ModelConfig
 from megatron.model.flops import (
+    attended_pairs,
     attention_flops,
     joining_flops,
     layer_flops,
@@ -39,13 +40,16 @@ def exact_flops_per_sample(
         causal: a position attends to no later one.
         chunks: layers of each chunk of the whole model.
     """
-    pairs = seq_length * (seq_length + 1) / 2 if causal else seq_length * seq_length
-    attention, expert_layers = attention_flops(config, pairs=pairs), config.all_expert_layers
-    layers = [attention + layer_flops(config, seq_length, has_experts=has) for has in expert_layers]
+    expert_layers = config.all_expert_layers
+    attention = [
+        attention_flops(config, pairs=pairs) for pairs in attended_pairs(config, seq_length, causal=causal)
+    ]
+    linear = [layer_flops(config, seq_length, has_experts=has) for has in expert_layers]
+    layers = [sum(parts) for parts in zip(attention, linear, strict=True)]
     forward = sum(layers) + joining_flops(config, seq_length)
     forward += vocabulary_flops(config, padded_vocab_size, num_logits)
     if recompute.granularity == "selective":
-        recomputed = config.num_all_layers * attention
+        recomputed = sum(attention)
     else:
         alone = [[config.num_layers + i] for i in range(config.mtp_num_layers)]
         recomputed = sum(

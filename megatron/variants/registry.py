@@ -9,12 +9,13 @@ from megatron.variants import (
     attention,
     embeddings,
     latent_attention,
+    layer_pattern,
     layers,
     norms,
     rope_scaling,
 )
 
-for module in (layers, attention, latent_attention, embeddings, norms):
+for module in (layers, layer_pattern, attention, latent_attention, embeddings, norms):
     VARIANTS.update(module.VARIANTS)
 ROPE_SCALINGS.update(rope_scaling.ROPE_SCALINGS)
 ACTIVATIONS.update(activations.ACTIVATIONS)

@@ -15,7 +15,7 @@ from megatron.optim.config import OptimizerConfig
 from megatron.parallel.config import ParallelConfig
 from megatron.parallel.mesh import axis_sizes
 from megatron.training.config import PLUGIN_CONFIGS, RunConfig
-from megatron.verify.shrink_experts import shrunk_experts
+from megatron.verify.shrink_experts import shrunk_experts, shrunk_windows
 
 SEQ_LENGTH, HEAD_WIDTH, MICRO_BATCH, BUCKET = 32, 8, 2, 5000
 LATENT_WIDTHS = {
@@ -257,6 +257,7 @@ def _shrunk_model(
         ffn_hidden_size=mlp,
         max_position_embeddings=length,
         **shrunk_experts(model, num_layers, owners=layout.ep, parts=math.lcm(tp, layout.etp or 1)),
+        **shrunk_windows(model, num_layers, length),
         **latents,
     )
 

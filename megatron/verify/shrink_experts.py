@@ -1,4 +1,4 @@
-"""Shrink the mixtures of experts of a run."""
+"""Shrink the mixtures of experts of a run, and patterns of layers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from megatron.model.config import ModelConfig
+from megatron.variants.layer_pattern import has_rope
 
 # Experts of a layer, unless groups and ranks need more, and their width.
 NUM_EXPERTS, EXPERT_WIDTH = 8, 16
@@ -32,16 +33,39 @@ def shrunk_experts(model: ModelConfig, num_layers: int, *, owners: int, parts: i
     unit = math.lcm(groups or 1, owners)
     width = math.lcm(8, parts)
     shared = model.moe_shared_expert_intermediate_size
-    pattern = model.expert_layers(model.num_layers)
-    chosen = [pattern[i * (model.num_layers - 1) // max(num_layers - 1, 1)] for i in range(num_layers)]
-    if len(set(chosen)) < len(set(pattern)):
-        chosen[-1] = not chosen[-1]
+    chosen = shrunk_pattern(model.expert_layers(model.num_layers), num_layers)
     return {
         "num_experts": min(model.num_experts, unit * math.ceil(max(NUM_EXPERTS, 2 * topk) / unit)),
-        "moe_layer_freq": "1" if all(chosen) else f"[{','.join(str(int(has)) for has in chosen)}]",
+        "moe_layer_freq": "1" if all(chosen) else bits(chosen),
         "moe_ffn_hidden_size": width * math.ceil(EXPERT_WIDTH / width),
         "moe_shared_expert_intermediate_size": shared and width * math.ceil(EXPERT_WIDTH / width),
         "moe_router_topk": topk,
         "moe_router_num_groups": groups,
         "moe_router_group_topk": group_topk,
     }
+
+
+def shrunk_windows(model: ModelConfig, num_layers: int, length: int) -> dict[str, Any]:
+    """Flags of layers with windows, which are shorter than a quarter of `length`, and of layers without RoPE."""
+    flags: dict[str, Any] = {}
+    windows = [window for window in model.windows if window is not None]
+    if model.window_size is not None:
+        chosen = shrunk_pattern([window is not None for window in model.windows], num_layers)
+        flags["window_size"] = f"{min(max(windows, default=0), length // 4)},0"
+        flags["window_attn_skip_freq"] = bits(chosen)
+    if model.no_rope_freq is not None:
+        flags["no_rope_freq"] = bits([not has for has in shrunk_pattern(has_rope(model), num_layers)])
+    return flags
+
+
+def shrunk_pattern(pattern: list[bool], num_layers: int) -> list[bool]:
+    """As many bits, evenly from a pattern; one of each kind that it has."""
+    chosen = [pattern[i * (len(pattern) - 1) // max(num_layers - 1, 1)] for i in range(num_layers)]
+    if len(set(chosen)) < len(set(pattern)):
+        chosen[-1] = not chosen[-1]
+    return chosen
+
+
+def bits(pattern: list[bool]) -> str:
+    """The pattern as the value of a flag."""
+    return f"[{','.join(str(int(bit)) for bit in pattern)}]"

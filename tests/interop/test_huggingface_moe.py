@@ -226,11 +226,6 @@ def edited(folder: Path, **fields: object) -> Path:
         ("deepseek_v3", {"n_shared_experts": None}, "n_shared_experts: None is not supported"),
         ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads: 2 is not supported"),
         ("deepseek_v3", {"num_hidden_layers": 2}, "has tensors that a supported deepseek_v3 lacks"),
-        (
-            "qwen3_moe",
-            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
-            "sliding_window: 8 covers less than max_position_embeddings 32",
-        ),
     ],
 )
 def test_other_forms_are_refused(tmp_path: Path, kind: str, fields: dict, message: str) -> None:

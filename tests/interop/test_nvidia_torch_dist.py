@@ -75,9 +75,7 @@ def test_files_of_torch(tmp_path: Path, form: str, fields: dict) -> None:
 
 VARIANTS = {
     "rotary_seq_len_interpolation_factor": (2, 1),
-    "window_size": ((128, 0), None),
     "softmax_type": ("learnable", "vanilla"),
-    "no_rope_freq": ([0, 0, 0, 1], None),
     "qk_l2_norm": (True, False),
     "quick_geglu": (True, False),
     "activation_func_clamp_value": (7.0, None),
@@ -87,6 +85,48 @@ VARIANTS = {
     "moe_latent_size": (64, None),
     "use_mup": (True, False),
 }
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"window_size": (5, 0)}, {"window_size": "5,0"}),
+        (
+            {"window_size": [5, -1], "window_attn_skip_freq": [1, 0, 1, 1]},
+            {"window_size": "5,0", "window_attn_skip_freq": "[1,0,1,1]"},
+        ),
+        ({"window_size": (5, 0), "window_attn_skip_freq": 2}, {"window_attn_skip_freq": "2"}),
+        ({"position_embedding_type": "rope", "no_rope_freq": [0, 1, 0, 0]}, {"no_rope_freq": "[0,1,0,0]"}),
+        ({"position_embedding_type": "rope", "no_rope_freq": 2}, {"no_rope_freq": "2"}),
+    ],
+)
+def test_flags_of_layers(tmp_path: Path, flags: dict, expected: dict) -> None:
+    checkpoint = checkpoint_of(
+        tmp_path, **({"position_embedding_type": "rope"} if "no_rope_freq" in flags else {})
+    )
+    folder = save(tmp_path / "x", in_stacks(weights(checkpoint)))
+    args = vars(model_config(checkpoint)) | {"num_query_groups": 1} | flags
+    torch.save({"args": argparse.Namespace(**args)}, folder / "common.pt")
+    found = model_config(open_dist(folder))
+    assert {name: getattr(found, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"window_size": (5, 5)}, r"was trained with --window-size \[5, 5\], and only L,0 is supported"),
+        ({"window_size": "5,0"}, "its flag window_size is '5,0', which is impossible"),
+        ({"window_size": (5, 0), "window_attn_skip_freq": [1]}, "is for 1 layers, and --num-layers is 4"),
+        ({"no_rope_freq": {}}, "its flag no_rope_freq is .*, which is impossible"),
+    ],
+)
+def test_impossible_flags_of_layers(tmp_path: Path, flags: dict, message: str) -> None:
+    checkpoint = checkpoint_of(tmp_path)
+    folder = save(tmp_path / "x", in_stacks(weights(checkpoint)))
+    args = vars(model_config(checkpoint)) | {"num_query_groups": 1} | flags
+    torch.save({"args": argparse.Namespace(**args)}, folder / "common.pt")
+    with pytest.raises(InputError, match=message):
+        open_dist(folder)
 
 
 @pytest.mark.parametrize("name", list(VARIANTS))

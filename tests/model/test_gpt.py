@@ -57,6 +57,16 @@ DEEPSEEK = {
     "mscale_all_dim": 0.7,
 }
 BLOOM = {"position_embedding_type": "alibi", "embed_layernorm": True}
+WINDOWS = {"window_size": "5,0", "window_attn_skip_freq": "2"}
+CACHED = {
+    "gpt2": {},
+    "llama": LLAMA,
+    "bloom": BLOOM,
+    "deepseek": DEEPSEEK,
+    "windows": {**LLAMA, **WINDOWS, "rotary_base_local": 100.0, "no_rope_freq": "[0,1]"},
+    "windows of all layers": {"window_size": "5,0"},
+    "windows of latents": {**DEEPSEEK, **WINDOWS},
+}
 
 
 def make_gpt(vocab_size: int, **fields) -> GPTModel:
@@ -225,7 +235,7 @@ def test_equals_megatron_v25(shared: Path, written_by: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("fields", [{}, LLAMA, BLOOM, DEEPSEEK], ids=["gpt2", "llama", "bloom", "deepseek"])
+@pytest.mark.parametrize("fields", CACHED.values(), ids=CACHED)
 def test_cache_gives_the_same_logits(fields: dict) -> None:
     model = make_gpt(100, **fields)
     tokens = torch.randint(100, (2, 20), generator=torch.Generator().manual_seed(0))
@@ -233,27 +243,26 @@ def test_cache_gives_the_same_logits(fields: dict) -> None:
     cache = KVCache(model.config, range(2), ALONE, rows=3, length=20, dtype=torch.float32, device=CPU)
     pieces = []
     for start, end in ((0, 7), (7, 8), (8, 15), (15, 16), (16, 20)):
-        rows = cache.rows(1, [start, start], end - start)
+        rows = cache.rows(1, [start, start], [end - start] * 2)
         pieces.append(model(tokens[:, start:end], rows.position_ids_bs, cache=rows))
     torch.testing.assert_close(torch.cat(pieces, dim=1), whole, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("fields", [{}, LLAMA, BLOOM, DEEPSEEK], ids=["gpt2", "llama", "bloom", "deepseek"])
+@pytest.mark.parametrize("fields", CACHED.values(), ids=CACHED)
 def test_cache_rows_of_different_lengths(fields: dict) -> None:
     model = make_gpt(100, **fields)
     tokens = torch.randint(100, (2, 20), generator=torch.Generator().manual_seed(0))
     whole = model(tokens, position_ids(0, 2, 20, CPU))
     cache = KVCache(model.config, range(2), ALONE, rows=3, length=20, dtype=torch.float32, device=CPU)
     # The first prompt has 9 tokens, the second 5 and then padding.
-    prompts = cache.rows(0, [0, 0], 9)
+    prompts = cache.rows(0, [0, 0], [9, 5])
     model(tokens[:, :9], prompts.position_ids_bs, cache=prompts)
     cache.copy([0, 1], [1, 0], 9)
     tokens, whole = tokens.flip(0), whole.flip(0)
-    for length in (1, 3, 1):
-        starts = [5, 9]
+    for length, starts in ((1, [5, 9]), (3, [6, 10]), (1, [9, 11])):
         new = torch.stack([row[start : start + length] for row, start in zip(tokens, starts, strict=True)])
-        rows = cache.rows(0, starts, length)
+        rows = cache.rows(0, starts, [length, 1])
         logit_positions = torch.tensor([1, 0]), torch.tensor([length - 1, 0])
         logits = model(new, rows.position_ids_bs, cache=rows, logit_positions=logit_positions)
         expected = torch.stack((whole[1, starts[1] + length - 1], whole[0, starts[0]]))

@@ -108,5 +108,7 @@ def test_bert_is_refused() -> None:
         max_position_embeddings=8,
         position_embedding_type="alibi",
     )
-    with pytest.raises(InputError, match="--position-embedding-type: alibi is for causal attention"):
+    with pytest.raises(
+        InputError, match=r"--position-embedding-type alibi, .* are for causal attention, not BERT"
+    ):
         meta_model("BERT", config, 10)

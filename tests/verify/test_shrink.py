@@ -95,6 +95,13 @@ def test_a_mixture_stays_a_mixture() -> None:
     assert (model.num_experts, model.moe_router_topk, model.moe_layer_freq) == (6, 1, "1")
 
 
+def test_windows_stay_windows() -> None:
+    flags = "--window-size 511,0 --window-attn-skip-freq 6 --position-embedding-type rope --no-rope-freq [0]*23+[1]"
+    model = shrunk(f"{flags} --num-layers 24 --pipeline-model-parallel-size 2", 2).config.model
+    assert model.windows == [8, 8, 8, None]
+    assert model.no_rope_freq == "[0,0,0,1]"
+
+
 def test_the_padding_of_the_vocabulary_is_kept() -> None:
     for tp in (1, 2, 8):
         config = shrunk(f"--tensor-model-parallel-size {tp}", tp).config

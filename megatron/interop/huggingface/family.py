@@ -103,6 +103,8 @@ class Family:
         older: older names of settings.
         equal: keys that must have the value of another key, or none.
         windows: the keys of attention windows, with their defaults.
+        window_layers: for each of a number of layers, given the values of those keys, true if it has a window by
+            default; None for families whose layers are all alike.
         rope_types: the supported values of rope_type.
         rope_theta: the default of rope_theta.
         unused: keys that do not change what a model of this family computes.
@@ -124,6 +126,7 @@ class Family:
     older: Mapping[str, str] = dataclasses.field(default_factory=dict)
     equal: Mapping[str, str] = dataclasses.field(default_factory=dict)
     windows: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    window_layers: Callable[[dict[str, Any], int], list[bool]] | None = None
     rope_types: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn")
     rope_theta: float = 10000.0
     unused: frozenset[str] = frozenset()

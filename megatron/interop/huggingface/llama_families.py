@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from megatron.interop.huggingface.family import LAYER, Family, fused_qkv, gate_and_up, same, separate_qkv
 
@@ -69,12 +70,18 @@ LLAMA = dataclasses.replace(
 
 _QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 
+
+def _qwen_layers(found: dict[str, Any], layers: int) -> list[bool]:
+    return [layer >= found["max_window_layers"] for layer in range(layers)]
+
+
 QWEN2 = dataclasses.replace(
     MISTRAL,
     model_type="qwen2",
     architectures=("Qwen2ForCausalLM",),
     shape={**MISTRAL.shape, "add_qkv_bias": True},
     windows=_QWEN_WINDOWS,
+    window_layers=_qwen_layers,
 )
 
 _QK_NORMS = {
@@ -91,6 +98,7 @@ QWEN3 = dataclasses.replace(
     defaults={**MISTRAL.defaults, "head_dim": 128, "attention_bias": False},
     shape={**MISTRAL.shape, "qk_layernorm": True},
     windows=_QWEN_WINDOWS,
+    window_layers=_qwen_layers,
 )
 
 PHI3 = dataclasses.replace(

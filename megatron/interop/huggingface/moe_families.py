@@ -176,8 +176,8 @@ QWEN3_MOE = dataclasses.replace(
     modules={**QWEN3.modules, **EXPERTS},
     settings={**QWEN3.settings, **_QWEN_SETTINGS},
     defaults={**QWEN3.defaults, "head_dim": None, "num_key_value_heads": 4},
-    # A window would be that of all layers.
     windows={"use_sliding_window": False, "sliding_window": 4096},
+    window_layers=None,  # a window is that of all layers
     unused=frozenset({"output_router_logits", "max_window_layers"}),
     older={"num_local_experts": "num_experts"},
     read_experts=_read_qwen,

@@ -10,8 +10,10 @@ from typing import Any
 from megatron.checkpoint.checkpoint import differences
 from megatron.errors import InputError
 from megatron.flags import either
+from megatron.interop.experts import layer_freq
 from megatron.interop.huggingface.families import FAMILIES
 from megatron.interop.huggingface.family import Family
+from megatron.interop.huggingface.moe_families import checked_layers
 from megatron.model.config import ModelConfig
 from megatron.tokenizer.base import read_json
 from megatron.variants.rope_scaling import TURNS, Scaling, check_turns
@@ -148,7 +150,7 @@ def _from_config(config: dict[str, Any]) -> Settings:
         fields |= {"bias_gelu_fusion": name != "gelu", "openai_gelu": name != "gelu"}
     if fields.get("position_embedding_type") == "rope":
         fields |= _read_rope(rope, left, family, fields["max_position_embeddings"], notes)
-        _check_windows(left, family, fields)
+        fields |= _read_windows(left, family, fields)
     _check_unused(left)
     if left.pop("embd_pdrop", resid := fields["hidden_dropout"]) != resid:
         notes.append(
@@ -212,25 +214,47 @@ def _read_rope(
     return fields
 
 
-def _check_windows(left: dict[str, Any], family: Family, fields: dict[str, Any]) -> None:
-    """Raise `InputError` if a layer attends to less than the whole context; remove the keys of windows."""
+def _read_windows(left: dict[str, Any], family: Family, fields: dict[str, Any]) -> dict[str, Any]:
+    """Convert the settings of attention windows, and remove their keys. In transformers a window includes the query.
+
+    Windows that cover the longest sequence are left out, unless their layers are special in another way.
+    """
     found = {key: left.pop(key, default) for key, default in family.windows.items()}
-    window, length, layers = (
-        found.get("sliding_window"),
-        fields["max_position_embeddings"],
-        fields["num_layers"],
-    )
-    kinds = left.pop("layer_types", None) or ()
-    for kind in kinds:
+    window, layers = found.get("sliding_window"), checked_layers(fields)
+    kinds = left.pop("layer_types", None)
+    usual = [True] * layers if family.window_layers is None else family.window_layers(found, layers)
+    if window is None or not found.get("use_sliding_window", True):
+        usual = [False] * layers
+    windowed = usual if kinds is None else [kind == "sliding_attention" for kind in kinds]
+    for kind in kinds or ():
         _check("layer_types", kind, ("full_attention", "sliding_attention"))
-    windowed = found.get("use_sliding_window", True) and found.get("max_window_layers", 0) < layers
-    if "sliding_attention" not in kinds and (window is None or not windowed):
-        return
-    if window is None or window < length:
+    if len(windowed) != layers or (family.window_layers is None and windowed != usual):
         raise InputError(
-            f"sliding_window: {window} covers less than max_position_embeddings {length}; attention windows are not "
-            "supported"
+            f"layer_types: {str(kinds)[:80]} is not supported for {family.model_type} of {layers} layers"
         )
+    if not any(windowed):
+        return {}
+    if type(window) is not int or window < 1:
+        raise InputError(f"sliding_window: {window!r} is not a positive integer")
+    if window >= fields["max_position_embeddings"] and fields.get("rotary_base_local") is None:
+        return {}
+    skipped = None if all(windowed) else layer_freq(windowed)
+    return {"window_size": f"{window - 1},0", "window_attn_skip_freq": skipped}
+
+
+def _windows_to_config(family: Family, model: ModelConfig) -> dict[str, Any]:
+    """The settings of attention windows under the family's keys."""
+    windows = model.windows
+    found = [window for window in windows if window is not None]
+    values: dict[str, Any] = {
+        "sliding_window": found[0] + 1 if found else None,
+        "use_sliding_window": bool(found),
+        "max_window_layers": windows.index(found[0]) if found else len(windows),
+    }
+    config = {key: values[key] for key in family.windows}
+    if found and family.window_layers is not None:
+        config["layer_types"] = ["full_attention" if w is None else "sliding_attention" for w in windows]
+    return config
 
 
 def _check_unused(left: dict[str, Any]) -> None:
@@ -264,10 +288,7 @@ def to_config(family: Family, model: ModelConfig, rows: int) -> dict[str, Any]:
         config[family.activation[0]] = "gelu_new" if tanh else "gelu"
     if family.shape.get("position_embedding_type") == "rope":
         config |= _rope_to_config(model)
-        if "sliding_window" in family.windows:
-            config["sliding_window"] = None
-        if "use_sliding_window" in family.windows:
-            config["use_sliding_window"] = False
+        config |= _windows_to_config(family, model)
     if family.write_experts is not None:
         config |= family.write_experts(model)
     if family.model_type == "gpt2":

@@ -112,7 +112,7 @@ def choose_family(task: str, model: ModelConfig) -> str:
         return "phi3"
     if model.add_qkv_bias and not (model.add_bias_linear or model.add_attention_bias):
         return "qwen2"
-    return "llama"
+    return "llama" if model.window_size is None else "mistral"
 
 
 def with_flags_of_biases(model: ModelConfig) -> ModelConfig:

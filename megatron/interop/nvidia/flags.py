@@ -26,7 +26,7 @@ OURS_ALONE = frozenset(
     "--no-mask-padded-vocab --metrics-path --mlflow-experiment --mlflow-run-name --mlflow-tracking-uri "
     "--norm-after --num-threads --on-non-finite --ops-backend --pipeline-schedule --no-progress "
     "--qk-layernorm-all-heads --rope-scaling-original-length --rope-scaling-attention-factor "
-    "--rope-scaling-turns --rope-scaling-type --sample-interval --sample-prompts --save-best "
+    "--rope-scaling-turns --rope-scaling-type --rotary-base-local --sample-interval --sample-prompts --save-best "
     "--scale-embeddings --spike-skip --tokenizer --no-torch-compile --train-epochs --train-tokens "
     "--use-parallel-residual --no-verify-checkpoint --wandb-group --world-size".split()
 )

@@ -17,8 +17,6 @@ MODEL_FLAGS: tuple[NvidiaFlag, ...] = (
         "--softmax-type NAME",
         "--enable-gpt-oss",
         "--disable-bf16-reduced-precision-matmul",
-        "--window-size TEXT",
-        "--window-attn-skip-freq TEXT",
         "--rotary-interleaved",
     ),
     *refuse("use --use-rope-scaling --rope-scaling-type yarn", "--rope-type NAME", harmless=("rope",)),

@@ -27,9 +27,9 @@ VARIANTS: dict[str, tuple[Any, ...]] = dict.fromkeys(
     """
     squared_relu quick_geglu glu_linear_offset activation_func_clamp_value
     moe_apply_probs_on_input moe_latent_size moe_router_force_load_balancing
-    window_size window_attn_skip_freq softmax_scale qk_l2_norm attention_output_gate head_wise_attn_gate
+    softmax_scale qk_l2_norm attention_output_gate head_wise_attn_gate
     multi_latent_attention experimental_attention_variant linear_attention_freq
-    rotary_interleaved rotary_base_per_layer no_rope_freq
+    rotary_interleaved rotary_base_per_layer
     apply_layernorm_1p layernorm_zero_centered_gamma
     enable_mhc_connections use_mup mtp_num_layers spec hybrid_layer_pattern hybrid_override_pattern
     heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json
@@ -37,9 +37,10 @@ VARIANTS: dict[str, tuple[Any, ...]] = dict.fromkeys(
     (),
 )
 VARIANTS |= {"softmax_type": ("vanilla",), "rotary_seq_len_interpolation_factor": (1,)}
+LAYER_FLAGS = ("window_size", "window_attn_skip_freq", "no_rope_freq")
 
-# Fields of the model that its flags may set: without those of latent attention. `expert_flags` reads those of experts
-# whose values have other types.
+# Fields of the model that its flags may set: without those of latent attention. `expert_flags` and `layer_flags` read
+# those whose values have other types.
 FIELDS = {
     field.name: field
     for field in dataclasses.fields(ModelConfig)
@@ -47,6 +48,7 @@ FIELDS = {
     or (
         field not in (*dataclasses.fields(MoEConfig), *dataclasses.fields(LatentAttentionConfig))
         and not field.name.startswith("mtp_")
+        and field.name not in LAYER_FLAGS
     )
 }
 # The flags that are read, with their types.
@@ -117,7 +119,8 @@ def read_config(
         if value and value not in VARIANTS.get(name, ()):
             flag = f"--{name.replace('_', '-')}"
             raise InputError(f"{path}: was trained with {flag}, which is not supported in this format")
-    said = {name: args.get(name) for name in FIELDS if name not in FLAGS} | expert_flags(path, args)
+    said = {name: args.get(name) for name in FIELDS if name not in FLAGS}
+    said |= expert_flags(path, args) | layer_flags(path, args)
     if args.get("layernorm_epsilon") is not None:  # older name of norm_epsilon
         said["norm_epsilon"] = args.get("layernorm_epsilon")
     said = {name: value for name, value in said.items() if value is not None}
@@ -142,6 +145,30 @@ def read_config(
         return ModelConfig(**sizes | said | {"mask_padded_vocab": False})
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
+
+
+def layer_flags(path: Path, args: Record) -> dict[str, str]:
+    """Fields of the model's config for the layers with a window and those without RoPE, which are numbers and lists.
+
+    Raises:
+        InputError: a flag has an impossible value, or windows reach beyond the query.
+    """
+    fields = {}
+    for name in LAYER_FLAGS:
+        value = args.get(name)
+        if value is None:
+            continue
+        values = list(value) if isinstance(value, (list, tuple)) else [value]
+        if any(type(number) is not int or not -1 <= number <= LARGEST for number in values):
+            raise InputError(f"{path}: its flag {name} is {shown_value(value)}, which is impossible")
+        if name != "window_size":
+            is_list = isinstance(value, (list, tuple))
+            fields[name] = f"[{','.join(map(str, values))}]" if is_list else str(value)
+        elif len(values) != 2 or values[0] < 0 or values[1] not in (-1, 0):
+            raise InputError(f"{path}: was trained with --window-size {values}, and only L,0 is supported")
+        else:
+            fields[name] = f"{values[0]},0"
+    return fields
 
 
 def heads_note(path: Path, args: Record, model: ModelConfig) -> Iterator[str]:

@@ -47,6 +47,8 @@ REQUIRED = {
     "embed_layernorm": False,
     "scale_embeddings": False,
     "apply_layernorm_1p": False,
+    "window_size": None,
+    "no_rope_freq": None,
 }
 
 
