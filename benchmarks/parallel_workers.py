@@ -43,6 +43,7 @@ class Workers:
             connection.close()  # ends a process that waits for a request
             process.join(10)
             process.kill()
+            process.join()  # its memory is free
 
     def next(self) -> list[Any]:
         """Return the next value of each rank's generator."""

@@ -84,6 +84,13 @@ def test_steps_of_the_user_are_in_the_readme(path: str) -> None:
         assert re.search(rf"^{re.escape(step)}( |$)", readme, re.M), step
 
 
+def test_apex_is_a_commit_that_the_workflow_builds() -> None:
+    """No release of apex compiles with the CUDA of the image: 25.09 asks its compiler for GPUs that it has dropped."""
+    assert re.search(r"NVIDIA/apex@[0-9a-f]{40}\b", (ROOT / "README.md").read_text(encoding="utf-8"))
+    workflow = (ROOT / ".github/workflows/containers.yml").read_text(encoding="utf-8")
+    assert "'NVIDIA/apex@\\K\\w+' README.md" in workflow and '--build-arg "APEX=$commit"' in workflow
+
+
 @pytest.mark.parametrize("path", FILES)
 def test_copied_files_exist_and_commands_parse(path: str) -> None:
     ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()

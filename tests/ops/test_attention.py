@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
-from megatron.ops.attention import kernels
+from megatron.ops.attention import attention, kernels
 from megatron.parallel.recompute import recompute
 
 GPU = torch.device("cuda", 0)
@@ -65,3 +66,26 @@ def test_compiled_code_can_choose(monkeypatch: pytest.MonkeyPatch, inference: bo
     x = torch.randn(1, 2, 8, 16)
     with torch.inference_mode(inference):
         torch.testing.assert_close(torch.compile(attend, backend="eager", fullgraph=True)(x), attend(x))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "masked", "heads"),
+    [(torch.bfloat16, False, 2), (torch.bfloat16, True, 8), (torch.float32, False, 8)],
+)
+def test_keys_of_grouped_queries(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, masked: bool, heads: int
+) -> None:
+    """Keys are expanded to all heads where no kernel but the plain one, which writes all scores, takes groups."""
+    install_gpu(monkeypatch, 9)
+    given = []
+
+    def record(q: Tensor, k: Tensor, v: Tensor, **more: object) -> Tensor:
+        given.append((k.shape[1], v.shape[1], more["enable_gqa"]))
+        return q
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", record)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q, k = (torch.empty(1, n, 4, 16, dtype=dtype, device=GPU) for n in (8, 2))
+        mask = torch.ones(1, 1, 4, 4, dtype=torch.bool, device=GPU) if masked else None
+        attention(q, k, k, mask_bnst=mask, causal=True, dropout=0.0)
+    assert given == [(heads, heads, heads != 8)]

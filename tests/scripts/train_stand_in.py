@@ -6,6 +6,7 @@ mean nothing.
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 from typing import Any
 
@@ -26,6 +27,7 @@ def workers(
     measure: Any, processes: int, device: str, size: Any, precision: str, *arguments: Any, **settings: Any
 ) -> Workers:
     assert device == "cuda"
+    assert multiprocessing.active_children() == []  # the memory of a GPU holds one program
     if measure is ours and not arguments:
         arguments = ("--ops-backend", "layers")  # the default of a GPU
     if measure is matmul_rate:
