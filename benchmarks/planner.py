@@ -1,14 +1,17 @@
-"""Compare the planner's predictions with the measurements of the papers.
+"""Compare the planner's predictions with published measurements.
 
-    python benchmarks/planner.py [--fit]
+    python benchmarks/planner.py                                  # writes the papers' tables and plots into docs
+    python benchmarks/planner.py --rows FILE [FILE ...] [--limit 8] [--fit]
 
-Writes the comparison table of docs/scaling.md and the plots in docs/figures/. The predictions are deterministic and do
-not depend on the machine.
+`--rows` takes files in the format of published-runs.jsonl or of published-runs-bridge.jsonl, prints each row with its
+error, and ends with a line of the means. The predictions are deterministic and do not depend on the machine.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +19,9 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from published_rows import Row, predict, read_rows
 
 from megatron.cli import Parser, add_flags, make_config, run_command
 from megatron.errors import InputError
@@ -24,8 +29,10 @@ from megatron.flags import Config, flag
 from megatron.model.config import ModelConfig
 from megatron.planner.cluster import DATA_SHEET_EFFICIENCY, Efficiency, cluster_from_data_sheet
 from megatron.planner.device_specs import data_sheet
-from megatron.planner.layout import NVIDIA_2019, NVIDIA_2021, Job, Layout, Program
+from megatron.planner.layout import Job, Layout
 from megatron.planner.models import A100_MODELS, V100_MODELS, VOCAB_SIZE, Published
+from megatron.planner.profiles import CONSTANTS, START, Constants
+from megatron.planner.programs import NVIDIA_2019, NVIDIA_2021, Program
 from megatron.planner.simulate import Simulator
 
 BEGIN, END = "<!-- made by python benchmarks/planner.py -->\n", "<!-- end -->\n"
@@ -41,14 +48,29 @@ WEAK_SCALING = {"1.2b": (100, 96), "2.5b": (95, 83), "4.2b": (82, 79), "8.3b": (
 class BenchmarkConfig(Config):
     """Options of the benchmark."""
 
-    fit: bool = flag(False, "refit the constants to three rows and print them; writes nothing")
+    fit: bool = flag(
+        False, "refit the constants and print them; writes nothing. With --rows, those of the profiles"
+    )
     check: bool = flag(False, "fail if the table or a plot is out of date; writes nothing")
+    rows: tuple[str, ...] | None = flag(
+        None, "files of published runs to compare with; writes nothing", nargs="+", metavar="FILE"
+    )
+    limit: float | None = flag(
+        None, "with --rows, exit with 1 if the mean error in percent is above this", low=0
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__)
     add_flags(parser, BenchmarkConfig, "benchmark")
     config = make_config(BenchmarkConfig, vars(parser.parse_args(argv)))
+    if config.rows is not None:
+        rows = [row for path in config.rows for row in read_rows(Path(path))]
+        if config.fit:
+            print_fits([row for row in rows if isinstance(row, Row)])
+        elif compare(rows) > (math.inf if config.limit is None else config.limit / 100):
+            sys.exit(1)
+        return
     if config.fit:
         print(fit())
         return
@@ -62,6 +84,132 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise InputError(f"{path.relative_to(ROOT)} is not up to date; run python benchmarks/planner.py")
         if not config.check:
             path.write_text(made, encoding="utf-8")
+
+
+def compare(rows: Sequence[Row | str]) -> float:
+    """Print each row and the means by group and over all. Returns the mean absolute error."""
+    groups: dict[str, list[tuple[bool, float]]] = {}
+    verdicts, expressed = [], 0
+    for row in rows:
+        if isinstance(row, str):
+            print(f"not expressed: {row}")
+            continue
+        expressed += 1
+        layout, seconds, fits = predict(row)
+        verdicts.append(fits == (row.seconds is not None))
+        verdict = "" if verdicts[-1] else (", predicted not to fit" if row.seconds else ", predicted to fit")
+        if row.seconds is None:
+            print(f"{row.name}: out of memory{verdict} | {row.group} | {layout}")
+            continue
+        error = seconds / row.seconds - 1
+        groups.setdefault(row.group, []).append((row.fitted, error))
+        band = row.profile.constants.band(mixture=row.job.model.num_experts is not None)
+        print(
+            f"{row.name}: {row.seconds:.3g} s, predicted {seconds:.3g} s +- {band:.0%}, error {error:+.1%}"
+            f"{' (fitted)' * row.fitted}{verdict} | {row.group}{'' if row.exact else ', inexact'} | {layout}"
+        )
+    print("\ngroup: rows, mean absolute error, that of rows not fitted, mean error")
+    for name, errors in sorted(groups.items()):
+        unseen = [abs(error) for fitted, error in errors if not fitted]
+        print(
+            f"{name}: {len(errors)}, {mean([abs(error) for _, error in errors])}, {mean(unseen)}, "
+            f"{statistics.mean(error for _, error in errors):+.1%}"
+        )
+    every = [(name, fitted, abs(error)) for name, errors in groups.items() for fitted, error in errors]
+    parts = {
+        "all": [error for _, _, error in every],
+        "fitted": [error for _, fitted, error in every if fitted],
+        "not fitted": [error for _, fitted, error in every if not fitted],
+        "dense": [error for name, _, error in every if "mixtures" not in name],
+        "mixtures": [error for name, _, error in every if "mixtures" in name],
+    }
+    means = ", ".join(f"{name} {mean(errors)} ({len(errors)} rows)" for name, errors in parts.items())
+    print(
+        f"\n{expressed} of {len(rows)} rows expressed; mean absolute error: {means}; memory verdicts "
+        f"{statistics.mean(verdicts):.1%} right"
+    )
+    return statistics.mean(parts["all"])
+
+
+def mean(errors: Sequence[float]) -> str:
+    """Format a mean; "-" without errors."""
+    return f"{statistics.mean(errors):.1%}" if errors else "-"
+
+
+# Constants that --fit fits to a profile's rows: by default these, else by program and generation.
+CONSTANTS_FITTED = {
+    ("megatron-core", "H100"): ("matmul", "memory", "link", "fp8", "expert"),
+    ("megatron-core", "B200"): ("matmul", "link"),
+    ("megatron-core", "B300"): ("matmul", "link", "fp8"),
+    ("nemo-2025", "B200"): ("matmul", "link", "fp8"),
+    ("megatron-deepspeed", "V100"): ("matmul", "memory", "link", "network"),
+    ("megatron-deepspeed", "A100"): ("matmul", "memory", "link"),
+    ("llm-foundry", "A100"): ("matmul", "memory"),
+    ("llm-foundry", "H100"): ("matmul", "memory"),
+    ("torchtitan", "H100"): ("matmul", "memory"),
+    ("gpt-oss", "B200"): ("expert",),
+    ("gpt-oss", "B300"): ("expert",),
+}
+# Relative error of a row that weighs as much as a change of a constant by PRIOR from where the fit starts.
+ROW_ERROR, PRIOR, FIT_STEPS = 0.02, 0.15, 8
+
+
+def print_fits(rows: Sequence[Row]) -> None:
+    """Fit the constants of each profile to its rows and print them.
+
+    There are about as many rows as constants, so each constant is also held near its start.
+    """
+    by_name = {row.name: row for row in rows}
+    for key, names in CONSTANTS_FITTED.items():
+        constants = CONSTANTS[key]
+        fitted = [by_name[name] for name in constants.fitted if name in by_name]
+        if len(fitted) < len(constants.fitted):
+            print(f"{key}: needs the rows {', '.join(constants.fitted)}")
+            continue
+        start = starting_point(constants, names)
+        values = fit_rows(fitted, start, names)
+        print(f"{key}: " + ", ".join(f"{name}={value:.3f}" for name, value in values.items()))
+
+
+def starting_point(constants: Constants, names: Sequence[str]) -> Efficiency:
+    """The constants with those that are fitted where their fit starts."""
+    changed = {name: getattr(START, name) for name in (*names, *(["stream"] * ("memory" in names)))}
+    return dataclasses.replace(constants.efficiency, **changed)
+
+
+def fit_rows(rows: Sequence[Row], start: Efficiency, names: Sequence[str]) -> dict[str, float]:
+    """Fit the logarithms of constants with Gauss-Newton. A row's layout is the one that the start predicts."""
+    chosen = [dataclasses.replace(row, layouts=(predict(with_efficiency(row, start))[0],)) for row in rows]
+
+    def errors(logs: np.ndarray) -> np.ndarray:
+        efficiency = moved(start, names, logs)
+        return np.array(
+            [math.log(predict(with_efficiency(r, efficiency))[1] / (r.seconds or 1)) for r in chosen]
+        )
+
+    logs = np.zeros(len(names))
+    for _ in range(FIT_STEPS):
+        now = errors(logs)
+        slopes = np.stack([(errors(logs + step) - now) / 0.01 for step in 0.01 * np.eye(len(names))], axis=1)
+        system = np.concatenate([slopes / ROW_ERROR, np.eye(len(names)) / PRIOR])
+        target = -np.concatenate([now / ROW_ERROR, logs / PRIOR])
+        logs += np.linalg.lstsq(system, target, rcond=None)[0].clip(-0.2, 0.2)
+        logs = np.minimum(logs, [0.3 if name == "fp8" else -math.log(getattr(start, name)) for name in names])
+    efficiency = moved(start, names, logs)
+    return {name: getattr(efficiency, name) for name in names}
+
+
+def moved(start: Efficiency, names: Sequence[str], logs: np.ndarray) -> Efficiency:
+    """Constants multiplied by the exponentials of `logs`."""
+    values = {name: getattr(start, name) * math.exp(log) for name, log in zip(names, logs, strict=True)}
+    if "memory" in values:
+        values["stream"] = values["memory"]
+    return dataclasses.replace(start, **values)
+
+
+def with_efficiency(row: Row, efficiency: Efficiency) -> Row:
+    """The row on a cluster with other constants."""
+    return dataclasses.replace(row, cluster=dataclasses.replace(row.cluster, efficiency=efficiency))
 
 
 def tflops(

@@ -30,7 +30,8 @@ from megatron.flags import Config, flag
 from megatron.planner.calibrate import calibrate
 from megatron.planner.cluster import Cluster
 from megatron.planner.description import read_cluster
-from megatron.planner.layout import OURS, Job, Layout
+from megatron.planner.layout import Job, Layout
+from megatron.planner.programs import OURS
 from megatron.planner.simulate import Simulator
 from megatron.pretrain_gpt import DEFAULTS
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from megatron.model.config import ModelConfig
 from megatron.planner.cluster import Cluster, cluster_from_data_sheet
 from megatron.planner.device_specs import data_sheet
-from megatron.planner.layout import NVIDIA_2021, Job, Layout, Program
+from megatron.planner.layout import Job, Layout
 from megatron.planner.models import VOCAB_SIZE
+from megatron.planner.programs import NVIDIA_2021, Program
 from megatron.planner.simulate import Simulator
 
 

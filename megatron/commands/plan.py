@@ -25,12 +25,14 @@ from megatron.errors import InputError
 from megatron.flags import Config, field_types, flag
 from megatron.model.config import ModelConfig
 from megatron.performance.config import FP8_FORMATS
-from megatron.planner.cluster import DATA_SHEET_EFFICIENCY, Cluster, Device, cluster_from_data_sheet
+from megatron.planner.cluster import Cluster, Device, cluster_from_data_sheet
 from megatron.planner.description import read_cluster
 from megatron.planner.device_specs import data_sheet
 from megatron.planner.explain import other_choices, takeaways, why_not
-from megatron.planner.layout import OURS, Job
+from megatron.planner.layout import Job
 from megatron.planner.models import MODELS, VOCAB_SIZE
+from megatron.planner.profiles import find_constants, generation, with_constants
+from megatron.planner.programs import OURS
 from megatron.planner.report import (
     command,
     command_flags,
@@ -119,15 +121,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{result.timed:,} layouts fit and were timed; {result.too_large:,} do not fit\n")
     print(table(result, job, cluster))
     print(f"\nThe best: {best.layout}\n{details(best, cluster)}")
-    if cluster.efficiency == DATA_SHEET_EFFICIENCY and job.model.num_experts is not None:
+    if config.cluster is None:
+        mixture = job.model.num_experts is not None
         print(
-            "  note    mean error over 25 published runs of mixtures: 31%, if all experts get equally many tokens "
-            "(docs/scaling.md). This program is not measured on GPU clusters"
-        )
-    elif cluster.efficiency == DATA_SHEET_EFFICIENCY:
-        print(
-            "  note    mean error over 192 published runs: 17%; within about 15% on A100 and V100, up to 40% too fast "
-            "on H100 and newer (docs/scaling.md). This program is not measured on GPU clusters"
+            f"  note    the step's time is +-{find_constants(cluster.device.name).band(mixture=mixture):.0%}: the mean "
+            f"error over published runs of NVIDIA's programs on {generation(cluster.device.name)} and GPUs of its "
+            "generation that no constant is fitted to (docs/scaling.md). This program is not measured on GPU clusters"
         )
     if config.tokens is not None:
         print(duration(best, job, cluster, config.tokens))
@@ -197,7 +196,8 @@ def make_cluster(config: PlanConfig) -> Cluster:
     gpus = config.gpus or (MODELS[config.model].gpus if config.model else None)
     if gpus is None:
         raise InputError("--gpus or --cluster is required without --model")
-    return cluster_from_data_sheet(data_sheet(config.gpu or A100_80GB, where="--gpu"), gpus)
+    sheet = data_sheet(config.gpu or A100_80GB, where="--gpu")
+    return with_constants(cluster_from_data_sheet(sheet, gpus), find_constants(sheet.name))
 
 
 def check_precision(config: PlanConfig, device: Device) -> None:

@@ -36,8 +36,9 @@ from megatron.parallel.config import ParallelConfig
 from megatron.parallel.mesh import Mesh
 from megatron.planner.cluster import Cluster, Device, Efficiency, Link
 from megatron.planner.description import describe
-from megatron.planner.layout import OURS, Job, Layout
+from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import stage_parameters
+from megatron.planner.programs import OURS
 from megatron.planner.simulate import OPTIMIZER_BYTES, Simulator
 from megatron.preprocessing.workers import available_cores
 
@@ -95,6 +96,7 @@ def fit_cluster(seconds: dict[str, float], processes: int) -> Cluster:
         stream=min(1.0, OPTIMIZER_BYTES * parameters / seconds["optimizer"] / copy),
         link=1.0,
         attention=1.0,
+        network=1.0,
         launch=1e-5,
     )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / processes

@@ -56,9 +56,13 @@ class Efficiency:
         memory: share of memory bandwidth that element-wise operations on activations reach.
         stream: share of memory bandwidth that one pass over all parameters reaches: accumulating gradients, the
             optimizer.
-        link: share of a link's bandwidth that collectives and transfers reach.
-        attention: share of the peak that fused attention (FlashAttention) reaches.
+        link: share of the bandwidth of links within a node that collectives and transfers reach.
+        attention: share of the peak that fused attention (FlashAttention) reaches in forward.
+        network: share of the bandwidth between nodes that they reach.
         launch: seconds of overhead of any operation.
+        attention_backward: speed of fused attention in backward over that in forward.
+        fp8: share of the FP8 peak that a large matrix product reaches, over `matmul`.
+        expert: speed of the grouped products of experts over that of others.
     """
 
     matmul: float
@@ -66,7 +70,11 @@ class Efficiency:
     stream: float
     link: float
     attention: float
+    network: float
     launch: float
+    attention_backward: float = 1.0
+    fp8: float = 1.0
+    expert: float = 1.0
 
 
 # `matmul`, `memory` (`stream` equals it) and `link` are fitted to three rows of 2104.04473 table 1: 1.7B (data
@@ -74,7 +82,7 @@ class Efficiency:
 # --fit` fits them. `attention` is about what FlashAttention 2 (2307.08691 section 4.1) reaches on an A100 forward and
 # backward with a causal mask. `launch` is the gap between two kernels of a GPU that is never starved.
 DATA_SHEET_EFFICIENCY = Efficiency(
-    matmul=0.843, memory=0.625, stream=0.625, link=0.679, attention=0.55, launch=4e-6
+    matmul=0.843, memory=0.625, stream=0.625, link=0.679, attention=0.55, network=0.679, launch=4e-6
 )
 
 # Latency of one ring step between GPUs of a node and between nodes, as NCCL's choice of algorithms assumes it
@@ -110,6 +118,16 @@ class Cluster:
     def nodes(self) -> int:
         return -(-self.devices // self.per_node)
 
+    @property
+    def _inside(self) -> float:
+        """Bytes/s that a device reaches to the others of its node."""
+        return self.link.bandwidth * self.efficiency.link
+
+    @property
+    def _outside(self) -> float:
+        """Bytes/s that a device reaches to other nodes, over its share of the network adapters."""
+        return self.network.bandwidth * self.efficiency.network
+
     def group(self, size: int, stride: int) -> Group:
         """Return the group of ranks `stride` apart, if ranks are numbered node after node.
 
@@ -134,12 +152,12 @@ class Cluster:
         if group.size == 1:
             return 0.0
         nodes = -(-group.size // group.per_node)
-        bandwidth = self.link.bandwidth
+        bandwidth = self._inside
         if nodes > 1:
-            bandwidth = min(bandwidth, group.per_node * self.network.bandwidth)
+            bandwidth = min(bandwidth, group.per_node * self._outside)
         latency = (group.size - nodes) * self.link.latency + (nodes - 1) * self.network.latency
         sent = size * (group.size - 1) / group.size
-        return self.efficiency.launch + latency + sent / (bandwidth * self.efficiency.link)
+        return self.efficiency.launch + latency + sent / bandwidth
 
     def all_to_all(self, size: float, group: Group) -> float:
         """Seconds for each rank to send an equal part of its `size` bytes to every rank of a group.
@@ -149,17 +167,20 @@ class Cluster:
         if group.size == 1:
             return 0.0
         inside, outside = (group.per_node - 1) / group.size, (group.size - group.per_node) / group.size
-        seconds = max(inside / self.link.bandwidth, outside / self.network.bandwidth)
+        seconds = inside / self._inside
+        if outside:
+            seconds = max(seconds, outside / self._outside)
         latency = self.network.latency if outside else self.link.latency
-        return self.efficiency.launch + latency + size * seconds / self.efficiency.link
+        return self.efficiency.launch + latency + size * seconds
 
-    def send(self, size: float) -> float:
-        """Seconds to send `size` bytes from one pipeline stage to the next.
+    def send(self, size: float, group: Group) -> float:
+        """Seconds to send `size` bytes to the next rank of a group.
 
-        With several nodes some neighboring stages are on different nodes, and the slowest determine the speed.
+        In a group of several nodes some neighbors are on different nodes, and the slowest determine the speed.
         """
-        link = self.network if self.nodes > 1 else self.link
-        return self.efficiency.launch + link.latency + size / (link.bandwidth * self.efficiency.link)
+        if group.per_node < group.size:
+            return self.efficiency.launch + self.network.latency + size / self._outside
+        return self.efficiency.launch + self.link.latency + size / self._inside
 
 
 def device_from_data_sheet(sheet: DataSheet) -> Device:

@@ -33,7 +33,8 @@ UNITS: dict[str, dict[str, float]] = {
     "arithmetic": {"GFLOP/s": 1e9, "TFLOP/s": 1e12, "PFLOP/s": 1e15},
     "time": {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0},
 }  # fmt: skip
-SHARES = ("matmul", "memory", "stream", "link", "attention")  # fields of `Efficiency`
+SHARES = ("matmul", "memory", "stream", "link", "attention", "network")  # fields of `Efficiency`
+RATIOS = ("attention_backward", "fp8", "expert")  # and those that compare two speeds
 EXAMPLES = {"memory": "80 GB", "speed": "600 GB/s", "arithmetic": "312 TFLOP/s", "time": "5 us"}
 
 
@@ -92,6 +93,12 @@ class _Section:
         value = self.take(name, default)
         if type(value) not in (int, float) or not 0 < value <= 1:
             raise InputError(f"{self.where}{name}: {value!r} must be above 0 and at most 1")
+        return float(value)
+
+    def positive(self, name: str, default: float) -> float:
+        value = self.take(name, default)
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise InputError(f"{self.where}{name}: {value!r} is not a number above 0")
         return float(value)
 
     def section(self, name: str, default: dict | None = None) -> _Section:
@@ -167,12 +174,12 @@ def _link(fields: _Section, latency: str) -> Link:
 
 def _efficiency(fields: _Section) -> Efficiency:
     default = DATA_SHEET_EFFICIENCY
-    shares = {name: fields.share(name, getattr(default, name)) for name in SHARES}
-    efficiency = Efficiency(
-        **shares, launch=fields.quantity("launch", "time", f"{1e6 * default.launch:g} us")
-    )
+    shares = {name: fields.share(name, getattr(default, name)) for name in SHARES if name != "network"}
+    network = fields.share("network", shares["link"])
+    ratios = {name: fields.positive(name, getattr(default, name)) for name in RATIOS}
+    launch = fields.quantity("launch", "time", f"{1e6 * default.launch:g} us")
     fields.end()
-    return efficiency
+    return Efficiency(**shares, **ratios, network=network, launch=launch)
 
 
 def describe(cluster: Cluster) -> str:
@@ -193,7 +200,7 @@ def describe(cluster: Cluster) -> str:
         "link": _link_values(cluster.link),
         "network": _link_values(cluster.network),
         "efficiency": {
-            **{name: float(f"{getattr(efficiency, name):.4g}") for name in SHARES},
+            **{name: float(f"{getattr(efficiency, name):.4g}") for name in (*SHARES, *RATIOS)},
             "launch": f"{1e6 * efficiency.launch:.4g} us",
         },
     }

@@ -114,6 +114,19 @@ DATA_SHEETS = tuple(
 )
 
 
+# The usual form of a GPU that has several.
+ALIASES = {
+    "v100": "v100-32gb",
+    "a100": "a100-80gb",
+    "h100": "h100-80gb",
+    "h200": "h200-141gb",
+    "b200": "b200-180gb",
+    "gb200": "gb200-186gb",
+    "b300": "b300-288gb",
+    "gb300": "gb300-279gb",
+}
+
+
 def of_torch_name(name: str) -> DataSheet | None:
     """Find a GPU by torch's name; None if it is not in the table or is a MIG slice."""
     if " MIG " in name:
@@ -137,8 +150,9 @@ def data_sheet(name: str, *, where: str) -> DataSheet:
     Raises:
         InputError: there is none of that name; `where` names the flag or file that gave it.
     """
+    wanted = ALIASES.get(name.lower(), name.lower())
     for sheet in DATA_SHEETS:
-        if sheet.name == name.lower():
+        if sheet.name == wanted:
             return sheet
     known = ", ".join(sheet.name for sheet in DATA_SHEETS)
     raise InputError(

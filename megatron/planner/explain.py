@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron.planner.cluster import Cluster
-from megatron.planner.layout import OURS, Job, Layout
+from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import USABLE_MEMORY, fits, max_memory
+from megatron.planner.programs import OURS
 from megatron.planner.schedule_costs import bubble_fraction
 from megatron.planner.search import (
     MAX_CHUNKS,
@@ -26,6 +27,7 @@ PARTS = {
     "elementwise": "memory-bound operations",
     "tensor_parallel": "tensor-parallel communication",
     "expert_parallel": "expert-parallel communication",
+    "context_parallel": "context-parallel communication",
     "ends": "embedding and output layer, which slow down their stages",
     "bubble": "the pipeline bubble",
     "gradients": "data-parallel communication",

@@ -11,7 +11,8 @@ import math
 
 from megatron.model.flops import attended_pairs, attention_linears
 from megatron.planner.cluster import Cluster
-from megatron.planner.layout import Accesses, Job, Layout, Program
+from megatron.planner.layout import Job, Layout
+from megatron.planner.programs import Accesses, Program
 
 # Output tiles of large matrix products, and the overhead of filling the pipeline and writing a tile, in elements of the
 # inner dimension. NVIDIA's guide "Matrix Multiplication Background" has the first tile and shows the speed growing
@@ -23,14 +24,11 @@ ATTENTION_BLOCK = 128
 # entropy: converts logits to fp32, takes the maximum, the exponentials and their sum; backward scales them and converts
 # them back.
 EMBEDDING, CROSS_ENTROPY = (6, 9), (10, 8)
-# Accesses of an element of the experts' inputs and outputs. Rows are read and written (2) and summed by token (2). With
-# other ranks they are regrouped by expert too. The hidden layer is multiplied by the router's weights (2; 4).
-ROWS, REGROUPED, WEIGHTED = (4, 4), (4, 4), (2, 4)
 # Accesses of a score for scores, choice and losses; it is fp32, and these are in elements of bf16.
 SCORES = (2 * 12, 2 * 8)
-# Accesses of a cast to FP8, in elements of bf16: 2.9 bytes, which torch.compile's kernels of a GPT-2 layer read and
-# write more for each element of a product's operands. Not fused these were 5: read for the maximum, read, write.
-FP8_CAST = 1.45
+# Share of a product's speed that is left if rows of its operands are not a multiple of so many elements. Tensor cores
+# load 8 elements at once and on A100 do best with 64 (NVIDIA's "Matrix Multiplication Background", section 3).
+ALIGNMENT = ((8, 0.25), (32, 0.8))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,18 +38,29 @@ class Cost:
     Attributes:
         matmul: matrix products.
         elementwise: operations bound by memory bandwidth.
-        tensor_parallel: communication of tensor parallelism.
-        expert_parallel: communication of expert parallelism.
+        tensor_parallel: communication of tensor parallelism that nothing hides.
+        expert_parallel: that of expert parallelism.
+        context_parallel: that of context parallelism.
+        host: waiting for the process that starts the kernels.
     """
 
     matmul: float = 0.0
     elementwise: float = 0.0
     tensor_parallel: float = 0.0
     expert_parallel: float = 0.0
+    context_parallel: float = 0.0
+    host: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.matmul + self.elementwise + self.tensor_parallel + self.expert_parallel
+        return (
+            self.matmul
+            + self.elementwise
+            + self.tensor_parallel
+            + self.expert_parallel
+            + self.context_parallel
+            + self.host
+        )
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(
@@ -59,6 +68,8 @@ class Cost:
             self.elementwise + other.elementwise,
             self.tensor_parallel + other.tensor_parallel,
             self.expert_parallel + other.expert_parallel,
+            self.context_parallel + other.context_parallel,
+            self.host + other.host,
         )
 
     def __mul__(self, times: float) -> Cost:
@@ -67,6 +78,8 @@ class Cost:
             self.elementwise * times,
             self.tensor_parallel * times,
             self.expert_parallel * times,
+            self.context_parallel * times,
+            self.host * times,
         )
 
 
@@ -97,16 +110,20 @@ class Kernels:
     cluster: Cluster
     program: Program
 
-    def matmul(self, m: float, n: float, k: float, batch: float = 1, *, fp8: bool = False) -> float:
+    def matmul(
+        self, m: float, n: float, k: float, batch: float = 1, *, aligned: float = 1, fp8: bool = False
+    ) -> float:
         """Seconds of `batch` products of [m, k] and [k, n], which are in FP8 if `fp8`.
 
         Tiles run in waves over the SMs and the last wave may be nearly empty; the tile shape with the smaller loss is
-        used. Products with a small inner dimension are bound by memory bandwidth.
+        used. Products with a small inner dimension are bound by memory bandwidth. `aligned` is the share of the speed
+        that the operands' rows leave.
         """
         device, efficiency = self.cluster.device, self.cluster.efficiency
         peak, element = (device.fp8, 1) if fp8 else (device.peak, device.element)
         assert peak is not None  # the command has checked it
-        compute = 2 * batch * m * n * k / (peak * efficiency.matmul)
+        share = efficiency.matmul * (efficiency.fp8 if fp8 else 1)
+        compute = 2 * batch * m * n * k / (peak * share * aligned)
         if device.sms > 1:
             area = min(
                 math.ceil(batch * math.ceil(m / x) * math.ceil(n / y) / device.sms) * x * y for x, y in TILES
@@ -115,6 +132,14 @@ class Kernels:
         size = batch * (element * (m * k + k * n) + device.element * m * n)
         return max(compute, size / (device.bandwidth * efficiency.memory)) + efficiency.launch
 
+    def aligned(self, *rows: float) -> float:
+        """Share of a product's speed that rows of so many elements leave."""
+        if self.cluster.device.sms == 1:
+            return 1.0
+        return min(
+            (share for multiple, share in ALIGNMENT if any(row % multiple for row in rows)), default=1.0
+        )
+
     def linear(
         self, tokens: float, inputs: float, outputs: float, batch: float = 1, *, fp8: bool = False
     ) -> ForwardBackward:
@@ -122,7 +147,7 @@ class Kernels:
 
         `batch` such layers are computed in one grouped product.
         """
-        matmul = functools.partial(self.matmul, batch=batch, fp8=fp8)
+        matmul = functools.partial(self.matmul, batch=batch, aligned=self.aligned(inputs, outputs), fp8=fp8)
         backward = matmul(tokens, inputs, outputs) + matmul(outputs, inputs, tokens)
         return ForwardBackward(Cost(matmul=matmul(tokens, outputs, inputs)), Cost(matmul=backward))
 
@@ -130,8 +155,10 @@ class Kernels:
         """`linear` within a transformer layer. With --fp8-format each of its three products casts both operands."""
         if self.job.fp8_format is None:
             return self.linear(tokens, inputs, outputs, batch)
-        casts = self.elementwise(tokens * inputs + inputs * outputs, (FP8_CAST, FP8_CAST))
-        casts += self.elementwise(tokens * outputs, (0, 2 * FP8_CAST))
+        cast = self.program.fp8_cast
+        weights = 0 if self.program.fp8_weights_kept else inputs * outputs
+        casts = self.elementwise(tokens * inputs + weights, (cast, cast))
+        casts += self.elementwise(tokens * outputs, (0, 2 * cast))
         return self.linear(tokens, inputs, outputs, batch, fp8=True) + casts * batch
 
     def elementwise(self, elements: float, accesses: Accesses) -> ForwardBackward:
@@ -141,8 +168,8 @@ class Kernels:
         return ForwardBackward(*(Cost(elementwise=elements * times / speed) for times in accesses))
 
     @property
-    def tokens(self) -> int:
-        return self.layout.micro_batch_size * self.job.seq_length
+    def tokens(self) -> float:
+        return self.layout.tokens(self.job)
 
     @property
     def local_tokens(self) -> float:
@@ -151,26 +178,49 @@ class Kernels:
 
     @functools.cached_property
     def attention(self) -> ForwardBackward:
-        """Scores and weighted sums of one layer."""
-        model, s = self.job.model, self.job.seq_length
+        """Scores and weighted sums of one layer. Ranks of context parallelism have equal parts of the causal square."""
+        model, s, ranks = self.job.model, self.job.seq_length, self.layout.context
         heads = self.layout.micro_batch_size * model.num_attention_heads / self.layout.tensor
         d, width = model.kv_channels, model.value_channels
         if self.program.fused_attention:
             # The causal mask leaves half of the square. Backward recomputes the scores: five products for forward's
             # two.
             device, efficiency = self.cluster.device, self.cluster.efficiency
-            scores = s * (s + min(s, ATTENTION_BLOCK)) / 2
+            scores = s * (s + min(s, ATTENTION_BLOCK)) / 2 / ranks
             # A window leaves fewer. Every layer counts as the mean of all.
             pairs = attended_pairs(model, s, causal=True)
             scores *= sum(pairs) / (len(pairs) * s * (s + 1) / 2)
             forward = 2 * heads * scores * (d + width) / (device.peak * efficiency.attention)
+            backward = 2.5 * forward / efficiency.attention_backward
             return ForwardBackward(
-                Cost(matmul=forward + efficiency.launch), Cost(matmul=2.5 * forward + efficiency.launch)
+                Cost(matmul=forward + efficiency.launch), Cost(matmul=backward + efficiency.launch)
             )
-        qk, pv = self.matmul(s, s, d, heads), self.matmul(s, width, s, heads)
+        qk = self.matmul(s / ranks, s, d, heads, aligned=self.aligned(d))
+        pv = self.matmul(s / ranks, width, s, heads, aligned=self.aligned(width))
         # Backward: the gradient of the scores, and three sums over the sequence for queries, keys and values.
         products = ForwardBackward(Cost(matmul=qk + pv), Cost(matmul=qk + 3 * pv))
-        return products + self.elementwise(heads * s * s, self.program.scores)
+        return products + self.elementwise(heads * s * s / ranks, self.program.scores)
+
+    @functools.cached_property
+    def context_parallel(self) -> ForwardBackward:
+        """Communication of one layer's keys and values around the ring of context-parallel ranks.
+
+        While a rank computes with one part it sends it on and receives the next. In backward the gradients travel with
+        the keys and values.
+        """
+        layout, model, cluster = self.layout, self.job.model, self.cluster
+        steps = layout.context - 1
+        if not steps:
+            return ForwardBackward(Cost(), Cost())
+        heads = model.num_attention_heads / layout.tensor
+        groups = heads if model.multi_latent_attention else model.kv_heads_per_rank(layout.tensor)
+        size = self.tokens * groups * (model.kv_channels + model.value_channels) * cluster.device.element
+        group, attention = layout.context_group(cluster), self.attention
+        exposed = (
+            max(0.0, cluster.send(bytes_, group) - seconds / layout.context)
+            for bytes_, seconds in ((size, attention.forward.total), (2 * size, attention.backward.total))
+        )
+        return ForwardBackward(*(Cost(context_parallel=steps * seconds) for seconds in exposed))
 
     @functools.cached_property
     def layer(self) -> ForwardBackward:
@@ -199,6 +249,7 @@ class Kernels:
         return (
             self.projections
             + self.attention
+            + self.context_parallel
             + self.elementwise(self.local_tokens * model.hidden_size, self.program.residual)
             + self.elementwise(self.tokens * heads / self.layout.tensor, self.program.heads)
         )
@@ -232,9 +283,9 @@ class Kernels:
             + self.elementwise(tokens * model.num_experts, SCORES)
             + experts
             + self.elementwise(rows * (fc1 + ffn) / 2, self.program.mlp)
-            + self.elementwise(rows * ffn, WEIGHTED)
-            + self.elementwise(rows * h, ROWS)
-            + self.elementwise(rows * h, REGROUPED if other_ranks else (0, 0))
+            + self.elementwise(rows * ffn, self.program.weighted)
+            + self.elementwise(rows * h, self.program.rows)
+            + self.elementwise(rows * h, self.program.regrouped if other_ranks else (0, 0))
             + self.expert_parallel(rows)
             + self.tensor_parallel(plain=(1, 1), sequence_parallel=(0, 0))
         )
@@ -244,7 +295,8 @@ class Kernels:
         model = self.job.model
         batch, times = (local, 1.0) if model.moe_grouped_gemm else (1.0, local)
         products = self.layer_linear(rows, model.hidden_size, fc1, batch)
-        return (products + self.layer_linear(rows, ffn, model.hidden_size, batch)) * times
+        products += self.layer_linear(rows, ffn, model.hidden_size, batch)
+        return products * (times / self.cluster.efficiency.expert)
 
     def expert_parallel(self, rows: float) -> ForwardBackward:
         """Communication of rows to their experts and back; backward returns the gradients."""
@@ -253,7 +305,10 @@ class Kernels:
         if model.moe_token_dispatcher_type == "allgather":
             seconds = cluster.all_gather(self.tokens / layout.tensor * group.size * width, group)
         else:
+            if self.program.expert_copies_once:
+                rows *= distinct_ranks(model.moe_router_topk, layout.expert) / model.moe_router_topk
             seconds = cluster.all_to_all(rows * width, group)
+        seconds *= 1 - self.program.expert_overlap
         return ForwardBackward(Cost(expert_parallel=2 * seconds), Cost(expert_parallel=2 * seconds))
 
     @property
@@ -274,10 +329,13 @@ class Kernels:
         return total
 
     def recomputed(self, layer: Cost) -> Cost:
-        """Part of the forward cost of a layer that backward repeats. Fused attention keeps no scores, and a program
-        that has it ignores selective recomputation."""
-        attention = Cost() if self.program.fused_attention else self.attention.forward
-        return {"none": Cost(), "selective": attention, "full": layer}[self.layout.recompute]
+        """Part of the forward cost of a layer that backward repeats.
+
+        Fused attention keeps no scores: there selective recomputation is what the program makes of it.
+        """
+        if self.layout.recompute == "selective":
+            return layer * self.program.selective if self.program.fused_attention else self.attention.forward
+        return layer if self.layout.recompute == "full" else Cost()
 
     def tensor_parallel(
         self, plain: tuple[int, int], sequence_parallel: tuple[int, int], width: int | None = None
@@ -291,6 +349,7 @@ class Kernels:
         """
         size = self.tokens * (width or self.job.model.hidden_size) * self.cluster.device.element
         seconds = self.cluster.all_gather(size, self.layout.tensor_group(self.cluster))
+        seconds *= 1 - self.program.tensor_overlap
         forward, backward = sequence_parallel if self.layout.sequence_parallel else plain
         return ForwardBackward(
             Cost(tensor_parallel=forward * seconds), Cost(tensor_parallel=backward * seconds)
@@ -313,9 +372,19 @@ class Kernels:
         return head + self.tensor_parallel(plain=(0, 2), sequence_parallel=(1, again))
 
     def layers(self, dense: int, experts: int) -> ForwardBackward:
-        """So many layers of each kind on one microbatch."""
+        """So many layers of each kind on one microbatch. A GPU waits for its host if it is faster."""
         layers = self.layer * dense
-        return layers + self.expert_layer * experts if experts else layers
+        if experts:
+            layers += self.expert_layer * experts
+        host = dense * self.program.host[0] + experts * self.program.host[1]
+        if host == 0:
+            return layers
+        # Recomputation starts the kernels of forward again.
+        forward, backward = (1 / 3, 2 / 3) if self.layout.recompute != "full" else (1 / 3, 1.0)
+        return layers + ForwardBackward(
+            Cost(host=max(0.0, forward * host - layers.forward.total)),
+            Cost(host=max(0.0, backward * host - layers.backward.total)),
+        )
 
     @property
     def joining(self) -> ForwardBackward:
@@ -332,3 +401,8 @@ class Kernels:
             depths = self.job.model.mtp_num_layers
             chunk += self.head * (1 + depths) + self.joining * depths
         return chunk
+
+
+def distinct_ranks(topk: int, ranks: int) -> float:
+    """Expected number of ranks among which a token's `topk` experts are, if each is as likely on any of them."""
+    return ranks * (1 - (1 - 1 / ranks) ** topk)

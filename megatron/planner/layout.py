@@ -1,4 +1,4 @@
-"""Inputs of a plan: a model and its batch, a parallel layout, and the implementation that runs it."""
+"""Inputs of a plan: a model and its batch, and a parallel layout."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ from megatron.parallel.schedules import Schedule, one_forward_one_backward
 from megatron.planner.cluster import Cluster, Group
 from megatron.tokenizer import padded_vocab_size
 from megatron.variants.schedules import interleaved
-
-# Reads and writes of an element in memory: in forward, in backward.
-Accesses = tuple[float, float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,83 +46,22 @@ class Job:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
-    """Properties of an implementation that its time and memory depend on.
-
-    `scores`, `residual`, `heads` and `mlp` count reads and writes per element by element-wise operations: one that
-    reads two tensors and writes one has 3.
-
-    Attributes:
-        fused_attention: scores never reach memory (FlashAttention).
-        scores: accesses of an attention score, without fused attention.
-        residual: accesses of an element of the residual stream: norms, dropout, additions.
-        heads: accesses of an element of the attention heads: biases, transposes.
-        mlp: accesses of an element of the MLP's hidden layer: bias and activation.
-        chunked_logits: the loss and its gradients are computed together, by chunks of the logits.
-        gradient: bytes of an element of a gradient when it is accumulated and reduced.
-        blocking_transfers: a stage does not compute while it sends or receives.
-    """
-
-    fused_attention: bool
-    scores: Accesses
-    residual: Accesses
-    heads: Accesses
-    mlp: Accesses
-    chunked_logits: bool
-    gradient: int
-    blocking_transfers: bool
-
-
-# Accesses as (forward; backward). The backward of a bias reads the gradient (1); the backward of splitting queries,
-# keys and values writes them as one tensor (2 each).
-#
-# Residual stream, twice a layer: norm (2; 3), fused bias, dropout and addition (3; 2, and 1 for the bias), addition of
-# the branch's gradient (3). Heads: transpose of the result (2; 2), split (6), bias (3). MLP: GELU with bias (2; 3
-# and 1).
-OURS = Program(
-    fused_attention=True,
-    scores=(0, 0),
-    residual=(10, 18),
-    heads=(2, 11),
-    mlp=(2, 4),
-    chunked_logits=True,
-    gradient=4,
-    blocking_transfers=False,
-)
-# 2104.04473 section 4.2. Scores: fused scale, mask and softmax (2; 3), dropout with a mask of half an element
-# (2.5; 2.5). Residual stream and MLP as above, with a mask of dropout (0.5; 0.5). Heads: bias (6; 3), transpose of the
-# result (2; 2), split (6). Gradients are fp16; transfers block.
-NVIDIA_2021 = dataclasses.replace(
-    OURS,
-    fused_attention=False,
-    scores=(4.5, 5.5),
-    residual=(11, 19),
-    heads=(8, 11),
-    chunked_logits=False,
-    gradient=2,
-    blocking_transfers=True,
-)
-# The implementation of 1909.08053, without those fusions. Scores: scale (2; 2), mask by a product and a difference
-# (4; 2), softmax (2; 3), dropout (2.5; 2.5). Residual stream, twice: norm (2; 3), bias (2; 1), dropout (2.5; 2.5),
-# addition (3; 3). Heads: bias (6; 3), transposes of queries, keys, values and result (8; 2), split (6). MLP: bias
-# (2; 1), GELU (2; 3).
-NVIDIA_2019 = dataclasses.replace(
-    NVIDIA_2021, scores=(10.5, 9.5), residual=(19, 19), heads=(14, 11), mlp=(4, 4)
-)
-
-
-@dataclasses.dataclass(frozen=True)
 class Layout:
     """The parallel layout of a job. Flags of the same names are described in docs/parallelism.md.
 
     Attributes:
-        tensor, pipeline, data: processes on each axis.
+        tensor, context, pipeline, data: processes on each axis.
         expert, expert_tensor: groups of ranks that divide the experts of a stage, and ranks that share an expert.
         chunks: model chunks on each stage, above 1 only with the interleaved schedule.
         recompute: "none", "selective" (attention) or "full" (whole layers, one at a time).
+        sharded_parameters: ranks hold a part of the parameters and gradients, too, and gather a layer when they need it
+            (FSDP, ZeRO-3).
+        instances: groups of replicas that each hold the whole optimizer state, and with `sharded_parameters` all
+            parameters (hybrid sharding).
     """
 
     tensor: int = 1
+    context: int = 1
     pipeline: int = 1
     data: int = 1
     expert: int = 1
@@ -137,10 +73,22 @@ class Layout:
     distributed_optimizer: bool = False
     overlap_grad_reduce: bool = False
     scatter_gather: bool = True
+    sharded_parameters: bool = False
+    instances: int = 1
 
     @property
     def processes(self) -> int:
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.context * self.pipeline * self.data
+
+    @property
+    def replicas(self) -> int:
+        """Processes that hold, or with sharding divide, the same parameters: the data and the context axis."""
+        return self.data * self.context
+
+    @property
+    def shards(self) -> int:
+        """Processes that divide the optimizer state of the same parameters."""
+        return self.replicas // self.instances
 
     @property
     def schedule(self) -> Schedule:
@@ -149,6 +97,10 @@ class Layout:
     def microbatches(self, job: Job) -> int:
         """Number of microbatches of a replica in a step."""
         return job.global_batch_size // (self.data * self.micro_batch_size)
+
+    def tokens(self, job: Job) -> float:
+        """Tokens of a microbatch on a process of a context-parallel group."""
+        return self.micro_batch_size * job.seq_length / self.context
 
     def distinct_stages(self, job: Job) -> tuple[int, ...]:
         """The first stage, the last, and of the others the first with each number of layers with experts.
@@ -169,9 +121,9 @@ class Layout:
         return *stages, (*chunks, added)
 
     def layers_per_chunk(self, job: Job, stage: int | None = None) -> int:
-        """Layers of each chunk of a stage, or of the longest one.
+        """Layers of the first chunk of the first stage, of the last chunk of the last one, or of all others.
 
-        Where the stages do not divide the layers, the last stage has fewer, and then the first: they also have the
+        Where the chunks do not divide the layers, the last chunk has fewer, and then the first: they also have the
         output layer and the embedding.
         """
         longest = -(-job.model.num_layers // (self.pipeline * self.chunks))
@@ -189,13 +141,20 @@ class Layout:
     def tensor_group(self, cluster: Cluster) -> Group:
         return cluster.group(self.tensor, 1)
 
+    def context_group(self, cluster: Cluster) -> Group:
+        return cluster.group(self.context, self.tensor)
+
     def data_group(self, cluster: Cluster) -> Group:
-        return cluster.group(self.data, self.tensor)
+        """Processes that reduce the gradients of the same parameters, except those of experts."""
+        return cluster.group(self.replicas, self.tensor)
+
+    def pipeline_group(self, cluster: Cluster) -> Group:
+        return cluster.group(self.pipeline, self.replicas * self.tensor)
 
     @property
     def expert_data(self) -> int:
         """Processes that hold the same part of the experts."""
-        return self.data * self.tensor // (self.expert * self.expert_tensor)
+        return self.replicas * self.tensor // (self.expert * self.expert_tensor)
 
     def expert_group(self, cluster: Cluster) -> Group:
         return cluster.group(self.expert * self.expert_tensor, 1)
@@ -208,6 +167,8 @@ class Layout:
         flags = [f"--tensor-model-parallel-size {self.tensor}"] if self.tensor > 1 else []
         if self.sequence_parallel:
             flags.append("--sequence-parallel")
+        if self.context > 1:
+            flags.append(f"--context-parallel-size {self.context}")
         if self.pipeline > 1:
             flags.append(f"--pipeline-model-parallel-size {self.pipeline}")
         longest = self.layers_per_chunk(job)
@@ -232,14 +193,19 @@ class Layout:
         return flags
 
     def __str__(self) -> str:
-        parts = [f"T{self.tensor} P{self.pipeline} D{self.data}"]
+        parts = [
+            f"T{self.tensor}" + f" C{self.context}" * (self.context > 1) + f" P{self.pipeline} D{self.data}"
+        ]
         if self.expert * self.expert_tensor > 1:
             parts[0] += f" E{self.expert}" + f"T{self.expert_tensor}" * (self.expert_tensor > 1)
         if self.chunks > 1:
             parts.append(f"V{self.chunks}")
         parts.append(f"microbatch {self.micro_batch_size}")
         parts += ["sequence parallel"] * self.sequence_parallel
-        parts += ["distributed optimizer"] * self.distributed_optimizer
+        if self.sharded_parameters:
+            parts.append("sharded parameters")
+        else:
+            parts += ["distributed optimizer"] * self.distributed_optimizer
         parts += [f"{self.recompute} recomputation"] * (self.recompute != "none")
         return ", ".join(parts)
 
@@ -248,13 +214,17 @@ class Layout:
 def _split(
     has_experts: tuple[bool, ...], sizes: tuple[int, ...], stages: int, chunks: int
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """`Layout.layers`. `sizes` are the layers in a chunk of the first stage, of those in the middle and of the last."""
+    """`Layout.layers`. `sizes` are the layers in the first chunk, in those between and in the last."""
     first, middle, last = sizes
-    each = [first, *[middle] * (stages - 2), last][:stages]
-    found: list[list[tuple[int, int]]] = [[] for _ in each]
+    found: list[list[tuple[int, int]]] = [[] for _ in range(stages)]
     begin = 0
-    for _ in range(chunks):
-        for stage, size in zip(found, each, strict=True):
+    for chunk in range(chunks):
+        for number, stage in enumerate(found):
+            size = middle
+            if chunk == number == 0:
+                size = first
+            if chunk == chunks - 1 and number == stages - 1:
+                size = last
             experts = sum(has_experts[begin : begin + size])
             stage.append((size - experts, experts))
             begin += size

@@ -12,7 +12,8 @@ from megatron.model.config import ModelConfig
 from megatron.model.flops import attention_linears, mlp_weights
 from megatron.ops.config import LOGITS_CHUNK_BYTES, LOGITS_PIECE_BYTES
 from megatron.planner.cluster import Cluster
-from megatron.planner.layout import Job, Layout, Program
+from megatron.planner.layout import Job, Layout
+from megatron.planner.programs import Program
 
 # Share of a device's memory that a model can use. The rest is for the driver, NCCL's buffers and fragmentation.
 USABLE_MEMORY = 0.92
@@ -121,13 +122,20 @@ def stage_expert_parameters(job: Job, layout: Layout, stage: int) -> float:
     return sum(experts for _, experts in layout.layers(job)[stage]) * expert_parameters(job, layout)
 
 
+def largest_layer(job: Job, layout: Layout, stage: int) -> float:
+    """Number of parameters of the largest layer of a stage on one rank."""
+    if any(experts for _, experts in layout.layers(job)[stage]):
+        return layer_parameters(job, layout.tensor, has_experts=True) + expert_parameters(job, layout)
+    return layer_parameters(job, layout.tensor)
+
+
 def owned_parameters(job: Job, layout: Layout, stage: int) -> float:
     """Number of parameters of a stage whose optimizer state one rank holds."""
     parameters = stage_parameters(job, layout, stage)
-    if not layout.distributed_optimizer:
+    if not (layout.distributed_optimizer or layout.sharded_parameters):
         return parameters
     experts = stage_expert_parameters(job, layout, stage)
-    return (parameters - experts) / layout.data + experts / layout.expert_data
+    return (parameters - experts) / layout.shards + experts / max(1, layout.expert_data // layout.instances)
 
 
 def model_parameters(job: Job) -> float:
@@ -158,22 +166,26 @@ def layer_activations(
     before and after dropout.
     """
     model, t = job.model, layout.tensor
-    tokens, h = layout.micro_batch_size * job.seq_length, model.hidden_size
+    tokens, h = layout.tokens(job), model.hidden_size
     ranks = t if layout.sequence_parallel else 1
     residual = job.residual_element(element)
     if recompute == "full":
         return residual * tokens * h / ranks
+    # FP8 products may keep their inputs in FP8.
+    kept = 1 if job.fp8_format and program.fp8_inputs_kept else element
     width = (model.moe_shared_expert_intermediate_size or 0) if has_experts else model.ffn_hidden_size
-    ffn = width * (3 if model.gated else 2) / t
+    ffn = width * (element * (2 if model.gated else 1) + kept) / t
     masks = 2 if model.hidden_dropout else 0
-    replicated = tokens * h * (2 * residual + 2 * element + masks) / ranks
-    sharded = element * tokens * (attention_elements(model, t) + ffn)
+    replicated = tokens * h * (2 * residual + 2 * kept + masks) / ranks
+    sharded = tokens * (element * attention_elements(model, t) + ffn)
     if has_experts:
         replicated += tokens * h * element * model.moe_shared_expert_gate / ranks
         sharded += 0 if model.moe_layer_recompute else tokens / t * routed_activations(model, layout, element)
+    if program.fused_attention and recompute == "selective":
+        return (replicated + sharded) * (1 - program.selective)
     if program.fused_attention or recompute == "selective":
         return replicated + sharded
-    scores = layout.micro_batch_size * model.num_attention_heads * job.seq_length**2 / t
+    scores = layout.micro_batch_size * model.num_attention_heads * job.seq_length**2 / (t * layout.context)
     return replicated + sharded + scores * (2 * element + (1 if model.attention_dropout else 0))
 
 
@@ -200,7 +212,7 @@ def recomputed_experts(job: Job, layout: Layout, element: int) -> float:
     These are what --moe-layer-recompute recomputes, and with fully recomputed layers, which keep little themselves, the
     gradients of rows and of the hidden layer.
     """
-    model, tokens = job.model, layout.micro_batch_size * job.seq_length / layout.tensor
+    model, tokens = job.model, layout.tokens(job) / layout.tensor
     hidden = (model.moe_ffn_hidden_size or 0) / layout.expert_tensor * (3 if model.gated else 2)
     rows = model.moe_router_topk * layout.expert_tensor
     kept = routed_activations(model, layout, element) if model.moe_layer_recompute else 0
@@ -244,10 +256,10 @@ def latent_attention_elements(model: ModelConfig, tensor: int) -> float:
     )
 
 
-def rotary_bytes(job: Job, layout: Layout) -> int:
+def rotary_bytes(job: Job, layout: Layout) -> float:
     """Bytes of RoPE's cosines and sines in fp32, which the layers of a chunk share for a microbatch."""
     rope = job.model.position_embedding_type == "rope"
-    return 2 * 4 * layout.micro_batch_size * job.seq_length * job.model.rotary_channels if rope else 0
+    return 2 * 4 * layout.tokens(job) * job.model.rotary_channels if rope else 0
 
 
 def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program: Program) -> Memory:
@@ -266,7 +278,7 @@ def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program
     if layout.recompute == "full":  # the layer being recomputed
         activations += of_layer(recompute="none", has_experts=experts > 0)
     working = recomputed_experts(job, layout, element) if experts else 0.0
-    tokens = layout.micro_batch_size * job.seq_length
+    tokens = layout.tokens(job)
     hidden = tokens * job.model.hidden_size / (layout.tensor if layout.sequence_parallel else 1)
     if stage == 0 and job.model.hidden_dropout:  # the embeddings' dropout masks (2205.05198 section 4.3)
         first = layout.pipeline if layout.chunks == 1 else 2 * layout.pipeline - 1
@@ -286,9 +298,13 @@ def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program
             piece = min(logits, LOGITS_PIECE_BYTES["cuda"] / element)
         working = max(working, element * chunk + 4 * piece)  # the loss comes before backward of the layers
     activations += working
+    weights = gradients = parameters
+    if layout.sharded_parameters:  # of one layer all gradients, and the weights of this and the next
+        layer = largest_layer(job, layout, stage)
+        weights, gradients = owned + 2 * layer, owned + layer
     return Memory(
-        weights=element * parameters,
-        gradients=program.gradient * parameters,
+        weights=element * weights,
+        gradients=program.gradient * gradients,
         master=0 if element == 4 else 4 * owned,
         moments=ADAM_MOMENTS * owned,
         activations=activations,

@@ -48,18 +48,27 @@ def table(result: SearchResult, job: Job, cluster: Cluster) -> str:
         shares = (step.bubble, communication(plan), step.recompute)
         percent = "".join(f"{100 * share / step.seconds:7.1f}%" for share in shares)
         used, free = plan.memory.total / 1e9, (usable - plan.memory.total) / 1e9
+        speed = f"{two_digits(tflops(plan, job, cluster)):>8}{two_digits(step.seconds):>9}"
         reason = "" if number == 1 else f": {slower_by(plan, result.plans[0])}"
-        rows.append(
-            f"{number:3}{tflops(plan, job, cluster):8.4g}{step.seconds:9.3g}{percent}{used:8.1f}{free:6.1f}"
-            f"  {plan.layout}{reason}"
-        )
+        rows.append(f"{number:3}{speed}{percent}{used:8.1f}{free:6.1f}  {plan.layout}{reason}")
     return "\n".join(rows)
+
+
+def two_digits(value: float) -> str:
+    """A positive number with two significant digits: predictions are not known better."""
+    return (
+        f"{value:,.{max(0, 1 - math.floor(math.log10(value)))}f}"
+        if value < 100
+        else f"{float(f'{value:.2g}'):,.0f}"
+    )
 
 
 def communication(plan: Plan) -> float:
     """Seconds of exposed communication."""
     step = plan.step
-    return step.tensor_parallel + step.expert_parallel + step.transfers + step.gradients
+    return (
+        step.tensor_parallel + step.expert_parallel + step.context_parallel + step.transfers + step.gradients
+    )
 
 
 def tflops(plan: Plan, job: Job, cluster: Cluster) -> float:

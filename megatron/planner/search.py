@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 
 from megatron.errors import InputError
 from megatron.planner.cluster import Cluster
-from megatron.planner.layout import OURS, Job, Layout
+from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import USABLE_MEMORY, Memory, fits, max_memory
+from megatron.planner.programs import OURS
 from megatron.planner.simulate import Simulator, Step
 
 # Larger numbers of chunks per stage, and other microbatch sizes, gain nothing.

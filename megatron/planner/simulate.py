@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 
 from megatron.parallel.schedules import Compute, Forward, Timeline, simulate
-from megatron.planner.cluster import Cluster
+from megatron.planner.cluster import Cluster, Group
 from megatron.planner.kernels import ForwardBackward, Kernels
-from megatron.planner.layout import Job, Layout, Program
+from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import (
     end_parameters,
     owned_parameters,
     stage_expert_parameters,
     stage_parameters,
 )
+from megatron.planner.programs import Program
 from megatron.planner.schedule_costs import bubble_fraction, makespan
 
 # Bytes per parameter that an optimizer step reads and writes in fp32: the gradient twice (its norm comes first), and
@@ -34,12 +36,12 @@ class Step:
     """Seconds of a step, and those of the busiest stage by kind of work.
 
     Attributes:
-        matmul, elementwise, tensor_parallel, expert_parallel: of its layers (see `Cost`), recomputation included;
-            `recompute` is that part alone.
+        matmul, elementwise, tensor_parallel, expert_parallel, context_parallel, host: of its layers (see `Cost`),
+            recomputation included; `recompute` is that part alone.
         ends: embedding, output layer and loss.
         transfers: waiting for transfers to and from other stages.
         bubble: idle.
-        gradients: gradient reduction over replicas and parameter all-gather, where nothing hides them.
+        gradients: gradient reduction over replicas and parameter all-gathers, where nothing hides them.
         optimizer: the update.
     """
 
@@ -48,6 +50,8 @@ class Step:
     elementwise: float
     tensor_parallel: float
     expert_parallel: float
+    context_parallel: float
+    host: float
     recompute: float
     ends: float
     transfers: float
@@ -94,12 +98,16 @@ class Simulator:
         if layout.pipeline == 1:
             return 0.0
         element = self.job.residual_element(cluster.device.element)
-        size = self.kernels.tokens * self.job.model.hidden_size * element
+        size, group = (
+            self.kernels.tokens * self.job.model.hidden_size * element,
+            layout.pipeline_group(cluster),
+        )
         if layout.sequence_parallel:
-            return cluster.send(size / layout.tensor)
+            return cluster.send(size / layout.tensor, group)
         if layout.scatter_gather and layout.tensor > 1:
-            return cluster.send(size / layout.tensor) + cluster.all_gather(size, layout.tensor_group(cluster))
-        return cluster.send(size)
+            gather = cluster.all_gather(size, layout.tensor_group(cluster))
+            return cluster.send(size / layout.tensor, group) + gather
+        return cluster.send(size, group)
 
     def chunk(self, rank: int, chunk: int) -> ForwardBackward:
         """Cost of a chunk on one microbatch, without transfers and gradient accumulation."""
@@ -170,30 +178,65 @@ class Simulator:
         return m * self.busiest[1] * (1 + bubble) + self.gradients() + self.optimizer()
 
     def gradients(self) -> float:
-        """Exposed seconds of gradient reduction, of the tied embeddings' reduction, and of the parameter all-gather."""
-        job, layout, cluster = self.job, self.layout, self.cluster
-        element = cluster.device.element
+        """Exposed seconds of gradient reduction, of the tied embeddings' reduction, and of parameter all-gathers."""
+        return (self._gathered() if self.layout.sharded_parameters else self._reduced()) + self._tied()
+
+    def _over_replicas(self, element: float) -> Iterator[tuple[float, Group]]:
+        """Yield the bytes of the dense parameters and of the experts, with `element` bytes each, and their groups."""
+        layout, cluster = self.layout, self.cluster
+        experts = stage_expert_parameters(self.job, layout, self._largest_stage)
+        yield (self._parameters - experts) * element, layout.data_group(cluster)
+        if experts:
+            yield experts * element, layout.expert_data_group(cluster)
+
+    def _reduced(self) -> float:
+        """`gradients` where each process holds its parameters: one reduction and, if it is sharded, one gather."""
+        layout, cluster = self.layout, self.cluster
         exchange = cluster.all_gather if layout.distributed_optimizer else cluster.all_reduce
-        experts = stage_expert_parameters(job, layout, self._largest_stage)
-        reduce = gather = 0.0
-        for parameters, group in (
-            (self._parameters - experts, layout.data_group(cluster)),
-            (experts, layout.expert_data_group(cluster)),
-        ):
-            if parameters:
-                reduce += exchange(parameters * self.program.gradient, group)
-                gather += cluster.all_gather(parameters * element, group)
-        gather *= layout.distributed_optimizer
-        tied = 0.0
-        model = job.model
-        copied = model.mtp_num_layers or not model.untie_embeddings_and_output_weights
-        if layout.pipeline > 1 and copied:
-            table = job.padded_vocab_size(layout.tensor) / layout.tensor * model.hidden_size
-            ends = cluster.group(2, layout.processes - layout.processes // layout.pipeline)
-            tied = cluster.all_reduce(self.program.gradient * table, ends)
-        if layout.overlap_grad_reduce and layout.data > 1:
+        reduce = sum(exchange(*message) for message in self._over_replicas(self.program.gradient))
+        gather = 0.0
+        if layout.distributed_optimizer:
+            gather = sum(
+                cluster.all_gather(*message) for message in self._over_replicas(cluster.device.element)
+            )
+        if layout.overlap_grad_reduce and layout.replicas > 1:
             reduce = self._exposed(reduce)
-        return reduce + gather + tied
+            if self.program.parameter_overlap:
+                # The first layer's parameters, and what the gather takes from the SMs.
+                hidden = min(self.layers.forward.total, gather)
+                gather -= (1 - self._sms) * hidden
+        return reduce + gather
+
+    def _gathered(self) -> float:
+        """`gradients` where ranks hold parts of the parameters.
+
+        Each layer is gathered in forward and again in backward, and its gradients are reduced, for each microbatch,
+        beside the computation of the layers before.
+        """
+        cluster = self.cluster
+        gather = sum(cluster.all_gather(*message) for message in self._over_replicas(cluster.device.element))
+        reduce = sum(cluster.all_gather(*message) for message in self._over_replicas(self.program.gradient))
+        layers = self.layers
+        exposed = 0.0
+        for seconds, compute in ((gather, layers.forward.total), (gather + reduce, layers.backward.total)):
+            hidden = min(seconds, compute)
+            exposed += seconds - (1 - self._sms) * hidden
+        return self.microbatches * exposed
+
+    def _tied(self) -> float:
+        """Seconds of the reduction of the embedding table that the first and the last stage hold."""
+        job, layout, cluster = self.job, self.layout, self.cluster
+        copied = job.model.mtp_num_layers or not job.model.untie_embeddings_and_output_weights
+        if layout.pipeline == 1 or not copied:
+            return 0.0
+        table = job.padded_vocab_size(layout.tensor) / layout.tensor * job.model.hidden_size
+        ends = cluster.group(2, layout.processes - layout.processes // layout.pipeline)
+        return cluster.all_reduce(self.program.gradient * table, ends)
+
+    @property
+    def _sms(self) -> float:
+        """Share of a device that communication keeps busy."""
+        return COMMUNICATION_SMS if self.cluster.device.sms > 1 else 0.0
 
     def _exposed(self, reduce: float) -> float:
         """Seconds that a reduction overlapped with the last backward of each chunk adds to the step.
@@ -206,8 +249,7 @@ class Simulator:
         hidden = min(self.layers.backward.total, (1 - last) * reduce)
         halves = 1 if layout.distributed_optimizer else 2
         memory = halves * RING_ACCESSES * self.program.gradient * self._parameters / self._stream_bandwidth
-        sms = COMMUNICATION_SMS if self.cluster.device.sms > 1 else 0.0
-        return reduce - hidden + (memory / reduce + sms) * hidden
+        return reduce - hidden + (memory / reduce + self._sms) * hidden
 
     def optimizer(self) -> float:
         """Seconds of the update of this replica's share of the parameters."""
@@ -238,6 +280,8 @@ class Simulator:
             elementwise=layers.elementwise + self.accumulation * layout.chunks * m,
             tensor_parallel=layers.tensor_parallel,
             expert_parallel=layers.expert_parallel,
+            context_parallel=layers.context_parallel,
+            host=layers.host,
             recompute=self.recompute() * m,
             ends=ends * m,
             transfers=2 * layout.chunks * m * self.transfer if self.program.blocking_transfers else 0.0,

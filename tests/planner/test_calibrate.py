@@ -6,8 +6,9 @@ import pytest
 
 from megatron.planner.calibrate import COPIED, HIDDEN, JOBS, MESSAGES, SIDE, TOKENS, fit_cluster
 from megatron.planner.cluster import Cluster, Device, Efficiency, Link
-from megatron.planner.layout import OURS, Layout
+from megatron.planner.layout import Layout
 from megatron.planner.memory import stage_parameters
+from megatron.planner.programs import OURS
 from megatron.planner.simulate import Simulator
 
 
@@ -33,8 +34,18 @@ def measured(machine: Cluster) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("processes", "efficiency"),
     [
-        (2, Efficiency(matmul=0.95, memory=0.3, stream=0.4, link=1.0, attention=0.5, launch=1e-4)),
-        (4, Efficiency(matmul=0.6, memory=0.9, stream=0.8, link=1.0, attention=0.02, launch=5e-6)),
+        (
+            2,
+            Efficiency(
+                matmul=0.95, memory=0.3, stream=0.4, link=1.0, attention=0.5, network=1.0, launch=1e-4
+            ),
+        ),
+        (
+            4,
+            Efficiency(
+                matmul=0.6, memory=0.9, stream=0.8, link=1.0, attention=0.02, network=1.0, launch=5e-6
+            ),
+        ),
     ],
 )
 def test_the_fit_recovers_the_constants_of_a_machine(processes: int, efficiency: Efficiency):

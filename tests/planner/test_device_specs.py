@@ -57,9 +57,13 @@ def test_fp8_products_are_twice_as_fast_as_those_in_bf16():
 
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(
-        InputError, match=r"^--gpu: 'a100' is not a known GPU; known are gb300.*, t4; describe"
+        InputError, match=r"^--gpu: 'a101' is not a known GPU; known are gb300.*, t4; describe"
     ):
-        data_sheet("a100", where="--gpu")
+        data_sheet("a101", where="--gpu")
+
+
+def test_a_short_name_is_the_usual_form():
+    assert data_sheet("H100", where="--gpu").name == "h100-80gb"
 
 
 @pytest.mark.parametrize(

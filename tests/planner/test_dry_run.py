@@ -31,8 +31,9 @@ from megatron.planner.counting import Counter, Traffic
 from megatron.planner.dry_run import DryRun
 from megatron.planner.dry_run_report import RankCost, size
 from megatron.planner.fakes import balanced_choice, balanced_drops
-from megatron.planner.layout import OURS, Job, Layout
+from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import layer_activations
+from megatron.planner.programs import OURS
 from megatron.pretrain_bert import bert
 from megatron.pretrain_gpt import DEFAULTS, GPT
 from megatron.training.build import build_model, choose_run_ops

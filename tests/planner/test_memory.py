@@ -18,7 +18,7 @@ from megatron.parallel.mesh import Axis
 from megatron.parallel.recompute import NO_RECOMPUTE, Recompute
 from megatron.parallel.stages import split_layers
 from megatron.planner.dry_run import DryRun
-from megatron.planner.layout import NVIDIA_2021, OURS, Job, Layout
+from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import (
     fits,
     layer_activations,
@@ -29,6 +29,7 @@ from megatron.planner.memory import (
     stage_parameters,
 )
 from megatron.planner.models import A100_MODELS, MODELS
+from megatron.planner.programs import NVIDIA_2021, OURS
 from megatron.planner.schedule_costs import peak_in_flight
 from megatron.pretrain_gpt import GPT
 from megatron.reports.flops import exact_flops_per_sample
@@ -169,6 +170,9 @@ UNPLANNED = {
     "P2 gpipe",
     "P2 uneven",
     "P4 uneven",
+    "P2 layout",
+    "P2V2 layout",
+    "P4 ends counted",
     "P2 a dense stage",
     "recomputed",
     "block recomputed",

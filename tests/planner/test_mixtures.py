@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import pytest
 from models import config_of
@@ -15,8 +14,9 @@ from megatron.parallel.recompute import NO_RECOMPUTE
 from megatron.planner.dry_run import DryRun
 from megatron.planner.explain import other_choices
 from megatron.planner.kernels import Kernels
-from megatron.planner.layout import OURS, Job, Layout
+from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import model_parameters, owned_parameters, stage_memory, stage_parameters
+from megatron.planner.programs import OURS
 from megatron.planner.search import expert_sizes, search
 from megatron.planner.simulate import Simulator
 from megatron.pretrain_gpt import GPT
@@ -161,7 +161,3 @@ def test_a_mixture_that_one_device_cannot_hold_is_divided() -> None:
     job = Job(model, 4096, vocab_size=32768, global_batch_size=256)
     plan = search(job, cluster(64), num_plans=1, progress=lambda _: None).plans[0]
     assert plan.layout.expert * plan.layout.expert_tensor > 1
-
-
-def test_the_table_in_docs_is_up_to_date(command: Callable) -> None:
-    command("benchmarks/planner_mixtures.py", "--check")

@@ -11,9 +11,10 @@ import dataclasses
 import pytest
 from published import cluster, job, tflops
 
-from megatron.planner.layout import NVIDIA_2019, NVIDIA_2021, Layout
+from megatron.planner.layout import Layout
 from megatron.planner.memory import fits, max_memory
 from megatron.planner.models import A100_MODELS, V100_MODELS
+from megatron.planner.programs import NVIDIA_2019, NVIDIA_2021
 from megatron.planner.simulate import Simulator
 
 FITTED = ("1.7b", "18.4b", "1t")

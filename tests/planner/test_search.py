@@ -13,9 +13,10 @@ from megatron.model.config import ModelConfig
 from megatron.planner.cluster import cluster_from_data_sheet
 from megatron.planner.device_specs import data_sheet
 from megatron.planner.explain import other_choices, takeaways, why_not
-from megatron.planner.layout import OURS, Job
+from megatron.planner.layout import Job
 from megatron.planner.memory import fits, max_memory
 from megatron.planner.models import MODELS
+from megatron.planner.programs import OURS
 from megatron.planner.search import SearchResult, search, shapes, variants
 from megatron.planner.simulate import Simulator
 

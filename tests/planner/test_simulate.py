@@ -8,7 +8,8 @@ import pytest
 from published import cluster, job
 
 from megatron.planner.kernels import Kernels
-from megatron.planner.layout import NVIDIA_2021, OURS, Layout
+from megatron.planner.layout import Layout
+from megatron.planner.programs import NVIDIA_2021, OURS
 from megatron.planner.schedule_costs import makespan
 from megatron.planner.simulate import Simulator
 

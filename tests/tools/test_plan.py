@@ -120,7 +120,7 @@ def test_a_plan_with_fp8(plan):
             "--seq-length is required without --model",
         ),
         (SMALL, "--gpus or --cluster is required"),
-        (f"{SMALL} --gpus 8 --gpu a100", "--gpu: 'a100' is not a known GPU; known are .*a100-80gb"),
+        (f"{SMALL} --gpus 8 --gpu a101", "--gpu: 'a101' is not a known GPU; known are .*a100-80gb"),
         (f"{SMALL} --gpus 12", "--gpus: 12 a100-80gb do not fill nodes of 8; choose 8 or 16"),
         (f"{SMALL} --gpus 16 --gpu l40s", "--gpu l40s: no standard node has more than 8"),
         (f"{SMALL} --gpus 16 --cluster x.yaml", "--gpus: contradicts --cluster"),

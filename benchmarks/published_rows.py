@@ -1,0 +1,351 @@
+"""Published runs as inputs of the planner: rows of published-runs.jsonl and of published-runs-bridge.jsonl."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron.errors import InputError
+from megatron.model.config import ModelConfig
+from megatron.planner.cluster import (
+    NETWORK_LATENCY,
+    NVLINK_LATENCY,
+    Cluster,
+    Link,
+    device_from_data_sheet,
+)
+from megatron.planner.device_specs import DataSheet, data_sheet
+from megatron.planner.layout import Job, Layout
+from megatron.planner.memory import fits, max_memory
+from megatron.planner.profiles import Profile, find_profile, with_constants
+from megatron.planner.simulate import Simulator
+
+# Name in the planner, GPUs that NVLink joins (64 of the 72 of an NVL72), and GB/s of a GPU's network adapter.
+GPUS = {
+    "h100": ("h100-80gb", 8, 50),
+    "h200": ("h200-141gb", 8, 50),
+    "a100": ("a100-80gb", 8, 25),
+    "b200": ("b200-180gb", 8, 50),
+    "b300": ("b300-288gb", 8, 100),
+    "gb200": ("gb200-186gb", 64, 50),
+    "gb300": ("gb300-279gb", 64, 100),
+}
+# PFLOP/s of dense FP4 products by the data sheets.
+FP4 = {"b200": 9.0, "gb200": 10.0, "b300": 13.5, "gb300": 15.0}
+# What a row leaves open is taken as the planner's fastest choice that fits.
+MICRO_BATCH_SIZES, MAX_CHUNKS = (1, 2, 4, 8), 8
+
+
+# Words for torchtitan's selective recomputation of every second matrix product.
+SELECTIVE = ("selective op", "per op SAC")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A published run.
+
+    Attributes:
+        group: rows whose mean error is printed together.
+        seconds: of a step; None if it ran out of memory.
+        layouts: the published layout, or several if the row leaves something open.
+        offload: activations are kept in the host's memory.
+        exact: the row states everything that the planner needs, and the planner has everything it states.
+    """
+
+    name: str
+    group: str
+    job: Job
+    layouts: tuple[Layout, ...]
+    cluster: Cluster
+    profile: Profile
+    seconds: float | None
+    exact: bool
+    offload: bool = False
+
+    @property
+    def fitted(self) -> bool:
+        return self.name in self.profile.constants.fitted
+
+
+def read_rows(path: Path) -> Iterator[Row | str]:
+    """Yield the rows of a file; for a row that the planner cannot express its name and the reason.
+
+    Raises:
+        InputError: names the file and the line that is not a row.
+    """
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            values = json.loads(line)
+            yield _run(values) if "gpus" in values else _bridge_run(values)
+        except NotExpressed as reason:
+            yield f"{values['id']}: {reason}"
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(f"--rows {path}: line {number} is not a row: {error!r}") from None
+
+
+class NotExpressed(Exception):
+    """The planner has no words for something in a row."""
+
+
+def _run(row: dict[str, Any]) -> Row:
+    """A row of published-runs.jsonl."""
+    model = ModelConfig(**({"max_position_embeddings": row["seq"]} | row["model"]))
+    job = Job(model, row["seq"], row["vocab"], row["gbs"])
+    sheet = data_sheet(row["gpu"], where="gpu")
+    given = row["cluster"] or {}
+    node, network = sheet.node or (8, 0)
+    per_node = given.get("per_node", node)
+    network = given.get("network_gbps_node", network * 8) / 8
+    cluster = _cluster(sheet, row["gpus"], per_node, network / per_node)
+    device = cluster.device
+    if "memory_gb" in given:
+        device = dataclasses.replace(device, memory=given["memory_gb"] * 1e9)
+    if "bandwidth_gbs" in given:
+        device = dataclasses.replace(device, bandwidth=given["bandwidth_gbs"] * 1e9)
+    cluster = dataclasses.replace(cluster, device=device)
+    program = _program(row["program"], row["group"], row["fsdp"])
+    profile = find_profile(program, sheet.name)
+    values = dict(row["layout"] or {})
+    if values:
+        free = values.pop("free", False)
+        if row["fsdp"] and values["recompute"] == "none" and any(word in row["note"] for word in SELECTIVE):
+            values["recompute"] = "selective"
+        layout = Layout(**values, sharded_parameters=row["fsdp"])
+        layouts = tuple(_choices(job, layout)) if free else (layout,)
+    else:
+        layouts = tuple(_shapes(job, cluster))
+    seconds = row["published_step_s"]
+    if row["published_tflops"] is not None:
+        recompute = row["flops_recompute"] or "none"
+        seconds = job.flops(recompute=recompute) / (row["published_tflops"] * 1e12 * row["gpus"])
+    return Row(
+        name=str(row["id"]),
+        group=row["group"],
+        job=job,
+        layouts=layouts,
+        cluster=with_constants(cluster, profile.constants),
+        profile=profile,
+        seconds=None if row["oom"] else seconds,
+        exact=bool(row["exact"] and len(layouts) == 1),
+    )
+
+
+def _program(program: str, group: str, sharded: bool) -> str:
+    """The planner's name for the program of a row."""
+    if program == "ours":
+        if not sharded:
+            return "megatron-core"
+        return "torchtitan" if "torchtitan" in group else "llm-foundry"
+    if any(name in group for name in ("BLOOM", "JZ", "MT-NLG", "NeoX")):
+        return "megatron-deepspeed"
+    return program.replace("_", "-")
+
+
+def _cluster(sheet: DataSheet, devices: int, per_node: int, network: float) -> Cluster:
+    """A cluster of so many GPUs, each with `network` GB/s to other nodes."""
+    return Cluster(
+        device=device_from_data_sheet(sheet),
+        devices=devices,
+        per_node=min(per_node, devices),
+        link=Link(sheet.link / 2 * 1e9, NVLINK_LATENCY),
+        network=Link(network * 1e9, NETWORK_LATENCY),
+    )
+
+
+def _choices(job: Job, layout: Layout) -> Iterator[Layout]:
+    """Yield a layout with each microbatch size and number of chunks that divide the job."""
+    for size, chunks in itertools.product(MICRO_BATCH_SIZES, range(1, MAX_CHUNKS + 1)):
+        other = dataclasses.replace(layout, micro_batch_size=size, chunks=chunks)
+        per_step = layout.data * size
+        if job.global_batch_size % per_step or not other.splits_layers(job):
+            continue
+        if chunks > 1 and (layout.pipeline == 1 or other.microbatches(job) % layout.pipeline):
+            continue
+        yield from (dataclasses.replace(other, recompute=recompute) for recompute in ("none", "full"))
+
+
+def _shapes(job: Job, cluster: Cluster) -> Iterator[Layout]:
+    """Yield the layouts within a node and over stages that the planner would search, with context parallelism."""
+    for tensor, pipeline, context in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 9, 16), (1, 2)):
+        data, rest = divmod(cluster.devices, tensor * pipeline * context)
+        if rest or not data or job.global_batch_size % data:
+            continue
+        yield from _choices(
+            job,
+            Layout(
+                tensor=tensor,
+                context=context,
+                pipeline=pipeline,
+                data=data,
+                sequence_parallel=tensor > 1,
+                distributed_optimizer=True,
+                overlap_grad_reduce=True,
+            ),
+        )
+
+
+def _bridge_run(row: dict[str, Any]) -> Row:
+    """A row of published-runs-bridge.jsonl."""
+    shape, split = row["model"], row["layout"]
+    if shape["kind"] not in ("dense", "moe"):
+        raise NotExpressed(f"a model of kind {shape['kind']}")
+    gpu, _, form = row["gpu"].partition("-")
+    if gpu not in GPUS:
+        raise NotExpressed(f"GPU {row['gpu']}")
+    name, per_node, network = GPUS[gpu]
+    sheet = data_sheet(name, where="gpu")
+    cluster = _cluster(sheet, row["num_gpus"], per_node, network)
+    device = cluster.device
+    if form:  # "96gb-hbm2e-500w", torchtitan's H100
+        device = dataclasses.replace(device, memory=96e9, bandwidth=2.4e12)
+    precision = row["precision"].upper()
+    fp8 = None if precision.startswith("BF16") else "hybrid"
+    if "FP4" in precision:
+        device = dataclasses.replace(device, fp8=FP4[gpu] * 1e15)
+    cluster = dataclasses.replace(cluster, device=device)
+    job = Job(
+        _model(shape, row["seq_length"]), row["seq_length"], shape["vocab"], row["global_batch_size"], fp8
+    )
+    # Ranks that share a replica are those of the expert axis, so the source's counts of replicas differ.
+    tensor, pipeline, context = split["tp"], split["pp"], split["cp"]
+    data = row["num_gpus"] // (tensor * pipeline * context)
+    sharded, program = split.get("fsdp_shard"), _bridge_program(row)
+    layout = Layout(
+        tensor=tensor,
+        context=context,
+        pipeline=pipeline,
+        data=data,
+        expert=split.get("ep") or 1,
+        expert_tensor=split.get("etp") or 1,
+        chunks=split.get("vp") or 1,
+        # torchtitan's is the batch of a replica, which its pipelines divide into single samples.
+        micro_batch_size=1 if program == "torchtitan" and pipeline > 1 else row.get("micro_batch_size") or 1,
+        sequence_parallel=tensor > 1,
+        distributed_optimizer=True,
+        overlap_grad_reduce=True,
+        sharded_parameters=bool(sharded),
+        instances=data * context // sharded if sharded and (data * context) % sharded == 0 else 1,
+    )
+    text = row.get("recompute", "")
+    if row.get("micro_batch_size") is None:
+        layouts = tuple(_choices(job, layout))
+    elif text.startswith(("full", "policy")) and "block" not in text:
+        layouts = (dataclasses.replace(layout, recompute="full"),)
+    elif text.startswith("selective"):
+        layouts = (dataclasses.replace(layout, recompute="selective"),)
+    elif text.startswith("none"):
+        layouts = (layout,)
+    else:
+        layouts = tuple(dataclasses.replace(layout, recompute=recompute) for recompute in ("none", "full"))
+    profile = find_profile(program, sheet.name)
+    if any(word in row.get("notes", "") for word in ("tokendrop", "tokens dropped")):
+        # With a capacity the host does not wait for the numbers of rows.
+        profile = dataclasses.replace(profile, program=dataclasses.replace(profile.program, host=(0.0, 0.0)))
+    kind = "mixtures" if shape["kind"] == "moe" else "dense"
+    return Row(
+        name=str(row["id"]),
+        group=f"{gpu.upper()} {profile.name} {kind} {'BF16' if fp8 is None else 'FP8'}",
+        job=job,
+        layouts=layouts,
+        cluster=with_constants(cluster, profile.constants),
+        profile=profile,
+        seconds=row["step_time_s"],
+        exact=shape["kind"] == "dense" and len(layouts) == 1 and not sharded,
+        offload=bool(sharded) and gpu.startswith("gb"),
+    )
+
+
+def _bridge_program(row: dict[str, Any]) -> str:
+    """The planner's name for the program of a row of published-runs-bridge.jsonl."""
+    program = row["program"].lower()
+    for text, name in (("torchtitan", "torchtitan"), ("maxtext", "maxtext"), ("automodel", "automodel")):
+        if text in program:
+            return name
+    # Releases of NeMo and Megatron Bridge by year and month.
+    release = row["source"].get("section", row["source"].get("tag", "v25.00")[1:])[:5]
+    if row["model"]["kind"] == "dense":
+        return "megatron-core" if release >= "25.09" else "nemo-2025"
+    if "sliding_window" in row["model"]:
+        return "gpt-oss"
+    return "megatron-core" if release >= "26.06" else "megatron-core-2025"
+
+
+def _model(shape: dict[str, Any], seq_length: int) -> ModelConfig:
+    """The model of a row of published-runs-bridge.jsonl."""
+    fields: dict[str, Any] = {
+        "num_layers": shape["layers"],
+        "hidden_size": shape["hidden"],
+        "ffn_hidden_size": shape["ffn_hidden"],
+        "num_attention_heads": shape["heads"],
+        "kv_channels": shape["head_dim"],
+        "max_position_embeddings": seq_length,
+        "swiglu": shape["swiglu"],
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "position_embedding_type": "rope",
+        "untie_embeddings_and_output_weights": not shape.get("tied_embeddings", False),
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+    }
+    if shape["kv_heads"] != shape["heads"]:
+        fields |= {"group_query_attention": True, "num_query_groups": shape["kv_heads"]}
+    if shape.get("attention") == "MLA":
+        fields.pop("kv_channels")
+        fields |= {
+            "multi_latent_attention": True,
+            "q_lora_rank": shape["q_lora_rank"],
+            "kv_lora_rank": shape["kv_lora_rank"],
+            "qk_head_dim": shape["qk_nope_head_dim"],
+            "qk_pos_emb_head_dim": shape["qk_rope_head_dim"],
+            "v_head_dim": shape["v_head_dim"],
+            "qk_layernorm": True,
+        }
+    if shape["kind"] == "moe":
+        dense = shape["first_dense_layers"]
+        fields |= {
+            "num_experts": shape["experts"],
+            "moe_router_topk": shape["topk"],
+            "moe_ffn_hidden_size": shape["moe_ffn_hidden"],
+            "moe_grouped_gemm": True,
+            "moe_router_score_function": "sigmoid" if dense else "softmax",
+            "mtp_num_layers": shape.get("mtp_layers") or 0,
+        }
+        if shape["shared_expert_ffn"]:
+            fields["moe_shared_expert_intermediate_size"] = shape["shared_expert_ffn"]
+        if dense:
+            fields["moe_layer_freq"] = f"[0]*{dense}+[1]*{shape['layers'] - dense}"
+    return ModelConfig(**fields)
+
+
+def predict(row: Row) -> tuple[Layout, float, bool]:
+    """The layout of a row, the predicted seconds of its step, and whether it fits the memory.
+
+    Of the choices that a row leaves open it is the fastest that fits, or the one that needs the least memory.
+    """
+    program = row.profile.program
+    choices = []
+    for layout, recomputed in itertools.product(row.layouts, (False, True)):
+        job = row.job
+        if recomputed and (job.model.num_experts is None or layout.recompute == "full"):
+            continue
+        if recomputed:
+            job = dataclasses.replace(job, model=dataclasses.replace(job.model, moe_layer_recompute=True))
+        memory = max_memory(job, layout, row.cluster, program)
+        if row.offload:
+            memory = dataclasses.replace(memory, activations=0.0)
+        choices.append((not fits(memory, row.cluster), memory.total, job, layout))
+    fitting = [choice for choice in choices if not choice[0]]
+    if not fitting:
+        fitting = [min(choices, key=lambda choice: choice[1])]
+    timed = (
+        (Simulator(job, layout, row.cluster, program).step().seconds, number, layout, too_large)
+        for number, (too_large, _, job, layout) in enumerate(fitting)
+    )
+    seconds, _, layout, too_large = min(timed, key=lambda choice: choice[:2])
+    return layout, seconds, not too_large

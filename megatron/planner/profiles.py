@@ -1,0 +1,179 @@
+"""Programs on generations of GPUs: what each reaches of the peaks, and how far predictions are from published runs.
+
+The constants are fitted by `python benchmarks/planner.py --rows FILE... --fit` to at most five published runs for each
+generation. docs/scaling.md has the method and the errors over all other runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron.planner.cluster import DATA_SHEET_EFFICIENCY, Cluster, Efficiency
+from megatron.planner.programs import (
+    FSDP,
+    MEGATRON_CORE,
+    MEGATRON_CORE_2025,
+    NVIDIA_2021,
+    Program,
+)
+
+# Beginnings of the planner's names of GPUs, by generation.
+GENERATIONS = {
+    "V100": ("v100",),
+    "A100": ("a100", "a800"),
+    "H100": ("h100", "h200", "h800", "h20", "gh200"),
+    "B200": ("b200", "gb200"),
+    "B300": ("b300", "gb300"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Constants:
+    """Shares of the peaks that a program reaches on a generation of GPUs.
+
+    Attributes:
+        fitted: names of the published runs that the constants are fitted to.
+        errors: mean absolute error of the time of a step over published runs that they are not fitted to, of dense
+            models and of mixtures of experts.
+    """
+
+    efficiency: Efficiency
+    fitted: tuple[str, ...]
+    errors: tuple[float, float]
+
+    def band(self, *, mixture: bool) -> float:
+        """Relative error to expect of the time of a step."""
+        return self.errors[mixture]
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """A program on a generation of GPUs."""
+
+    name: str
+    program: Program
+    constants: Constants
+
+
+# Where fits start, and what they leave as it is. Attention: FlashAttention 2 reaches 35% of the peak of an H100
+# (2407.08608 section 1), and cuDNN's kernels in Transformer Engine about what FlashAttention 2 reaches on an A100.
+START = Efficiency(
+    matmul=0.75,
+    memory=0.7,
+    stream=0.7,
+    link=0.7,
+    attention=0.55,
+    network=0.7,
+    launch=4e-6,
+    fp8=0.95,
+    expert=0.85,
+)
+_A100 = Constants(DATA_SHEET_EFFICIENCY, ("1.7b", "18.4b", "1t"), errors=(0.1, 0.25))
+
+
+def _fit(
+    start: Efficiency, fitted: tuple[str, ...], errors: tuple[float, float], **values: float
+) -> Constants:
+    """Constants with values that `benchmarks/planner.py --fit` prints. `stream` equals `memory`."""
+    if "memory" in values:
+        values["stream"] = values["memory"]
+    return Constants(dataclasses.replace(start, **values), fitted, errors)
+
+
+_H100 = _fit(
+    START,
+    ("280", "288", "352"),
+    errors=(0.05, 0.18),
+    matmul=0.718,
+    memory=0.701,
+    link=0.705,
+    fp8=1.02,
+    expert=0.789,
+)
+_B200 = _fit(START, ("36", "25"), errors=(0.1, 0.2), matmul=0.581, link=0.727)
+_B300 = _fit(START, ("121", "194", "39", "24"), errors=(0.06, 0.12), matmul=0.86, link=0.935, fp8=0.801)
+_FLASH_2 = dataclasses.replace(START, attention=0.35)
+
+# By program and generation.
+CONSTANTS = {
+    ("nvidia-2021", "A100"): _A100,
+    ("megatron-deepspeed", "V100"): _fit(
+        DATA_SHEET_EFFICIENCY,
+        (
+            "jz-1b3-v100-32-T1P1D8b8",
+            "jz-1b3-v100-32-norc-T1P1D8b1",
+            "jz-1b3-v100-32-T1P4D2b8",
+            "jz-52b-v100",
+        ),
+        errors=(0.11, 0.25),
+        matmul=0.636,
+        memory=0.971,
+        link=0.593,
+        network=0.723,
+    ),
+    ("megatron-deepspeed", "A100"): _fit(
+        DATA_SHEET_EFFICIENCY,
+        ("bloom-0225-L72h14336a64-T4P12D8b2g2048",),
+        errors=(0.08, 0.25),
+        matmul=0.735,
+        memory=0.699,
+        link=0.699,
+    ),
+    ("llm-foundry", "A100"): _fit(
+        START, ("mpt-7b-a100-40gb-128-s2048-b18",), errors=(0.05, 0.25), matmul=0.728, memory=0.698
+    ),
+    ("llm-foundry", "H100"): _fit(
+        _FLASH_2, ("mpt-7b-h100-80gb-8-s2048-b6",), errors=(0.13, 0.25), matmul=0.558, memory=0.672
+    ),
+    ("torchtitan", "H100"): _fit(
+        _FLASH_2, ("titan-8b-128",), errors=(0.11, 0.25), matmul=0.512, memory=0.657
+    ),
+    ("megatron-core", "H100"): _H100,
+    ("megatron-core", "B200"): _B200,
+    ("megatron-core", "B300"): _B300,
+    ("nemo-2025", "B200"): _fit(
+        START, ("378", "368"), errors=(0.05, 0.2), matmul=0.555, link=0.676, fp8=0.871
+    ),
+    ("gpt-oss", "B200"): _fit(_B200.efficiency, ("128",), errors=(0.1, 0.15), expert=0.375),
+    ("gpt-oss", "B300"): _fit(_B300.efficiency, ("171",), errors=(0.1, 0.15), expert=0.308),
+}
+# Where a program has no rows on a generation: the program whose constants are taken, by default Megatron-Core's, or on
+# A100 those of Megatron-LM in 2021.
+NEAREST = {
+    ("torchtitan", "A100"): ("llm-foundry", "A100"),
+    ("megatron-core", "V100"): ("megatron-deepspeed", "V100"),
+}
+PROGRAMS = {
+    "nvidia-2021": NVIDIA_2021,
+    "megatron-deepspeed": NVIDIA_2021,
+    "llm-foundry": FSDP,
+    "torchtitan": FSDP,
+    "maxtext": FSDP,
+    "automodel": FSDP,
+    "megatron-core": MEGATRON_CORE,
+    "nemo-2025": MEGATRON_CORE_2025,
+    "megatron-core-2025": MEGATRON_CORE_2025,
+    "gpt-oss": MEGATRON_CORE,  # learned sinks, and experts with biases and a clamped activation
+}
+
+
+def generation(gpu: str) -> str:
+    """Generation of a GPU by the planner's name, by default A100's."""
+    return next((name for name, starts in GENERATIONS.items() if gpu.startswith(starts)), "A100")
+
+
+def find_profile(program: str, gpu: str) -> Profile:
+    """Profile of a program on a GPU."""
+    return Profile(program, PROGRAMS[program], find_constants(gpu, program))
+
+
+def find_constants(gpu: str, program: str = "megatron-core") -> Constants:
+    """Constants of a program on a GPU, by default those of the newest program of NVIDIA with published runs."""
+    key = program, generation(gpu)
+    key = key if key in CONSTANTS else NEAREST.get(key, ("megatron-core", key[1]))
+    return CONSTANTS.get(key, _A100)
+
+
+def with_constants(cluster: Cluster, constants: Constants) -> Cluster:
+    """A cluster on which programs reach what the constants say."""
+    return dataclasses.replace(cluster, efficiency=constants.efficiency)

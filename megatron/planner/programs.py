@@ -1,0 +1,130 @@
+"""Programs that the planner knows: the properties of an implementation that its time and memory depend on."""
+
+from __future__ import annotations
+
+import dataclasses
+
+# Reads and writes of an element in memory: in forward, in backward.
+Accesses = tuple[float, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Properties of an implementation that its time and memory depend on.
+
+    `scores`, `residual`, `heads`, `mlp`, `rows`, `regrouped` and `weighted` count reads and writes per element by
+    element-wise operations: one that reads two tensors and writes one has 3.
+
+    Attributes:
+        fused_attention: scores never reach memory (FlashAttention).
+        scores: accesses of an attention score, without fused attention.
+        residual: accesses of an element of the residual stream: norms, dropout, additions.
+        heads: accesses of an element of the attention heads: biases, transposes.
+        mlp: accesses of an element of the MLP's hidden layer: bias and activation.
+        rows: accesses of an element of the experts' inputs and outputs.
+        regrouped: those of regrouping the rows of other ranks by expert.
+        weighted: accesses of an element of the experts' hidden layer by the product with the router's weights.
+        chunked_logits: the loss and its gradients are computed together, by chunks of the logits.
+        gradient: bytes of an element of a gradient when it is accumulated and reduced.
+        blocking_transfers: a stage does not compute while it sends or receives.
+        fp8_cast: accesses of an element of an FP8 product's operand, in elements of bf16, to convert it.
+        fp8_weights_kept: weights are converted once a step, not for each microbatch.
+        fp8_inputs_kept: FP8 products keep their inputs in FP8 for backward.
+        selective: share of a layer's forward pass, and of what it keeps, that selective recomputation repeats with
+            fused attention.
+        tensor_overlap: share of tensor-parallel communication that runs beside matrix products.
+        expert_copies_once: a token is sent once to a rank that has several of its experts (DeepEP, HybridEP).
+        expert_overlap: share of the all-to-alls of experts that runs beside other work.
+        parameter_overlap: the distributed optimizer's parameters are gathered during the next forward pass.
+        host: seconds that a process needs to start the kernels of a dense layer, and of one with experts, in forward
+            and backward together. A GPU that is faster waits.
+    """
+
+    fused_attention: bool
+    scores: Accesses
+    residual: Accesses
+    heads: Accesses
+    mlp: Accesses
+    rows: Accesses
+    regrouped: Accesses
+    weighted: Accesses
+    chunked_logits: bool
+    gradient: int
+    blocking_transfers: bool
+    fp8_cast: float = 1.45
+    fp8_weights_kept: bool = False
+    fp8_inputs_kept: bool = False
+    selective: float = 0.0
+    tensor_overlap: float = 0.0
+    expert_copies_once: bool = False
+    expert_overlap: float = 0.0
+    parameter_overlap: bool = False
+    host: tuple[float, float] = (0.0, 0.0)
+
+
+# Accesses as (forward; backward). The backward of a bias reads the gradient (1); the backward of splitting queries,
+# keys and values writes them as one tensor (2 each).
+#
+# Residual stream, twice a layer: norm (2; 3), fused bias, dropout and addition (3; 2, and 1 for the bias), addition of
+# the branch's gradient (3). Heads: transpose of the result (2; 2), split (6), bias (3). MLP: GELU with bias (2; 3
+# and 1). Rows of experts are read and written (2) and summed by token (2), read and written again to group them by
+# expert (4), and multiplied by the router's weights (2; 4). FP8: 2.9 bytes, which torch.compile's kernels of a GPT-2
+# layer read and write more for each element of a product's operands; not fused these were 5: read for the maximum,
+# read, write.
+OURS = Program(
+    fused_attention=True,
+    scores=(0, 0),
+    residual=(10, 18),
+    heads=(2, 11),
+    mlp=(2, 4),
+    rows=(4, 4),
+    regrouped=(4, 4),
+    weighted=(2, 4),
+    chunked_logits=True,
+    gradient=4,
+    blocking_transfers=False,
+)
+# 2104.04473 section 4.2. Scores: fused scale, mask and softmax (2; 3), dropout with a mask of half an element
+# (2.5; 2.5). Residual stream and MLP as above, with a mask of dropout (0.5; 0.5). Heads: bias (6; 3), transpose of the
+# result (2; 2), split (6). Gradients are fp16; transfers block.
+NVIDIA_2021 = dataclasses.replace(
+    OURS,
+    fused_attention=False,
+    scores=(4.5, 5.5),
+    residual=(11, 19),
+    heads=(8, 11),
+    chunked_logits=False,
+    gradient=2,
+    blocking_transfers=True,
+)
+# The implementation of 1909.08053, without those fusions. Scores: scale (2; 2), mask by a product and a difference
+# (4; 2), softmax (2; 3), dropout (2.5; 2.5). Residual stream, twice: norm (2; 3), bias (2; 1), dropout (2.5; 2.5),
+# addition (3; 3). Heads: bias (6; 3), transposes of queries, keys, values and result (8; 2), split (6). MLP: bias
+# (2; 1), GELU (2; 3).
+NVIDIA_2019 = dataclasses.replace(
+    NVIDIA_2021, scores=(10.5, 9.5), residual=(19, 19), heads=(14, 11), mlp=(4, 4)
+)
+# Models without biases and dropout: norm (2; 3) and addition (3; 3) twice, no bias of queries, keys and values.
+_NO_BIAS = dataclasses.replace(OURS, residual=(10, 12), heads=(2, 8), mlp=(2, 3), chunked_logits=False)
+# Megatron-Core with Transformer Engine as NVIDIA's recipes of 2025 run it: gradients in bf16, parameters gathered
+# during forward, half of the tensor-parallel collectives beside products; casts to FP8, the product with the router's
+# weights and grouping by expert within other kernels. Without a capacity the host waits for the numbers of rows: 9 ms
+# a layer, by a run whose GPU has a quarter of that to do.
+MEGATRON_CORE_2025 = dataclasses.replace(
+    _NO_BIAS,
+    regrouped=(0, 0),
+    weighted=(0, 0),
+    gradient=2,
+    fp8_cast=0.5,
+    fp8_weights_kept=True,
+    fp8_inputs_kept=True,
+    tensor_overlap=0.5,
+    parameter_overlap=True,
+    host=(0.0, 0.009),
+)
+# The same from the summer of 2026: HybridEP, and CUDA graphs of parts of the layers.
+MEGATRON_CORE = dataclasses.replace(
+    MEGATRON_CORE_2025, expert_copies_once=True, expert_overlap=0.6, host=(0.0, 0.002)
+)
+# Sharded parameters (FSDP) in PyTorch. torchtitan's selective recomputation repeats every second product.
+FSDP = dataclasses.replace(_NO_BIAS, selective=0.5)

@@ -1,0 +1,77 @@
+"""Published runs: the planner's errors over the rows of `published-runs*.jsonl` do not grow."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron.planner.profiles import CONSTANTS, START, find_constants, generation
+
+ROWS = Path(__file__).resolve().parent.parent.parent.parent / "shared/reference"
+FILES = [ROWS / "published-runs.jsonl", ROWS / "published-runs-bridge.jsonl"]
+needs_rows = pytest.mark.skipif(not ROWS.is_dir(), reason="needs ../shared/reference with the published runs")
+
+# A run of published-runs.jsonl, with figures of its own: GPT-3 175B on 1,024 A100 (2104.04473 section 5.1).
+ROW = {
+    "id": "175b",
+    "group": "A100",
+    "gpu": "a100-80gb",
+    "gpus": 1024,
+    "model": {"num_layers": 96, "hidden_size": 12288, "num_attention_heads": 96},
+    "seq": 2048,
+    "vocab": 51200,
+    "gbs": 1536,
+    "layout": {"tensor": 8, "pipeline": 16, "data": 8, "micro_batch_size": 1, "recompute": "full"},
+    "program": "nvidia_2021",
+    "published_step_s": None,
+    "published_tflops": 140,
+    "flops_recompute": "full",
+    "published_mem_gb": None,
+    "oom": False,
+    "exact": True,
+    "fsdp": False,
+    "note": "",
+    "cluster": None,
+}
+
+
+@needs_rows
+@pytest.mark.slow
+def test_errors_over_published_runs_do_not_grow(command: Callable) -> None:
+    out = command("benchmarks/planner.py", "--rows", *map(str, FILES), "--limit", "10.6").stdout
+    means = {
+        name: float(value) for name, value in re.findall(r"(dense|mixtures|not fitted) ([\d.]+)% \(", out)
+    }
+    assert means["dense"] < 6.9 and means["mixtures"] < 19.8 and means["not fitted"] < 11.4
+    verdicts = re.search(r"memory verdicts ([\d.]+)% right", out)
+    assert verdicts and float(verdicts[1]) > 96.5
+
+
+def test_a_row_is_compared(command: Callable, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(ROW) + "\n")
+    out = command("benchmarks/planner.py", "--rows", str(path), "--limit", "1").stdout
+    assert "175b: " in out and "error -0.4%" in out and "1 of 1 rows expressed" in out
+    path.write_text(json.dumps(ROW | {"published_tflops": 200}) + "\n")
+    command("benchmarks/planner.py", "--rows", str(path), "--limit", "1", status=1)
+    path.write_text('{"gpus": 8}\n')
+    assert "line 1 is not a row" in command("benchmarks/planner.py", "--rows", str(path), status=2).stderr
+
+
+def test_constants_are_shares_and_fitted_to_five_rows_of_a_generation() -> None:
+    rows: dict[str, set[str]] = {}
+    for (_, kind), constants in CONSTANTS.items():
+        rows.setdefault(kind, set()).update(constants.fitted)
+        for name in ("matmul", "memory", "link", "network", "attention"):
+            assert 0.3 < getattr(constants.efficiency, name) <= 1
+        assert constants.efficiency.launch == START.launch
+    assert all(len(names) <= 5 for names in rows.values())
+
+
+def test_every_gpu_has_constants() -> None:
+    assert generation("h200-141gb") == "H100" and generation("t4") == "A100"
+    assert find_constants("gb300-279gb", "maxtext") is CONSTANTS["megatron-core", "B300"]
