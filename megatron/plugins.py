@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-import megatron.plugin_flags
-import megatron.variants.registry  # noqa: F401 (fills the registry of the model's variants)
+import megatron.plugin_flags  # noqa: F401 (registers the flags of plug-ins)
 from megatron.checkpoint.formats import FORMATS
 from megatron.data.bert_dataset import BertDatasetBuilder
 from megatron.data.build import MOCK_DATA, SOURCES
@@ -86,6 +85,7 @@ from megatron.variants.data_phases import open_phases
 from megatron.variants.layer_pattern import check_layers
 from megatron.variants.mock_data import mock_bert, mock_gpt
 from megatron.variants.multi_token_prediction import with_mtp
+from megatron.variants.registry import check_variants  # and fills the registry of the model's variants
 from megatron.variants.schedules import check_full_groups, gpipe, interleaved
 from megatron.variants.stages import check_depths, counted_split, layout_split, uneven_split, virtual_split
 from megatron.verify.capture import Capturing
@@ -131,6 +131,7 @@ def run(config: RunConfig, task: Task, hooks: Sequence[Hook] = ()) -> int:
 
 def prepared(config: RunConfig, task: Task) -> tuple[RunConfig, Task]:
     """Apply --mtp-num-layers and --loss-mean to a task, and --train-epochs to the length of its run."""
+    check_variants(config.model)
     check_layers(config.model, task.name)
     task = with_mtp(config, task)
     if config.plugin(LossMeanConfig).loss_mean == "microbatches":

@@ -26,6 +26,14 @@ OPT |= {"ffn_dim": 160, "word_embed_proj_dim": 64, "pad_token_id": None}
 PHI3 = {**SIZES, "num_key_value_heads": 2, "partial_rotary_factor": 0.5, "pad_token_id": 0}
 BLOOM = {"vocab_size": VOCAB, "hidden_size": 48, "n_layer": 2, "n_head": 6, "seq_length": 32}
 GEMMA = {**SIZES, "num_key_value_heads": 1, "head_dim": 32, "pad_token_id": None}
+GEMMA2 = {**GEMMA, "num_hidden_layers": 4, "num_key_value_heads": 2, "sliding_window": 8}
+GEMMA2 |= {"query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}
+GEMMA3 = {key: value for key, value in GEMMA2.items() if not key.endswith("softcapping")}
+GEMMA3 |= {"layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]}
+GEMMA3_LINEAR = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
 MIXTRAL = {**SIZES, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
 OLMOE = {**SIZES, "num_experts": 8, "num_experts_per_tok": 3, "pad_token_id": None, "eos_token_id": None}
 QWEN_MOE = {
@@ -135,6 +143,12 @@ KINDS = {
         {**DEEPSEEK, "n_group": 1, "topk_group": 1, "rope_parameters": DEEPSEEK_YARN},
     ),
     "gemma": ("GemmaForCausalLM", GEMMA),
+    "gemma2": ("Gemma2ForCausalLM", GEMMA2),
+    "gemma3": ("Gemma3ForCausalLM", GEMMA3),
+    "gemma3 of linear": (
+        "Gemma3ForCausalLM",
+        {**GEMMA3, "rope_parameters": GEMMA3_LINEAR, "final_logit_softcapping": 3.0},
+    ),
     "opt": ("OPTForCausalLM", OPT),
     "gpt_neox": ("GPTNeoXForCausalLM", {**SIZES, "hidden_act": "gelu_new"}),
     "gpt_neox in series": ("GPTNeoXForCausalLM", {**SIZES, "use_parallel_residual": False}),

@@ -154,7 +154,8 @@ NVIDIA_DEFAULTS = """
     --expert-model-parallel-size 1, --expert-tensor-parallel-size None, --moe-per-layer-logging False,
     --multi-latent-attention False, --q-lora-rank None, --kv-lora-rank 32, --qk-head-dim 128, --qk-pos-emb-head-dim 64,
     --v-head-dim 128, --mscale 1.0, --mscale-all-dim 0.0, --mtp-loss-scaling-factor 0.1,
-    --window-size None, --window-attn-skip-freq None, --no-rope-freq None
+    --window-size None, --window-attn-skip-freq None, --no-rope-freq None,
+    --rotary-interleaved False, --softmax-scale None, --softmax-type vanilla
 """
 # Defaults that are spelled differently but mean the same, or that differ on purpose.
 OTHER_DEFAULTS = {

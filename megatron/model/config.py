@@ -28,7 +28,8 @@ VARIANT_VALUES = {
     "multi_latent_attention": True,
 }
 # Flags that do so with any value but their default.
-VARIANT_FLAGS = ("window_size", "no_rope_freq")
+VARIANT_FLAGS = """window_size no_rope_freq softmax_scale softmax_type attn_logit_softcapping final_logit_softcapping
+rotary_interleaved sandwich_norm""".split()
 # Flags, by the start of their names, and the flag that they need.
 NEEDS = {"rope_scaling_": "use_rope_scaling", "window_attn_": "window_size", "rotary_base_": "window_size"}
 
@@ -43,11 +44,9 @@ class ModelConfig(MoEConfig, LatentAttentionConfig):
     ffn_hidden_size: int = flag(None, "MLP size (default: 4 x --hidden-size, or 8/3 x with --swiglu)", low=1)
     kv_channels: int = flag(None, "size of a head (default: --hidden-size / --num-attention-heads)", low=1)
     group_query_attention: bool = flag(False, "query heads in groups that share a key and a value head")
-    num_query_groups: int = flag(
-        None, "with --group-query-attention: groups, the number of key-value heads (default: 1)", low=1
-    )
+    num_query_groups: int = flag(None, "with --group-query-attention: key-value heads (default: 1)", low=1)
     max_position_embeddings: int = flag(
-        None, "longest sequence, and size of the learned position embeddings (default: --seq-length)", low=1
+        None, "longest sequence with positions (default: --seq-length)", low=1
     )
     position_embedding_type: str = flag(
         "learned_absolute", "position embeddings", choices=("learned_absolute", "rope", "alibi", "none")
@@ -56,16 +55,13 @@ class ModelConfig(MoEConfig, LatentAttentionConfig):
     scale_embeddings: bool = flag(False, "multiply word embeddings by √(--hidden-size), as in Gemma")
     rotary_base: float = flag(10000.0, "base of the RoPE frequencies", above=0)
     rotary_percent: float = flag(1.0, "fraction of a head's channels that RoPE rotates", above=0, high=1)
+    rotary_interleaved: bool = flag(False, "RoPE rotates adjacent channels together, not those of two halves")
     use_rope_scaling: bool = flag(False, "scale RoPE's low frequencies, for longer sequences than trained on")
     rope_scaling_type: str = flag(
         "llama3", "form of --use-rope-scaling, as in Hugging Face", choices=("llama3", "linear", "yarn")
     )
-    rope_scaling_factor: float = flag(
-        8.0, "factor by which --use-rope-scaling divides the lowest frequencies", low=1
-    )
-    rope_scaling_original_length: int = flag(
-        8192, "length of the sequences trained on before --use-rope-scaling", low=1
-    )
+    rope_scaling_factor: float = flag(8.0, "divisor of the lowest frequencies in --use-rope-scaling", low=1)
+    rope_scaling_original_length: int = flag(8192, "length trained on before --use-rope-scaling", low=1)
     rope_scaling_turns: tuple[float, ...] | None = flag(
         None,
         "rotations over that length below and above which a frequency is divided or kept (default: by the type)",
@@ -100,13 +96,20 @@ class ModelConfig(MoEConfig, LatentAttentionConfig):
     qk_layernorm: bool = flag(False, "normalize the queries and keys of each head")
     qk_layernorm_all_heads: bool = flag(False, "with --qk-layernorm: all heads together, as in OLMo 2")
     untie_embeddings_and_output_weights: bool = flag(False, "output layer with weights of its own")
+    softmax_scale: float | None = flag(
+        None, "factor of attention scores (default: 1 / √(head size))", above=0
+    )
+    softmax_type: str = flag(
+        "vanilla", "key without a value in each softmax", choices=("vanilla", "off-by-one", "learnable")
+    )
+    attn_logit_softcapping: float | None = flag(None, "c: scores become c tanh(score / c)", above=0)
+    final_logit_softcapping: float | None = flag(None, "c: logits become c tanh(logit / c)", above=0)
     mtp_num_layers: int = flag(0, "tokens after the next that training predicts, each by a layer", low=0)
     mtp_loss_scaling_factor: float = flag(0.1, "factor of the mean loss of --mtp-num-layers", above=0)
-    apply_residual_connection_post_layernorm: bool = flag(
-        False, "take the residual after the norm instead of before it, as the original BERT does"
-    )
+    apply_residual_connection_post_layernorm: bool = flag(False, "residual after norms, as in 2018's BERT")
     use_parallel_residual: bool = flag(False, "attention and MLP both read a layer's input, as in GPT-NeoX")
     norm_after: bool = flag(False, "normalize outputs of attention and MLP, not inputs, as in OLMo 2")
+    sandwich_norm: bool = flag(False, "normalize both inputs and outputs of attention and MLP, as in Gemma 2")
     fp32_residual_connection: bool = flag(
         False, "with --bf16 or --fp16: keep the residual stream, also between pipeline stages, in fp32"
     )

@@ -36,7 +36,7 @@ class GPTModel(LanguageModel):
         self.decoder = variant(Transformer, config)(config, context, self.chunk)
         self.output_layer: OutputLayer | None = None
         if self.chunk.last:
-            self.output_layer = OutputLayer(config, context, first=self.chunk.first)
+            self.output_layer = variant(OutputLayer, config)(config, context, first=self.chunk.first)
 
     def forward(
         self,

@@ -18,13 +18,15 @@ ROPE_SCALINGS: dict[str, Callable[[ModelConfig], RopeScaling]] = {}  # by --rope
 
 
 def variant(part: type[Layer], config: ModelConfig) -> type[Layer]:
-    """The class to build for a part of the model: `part` itself, or its replacement.
+    """The class to build for a part of the model: `part` itself, or its replacement. One that extends the others does
+    what all of their flags ask for.
 
     Raises:
         InputError: several flags replace it.
     """
     found = {name: VARIANTS[name][part] for name in config.variants if part in VARIANTS[name]}
-    if len(set(found.values())) > 1:
+    best = max(found.values(), key=lambda kind: len(kind.__mro__), default=part)
+    if not all(issubclass(best, kind) for kind in found.values()):
         flags = " and ".join(f"--{name.replace('_', '-')}" for name in found)
         raise InputError(f"{flags} exclude each other; leave one of them out")
-    return next(iter(found.values()), part)
+    return best

@@ -43,6 +43,7 @@ class LinearCrossEntropy:
         run: calls the functions between the products.
         matmul: computes x Wᵀ + b.
         accumulate_wgrad: adds to a `main_grad`.
+        softcap: c, if the logits are c tanh((x Wᵀ + b) / c).
     """
 
     chunk_bytes: int = LOGITS_CHUNK_BYTES["cpu"]
@@ -50,6 +51,7 @@ class LinearCrossEntropy:
     run: CompileFn = eager
     matmul: Matmul = matmul
     accumulate_wgrad: AccumulateWgrad = accumulate_wgrad
+    softcap: float | None = None
 
     def __call__(
         self,
@@ -133,12 +135,14 @@ class _Chunks:
         for begin in range(0, max(len(x), 1), rows):
             part = slice(begin, begin + rows)
             logits = ops.matmul(x[part], weight, bias)
+            if ops.softcap is not None:
+                logits.div_(ops.softcap).tanh_().mul_(ops.softcap)
             log_sum, label_logit = self._log_sum(logits, self.index[part])
             losses[part] = log_sum - label_logit
             if grad is None:
                 continue
             for piece in self._pieces(logits, log_sum, grad[part], self.index[part]):
-                ops.run(_logits_to_grad, *piece, self.valid)
+                ops.run(_logits_to_grad, *piece, self.valid, ops.softcap)
             grad_x[part] = ops.matmul(logits, weight.t(), None)
             if (total := main_grad(weight)) is None:
                 grad_weight = _add(grad_weight, logits.t() @ x[part])
@@ -188,13 +192,16 @@ def _statistics(logits: Tensor, index: Tensor, valid: Tensor | None) -> tuple[Te
 
 
 def _logits_to_grad(
-    logits: Tensor, log_sum: Tensor, grad: Tensor, index: Tensor, valid: Tensor | None
+    logits: Tensor, log_sum: Tensor, grad: Tensor, index: Tensor, valid: Tensor | None, softcap: float | None
 ) -> None:
-    """Replace logits by the gradient of the loss, (softmax - one at the label) · grad."""
+    """Replace logits by the gradient of the loss, (softmax - one at the label) · grad · derivative of the soft cap."""
     x = logits.float()
+    slope = None if softcap is None else 1 - (x / softcap).square()
     if valid is not None:
         x = torch.where(valid, x, -torch.inf)
     column = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
     hit = column == index.to(torch.int32).unsqueeze(-1)
     x.sub_(log_sum.unsqueeze(-1)).mul_(LOG2_E).exp2_().sub_(hit.float()).mul_(grad.unsqueeze(-1))
+    if slope is not None:
+        x.mul_(slope)
     logits.copy_(x)

@@ -48,7 +48,7 @@ def layer_parameters(job: Job, tensor: int, *, has_experts: bool = False) -> flo
     h, heads, ffn = model.hidden_size, model.num_attention_heads * model.kv_channels, model.ffn_hidden_size
     kv = 2 * model.kv_heads_per_rank(tensor) * tensor * model.kv_channels
     fc1 = ffn * (2 if model.gated else 1)
-    sharded, replicated = h * fc1 + ffn * h, 2 * norm_parameters(model, h)
+    sharded, replicated = h * fc1 + ffn * h, (4 if model.sandwich_norm else 2) * norm_parameters(model, h)
     if has_experts:
         sharded = mlp_weights(model, model.moe_shared_expert_intermediate_size or 0)
         vectors = model.moe_router_enable_expert_bias + uses_last_load(model)
@@ -56,6 +56,8 @@ def layer_parameters(job: Job, tensor: int, *, has_experts: bool = False) -> flo
     for inputs, outputs, split in attention_linears(model, tensor):
         sharded += inputs * outputs if split else 0
         replicated += 0 if split else inputs * outputs
+    if model.softmax_type == "learnable":
+        sharded += model.num_attention_heads
     attention_bias = model.add_bias_linear or model.add_attention_bias
     if (attention_bias or model.add_qkv_bias) and not model.multi_latent_attention:
         sharded += heads + kv

@@ -80,7 +80,9 @@ class QKNormAttention(SelfAttention):
         super().__init__(config, layer, context)
         self.q_layernorm: nn.Module
         self.k_layernorm: nn.Module
-        if config.qk_layernorm_all_heads:
+        if not (config.qk_layernorm or config.qk_layernorm_all_heads):  # for subclasses
+            self.q_layernorm, self.k_layernorm = nn.Identity(), nn.Identity()
+        elif config.qk_layernorm_all_heads:
             self.q_layernorm, self.k_layernorm = self.all_heads_norms(config)
         else:
             # All heads share one scale, and each rank normalizes some of the heads.

@@ -110,15 +110,17 @@ def check_layers(config: ModelConfig, task: str) -> None:
         InputError: they have impossible values, or the task or other flags exclude them.
     """
     has_rope(config)
-    for name in ("window_size", "no_rope_freq"):
+    if config.rotary_interleaved and config.position_embedding_type != "rope":
+        raise InputError(
+            "--rotary-interleaved needs --position-embedding-type rope; add it or leave the flag out"
+        )
+    for name in ("window_size", "no_rope_freq", "final_logit_softcapping"):
         value, flag = getattr(config, name), f"--{name.replace('_', '-')}"
         if value is None:
             continue
         if task != "GPT":
             raise InputError(f"{flag}: {value} is for GPT, not {task}; leave it out")
-        if config.position_embedding_type == "alibi":
-            raise InputError(f"{flag}: {value} excludes --position-embedding-type alibi; drop one")
-        if config.mtp_num_layers:
+        if config.mtp_num_layers and name != "final_logit_softcapping":
             raise InputError(f"{flag}: {value} excludes --mtp-num-layers; drop one")
 
 

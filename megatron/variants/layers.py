@@ -6,7 +6,8 @@ from torch import Tensor
 
 from megatron.model.config import ModelConfig
 from megatron.model.context import ModelContext
-from megatron.model.transformer import LayerInputs, TransformerLayer
+from megatron.model.transformer import LayerInputs, Norm, TransformerLayer
+from megatron.model.variants import variant
 
 
 class PostNormLayer(TransformerLayer):
@@ -44,9 +45,26 @@ class NormAfterLayer(TransformerLayer):
         return x_sbh + self.drop(mlp_sbh, inputs, "mlp")
 
 
+class SandwichNormLayer(TransformerLayer):
+    """Norms of inputs and outputs, x + norm(attention(norm(x))), then x + norm(mlp(norm(x))) (Gemma 2, arXiv 2408.00118
+    section 2; "sandwich norm" of arXiv 2105.13290)."""
+
+    def __init__(self, config: ModelConfig, layer: int, context: ModelContext) -> None:
+        super().__init__(config, layer, context)
+        self.post_self_attn_layernorm = variant(Norm, config)(config, context)
+        self.post_mlp_layernorm = variant(Norm, config)(config, context)
+
+    def compute(self, x_sbh: Tensor, inputs: LayerInputs) -> Tensor:
+        attended_sbh = self.self_attention(self.input_layernorm(x_sbh).to(self.dtype), inputs)
+        x_sbh = x_sbh + self.drop(self.post_self_attn_layernorm(attended_sbh), inputs, "attended")
+        mlp_sbh = self.mlp(self.pre_mlp_layernorm(x_sbh).to(self.dtype), inputs.sequence_grad)
+        return x_sbh + self.drop(self.post_mlp_layernorm(mlp_sbh), inputs, "mlp")
+
+
 # By the flag that chooses them, as in `megatron.model.variants.VARIANTS`.
 VARIANTS: dict[str, dict[type, type]] = {
     "apply_residual_connection_post_layernorm": {TransformerLayer: PostNormLayer},
     "use_parallel_residual": {TransformerLayer: ParallelLayer},
     "norm_after": {TransformerLayer: NormAfterLayer},
+    "sandwich_norm": {TransformerLayer: SandwichNormLayer},
 }

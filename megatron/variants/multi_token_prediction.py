@@ -99,7 +99,7 @@ class MTPModel(GPTModel):
         self.mtp: MTPBlock | None = None
         if self.chunk.last:
             # A tied output layer uses the block's copy of the table in place of a copy of its own.
-            self.output_layer = OutputLayer(config, context, first=True)
+            self.output_layer = variant(OutputLayer, config)(config, context, first=True)
             self.mtp = MTPBlock(config, context, first=self.chunk.first)
 
     @property

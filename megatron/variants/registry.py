@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from megatron.model.variants import ROPE_SCALINGS, VARIANTS
+from megatron.model.config import ModelConfig
+from megatron.model.variants import ROPE_SCALINGS, VARIANTS, variant
 from megatron.ops.activation import ACTIVATIONS
 from megatron.variants import (
     activations,
     attention,
+    attention_scores,
     embeddings,
     latent_attention,
     layer_pattern,
@@ -15,7 +17,13 @@ from megatron.variants import (
     rope_scaling,
 )
 
-for module in (layers, layer_pattern, attention, latent_attention, embeddings, norms):
+for module in (layers, layer_pattern, attention, attention_scores, latent_attention, embeddings, norms):
     VARIANTS.update(module.VARIANTS)
 ROPE_SCALINGS.update(rope_scaling.ROPE_SCALINGS)
 ACTIVATIONS.update(activations.ACTIVATIONS)
+
+
+def check_variants(config: ModelConfig) -> None:
+    """Raise `InputError` if flags of a model exclude each other, before a run starts."""
+    for part in {part for table in VARIANTS.values() for part in table}:
+        variant(part, config)

@@ -18,8 +18,13 @@ from megatron.checkpoint.checkpoint import Checkpoint, model_config
 from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.tokenizer import saved_tokenizer
 from megatron.errors import InputError
+from megatron.inference.batching import Batcher, Request
+from megatron.inference.config import InferenceConfig
 from megatron.inference.conversion import fixed_tokens, largest_difference, our_logits, their_logits
+from megatron.inference.driver import driver
 from megatron.inference.load import load_weights
+from megatron.inference.predictor import Predictor
+from megatron.inference.sampling import SamplingConfig
 from megatron.interop.convert import write_native
 from megatron.interop.external import meta_model
 from megatron.interop.huggingface.read import open_huggingface
@@ -31,7 +36,8 @@ from megatron.plugins import run
 from megatron.pretrain_bert import DEFAULTS as BERT_DEFAULTS
 from megatron.pretrain_bert import bert
 from megatron.pretrain_gpt import DEFAULTS, GPT
-from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.tokenizer.config import TokenizerConfig
 
 IDS = ["--tokenizer-type", "NullTokenizer", "--vocab-size", VOCAB - 1]
 STEP = """
@@ -126,6 +132,8 @@ def test_one_layer_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.Mo
         "bloom",
         "bloom of post norm",
         "gemma",
+        "gemma2",
+        "gemma3",
     ],
 )
 def test_gradients(tmp_path: Path, kind: str) -> None:
@@ -157,6 +165,36 @@ def test_gradients(tmp_path: Path, kind: str) -> None:
             else:
                 assert largest_difference([expected.pop(part)], [grad]) < 1e-5, part
     assert not expected
+
+
+@pytest.mark.parametrize("kind", ["mistral of windows", "qwen2 of windows", "gemma2", "gemma3"])
+def test_generated_text_beyond_the_window(tmp_path: Path, kind: str) -> None:
+    """Greedy continuations of up to 32 tokens with windows of 8, from a cache that holds no more than a window."""
+    transformers = pytest.importorskip("transformers")
+    folder = save_hf(tmp_path, kind)
+    prompts = [[3, 1, 4], [1], [5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3]]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    theirs.generation_config.eos_token_id = None
+    expected = [
+        theirs.generate(torch.tensor([prompt]), do_sample=False, max_length=32)[0, len(prompt) :].tolist()
+        for prompt in prompts
+    ]
+
+    def work(predictor: Predictor, tokenizer: Tokenizer) -> list[list[int]]:
+        predictor.reserve(2, 32)
+        assert predictor.cache is not None and predictor.cache.window_memory.shape[-2] == 8
+        batcher = Batcher(predictor, tokenizer)
+        greedy = SamplingConfig(out_seq_length=32, greedy=True)
+        states = [batcher.add(Request(prompt=prompt, sampling=greedy)) for prompt in prompts]
+        while batcher.waiting or batcher.running:
+            batcher.step()
+        return [state.new for state in states]
+
+    ids = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCAB - 1)
+    found = driver(InferenceConfig(load=str(folder)), ids, work)
+    for ours, other in zip(found, expected, strict=True):
+        end = other.index(VOCAB - 1) if VOCAB - 1 in other else len(other)  # our end of document
+        assert ours == other[:end]
 
 
 def edit_config(folder: Path, **fields: object) -> None:
@@ -284,7 +322,13 @@ def test_auto_classes_load_exported_models(tmp_path: Path, kind: str) -> None:
             {"do_layer_norm_before": False},
             "do_layer_norm_before: False is not supported; only True is",
         ),
-        ("llama", {"model_type": "gemma2"}, "model_type 'gemma2' is not supported: it has attention windows"),
+        ("llama", {"model_type": "gemma3"}, "model_type 'gemma3' is not supported: it has an image encoder"),
+        ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar: 0 is not a positive number"),
+        (
+            "gemma3",
+            {"_sliding_window_pattern": -1, "layer_types": None},
+            "sliding_window_pattern: -1 is not a positive",
+        ),
         ("gemma", {"hidden_act": "silu"}, "hidden_act: 'silu' is not supported; only "),
         ("bloom", {"n_inner": 96}, "n_inner: 96 is not supported; only None is"),
         ("opt", {"word_embed_proj_dim": 32}, "word_embed_proj_dim: 32 is not supported"),
@@ -360,7 +404,7 @@ def train(folder: str, load: str, flags: str) -> None:
 GROUPED = ("qwen2", "llama linear", "llama yarn", "mistral", "phi3", "olmo2")
 GROUPED += ("mistral of windows", "qwen2 of windows")
 SLOW_LAYOUTS = (*GROUPED[:-1], "opt", "gpt_neox", "gpt_neox in series", "bloom", "gemma")
-SLOW_LAYOUTS += ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+SLOW_LAYOUTS += ("gemma2", "gemma3", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 
 
 @pytest.mark.parametrize(

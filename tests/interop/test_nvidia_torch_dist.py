@@ -53,7 +53,10 @@ def test_equals_nvidia_weights(shared: Path, written_by: str) -> None:
     assert "lacks the flags" in found.notes[0]
 
 
-@pytest.mark.parametrize("fields", [{}, LLAMA], ids=["gpt2", "llama"])
+SINKS = {"softmax_type": "learnable", "softmax_scale": 0.2, "rotary_interleaved": True}
+
+
+@pytest.mark.parametrize("fields", [{}, LLAMA, {**LLAMA, **SINKS}], ids=["gpt2", "llama", "sinks"])
 @pytest.mark.parametrize("form", ["stacked", "stacked and fused", "one by one"])
 def test_files_of_torch(tmp_path: Path, form: str, fields: dict) -> None:
     """Files written by torch itself, with the run's flags in common.pt."""
@@ -75,7 +78,6 @@ def test_files_of_torch(tmp_path: Path, form: str, fields: dict) -> None:
 
 VARIANTS = {
     "rotary_seq_len_interpolation_factor": (2, 1),
-    "softmax_type": ("learnable", "vanilla"),
     "qk_l2_norm": (True, False),
     "quick_geglu": (True, False),
     "activation_func_clamp_value": (7.0, None),

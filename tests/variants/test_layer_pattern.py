@@ -93,7 +93,7 @@ def test_layers_with_rope(flags: str, expected: list) -> None:
         ),
         (
             "--window-size 5,0 --position-embedding-type alibi",
-            "--window-size: 5,0 excludes --position-embedding-type alibi; drop one",
+            "--position-embedding-type and --window-size exclude each other; leave one of them out",
         ),
         (
             f"{ROPE} --window-size 5,0 --mtp-num-layers 1",

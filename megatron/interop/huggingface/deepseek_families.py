@@ -141,8 +141,8 @@ DEEPSEEK_V3 = dataclasses.replace(
         "ep_size head_dim num_mtp_layers num_nextn_predict_layers output_router_logits qk_head_dim".split()
     ),
     older={"num_local_experts": "n_routed_experts"},
-    read_experts=_read_v3,
-    write_experts=functools.partial(_write, method="noaux_tc"),
+    read_keys=_read_v3,
+    write_keys=functools.partial(_write, method="noaux_tc"),
 )
 
 DEEPSEEK_V2 = dataclasses.replace(
@@ -160,6 +160,6 @@ DEEPSEEK_V2 = dataclasses.replace(
         "norm_topk_prob": (False,),
     },
     older={"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"},
-    read_experts=_read_v2,
-    write_experts=_write_v2,
+    read_keys=_read_v2,
+    write_keys=_write_v2,
 )

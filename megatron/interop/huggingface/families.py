@@ -16,6 +16,8 @@ from megatron.interop.huggingface.family import (
 )
 from megatron.interop.huggingface.llama_families import (
     GEMMA,
+    GEMMA2,
+    GEMMA3,
     LLAMA,
     MISTRAL,
     OLMO2,
@@ -264,7 +266,7 @@ MEGATRON_BERT = Family(
     tied=True,
 )
 
-_GPTS = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, OLMO2, GEMMA, OPT, GPT_NEOX, BLOOM)
+_GPTS = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, OLMO2, GEMMA, GEMMA2, GEMMA3, OPT, GPT_NEOX, BLOOM)
 FAMILIES = {
     family.model_type: family for family in (*_GPTS, *MOE_FAMILIES, DEEPSEEK_V2, DEEPSEEK_V3, MEGATRON_BERT)
 }

@@ -107,9 +107,10 @@ class Family:
             default; None for families whose layers are all alike.
         rope_types: the supported values of rope_type.
         rope_theta: the default of rope_theta.
+        local_rope_theta: that of the layers with a window, if they have one of their own.
         unused: keys that do not change what a model of this family computes.
-        read_experts: moves the keys of a mixture of experts, except `settings`, to fields of ModelConfig.
-        write_experts: the same keys for a model.
+        read_keys: moves further keys, such as those of experts, to fields of ModelConfig.
+        write_keys: the same keys for a model.
     """
 
     model_type: str
@@ -129,9 +130,10 @@ class Family:
     window_layers: Callable[[dict[str, Any], int], list[bool]] | None = None
     rope_types: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn")
     rope_theta: float = 10000.0
+    local_rope_theta: float | None = None
     unused: frozenset[str] = frozenset()
-    read_experts: Callable[[dict[str, Any], dict[str, Any]], None] | None = None
-    write_experts: Callable[[ModelConfig], dict[str, Any]] | None = None
+    read_keys: Callable[[dict[str, Any], dict[str, Any]], None] | None = None
+    write_keys: Callable[[ModelConfig], dict[str, Any]] | None = None
 
     def architecture(self, task: str) -> str:
         """The class of transformers that loads the model with its heads."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from megatron.errors import InputError
 from megatron.interop.huggingface.family import LAYER, Family, fused_qkv, gate_and_up, same, separate_qkv
+from megatron.model.config import ModelConfig
 
 MISTRAL = Family(
     model_type="mistral",
@@ -160,4 +162,72 @@ GEMMA = dataclasses.replace(
     },
     windows={},
     tied=True,
+)
+
+
+def _read_gemma2(left: dict[str, Any], fields: dict[str, Any]) -> None:
+    """Take over the factor and the soft caps of the scores and logits."""
+    scalar = left.pop("query_pre_attn_scalar", 256)
+    if type(scalar) not in (int, float) or not 0 < scalar < 1e9:
+        raise InputError(f"query_pre_attn_scalar: {scalar!r} is not a positive number")
+    fields["softmax_scale"] = None if scalar == fields["kv_channels"] else scalar**-0.5
+    fields["attn_logit_softcapping"] = left.pop("attn_logit_softcapping", 50.0)
+    fields["final_logit_softcapping"] = left.pop("final_logit_softcapping", 30.0)
+
+
+def _write_gemma2(model: ModelConfig) -> dict[str, Any]:
+    scale = model.softmax_scale
+    return {
+        "query_pre_attn_scalar": model.kv_channels if scale is None else round(scale**-2),
+        "attn_logit_softcapping": model.attn_logit_softcapping,
+        "final_logit_softcapping": model.final_logit_softcapping,
+    }
+
+
+def _read_gemma3(left: dict[str, Any], fields: dict[str, Any]) -> None:
+    # transformers reads a soft cap of scores and does not use it.
+    _read_gemma2({"attn_logit_softcapping": None, "final_logit_softcapping": None} | left, fields)
+    fields["attn_logit_softcapping"] = None
+    for key in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
+        left.pop(key, None)
+
+
+def _gemma3_layers(found: dict[str, Any], layers: int) -> list[bool]:
+    period = found["_sliding_window_pattern"] or found["sliding_window_pattern"]
+    if type(period) is not int or period < 1:
+        raise InputError(f"sliding_window_pattern: {period!r} is not a positive integer")
+    return [(layer + 1) % period != 0 for layer in range(layers)]
+
+
+GEMMA2 = dataclasses.replace(
+    GEMMA,
+    model_type="gemma2",
+    architectures=("Gemma2ForCausalLM",),
+    modules={
+        **GEMMA.modules,
+        LAYER + "post_self_attn_layernorm": same("model.layers.{}.post_attention_layernorm"),
+        LAYER + "pre_mlp_layernorm": same("model.layers.{}.pre_feedforward_layernorm"),
+        LAYER + "post_mlp_layernorm": same("model.layers.{}.post_feedforward_layernorm"),
+    },
+    defaults={**GEMMA.defaults, "num_key_value_heads": 4},
+    shape={**GEMMA.shape, "sandwich_norm": True},
+    fixed={key: values for key, values in GEMMA.fixed.items() if key != "hidden_act"},
+    windows={"sliding_window": 4096},
+    window_layers=lambda found, layers: [layer % 2 == 0 for layer in range(layers)],
+    unused=frozenset({"hidden_act", "cache_implementation"}),
+    read_keys=_read_gemma2,
+    write_keys=_write_gemma2,
+)
+
+GEMMA3 = dataclasses.replace(
+    GEMMA2,
+    model_type="gemma3_text",
+    architectures=("Gemma3ForCausalLM",),
+    modules={**GEMMA2.modules, **_QK_NORMS},
+    shape={**GEMMA2.shape, "qk_layernorm": True},
+    windows={"sliding_window": 4096, "sliding_window_pattern": 6, "_sliding_window_pattern": None},
+    window_layers=_gemma3_layers,
+    rope_theta=1e6,
+    local_rope_theta=10000.0,
+    read_keys=_read_gemma3,
 )

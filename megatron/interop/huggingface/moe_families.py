@@ -107,8 +107,8 @@ MIXTRAL = dataclasses.replace(
     windows={"sliding_window": None},
     unused=frozenset({"output_router_logits"}),
     rope_theta=1e6,
-    read_experts=_read_mixtral,
-    write_experts=_write_mixtral,
+    read_keys=_read_mixtral,
+    write_keys=_write_mixtral,
 )
 
 OLMOE = dataclasses.replace(
@@ -130,8 +130,8 @@ OLMOE = dataclasses.replace(
     shape={key: value for key, value in OLMO2.shape.items() if key != "norm_after"},
     fixed={**OLMO2.fixed, "clip_qkv": (None,)},
     unused=frozenset({"output_router_logits"}),
-    read_experts=_read_olmoe,
-    write_experts=_write_olmoe,
+    read_keys=_read_olmoe,
+    write_keys=_write_olmoe,
 )
 
 _QWEN_SETTINGS = {
@@ -165,8 +165,8 @@ QWEN2_MOE = dataclasses.replace(
         "moe_shared_expert_gate": True,
     },
     unused=frozenset({"output_router_logits"}),
-    read_experts=_read_qwen,
-    write_experts=_write_qwen,
+    read_keys=_read_qwen,
+    write_keys=_write_qwen,
 )
 
 QWEN3_MOE = dataclasses.replace(
@@ -180,8 +180,8 @@ QWEN3_MOE = dataclasses.replace(
     window_layers=None,  # a window is that of all layers
     unused=frozenset({"output_router_logits", "max_window_layers"}),
     older={"num_local_experts": "num_experts"},
-    read_experts=_read_qwen,
-    write_experts=_write_qwen,
+    read_keys=_read_qwen,
+    write_keys=_write_qwen,
 )
 
 MOE_FAMILIES: tuple[Family, ...] = (MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE)

@@ -20,9 +20,7 @@ from megatron.variants.rope_scaling import TURNS, Scaling, check_turns
 
 # Reasons why other model types are not supported.
 NOT_SUPPORTED = {
-    "gemma2": "attention windows, logit soft-capping, and norms before and after attention and MLP",
-    "gemma3": "an image encoder, attention windows, and norms before and after attention and MLP",
-    "gemma3_text": "attention windows, and norms before and after attention and MLP",
+    "gemma3": "an image encoder; the text model alone, gemma3_text, is",
 }
 MAX_LABELS = 100_000
 TANH_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
@@ -124,7 +122,7 @@ def _from_config(config: dict[str, Any]) -> Settings:
         raise InputError(f"vocab_size: {rows!r} is not a positive integer")
     fields = dict(family.shape)
     notes: list[str] = []
-    rope = {**(left.pop("rope_scaling", None) or {}), **(left.pop("rope_parameters", None) or {})}
+    rope = _rope_dict(left, family, fields)
     if "partial_rotary_factor" in rope:
         left["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
     for key, field in family.settings.items():
@@ -134,8 +132,8 @@ def _from_config(config: dict[str, Any]) -> Settings:
         fields[field] = left.pop(key, default)
         if fields[field] is None and (key not in family.defaults or default is not None):
             raise InputError(f"{key}: null is not a number")
-    if family.read_experts is not None:
-        family.read_experts(left, fields)
+    if family.read_keys is not None:
+        family.read_keys(left, fields)
     groups, heads = fields.get("num_query_groups"), fields["num_attention_heads"]
     fields["group_query_attention"] = groups not in (None, heads)
     tied = left.pop("tie_word_embeddings", family.tied)
@@ -151,6 +149,8 @@ def _from_config(config: dict[str, Any]) -> Settings:
     if fields.get("position_embedding_type") == "rope":
         fields |= _read_rope(rope, left, family, fields["max_position_embeddings"], notes)
         fields |= _read_windows(left, family, fields)
+        if fields.get("window_size") is None:
+            fields.pop("rotary_base_local", None)
     _check_unused(left)
     if left.pop("embd_pdrop", resid := fields["hidden_dropout"]) != resid:
         notes.append(
@@ -161,6 +161,19 @@ def _from_config(config: dict[str, Any]) -> Settings:
     if int(model.kv_channels * model.rotary_percent) % 2:
         raise InputError(f"partial_rotary_factor: {model.rotary_percent} gives an odd number of channels")
     return Settings(family, model, rows, tuple(notes))
+
+
+def _rope_dict(left: dict[str, Any], family: Family, fields: dict[str, Any]) -> dict[str, Any]:
+    """Remove the dict of RoPE's settings, and take over the base of the layers with a window if they have their own."""
+    scaling, parameters = left.pop("rope_scaling", None) or {}, left.pop("rope_parameters", None) or {}
+    if family.local_rope_theta is not None:
+        local = parameters.get("sliding_attention") or {}
+        _check("rope_type of sliding_attention", local.get("rope_type", "default"), ("default",))
+        base = left.pop("rope_local_base_freq", family.local_rope_theta)
+        fields["rotary_base_local"] = local.get("rope_theta", base)
+        nested = "full_attention" in parameters or "sliding_attention" in parameters
+        parameters = (parameters.get("full_attention") or {}) if nested else parameters
+    return {**scaling, **parameters}
 
 
 def _read_rope(
@@ -251,8 +264,9 @@ def _windows_to_config(family: Family, model: ModelConfig) -> dict[str, Any]:
         "use_sliding_window": bool(found),
         "max_window_layers": windows.index(found[0]) if found else len(windows),
     }
-    config = {key: values[key] for key in family.windows}
-    if found and family.window_layers is not None:
+    config = {key: values[key] for key in family.windows if key in values}
+    has_pattern = family.window_layers is not None
+    if has_pattern and (found or "use_sliding_window" not in family.windows):
         config["layer_types"] = ["full_attention" if w is None else "sliding_attention" for w in windows]
     return config
 
@@ -287,10 +301,10 @@ def to_config(family: Family, model: ModelConfig, rows: int) -> dict[str, Any]:
         tanh = model.openai_gelu if is_bert else model.tanh_gelu
         config[family.activation[0]] = "gelu_new" if tanh else "gelu"
     if family.shape.get("position_embedding_type") == "rope":
-        config |= _rope_to_config(model)
+        config |= _rope_to_config(family, model)
         config |= _windows_to_config(family, model)
-    if family.write_experts is not None:
-        config |= family.write_experts(model)
+    if family.write_keys is not None:
+        config |= family.write_keys(model)
     if family.model_type == "gpt2":
         # llama.cpp reads n_ctx.
         config |= {"embd_pdrop": model.hidden_dropout, "n_ctx": config["n_positions"]}
@@ -302,7 +316,7 @@ def to_config(family: Family, model: ModelConfig, rows: int) -> dict[str, Any]:
     return config
 
 
-def _rope_to_config(model: ModelConfig) -> dict[str, Any]:
+def _rope_to_config(family: Family, model: ModelConfig) -> dict[str, Any]:
     """The settings of RoPE under the keys of transformers 5 and under those of older versions."""
     scaling: dict[str, Any] = {}
     if model.use_rope_scaling:
@@ -319,4 +333,12 @@ def _rope_to_config(model: ModelConfig) -> dict[str, Any]:
     parameters = {"rope_type": "default", "rope_theta": model.rotary_base, **scaling}
     if model.rotary_percent != 1:
         parameters["partial_rotary_factor"] = model.rotary_percent
-    return {"rope_theta": model.rotary_base, "rope_scaling": scaling or None, "rope_parameters": parameters}
+    config = {"rope_theta": model.rotary_base, "rope_scaling": scaling or None, "rope_parameters": parameters}
+    if family.local_rope_theta is not None:
+        local = model.rotary_base_local or family.local_rope_theta
+        config["rope_local_base_freq"] = local
+        config["rope_parameters"] = {
+            "full_attention": parameters,
+            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+        }
+    return config

@@ -95,7 +95,8 @@ def choose_family(task: str, model: ModelConfig) -> str:
     if model.num_experts is not None:
         return moe_family(model)
     if model.activation_function == "geglu":
-        return "gemma"
+        with_norms = "gemma3_text" if model.qk_layernorm else "gemma2"
+        return with_norms if model.sandwich_norm else "gemma"
     if model.activation_function == "relu":
         return "opt"
     if model.position_embedding_type == "alibi":

@@ -27,16 +27,16 @@ VARIANTS: dict[str, tuple[Any, ...]] = dict.fromkeys(
     """
     squared_relu quick_geglu glu_linear_offset activation_func_clamp_value
     moe_apply_probs_on_input moe_latent_size moe_router_force_load_balancing
-    softmax_scale qk_l2_norm attention_output_gate head_wise_attn_gate
+    qk_l2_norm attention_output_gate head_wise_attn_gate
     multi_latent_attention experimental_attention_variant linear_attention_freq
-    rotary_interleaved rotary_base_per_layer
+    rotary_base_per_layer
     apply_layernorm_1p layernorm_zero_centered_gamma
     enable_mhc_connections use_mup mtp_num_layers spec hybrid_layer_pattern hybrid_override_pattern
     heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json
     """.split(),
     (),
 )
-VARIANTS |= {"softmax_type": ("vanilla",), "rotary_seq_len_interpolation_factor": (1,)}
+VARIANTS["rotary_seq_len_interpolation_factor"] = (1,)
 LAYER_FLAGS = ("window_size", "window_attn_skip_freq", "no_rope_freq")
 
 # Fields of the model that its flags may set: without those of latent attention. `expert_flags` and `layer_flags` read

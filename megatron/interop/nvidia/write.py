@@ -49,6 +49,12 @@ REQUIRED = {
     "apply_layernorm_1p": False,
     "window_size": None,
     "no_rope_freq": None,
+    "rotary_interleaved": False,
+    "softmax_scale": None,
+    "softmax_type": "vanilla",
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "sandwich_norm": False,
 }
 
 
