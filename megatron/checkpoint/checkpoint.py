@@ -39,6 +39,8 @@ NOT_ARCHITECTURE = frozenset(
     "mask_padded_vocab moe_aux_loss_coeff moe_expert_capacity_factor moe_router_bias_update_rate moe_router_dtype "
     "moe_router_load_balancing_type moe_token_drop_policy moe_z_loss_coeff mtp_loss_scaling_factor".split()
 ).union(COMPUTATION)
+# Beginnings of fields that may differ with --finetune too: a model can learn longer sequences with another RoPE.
+ROPE_FIELDS = ("rotary_base", "use_rope_scaling", "rope_scaling_", "mscale")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,15 +170,25 @@ def is_architecture(field: str, config: ModelConfig) -> bool:
     return field not in NOT_ARCHITECTURE and (has_positions or field != "max_position_embeddings")
 
 
-def check_architecture(checkpoint: Checkpoint, config: ModelConfig) -> None:
-    """Raise `InputError` with the flags by which a run's architecture differs from the checkpoint's."""
-    is_bert = checkpoint.state["task"].startswith("BERT")
-    differing = [
-        f"{flag} (checkpoint: {saved}, given: {given})"
-        for flag, saved, given in differences(model_config(checkpoint), config, is_bert=is_bert)
-    ]
-    if differing:
-        raise InputError(f"--load: {checkpoint.folder} holds another model: {'; '.join(differing)}")
+def check_architecture(checkpoint: Checkpoint, config: ModelConfig, *, finetune: bool = False) -> list[str]:
+    """Raise `InputError` with the flags by which a run's architecture differs from the checkpoint's.
+
+    Returns:
+        The differences that --finetune allows, those of `ROPE_FIELDS`, as text.
+    """
+    before, is_bert = model_config(checkpoint), checkpoint.state["task"].startswith("BERT")
+    rope: list[str] = []
+    others: list[str] = []
+    for flag, saved, given in differences(before, config, is_bert=is_bert):
+        texts = rope if flag[2:].replace("-", "_").startswith(ROPE_FIELDS) else others
+        texts.append(f"{flag} (checkpoint: {saved}, given: {given})")
+    if others or (rope and not finetune):
+        hint = "" if others else "; RoPE may change with --finetune, which starts from the weights alone"
+        raise InputError(f"--load: {checkpoint.folder} holds another model: {'; '.join(others + rope)}{hint}")
+    length, original = before.max_position_embeddings, config.rope_scaling_original_length
+    if config.use_rope_scaling and not before.use_rope_scaling and length != original:
+        rope.append(f"the checkpoint was trained on {length} positions, not on the given {original}")
+    return rope
 
 
 def differences(a: ModelConfig, b: ModelConfig, *, is_bert: bool) -> list[tuple[str, Any, Any]]:

@@ -26,7 +26,7 @@ from megatron.cli import Parser, add_flags, make_config, run_command
 from megatron.errors import InputError
 from megatron.evaluation.config import ZeroShotConfig
 from megatron.evaluation.tasks import ZeroShotTask, make_task, read_file
-from megatron.evaluation.zero_shot import evaluate
+from megatron.evaluation.zero_shot import by_context, evaluate
 from megatron.inference.config import InferenceConfig
 from megatron.inference.load import build_gpt, find_any_checkpoint
 from megatron.inference.stages import Stages
@@ -58,16 +58,27 @@ def main(argv: Sequence[str] | None = None) -> None:
         for note in task.notes if mesh.is_first else ():
             print(f"note: {note}", file=sys.stderr)
         stages = Stages([model], mesh)
-        results = task.results(run(stages, task, config.micro_batch_size))
+        sums = (
+            torch.zeros(2, task.length, dtype=torch.float64, device=mesh.device)
+            if config.by_context
+            else None
+        )
+        results = task.results(run(stages, task, config.micro_batch_size, sums))
         if not mesh.is_first:
             return
         line = task.line(results)
         print("-" * len(line), line, "-" * len(line), sep="\n")
+        ranges = [] if sums is None else by_context(sums)
+        for part in ranges:
+            print(
+                f"{part.first:>9,} to {part.last:>9,} tokens of context: loss {part.loss:.4f} ({part.tokens:,} tokens)"
+            )
         if output is not None:
             record = {
                 "task": task.name,
                 # JSON has neither NaN nor infinity; both become null.
                 "results": {name: x if math.isfinite(x) else None for name, x in results.items()},
+                **({"by context": [dataclasses.asdict(part) for part in ranges]} if ranges else {}),
                 "samples": len(task.samples),
                 "scored tokens": sum(sample.scored for sample in task.samples),
                 "checkpoint": str(checkpoint.folder.absolute()),
@@ -79,14 +90,20 @@ def main(argv: Sequence[str] | None = None) -> None:
             write_output_file("--output-path", output, json.dumps(record, indent=2) + "\n")
 
 
-def run(stages: Stages, task: ZeroShotTask, micro_batch_size: int) -> float:
-    """Sum the scores of all samples; rank 0 shows a progress bar."""
+def run(stages: Stages, task: ZeroShotTask, micro_batch_size: int, by_position: torch.Tensor | None) -> float:
+    """Sum the scores of all samples; rank 0 shows a progress bar. `by_position` is as for `evaluate`."""
     steps = math.ceil(len(task.samples) / (micro_batch_size * stages.mesh.dp.size))
     # Without a terminal, print a line now and then.
     seconds = 0.1 if sys.stderr.isatty() else 30
     hidden = not stages.mesh.is_first
     with tqdm(total=steps, desc=task.name, unit="batch", mininterval=seconds, disable=hidden) as progress:
-        return evaluate(stages, task, micro_batch_size=micro_batch_size, advance=progress.update)
+        return evaluate(
+            stages,
+            task,
+            micro_batch_size=micro_batch_size,
+            advance=progress.update,
+            by_position=by_position,
+        )
 
 
 def seq_length(config: ZeroShotConfig, model: GPTModel) -> int:

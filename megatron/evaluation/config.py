@@ -43,6 +43,14 @@ class ZeroShotConfig(Config):
     strict_lambada: bool = flag(False, STRICT_HELP)
     seq_length: int | None = flag(None, "tokens per sequence (default: the model's context length)", low=1)
     micro_batch_size: int = flag(8, "samples per batch of each replica", low=1)
+    by_context: bool = flag(
+        False, "WIKITEXT103, PPL: also the loss of tokens with little and with much context in their window"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.by_context and self.task == "LAMBADA":
+            raise InputError("--by-context: LAMBADA has no loss to report; give another --task")
 
     def stride(self, length: int) -> int:
         """Return the number of tokens that each window of `length` but the first scores."""

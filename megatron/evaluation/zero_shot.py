@@ -7,6 +7,7 @@ the vocabulary.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
@@ -22,6 +23,8 @@ from megatron.parallel.collectives import all_gather, all_reduce_sum
 from megatron.parallel.mesh import Axis
 
 T = TypeVar("T")
+
+MAX_RANGES = 8  # of contexts, in `by_context`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,14 +109,47 @@ def count(batch: ZeroShotBatch, task: ZeroShotTask) -> int:
     return batch.num_sequences if task.greedy and len(batch.rows) else len(batch.rows)
 
 
+@dataclasses.dataclass(frozen=True)
+class ContextRange:
+    """Mean loss (nats) of the `tokens` scored tokens that have `first` to `last` tokens of context in their window."""
+
+    first: int
+    last: int
+    tokens: int
+    loss: float
+
+
+def by_context(sums: Tensor) -> list[ContextRange]:
+    """Means over ranges of contexts, each twice as long as the one before it, up to all `length` tokens.
+
+    Args:
+        sums: [2, length], as `evaluate` fills them.
+    """
+    length = sums.shape[1]
+    bounds = [0, *sorted({length >> i for i in range(MAX_RANGES) if length >> i})]
+    ranges = []
+    for begin, end in itertools.pairwise(bounds):
+        loss, tokens = sums[:, begin:end].sum(1).tolist()
+        if tokens:
+            ranges.append(ContextRange(begin + 1, end, int(tokens), loss / tokens))
+    return ranges
+
+
 @torch.inference_mode()
 def evaluate(
-    stages: Stages, task: ZeroShotTask, *, micro_batch_size: int, advance: Callable[[], object]
+    stages: Stages,
+    task: ZeroShotTask,
+    *,
+    micro_batch_size: int,
+    advance: Callable[[], object],
+    by_position: Tensor | None = None,
 ) -> float:
     """Return the sum over all samples that `task.results` takes. Collective over all processes.
 
     Args:
         advance: called after each batch of this replica; the first replica has the most batches.
+        by_position: fp64 [2, task.length] of zeros, to receive the sum of the losses (nats) at each position of a
+            window, and the number of tokens scored there. Only of tasks that sum losses.
     """
     mesh = stages.mesh
     totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)
@@ -123,8 +159,14 @@ def evaluate(
         if out is not None:
             totals[0] += total(out, batch, task, vocab_size=stages.vocab_size, tp=mesh.tp)
             totals[1] += count(batch, task)
+            if by_position is not None:
+                losses_n = out[batch.rows, batch.positions].double()
+                sums_2n = torch.stack((losses_n, torch.ones_like(losses_n)))
+                by_position.index_add_(1, batch.positions, sums_2n)
         advance()
     stages.transfers.finish()
+    if by_position is not None:
+        by_position.copy_(all_reduce_sum(by_position, mesh.dp_cp, mesh.pp))
     result, scored = all_reduce_sum(totals, mesh.dp_cp, mesh.pp).tolist()
     assert scored == task.count
     return result

@@ -38,11 +38,12 @@ def add_checkpoint_args(
 def _with_checkpoint_args(given: dict[str, Any], config: CheckpointConfig) -> dict[str, Any]:
     """Add the values that the checkpoint of --load supplies.
 
-    The model's architecture overrides what is given. The model's other values, --seq-length and the tokenizer are used
-    where nothing is given. A folder that is also --save may be empty and then supplies nothing.
+    The model's architecture overrides what is given, except that --finetune may change RoPE. The model's other values,
+    --seq-length and the tokenizer are used where nothing is given. A folder that is also --save may be empty and then
+    supplies nothing.
     """
     # Not imported above: reading checkpoints needs torch, reading the command line does not.
-    from megatron.checkpoint.checkpoint import is_architecture, model_config
+    from megatron.checkpoint.checkpoint import ROPE_FIELDS, is_architecture, model_config
     from megatron.checkpoint.find import find_checkpoint
     from megatron.checkpoint.formats import FORMATS
     from megatron.checkpoint.tokenizer import saved_tokenizer
@@ -55,7 +56,9 @@ def _with_checkpoint_args(given: dict[str, Any], config: CheckpointConfig) -> di
     if checkpoint is None:
         return given
     model, tokenizer = model_config(checkpoint), saved_tokenizer(checkpoint)
-    fixed = {name: value for name, value in vars(model).items() if is_architecture(name, model)}
+    kept = {name: value for name, value in vars(model).items() if is_architecture(name, model)}
+    # With --finetune what is given of RoPE wins.
+    fixed = {k: v for k, v in kept.items() if not (config.finetune and k.startswith(ROPE_FIELDS))}
     free = vars(model) | {"seq_length": checkpoint.state["config"].get("data", {}).get("seq_length")}
     if "seq_length" in given:
         del free["max_position_embeddings"]  # follows from --seq-length

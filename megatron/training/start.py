@@ -174,7 +174,8 @@ def load_checkpoint(trainer: Trainer, checkpoint: Checkpoint | None) -> None:
 def check_compatible(trainer: Trainer, checkpoint: Checkpoint) -> None:
     """Raise `InputError` unless the checkpoint's architecture, task and vocabulary fit this run."""
     config, state, task = trainer.config, checkpoint.state, trainer.task
-    check_architecture(checkpoint, config.model)
+    if rope := check_architecture(checkpoint, config.model, finetune=config.checkpoint.finetune):
+        trainer.log(f"note: RoPE differs from that of {checkpoint.folder}: {'; '.join(rope)}")
     if state["task"] != task.name and not (config.checkpoint.finetune and state["task"] in task.init_from):
         raise InputError(f"--load: {checkpoint.folder} holds a {state['task']}, not a {task.name}")
     check_vocabulary(checkpoint, trainer.tokenizer.vocab_size)

@@ -77,13 +77,15 @@ def test_the_progress_bar_ends_full(
     mesh = types.SimpleNamespace(dp=Axis(0, 2), pp=ALONE, tp=ALONE, is_first=True)
     assert len(task.samples) == 7
 
-    def advance_by_batch(stages: object, task: ZeroShotTask, *, micro_batch_size: int, advance) -> float:
+    def advance_by_batch(
+        stages: object, task: ZeroShotTask, *, micro_batch_size: int, advance, by_position: object
+    ) -> float:
         for _ in make_batches(task, micro_batch_size=micro_batch_size, dp=mesh.dp):
             advance()
         return 0.0
 
     monkeypatch.setattr(evaluate, "evaluate", advance_by_batch)
-    evaluate.run(types.SimpleNamespace(mesh=mesh), task, 2)
+    evaluate.run(types.SimpleNamespace(mesh=mesh), task, 2, None)
     assert " 2/2 " in capsys.readouterr().err
 
 
