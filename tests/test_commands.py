@@ -227,6 +227,53 @@ def test_one_gpu_to_many_runs(tmp_path: Path) -> None:
     assert losses[4][-1] < losses[0][-1]
 
 
+# A first stage for the page's second one, small enough for a test.
+FIRST_STAGE = """
+python tools/make_corpus.py --output my/corpus.jsonl --megabytes 0.3
+python tools/train_tokenizer.py --input my/corpus.jsonl --type bpe --vocab-size 512 --output my/tokenizer
+for name in corpus books; do
+    python tools/preprocess_data.py --input my/corpus.jsonl --output-prefix my/$name --append-eod \\
+        --tokenizer my/tokenizer
+done
+python pretrain_gpt.py --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --micro-batch-size 16 \\
+    --train-iters 30 --lr 5e-3 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear \\
+    --untie-embeddings-and-output-weights --eval-iters 0 --data-path my/corpus_text_document --save my/short \\
+    --attention-dropout 0 --hidden-dropout 0
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_extending_a_trained_model_runs(tmp_path: Path) -> None:
+    """Runs the section's commands with a model trained on 32 positions in place of 128, and its export."""
+    text = (ROOT / "docs" / "long-context.md").read_text(encoding="utf-8")
+    section = text[text.index("## Extending a trained model") :].partition("\n## ")[0]
+    train, evaluate = (block[2] for block in BLOCK.finditer(section))
+    small = {"--seq-length 512": "--seq-length 128", "original-length 128": "original-length 32"}
+    for long, short in {**small, "--train-iters 50": "--train-iters 8"}.items():
+        assert long in train
+        train = train.replace(long, short)
+    (tmp_path / "my").mkdir()
+    (tmp_path / "my" / "book.txt").write_text((ROOT / "README.md").read_text(encoding="utf-8")[:3000])
+    run_block(FIRST_STAGE, tmp_path)
+    out = run_block(train, tmp_path).stdout
+    assert "note: RoPE differs from that of my/short/iter_0000030: --use-rope-scaling" in out
+    assert "the checkpoint was trained on" not in out  # the given original length is right
+    assert "65 to       128 tokens of context: loss" in run_block(evaluate, tmp_path).stdout
+    resume = (
+        train.replace("--finetune ", "")
+        .replace("my/short", "my/long")
+        .replace("--train-iters 8", "--train-iters 9")
+    )
+    assert (
+        "training: iterations 9 to 9 of 16 samples, resumed from my/long"
+        in run_block(resume, tmp_path).stdout
+    )
+    convert = "python tools/convert_checkpoint.py --from native --to huggingface --load my/long --save my/hf"
+    run_block(convert, tmp_path)
+    assert json.loads((tmp_path / "my" / "hf" / "config.json").read_text())["max_position_embeddings"] == 128
+
+
 def wait_for_server(port: int, server: subprocess.Popen) -> None:
     for _ in range(600):
         assert server.poll() is None
