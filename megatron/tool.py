@@ -17,6 +17,15 @@ def check_output_file(flag: str, path: Path | None) -> None:
         raise InputError(f"{flag}: {path} cannot be written: {fault}")
 
 
+def check_not_root(flag: str, path: str | Path) -> None:
+    """Raise `InputError` if a folder or the beginning of a file's name is the root of the file system.
+
+    A command run as root would leave its files there, mostly for a variable that is empty.
+    """
+    if Path(path).absolute() == Path(Path(path).absolute().anchor):
+        raise InputError(f"{flag}: {path} is the root of the file system; name a place below it")
+
+
 def write_output_file(flag: str, path: Path, text: str) -> None:
     """Write an output file; raises `InputError` if it cannot be written."""
     try:

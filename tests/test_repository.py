@@ -82,6 +82,7 @@ def test_constraints_fix_the_requirements():
             required = re.match(r"([\w-]+)==([\w.]+)", line)
             if required and required[1] != "torch":
                 assert (required[1].lower(), required[2]) in fixed, line
+    assert "torchao" in {name for name, _ in fixed}  # of the extra fp8, which no requirement names
 
 
 def test_requirements_are_pinned():

@@ -12,13 +12,14 @@ from collections.abc import Sequence
 
 from megatron.cli import Parser, add_flags, make_config, run_command
 from megatron.preprocessing.merge import MergeConfig, merge
-from megatron.tool import exit_on_sigterm
+from megatron.tool import check_not_root, exit_on_sigterm
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__)
     add_flags(parser, MergeConfig, "files")
     config = make_config(MergeConfig, vars(parser.parse_args(argv)))
+    check_not_root("--output-prefix", config.output_prefix)
     exit_on_sigterm()
     merged = merge(config)
     files = merged.datasets

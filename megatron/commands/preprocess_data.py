@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from megatron.cli import Parser, add_flags, make_config, run_command
 from megatron.preprocessing.preprocess import PreprocessConfig, Report, preprocess
 from megatron.settings.tokenizer import TokenizerFlags, tokenizer_config
-from megatron.tool import exit_on_sigterm
+from megatron.tool import check_not_root, exit_on_sigterm
 
 SHORT_DOCUMENT = 32  # tokens on average, below which a warning is printed
 
@@ -24,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_flags(parser, TokenizerFlags, "tokenizer")
     args = vars(parser.parse_args(argv))
     config = make_config(PreprocessConfig, args)
+    check_not_root("--output-prefix", config.output_prefix)
     tokenizer = tokenizer_config(args)
     if (tokenizer.tokenizer_type or "").startswith("Bert") and not config.split_sentences:
         print("note: BERT is pretrained on sentences; use --split-sentences", file=sys.stderr)

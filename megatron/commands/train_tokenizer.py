@@ -17,6 +17,7 @@ from megatron.preprocessing.documents import documents, read_batches
 from megatron.preprocessing.inputs import Input, find_inputs, total_size
 from megatron.preprocessing.progress import Progress
 from megatron.tokenizer.train import train_bpe, train_wordpiece
+from megatron.tool import check_not_root
 
 LOG_INTERVAL = 100_000  # documents
 
@@ -49,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = make_config(TrainTokenizerConfig, vars(parser.parse_args(argv)))
     if config.cased and config.type == "bpe":
         raise InputError("--cased: a BPE always distinguishes upper and lower case; leave the flag out")
+    check_not_root("--output", config.output)
     inputs = find_inputs(config.input)
     for source in inputs:
         if (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from megatron.training.report import Interval
 COUNTED = ("skipped", "overflow")
 
 
+PROBE_BYTES = 1 << 14  # written to see if a disk has space for TensorBoard's events
 # Tag of the run's configuration as text.
 CONFIGURATION = "configuration"
 
@@ -199,6 +201,11 @@ class TensorBoard(Tracker):
             raise InputError("--tensorboard-dir needs TensorBoard: pip install tensorboard") from None
         folder, queue = self.config.tensorboard_dir, self.config.tensorboard_queue_size
         try:
+            if folder is not None and "://" not in folder:
+                # TensorBoard writes in a thread, which would print a traceback if the disk is full.
+                Path(folder).mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=folder) as file:
+                    file.write(bytes(PROBE_BYTES))
             self.events = SummaryWriter(folder, max_queue=queue, purge_step=iteration + 1)
         except OSError as error:
             raise InputError(f"--tensorboard-dir: {folder}: {error.strerror}") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 import sys
 import time
 from pathlib import Path
@@ -192,3 +193,21 @@ def test_a_full_disk_costs_the_metrics_not_the_run(capsys) -> None:
         writers.evaluation({"lm loss validation": 2.0}, 2, 16)
     out = capsys.readouterr().out
     assert out.count("warning: --metrics-path: No space left on device; the run continues without it") == 1
+
+
+def test_tensorboard_on_a_full_disk_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A limit on the size of files stands for the full disk: nothing can be written."""
+    pytest.importorskip("torch.utils.tensorboard")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    writers = Writers(config_of("--tensorboard-dir", tmp_path / "events"), MESH, print)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with pytest.raises(InputError, match=r"^--tensorboard-dir: .*events: File too large$"):
+            writers.start(0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert capfd.readouterr().err == ""
+    with writers:
+        writers.start(0)
+        writers.training(interval([(1, 1.0, 1.0)]))
+    assert [path.name[:6] for path in (tmp_path / "events").iterdir()] == ["events"]
