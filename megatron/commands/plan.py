@@ -3,7 +3,10 @@ r"""Plan the training of a GPT: the layouts that fit a cluster, their predicted 
     megatron plan --model 1t --gpus 3072 --gpu a100-80gb --tokens 450e9
     megatron plan --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --cluster mine.yaml \
         --global-batch-size 512 --seq-length 4096
+    megatron plan --gpu h100 --gpus 1024 -- pretrain_gpt.py --tensor-model-parallel-size 8 ...
     megatron plan --calibrate here.yaml
+
+After -- a training command, or its flags alone: its layout is predicted instead of the best one.
 
 docs/scaling.md describes the model behind the prediction and compares it with published runs.
 """
@@ -25,11 +28,13 @@ from megatron.errors import InputError
 from megatron.flags import Config, field_types, flag
 from megatron.model.config import ModelConfig
 from megatron.performance.config import FP8_FORMATS
+from megatron.planner.budget import Failures, expenses, two_digits
 from megatron.planner.cluster import Cluster, Device, cluster_from_data_sheet
 from megatron.planner.description import read_cluster
 from megatron.planner.device_specs import data_sheet
 from megatron.planner.explain import other_choices, takeaways, why_not
 from megatron.planner.layout import Job
+from megatron.planner.memory import fits
 from megatron.planner.models import MODELS, VOCAB_SIZE
 from megatron.planner.profiles import find_constants, generation, with_constants
 from megatron.planner.programs import OURS
@@ -38,12 +43,11 @@ from megatron.planner.report import (
     command_flags,
     details,
     dry_run_command,
-    duration,
     heading,
     table,
     tflops,
 )
-from megatron.planner.search import SearchResult, search
+from megatron.planner.search import Plan, SearchResult, make_plan, search
 from megatron.planner.simulate import Simulator
 from megatron.planner.trace import write_picture, write_trace
 from megatron.tool import check_output_file, write_output_file
@@ -79,6 +83,28 @@ class PlanConfig(Config):
     tokens: float | None = flag(
         None, "tokens to train on, such as 300e9; prints days and GPU-hours", above=0, high=1e18
     )
+    gpu_hour_price: float | None = flag(
+        None, "with --tokens: dollars for an hour of one GPU; prints the cost", above=0, high=10**4
+    )
+    gpu_watts: float | None = flag(
+        None,
+        "with --tokens: power of one GPU with its share of the machine; prints the energy",
+        above=0,
+        high=10**5,
+    )
+    gpu_hours_between_failures: float | None = flag(
+        None,
+        "mean time between failures of one GPU with its share of the machine, such as 50000; prints the best interval "
+        "between checkpoints and the share of the time that is left for training",
+        above=0,
+        high=10**9,
+    )
+    checkpoint_seconds: float = flag(
+        60.0, "seconds for which a checkpoint stops training", above=0, high=10**5
+    )
+    restart_minutes: float = flag(
+        10.0, "minutes from a failure until training goes on from the last checkpoint", above=0, high=10**5
+    )
     explain: bool = flag(False, "explain the plan with the takeaways of arXiv 2104.04473")
     json: str | None = flag(None, "write the plans and their predictions", metavar="FILE")
     trace: str | None = flag(
@@ -95,6 +121,9 @@ class PlanConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("gpu_hour_price", "gpu_watts"):
+            if getattr(self, name) is not None and self.tokens is None:
+                raise InputError(f"--{name.replace('_', '-')} needs --tokens")
         if self.picture is not None and Path(self.picture).suffix not in (".svg", ".png"):
             raise InputError(f"--picture: {self.picture} must end with .svg or .png")
 
@@ -104,7 +133,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_flags(parser, PlanConfig, "plan")
     named = dict.fromkeys(("num_layers", "hidden_size", "num_attention_heads"), "that of --model")
     add_flags(parser, ModelConfig, "model", named)
-    args = vars(parser.parse_args(argv))
+    line = list(sys.argv[1:] if argv is None else argv)
+    given = line.index("--") if "--" in line else len(line)
+    args = vars(parser.parse_args(line[:given]))
     config = make_config(PlanConfig, args)
     if config.calibrate is not None:
         from megatron.planner.calibrate import calibrate
@@ -112,8 +143,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         calibrate(Path(config.calibrate))
         return
     check_files(config)
+    if given < len(line):
+        plan_given(config, args, line[given + 1 :])
+        return
     job, cluster = make_job(config, args), make_cluster(config)
-    check_precision(config, cluster.device)
+    check_precision(job.fp8_format, cluster.device)
     with tqdm(desc="layouts", unit="", leave=False, disable=not sys.stderr.isatty()) as bar:
         result = search(job, cluster, num_plans=NUM_PLANS, progress=lambda n: bar.update(n - bar.n))
     best = result.plans[0]
@@ -121,15 +155,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{result.timed:,} layouts fit and were timed; {result.too_large:,} do not fit\n")
     print(table(result, job, cluster))
     print(f"\nThe best: {best.layout}\n{details(best, cluster)}")
-    if config.cluster is None:
-        mixture = job.model.num_experts is not None
-        print(
-            f"  note    the step's time is +-{find_constants(cluster.device.name).band(mixture=mixture):.0%}: the mean "
-            f"error over published runs of NVIDIA's programs on {generation(cluster.device.name)} and GPUs of its "
-            "generation that no constant is fitted to (docs/scaling.md). This program is not measured on GPU clusters"
-        )
-    if config.tokens is not None:
-        print(duration(best, job, cluster, config.tokens))
+    print_notes(config, best, job, cluster)
     print("\nSingle changes to it:")
     for words, other in other_choices(best, job, cluster):
         print(f"  {words:<26}{why_not(other, best, job, cluster)}")
@@ -142,6 +168,77 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"{dry_run_command(flags, job, cluster)}"
     )
     write_files(config, result, job, cluster)
+
+
+def print_notes(config: PlanConfig, plan: Plan, job: Job, cluster: Cluster) -> None:
+    """Print how far to trust a plan, and its days, cost and failures if they are asked for."""
+    if config.cluster is None:
+        mixture = job.model.num_experts is not None
+        print(
+            f"  note    the step's time is +-{find_constants(cluster.device.name).band(mixture=mixture):.0%}: the mean "
+            f"error over published runs of NVIDIA's programs on {generation(cluster.device.name)} and GPUs of its "
+            "generation that no constant is fitted to (docs/scaling.md). This program is not measured on GPU clusters"
+        )
+    if config.tokens is not None:
+        steps = config.tokens / (job.global_batch_size * job.seq_length)
+        hours = steps * plan.step.seconds / 3600
+        print(
+            f"  {config.tokens / 1e9:,.6g} billion tokens are {steps:,.0f} steps: {two_digits(hours / 24)} days, "
+            f"{two_digits(hours * cluster.devices)} GPU-hours, without evaluation, checkpoints and interruptions"
+        )
+        if spent := expenses(hours * cluster.devices, config.gpu_hour_price, config.gpu_watts):
+            print(f"  {spent}")
+    if config.gpu_hours_between_failures is not None:
+        failures = Failures(
+            config.gpu_hours_between_failures * 3600 / cluster.devices,
+            config.checkpoint_seconds,
+            config.restart_minutes * 60,
+        )
+        interval = failures.best_interval
+        print(
+            f"  a failure every {failures.between / 3600:.2g} hours; a checkpoint every {interval / 60:.2g} minutes "
+            f"({max(1, round(interval / plan.step.seconds)):,} steps) loses the least and leaves "
+            f"{failures.goodput(interval):.0%} of the time for training"
+        )
+
+
+def plan_given(config: PlanConfig, args: dict[str, Any], command: list[str]) -> None:
+    """Predict the layout of a training command.
+
+    Raises:
+        InputError: a flag describes the model or the batch, which the command does; or the command is wrong.
+    """
+    import megatron.plugins  # noqa: F401 (registers plug-ins; needs torch)
+    from megatron.arguments import parse_run_config
+    from megatron.planner.given import given_run
+    from megatron.pretrain_gpt import DEFAULTS
+
+    described = {f.name for f in dataclasses.fields(ModelConfig)} | {
+        *("model", "global_batch_size", "seq_length", "fp8_format", "vocab_size", "explain"),
+        *("json", "trace", "picture"),
+    }
+    for name in described & set(args):
+        raise InputError(
+            f"--{name.replace('_', '-')} has no place before --: the command after it says what to plan"
+        )
+    cluster = make_cluster(config)
+    scripts = [i for i, word in enumerate(command) if word.endswith(".py")]
+    flags = [*(command[scripts[-1] + 1 :] if scripts else command), "--dry-run"]
+    run = parse_run_config([*flags, "--world-size", str(cluster.devices)], description="", defaults=DEFAULTS)
+    job, layout = given_run(run, cluster.devices)
+    check_precision(job.fp8_format, cluster.device)
+    plan = make_plan(job, layout, cluster)
+    print(f"given layout: {heading(job, cluster)}\n{plan.layout}")
+    print(
+        f"  step    {two_digits(plan.step.seconds)} s, {two_digits(tflops(plan, job, cluster))} TFLOP/s a GPU\n"
+        f"{details(plan, cluster)}"
+    )
+    if not fits(plan.memory, cluster):
+        print("  note    it does not fit")
+    print_notes(config, plan, job, cluster)
+    print("\nSingle changes to it:")
+    for words, other in other_choices(plan, job, cluster):
+        print(f"  {words:<26}{why_not(other, plan, job, cluster)}")
 
 
 def make_job(config: PlanConfig, args: dict[str, Any]) -> Job:
@@ -200,13 +297,13 @@ def make_cluster(config: PlanConfig) -> Cluster:
     return with_constants(cluster_from_data_sheet(sheet, gpus), find_constants(sheet.name))
 
 
-def check_precision(config: PlanConfig, device: Device) -> None:
+def check_precision(fp8_format: str | None, device: Device) -> None:
     """Check that the device's speed is known in the formats of a run.
 
     Raises:
         InputError: it is not.
     """
-    if config.fp8_format is not None and (device.fp8 is None or device.precision != "bf16"):
+    if fp8_format is not None and (device.fp8 is None or device.precision != "bf16"):
         raise InputError(
             f"--fp8-format: {device.name} in {device.precision} has no peak of FP8 products; choose another --gpu, or "
             "give device.fp8 in the file of --cluster (docs/scaling.md)"

@@ -116,8 +116,10 @@ def why_not(other: Layout, best: Plan, job: Job, cluster: Cluster) -> str:
 
 
 def slower_by(plan: Plan, best: Plan) -> str:
-    """Say how much longer a plan's step takes than the best, and where most of the difference is."""
+    """Say how much longer a plan's step takes than another's, and where most of the difference is."""
     slower = plan.step.seconds / best.step.seconds - 1
+    if slower < -EQUAL_TIME:
+        return f"{-slower:.1%} faster; needs {plan.memory.total / 1e9:.0f} GB"
     if slower < EQUAL_TIME:
         return f"as fast; needs {plan.memory.total / 1e9:.0f} GB"
     more = {name: getattr(plan.step, name) - getattr(best.step, name) for name in PARTS}

@@ -9,6 +9,7 @@ import textwrap
 
 from megatron.flags import flag_name
 from megatron.model.config import ModelConfig
+from megatron.planner.budget import two_digits
 from megatron.planner.cluster import Cluster
 from megatron.planner.explain import PARTS, slower_by
 from megatron.planner.layout import Job
@@ -54,15 +55,6 @@ def table(result: SearchResult, job: Job, cluster: Cluster) -> str:
     return "\n".join(rows)
 
 
-def two_digits(value: float) -> str:
-    """A positive number with two significant digits: predictions are not known better."""
-    return (
-        f"{value:,.{max(0, 1 - math.floor(math.log10(value)))}f}"
-        if value < 100
-        else f"{float(f'{value:.2g}'):,.0f}"
-    )
-
-
 def communication(plan: Plan) -> float:
     """Seconds of exposed communication."""
     step = plan.step
@@ -89,16 +81,6 @@ def details(plan: Plan, cluster: Cluster) -> str:
         f"  time    {time}\n"
         f"  memory  {kinds}: {memory.total / 1e9:.1f} GB on the largest stage, {usable / 1e9:.1f} GB usable; "
         f"{(usable - memory.total) / 1e9:.1f} GB free"
-    )
-
-
-def duration(plan: Plan, job: Job, cluster: Cluster, tokens: float) -> str:
-    """Days and GPU-hours of training on `tokens`."""
-    steps = tokens / (job.global_batch_size * job.seq_length)
-    hours = steps * plan.step.seconds / 3600
-    return (
-        f"  {tokens / 1e9:,.6g} billion tokens are {steps:,.0f} steps: {hours / 24:,.1f} days, "
-        f"{hours * cluster.devices:,.0f} GPU-hours, without evaluation, checkpoints and interruptions"
     )
 
 

@@ -15,6 +15,7 @@ import pytest
 from megatron.arguments import parse_run_config
 from megatron.commands import plan as plan_command
 from megatron.errors import InputError
+from megatron.planner.budget import two_digits
 from megatron.planner.config import DryRunConfig
 from megatron.pretrain_gpt import DEFAULTS
 
@@ -47,7 +48,7 @@ def test_a_named_model_is_planned(plan, tmp_path: Path):
     seconds = [p["step"]["seconds"] for p in plans]
     assert seconds == sorted(seconds)
     days = 100e9 / (512 * 1024) * seconds[0] / 86400
-    assert f"{days:,.1f} days" in out
+    assert f"{two_digits(days)} days" in out
     assert out.count(f"--train-samples {-(-100 * 10**9 // 1024)}") == 2
     dry = shlex.split(out[out.index("python pretrain_gpt.py") :].replace("\\\n", " "))[2:]
     config = parse_run_config(dry, description="", defaults=DEFAULTS)
@@ -180,3 +181,42 @@ def test_a_png_is_drawn(plan, tmp_path: Path):
     pytest.importorskip("matplotlib")
     plan(f"{SMALL} --gpus 8 --picture {tmp_path / 'x.png'}")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+LLAMA_70B = (
+    "--num-layers 80 --hidden-size 8192 --num-attention-heads 64 --swiglu --ffn-hidden-size 28672 "
+    "--group-query-attention --num-query-groups 8 --disable-bias-linear --normalization RMSNorm "
+    "--position-embedding-type rope --untie-embeddings-and-output-weights --seq-length 8192 "
+    "--max-position-embeddings 8192 --global-batch-size 2048 --micro-batch-size 1 --tensor-model-parallel-size 4 "
+    "--sequence-parallel --pipeline-model-parallel-size 8 --num-layers-per-virtual-pipeline-stage 2 "
+    "--use-distributed-optimizer --overlap-grad-reduce --bf16 --hidden-dropout 0 --attention-dropout 0 "
+    "--tokenizer-type NullTokenizer --vocab-size 128255 --lr 1e-4 --train-iters 1"
+)
+
+
+def test_the_layout_of_a_command_is_predicted(plan):
+    out = plan(f"--gpu h100 --gpus 1024 --tokens 1e12 --gpu-hour-price 2 -- pretrain_gpt.py {LLAMA_70B}")
+    assert out.startswith("given layout: 70.55 billion parameters on 1,024 h100-80gb")
+    assert "T4 P8 D32, V5, microbatch 1, sequence parallel, distributed optimizer" in out
+    assert "at $2 for a GPU-hour" in out and "Single changes" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--gpus 1024 --seq-length 4 -- {}", "--seq-length has no place before --"),
+        (
+            "--gpus 1000 -- {}",
+            "--tensor-model-parallel-size 4 x --pipeline-model-parallel-size 8 needs a multiple",
+        ),
+        (
+            "--gpus 1024 -- {} --recompute-granularity full --recompute-method block",
+            "--recompute-method: block is",
+        ),
+        ("--gpus 1024 -- {} --no-such-flag", "--no-such-flag is not a flag"),
+        ("--model 175b --gpu-watts 700", "--gpu-watts needs --tokens"),
+    ],
+)
+def test_bad_commands_are_refused(plan, flags: str, message: str):
+    with pytest.raises(InputError, match=re.escape(message)):
+        plan(flags.format(LLAMA_70B))

@@ -1,0 +1,55 @@
+"""Money, energy and failures of a training run."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+
+@dataclasses.dataclass(frozen=True)
+class Failures:
+    """Failures of a run and what they cost. Times are in seconds.
+
+    Attributes:
+        between: mean time between failures of the run: that of one device over the number of devices.
+        checkpoint: time for which a checkpoint stops training.
+        restart: time from a failure until training goes on from the last checkpoint.
+    """
+
+    between: float
+    checkpoint: float
+    restart: float
+
+    @property
+    def best_interval(self) -> float:
+        """Time between checkpoints that loses the least (Young 1974, doi 10.1145/361147.361115, equation 6)."""
+        return math.sqrt(2 * self.checkpoint * self.between)
+
+    def goodput(self, interval: float) -> float:
+        """Share of the time in which training progresses, with so much time between checkpoints.
+
+        A checkpoint costs its time; a failure costs half an interval, which is trained again, and the restart. Failures
+        during these are left out, so the share is right where it is large.
+        """
+        checkpoints = self.checkpoint / (interval + self.checkpoint)
+        failures = (interval / 2 + self.restart) / self.between
+        return max(0.0, (1 - checkpoints) * (1 - failures))
+
+
+def two_digits(value: float) -> str:
+    """A positive number with two significant digits: predictions are not known better."""
+    return (
+        f"{value:,.{max(0, 1 - math.floor(math.log10(value)))}f}"
+        if value < 100
+        else f"{float(f'{value:.2g}'):,.0f}"
+    )
+
+
+def expenses(device_hours: float, price: float | None, watts: float | None) -> str:
+    """Money at a price for an hour of a device, and energy at a power of a device, with what is known of them."""
+    parts = []
+    if price is not None:
+        parts.append(f"${two_digits(device_hours * price)} at ${price:g} for a GPU-hour")
+    if watts is not None:
+        parts.append(f"{two_digits(device_hours * watts / 1e6)} MWh at {watts:g} W a GPU")
+    return ", ".join(parts)
