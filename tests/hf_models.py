@@ -36,6 +36,8 @@ GEMMA3_LINEAR = {
 }
 MIXTRAL = {**SIZES, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
 OLMOE = {**SIZES, "num_experts": 8, "num_experts_per_tok": 3, "pad_token_id": None, "eos_token_id": None}
+GPT_OSS = {**MIXTRAL, "num_hidden_layers": 4, "head_dim": 16, "sliding_window": 8}
+GPT_OSS_YARN = {**YARN, "truncate": False, "rope_theta": 150000.0, "beta_slow": 1.0, "beta_fast": 32.0}
 QWEN_MOE = {
     **SIZES,
     "num_key_value_heads": 2,
@@ -73,6 +75,10 @@ KINDS = {
     "llama yarn of other turns": (
         "LlamaForCausalLM",
         {**SIZES, "rope_parameters": {**YARN, "beta_slow": 0.3, "beta_fast": 2.0}},
+    ),
+    "llama yarn of exact turns": (
+        "LlamaForCausalLM",
+        {**SIZES, "rope_parameters": {**YARN, "beta_slow": 0.3, "beta_fast": 2.0, "truncate": False}},
     ),
     "llama yarn of an attention factor": (
         "LlamaForCausalLM",
@@ -129,6 +135,7 @@ KINDS = {
         {**QWEN_MOE, "use_sliding_window": True, "sliding_window": 8},
     ),
     "qwen3_moe of a dense layer": ("Qwen3MoeForCausalLM", {**QWEN_MOE, "mlp_only_layers": [0]}),
+    "gpt_oss": ("GptOssForCausalLM", {**GPT_OSS, "rope_parameters": GPT_OSS_YARN}),
     "deepseek_v2": ("DeepseekV2ForCausalLM", {**DEEPSEEK, "q_lora_rank": None, "routed_scaling_factor": 1.5}),
     "deepseek_v2 of groups": (
         "DeepseekV2ForCausalLM",

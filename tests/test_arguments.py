@@ -155,7 +155,8 @@ NVIDIA_DEFAULTS = """
     --multi-latent-attention False, --q-lora-rank None, --kv-lora-rank 32, --qk-head-dim 128, --qk-pos-emb-head-dim 64,
     --v-head-dim 128, --mscale 1.0, --mscale-all-dim 0.0, --mtp-loss-scaling-factor 0.1,
     --window-size None, --window-attn-skip-freq None, --no-rope-freq None,
-    --rotary-interleaved False, --softmax-scale None, --softmax-type vanilla
+    --rotary-interleaved False, --softmax-scale None, --softmax-type vanilla,
+    --no-yarn-correction-range-round-to-int False
 """
 # Defaults that are spelled differently but mean the same, or that differ on purpose.
 OTHER_DEFAULTS = {
@@ -226,6 +227,7 @@ def test_a_switch_inverts_its_default() -> None:
         "save_best": "--save folder",
         "manual_gc_eval": "--manual-gc",
         "multi_latent_attention": "--position-embedding-type rope",
+        "yarn_correction_range_round_to_int": "--use-rope-scaling --rope-scaling-type yarn",
         "profile": "--save folder",
         "use_checkpoint_args": "--save new-folder --load new-folder",
         "moe_shared_expert_gate": f"{experts} --moe-shared-expert-intermediate-size 8",
@@ -234,7 +236,13 @@ def test_a_switch_inverts_its_default() -> None:
         "moe_pad_expert_input_to_capacity": f"{experts} --moe-expert-capacity-factor 1",
     }
     needs |= dict.fromkeys(
-        ("moe_router_pre_softmax", "moe_grouped_gemm", "moe_layer_recompute", "moe_per_layer_logging"),
+        (
+            "moe_router_pre_softmax",
+            "moe_grouped_gemm",
+            "moe_layer_recompute",
+            "moe_per_layer_logging",
+            "add_expert_bias",
+        ),
         experts,
     )
     for part, field, kind in all_flags():

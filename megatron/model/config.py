@@ -29,9 +29,14 @@ VARIANT_VALUES = {
 }
 # Flags that do so with any value but their default.
 VARIANT_FLAGS = """window_size no_rope_freq softmax_scale softmax_type attn_logit_softcapping final_logit_softcapping
-rotary_interleaved sandwich_norm""".split()
+rotary_interleaved sandwich_norm add_expert_bias""".split()
 # Flags, by the start of their names, and the flag that they need.
-NEEDS = {"rope_scaling_": "use_rope_scaling", "window_attn_": "window_size", "rotary_base_": "window_size"}
+NEEDS = {
+    "rope_scaling_": "use_rope_scaling",
+    "yarn_": "use_rope_scaling",
+    "window_attn_": "window_size",
+    "rotary_base_": "window_size",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,6 +81,9 @@ class ModelConfig(MoEConfig, LatentAttentionConfig):
     no_rope_freq: str | None = flag(None, "layers without RoPE: N for every Nth, or 1s in '[0,0,0,1]'")
     window_size: str | None = flag(None, "'L,0': a query attends to itself and the L positions before it")
     window_attn_skip_freq: str | None = flag(None, "layers without it: N for every Nth, or 0s in '[1]*5+[0]'")
+    yarn_correction_range_round_to_int: bool = flag(
+        True, "yarn: channels of --rope-scaling-turns not rounded"
+    )
     normalization: str = flag("LayerNorm", "type of normalization", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = flag(
         1e-5, "added to the variance in each norm", above=0, aliases=("--layernorm-epsilon",)
@@ -83,7 +91,9 @@ class ModelConfig(MoEConfig, LatentAttentionConfig):
     apply_layernorm_1p: bool = flag(False, "scale each norm by 1 + w, with w = 0 at first, as in Gemma")
     swiglu: bool = flag(False, "gated MLP, silu(gate) * up, instead of GELU")
     activation_function: str = flag(
-        "gelu", "activation of the MLP without --swiglu; geglu is gated", choices=("gelu", "relu", "geglu")
+        "gelu",
+        "activation without --swiglu; those with glu are gated",
+        choices=("gelu", "relu", "geglu", "quick_geglu"),
     )
     bias_gelu_fusion: bool = flag(
         True, "exact (erf) GELU instead of the tanh approximation, as without NVIDIA's fused kernel"
@@ -231,7 +241,7 @@ class ModelConfig(MoEConfig, LatentAttentionConfig):
     @property
     def gated(self) -> bool:
         """True if the MLP has a gate."""
-        return self.swiglu or self.activation_function == "geglu"
+        return self.swiglu or "glu" in self.activation_function
 
     @property
     def tanh_gelu(self) -> bool:

@@ -26,23 +26,17 @@ COMPUTATION = (
 class MoEConfig(Config):
     """Shape of the layers whose MLP is a mixture of experts, and how tokens find their experts."""
 
-    num_experts: int | None = flag(
-        None, "experts of each mixture-of-experts layer; without it every MLP is dense", low=2, high=2**14
-    )
+    num_experts: int | None = flag(None, "experts of each mixture (default: dense MLPs)", low=2, high=2**14)
     moe_layer_freq: str = flag(
         "1",
         "which layers have experts: N for every Nth from the first on, or a pattern of 0 and 1 for each layer such as "
         "'[0]*1+[1]*26'",
     )
-    moe_ffn_hidden_size: int | None = flag(
-        None, "hidden size of each expert (default: --ffn-hidden-size)", low=1
-    )
+    moe_ffn_hidden_size: int | None = flag(None, "size of each expert (default: --ffn-hidden-size)", low=1)
     moe_shared_expert_intermediate_size: int | None = flag(
         None, "hidden size of an MLP that every token passes besides its experts (default: none)", low=1
     )
-    moe_shared_expert_gate: bool = flag(
-        False, "multiply the output of the shared expert by a sigmoid of its input, as in Qwen2-MoE"
-    )
+    moe_shared_expert_gate: bool = flag(False, "sigmoid gate of the shared expert, as in Qwen2-MoE")
     moe_router_topk: int = flag(2, "experts of each token", low=1)
     moe_router_score_function: str = flag(
         "softmax", "scores of the experts from the router's logits", choices=("softmax", "sigmoid")
@@ -50,15 +44,10 @@ class MoEConfig(Config):
     moe_router_pre_softmax: bool = flag(
         False, "softmax over all experts, before the top-k, instead of over the chosen ones"
     )
-    moe_router_num_groups: int | None = flag(
-        None, "groups of experts, of which each token uses --moe-router-group-topk", low=1
-    )
-    moe_router_group_topk: int | None = flag(
-        None, "groups of experts that a token may use; those whose best experts have the largest sum", low=1
-    )
-    moe_router_topk_scaling_factor: float | None = flag(
-        None, "factor of the weights of a token's experts", above=0
-    )
+    moe_router_num_groups: int | None = flag(None, "groups of experts, for --moe-router-group-topk", low=1)
+    moe_router_group_topk: int | None = flag(None, "groups of a token, those of the best experts", low=1)
+    moe_router_topk_scaling_factor: float | None = flag(None, "factor of a token's expert weights", above=0)
+    add_expert_bias: bool = flag(False, "biases of experts and router, as in gpt-oss")
     moe_router_dtype: str = flag("fp32", "precision of the router", choices=("fp32", "fp64"))
     moe_router_load_balancing_type: tuple[str, ...] = flag(
         ("aux_loss",),
@@ -87,12 +76,8 @@ class MoEConfig(Config):
         "tokens to drop: those with the smallest weights, or the last ones",
         choices=("probs", "position"),
     )
-    moe_pad_expert_input_to_capacity: bool = flag(
-        False, "pad the input of each expert to its capacity, so that all shapes are known beforehand"
-    )
-    moe_grouped_gemm: bool = flag(
-        False, "all experts of a rank in one grouped product, instead of one product after the other"
-    )
+    moe_pad_expert_input_to_capacity: bool = flag(False, "pad each expert's input, so that shapes are known")
+    moe_grouped_gemm: bool = flag(False, "all experts of a rank in one grouped product, not one by one")
     moe_token_dispatcher_type: str = flag(
         "alltoall",
         "how tokens reach experts on other ranks: sent to their experts' ranks, or all of them to all ranks",

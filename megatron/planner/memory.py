@@ -51,7 +51,7 @@ def layer_parameters(job: Job, tensor: int, *, has_experts: bool = False) -> flo
     sharded, replicated = h * fc1 + ffn * h, (4 if model.sandwich_norm else 2) * norm_parameters(model, h)
     if has_experts:
         sharded = mlp_weights(model, model.moe_shared_expert_intermediate_size or 0)
-        vectors = model.moe_router_enable_expert_bias + uses_last_load(model)
+        vectors = model.moe_router_enable_expert_bias + uses_last_load(model) + model.add_expert_bias
         replicated += (model.num_experts or 0) * (h + vectors) + h * model.moe_shared_expert_gate
     for inputs, outputs, split in attention_linears(model, tensor):
         sharded += inputs * outputs if split else 0
@@ -85,7 +85,10 @@ def expert_parameters(job: Job, layout: Layout) -> float:
     model = job.model
     if model.num_experts is None or model.moe_ffn_hidden_size is None:
         return 0
-    total = model.num_experts * mlp_weights(model, model.moe_ffn_hidden_size)
+    each = mlp_weights(model, model.moe_ffn_hidden_size)
+    if model.add_expert_bias:
+        each += model.moe_ffn_hidden_size * (2 if model.gated else 1) + model.hidden_size
+    total = model.num_experts * each
     return total / (layout.expert * layout.expert_tensor)
 
 

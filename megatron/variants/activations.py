@@ -29,4 +29,12 @@ def geglu_tanh(x: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
 
+def quick_geglu(x: Tensor) -> Tensor:
+    """gate · sigmoid(1.702 gate) · (up + 1) with gate up to 7 and up within ±7, as in gpt-oss (arXiv 2508.10925)."""
+    gate, up = x.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return gate * (1.702 * gate).sigmoid() * (up + 1)
+
+
 ACTIVATIONS = {"relu": relu, "swiglu": swiglu, "geglu": geglu, "geglu_tanh": geglu_tanh}
+ACTIVATIONS |= {"quick_geglu": quick_geglu}

@@ -9,6 +9,7 @@ from megatron.variants import (
     activations,
     attention,
     attention_scores,
+    biased_experts,
     embeddings,
     latent_attention,
     layer_pattern,
@@ -17,7 +18,16 @@ from megatron.variants import (
     rope_scaling,
 )
 
-for module in (layers, layer_pattern, attention, attention_scores, latent_attention, embeddings, norms):
+for module in (
+    layers,
+    layer_pattern,
+    attention,
+    attention_scores,
+    biased_experts,
+    latent_attention,
+    embeddings,
+    norms,
+):
     VARIANTS.update(module.VARIANTS)
 ROPE_SCALINGS.update(rope_scaling.ROPE_SCALINGS)
 ACTIVATIONS.update(activations.ACTIVATIONS)

@@ -34,7 +34,8 @@ class Scaling:
 
     Those of many turns distinguish near positions and are kept, those of few are divided by `factor`, those between are
     interpolated: linearly in the turns ("llama3", arXiv 2407.21783 section 3.4.2) or in the channel ("yarn", arXiv
-    2309.00071). "linear" divides all (arXiv 2306.15595).
+    2309.00071, whose code rounds the channels where the ramp begins and ends outwards). "linear" divides all (arXiv
+    2306.15595).
     """
 
     kind: str
@@ -42,6 +43,7 @@ class Scaling:
     length: int
     turns: tuple[float, ...] | None = None
     given_attention_factor: float | None = None
+    rounded: bool = True
 
     def __call__(self, frequencies: Tensor, base: float) -> tuple[Tensor, float]:
         """The scaled frequencies, and the factor of cosine and sine."""
@@ -56,8 +58,10 @@ class Scaling:
         if self.kind == "yarn":
             count = len(frequencies)
             x = torch.arange(count, dtype=torch.float32, device=x.device)
-            low = min(math.ceil(count * math.log(turns / low, base)), 2 * count - 1)
-            high = max(math.floor(count * math.log(turns / high, base)), 0)
+            low, high = (count * math.log(turns / limit, base) for limit in (low, high))
+            if self.rounded:
+                low, high = math.ceil(low), math.floor(high)
+            low, high = min(low, 2 * count - 1), max(high, 0)
         # With equal turns the ramp is a step: up over channels (yarn), down over turns (llama3).
         step = 0.001 if self.kind == "yarn" else -0.001
         divided = ((x - high) / ((low - high) or step)).clamp(0, 1)
@@ -73,6 +77,8 @@ class Scaling:
         if config.rope_scaling_type != "yarn" and config.rope_scaling_attention_factor is not None:
             factor = config.rope_scaling_attention_factor
             raise InputError(f"--rope-scaling-attention-factor: {factor} needs --rope-scaling-type yarn")
+        if config.rope_scaling_type != "yarn" and not config.yarn_correction_range_round_to_int:
+            raise InputError("--no-yarn-correction-range-round-to-int needs --rope-scaling-type yarn")
         check_turns(config.rope_scaling_turns)
         factor, given = config.rope_scaling_factor, config.rope_scaling_attention_factor
         if config.multi_latent_attention and config.rope_scaling_type == "yarn" and given is None:
@@ -83,6 +89,7 @@ class Scaling:
             config.rope_scaling_original_length,
             config.rope_scaling_turns,
             given,
+            config.yarn_correction_range_round_to_int,
         )
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from models import config_of
@@ -135,9 +136,18 @@ def test_the_papers_runs_fit_their_gpus(name: str):
     assert fits(max_memory(model.job(), model.layout(), machine, NVIDIA_2021), machine)
 
 
-@pytest.mark.parametrize("biases", [{}, {"add_attention_bias": True}, {"add_mlp_bias": True}], ids=str)
+@pytest.mark.parametrize(
+    "biases",
+    [
+        {},
+        {"add_attention_bias": True},
+        {"add_mlp_bias": True},
+        {"sandwich_norm": True, "softmax_type": "learnable", "window_size": "7,0"},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("tensor", [1, 2, 4])
-def test_parameters_of_llama_match_the_model(tensor: int, biases: dict[str, bool]):
+def test_parameters_of_llama_match_the_model(tensor: int, biases: dict[str, Any]):
     """Llama's shape: unsharded, sharded, and with more tensor-parallel ranks than query groups."""
     config = ModelConfig(
         num_layers=3,

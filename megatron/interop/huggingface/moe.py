@@ -19,7 +19,7 @@ BIAS = ".mlp.router.expert_bias"
 # A small malicious file could describe far more.
 (MAX_EXPERTS,) = (f.metadata["flag"].high for f in dataclasses.fields(ModelConfig) if f.name == "num_experts")
 # Families without layers of dense MLPs.
-ONLY_EXPERTS = ("mixtral", "olmoe")
+ONLY_EXPERTS = ("mixtral", "olmoe", "gpt_oss")
 
 
 def unstacked(family: Family, files: dict[str, HubTensor]) -> dict[str, HubTensor]:
@@ -31,6 +31,8 @@ def unstacked(family: Family, files: dict[str, HubTensor]) -> dict[str, HubTenso
     Raises:
         InputError: a stacked tensor has an impossible shape.
     """
+    if len(family.modules[LAYER + "mlp.experts.weight1"].names) == 1:  # always stacked
+        return files
     gate, up = family.modules[LAYER + "mlp.experts.weight1"].names
     (down,) = family.modules[LAYER + "mlp.experts.weight2"].names
     (router,) = family.modules[LAYER + "mlp.router"].names
@@ -75,6 +77,8 @@ def moe_family(model: ModelConfig) -> str:
     """The family nearest to a mixture of experts."""
     if model.multi_latent_attention:
         return "deepseek_v3" if model.moe_router_score_function == "sigmoid" else "deepseek_v2"
+    if model.add_expert_bias:
+        return "gpt_oss"
     if model.qk_layernorm_all_heads:
         return "olmoe"
     if model.qk_layernorm:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
+
+from torch import Tensor
 
 from megatron.errors import InputError
 from megatron.interop.experts import layer_freq
@@ -184,4 +187,58 @@ QWEN3_MOE = dataclasses.replace(
     write_keys=_write_qwen,
 )
 
-MOE_FAMILIES: tuple[Family, ...] = (MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE)
+
+def _join_gpt_oss(parts: Sequence[Tensor], config: ModelConfig) -> Tensor:
+    """Columns, or elements of a bias, that alternate between gate and up, to rows of all gates and then all ups."""
+    by_expert = parts[0] if parts[0].dim() == 2 else parts[0].transpose(1, 2)  # [e, 2f] or [e, 2f, h]
+    return by_expert.unflatten(1, (-1, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def _split_gpt_oss(x: Tensor, config: ModelConfig) -> list[Tensor]:
+    """The inverse."""
+    by_expert = x.unflatten(0, (config.num_experts or 0, 2, -1)).transpose(1, 2).flatten(1, 2)
+    return [by_expert if by_expert.dim() == 2 else by_expert.transpose(1, 2)]
+
+
+def _stacked(name: str) -> Modules:
+    """A tensor with the matrices, or biases, of all experts."""
+    return Modules(
+        (name,),
+        lambda parts, config: parts[0].flatten(0, 1),
+        lambda x, config: [x.unflatten(0, (config.num_experts or 0, -1))],
+    )
+
+
+GPT_OSS = dataclasses.replace(
+    MIXTRAL,
+    model_type="gpt_oss",
+    architectures=("GptOssForCausalLM",),
+    modules={
+        **MISTRAL.modules,
+        LAYER + "self_attention.core_attention.softmax_offset": same("model.layers.{}.self_attn.sinks"),
+        LAYER + "mlp.router": same(f"{_MLP}router"),
+        LAYER + "mlp.experts.weight1": Modules(
+            (f"{_MLP}experts.gate_up_proj",), _join_gpt_oss, _split_gpt_oss
+        ),
+        LAYER + "mlp.experts.bias1": Modules(
+            (f"{_MLP}experts.gate_up_proj_bias",), _join_gpt_oss, _split_gpt_oss
+        ),
+        LAYER + "mlp.experts.weight2": _stacked(f"{_MLP}experts.down_proj"),
+        LAYER + "mlp.experts.bias2": _stacked(f"{_MLP}experts.down_proj_bias"),
+    },
+    settings={**MIXTRAL.settings, "attention_bias": "add_attention_bias"},
+    defaults={**MIXTRAL.defaults, "head_dim": 64, "attention_bias": True},
+    shape={
+        **{key: value for key, value in MIXTRAL.shape.items() if key != "swiglu"},
+        "activation_function": "quick_geglu",
+        "softmax_type": "learnable",
+        "add_expert_bias": True,
+    },
+    fixed={**MISTRAL.fixed, "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
+    windows={"sliding_window": 128},
+    window_layers=lambda found, layers: [layer % 2 == 0 for layer in range(layers)],
+    unused=frozenset({"output_router_logits", "experts_per_token", "initial_context_length"}),
+    rope_theta=150000.0,
+)
+
+MOE_FAMILIES: tuple[Family, ...] = (MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE, GPT_OSS)

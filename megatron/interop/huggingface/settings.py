@@ -222,7 +222,9 @@ def _read_rope(
         expected = Scaling(kind, factor, length).attention_factor
         is_default = given is None or math.isclose(given, expected, rel_tol=1e-6)
         fields["rope_scaling_attention_factor"] = None if is_default else given
-        _check("truncate", rope.pop("truncate", True), (True,))
+        truncate = rope.pop("truncate", True)
+        _check("truncate", truncate, (True, False))
+        fields["yarn_correction_range_round_to_int"] = truncate
     left |= rope
     return fields
 
@@ -330,6 +332,8 @@ def _rope_to_config(family: Family, model: ModelConfig) -> dict[str, Any]:
             scaling |= {"mscale": model.mscale, "mscale_all_dim": model.mscale_all_dim}
         elif kind == "yarn":
             scaling["attention_factor"] = Scaling.from_config(model).attention_factor
+        if kind == "yarn" and not model.yarn_correction_range_round_to_int:
+            scaling["truncate"] = False
     parameters = {"rope_type": "default", "rope_theta": model.rotary_base, **scaling}
     if model.rotary_percent != 1:
         parameters["partial_rotary_factor"] = model.rotary_percent

@@ -19,7 +19,7 @@ from megatron.interop.nvidia.training_flags import TRAINING_FLAGS
 
 # Flags that Megatron-LM does not have.
 OURS_ALONE = frozenset(
-    "--attn-logit-softcapping --final-logit-softcapping --sandwich-norm "
+    "--add-expert-bias --attn-logit-softcapping --final-logit-softcapping --sandwich-norm "
     "--activation-function --add-attention-bias --add-mlp-bias --bf16-optimizer-states --capture "
     "--capture-megabytes --capture-steps --check-weight-replicas-interval --cuda-graph --data-order "
     "--device --dry-run --dry-run-json --dry-run-ranks --eval-on-start --eval-tasks --eval-tasks-data "

@@ -11,11 +11,14 @@ MODEL_FLAGS: tuple[NvidiaFlag, ...] = (
     *refuse(
         _NOT_SUPPORTED,
         "--squared-relu",
+        "--enable-gpt-oss",
+        "--disable-bf16-reduced-precision-matmul",
+    ),
+    *refuse(
+        "use --activation-function quick_geglu: offset 1 and limit 7, as in gpt-oss",
         "--quick-geglu",
         "--glu-linear-offset X",
         "--activation-func-clamp-value X",
-        "--enable-gpt-oss",
-        "--disable-bf16-reduced-precision-matmul",
     ),
     *refuse("use --use-rope-scaling --rope-scaling-type yarn", "--rope-type NAME", harmless=("rope",)),
     *refuse(_NOT_SUPPORTED, "--rotary-seq-len-interpolation-factor N", harmless=("1",)),

@@ -16,6 +16,7 @@ from megatron.model.moe.dispatch import by_all_gather, by_all_to_all
 from megatron.model.moe.experts import Experts
 from megatron.model.moe.router import Router
 from megatron.model.moe_config import MoEConfig
+from megatron.model.variants import variant
 from megatron.parallel.collectives import all_gather, gather_sequence, split_sequence
 from megatron.parallel.mesh import ALONE, Axis
 from megatron.parallel.parameters import parameter
@@ -33,8 +34,8 @@ class MoELayer(nn.Module):
         assert config.num_experts is not None
         self.config, self.context = config, context
         init = input_init(config, config.num_experts)
-        self.router = Router(config, config.hidden_size, init, context)
-        self.experts = Experts(config, context)
+        self.router = variant(Router, config)(config, config.hidden_size, init, context)
+        self.experts = variant(Experts, config)(config, context)
         has_shared = config.moe_shared_expert_intermediate_size is not None
         self.shared_experts = SharedExpert(config, context) if has_shared else None
 

@@ -58,7 +58,7 @@ class Router(nn.Module):
             axis: ranks that hold the other parts of each sequence.
             sequence_grad: `LayerInputs.sequence_grad`; with it the gradients of the auxiliary losses are added.
         """
-        logits_sbe = _Gate.apply(x_sbh, self.weight, self.dtype)
+        logits_sbe = self.logits(x_sbh)
         logits_ne = logits_sbe.flatten(0, 1)
         weights_nk, indices_nk = choose_experts(logits_ne, self.config, self.expert_bias)
         if sequence_grad is None or not torch.is_grad_enabled():
@@ -80,6 +80,10 @@ class Router(nn.Module):
                 sums = {"load": used_e, "entropy": entropy, "sequences": x_sbh.shape[1] / axis.size}
                 self.record(sums | {name: loss.detach() for name, (_, loss) in losses.items()})
         return weights_nk, indices_nk
+
+    def logits(self, x_sbh: Tensor) -> Tensor:
+        """[s, b, e] in the router's precision."""
+        return _Gate.apply(x_sbh, self.weight, self.dtype)
 
 
 def best(scores: Tensor, k: int) -> Tensor:
