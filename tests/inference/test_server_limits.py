@@ -16,6 +16,7 @@ from serving import HTTP, LENGTH, complete, expected_texts, httpx, load, load_sl
 
 from megatron.inference.predictor import Predictor
 from megatron.inference.server import protocol
+from megatron.inference.server.completions import CompletionRequest
 from megatron.inference.server.engine import ServingEngine
 from megatron.tokenizer import Tokenizer
 
@@ -48,6 +49,31 @@ def test_too_many_texts_are_refused_before_any_work(folder: Path, path: str, bod
         assert response.status_code == 400
         assert f"the server takes at most {engine.capacity} at once" in response.json()["error"]["message"]
         assert engine.in_flight == 0
+
+
+def test_a_large_body_is_checked_beside_the_event_loop(served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other clients are answered while a request with very many prompts is checked, which is then refused."""
+    url, engine = served
+    check, begun, release = CompletionRequest.model_validate_json, threading.Event(), threading.Event()
+
+    def slow(text: str) -> CompletionRequest:
+        if len(text) > 100_000:
+            begun.set()
+            assert release.wait(60)
+        return check(text)
+
+    monkeypatch.setattr(CompletionRequest, "model_validate_json", slow)
+    answers = []
+    large = threading.Thread(target=lambda: answers.append(complete(url, prompt=["1"] * 800_000)))
+    large.start()
+    assert begun.wait(60)
+    assert HTTP.get(f"{url}/health").status_code == 200
+    assert complete(url, prompt="1", max_tokens=1).status_code == 200
+    assert not answers
+    release.set()
+    large.join()
+    assert answers[0].status_code == 400 and engine.in_flight == 0
+    assert "asks for 800000 texts" in answers[0].json()["error"]["message"]
 
 
 def test_a_slow_tokenizer_harms_only_its_request(folder: Path) -> None:

@@ -8,9 +8,7 @@ import hashlib
 import hmac
 import json
 import re
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
@@ -38,6 +36,7 @@ from megatron.inference.server.engine import (
 from megatron.inference.server.errors import ApiError
 from megatron.inference.server.metrics import CONTENT_TYPE
 from megatron.inference.server.nvidia import NvidiaRequest
+from megatron.inference.server.threads import in_daemon_thread
 
 T = TypeVar("T")
 
@@ -316,32 +315,6 @@ async def _all_events(handle: RequestHandle, request: Request) -> list:
         return [event async for event in handle.events()]
 
     return await _while_connected(handle, request, collect())
-
-
-async def in_daemon_thread(function: Callable[[], T]) -> T:
-    """Run a function on a thread of its own, which does not hold up the exit of the process."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.cancelled():
-            return
-        if error is None:
-            future.set_result(cast(T, result))
-        else:
-            future.set_exception(error)
-
-    def run() -> None:
-        result, error = None, None
-        try:
-            result = function()
-        except BaseException as caught:  # a panic in a tokenizer's Rust code is not an Exception
-            error = caught
-        with suppress(RuntimeError):  # the loop is closed: no client waits
-            loop.call_soon_threadsafe(settle, result, error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return await future
 
 
 async def _while_connected(handle: RequestHandle, request: Request, work: Awaitable[T]) -> T:

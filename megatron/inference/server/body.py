@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from starlette.requests import Request
 
 from megatron.inference.server.errors import ApiError
+from megatron.inference.server.threads import in_daemon_thread
 
 
 class Body(BaseModel):
@@ -25,6 +27,7 @@ class Body(BaseModel):
 
 
 B = TypeVar("B", bound=Body)
+SMALL_BODY = 1 << 16  # characters; the check of fewer takes milliseconds
 # Otherwise the server would read and discard the rest of the body.
 CLOSE = {"Connection": "close"}
 
@@ -44,7 +47,11 @@ async def read_body(request: Request, kind: type[B], *, limit: int, seconds: flo
         late = f"the body did not arrive within {seconds:g} seconds"
         raise ApiError(408, late, headers=CLOSE) from None
     try:
-        return kind.model_validate_json(content.decode("utf-8"))
+        text = content.decode("utf-8")
+        if len(text) < SMALL_BODY:
+            return kind.model_validate_json(text)
+        # The check of many prompts takes a second, in which other clients would get no answer.
+        return await in_daemon_thread(functools.partial(kind.model_validate_json, text))
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not UTF-8 text (byte {error.start})") from None
     except ValidationError as error:
