@@ -184,10 +184,13 @@ def test_what_may_not_change_is_refused(
         pretrain(*base, *LLAMA, *LONG, "--num-query-groups", 4, "--rotary-base", 5000)
     out = pretrain(*base, *LLAMA, *LONG, *YARN[:-1], 32)
     assert "; the checkpoint was trained on 16 positions, not on the given 32" in out
-    # Without --finetune the checkpoint's RoPE wins, and the run goes on with its optimizer and longer samples.
-    out = pretrain(*base, "--use-checkpoint-args", "--seq-length", 32, "--rotary-base", 5000)
-    assert "the order of the training data may change from here on: --seq-length changed from 16 to 32" in out
-    assert "training: iterations 7 to 8" in out
+    # Without --finetune the checkpoint's RoPE wins, and the run goes on with its optimizer, longer samples, other data.
+    out = pretrain(
+        *[*RUN, "--load", first, "--train-iters", 8, "--use-checkpoint-args", "--seq-length", 32],
+        *["--rotary-base", 5000, "--data-path", files[0], "from=24", files[1]],
+    )
+    assert ", --seq-length changed from 16 to 32" in out and "the run was started for 24 samples" in out
+    assert "training: iterations 7 to 8" in out and f"data phase 2: samples 25 to 32: {files[1]}" in out
 
 
 def test_learned_positions_keep_their_length(

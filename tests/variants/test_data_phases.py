@@ -218,3 +218,30 @@ def test_a_phase_after_the_end_is_not_reached(pretrain: Callable[..., str], file
     data = ["--train-data-path", files["a"], "from=48", files["b"]]
     out = pretrain(*[f for f in TINY if f not in ("--split", "1,0,0")], *data, "--micro-batch-size", 4)
     assert f"data phase 2: not reached in 48 samples: {files['b']}" in out
+
+
+@pytest.mark.slow
+def test_layouts_change_across_a_border(
+    command: Callable[..., Any], files: dict[str, str], tmp_path: Path
+) -> None:
+    """Losses of a run that goes on in other layouts of real processes equal those of one process."""
+    a, b, _ = files.values()
+    run = ["pretrain_gpt.py", *TINY, "--data-path", a, "from=14", "1", a, "3", b, "--global-batch-size", 4]
+    # Two heads, which tensor parallelism can divide.
+    run[run.index("--num-attention-heads") + 1] = "2"
+    run += ["--attention-dropout", "0", "--hidden-dropout", "0", "--micro-batch-size"]
+    command(*run, 4, "--metrics-path", tmp_path / "whole.jsonl")
+    parts = [*run, 1, "--save", tmp_path / "run", "--load", tmp_path / "run"]
+    command(*parts, "--exit-interval", 3, replicas=2)  # at 12 samples
+    command(*parts, "--exit-interval", 4, "--tensor-model-parallel-size", 2, replicas=2)  # at 16
+    command(*parts)
+
+    def losses(path: Path) -> dict[int, tuple[float, int]]:
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        return {row["iteration"]: (row["lm loss"], row["data phase"]) for row in rows if "lm loss" in row}
+
+    whole, changed = losses(tmp_path / "whole.jsonl"), losses(tmp_path / "run" / "metrics.jsonl")
+    assert list(whole) == list(changed) == list(range(1, 13))
+    for iteration, (loss, phase) in whole.items():
+        assert changed[iteration] == (pytest.approx(loss, abs=1e-5), phase)
+        assert phase == (1 if iteration < 4 else 2)
