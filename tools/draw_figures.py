@@ -15,6 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.cli import Parser, run_command
 from megatron.parallel.schedules import (
+    BackwardInput,
+    BackwardWeight,
     Compute,
     Forward,
     one_and_two,
@@ -22,7 +24,8 @@ from megatron.parallel.schedules import (
     simulate,
 )
 from megatron.planner.schedule_costs import bubble_fraction, makespan, peak_in_flight
-from megatron.variants.schedules import gpipe, interleaved
+from megatron.variants.schedules import breadth_first, gpipe, interleaved
+from megatron.variants.zero_bubble import dualpipe_v, zb_h1, zb_h2, zb_v
 
 INK = "#1f2937"
 LINE = "#6b7280"
@@ -32,6 +35,7 @@ PLAIN = "#ffffff"
 # Fill and text color per chunk, dark to light; forward is blue, backward green, as in arXiv 2104.04473.
 FORWARD = [("#2f6fb7", "#ffffff"), ("#bcd7f5", INK), ("#6aa2dd", INK), ("#e3effb", INK)]
 BACKWARD = [("#2e8b57", "#ffffff"), ("#bfe8cd", INK), ("#6cc08b", INK), ("#e4f6ea", INK)]
+WEIGHTS = [("#b4690e", "#ffffff"), ("#fbdcae", INK), ("#e0a458", INK), ("#fdeed7", INK)]
 # Color per rank.
 RANK = ["#bcd7f5", "#fde2b3", "#bfe8cd", "#f3c9d7"]
 
@@ -77,13 +81,17 @@ def picture(width: float, height: float, title: str, parts: Sequence[str]) -> st
     )
 
 
-def draw_schedule(title: str, schedule: Sequence[Sequence[Compute]], stages: int, chunks: int) -> str:
+def draw_schedule(
+    title: str, schedule: Sequence[Sequence[Compute]], stages: int, chunks: int, *, v_shaped: bool = False
+) -> str:
     """Draw a pipeline schedule: a row per rank, time to the right, the bubble in gray, microbatches numbered from 0.
 
-    A backward pass takes twice as long as a forward pass. The total time of a rank's layers does not depend on the
-    number of chunks, so figures of one model have one scale.
+    A backward pass takes twice as long as a forward pass, half of it for weight gradients. The total time of a rank's
+    layers does not depend on the number of chunks, so figures of one model have one scale.
     """
-    timeline = simulate(schedule, stages, lambda rank, action: one_and_two(rank, action) / chunks)
+    timeline = simulate(
+        schedule, stages, lambda rank, action: one_and_two(rank, action) / chunks, v_shaped=v_shaped
+    )
     left, top, unit, high = 76, 44, 26, 30
     width, bottom = makespan(timeline) * unit, top + stages * high
     parts = []
@@ -91,28 +99,39 @@ def draw_schedule(title: str, schedule: Sequence[Sequence[Compute]], stages: int
         y = top + rank * high
         parts += [text(left - 8, y + high / 2, f"rank {rank}", anchor="end"), box(left, y, width, high, IDLE)]
         for action, start, end in row:
-            fill, color = (FORWARD if isinstance(action, Forward) else BACKWARD)[action.chunk % 4]
+            fill, color = _colors(action)
             words = str(action.microbatch)
             parts.append(box(left + start * unit, y, (end - start) * unit, high, fill, words, color, 12))
     microbatches = 1 + max(action.microbatch for action in schedule[0])
-    bubble = bubble_fraction(stages, chunks, microbatches)
+    split = any(isinstance(action, BackwardInput) for row in schedule for action in row)
+    kinds = {"forward": FORWARD, "backward": BACKWARD, **({"weights": WEIGHTS} if split else {})}
     legend, x = bottom + 26, left
     for chunk in range(chunks):
         of_chunk = f", chunk {chunk}" if chunks > 1 else ""
-        for words, (fill, _) in (
-            (f"forward{of_chunk}", FORWARD[chunk]),
-            (f"backward{of_chunk}", BACKWARD[chunk]),
-        ):
-            parts += [box(x, legend - 7, 14, 14, fill), text(x + 20, legend, words, 12, "start")]
-            x += 150 if chunks > 1 else 90
+        for words, colors in kinds.items():
+            parts.append(box(x, legend - 7, 14, 14, colors[chunk][0]))
+            parts.append(text(x + 20, legend, words + of_chunk, 12, "start"))
+            x += (128 if split else 150) if chunks > 1 else 90
     held = ", ".join(str(peak_in_flight(actions)) for actions in schedule)
-    facts = f"bubble (p-1)/(vm) = {bubble:.4g}; forwards held at the peak, by rank: {held}"
+    if split or v_shaped:
+        useful = sum(end - start for _, start, end in timeline[0])
+        bubble = f"bubble = {makespan(timeline) / useful - 1:.4g}"
+    else:
+        bubble = f"bubble (p-1)/(vm) = {bubble_fraction(stages, chunks, microbatches):.4g}"
+    facts = f"{bubble}; forwards held at the peak, by rank: {held}"
     parts += [
         box(x, legend - 7, 14, 14, IDLE),
         text(x + 20, legend, "idle", 12, "start"),
         text(left, legend + 24, facts, 12, "start"),
     ]
-    return picture(left + width + 20, legend + 46, title, parts)
+    return picture(max(left + width, x + 40) + 20, legend + 46, title, parts)
+
+
+def _colors(action: Compute) -> tuple[str, str]:
+    """Colors of a pass and of its number."""
+    if isinstance(action, BackwardWeight):
+        return WEIGHTS[action.chunk % 4]
+    return (FORWARD if isinstance(action, Forward) else BACKWARD)[action.chunk % 4]
 
 
 def draw_layer_split(layers: int, stages: int, chunks: int) -> str:
@@ -266,6 +285,17 @@ def figures() -> dict[str, str]:
         "1f1b.svg": draw_schedule(f"1F1B: {sizes}", one_forward_one_backward(*once), stages, 1),
         "interleaved.svg": draw_schedule(
             f"Interleaved 1F1B: {sizes}, 2 chunks per rank", interleaved(*twice), stages, 2
+        ),
+        "breadth-first.svg": draw_schedule(
+            f"Breadth-first: {sizes}, 2 chunks per rank", breadth_first(*twice), stages, 2
+        ),
+        "zb-h1.svg": draw_schedule(f"ZB-H1: {sizes}", zb_h1(*once), stages, 1),
+        "zb-h2.svg": draw_schedule(f"ZB-H2: {sizes}", zb_h2(*once), stages, 1),
+        "zb-v.svg": draw_schedule(
+            f"ZB-V: {sizes}, 2 chunks per rank", zb_v(*twice), stages, 2, v_shaped=True
+        ),
+        "dualpipe-v.svg": draw_schedule(
+            f"DualPipe-V: {sizes}, 2 chunks per rank", dualpipe_v(*twice), stages, 2, v_shaped=True
         ),
         "layer-split.svg": draw_layer_split(layers=16, stages=stages, chunks=2),
         "tensor-parallel.svg": draw_tensor_parallel(),

@@ -6,7 +6,7 @@ import dataclasses
 
 from megatron.errors import InputError
 from megatron.flags import Config, flag
-from megatron.training.config import PluginConfig
+from megatron.training.config import PluginConfig, RunConfig
 
 TASKS = ("WIKITEXT103", "LAMBADA", "PPL")
 
@@ -95,3 +95,9 @@ class EvalTasksConfig(PluginConfig):
             )
         if len(set(tasks)) < len(tasks):
             raise InputError(f"--eval-tasks: {' '.join(tasks)} names a task twice")
+
+    def check(self, run: RunConfig) -> None:
+        if self.eval_tasks and run.parallel.v_shaped:
+            raise InputError(
+                f"--eval-tasks does not go with --pipeline-schedule {run.parallel.pipeline_schedule}; leave it out"
+            )

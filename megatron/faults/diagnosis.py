@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megatron.optim.norms import model_norm
 from megatron.parallel.collectives import gather_texts
 from megatron.parallel.parameters import main_grad, named_parameters
+from megatron.parallel.schedules import part_of
 from megatron.performance.compiled_layer import uncompiled
 from megatron.training.engine import Engine, GlobalBatch
 
@@ -112,7 +113,8 @@ class _Probe:
         """Attach the hooks for the length of the block."""
         handles = []
         for number, (chunk, part) in enumerate(zip(self.engine.modules, self.engine.chunks, strict=True)):
-            stage = number * self.mesh.pp.size + self.mesh.pp.rank
+            v_shaped = self.engine.config.parallel.v_shaped
+            stage = part_of(self.mesh.pp.rank, number, self.mesh.pp.size, v_shaped)
             handles.append(chunk.register_forward_pre_hook(self._begin_forward([0])))
             for path, module in chunk.named_modules():
                 what = (

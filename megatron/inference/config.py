@@ -95,3 +95,7 @@ class SampleTextsConfig(PluginConfig):
                 "alone; choose --expert-model-parallel-size x --expert-tensor-parallel-size to divide "
                 "--tensor-model-parallel-size"
             )
+        if self.sample_interval is not None and parallel.v_shaped:
+            raise InputError(
+                f"--sample-interval does not go with --pipeline-schedule {parallel.pipeline_schedule}; leave it out"
+            )

@@ -141,7 +141,9 @@ class BertModel(Bert):
         self.output_layer: OutputLayer | None = None
         if self.chunk.last:
             self.lm_head = LMHead(config, self.head_context)
-            self.output_layer = OutputLayer(config, self.head_context, first=self.chunk.first, bias=True)
+            self.output_layer = OutputLayer(
+                config, self.head_context, first=self.chunk.first or self.chunk.v_shaped, bias=True
+            )
         self.pooler, self.binary_head = self.pooled_head(2) if binary_head else (None, None)
 
     def forward(

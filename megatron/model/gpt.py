@@ -36,7 +36,8 @@ class GPTModel(LanguageModel):
         self.decoder = variant(Transformer, config)(config, context, self.chunk)
         self.output_layer: OutputLayer | None = None
         if self.chunk.last:
-            self.output_layer = variant(OutputLayer, config)(config, context, first=self.chunk.first)
+            holds = self.chunk.first or self.chunk.v_shaped
+            self.output_layer = variant(OutputLayer, config)(config, context, first=holds)
 
     def forward(
         self,

@@ -8,7 +8,7 @@ from megatron.model.config import ModelConfig
 from megatron.model.context import ModelContext
 from megatron.model.transformer import LayerInputs, Transformer
 from megatron.model.variants import ROPE_SCALINGS
-from megatron.model.vocabulary import Embedding, num_valid_rows
+from megatron.model.vocabulary import Embedding, VocabParallelEmbedding, num_valid_rows
 from megatron.ops.rotary import rotary_angles
 from megatron.parallel.stages import Chunk
 
@@ -37,13 +37,21 @@ class LanguageModel(nn.Module):
         self.embedding: Embedding | None = None
         if self.chunk.first:
             untied = config.untie_embeddings_and_output_weights or not output_layer
-            tied = not self.chunk.last and (not untied or config.mtp_num_layers > 0)
+            tied = not (self.chunk.last or self.chunk.v_shaped) and (not untied or config.mtp_num_layers > 0)
             self.embedding = Embedding(config, context, tied=tied, token_types=token_types)
+        # The chunk of this rank whose embedding this one uses, in a tuple, since it is no submodule.
+        self.first_chunk: tuple[LanguageModel, ...] = (self,) if self.chunk.first else ()
+
+    @property
+    def word_embeddings(self) -> VocabParallelEmbedding | None:
+        """The word embeddings, if this chunk or the rank's first chunk has them."""
+        embeddings = [chunk.embedding for chunk in self.first_chunk]
+        return embeddings[0].word_embeddings if embeddings and embeddings[0] is not None else None
 
     @property
     def word_table(self) -> Tensor | None:
-        """The word embeddings, if this chunk has them."""
-        return None if self.embedding is None else self.embedding.word_embeddings.weight
+        """The weight of `word_embeddings`."""
+        return None if self.word_embeddings is None else self.word_embeddings.weight
 
     def rotary(self, position_ids_bs: Tensor) -> tuple[Tensor, Tensor] | None:
         """`LayerInputs.rotary` at these positions; None without RoPE."""

@@ -7,7 +7,7 @@ import re
 
 from megatron.errors import InputError
 from megatron.flags import Config, flag
-from megatron.parallel.schedules import SCHEDULES
+from megatron.parallel.schedules import CHUNKED, SCHEDULES, V_SHAPED
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,6 +146,12 @@ class ParallelConfig(Config):
             text = re.sub(repeated, lambda found: found[1] * int(found[2]), text)
         return text.split("|")
 
+    @property
+    def v_shaped(self) -> bool:
+        """True if the second of two chunks per stage comes back from the last stage to the first."""
+        chunked = self.layer_split == "virtual" or len(self.layout_parts) > self.pipeline_model_parallel_size
+        return chunked and self.pipeline_schedule in V_SHAPED
+
     def _resolve_recompute(self) -> None:
         full = self.recompute_granularity == "full"
         for name, value in (
@@ -171,7 +177,7 @@ class ParallelConfig(Config):
         per_chunk = self.num_layers_per_virtual_pipeline_stage
         chunked = per_chunk is not None or parts > stages
         schedule = self.pipeline_schedule or ("interleaved" if chunked else "1f1b")
-        if (schedule == "interleaved") != chunked:
+        if (schedule in CHUNKED) != chunked and schedule not in V_SHAPED - CHUNKED:  # these go with both
             raise InputError(
                 f"--pipeline-schedule: {schedule} "
                 + (

@@ -8,19 +8,61 @@ they are needed. Any two ranks list the transfers between them in the same order
 from __future__ import annotations
 
 import abc
+import functools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.parallel.phases import UNOBSERVED, Phases
-from megatron.parallel.schedules import Action, Backward, Forward, Receive, Send
+from megatron.parallel.schedules import (
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Receive,
+    Send,
+)
 from megatron.parallel.transfers import MAX_PENDING_RECVS, Transfers
 
 # Names a transfer: (microbatch, chunk, True for activations and False for gradients).
 TransferKey = tuple[int, int, bool]
+
+
+class WgradQueue:
+    """Products for weight gradients that a split backward pass leaves for later (arXiv 2401.10241 section 2)."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[tuple[int, int], list[Callable[[], None]]] = {}
+        self.open: list[Callable[[], None]] | None = None  # where products go now; None: they run at once
+
+    def deferring(self, accumulate: Callable[..., None]) -> Callable[..., None]:
+        """`accumulate`, whose calls wait during a split backward pass. Their arguments stay in memory."""
+
+        def call(*args: Tensor) -> None:
+            if self.open is None:
+                accumulate(*args)
+            else:
+                self.open.append(functools.partial(accumulate, *args))
+
+        return call
+
+    @contextmanager
+    def split(self, key: tuple[int, int] | None) -> Iterator[None]:
+        """Context of a backward pass. Its products wait for `run`, unless `key` is None."""
+        if key is not None:
+            self.open = self.waiting[key] = []
+        yield
+        self.open = None
+
+    @torch.no_grad()
+    def run(self, key: tuple[int, int]) -> None:
+        for product in self.waiting.pop(key):
+            product()
 
 
 class PipelineStage(abc.ABC):
@@ -28,10 +70,11 @@ class PipelineStage(abc.ABC):
 
     Attributes:
         hidden_dtype: dtype of the activations between chunks.
+        wgrads: the products that split backward passes leave.
     """
 
-    def __init__(self, hidden_dtype: torch.dtype) -> None:
-        self.hidden_dtype = hidden_dtype
+    def __init__(self, hidden_dtype: torch.dtype, wgrads: WgradQueue | None = None) -> None:
+        self.hidden_dtype, self.wgrads = hidden_dtype, wgrads or WgradQueue()
         # By (microbatch, chunk): the input of a forward pass, and the root of its backward pass.
         self.inputs: dict[tuple[int, int], Tensor] = {}
         self.roots: dict[tuple[int, int], GradientEdge | Tensor] = {}
@@ -63,7 +106,7 @@ class PipelineStage(abc.ABC):
         return None if x is None else x.grad
 
     def begin_last_backward(self, chunk: int) -> None:  # noqa: B027, most stages have nothing to do
-        """Called before the last backward pass of a step through `chunk`."""
+        """Called before the last backward pass of a step through `chunk`, unless that is split."""
 
 
 def run_schedule(
@@ -83,7 +126,8 @@ class _Executor:
         self, stage: PipelineStage, actions: list[Action], transfers: Transfers, phases: Phases
     ) -> None:
         self.stage, self.transfers, self.phases = stage, transfers, phases
-        self.last_backward = {action.chunk: action for action in actions if isinstance(action, Backward)}
+        self.last = {a.chunk: a for a in actions if isinstance(a, Backward | BackwardWeight)}
+        self.chunks = 1 + max(action.chunk for action in actions)
         self.sent = {_key(action) for action in actions if isinstance(action, Send)}
         self.transfers_left = deque(action for action in actions if isinstance(action, Send | Receive))
         self.outgoing: dict[TransferKey, Tensor] = {}
@@ -96,12 +140,19 @@ class _Executor:
                 x = self._received((microbatch, chunk, True), "forward-recv")
                 with self.phases("forward-compute"):
                     self._keep((microbatch, chunk, True), self.stage.forward(chunk, microbatch, x))
-            case Backward(microbatch=microbatch, chunk=chunk):
+            case (
+                Backward(microbatch=microbatch, chunk=chunk)
+                | BackwardInput(microbatch=microbatch, chunk=chunk)
+            ):
                 grad = self._received((microbatch, chunk, False), "backward-recv")
-                if self.last_backward[chunk] == action:
+                if self.last[chunk] == action:
                     self.stage.begin_last_backward(chunk)
-                with self.phases("backward-compute"):
+                left = (microbatch, chunk) if isinstance(action, BackwardInput) else None
+                with self.phases("backward-compute"), self.stage.wgrads.split(left):
                     self._keep((microbatch, chunk, False), self.stage.backward(chunk, microbatch, grad))
+            case BackwardWeight(microbatch=microbatch, chunk=chunk):
+                with self.phases("backward-compute"):
+                    self.stage.wgrads.run((microbatch, chunk))
             case Receive():
                 while action in self.transfers_left:
                     self._post_receive()
@@ -112,9 +163,15 @@ class _Executor:
         self.transfers.heartbeat.steps += 1
 
     def _keep(self, key: TransferKey, x: Tensor | None) -> None:
-        """Keep the result of a pass until it is sent."""
-        if key in self.sent and x is not None:
+        """Keep the result of a pass until it is sent, or until this rank's next chunk takes it."""
+        microbatch, chunk, forward = key
+        following = chunk + 1 if forward else chunk - 1
+        if x is None:
+            return
+        if key in self.sent:
             self.outgoing[key] = x
+        elif 0 <= following < self.chunks:
+            self.incoming[microbatch, following, forward] = lambda: x
 
     def _post_receives(self) -> None:
         """Post the receives listed before the next send, up to `MAX_PENDING_RECVS` at a time."""

@@ -5,9 +5,11 @@ The executor (`pipeline.py`) runs the lists, `simulate` runs them against a cloc
 result. This module does not use torch.
 
 A rank's position in the pipeline is its stage. With more than one chunk per rank (virtual stages), the layers are split
-into `stages * chunks` parts, and chunk c of rank p is part `c * stages + p`.
+into `stages * chunks` parts, and chunk c of rank p is part `c * stages + p`. In a V-shaped schedule the second of two
+chunks is part `2 * stages - 1 - p`: the parts come back, and rank 0 has both ends of the model.
 
-Source: 1F1B (PipeDream-Flush) and model chunks, arXiv 2104.04473 section 2.2.
+Sources: 1F1B (PipeDream-Flush) and model chunks, arXiv 2104.04473 section 2.2; split backward passes, 2401.10241
+section 2; V shape, 2405.15362 section 3.
 """
 
 from __future__ import annotations
@@ -33,6 +35,22 @@ class Backward:
 
 
 @dataclass(frozen=True)
+class BackwardInput:
+    """Run a backward pass without the products for weight gradients, which wait for `BackwardWeight`."""
+
+    microbatch: int
+    chunk: int
+
+
+@dataclass(frozen=True)
+class BackwardWeight:
+    """Run the products for weight gradients that a `BackwardInput` left."""
+
+    microbatch: int
+    chunk: int
+
+
+@dataclass(frozen=True)
 class Send:
     """Send the output of `chunk` to rank `peer` or, if `forward` is false, the gradient of its input."""
 
@@ -52,8 +70,8 @@ class Receive:
     forward: bool
 
 
-Compute = Forward | Backward
-Action = Forward | Backward | Send | Receive
+Compute = Forward | Backward | BackwardInput | BackwardWeight
+Action = Compute | Send | Receive
 
 
 def forward_only(stages: int, chunks: int, microbatches: int) -> list[list[Compute]]:
@@ -85,8 +103,12 @@ def one_forward_one_backward(stages: int, chunks: int, microbatches: int) -> lis
 
 # (stages, chunks per stage, microbatches) to the computations of each stage, in order.
 Schedule = Callable[[int, int, int], list[list[Compute]]]
-# By --pipeline-schedule. `megatron.plugins` adds to it.
+# By --pipeline-schedule; those with several chunks per stage, those that are V-shaped and those that split backward
+# passes. `megatron.plugins` adds to them.
 SCHEDULES: dict[str, Schedule] = {"1f1b": one_forward_one_backward}
+CHUNKED: set[str] = set()
+V_SHAPED: set[str] = set()
+SPLIT: set[str] = set()
 
 
 def alternate(forwards: Sequence[Compute], backwards: Sequence[Compute], warmup: int) -> list[Compute]:
@@ -100,8 +122,8 @@ def alternate(forwards: Sequence[Compute], backwards: Sequence[Compute], warmup:
 
 
 def one_and_two(_: int, action: Compute) -> float:
-    """Duration of a pass if a backward takes twice as long as a forward."""
-    return 1.0 if isinstance(action, Forward) else 2.0
+    """Duration of a pass if a backward takes twice as long as a forward, half of it for weight gradients."""
+    return 2.0 if isinstance(action, Backward) else 1.0
 
 
 # A simulated schedule: (action, start, end) of each rank, in order.
@@ -113,6 +135,7 @@ def simulate(
     stages: int,
     duration: Callable[[int, Compute], float] = one_and_two,
     transfer_time: float = 0.0,
+    v_shaped: bool = False,
 ) -> Timeline:
     """Simulate a schedule: each pass starts as soon as its rank is free and its input has arrived.
 
@@ -121,35 +144,38 @@ def simulate(
         duration: gives the duration of a pass on a rank.
         transfer_time: time from the end of a pass to the arrival of its result on another rank.
     """
-    todo = [[a for a in actions if isinstance(a, Forward | Backward)] for actions in schedule]
+    todo = [[a for a in actions if isinstance(a, Compute)] for actions in schedule]
     chunks = 1 + max(action.chunk for actions in todo for action in actions)
     timeline: Timeline = [[] for _ in todo]
-    arrival: dict[tuple[int, Compute], float] = {}  # (consuming rank, consuming compute) -> time
-    waiting: set[tuple[int, Compute]] = set()
+    arrival: dict[Input, float] = {}
+    waiting: set[Input] = set()
     ready = list(range(stages))
     while ready:
         rank = ready.pop()
         row = timeline[rank]
         while len(row) < len(todo[rank]):
             action = todo[rank][len(row)]
-            arrived = arrival.get((rank, action))
-            if arrived is None and _has_producer(action, rank, stages, chunks):
-                waiting.add((rank, action))
+            needed = (rank, isinstance(action, Forward), action.microbatch, action.chunk)
+            arrived = None if isinstance(action, BackwardWeight) else arrival.get(needed)
+            if arrived is None and _has_producer(action, rank, stages, chunks, v_shaped):
+                waiting.add(needed)
                 break
             start = max(arrived or 0.0, row[-1][2] if row else 0.0)
             end = start + duration(rank, action)
             row.append((action, start, end))
-            consumer = _consumer(action, rank, stages, chunks)
-            if consumer is not None:
-                arrival[consumer] = end + (transfer_time if consumer[0] != rank else 0.0)
-                if consumer in waiting:
-                    waiting.remove(consumer)
-                    ready.append(consumer[0])
+            result = _result(action, rank, stages, chunks, v_shaped)
+            if result is not None:
+                arrival[result] = end + (transfer_time if result[0] != rank else 0.0)
+                if result in waiting:
+                    waiting.remove(result)
+                    ready.append(result[0])
     assert not waiting, f"the schedule deadlocks: {waiting} are never reached"
     return timeline
 
 
-def with_transfers(schedule: Sequence[Sequence[Compute]], stages: int) -> list[list[Action]]:
+def with_transfers(
+    schedule: Sequence[Sequence[Compute]], stages: int, v_shaped: bool = False
+) -> list[list[Action]]:
     """Add the point-to-point transfers to a schedule, in an order that cannot deadlock.
 
     The simulator's clock puts all transfers and passes of all ranks in one order, and each rank's list is its part of
@@ -157,39 +183,48 @@ def with_transfers(schedule: Sequence[Sequence[Compute]], stages: int) -> list[l
     So the first remaining action in the order can always run: even if a send blocks until its receive, no ranks wait in
     a cycle. For the same reason both ranks of a pair list their transfers, in either direction, in the same order.
 
-    Consecutive chunks on the same rank (`stages` is 1) need no transfer.
+    Consecutive chunks on the same rank (`stages` is 1, or the turn of a V) need no transfer.
     """
     chunks = 1 + max(action.chunk for actions in schedule for action in actions)
     # The keys (time, transfers first, rank) are distinct: a rank starts and ends one pass at a time.
     events: list[list[tuple[tuple[float, int, int], Action]]] = [[] for _ in schedule]
-    for rank, row in enumerate(simulate(schedule, stages)):
+    for rank, row in enumerate(simulate(schedule, stages, v_shaped=v_shaped)):
         for action, start, end in row:
             events[rank].append(((start, 1, rank), action))
-            consumer = _consumer(action, rank, stages, chunks)
-            if consumer is None or consumer[0] == rank:
+            result = _result(action, rank, stages, chunks, v_shaped)
+            if result is None or result[0] == rank:
                 continue
-            peer, use = consumer
-            forward = isinstance(action, Forward)
-            send = Send(action.microbatch, action.chunk, peer, forward)
-            receive = Receive(use.microbatch, use.chunk, rank, forward)
+            peer, forward, microbatch, chunk = result
+            send = Send(microbatch, action.chunk, peer, forward)
             events[rank].append(((end, 0, rank), send))
-            events[peer].append(((end, 0, rank), receive))
+            events[peer].append(((end, 0, rank), Receive(microbatch, chunk, rank, forward)))
     return [[action for _, action in sorted(row, key=lambda event: event[0])] for row in events]
 
 
-def _consumer(action: Compute, rank: int, stages: int, chunks: int) -> tuple[int, Compute] | None:
-    """Rank and pass that need the result of `action`, or None at the ends of the pipeline."""
-    step = 1 if isinstance(action, Forward) else -1
-    part = action.chunk * stages + rank + step
-    if not 0 <= part < stages * chunks:
+# An input of a pass: the rank that needs it, True for forward, microbatch, chunk.
+Input = tuple[int, bool, int, int]
+
+
+def part_of(rank: int, chunk: int, stages: int, v_shaped: bool = False) -> int:
+    """Index in the model of a rank's chunk."""
+    return (chunk + 1) * stages - 1 - rank if v_shaped and chunk % 2 else chunk * stages + rank
+
+
+def _result(action: Compute, rank: int, stages: int, chunks: int, v_shaped: bool) -> Input | None:
+    """The input that `action` computes, or None at the ends of the pipeline and for weight gradients."""
+    forward = isinstance(action, Forward)
+    part = part_of(rank, action.chunk, stages, v_shaped) + (1 if forward else -1)
+    if not 0 <= part < stages * chunks or isinstance(action, BackwardWeight):
         return None
-    return part % stages, type(action)(action.microbatch, part // stages)
+    chunk, place = divmod(part, stages)
+    return part_of(place, chunk, stages, v_shaped) - chunk * stages, forward, action.microbatch, chunk
 
 
-def _has_producer(action: Compute, rank: int, stages: int, chunks: int) -> bool:
+def _has_producer(action: Compute, rank: int, stages: int, chunks: int, v_shaped: bool) -> bool:
     """True if `action` takes its input from another chunk's pass.
 
-    That is all but the first chunk's forward and the last chunk's backward.
+    That is all but the first chunk's forward, the last chunk's backward and weight gradients.
     """
-    part = action.chunk * stages + rank
-    return part != (0 if isinstance(action, Forward) else stages * chunks - 1)
+    part = part_of(rank, action.chunk, stages, v_shaped)
+    last = 0 if isinstance(action, Forward) else stages * chunks - 1
+    return part != last and not isinstance(action, BackwardWeight)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from megatron.errors import InputError
 from megatron.flags import either
 from megatron.parallel.config import ParallelConfig
+from megatron.parallel.schedules import part_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,6 +18,7 @@ class Chunk:
     layers: range
     first: bool = True  # has the embedding
     last: bool = True  # has the final norm, output layer and loss
+    v_shaped: bool = False  # one rank has the model's first and last chunk
 
 
 def even_split(config: ParallelConfig, num_layers: int) -> list[int]:
@@ -36,7 +38,7 @@ LAYER_SPLITS: dict[str, Callable[[ParallelConfig, int], list[int]]] = {"even": e
 
 
 def split_layers(config: ParallelConfig, num_layers: int) -> list[list[Chunk]]:
-    """Split the layers into the chunks of each stage. Chunk c of stage p is the (c · P + p)-th of the model.
+    """Split the layers into the chunks of each stage. Chunk c of stage p is that of `part_of`.
 
     Raises:
         InputError: the layers do not divide as the flags say.
@@ -44,7 +46,10 @@ def split_layers(config: ParallelConfig, num_layers: int) -> list[list[Chunk]]:
     stages, sizes = config.pipeline_model_parallel_size, LAYER_SPLITS[config.layer_split](config, num_layers)
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     parts = [
-        Chunk(range(end - size, end), first=i == 0, last=i == len(sizes) - 1)
+        Chunk(range(end - size, end), i == 0, i == len(sizes) - 1, config.v_shaped)
         for i, (size, end) in enumerate(zip(sizes, ends, strict=True))
     ]
-    return [parts[stage::stages] for stage in range(stages)]
+    return [
+        [parts[part_of(stage, c, stages, config.v_shaped)] for c in range(len(sizes) // stages)]
+        for stage in range(stages)
+    ]

@@ -77,7 +77,7 @@ def set_products(config: RunConfig, model: StageModel, products: Fp8Products) ->
         model.context.ops,
         matmul=products.matmul,
         dgrad=products.dgrad,
-        accumulate_wgrad=products.accumulate_wgrad,
+        accumulate_wgrad=model.wgrads.deferring(products.accumulate_wgrad),
     )
     kept = config.plugin(Fp8Config).bf16_layers(config.model.num_layers)
     for layer in (layer for chunk in model.modules for layer in chunk.modules()):

@@ -139,14 +139,14 @@ def distinct_microbatches(config: RunConfig, microbatches: int) -> int:
 
     With 1F1B a stage holds the most activations after one microbatch per stage, and then alternates forward and
     backward passes; a few more reach the maximum of pending sends. The interleaved schedule reaches the maximum after
-    fewer than two per stage, and repeats with each further one per stage. GPipe never repeats itself. A single stage
+    fewer than two per stage, and repeats with each further one per stage. Others are executed whole. A single stage
     sends nothing, and its second microbatch is like all others.
     """
     stages, schedule = config.parallel.pipeline_model_parallel_size, config.parallel.pipeline_schedule
-    if schedule == "gpipe" and stages > 1:
-        return microbatches
     if stages == 1:
         return min(microbatches, 2)
+    if schedule not in ("1f1b", "interleaved"):
+        return microbatches
     return min(microbatches, 3 * stages if schedule == "interleaved" else stages + 2 * MAX_PENDING_SENDS)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.parallel.schedules import Compute, Forward, Timeline
+from megatron.parallel.schedules import BackwardInput, Compute, Forward, Timeline
 
 
 def bubble_fraction(stages: int, chunks: int, microbatches: int) -> float:
@@ -18,9 +18,9 @@ def makespan(timeline: Timeline) -> float:
 
 
 def peak_in_flight(actions: Sequence[Compute]) -> int:
-    """Largest number of forwards of a rank whose backward has not run."""
+    """Largest number of forwards of a rank whose backward, or weight gradients if it is split, has not run."""
     peak = held = 0
     for action in actions:
-        held += 1 if isinstance(action, Forward) else -1
+        held += 1 if isinstance(action, Forward) else 0 if isinstance(action, BackwardInput) else -1
         peak = max(peak, held)
     return peak

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from megatron.errors import InputError
 from megatron.model.context import ModelContext
 from megatron.model.flops import flops_per_sample
+from megatron.model.language_model import LanguageModel
 from megatron.ops.backend import Ops, choose_ops, find_compiler
 from megatron.optim.layout import lay_out
 from megatron.optim.optimizer import param_groups
@@ -17,7 +19,9 @@ from megatron.optim.spec import OptimizerSpec
 from megatron.parallel.collectives import all_equal, raise_on_all_ranks
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.phases import Phases
+from megatron.parallel.pipeline import WgradQueue
 from megatron.parallel.random import stable_hash
+from megatron.parallel.schedules import SPLIT
 from megatron.parallel.stages import split_layers
 from megatron.training.config import RunConfig
 from megatron.training.engine import DTYPES, Engine
@@ -78,9 +82,15 @@ def build_model(config: RunConfig, task: Task[Any], mesh: Mesh, ops: Ops, **voca
     `vocab_sizes` are `vocab_size` and `padded_vocab_size`.
     """
     parallel, chunks = config.parallel, split_layers(config.parallel, config.model.num_layers)[mesh.pp.rank]
+    wgrads = WgradQueue()
+    if parallel.pipeline_schedule in SPLIT:
+        ops = dataclasses.replace(ops, accumulate_wgrad=wgrads.deferring(ops.accumulate_wgrad))
     context = ModelContext.on_mesh(mesh, config.model, parallel, ops=ops, **vocab_sizes)
     with torch.device("meta"):
         modules = [task.build_model(config, context, chunk) for chunk in chunks]
+    models = [module for module in modules if isinstance(module, LanguageModel) and parallel.v_shaped]
+    for model in models:
+        model.first_chunk = (models[0],)
     first = [make(config) for make in FIRST_OPTIMIZERS]
     groups = param_groups(config.optimizer, mesh, distributed=parallel.use_distributed_optimizer, first=first)
     dtype = DTYPES[config.training.precision]
@@ -92,4 +102,5 @@ def build_model(config: RunConfig, task: Task[Any], mesh: Mesh, ops: Ops, **voca
         hidden_size=config.model.hidden_size,
         hidden_dtype=torch.float32 if config.model.fp32_residual_connection else dtype,
         sequence_shards=mesh.tp.size if parallel.sequence_parallel else 1,
+        wgrads=wgrads,
     )

@@ -178,7 +178,8 @@ class Engine:
     def _make_actions(self, schedule: Schedule, microbatches: int) -> list[Action]:
         """Actions of this process's stage."""
         ranks = self.mesh.pp.size
-        return with_transfers(schedule(ranks, len(self.chunks), microbatches), ranks)[self.mesh.pp.rank]
+        lists = schedule(ranks, len(self.chunks), microbatches)
+        return with_transfers(lists, ranks, self.config.parallel.v_shaped)[self.mesh.pp.rank]
 
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
         """Mean of the task's metric, by default its losses, over all samples of all replicas' `batches`."""

@@ -13,7 +13,7 @@ from megatron.data.batch import Batch
 from megatron.model.context import ModelContext
 from megatron.optim.buffer import ParamBuffer
 from megatron.optim.layout import Bucket
-from megatron.parallel.pipeline import PipelineStage
+from megatron.parallel.pipeline import PipelineStage, WgradQueue
 from megatron.parallel.random import DropoutKey
 from megatron.parallel.stages import Chunk
 from megatron.training.task import EvalMetric, ForwardStep
@@ -30,6 +30,7 @@ class StageModel:
         hidden_size: last dimension of the activations between chunks, [sequence, samples, hidden_size].
         hidden_dtype: their dtype.
         sequence_shards: number of shards of their sequence dimension; 1 without sequence parallelism.
+        wgrads: where split backward passes leave products.
     """
 
     modules: list[nn.Module]
@@ -39,6 +40,7 @@ class StageModel:
     hidden_size: int
     hidden_dtype: torch.dtype
     sequence_shards: int
+    wgrads: WgradQueue = dataclasses.field(default_factory=WgradQueue)
 
 
 class MeanLoss:
@@ -65,7 +67,7 @@ class ModelStage(PipelineStage):
     """A stage that runs a task's forward function on microbatches."""
 
     def __init__(self, model: StageModel, microbatches: Sequence[Batch], forward: ForwardStep) -> None:
-        super().__init__(model.hidden_dtype)
+        super().__init__(model.hidden_dtype, model.wgrads)
         self.model, self.microbatches, self.forward_step = model, microbatches, forward
 
     def recv_shape(self, microbatch: int) -> tuple[int, int, int]:

@@ -100,19 +100,13 @@ class MTPModel(GPTModel):
         if self.chunk.last:
             # A tied output layer uses the block's copy of the table in place of a copy of its own.
             self.output_layer = variant(OutputLayer, config)(config, context, first=True)
-            self.mtp = MTPBlock(config, context, first=self.chunk.first)
+            self.mtp = MTPBlock(config, context, first=self.chunk.first or self.chunk.v_shaped)
 
     @property
     def word_embeddings(self) -> VocabParallelEmbedding | None:
         """The word embeddings, or the last stage's copy of them, if this chunk has them."""
-        if self.embedding is not None:
-            return self.embedding.word_embeddings
-        return None if self.mtp is None else self.mtp.word_embeddings
-
-    @property
-    def word_table(self) -> Tensor | None:
-        embeddings = self.word_embeddings
-        return None if embeddings is None else embeddings.weight
+        own = None if self.mtp is None else self.mtp.word_embeddings
+        return super().word_embeddings if own is None else own
 
     def loss_sums(self, hidden_sbh: Tensor, inputs: LayerInputs, batch: GPTBatch) -> Tensor:
         """Sums over the batch of the losses of each depth from 0, the next token, to D, [1 + D] fp32.

@@ -142,8 +142,8 @@ class Runs:
         """
         self.shrunk, self.folder, self.start = shrunk, folder, start
         unit = shrunk.config.training.micro_batch_size
-        interleaved = shrunk.parallel.pipeline_schedule == "interleaved"
-        groups = math.lcm(*(layout.dp * (layout.pp if interleaved else 1) for layout in layouts))
+        per_stage = {"interleaved": 1, "dualpipe-v": 2}.get(shrunk.parallel.pipeline_schedule or "")
+        groups = math.lcm(*(layout.dp * (layout.pp * per_stage if per_stage else 1) for layout in layouts))
         self.batch = unit * groups * math.ceil(MICROBATCHES / groups)
         # Parts that the runs of the reference's spread divide sums into.
         self.parts = max(max(layout.tp, layout.dp, 2) for layout in layouts)

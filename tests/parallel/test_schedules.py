@@ -8,17 +8,22 @@ import pytest
 
 from megatron.parallel.schedules import (
     Backward,
+    BackwardInput,
+    BackwardWeight,
+    Compute,
     Forward,
     Receive,
     Send,
     forward_only,
     one_and_two,
     one_forward_one_backward,
+    part_of,
     simulate,
     with_transfers,
 )
 from megatron.planner.schedule_costs import bubble_fraction, makespan, peak_in_flight
-from megatron.variants.schedules import gpipe, interleaved
+from megatron.variants.schedules import breadth_first, gpipe, interleaved
+from megatron.variants.zero_bubble import dualpipe_v, zb_h1, zb_h2, zb_v
 
 # (stages, chunks, microbatches)
 ONE_CHUNK = [(p, 1, m) for p in range(1, 17) for m in [*range(1, 41), 64]]
@@ -26,7 +31,18 @@ INTERLEAVED = [
     (p, v, p * k) for p in range(1, 17) for v in range(1, 9) for k in range(1, 13) if p * v * k <= 120
 ]
 FORWARD_ONLY = [(p, v, m) for p in range(1, 11) for v in range(1, 5) for m in range(1, 41)]
+SPLIT = [(p, 1, m) for p in range(1, 9) for m in (*range(1, 18), 40)]
+V_SHAPED = [
+    (p, 2, m) for p in range(2, 9) for m in (1, 2, p - 1, p, p + 1, 2 * p - 1, 2 * p, 2 * p + 1, 3 * p)
+]
+DUALPIPE = [(p, 2, m) for p in range(2, 9) for m in range(2 * p, 4 * p)]
+V = (zb_v, dualpipe_v)
 CASES = [
+    *((zb_h1, *sizes) for sizes in SPLIT),
+    *((zb_h2, *sizes) for sizes in SPLIT),
+    *((zb_v, *sizes) for sizes in V_SHAPED),
+    *((dualpipe_v, *sizes) for sizes in DUALPIPE),
+    *((breadth_first, p, v, m) for p, v, m in FORWARD_ONLY if m % 3 == 1),
     *((gpipe, *sizes) for sizes in ONE_CHUNK),
     *((one_forward_one_backward, *sizes) for sizes in ONE_CHUNK),
     *((interleaved, *sizes) for sizes in INTERLEAVED),
@@ -55,23 +71,39 @@ def test_every_compute_happens_once_and_forward_comes_first(cases):
         assert len(schedule) == stages
         for actions in schedule:
             forwards = {(a.microbatch, a.chunk): i for i, a in enumerate(actions) if isinstance(a, Forward)}
-            backwards = {(a.microbatch, a.chunk): i for i, a in enumerate(actions) if isinstance(a, Backward)}
+            backwards = {
+                (a.microbatch, a.chunk): i
+                for i, a in enumerate(actions)
+                if isinstance(a, Backward | BackwardInput)
+            }
+            split = {(a.microbatch, a.chunk) for a in actions if isinstance(a, BackwardInput)}
+            weights = {
+                (a.microbatch, a.chunk): i for i, a in enumerate(actions) if isinstance(a, BackwardWeight)
+            }
             assert sorted(forwards) == pairs
             assert sorted(backwards) == ([] if make is forward_only else pairs)
-            assert len(actions) == len(forwards) + len(backwards)
+            assert sorted(weights) == sorted(split)
+            assert len(actions) == len(forwards) + len(backwards) + len(weights)
             assert all(forwards[key] < at for key, at in backwards.items())
+            assert all(backwards[key] < at for key, at in weights.items())
 
 
 @pytest.mark.parametrize("cases", BY_STAGES)
 def test_blocking_transfers_do_not_deadlock(cases):
     for make, stages, chunks, microbatches in cases:
         schedule = make(stages, chunks, microbatches)
-        actions = with_transfers(schedule, stages)
-        assert [[a for a in row if isinstance(a, Forward | Backward)] for row in actions] == schedule
-        run_with_rendezvous(actions, stages, chunks)
+        actions = with_transfers(schedule, stages, make in V)
+        assert [[a for a in row if isinstance(a, Compute)] for row in actions] == schedule
+        run_with_rendezvous(actions, stages, chunks, make in V)
 
 
-def run_with_rendezvous(actions, stages, chunks):
+def owner(part, stages, v_shaped):
+    """Rank and chunk of a part of the model."""
+    chunk = part // stages
+    return next((r, chunk) for r in range(stages) if part_of(r, chunk, stages, v_shaped) == part)
+
+
+def run_with_rendezvous(actions, stages, chunks, v_shaped=False):
     """Run each rank's actions in order with rendezvous transfers, which happen only when both ends reach them.
 
     Every compute must find its input, and nothing may be left undelivered. Both ends must be at the same transfer,
@@ -88,8 +120,8 @@ def run_with_rendezvous(actions, stages, chunks):
         moved = False
         for rank in range(stages):
             action = current(rank)
-            while isinstance(action, Forward | Backward):
-                run_compute(action, rank, stages, chunks, held)
+            while isinstance(action, Compute):
+                run_compute(action, rank, stages, chunks, held, v_shaped)
                 at[rank] += 1
                 moved = True
                 action = current(rank)
@@ -98,9 +130,9 @@ def run_with_rendezvous(actions, stages, chunks):
             receive = current(action.peer)
             if not (isinstance(receive, Receive) and receive.peer == rank):
                 continue
-            part = action.chunk * stages + rank + (1 if action.forward else -1)
-            expected = Receive(action.microbatch, part // stages, rank, action.forward)
-            assert (receive, action.peer) == (expected, part % stages)
+            part = part_of(rank, action.chunk, stages, v_shaped) + (1 if action.forward else -1)
+            peer, chunk = owner(part, stages, v_shaped)
+            assert (receive, action.peer) == (Receive(action.microbatch, chunk, rank, action.forward), peer)
             sent = ("made", action.forward, action.microbatch, action.chunk)
             assert sent in held[rank]
             held[rank].remove(sent)
@@ -112,16 +144,18 @@ def run_with_rendezvous(actions, stages, chunks):
     assert not any(held)
 
 
-def run_compute(action, rank, stages, chunks, held):
+def run_compute(action, rank, stages, chunks, held, v_shaped):
     """Consume the compute's input from `held[rank]` and add its output for the next compute or transfer."""
+    if isinstance(action, BackwardWeight):
+        return
     forward = isinstance(action, Forward)
-    part = action.chunk * stages + rank
+    part = part_of(rank, action.chunk, stages, v_shaped)
     first, last = (0, stages * chunks - 1) if forward else (stages * chunks - 1, 0)
     if part != first:
         held[rank].remove(("need", forward, action.microbatch, action.chunk))
     if part == last:
         return
-    if stages > 1:
+    if owner(part + (1 if forward else -1), stages, v_shaped)[0] != rank:
         held[rank].add(("made", forward, action.microbatch, action.chunk))
     else:
         held[rank].add(("need", forward, action.microbatch, action.chunk + (1 if forward else -1)))
@@ -179,6 +213,48 @@ def test_bubble_equals_the_formula():
             assert makespan(timeline) / busy - 1 == pytest.approx(formula)
             assert bubble_fraction(stages, chunks, microbatches) == formula
             assert makespan(timeline) == pytest.approx(3 * microbatches * (1 + formula))
+
+
+def idle(row):
+    """Time of a rank without a pass, between its first and its last."""
+    return row[-1][2] - row[0][1] - sum(end - start for _, start, end in row)
+
+
+def test_zero_bubble_schedules_of_the_papers():
+    """2401.10241, table 1, and 2405.15362, section 3, with equal times of the three passes."""
+    for stages, _, microbatches in SPLIT:
+        timeline = simulate(zb_h1(stages, 1, microbatches), stages)
+        if microbatches >= stages:  # the bubble is (p - 1) (F + B - W), the memory p microbatches
+            assert makespan(timeline) == 3 * microbatches + stages - 1
+            assert peaks(zb_h1(stages, 1, microbatches)) == [stages] * stages
+        if microbatches >= 2 * stages - 1:
+            timeline = simulate(zb_h2(stages, 1, microbatches), stages)
+            assert [idle(row) for row in timeline] == [0] * stages
+            assert peaks(zb_h2(stages, 1, microbatches)) == [2 * stages - 1] * stages
+    for stages, _, microbatches in V_SHAPED:
+        schedule = zb_v(stages, 2, microbatches)
+        assert max(peaks(schedule)) <= 2 * stages
+        if microbatches >= stages:
+            bubble = makespan(simulate(schedule, stages, v_shaped=True)) - 6 * microbatches
+            assert bubble <= (3 * 2 * (stages - 1)) / 3  # a third of 1F1B's, in passes of half a stage
+    for stages, _, microbatches in DUALPIPE:
+        schedule = dualpipe_v(stages, 2, microbatches)
+        assert max(peaks(schedule)) <= 2 * stages + 1
+        assert makespan(simulate(schedule, stages, v_shaped=True)) == 6 * microbatches + stages - 1
+
+
+def test_breadth_first_has_the_bubble_of_the_interleaved_schedule():
+    for stages, chunks, microbatches in INTERLEAVED[::5]:
+        timelines = [
+            simulate(make(stages, chunks, microbatches), stages) for make in (breadth_first, interleaved)
+        ]
+        assert makespan(timelines[0]) == makespan(timelines[1])
+
+
+def test_zb_h1_of_the_paper():
+    """2401.10241, figure 2, its third device of four, eight microbatches (numbered from 0 current)."""
+    names = "".join(type(a).__name__.removeprefix("Backward")[0] for a in zb_h1(4, 1, 8)[2])
+    assert names == "FFIFIFIWFIWFIWFIWFIWIWWW"
 
 
 def test_bubble_of_forward_only_is_the_pipeline_fill():
