@@ -176,6 +176,7 @@ ONE_DEVICE = (
 )
 # Layouts outside the planner's search, which has no formulas for GPipe or partial recomputation, and chooses which
 # stages are shorter.
+UNPLANNED_FLAGS = ("--expert", "--moe", "-layout", "--account-for", "zb-", "dualpipe", "breadth", "auto")
 UNPLANNED = {
     "P2 gpipe",
     "P2 uneven",
@@ -199,7 +200,7 @@ PLANNED = [
     (shape, layout)
     for shape in PLANNED_SHAPES
     for layout, (_, flags) in LAYOUTS.items()
-    if layout not in UNPLANNED and not any(x in flags for x in ("--expert", "--moe"))
+    if layout not in UNPLANNED and not any(x in flags for x in UNPLANNED_FLAGS)
 ]
 DRY_RUNS = {("gpt2", "P4V2"), ("llama", "P4"), ("qwen2", "P4"), ("qwen3", "P4V2"), ("deepseek", "T2P2+SP")}
 
