@@ -1,6 +1,7 @@
 """Compare pipeline schedules with those of torch.distributed.pipelining, with simulated stages over gloo.
 
-Stages sleep instead of computing, so four processes do not need four cores.
+Stages sleep instead of computing, so four processes do not need four cores. Forward, the gradient of a stage's input
+and those of its weights take equal times.
 """
 
 from __future__ import annotations
@@ -18,71 +19,120 @@ from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
 )
 
 from megatron.parallel.config import ParallelConfig
 from megatron.parallel.mesh import Mesh, init_mesh
 from megatron.parallel.pipeline import PipelineStage as OurStage
-from megatron.parallel.pipeline import run_schedule
-from megatron.parallel.schedules import one_forward_one_backward, with_transfers
+from megatron.parallel.pipeline import WgradQueue, run_schedule
+from megatron.parallel.schedules import (
+    one_and_two,
+    one_forward_one_backward,
+    part_of,
+    simulate,
+    with_transfers,
+)
 from megatron.parallel.transfers import Transfers
-from megatron.planner.schedule_costs import bubble_fraction
+from megatron.planner.schedule_costs import makespan
 from megatron.variants.schedules import gpipe, interleaved
+from megatron.variants.zero_bubble import zb_h1, zb_v
 
 STAGES = 4
-FORWARD, BACKWARD = 0.02, 0.04  # seconds per stage and microbatch
+PASS = 0.02  # seconds per stage and microbatch of each of the three
 SHAPE = (64, 1, 64)  # of the activations between stages; small, because transfer time is not measured
-SCHEDULES = {"gpipe": gpipe, "1f1b": one_forward_one_backward, "interleaved": interleaved}
-CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
+SCHEDULES = {
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+    "interleaved": interleaved,
+    "zb-h1": zb_h1,
+    "zb-v": zb_v,
+}
+CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}
+TORCH_SCHEDULES = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zb-h1": ScheduleInterleavedZeroBubble,
+    "zb-v": ScheduleZBVZeroBubble,
+}
 MICROBATCHES = (2 * STAGES, 4 * STAGES)
 
 
 class _Sleep(torch.autograd.Function):
+    """Sleeps in forward, in backward, or in both."""
+
     @staticmethod
-    def forward(ctx, x: Tensor, chunks: int) -> Tensor:
-        ctx.chunks = chunks
-        time.sleep(FORWARD / chunks)
+    def forward(ctx, x: Tensor, forward: float, backward: float) -> Tensor:
+        ctx.seconds = backward
+        time.sleep(forward)
         return x.clone()
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        time.sleep(BACKWARD / ctx.chunks)
-        return grad.clone(), None
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.seconds)
+        return grad.clone(), None, None
 
 
 class SleepingStage(nn.Module):
-    """One of `chunks` model chunks of a rank."""
+    """One of `chunks` model chunks of a rank. The gradient of its weight takes as long as that of its input."""
 
     def __init__(self, chunks: int) -> None:
         super().__init__()
-        self.chunks = chunks
+        self.seconds = PASS / chunks
         self.weight = nn.Parameter(torch.zeros(SHAPE[-1]))
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Sleep.apply(x + self.weight, self.chunks)
+        return _Sleep.apply(x, self.seconds, self.seconds) + _Sleep.apply(self.weight, 0.0, self.seconds)
+
+
+class _SleepAndDefer(torch.autograd.Function):
+    """`_Sleep` of an input, whose backward also calls `weights`."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, seconds: float, weights: Callable[[float], None]) -> Tensor:
+        ctx.seconds, ctx.weights = seconds, weights
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.seconds)
+        ctx.weights(ctx.seconds)
+        return grad.clone(), None, None
 
 
 class Stage(OurStage):
-    """The sleeping model chunks of a rank. `is_last` is True on the last rank."""
+    """The sleeping model chunks of a rank, of which `last` is the model's last, if any."""
 
-    def __init__(self, chunks: int, is_last: bool) -> None:
-        super().__init__(torch.float32)
-        self.chunks, self.is_last = [SleepingStage(chunks) for _ in range(chunks)], is_last
-        self.x = torch.zeros(SHAPE)
+    def __init__(self, chunks: int, last: int | None) -> None:
+        wgrads = WgradQueue()
+        super().__init__(torch.float32, wgrads)
+        self.seconds, self.last = PASS / chunks, last
+        self.x = torch.zeros(SHAPE, requires_grad=True)
+        self.weights = wgrads.deferring(time.sleep)
 
     def recv_shape(self, microbatch: int) -> tuple[int, ...]:
         return SHAPE
 
     def compute(self, chunk: int, microbatch: int, x: Tensor | None) -> Tensor:
-        out = self.chunks[chunk](self.x if x is None else x)
-        return out.sum() if self.is_last and chunk == len(self.chunks) - 1 else out
+        out = _SleepAndDefer.apply(self.x if x is None else x, self.seconds, self.weights)
+        return out.sum() if chunk == self.last else out
+
+
+def parts_of(name: str, rank: int) -> list[int]:
+    """Parts of the model on a rank."""
+    return [part_of(rank, chunk, STAGES, name == "zb-v") for chunk in range(CHUNKS[name])]
 
 
 def ours(name: str, microbatches: int, mesh: Mesh) -> Callable[[], None]:
     """Return a function that runs the schedule once."""
-    chunks = CHUNKS[name]
-    actions = with_transfers(SCHEDULES[name](STAGES, chunks, microbatches), STAGES)[mesh.pp.rank]
-    stage, transfers = Stage(chunks, mesh.pp.rank == STAGES - 1), Transfers(mesh, scatter_gather=False)
+    chunks, parts = CHUNKS[name], parts_of(name, mesh.pp.rank)
+    lists = SCHEDULES[name](STAGES, chunks, microbatches)
+    actions = with_transfers(lists, STAGES, name == "zb-v")[mesh.pp.rank]
+    last = chunks - 1 if parts[-1] == STAGES * chunks - 1 else None
+    stage, transfers = Stage(chunks, last), Transfers(mesh, scatter_gather=False)
 
     def run() -> None:
         run_schedule(stage, actions, transfers)
@@ -93,20 +143,19 @@ def ours(name: str, microbatches: int, mesh: Mesh) -> Callable[[], None]:
 
 def torch_pipelining(name: str, microbatches: int, mesh: Mesh) -> Callable[[], None]:
     """Return a function that runs the schedule of torch.distributed.pipelining once."""
-    chunks, rank = CHUNKS[name], mesh.pp.rank
-    stages = [
-        PipelineStage(SleepingStage(chunks), chunk * STAGES + rank, chunks * STAGES, mesh.device)
-        for chunk in range(chunks)
-    ]
-    kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}[name]
-    schedule = kind(
-        stages if chunks > 1 else stages[0], microbatches, loss_fn=lambda out, _: out.sum(), scale_grads=False
+    chunks, parts = CHUNKS[name], parts_of(name, mesh.pp.rank)
+    stages = [PipelineStage(SleepingStage(chunks), part, chunks * STAGES, mesh.device) for part in parts]
+    schedule = TORCH_SCHEDULES[name](
+        stages[0] if name in ("gpipe", "1f1b") else stages,
+        microbatches,
+        loss_fn=lambda out, _: out.sum(),
+        scale_grads=False,
     )
     batch = torch.zeros(SHAPE[0] * microbatches, *SHAPE[1:])
 
     def run() -> None:
-        inputs = (batch,) if rank == 0 else ()
-        schedule.step(*inputs, **({"target": batch} if rank == STAGES - 1 else {}))
+        inputs = (batch,) if 0 in parts else ()
+        schedule.step(*inputs, **({"target": batch} if STAGES * chunks - 1 in parts else {}))
 
     return run
 
@@ -146,14 +195,16 @@ def compare_schedules(rounds: int) -> dict[str, object]:
         for key in measured[0][0]
     }
     results = {f"{m} microbatches": _summary(m, median) for m in MICROBATCHES}
-    return {"stages": STAGES, "forward": FORWARD, "backward": BACKWARD} | results
+    return {"stages": STAGES, "forward": PASS, "backward": 2 * PASS} | results
 
 
 def _summary(microbatches: int, median: dict[tuple[int, str, str], float]) -> dict[str, object]:
-    work = microbatches * (FORWARD + BACKWARD)
+    work = 3 * microbatches * PASS
     rows: dict[str, object] = {}
     for name, chunks in CHUNKS.items():
-        theory = bubble_fraction(STAGES, chunks, microbatches)
+        lists = SCHEDULES[name](STAGES, chunks, microbatches)
+        passes = makespan(simulate(lists, STAGES, one_and_two, v_shaped=name == "zb-v")) / chunks
+        theory = PASS * passes / work - 1
         our_time, torch_time = (median[microbatches, name, key] for key in ("ours", "torch_pipelining"))
         rows[name] = {
             "bubble by theory": round(theory, 4),

@@ -37,6 +37,7 @@ from megatron.settings.help import add_help
 from megatron.settings.shorthands import ShorthandConfig, expand_shorthands
 from megatron.settings.tokenizer import expand_tokenizer
 from megatron.training.config import PLUGIN_CONFIGS
+from megatron.variants.auto_schedule import AutoScheduleConfig
 from megatron.verify.config import CaptureConfig
 
 OTHER_NAMES.update(FLAG_NAMES)
@@ -55,6 +56,7 @@ PLUGIN_CONFIGS.update(
         "old checkpoints": RetentionConfig,
         "best checkpoint": SaveBestConfig,
         "performance": PerformanceConfig,
+        "pipeline schedule": AutoScheduleConfig,
         "low precision": Fp8Config,
         "reports": ReportConfig,
         "timing": TimingConfig,

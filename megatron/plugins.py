@@ -70,7 +70,7 @@ from megatron.reports.timers import PhaseTimes
 from megatron.training.batch_size import BATCH_SCHEDULES
 from megatron.training.build import FIRST_OPTIMIZERS, MODEL_HOOKS
 from megatron.training.config import RunConfig
-from megatron.training.engine import STEP_RULES
+from megatron.training.engine import STEP_RULES, TUNED_SCHEDULES
 from megatron.training.hooks import Evaluation, Saving
 from megatron.training.layout import BATCH_CHECKS
 from megatron.training.log_hook import Logging
@@ -79,6 +79,7 @@ from megatron.training.pretrain import START_CHECKS, pretrain
 from megatron.training.start import RESUME_NOTES
 from megatron.training.task import Task
 from megatron.variants import lr_decay
+from megatron.variants.auto_schedule import best_schedule, tuned
 from megatron.variants.blend import ROUNDINGS, open_blend
 from megatron.variants.cyclic import cyclic
 from megatron.variants.data_phases import open_phases
@@ -105,10 +106,13 @@ FORMATS.update(EXTERNAL_FORMATS)
 LAYER_OPS[:] = [layer_ops]
 PEAK_FLOPS[:] = [peak_flops]
 SCHEDULES.update({"gpipe": gpipe, "interleaved": interleaved, "breadth-first": breadth_first})
-SCHEDULES.update({"zb-h1": zb_h1, "zb-h2": zb_h2, "zb-v": zb_v, "dualpipe-v": dualpipe_v})
+SCHEDULES.update(
+    {"zb-h1": zb_h1, "zb-h2": zb_h2, "zb-v": zb_v, "dualpipe-v": dualpipe_v, "auto": best_schedule}
+)
 CHUNKED.update({"interleaved", "breadth-first", "zb-v", "dualpipe-v"})
-V_SHAPED.update({"zb-v", "dualpipe-v"})
-SPLIT.update({"zb-h1", "zb-h2", "zb-v", "dualpipe-v"})
+V_SHAPED.update({"auto", "zb-v", "dualpipe-v"})
+TUNED_SCHEDULES.update({"auto": tuned})
+SPLIT.update({"auto", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"})
 LR_DECAYS.update(lr_decay.LR_DECAYS)
 LAYER_SPLITS.update(
     {"counted": counted_split, "layout": layout_split, "uneven": uneven_split, "virtual": virtual_split}

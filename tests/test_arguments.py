@@ -672,6 +672,7 @@ def test_help_is_grouped_and_complete() -> None:
         "old checkpoints",
         "best checkpoint",
         "performance",
+        "pipeline schedule",
         "low precision",
         "reports",
         "timing",

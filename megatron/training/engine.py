@@ -30,6 +30,9 @@ from megatron.training.task import EvalMetric, Task
 # Microbatches that an evaluation puts through a pipeline at once, per stage: the more, the smaller the bubble.
 EVAL_MICROBATCHES_PER_STAGE = 8
 
+# Make a schedule for the costs of a run with this size of the padded vocabulary. Filled by `megatron.plugins`.
+TUNED_SCHEDULES: dict[str, Callable[[RunConfig, int], Schedule]] = {}
+
 # Make the rules of a run's optimizer, if its flags ask for them. Filled by `megatron.plugins`.
 STEP_RULES: list[Callable[[RunConfig, Mesh], StepRule | None]] = []
 
@@ -90,6 +93,10 @@ class Engine:
         self.loss_weights = torch.tensor(weights, dtype=torch.float32, device=mesh.device)
         self.samples: collections.Counter[tuple[int, int]] = collections.Counter()
         self.run_passes: Callable[[GlobalBatch, MeanLoss], None] = self._run_pipeline
+        name = parallel.pipeline_schedule
+        assert name is not None  # set by ParallelConfig
+        tuned = TUNED_SCHEDULES.get(name)
+        self.schedule = tuned(config, model.context.padded_vocab_size) if tuned else SCHEDULES[name]
         # With a batch size ramp-up the number of microbatches changes.
         self._actions = functools.lru_cache(maxsize=8)(self._make_actions)
 
@@ -164,9 +171,7 @@ class Engine:
             dropout_keys=batch.dropout_keys,
             buffer=self.buffer if overlap else None,
         )
-        name = self.config.parallel.pipeline_schedule
-        assert name is not None  # set by ParallelConfig
-        actions = self._actions(SCHEDULES[name], len(batch.microbatches))
+        actions = self._actions(self.schedule, len(batch.microbatches))
         run_schedule(stage, actions, self.transfers, self.phases)
         self.transfers.finish()
 

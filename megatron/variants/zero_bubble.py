@@ -146,7 +146,7 @@ def zb_h1(stages: int, chunks: int, microbatches: int) -> list[list[Compute]]:
     The bubble is a third of 1F1B's, and every rank holds `stages` microbatches at most, as rank 0 does with 1F1B.
     """
     assert chunks == 1
-    return [_lagging(microbatches, stages - rank - 1, rank) for rank in range(stages)]
+    return [lagging(microbatches, stages - rank - 1, rank) for rank in range(stages)]
 
 
 def zb_h2(stages: int, chunks: int, microbatches: int) -> list[list[Compute]]:
@@ -155,10 +155,10 @@ def zb_h2(stages: int, chunks: int, microbatches: int) -> list[list[Compute]]:
     No rank idles between its first and its last pass if there are 2 `stages` - 1 microbatches, all of which it holds.
     """
     assert chunks == 1
-    return [_lagging(microbatches, 2 * (stages - rank - 1), 2 * rank) for rank in range(stages)]
+    return [lagging(microbatches, 2 * (stages - rank - 1), 2 * rank) for rank in range(stages)]
 
 
-def _lagging(microbatches: int, warmup: int, lag: int) -> list[Compute]:
+def lagging(microbatches: int, warmup: int, lag: int) -> list[Compute]:
     """`warmup` forwards, then forward, backward and the weight gradients of `lag` microbatches before, in turn."""
     forwards = [Forward(microbatch, 0) for microbatch in range(microbatches)]
     actions: list[Compute] = list(forwards[:warmup])
@@ -177,7 +177,7 @@ def zb_v(stages: int, chunks: int, microbatches: int) -> list[list[Compute]]:
     Two chunks per rank in the shape of a V; every rank holds `stages` microbatches of both at most.
     """
     assert chunks == 2
-    lists = _candidates(stages, chunks, microbatches, (2 * stages,) * stages, one_and_two)
+    lists = candidates(stages, chunks, microbatches, (2 * stages,) * stages, one_and_two)
     return min(lists, key=lambda schedule: _makespan(schedule, stages, one_and_two, v_shaped=True))
 
 
@@ -234,7 +234,7 @@ def _dualpipe_rank(stages: int, rank: int, microbatches: int) -> list[Compute]:
     return [*actions, *weights]
 
 
-def _candidates(
+def candidates(
     stages: int, chunks: int, microbatches: int, limits: tuple[int, ...], duration: Duration
 ) -> Iterator[list[list[Compute]]]:
     """Lists by all policies within the memory."""

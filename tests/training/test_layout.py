@@ -14,7 +14,7 @@ BASE = (
     "--train-samples 1000 --lr 1e-3"
 )
 T, P = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
-LAYOUT, DEPTHS = "--pipeline-model-parallel-layout", "--mtp-num-layers"
+SCHEDULE, LAYOUT, DEPTHS = "--pipeline-schedule", "--pipeline-model-parallel-layout", "--mtp-num-layers"
 EMBEDDING, LOSS = "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"
 V = "--num-layers-per-virtual-pipeline-stage"
 FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
@@ -167,6 +167,39 @@ INVALID = [
         f"{P} 2 {LAYOUT} Et*6|t*6,m*2,L {DEPTHS} 1",
         f"{LAYOUT} Et*6|t*6,m*2,L: it has 2 depths of multi-token prediction (m), and {DEPTHS} is 1; make them equal",
         [f"{DEPTHS} 2"],
+    ),
+    (
+        4,
+        f"{P} 2 {V} 3 {SCHEDULE} dualpipe-v --global-batch-size 12",
+        f"{SCHEDULE}: dualpipe-v needs 4 microbatches, two for each stage; --global-batch-size 12 makes 3; "
+        "use zb-v, or at least 16",
+        ["--global-batch-size 16", f"{SCHEDULE} zb-v"],
+    ),
+    (
+        2,
+        f"{P} 2 {V} 2 {SCHEDULE} zb-v",
+        f"{SCHEDULE}: zb-v has two chunks on each of 2 stages, and here are 3; set {V} to --num-layers / 4",
+        [f"{V} 3"],
+    ),
+    (
+        2,
+        f"{P} 2 {SCHEDULE} zb-h1 --overlap-grad-reduce",
+        f"{SCHEDULE}: zb-h1 does not go with --overlap-grad-",
+        [],
+    ),
+    (
+        2,
+        f"{P} 2 {SCHEDULE} zb-h2 --ops-backend layers",
+        f"{SCHEDULE}: zb-h2 splits the backward pass, which ",
+        [],
+    ),
+    (2, f"{P} 2 {SCHEDULE} zb-v", f"{SCHEDULE}: zb-v needs {V}", [f"{V} 3"]),
+    (2, f"{P} 2 {V} 3 {SCHEDULE} zb-h1", f"{SCHEDULE}: zb-h1 does not go with {V} 3", [f"{SCHEDULE} zb-v"]),
+    (
+        2,
+        f"{P} 2 {V} 3 {SCHEDULE} zb-v --sample-interval 1 --sample-prompts file",
+        f"--sample-interval does not go with {SCHEDULE} zb-v; leave it out",
+        [],
     ),
     (2, f"{P} 2 {FULL} --recompute-num-layers 20", "--recompute-num-layers: 20 is more than the 6 ", []),
     (

@@ -1,0 +1,165 @@
+"""--pipeline-schedule auto: the list of passes that takes the least time in the simulator, within a limit of memory.
+
+The search takes the named schedules and lists that a clock makes by several policies, as the automatic schedules of
+arXiv 2401.10241, section 3, and 2405.15362 do. The times of passes are counted in floating-point operations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+
+from megatron.errors import InputError
+from megatron.flags import flag
+from megatron.model.config import ModelConfig
+from megatron.model.flops import attention_flops, joining_flops, layer_flops, vocabulary_flops
+from megatron.parallel.schedules import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Compute,
+    Forward,
+    Schedule,
+    one_and_two,
+    one_forward_one_backward,
+    simulate,
+)
+from megatron.parallel.stages import split_layers
+from megatron.training.config import PluginConfig, RunConfig
+from megatron.variants.zero_bubble import Duration, candidates, dualpipe_v, lagging, zb_h1, zb_v
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AutoScheduleConfig(PluginConfig):
+    """Memory of the automatic pipeline schedule."""
+
+    pipeline_microbatches_in_flight: int | None = flag(
+        None,
+        "with --pipeline-schedule auto: microbatches whose activations a stage may hold (default: the number of "
+        "stages, as with 1f1b)",
+        low=1,
+    )
+
+    def check(self, run: RunConfig) -> None:
+        if self.pipeline_microbatches_in_flight is not None and run.parallel.pipeline_schedule != "auto":
+            raise InputError(
+                f"--pipeline-microbatches-in-flight: {self.pipeline_microbatches_in_flight} needs "
+                "--pipeline-schedule auto"
+            )
+
+
+def best_schedule(
+    stages: int,
+    chunks: int,
+    microbatches: int,
+    *,
+    duration: Duration = one_and_two,
+    in_flight: int | None = None,
+    transfer_time: float = 0.0,
+) -> list[list[Compute]]:
+    """The fastest list found for passes of given times.
+
+    Args:
+        chunks: 1, or 2 in the shape of a V.
+        duration: seconds of a pass on a rank. A whole backward pass takes as long as its two parts.
+        in_flight: microbatches that a stage may hold, at least 1; None for the number of stages.
+        transfer_time: as in `simulate`.
+    """
+    limit = chunks * (in_flight or stages)
+    found = [
+        (makespan(schedule, stages, duration, transfer_time=transfer_time, v_shaped=chunks == 2), i, schedule)
+        for i, schedule in enumerate(_lists(stages, chunks, microbatches, limit, duration))
+        if max(map(peak_chunks, schedule)) <= limit
+    ]
+    return min(found)[2]
+
+
+def _lists(
+    stages: int, chunks: int, microbatches: int, limit: int, duration: Duration
+) -> Iterator[list[list[Compute]]]:
+    """Named schedules, and those by policies. Some of the former exceed the limit."""
+    if chunks == 1:
+        yield one_forward_one_backward(stages, chunks, microbatches)
+        yield zb_h1(stages, chunks, microbatches)
+        for more in range(1, min(limit, 2 * stages - 1)):
+            # As many forwards ahead as there is room for, with the weight gradients as late as then fits.
+            yield [
+                lagging(microbatches, warmup, more - warmup)
+                for warmup in (min(2 * (stages - rank - 1), more) for rank in range(stages))
+            ]
+    else:
+        yield zb_v(stages, chunks, microbatches)
+        if microbatches >= 2 * stages:
+            yield dualpipe_v(stages, chunks, microbatches)
+    for room in sorted({limit, max(limit - 1, chunks)}, reverse=True):
+        yield from candidates(stages, chunks, microbatches, (room,) * stages, duration)
+
+
+def peak_chunks(actions: Sequence[Compute]) -> int:
+    """Most chunks of activations that a rank holds, from forward until backward or its weight gradients."""
+    peak = held = 0
+    for action in actions:
+        held += 1 if isinstance(action, Forward) else 0 if isinstance(action, BackwardInput) else -1
+        peak = max(peak, held)
+    return peak
+
+
+def makespan(
+    schedule: Sequence[Sequence[Compute]],
+    stages: int,
+    duration: Duration,
+    *,
+    transfer_time: float = 0.0,
+    v_shaped: bool,
+) -> float:
+    """Time from the first start to the last end."""
+    timeline = simulate(schedule, stages, duration, transfer_time, v_shaped)
+    return max(row[-1][2] for row in timeline)
+
+
+def tuned(config: RunConfig, padded_vocab_size: int) -> Schedule:
+    """The schedule of a run: `best_schedule` for the floating-point operations of its stages."""
+    parallel, model = config.parallel, config.model
+    assert config.data.seq_length is not None
+    costs = {
+        (rank, number): _part_flops(
+            model,
+            chunk.layers,
+            config.data.seq_length,
+            padded_vocab_size if chunk.last else None,
+            recompute=parallel.recompute_granularity == "full",
+        )
+        for rank, chunks in enumerate(split_layers(parallel, model.num_layers))
+        for number, chunk in enumerate(chunks)
+    }
+
+    def duration(rank: int, action: Compute) -> float:
+        forward, of_input, of_weights = costs[rank, action.chunk]
+        times = {Forward: forward, BackwardInput: of_input, BackwardWeight: of_weights}
+        return of_input + of_weights if isinstance(action, Backward) else times[type(action)]
+
+    in_flight = config.plugin(AutoScheduleConfig).pipeline_microbatches_in_flight
+    return functools.partial(best_schedule, duration=duration, in_flight=in_flight)
+
+
+def _part_flops(
+    model: ModelConfig, layers: range, length: int, vocab_size: int | None, *, recompute: bool
+) -> tuple[float, float, float]:
+    """FLOPs of a part of the model for one sample: forward, gradients of inputs, gradients of weights.
+
+    Args:
+        vocab_size: padded, if the part ends in the output layer. Its loss computes the gradients in forward.
+        recompute: backward runs forward again.
+    """
+    depths = range(model.num_layers, model.num_all_layers) if vocab_size is not None else ()
+    here = [*layers, *depths]
+    attention = len(here) * attention_flops(model, pairs=length * length)
+    linear = sum(layer_flops(model, length, has_experts=model.all_expert_layers[i]) for i in here)
+    head = 0.0
+    if vocab_size is not None:
+        linear += joining_flops(model, length)
+        head = 3 * vocabulary_flops(model, vocab_size, length)
+    again = linear + attention if recompute else 0.0
+    least = 1.0  # a part without layers
+    return linear + attention + head + least, linear + 2 * attention + again + least, linear + least

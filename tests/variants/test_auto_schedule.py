@@ -1,0 +1,96 @@
+"""The automatic pipeline schedule against the named ones, in the simulator."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+import megatron.plugins  # noqa: F401 (registers the schedules)
+from megatron.arguments import parse_run_config
+from megatron.errors import InputError
+from megatron.parallel.schedules import Backward, BackwardInput, BackwardWeight, Compute, Forward
+from megatron.parallel.schedules import one_forward_one_backward as one_f_one_b
+from megatron.variants.auto_schedule import best_schedule, makespan, peak_chunks, tuned
+from megatron.variants.schedules import gpipe
+from megatron.variants.zero_bubble import Duration, dualpipe_v, zb_h1, zb_h2, zb_v
+
+
+def uneven(rng: random.Random, stages: int, chunks: int, spread: float = 0.5) -> Duration:
+    """Random times of the passes of each part; a whole backward pass takes the sum of its parts."""
+    times = {
+        (rank, chunk, kind): rng.uniform(1 - spread, 1 + spread)
+        for rank in range(stages)
+        for chunk in range(chunks)
+        for kind in (Forward, BackwardInput, BackwardWeight)
+    }
+
+    def duration(rank: int, action: Compute) -> float:
+        kinds = (BackwardInput, BackwardWeight) if isinstance(action, Backward) else (type(action),)
+        return sum(times[rank, action.chunk, kind] for kind in kinds)
+
+    return duration
+
+
+@pytest.mark.parametrize(
+    ("first", "last"),
+    [(0, 20), *(pytest.param(n, n + 120, marks=pytest.mark.slow) for n in range(20, 500, 120))],
+)
+def test_never_slower_than_a_named_schedule(first: int, last: int) -> None:
+    for seed in range(first, last):
+        rng = random.Random(seed)
+        stages, chunks = rng.randint(2, 6), rng.randint(1, 2)
+        microbatches, in_flight = rng.randint(1, 4 * stages), rng.randint(1, 2 * stages)
+        duration, transfer = uneven(rng, stages, chunks), rng.choice((0.0, 0.1))
+        best = best_schedule(
+            stages, chunks, microbatches, duration=duration, in_flight=in_flight, transfer_time=transfer
+        )
+        assert max(map(peak_chunks, best)) <= chunks * in_flight
+
+        for row in best:
+            done = sorted((a.microbatch, a.chunk) for a in row if isinstance(a, Forward))
+            assert done == sorted((m, c) for m in range(microbatches) for c in range(chunks))
+        named = (one_f_one_b, gpipe, zb_h1, zb_h2) if chunks == 1 else (zb_v, dualpipe_v)
+        for make in named:
+            if make is dualpipe_v and microbatches < 2 * stages:
+                continue
+            schedule = make(stages, chunks, microbatches)
+            if max(map(peak_chunks, schedule)) <= chunks * in_flight:
+                time, ours = (
+                    makespan(x, stages, duration, transfer_time=transfer, v_shaped=chunks == 2)
+                    for x in (schedule, best)
+                )
+                assert ours <= time, (seed, make.__name__)
+
+
+def test_shorter_than_1f1b() -> None:
+    """Eight stages and 16 microbatches, in the memory of 1F1B, with times that differ by up to a fifth."""
+    for seed in range(4):
+        duration = uneven(random.Random(seed), 8, 1, spread=0.0 if seed == 0 else 0.2)
+        times = [
+            makespan(schedule, 8, duration, v_shaped=False)
+            for schedule in (best_schedule(8, 1, 16, duration=duration), one_f_one_b(8, 1, 16))
+        ]
+        assert times[0] <= 0.85 * times[1]
+
+
+RUN = (
+    "--num-layers 8 --hidden-size 96 --num-attention-heads 12 --seq-length 64 --micro-batch-size 1 "
+    "--global-batch-size 8 --train-samples 1000 --lr 1e-3 --pipeline-model-parallel-size 4 --pipeline-schedule auto"
+)
+
+
+def peak(flags: str) -> int:
+    config = parse_run_config(f"{RUN} {flags}".split(), description="a test", defaults={})
+    chunks = 2 if config.parallel.v_shaped else 1
+    return max(map(peak_chunks, tuned(config, 5000)(4, chunks, 8)))
+
+
+def test_the_limit_of_a_run() -> None:
+    assert peak("") <= 4
+    assert peak("--pipeline-microbatches-in-flight 2") <= 2
+    assert peak("--num-layers-per-virtual-pipeline-stage 1") <= 8
+    with pytest.raises(
+        InputError, match=r"^--pipeline-microbatches-in-flight: 3 needs --pipeline-schedule auto$"
+    ):
+        peak("--pipeline-schedule zb-h1 --pipeline-microbatches-in-flight 3")
