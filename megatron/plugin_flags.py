@@ -16,6 +16,7 @@ from megatron.interop.nvidia.data_order import head_split_bounds
 from megatron.interop.nvidia.flags import add_nvidia_flags
 from megatron.interop.nvidia.loss_mean import LossMeanConfig
 from megatron.interop.other_names import FLAG_NAMES
+from megatron.parallel.schedules import CHUNKED, SCHEDULES, SPLIT, V_SHAPED
 from megatron.performance.config import Fp8Config, PerformanceConfig
 from megatron.planner.config import DryRunConfig
 from megatron.recipes.config import (
@@ -37,9 +38,18 @@ from megatron.settings.help import add_help
 from megatron.settings.shorthands import ShorthandConfig, expand_shorthands
 from megatron.settings.tokenizer import expand_tokenizer
 from megatron.training.config import PLUGIN_CONFIGS
-from megatron.variants.auto_schedule import AutoScheduleConfig
+from megatron.variants.auto_schedule import AutoScheduleConfig, best_schedule
+from megatron.variants.schedules import breadth_first, gpipe, interleaved
+from megatron.variants.zero_bubble import dualpipe_v, zb_h1, zb_h2, zb_v
 from megatron.verify.config import CaptureConfig
 
+SCHEDULES.update({"gpipe": gpipe, "interleaved": interleaved, "breadth-first": breadth_first})
+SCHEDULES.update(
+    {"zb-h1": zb_h1, "zb-h2": zb_h2, "zb-v": zb_v, "dualpipe-v": dualpipe_v, "auto": best_schedule}
+)
+CHUNKED.update({"interleaved", "breadth-first", "zb-v", "dualpipe-v"})
+V_SHAPED.update({"auto", "zb-v", "dualpipe-v"})
+SPLIT.update({"auto", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"})
 OTHER_NAMES.update(FLAG_NAMES)
 DATA_ORDERS.update({"head": head_split_bounds})
 PLUGIN_CONFIGS.update(

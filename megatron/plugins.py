@@ -33,7 +33,6 @@ from megatron.interop.nvidia.data_order import HeadBlendRounding
 from megatron.interop.nvidia.loss_mean import LossMeanConfig, with_microbatch_means
 from megatron.ops.backend import LAYER_OPS
 from megatron.optim.schedule import LR_DECAYS
-from megatron.parallel.schedules import CHUNKED, SCHEDULES, SPLIT, V_SHAPED
 from megatron.parallel.stages import LAYER_SPLITS
 from megatron.performance.async_save import AsyncSaving
 from megatron.performance.compiled_layer import layer_ops
@@ -79,7 +78,7 @@ from megatron.training.pretrain import START_CHECKS, pretrain
 from megatron.training.start import RESUME_NOTES
 from megatron.training.task import Task
 from megatron.variants import lr_decay
-from megatron.variants.auto_schedule import best_schedule, tuned
+from megatron.variants.auto_schedule import tuned
 from megatron.variants.blend import ROUNDINGS, open_blend
 from megatron.variants.cyclic import cyclic
 from megatron.variants.data_phases import open_phases
@@ -87,15 +86,8 @@ from megatron.variants.layer_pattern import check_layers
 from megatron.variants.mock_data import mock_bert, mock_gpt
 from megatron.variants.multi_token_prediction import with_mtp
 from megatron.variants.registry import check_variants  # and fills the registry of the model's variants
-from megatron.variants.schedules import (
-    breadth_first,
-    check_full_groups,
-    check_schedule,
-    gpipe,
-    interleaved,
-)
+from megatron.variants.schedules import check_full_groups, check_schedule
 from megatron.variants.stages import check_depths, counted_split, layout_split, uneven_split, virtual_split
-from megatron.variants.zero_bubble import dualpipe_v, zb_h1, zb_h2, zb_v
 from megatron.verify.capture import Capturing
 
 ROUNDINGS.update({"head": HeadBlendRounding()})
@@ -105,14 +97,7 @@ SAMPLE_ORDERS.update({"cyclic": cyclic})
 FORMATS.update(EXTERNAL_FORMATS)
 LAYER_OPS[:] = [layer_ops]
 PEAK_FLOPS[:] = [peak_flops]
-SCHEDULES.update({"gpipe": gpipe, "interleaved": interleaved, "breadth-first": breadth_first})
-SCHEDULES.update(
-    {"zb-h1": zb_h1, "zb-h2": zb_h2, "zb-v": zb_v, "dualpipe-v": dualpipe_v, "auto": best_schedule}
-)
-CHUNKED.update({"interleaved", "breadth-first", "zb-v", "dualpipe-v"})
-V_SHAPED.update({"auto", "zb-v", "dualpipe-v"})
 TUNED_SCHEDULES.update({"auto": tuned})
-SPLIT.update({"auto", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"})
 LR_DECAYS.update(lr_decay.LR_DECAYS)
 LAYER_SPLITS.update(
     {"counted": counted_split, "layout": layout_split, "uneven": uneven_split, "virtual": virtual_split}

@@ -5,8 +5,6 @@ GPipe, arXiv 1811.06965; the interleaved one, 2104.04473 section 2.2; breadth-fi
 
 from __future__ import annotations
 
-import torch
-
 from megatron.errors import InputError
 from megatron.flags import either
 from megatron.parallel.schedules import SPLIT, Backward, Compute, Forward, alternate, forward_only
@@ -90,6 +88,8 @@ def check_schedule(config: RunConfig, batches: BatchSchedule) -> None:
             f"{name} does not go with --overlap-grad-reduce, since weight gradients are complete only at the end of a "
             "step; leave it out"
         )
+    import torch  # not at the top: the command line knows the schedules before
+
     ops, gpu = config.ops, config.training.device != "cpu" and torch.cuda.is_available()
     if ops.ops_backend == "layers" or (gpu and ops.torch_compile and ops.ops_backend != "plain"):
         raise InputError(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 
 import pytest
 
 import megatron.plugins  # noqa: F401 (registers the schedules)
 from megatron.arguments import parse_run_config
 from megatron.errors import InputError
-from megatron.parallel.schedules import Backward, BackwardInput, BackwardWeight, Compute, Forward
+from megatron.parallel.schedules import SCHEDULES, Backward, BackwardInput, BackwardWeight, Compute, Forward
 from megatron.parallel.schedules import one_forward_one_backward as one_f_one_b
 from megatron.variants.auto_schedule import best_schedule, makespan, peak_chunks, tuned
 from megatron.variants.schedules import gpipe
@@ -94,3 +96,13 @@ def test_the_limit_of_a_run() -> None:
         InputError, match=r"^--pipeline-microbatches-in-flight: 3 needs --pipeline-schedule auto$"
     ):
         peak("--pipeline-schedule zb-h1 --pipeline-microbatches-in-flight 3")
+
+
+def test_the_command_line_knows_all_schedules_without_torch() -> None:
+    """The command line is read before torch is imported, and refused all schedules of plug-ins."""
+    program = (
+        "import sys; import megatron.plugin_flags; from megatron.parallel.schedules import SCHEDULES; "
+        "assert 'torch' not in sys.modules; print(*SCHEDULES)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == list(SCHEDULES)
