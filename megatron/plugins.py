@@ -13,6 +13,7 @@ import torch
 
 import megatron.plugin_flags  # noqa: F401 (registers the flags of plug-ins)
 from megatron.checkpoint.formats import FORMATS
+from megatron.context_parallel.setup import check_context_parallel, context_parallel_ops
 from megatron.data.bert_dataset import BertDatasetBuilder
 from megatron.data.build import MOCK_DATA, SOURCES
 from megatron.data.gpt_dataset import GPTDatasetBuilder
@@ -67,7 +68,7 @@ from megatron.reports.run_size import RunSize
 from megatron.reports.throughput import Throughput
 from megatron.reports.timers import PhaseTimes
 from megatron.training.batch_size import BATCH_SCHEDULES
-from megatron.training.build import FIRST_OPTIMIZERS, MODEL_HOOKS
+from megatron.training.build import FIRST_OPTIMIZERS, MODEL_HOOKS, OPS_HOOKS
 from megatron.training.config import RunConfig
 from megatron.training.engine import STEP_RULES, TUNED_SCHEDULES
 from megatron.training.hooks import Evaluation, Saving
@@ -103,6 +104,7 @@ LAYER_SPLITS.update(
     {"counted": counted_split, "layout": layout_split, "uneven": uneven_split, "virtual": virtual_split}
 )
 BATCH_CHECKS[:] = [check_full_groups, check_schedule, check_depths]
+OPS_HOOKS[:] = [context_parallel_ops]
 MODEL_HOOKS[:] = [check_model_memory, use_fp8]
 FIRST_OPTIMIZERS[:] = [Frozen, ExpertBias, LastLoad]
 RESUME_NOTES[:] = [resume_notes]
@@ -133,6 +135,7 @@ def prepared(config: RunConfig, task: Task) -> tuple[RunConfig, Task]:
     """Apply --mtp-num-layers and --loss-mean to a task, and --train-epochs to the length of its run."""
     check_variants(config.model)
     check_layers(config.model, task.name)
+    check_context_parallel(config, task)
     task = with_mtp(config, task)
     if config.plugin(LossMeanConfig).loss_mean == "microbatches":
         task = with_microbatch_means(task)

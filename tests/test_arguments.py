@@ -151,6 +151,7 @@ NVIDIA_DEFAULTS = """
     --moe-router-topk-scaling-factor None, --moe-z-loss-coeff None, --moe-router-enable-expert-bias False,
     --moe-router-bias-update-rate 1e-3, --moe-expert-capacity-factor None, --moe-token-drop-policy probs,
     --moe-pad-expert-input-to-capacity False, --moe-grouped-gemm False, --moe-layer-recompute False,
+    --context-parallel-size 1, --hierarchical-context-parallel-sizes None,
     --expert-model-parallel-size 1, --expert-tensor-parallel-size None, --moe-per-layer-logging False,
     --multi-latent-attention False, --q-lora-rank None, --kv-lora-rank 32, --qk-head-dim 128, --qk-pos-emb-head-dim 64,
     --v-head-dim 128, --mscale 1.0, --mscale-all-dim 0.0, --mtp-loss-scaling-factor 0.1,
@@ -160,6 +161,7 @@ NVIDIA_DEFAULTS = """
 """
 # Defaults that are spelled differently but mean the same, or that differ on purpose.
 OTHER_DEFAULTS = {
+    "--cp-comm-type": "p2p",  # ['p2p'], one for each layer
     "--split": None,  # '969, 30, 1'; with None, --train-data-path can tell that --split was not given
     "--dataloader-type": "single",  # None, which becomes 'single'
     "--distributed-backend": None,  # 'nccl'; here gloo without a GPU
@@ -848,7 +850,7 @@ def test_parsing_does_not_import_torch() -> None:
     [
         ("--lr x", "error: --lr: 'x' is not a number"),
         ("--tensor-model-parallel-size 8", "error: --tensor-model-parallel-size 8 x "),
-        ("--context-parallel-size 2", "error: --context-parallel-size 2 is not supported: "),
+        ("--muon-tp-mode blockwise", "error: --muon-tp-mode blockwise is not supported: "),
         ("--config none.yaml", "error: --config none.yaml: cannot be read (No such file or directory)"),
     ],
 )

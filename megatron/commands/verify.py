@@ -193,12 +193,12 @@ def other_layouts(config: VerifyConfig, own: Any, usual: Sequence[str] = DEFAULT
 
     found = []
     for text in config.layouts or usual:
-        parts = "".join(rf"(?:{axis}([0-9]+))?" for axis in ("t", "p", "d", "e", "et"))
+        parts = "".join(rf"(?:{axis}([0-9]+))?" for axis in ("t", "c", "p", "d", "e", "et"))
         match = re.fullmatch(f"(?=.){parts}", text)
         if match is None or "0" in match.groups():
             raise InputError(f"--layouts: {text} is not a layout such as t2p2d2 or t2d2e2et1")
-        tp, pp, dp, ep, etp = (size and int(size) for size in match.groups())
-        layout = Layout(tp or 1, pp or 1, dp or 1, ep or 1, etp or None)
+        tp, cp, pp, dp, ep, etp = (size and int(size) for size in match.groups())
+        layout = Layout(tp or 1, pp or 1, dp or 1, ep or 1, etp or None, cp or 1)
         if layout.processes > config.max_processes:
             if config.layouts is None:
                 continue

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron.data.zigzag import zigzag_shard
+
 BatchT = TypeVar("BatchT", bound="Batch")
 
 
@@ -51,6 +53,12 @@ class Batch:
     def map(self: BatchT, function: Callable[[Tensor], Tensor]) -> BatchT:
         """Return the batch with `function` applied to each tensor."""
         return type(self)(**{name: function(tensor) for name, tensor in self.items()})
+
+    def divide(self: BatchT, rank: int, size: int) -> BatchT:
+        """Return the part of a rank of context parallelism: its positions of every sequence."""
+        dims = {field.name: field.metadata.get("sequence_dim") for field in dataclasses.fields(self)}
+        parts = {n: zigzag_shard(x, dim, rank, size) for n, x in self.items() if (dim := dims[n]) is not None}
+        return dataclasses.replace(self, **parts)
 
     def to(self: BatchT, device: torch.device, *, non_blocking: bool = False) -> BatchT:
         """Copy the tensors to a device. From pinned memory, `non_blocking` does not block the host."""

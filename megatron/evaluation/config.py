@@ -101,3 +101,8 @@ class EvalTasksConfig(PluginConfig):
             raise InputError(
                 f"--eval-tasks does not go with --pipeline-schedule {run.parallel.pipeline_schedule}; leave it out"
             )
+        if self.eval_tasks and run.parallel.context_parallel_size > 1:
+            raise InputError(
+                f"--context-parallel-size: {run.parallel.context_parallel_size} excludes --eval-tasks; run the tasks "
+                "with the command megatron evaluate"
+            )

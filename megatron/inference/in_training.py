@@ -64,7 +64,7 @@ class SampleTexts(Hook):
             return
         with trainer.clock.paused(), trainer.engine.phases("sample"):
             trainer.engine.buffer.gather.finish()
-            if trainer.mesh.dp.rank == 0:
+            if trainer.mesh.dp_cp.rank == 0:
                 if trainer.mesh.is_first:
                     self._sample(trainer)
                 else:
@@ -139,11 +139,11 @@ def replica_mesh(mesh: Mesh) -> Mesh:
 
     Only the first replica has a group for its commands: it generates.
     """
-    pp, dp, tp = mesh.pp.size, mesh.dp.size, mesh.tp.size
+    pp, replicas, tp = mesh.pp.size, mesh.dp_cp.size, mesh.tp.size
     if pp * tp == 1:
-        return dataclasses.replace(mesh, world=ALONE, dp=ALONE, dp_cp=ALONE)
-    layout = torch.arange(pp * dp * tp).view(pp, dp, tp)
+        return dataclasses.replace(mesh, world=ALONE, dp=ALONE, cp=ALONE, dp_cp=ALONE)
+    layout = torch.arange(pp * replicas * tp).view(pp, replicas, tp)
     group = dist.new_group(layout[:, 0].flatten().tolist(), mesh.timeout, "gloo")
-    ranks = tuple(layout[:, mesh.dp.rank].flatten().tolist())
+    ranks = tuple(layout[:, mesh.dp_cp.rank].flatten().tolist())
     world = Axis(ranks.index(mesh.world.rank), len(ranks), group, "replica", ranks, mesh.heartbeat)
-    return dataclasses.replace(mesh, world=world, dp=ALONE, dp_cp=ALONE)
+    return dataclasses.replace(mesh, world=world, dp=ALONE, cp=ALONE, dp_cp=ALONE)

@@ -20,6 +20,8 @@ class ModelContext:
         vocab_size: token ids of the tokenizer.
         padded_vocab_size: rows of the word embeddings; those from `vocab_size` on are padding.
         tp: tensor-parallel ranks, which split every layer.
+        cp: context-parallel ranks, which divide each sequence.
+        tp_cp: those of `tp` and `cp` together.
         kv: the ranks of `tp` that hold the same key and value heads, if the query groups are fewer than the ranks.
         expert: ranks that divide the experts, each expert among `expert_tp` of them.
         sequence_parallel: the activations between split layers are split too, along the sequence over `tp`.
@@ -30,6 +32,8 @@ class ModelContext:
     vocab_size: int
     padded_vocab_size: int
     tp: Axis = ALONE
+    cp: Axis = ALONE
+    tp_cp: Axis = ALONE
     kv: Axis = ALONE
     expert: Axis = ALONE
     expert_tp: int = 1
@@ -57,6 +61,8 @@ class ModelContext:
             vocab_size=vocab_size,
             padded_vocab_size=padded_vocab_size,
             tp=mesh.tp,
+            cp=mesh.cp,
+            tp_cp=mesh.tp_cp,
             kv=mesh.tp if copies == mesh.tp.size else join(neighbors, mesh.tp.name, mesh),
             expert=mesh.expert,
             expert_tp=parallel.expert_tp,
@@ -74,6 +80,11 @@ class ModelContext:
 
     @property
     def dropout_rank(self) -> int:
-        """Rank that enters the dropout key between split layers: 0 where all ranks of `tp` hold the same activations,
-        so that they drop the same elements."""
-        return self.tp.rank if self.sequence_parallel else 0
+        """Rank that enters the dropout key between split layers: the same on ranks of `tp` that hold the same
+        activations, so that they drop the same elements."""
+        return self.sequence_parts.rank if self.sequence_parallel else self.cp.rank
+
+    @property
+    def sequence_parts(self) -> Axis:
+        """Ranks that hold the parts of a sequence where `tp` divides it too."""
+        return self.tp if self.cp.size == 1 else self.tp_cp

@@ -90,7 +90,7 @@ class GPTModel(LanguageModel):
         others |= {"rotary": self.rotary(position_ids_bs), "position_ids_bs": position_ids_bs}
         if cache is None:
             spec = MaskSpec(
-                length=position_ids_bs.shape[1],
+                length=position_ids_bs.shape[1] * self.context.cp.size,
                 document_ids_bs=document_ids_bs,
                 device=position_ids_bs.device,
             )

@@ -64,10 +64,11 @@ class MaskSpec:
     """The keys of its sequence that a query may attend to: those of which everything given here is true.
 
     Attributes:
-        length: positions of a sequence, s.
+        length: positions of a whole sequence.
         causal: the key is not later than the query.
         window: the key is at most this many positions earlier than the query, and if not `causal` as many later.
-        document_ids_bs: the key is in the query's document. Ids do not decrease along s.
+        document_ids_bs: the key is in the query's document. Ids do not decrease along s. With context parallelism
+            those of this rank's positions.
         device: that of the queries.
     """
 

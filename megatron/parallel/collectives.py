@@ -109,6 +109,15 @@ def start_all_to_all(x: Tensor, axis: Axis, sent: list[int], received: list[int]
     return _start("all-to-all", axis, out, dist.all_to_all_single, out, x.contiguous(), received, sent)
 
 
+def start_shift(x: Tensor, axis: Axis) -> Pending:
+    """Start to send `x`, any shape, to the next rank of `axis`, and to receive that of the rank before."""
+    x = x.contiguous()
+    out, counts = torch.empty_like(x), [0] * axis.size
+    sent, received = (counts[:] for _ in "sr")
+    sent[(axis.rank + 1) % axis.size] = received[axis.rank - 1] = len(x)
+    return _start("shift", axis, out, dist.all_to_all_single, out, x, received, sent)
+
+
 def start_reduce(x: Tensor, owner: int, axis: Axis) -> Pending:
     """Start to sum `x`, any shape, over `axis` for its rank `owner`, in place. On other ranks `x` becomes undefined."""
     return _start("reduce", axis, x, dist.reduce, x, axis.ranks[owner])

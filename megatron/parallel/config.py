@@ -12,7 +12,7 @@ from megatron.parallel.schedules import CHUNKED, SCHEDULES, V_SHAPED
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Config):
-    """Layout of the processes. Data-parallel size = processes / (tensor-parallel size x pipeline-parallel size)."""
+    """Layout of the processes. Data-parallel size = processes / (tensor x pipeline x context-parallel size)."""
 
     tensor_model_parallel_size: int = flag(
         1, "tensor-parallel size: number of ranks that share each layer", low=1
@@ -49,6 +49,19 @@ class ParallelConfig(Config):
     )
     account_for_loss_in_pipeline_split: bool = flag(
         False, "count the output layer and the loss as a layer when layers are divided evenly among stages"
+    )
+    context_parallel_size: int = flag(
+        1, "context-parallel size: number of ranks that divide each sequence, of all layers", low=1
+    )
+    cp_comm_type: str = flag(
+        "p2p",
+        "communication of attention with context parallelism: keys and values go around a ring of the ranks (p2p), "
+        "every rank gathers them (all_gather), the ranks exchange heads for positions (a2a), or those of a group do, "
+        "and the groups form a ring (a2a+p2p)",
+        choices=("p2p", "all_gather", "a2a", "a2a+p2p"),
+    )
+    hierarchical_context_parallel_sizes: tuple[int, ...] | None = flag(
+        None, "with --cp-comm-type a2a+p2p: ranks of a group, and number of groups", low=1, nargs="+"
     )
     expert_model_parallel_size: int = flag(
         1, "expert-parallel size: number of groups of ranks that share the experts of a layer", low=1
@@ -112,6 +125,7 @@ class ParallelConfig(Config):
         self._resolve_pipeline()
         if self.tensor_model_parallel_size == 1:
             object.__setattr__(self, "sequence_parallel", False)  # nothing to split, as in Megatron-LM
+        self._check_context()
         if self.overlap_param_gather and not self.use_distributed_optimizer:
             raise InputError("--overlap-param-gather needs --use-distributed-optimizer")
 
@@ -171,6 +185,27 @@ class ParallelConfig(Config):
                 raise InputError(
                     "--distribute-saved-activations has no effect with --sequence-parallel; leave it out"
                 )
+
+    @property
+    def context_grid(self) -> tuple[int, int]:
+        """Ranks that exchange heads for positions, and those between which keys and values move."""
+        cp = self.context_parallel_size
+        if self.hierarchical_context_parallel_sizes is not None:
+            heads, ring = self.hierarchical_context_parallel_sizes
+            return heads, ring
+        return (cp, 1) if self.cp_comm_type == "a2a" else (1, cp)
+
+    def _check_context(self) -> None:
+        sizes, cp = self.hierarchical_context_parallel_sizes, self.context_parallel_size
+        if (sizes is not None) != (self.cp_comm_type == "a2a+p2p"):
+            raise InputError(
+                "--cp-comm-type a2a+p2p and --hierarchical-context-parallel-sizes need each other"
+            )
+        if sizes is not None and (len(sizes) != 2 or sizes[0] * sizes[1] != cp):
+            raise InputError(
+                f"--hierarchical-context-parallel-sizes: {' '.join(map(str, sizes))} are not two sizes whose product "
+                f"is --context-parallel-size {cp}"
+            )
 
     def _resolve_pipeline(self) -> None:
         stages, parts = self.pipeline_model_parallel_size, len(self.layout_parts)

@@ -1,7 +1,7 @@
 """The mesh of processes: the axes of parallelism and their process groups.
 
-`torchrun` gives each process a rank and the number of processes; `init_mesh` arranges them on the axes pp, dp, tp (tp
-fastest, the order of Megatron-LM). With one process every axis has size 1, there is no process group, and each
+`torchrun` gives each process a rank and the number of processes; `init_mesh` arranges them on the axes pp, dp, cp, tp
+(tp fastest, the order of Megatron-LM). With one process every axis has size 1, there is no process group, and each
 function of `collectives.py` is the identity.
 """
 
@@ -25,7 +25,7 @@ from megatron.parallel.rendezvous import meet
 # Exists where NVIDIA's driver is loaded.
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 # Axes and their names in messages, slowest first: neighbors in tp are neighbors in rank.
-AXES = {"pp": "pipeline", "dp": "data-parallel", "tp": "tensor-parallel"}
+AXES = {"pp": "pipeline", "dp": "data-parallel", "cp": "context-parallel", "tp": "tensor-parallel"}
 
 
 @dataclasses.dataclass
@@ -80,9 +80,10 @@ class Mesh:
         world: every process. The other axes are parts of it. Its group, for tensors of the host, is gloo's.
         pp: stages of this process's pipeline.
         dp: processes that read different samples.
-        dp_cp: processes that hold the same dense parameters and sum their gradients. The same as `dp` while there is
-            no context parallelism.
+        cp: processes that divide each sequence (`data/zigzag.py`).
+        dp_cp: processes that hold the same dense parameters and sum their gradients: those of `dp` and `cp`.
         tp: processes that split the layers of this stage.
+        tp_cp: processes that hold the parts of a sequence where `tp` divides it too.
         expert: processes that divide the experts of this stage, and the features of each.
         expert_dp: processes that hold the same part of the experts.
         embedding: first and last pipeline stage, which keep tied embeddings equal; of size 1 on other stages and
@@ -96,8 +97,10 @@ class Mesh:
     world: Axis = ALONE
     pp: Axis = ALONE
     dp: Axis = ALONE
+    cp: Axis = ALONE
     dp_cp: Axis = ALONE
     tp: Axis = ALONE
+    tp_cp: Axis = ALONE
     expert: Axis = ALONE
     expert_dp: Axis = ALONE
     embedding: Axis = ALONE
@@ -155,13 +158,17 @@ def axis_sizes(config: ParallelConfig, processes: int) -> dict[str, int]:
     Raises:
         InputError: the processes do not divide into whole model replicas.
     """
-    tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
-    if processes % (tp * pp):
-        below = processes // (tp * pp) * tp * pp
+    tp, pp, cp = (
+        config.tensor_model_parallel_size,
+        config.pipeline_model_parallel_size,
+        config.context_parallel_size,
+    )
+    if processes % (replica := tp * pp * cp):
+        below, context = processes // replica * replica, f" x --context-parallel-size {cp}" if cp > 1 else ""
         raise InputError(
-            f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} needs a multiple of {tp * pp} "
-            f"processes, and there {'is' if processes == 1 else 'are'} {processes}; start "
-            f"{either(n for n in (below, below + tp * pp) if n)} with torchrun, or choose sizes whose product is "
+            f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp}{context} needs a multiple of "
+            f"{replica} processes, and there {'is' if processes == 1 else 'are'} {processes}; start "
+            f"{either(n for n in (below, below + replica) if n)} with torchrun, or choose sizes whose product is "
             f"{either(n for n in range(1, processes + 1) if processes % n == 0)}"
         )
     if processes // pp % config.expert_size:
@@ -170,7 +177,7 @@ def axis_sizes(config: ParallelConfig, processes: int) -> dict[str, int]:
             f"{config.expert_tp} does not divide the {processes // pp} processes of a pipeline stage; choose sizes "
             f"whose product is {either(n for n in range(1, processes // pp + 1) if processes // pp % n == 0)}"
         )
-    return {"pp": pp, "dp": processes // (tp * pp), "tp": tp}
+    return {"pp": pp, "dp": processes // replica, "cp": cp, "tp": tp}
 
 
 @contextmanager
@@ -223,7 +230,10 @@ def init_mesh(
         ) from error
     yield mesh
     # In one order on all ranks, as NCCL needs. Not after an exception, since it would wait for a rank that is lost.
-    axes = (mesh.embedding, mesh.expert, mesh.expert_dp, mesh.tp, mesh.dp, mesh.pp)
+    axes = (
+        *(mesh.embedding, mesh.expert, mesh.expert_dp, mesh.tp_cp, mesh.dp_cp),
+        *(mesh.tp, mesh.cp, mesh.dp, mesh.pp),
+    )
     for group in filter(None, dict.fromkeys(axis.group for axis in axes)):
         dist.destroy_process_group(group)
     dist.destroy_process_group()
@@ -236,21 +246,34 @@ def arrange(sizes: dict[str, int], mesh: Mesh, expert_size: int = 1) -> Mesh:
         first = mesh.world.rank - mesh.world.rank // stride % size * stride
         axes[name] = join(range(first, first + size * stride, stride), AXES[name], mesh)
         stride *= size
-    pp, dp, tp = (axes[name] for name in AXES)
+    pp, dp, cp, tp = (axes[name] for name in AXES)
+    begin, first = (mesh.world.rank // n * n for n in (dp.size * cp.size * tp.size, cp.size * tp.size))
+    dp_cp, tp_cp = dp, tp
+    if cp.size > 1:
+        replicas = range(begin + tp.rank, begin + dp.size * cp.size * tp.size, tp.size)
+        dp_cp = joined(replicas, "data- and context-parallel", mesh, cp)
+        tp_cp = joined(range(first, first + cp.size * tp.size), "tensor- and context-parallel", mesh, cp)
     embedding = pp if pp.size == 2 else ALONE
     if pp.size > 2 and pp.rank in (0, pp.size - 1):
         embedding = join((pp.ranks[0], pp.ranks[-1]), "embedding", mesh)
-    mesh = dataclasses.replace(mesh, pp=pp, dp=dp, dp_cp=dp, tp=tp, embedding=embedding)
+    mesh = dataclasses.replace(
+        mesh, pp=pp, dp=dp, cp=cp, dp_cp=dp_cp, tp=tp, tp_cp=tp_cp, embedding=embedding
+    )
     if expert_size == tp.size:  # the experts are divided as the other layers are
-        return dataclasses.replace(mesh, expert=tp, expert_dp=dp)
+        return dataclasses.replace(mesh, expert=tp, expert_dp=dp_cp)
     # Neighbors among the processes of the stage divide the experts, whatever they are to the other layers.
-    stage = dp.size * tp.size
-    begin = mesh.world.rank // stage * stage
+    stage = dp_cp.size * tp.size
     place, copy = (mesh.world.rank - begin) % expert_size, (mesh.world.rank - begin) // expert_size
     experts = range(begin + copy * expert_size, begin + (copy + 1) * expert_size)
     replicas = range(begin + place, begin + stage, expert_size)
     expert_dp = join(replicas, "expert-data-parallel", mesh)
     return dataclasses.replace(mesh, expert=join(experts, "expert-parallel", mesh), expert_dp=expert_dp)
+
+
+def joined(ranks: Sequence[int], name: str, mesh: Mesh, axis: Axis) -> Axis:
+    """Make an axis of `ranks`, or give `axis` another name if it has the same ones."""
+    same = len(ranks) == axis.size
+    return dataclasses.replace(axis, name=name) if same else join(ranks, name, mesh)
 
 
 def join(ranks: Sequence[int], name: str, mesh: Mesh) -> Axis:

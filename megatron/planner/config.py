@@ -20,7 +20,7 @@ class DryRunConfig(PluginConfig):
     )
     world_size: int | None = flag(
         None,
-        "number of processes of the run (default: one model replica, tensor x pipeline size)",
+        "number of processes of the run (default: one model replica, tensor x context x pipeline size)",
         low=1,
         high=10**6,
     )

@@ -82,9 +82,10 @@ def count_step(
         "activations": phases.peak - phases.live,
         "peak": counter.peak + other_batches,
     }
+    axes = ("pp", "dp", *(("cp",) if mesh.cp.size > 1 else ()), "tp")
     return RankCost(
         rank=mesh.world.rank,
-        coordinates={name: getattr(mesh, name).rank for name in ("pp", "dp", "tp")},
+        coordinates={name: getattr(mesh, name).rank for name in axes},
         parameters=engine.buffer.local_elements,
         unique_parameters=sum(
             param.num_counted

@@ -27,7 +27,7 @@ from megatron.ops.cpu.fused import fused
 from megatron.ops.cpu.rotary import compiled_rotary_emb
 from megatron.optim.layout import lay_out
 from megatron.optim.optimizer import param_groups
-from megatron.parallel.mesh import Mesh, world_size
+from megatron.parallel.mesh import Mesh, axis_sizes, world_size
 from megatron.parallel.stages import split_layers
 from megatron.parallel.transfers import MAX_PENDING_SENDS
 from megatron.performance.config import Fp8Config
@@ -63,13 +63,15 @@ def dry_run(config: RunConfig, task: Task) -> int:
     if world_size() > 1:
         raise InputError("--dry-run: one process counts all ranks; start it with python instead of torchrun")
     stages = parallel.pipeline_model_parallel_size
-    replica = parallel.tensor_model_parallel_size * stages
+    replica = parallel.tensor_model_parallel_size * parallel.context_parallel_size * stages
     processes = plan.world_size or replica
     if processes % replica:
         below = processes // replica * replica
+        context = " times --context-parallel-size" if parallel.context_parallel_size > 1 else ""
         raise InputError(
             f"--world-size: {processes} is not a multiple of {replica}, --tensor-model-parallel-size times "
-            f"--pipeline-model-parallel-size; choose {either(n for n in (below, below + replica) if n)}"
+            f"--pipeline-model-parallel-size{context}; choose "
+            f"{either(n for n in (below, below + replica) if n)}"
         )
     check_layout(config, processes)
     first_ranks = range(0, processes, processes // stages)
@@ -93,6 +95,11 @@ def dry_run(config: RunConfig, task: Task) -> int:
             record = run.record() | {"ranks": [as_json(cost) for cost in costs]}
             file.write(json.dumps(record, indent=2) + "\n")
     return 0
+
+
+def data_parallel_size(config: RunConfig, processes: int) -> int:
+    """Number of replicas, each of the ranks that divide a sample."""
+    return axis_sizes(config.parallel, processes)["dp"]
 
 
 def _opened(path: str | None) -> AbstractContextManager[TextIO | None]:
@@ -169,8 +176,7 @@ class DryRun:
 
     @classmethod
     def from_config(cls, config: RunConfig, task: Task, processes: int) -> DryRun:
-        tensor = config.parallel.tensor_model_parallel_size
-        replicas = processes // (tensor * config.parallel.pipeline_model_parallel_size)
+        tensor, replicas = config.parallel.tensor_model_parallel_size, data_parallel_size(config, processes)
         size = vocabulary(config.tokenizer)
         padded = padded_vocab_size(size, config.tokenizer.make_vocab_size_divisible_by, tensor)
         return cls(
@@ -255,7 +261,8 @@ class DryRun:
         record = self.record()
         has_experts = self.config.model.num_experts is not None
         active = f", {record['active parameters']:,} active" if has_experts else ""
-        layout = " x ".join(f"{name} {record[name]}" for name in ("tensor", "data", "pipeline"))
+        axes = ("tensor", *(("context",) if record["context"] > 1 else ()), "data", "pipeline")
+        layout = " x ".join(f"{name} {record[name]}" for name in axes)
         lines = [
             f"dry run of {self.task.name} with {record['parameters']:,} parameters{active}",
             f"precision: {record['precision']}, operations: {'GPU' if self.gpu else 'CPU'}",
@@ -275,14 +282,15 @@ class DryRun:
     def record(self) -> dict[str, Any]:
         """Return the description as JSON."""
         parallel = self.config.parallel
-        tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+        pipeline = parallel.pipeline_model_parallel_size
         parameters = self.model_parameters()
         return {
             "task": self.task.name,
             "parameters": parameters,
             "active parameters": parameters - unused_parameters(self.config.model),
-            "tensor": tensor,
-            "data": self.processes // (tensor * pipeline),
+            "tensor": parallel.tensor_model_parallel_size,
+            "context": parallel.context_parallel_size,
+            "data": data_parallel_size(self.config, self.processes),
             "pipeline": pipeline,
             "expert": parallel.expert_model_parallel_size,
             "expert tensor": parallel.expert_tensor_parallel_size,

@@ -40,7 +40,8 @@ def table(costs: list[RankCost]) -> str:
         rows.append((title, [value(cost) for cost in costs]))
 
     row("rank", lambda cost: str(cost.rank))
-    row("stage, replica, tensor rank", lambda cost: ", ".join(map(str, cost.coordinates.values())))
+    context = " context," if "cp" in costs[0].coordinates else ""
+    row(f"stage, replica,{context} tensor rank", lambda cost: ", ".join(map(str, cost.coordinates.values())))
     row("parameters", lambda cost: f"{cost.parameters:,}")
     rows.append(("memory", []))
     for kind in costs[0].memory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,8 +17,11 @@ from torch.nn.attention import flex_attention
 from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from megatron.context_parallel import attention as context_attention
+from megatron.context_parallel.attention import Block
 from megatron.model.moe import dispatch, layer, router
 from megatron.model.moe_config import MoEConfig
+from megatron.ops.attention import MaskSpec
 from megatron.ops.cpu import document_attention
 from megatron.parallel.collectives import Pending
 from megatron.parallel.config import ParallelConfig
@@ -210,10 +214,16 @@ def _one_document(document_ids_bs: Tensor) -> list[list[int]]:
     return [[document_ids_bs.shape[1]]] * len(document_ids_bs)
 
 
-choose_experts, dropped_copies, start_all_to_all = (
+def _without_documents(spec: MaskSpec, rank: int, source: int, size: int) -> Iterator[Block]:
+    """`blocks` of a sequence that is one document, since their lengths are in the data."""
+    return blocks(dataclasses.replace(spec, document_ids_bs=None), rank, source, size)
+
+
+choose_experts, dropped_copies, start_all_to_all, blocks = (
     router.choose_experts,
     layer.dropped_copies,
     dispatch.start_all_to_all,
+    context_attention.blocks,
 )
 # Routing depends on values, which are assumed: all experts get equally many tokens from every rank.
 BALANCED: Replacements = {
@@ -221,6 +231,7 @@ BALANCED: Replacements = {
     (layer, "dropped_copies"): balanced_drops,
     (dispatch, "start_all_to_all"): _exchanged_sizes,
     (F, "grouped_mm"): _grouped_mm,
+    (context_attention, "blocks"): _without_documents,
 }
 # Functions for which PyTorch has other operations on a GPU.
 ON_A_GPU: Replacements = {

@@ -12,8 +12,8 @@ from megatron.training.engine import Engine
 def layout_line(engine: Engine) -> str:
     """Describe the number of processes and the kinds of parallelism in one line."""
     mesh, config = engine.mesh, engine.config.parallel
-    sizes = {"tensor": mesh.tp.size, "data": mesh.dp.size, "pipeline": mesh.pp.size}
-    product = " x ".join(f"{name} {size}" for name, size in sizes.items())
+    sizes = {"tensor": mesh.tp.size, "context": mesh.cp.size, "data": mesh.dp.size, "pipeline": mesh.pp.size}
+    product = " x ".join(f"{name} {size}" for name, size in sizes.items() if name != "context" or size > 1)
     experts, parts = config.expert_model_parallel_size, config.expert_tensor_parallel_size
     divided = f"experts: expert {experts} x tensor {parts} x data {mesh.expert_dp.size}"
     used = [
@@ -21,6 +21,7 @@ def layout_line(engine: Engine) -> str:
         for name, on in (
             (divided, engine.config.model.num_experts is not None and mesh.expert.size > 1),
             ("sequence parallel", config.sequence_parallel),
+            (f"{config.cp_comm_type} context parallelism", mesh.cp.size > 1),
             ("distributed optimizer", config.use_distributed_optimizer and mesh.dp_cp.size > 1),
             (f"{config.pipeline_schedule} schedule", mesh.pp.size > 1),
             (f"{config.recompute_granularity} recomputation", config.recompute_granularity is not None),

@@ -34,6 +34,10 @@ MODEL_HOOKS: list[Callable[[RunConfig, StageModel, torch.device], None]] = []
 FIRST_OPTIMIZERS: list[Callable[[RunConfig], OptimizerSpec]] = []
 
 
+# Change the operations of a run for its mesh. Filled by `megatron.plugins`.
+OPS_HOOKS: list[Callable[[RunConfig, Mesh, Ops], Ops]] = []
+
+
 def build_engine(
     config: RunConfig, task: Task[Any], mesh: Mesh, *, vocab_size: int, padded_vocab_size: int
 ) -> Engine:
@@ -73,7 +77,7 @@ def microbatch_flops(config: RunConfig, mesh: Mesh, padded_vocab_size: int) -> f
     """Floating-point operations of a microbatch on one rank."""
     length, vocab = config.data.seq_length, padded_vocab_size
     sample = flops_per_sample(config.model, seq_length=length, padded_vocab_size=vocab, num_logits=length)
-    return sample * config.training.micro_batch_size / (mesh.tp.size * mesh.pp.size)
+    return sample * config.training.micro_batch_size / (mesh.tp.size * mesh.cp.size * mesh.pp.size)
 
 
 def build_model(config: RunConfig, task: Task[Any], mesh: Mesh, ops: Ops, **vocab_sizes: int) -> StageModel:
@@ -81,6 +85,8 @@ def build_model(config: RunConfig, task: Task[Any], mesh: Mesh, ops: Ops, **voca
 
     `vocab_sizes` are `vocab_size` and `padded_vocab_size`.
     """
+    for change in OPS_HOOKS:
+        ops = change(config, mesh, ops)
     parallel, chunks = config.parallel, split_layers(config.parallel, config.model.num_layers)[mesh.pp.rank]
     wgrads = WgradQueue()
     if parallel.pipeline_schedule in SPLIT:

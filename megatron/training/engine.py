@@ -127,8 +127,9 @@ class Engine:
     ) -> GlobalBatch:
         """Take the next microbatches to the device. `consumed_samples` are those of all replicas before them."""
         with self.phases("batch-generator"):
-            microbatches = self._to_device(itertools.islice(batches, num_microbatches))
-        for batch in microbatches:
+            whole = list(itertools.islice(batches, num_microbatches))
+            microbatches = self._to_device(whole)
+        for batch in whole:
             self.samples[batch.seq_length, self.task.num_logits(batch)] += batch.num_sequences
         denominators = torch.stack([self.task.loss_denominators(batch) for batch in microbatches]).sum(0)
         # A loss without a single position is 0, not 0/0.
@@ -206,5 +207,7 @@ class Engine:
         return sums, denominators
 
     def _to_device(self, batches: Iterable[Batch]) -> list[Batch]:
-        """Copy batches to the mesh's device. From pinned memory this does not block the host."""
-        return [batch.to(self.mesh.device, non_blocking=True) for batch in batches]
+        """Copy this rank's part of batches to the mesh's device. From pinned memory this does not block the host."""
+        device, cp = self.mesh.device, self.mesh.cp
+        parts = (b if cp.size == 1 else b.divide(cp.rank, cp.size) for b in batches)
+        return [part.to(device, non_blocking=True) for part in parts]

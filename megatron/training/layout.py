@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron.errors import InputError
+from megatron.flags import either
 from megatron.model.config import check_expert_parallel, check_tensor_parallel
 from megatron.parallel.mesh import axis_sizes
 from megatron.parallel.stages import split_layers
@@ -23,8 +24,16 @@ def check_layout(config: RunConfig, processes: int) -> None:
     """
     seq_length = config.data.seq_length
     assert seq_length is not None  # required of a run
-    check_expert_parallel(config.model, config.parallel, seq_length)
     sizes = axis_sizes(config.parallel, processes)
+    parts, tp = 2 * sizes["cp"], sizes["tp"] if config.parallel.sequence_parallel else 1
+    if sizes["cp"] > 1 and seq_length % (parts * tp):
+        below = seq_length // (parts * tp) * parts * tp
+        raise InputError(
+            f"--context-parallel-size: {sizes['cp']} needs a --seq-length that {parts * tp} divides (2 chunks for each "
+            f"rank{', split by --sequence-parallel' if tp > 1 else ''}), not {seq_length}; choose "
+            f"{either(n for n in (below, below + parts * tp) if n)}"
+        )
+    check_expert_parallel(config.model, config.parallel, seq_length // sizes["cp"])
     also = {}
     if config.parallel.sequence_parallel:
         also[f"--seq-length {config.data.seq_length}, as --sequence-parallel needs"] = config.data.seq_length

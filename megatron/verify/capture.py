@@ -80,6 +80,7 @@ class RunCapture:
 
     Attributes:
         first: the last step before the first captured one.
+        replicas: axes of the ranks that hold the same dense parameters.
         expert_coordinates: of this rank, by the axes that divide experts.
     """
 
@@ -88,6 +89,9 @@ class RunCapture:
         self.trainer, self.engine = trainer, trainer.engine
         self.first, self.steps = trainer.state.iteration, config.capture_steps
         axes = {"pp": mesh.pp, "dp": mesh.dp, "tp": mesh.tp}
+        if mesh.cp.size > 1:
+            axes["cp"] = mesh.cp
+        self.replicas = tuple(name for name in ("dp", "cp") if name in axes)
         expert_axes = {}
         if trainer.config.model.num_experts is not None:
             expert_axes = {"pp": mesh.pp, "expert_dp": mesh.expert_dp, "expert": mesh.expert}
@@ -174,8 +178,8 @@ class RunCapture:
         for index, bucket in enumerate(self.engine.buffer.buckets):
             for param in bucket.flat_params if index not in reducer.reducing else ():
                 values = param.view(self.engine.buffer.grads).flatten() / self.passes.loss_scale
-                replicas = "expert_dp" if param.shard_spec.expert_parallel else "dp"
-                self._add_parameter("local gradient", param, values, 0, sum_over=(replicas,))
+                replicas = ("expert_dp",) if param.shard_spec.expert_parallel else self.replicas
+                self._add_parameter("local gradient", param, values, 0, sum_over=replicas)
 
     def _add_parameter(
         self,
@@ -209,7 +213,7 @@ class RunCapture:
         step, buffer = self.trainer.state.iteration, self.engine.buffer
         _, losses, stats = self.trainer.state.history.pending[-1]
         for name, value in zip(self.engine.task.loss_names, losses, strict=True):
-            self.add_value("metric", name, value, step=step, sum_over=("dp", "pp"))
+            self.add_value("metric", name, value, step=step, sum_over=(*self.replicas, "pp"))
         for name, value in stats.items():
             self.add_value("metric", name, value, step=step)
         changes = [after - before for after, before in zip(buffer.masters, self.before, strict=True)]

@@ -155,7 +155,7 @@ def _local(
         return {}
     id = (record.step, "local gradient", record.name, record.sample, record.index)
     group = records.get(id, [])
-    axis = next((axis for r in group for axis in r.sum_over), "dp")
+    axis = next((axis for r in group for axis in r.sum_over if other.sizes.get(axis, 1) > 1), "dp")
     rest = {k: v for k, v in record.coordinates.items() if k != axis}
     line = [r for r in group if r.key and all(r.coordinates[k] == v for k, v in rest.items())]
     line.sort(key=lambda r: r.rank != record.rank)

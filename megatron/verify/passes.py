@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.data.batch import Batch
+from megatron.data.zigzag import zigzag_ranges, zigzag_restore
+from megatron.parallel.collectives import all_gather, all_reduce_sum
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.parameters import named_parameters
 from megatron.parallel.random import DropoutKey
@@ -46,13 +48,15 @@ class PassCapture:
         """Run the task's forward on a microbatch, and capture it if `samples` names it."""
         if id(batch) not in self.samples:
             return inner(module, batch, x, dropout_key)
-        self.microbatch, self.seq_length = self.samples[id(batch)], batch.seq_length
+        self.microbatch = self.samples[id(batch)]
+        self.seq_length = batch.seq_length * self.mesh.cp.size
         self.order, self.calls = 0, {}
         try:
             with MaskRecorder(self):
                 out = inner(module, batch, x, dropout_key)
             if out.ndim == 1:
-                for name, value in zip(self.loss_names, out, strict=True):
+                sums = all_reduce_sum(out.detach().clone(), self.mesh.cp)
+                for name, value in zip(self.loss_names, sums, strict=True):
                     self._add("loss", name, value.float())
         finally:
             self.microbatch = None
@@ -78,17 +82,20 @@ class PassCapture:
         self.running.pop()
         if not isinstance(out, Tensor) or not out.is_floating_point() or _has_dispatched_rows(module):
             return
-        place = self._place(module, inputs, out)
-        index = self._add("activation", name, out, place=place)
+        dim = self._sequence_dim(out)
+        whole = self._gathered(out, dim)
+        place = self._place(module, inputs, whole)
+        index = self._add("activation", name, whole, place=place)
         self.producers[id(out)] = name, out  # held, so that no other tensor gets its id
         if out.requires_grad and not _has_partial_output_gradient(module):
             partial = place is None and _has_partial_weight_gradient(module)
             record = self._record("activation gradient", name, index, place, partial=partial)
-            out.register_hook(functools.partial(self._add_gradient, record))
+            out.register_hook(functools.partial(self._add_gradient, record, dim))
 
-    def _add_gradient(self, record: Record, grad: Tensor) -> None:
+    def _add_gradient(self, record: Record, dim: int | None, grad: Tensor) -> None:
         readers = tuple(sorted(self.readers.get(record.name, ())))
-        self.writer.add(dataclasses.replace(record, read_by=readers), grad.float() / self.loss_scale)
+        values = self._gathered(grad, dim).float() / self.loss_scale
+        self.writer.add(dataclasses.replace(record, read_by=readers), values)
 
     def add_mask(self, mask: Tensor) -> None:
         """Add a mask of dropout that the current module drew."""
@@ -117,6 +124,23 @@ class PassCapture:
             partial=partial,
         )
 
+    def _sequence_dim(self, out: Tensor) -> int | None:
+        """The dimension of an activation that context parallelism divides: [s, b, h], [b, n, s, d] or [b, s]."""
+        dim = {2: 1, 3: 0, 4: 2}.get(out.ndim)
+        local, tp = self.seq_length // self.mesh.cp.size, self.mesh.tp.size
+        if self.mesh.cp.size == 1 or dim is None:
+            return None
+        return dim if out.shape[dim] == local or (out.ndim == 3 and out.shape[0] * tp == local) else None
+
+    def _gathered(self, x: Tensor, dim: int | None) -> Tensor:
+        """An activation with the positions of all context-parallel ranks, in order unless `tp` divides them too."""
+        if dim is None:
+            return x
+        cp, moved = self.mesh.cp, x.detach().movedim(dim, 0)
+        parts = all_gather(moved.contiguous().unsqueeze(0), cp)
+        is_whole = x.shape[dim] * cp.size == self.seq_length
+        return (zigzag_restore(parts, cp.size) if is_whole else parts.flatten(0, 1)).movedim(0, dim)
+
     def _place(self, module: nn.Module, inputs: tuple, out: Tensor) -> Place | None:
         """Place of a module's output in the output of the whole module, as far as its weight or the batch tells it."""
         tp, shape = self.mesh.tp, tuple(out.shape)
@@ -136,9 +160,24 @@ class PassCapture:
                 return Place(shape=whole, dim=out.ndim - 1, ranges=spec.ranges, local_shape=shape)
         length = self.seq_length
         if tp.size > 1 and out.ndim == 3 and shape[0] * tp.size == length:
-            ranges = (tp.local_range(length),)
+            ranges = tuple(
+                part
+                for rank in range(self.mesh.cp.size)
+                for part in cut(zigzag_ranges(length, rank, self.mesh.cp.size), tp.rank, tp.size)
+            )
             return Place(shape=(length, *shape[1:]), dim=0, ranges=ranges, local_shape=shape)
         return None
+
+
+def cut(ranges: list[tuple[int, int]], rank: int, size: int) -> Iterator[tuple[int, int]]:
+    """The part of a rank of positions that `size` ranks divide, as ranges."""
+    total = sum(end - begin for begin, end in ranges) // size
+    first, last, start = rank * total, (rank + 1) * total, 0
+    for begin, end in ranges:
+        a, b = max(first - start, 0), min(last - start, end - begin)
+        start += end - begin
+        if a < b:
+            yield begin + a, begin + b
 
 
 def _has_dispatched_rows(module: nn.Module) -> bool:

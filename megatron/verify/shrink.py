@@ -42,6 +42,7 @@ class Layout:
 
     Attributes:
         ep, etp: expert-parallel and expert-tensor-parallel size; `etp` is None if it is `tp`.
+        cp: context-parallel size.
     """
 
     tp: int = 1
@@ -49,6 +50,7 @@ class Layout:
     dp: int = 1
     ep: int = 1
     etp: int | None = None
+    cp: int = 1
 
     def __post_init__(self) -> None:
         if self.etp == self.tp:
@@ -56,10 +58,10 @@ class Layout:
 
     @property
     def processes(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.cp
 
     def __str__(self) -> str:
-        sizes = {"t": self.tp, "p": self.pp, "d": self.dp, "e": self.ep}
+        sizes = {"t": self.tp, "c": self.cp, "p": self.pp, "d": self.dp, "e": self.ep}
         name = "".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1)
         return name + (f"et{self.etp}" if self.etp else "") or "one process"
 
@@ -67,13 +69,15 @@ class Layout:
     def from_config(cls, config: ParallelConfig, processes: int) -> Layout:
         """Layout of a run of a number of processes."""
         tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
-        return cls(tp, pp, processes // (tp * pp), config.expert_model_parallel_size, config.expert_tp)
+        cp, ep = config.context_parallel_size, config.expert_model_parallel_size
+        return cls(tp, pp, processes // (tp * pp * cp), ep, config.expert_tp, cp)
 
     def flags(self) -> dict[str, Any]:
         """Values of `ParallelConfig`."""
         return {
             "tensor_model_parallel_size": self.tp,
             "pipeline_model_parallel_size": self.pp,
+            "context_parallel_size": self.cp,
             "expert_model_parallel_size": self.ep,
             "expert_tensor_parallel_size": self.etp,
         }
@@ -103,15 +107,16 @@ def shrink(config: RunConfig, processes: int, most: int, steps: int) -> Shrunk:
         InputError: the flags do not fit the number of processes.
     """
     old = config.parallel
-    tp, pp = old.tensor_model_parallel_size, old.pipeline_model_parallel_size
-    if processes % (tp * pp):
+    tp, pp, cp = old.tensor_model_parallel_size, old.pipeline_model_parallel_size, old.context_parallel_size
+    if processes % (tp * pp * cp):
         raise InputError(
-            f"--processes: {processes} is not a multiple of {tp * pp}, the tensor-parallel size {tp} times the "
-            f"pipeline-parallel size {pp}"
+            f"--processes: {processes} is not a multiple of {tp * pp * cp}, the tensor-parallel size {tp} times the "
+            f"pipeline-parallel size {pp}{f' times the context-parallel size {cp}' if cp > 1 else ''}"
         )
     layout = fitted_layout(Layout.from_config(old, processes), most)
     parallel, num_layers = _shrunk_layers(config, layout)
-    model = _shrunk_model(config.model, tp, layout, num_layers, _seq_length(config, layout))
+    heads = parallel.context_grid[0]
+    model = _shrunk_model(config.model, tp, layout, num_layers, _seq_length(config, layout), heads)
     parallel = dataclasses.replace(
         parallel,
         ddp_bucket_size=min(BUCKET, old.ddp_bucket_size),
@@ -158,23 +163,25 @@ def shrink(config: RunConfig, processes: int, most: int, steps: int) -> Shrunk:
 
 def fitted_layout(layout: Layout, most: int) -> Layout:
     """Divide the largest size until a replica fits. Two replicas remain if they fit."""
-    sizes = {"tp": layout.tp, "pp": layout.pp, "ep": layout.ep, "etp": layout.etp or 1}
+    sizes = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "ep": layout.ep, "etp": layout.etp or 1}
 
     def stage() -> int:
         """Ranks of a stage that hold all of its layers, those of its experts too."""
-        return math.lcm(sizes["tp"], sizes["ep"] * (sizes["etp"] if layout.etp else sizes["tp"]))
+        return math.lcm(
+            sizes["tp"] * sizes["cp"], sizes["ep"] * (sizes["etp"] if layout.etp else sizes["tp"])
+        )
 
     while stage() * sizes["pp"] > most:
         axis = max(sizes, key=sizes.__getitem__)
         size = sizes[axis]
         sizes[axis] //= next(n for n in range(2, size + 1) if size % n == 0)
     ranks = stage()
-    held = math.lcm(layout.tp, layout.ep * (layout.etp or layout.tp))
-    if layout.tp * layout.dp > held and 2 * ranks * sizes["pp"] <= most:
+    held = math.lcm(layout.tp * layout.cp, layout.ep * (layout.etp or layout.tp))
+    if layout.tp * layout.cp * layout.dp > held and 2 * ranks * sizes["pp"] <= most:
         ranks *= 2
     if layout.etp is None:
         del sizes["etp"]
-    return Layout(**sizes, dp=ranks // sizes["tp"])
+    return Layout(**sizes, dp=ranks // (sizes["tp"] * sizes["cp"]))
 
 
 def _shrunk_layers(config: RunConfig, layout: Layout) -> tuple[ParallelConfig, int]:
@@ -183,6 +190,7 @@ def _shrunk_layers(config: RunConfig, layout: Layout) -> tuple[ParallelConfig, i
     per_stage = min(2, max(1, config.model.num_layers // parallel.pipeline_model_parallel_size))
     changes: dict[str, Any] = {
         **layout.flags(),
+        **context_communication(parallel, layout),
         "recompute_num_layers": parallel.recompute_num_layers
         and min(parallel.recompute_num_layers, per_stage),
     }
@@ -212,6 +220,18 @@ def _shrunk_layers(config: RunConfig, layout: Layout) -> tuple[ParallelConfig, i
     return dataclasses.replace(parallel, **changes), layers
 
 
+def context_communication(parallel: ParallelConfig, layout: Layout) -> dict[str, Any]:
+    """Values of `ParallelConfig` for another context-parallel size."""
+    if layout.cp == parallel.context_parallel_size:
+        return {}
+    comm_type, sizes = parallel.cp_comm_type, parallel.hierarchical_context_parallel_sizes
+    if sizes is not None and layout.cp % 2 == 0 and layout.cp > 2:
+        sizes = (2, layout.cp // 2)
+    elif sizes is not None:
+        comm_type, sizes = "p2p", None
+    return {"cp_comm_type": comm_type, "hierarchical_context_parallel_sizes": sizes}
+
+
 def one_stage() -> dict[str, Any]:
     """Values of `ParallelConfig` without a pipeline."""
     return {
@@ -227,12 +247,16 @@ def one_stage() -> dict[str, Any]:
 
 
 def _shrunk_model(
-    model: ModelConfig, old_tp: int, layout: Layout, num_layers: int, length: int
+    model: ModelConfig, old_tp: int, layout: Layout, num_layers: int, length: int, exchanged: int
 ) -> ModelConfig:
-    """Fewer and narrower heads, with the same sharing of groups by heads and ranks, and fewer experts."""
+    """Fewer and narrower heads, with the same sharing of groups by heads and ranks, and fewer experts.
+
+    Args:
+        exchanged: context-parallel ranks that the heads of a tensor-parallel rank are divided among.
+    """
     heads, groups, tp = model.num_attention_heads, model.num_query_groups, layout.tp
     if groups >= old_tp:
-        groups_left = tp * min(2, groups // old_tp)
+        groups_left = tp * min(max(2, exchanged), groups // old_tp)
         shared = min(heads // groups, 2)
     else:
         groups_left = max(1, math.gcd(tp, groups * tp // old_tp))
@@ -274,7 +298,7 @@ def _shrunk_latents(model: ModelConfig) -> dict[str, Any]:
 
 
 def _seq_length(config: RunConfig, layout: Layout) -> int:
-    unit = math.lcm(8, layout.tp)
+    unit = math.lcm(8, layout.tp * layout.cp * (1 + (layout.cp > 1)))
     return max(unit, min(config.data.seq_length, SEQ_LENGTH) // unit * unit)
 
 
@@ -350,8 +374,13 @@ def in_layout(shrunk: Shrunk, layout: Layout) -> RunConfig:
         changes |= one_stage()
     elif layout.pp != shrunk.layout.pp:
         changes |= one_stage() | {"pipeline_model_parallel_size": layout.pp}
+    changes |= context_communication(shrunk.parallel, layout)
     config = dataclasses.replace(shrunk.config, parallel=dataclasses.replace(shrunk.parallel, **changes))
-    model, data, tp, pp = config.model, config.data, layout.tp, layout.pp
+    model, data, tp, pp, cp = config.model, config.data, layout.tp, layout.pp, layout.cp
+    if cp > 1 and data.seq_length % (2 * cp * tp):
+        raise InputError(
+            f"layout {layout}: {data.seq_length} positions do not divide into {2 * cp * tp} parts"
+        )
     if not model.can_split(tp) or (config.parallel.sequence_parallel and data.seq_length % tp):
         raise InputError(f"layout {layout}: the shrunk model cannot be split over {tp} tensor-parallel ranks")
     if config.parallel.layer_split == "even" and model.num_layers % pp:
@@ -360,7 +389,7 @@ def in_layout(shrunk: Shrunk, layout: Layout) -> RunConfig:
         )
     try:
         axis_sizes(config.parallel, layout.processes)
-        check_expert_parallel(model, config.parallel, data.seq_length)
+        check_expert_parallel(model, config.parallel, data.seq_length // cp)
     except InputError as error:
         raise InputError(f"layout {layout}: {error}") from None
     return config

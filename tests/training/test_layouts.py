@@ -88,6 +88,7 @@ SP, CHUNKS = "--sequence-parallel", "--num-layers-per-virtual-pipeline-stage"
 EMBEDDING_COUNTS = "--account-for-embedding-in-pipeline-split"
 LOSS_COUNTS = "--account-for-loss-in-pipeline-split"
 ZERO = "--use-distributed-optimizer"
+CP, COMM, HIERARCHY = "--context-parallel-size", "--cp-comm-type", "--hierarchical-context-parallel-sizes"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 5000"
 DENSE_LAYOUTS = {
     "T2": (2, f"{TP} 2"),
@@ -138,6 +139,33 @@ DENSE_LAYOUTS = {
     "block recomputed": (1, "--recompute-granularity full --recompute-method block --recompute-num-layers 3"),
     "selectively recomputed": (1, "--recompute-granularity selective"),
     "T2 distributed activations": (2, f"{TP} 2 --recompute-granularity full --distribute-saved-activations"),
+}
+CONTEXT_LAYOUTS = {
+    "C2": (2, f"{CP} 2"),
+    "C2 all-gather": (2, f"{CP} 2 {COMM} all_gather"),
+    "C2 all-to-all": (2, f"{CP} 2 {COMM} a2a"),
+    "C4": (4, f"{CP} 4"),
+    "C4 all-gather": (4, f"{CP} 4 {COMM} all_gather"),
+    "C4 all-to-all": (4, f"{CP} 4 {COMM} a2a"),
+    "C4 two levels": (4, f"{CP} 4 {COMM} a2a+p2p {HIERARCHY} 2 2"),
+    "C2 recomputed": (2, f"{CP} 2 --recompute-granularity full"),
+    "C2 selectively recomputed": (2, f"{CP} 2 {COMM} a2a --recompute-granularity selective"),
+    "C2D2": (4, f"{CP} 2"),
+    "C2D2+ZeRO": (4, f"{CP} 2 {ZERO} {OVERLAP}"),
+    "C2+ZeRO all-gather": (2, f"{CP} 2 {COMM} all_gather {ZERO} {OVERLAP}"),
+    "T2C2": (4, f"{TP} 2 {CP} 2"),
+    "T2C2+SP": (4, f"{TP} 2 {CP} 2 {SP}"),
+    "T2C2+SP all-gather": (4, f"{TP} 2 {CP} 2 {SP} {COMM} all_gather"),
+    "T2C2+SP all-to-all": (4, f"{TP} 2 {CP} 2 {SP} {COMM} a2a"),
+    "T2C4+SP": (8, f"{TP} 2 {CP} 4 {SP}"),
+    "C2P2": (4, f"{CP} 2 {PP} 2"),
+    "C2P2 gpipe": (4, f"{CP} 2 {PP} 2 --pipeline-schedule gpipe"),
+    "C2P2V2": (4, f"{CP} 2 {PP} 2 {CHUNKS} 1"),
+    "C2P2V2 all-to-all": (4, f"{CP} 2 {PP} 2 {CHUNKS} 1 {COMM} a2a"),
+    "everything, C2": (
+        8,
+        f"{TP} 2 {CP} 2 {PP} 2 {SP} {CHUNKS} 1 {ZERO} {OVERLAP} --recompute-granularity full",
+    ),
 }
 EP, ETP = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
 GATHER, GROUPED = "--moe-token-dispatcher-type allgather", "--moe-grouped-gemm"
@@ -200,6 +228,11 @@ EXPERT_LAYOUTS = {
         8,
         f"{TP} 2 {PP} 2 {EP} 4 {ETP} 1 {SP} {CHUNKS} 1 {ZERO} {OVERLAP} {EXPERTS_RECOMPUTED}",
     ),
+    "C2E2": (2, f"{CP} 2 {EP} 2"),
+    "C2D2E4+ZeRO": (4, f"{CP} 2 {EP} 4 {ZERO} {OVERLAP}"),
+    "T2C2E2+SP": (4, f"{TP} 2 {CP} 2 {EP} 2 {SP}"),
+    "T2C2E4 all-gather": (4, f"{TP} 2 {CP} 2 {EP} 4 {ETP} 1 {GATHER} {COMM} all_gather"),
+    "C2P2E2": (4, f"{CP} 2 {PP} 2 {EP} 2"),
     "grouped": (1, GROUPED),
     "experts recomputed": (1, EXPERTS_RECOMPUTED),
     "padded": (1, PADDED),
@@ -207,7 +240,7 @@ EXPERT_LAYOUTS = {
     "E2 padded all-gather": (2, f"{EP} 2 {PADDED} {GATHER}"),
     "T2D2E2 padded": (4, f"{TP} 2 {EP} 2 {PADDED} {GROUPED} {SP}"),
 }
-LAYOUTS = DENSE_LAYOUTS | EXPERT_LAYOUTS
+LAYOUTS = DENSE_LAYOUTS | CONTEXT_LAYOUTS | EXPERT_LAYOUTS
 # The layouts that shapes of other models' parts are trained in.
 FEW_LAYOUTS = {
     "qwen2": ["T4"],
@@ -263,7 +296,7 @@ FEW_LAYOUTS = {
             "recomputed",
             "selectively recomputed",
         ),
-        *(name for name in EXPERT_LAYOUTS if "padded" not in name),
+        *(name for name in EXPERT_LAYOUTS if "padded" not in name and CP not in EXPERT_LAYOUTS[name][1]),
     ],
     "mixtral": [
         "P2 zb-h1",
@@ -287,10 +320,29 @@ FEW_LAYOUTS = {
     "mtp of experts": ["T2D2E2+SP+ZeRO", "P2E2"],
     "mixture by muon": ["D4E2+ZeRO", "T2D2E4+SP"],
 }
+# Layouts with context parallelism. Four ranks cannot exchange the two key heads of "llama".
+FEW_CONTEXT_LAYOUTS = {
+    "gpt2": list(CONTEXT_LAYOUTS),
+    "llama": ["C2 all-to-all", "C4", "C4 all-gather", "T2C4+SP", "C2P2V2", "everything, C2"],
+    "qwen3": ["T2C2+SP"],
+    "deepseek": ["C2", "C2 all-to-all", "C4 all-gather", "T2C2+SP"],
+    "muon": ["C2D2+ZeRO"],
+    "bf16": ["C4", "T2C2+SP all-gather"],
+    "documents": [
+        "C2",
+        "C2 all-to-all",
+        "C4 all-gather",
+        "C4 two levels",
+        "T2C2+SP all-to-all",
+        "everything, C2",
+    ],
+    "mixture": ["C4", "T2C2+SP", *(name for name in EXPERT_LAYOUTS if CP in EXPERT_LAYOUTS[name][1])],
+}
 FAST = {
     "bert": "T2P2",  # test_finetune.py runs T2+SP with fine-tuning
-    "gpt2": "T2+SP|P2 zb-v|P2V2|D2+ZeRO|T2P2|everything",
+    "gpt2": "T2+SP|P2 zb-v|P2V2|D2+ZeRO|T2P2|everything|C2",
     "dropout": "D2+ZeRO|recomputed|selectively recomputed",
+    "documents": "C2 all-to-all",
     "mixture": "T2D2E2+SP+ZeRO|P2E2 a dense stage",
 }
 
@@ -354,7 +406,7 @@ CASES = [
         id=f"{shape}-{layout.replace(' ', '-')}",
     )
     for shape in RUNS
-    for layout in FEW_LAYOUTS.get(shape, DENSE_LAYOUTS)
+    for layout in (*FEW_LAYOUTS.get(shape, DENSE_LAYOUTS), *FEW_CONTEXT_LAYOUTS.get(shape, ()))
 ]
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from megatron.errors import InputError
 from megatron.flags import flag
-from megatron.training.config import PluginConfig
+from megatron.training.config import PluginConfig, RunConfig
 from megatron.training.task import Task
 
 if TYPE_CHECKING:
@@ -23,6 +24,12 @@ class LossMeanConfig(PluginConfig):
         "Megatron-LM without --calculate-per-token-loss; the latter depends on --micro-batch-size and the layout",
         choices=("tokens", "microbatches"),
     )
+
+    def check(self, run: RunConfig) -> None:
+        if self.loss_mean == "microbatches" and run.parallel.context_parallel_size > 1:
+            raise InputError(
+                f"--context-parallel-size: {run.parallel.context_parallel_size} needs --loss-mean tokens; use it"
+            )
 
 
 def with_microbatch_means(task: Task) -> Task:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from megatron.interop.nvidia.flag_table import NvidiaFlag, accept, refuse, rename
 
-_NO_CP = "context parallelism is not implemented"
 _NOT_SUPPORTED = "not implemented"
 
 TRAINING_FLAGS: tuple[NvidiaFlag, ...] = (
@@ -108,7 +107,6 @@ TRAINING_FLAGS: tuple[NvidiaFlag, ...] = (
     *refuse("matrices are always gathered", "--muon-tp-mode NAME", harmless=("duplicated",)),
     *refuse("AdamW updates all other parameters", "--muon-scalar-optimizer NAME", harmless=("adam",)),
     # Parallel layouts.
-    *refuse(f"{_NO_CP}; only 1 is accepted", "--context-parallel-size N", harmless=("1",)),
     *accept(
         "communication always overlaps computation where possible",
         "--no-async-tensor-model-parallel-allreduce",
@@ -116,7 +114,6 @@ TRAINING_FLAGS: tuple[NvidiaFlag, ...] = (
         "--overlap-p2p-communication-warmup-flush",
         "--use-ring-exchange-p2p",
     ),
-    *accept(_NO_CP, "--cp-comm-type NAME..."),
     *accept(
         "use --num-layers-per-virtual-pipeline-stage",
         "--num-virtual-stages-per-pipeline-rank N",

@@ -18,7 +18,7 @@ from megatron.model.moe.router import Router
 from megatron.model.moe_config import MoEConfig
 from megatron.model.variants import variant
 from megatron.parallel.collectives import all_gather, gather_sequence, split_sequence
-from megatron.parallel.mesh import ALONE, Axis
+from megatron.parallel.mesh import Axis
 from megatron.parallel.parameters import parameter
 from megatron.parallel.recompute import recompute
 
@@ -65,7 +65,7 @@ class MoELayer(nn.Module):
 
         # A generated token alone is routed by all ranks alike.
         splits = not self.context.sequence_parallel and x_sbh.shape[0] % tp.size == 0
-        axis = tp if splits or self.context.sequence_parallel else ALONE
+        axis = self.context.sequence_parts if splits or self.context.sequence_parallel else self.context.cp
         if splits:
             x_sbh = split_sequence(x_sbh, tp)
         weights_nk, indices_nk = self.router(x_sbh, axis, sequence_grad)

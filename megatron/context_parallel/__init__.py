@@ -1,0 +1,1 @@
+"""Context parallelism: attention over a sequence that ranks divide (`--context-parallel-size`)."""

@@ -1,0 +1,314 @@
+"""Attention over a sequence that ranks divide: ring attention, gathered keys, an all-to-all over heads, or two levels.
+
+The ranks form a grid of R x H: the H ranks of a group exchange heads for positions (arXiv 2309.14509), after which each
+has n / H heads of the group's positions. Keys and values then meet the queries of the R groups: they travel around the
+ring of groups (arXiv 2310.01889), or each rank gathers them all. A part of the keys gives a partial softmax, and parts
+are joined by their log-sum-exp. The groups divide the sequence as R ranks do (`megatron/data/zigzag.py`).
+
+Shapes in names: b batch, n query heads, g key/value heads (groups), s positions of this rank, t keys, d head width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.context_parallel.kernels import partial_attention, partial_attention_backward
+from megatron.data.zigzag import zigzag_ranges, zigzag_restore
+from megatron.ops.attention import MaskSpec
+from megatron.ops.backend import Ops
+from megatron.parallel.collectives import (
+    Exchange,
+    Pending,
+    all_gather,
+    start_reduce_scatter,
+    start_shift,
+)
+from megatron.parallel.mesh import Axis
+
+Range = tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ContextMask:
+    """The keys that a query may attend to, on whichever rank they are.
+
+    Attributes:
+        spec: of the whole sequence.
+        whole: the mask of `Ops.attention` for the whole sequence; None where the spec is not needed as one.
+    """
+
+    spec: MaskSpec
+    whole: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Queries and keys of which some pairs attend.
+
+    Attributes:
+        queries, keys: ranges of the local positions.
+        causal: the two have the same positions, and later keys are left out.
+        mask_bnst: of the pairs that attend; None where all do, or all but later keys.
+    """
+
+    queries: Range
+    keys: Range
+    causal: bool = False
+    mask_bnst: Tensor | None = None
+
+
+class ContextAttention:
+    """The fields `attention` and `make_mask` of `Ops` under context parallelism.
+
+    Attributes:
+        heads: ranks that exchange heads for positions.
+        ring: ranks between which keys and values move.
+        gathers: they are gathered instead of sent around.
+        inner: operations of one process.
+    """
+
+    def __init__(self, cp: Axis, heads: Axis, ring: Axis, *, gathers: bool, inner: Ops) -> None:
+        self.cp, self.heads, self.ring, self.gathers, self.inner = cp, heads, ring, gathers, inner
+
+    def make_mask(self, spec: MaskSpec) -> ContextMask:
+        """The mask of the whole sequence from a spec with the documents of this rank's positions."""
+        if (ids_bs := spec.document_ids_bs) is not None:
+            ids = all_gather(ids_bs.t().contiguous(), self.cp).unflatten(0, (self.cp.size, -1))
+            spec = dataclasses.replace(spec, document_ids_bs=zigzag_restore(ids, self.cp.size).t())
+        return ContextMask(spec=spec, whole=self.inner.make_mask(spec) if self.ring.size == 1 else None)
+
+    def attention(
+        self,
+        q_bnsd: Tensor,
+        k_bgsd: Tensor,
+        v_bgsd: Tensor,
+        *,
+        mask_bnst: ContextMask,
+        causal: bool,
+        dropout: float,
+    ) -> Tensor:
+        """Attention of this rank's queries to the keys of all ranks, [b, n, s, d]."""
+        assert dropout == 0  # refused before the start
+        return self.inner.communicate(self._attend, q_bnsd, k_bgsd, v_bgsd, mask_bnst, causal)
+
+    def _attend(
+        self, q_bnsd: Tensor, k_bgsd: Tensor, v_bgsd: Tensor, mask_bnst: ContextMask, causal: bool
+    ) -> Tensor:
+        q, k, v = self._to_positions(q_bnsd, k_bgsd, v_bgsd)
+        if self.ring.size == 1:
+            out = self.inner.attention(q, k, v, mask_bnst=mask_bnst.whole, causal=causal, dropout=0.0)
+        else:
+            mask = dataclasses.replace(mask_bnst, spec=dataclasses.replace(mask_bnst.spec, causal=causal))
+            out = _Attention.apply(q, k, v, mask, self.ring, self.gathers)
+        return self._to_heads(out, v_bgsd.shape[-1])
+
+    def _to_positions(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Each [b, n, s, d] to [b, n / H, H · s, d], by one all-to-all."""
+        size = self.heads.size
+        if size == 1:
+            return tensors
+        b, _, s, _ = tensors[0].shape
+        # By the rank that the heads go to.
+        rows = [x.unflatten(1, (size, -1)).permute(1, 3, 0, 2, 4).flatten(0, 1).flatten(1) for x in tensors]
+        received = Exchange(torch.cat(rows, 1), self.heads, [s] * size, [s] * size).wait()
+        columns = received.split([row.shape[1] for row in rows], 1)
+        return tuple(
+            zigzag_restore(x.unflatten(0, (size, s)), size)
+            .unflatten(1, (b, -1, y.shape[3]))
+            .permute(1, 2, 0, 3)
+            for x, y in zip(columns, tensors, strict=True)
+        )
+
+    def _to_heads(self, out_bnsd: Tensor, width: int) -> Tensor:
+        """[b, n / H, H · s, d] back to [b, n, s, d]."""
+        size = self.heads.size
+        if size == 1:
+            return out_bnsd
+        b, heads, positions, _ = out_bnsd.shape
+        s = positions // size
+        first, second = out_bnsd.permute(2, 0, 1, 3).flatten(1).unflatten(0, (2, size, -1)).unbind(0)
+        rows = torch.cat((first, second.flip(0)), 1).flatten(0, 1)
+        received = Exchange(rows, self.heads, [s] * size, [s] * size).wait()
+        return received.view(size, s, b, heads, width).permute(2, 0, 3, 1, 4).flatten(1, 2)
+
+
+def blocks(spec: MaskSpec, rank: int, source: int, size: int) -> Iterator[Block]:
+    """The blocks of the queries of `rank` and the keys of `source`, two of `size` ranks; those that no mask allows are
+    left out.
+
+    Causal attention without other masks is the same work for every pair of ranks: half of all pairs of positions.
+    """
+    half = spec.length // (2 * size)
+    if spec.window is None and spec.document_ids_bs is None:
+        both, first, second = (0, 2 * half), (0, half), (half, 2 * half)
+        if not spec.causal or rank == source:
+            yield Block(both, both, causal=spec.causal)
+        elif source < rank:
+            yield Block(both, first)
+        else:
+            yield Block(second, both)
+        return
+    for i, queries in enumerate(zigzag_ranges(spec.length, rank, size)):
+        for j, keys in enumerate(zigzag_ranges(spec.length, source, size)):
+            if spec.causal and keys[0] > queries[0]:
+                continue
+            mask = pairs_mask(spec, queries, keys)
+            # A GPU would have to wait for the answer.
+            if mask.is_cuda or mask.any():
+                yield Block((i * half, (i + 1) * half), (j * half, (j + 1) * half), mask_bnst=mask)
+
+
+def pairs_mask(spec: MaskSpec, queries: Range, keys: Range) -> Tensor:
+    """[b or 1, 1, s, t], true where a query of a range of positions may attend to a key of another."""
+    position_s1 = torch.arange(*queries, device=spec.device).unsqueeze(1)
+    position_t = torch.arange(*keys, device=spec.device)
+    mask_bst = (position_s1 >= position_t if spec.causal else position_s1 >= 0).unsqueeze(0)
+    if spec.window is not None:
+        mask_bst = mask_bst & ((position_s1 - position_t).abs() <= spec.window)
+    if (ids_bs := spec.document_ids_bs) is not None:
+        mask_bst = mask_bst & (
+            ids_bs[:, slice(*queries)].unsqueeze(2) == ids_bs[:, slice(*keys)].unsqueeze(1)
+        )
+    return mask_bst.unsqueeze(1)
+
+
+class _Attention(torch.autograd.Function):
+    """Attention of this rank's queries [b, n, s, d] to the keys and values of all ranks of `ring`, [b, g, s, d] here.
+
+    Saves no scores and no keys of other ranks: backward moves them again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: ContextMask, ring: Axis, gathers: bool
+    ) -> Tensor:
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        total = q.new_zeros(*q.shape[:3], v.shape[-1], dtype=dtype)
+        lse = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
+        keys_values = torch.cat((k, v), -1)
+        for source, kv in (_gathered if gathers else _around)(keys_values, ring):
+            for block in blocks(mask.spec, ring.rank, source, ring.size):
+                queries = slice(*block.queries)
+                part = partial_attention(
+                    q[:, :, queries],
+                    *_keys(kv, block, k),
+                    block.mask_bnst,
+                    causal=block.causal,
+                )
+                _join(total[:, :, queries], lse[:, :, queries], *part)
+        out = total.to(q.dtype)
+        ctx.mask, ctx.ring, ctx.gathers = mask, ring, gathers
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        ring, dtype = ctx.ring, lse.dtype
+        grad_q = torch.zeros_like(q, dtype=dtype)
+        keys_values = torch.cat((k, v), -1)
+        grads = (_GatheredGrads if ctx.gathers else _GradsAround)(keys_values, ring, dtype)
+        for source, kv in (_gathered if ctx.gathers else _around)(keys_values, ring):
+            grad_kv = grads.of(source)
+            for block in blocks(ctx.mask.spec, ring.rank, source, ring.size):
+                queries, keys = slice(*block.queries), slice(*block.keys)
+                block_q, block_k, block_v = partial_attention_backward(
+                    grad[:, :, queries],
+                    q[:, :, queries],
+                    *_keys(kv, block, k),
+                    out[:, :, queries],
+                    lse[:, :, queries],
+                    block.mask_bnst,
+                    causal=block.causal,
+                )
+                grad_q[:, :, queries] += block_q
+                grad_kv[:, :, keys, : k.shape[-1]] += block_k
+                grad_kv[:, :, keys, k.shape[-1] :] += block_v
+            grads.done(grad_kv)
+        grad_k, grad_v = grads.local().to(k.dtype).split((k.shape[-1], v.shape[-1]), -1)
+        return grad_q.to(q.dtype), grad_k, grad_v, None, None, None
+
+
+def _keys(kv: Tensor, block: Block, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of a block."""
+    d = k.shape[-1]
+    part = kv[:, :, slice(*block.keys)]
+    return part[..., :d], part[..., d:]
+
+
+def _join(total: Tensor, lse: Tensor, out: Tensor, out_lse: Tensor) -> None:
+    """Add a part's output and lse to those of the parts before, in place."""
+    joint = torch.logaddexp(lse, out_lse.to(lse.dtype))
+    # Rows that no part has keys for have the lse -inf, and exp(-inf - -inf) is not a number.
+    base = joint.clamp(min=torch.finfo(lse.dtype).min)
+    total.mul_((lse - base).exp().unsqueeze(-1)).add_(out * (out_lse - base).exp().unsqueeze(-1))
+    lse.copy_(joint)
+
+
+def _around(kv: Tensor, ring: Axis) -> Iterator[tuple[int, Tensor]]:
+    """Yield each rank's keys and values as they come around the ring; the next ones arrive meanwhile."""
+    for step in range(ring.size):
+        following = start_shift(kv, ring) if step < ring.size - 1 else Pending(kv)
+        yield (ring.rank - step) % ring.size, kv
+        kv = following.wait()
+
+
+def _gathered(kv: Tensor, ring: Axis) -> Iterator[tuple[int, Tensor]]:
+    """Yield each rank's keys and values after an all-gather."""
+    yield from enumerate(all_gather(kv.unsqueeze(0), ring))
+
+
+class _GradsAround:
+    """Gradients of keys and values that follow them around the ring, a step behind."""
+
+    def __init__(self, kv: Tensor, ring: Axis, dtype: torch.dtype) -> None:
+        self.ring, self.shape, self.dtype = ring, kv.shape, dtype
+        self.arriving: Pending | None = None
+        self.device = kv.device
+
+    def of(self, source: int) -> Tensor:
+        """A zero sum for this rank's part of the gradients of a rank's keys and values."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+
+    def done(self, grad: Tensor) -> None:
+        """Add the parts of the ranks before, and send the sum on."""
+        if self.arriving is not None:
+            grad += self.arriving.wait()
+        self.arriving = start_shift(grad, self.ring)
+
+    def local(self) -> Tensor:
+        """The gradients of this rank's keys and values."""
+        assert self.arriving is not None
+        return self.arriving.wait()
+
+
+class _GatheredGrads:
+    """Gradients of the keys and values of all ranks, which a reduce-scatter sums."""
+
+    def __init__(self, kv: Tensor, ring: Axis, dtype: torch.dtype) -> None:
+        self.ring = ring
+        self.grads = torch.zeros(ring.size, *kv.shape, dtype=dtype, device=kv.device)
+
+    def of(self, source: int) -> Tensor:
+        return self.grads[source]
+
+    def done(self, grad: Tensor) -> None:
+        pass
+
+    def local(self) -> Tensor:
+        return start_reduce_scatter(self.grads, self.ring).wait()[0]
+
+
+def split_axis(cp: Axis, heads: int) -> tuple[list[int], list[int]]:
+    """Ranks that exchange heads with this one, groups of `heads` neighbors, and those of the same place in all groups.
+
+    A group's chunks lie side by side, so that the groups divide the sequence in zigzag too.
+    """
+    begin = cp.rank // heads * heads
+    ranks = list(cp.ranks)
+    return ranks[begin : begin + heads], ranks[cp.rank % heads :: heads]

@@ -1,0 +1,68 @@
+"""Set up context parallelism: refuse what it cannot do before the start, and change the operations of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from megatron.context_parallel.attention import ContextAttention, split_axis
+from megatron.errors import InputError
+from megatron.ops.backend import Ops
+from megatron.parallel.mesh import ALONE, Mesh, join
+from megatron.training.config import RunConfig
+from megatron.training.task import Task
+
+
+def check_context_parallel(config: RunConfig, task: Task) -> None:
+    """Check that context parallelism can run a task.
+
+    Raises:
+        InputError: it cannot.
+    """
+    if config.parallel.context_parallel_size == 1:
+        return
+    given = f"--context-parallel-size: {config.parallel.context_parallel_size}"
+    for reason in _obstacles(config, task):
+        raise InputError(f"{given} {reason}")
+
+
+def _obstacles(config: RunConfig, task: Task) -> Iterator[str]:
+    model, parallel = config.model, config.parallel
+    if task.name != "GPT":
+        yield f"is for GPT, not {task.name}; leave it out"
+    if model.mtp_num_layers:
+        yield f"and --mtp-num-layers {model.mtp_num_layers} exclude each other; drop one"
+    if model.attention_dropout > 0:
+        yield f"has no dropout of attention, not --attention-dropout {model.attention_dropout}; use 0"
+    if model.position_embedding_type == "alibi":
+        yield "has no biases of scores, as --position-embedding-type alibi needs; choose another"
+    if model.attn_logit_softcapping is not None or model.softmax_type != "vanilla":
+        yield "has no --attn-logit-softcapping and no --softmax-type but vanilla; leave them out"
+    if model.moe_expert_capacity_factor is not None:
+        yield "has no --moe-expert-capacity-factor; leave it out"
+    heads, tp = parallel.context_grid[0], parallel.tensor_model_parallel_size
+    queries, groups = model.num_attention_heads // tp, model.kv_heads_per_rank(tp)
+    if queries % heads or groups % heads:
+        yield (
+            f"with --cp-comm-type {parallel.cp_comm_type} divides the heads of a rank by {heads}, which has {queries} "
+            f"query heads and {groups} query groups; use --cp-comm-type p2p, or smaller groups with a2a+p2p"
+        )
+
+
+def context_parallel_ops(config: RunConfig, mesh: Mesh, ops: Ops) -> Ops:
+    """The operations of a run with the attention of context parallelism. Every process must take part."""
+    if mesh.cp.size == 1:
+        return ops
+    size, _ = config.parallel.context_grid
+    heads, ring = (
+        join(ranks, mesh.cp.name, mesh) if len(ranks) > 1 else ALONE for ranks in split_axis(mesh.cp, size)
+    )
+    gathers = config.parallel.cp_comm_type == "all_gather"
+    attention = ContextAttention(mesh.cp, heads, ring, gathers=gathers, inner=ops)
+    return dataclasses.replace(
+        ops,
+        attention=attention.attention,
+        make_mask=attention.make_mask,
+        # The ring saves no scores.
+        recomputes_attention=ops.recomputes_attention and ring.size == 1,
+    )

@@ -1,0 +1,214 @@
+"""Attention over a divided sequence against dense attention in fp64, and what it computes and sends."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_distributed
+from torch import Tensor
+
+from megatron.context_parallel.attention import ContextAttention, blocks, split_axis
+from megatron.context_parallel.kernels import (
+    partial_attention,
+    partial_attention_backward,
+    plain_partial_attention,
+    plain_partial_attention_backward,
+)
+from megatron.data.zigzag import zigzag_shard
+from megatron.ops.attention import MaskSpec
+from megatron.ops.backend import PLAIN
+from megatron.parallel.mesh import ALONE, Axis, Mesh, join
+from megatron.planner.counting import Counter, Traffic
+
+CPU = torch.device("cpu")
+BATCH, HEADS, WIDTH = 2, 8, 16
+# Ranks, ranks that exchange heads, whether keys are gathered, query groups.
+GRIDS = {
+    "p2p": (2, 1, False, 2),
+    "all_gather": (2, 1, True, 8),
+    "a2a": (2, 2, False, 4),
+    "p2p of four, one group": (4, 1, False, 1),
+    "all_gather of four": (4, 1, True, 2),
+    "a2a of four": (4, 4, False, 4),
+    "a2a+p2p": (4, 2, False, 2),
+}
+MASKS = ("causal", "full", "documents", "window", "documents in a window")
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, spec: MaskSpec) -> Tensor:
+    """Attention by its formula."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    position = torch.arange(spec.length)
+    allowed = torch.ones(1, spec.length, spec.length, dtype=torch.bool)
+    distance = position.unsqueeze(1) - position
+    if spec.causal:
+        allowed = allowed & (distance >= 0)
+    if spec.window is not None:
+        allowed = allowed & (distance.abs() <= spec.window)
+    if spec.document_ids_bs is not None:
+        allowed = allowed & (spec.document_ids_bs.unsqueeze(1) == spec.document_ids_bs.unsqueeze(2))
+    scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(~allowed.unsqueeze(1), -torch.inf)
+    return scores.softmax(-1) @ v
+
+
+def make_spec(name: str, length: int) -> MaskSpec:
+    generator = torch.Generator().manual_seed(length)
+    ids = (torch.rand(BATCH, length, generator=generator) < 0.15).cumsum(1)
+    return MaskSpec(
+        length=length,
+        causal=name != "full",
+        window=5 if "window" in name else None,
+        document_ids_bs=ids if "documents" in name else None,
+        device=CPU,
+    )
+
+
+def world_of(processes: int) -> tuple[Mesh, Axis]:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    mesh = Mesh(CPU, Axis(rank, dist.get_world_size(), ranks=range(dist.get_world_size())))
+    mesh = dataclasses.replace(mesh, timeout=datetime.timedelta(seconds=60))
+    return mesh, join(range(processes), "context-parallel", mesh)
+
+
+def grid(processes: int, heads: int, gathers: bool) -> ContextAttention:
+    mesh, cp = world_of(processes)
+    exchanging, ring = (
+        join(ranks, "context-parallel", mesh) if len(ranks) > 1 else ALONE for ranks in split_axis(cp, heads)
+    )
+    return ContextAttention(cp, exchanging, ring, gathers=gathers, inner=PLAIN)
+
+
+def compare(processes: int, heads: int, gathers: bool, groups: int, dtype: torch.dtype) -> dict[str, float]:
+    """Largest difference of outputs and gradients from dense attention, by mask."""
+    attention, length = grid(processes, heads, gathers), 32
+    cp = attention.cp.rank, attention.cp.size
+    found = {}
+    for name in MASKS:
+        torch.manual_seed(1)
+        spec = make_spec(name, length)
+        shapes = [(BATCH, n, length, WIDTH) for n in (HEADS, groups, groups, HEADS)]
+        *inputs, grad = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
+        expected = [x.clone().requires_grad_() for x in inputs]
+        out = dense(*expected, spec)
+        out.backward(grad)
+        local = [zigzag_shard(x, 2, *cp).to(dtype).requires_grad_() for x in inputs]
+        ids = spec.document_ids_bs
+        mine = dataclasses.replace(
+            spec,
+            document_ids_bs=None if ids is None else zigzag_shard(ids, 1, *cp),
+        )
+        mask = attention.make_mask(mine)
+        result = attention.attention(*local, mask_bnst=mask, causal=spec.causal, dropout=0.0)
+        result.backward(zigzag_shard(grad, 2, *cp).to(dtype))
+        pairs = [(result, out), *((a.grad, b.grad) for a, b in zip(local, expected, strict=True))]
+        found[name] = max(
+            float((a.double() - zigzag_shard(b, 2, *cp)).abs().max().detach()) for a, b in pairs
+        )
+    return found
+
+
+def check_grids(names: list[str]) -> None:
+    for name, dtype in itertools.product(names, (torch.float64, torch.float32)):
+        for mask, difference in compare(*GRIDS[name], dtype).items():
+            assert difference < (1e-12 if dtype == torch.float64 else 5e-6), f"{name}, {mask}: {difference}"
+
+
+@pytest.mark.parametrize(
+    "processes", [2, pytest.param(4, marks=pytest.mark.slow)], ids=["two ranks", "four ranks"]
+)
+def test_a_divided_sequence_attends_as_a_whole_one(processes: int) -> None:
+    run_distributed(check_grids, processes, [name for name, grid in GRIDS.items() if grid[0] == processes])
+
+
+def count_bytes(processes: int, heads: int, gathers: bool, groups: int) -> dict[str, Traffic]:
+    attention, s = grid(processes, heads, gathers), 16
+    mask = attention.make_mask(MaskSpec(length=s * processes, device=CPU))
+    local = [
+        torch.randn(BATCH, n, s, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+        for n in (HEADS, groups, groups)
+    ]
+    axes = [axis for axis in (attention.heads, attention.ring) if axis.size > 1]
+    with Counter(axes[0].heartbeat) as counter:
+        out = attention.attention(*local, mask_bnst=mask, causal=True, dropout=0.0)
+        out.backward(torch.ones_like(out))
+    return {kind: traffic for (kind, _), traffic in counter.traffic.items()}
+
+
+def check_bytes(name: str) -> None:
+    """Bytes of bf16 inputs and fp32 sums of gradients, of `s` positions a rank."""
+    processes, heads, gathers, groups = GRIDS[name]
+    keys_values = 2 * BATCH * groups * 16 * WIDTH
+    queries = BATCH * HEADS * 16 * WIDTH
+    ring = processes // heads
+    expected = {}
+    if heads > 1:  # queries, keys, values there and outputs back, and their gradients
+        expected["all-to-all"] = Traffic(4, 2 * 2 * (2 * queries + keys_values))
+    if ring > 1 and gathers:
+        whole = ring * keys_values
+        expected |= {"all-gather": Traffic(2, 2 * 2 * whole), "reduce-scatter": Traffic(1, 4 * whole)}
+    elif ring > 1:  # keys and values twice, and sums in fp32 once more to come home
+        sent = 2 * 2 * (ring - 1) * keys_values + 4 * ring * keys_values
+        expected["shift"] = Traffic(2 * (ring - 1) + ring, sent)
+    assert count_bytes(processes, heads, gathers, groups) == expected
+
+
+def check_all_bytes(names: list[str]) -> None:
+    for name in names:
+        check_bytes(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
+def test_the_bytes_are_those_of_the_formulas(processes: int) -> None:
+    run_distributed(
+        check_all_bytes, processes, [name for name, grid in GRIDS.items() if grid[0] == processes]
+    )
+
+
+@pytest.mark.parametrize("size", [2, 4, 16])
+def test_causal_work_is_equal_on_all_ranks(size: int) -> None:
+    spec = MaskSpec(length=4096, device=CPU)
+
+    def pairs(rank: int, source: int) -> float:
+        count = 0.0
+        for block in blocks(spec, rank, source, size):
+            square = (block.queries[1] - block.queries[0]) * (block.keys[1] - block.keys[0])
+            count += square / 2 if block.causal else square
+        return count
+
+    work = [sum(pairs(rank, source) for source in range(size)) for rank in range(size)]
+    assert work == [4096**2 / 2 / size] * size
+    # And so is that of every step of the ring.
+    assert len({pairs(rank, source) for rank in range(size) for source in range(size)}) == 1
+
+
+@pytest.mark.parametrize("kernel", ["mask", "causal", "all"])
+@pytest.mark.parametrize("width", [WIDTH, 10])
+def test_partial_attention_is_its_formula(kernel: str, width: int) -> None:
+    torch.manual_seed(0)
+    q, grad = torch.randn(2, 4, 12, WIDTH), torch.randn(2, 4, 12, width)
+    k, v = torch.randn(2, 2, 12, WIDTH), torch.randn(2, 2, 12, width)
+    mask = torch.rand(2, 1, 12, 12) < 0.3 if kernel == "mask" else None
+    if mask is not None:
+        mask[:, :, 3] = False
+    out, lse = partial_attention(q, k, v, mask, causal=kernel == "causal")
+    plain, plain_lse = plain_partial_attention(q, k, v, mask, causal=kernel == "causal")
+    torch.testing.assert_close(out, plain)
+    torch.testing.assert_close(lse, plain_lse)
+    if mask is not None:
+        assert (lse[:, :, 3] == -torch.inf).all() and (out[:, :, 3] == 0).all()
+        lse = lse.clamp(min=-1e30)  # as after other keys
+    arguments = grad, q, k, v, out, lse, mask
+    for a, b in zip(
+        partial_attention_backward(*arguments, causal=kernel == "causal"),
+        plain_partial_attention_backward(*arguments, causal=kernel == "causal"),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b)
