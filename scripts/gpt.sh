@@ -45,6 +45,17 @@ mixture_settings=(
   --split '99,1,0' --log-interval 10 --eval-interval 1000 --eval-iters 10
 )
 
+# Llama 3 with 8 billion parameters, arXiv 2407.21783, table 3, for sequences divided among ranks.
+llama3_8b_settings=(
+  --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
+  --group-query-attention --num-query-groups 8 --position-embedding-type rope --rotary-base 500000
+  --normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
+  --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1
+  --lr-decay-style cosine --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0
+  --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+  --split '99,1,0' --log-interval 10 --eval-interval 1000 --eval-iters 10
+)
+
 # pretrain_gpt PRECISION FLAGS...: PRECISION (--bf16 or --fp16) applies unless FLAGS has one; no flag undoes either.
 pretrain_gpt() {
   local defaults data data_flags

@@ -134,7 +134,9 @@ class ContextAttention:
         first, second = out_bnsd.permute(2, 0, 1, 3).flatten(1).unflatten(0, (2, size, -1)).unbind(0)
         rows = torch.cat((first, second.flip(0)), 1).flatten(0, 1)
         received = Exchange(rows, self.heads, [s] * size, [s] * size).wait()
-        return received.view(size, s, b, heads, width).permute(2, 0, 3, 1, 4).flatten(1, 2)
+        # Heads come last in memory, as the next layer reads them.
+        out_sbnd = received.view(size, s, b, heads, width).permute(1, 2, 0, 3, 4).flatten(2, 3)
+        return out_sbnd.permute(1, 2, 0, 3)
 
 
 def blocks(spec: MaskSpec, rank: int, source: int, size: int) -> Iterator[Block]:
@@ -188,7 +190,9 @@ class _Attention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: ContextMask, ring: Axis, gathers: bool
     ) -> Tensor:
         dtype = torch.promote_types(q.dtype, torch.float32)
-        total = q.new_zeros(*q.shape[:3], v.shape[-1], dtype=dtype)
+        # Heads come last in memory: so the next layer reads the output as it is, and nothing keeps a copy.
+        b, n, s, _ = q.shape
+        total = q.new_zeros(b, s, n, v.shape[-1], dtype=dtype).transpose(1, 2)
         lse = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
         keys_values = torch.cat((k, v), -1)
         for source, kv in (_gathered if gathers else _around)(keys_values, ring):

@@ -75,7 +75,7 @@ def count_step(
         if key[1] not in reduce_axes:
             passes = after[key] - before.get(key, Traffic())
             traffic[key] += Traffic(repeat(passes.calls), repeat(passes.bytes))
-    other_batches = (microbatches - simulated) * max(batch_bytes)
+    other_batches = (microbatches - simulated) * max(batch_bytes) // mesh.cp.size
     state = state_bytes(engine)
     memory = state | {
         "buffers": phases.live - sum(state.values()) + other_batches,

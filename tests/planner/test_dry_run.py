@@ -40,6 +40,7 @@ from megatron.training.build import build_model, choose_run_ops
 from megatron.training.engine import Engine
 
 T2, P2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+GQA = "--group-query-attention --num-query-groups 2"
 MODEL = "--num-layers 2 --hidden-size 64 --seq-length 32 --global-batch-size 8"
 TWO = [
     T2,
@@ -72,9 +73,15 @@ MIXTURES = [
     f"{MOE} {E2} --moe-expert-capacity-factor 1.5 --moe-pad-expert-input-to-capacity",
     f"{MOE} --moe-router-score-function sigmoid --moe-router-enable-expert-bias --recompute-granularity full",
 ]
+CP = "--attention-dropout 0 --context-parallel-size"
+CONTEXT = [
+    f"{CP} 2 {GQA}",
+    f"{CP} 2 --cp-comm-type all_gather --bf16",
+    f"{CP} 2 --cp-comm-type a2a --recompute-granularity full",
+]
 
 
-AXES = ("embedding", "world", "expert", "expert_dp", "tp", "dp", "pp")
+AXES = ("embedding", "world", "expert", "expert_dp", "tp_cp", "dp_cp", "tp", "cp", "dp", "pp")
 
 
 class TrafficCounter:
@@ -117,6 +124,7 @@ class TrafficCounter:
 
 FUNCTIONS = {
     "all-reduce": "all_reduce",
+    "shift": "all_to_all_single",
     "all-gather": "gather",
     "all-to-all": "all_to_all_single",
     "reduce-scatter": "reduce_scatter",
@@ -184,6 +192,7 @@ def real_steps(layouts: list[str], ports: list[int], batch: Batch) -> list[tuple
     [
         pytest.param(2, TWO, marks=pytest.mark.slow),
         pytest.param(2, MIXTURES, marks=pytest.mark.slow),
+        pytest.param(2, CONTEXT, marks=pytest.mark.slow),
         (4, FOUR),
     ],
 )
@@ -200,8 +209,9 @@ def test_equals_real_processes(processes: int, layouts: list[str], monkeypatch: 
             assert traffic_counts(fake, same) == wrapped and fake.traffic == real.traffic
             assert fake.flops == real.flops and fake.parameters == real.parameters
             for kind, held in real.memory.items():
-                # An all-to-all sends up to three times as many rows.
-                more = RELEASE_SLACK.get(kind, 0) * (3 if "--num-experts" in layouts[i] else 1)
+                # An all-to-all sends up to three times as many rows, and keys and values are gathered together.
+                several = "--num-experts" in layouts[i] or CP in layouts[i]
+                more = RELEASE_SLACK.get(kind, 0) * (3 if several else 1)
                 assert -0.001 * held <= held - fake.memory[kind] <= 0.001 * held + more, (layouts[i], kind)
         assert sum(needs.unique_parameters for needs in fakes) == counting.model_parameters()
 
@@ -263,7 +273,16 @@ def test_saved_activations_on_a_gpu_match_the_paper(flags: str, tensor: int, pap
     assert saved(flags, tensor) == pytest.approx(paper + statistics, abs=1e-3)
 
 
-GQA = "--group-query-attention --num-query-groups 2"
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("communication", ["p2p", "all_gather", "a2a"])
+def test_activations_fall_with_the_context_parallel_size(communication: str, size: int) -> None:
+    # An all-to-all keeps the output of attention twice, before and after it.
+    kept = 2 if communication == "a2a" else 0
+    flags = f"{CP} {size} --cp-comm-type {communication}"
+    assert saved(flags, size) == pytest.approx((saved("--attention-dropout 0", 1) + kept) / size, rel=0.01)
+
+
 LLAMA = f"--normalization RMSNorm --position-embedding-type rope --swiglu --disable-bias-linear {GQA}"
 
 

@@ -52,10 +52,17 @@ MIXTURES = {
     "qwen3_30b_a3b": (30.5, 3.35, 128, 1, 16, 16, 1024, 56.3),
     "deepseek_v3": (671.0, 37.55, 256, 16, 64, 2048, 15360, 28.0),
 }
+# Sequence length, tensor- and context-parallel size, GPUs, global batch, and GB of a rank. The first has layout and
+# batch of NVIDIA's published run on 64 H100 (NeMo 2).
+LONG = {
+    "llama3_8b_8k": (8192, 1, 2, 64, 1024, 71.6),
+    "llama3_8b_32k": (32768, 2, 4, 32, 128, 49.1),
+    "llama3_8b_128k": (131072, 4, 8, 64, 32, 35.8),
+}
 
 
 def test_every_script_has_its_row() -> None:
-    assert {f"pretrain_gpt_{size}.sh" for size in TABLE | MIXTURES} == {
+    assert {f"pretrain_gpt_{size}.sh" for size in TABLE | MIXTURES | LONG} == {
         path.name for path in (ROOT / "scripts").glob("pretrain_gpt_*.sh")
     }
 
@@ -102,6 +109,32 @@ def test_a_mixture_has_its_published_layout(checkout: Checkout, size: str) -> No
     total = parameters(config, config.tokenizer.vocab_size + 1)
     assert total / 1e9 == pytest.approx(billions, abs=0.05)
     assert (total - unused_parameters(model)) / 1e9 == pytest.approx(active, abs=0.05)
+
+
+@pytest.mark.parametrize("size", LONG)
+def test_a_long_context_has_its_layout(checkout: Checkout, size: str) -> None:
+    length, tensor, context, gpus, batch, _ = LONG[size]
+    (dry,) = commands(checkout.run(f"pretrain_gpt_{size}.sh", "--dry-run", "--lr", "1"))
+    assert dry[-2:] == ["--world-size", str(gpus)]
+    words = [word for word in dry[2:-2] if word != "--dry-run"]
+    config = parse_run_config(words, description="", defaults=DEFAULTS)
+    parallel = config.parallel
+    assert (parallel.tensor_model_parallel_size, parallel.context_parallel_size) == (tensor, context)
+    assert (config.data.seq_length, config.training.global_batch_size) == (length, batch)
+    check_layout(config, gpus)
+    assert parameters(config, 128256) / 1e9 == pytest.approx(8.03, abs=0.005)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", LONG)
+def test_a_long_context_fits_its_gpus(size: str, tmp_path: Path) -> None:
+    """GPUs with 80 GB. Each rank has 4,096 positions, so that all have the same activations."""
+    file = tmp_path / "counts.json"
+    script = ["bash", ROOT / "scripts" / f"pretrain_gpt_{size}.sh", "--dry-run", "--dry-run-json", file]
+    subprocess.run(script, check=True, env=os.environ | {"PYTHON": sys.executable})
+    memory = json.loads(file.read_text())["ranks"][0]["memory"]
+    assert memory["peak"] / 1e9 == pytest.approx(LONG[size][-1], rel=0.02)
+    assert memory["activations"] / 1e9 == pytest.approx(22, rel=0.02)
 
 
 @pytest.mark.slow
