@@ -23,6 +23,10 @@ def given_run(config: RunConfig, devices: int) -> tuple[Job, Layout]:
         raise InputError(
             f"--pipeline-schedule: {parallel.pipeline_schedule} is not planned; a dry run counts it"
         )
+    if parallel.context_parallel_size > 1:
+        raise InputError(
+            f"--context-parallel-size: {parallel.context_parallel_size} is not planned; a dry run counts it"
+        )
     if parallel.recompute_method == "block":
         raise InputError("--recompute-method: block is not planned; a dry run counts it")
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
