@@ -8,6 +8,7 @@ import types
 from megatron import plugins
 from megatron.checkpoint.config import CheckpointConfig
 from megatron.model.config import ModelConfig
+from megatron.pretrain_gpt import GPT
 
 
 def test_a_run_prints_its_stacks_when_a_signal_ends_it(monkeypatch) -> None:
@@ -22,4 +23,4 @@ def test_a_run_prints_its_stacks_when_a_signal_ends_it(monkeypatch) -> None:
     monkeypatch.setattr(faulthandler, "enable", lambda file: enabled.append(file))
     monkeypatch.setattr(plugins, "pretrain", lambda *_: len(enabled))
     enabled: list = []
-    assert plugins.run(config, None) == 1
+    assert plugins.run(config, GPT) == 1
