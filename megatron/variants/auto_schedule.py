@@ -120,6 +120,13 @@ def makespan(
 
 def tuned(config: RunConfig, padded_vocab_size: int) -> Schedule:
     """The schedule of a run: `best_schedule` for the floating-point operations of its stages."""
+    in_flight = config.plugin(AutoScheduleConfig).pipeline_microbatches_in_flight
+    duration = counted_times(config, padded_vocab_size)
+    return functools.partial(best_schedule, duration=duration, in_flight=in_flight)
+
+
+def counted_times(config: RunConfig, padded_vocab_size: int) -> Duration:
+    """Floating-point operations of each pass of a run's stages, for one sample."""
     parallel, model = config.parallel, config.model
     assert config.data.seq_length is not None
     costs = {
@@ -139,8 +146,7 @@ def tuned(config: RunConfig, padded_vocab_size: int) -> Schedule:
         times = {Forward: forward, BackwardInput: of_input, BackwardWeight: of_weights}
         return of_input + of_weights if isinstance(action, Backward) else times[type(action)]
 
-    in_flight = config.plugin(AutoScheduleConfig).pipeline_microbatches_in_flight
-    return functools.partial(best_schedule, duration=duration, in_flight=in_flight)
+    return duration
 
 
 def _part_flops(

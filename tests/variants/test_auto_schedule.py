@@ -13,7 +13,7 @@ from megatron.arguments import parse_run_config
 from megatron.errors import InputError
 from megatron.parallel.schedules import SCHEDULES, Backward, BackwardInput, BackwardWeight, Compute, Forward
 from megatron.parallel.schedules import one_forward_one_backward as one_f_one_b
-from megatron.variants.auto_schedule import best_schedule, makespan, peak_chunks, tuned
+from megatron.variants.auto_schedule import best_schedule, counted_times, makespan, peak_chunks, tuned
 from megatron.variants.schedules import gpipe
 from megatron.variants.zero_bubble import Duration, dualpipe_v, zb_h1, zb_h2, zb_v
 
@@ -96,6 +96,24 @@ def test_the_limit_of_a_run() -> None:
         InputError, match=r"^--pipeline-microbatches-in-flight: 3 needs --pipeline-schedule auto$"
     ):
         peak("--pipeline-schedule zb-h1 --pipeline-microbatches-in-flight 3")
+
+
+LLAMA_1B = (
+    "--num-layers 16 --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 32 --group-query-attention "
+    "--num-query-groups 8 --swiglu --disable-bias-linear --seq-length 8192 "
+    "--position-embedding-type rope --micro-batch-size 1 --global-batch-size 16 --train-samples 1000 --lr 1e-3 "
+    "--pipeline-model-parallel-size 4"
+)
+
+
+def test_uneven_stages_are_faster_with_a_large_vocabulary() -> None:
+    """Llama 3.2 1B, whose output layer for 128,256 tokens takes as long as two layers: a tenth and more in 1F1B."""
+    times = []
+    for flags in ("", "--pipeline-model-parallel-layout Et*5|t*5|t*4|t*2,L"):
+        config = parse_run_config(f"{LLAMA_1B} {flags}".split(), description="a test", defaults={})
+        duration = counted_times(config, 128_256)
+        times.append(makespan(one_f_one_b(4, 1, 16), 4, duration, v_shaped=False))
+    assert times[1] < 0.9 * times[0]
 
 
 def test_the_command_line_knows_all_schedules_without_torch() -> None:
