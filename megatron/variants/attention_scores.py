@@ -20,11 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
+from megatron.errors import InputError
 from megatron.model.config import ModelConfig
 from megatron.model.context import ModelContext
 from megatron.model.transformer import SelfAttention
 from megatron.model.vocabulary import OutputLayer
 from megatron.ops.attention import causal_mask
+from megatron.ops.cpu.document_attention import DocumentMask
 from megatron.ops.document_attention import dense_mask
 from megatron.parallel.parameters import normal, parameter
 from megatron.parallel.slices import GlobalSlice
@@ -108,10 +110,21 @@ class ScoreAttention(QKNormAttention):
 
 
 def as_tensor(mask: Any) -> Tensor | None:
-    """A mask that `Ops.make_mask` made as a tensor [b, n, s, t]; b and n may be 1."""
+    """A mask that `Ops.make_mask` made as a tensor [b, n, s, t]; b and n may be 1.
+
+    Raises:
+        InputError: the run has masks of another form, since its attention is not that of one process.
+    """
     if mask is None or isinstance(mask, Tensor):
         return mask
-    return dense_mask(mask) if isinstance(mask, BlockMask) else mask.dense()
+    if isinstance(mask, BlockMask):
+        return dense_mask(mask)
+    if not isinstance(mask, DocumentMask):
+        raise InputError(
+            "--softmax-type and --attn-logit-softcapping compute attention on one process, which this run does not; "
+            "leave them out"
+        )
+    return mask.dense()
 
 
 def halves(x_bnsd: Tensor, channels: int) -> Tensor:

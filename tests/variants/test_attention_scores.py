@@ -20,7 +20,7 @@ from megatron.parallel.mesh import Mesh
 from megatron.plugins import run
 from megatron.pretrain_gpt import DEFAULTS, GPT
 from megatron.training.build import build_engine
-from megatron.variants.attention_scores import ScoreAttention, halves
+from megatron.variants.attention_scores import ScoreAttention, as_tensor, halves
 
 B, N, G, S, D = 2, 4, 2, 12, 8
 BASE = "--attention-dropout 0 --hidden-dropout 0 --init-method-std 0.2"
@@ -109,6 +109,13 @@ def test_a_bias_is_added_after_the_cap() -> None:
     torch.testing.assert_close(
         capped(tokens, positions), build(flags)(tokens, positions), rtol=1e-4, atol=1e-5
     )
+
+
+def test_masks_of_another_form_are_refused() -> None:
+    with pytest.raises(
+        InputError, match="--softmax-type and --attn-logit-softcapping compute attention on one"
+    ):
+        as_tensor(object())
 
 
 def test_scale_multiplies_scores_in_place_of_the_root() -> None:
@@ -203,6 +210,9 @@ ALL = """
     --rotary-interleaved --no-rope-freq 4
 """
 
+TWO_LAYERS = "--num-layers 2 --no-rope-freq 2"  # compiled layers have a graph for each kind
+DOCUMENTS = "--reset-attention-mask --reset-position-ids"
+
 
 def train(folder: str, flags: str) -> None:
     words = f"{RUN} {ALL} {flags} --metrics-path {folder}/metrics.jsonl".split()
@@ -216,16 +226,17 @@ def train(folder: str, flags: str) -> None:
         pytest.param(2, "--use-distributed-optimizer --overlap-grad-reduce", marks=pytest.mark.slow),
         pytest.param(1, "--recompute-granularity selective", marks=pytest.mark.slow),
         pytest.param(1, "--recompute-granularity full --recompute-method uniform", marks=pytest.mark.slow),
-        pytest.param(1, "--ops-backend layers", marks=pytest.mark.slow),
-        pytest.param(1, "--ops-backend compile", marks=pytest.mark.slow),
-        pytest.param(1, "--reset-attention-mask --reset-position-ids", marks=pytest.mark.slow),
+        pytest.param(1, f"--ops-backend compile {TWO_LAYERS}", marks=pytest.mark.slow),
+        pytest.param(1, f"--ops-backend layers {TWO_LAYERS}", marks=pytest.mark.slow),
+        pytest.param(1, DOCUMENTS, marks=pytest.mark.slow),
     ],
 )
 def test_layouts_train_alike(tmp_path: Path, processes: int, flags: str) -> None:
     """Losses and grad norms of four steps with all flags at once equal those of one process."""
     records = []
     for count, given in ((1, "--ops-backend plain"), (processes, flags)):
-        same = "--reset-attention-mask --reset-position-ids" if "--reset" in flags else ""
+        # Flags that change the model or its data are for both.
+        same = " ".join(shared for shared in (TWO_LAYERS, DOCUMENTS) if shared in flags)
         folder = tmp_path / f"{count}{len(records)}"
         folder.mkdir()
         run_distributed(train, count, str(folder), f"{given} {same} --num-query-groups 2")
