@@ -36,7 +36,7 @@ def flat(
     """Allocate the parameters of a model in flat memory, uninitialized; without `mesh` for a single process."""
     mesh, config = mesh or Mesh(device=CPU), config or ParallelConfig()
     optimizer = optimizer or OptimizerConfig(lr=1.0)
-    groups = param_groups(optimizer, mesh, distributed=config.use_distributed_optimizer)
+    groups = param_groups(optimizer, mesh, sharding=config.data_parallel_sharding_strategy)
     buckets = lay_out([model], groups, bucket_size=config.ddp_bucket_size)
     return ParamBuffer([model], buckets, mesh, config, dtype=dtype)
 

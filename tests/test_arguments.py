@@ -133,7 +133,8 @@ NVIDIA_DEFAULTS = """
     --decoder-first-pipeline-num-layers None, --decoder-last-pipeline-num-layers None,
     --pipeline-model-parallel-layout None, --account-for-embedding-in-pipeline-split False,
     --account-for-loss-in-pipeline-split False,
-    --no-scatter-gather-tensors-in-pipeline False, --use-distributed-optimizer False, --overlap-grad-reduce False,
+    --no-scatter-gather-tensors-in-pipeline False, --use-distributed-optimizer False,
+    --data-parallel-sharding-strategy no_shard, --overlap-grad-reduce False,
     --overlap-param-gather False, --grad-reduce-in-bf16 False, --recompute-activations False,
     --recompute-granularity None, --recompute-method None, --checkpoint-activations False,
     --distribute-saved-activations False, --distribute-checkpointed-activations False, --mask-prob 0.15,
@@ -432,6 +433,10 @@ CROSS = [
     (
         "--bf16-optimizer-states --optimizer sgd",
         "--bf16-optimizer-states needs --optimizer adam, not sgd",
+    ),
+    (
+        "--data-parallel-sharding-strategy optim_grads --pipeline-model-parallel-size 2",
+        "--data-parallel-sharding-strategy: optim_grads reduces gradients in every backward pass",
     ),
     ("--mock-data --data-path a", "--data-path and --mock-data exclude each other"),
     ("--train-data-path a --data-path a", "--train-data-path and --data-path exclude each other"),

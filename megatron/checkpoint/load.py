@@ -60,7 +60,7 @@ def read_weights(buffer: ParamBuffer, source: TensorSource, prefix: str, kept: C
         if param.name in kept:
             continue
         values = source.read(prefix + param.name, param.shard_spec)
-        param.view(buffer.params).copy_(values)
+        buffer.param_memory.write(param, values)
         if param.name in masters:
             part, begin = masters[param.name]
             part.copy_(values.view(-1)[begin : begin + part.numel()])

@@ -122,7 +122,7 @@ def take_snapshot(
 ) -> Snapshot:
     """Take a snapshot. Its tensors are views of the run's own memory, which the next step changes."""
     buffer.gather.finish()
-    groups = {"model": {"": buffer.local_shards(buffer.params)}}
+    groups = {"model": {"": buffer.param_memory.shards}}
     if config.save_optim:
         masters = {} if buffer.is_fp32 else {"master": buffer.masters}
         groups["optimizer"] = {f"{name}/": owned for name, owned in (masters | optimizer.state).items()}

@@ -85,7 +85,7 @@ def diagnose(engine: Engine, batch: GlobalBatch) -> Diagnosis:
 def corrupt_weights(engine: Engine) -> str:
     """Names the first parameter that is not finite on each rank that has one; "" if none has. Every process must call
     this."""
-    found = next((e.name for e in engine.buffer.flat_params if not _finite(e.view(engine.buffer.params))), "")
+    found = next((param.name for param, x, _ in engine.buffer.held_params() if not _finite(x)), "")
     names = gather_texts(found, engine.mesh.world)
     return ", ".join(f"{name} on rank {rank}" for rank, name in enumerate(names) if name)
 
@@ -127,7 +127,11 @@ class _Probe:
                 handles.append(module.register_forward_hook(functools.partial(self._output, stage, what)))
             for name, p in named_parameters(chunk):
                 check = functools.partial(self._gradient, stage, p.tied or name)
-                handles.append(p.register_post_accumulate_grad_hook(check))
+                handle = p.register_post_accumulate_grad_hook(check)
+                handle.hooks_dict_ref().move_to_end(
+                    handle.id, last=False
+                )  # before sharded gradients are reduced
+                handles.append(handle)
         try:
             yield
         finally:
@@ -156,8 +160,7 @@ class _Probe:
 
     def _gradient(self, stage: int, name: str, p: Tensor) -> None:
         self.call += 1
-        # The sum over the microbatches so far, to which layers may add without autograd.
-        grad = main_grad(p)
-        assert grad is not None
-        if not _finite(grad):
+        # The sum over the microbatches so far, to which layers may add without autograd, and what autograd adds next.
+        grads = [grad for grad in (main_grad(p), p.grad) if grad is not None]
+        if not all(map(_finite, grads)):
             self.record("gradient", -stage, self.call, name)

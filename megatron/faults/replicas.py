@@ -14,6 +14,7 @@ from megatron.optim.buffer import ParamBuffer
 from megatron.optim.layout import FlatParam
 from megatron.parallel.collectives import all_gather, gather_texts
 from megatron.parallel.mesh import Axis
+from megatron.parallel.slices import intersections
 from megatron.training.loop import Hook, Trainer
 
 # Elements whose checksum is taken at once.
@@ -42,14 +43,16 @@ def check_replicas(buffer: ParamBuffer) -> None:
         TransientFault: on all processes if some weights differ, naming the parameter and the ranks.
     """
     buffer.gather.finish()
-    mesh, params = buffer.mesh, buffer.params
-    replicated, shared = collections.defaultdict(list), collections.defaultdict(list)
-    for bucket in buffer.buckets:
-        for param in bucket.flat_params:
-            replicated[bucket.group.reduce_axis].append((param, param.view(params).flatten()))
-            if param.shard_spec.shared:
-                shared[param.shard_spec.replicas].append((param, _shared(param, params)))
-    tied = [(param, param.view(params).flatten()) for param in buffer.flat_params if param.tied]
+    mesh = buffer.mesh
+    replicated, shared, tied = collections.defaultdict(list), collections.defaultdict(list), []
+    for param, values, begin in buffer.held_params():
+        bucket = buffer.buckets[buffer.param_memory.index(param)]
+        if not bucket.group.shards_params:
+            replicated[bucket.group.reduce_axis].append((param, values))
+        if param.shard_spec.shared:
+            shared[param.shard_spec.replicas].append((param, _shared(param, values, begin)))
+        if param.tied:
+            tied.append((param, values))
     compared = [*replicated.items(), *shared.items(), (mesh.embedding, tied)]
     found = [text for axis, weights in compared if (text := _differing(axis, weights)) is not None]
     gathered = [json.loads(texts) for texts in gather_texts(json.dumps(found), mesh.world)]
@@ -61,9 +64,11 @@ def check_replicas(buffer: ParamBuffer) -> None:
         )
 
 
-def _shared(param: FlatParam, params: Tensor) -> Tensor:
-    """The rows of a parameter that every tensor-parallel rank holds."""
-    return torch.cat([params[begin:end] for begin, end in param.flat(param.shard_spec.shared)])
+def _shared(param: FlatParam, values: Tensor, begin: int) -> Tensor:
+    """The elements that every tensor-parallel rank holds, among `values`, elements `begin` and following of `param`."""
+    start = param.start + begin
+    ranges = intersections((start, start + len(values)), param.flat(param.shard_spec.shared))
+    return torch.cat([values[:0], *(values[first - start : end - start] for first, end in ranges)])
 
 
 def _differing(axis: Axis, weights: list[tuple[FlatParam, Tensor]]) -> str | None:

@@ -45,9 +45,9 @@ class FlatParam:
         """Index after its last element."""
         return self.start + math.prod(self.shard_spec.local_shape)
 
-    def view(self, flat: Tensor) -> Tensor:
-        """View of the parameter, in its shape, in a flat tensor."""
-        return flat[self.start : self.end].view(self.shard_spec.local_shape)
+    def view(self, flat: Tensor, origin: int = 0) -> Tensor:
+        """View of the parameter, in its shape, in a flat tensor whose first element is element `origin` of memory."""
+        return flat[self.start - origin : self.end - origin].view(self.shard_spec.local_shape)
 
     def counted(self) -> list[Range]:
         """Ranges of local rows to count and save: no vocabulary padding, and each row on one rank only."""
@@ -80,6 +80,7 @@ class ParamGroup:
         reduce_axis: ranks over which gradients are summed.
         shard_axis: ranks over which master weights and optimizer state are sharded. It is `reduce_axis` with the
             distributed optimizer, otherwise of size 1.
+        shards_grads, shards_params: gradients and parameters are sharded over these ranks too.
     """
 
     optimizer: OptimizerSpec
@@ -88,6 +89,8 @@ class ParamGroup:
     model_axis: Axis = ALONE
     reduce_axis: Axis
     shard_axis: Axis
+    shards_grads: bool = False
+    shards_params: bool = False
 
     def holds(self, name: str, p: ShardedParameter) -> bool:
         """True if the parameter belongs to the group, unless an earlier group holds it."""
@@ -142,21 +145,28 @@ def lay_out(chunks: list[nn.Module], groups: Sequence[ParamGroup], *, bucket_siz
 
     A bucket belongs to one group. Within a group parameters are in the order of forward, except that vectors that every
     tensor-parallel rank holds come last. A tied table has a bucket of its own, so that the first and the last pipeline
-    stage shard it alike.
+    stage shard it alike. Where gradients are sharded, a bucket belongs to one unit.
     """
     items = [
         Item(next(i for i, group in enumerate(groups) if group.holds(name, p)), name, p, chunk)
         for chunk, model in enumerate(chunks)
         for name, p in named_parameters(model)
     ]
+    unit_of: dict[Tensor, tuple[int, int]] = {}
+    if any(group.shards_grads for group in groups):
+        from megatron.optim.units import places
 
-    def kind(item: Item) -> tuple[int, bool, bool]:
-        return item.group, item.p.tied is not None, item.p.dim() < 2 and bool(item.p.shard_spec.shared)
+        unit_of = places(chunks)
+
+    def kind(item: Item) -> tuple[int, bool, tuple[int, int], bool]:
+        unit = unit_of[item.p] if groups[item.group].shards_grads else (0, 0)
+        vector = item.p.dim() < 2 and bool(item.p.shard_spec.shared)
+        return item.group, item.p.tied is not None, unit, vector
 
     batches: list[list[Item]] = []
     size = 0
     for item in sorted(items, key=kind):
-        if not batches or size >= bucket_size or kind(batches[-1][-1])[:2] != kind(item)[:2]:
+        if not batches or size >= bucket_size or kind(batches[-1][-1])[:3] != kind(item)[:3]:
             batches.append([])
             size = 0
         batches[-1].append(item)

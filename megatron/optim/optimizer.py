@@ -16,19 +16,21 @@ from megatron.optim.norms import model_norm, model_sum
 from megatron.optim.registry import OPTIMIZERS
 from megatron.optim.spec import OptimizerSpec, Shard, StepInputs
 from megatron.optim.step_skipper import StepRule, StepSkipper
+from megatron.parallel.config import SHARDING_STRATEGIES
 from megatron.parallel.mesh import ALONE, Mesh
 
 
 def param_groups(
-    config: OptimizerConfig, mesh: Mesh, *, distributed: bool, first: Sequence[OptimizerSpec] = ()
+    config: OptimizerConfig, mesh: Mesh, *, sharding: str = "no_shard", first: Sequence[OptimizerSpec] = ()
 ) -> list[ParamGroup]:
     """Parameter groups of a run, in the order of memory.
 
     Args:
-        distributed: use the distributed optimizer.
+        sharding: one of `SHARDING_STRATEGIES`.
         first: optimizers of parameters that --optimizer does not update.
     """
     axes = {False: (mesh.tp, mesh.dp_cp), True: (mesh.expert, mesh.expert_dp)}
+    level = SHARDING_STRATEGIES.index(sharding)
     return [
         ParamGroup(
             optimizer=optimizer,
@@ -36,7 +38,10 @@ def param_groups(
             expert_parallel=expert_parallel,
             model_axis=model_axis,
             reduce_axis=replicas,
-            shard_axis=replicas if distributed else ALONE,
+            shard_axis=replicas if level >= 1 else ALONE,
+            # Counts are not summed by autograd, which so cannot tell when they are complete.
+            shards_grads=level >= 2 and replicas.size > 1 and not optimizer.counts,
+            shards_params=level >= 3 and replicas.size > 1 and not optimizer.counts,
         )
         for optimizer in (*first, OPTIMIZERS[config.optimizer](config), Adam(config))
         for decays in (True, False)
@@ -63,7 +68,7 @@ class Optimizer:
         self.count_zeros = config.log_num_zeros_in_grad
         device = buffer.params.device
         self.step_skipper = StepSkipper(rules, device, stops=config.on_non_finite == "stop")
-        self.grads = buffer.local_shards(buffer.grads)
+        self.grads = buffer.grad_memory.shards
         self.step_count = torch.zeros((), device=device)
         names = dict.fromkeys(name for bucket in buffer.buckets for name in bucket.group.optimizer.state)
         self.state: dict[str, list[Tensor]] = {name: [] for name in names}

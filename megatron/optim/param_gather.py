@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from megatron.optim.layout import Bucket
+from megatron.optim.memory import FlatMemory
 from megatron.parallel.collectives import Pending, start_all_gather, start_broadcast
 from megatron.parallel.phases import Phases
 
@@ -16,9 +15,9 @@ class ParamGather:
         pending: communication that has started, by index of the bucket.
     """
 
-    def __init__(self, params: Tensor, buckets: list[Bucket], phases: Phases) -> None:
-        """`params` is flat memory for the parameters."""
-        self.params, self.buckets, self.phases = params, buckets, phases
+    def __init__(self, memory: FlatMemory, buckets: list[Bucket], phases: Phases) -> None:
+        """`memory` is that of the parameters."""
+        self.memory, self.buckets, self.phases = memory, buckets, phases
         self.pending: dict[int, list[Pending]] = {}
 
     def start(self, index: int) -> None:
@@ -27,12 +26,28 @@ class ParamGather:
         axis = bucket.group.shard_axis
         if axis.size == 1:
             return
-        shards = [self.params[slice(*shard)] for shard in bucket.shards]
+        whole = self.memory.whole[index]
+        shards = [whole[begin - bucket.start : end - bucket.start] for begin, end in bucket.shards]
         if bucket.is_even:
-            flat = self.params[bucket.start : bucket.end]
-            self.pending[index] = [start_all_gather(shards[axis.rank], axis, out=flat)]
+            self.pending[index] = [start_all_gather(shards[axis.rank], axis, out=whole)]
         else:
             self.pending[index] = [start_broadcast(x, rank, axis) for rank, x in enumerate(shards) if len(x)]
+
+    def start_whole(self, index: int) -> None:
+        """Start gathering bucket `index` if its parameters are sharded, and are neither here nor on the way."""
+        if not self.memory.sharded[index] or self.memory.has(index):
+            return
+        bucket = self.buckets[index]
+        self.memory.allocate(index)
+        begin, end = (i - bucket.start for i in bucket.shard)
+        self.memory.whole[index][begin:end] = self.memory.shards[index]
+        self.start(index)
+
+    def free(self, index: int) -> None:
+        """Free the gathered parameters of bucket `index` if they are sharded."""
+        if self.memory.sharded[index]:
+            self.wait(index)
+            self.memory.free(index)
 
     def wait(self, index: int) -> None:
         """Wait until the parameters of bucket `index` have the values of the last step."""

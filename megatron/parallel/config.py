@@ -9,6 +9,9 @@ from megatron.errors import InputError
 from megatron.flags import Config, flag
 from megatron.parallel.schedules import CHUNKED, SCHEDULES, V_SHAPED
 
+# What data-parallel ranks shard: each adds to the one before. These are ZeRO 0 to 3 (arXiv 1910.02054).
+SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Config):
@@ -80,9 +83,17 @@ class ParallelConfig(Config):
     use_distributed_optimizer: bool = flag(
         False, "shard master weights and optimizer state over the data-parallel ranks (ZeRO-1)"
     )
+    data_parallel_sharding_strategy: str = flag(
+        "no_shard",
+        "what data-parallel ranks shard: master weights and optimizer state (optim, as --use-distributed-optimizer), "
+        "also gradients (optim_grads), also parameters (optim_grads_params); ZeRO 1 to 3",
+        choices=SHARDING_STRATEGIES,
+    )
     overlap_grad_reduce: bool = flag(False, "reduce gradients over data-parallel ranks during backward")
     overlap_param_gather: bool = flag(
-        False, "with --use-distributed-optimizer: all-gather updated parameters during forward"
+        False,
+        "with --use-distributed-optimizer: all-gather updated parameters during forward; with optim_grads_params: "
+        "each layer's while the one before computes",
     )
     grad_reduce_in_bf16: bool = flag(
         False, "reduce gradients over data-parallel ranks in bf16 (default: fp32)"
@@ -126,6 +137,7 @@ class ParallelConfig(Config):
         if self.tensor_model_parallel_size == 1:
             object.__setattr__(self, "sequence_parallel", False)  # nothing to split, as in Megatron-LM
         self._check_context()
+        self._resolve_sharding()
         if self.overlap_param_gather and not self.use_distributed_optimizer:
             raise InputError("--overlap-param-gather needs --use-distributed-optimizer")
 
@@ -165,6 +177,18 @@ class ParallelConfig(Config):
         """True if the second of two chunks per stage comes back from the last stage to the first."""
         chunked = self.layer_split == "virtual" or len(self.layout_parts) > self.pipeline_model_parallel_size
         return chunked and self.pipeline_schedule in V_SHAPED
+
+    def _resolve_sharding(self) -> None:
+        strategy = self.data_parallel_sharding_strategy
+        if strategy == "no_shard" and self.use_distributed_optimizer:
+            strategy = "optim"
+        object.__setattr__(self, "data_parallel_sharding_strategy", strategy)
+        object.__setattr__(self, "use_distributed_optimizer", strategy != "no_shard")
+        if strategy in SHARDING_STRATEGIES[2:] and self.pipeline_model_parallel_size > 1:
+            raise InputError(
+                f"--data-parallel-sharding-strategy: {strategy} reduces gradients in every backward pass and "
+                "does not go with --pipeline-model-parallel-size above 1; use optim"
+            )
 
     def _resolve_recompute(self) -> None:
         full = self.recompute_granularity == "full"

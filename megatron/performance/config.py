@@ -74,6 +74,10 @@ def _check_cuda_graph(run: RunConfig) -> None:
             "one out",
         ),
         (
+            run.parallel.data_parallel_sharding_strategy not in ("no_shard", "optim"),
+            " needs gradients and parameters at fixed addresses; use --data-parallel-sharding-strategy optim",
+        ),
+        (
             run.parallel.pipeline_model_parallel_size > 1,
             " captures a pass as a whole, and a pipeline's stages pass on parts of it; leave it out, or use "
             "--pipeline-model-parallel-size 1",

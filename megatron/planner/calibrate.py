@@ -206,7 +206,7 @@ def _models(ops: Ops) -> dict[str, Callable[[], object]]:
             context = ModelContext(vocab_size=VOCAB_SIZE, padded_vocab_size=VOCAB_SIZE, ops=ops)
             model = GPTModel(job.model, context)
         config, parallel, mesh = OptimizerConfig(lr=1e-4), ParallelConfig(), Mesh(device=CPU)
-        groups = param_groups(config, mesh, distributed=False)
+        groups = param_groups(config, mesh)
         buckets = lay_out([model], groups, bucket_size=parallel.ddp_bucket_size)
         buffer = ParamBuffer([model], buckets, mesh, parallel, dtype=torch.float32)
         buffer.initialize(0)

@@ -66,8 +66,9 @@ def count_step(
             lr=config.optimizer.lr,
             weight_decay=config.optimizer.weight_decay,
         )
-    # Gradients are reduced once per step; on other axes every pass communicates.
-    reduce_axes = {bucket.group.reduce_axis.name for bucket in engine.buffer.buckets}
+    # Gradients are reduced once per step unless they are sharded; on other axes every pass communicates.
+    sharded = any(engine.buffer.grad_memory.sharded)
+    reduce_axes = set() if sharded else {bucket.group.reduce_axis.name for bucket in engine.buffer.buckets}
     repeat = functools.partial(_repeat, microbatches, simulated)
     (before, flops_before), (after, flops_after) = phases.before, phases.after
     traffic = dict(counter.traffic)

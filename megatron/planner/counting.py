@@ -58,11 +58,13 @@ class Counter(TorchDispatchMode):
         self.heartbeat = heartbeat
         self.live = self.peak = self.flops = 0
         self.traffic: dict[tuple[str, str], Traffic] = {}
-        self.storages: dict[int, weakref.ref] = {}
+        self.storages: dict[int, tuple[weakref.ref, int]] = {}  # and their bytes
         self.holding = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.inductor.resize_storage_bytes_.default:
+            self._resize(*args)
         out = func(*args, **kwargs)
         if func is torch.ops.prim.device.default:  # fake tensors call it all the time
             return out
@@ -71,7 +73,8 @@ class Counter(TorchDispatchMode):
         formula = FLOPS.get(func.overloadpacket)
         if formula is not None:
             self.flops += formula(*args, **kwargs, out_val=out)
-        if self.holding:
+        # What a library allocates during a communication is its workspace.
+        if self.holding and self.heartbeat.communication is None:
             self._hold(out)
         return out
 
@@ -100,14 +103,22 @@ class Counter(TorchDispatchMode):
             key = storage._cdata
             if key in self.storages:
                 continue
-            size = storage.nbytes()
-            self.storages[key] = weakref.ref(storage, functools.partial(self._release, key, size))
-            self.live += size
-            self.peak = max(self.peak, self.live)
+            self.storages[key] = weakref.ref(storage, functools.partial(self._release, key)), 0
+            self._set_size(key, storage.nbytes())
 
-    def _release(self, key: int, size: int, _: weakref.ref) -> None:
-        del self.storages[key]
-        self.live -= size
+    def _resize(self, x: Tensor, size: int) -> None:
+        key = x.untyped_storage()._cdata
+        if key in self.storages:
+            self._set_size(key, size)
+
+    def _set_size(self, key: int, size: int) -> None:
+        ref, old = self.storages[key]
+        self.storages[key] = ref, size
+        self.live += size - old
+        self.peak = max(self.peak, self.live)
+
+    def _release(self, key: int, _: weakref.ref) -> None:
+        self.live -= self.storages.pop(key)[1]
 
 
 def tensors_of(values: Iterable[Any]) -> list[Tensor]:

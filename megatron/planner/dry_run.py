@@ -203,7 +203,7 @@ class DryRun:
         context = ModelContext(vocab_size=size, padded_vocab_size=padded)
         with torch.device("meta"):
             model = self.task.build_model(self.config, context, None)
-        groups = param_groups(self.config.optimizer, Mesh(device=CPU), distributed=False)
+        groups = param_groups(self.config.optimizer, Mesh(device=CPU))
         buckets = lay_out([model], groups, bucket_size=1)
         return sum(param.num_counted for bucket in buckets for param in bucket.flat_params)
 

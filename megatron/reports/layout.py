@@ -8,6 +8,13 @@ from megatron.parallel.collectives import all_gather
 from megatron.parallel.stages import split_layers
 from megatron.training.engine import Engine
 
+# What data-parallel ranks shard, by strategy.
+SHARDED = {
+    "optim": "distributed optimizer",
+    "optim_grads": "sharded optimizer and gradients",
+    "optim_grads_params": "sharded optimizer, gradients and parameters",
+}
+
 
 def layout_line(engine: Engine) -> str:
     """Describe the number of processes and the kinds of parallelism in one line."""
@@ -22,11 +29,11 @@ def layout_line(engine: Engine) -> str:
             (divided, engine.config.model.num_experts is not None and mesh.expert.size > 1),
             ("sequence parallel", config.sequence_parallel),
             (f"{config.cp_comm_type} context parallelism", mesh.cp.size > 1),
-            ("distributed optimizer", config.use_distributed_optimizer and mesh.dp_cp.size > 1),
+            (SHARDED.get(config.data_parallel_sharding_strategy, ""), mesh.dp_cp.size > 1),
             (f"{config.pipeline_schedule} schedule", mesh.pp.size > 1),
             (f"{config.recompute_granularity} recomputation", config.recompute_granularity is not None),
         )
-        if on
+        if name and on
     ]
     processes = f"{mesh.world.size} process{'es' if mesh.world.size > 1 else ''}"
     return "; ".join([f"{product} = {processes}" if mesh.world.size > 1 else processes, *used])

@@ -98,7 +98,9 @@ def build_model(config: RunConfig, task: Task[Any], mesh: Mesh, ops: Ops, **voca
     for model in models:
         model.first_chunk = (models[0],)
     first = [make(config) for make in FIRST_OPTIMIZERS]
-    groups = param_groups(config.optimizer, mesh, distributed=parallel.use_distributed_optimizer, first=first)
+    groups = param_groups(
+        config.optimizer, mesh, sharding=parallel.data_parallel_sharding_strategy, first=first
+    )
     dtype = DTYPES[config.training.precision]
     return StageModel(
         modules=modules,

@@ -170,7 +170,8 @@ class Engine:
             self.task.forward,
             loss=loss,
             dropout_keys=batch.dropout_keys,
-            buffer=self.buffer if overlap else None,
+            buffer=self.buffer,
+            overlap=overlap,
         )
         actions = self._actions(self.schedule, len(batch.microbatches))
         run_schedule(stage, actions, self.transfers, self.phases)

@@ -91,7 +91,7 @@ class ModelStage(PipelineStage):
 class TrainStage(ModelStage):
     """A stage of a training step: losses are averaged over the global batch.
 
-    `buffer` is told when the last backward pass begins, to overlap the reduction of gradients. None: no overlap.
+    With `overlap`, gradients are reduced from the last backward pass on.
     """
 
     def __init__(
@@ -102,10 +102,11 @@ class TrainStage(ModelStage):
         *,
         loss: MeanLoss,
         dropout_keys: Sequence[DropoutKey | None],
-        buffer: ParamBuffer | None,
+        buffer: ParamBuffer,
+        overlap: bool,
     ) -> None:
         super().__init__(model, microbatches, forward)
-        self.loss, self.dropout_keys, self.buffer = loss, dropout_keys, buffer
+        self.loss, self.dropout_keys, self.buffer, self.overlap = loss, dropout_keys, buffer, overlap
 
     def dropout_key(self, microbatch: int) -> DropoutKey | None:
         return self.dropout_keys[microbatch]
@@ -113,8 +114,12 @@ class TrainStage(ModelStage):
     def accumulate(self, microbatch: int, sums: Tensor) -> Tensor:
         return self.loss.add(sums)
 
+    def backward(self, chunk: int, microbatch: int, grad: Tensor | None) -> Tensor | None:
+        with self.buffer.backward(chunk):
+            return super().backward(chunk, microbatch, grad)
+
     def begin_last_backward(self, chunk: int) -> None:
-        if self.buffer is not None:
+        if self.overlap:
             self.buffer.reducer.begin_last_backward(chunk)
 
 

@@ -176,8 +176,9 @@ class RunCapture:
         """Add the gradients of this rank that are not being reduced yet."""
         reducer = self.engine.buffer.reducer
         for index, bucket in enumerate(self.engine.buffer.buckets):
-            for param in bucket.flat_params if index not in reducer.reducing else ():
-                values = param.view(self.engine.buffer.grads).flatten() / self.passes.loss_scale
+            kept = index not in reducer.reducing and reducer.memory.has(index)
+            for param in bucket.flat_params if kept else ():
+                values = self.engine.buffer.grad_memory.view(param).flatten() / self.passes.loss_scale
                 replicas = ("expert_dp",) if param.shard_spec.expert_parallel else self.replicas
                 self._add_parameter("local gradient", param, values, 0, sum_over=replicas)
 
@@ -232,9 +233,8 @@ class RunCapture:
             for param, part, begin in buffer.parts(shards):
                 name = f"{state}/{param.name}"
                 self._add_parameter("state", param, part, begin, name=name, step=step)
-        for param in buffer.flat_params:
-            values = param.view(buffer.params).flatten()
-            self._add_parameter("parameter", param, values, 0, step=step)
+        for param, part, begin in buffer.held_params():
+            self._add_parameter("parameter", param, part, begin, step=step)
 
 
 def parameter_place(spec: GlobalSlice, flat: tuple[int, int]) -> Place:

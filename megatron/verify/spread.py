@@ -44,7 +44,7 @@ class DividedSums(Hook):
             if in_bf16:
                 rounded = [b for b in engine.buffer.buckets if not b.group.optimizer.counts]
                 for param in (param for bucket in rounded for param in bucket.flat_params):
-                    grad = param.view(engine.buffer.grads)
+                    grad = engine.buffer.grad_memory.view(param)
                     # Two ranks' parts, which differ by the size of a typical element and may cancel.
                     scale = grad.square().mean().sqrt()
                     part = grad / 2 + scale * torch.randn(grad.shape, generator=generator)

@@ -120,6 +120,12 @@ CASES = {
     ),
     # No backward case: with NaN in the loss itself, all gradients are finite.
     "loss": (2, f"{PP} 2", Injection(1, "", calls(2, 2, 8, 4)), "rank 1, microbatch 2"),
+    "D2+ZeRO3": (
+        2,
+        "--data-parallel-sharding-strategy optim_grads_params --overlap-grad-reduce --bf16",
+        Injection(1, "decoder.layers.3.mlp.linear_fc1", calls(2, 1, 4, 4)),
+        "rank 1, microbatch 1",
+    ),
     "D2+ZeRO": (
         2,
         "--use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 5000 --bf16",

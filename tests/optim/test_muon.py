@@ -103,7 +103,7 @@ def buckets(replicas: int, rank: int, bucket_size: int = 50_000) -> list[Bucket]
         model = GPTModel(config, ModelContext(vocab_size=64, padded_vocab_size=64))
     replicas_axis = Axis(rank, replicas)
     mesh = Mesh(device=CPU, dp=replicas_axis, dp_cp=replicas_axis)
-    groups = param_groups(OptimizerConfig(lr=1.0, optimizer="muon"), mesh, distributed=True)
+    groups = param_groups(OptimizerConfig(lr=1.0, optimizer="muon"), mesh, sharding="optim")
     return lay_out([model], groups, bucket_size=bucket_size)
 
 
@@ -149,7 +149,7 @@ def test_each_expert_has_matrices_of_its_own() -> None:
     )
     with torch.device("meta"):
         model = GPTModel(config, ModelContext(vocab_size=10, padded_vocab_size=10))
-    groups = param_groups(OptimizerConfig(lr=1, optimizer="muon"), Mesh(device=CPU), distributed=False)
+    groups = param_groups(OptimizerConfig(lr=1, optimizer="muon"), Mesh(device=CPU))
     buckets = lay_out([model], groups, bucket_size=10**6)
     (bucket,) = (b for b in buckets if any("experts" in param.name for param in b.flat_params))
     flat = torch.arange(bucket.end - bucket.start, dtype=torch.float32)

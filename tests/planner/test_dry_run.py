@@ -41,6 +41,7 @@ from megatron.training.engine import Engine
 
 T2, P2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 GQA = "--group-query-attention --num-query-groups 2"
+ZERO = "--data-parallel-sharding-strategy"
 MODEL = "--num-layers 2 --hidden-size 64 --seq-length 32 --global-batch-size 8"
 TWO = [
     T2,
@@ -50,6 +51,9 @@ TWO = [
     "--bf16",
     "--use-distributed-optimizer --overlap-grad-reduce",
     "--use-distributed-optimizer --optimizer muon",
+    f"{ZERO} optim_grads --bf16 --overlap-grad-reduce",
+    f"{ZERO} optim_grads_params --bf16 --overlap-grad-reduce --overlap-param-gather",
+    f"{ZERO} optim_grads_params --recompute-granularity full --untie-embeddings-and-output-weights",
 ]
 # Bytes of tensors that a gloo thread may release shortly after their transfer: an fp32 activation, a number of targets.
 RELEASE_SLACK = {"activations": 4 * 32 * 2 * 64, "peak": 4 * 32 * 2 * 64, "buffers": 4}

@@ -61,7 +61,7 @@ def buckets(config: OptimizerConfig, **fields) -> list:
     """Buckets of a model on one process, on the meta device."""
     with torch.device("meta"):
         model = GPTModel(ModelConfig(**fields), ModelContext(vocab_size=51200, padded_vocab_size=51200))
-    groups = param_groups(config, Mesh(device=CPU), distributed=False)
+    groups = param_groups(config, Mesh(device=CPU))
     return lay_out([model], groups, bucket_size=10**8)
 
 

@@ -89,6 +89,7 @@ EMBEDDING_COUNTS = "--account-for-embedding-in-pipeline-split"
 LOSS_COUNTS = "--account-for-loss-in-pipeline-split"
 ZERO = "--use-distributed-optimizer"
 CP, COMM, HIERARCHY = "--context-parallel-size", "--cp-comm-type", "--hierarchical-context-parallel-sizes"
+ZERO2, ZERO3 = (f"--data-parallel-sharding-strategy {name}" for name in ("optim_grads", "optim_grads_params"))
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 5000"
 DENSE_LAYOUTS = {
     "T2": (2, f"{TP} 2"),
@@ -122,12 +123,21 @@ DENSE_LAYOUTS = {
     "D2": (2, ""),
     "D2 overlapped": (2, "--overlap-grad-reduce --ddp-bucket-size 5000"),
     "D2+ZeRO": (2, ZERO),
+    "D2+ZeRO2": (2, ZERO2),
+    "D2+ZeRO3": (2, f"{ZERO3} --ddp-bucket-size 2000"),
+    "D2+ZeRO2 overlapped": (2, f"{ZERO2} --overlap-grad-reduce --overlap-param-gather"),
+    "D2+ZeRO3 overlapped, recomputed": (
+        2,
+        f"{ZERO3} --overlap-grad-reduce --overlap-param-gather --recompute-granularity full --recompute-num-layers 3",
+    ),
     "D4": (4, ""),
     "T2P2": (4, f"{TP} 2 {PP} 2"),
     "T2P2 no scatter-gather": (4, f"{TP} 2 {PP} 2 --no-scatter-gather-tensors-in-pipeline"),
     "T2P2+SP": (4, f"{TP} 2 {PP} 2 {SP}"),
     "T4+SP": (4, f"{TP} 4 {SP}"),
     "T2D2+ZeRO": (4, f"{TP} 2 {ZERO} {OVERLAP}"),
+    "T2D2+ZeRO2": (4, f"{TP} 2 {ZERO2} {OVERLAP}"),
+    "T2D2+SP+ZeRO3": (4, f"{TP} 2 {SP} {ZERO3} {OVERLAP}"),
     "P2D2V2": (4, f"{PP} 2 {CHUNKS} 1"),
     "P4 few microbatches": (4, f"{PP} 4 --micro-batch-size 2"),  # fewer microbatches than stages
     "everything": (
@@ -152,6 +162,7 @@ CONTEXT_LAYOUTS = {
     "C2 selectively recomputed": (2, f"{CP} 2 {COMM} a2a --recompute-granularity selective"),
     "C2D2": (4, f"{CP} 2"),
     "C2D2+ZeRO": (4, f"{CP} 2 {ZERO} {OVERLAP}"),
+    "C2+ZeRO3": (2, f"{CP} 2 {ZERO3} {OVERLAP}"),
     "C2+ZeRO all-gather": (2, f"{CP} 2 {COMM} all_gather {ZERO} {OVERLAP}"),
     "T2C2": (4, f"{TP} 2 {CP} 2"),
     "T2C2+SP": (4, f"{TP} 2 {CP} 2 {SP}"),
@@ -189,6 +200,8 @@ EXPERT_LAYOUTS = {
     "D4E2": (4, f"{EP} 2"),
     "D4E2 overlapped": (4, f"{EP} 2 {OVERLAPPED}"),
     "D4E2+ZeRO": (4, f"{EP} 2 {ZERO} {OVERLAP}"),
+    "D4E2+ZeRO3": (4, f"{EP} 2 {ZERO3} {OVERLAP}"),
+    "T2D2E2+SP+ZeRO2": (4, f"{TP} 2 {EP} 2 {SP} {ZERO2} {OVERLAP}"),
     "D4E2 all-gather+ZeRO": (4, f"{EP} 2 {GATHER} {ZERO}"),
     "D2ET2": (2, f"{ETP} 2"),
     "D4E2ET2": (4, f"{EP} 2 {ETP} 2"),
@@ -320,6 +333,18 @@ FEW_LAYOUTS = {
     "mtp of experts": ["T2D2E2+SP+ZeRO", "P2E2"],
     "mixture by muon": ["D4E2+ZeRO", "T2D2E4+SP"],
 }
+# Of these, some with sharded gradients and parameters.
+SHARDED = {
+    "deepseek muon": ["T2D2+SP+ZeRO3"],
+    "mtp": ["D2+ZeRO2", "D2+ZeRO3 overlapped, recomputed"],
+    "mtp tied": ["D2+ZeRO3"],
+    "bf16": ["D2+ZeRO2 overlapped", "D2+ZeRO3"],
+    "gradients in bf16": ["D2+ZeRO2 overlapped"],
+    "muon of gradients in bf16": ["D2+ZeRO3"],
+    "dropout": ["D2+ZeRO3 overlapped, recomputed"],
+    "mixture by muon": ["D4E2+ZeRO3"],
+}
+FEW_LAYOUTS |= {shape: [*FEW_LAYOUTS[shape], *names] for shape, names in SHARDED.items()}
 # Layouts with context parallelism. Four ranks cannot exchange the two key heads of "llama".
 FEW_CONTEXT_LAYOUTS = {
     "gpt2": list(CONTEXT_LAYOUTS),
@@ -340,7 +365,7 @@ FEW_CONTEXT_LAYOUTS = {
 }
 FAST = {
     "bert": "T2P2",  # test_finetune.py runs T2+SP with fine-tuning
-    "gpt2": "T2+SP|P2 zb-v|P2V2|D2+ZeRO|T2P2|everything|C2",
+    "gpt2": "T2+SP|P2 zb-v|P2V2|D2+ZeRO|T2P2|everything|C2|D2+ZeRO2 overlapped|D2+ZeRO3 overlapped, recomputed",
     "dropout": "D2+ZeRO|recomputed|selectively recomputed",
     "documents": "C2 all-to-all",
     "mixture": "T2D2E2+SP+ZeRO|P2E2 a dense stage",
@@ -450,6 +475,9 @@ def test_dropout_is_replayed_exactly(layouts: Layouts, recomputation: str) -> No
         pytest.param("everything, E4", "E4", "mixture", marks=pytest.mark.slow),
         pytest.param("everything, E2", "D4ET2+ZeRO", "mixtral", marks=pytest.mark.slow),
         pytest.param("D4E2+ZeRO", "P2E2", "mixture by muon", marks=pytest.mark.slow),
+        pytest.param("D2+ZeRO3", "T2P2", "llama", marks=pytest.mark.slow),
+        pytest.param("T2P2", "T2D2+SP+ZeRO3", "muon", marks=pytest.mark.slow),
+        pytest.param("T2D2E2+SP+ZeRO2", "D4E2+ZeRO3", "mixture", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_resumes_in_another_layout(layouts: Layouts, before: str, after: str, shape: str) -> None:
@@ -466,9 +494,9 @@ def test_a_run_resumes_in_another_layout(layouts: Layouts, before: str, after: s
         *(
             (shape, layout)
             for shape in ("gpt2", "muon", "mtp")
-            for layout in ("T2+SP", "T2D2+ZeRO", "everything")
+            for layout in ("T2+SP", "T2D2+ZeRO", "T2D2+SP+ZeRO3", "everything")
         ),
-        *(("mixture", layout) for layout in ("D4E2+ZeRO", "T2D2E4+SP", "everything, E2")),
+        *(("mixture", layout) for layout in ("D4E2+ZeRO", "D4E2+ZeRO3", "T2D2E4+SP", "everything, E2")),
     ],
 )
 def test_the_same_layout_resumes_bit_for_bit(layouts: Layouts, layout: str, shape: str) -> None:

@@ -132,12 +132,14 @@ TRAINING_FLAGS: tuple[NvidiaFlag, ...] = (
     ),
     *accept("use --ddp-bucket-size, in elements", "--ddp-num-buckets N"),
     *accept(
-        "not implemented; --use-distributed-optimizer shards the optimizer state",
+        "--data-parallel-sharding-strategy says what is sharded",
         "--use-megatron-fsdp",
-        "--use-torch-fsdp2",
-        "--data-parallel-sharding-strategy NAME",
         "--fsdp-double-buffer",
         "--fsdp-manual-registration",
+    ),
+    *accept("use --data-parallel-sharding-strategy optim_grads_params", "--use-torch-fsdp2"),
+    *accept(
+        "not implemented; --data-parallel-sharding-strategy shards the optimizer state",
         "--optimizer-cpu-offload",
     ),
     *accept("models are always built on the meta device", "--init-model-with-meta-device"),
