@@ -16,7 +16,7 @@ from megatron.checkpoint.formats import FORMATS
 from megatron.context_parallel.setup import check_context_parallel, context_parallel_ops
 from megatron.data.bert_dataset import BertDatasetBuilder
 from megatron.data.build import MOCK_DATA, SOURCES
-from megatron.data.gpt_dataset import GPTDatasetBuilder
+from megatron.data.gpt_dataset import PACKINGS, GPTDatasetBuilder
 from megatron.data.samplers import SAMPLE_ORDERS
 from megatron.evaluation.in_training import EvalOnStart, EvalTasks
 from megatron.faults.file_limit import raise_file_limit
@@ -80,6 +80,7 @@ from megatron.training.start import RESUME_NOTES
 from megatron.training.task import Task
 from megatron.variants import lr_decay
 from megatron.variants.auto_schedule import tuned
+from megatron.variants.best_fit import BestFitDataset, load_or_build
 from megatron.variants.blend import ROUNDINGS, open_blend
 from megatron.variants.cyclic import cyclic
 from megatron.variants.data_phases import open_phases
@@ -95,6 +96,7 @@ ROUNDINGS.update({"head": HeadBlendRounding()})
 SOURCES[:] = [open_phases, open_blend]
 MOCK_DATA.update({GPTDatasetBuilder: mock_gpt, BertDatasetBuilder: mock_bert})
 SAMPLE_ORDERS.update({"cyclic": cyclic})
+PACKINGS.update({"best-fit": (BestFitDataset, load_or_build)})
 FORMATS.update(EXTERNAL_FORMATS)
 LAYER_OPS[:] = [layer_ops]
 PEAK_FLOPS[:] = [peak_flops]

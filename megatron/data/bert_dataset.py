@@ -181,6 +181,8 @@ def build_bert_datasets(
         )
     if config.data_order != "v2.5":
         raise InputError(f"--data-order: {config.data_order} applies to GPT, not to BERT; leave it out")
+    if config.packing != "concatenated":
+        raise InputError(f"--packing: {config.packing} applies to GPT, not to BERT; leave it out")
     least = SPECIAL_TOKENS + max(2, math.ceil(1 / config.mask_prob))
     if config.seq_length < least:
         raise InputError(

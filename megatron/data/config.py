@@ -66,6 +66,11 @@ class DataConfig(Config):
     num_workers: int = flag(
         2, "worker processes that prepare batches; 0: prepare them in the training process", low=0, high=256
     )
+    packing: str = flag(
+        "concatenated",
+        "GPT samples: 'concatenated' documents, cut where a sample ends, or 'best-fit': whole documents, and padding",
+        choices=("concatenated", "best-fit"),
+    )
     reset_position_ids: bool = flag(False, "restart position ids at 0 after each end-of-document token")
     reset_attention_mask: bool = flag(False, "prevent attention across end-of-document tokens")
     eod_mask_loss: bool = flag(False, "exclude predictions at end-of-document tokens from the loss")
@@ -92,6 +97,10 @@ class DataConfig(Config):
             raise InputError(f"{own[0]} and --split exclude each other; --split divides --data-path")
         if self.mock_data and (own or self.data_path is not None):
             raise InputError(f"{(own or ['--data-path'])[0]} and --mock-data exclude each other")
+        if self.mock_data and self.packing != "concatenated":
+            raise InputError(
+                f"--packing {self.packing} and --mock-data exclude each other: synthetic samples are not packed"
+            )
         if self.split is not None:
             parse_split(self.split)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from torch import Tensor
@@ -38,7 +38,9 @@ class GPTBatch(Batch):
     document_ids: Tensor | None = sequence_field(dim=1, default=None)
 
 
-def ltor_batch(text: np.ndarray, eod: int | None, config: DataConfig) -> GPTBatch:
+def ltor_batch(
+    text: np.ndarray, eod: int | None, config: DataConfig, starts: np.ndarray | None = None
+) -> GPTBatch:
     """Make a batch from token ids, int64 [batch, seq + 1].
 
     An end-of-document token belongs to the document that it ends.
@@ -46,12 +48,13 @@ def ltor_batch(text: np.ndarray, eod: int | None, config: DataConfig) -> GPTBatc
     Args:
         eod: id of the end-of-document token; may be None if no flag of `config` needs it.
         config: for --reset-position-ids, --reset-attention-mask and --eod-mask-loss.
+        starts: bool [batch, seq], true where a document starts without such a token before it.
     """
     tokens, labels = np.ascontiguousarray(text[:, :-1]), np.ascontiguousarray(text[:, 1:])
     positions = np.tile(np.arange(tokens.shape[1]), (len(tokens), 1))
     ends = np.zeros(tokens.shape, dtype=bool) if eod is None else tokens == eod
-    starts = np.zeros_like(ends)
-    starts[:, 1:] = ends[:, :-1]
+    starts = np.zeros_like(ends) if starts is None else starts.copy()
+    starts[:, 1:] |= ends[:, :-1]
 
     fields = {"tokens": tokens, "labels": labels, "loss_mask": np.ones(tokens.shape, dtype=np.float32)}
     if config.eod_mask_loss:
@@ -136,14 +139,22 @@ class GPTDatasetBuilder:
         return int(file.sizes[documents.start : documents.stop].sum(dtype=np.int64))
 
     def build(self, request: IndexRequest) -> GPTDataset:
-        index = load_or_build(request, self.config.seq_length)
-        return GPTDataset(
+        dataset_type, load_index = PACKINGS[self.config.packing]
+        index = load_index(request, self.config.seq_length)
+        return dataset_type(
             config=self.config,
             vocab_size=self.vocab_size,
             eod=self.eod,
             tokens=request.dataset,
             index=index,
         )
+
+
+# Class of the samples, and the function that loads their index or builds it, by --packing. `megatron.plugins` adds to
+# them.
+PACKINGS: dict[str, tuple[type[GPTDataset], Callable[[IndexRequest, int], MappedArrays]]] = {
+    "concatenated": (GPTDataset, load_or_build)
+}
 
 
 def build_gpt_datasets(

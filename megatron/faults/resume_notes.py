@@ -30,7 +30,8 @@ SCHEDULE_FLAGS = {
 ORDER_FLAGS = {
     "training": ["seed"],
     "data": (
-        "data_path train_data_path split seq_length data_order dataloader_type mock_data mask_prob short_seq_prob"
+        "data_path train_data_path split seq_length data_order dataloader_type packing mock_data "
+        "mask_prob short_seq_prob"
     ).split(),
 }
 

@@ -25,7 +25,7 @@ OURS_ALONE = frozenset(
     "--device --dry-run --dry-run-json --dry-run-ranks --eval-on-start --eval-tasks --eval-tasks-data "
     "--freeze --hang-timeout --keep-last --lion-beta1 --lion-beta2 --log-format --log-level --loss-mean "
     "--no-mask-padded-vocab --metrics-path --mlflow-experiment --mlflow-run-name --mlflow-tracking-uri "
-    "--norm-after --num-threads --on-non-finite --ops-backend --pipeline-microbatches-in-flight "
+    "--norm-after --num-threads --on-non-finite --ops-backend --packing --pipeline-microbatches-in-flight "
     "--pipeline-schedule --no-progress "
     "--qk-layernorm-all-heads --rope-scaling-original-length --rope-scaling-attention-factor "
     "--rope-scaling-turns --rope-scaling-type --rotary-base-local --sample-interval --sample-prompts --save-best "
