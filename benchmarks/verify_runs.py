@@ -49,6 +49,15 @@ MIXTURE_RUNS = {
     "e2 bias recomputed": f"{_BIAS} {_E2} --moe-layer-recompute",
     "t2 capacity": f"{_SOFTMAX} --tensor-model-parallel-size 2 --moe-expert-capacity-factor 0.75",
 }
+_DOCUMENTS = (
+    "--reset-attention-mask --reset-position-ids --eod-mask-loss --micro-batch-size 2 --global-batch-size 8"
+)
+# Runs of two processes for faults in packed documents.
+PACKING_RUNS = {
+    "d2 documents": _DOCUMENTS,
+    "t2 documents": f"{_DOCUMENTS} --tensor-model-parallel-size 2",
+    "p2 documents": f"{_DOCUMENTS} --pipeline-model-parallel-size 2",
+}
 
 # Alternatives of a feature, of which a run without a fault draws one.
 FEATURES = (

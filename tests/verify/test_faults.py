@@ -1,4 +1,4 @@
-"""Faults in a mixture of experts are found, and the finding names the parameter or module, and the ranks."""
+"""Faults in mixtures of experts and in packed documents are found; findings name parameter or module, and ranks."""
 
 from __future__ import annotations
 
@@ -25,9 +25,13 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from verify_mixture_faults import MIXTURE_FAULTS, Fault  # noqa: E402
-from verify_runs import MIXTURE_RUNS, shrunk  # noqa: E402
+from verify_packing_faults import PACKING_FAULTS  # noqa: E402
+from verify_runs import MIXTURE_RUNS, PACKING_RUNS, shrunk  # noqa: E402
 
-FAST = "gradients of the router not summed over tensor-parallel ranks"
+FAST = (
+    "gradients of the router not summed over tensor-parallel ranks",
+    "attention across the borders of documents",
+)
 
 
 def put_into_process(fault: Fault) -> None:
@@ -68,12 +72,12 @@ def references() -> dict[str, dict[bool, Comparer]]:
 @pytest.mark.parametrize(
     "fault",
     [
-        pytest.param(fault, marks=() if fault.name == FAST else pytest.mark.slow, id=fault.name)
-        for fault in MIXTURE_FAULTS
+        pytest.param(fault, marks=() if fault.name in FAST else pytest.mark.slow, id=fault.name)
+        for fault in (*MIXTURE_FAULTS, *PACKING_FAULTS)
     ],
 )
 def test_a_fault_is_found(fault: Fault, references: dict[str, dict[bool, Comparer]], tmp_path: Path) -> None:
-    small = shrunk(MIXTURE_RUNS[fault.run])
+    small = shrunk((MIXTURE_RUNS | PACKING_RUNS)[fault.run])
     runs = Runs(small, [small.layout], tmp_path, functools.partial(start, fault))
     runs.comparers = references.setdefault(fault.run, {})
     checks = Verification(runs, [small.layout], lambda check: None).run(quick=True)
