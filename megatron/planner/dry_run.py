@@ -125,6 +125,7 @@ def longest_batch(config: RunConfig, task: Task, vocab_size: int) -> Batch:
     data = dataclasses.replace(
         config.data,
         mock_data=True,
+        packing="concatenated",
         split=None,
         data_path=None,
         train_data_path=None,

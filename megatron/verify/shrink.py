@@ -134,6 +134,7 @@ def shrink(config: RunConfig, processes: int, most: int, steps: int) -> Shrunk:
             config.data,
             seq_length=_seq_length(config, layout),
             mock_data=True,
+            packing="concatenated",
             data_path=None,
             train_data_path=None,
             valid_data_path=None,

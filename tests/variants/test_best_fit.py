@@ -13,12 +13,15 @@ import numpy as np
 import pytest
 
 import megatron.plugins  # noqa: F401 (registers best-fit packing)
+from megatron.arguments import parse_run_config
 from megatron.data.bert_dataset import build_bert_datasets
 from megatron.data.config import DataConfig
 from megatron.data.gpt_dataset import build_gpt_datasets
 from megatron.data.indexed import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.errors import InputError
+from megatron.planner.dry_run import longest_batch
+from megatron.pretrain_gpt import DEFAULTS, GPT
 from megatron.tokenizer.null import NullTokenizer
 from megatron.variants.best_fit import (
     PIECE_BYTES,
@@ -29,6 +32,7 @@ from megatron.variants.best_fit import (
     load_or_build,
     pack,
 )
+from megatron.verify.shrink import shrink
 
 EOD, VOCAB = 0, 5000
 
@@ -213,3 +217,16 @@ def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     with pytest.raises(InputError, match="need an index of"):
         load_or_build(Request(), 2048)
+
+
+def test_other_programs_take_a_run_with_it() -> None:
+    """`megatron verify` and a dry run have synthetic data, which is not packed."""
+    flags = """
+        --data-path corpus --packing best-fit --tokenizer-type NullTokenizer --vocab-size 59 --num-layers 2
+        --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --train-iters 20 --lr 2e-3
+    """
+    config = parse_run_config(flags.split(), description="", defaults=DEFAULTS)
+    small = shrink(config, 1, 1, 2)
+    assert small.config.data.packing == "concatenated"
+    assert "--packing: best-fit to concatenated" in small.changes
+    assert longest_batch(config, GPT, 60).tokens.shape == (2, 16)
