@@ -146,7 +146,9 @@ class PassCapture:
         tp, shape = self.mesh.tp, tuple(out.shape)
         # The rows of an embedding's weight are no part of its output, whose width may by chance be their number.
         is_lookup = bool(inputs) and isinstance(inputs[0], Tensor) and not inputs[0].is_floating_point()
-        for _, p in () if is_lookup else named_parameters(module, recurse=False):
+        # With labels the output layer returns losses, whose number may by chance be that of its rows.
+        is_loss = out.ndim == 2 and bool(inputs) and isinstance(inputs[0], Tensor) and inputs[0].ndim == 3
+        for _, p in () if is_lookup or is_loss else named_parameters(module, recurse=False):
             spec = p.shard_spec
             # A vector scales or shifts its input, of whose dimensions another may be split.
             is_matrix = len(spec.shape) == 2

@@ -375,6 +375,14 @@ def test_the_progress_bar_ends_full(monkeypatch: pytest.MonkeyPatch) -> None:
     assert totals == [2 * 2] and len(updates) == 4  # forward and backward of two microbatches
 
 
+def test_documents_on_a_cpu_are_counted_as_one_for_each_sequence() -> None:
+    counted = [
+        DryRun.from_config(config_of(f"--dry-run --global-batch-size 4 {flags}"), GPT, 1).count(0)
+        for flags in ("", "--reset-attention-mask")
+    ]
+    assert counted[0].flops == counted[1].flops
+
+
 def test_bert_uses_its_longest_batches() -> None:
     config = parse_run_config(f"{SMALL} --seq-length 128".split(), description="", defaults=DEFAULTS)
     counting = DryRun.from_config(config, bert(binary_head=True), 1)

@@ -62,8 +62,9 @@ VARIANTS = {
     "gradients in bf16": "--grad-reduce-in-bf16",
     "muon of gradients in bf16": f"{LLAMA} --optimizer muon --grad-reduce-in-bf16",
     "dropout": f"{DROPOUT}",
-    # Counts up over 81 ids, the last of which ends a document.
-    "documents": f"{LLAMA} --vocab-size 80 --seq-length 160 --reset-attention-mask --reset-position-ids "
+    # Counts up over 81 ids, the last of which ends a document. With two tensor-parallel ranks the rows of the output
+    # layer are as many as its losses.
+    "documents": f"{LLAMA} --vocab-size 80 --seq-length 128 --reset-attention-mask --reset-position-ids "
     "--eod-mask-loss --attention-dropout 0.1",
 }
 # Initial weights that keep the scores of a token's experts apart, so that rounding does not change their choice.

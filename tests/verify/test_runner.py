@@ -74,6 +74,8 @@ def test_rows_of_a_weight_place_the_output_of_a_product_only(inputs: torch.Tenso
     capture.mesh, capture.seq_length = SimpleNamespace(tp=SimpleNamespace(size=2)), 4
     place = capture._place(module, (inputs,), torch.zeros(4, 2, 8))
     assert (place and place.dim) == dim
+    # The losses of two sequences of eight tokens.
+    assert capture._place(module, (torch.zeros(8, 2, 8),), torch.zeros(2, 8)) is None
 
 
 def test_a_split_vector_does_not_place_an_output() -> None:
