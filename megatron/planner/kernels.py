@@ -20,10 +20,8 @@ from megatron.planner.programs import Accesses, Program
 TILES, TILE_OVERHEAD = ((256, 128), (128, 256)), 128
 # Fused attention computes scores in square blocks of this side, those on the diagonal in full.
 ATTENTION_BLOCK = 128
-# Accesses (forward, backward). Embedding: two tables are read, added and dropped out; backward adds to two. Cross
-# entropy: converts logits to fp32, takes the maximum, the exponentials and their sum; backward scales them and converts
-# them back.
-EMBEDDING, CROSS_ENTROPY = (6, 9), (10, 8)
+# Accesses (forward, backward). Embedding: two tables are read, added and dropped out; backward adds to two.
+EMBEDDING = (6, 9)
 # Accesses of a score for scores, choice and losses; it is fp32, and these are in elements of bf16.
 SCORES = (2 * 12, 2 * 8)
 # Share of a product's speed that is left if rows of its operands are not a multiple of so many elements. Tensor cores
@@ -366,7 +364,7 @@ class Kernels:
         """Output layer and fp32 cross entropy on the last stage."""
         model, n = self.job.model, self.tokens
         columns = self.job.padded_vocab_size(self.layout.tensor) / self.layout.tensor
-        head = self.linear(n, model.hidden_size, columns) + self.elementwise(n * columns, CROSS_ENTROPY)
+        head = self.linear(n, model.hidden_size, columns) + self.elementwise(n * columns, self.program.logits)
         # A program that computes the gradients with the losses does not gather the input again.
         again = 1 if self.program.chunked_logits else 2
         return head + self.tensor_parallel(plain=(0, 2), sequence_parallel=(1, again))

@@ -12,8 +12,8 @@ Accesses = tuple[float, float]
 class Program:
     """Properties of an implementation that its time and memory depend on.
 
-    `scores`, `residual`, `heads`, `mlp`, `rows`, `regrouped` and `weighted` count reads and writes per element by
-    element-wise operations: one that reads two tensors and writes one has 3.
+    `scores`, `residual`, `heads`, `mlp`, `logits`, `rows`, `regrouped` and `weighted` count reads and writes per
+    element by element-wise operations: one that reads two tensors and writes one has 3.
 
     Attributes:
         fused_attention: scores never reach memory (FlashAttention).
@@ -24,6 +24,7 @@ class Program:
         rows: accesses of an element of the experts' inputs and outputs.
         regrouped: those of regrouping the rows of other ranks by expert.
         weighted: accesses of an element of the experts' hidden layer by the product with the router's weights.
+        logits: accesses of a logit by the loss.
         chunked_logits: the loss and its gradients are computed together, by chunks of the logits.
         gradient: bytes of an element of a gradient when it is accumulated and reduced.
         blocking_transfers: a stage does not compute while it sends or receives.
@@ -51,6 +52,7 @@ class Program:
     chunked_logits: bool
     gradient: int
     blocking_transfers: bool
+    logits: Accesses = (10, 8)
     fp8_cast: float = 1.45
     fp8_weights_kept: bool = False
     fp8_inputs_kept: bool = False
@@ -62,21 +64,22 @@ class Program:
     host: tuple[float, float] = (0.0, 0.0)
 
 
-# Accesses as (forward; backward). The backward of a bias reads the gradient (1); the backward of splitting queries,
-# keys and values writes them as one tensor (2 each).
+# Accesses as (forward; backward), as `tests/gpu_path/golden.py` counts them in a compiled layer of GPT-2 with dropout.
 #
-# Residual stream, twice a layer: norm (2; 3), fused bias, dropout and addition (3; 2, and 1 for the bias), addition of
-# the branch's gradient (3). Heads: transpose of the result (2; 2), split (6), bias (3). MLP: GELU with bias (2; 3
-# and 1). Rows of experts are read and written (2) and summed by token (2), read and written again to group them by
-# expert (4), and multiplied by the router's weights (2; 4). FP8: 2.9 bytes, which torch.compile's kernels of a GPT-2
-# layer read and write more for each element of a product's operands; not fused these were 5: read for the maximum,
-# read, write.
+# Residual stream: norm (2; 4 with the residual's gradient), dropout with a mask of half an element, addition and second
+# norm (4.5; 2.5 and 4), dropout and addition (3.5; 2.5). Heads: gradients of queries, keys and values into one matrix
+# (6), its sum for the bias (3). MLP: GELU with bias (2; 3), with a gate 3 and 5 for one and a half elements. Logits:
+# maximum and sum in one pass (1), then the gradient in their place (2). Rows of experts are read and written (2) and
+# summed by token (2), read and written again to group them by expert (4), and multiplied by the router's weights (2;
+# 4). FP8: 2.9 bytes, which torch.compile's kernels of a GPT-2 layer read and write more for each element of a product's
+# operands; not fused these were 5: read for the maximum, read, write.
 OURS = Program(
     fused_attention=True,
     scores=(0, 0),
-    residual=(10, 18),
-    heads=(2, 11),
-    mlp=(2, 4),
+    residual=(10, 13),
+    heads=(0, 9),
+    mlp=(2, 10 / 3),
+    logits=(3, 0),
     rows=(4, 4),
     regrouped=(4, 4),
     weighted=(2, 4),
@@ -84,15 +87,20 @@ OURS = Program(
     gradient=4,
     blocking_transfers=False,
 )
-# 2104.04473 section 4.2. Scores: fused scale, mask and softmax (2; 3), dropout with a mask of half an element
-# (2.5; 2.5). Residual stream and MLP as above, with a mask of dropout (0.5; 0.5). Heads: bias (6; 3), transpose of the
-# result (2; 2), split (6). Gradients are fp16; transfers block.
+# 2104.04473 section 4.2. The backward of a bias reads the gradient (1); that of splitting queries, keys and values
+# writes them as one tensor (2 each). Scores: fused scale, mask and softmax (2; 3), dropout with a mask of half an
+# element (2.5; 2.5). Residual stream, twice: norm (2; 3), fused bias, dropout and addition (3.5; 2.5 and 1), addition
+# of the branch's gradient (3). Heads: bias (6; 3), transpose of the result (2; 2), split (6). MLP: GELU with bias (2; 3
+# and 1). Logits: cast to fp32, maximum, exponentials and their sum (10); their product with the gradient, and a cast
+# back (8). Gradients are fp16; transfers block.
 NVIDIA_2021 = dataclasses.replace(
     OURS,
     fused_attention=False,
     scores=(4.5, 5.5),
     residual=(11, 19),
     heads=(8, 11),
+    mlp=(2, 4),
+    logits=(10, 8),
     chunked_logits=False,
     gradient=2,
     blocking_transfers=True,
@@ -105,7 +113,9 @@ NVIDIA_2019 = dataclasses.replace(
     NVIDIA_2021, scores=(10.5, 9.5), residual=(19, 19), heads=(14, 11), mlp=(4, 4)
 )
 # Models without biases and dropout: norm (2; 3) and addition (3; 3) twice, no bias of queries, keys and values.
-_NO_BIAS = dataclasses.replace(OURS, residual=(10, 12), heads=(2, 8), mlp=(2, 3), chunked_logits=False)
+_NO_BIAS = dataclasses.replace(
+    OURS, residual=(10, 12), heads=(2, 8), mlp=(2, 3), logits=(10, 8), chunked_logits=False
+)
 # Megatron-Core with Transformer Engine as NVIDIA's recipes of 2025 run it: gradients in bf16, parameters gathered
 # during forward, half of the tensor-parallel collectives beside products; casts to FP8, the product with the router's
 # weights and grouping by expert within other kernels. Without a capacity the host waits for the numbers of rows: 9 ms

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 from published import cluster, job
@@ -159,5 +161,17 @@ def test_overlap_and_the_distributed_optimizer_save_time():
     )
     plain, sharded, hidden, both = (Simulator(gpt, layout, cluster(256), OURS).step() for layout in layouts)
     assert sharded.optimizer == pytest.approx(plain.optimizer / 32)
-    assert hidden.gradients < 0.3 * plain.gradients
+    assert hidden.gradients < 0.35 * plain.gradients  # all but what backward has no time for
     assert both.seconds < plain.seconds
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_accesses_are_those_of_a_compiled_layer(direction: str) -> None:
+    """GPT-2's layer with dropout, h = 1024, s = 1024, b = 8, as torch's compiler fuses it for an H100."""
+    path = Path(__file__).parents[1] / "gpu_path" / "golden.json"
+    golden = json.loads(path.read_text(encoding="utf-8"))
+    counted = golden["compiled layers"]["GPT-2"][direction]["bytes of other"]
+    at = ("forward", "backward").index(direction)
+    accesses = OURS.residual[at] + OURS.heads[at] + 4 * OURS.mlp[at]
+    # The backward of a gated activation has more accesses than that of GELU.
+    assert counted == pytest.approx(accesses * 1024 * 8 * 1024 * 2, rel=0.04)
