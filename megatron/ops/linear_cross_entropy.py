@@ -185,10 +185,11 @@ def _statistics(logits: Tensor, index: Tensor, valid: Tensor | None) -> tuple[Te
     x = logits.float()
     if valid is not None:
         x = torch.where(valid, x, -1e30)
-    maximum = x.amax(-1)
-    exp_sum = (x - maximum.unsqueeze(-1)).exp_().sum(-1)
+    # In this form torch.compile reads the logits once, for the maximum and the sum ("online softmax").
+    maximum = x.amax(-1, keepdim=True)
+    exp_sum = (x - maximum).exp_().sum(-1, keepdim=True)
     picked = x.gather(-1, index.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    return maximum, exp_sum, torch.where(index >= 0, picked, 0.0)
+    return maximum.squeeze(-1), exp_sum.squeeze(-1), torch.where(index >= 0, picked, 0.0)
 
 
 def _logits_to_grad(

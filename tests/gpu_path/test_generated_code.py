@@ -17,6 +17,7 @@ from gpu_path.golden import COMMON, SHAPES, compiled
 from torch import Tensor
 
 from megatron.arguments import parse_run_config
+from megatron.ops import linear_cross_entropy
 from megatron.parallel.random import DropoutKey, dropout
 from megatron.performance.compiled_layer import device_keys
 from megatron.pretrain_gpt import DEFAULTS
@@ -73,6 +74,17 @@ def test_dropout_counts_elements_in_64_bits() -> None:
 def test_an_index_that_overflows_is_found() -> None:
     kernel = kernel_of(lambda x: torch.arange(len(x)) * 0xD256D193 * x, torch.empty(2**20, dtype=torch.int64))
     assert len(narrow_numbers(kernel)) == 1
+
+
+def test_the_loss_reads_its_logits_once() -> None:
+    """One loop computes the maximum of a row and the sum of its exponentials."""
+    logits, index = torch.empty(1024, 50304, dtype=torch.bfloat16), torch.empty(1024, dtype=torch.int64)
+    valid = torch.empty(50304, dtype=torch.bool)
+    statistics = compiled_function(linear_cross_entropy._statistics, logits, index, valid)
+    assert [kernel.source.count("for r0_offset") for kernel in kernels_of(statistics)] == [
+        1,
+        0,
+    ]  # 0: the labels'
 
 
 @pytest.mark.slow
