@@ -171,6 +171,7 @@ CONTEXT_LAYOUTS = {
     "T2C2+SP all-to-all": (4, f"{TP} 2 {CP} 2 {SP} {COMM} a2a"),
     "T2C4+SP": (8, f"{TP} 2 {CP} 4 {SP}"),
     "C2P2": (4, f"{CP} 2 {PP} 2"),
+    "C2P2 zb-v": (4, f"{CP} 2 {PP} 2 {CHUNKS} 1 --pipeline-schedule zb-v"),
     "C2P2 gpipe": (4, f"{CP} 2 {PP} 2 --pipeline-schedule gpipe"),
     "C2P2V2": (4, f"{CP} 2 {PP} 2 {CHUNKS} 1"),
     "C2P2V2 all-to-all": (4, f"{CP} 2 {PP} 2 {CHUNKS} 1 {COMM} a2a"),
