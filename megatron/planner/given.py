@@ -27,6 +27,11 @@ def given_run(config: RunConfig, devices: int) -> tuple[Job, Layout]:
         raise InputError(
             f"--context-parallel-size: {parallel.context_parallel_size} is not planned; a dry run counts it"
         )
+    if parallel.data_parallel_sharding_strategy not in ("no_shard", "optim"):
+        raise InputError(
+            f"--data-parallel-sharding-strategy: {parallel.data_parallel_sharding_strategy} is not planned; a dry run "
+            "counts it"
+        )
     if parallel.recompute_method == "block":
         raise InputError("--recompute-method: block is not planned; a dry run counts it")
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size

@@ -18,6 +18,7 @@ from megatron.optim.units import units_of
 from megatron.parallel.mesh import Mesh, init_mesh
 from megatron.parallel.parameters import named_parameters
 from megatron.planner.dry_run import DryRun
+from megatron.planner.given import given_run
 from megatron.pretrain_gpt import GPT
 
 STRATEGY = "--data-parallel-sharding-strategy"
@@ -59,7 +60,7 @@ def test_bytes_by_formula(ranks: int, recompute: str) -> None:
         assert costs[strategy].memory["activations"] <= 1.05 * (costs["optim"].memory["activations"] + more)
 
 
-def test_units_of_a_model() -> None:
+def test_units_of_a_model_and_refused_flags() -> None:
     config = config_of(LLAMA).model
     with torch.device("meta"):
         model = GPTModel(config, ModelContext(vocab_size=60, padded_vocab_size=64))
@@ -69,6 +70,8 @@ def test_units_of_a_model() -> None:
     assert [unit.kind for unit in units_of(tied)] == ["ends", *["layer"] * 4]
     with pytest.raises(InputError, match=r"^--data-parallel-sharding-strategy: optim_grads reduces"):
         config_of(f"{STRATEGY} optim_grads --pipeline-model-parallel-size 2")
+    with pytest.raises(InputError, match=r"^--data-parallel-sharding-strategy: optim_grads is not planned"):
+        given_run(config_of(f"{STRATEGY} optim_grads --global-batch-size 4"), 2)
 
 
 STEPS, LR = 4, 1e-3
