@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from megatron import plugin_flags  # noqa: F401 (registers the flags of plug-ins)
 from megatron.arguments import parse_run_config
 from megatron.cli import run_command
+from megatron.model.bert_config import check_bert
 from megatron.parallel.padding import length_multiple
 from megatron.training.config import RunConfig
 from megatron.training.task import Task
@@ -108,6 +109,7 @@ def bert(*, binary_head: bool) -> Task:
 
 def main() -> int:
     config = parse_run_config(sys.argv[1:], description=__doc__, defaults=DEFAULTS)
+    check_bert(config.model)
     from megatron import plugins
 
     return plugins.run(config, bert(binary_head=config.data.bert_binary_head))

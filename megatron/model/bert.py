@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.errors import InputError
+from megatron.model.bert_config import check_bert
 from megatron.model.config import ModelConfig
 from megatron.model.context import ModelContext
 from megatron.model.language_model import LanguageModel
@@ -86,8 +87,7 @@ class Bert(LanguageModel):
             raise InputError(
                 "--position-embedding-type alibi, --window-size and --no-rope-freq are for causal attention, not BERT"
             )
-        if config.num_experts is not None:
-            raise InputError("--num-experts: mixtures of experts are for GPT; BERT's layers are dense")
+        check_bert(config)
         self.encoder = Transformer(config, context, self.chunk)
         # `encode` ends in an all-gather: the heads read few positions, which every rank has.
         self.head_context = dataclasses.replace(context, sequence_parallel=False)

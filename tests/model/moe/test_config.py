@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from models import config_of
 
+from megatron import pretrain_bert
 from megatron.errors import InputError
-from megatron.model.bert import BertModel
-from megatron.model.context import ModelContext
+from megatron.model.bert_config import check_bert
 from megatron.training.layout import check_layout
 
 EXPERTS = "--disable-bias-linear --num-experts 8"
@@ -200,7 +202,12 @@ def test_layouts_that_do_not_fit(processes: int, flags: str, message: str, remed
         check_layout(config_of(f"{flags} {remedy}"), processes)
 
 
-def test_bert_has_no_experts() -> None:
-    context = ModelContext(vocab_size=60, padded_vocab_size=64)
+def test_bert_has_no_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The entry point refuses them before it imports torch's part of the program."""
     with pytest.raises(InputError, match=r"^--num-experts: mixtures of experts are for GPT"):
-        BertModel(config_of(EXPERTS).model, context, binary_head=True)
+        check_bert(config_of(EXPERTS).model)
+    words = f"pretrain_bert {EXPERTS} --num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --lr 1"
+    words += " --micro-batch-size 1 --train-iters 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 9"
+    monkeypatch.setattr(sys, "argv", words.split())
+    with pytest.raises(InputError, match=r"^--num-experts: mixtures of experts are for GPT"):
+        pretrain_bert.main()
