@@ -122,7 +122,9 @@ def take_snapshot(
 ) -> Snapshot:
     """Take a snapshot. Its tensors are views of the run's own memory, which the next step changes."""
     buffer.gather.finish()
-    groups = {"model": {"": buffer.param_memory.shards}}
+    shards = zip(buffer.buckets, buffer.param_memory.shards, buffer.masters, strict=True)
+    weights = [master if bucket.group.optimizer.counts else shard for bucket, shard, master in shards]
+    groups = {"model": {"": weights}}
     if config.save_optim:
         masters = {} if buffer.is_fp32 else {"master": buffer.masters}
         groups["optimizer"] = {f"{name}/": owned for name, owned in (masters | optimizer.state).items()}

@@ -119,6 +119,9 @@ class ParamBuffer:
                     p.main_grad = self.grad_memory.view(flat_param)
                     if self.is_fp32:
                         p.grad = p.main_grad
+                    if (bucket := self.buckets[index]).shard == (bucket.start, bucket.end):
+                        begin = flat_param.start - bucket.start
+                        p.master = self.masters[index][begin : begin + p.numel()].view_as(p)
                     sharded = self.grad_memory.sharded[index]
                     if not self.is_fp32 or self.config.overlap_grad_reduce or sharded:
                         p.register_post_accumulate_grad_hook(self._on_grad(p.main_grad, chunk, index))

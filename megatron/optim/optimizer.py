@@ -38,7 +38,7 @@ def param_groups(
             expert_parallel=expert_parallel,
             model_axis=model_axis,
             reduce_axis=replicas,
-            shard_axis=replicas if level >= 1 else ALONE,
+            shard_axis=replicas if level >= 1 and not optimizer.counts else ALONE,
             # Counts are not summed by autograd, which so cannot tell when they are complete.
             shards_grads=level >= 2 and replicas.size > 1 and not optimizer.counts,
             shards_params=level >= 3 and replicas.size > 1 and not optimizer.counts,

@@ -61,7 +61,8 @@ class OptimizerSpec(ABC):
         config_class: its flags, each with a default. All optimizers' flags are on the command line.
         state: tensors that are kept beside each weight, by name: their dtype, as torch names it. They have the weight's
             shape, start at zero and are saved in checkpoints under these names.
-        counts: the gradients are counts, which are summed in fp32 even with --grad-reduce-in-bf16.
+        counts: the gradients are counts, which are summed in fp32 even with --grad-reduce-in-bf16. Each replica updates
+            all of these parameters, which the model reads and checkpoints hold in fp32 (`parameters.master`).
     """
 
     config_class: ClassVar[type[Config]] = Config

@@ -31,12 +31,14 @@ class ShardedParameter(nn.Parameter):
         tied: name of the table, if the first and the last pipeline stage both hold it. The one that goes by another
             name in its own module is the copy.
         main_grad: fp32 memory for the gradient accumulated over microbatches, once a `ParamBuffer` holds the parameter.
+        master: its fp32 master weight, if a `ParamBuffer` has one that no other rank shares.
     """
 
     shard_spec: GlobalSlice
     init: Init
     tied: str | None
     main_grad: Tensor | None
+    master: Tensor
 
 
 def parameter(shard_spec: GlobalSlice, init: Init, *, tied: str | None = None) -> ShardedParameter:
@@ -57,6 +59,11 @@ def named_parameters(module: nn.Module, *, recurse: bool = True) -> Iterator[tup
 def main_grad(p: Tensor) -> Tensor | None:
     """Return the fp32 memory for the accumulated gradient of a parameter, or None if it has none."""
     return getattr(p, "main_grad", None)
+
+
+def master(p: Tensor) -> Tensor:
+    """Return the values of a parameter in fp32 if this rank holds its master weight, otherwise the parameter."""
+    return getattr(p, "master", p)
 
 
 def _describe(p: nn.Parameter, shard_spec: GlobalSlice, init: Init, tied: str | None) -> ShardedParameter:

@@ -17,7 +17,7 @@ from megatron.model.context import ModelContext
 from megatron.model.moe_config import MoEConfig
 from megatron.parallel.collectives import all_reduce_sum
 from megatron.parallel.mesh import Axis
-from megatron.parallel.parameters import Init, main_grad, parameter, zeros
+from megatron.parallel.parameters import Init, main_grad, master, parameter, zeros
 from megatron.parallel.slices import whole
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
@@ -60,10 +60,12 @@ class Router(nn.Module):
         """
         logits_sbe = self.logits(x_sbh)
         logits_ne = logits_sbe.flatten(0, 1)
-        weights_nk, indices_nk = choose_experts(logits_ne, self.config, self.expert_bias)
+        bias_e = None if self.expert_bias is None else master(self.expert_bias)
+        weights_nk, indices_nk = choose_experts(logits_ne, self.config, bias_e)
         if sequence_grad is None or not torch.is_grad_enabled():
             return weights_nk, indices_nk
-        losses, load_e = auxiliary_losses(logits_sbe, self.config, axis, self.load)
+        last_load_e = None if self.load is None else master(self.load)
+        losses, load_e = auxiliary_losses(logits_sbe, self.config, axis, last_load_e)
         if losses:
             total = torch.stack([factor * loss for factor, loss in losses.values()]).sum() * sequence_grad
             weights_nk = _AddLoss.apply(weights_nk, total)
