@@ -14,6 +14,9 @@ from megatron.optim.optimizer import Optimizer
 from megatron.parallel.collectives import all_reduce_max
 from megatron.parallel.mesh import Mesh
 
+# Ends the names of tensors that a run or its checkpoint may lack: the load of the last batch, for global_aux_loss.
+OPTIONAL = ".router.load"
+
 
 def load_into(checkpoint: Checkpoint, buffer: ParamBuffer, optimizer: Optimizer | None) -> None:
     """Load the weights and, unless `optimizer` is None, the optimizer's state. Collective.
@@ -43,12 +46,13 @@ def load_into(checkpoint: Checkpoint, buffer: ParamBuffer, optimizer: Optimizer 
     }
     hint = "; if --optimizer or --freeze changed, --no-load-optim begins with a new optimizer state"
     check_known(state, names, buffer.mesh, hint)
-    if lacking := names - state.index.keys():
+    if lacking := {name for name in names - state.index.keys() if not name.endswith(OPTIONAL)}:
         raise InputError(f"{state.folder}: lacks the tensor {min(lacking)}{hint}")
     read_weights(buffer, *((state, "master/") if has_master else (weights, "")))
     for kind, shards in optimizer.state.items():
         for param, part, begin in buffer.parts(shards):
-            state.read_into(part, f"{kind}/{param.name}", param.shard_spec, begin)
+            if f"{kind}/{param.name}" in state.index:
+                state.read_into(part, f"{kind}/{param.name}", param.shard_spec, begin)
     optimizer.steps = checkpoint.state["optimizer_steps"]
 
 
@@ -57,7 +61,8 @@ def read_weights(buffer: ParamBuffer, source: TensorSource, prefix: str, kept: C
     parts = () if buffer.is_fp32 else buffer.parts(buffer.masters)
     masters = {param.name: (part, begin) for param, part, begin in parts}
     for param in buffer.flat_params:
-        if param.name in kept:
+        lacks = param.name.endswith(OPTIONAL) and prefix + param.name not in source.index
+        if lacks or param.name in kept:
             continue
         values = source.read(prefix + param.name, param.shard_spec)
         buffer.param_memory.write(param, values)
@@ -71,7 +76,9 @@ def check_known(source: TensorSource, expected: set[str], mesh: Mesh, hint: str 
     names = sorted(source.index)
     here = torch.tensor([name in expected for name in names], dtype=torch.int32, device=mesh.device)
     known = all_reduce_max(here, mesh.pp)
-    unknown = [name for name, yes in zip(names, known.tolist(), strict=True) if not yes]
+    unknown = [
+        name for name, yes in zip(names, known.tolist(), strict=True) if not (yes or name.endswith(OPTIONAL))
+    ]
     if unknown:
         shown = ", ".join(unknown[:10]) + (", ..." if len(unknown) > 10 else "")
         raise InputError(f"{source.folder}: has {len(unknown)} tensor(s) that the model lacks: {shown}{hint}")

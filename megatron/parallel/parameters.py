@@ -61,8 +61,8 @@ def main_grad(p: Tensor) -> Tensor | None:
     return getattr(p, "main_grad", None)
 
 
-def master(p: Tensor) -> Tensor:
-    """Return the values of a parameter in fp32 if this rank holds its master weight, otherwise the parameter."""
+def master(p: Tensor | None) -> Tensor | None:
+    """Return the fp32 master weight of a parameter if this rank holds all of it, otherwise the parameter."""
     return getattr(p, "master", p)
 
 

@@ -10,11 +10,14 @@ from distributed import run_distributed
 from models import CPU, config_of, engine_of
 from safetensors.torch import load_file
 
+from megatron.arguments import parse_run_config
 from megatron.checkpoint.config import CheckpointConfig
 from megatron.checkpoint.save import Saver
 from megatron.model.moe.router import Router
 from megatron.parallel.mesh import init_mesh
 from megatron.parallel.parameters import master
+from megatron.plugins import run
+from megatron.pretrain_gpt import DEFAULTS, GPT
 
 FLAGS = """
     --disable-bias-linear --num-layers 1 --num-experts 2 --moe-router-topk 1 --moe-router-score-function sigmoid
@@ -46,8 +49,9 @@ def stepped(flags: str, folder: str = "") -> dict[str, list[list[float]]]:
             engine.reduce_gradients()
             engine.optimizer.step(lr=0.0, weight_decay=0.0)
             for name, p in (("expert_bias", router.expert_bias), ("load", router.load)):
-                assert master(p).dtype == torch.float32
-                found.setdefault(name, []).append(master(p).tolist())
+                values = master(p)
+                assert values is not None and values.dtype == torch.float32
+                found.setdefault(name, []).append(values.tolist())
             for param, part, _ in buffer.parts(engine.optimizer.state["load"]):
                 found.setdefault(f"state of {param.name.rpartition('.')[2]}", []).append(part.tolist())
         if folder:
@@ -76,3 +80,26 @@ def test_checkpoints_hold_the_bias_in_fp32(tmp_path: Path) -> None:
     (name,) = (name for name in saved if "expert_bias" in name)
     assert saved[name].dtype == torch.float32 and saved[name].tolist() == found["expert_bias"][-1]
     assert {t.dtype for n, t in saved.items() if "router.weight" in n} == {torch.bfloat16}
+
+
+def test_a_run_continues_with_another_balance(tmp_path: Path) -> None:
+    """The load of the last global batch is part of the checkpoints of one of the runs only."""
+    common = f"""
+        --num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --mock-data --vocab-size 50 --lr 1e-3
+        --tokenizer-type NullTokenizer --micro-batch-size 2 --eval-iters 0 --num-workers 0 --device cpu --bf16
+        --disable-bias-linear --num-experts 4 --train-samples 6 --log-interval 1 --save {tmp_path}
+    """
+
+    def train(kind: str, last: int, flags: str) -> None:
+        words = f"{common} --moe-router-load-balancing-type {kind} {flags} --exit-interval {last}"
+        assert run(parse_run_config(words.split(), description="", defaults=DEFAULTS), GPT) == 0
+
+    def weights(iteration: int) -> dict[str, torch.Tensor]:
+        return load_file(tmp_path / f"iter_{iteration:07d}/model.safetensors")
+
+    train("aux_loss", 1, "--moe-aux-loss-coeff 0.1")
+    train("global_aux_loss", 2, f"--moe-aux-loss-coeff 0.1 --load {tmp_path}")
+    train("aux_loss", 3, f"--moe-aux-loss-coeff 0.1 --load {tmp_path}")
+    loads = [[v for name, v in weights(i).items() if "router.load" in name] for i in (1, 2, 3)]
+    assert [len(tensors) for tensors in loads] == [0, 2, 0]
+    assert all(load.sum() == 2 * 8 * 2 for load in loads[1])

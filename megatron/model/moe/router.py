@@ -60,12 +60,10 @@ class Router(nn.Module):
         """
         logits_sbe = self.logits(x_sbh)
         logits_ne = logits_sbe.flatten(0, 1)
-        bias_e = None if self.expert_bias is None else master(self.expert_bias)
-        weights_nk, indices_nk = choose_experts(logits_ne, self.config, bias_e)
+        weights_nk, indices_nk = choose_experts(logits_ne, self.config, master(self.expert_bias))
         if sequence_grad is None or not torch.is_grad_enabled():
             return weights_nk, indices_nk
-        last_load_e = None if self.load is None else master(self.load)
-        losses, load_e = auxiliary_losses(logits_sbe, self.config, axis, last_load_e)
+        losses, load_e = auxiliary_losses(logits_sbe, self.config, axis, master(self.load))
         if losses:
             total = torch.stack([factor * loss for factor, loss in losses.values()]).sum() * sequence_grad
             weights_nk = _AddLoss.apply(weights_nk, total)
