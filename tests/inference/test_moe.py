@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import serving
 import torch
 from distributed import run_distributed
 from models import CPU
@@ -90,6 +92,22 @@ def test_generation_equals_passes_over_all_tokens(trained: str, layout: tuple[in
     assert len({token for tokens in expected for token in tokens}) > 10
     found = generate(trained, layout) if layout[0] == 1 else run_distributed(generate, 2, trained, layout)[0]
     assert found == expected
+
+
+def test_the_server_answers_concurrent_requests(trained: str) -> None:
+    model, tokenizer = load_gpt(InferenceConfig(load=trained), TOKENIZER, Mesh(device=CPU))
+    expected = [serving.words(tokens) for tokens in generate(trained, (1, 1, 1)) or []]
+    with (
+        serving.serving(Predictor([model], Mesh(device=CPU)), tokenizer) as (url, _),
+        ThreadPoolExecutor(4) as clients,
+    ):
+        bodies = [
+            {"prompt": serving.words(prompt), "max_tokens": LENGTH, "temperature": 0} for prompt in PROMPTS
+        ]
+        answers = list(clients.map(lambda body: serving.complete(url, **body), bodies))
+    assert [answer.json()["choices"][0]["text"].split() for answer in answers] == [
+        text.split() for text in expected
+    ]
 
 
 def evaluate_text(folder: str, text: str, output: str, tensor: int, experts: int) -> None:

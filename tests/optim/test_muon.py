@@ -87,6 +87,15 @@ def test_updates_have_the_scale_of_their_mode(shape: tuple[int, int], mode: str,
     )
 
 
+def test_an_expert_without_tokens_keeps_its_weights() -> None:
+    """Its gradient and momentum are zero, of which the orthogonal matrix would be 0 / 0."""
+    weight, zero = torch.ones(6, 4), torch.tensor(0.0)
+    step = shard(weight, torch.zeros(6, 4), torch.zeros(6, 4))
+    inputs = StepInputs(lr=0.5, weight_decay=0.0, steps=zero, grad_scale=None, found_inf=zero)
+    Muon(MuonConfig()).step([step], inputs)
+    assert weight.equal(torch.ones(6, 4))
+
+
 def test_newton_schulz_brings_singular_values_close_to_one() -> None:
     u, _ = torch.linalg.qr(torch.randn(40, 20, generator=torch.Generator().manual_seed(0)).double())
     v, _ = torch.linalg.qr(torch.randn(20, 20, generator=torch.Generator().manual_seed(1)).double())
