@@ -39,6 +39,7 @@ from megatron.inference.conversion import (
     their_logits,
 )
 from megatron.interop.convert import check_is_empty, parts_to_write, write_native
+from megatron.interop.huggingface.expressible import expressible
 from megatron.interop.huggingface.read import open_huggingface
 from megatron.interop.huggingface.write import write_huggingface
 from megatron.interop.nvidia.read import open_megatron
@@ -86,6 +87,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         source = upcycled(reference, given_fields(args, MoEConfig))
         if not keeps_outputs(model_config(source)):
             reference, folders = source, {args.target: args.save}
+    if args.target == "huggingface" and source.state["task"] == "GPT":
+        changed = expressible(source)
+        source, reference = changed, changed if reference is source else reference
     print(f"{source.folder}: {source.state['task']}, iteration {source.iteration}")
     for note in source.notes:
         print(f"note: {note}")

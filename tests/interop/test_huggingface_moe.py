@@ -16,10 +16,11 @@ from megatron.checkpoint.checkpoint import Checkpoint, model_config
 from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.tensor_file import TensorFile
 from megatron.errors import InputError
-from megatron.inference.conversion import fixed_tokens, largest_difference
+from megatron.inference.conversion import fixed_tokens, largest_difference, our_logits, their_logits
 from megatron.inference.load import load_weights
 from megatron.interop.convert import parts_to_write, write_native
 from megatron.interop.external import meta_model
+from megatron.interop.huggingface.expressible import expressible
 from megatron.interop.huggingface.read import open_huggingface
 from megatron.interop.huggingface.write import write_huggingface
 from megatron.model.config import ModelConfig
@@ -265,6 +266,19 @@ def test_models_without_a_family_are_refused(tmp_path: Path, kind: str, fields: 
     with pytest.raises(InputError, match=message):
         write_huggingface(read, tmp_path / "written", lambda size: None)
     assert not (tmp_path / "written").exists()
+
+
+def test_capacity_and_scaling_factor_are_not_part_of_an_export(tmp_path: Path) -> None:
+    read = open_huggingface(save_hf(tmp_path / "theirs", "mixtral"))
+    read.state["config"]["model"]["moe_router_topk_scaling_factor"] = 3.0
+    expected = our_logits(read)
+    read.state["config"]["model"] |= {"moe_expert_capacity_factor": 0.5, "moe_token_drop_policy": "position"}
+    changed = expressible(read)
+    write_huggingface(changed, tmp_path / "written", lambda size: None)
+    written = open_huggingface(tmp_path / "written")
+    assert largest_difference(expected, our_logits(written)) < 1e-6
+    assert largest_difference(expected, their_logits(tmp_path / "written", written)) < 1e-5
+    assert [note.split()[0] for note in changed.notes] == ["the", "--moe-router-topk-scaling-factor"]
 
 
 def test_a_deepseek_as_published(tmp_path: Path) -> None:
