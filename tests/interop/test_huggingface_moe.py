@@ -268,6 +268,7 @@ def test_models_without_a_family_are_refused(tmp_path: Path, kind: str, fields: 
     assert not (tmp_path / "written").exists()
 
 
+@pytest.mark.slow
 def test_capacity_and_scaling_factor_are_not_part_of_an_export(tmp_path: Path) -> None:
     read = open_huggingface(save_hf(tmp_path / "theirs", "mixtral"))
     read.state["config"]["model"]["moe_router_topk_scaling_factor"] = 3.0
