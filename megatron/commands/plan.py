@@ -35,7 +35,8 @@ from megatron.planner.device_specs import data_sheet
 from megatron.planner.explain import other_choices, takeaways, why_not
 from megatron.planner.layout import Job
 from megatron.planner.memory import fits
-from megatron.planner.models import MODELS, VOCAB_SIZE
+from megatron.planner.mixtures import MIXTURES, Mixture
+from megatron.planner.models import MODELS, VOCAB_SIZE, Published
 from megatron.planner.profiles import find_constants, generation, with_constants
 from megatron.planner.programs import OURS
 from megatron.planner.report import (
@@ -52,6 +53,7 @@ from megatron.planner.simulate import Simulator
 from megatron.planner.trace import write_picture, write_trace
 from megatron.tool import check_output_file, write_output_file
 
+NAMED: dict[str, Published | Mixture] = {**MODELS, **MIXTURES}
 NUM_PLANS = 10  # shown
 A100_80GB = "a100-80gb"
 
@@ -61,7 +63,9 @@ class PlanConfig(Config):
     """The model, the cluster and the files to write."""
 
     model: str | None = flag(
-        None, "a model of the papers' tables, instead of flags of its shape", choices=tuple(MODELS)
+        None,
+        "a model of the papers' tables, or a published mixture of experts, instead of flags of its shape",
+        choices=tuple(NAMED),
     )
     gpus: int | None = flag(None, "number of GPUs (default: that of --model)", low=1, high=10**6)
     gpu: str | None = flag(
@@ -79,7 +83,9 @@ class PlanConfig(Config):
     fp8_format: str | None = flag(
         None, "plan a run with this flag: FP8 products in the layers", choices=FP8_FORMATS
     )
-    vocab_size: int = flag(VOCAB_SIZE, "size of the vocabulary, before padding", low=1)
+    vocab_size: int | None = flag(
+        None, f"size of the vocabulary, before padding (default: that of --model, or {VOCAB_SIZE})", low=1
+    )
     tokens: float | None = flag(
         None, "tokens to train on, such as 300e9; prints days and GPU-hours", above=0, high=1e18
     )
@@ -250,9 +256,17 @@ def make_job(config: PlanConfig, args: dict[str, Any]) -> Job:
     """
     known: dict[str, Any] = {}
     seq_length, batch = config.seq_length, config.global_batch_size
+    vocab_size = config.vocab_size or VOCAB_SIZE
     if config.model is not None:
-        named = MODELS[config.model]
-        known = {"num_layers": named.layers, "hidden_size": named.hidden, "num_attention_heads": named.heads}
+        named = NAMED[config.model]
+        if isinstance(named, Mixture):
+            known, vocab_size = dict(named.fields), config.vocab_size or named.vocab_size
+        else:
+            known = {
+                "num_layers": named.layers,
+                "hidden_size": named.hidden,
+                "num_attention_heads": named.heads,
+            }
         seq_length, batch = seq_length or named.seq_length, batch or named.global_batch_size
     elif "num_layers" not in args:
         raise InputError("--model or --num-layers is required")
@@ -274,7 +288,7 @@ def make_job(config: PlanConfig, args: dict[str, Any]) -> Job:
         raise InputError(
             f"--seq-length: {seq_length} is longer than --max-position-embeddings {model.max_position_embeddings}"
         )
-    return Job(model, seq_length, config.vocab_size, batch, config.fp8_format)
+    return Job(model, seq_length, vocab_size, batch, config.fp8_format)
 
 
 def make_cluster(config: PlanConfig) -> Cluster:
@@ -290,7 +304,7 @@ def make_cluster(config: PlanConfig) -> Cluster:
                     f"{name}: contradicts --cluster, whose file describes the devices; leave out one of the two"
                 )
         return read_cluster(Path(config.cluster))
-    gpus = config.gpus or (MODELS[config.model].gpus if config.model else None)
+    gpus = config.gpus or (NAMED[config.model].gpus if config.model else None)
     if gpus is None:
         raise InputError("--gpus or --cluster is required without --model")
     sheet = data_sheet(config.gpu or A100_80GB, where="--gpu")

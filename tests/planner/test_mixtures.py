@@ -9,6 +9,7 @@ from models import config_of
 from planner.test_memory import ONE_DEVICE
 from published import cluster
 
+from megatron.commands.plan import PlanConfig, make_job
 from megatron.parallel.mesh import axis_sizes
 from megatron.parallel.recompute import NO_RECOMPUTE
 from megatron.planner.dry_run import DryRun
@@ -20,7 +21,7 @@ from megatron.planner.programs import OURS
 from megatron.planner.search import expert_sizes, search
 from megatron.planner.simulate import Simulator
 from megatron.pretrain_gpt import GPT
-from megatron.reports.flops import exact_flops_per_sample
+from megatron.reports.flops import exact_flops_per_sample, unused_parameters
 
 GATED = f"""
     {ONE_DEVICE} --device cuda --dry-run --swiglu --disable-bias-linear --normalization RMSNorm
@@ -53,6 +54,22 @@ CASES = [
 
 def job_of(shape: str) -> Job:
     return Job(config_of(f"{GATED} {SHAPES[shape]}").model, 128, vocab_size=512, global_batch_size=8)
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    [
+        ("mixtral-8x7b", 46.7, 12.9),
+        ("qwen3-30b-a3b", 30.5, 3.3),
+        ("qwen3-235b-a22b", 235, 22),
+        ("deepseek-v3", 671, 37),
+    ],
+)
+def test_named_mixtures_have_their_published_sizes(name: str, total: float, active: float) -> None:
+    job = make_job(PlanConfig(model=name), {})
+    parameters = model_parameters(job)
+    assert parameters / 1e9 == pytest.approx(total, rel=2e-3)
+    assert (parameters - unused_parameters(job.model)) / 1e9 == pytest.approx(active, rel=0.02)
 
 
 @pytest.mark.parametrize(("shape", "name"), CASES)
