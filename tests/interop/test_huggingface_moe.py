@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from torch import Tensor
 from megatron.checkpoint.checkpoint import Checkpoint, model_config
 from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.tensor_file import TensorFile
-from megatron.errors import InputError
+from megatron.commands import convert_checkpoint
+from megatron.errors import InputError, TrainingFault
 from megatron.inference.conversion import fixed_tokens, largest_difference, our_logits, their_logits
 from megatron.inference.load import load_weights
 from megatron.interop.convert import parts_to_write, write_native
@@ -266,6 +268,27 @@ def test_models_without_a_family_are_refused(tmp_path: Path, kind: str, fields: 
     with pytest.raises(InputError, match=message):
         write_huggingface(read, tmp_path / "written", lambda size: None)
     assert not (tmp_path / "written").exists()
+
+
+@pytest.mark.slow
+def test_lost_experts_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fault of Megatron-LM's issue 5844: a conversion that leaves out the experts, and reports success."""
+    theirs, native, written = tmp_path / "theirs", tmp_path / "native", tmp_path / "written"
+    save_hf(theirs, "mixtral")
+    words = f"--from huggingface --to native --load {theirs} --save {native}"
+    convert_checkpoint.main(words.split())
+
+    def without_outputs(checkpoint: Checkpoint, *arguments: Any) -> None:
+        # A factor of the experts' weights in the files, which makes them zero but for rounding.
+        settings = checkpoint.state["config"]["model"] | {"moe_router_topk_scaling_factor": 2.0**-100}
+        state = checkpoint.state | {"config": {**checkpoint.state["config"], "model": settings}}
+        write_huggingface(expressible(dataclasses.replace(checkpoint, state=state)), *arguments)
+
+    monkeypatch.setattr(convert_checkpoint, "write_huggingface", without_outputs)
+    words = f"--from native --to huggingface --load {native} --save {written}"
+    with pytest.raises(TrainingFault, match=r"logits of the written checkpoint .* differ"):
+        convert_checkpoint.main(words.split())
+    assert not written.exists()
 
 
 @pytest.mark.slow
