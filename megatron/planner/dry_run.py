@@ -294,7 +294,7 @@ class DryRun:
             "data": data_parallel_size(self.config, self.processes),
             "pipeline": pipeline,
             "expert": parallel.expert_model_parallel_size,
-            "expert tensor": parallel.expert_tensor_parallel_size,
+            "expert tensor": parallel.expert_tp,
             "expert data": self.processes // (pipeline * parallel.expert_size),
             "chunks": len(split_layers(parallel, self.config.model.num_layers)[0]),
             "device": "cuda" if self.gpu else "cpu",

@@ -21,7 +21,7 @@ def layout_line(engine: Engine) -> str:
     mesh, config = engine.mesh, engine.config.parallel
     sizes = {"tensor": mesh.tp.size, "context": mesh.cp.size, "data": mesh.dp.size, "pipeline": mesh.pp.size}
     product = " x ".join(f"{name} {size}" for name, size in sizes.items() if name != "context" or size > 1)
-    experts, parts = config.expert_model_parallel_size, config.expert_tensor_parallel_size
+    experts, parts = config.expert_model_parallel_size, config.expert_tp
     divided = f"experts: expert {experts} x tensor {parts} x data {mesh.expert_dp.size}"
     used = [
         name

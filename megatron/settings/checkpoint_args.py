@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Callable
 from typing import Any
 
@@ -80,4 +81,6 @@ def _with_checkpoint_args(given: dict[str, Any], config: CheckpointConfig) -> di
 
 
 def _as_flag(field: dataclasses.Field, value: Any) -> str:
-    return flag_name(field) if isinstance(value, bool) else f"{flag_name(field)} {value}"
+    if isinstance(value, bool):
+        return flag_name(field)
+    return f"{flag_name(field)} {shlex.join(map(str, value if isinstance(value, tuple) else (value,)))}"

@@ -154,6 +154,13 @@ def test_sizes_of_each_axis() -> None:
     config = config_of("--use-distributed-optimizer")
     line = layout_line(types.SimpleNamespace(mesh=replicas, config=config))
     assert line == "tensor 1 x data 5 x pipeline 1 = 5 processes; distributed optimizer"
+    experts = {"tp": Axis(1, 2), "dp": Axis(1, 2), "dp_cp": Axis(1, 2), "expert": Axis(3, 4)}
+    mesh = Mesh(device=CPU, world=Axis(3, 4), **experts)
+    flags = (
+        "--disable-bias-linear --num-experts 4 --tensor-model-parallel-size 2 --expert-model-parallel-size 2"
+    )
+    line = layout_line(types.SimpleNamespace(mesh=mesh, config=config_of(flags)))
+    assert line.endswith("= 4 processes; experts: expert 2 x tensor 2 x data 1")
 
 
 def test_all_processes_agree_on_errors() -> None:
