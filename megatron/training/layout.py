@@ -24,6 +24,7 @@ def check_layout(config: RunConfig, processes: int) -> None:
     """
     seq_length = config.data.seq_length
     assert seq_length is not None  # required of a run
+    check_expert_parallel(config.model, config.parallel, seq_length // config.parallel.context_parallel_size)
     sizes = axis_sizes(config.parallel, processes)
     parts, tp = 2 * sizes["cp"], sizes["tp"] if config.parallel.sequence_parallel else 1
     if sizes["cp"] > 1 and seq_length % (parts * tp):
@@ -33,7 +34,6 @@ def check_layout(config: RunConfig, processes: int) -> None:
             f"rank{', split by --sequence-parallel' if tp > 1 else ''}), not {seq_length}; choose "
             f"{either(n for n in (below, below + parts * tp) if n)}"
         )
-    check_expert_parallel(config.model, config.parallel, seq_length // sizes["cp"])
     also = {}
     if config.parallel.sequence_parallel:
         also[f"--seq-length {config.data.seq_length}, as --sequence-parallel needs"] = config.data.seq_length
