@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from distributed import run_distributed
-from models import CPU, config_of, engine_of
+from models import CPU, FLAGS, config_of, engine_of
 from torch import Tensor
 
+from megatron.arguments import parse_run_config
 from megatron.errors import InputError
 from megatron.inference.batching import Batcher, Request
 from megatron.inference.config import InferenceConfig
@@ -24,9 +26,9 @@ from megatron.model.flops import attended_pairs, attention_flops, flops_per_samp
 from megatron.model.gpt import GPTModel
 from megatron.ops.attention import MaskSpec, make_mask
 from megatron.parallel.mesh import ALONE, Mesh
-from megatron.plugins import prepared
+from megatron.plugins import prepared, run
 from megatron.pretrain_bert import bert
-from megatron.pretrain_gpt import GPT
+from megatron.pretrain_gpt import DEFAULTS, GPT
 from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.config import TokenizerConfig
 from megatron.variants.layer_pattern import has_rope
@@ -234,6 +236,29 @@ def test_generation_equals_passes_over_all_tokens(pretrain: Callable, tmp_path: 
     assert generate_with_cache(str(tmp_path), 1, 1) == expected
     found, *_ = run_distributed(generate_with_cache, 4, str(tmp_path), 2, 2)
     assert found == expected
+
+
+def train(folder: str, flags: str) -> None:
+    words = f"{FLAGS} {PATTERN} --num-workers 0 --log-interval 1 --eval-iters 1 --train-iters 4 {flags}"
+    words += f" --global-batch-size 4 --metrics-path {folder}/metrics.jsonl"
+    assert run(parse_run_config(words.split(), description="", defaults=DEFAULTS), GPT) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["p2p", "all_gather", "a2a"])
+def test_context_parallelism_trains_alike(tmp_path: Path, kind: str) -> None:
+    """Windows, a local base and layers without RoPE, with each sequence divided over two ranks."""
+    records = []
+    for processes, flags in ((1, ""), (2, f"--context-parallel-size 2 --cp-comm-type {kind}")):
+        folder = tmp_path / str(processes)
+        folder.mkdir()
+        run_distributed(train, processes, str(folder), flags)
+        records.append([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()])
+    assert len(records[0]) == len(records[1]) >= 5
+    assert records[1][0]["grad norm"] == pytest.approx(records[0][0]["grad norm"], rel=1e-6)
+    for one, two in zip(*records, strict=True):
+        for key in one.keys() & {"lm loss", "lm loss validation"}:
+            assert two[key] == pytest.approx(one[key], rel=1e-5)
 
 
 def test_published_configs_have_windows_of_their_layers() -> None:
