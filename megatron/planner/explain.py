@@ -44,7 +44,7 @@ def other_choices(best: Plan, job: Job, cluster: Cluster) -> Iterator[tuple[str,
     """
     layout = best.layout
     t, p, d, b = layout.tensor, layout.pipeline, layout.data, layout.micro_batch_size
-    e, parts = layout.expert, layout.expert_tensor
+    c, e, parts = layout.context, layout.expert, layout.expert_tensor
     changes: list[tuple[str, dict[str, Any]]] = [
         (f"T{2 * t} P{p // 2}", {"tensor": 2 * t, "pipeline": p // 2}),
         (f"T{t // 2} P{2 * p}", {"tensor": t // 2, "pipeline": 2 * p}),
@@ -52,6 +52,8 @@ def other_choices(best: Plan, job: Job, cluster: Cluster) -> Iterator[tuple[str,
         (f"T{t // 2} D{2 * d}", {"tensor": t // 2, "data": 2 * d}),
         (f"P{2 * p} D{d // 2}", {"pipeline": 2 * p, "data": d // 2}),
         (f"P{p // 2} D{2 * d}", {"pipeline": p // 2, "data": 2 * d}),
+        (f"C{2 * c} D{d // 2}", {"context": 2 * c, "data": d // 2}),
+        (f"C{c // 2} D{2 * d}", {"context": c // 2, "data": 2 * d}),
         (f"E{2 * e}", {"expert": 2 * e}),
         (f"E{e // 2}", {"expert": e // 2}),
         (f"E{2 * e} of T{parts // 2}", {"expert": 2 * e, "expert_tensor": parts // 2}),
@@ -76,13 +78,15 @@ def other_choices(best: Plan, job: Job, cluster: Cluster) -> Iterator[tuple[str,
 
 
 def _divides(layout: Layout, job: Job, cluster: Cluster) -> bool:
-    if min(layout.tensor, layout.pipeline, layout.data) < 1:
+    if min(layout.tensor, layout.context, layout.pipeline, layout.data) < 1:
         return False
+    halves = 2 * layout.context if layout.context > 1 else 1  # of a sequence
     return (
         layout.processes == cluster.devices
         and layout.micro_batch_size in MICRO_BATCH_SIZES
         and dataclasses.replace(layout, chunks=1).splits_layers(job)
         and can_tensor_parallel(job, layout.tensor)
+        and job.seq_length % halves == 0
         and divides_experts(layout, job)
         and job.global_batch_size % (layout.data * layout.micro_batch_size) == 0
     )

@@ -23,21 +23,19 @@ def given_run(config: RunConfig, devices: int) -> tuple[Job, Layout]:
         raise InputError(
             f"--pipeline-schedule: {parallel.pipeline_schedule} is not planned; a dry run counts it"
         )
-    if parallel.context_parallel_size > 1:
-        raise InputError(
-            f"--context-parallel-size: {parallel.context_parallel_size} is not planned; a dry run counts it"
-        )
-    if parallel.data_parallel_sharding_strategy not in ("no_shard", "optim"):
-        raise InputError(
-            f"--data-parallel-sharding-strategy: {parallel.data_parallel_sharding_strategy} is not planned; a dry run "
-            "counts it"
-        )
+    if parallel.context_parallel_size > 1 and parallel.cp_comm_type != "p2p":
+        raise InputError(f"--cp-comm-type: {parallel.cp_comm_type} is not planned; a dry run counts it")
+    sharding = parallel.data_parallel_sharding_strategy
+    if sharding == "optim_grads":
+        raise InputError(f"--data-parallel-sharding-strategy: {sharding} is not planned; a dry run counts it")
     if parallel.recompute_method == "block":
         raise InputError("--recompute-method: block is not planned; a dry run counts it")
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    data = devices // (tensor * pipeline)
+    context = parallel.context_parallel_size
+    data = devices // (tensor * pipeline * context)
     layout = Layout(
         tensor=tensor,
+        context=context,
         pipeline=pipeline,
         data=data,
         expert=parallel.expert_model_parallel_size,
@@ -49,6 +47,7 @@ def given_run(config: RunConfig, devices: int) -> tuple[Job, Layout]:
         distributed_optimizer=parallel.use_distributed_optimizer,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         scatter_gather=parallel.scatter_gather_tensors_in_pipeline,
+        sharded_parameters=sharding == "optim_grads_params",
     )
     job = Job(
         model,

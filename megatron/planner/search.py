@@ -76,7 +76,7 @@ def expert_sizes(job: Job, ranks: int) -> list[tuple[int, int]]:
 
 def divides_experts(layout: Layout, job: Job) -> bool:
     """Return True if the ranks of a stage can divide its experts so."""
-    sizes = expert_sizes(job, layout.data * layout.tensor)
+    sizes = expert_sizes(job, layout.replicas * layout.tensor)
     return (layout.expert, layout.expert_tensor) in sizes
 
 

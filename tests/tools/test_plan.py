@@ -199,6 +199,10 @@ def test_the_layout_of_a_command_is_predicted(plan):
     assert out.startswith("given layout: 70.55 billion parameters on 1,024 h100-80gb")
     assert "T4 P8 D32, V5, microbatch 1, sequence parallel, distributed optimizer" in out
     assert "at $2 for a GPU-hour" in out and "Single changes" in out
+    out = plan(f"--gpu h100 --gpus 1024 -- {LLAMA_70B} --context-parallel-size 2")
+    assert (
+        "T4 C2 P8 D16, V5, microbatch 1, sequence parallel, distributed optimizer" in out and "C4 D8" in out
+    )
 
 
 @pytest.mark.parametrize(
@@ -212,6 +216,10 @@ def test_the_layout_of_a_command_is_predicted(plan):
         (
             "--gpus 1024 -- {} --recompute-granularity full --recompute-method block",
             "--recompute-method: block is",
+        ),
+        (
+            "--gpus 1024 -- {} --context-parallel-size 2 --cp-comm-type all_gather",
+            "--cp-comm-type: all_gather is not planned",
         ),
         ("--gpus 1024 -- {} --no-such-flag", "--no-such-flag is not a flag"),
         ("--model 175b --gpu-watts 700", "--gpu-watts needs --tokens"),
