@@ -57,8 +57,8 @@ def test_further_groups_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mesh, "join", twice)
     found = count.__wrapped__(8, 2, 2)
     assert (found.for_all, found.connections) == (
-        sound.for_all + 3,
-        sound.connections + 3 * connections(8),
+        sound.for_all + 4,  # tensor, context, pipeline and data
+        sound.connections + 4 * connections(8),
     )
 
 

@@ -22,6 +22,7 @@ from megatron.data.batch import Batch
 from megatron.data.loader import _batches
 from megatron.optim.param_gather import ParamGather
 from megatron.parallel.collectives import Pending
+from megatron.parallel.mesh import Axis
 from megatron.parallel.transfers import Transfers
 from megatron.performance import async_save
 from megatron.performance.async_save import AsyncSaver, HostCopy
@@ -149,7 +150,7 @@ def load(pin: Callable[[Tensor], Tensor]) -> list[str]:
     """Races of reading batches into pinned memory and copying them to a device, here the meta device."""
     timeline = Timeline()
     dataset = [Batch(tokens=torch.zeros(2, 8)) for _ in range(3)]
-    mesh = types.SimpleNamespace(device=torch.device("meta"))
+    mesh = types.SimpleNamespace(device=torch.device("meta"), cp=Axis())
     with pytest.MonkeyPatch.context() as patch, RecordAccesses(timeline, lambda x: x.device.type == "cpu"):
         patch.setattr(Tensor, "pin_memory", pin)
         batches = _batches(iter(dataset), dataset, True)

@@ -13,6 +13,7 @@ from megatron.model.context import ModelContext
 from megatron.model.gpt import GPTModel
 from megatron.model.layers import ColumnParallelLinear
 from megatron.parallel.mesh import Axis
+from megatron.parallel.pipeline import WgradQueue
 from megatron.performance.config import Fp8Config
 from megatron.performance.fp8 import make_products, set_products
 
@@ -84,7 +85,8 @@ def test_layers_communicate_as_before() -> None:
     model = GPTModel(config.model, context)
     layers = [layer for layer in model.decoder.modules() if isinstance(layer, ColumnParallelLinear)]
     sizes = [layer.context.tp.size for layer in layers]
-    products = types.SimpleNamespace(matmul=object(), dgrad=object(), accumulate_wgrad=object())
-    set_products(config, types.SimpleNamespace(context=context, modules=[model]), products)
+    products = types.SimpleNamespace(matmul=object(), dgrad=object(), accumulate_wgrad=lambda *_: None)
+    stage = types.SimpleNamespace(context=context, modules=[model], wgrads=WgradQueue())
+    set_products(config, stage, products)
     assert [layer.context.tp.size for layer in layers] == sizes and set(sizes) == {1, 2}
     assert all(layer.context.ops.matmul is products.matmul for layer in layers)
