@@ -63,14 +63,20 @@ BUFFER = "megatron.optim.buffer:ParamBuffer"
 # For `forward` of a task: replaces the weights of the predictions.
 _OTHER_MASK = "    import dataclasses\n    batch = dataclasses.replace(batch, loss_mask={})\n    out = model("
 _SUM = "missing sum|one rank's part"
+# The two steps of `ParamBuffer.sync_params` for a bucket.
+_COPY = "if not self.is_fp32:\n                shard.copy_(master)"
+_GATHER = (
+    "if self.param_memory.sharded[index]:\n                self.gather.free(index)\n"
+    "            else:\n                self.gather.start(index)"
+)
 
 FAULTS = (
     Fault(
         name="gradients of replicated weights not summed with sequence parallelism",
         run="t2 sequence",
         target=f"{REDUCER}._sum_partial",
-        old="axis.size == 1 or",
-        new="True or",
+        old="if axis.size == 1:",
+        new="if True:",
         module="^gradient",
         kind=_SUM,
         like="#1805, #1878, #4054",
@@ -79,8 +85,8 @@ FAULTS = (
         name="gradients of a shared key and value head not summed",
         run="t2 groups",
         target=f"{REDUCER}._sum_partial",
-        old="axis.size == 1 or",
-        new="True or",
+        old="if axis.size == 1:",
+        new="if True:",
         module="gradient of .*(qkv|query_key_value)",
         kind=f"{_SUM}|wrong in",
         like="#1373 (comment)",
@@ -106,10 +112,9 @@ FAULTS = (
     Fault(
         name="gradients summed twice over replicas",
         run="d2",
-        target=f"{REDUCER}.finish",
-        old="for pending in started:\n                pending.wait()",
-        new="for pending in started:\n                pending.wait(); "
-        "self.grads[slice(*bucket.shard)] *= self.mesh.dp.size",
+        target=f"{REDUCER}._end_reduce",
+        old="summed = grads[slice(*(i - bucket.start for i in bucket.shard))]",
+        new="summed = grads[slice(*(i - bucket.start for i in bucket.shard))].mul_(self.mesh.dp.size)",
         module="^gradient",
         kind="summed twice",
         like="#160285",
@@ -118,8 +123,8 @@ FAULTS = (
         name="gradients averaged, not summed, over replicas",
         run="d2 distributed",
         target=f"{REDUCER}._start_reduce",
-        old="grads = self.grads[bucket.start : bucket.end]",
-        new="grads = self.grads[bucket.start : bucket.end].div_(axis.size)",
+        old="grads = self.memory.whole[index]",
+        new="grads = self.memory.whole[index].div_(axis.size)",
         module="^gradient",
         kind="divided by the dp size",
         like="#160285",
@@ -327,8 +332,8 @@ FAULTS = (
         name="weights gathered one step late in bf16",
         run="d2 bf16",
         target=f"{BUFFER}.sync_params",
-        old="if not self.is_fp32:\n                shard.copy_(master)\n            self.gather.start(index)",
-        new="self.gather.start(index)\n            if not self.is_fp32:\n                shard.copy_(master)",
+        old=f"{_COPY}\n            {_GATHER}",
+        new=f"{_GATHER}\n            {_COPY}",
         module="^parameter",
         kind="stale|wrong in",
     ),

@@ -64,9 +64,8 @@ MIXTURE_FAULTS = (
         name="gradients of experts divided by the replicas of the other layers",
         run="e2",
         target=f"{REDUCER}._start_reduce",
-        old="grads = self.grads[bucket.start : bucket.end]",
-        new="grads = self.grads[bucket.start : bucket.end].div_("
-        "self.mesh.dp.size if bucket.group.expert_parallel else 1)",
+        old="grads = self.memory.whole[index]",
+        new="grads = self.memory.whole[index].div_(self.mesh.dp.size if bucket.group.expert_parallel else 1)",
         module=_EXPERTS,
         kind="divided by the dp size",
         like="#160285",
@@ -75,8 +74,8 @@ MIXTURE_FAULTS = (
         name="gradients of experts twice as large with two expert-parallel ranks",
         run="e2",
         target=f"{REDUCER}._start_reduce",
-        old="grads = self.grads[bucket.start : bucket.end]",
-        new="grads = self.grads[bucket.start : bucket.end].mul_("
+        old="grads = self.memory.whole[index]",
+        new="grads = self.memory.whole[index].mul_("
         "self.mesh.expert.size if bucket.group.expert_parallel else 1)",
         module=_EXPERTS,
         kind="summed twice",
