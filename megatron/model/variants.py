@@ -11,8 +11,8 @@ from megatron.ops.rotary import RopeScaling
 
 Layer = TypeVar("Layer")
 
-# For each name in `VARIANT_VALUES`, the parts of the model that it replaces, with their replacements. Filled by
-# `megatron.variants.registry`.
+# For each name in `VARIANT_VALUES` and `VARIANT_FLAGS`, the parts of the model that it replaces, with their
+# replacements. Filled by `megatron.variants.registry`.
 VARIANTS: dict[str, dict[type, type]] = {}
 ROPE_SCALINGS: dict[str, Callable[[ModelConfig], RopeScaling]] = {}  # by --rope-scaling-type
 

@@ -9,14 +9,15 @@ import pytest
 
 from megatron.errors import InputError
 from megatron.interop.external import meta_model
-from megatron.model.config import VARIANT_VALUES, ModelConfig
+from megatron.model.config import VARIANT_FLAGS, VARIANT_VALUES, ModelConfig
 from megatron.model.variants import VARIANTS
 
 SIZES = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "max_position_embeddings": 8}
 
 
 def test_every_variant_is_registered() -> None:
-    assert VARIANTS.keys() == VARIANT_VALUES.keys()
+    assert sorted(VARIANTS) == sorted([*VARIANT_VALUES, *VARIANT_FLAGS])
+    assert ModelConfig(**SIZES).variants == []
 
 
 @pytest.mark.slow  # imports in processes of their own

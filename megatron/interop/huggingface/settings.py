@@ -250,7 +250,7 @@ def _read_windows(left: dict[str, Any], family: Family, fields: dict[str, Any]) 
     if not any(windowed):
         return {}
     if type(window) is not int or window < 1:
-        raise InputError(f"sliding_window: {window!r} is not a positive integer")
+        raise InputError(f"sliding_window: {window!r} is not a positive integer; sliding attention needs one")
     if window >= fields["max_position_embeddings"] and fields.get("rotary_base_local") is None:
         return {}
     skipped = None if all(windowed) else layer_freq(windowed)
