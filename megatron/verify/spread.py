@@ -1,9 +1,10 @@
 """Runs of one process that differ from it in rounding only: the sums of all products are permuted and divided.
 
 A layout divides sums among ranks: of a row-parallel product over the hidden dimension, of a gradient over tokens and
-samples. Here each product sums in random order, in several parts, each rounded to the precision of the result, as if
-so many ranks had computed it. The spread of such runs is the rounding error to expect, with its growth through the
-model and the optimizer.
+samples. With context parallelism it divides attention too, and rounds its parts in another way than one kernel does.
+Here each product sums in random order, in several parts, each rounded to the precision of the result, as if so many
+ranks had computed it. The spread of such runs is the rounding error to expect, with its growth through the model and
+the optimizer.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.training.loop import Hook, Trainer
 
 aten = torch.ops.aten
+ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
+ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 class DividedSums(Hook):
@@ -63,12 +66,14 @@ class SumMode(TorchDispatchMode):
     def __init__(self, generator: torch.Generator, parts: int) -> None:
         super().__init__()
         self.generator, self.parts = generator, parts
-        self.replacements: dict[Any, Callable[..., Tensor]] = {
+        self.replacements: dict[Any, Callable[..., Any]] = {
             aten.mm.default: self._mm,
             aten.bmm.default: self._mm,
             aten.addmm.default: self._addmm,
             aten.addmm_.default: self._addmm_,
             aten.sum.dim_IntList: self._sum,
+            ATTENTION: _attention,
+            ATTENTION_BACKWARD: _attention_backward,
         }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -109,3 +114,44 @@ class SumMode(TorchDispatchMode):
         for part in parts[1:]:
             total = total + part
         return total
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *arguments: Any,
+    attn_mask: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Attention in 16 bits that rounds only its result: the kernel rounds the weights of values too."""
+    if query.dtype == torch.float32:
+        return ATTENTION(query, key, value, *arguments, attn_mask=attn_mask, **options)
+    wide = [x.double() for x in (query, key, value)]
+    output, logsumexp = ATTENTION(*wide, *arguments, attn_mask=_wide_mask(attn_mask), **options)
+    return output.to(query.dtype), logsumexp.float()
+
+
+def _attention_backward(
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logsumexp: Tensor,
+    *arguments: Any,
+    attn_mask: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, ...]:
+    """Backward of `_attention`."""
+    tensors = (grad_output, query, key, value, output, logsumexp)
+    if query.dtype == torch.float32:
+        return ATTENTION_BACKWARD(*tensors, *arguments, attn_mask=attn_mask, **options)
+    wide = [x.double() for x in tensors]
+    grads = ATTENTION_BACKWARD(*wide, *arguments, attn_mask=_wide_mask(attn_mask), **options)
+    return tuple(grad.to(query.dtype) for grad in grads)
+
+
+def _wide_mask(mask: Tensor | None) -> Tensor | None:
+    """A mask of scores in fp64; one of booleans as it is."""
+    return mask.double() if mask is not None and mask.is_floating_point() else mask

@@ -360,7 +360,6 @@ FEW_CONTEXT_LAYOUTS = {
         "C2 all-to-all",
         "C4 all-gather",
         "C4 two levels",
-        "T2C2+SP all-to-all",
         "everything, C2",
     ],
     "mixture": ["C4", "T2C2+SP", *(name for name in EXPERT_LAYOUTS if CP in EXPERT_LAYOUTS[name][1])],
