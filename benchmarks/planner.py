@@ -21,6 +21,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+from planner_fits import print_fits
 from published_rows import Row, predict, read_rows
 
 from megatron.cli import Parser, add_flags, make_config, run_command
@@ -31,7 +32,6 @@ from megatron.planner.cluster import DATA_SHEET_EFFICIENCY, Efficiency, cluster_
 from megatron.planner.device_specs import data_sheet
 from megatron.planner.layout import Job, Layout
 from megatron.planner.models import A100_MODELS, V100_MODELS, VOCAB_SIZE, Published
-from megatron.planner.profiles import CONSTANTS, START, Constants
 from megatron.planner.programs import NVIDIA_2019, NVIDIA_2021, Program
 from megatron.planner.simulate import Simulator
 
@@ -134,82 +134,6 @@ def compare(rows: Sequence[Row | str]) -> float:
 def mean(errors: Sequence[float]) -> str:
     """Format a mean; "-" without errors."""
     return f"{statistics.mean(errors):.1%}" if errors else "-"
-
-
-# Constants that --fit fits to a profile's rows: by default these, else by program and generation.
-CONSTANTS_FITTED = {
-    ("megatron-core", "H100"): ("matmul", "memory", "link", "fp8", "expert"),
-    ("megatron-core", "B200"): ("matmul", "link"),
-    ("megatron-core", "B300"): ("matmul", "link", "fp8"),
-    ("nemo-2025", "B200"): ("matmul", "link", "fp8"),
-    ("megatron-deepspeed", "V100"): ("matmul", "memory", "link", "network"),
-    ("megatron-deepspeed", "A100"): ("matmul", "memory", "link"),
-    ("llm-foundry", "A100"): ("matmul", "memory"),
-    ("llm-foundry", "H100"): ("matmul", "memory"),
-    ("torchtitan", "H100"): ("matmul", "memory"),
-    ("gpt-oss", "B200"): ("expert",),
-    ("gpt-oss", "B300"): ("expert",),
-}
-# Relative error of a row that weighs as much as a change of a constant by PRIOR from where the fit starts.
-ROW_ERROR, PRIOR, FIT_STEPS = 0.02, 0.15, 8
-
-
-def print_fits(rows: Sequence[Row]) -> None:
-    """Fit the constants of each profile to its rows and print them.
-
-    There are about as many rows as constants, so each constant is also held near its start.
-    """
-    by_name = {row.name: row for row in rows}
-    for key, names in CONSTANTS_FITTED.items():
-        constants = CONSTANTS[key]
-        fitted = [by_name[name] for name in constants.fitted if name in by_name]
-        if len(fitted) < len(constants.fitted):
-            print(f"{key}: needs the rows {', '.join(constants.fitted)}")
-            continue
-        start = starting_point(constants, names)
-        values = fit_rows(fitted, start, names)
-        print(f"{key}: " + ", ".join(f"{name}={value:.3f}" for name, value in values.items()))
-
-
-def starting_point(constants: Constants, names: Sequence[str]) -> Efficiency:
-    """The constants with those that are fitted where their fit starts."""
-    changed = {name: getattr(START, name) for name in (*names, *(["stream"] * ("memory" in names)))}
-    return dataclasses.replace(constants.efficiency, **changed)
-
-
-def fit_rows(rows: Sequence[Row], start: Efficiency, names: Sequence[str]) -> dict[str, float]:
-    """Fit the logarithms of constants with Gauss-Newton. A row's layout is the one that the start predicts."""
-    chosen = [dataclasses.replace(row, layouts=(predict(with_efficiency(row, start))[0],)) for row in rows]
-
-    def errors(logs: np.ndarray) -> np.ndarray:
-        efficiency = moved(start, names, logs)
-        return np.array(
-            [math.log(predict(with_efficiency(r, efficiency))[1] / (r.seconds or 1)) for r in chosen]
-        )
-
-    logs = np.zeros(len(names))
-    for _ in range(FIT_STEPS):
-        now = errors(logs)
-        slopes = np.stack([(errors(logs + step) - now) / 0.01 for step in 0.01 * np.eye(len(names))], axis=1)
-        system = np.concatenate([slopes / ROW_ERROR, np.eye(len(names)) / PRIOR])
-        target = -np.concatenate([now / ROW_ERROR, logs / PRIOR])
-        logs += np.linalg.lstsq(system, target, rcond=None)[0].clip(-0.2, 0.2)
-        logs = np.minimum(logs, [0.3 if name == "fp8" else -math.log(getattr(start, name)) for name in names])
-    efficiency = moved(start, names, logs)
-    return {name: getattr(efficiency, name) for name in names}
-
-
-def moved(start: Efficiency, names: Sequence[str], logs: np.ndarray) -> Efficiency:
-    """Constants multiplied by the exponentials of `logs`."""
-    values = {name: getattr(start, name) * math.exp(log) for name, log in zip(names, logs, strict=True)}
-    if "memory" in values:
-        values["stream"] = values["memory"]
-    return dataclasses.replace(start, **values)
-
-
-def with_efficiency(row: Row, efficiency: Efficiency) -> Row:
-    """The row on a cluster with other constants."""
-    return dataclasses.replace(row, cluster=dataclasses.replace(row.cluster, efficiency=efficiency))
 
 
 def tflops(

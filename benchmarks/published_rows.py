@@ -36,7 +36,7 @@ GPUS = {
 }
 # PFLOP/s of dense FP4 products by the data sheets.
 FP4 = {"b200": 9.0, "gb200": 10.0, "b300": 13.5, "gb300": 15.0}
-# What a row leaves open is taken as the planner's fastest choice that fits.
+# The planner takes its fastest choice that fits for what a row leaves open.
 MICRO_BATCH_SIZES, MAX_CHUNKS = (1, 2, 4, 8), 8
 
 

@@ -9,7 +9,7 @@ BATCH = "megatron.data.gpt_dataset:ltor_batch"
 DOCUMENTS = "megatron.ops.cpu.document_attention"
 _ATTENTION = r"^activation of decoder\.layers\.0\.self_attention"
 
-# Of the runs with two replicas, only the second one has a sample with several documents in the first step.
+# Only the second replica of two has a sample with several documents in the first step.
 PACKING_FAULTS = (
     Fault(
         name="attention across the borders of documents",

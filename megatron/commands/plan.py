@@ -179,11 +179,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 def print_notes(config: PlanConfig, plan: Plan, job: Job, cluster: Cluster) -> None:
     """Print how far to trust a plan, and its days, cost and failures if they are asked for."""
     if config.cluster is None:
-        mixture = job.model.num_experts is not None
+        gpu, mixture = cluster.device.name, job.model.num_experts is not None
         print(
-            f"  note    the step's time is +-{find_constants(cluster.device.name).band(mixture=mixture):.0%}: the mean "
-            f"error over published runs of NVIDIA's programs on {generation(cluster.device.name)} and GPUs of its "
-            "generation that no constant is fitted to (docs/scaling.md). This program is not measured on GPU clusters"
+            f"  note    the step's time is +-{find_constants(gpu).band(mixture=mixture):.0%}: the mean error over "
+            f"published runs on GPUs of the generation of {generation(gpu)}, or of mixtures on newer ones, that no "
+            "constant is fitted to (docs/scaling.md). This program is not measured on GPU clusters"
         )
     if config.tokens is not None:
         steps = config.tokens / (job.global_batch_size * job.seq_length)

@@ -73,10 +73,8 @@ def partial_attention_backward(
         )
         return grad_q, grad_k, grad_v[..., :width]
     if _takes_flash(q_bnsd, v_bgtw, mask_bnst):
-        lengths, unused = (
-            (None, None, q_bnsd.shape[2], k_bgtd.shape[2]),
-            q_bnsd.new_zeros(2, dtype=torch.int64),
-        )
+        lengths = None, None, q_bnsd.shape[2], k_bgtd.shape[2]
+        unused = q_bnsd.new_zeros(2, dtype=torch.int64)  # the state of dropout
         return aten._scaled_dot_product_flash_attention_backward(
             grad_bnsw, q_bnsd, k_bgtd, v_bgtw, out_bnsw, lse_bns, *lengths, 0.0, causal, unused, unused
         )

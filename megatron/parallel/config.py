@@ -9,7 +9,7 @@ from megatron.errors import InputError
 from megatron.flags import Config, flag
 from megatron.parallel.schedules import CHUNKED, SCHEDULES, V_SHAPED
 
-# What data-parallel ranks shard: each adds to the one before. These are ZeRO 0 to 3 (arXiv 1910.02054).
+# Sharding strategies; each shards more than the one before. These are ZeRO 0 to 3 (arXiv 1910.02054).
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 

@@ -73,7 +73,7 @@ class Counter(TorchDispatchMode):
         formula = FLOPS.get(func.overloadpacket)
         if formula is not None:
             self.flops += formula(*args, **kwargs, out_val=out)
-        # What a library allocates during a communication is its workspace.
+        # A library's allocations during a communication are its workspace.
         if self.holding and self.heartbeat.communication is None:
             self._hold(out)
         return out

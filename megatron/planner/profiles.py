@@ -34,7 +34,7 @@ class Constants:
     Attributes:
         fitted: names of the published runs that the constants are fitted to.
         errors: mean absolute error of the time of a step over published runs that they are not fitted to, of dense
-            models and of mixtures of experts.
+            models and of mixtures of experts; for a generation without mixtures, over those of the others.
     """
 
     efficiency: Efficiency
@@ -55,8 +55,8 @@ class Profile:
     constants: Constants
 
 
-# Where fits start, and what they leave as it is. Attention: FlashAttention 2 reaches 35% of the peak of an H100
-# (2407.08608 section 1), and cuDNN's kernels in Transformer Engine about what FlashAttention 2 reaches on an A100.
+# Start of the fits, which leave some constants as they are. Attention: FlashAttention 2 reaches 35% of the peak of an
+# H100 (2407.08608 section 1), and cuDNN's kernels in Transformer Engine about what it reaches on an A100.
 START = Efficiency(
     matmul=0.75,
     memory=0.7,
@@ -90,7 +90,7 @@ _H100 = _fit(
     fp8=1.02,
     expert=0.789,
 )
-_B200 = _fit(START, ("36", "25"), errors=(0.1, 0.2), matmul=0.581, link=0.727)
+_B200 = _fit(START, ("36", "25"), errors=(0.1, 0.22), matmul=0.581, link=0.727)
 _B300 = _fit(START, ("121", "194", "39", "24"), errors=(0.06, 0.12), matmul=0.86, link=0.935, fp8=0.801)
 _FLASH_2 = dataclasses.replace(START, attention=0.35)
 
@@ -137,8 +137,8 @@ CONSTANTS = {
     ("gpt-oss", "B200"): _fit(_B200.efficiency, ("128",), errors=(0.1, 0.15), expert=0.375),
     ("gpt-oss", "B300"): _fit(_B300.efficiency, ("171",), errors=(0.1, 0.15), expert=0.308),
 }
-# Where a program has no rows on a generation: the program whose constants are taken, by default Megatron-Core's, or on
-# A100 those of Megatron-LM in 2021.
+# A program without rows on a generation takes the constants of this one; by default Megatron-Core's, or on A100 those
+# of Megatron-LM in 2021.
 NEAREST = {
     ("torchtitan", "A100"): ("llm-foundry", "A100"),
     ("megatron-core", "V100"): ("megatron-deepspeed", "V100"),

@@ -8,7 +8,7 @@ from megatron.parallel.collectives import all_gather
 from megatron.parallel.stages import split_layers
 from megatron.training.engine import Engine
 
-# What data-parallel ranks shard, by strategy.
+# Words for the strategies of sharding over data-parallel ranks.
 SHARDED = {
     "optim": "distributed optimizer",
     "optim_grads": "sharded optimizer and gradients",

@@ -335,7 +335,7 @@ FEW_LAYOUTS = {
     "mtp of experts": ["T2D2E2+SP+ZeRO", "P2E2"],
     "mixture by muon": ["D4E2+ZeRO", "T2D2E4+SP"],
 }
-# Of these, some with sharded gradients and parameters.
+# Some layouts with sharded gradients and parameters.
 SHARDED = {
     "deepseek muon": ["T2D2+SP+ZeRO3"],
     "mtp": ["D2+ZeRO2", "D2+ZeRO3 overlapped, recomputed"],
