@@ -70,7 +70,7 @@ class PlanConfig(Config):
     gpus: int | None = flag(None, "number of GPUs (default: that of --model)", low=1, high=10**6)
     gpu: str | None = flag(
         None,
-        f"type of GPU, in NVIDIA's nodes for it (default: {A100_80GB}); an unknown name prints the list",
+        f"type of GPU, in the standard nodes or racks for it (default: {A100_80GB}); an unknown name prints the list",
         metavar="NAME",
     )
     cluster: str | None = flag(
@@ -180,11 +180,16 @@ def print_notes(config: PlanConfig, plan: Plan, job: Job, cluster: Cluster) -> N
     """Print how far to trust a plan, and its days, cost and failures if they are asked for."""
     if config.cluster is None:
         gpu, mixture = cluster.device.name, job.model.num_experts is not None
-        print(
-            f"  note    the step's time is +-{find_constants(gpu).band(mixture=mixture):.0%}: the mean error over "
-            f"published runs on GPUs of the generation of {generation(gpu)}, or of mixtures on newer ones, that no "
-            "constant is fitted to (docs/scaling.md). This program is not measured on GPU clusters"
-        )
+        constants = find_constants(gpu)
+        band = f"  note    the step's time is +-{constants.band(mixture=mixture):.0%}: "
+        if constants.fitted:
+            band += (
+                f"the mean error over published runs on GPUs of the generation of {generation(gpu)}, or of mixtures on "
+                "newer ones, that no constant is fitted to (docs/scaling.md)"
+            )
+        else:
+            band += f"a guess, since speeds of {generation(gpu)} are those of public tests of single operations"
+        print(f"{band}. This program is not measured on GPU clusters")
     if config.tokens is not None:
         steps = config.tokens / (job.global_batch_size * job.seq_length)
         hours = steps * plan.step.seconds / 3600

@@ -92,10 +92,10 @@ NVLINK_LATENCY, NETWORK_LATENCY = 3.4e-6, 9.6e-6
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """A process group: its size, and how many of its members share a node."""
+    """A process group: its size, and how many of its members share an NVLink domain."""
 
     size: int
-    per_node: int
+    per_domain: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,8 +103,9 @@ class Cluster:
     """Devices in nodes of `per_node`; a cluster smaller than that is one node.
 
     Attributes:
-        link: between devices of a node.
+        link: between devices of an NVLink domain.
         network: each device's share of its node's network adapters.
+        nvlink_domain: devices that `link` joins, where they are in several nodes (NVL72); None for those of a node.
     """
 
     device: Device
@@ -113,31 +114,37 @@ class Cluster:
     link: Link
     network: Link
     efficiency: Efficiency = DATA_SHEET_EFFICIENCY
+    nvlink_domain: int | None = None
 
     @property
     def nodes(self) -> int:
         return -(-self.devices // self.per_node)
 
     @property
+    def per_domain(self) -> int:
+        """Devices that `link` joins."""
+        return self.nvlink_domain or self.per_node
+
+    @property
     def _inside(self) -> float:
-        """Bytes/s that a device reaches to the others of its node."""
+        """Bytes/s that a device reaches to the others of its NVLink domain."""
         return self.link.bandwidth * self.efficiency.link
 
     @property
     def _outside(self) -> float:
-        """Bytes/s that a device reaches to other nodes, over its share of the network adapters."""
+        """Bytes/s that a device reaches to other domains, over its share of the network adapters."""
         return self.network.bandwidth * self.efficiency.network
 
     def group(self, size: int, stride: int) -> Group:
         """Return the group of ranks `stride` apart, if ranks are numbered node after node.
 
-        Such groups fill consecutive blocks of size x stride ranks. Where blocks and nodes do not divide each other,
-        node borders cut some groups and leave gcd(block, node) ranks of the block in one node. The slowest group
-        determines the speed.
+        Such groups fill consecutive blocks of size x stride ranks. Where blocks and NVLink domains do not divide each
+        other, borders of domains cut some groups and leave gcd(block, domain) ranks of the block in one domain. The
+        slowest group determines the speed.
         """
-        if self.nodes == 1:
+        if self.devices <= self.per_domain:
             return Group(size, size)
-        return Group(size, max(1, math.gcd(size * stride, self.per_node) // stride))
+        return Group(size, max(1, math.gcd(size * stride, self.per_domain) // stride))
 
     def all_reduce(self, size: float, group: Group) -> float:
         """Seconds to sum `size` bytes over a group by a ring: a reduce-scatter and an all-gather."""
@@ -147,26 +154,26 @@ class Cluster:
         """Seconds to all-gather or reduce-scatter `size` bytes (the whole tensor) over a group.
 
         A ring of g ranks sends (g - 1) / g of the tensor over each link in g - 1 steps (Patarasuk and Yuan 2009).
-        Rings that leave a node use the adapters of all members in that node.
+        Rings that leave a domain use the adapters of all members in that domain.
         """
         if group.size == 1:
             return 0.0
-        nodes = -(-group.size // group.per_node)
+        domains = -(-group.size // group.per_domain)
         bandwidth = self._inside
-        if nodes > 1:
-            bandwidth = min(bandwidth, group.per_node * self._outside)
-        latency = (group.size - nodes) * self.link.latency + (nodes - 1) * self.network.latency
+        if domains > 1:
+            bandwidth = min(bandwidth, group.per_domain * self._outside)
+        latency = (group.size - domains) * self.link.latency + (domains - 1) * self.network.latency
         sent = size * (group.size - 1) / group.size
         return self.efficiency.launch + latency + sent / bandwidth
 
     def all_to_all(self, size: float, group: Group) -> float:
         """Seconds for each rank to send an equal part of its `size` bytes to every rank of a group.
 
-        All parts are sent at once. Those for other nodes take the rank's own network adapter.
+        All parts are sent at once. Those for other domains take the rank's own network adapter.
         """
         if group.size == 1:
             return 0.0
-        inside, outside = (group.per_node - 1) / group.size, (group.size - group.per_node) / group.size
+        inside, outside = (group.per_domain - 1) / group.size, (group.size - group.per_domain) / group.size
         seconds = inside / self._inside
         if outside:
             seconds = max(seconds, outside / self._outside)
@@ -176,9 +183,9 @@ class Cluster:
     def send(self, size: float, group: Group) -> float:
         """Seconds to send `size` bytes to the next rank of a group.
 
-        In a group of several nodes some neighbors are on different nodes, and the slowest determine the speed.
+        In a group of several domains some neighbors are in different ones, and the slowest determine the speed.
         """
-        if group.per_node < group.size:
+        if group.per_domain < group.size:
             return self.efficiency.launch + self.network.latency + size / self._outside
         return self.efficiency.launch + self.link.latency + size / self._inside
 
@@ -197,12 +204,13 @@ def device_from_data_sheet(sheet: DataSheet) -> Device:
 
 
 def cluster_from_data_sheet(sheet: DataSheet, devices: int) -> Cluster:
-    """Return a cluster of `devices` GPUs in NVIDIA's standard nodes (DGX) for them.
+    """Return a cluster of `devices` GPUs in the standard nodes (DGX) or racks (NVL72) for them.
 
     Raises:
         InputError: there is no standard node for more than 8 of them, or the GPUs do not fill whole nodes.
     """
     per_node, network = sheet.node or (8, None)
+    domain = None
     if devices > per_node:
         if network is None:
             raise InputError(
@@ -215,10 +223,23 @@ def cluster_from_data_sheet(sheet: DataSheet, devices: int) -> Cluster:
                 f"--gpus: {devices} {sheet.name} do not fill nodes of {per_node}; choose {below} or "
                 f"{below + per_node}"
             )
+        if sheet.rack is not None:
+            domain = devices_per_rack(devices, per_node, sheet.rack)
     return Cluster(
         device=device_from_data_sheet(sheet),
         devices=devices,
         per_node=per_node,
         link=Link(sheet.link / 2 * 1e9, NVLINK_LATENCY),
         network=Link((network or 0) / per_node * 1e9, NETWORK_LATENCY),
+        nvlink_domain=domain,
     )
+
+
+def devices_per_rack(devices: int, per_node: int, rack: int) -> int:
+    """Devices of each rack if as few racks of at most `rack` devices as possible share whole nodes equally.
+
+    512 GPUs take 8 racks of 64, not 7 of 72 and one of 8: groups of powers of two then stay in their racks.
+    """
+    nodes = devices // per_node
+    racks = next(n for n in range(-(-devices // rack), nodes + 1) if nodes % n == 0)
+    return devices // racks

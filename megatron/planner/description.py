@@ -130,6 +130,9 @@ def read_cluster(path: Path) -> Cluster:
 
 def _cluster(file: _Section) -> Cluster:
     nodes, per_node = file.whole("nodes"), file.whole("devices-per-node")
+    domain = file.whole("nvlink-domain", per_node)
+    if domain % per_node:
+        raise InputError(f"nvlink-domain: {domain} devices are not whole nodes of {per_node}")
     cluster = Cluster(
         device=_device(file),
         devices=nodes * per_node,
@@ -138,6 +141,7 @@ def _cluster(file: _Section) -> Cluster:
         # A single node needs no network.
         network=_link(file.section("network", {"bandwidth": "1 GB/s"} if nodes == 1 else None), "9.6 us"),
         efficiency=_efficiency(file.section("efficiency", {})),
+        nvlink_domain=None if domain == per_node else domain,
     )
     file.end()
     return cluster
@@ -197,6 +201,7 @@ def describe(cluster: Cluster) -> str:
         },
         "devices-per-node": cluster.per_node,
         "nodes": cluster.nodes,
+        **({"nvlink-domain": cluster.nvlink_domain} if cluster.nvlink_domain else {}),
         "link": _link_values(cluster.link),
         "network": _link_values(cluster.network),
         "efficiency": {

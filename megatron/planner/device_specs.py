@@ -26,8 +26,9 @@ class DataSheet:
         bandwidth: memory bandwidth, GB/s.
         link: GB/s to the other GPUs of a node, both directions added: NVLink, or PCIe where there is no NVLink between
             all of them.
-        node: GPUs in a DGX of this kind, and GB/s in each direction of all its InfiniBand adapters; None if there is no
-            such DGX.
+        node: GPUs of a standard node of this kind, and GB/s in each direction of all its network adapters; None if
+            there is no such node.
+        rack: GPUs that NVLink joins across the nodes of a rack; None if it joins those of a node.
     """
 
     name: str
@@ -41,16 +42,19 @@ class DataSheet:
     bandwidth: float
     link: float
     node: tuple[int, float] | None = None
+    rack: int | None = None
 
 
 # The first matching pattern counts. Nodes are DGX-2H (1909.08053 section 5), DGX A100 (2104.04473 section 5.1),
-# DGX-1, DGX H100, H200, B200 and B300 by their data sheets; B300 and GB300 by those of HGX B300 and GB300 NVL72.
+# DGX-1, DGX H100, H200, B200 and B300 by their data sheets; B300 by that of HGX B300, GB200 and
+# GB300 by those of the NVL72, whose nodes (compute trays) have 4 GPUs with a network adapter each. MI300X: data sheet,
+# nodes of 8 with 8 adapters of 400 Gb/s; its Infinity Fabric joins each pair by 128 GB/s. Its memory is rocm-smi's.
 DATA_SHEETS = tuple(
     DataSheet(*row)
     for row in (
-        ("gb300-279gb", r"GB300", 152, 2500, 2500, 5000, 80, 284208, 8000, 1800),
+        ("gb300-279gb", r"GB300", 152, 2500, 2500, 5000, 80, 284208, 8000, 1800, (4, 400), 72),
         ("b300-288gb", r"B300( .*)?", 148, 2250, 2250, 4500, 75, 275040, 8000, 1800, (8, 800)),
-        ("gb200-186gb", r"GB200", 148, 2500, 2500, 5000, 80, 189471, 8000, 1800),
+        ("gb200-186gb", r"GB200", 148, 2500, 2500, 5000, 80, 189471, 8000, 1800, (4, 200), 72),
         ("b200-180gb", r"B200", 148, 2250, 2250, 4500, 75, 183359, 8000, 1800, (8, 400)),
         ("h200-nvl", r"H200 NVL", 132, 835, 835, 1671, 60, 143771, 4800, 128),
         ("h100-pcie", r"H[12]00 PCIe", 114, 756, 756, 1513, 51, 81559, 2000, 128),
@@ -108,6 +112,7 @@ DATA_SHEETS = tuple(
         ("v100-32gb-dgx2h", r"V100-SXM3-32GB-H", 80, 130, None, None, 16.25, 32768, 900, 300, (16, 100)),
         ("v100-16gb", r"V100-SXM2-16GB", 80, 125, None, None, 15.7, 16384, 900, 300, (8, 50)),
         ("v100-32gb", r"V100-SXM\d.*", 80, 125, None, None, 15.7, 32768, 900, 300, (8, 50)),
+        ("mi300x-192gb", r"MI300X( .*)?", 304, 1307.4, 1307.4, 2614.9, 163.4, 196592, 5300, 896, (8, 400)),
         ("v100-pcie", r"V100-PCIE.*", 80, 112, None, None, 14, 16384, 900, 32),
         ("t4", r"T4", 40, 65, None, None, 8.1, 15360, 320, 32),
     )
@@ -124,6 +129,7 @@ ALIASES = {
     "gb200": "gb200-186gb",
     "b300": "b300-288gb",
     "gb300": "gb300-279gb",
+    "mi300x": "mi300x-192gb",
 }
 
 

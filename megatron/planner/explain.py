@@ -141,8 +141,8 @@ def takeaways(best: Plan, job: Job, cluster: Cluster) -> list[str]:
     share = {name: getattr(step, name) / step.seconds for name in (*PARTS, "recompute")}
     usable = USABLE_MEMORY * cluster.device.memory / 1e9
     paragraphs = [
-        f"Tensor parallelism within a node, pipeline parallelism across nodes (takeaway 1). A node has "
-        f"{cluster.per_node} devices; T{t} {'fits in it' if t <= cluster.per_node else 'exceeds it'}, and its "
+        f"Tensor parallelism within a node, pipeline parallelism across nodes (takeaway 1). NVLink joins "
+        f"{cluster.per_domain} devices; T{t} {'stays' if t <= cluster.per_domain else 'is not'} within them, and its "
         f"communication takes {share['tensor_parallel']:.1%} of the step"
         + (f"; {p} stages share the layers." if p > 1 else "; the model needs no pipeline."),
         f"Model parallelism until the model fits, data parallelism beyond (takeaway 2). The model is split over "

@@ -24,6 +24,7 @@ GENERATIONS = {
     "H100": ("h100", "h200", "h800", "h20", "gh200"),
     "B200": ("b200", "gb200"),
     "B300": ("b300", "gb300"),
+    "MI300X": ("mi300x",),
 }
 
 
@@ -32,7 +33,7 @@ class Constants:
     """Shares of the peaks that a program reaches on a generation of GPUs.
 
     Attributes:
-        fitted: names of the published runs that the constants are fitted to.
+        fitted: names of the published runs that the constants are fitted to; none for tests of single operations.
         errors: mean absolute error of the time of a step over published runs that they are not fitted to, of dense
             models and of mixtures of experts; for a generation without mixtures, over those of the others.
     """
@@ -93,6 +94,18 @@ _H100 = _fit(
 _B200 = _fit(START, ("36", "25"), errors=(0.1, 0.22), matmul=0.581, link=0.727)
 _B300 = _fit(START, ("121", "194", "39", "24"), errors=(0.06, 0.12), matmul=0.86, link=0.935, fp8=0.801)
 _FLASH_2 = dataclasses.replace(START, attention=0.35)
+# No training run on MI300X is among the published ones, so these are shares that public tests of single operations
+# reach, and the errors are a guess. Products of large matrices: 620 of 1,307 TFLOP/s in bf16 and 990 of 2,615 in FP8
+# (SemiAnalysis, "MI300X vs H100 vs H200 Benchmark Part 1: Training", December 2024; 45% of the peak in all formats in
+# 2510.27583). Memory: BabelStream reaches 81% (2510.27583) where it reaches 90% on an H100, whose fit has 0.701.
+# Links: RCCL's all-reduce over 8 GPUs reaches about 304 of 448 GB/s. Attention: FlashAttention 2's share on an H100.
+_MI300X = Constants(
+    dataclasses.replace(
+        _FLASH_2, matmul=0.474, memory=0.63, stream=0.63, link=0.68, network=0.7, fp8=0.8, expert=0.789
+    ),
+    fitted=(),
+    errors=(0.25, 0.4),
+)
 
 # By program and generation.
 CONSTANTS = {
@@ -131,6 +144,7 @@ CONSTANTS = {
     ("megatron-core", "H100"): _H100,
     ("megatron-core", "B200"): _B200,
     ("megatron-core", "B300"): _B300,
+    ("megatron-core", "MI300X"): _MI300X,
     ("nemo-2025", "B200"): _fit(
         START, ("378", "368"), errors=(0.05, 0.2), matmul=0.555, link=0.676, fp8=0.871
     ),

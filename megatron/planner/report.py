@@ -21,6 +21,8 @@ from megatron.reports.flops import unused_parameters
 def heading(job: Job, cluster: Cluster) -> str:
     """Size of the model, of the cluster and of a step."""
     nodes = "one node" if cluster.nodes == 1 else f"{cluster.nodes:,} nodes of {cluster.per_node}"
+    if cluster.nvlink_domain is not None:
+        nodes += f" in NVLink domains of {cluster.nvlink_domain}"
     parameters = model_parameters(job)
     products = "" if job.fp8_format is None else ", FP8 products"
     many = in_words(parameters)

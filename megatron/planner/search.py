@@ -48,12 +48,12 @@ def make_plan(job: Job, layout: Layout, cluster: Cluster) -> Plan:
 
 
 def tensor_sizes(job: Job, cluster: Cluster) -> list[int]:
-    """Tensor-parallel sizes that divide model and cluster, up to two nodes.
+    """Tensor-parallel sizes that divide model and cluster, up to two nodes or an NVLink domain.
 
     A size beyond one node is included to show its cost: the links between nodes are too slow for communication in every
     layer (2104.04473 section 5.4.1).
     """
-    sizes = range(1, min(2 * cluster.per_node, cluster.devices) + 1)
+    sizes = range(1, min(cluster.nvlink_domain or 2 * cluster.per_node, cluster.devices) + 1)
     return [t for t in sizes if cluster.devices % t == 0 and can_tensor_parallel(job, t)]
 
 
@@ -197,7 +197,7 @@ def smallest_layout(job: Job, cluster: Cluster) -> Layout | None:
     It uses every way to save memory. More replicas shard the optimizer's state further, and nothing else.
     """
     found = []
-    sizes = [t for t in range(1, cluster.per_node + 1) if can_tensor_parallel(job, t)]
+    sizes = [t for t in range(1, cluster.per_domain + 1) if can_tensor_parallel(job, t)]
     # The experts of a mixture need replicas to be divided among.
     most = max(MAX_REPLICAS, job.model.num_experts or 0)
     replicas = [d for d in range(1, most + 1) if job.global_batch_size % d == 0]

@@ -72,14 +72,15 @@ CUSTOM = "{name: x, precision: bf16, peak: 1 TFLOP/s, memory: 1 GB, bandwidth: 1
         ("a100-80gb", CUSTOM.replace("peak", "peek"), r"device\.peak is missing, and peek is not a field;"),
         ("nodes: 4", "nodes: four", r"nodes: 'four' is not an integer of at least 1"),
         ("nodes: 4", "nodes: 4\nracks: 2",
-            r"racks is not a field; the fields are nodes, devices-per-node, device, link, network, efficiency$"),
+            r"racks is not a field; the fields are nodes, devices-per-node, nvlink-domain, device, link, network, efficiency$"),
         ("a100-80gb", f"{CUSTOM}\nracks: 2",
-            r"racks is not a field; the fields are nodes, devices-per-node, device, link, network, efficiency$"),
+            r"racks is not a field; the fields are nodes, devices-per-node, nvlink-domain, device, link, network, efficiency$"),
         ("a100-80gb", "[a100-80gb]", r"device: \['a100-80gb'\] is neither the name of a GPU nor a mapping"),
         ("a100-80gb", "", r"device is missing; docs/scaling\.md has an example"),
         ("nodes: 4", "nodes: 4\nefficiency: {link: 66}", r"efficiency\.link: 66 must be above 0 and at most 1"),
         ("network: {bandwidth: 200 Gb/s}", "", r"network is missing"),
         ("link: {", "link: 5 # {", r"link: 5 is not a mapping"),
+        ("nodes: 4", "nodes: 4\nnvlink-domain: 12", r"nvlink-domain: 12 devices are not whole nodes of 8"),
         ("nodes: 4", "nodes: [", r"line \d+: is not YAML"),
     ],
 )  # fmt: skip
@@ -110,6 +111,12 @@ def test_the_peak_of_fp8_products_is_optional(tmp_path: Path):
     assert machine.device.fp8 == 2e12
     assert read(tmp_path, describe(machine)).device == machine.device
     assert read(tmp_path, FILE.replace("a100-80gb", CUSTOM)).device.fp8 is None
+
+
+def test_an_nvlink_domain_may_have_several_nodes(tmp_path: Path):
+    machine = read(tmp_path, FILE.replace("nodes: 4", "nodes: 4\nnvlink-domain: 16"))
+    assert (machine.per_node, machine.per_domain) == (8, 16)
+    assert read(tmp_path, describe(machine)).nvlink_domain == 16
 
 
 def test_one_node_needs_no_network(tmp_path: Path):

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from megatron.errors import InputError
+from megatron.planner.cluster import cluster_from_data_sheet
 from megatron.planner.device_specs import DATA_SHEETS, data_sheet, of_torch_name, peak_flops
+from megatron.planner.report import command
 
 
 def test_names_are_unique():
@@ -86,6 +88,7 @@ def test_a_short_name_is_the_usual_form():
         ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 503.8, 126),
         ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 438.9, 109.7),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 468, 120),
+        ("AMD Instinct MI300X", 1307.4, 163.4),
         ("NVIDIA L4", 121, 30.3),
         ("NVIDIA L40S", 362, 91.6),
         ("NVIDIA GeForce RTX 4090", 165.2, 82.6),
@@ -104,9 +107,28 @@ def test_names_of_torch_are_found(name: str, half: float, fp32: float) -> None:
         "NVIDIA H200 MIG 1g.18gb",
         "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
         "NVIDIA GeForce RTX 4090 Laptop GPU",
-        "AMD Instinct MI300X",
+        "AMD Instinct MI300A",
         "NVIDIA H1000",
     ],
 )
 def test_unknown_devices_have_no_peak(name: str) -> None:
     assert peak_flops(name, torch.bfloat16) is None
+
+
+@pytest.mark.parametrize(
+    ("gpus", "domain"), [(4, None), (8, 8), (72, 72), (144, 72), (512, 64), (1024, 64), (2304, 72)]
+)
+def test_an_nvl72_joins_up_to_72_gpus_in_nodes_of_four(gpus: int, domain: int | None) -> None:
+    machine = cluster_from_data_sheet(data_sheet("gb200", where=""), gpus)
+    assert (machine.per_node, machine.nvlink_domain) == (4, domain)
+    assert machine.nodes == gpus // 4
+
+
+def test_collectives_of_a_rack_take_nvlink() -> None:
+    """15/16 of a GB over 16 GPUs at 900 GB/s; across racks of 64 one adapter of 400 Gb/s for each GPU of a group."""
+    machine = cluster_from_data_sheet(data_sheet("gb200", where=""), 512)
+    share = machine.efficiency.link
+    within, across = machine.group(16, 1), machine.group(8, 64)
+    assert machine.all_gather(1e9, within) == pytest.approx(15 / 16 * 1e9 / (900e9 * share), rel=0.1)
+    assert machine.all_gather(1e9, across) == pytest.approx(7 / 8 * 1e9 / (50e9 * share), rel=0.1)
+    assert "--nproc-per-node 4 --nnodes 128" in command([], machine)

@@ -47,7 +47,7 @@ def test_a_collective_takes_the_time_of_a_ring():
     """3/4 of the bytes at 300 GB/s within a node; across nodes, four ranks of a node share four adapters of 25 GB/s."""
     machine = cluster(16)
     within, across = machine.group(4, 1), machine.group(8, 2)
-    assert (within.per_node, across.per_node) == (4, 4)
+    assert (within.per_domain, across.per_domain) == (4, 4)
     share = machine.efficiency.link
     assert machine.all_reduce(1e9, within) == pytest.approx(2 * 0.75 * 1e9 / (300e9 * share), rel=0.01)
     assert machine.all_reduce(1e9, across) == pytest.approx(2 * 0.875 * 1e9 / (100e9 * share), rel=0.01)
@@ -67,7 +67,7 @@ def test_a_collective_takes_the_time_of_a_ring():
 )
 def test_ranks_per_node_of_a_group_across_a_node_boundary(size: int, stride: int, per_node: int):
     machine = cluster(48)
-    assert machine.group(size, stride).per_node == per_node
+    assert machine.group(size, stride).per_domain == per_node
     ranks = range(machine.devices)
     blocks = [ranks[i : i + size * stride] for i in ranks[:: size * stride]]
     groups = [block[r::stride] for block in blocks for r in range(stride)]
@@ -92,7 +92,7 @@ def test_the_distributed_optimizer_scatters_gradients_and_gathers_weights(progra
 def test_a_single_node_needs_no_network():
     """The ends of a pipeline of four stages with two replicas are six ranks apart; there is no DGX with L40S."""
     machine = cluster(8, "l40s")
-    assert machine.group(2, 6).per_node == 2
+    assert machine.group(2, 6).per_domain == 2
     step = Simulator(job(24, 2048, 16, 64), Layout(pipeline=4, data=2), machine, OURS).step()
     assert 0 < step.gradients < step.seconds
 
