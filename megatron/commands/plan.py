@@ -35,8 +35,8 @@ from megatron.planner.device_specs import data_sheet
 from megatron.planner.explain import other_choices, takeaways, why_not
 from megatron.planner.layout import Job
 from megatron.planner.memory import fits
-from megatron.planner.mixtures import MIXTURES, Mixture
-from megatron.planner.models import MODELS, VOCAB_SIZE, Published
+from megatron.planner.models import VOCAB_SIZE, Published
+from megatron.planner.presets import find_preset
 from megatron.planner.profiles import find_constants, generation, with_constants
 from megatron.planner.programs import OURS
 from megatron.planner.report import (
@@ -53,7 +53,6 @@ from megatron.planner.simulate import Simulator
 from megatron.planner.trace import write_picture, write_trace
 from megatron.tool import check_output_file, write_output_file
 
-NAMED: dict[str, Published | Mixture] = {**MODELS, **MIXTURES}
 NUM_PLANS = 10  # shown
 A100_80GB = "a100-80gb"
 
@@ -64,8 +63,8 @@ class PlanConfig(Config):
 
     model: str | None = flag(
         None,
-        "a model of the papers' tables, or a published mixture of experts, instead of flags of its shape",
-        choices=tuple(NAMED),
+        "a published model, such as llama3-8b, instead of flags of its shape; an unknown name prints close ones",
+        metavar="NAME",
     )
     gpus: int | None = flag(None, "number of GPUs (default: that of --model)", low=1, high=10**6)
     gpu: str | None = flag(
@@ -157,7 +156,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tqdm(desc="layouts", unit="", leave=False, disable=not sys.stderr.isatty()) as bar:
         result = search(job, cluster, num_plans=NUM_PLANS, progress=lambda n: bar.update(n - bar.n))
     best = result.plans[0]
-    print(f"{config.model or 'model'}: {heading(job, cluster)}")
+    name = find_preset(config.model)[0] if config.model else "model"
+    print(f"{name}: {heading(job, cluster)}")
     print(f"{result.timed:,} layouts fit and were timed; {result.too_large:,} do not fit\n")
     print(table(result, job, cluster))
     print(f"\nThe best: {best.layout}\n{details(best, cluster)}")
@@ -263,15 +263,15 @@ def make_job(config: PlanConfig, args: dict[str, Any]) -> Job:
     seq_length, batch = config.seq_length, config.global_batch_size
     vocab_size = config.vocab_size or VOCAB_SIZE
     if config.model is not None:
-        named = NAMED[config.model]
-        if isinstance(named, Mixture):
-            known, vocab_size = dict(named.fields), config.vocab_size or named.vocab_size
-        else:
+        _, named = find_preset(config.model)
+        if isinstance(named, Published):
             known = {
                 "num_layers": named.layers,
                 "hidden_size": named.hidden,
                 "num_attention_heads": named.heads,
             }
+        else:
+            known, vocab_size = dict(named.fields), config.vocab_size or named.vocab_size
         seq_length, batch = seq_length or named.seq_length, batch or named.global_batch_size
     elif "num_layers" not in args:
         raise InputError("--model or --num-layers is required")
@@ -284,10 +284,6 @@ def make_job(config: PlanConfig, args: dict[str, Any]) -> Job:
         raise InputError(
             "--position-embedding-type: alibi is not planned, since the times of attention with a bias are not known; "
             "a dry run of one layout counts its memory (docs/dry-run.md)"
-        )
-    if model.apply_layernorm_1p:
-        raise InputError(
-            "--apply-layernorm-1p is not planned; leave it out, which changes times and memory little"
         )
     if seq_length > model.max_position_embeddings:
         raise InputError(
@@ -309,9 +305,13 @@ def make_cluster(config: PlanConfig) -> Cluster:
                     f"{name}: contradicts --cluster, whose file describes the devices; leave out one of the two"
                 )
         return read_cluster(Path(config.cluster))
-    gpus = config.gpus or (NAMED[config.model].gpus if config.model else None)
+    gpus = config.gpus or (find_preset(config.model)[1].gpus if config.model else None)
     if gpus is None:
-        raise InputError("--gpus or --cluster is required without --model")
+        raise InputError(
+            f"--gpus or --cluster is required with --model {config.model}"
+            if config.model
+            else "--gpus or --cluster is required without --model"
+        )
     sheet = data_sheet(config.gpu or A100_80GB, where="--gpu")
     return with_constants(cluster_from_data_sheet(sheet, gpus), find_constants(sheet.name))
 

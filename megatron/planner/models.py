@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from megatron.model.config import ModelConfig
 from megatron.planner.layout import Job, Layout
@@ -54,6 +56,22 @@ class Published:
             recompute="full",
             overlap_grad_reduce=self.pipeline == 1,
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """A published model, and the size of a run of it.
+
+    Attributes:
+        fields: of the model's config.
+        gpus: None where the authors do not say on how many they trained it.
+    """
+
+    fields: Mapping[str, Any]
+    vocab_size: int
+    seq_length: int
+    global_batch_size: int
+    gpus: int | None = None
 
 
 # GPT-2 medium of NVIDIA's examples, and 1909.08053 table 1: 64 replicas with 8 samples each.

@@ -63,6 +63,11 @@ def job_of(shape: str) -> Job:
         ("qwen3-30b-a3b", 30.5, 3.3),
         ("qwen3-235b-a22b", 235, 22),
         ("deepseek-v3", 671, 37),
+        ("mixtral-8x22b", 140.6, 39.1),
+        ("kimi-k2", 1027, 32.6),
+        # Their model card does not count the embedding of 0.58 billion as active.
+        ("gpt-oss-20b", 20.91, 3.61 + 0.58),
+        ("gpt-oss-120b", 116.83, 5.13 + 0.58),
     ],
 )
 def test_named_mixtures_have_their_published_sizes(name: str, total: float, active: float) -> None:

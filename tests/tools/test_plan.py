@@ -134,7 +134,6 @@ def test_a_plan_with_fp8(plan):
             f"{SMALL} --gpus 8 --position-embedding-type alibi",
             "--position-embedding-type: alibi is not planned",
         ),
-        (f"{SMALL} --gpus 8 --apply-layernorm-1p", "--apply-layernorm-1p is not planned"),
         (f"{SMALL} --gpus 8 --picture here.gif", r"--picture: here\.gif must end with \.svg or \.png"),
         (
             f"{SMALL} --gpus 8 --trace /none/here.json",
@@ -148,7 +147,9 @@ def test_a_plan_with_fp8(plan):
             f"{SMALL} --gpus 8 --fp8-format e4m3",
             "--fp8-format: a100-80gb in bf16 has no peak of FP8 products; choose another --gpu",
         ),
-        ("--model 7b", "--model: '7b' is not one of 345m, "),
+        ("--model 7b", "--model: '7b' may be one of .*llama2-7b, .*mistral-7b, qwen2.5-7b; choose one"),
+        ("--model lama3-9b", "--model: 'lama3-9b' is not a known model; close are .*llama3-8b"),
+        ("--model llama3-8b", "--gpus or --cluster is required with --model llama3-8b"),
     ],
 )
 def test_bad_input(plan, flags: str, message: str):
