@@ -188,7 +188,9 @@ def print_notes(config: PlanConfig, plan: Plan, job: Job, cluster: Cluster) -> N
                 "newer ones, that no constant is fitted to (docs/scaling.md)"
             )
         else:
-            band += f"a guess, since speeds of {generation(gpu)} are those of public tests of single operations"
+            band += (
+                f"a guess, since speeds of {generation(gpu)} are those of public tests of single operations"
+            )
         print(f"{band}. This program is not measured on GPU clusters")
     if config.tokens is not None:
         steps = config.tokens / (job.global_batch_size * job.seq_length)

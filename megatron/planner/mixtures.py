@@ -106,8 +106,8 @@ _GPT_OSS: dict[str, Any] = _MIXTURE | {
     "moe_router_topk": 4,
     "moe_aux_loss_coeff": (0.001,),
 }
-# arXiv 2401.04088, 2505.09388, 2412.19437, 2507.20534 and 2508.10925; Mixtral 8x22B's model card. Batches and GPUs are those of the launchers, for Qwen3-235B-A22B those of
-# NVIDIA's published run.
+# arXiv 2401.04088, 2505.09388, 2412.19437, 2507.20534 and 2508.10925; Mixtral 8x22B's model card. Batches and GPUs are
+# those of the launchers, for Qwen3-235B-A22B those of NVIDIA's published run.
 MIXTURES = {
     "mixtral-8x7b": Preset(_MIXTRAL, 32000, 4096, 256, 64),
     "mixtral-8x22b": Preset(_MIXTRAL_LARGE, 32768, 4096, 256, 256),

