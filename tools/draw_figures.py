@@ -24,6 +24,7 @@ from megatron.parallel.schedules import (
     simulate,
 )
 from megatron.planner.schedule_costs import bubble_fraction, makespan, peak_in_flight
+from megatron.variants.half_memory import v_half, v_min
 from megatron.variants.schedules import breadth_first, gpipe, interleaved
 from megatron.variants.zero_bubble import dualpipe_v, zb_h1, zb_h2, zb_v
 
@@ -293,6 +294,12 @@ def figures() -> dict[str, str]:
         "zb-h2.svg": draw_schedule(f"ZB-H2: {sizes}", zb_h2(*once), stages, 1),
         "zb-v.svg": draw_schedule(
             f"ZB-V: {sizes}, 2 chunks per rank", zb_v(*twice), stages, 2, v_shaped=True
+        ),
+        "v-half.svg": draw_schedule(
+            f"V-Half: {sizes}, 2 chunks per rank", v_half(*twice), stages, 2, v_shaped=True
+        ),
+        "v-min.svg": draw_schedule(
+            f"V-Min: {sizes}, 2 chunks per rank", v_min(*twice), stages, 2, v_shaped=True
         ),
         "dualpipe-v.svg": draw_schedule(
             f"DualPipe-V: {sizes}, 2 chunks per rank", dualpipe_v(*twice), stages, 2, v_shaped=True

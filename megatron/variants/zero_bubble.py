@@ -52,8 +52,14 @@ def list_schedule(
     Microbatches enter in order. A stage keeps room for one activation of each later chunk, so that the oldest
     microbatch always goes on: there is no deadlock.
     """
-    last = stages * chunks - 1
-    ranks = [_Rank(rank, chunks, policy, duration) for rank in range(stages)]
+    ranks = [Rank(rank, chunks, policy, duration) for rank in range(stages)]
+    return run_ranks(ranks, microbatches, v_shaped)
+
+
+def run_ranks(ranks: Sequence[Rank], microbatches: int, v_shaped: bool) -> list[list[Compute]]:
+    """Run a pipeline against a clock, in which each rank chooses its passes. Returns the passes of each rank."""
+    stages = len(ranks)
+    last = stages * ranks[0].chunks - 1
     ranks[0].arrive(0.0, Forward, 0, microbatches)
     events = [(0.0, 0)]
     while events:
@@ -79,8 +85,8 @@ def list_schedule(
     return [rank.actions for rank in ranks]
 
 
-class _Rank:
-    """A stage in `list_schedule`.
+class Rank:
+    """A stage in `run_ranks`, which chooses its passes by a policy.
 
     Attributes:
         free: time at which its current pass ends.
@@ -97,15 +103,15 @@ class _Rank:
         self.waiting: dict[tuple[type, int], deque[tuple[float, int]]] = {
             (kind, chunk): deque() for kind in (Forward, BackwardInput) for chunk in range(chunks)
         }
-        backward = [(BackwardInput, c) for c in range(chunks)]
+        backward: list[tuple[type[Compute], int]] = [(BackwardInput, c) for c in range(chunks)]
         backward = backward if policy.early_chunks else backward[::-1]
-        forward = [(Forward, c) for c in reversed(range(chunks))]
+        forward: list[tuple[type[Compute], int]] = [(Forward, c) for c in reversed(range(chunks))]
         self.order = backward + forward if policy.backward_first else forward + backward
 
     def arrive(self, time: float, kind: type, chunk: int, microbatches: int) -> None:
         self.waiting[kind, chunk].extend((time, microbatch) for microbatch in range(microbatches))
 
-    def _has_room(self, chunk: int) -> bool:
+    def has_room(self, chunk: int) -> bool:
         return self.held < self.policy.limits[self.rank] - (self.chunks - 1 - chunk)
 
     def choose(self, now: float) -> tuple[Compute | None, float | None]:
@@ -115,20 +121,20 @@ class _Rank:
         next_arrival = None
         for kind, chunk in self.order:
             queue = self.waiting[kind, chunk]
-            if not queue or (kind is Forward and not self._has_room(chunk)):
+            if not queue or (kind is Forward and not self.has_room(chunk)):
                 continue
             arrival, microbatch = queue[0]
             if arrival <= now:
                 queue.popleft()
-                return self._start(now, kind(microbatch, chunk))
+                return self.start(now, kind(microbatch, chunk))
             next_arrival = arrival if next_arrival is None else min(arrival, next_arrival)
         if self.weights:
             patience = self.policy.patience * self.duration(self.rank, self.weights[0])
             if next_arrival is None or next_arrival >= now + patience:
-                return self._start(now, self.weights.popleft())
+                return self.start(now, self.weights.popleft())
         return None, next_arrival
 
-    def _start(self, now: float, action: Compute) -> tuple[Compute, float]:
+    def start(self, now: float, action: Compute) -> tuple[Compute, float]:
         if isinstance(action, Forward):
             self.held += 1
         elif isinstance(action, BackwardInput):

@@ -39,7 +39,9 @@ Patch = pytest.MonkeyPatch
 def config_of(layout: str) -> tuple[int, RunConfig]:
     processes, flags = LAYOUTS[layout]
     # The flags of some layouts divide four layers only.
-    of_four = any(name in layout for name in ("layout", "P2 zb-v", "D2 zb-v", "dualpipe-v", "auto V"))
+    of_four = any(
+        name in layout for name in ("layout", "P2 zb-v", "D2 zb-v", "P2 v-min", "dualpipe-v", "auto V")
+    )
     layers = 4 if of_four or layout in ("T2D2+ZeRO", "T2", "P2") else 8
     words = f"{FLAGS} --num-layers {layers} {flags}".split()
     return processes, parse_run_config(words, description="", defaults={})

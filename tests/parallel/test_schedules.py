@@ -22,6 +22,7 @@ from megatron.parallel.schedules import (
     with_transfers,
 )
 from megatron.planner.schedule_costs import bubble_fraction, makespan, peak_in_flight
+from megatron.variants.half_memory import v_half, v_min
 from megatron.variants.schedules import breadth_first, gpipe, interleaved
 from megatron.variants.zero_bubble import dualpipe_v, zb_h1, zb_h2, zb_v
 
@@ -36,11 +37,11 @@ V_SHAPED = [
     (p, 2, m) for p in range(2, 9) for m in (1, 2, p - 1, p, p + 1, 2 * p - 1, 2 * p, 2 * p + 1, 3 * p)
 ]
 DUALPIPE = [(p, 2, m) for p in range(2, 9) for m in range(2 * p, 4 * p)]
-V = (zb_v, dualpipe_v)
+V = (zb_v, v_half, v_min, dualpipe_v)
 CASES = [
     *((zb_h1, *sizes) for sizes in SPLIT),
     *((zb_h2, *sizes) for sizes in SPLIT),
-    *((zb_v, *sizes) for sizes in V_SHAPED),
+    *((make, *sizes) for make in (zb_v, v_half, v_min) for sizes in V_SHAPED),
     *((dualpipe_v, *sizes) for sizes in DUALPIPE),
     *((breadth_first, p, v, m) for p, v, m in FORWARD_ONLY if m % 3 == 1),
     *((gpipe, *sizes) for sizes in ONE_CHUNK),
@@ -241,6 +242,16 @@ def test_zero_bubble_schedules_of_the_papers():
         schedule = dualpipe_v(stages, 2, microbatches)
         assert max(peaks(schedule)) <= 2 * stages + 1
         assert makespan(simulate(schedule, stages, v_shaped=True)) == 6 * microbatches + stages - 1
+
+
+def test_half_memory_schedules_of_the_paper():
+    """2405.15362, table 1: microbatches in memory, and the bubble compared with 1F1B's, 6 (p - 1) half passes."""
+    for stages, _, microbatches in V_SHAPED:
+        for make, memory, bubble in ((v_half, (stages + 2) // 2, 1 / 2), (v_min, (stages + 4) // 3, 2 / 3)):
+            schedule = make(stages, 2, microbatches)
+            assert max(peaks(schedule)) <= 2 * memory
+            idle = makespan(simulate(schedule, stages, v_shaped=True)) - 6 * microbatches
+            assert idle <= bubble * 6 * (stages - 1) or microbatches < stages
 
 
 def test_breadth_first_has_the_bubble_of_the_interleaved_schedule():

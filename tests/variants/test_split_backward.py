@@ -40,6 +40,8 @@ NAMES = {
     "zb-h1": "ScheduleInterleavedZeroBubble",
     "zb-h2": "ScheduleInterleavedZeroBubble",
     "zb-v": "ScheduleZBVZeroBubble",
+    "v-half": "ScheduleZBVZeroBubble",
+    "v-min": "ScheduleZBVZeroBubble",
     "dualpipe-v": "ScheduleDualPipeV",
 }
 
@@ -136,7 +138,7 @@ def differences(names: list[str], microbatches: list[int]) -> dict[tuple[str, in
 @pytest.mark.parametrize(
     ("stages", "names", "microbatches"),
     [
-        (2, ["zb-h1", "zb-v", "dualpipe-v"], [4]),
+        (2, ["zb-h1", "zb-v", "v-min", "dualpipe-v"], [4]),
         pytest.param(2, list(NAMES), [4, 8], marks=pytest.mark.slow),
         pytest.param(4, list(NAMES), [8, 12], marks=pytest.mark.slow),
     ],
