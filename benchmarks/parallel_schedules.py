@@ -40,7 +40,7 @@ from megatron.variants.schedules import gpipe, interleaved
 from megatron.variants.zero_bubble import zb_h1, zb_v
 
 STAGES = 4
-PASS = 0.02  # seconds per stage and microbatch of each of the three
+PASS = 0.06  # seconds per stage and microbatch of each of the three
 SHAPE = (64, 1, 64)  # of the activations between stages; small, because transfer time is not measured
 SCHEDULES = {
     "gpipe": gpipe,

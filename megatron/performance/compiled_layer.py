@@ -33,6 +33,7 @@ def layer_ops(compiler: CompileFn, device: torch.device) -> dict[str, Any]:
     """Fields of `Ops` with which whole layers are compiled."""
     if isinstance(compiler, Compiler):
         compiler.settings["options"] |= inductor_options()
+        compiler.settings["dynamic"] = None  # as on a GPU
     fields: dict[str, Any] = {
         "run": compiler,
         # Compiled code calls it eagerly, between two graphs.
