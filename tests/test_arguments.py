@@ -101,6 +101,7 @@ def test_the_example_of_gpt_345m(capsys: pytest.CaptureFixture[str]) -> None:
 # False here means that the flag is not given.
 NVIDIA_DEFAULTS = """
     --num-layers None, --hidden-size None, --ffn-hidden-size None, --num-attention-heads None, --kv-channels None,
+    --num-distributed-optimizer-instances 1,
     --max-position-embeddings None, --make-vocab-size-divisible-by 128, --layernorm-epsilon 1e-5,
     --openai-gelu False, --log-params-norm False, --log-num-zeros-in-grad False, --tensorboard-log-interval 1,
     --strict-lambada False,
@@ -435,8 +436,12 @@ CROSS = [
         "--bf16-optimizer-states needs --optimizer adam, not sgd",
     ),
     (
-        "--data-parallel-sharding-strategy optim_grads --pipeline-model-parallel-size 2",
-        "--data-parallel-sharding-strategy: optim_grads reduces gradients in every backward pass",
+        "--data-parallel-sharding-strategy optim_grads --pipeline-schedule zb-h1",
+        "--data-parallel-sharding-strategy: optim_grads reduces gradients of a layer when its backward ends,",
+    ),
+    (
+        "--num-distributed-optimizer-instances 2",
+        "--num-distributed-optimizer-instances needs --use-distributed-optimizer",
     ),
     ("--mock-data --data-path a", "--data-path and --mock-data exclude each other"),
     ("--train-data-path a --data-path a", "--train-data-path and --data-path exclude each other"),

@@ -58,13 +58,13 @@ def file_name(kind: str, rank: int, ranks: int) -> str:
 def written_range(bucket: Bucket) -> Range:
     """Range of a bucket that this rank writes.
 
-    With the distributed optimizer it is the local shard; otherwise each replica writes an equal part of the bucket.
+    Each of the ranks that hold the local shard writes an equal part of it; without the distributed optimizer these are
+    all replicas.
     """
-    if bucket.group.shard_axis.size > 1:
-        return bucket.shard
-    replicas, length = bucket.group.reduce_axis, bucket.end - bucket.start
-    begin, end = (length * rank // replicas.size for rank in (replicas.rank, replicas.rank + 1))
-    return bucket.start + begin, bucket.start + end
+    group, (start, stop) = bucket.group, bucket.shard
+    holders = group.instance_axis if group.shard_axis.size > 1 else group.reduce_axis
+    begin, end = ((stop - start) * rank // holders.size for rank in (holders.rank, holders.rank + 1))
+    return start + begin, start + end
 
 
 def written_parts(buffer: ParamBuffer, shards: list[Tensor]) -> list[Tensor]:

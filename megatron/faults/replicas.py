@@ -47,8 +47,9 @@ def check_replicas(buffer: ParamBuffer) -> None:
     replicated, shared, tied = collections.defaultdict(list), collections.defaultdict(list), []
     for param, values, begin in buffer.held_params():
         bucket = buffer.buckets[buffer.param_memory.index(param)]
-        if not bucket.group.shards_params:
-            replicated[bucket.group.reduce_axis].append((param, values))
+        group = bucket.group
+        replicas = group.instance_axis if group.shards_params else group.reduce_axis
+        replicated[replicas].append((param, values))
         if param.shard_spec.shared:
             shared[param.shard_spec.replicas].append((param, _shared(param, values, begin)))
         if param.tied:

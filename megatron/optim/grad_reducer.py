@@ -25,6 +25,9 @@ from megatron.parallel.slices import intersections
 class GradReducer:
     """Reduces gradients. With --overlap-grad-reduce, starts on each bucket as soon as its gradients are complete.
 
+    With --num-distributed-optimizer-instances, gradients are first summed within an instance; `finish` then sums the
+    local shards over the instances.
+
     Sharded gradients are reduced in the backward pass of every microbatch, and added to the local shard.
 
     Attributes:
@@ -80,20 +83,21 @@ class GradReducer:
             self._start_reduce(index)
         return complete
 
-    def end_backward(self) -> None:
-        """Called after each backward pass: reduce sharded gradients of which some parameter got none."""
-        for index, sharded in enumerate(self.memory.sharded):
-            if sharded and self.memory.has(index) and index not in self.reducing:
+    def end_backward(self, indices: Iterable[int]) -> None:
+        """Called after each backward pass, with the buckets of its chunk: reduce sharded gradients of which some
+        parameter got none."""
+        for index in indices:
+            if self.memory.sharded[index] and self.memory.has(index) and index not in self.reducing:
                 self._start_reduce(index)
 
     def _start_reduce(self, index: int) -> None:
-        """Start reducing a bucket's gradients over its reduce axis.
+        """Start reducing a bucket's gradients over its reduce axis, or over the part of it that shards them.
 
         Reduce-scatter (one reduce per shard if shards differ in length) with the distributed optimizer, otherwise
         all-reduce. Gradients are summed, not averaged: each loss is already divided by the global denominator.
         """
         bucket = self.buckets[index]
-        axis = bucket.group.reduce_axis
+        axis = bucket.group.reduce_axis if len(bucket.shards) == 1 else bucket.group.shard_axis
         grads = self.memory.whole[index]
         if self.in_bf16 and axis.size > 1 and not bucket.group.optimizer.counts:
             grads = grads.bfloat16()
@@ -131,8 +135,15 @@ class GradReducer:
         for index in range(len(self.buckets)):
             if index not in self.reducing and self.memory.has(index):
                 self._start_reduce(index)
+        between: list[tuple[Tensor, Pending]] = []
         for index, bucket in enumerate(self.buckets):
             self._end_reduce(index)
+            axis, shard = bucket.group.instance_axis, self.memory.shards[index]
+            if axis.size > 1 and len(shard):
+                between.append((shard, start_all_reduce(shard.bfloat16() if self.in_bf16 else shard, axis)))
+        for shard, pending in between:
+            shard.copy_(pending.wait())
+        for index, bucket in enumerate(self.buckets):
             if bucket.tied:
                 all_reduce_sum(self.memory.shards[index], self.mesh.embedding)
         self.final_chunks.clear()

@@ -78,8 +78,9 @@ class ParamGroup:
         expert_parallel: the parameters are those that the mesh's axis `expert` divides.
         model_axis: ranks that divide the parameters of a pipeline stage.
         reduce_axis: ranks over which gradients are summed.
-        shard_axis: ranks over which master weights and optimizer state are sharded. It is `reduce_axis` with the
-            distributed optimizer, otherwise of size 1.
+        shard_axis: ranks over which master weights and optimizer state are sharded. It is `reduce_axis` or a part of it
+            with the distributed optimizer, otherwise of size 1.
+        instance_axis: ranks of `reduce_axis` that have the same shard, where `shard_axis` is a part of it.
         shards_grads, shards_params: gradients and parameters are sharded over these ranks too.
     """
 
@@ -89,6 +90,7 @@ class ParamGroup:
     model_axis: Axis = ALONE
     reduce_axis: Axis
     shard_axis: Axis
+    instance_axis: Axis = ALONE
     shards_grads: bool = False
     shards_params: bool = False
 

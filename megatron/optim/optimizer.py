@@ -17,7 +17,7 @@ from megatron.optim.registry import OPTIMIZERS
 from megatron.optim.spec import OptimizerSpec, Shard, StepInputs
 from megatron.optim.step_skipper import StepRule, StepSkipper
 from megatron.parallel.config import SHARDING_STRATEGIES
-from megatron.parallel.mesh import ALONE, Mesh
+from megatron.parallel.mesh import ALONE, Axis, Mesh
 
 
 def param_groups(
@@ -38,15 +38,23 @@ def param_groups(
             expert_parallel=expert_parallel,
             model_axis=model_axis,
             reduce_axis=replicas,
-            shard_axis=replicas if level >= 1 and not optimizer.counts else ALONE,
-            # Counts are not summed by autograd, which so cannot tell when they are complete.
-            shards_grads=level >= 2 and replicas.size > 1 and not optimizer.counts,
-            shards_params=level >= 3 and replicas.size > 1 and not optimizer.counts,
+            shard_axis=shards,
+            instance_axis=instances,
+            shards_grads=level >= 2 and shards.size > 1,
+            shards_params=level >= 3 and shards.size > 1,
         )
         for optimizer in (*first, OPTIMIZERS[config.optimizer](config), Adam(config))
         for decays in (True, False)
         for expert_parallel, (model_axis, replicas) in axes.items()
+        # Counts are not summed by autograd, which so cannot tell when they are complete.
+        for shards, instances in [_divided(replicas) if level and not optimizer.counts else (ALONE, ALONE)]
     ]
+
+
+def _divided(replicas: Axis) -> tuple[Axis, Axis]:
+    """Ranks that shard what the replicas hold, and those that hold the same shard."""
+    shards, instances = replicas.parts or (replicas, ALONE)
+    return (shards, instances) if shards.size > 1 else (ALONE, ALONE)
 
 
 class Optimizer:

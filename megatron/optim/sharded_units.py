@@ -91,7 +91,12 @@ class ShardedUnits:
     def backward(self) -> Iterator[None]:
         """Context of a backward pass through the chunk."""
         self.in_backward = True
-        layers = [i for i, unit in enumerate(self.units) if unit.kind == "layer"]
+        layers, ends = ([i for i, u in enumerate(self.units) if u.kind == kind] for kind in ("layer", "ends"))
+        for (
+            i
+        ) in ends:  # in a pipeline, the backward of an earlier microbatch may have freed them after forward
+            self._need_params(i, None)
+            self._need_grads(i)
         if self.prefetch and layers:
             for index in self.buckets[layers[-1]]:
                 self.gather.start_whole(index)
@@ -99,7 +104,7 @@ class ShardedUnits:
             yield
         finally:
             self.in_backward = False
-        self.reducer.end_backward()
-        for buckets in self.buckets:
-            for index in buckets:
-                self.gather.free(index)
+        indices = [index for buckets in self.buckets for index in buckets]
+        self.reducer.end_backward(indices)
+        for index in indices:
+            self.gather.free(index)

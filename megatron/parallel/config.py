@@ -7,7 +7,7 @@ import re
 
 from megatron.errors import InputError
 from megatron.flags import Config, flag
-from megatron.parallel.schedules import CHUNKED, SCHEDULES, V_SHAPED
+from megatron.parallel.schedules import CHUNKED, SCHEDULES, SPLIT, V_SHAPED
 
 # Sharding strategies; each shards more than the one before. These are ZeRO 0 to 3 (arXiv 1910.02054).
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -88,6 +88,12 @@ class ParallelConfig(Config):
         "what data-parallel ranks shard: master weights and optimizer state (optim, as --use-distributed-optimizer), "
         "also gradients (optim_grads), also parameters (optim_grads_params); ZeRO 1 to 3",
         choices=SHARDING_STRATEGIES,
+    )
+    num_distributed_optimizer_instances: int = flag(
+        1,
+        "with --use-distributed-optimizer: divide the data-parallel ranks into this many groups of neighbors; each "
+        "shards among its own ranks only, and holds what the other groups hold",
+        low=1,
     )
     overlap_grad_reduce: bool = flag(False, "reduce gradients over data-parallel ranks during backward")
     overlap_param_gather: bool = flag(
@@ -184,11 +190,13 @@ class ParallelConfig(Config):
             strategy = "optim"
         object.__setattr__(self, "data_parallel_sharding_strategy", strategy)
         object.__setattr__(self, "use_distributed_optimizer", strategy != "no_shard")
-        if strategy in SHARDING_STRATEGIES[2:] and self.pipeline_model_parallel_size > 1:
+        if strategy in SHARDING_STRATEGIES[2:] and self.pipeline_schedule in SPLIT:
             raise InputError(
-                f"--data-parallel-sharding-strategy: {strategy} reduces gradients in every backward pass and "
-                "does not go with --pipeline-model-parallel-size above 1; use optim"
+                f"--data-parallel-sharding-strategy: {strategy} reduces gradients of a layer when its backward ends, "
+                f"and --pipeline-schedule {self.pipeline_schedule} computes them later; use optim, or another schedule"
             )
+        if self.num_distributed_optimizer_instances > 1 and strategy == "no_shard":
+            raise InputError("--num-distributed-optimizer-instances needs --use-distributed-optimizer")
 
     def _resolve_recompute(self) -> None:
         full = self.recompute_granularity == "full"

@@ -54,6 +54,8 @@ class Axis:
         name: name in messages.
         ranks: global ranks of the processes.
         heartbeat: records communication over the axis.
+        parts: with --num-distributed-optimizer-instances, the ranks of this rank's instance, among which it shards, and
+            those of all instances that have the same shard.
     """
 
     rank: int = 0
@@ -62,6 +64,7 @@ class Axis:
     name: str = "whole run"
     ranks: Sequence[int] = (0,)
     heartbeat: Heartbeat = dataclasses.field(default_factory=Heartbeat, compare=False, repr=False)
+    parts: tuple[Axis, Axis] | None = None
 
     def local_range(self, total: int) -> tuple[int, int]:
         """Begin and end of this rank's equal part of `total` rows, a multiple of `size`."""
@@ -177,6 +180,15 @@ def axis_sizes(config: ParallelConfig, processes: int) -> dict[str, int]:
             f"{config.expert_tp} does not divide the {processes // pp} processes of a pipeline stage; choose sizes "
             f"whose product is {either(n for n in range(1, processes // pp + 1) if processes // pp % n == 0)}"
         )
+    instances = config.num_distributed_optimizer_instances
+    replicas = {"data- and context-parallel": processes // (tp * pp)}
+    replicas["expert-data-parallel"] = processes // pp // config.expert_size
+    for name, ranks in replicas.items():
+        if ranks % instances:
+            raise InputError(
+                f"--num-distributed-optimizer-instances: {instances} does not divide the {ranks} {name} ranks; use "
+                f"{either(n for n in range(1, ranks + 1) if all(r % n == 0 for r in replicas.values()))}"
+            )
     return {"pp": pp, "dp": processes // replica, "cp": cp, "tp": tp}
 
 
@@ -219,7 +231,7 @@ def init_mesh(
         world = Axis(rank, processes, ranks=range(processes))
         check(world)
         alone = Mesh(device, world, heartbeat=world.heartbeat, timeout=timeout, backend=backend)
-        mesh = arrange(sizes, alone, config.expert_size)
+        mesh = arrange(sizes, alone, config)
     except TransientFault:
         raise
     except RuntimeError as error:
@@ -231,6 +243,8 @@ def init_mesh(
     yield mesh
     # In one order on all ranks, as NCCL needs. Not after an exception, since it would wait for a rank that is lost.
     axes = (
+        *(mesh.expert_dp.parts or ()),
+        *(mesh.dp_cp.parts or ()),
         *(mesh.embedding, mesh.expert, mesh.expert_dp, mesh.tp_cp, mesh.dp_cp),
         *(mesh.tp, mesh.cp, mesh.dp, mesh.pp),
     )
@@ -239,8 +253,8 @@ def init_mesh(
     dist.destroy_process_group()
 
 
-def arrange(sizes: dict[str, int], mesh: Mesh, expert_size: int = 1) -> Mesh:
-    """Make the axes of a mesh that has only `world`; `expert_size` is that of `expert`."""
+def arrange(sizes: dict[str, int], mesh: Mesh, config: ParallelConfig) -> Mesh:
+    """Make the axes of a mesh that has only `world`."""
     axes, stride = {}, 1
     for name, size in reversed(sizes.items()):
         first = mesh.world.rank - mesh.world.rank // stride % size * stride
@@ -256,10 +270,11 @@ def arrange(sizes: dict[str, int], mesh: Mesh, expert_size: int = 1) -> Mesh:
     embedding = pp if pp.size == 2 else ALONE
     if pp.size > 2 and pp.rank in (0, pp.size - 1):
         embedding = join((pp.ranks[0], pp.ranks[-1]), "embedding", mesh)
+    dp_cp = divide(dp_cp, config.num_distributed_optimizer_instances, mesh)
     mesh = dataclasses.replace(
         mesh, pp=pp, dp=dp, cp=cp, dp_cp=dp_cp, tp=tp, tp_cp=tp_cp, embedding=embedding
     )
-    if expert_size == tp.size:  # the experts are divided as the other layers are
+    if (expert_size := config.expert_size) == tp.size:  # the experts are divided as the other layers are
         return dataclasses.replace(mesh, expert=tp, expert_dp=dp_cp)
     # Neighbors among the processes of the stage divide the experts, whatever they are to the other layers.
     stage = dp_cp.size * tp.size
@@ -267,7 +282,19 @@ def arrange(sizes: dict[str, int], mesh: Mesh, expert_size: int = 1) -> Mesh:
     experts = range(begin + copy * expert_size, begin + (copy + 1) * expert_size)
     replicas = range(begin + place, begin + stage, expert_size)
     expert_dp = join(replicas, "expert-data-parallel", mesh)
+    expert_dp = divide(expert_dp, config.num_distributed_optimizer_instances, mesh)
     return dataclasses.replace(mesh, expert=join(experts, "expert-parallel", mesh), expert_dp=expert_dp)
+
+
+def divide(axis: Axis, instances: int, mesh: Mesh) -> Axis:
+    """Give an axis its `parts`: so many instances of neighbors."""
+    if instances == 1:
+        return axis
+    size = axis.size // instances
+    begin, within = axis.rank // size * size, axis.rank % size
+    shards = join(axis.ranks[begin : begin + size], f"{axis.name} shard", mesh)
+    same = joined(axis.ranks[within::size], f"{axis.name} instance", mesh, axis)
+    return dataclasses.replace(axis, parts=(shards, same))
 
 
 def joined(ranks: Sequence[int], name: str, mesh: Mesh, axis: Axis) -> Axis:

@@ -68,7 +68,9 @@ def count_step(
         )
     # Gradients are reduced once per step unless they are sharded; on other axes every pass communicates.
     sharded = any(engine.buffer.grad_memory.sharded)
-    reduce_axes = set() if sharded else {bucket.group.reduce_axis.name for bucket in engine.buffer.buckets}
+    groups = [] if sharded else [bucket.group for bucket in engine.buffer.buckets]
+    axes_of = ((group.reduce_axis, group.shard_axis, group.instance_axis) for group in groups)
+    reduce_axes = {axis.name for axes in axes_of for axis in axes if axis.size > 1}
     repeat = functools.partial(_repeat, microbatches, simulated)
     (before, flops_before), (after, flops_after) = phases.before, phases.after
     traffic = dict(counter.traffic)

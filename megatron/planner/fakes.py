@@ -48,7 +48,7 @@ def fake_mesh(config: ParallelConfig, device: torch.device, *, rank: int, proces
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=processes)
     try:
         world = Axis(rank, processes, ranks=range(processes))
-        yield arrange(sizes, Mesh(device, world, heartbeat=world.heartbeat), config.expert_size)
+        yield arrange(sizes, Mesh(device, world, heartbeat=world.heartbeat), config)
     finally:
         dist.destroy_process_group()
 

@@ -26,8 +26,14 @@ def given_run(config: RunConfig, devices: int) -> tuple[Job, Layout]:
     if parallel.context_parallel_size > 1 and parallel.cp_comm_type != "p2p":
         raise InputError(f"--cp-comm-type: {parallel.cp_comm_type} is not planned; a dry run counts it")
     sharding = parallel.data_parallel_sharding_strategy
-    if sharding == "optim_grads":
+    if sharding == "optim_grads" or (
+        sharding == "optim_grads_params" and parallel.pipeline_model_parallel_size > 1
+    ):
         raise InputError(f"--data-parallel-sharding-strategy: {sharding} is not planned; a dry run counts it")
+    if (instances := parallel.num_distributed_optimizer_instances) > 1:
+        raise InputError(
+            f"--num-distributed-optimizer-instances: {instances} is not planned; a dry run counts it"
+        )
     if parallel.recompute_method == "block":
         raise InputError("--recompute-method: block is not planned; a dry run counts it")
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size

@@ -23,13 +23,15 @@ def layout_line(engine: Engine) -> str:
     product = " x ".join(f"{name} {size}" for name, size in sizes.items() if name != "context" or size > 1)
     experts, parts = config.expert_model_parallel_size, config.expert_tp
     divided = f"experts: expert {experts} x tensor {parts} x data {mesh.expert_dp.size}"
+    instances = config.num_distributed_optimizer_instances
+    sharded = SHARDED.get(config.data_parallel_sharding_strategy, "")
     used = [
         name
         for name, on in (
             (divided, engine.config.model.num_experts is not None and mesh.expert.size > 1),
             ("sequence parallel", config.sequence_parallel),
             (f"{config.cp_comm_type} context parallelism", mesh.cp.size > 1),
-            (SHARDED.get(config.data_parallel_sharding_strategy, ""), mesh.dp_cp.size > 1),
+            (f"{sharded}{f' in {instances} instances' if instances > 1 else ''}", mesh.dp_cp.size > 1),
             (f"{config.pipeline_schedule} schedule", mesh.pp.size > 1),
             (f"{config.recompute_granularity} recomputation", config.recompute_granularity is not None),
         )

@@ -113,7 +113,8 @@ def shrink(config: RunConfig, processes: int, most: int, steps: int) -> Shrunk:
             f"--processes: {processes} is not a multiple of {tp * pp * cp}, the tensor-parallel size {tp} times the "
             f"pipeline-parallel size {pp}{f' times the context-parallel size {cp}' if cp > 1 else ''}"
         )
-    layout = fitted_layout(Layout.from_config(old, processes), most)
+    instances = old.num_distributed_optimizer_instances
+    layout = fitted_layout(Layout.from_config(old, processes), most, replicas=2 if instances == 1 else 4)
     parallel, num_layers = _shrunk_layers(config, layout)
     heads = parallel.context_grid[0]
     model = _shrunk_model(config.model, tp, layout, num_layers, _seq_length(config, layout), heads)
@@ -162,8 +163,8 @@ def shrink(config: RunConfig, processes: int, most: int, steps: int) -> Shrunk:
     return Shrunk(small, parallel, layout, tuple(_changes(config, small, processes, layout)))
 
 
-def fitted_layout(layout: Layout, most: int) -> Layout:
-    """Divide the largest size until a replica fits. Two replicas remain if they fit."""
+def fitted_layout(layout: Layout, most: int, *, replicas: int = 2) -> Layout:
+    """Divide the largest size until a replica fits. So many replicas remain if they fit, at least two."""
     sizes = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "ep": layout.ep, "etp": layout.etp or 1}
 
     def stage() -> int:
@@ -178,8 +179,9 @@ def fitted_layout(layout: Layout, most: int) -> Layout:
         sizes[axis] //= next(n for n in range(2, size + 1) if size % n == 0)
     ranks = stage()
     held = math.lcm(layout.tp * layout.cp, layout.ep * (layout.etp or layout.tp))
-    if layout.tp * layout.cp * layout.dp > held and 2 * ranks * sizes["pp"] <= most:
-        ranks *= 2
+    for copies in (2, replicas):
+        if layout.tp * layout.cp * layout.dp >= copies * held and copies * stage() * sizes["pp"] <= most:
+            ranks = copies * stage()
     if layout.etp is None:
         del sizes["etp"]
     return Layout(**sizes, dp=ranks // (sizes["tp"] * sizes["cp"]))
@@ -192,6 +194,7 @@ def _shrunk_layers(config: RunConfig, layout: Layout) -> tuple[ParallelConfig, i
     changes: dict[str, Any] = {
         **layout.flags(),
         **context_communication(parallel, layout),
+        **optimizer_instances(parallel, layout),
         "recompute_num_layers": parallel.recompute_num_layers
         and min(parallel.recompute_num_layers, per_stage),
     }
@@ -219,6 +222,17 @@ def _shrunk_layers(config: RunConfig, layout: Layout) -> tuple[ParallelConfig, i
     else:
         layers = (2 if any(counted) else per_stage) * stages - sum(counted)
     return dataclasses.replace(parallel, **changes), layers
+
+
+def optimizer_instances(parallel: ParallelConfig, layout: Layout) -> dict[str, Any]:
+    """Values of `ParallelConfig` for another number of replicas, which the instances must divide."""
+    ranks = layout.dp * layout.cp * layout.tp
+    replicas = math.gcd(ranks // layout.tp, ranks // (layout.ep * (layout.etp or layout.tp)))
+    return {
+        "num_distributed_optimizer_instances": math.gcd(
+            parallel.num_distributed_optimizer_instances, replicas
+        )
+    }
 
 
 def context_communication(parallel: ParallelConfig, layout: Layout) -> dict[str, Any]:
@@ -375,7 +389,7 @@ def in_layout(shrunk: Shrunk, layout: Layout) -> RunConfig:
         changes |= one_stage()
     elif layout.pp != shrunk.layout.pp:
         changes |= one_stage() | {"pipeline_model_parallel_size": layout.pp}
-    changes |= context_communication(shrunk.parallel, layout)
+    changes |= context_communication(shrunk.parallel, layout) | optimizer_instances(shrunk.parallel, layout)
     config = dataclasses.replace(shrunk.config, parallel=dataclasses.replace(shrunk.parallel, **changes))
     model, data, tp, pp, cp = config.model, config.data, layout.tp, layout.pp, layout.cp
     if cp > 1 and data.seq_length % (2 * cp * tp):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -60,6 +64,20 @@ def test_bytes_by_formula(ranks: int, recompute: str) -> None:
         assert costs[strategy].memory["activations"] <= 1.05 * (costs["optim"].memory["activations"] + more)
 
 
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
+def test_bytes_of_instances_by_formula(strategy: str) -> None:
+    """Two instances of two ranks, with three microbatches."""
+    flags = f"{LLAMA} {STRATEGY} {strategy} --num-distributed-optimizer-instances 2 --global-batch-size 12"
+    cost = DryRun.from_config(config_of(flags), GPT, 4).count(0)
+    n, within = PARAMETERS, "data-parallel shard"
+    gathered = 3 * 2 * (n + 4 * LAYER) if strategy == "optim_grads_params" else 2 * n
+    assert cost.traffic["all-gather", within].bytes == gathered
+    assert cost.traffic["reduce-scatter", within].bytes == (1 if strategy == "optim" else 3) * 4 * n
+    assert cost.traffic["all-reduce", "data-parallel instance"].bytes == 4 * n // 2
+    assert cost.memory["master weights"] == 4 * n // 2 and cost.memory["moments"] == 8 * n // 2
+    assert cost.memory["gradients"] == (4 * n if strategy == "optim" else 4 * n // 2)
+
+
 def test_units_of_a_model_and_refused_flags() -> None:
     config = config_of(LLAMA).model
     with torch.device("meta"):
@@ -68,8 +86,6 @@ def test_units_of_a_model_and_refused_flags() -> None:
     with torch.device("meta"):
         tied = GPTModel(config_of("").model, ModelContext(vocab_size=60, padded_vocab_size=64))
     assert [unit.kind for unit in units_of(tied)] == ["ends", *["layer"] * 4]
-    with pytest.raises(InputError, match=r"^--data-parallel-sharding-strategy: optim_grads reduces"):
-        config_of(f"{STRATEGY} optim_grads --pipeline-model-parallel-size 2")
     with pytest.raises(InputError, match=r"^--data-parallel-sharding-strategy: optim_grads is not planned"):
         given_run(config_of(f"{STRATEGY} optim_grads --global-batch-size 4"), 2)
 
@@ -142,3 +158,13 @@ def test_losses_of_fully_shard() -> None:
     assert torchs[-1] < torchs[0]
     for losses in ours:
         assert losses == pytest.approx(torchs, rel=2e-6)
+
+
+@pytest.mark.slow
+def test_benchmark_against_fully_shard(command: Callable, tmp_path: Path) -> None:
+    """It checks the losses. Ours passes no more bytes to collectives than torch's."""
+    command("benchmarks/sharding.py", "--size", "tiny", "--rounds", 1, "--output", tmp_path / "sharding.json")
+    sides = json.loads((tmp_path / "sharding.json").read_text())["sides"]
+    ours, torchs = (sides[name]["bytes of collectives"] for name in ("optim_grads_params", "fully_shard"))
+    for name in ("allgather_base", "reduce_scatter_base"):
+        assert ours[name] <= 1.01 * torchs[name], sides

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ from megatron.parallel import mesh
 from megatron.parallel.apart import world_apart
 from megatron.parallel.collectives import all_equal, raise_on_all_ranks
 from megatron.parallel.config import ParallelConfig
-from megatron.parallel.mesh import Axis, Mesh, choose_device, init_mesh
+from megatron.parallel.mesh import Axis, Mesh, axis_sizes, choose_device, init_mesh
+from megatron.planner.fakes import fake_mesh
 
 PROCESSES = 4
 MINUTES = 7  # differs from all default timeouts
@@ -130,3 +132,24 @@ def test_all_equal_agrees_on_every_rank(found: list[dict]) -> None:
 def test_an_error_on_one_rank_is_raised_on_all(found: list[dict]) -> None:
     other = "rank 1: the disk is full"
     assert [rank["raised"] for rank in found] == [other, "the disk is full", other, other]
+
+
+def test_instances_are_neighbors_among_the_replicas() -> None:
+    """As Megatron-LM divides the data- and context-parallel ranks of TP 2 x CP 2 x DP 4, and those of experts."""
+    config = ParallelConfig(
+        tensor_model_parallel_size=2,
+        context_parallel_size=2,
+        expert_model_parallel_size=2,
+        expert_tensor_parallel_size=1,
+        use_distributed_optimizer=True,
+        num_distributed_optimizer_instances=2,
+    )
+    with fake_mesh(config, CPU, rank=11, processes=16) as mesh:
+        assert mesh.dp_cp.parts is not None and mesh.expert_dp.parts is not None
+        assert [list(axis.ranks) for axis in mesh.dp_cp.parts] == [[9, 11, 13, 15], [3, 11]]
+        assert [list(axis.ranks) for axis in mesh.expert_dp.parts] == [[9, 11, 13, 15], [3, 11]]
+    config = dataclasses.replace(config, expert_model_parallel_size=4)
+    with pytest.raises(
+        InputError, match=r"^--num-distributed-optimizer-instances: 2 does not divide the 1 exp"
+    ):
+        axis_sizes(config, 4)

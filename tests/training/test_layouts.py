@@ -92,6 +92,7 @@ ZERO = "--use-distributed-optimizer"
 CP, COMM, HIERARCHY = "--context-parallel-size", "--cp-comm-type", "--hierarchical-context-parallel-sizes"
 ZERO2, ZERO3 = (f"--data-parallel-sharding-strategy {name}" for name in ("optim_grads", "optim_grads_params"))
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 5000"
+INSTANCES = "--num-distributed-optimizer-instances 2"
 DENSE_LAYOUTS = {
     "T2": (2, f"{TP} 2"),
     "T2+SP": (2, f"{TP} 2 {SP}"),
@@ -142,6 +143,21 @@ DENSE_LAYOUTS = {
     "T2D2+ZeRO": (4, f"{TP} 2 {ZERO} {OVERLAP}"),
     "T2D2+ZeRO2": (4, f"{TP} 2 {ZERO2} {OVERLAP}"),
     "T2D2+SP+ZeRO3": (4, f"{TP} 2 {SP} {ZERO3} {OVERLAP}"),
+    "D4+ZeRO in 2": (4, f"{ZERO} {INSTANCES} {OVERLAP}"),
+    "D4+ZeRO2 in 2": (4, f"{ZERO2} {INSTANCES}"),
+    "D4+ZeRO3 in 2": (4, f"{ZERO3} {INSTANCES} {OVERLAP}"),
+    "D2+ZeRO3 in 2": (2, f"{ZERO3} {INSTANCES} {OVERLAP}"),  # nothing to shard
+    "T2D4+SP+ZeRO3 in 2": (8, f"{TP} 2 {SP} {ZERO3} {INSTANCES}"),
+    "P2D4+ZeRO in 2": (8, f"{PP} 2 {ZERO} {INSTANCES}"),
+    "P2D2+ZeRO2": (4, f"{PP} 2 {ZERO2} {OVERLAP}"),
+    "P2D2+ZeRO3": (4, f"{PP} 2 {ZERO3}"),
+    "P2D2 gpipe+ZeRO3": (4, f"{PP} 2 --pipeline-schedule gpipe {ZERO3} {OVERLAP}"),
+    "P2D2V2+ZeRO3 recomputed": (4, f"{PP} 2 {CHUNKS} 1 {ZERO3} {OVERLAP} --recompute-granularity full"),
+    "P2D2 breadth-first+ZeRO3": (
+        4,
+        f"{PP} 2 {CHUNKS} 1 --pipeline-schedule breadth-first {ZERO3} {OVERLAP} {INSTANCES}",
+    ),
+    "everything+ZeRO3": (8, f"{TP} 2 {PP} 2 {SP} {CHUNKS} 1 {ZERO3} {OVERLAP} --recompute-granularity full"),
     "P2D2V2": (4, f"{PP} 2 {CHUNKS} 1"),
     "P4 few microbatches": (4, f"{PP} 4 --micro-batch-size 2"),  # fewer microbatches than stages
     "everything": (
@@ -166,6 +182,7 @@ CONTEXT_LAYOUTS = {
     "C2 selectively recomputed": (2, f"{CP} 2 {COMM} a2a --recompute-granularity selective"),
     "C2D2": (4, f"{CP} 2"),
     "C2D2+ZeRO": (4, f"{CP} 2 {ZERO} {OVERLAP}"),
+    "C2D2+ZeRO in 2": (4, f"{CP} 2 {ZERO} {INSTANCES}"),
     "C2+ZeRO3": (2, f"{CP} 2 {ZERO3} {OVERLAP}"),
     "C2+ZeRO all-gather": (2, f"{CP} 2 {COMM} all_gather {ZERO} {OVERLAP}"),
     "T2C2": (4, f"{TP} 2 {CP} 2"),
@@ -205,6 +222,8 @@ EXPERT_LAYOUTS = {
     "D4E2": (4, f"{EP} 2"),
     "D4E2 overlapped": (4, f"{EP} 2 {OVERLAPPED}"),
     "D4E2+ZeRO": (4, f"{EP} 2 {ZERO} {OVERLAP}"),
+    "D4E2+ZeRO in 2": (4, f"{EP} 2 {ZERO} {INSTANCES} {OVERLAP}"),
+    "T2D4E2+ZeRO3 in 2": (8, f"{TP} 2 {EP} 2 {ZERO3} {INSTANCES}"),
     "D4E2+ZeRO3": (4, f"{EP} 2 {ZERO3} {OVERLAP}"),
     "T2D2E2+SP+ZeRO2": (4, f"{TP} 2 {EP} 2 {SP} {ZERO2} {OVERLAP}"),
     "D4E2 all-gather+ZeRO": (4, f"{EP} 2 {GATHER} {ZERO}"),
@@ -230,6 +249,7 @@ EXPERT_LAYOUTS = {
     "T4E2ET2": (4, f"{TP} 4 {EP} 2 {ETP} 2"),
     "P2E2": (4, f"{PP} 2 {EP} 2"),
     "P2E2 gpipe": (4, f"{PP} 2 {EP} 2 --pipeline-schedule gpipe"),
+    "P2D4E2+ZeRO3": (8, f"{PP} 2 {EP} 2 {ZERO3} {OVERLAP}"),
     "P2E2V2": (4, f"{PP} 2 {EP} 2 {CHUNKS} 1 {ZERO} {OVERLAP}"),
     "P2E2 a dense stage": (4, f"{PP} 2 {EP} 2 --decoder-first-pipeline-num-layers 1 {ZERO}"),
     "P2 a dense stage": (2, f"{PP} 2 --decoder-first-pipeline-num-layers 1 --log-num-zeros-in-grad"),
@@ -342,9 +362,9 @@ FEW_LAYOUTS = {
 SHARDED = {
     "deepseek muon": ["T2D2+SP+ZeRO3"],
     "mtp": ["D2+ZeRO2", "D2+ZeRO3 overlapped, recomputed"],
-    "mtp tied": ["D2+ZeRO3"],
-    "bf16": ["D2+ZeRO2 overlapped", "D2+ZeRO3"],
-    "gradients in bf16": ["D2+ZeRO2 overlapped"],
+    "mtp tied": ["D2+ZeRO3", "P2D2+ZeRO3"],
+    "bf16": ["D2+ZeRO2 overlapped", "D2+ZeRO3", "D4+ZeRO in 2", "D4+ZeRO3 in 2"],
+    "gradients in bf16": ["D2+ZeRO2 overlapped", "D4+ZeRO in 2"],
     "muon of gradients in bf16": ["D2+ZeRO3"],
     "dropout": ["D2+ZeRO3 overlapped, recomputed"],
     "mixture by muon": ["D4E2+ZeRO3"],
@@ -481,6 +501,11 @@ def test_dropout_is_replayed_exactly(layouts: Layouts, recomputation: str) -> No
         pytest.param("D4E2+ZeRO", "P2E2", "mixture by muon", marks=pytest.mark.slow),
         pytest.param("D2+ZeRO3", "T2P2", "llama", marks=pytest.mark.slow),
         pytest.param("T2P2", "T2D2+SP+ZeRO3", "muon", marks=pytest.mark.slow),
+        pytest.param("P2D2V2+ZeRO3 recomputed", "D2+ZeRO3", "llama", marks=pytest.mark.slow),
+        pytest.param("D4+ZeRO in 2", "T2P2", "muon", marks=pytest.mark.slow),
+        pytest.param("T2D2+ZeRO", "D4+ZeRO3 in 2", "llama", marks=pytest.mark.slow),
+        pytest.param("D4+ZeRO3 in 2", "D4+ZeRO2 in 2", "gpt2", marks=pytest.mark.slow),
+        pytest.param("D4E2+ZeRO in 2", "D4E2+ZeRO3", "mixture", marks=pytest.mark.slow),
         pytest.param("T2D2E2+SP+ZeRO2", "D4E2+ZeRO3", "mixture", marks=pytest.mark.slow),
     ],
 )
@@ -498,7 +523,7 @@ def test_a_run_resumes_in_another_layout(layouts: Layouts, before: str, after: s
         *(
             (shape, layout)
             for shape in ("gpt2", "muon", "mtp")
-            for layout in ("T2+SP", "T2D2+ZeRO", "T2D2+SP+ZeRO3", "everything")
+            for layout in ("T2+SP", "T2D2+ZeRO", "T2D2+SP+ZeRO3", "D4+ZeRO3 in 2", "everything")
         ),
         *(("mixture", layout) for layout in ("D4E2+ZeRO", "D4E2+ZeRO3", "T2D2E4+SP", "everything, E2")),
     ],

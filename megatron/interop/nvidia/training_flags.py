@@ -149,7 +149,6 @@ TRAINING_FLAGS: tuple[NvidiaFlag, ...] = (
     *accept(
         "only the order of computation or of communication depends on it",
         "--microbatch-group-size-per-virtual-pipeline-stage N",
-        "--num-distributed-optimizer-instances N",
         "--defer-embedding-wgrad-compute",
         "--wgrad-deferral-limit N",
         "--overlap-param-gather-with-optimizer-step",
