@@ -21,6 +21,16 @@ from megatron.context_parallel.kernels import partial_attention, partial_attenti
 from megatron.data.zigzag import zigzag_ranges, zigzag_restore
 from megatron.ops.attention import MaskSpec
 from megatron.ops.backend import Ops
+from megatron.ops.cpu.document_attention import scored_attention_by_document
+from megatron.ops.scored_attention import (
+    Pairs,
+    ScoreRules,
+    add_sinks,
+    draw_words,
+    scored_partial_attention,
+    scored_partial_attention_backward,
+    sinks_grad,
+)
 from megatron.parallel.collectives import (
     Exchange,
     Pending,
@@ -91,20 +101,46 @@ class ContextAttention:
         mask_bnst: ContextMask,
         causal: bool,
         dropout: float,
+        softcap: float | None = None,
+        sinks_n: Tensor | None = None,
     ) -> Tensor:
-        """Attention of this rank's queries to the keys of all ranks, [b, n, s, d]."""
-        assert dropout == 0  # refused before the start
-        return self.inner.communicate(self._attend, q_bnsd, k_bgsd, v_bgsd, mask_bnst, causal)
+        """Attention of this rank's queries to the keys of all ranks, [b, n, s, d].
+
+        `softcap` and `sinks_n` are as in `megatron.ops.scored_attention`.
+        """
+        # The ranks of a sequence have seeded their generators alike.
+        words = draw_words(q_bnsd.device) if dropout > 0 else None
+        rules = ScoreRules(softcap=softcap, slopes_n=mask_bnst.spec.slopes_n, dropout=dropout, words=words)
+        return self.inner.communicate(self._attend, q_bnsd, k_bgsd, v_bgsd, sinks_n, mask_bnst, causal, rules)
 
     def _attend(
-        self, q_bnsd: Tensor, k_bgsd: Tensor, v_bgsd: Tensor, mask_bnst: ContextMask, causal: bool
+        self,
+        q_bnsd: Tensor,
+        k_bgsd: Tensor,
+        v_bgsd: Tensor,
+        sinks_n: Tensor | None,
+        mask_bnst: ContextMask,
+        causal: bool,
+        rules: ScoreRules,
     ) -> Tensor:
         q, k, v = self._to_positions(q_bnsd, k_bgsd, v_bgsd)
-        if self.ring.size == 1:
+        plain = rules == ScoreRules() and sinks_n is None
+        if self.heads.size > 1:  # those of this rank
+            begin, n = self.heads.rank * q.shape[1], q.shape[1]
+            slopes_n = rules.slopes_n
+            rules = dataclasses.replace(
+                rules, first_head=begin, slopes_n=None if slopes_n is None else slopes_n[begin : begin + n]
+            )
+            sinks_n = None if sinks_n is None else sinks_n[begin : begin + n]
+        if self.ring.size > 1:
+            mask = dataclasses.replace(mask_bnst, spec=dataclasses.replace(mask_bnst.spec, causal=causal))
+            out = _Attention.apply(q, k, v, sinks_n, mask, None if plain else rules, self.ring, self.gathers)
+        elif plain:
             out = self.inner.attention(q, k, v, mask_bnst=mask_bnst.whole, causal=causal, dropout=0.0)
         else:
-            mask = dataclasses.replace(mask_bnst, spec=dataclasses.replace(mask_bnst.spec, causal=causal))
-            out = _Attention.apply(q, k, v, mask, self.ring, self.gathers)
+            out = scored_attention_by_document(
+                q, k, v, mask_bnst=mask_bnst.whole, causal=causal, rules=rules, sinks_n=sinks_n
+            )
         return self._to_heads(out, v_bgsd.shape[-1])
 
     def _to_positions(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -179,15 +215,38 @@ def pairs_mask(spec: MaskSpec, queries: Range, keys: Range) -> Tensor:
     return mask_bst.unsqueeze(1)
 
 
+def pairs(block: Block, spec: MaskSpec, ring: Axis, source: int) -> Pairs:
+    """The pairs of a block of this rank's queries and the keys of `source`, with their positions."""
+    query_s, key_t = (
+        torch.cat(
+            [
+                torch.arange(*part, dtype=torch.int32, device=spec.device)
+                for part in zigzag_ranges(spec.length, rank, ring.size)
+            ]
+        )[slice(*local)]
+        for rank, local in ((ring.rank, block.queries), (source, block.keys))
+    )
+    return Pairs(query_s=query_s, key_t=key_t, mask_bnst=block.mask_bnst, causal=block.causal)
+
+
 class _Attention(torch.autograd.Function):
     """Attention of this rank's queries [b, n, s, d] to the keys and values of all ranks of `ring`, [b, g, s, d] here.
 
-    Saves no scores and no keys of other ranks: backward moves them again.
+    Saves no scores and no keys of other ranks: backward moves them again. `rules` and `sinks_n` are those of
+    `megatron.ops.scored_attention`; None for the softmax alone.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: ContextMask, ring: Axis, gathers: bool
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks_n: Tensor | None,
+        mask: ContextMask,
+        rules: ScoreRules | None,
+        ring: Axis,
+        gathers: bool,
     ) -> Tensor:
         dtype = torch.promote_types(q.dtype, torch.float32)
         # Heads come last in memory: so the next layer reads the output as it is, and nothing keeps a copy.
@@ -198,22 +257,23 @@ class _Attention(torch.autograd.Function):
         for source, kv in (_gathered if gathers else _around)(keys_values, ring):
             for block in blocks(mask.spec, ring.rank, source, ring.size):
                 queries = slice(*block.queries)
-                part = partial_attention(
-                    q[:, :, queries],
-                    *_keys(kv, block, k),
-                    block.mask_bnst,
-                    causal=block.causal,
-                )
+                tensors = q[:, :, queries], *_keys(kv, block, k)
+                if rules is None:
+                    part = partial_attention(*tensors, block.mask_bnst, causal=block.causal)
+                else:
+                    part = scored_partial_attention(*tensors, pairs(block, mask.spec, ring, source), rules)
                 _join(total[:, :, queries], lse[:, :, queries], *part)
+        if sinks_n is not None:
+            total, lse = add_sinks(total, lse, sinks_n)
         out = total.to(q.dtype)
-        ctx.mask, ctx.ring, ctx.gathers = mask, ring, gathers
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.mask, ctx.rules, ctx.ring, ctx.gathers = mask, rules, ring, gathers
+        ctx.save_for_backward(q, k, v, sinks_n, out, lse)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        ring, dtype = ctx.ring, lse.dtype
+        q, k, v, sinks_n, out, lse = ctx.saved_tensors
+        ring, rules, dtype = ctx.ring, ctx.rules, lse.dtype
         grad_q = torch.zeros_like(q, dtype=dtype)
         keys_values = torch.cat((k, v), -1)
         grads = (_GatheredGrads if ctx.gathers else _GradsAround)(keys_values, ring, dtype)
@@ -221,21 +281,26 @@ class _Attention(torch.autograd.Function):
             grad_kv = grads.of(source)
             for block in blocks(ctx.mask.spec, ring.rank, source, ring.size):
                 queries, keys = slice(*block.queries), slice(*block.keys)
-                block_q, block_k, block_v = partial_attention_backward(
+                tensors = (
                     grad[:, :, queries],
                     q[:, :, queries],
                     *_keys(kv, block, k),
                     out[:, :, queries],
                     lse[:, :, queries],
-                    block.mask_bnst,
-                    causal=block.causal,
                 )
+                if rules is None:
+                    block_grads = partial_attention_backward(*tensors, block.mask_bnst, causal=block.causal)
+                else:
+                    block_pairs = pairs(block, ctx.mask.spec, ring, source)
+                    block_grads = scored_partial_attention_backward(*tensors, block_pairs, rules)
+                block_q, block_k, block_v = block_grads
                 grad_q[:, :, queries] += block_q
                 grad_kv[:, :, keys, : k.shape[-1]] += block_k
                 grad_kv[:, :, keys, k.shape[-1] :] += block_v
             grads.done(grad_kv)
         grad_k, grad_v = grads.local().to(k.dtype).split((k.shape[-1], v.shape[-1]), -1)
-        return grad_q.to(q.dtype), grad_k, grad_v, None, None, None
+        grad_sinks = None if sinks_n is None else sinks_grad(grad, out, lse, sinks_n)
+        return grad_q.to(q.dtype), grad_k, grad_v, grad_sinks, None, None, None, None
 
 
 def _keys(kv: Tensor, block: Block, k: Tensor) -> tuple[Tensor, Tensor]:

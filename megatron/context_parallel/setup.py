@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+import torch
+
 from megatron.context_parallel.attention import ContextAttention, split_axis
 from megatron.errors import InputError
 from megatron.ops.backend import Ops
@@ -32,12 +34,14 @@ def _obstacles(config: RunConfig, task: Task) -> Iterator[str]:
         yield f"is for GPT, not {task.name}; leave it out"
     if model.mtp_num_layers:
         yield f"and --mtp-num-layers {model.mtp_num_layers} exclude each other; drop one"
-    if model.attention_dropout > 0:
-        yield f"has no dropout of attention, not --attention-dropout {model.attention_dropout}; use 0"
-    if model.position_embedding_type == "alibi":
-        yield "has no biases of scores, as --position-embedding-type alibi needs; choose another"
-    if model.attn_logit_softcapping is not None or model.softmax_type != "vanilla":
-        yield "has no --attn-logit-softcapping and no --softmax-type but vanilla; leave them out"
+    device, backend = config.training.device, config.ops.ops_backend
+    if model.attention_dropout > 0 and (
+        device == "cuda" or (device == "auto" and torch.cuda.is_available()) or backend in ("plain", "layers")
+    ):
+        yield (
+            f"with --attention-dropout {model.attention_dropout} needs dropout by position, which attention has on a "
+            "CPU with --ops-backend auto or compile; use --attention-dropout 0"
+        )
     if model.moe_expert_capacity_factor is not None:
         yield "has no --moe-expert-capacity-factor; leave it out"
     heads, tp = parallel.context_grid[0], parallel.tensor_model_parallel_size

@@ -79,10 +79,10 @@ class ModelContext:
         return whole(*shape, replicas=self.tp, partial=self.sequence_parallel)
 
     @property
-    def dropout_rank(self) -> int:
-        """Rank that enters the dropout key between split layers: the same on ranks of `tp` that hold the same
-        activations, so that they drop the same elements."""
-        return self.sequence_parts.rank if self.sequence_parallel else self.cp.rank
+    def dropout_parts(self) -> tuple[int, Axis]:
+        """Rank that enters the dropout key between split layers, the same on ranks of `tp` that hold the same
+        activations, and the axis that divides the positions of one mask."""
+        return (self.sequence_parts.rank, ALONE) if self.sequence_parallel else (0, self.cp)
 
     @property
     def sequence_parts(self) -> Axis:

@@ -197,7 +197,7 @@ class TransformerLayer(nn.Module):
 
     def drop(self, x: Tensor, inputs: LayerInputs, site: str) -> Tensor:
         """Dropout with a mask of its own at each `site` of a layer."""
-        return dropout(x, self.hidden_dropout, inputs.dropout_key, site, self.context.dropout_rank)
+        return dropout(x, self.hidden_dropout, inputs.dropout_key, site, *self.context.dropout_parts)
 
     @property
     def dtype(self) -> torch.dtype:

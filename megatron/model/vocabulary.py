@@ -61,8 +61,8 @@ class Embedding(nn.Module):
             assert types_bs is not None
             x_sbh = x_sbh + self.tokentype_embeddings(types_bs.t())
         if self.dropout > 0 and dropout_key is not None:
-            rank = self.context.dropout_rank
-            x_sbh = self.context.ops.run(dropout, x_sbh, self.dropout, dropout_key, "embedding", rank)
+            parts = self.context.dropout_parts
+            x_sbh = self.context.ops.run(dropout, x_sbh, self.dropout, dropout_key, "embedding", *parts)
         return x_sbh.float() if self.fp32 else x_sbh
 
 

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.data.zigzag import zigzag_shard
+from megatron.parallel.mesh import ALONE, Axis
 from megatron.parallel.slices import Block, GlobalSlice
 
 # Side of the square tiles that a matrix is filled by. A rank draws only the tiles that its slice touches.
@@ -77,12 +79,20 @@ class DropoutKey:
         # type, which takes 70 times as long.
         generator.manual_seed(stable_hash("dropout", self.seed, self.sample, *place, bits=64) >> 1)
 
-    def drop(self, x: Tensor, p: float, site: str, rank: int | None) -> Tensor:
-        """Dropout with a mask of its own at each site and, unless it is None, on each `rank`."""
+    def drop(self, x: Tensor, p: float, site: str, rank: int | None, cp: Axis) -> Tensor:
+        """Dropout with a mask of its own at each site and, unless it is None, on each `rank`.
+
+        The ranks of `cp` divide the first dimension of x, and each takes its positions from the mask of the whole.
+        """
         self.seed_generator(x.device, site, rank)
-        return F.dropout(x, p)
+        if cp.size == 1:
+            return F.dropout(x, p)
+        whole = x.new_empty(len(x) * cp.size, *x.shape[1:]).bernoulli_(1 - p)
+        return x * zigzag_shard(whole, 0, cp.rank, cp.size).div_(1 - p)
 
 
-def dropout(x: Tensor, p: float, key: DropoutKey | None, site: str, rank: int | None = None) -> Tensor:
-    """Dropout that depends only on `key` and the site in the model."""
-    return x if p == 0.0 or key is None else key.drop(x, p, site, rank)
+def dropout(
+    x: Tensor, p: float, key: DropoutKey | None, site: str, rank: int | None = None, cp: Axis = ALONE
+) -> Tensor:
+    """Dropout that depends only on `key`, the site in the model and the positions of `cp`."""
+    return x if p == 0.0 or key is None else key.drop(x, p, site, rank, cp)

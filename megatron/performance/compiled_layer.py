@@ -18,6 +18,7 @@ from megatron.ops.backend import Ops
 from megatron.ops.compiler import CompileFn, Compiler, eager
 from megatron.ops.document_attention import attention_by_documents, make_block_mask
 from megatron.ops.linear import fused_accumulate_wgrad
+from megatron.parallel.mesh import Axis
 from megatron.parallel.parameters import main_grad
 from megatron.parallel.random import DropoutKey, stable_hash
 
@@ -80,13 +81,18 @@ class CounterKey(DropoutKey):
         # A copy, since code compiled for one view of a tensor would not serve another.
         return dataclasses.replace(self, layer=layer, words=self.words[1 + layer].clone())
 
-    def drop(self, x: Tensor, p: float, site: str, rank: int | None) -> Tensor:
+    def drop(self, x: Tensor, p: float, site: str, rank: int | None, cp: Axis) -> Tensor:
         """`DropoutKey.drop`; ranks hold equal parts of the first dimension."""
         assert self.words is not None
         in_layer = self.words.dim() == 1
         words = self.words if in_layer else self.words[0]
         # Inductor computes with plain indices in too few bits. `|` makes this an ordinary number of 64 bits.
         index = torch.arange(x.numel(), device=x.device).view(x.shape) | 0
+        if cp.size > 1:  # the second half follows the first in the whole after the chunks of the other ranks
+            half, width = len(x) // 2, x[0].numel()
+            rows = torch.arange(len(x), device=x.device).view(-1, *[1] * (x.dim() - 1))
+            between = (2 * (cp.size - 1 - cp.rank)) * half
+            index = index + (cp.rank * half + torch.where(rows < half, 0, between)) * width
         counter = (index + (rank or 0) * x.numel()) ^ words[0]
         bits, _ = philox(counter, words.new_full((), SITES.index(site)), words[1])
         kept, shape = bits >= round(p * 2**32), x.shape

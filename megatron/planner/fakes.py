@@ -21,8 +21,10 @@ from megatron.context_parallel import attention as context_attention
 from megatron.context_parallel.attention import Block
 from megatron.model.moe import dispatch, layer, router
 from megatron.model.moe_config import MoEConfig
+from megatron.ops import scored_attention
 from megatron.ops.attention import MaskSpec
 from megatron.ops.cpu import document_attention
+from megatron.ops.scored_attention import Pairs, ScoreRules
 from megatron.parallel.collectives import Pending
 from megatron.parallel.config import ParallelConfig
 from megatron.parallel.mesh import ALONE, Axis, Mesh, arrange, axis_sizes
@@ -214,6 +216,11 @@ def _one_document(document_ids_bs: Tensor) -> list[list[int]]:
     return [[document_ids_bs.shape[1]]] * len(document_ids_bs)
 
 
+def _kept_pairs(rules: ScoreRules, b: int, n: int, pairs: Pairs) -> Tensor:
+    """The memory of `kept_pairs`, without the many small steps of its hash."""
+    return torch.empty(b, n, len(pairs.query_s), len(pairs.key_t), dtype=torch.bool)
+
+
 def _without_documents(spec: MaskSpec, rank: int, source: int, size: int) -> Iterator[Block]:
     """`blocks` of a sequence that is one document, since their lengths are in the data."""
     return blocks(dataclasses.replace(spec, document_ids_bs=None), rank, source, size)
@@ -244,6 +251,7 @@ ON_A_GPU: Replacements = {
 # oneDNN reorders a weight for one product; fake tensors cannot be reordered.
 REORDER = (torch.ops.mkldnn, "_reorder_linear_weight")
 ON_A_CPU: Replacements = {
+    (scored_attention, "kept_pairs"): _kept_pairs,
     (document_attention, "document_lengths"): _one_document,
     **({REORDER: lambda weight, rows: weight} if hasattr(*REORDER) else {}),
 }

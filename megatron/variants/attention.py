@@ -132,6 +132,12 @@ class AlibiTransformer(Transformer):
         if not self.layers:
             return super().forward(x_sbh, inputs)
         tp, mask_bnst, cache = self.context.tp, inputs.mask_bnst, inputs.cache
+        slopes_n = alibi_slopes(self.heads, x_sbh.device)[slice(*tp.local_range(self.heads))]
+        if self.context.cp.size > 1:  # the keys are on other ranks
+            assert inputs.mask_spec is not None
+            spec = dataclasses.replace(inputs.mask_spec, slopes_n=slopes_n)
+            mask = self.context.ops.make_mask(spec)
+            return super().forward(x_sbh, dataclasses.replace(inputs, mask_bnst=mask))
         if isinstance(mask_bnst, BlockMask):
             mask_bnst = dense_mask(mask_bnst)
         elif mask_bnst is not None and not isinstance(mask_bnst, Tensor):  # `DocumentMask`
@@ -140,7 +146,6 @@ class AlibiTransformer(Transformer):
             s = x_sbh.shape[0] * (tp.size if self.context.sequence_parallel else 1)
             t = s if cache is None else cache.memory.shape[-2]
             mask_bnst = causal_mask(s, t, x_sbh.device).unsqueeze(1)
-        slopes_n = alibi_slopes(self.heads, x_sbh.device)[slice(*tp.local_range(self.heads))]
         layer = next(iter(self.layers.values()))
         assert isinstance(layer, TransformerLayer)
         dtype = layer.dtype if cache is None else cache.memory.dtype  # that of the queries

@@ -20,14 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from megatron.errors import InputError
 from megatron.model.config import ModelConfig
 from megatron.model.context import ModelContext
 from megatron.model.transformer import SelfAttention
 from megatron.model.vocabulary import OutputLayer
 from megatron.ops.attention import causal_mask
-from megatron.ops.cpu.document_attention import DocumentMask
+from megatron.ops.cpu.document_attention import DocumentMask, scored_attention_by_document
 from megatron.ops.document_attention import dense_mask
+from megatron.ops.scored_attention import ScoreRules, draw_words
 from megatron.parallel.parameters import normal, parameter
 from megatron.parallel.slices import GlobalSlice
 from megatron.variants.attention import QKNormAttention
@@ -46,8 +46,8 @@ class SoftmaxOffset(nn.Module):
 class ScoreAttention(QKNormAttention):
     """Self-attention with the flags of this module, and with or without normalized queries and keys.
 
-    With a soft cap or another softmax all scores are in memory, [b, n, s, t] in fp32: PyTorch's fused attention has
-    neither.
+    PyTorch's fused attention has neither a soft cap nor another softmax. With these compiled layers have all
+    scores in memory, [b, n, s, t] in fp32, and others those of a block of queries.
     """
 
     def __init__(self, config: ModelConfig, layer: int, context: ModelContext) -> None:
@@ -82,6 +82,29 @@ class ScoreAttention(QKNormAttention):
         dropout: float,
     ) -> Tensor:
         """`megatron.ops.attention.attention` with this module's softmax, [b, n, s, w]."""
+        sinks_n = None if self.softmax_type == "vanilla" else self.offsets(q_bnsd)
+        arguments = {"mask_bnst": mask_bnst, "causal": causal, "sinks_n": sinks_n}
+        if self.context.cp.size > 1:
+            attention = self.ops.attention
+            return attention(q_bnsd, k_bgtd, v_bgtw, **arguments, dropout=dropout, softcap=self.softcap)
+        if self.ops.device_keys is not None:  # the layer is compiled
+            return self.attend_whole(q_bnsd, k_bgtd, v_bgtw, **arguments, dropout=dropout)
+        words = draw_words(q_bnsd.device) if dropout > 0 else None
+        rules = ScoreRules(softcap=self.softcap, dropout=dropout, words=words)
+        return scored_attention_by_document(q_bnsd, k_bgtd, v_bgtw, **arguments, rules=rules)
+
+    def attend_whole(
+        self,
+        q_bnsd: Tensor,
+        k_bgtd: Tensor,
+        v_bgtw: Tensor,
+        *,
+        mask_bnst: Any,
+        causal: bool,
+        dropout: float,
+        sinks_n: Tensor | None,
+    ) -> Tensor:
+        """`attend` as formulas of all scores, for the compiler."""
         groups, (s, d), t = k_bgtd.shape[1], q_bnsd.shape[2:], k_bgtd.shape[2]
         scores_bgrst = q_bnsd.unflatten(1, (groups, -1)) @ k_bgtd.unsqueeze(2).transpose(-1, -2)
         scores_bnst = scores_bgrst.flatten(1, 2).float() / math.sqrt(d)
@@ -94,37 +117,26 @@ class ScoreAttention(QKNormAttention):
             scores_bnst = scores_bnst + allowed
         elif allowed is not None:
             scores_bnst = scores_bnst.masked_fill(~allowed, -torch.inf)
-        if self.softmax_type != "vanilla":
-            offset_bns1 = self.offsets(scores_bnst).view(1, -1, 1, 1).expand(*scores_bnst.shape[:3], 1)
-            scores_bnst = torch.cat((scores_bnst, offset_bns1), dim=-1)
+        if sinks_n is not None:
+            sinks_bns1 = sinks_n.view(1, -1, 1, 1).expand(*scores_bnst.shape[:3], 1)
+            scores_bnst = torch.cat((scores_bnst, sinks_bns1), dim=-1)
         weights_bnst = scores_bnst.softmax(-1)[..., :t].to(v_bgtw.dtype)
         if dropout > 0:
             weights_bnst = F.dropout(weights_bnst, dropout)
         return (weights_bnst.unflatten(1, (groups, -1)) @ v_bgtw.unsqueeze(2)).flatten(1, 2)
 
-    def offsets(self, scores_bnst: Tensor) -> Tensor:
+    def offsets(self, q_bnsd: Tensor) -> Tensor:
         """The score of the key without a value for each head, [n] in fp32."""
         if self.core_attention is None:
-            return scores_bnst.new_zeros(scores_bnst.shape[1])
+            return q_bnsd.new_zeros(q_bnsd.shape[1], dtype=torch.float32)
         return self.ops.accumulating(self.core_attention.softmax_offset)[0].float()
 
 
-def as_tensor(mask: Any) -> Tensor | None:
-    """A mask that `Ops.make_mask` made as a tensor [b, n, s, t]; b and n may be 1.
-
-    Raises:
-        InputError: the run has masks of another form, since its attention is not that of one process.
-    """
-    if mask is None or isinstance(mask, Tensor):
-        return mask
-    if isinstance(mask, BlockMask):
-        return dense_mask(mask)
-    if not isinstance(mask, DocumentMask):
-        raise InputError(
-            "--softmax-type and --attn-logit-softcapping compute attention on one process, which this run does not; "
-            "leave them out"
-        )
-    return mask.dense()
+def as_tensor(mask: Tensor | DocumentMask | BlockMask | None) -> Tensor | None:
+    """A mask that `Ops.make_mask` made as a tensor [b, n, s, t]; b and n may be 1."""
+    if isinstance(mask, DocumentMask):
+        return mask.dense()
+    return dense_mask(mask) if isinstance(mask, BlockMask) else mask
 
 
 def halves(x_bnsd: Tensor, channels: int) -> Tensor:

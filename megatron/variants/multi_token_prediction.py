@@ -58,8 +58,8 @@ class MTPLayer(nn.Module):
         """Hidden states of this depth, [s, b, h], from those of the depth before and the embeddings of its tokens."""
         layer, ops = self.transformer_layer, self.context.ops
         if self.dropout > 0 and inputs.dropout_key is not None:
-            key, rank = inputs.dropout_key.at_layer(layer.layer), self.context.dropout_rank
-            embedded_sbh = ops.run(dropout, embedded_sbh, self.dropout, key, "embedding", rank)
+            key, parts = inputs.dropout_key.at_layer(layer.layer), self.context.dropout_parts
+            embedded_sbh = ops.run(dropout, embedded_sbh, self.dropout, key, "embedding", *parts)
         x_sbh = self.eh_proj(torch.cat((self.enorm(embedded_sbh), self.hnorm(hidden_sbh)), dim=-1))
         if self.fp32:
             x_sbh = x_sbh.float()

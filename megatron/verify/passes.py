@@ -211,4 +211,6 @@ class MaskRecorder(TorchDispatchMode):
             self.capture.add_mask(out)
         elif func is torch.ops.aten.native_dropout.default:
             self.capture.add_mask(out[1])
+        elif func is torch.ops.aten.randint.low:  # words of attention's masks, by bit
+            self.capture.add_mask(out.unsqueeze(-1) >> torch.arange(32) & 1)
         return out

@@ -237,8 +237,8 @@ class Verification:
         return list(dict.fromkeys((own, Layout(), *fitting[:1])))
 
     def _drops(self, layout: Layout) -> bool:
-        """True if dropout is compared in a layout: without tensor or context parallelism, which divide masks."""
-        return self.has_dropout and layout.tp * layout.cp == 1
+        """True if dropout is compared in a layout: without tensor parallelism, which divides masks."""
+        return self.has_dropout and layout.tp == 1
 
     def verify(self, layout: Layout, *, saves: bool = False) -> Check:
         """Train in a layout from the start, and compare; with `saves` it is the own layout, which saves and ends."""
@@ -266,7 +266,7 @@ class Verification:
     ) -> Check:
         check.processes = layout.processes
         if self.has_dropout and not drops:
-            check.skipped["dropout (set to 0, since tensor or context parallelism divides its masks)"] = 1
+            check.skipped["dropout (set to 0, since tensor parallelism divides its masks)"] = 1
         self.checks.append(check)
         try:
             config = self.runs.configured(layout, drops, **sections)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from distributed import run_distributed
 from torch import Tensor
 
+from megatron.context_parallel import attention as context_attention
 from megatron.context_parallel.attention import ContextAttention, blocks, split_axis
 from megatron.context_parallel.kernels import (
     partial_attention,
@@ -22,6 +24,8 @@ from megatron.context_parallel.kernels import (
 from megatron.data.zigzag import zigzag_shard
 from megatron.ops.attention import MaskSpec
 from megatron.ops.backend import PLAIN
+from megatron.ops.scored_attention import ScoreRules, kept_pairs, whole_pairs
+from megatron.parallel.collectives import all_reduce_sum
 from megatron.parallel.mesh import ALONE, Axis, Mesh, join
 from megatron.planner.counting import Counter, Traffic
 
@@ -38,9 +42,12 @@ GRIDS = {
     "a2a+p2p": (4, 2, False, 2),
 }
 MASKS = ("causal", "full", "documents", "window", "documents in a window")
+RULES = ("softmax", "soft cap", "ALiBi", "sinks", "dropout", "all at once")
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, spec: MaskSpec) -> Tensor:
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, spec: MaskSpec, rules: ScoreRules, sinks_n: Tensor | None
+) -> Tensor:
     """Attention by its formula."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     position = torch.arange(spec.length)
@@ -52,8 +59,19 @@ def dense(q: Tensor, k: Tensor, v: Tensor, spec: MaskSpec) -> Tensor:
         allowed = allowed & (distance.abs() <= spec.window)
     if spec.document_ids_bs is not None:
         allowed = allowed & (spec.document_ids_bs.unsqueeze(1) == spec.document_ids_bs.unsqueeze(2))
-    scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(~allowed.unsqueeze(1), -torch.inf)
-    return scores.softmax(-1) @ v
+    scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+    if rules.softcap is not None:
+        scores = rules.softcap * torch.tanh(scores / rules.softcap)
+    if rules.slopes_n is not None:
+        scores = scores - rules.slopes_n.view(-1, 1, 1) * distance
+    scores = scores.masked_fill(~allowed.unsqueeze(1), -torch.inf)
+    if sinks_n is not None:
+        scores = torch.cat((scores, sinks_n.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), -1)
+    weights = scores.softmax(-1)[..., : spec.length]
+    if rules.dropout > 0:
+        every = whole_pairs(0, spec.length, spec.length, CPU)
+        weights = weights * kept_pairs(rules, *q.shape[:2], every) / (1 - rules.dropout)
+    return weights @ v
 
 
 def make_spec(name: str, length: int) -> MaskSpec:
@@ -85,7 +103,19 @@ def grid(processes: int, heads: int, gathers: bool) -> ContextAttention:
     return ContextAttention(cp, exchanging, ring, gathers=gathers, inner=PLAIN)
 
 
-def compare(processes: int, heads: int, gathers: bool, groups: int, dtype: torch.dtype) -> dict[str, float]:
+def rules_of(name: str, causal: bool) -> ScoreRules:
+    every = name == "all at once"
+    return ScoreRules(
+        softcap=0.7 if every or name == "soft cap" else None,
+        slopes_n=torch.rand(HEADS, dtype=torch.float64) if causal and (every or name == "ALiBi") else None,
+        dropout=0.3 if every or name == "dropout" else 0.0,
+        words=torch.tensor([5, -7], dtype=torch.int32) if every or name == "dropout" else None,
+    )
+
+
+def compare(
+    processes: int, heads: int, gathers: bool, groups: int, dtype: torch.dtype, rule: str
+) -> dict[str, float]:
     """Largest difference of outputs and gradients from dense attention, by mask."""
     attention, length = grid(processes, heads, gathers), 32
     cp = attention.cp.rank, attention.cp.size
@@ -95,36 +125,54 @@ def compare(processes: int, heads: int, gathers: bool, groups: int, dtype: torch
         spec = make_spec(name, length)
         shapes = [(BATCH, n, length, WIDTH) for n in (HEADS, groups, groups, HEADS)]
         *inputs, grad = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
-        expected = [x.clone().requires_grad_() for x in inputs]
-        out = dense(*expected, spec)
+        rules = rules_of(rule, spec.causal)
+        sinks = [torch.randn(HEADS, dtype=torch.float64)] if rule in ("sinks", "all at once") else []
+        expected = [x.clone().requires_grad_() for x in (*inputs, *sinks)]
+        out = dense(*expected[:3], spec, rules, expected[3] if sinks else None)
         out.backward(grad)
         local = [zigzag_shard(x, 2, *cp).to(dtype).requires_grad_() for x in inputs]
+        local_sinks = [x.to(dtype).requires_grad_() for x in sinks]
         ids = spec.document_ids_bs
         mine = dataclasses.replace(
             spec,
             document_ids_bs=None if ids is None else zigzag_shard(ids, 1, *cp),
+            slopes_n=rules.slopes_n,
         )
-        mask = attention.make_mask(mine)
-        result = attention.attention(*local, mask_bnst=mask, causal=spec.causal, dropout=0.0)
+        with mock.patch.object(context_attention, "draw_words", lambda _, words=rules.words: words):
+            result = attention.attention(
+                *local,
+                mask_bnst=attention.make_mask(mine),
+                causal=spec.causal,
+                dropout=rules.dropout,
+                softcap=rules.softcap,
+                sinks_n=local_sinks[0] if sinks else None,
+            )
         result.backward(zigzag_shard(grad, 2, *cp).to(dtype))
-        pairs = [(result, out), *((a.grad, b.grad) for a, b in zip(local, expected, strict=True))]
-        found[name] = max(
-            float((a.double() - zigzag_shard(b, 2, *cp)).abs().max().detach()) for a, b in pairs
-        )
+        pairs = [(result, out), *((a.grad, b.grad) for a, b in zip(local, expected, strict=False))]
+        differences = [float((a.double() - zigzag_shard(b, 2, *cp)).abs().max().detach()) for a, b in pairs]
+        for x, whole in zip(local_sinks, expected[3:], strict=True):  # each rank has its queries' part
+            differences.append(
+                float((all_reduce_sum(x.grad.double(), attention.cp) - whole.grad).abs().max())
+            )
+        found[name] = max(differences)
     return found
 
 
-def check_grids(names: list[str]) -> None:
-    for name, dtype in itertools.product(names, (torch.float64, torch.float32)):
-        for mask, difference in compare(*GRIDS[name], dtype).items():
-            assert difference < (1e-12 if dtype == torch.float64 else 5e-6), f"{name}, {mask}: {difference}"
+def check_grids(names: list[str], rules: tuple[str, ...]) -> None:
+    for name, dtype, rule in itertools.product(names, (torch.float64, torch.float32), rules):
+        for mask, difference in compare(*GRIDS[name], dtype, rule).items():
+            bound = 1e-12 if dtype == torch.float64 else 5e-6
+            assert difference < bound, f"{name}, {mask}, {rule}: {difference}"
 
 
 @pytest.mark.parametrize(
     "processes", [2, pytest.param(4, marks=pytest.mark.slow)], ids=["two ranks", "four ranks"]
 )
 def test_a_divided_sequence_attends_as_a_whole_one(processes: int) -> None:
-    run_distributed(check_grids, processes, [name for name, grid in GRIDS.items() if grid[0] == processes])
+    rules = RULES if processes == 4 else ("softmax", "all at once")
+    run_distributed(
+        check_grids, processes, [name for name, grid in GRIDS.items() if grid[0] == processes], rules
+    )
 
 
 def count_bytes(processes: int, heads: int, gathers: bool, groups: int) -> dict[str, Traffic]:

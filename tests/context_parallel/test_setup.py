@@ -20,7 +20,14 @@ NO_DROPOUT = "--attention-dropout 0"
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("2", "--context-parallel-size: 2 has no dropout of attention, not --attention-dropout 0.1; use 0"),
+        (
+            "2 --device cuda",
+            "2 with --attention-dropout 0.1 needs dropout by position, which attention has on a CPU with",
+        ),
+        (
+            "2 --device cpu --ops-backend layers",
+            "--ops-backend auto or compile; use --attention-dropout 0",
+        ),
         (f"4 {NO_DROPOUT} --seq-length 36", "needs a --seq-length that 8 divides .* not 36; choose 32 or 40"),
         (
             f"2 {NO_DROPOUT} --tensor-model-parallel-size 2 --sequence-parallel --seq-length 36",
@@ -30,14 +37,11 @@ NO_DROPOUT = "--attention-dropout 0"
             f"4 {NO_DROPOUT} --cp-comm-type a2a --group-query-attention --num-query-groups 2",
             "divides the heads of a rank by 4, which has 4 query heads and 2 query groups",
         ),
-        (f"2 {NO_DROPOUT} --position-embedding-type alibi", "has no biases of scores"),
         (f"2 {NO_DROPOUT} --position-embedding-type rope --mtp-num-layers 1", "--mtp-num-layers 1 exclude"),
         (
             f"2 {NO_DROPOUT} --num-experts 4 --disable-bias-linear --moe-expert-capacity-factor 1",
             "has no --moe-expert-capacity-factor",
         ),
-        (f"2 {NO_DROPOUT} --attn-logit-softcapping 50", "has no --attn-logit-softcapping"),
-        (f"2 {NO_DROPOUT} --softmax-type learnable", "no --softmax-type but vanilla"),
         (f"2 {NO_DROPOUT} --loss-mean microbatches", "needs --loss-mean tokens"),
         (f"2 {NO_DROPOUT} --eval-tasks PPL --eval-tasks-data FILE", "excludes --eval-tasks"),
         (f"4 {NO_DROPOUT} --cp-comm-type a2a+p2p", "--hierarchical-context-parallel-sizes need each other"),

@@ -7,9 +7,12 @@ import itertools
 import pytest
 import torch
 
+from megatron.data.zigzag import zigzag_shard
+from megatron.parallel.mesh import ALONE, Axis
 from megatron.parallel.parameters import normal, xavier_uniform
-from megatron.parallel.random import TILE, DropoutKey, stable_hash
+from megatron.parallel.random import TILE, DropoutKey, dropout, stable_hash
 from megatron.parallel.slices import GlobalSlice, whole
+from megatron.performance.compiled_layer import device_keys
 
 
 def test_keys_depend_on_every_part() -> None:
@@ -95,3 +98,17 @@ def test_dropout_is_a_function_of_seed_sample_and_location() -> None:
     assert not torch.equal(first, draw(2, 0, "hidden", 0))
     assert not torch.equal(first, draw(1, 0, "hidden", 1))
     assert torch.equal(first, draw(1, 0, "hidden", 0))
+
+
+@pytest.mark.parametrize("counts", [False, True], ids=["drawn", "by counter"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_that_divide_a_sequence_drop_their_positions_of_it(size: int, counts: bool) -> None:
+    key, x = DropoutKey(7, 11), torch.randn(32, 3, 8)
+    if counts:
+        (key,) = device_keys([key], 1, torch.device("cpu"))
+    key = key.at_layer(0)
+    expected = dropout(x, 0.3, key, "mlp", 0, ALONE)
+    assert 0.5 < (expected != 0).float().mean() < 0.9
+    for rank in range(size):
+        part = dropout(zigzag_shard(x, 0, rank, size), 0.3, key, "mlp", 0, Axis(rank, size))
+        torch.testing.assert_close(part, zigzag_shard(expected, 0, rank, size))

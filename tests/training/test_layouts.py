@@ -64,6 +64,9 @@ VARIANTS = {
     "dropout": f"{DROPOUT}",
     # Counts up over 81 ids, the last of which ends a document. With two tensor-parallel ranks the rows of the output
     # layer are as many as its losses.
+    "dropout and documents": f"{LLAMA} {DROPOUT} --vocab-size 80 --seq-length 128 --reset-attention-mask",
+    "scores": f"{LLAMA} --softmax-type learnable --attn-logit-softcapping 5 --window-size 5,0 "
+    "--window-attn-skip-freq 2",
     "documents": f"{LLAMA} --vocab-size 80 --seq-length 128 --reset-attention-mask --reset-position-ids "
     "--eod-mask-loss --attention-dropout 0.1",
 }
@@ -375,6 +378,10 @@ FEW_CONTEXT_LAYOUTS = {
     "gpt2": list(CONTEXT_LAYOUTS),
     "llama": ["C2 all-to-all", "C4", "C4 all-gather", "T2C4+SP", "C2P2V2", "everything, C2"],
     "qwen3": ["T2C2+SP"],
+    "bloom": ["C2", "C4 all-gather", "T2C2+SP", "C2 all-to-all"],
+    "dropout": ["C2", "C2 all-to-all", "C4", "C4 all-gather", "C4 two levels", "C2P2V2"],
+    "dropout and documents": ["C2", "C2 all-to-all", "C4 all-gather"],
+    "scores": ["C2", "C2 all-to-all", "C4 all-gather", "C4 two levels", "everything, C2"],
     "deepseek": ["C2", "C2 all-to-all", "C4 all-gather", "T2C2+SP"],
     "muon": ["C2D2+ZeRO"],
     "bf16": ["C4", "T2C2+SP all-gather"],
@@ -390,7 +397,7 @@ FEW_CONTEXT_LAYOUTS = {
 FAST = {
     "bert": "T2P2",  # test_finetune.py runs T2+SP with fine-tuning
     "gpt2": "T2+SP|P2 zb-v|P2V2|D2+ZeRO|T2P2|everything|C2|D2+ZeRO2 overlapped|D2+ZeRO3 overlapped, recomputed",
-    "dropout": "D2+ZeRO|recomputed|selectively recomputed",
+    "dropout": "D2+ZeRO|C2|recomputed|selectively recomputed",
     "documents": "C2 all-to-all",
     "mixture": "T2D2E2+SP+ZeRO|P2E2 a dense stage",
 }

@@ -20,7 +20,7 @@ from megatron.parallel.mesh import Mesh
 from megatron.plugins import run
 from megatron.pretrain_gpt import DEFAULTS, GPT
 from megatron.training.build import build_engine
-from megatron.variants.attention_scores import ScoreAttention, as_tensor, halves
+from megatron.variants.attention_scores import ScoreAttention, halves
 
 B, N, G, S, D = 2, 4, 2, 12, 8
 BASE = "--attention-dropout 0 --hidden-dropout 0 --init-method-std 0.2"
@@ -109,13 +109,6 @@ def test_a_bias_is_added_after_the_cap() -> None:
     torch.testing.assert_close(
         capped(tokens, positions), build(flags)(tokens, positions), rtol=1e-4, atol=1e-5
     )
-
-
-def test_masks_of_another_form_are_refused() -> None:
-    with pytest.raises(
-        InputError, match="--softmax-type and --attn-logit-softcapping compute attention on one"
-    ):
-        as_tensor(object())
 
 
 def test_scale_multiplies_scores_in_place_of_the_root() -> None:

@@ -12,7 +12,11 @@ from torch import Tensor
 from megatron.ops.compiler import CompileFn
 from megatron.ops.cpu.activation import compiled_activation
 from megatron.ops.cpu.attention import attention_by_blocks, padded_attention
-from megatron.ops.cpu.document_attention import attention_by_document, make_document_mask
+from megatron.ops.cpu.document_attention import (
+    attention_by_document,
+    attention_with_dropout,
+    make_document_mask,
+)
 from megatron.ops.cpu.linear import WGRAD_ROWS, accumulate_wgrad_by_size, has_onednn, matmul_by_size
 from megatron.ops.cpu.norm import compiled_layer_norm, compiled_rms_norm
 from megatron.ops.cpu.rotary import compiled_rotary_emb
@@ -28,7 +32,9 @@ def cpu_ops(dtype: torch.dtype, compiler: CompileFn | None) -> tuple[dict[str, A
     if compiler is not None and has_onednn(dtype):
         whole = functools.partial(attention_by_blocks, compiler)
     fields: dict[str, Any] = {
-        "attention": functools.partial(attention_by_document, whole),
+        "attention": functools.partial(
+            attention_with_dropout, functools.partial(attention_by_document, whole)
+        ),
         "make_mask": make_document_mask,
     }
     names: dict[str, str] = {}

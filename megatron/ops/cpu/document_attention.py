@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from megatron.ops.attention import MaskSpec, make_mask
 from megatron.ops.cpu.attention import padded_attention
+from megatron.ops.scored_attention import ScoreRules, draw_words, scored_attention
 
 # Neighbors of at most so many tokens together are one segment, since a call of the kernel takes longer than their
 # scores.
@@ -82,6 +85,61 @@ def attention_by_document(
             )
         )
     return torch.cat(outs)
+
+
+def scored_attention_by_document(
+    q_bnsd: Tensor,
+    k_bgsd: Tensor,
+    v_bgsd: Tensor,
+    *,
+    mask_bnst: Tensor | DocumentMask | BlockMask | None,
+    causal: bool,
+    rules: ScoreRules,
+    sinks_n: Tensor | None = None,
+) -> Tensor:
+    """`scored_attention`, where the mask may also be that of `make_document_mask`."""
+    settings: dict[str, Any] = {"causal": causal, "sinks_n": sinks_n}
+    if not isinstance(mask_bnst, DocumentMask):
+        return scored_attention(q_bnsd, k_bgsd, v_bgsd, mask_bnst=mask_bnst, rules=rules, **settings)
+    outs = []
+    rows = zip(q_bnsd.split(1), k_bgsd.split(1), v_bgsd.split(1), mask_bnst.rows, strict=True)
+    for row, (*row_qkv, segments) in enumerate(rows):
+        settings["rules"] = dataclasses.replace(rules, first_row=rules.first_row + row)
+        lengths = [segment.length for segment in segments]
+        parts = zip(
+            *(x.split(lengths, dim=2) for x in row_qkv),
+            segments,
+            accumulate(lengths, initial=0),
+            strict=False,
+        )
+        outs.append(
+            torch.cat(
+                [
+                    scored_attention(*qkv, mask_bnst=segment.mask_11ss, begin=begin, **settings)
+                    for *qkv, segment, begin in parts
+                ],
+                dim=2,
+            )
+        )
+    return torch.cat(outs)
+
+
+def attention_with_dropout(
+    without: Callable[..., Tensor],
+    q_bnsd: Tensor,
+    k_bgtd: Tensor,
+    v_bgtd: Tensor,
+    *,
+    mask_bnst: Tensor | DocumentMask | None,
+    causal: bool,
+    dropout: float,
+) -> Tensor:
+    """`megatron.ops.attention.attention` whose dropout depends on positions alone; `without` has none."""
+    tensors = q_bnsd, k_bgtd, v_bgtd
+    if dropout == 0:
+        return without(*tensors, mask_bnst=mask_bnst, causal=causal, dropout=0.0)
+    rules = ScoreRules(dropout=dropout, words=draw_words(q_bnsd.device))
+    return scored_attention_by_document(*tensors, mask_bnst=mask_bnst, causal=causal, rules=rules)
 
 
 def make_document_mask(spec: MaskSpec) -> Tensor | DocumentMask | None:
