@@ -32,8 +32,6 @@ def _obstacles(config: RunConfig, task: Task) -> Iterator[str]:
     model, parallel = config.model, config.parallel
     if task.name != "GPT":
         yield f"is for GPT, not {task.name}; leave it out"
-    if model.mtp_num_layers:
-        yield f"and --mtp-num-layers {model.mtp_num_layers} exclude each other; drop one"
     device, backend = config.training.device, config.ops.ops_backend
     if model.attention_dropout > 0 and (
         device == "cuda" or (device == "auto" and torch.cuda.is_available()) or backend in ("plain", "layers")

@@ -209,6 +209,8 @@ class Engine:
 
     def _to_device(self, batches: Iterable[Batch]) -> list[Batch]:
         """Copy this rank's part of batches to the mesh's device. From pinned memory this does not block the host."""
-        device, cp = self.mesh.device, self.mesh.cp
-        parts = (b if cp.size == 1 else b.divide(cp.rank, cp.size) for b in batches)
-        return [part.to(device, non_blocking=True) for part in parts]
+        device, cp, prepare = self.mesh.device, self.mesh.cp, self.task.before_dividing
+        if cp.size > 1:
+            whole = batches if prepare is None else map(prepare, batches)
+            batches = (batch.divide(cp.rank, cp.size) for batch in whole)
+        return [batch.to(device, non_blocking=True) for batch in batches]

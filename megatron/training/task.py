@@ -59,6 +59,7 @@ class Task(Generic[BatchT]):
         loss_denominators: batch to [terms], the number of tokens or samples that each term sums over.
         num_logits: batch to the number of positions of a sample that are projected to the vocabulary.
         forward: runs a chunk of the model.
+        before_dividing: adds to a batch what a part of its sequences needs of the whole, with context parallelism.
         metric: what evaluations report; by default the losses.
         init_from: loaders by the names of other tasks, from whose checkpoints a run may start (--finetune). A loader
             gets the checkpoint and the buffer, which has its initial values, and returns a line for the log.
@@ -76,6 +77,7 @@ class Task(Generic[BatchT]):
     num_logits: Callable[[BatchT], int]
     forward: ForwardStep[BatchT]
     loss_weights: tuple[float, ...] | None = None
+    before_dividing: Callable[[BatchT], BatchT] | None = None
     metric: EvalMetric[BatchT] | None = None
     init_from: Mapping[str, Callable[[Checkpoint, ParamBuffer], str]] = dataclasses.field(
         default_factory=dict

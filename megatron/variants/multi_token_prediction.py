@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.data.batch import sequence_field
 from megatron.data.gpt_dataset import GPTBatch
 from megatron.errors import InputError
 from megatron.model.config import ModelConfig
@@ -30,6 +31,33 @@ from megatron.parallel.recompute import recompute
 from megatron.parallel.stages import Chunk
 from megatron.training.config import RunConfig
 from megatron.training.task import Task
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MTPBatch(GPTBatch):
+    """A batch with what each position reads of later ones, which context parallelism gives to other ranks.
+
+    Attributes:
+        later_tokens: int64 [batch, seq, D], the token k = 1 ... D positions later.
+        later_labels: int64 [batch, seq, 1 + D], the label 0 ... D positions later.
+        loss_masks: float32 [batch, seq, 1 + D], those of `loss_masks`.
+    """
+
+    later_tokens: Tensor = sequence_field(dim=1)
+    later_labels: Tensor = sequence_field(dim=1)
+    loss_masks: Tensor = sequence_field(dim=1)
+
+    @classmethod
+    def of(cls, batch: GPTBatch, depths: int) -> MTPBatch:
+        """The batch with what `depths` read, if it has it not yet."""
+        if isinstance(batch, MTPBatch):
+            return batch
+        return cls(
+            **dict(batch.items()),
+            later_tokens=torch.stack([shifted(batch.tokens, k + 1) for k in range(depths)], -1),
+            later_labels=torch.stack([shifted(batch.labels, k) for k in range(1 + depths)], -1),
+            loss_masks=loss_masks(batch, depths).movedim(0, -1),
+        )
 
 
 class MTPLayer(nn.Module):
@@ -108,7 +136,7 @@ class MTPModel(GPTModel):
         own = None if self.mtp is None else self.mtp.word_embeddings
         return super().word_embeddings if own is None else own
 
-    def loss_sums(self, hidden_sbh: Tensor, inputs: LayerInputs, batch: GPTBatch) -> Tensor:
+    def loss_sums(self, hidden_sbh: Tensor, inputs: LayerInputs, batch: MTPBatch) -> Tensor:
         """Sums over the batch of the losses of each depth from 0, the next token, to D, [1 + D] fp32.
 
         Args:
@@ -116,13 +144,13 @@ class MTPModel(GPTModel):
         """
         output_layer, embeddings = self.output_layer, self.word_embeddings
         assert output_layer is not None and self.mtp is not None and embeddings is not None
-        embedded = [embeddings(shifted(batch.tokens, i + 1).t()) for i in range(len(self.mtp.layers))]
+        embedded = [embeddings(tokens_bs.t()) for tokens_bs in batch.later_tokens.unbind(-1)]
         sums = []
-        for depth, mask_bs in enumerate(loss_masks(batch, len(self.mtp.layers))):
+        for depth, mask_bs in enumerate(batch.loss_masks.unbind(-1)):
             if depth > 0:
                 hidden_sbh = self.mtp.layers[depth - 1](hidden_sbh, embedded[depth - 1], inputs)
             grad_bs = None if batch.loss_grad is None else mask_bs * batch.loss_grad[depth]
-            labels_bs = shifted(batch.labels, depth)
+            labels_bs = batch.later_labels[..., depth]
             losses_bs = output_layer(hidden_sbh, self.word_table, labels_bs, grad_bs)
             sums.append((losses_bs * mask_bs).sum())
         return torch.stack(sums)
@@ -176,14 +204,18 @@ def with_mtp(config: RunConfig, task: Task) -> Task:
     def build_model(config: RunConfig, context: ModelContext, chunk: Chunk | None) -> MTPModel:
         return MTPModel(config.model, context, chunk)
 
+    def with_later(batch: GPTBatch) -> MTPBatch:
+        return MTPBatch.of(batch, depths)
+
     def loss_denominators(batch: GPTBatch) -> Tensor:
-        return loss_masks(batch, depths).sum((1, 2))
+        return with_later(batch).loss_masks.sum((0, 1))
 
     return dataclasses.replace(
         task,
         loss_names=(*task.loss_names, *(f"mtp_{k + 1} loss" for k in range(depths))),
         loss_weights=(1.0, *[model.mtp_loss_scaling_factor / depths] * depths),
         build_model=build_model,
+        before_dividing=with_later,
         loss_denominators=loss_denominators,
         forward=forward,
     )
@@ -195,4 +227,6 @@ def forward(model: MTPModel, batch: GPTBatch, hidden: Tensor | None, key: Dropou
         batch.position_ids, batch.document_ids, None, dropout_key=key, sequence_grad=batch.sequence_grad
     )
     hidden = model.transform(model.decoder, batch.tokens, batch.position_ids, inputs, hidden)
-    return hidden if model.mtp is None else model.loss_sums(hidden, inputs, batch)
+    if model.mtp is None:
+        return hidden
+    return model.loss_sums(hidden, inputs, MTPBatch.of(batch, len(model.mtp.layers)))

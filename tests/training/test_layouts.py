@@ -378,6 +378,7 @@ FEW_CONTEXT_LAYOUTS = {
     "gpt2": list(CONTEXT_LAYOUTS),
     "llama": ["C2 all-to-all", "C4", "C4 all-gather", "T2C4+SP", "C2P2V2", "everything, C2"],
     "qwen3": ["T2C2+SP"],
+    "mtp": ["C2", "C4 all-gather", "T2C2+SP", "C2 all-to-all", "C2P2V2"],
     "bloom": ["C2", "C4 all-gather", "T2C2+SP", "C2 all-to-all"],
     "dropout": ["C2", "C2 all-to-all", "C4", "C4 all-gather", "C4 two levels", "C2P2V2"],
     "dropout and documents": ["C2", "C2 all-to-all", "C4 all-gather"],
