@@ -1,8 +1,9 @@
 """Measure the cost of parallel layouts on this machine: time, bytes communicated and memory.
 
-    python benchmarks/parallel.py [--only layouts|schedules|bytes|memory|gpu ...]
+    python benchmarks/parallel.py [--only layouts|context|schedules|bytes|memory|gpu ...]
 
 layouts: one process with two threads against tensor, pipeline and data parallelism over two single-threaded processes.
+context: the same with context parallelism, for one sequence of 4,096 tokens.
 schedules: pipeline bubbles with simulated stages, against theory and torch.distributed.pipelining.
 bytes: bytes that each process communicates in a step, which must equal the formulas of docs/parallelism.md.
 memory: peak memory of a step with each kind of activation recomputation.
@@ -28,13 +29,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from parallel_schedules import compare_schedules
-from parallel_steps import check_bytes, compare_layouts, measure_gpu, measure_memory
+from parallel_steps import check_bytes, compare_context, compare_layouts, measure_gpu, measure_memory
 
 from megatron.cli import Parser, add_flags, make_config, run_command
 from megatron.errors import InputError
 from megatron.flags import Config, flag
 
-PARTS = ("layouts", "schedules", "bytes", "memory", "gpu")
+PARTS = ("layouts", "context", "schedules", "bytes", "memory", "gpu")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise InputError("--only: gpu needs a CUDA device, but torch finds none")
     measure = {
         "layouts": lambda: compare_layouts(config.rounds),
+        "context": lambda: compare_context(config.rounds),
         "schedules": lambda: compare_schedules(config.rounds),
         "bytes": check_bytes,
         "memory": measure_memory,

@@ -42,6 +42,19 @@ SPEED = f"""
 """
 SPEED_LAYOUTS = {"one": (1, ""), "T2": (2, TP), "P2": (2, PP), "D2": (2, "")}
 
+# One sequence, as long as a model of this size needs for context parallelism to be of use.
+LONG = f"""
+    {COMMON} {NO_DROPOUT} --device cpu --num-layers 4 --hidden-size 512 --num-attention-heads 8
+    --seq-length 4096 --max-position-embeddings 4096 --vocab-size 2047 --micro-batch-size 1 --global-batch-size 1
+"""
+CP = "--context-parallel-size 2 --cp-comm-type"
+LONG_LAYOUTS = {
+    "one": (1, ""),
+    "C2 p2p": (2, f"{CP} p2p"),
+    "C2 all_gather": (2, f"{CP} all_gather"),
+    "C2 a2a": (2, f"{CP} a2a"),
+}
+
 # Every shard is a multiple of the alignment of the flat buffers, so there is no padding.
 BYTES = f"""
     {COMMON} {NO_DROPOUT} --device cpu --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 64
@@ -160,13 +173,25 @@ def time_steps(flags: str) -> Iterator[float]:
 
 def compare_layouts(rounds: int) -> dict[str, object]:
     """Compare one process with two threads with layouts of two single-threaded processes."""
-    seconds: dict[str, list[float]] = {name: [] for name in SPEED_LAYOUTS}
+    result = _compare(SPEED, SPEED_LAYOUTS, rounds)
+    print("(the bubble of P2 is 1/16, so at best it takes 1.063 if one process uses both cores fully)")
+    return result
+
+
+def compare_context(rounds: int) -> dict[str, object]:
+    """Compare one process with two threads with context parallelism over two single-threaded processes."""
+    return _compare(LONG, LONG_LAYOUTS, rounds)
+
+
+def _compare(flags: str, layouts: dict[str, tuple[int, str]], rounds: int) -> dict[str, object]:
+    """Compare the layout "one" with the others, whose steps take turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in layouts}
     with contextlib.ExitStack() as stack:
         runs = {
             name: stack.enter_context(
-                Workers(time_steps, processes, f"{SPEED} {flags}", threads=2 // processes)
+                Workers(time_steps, processes, f"{flags} {more}", threads=2 // processes)
             )
-            for name, (processes, flags) in SPEED_LAYOUTS.items()
+            for name, (processes, more) in layouts.items()
         }
         for run in runs.values():
             run.next()
@@ -177,13 +202,15 @@ def compare_layouts(rounds: int) -> dict[str, object]:
         name: round(
             statistics.median(t / one for t, one in zip(seconds[name], seconds["one"], strict=True)), 3
         )
-        for name in SPEED_LAYOUTS
+        for name in layouts
         if name != "one"
     }
     for name, ratio in ratios.items():
-        print(f"{name}: {ratio:.3f} of the time of one process with two threads", flush=True)
-    print("(the bubble of P2 is 1/16, so at best it takes 1.063 if one process uses both cores fully)")
-    return {"flags": " ".join(SPEED.split()), "seconds": seconds, "time / one process": ratios}
+        print(
+            f"{name}: {ratio:.3f} of the time of one process with two threads, {1 / ratio:.3f} of its speed",
+            flush=True,
+        )
+    return {"flags": " ".join(flags.split()), "seconds": seconds, "time / one process": ratios}
 
 
 def count_bytes(flags: str) -> Iterator[dict[str, int]]:

@@ -2,14 +2,14 @@
 
     python benchmarks/verify.py [--only faults|random|clean] [--match PATTERN]
 
-"faults" puts one fault after the other into a copy of the checkout (`verify_faults.py`,
-`verify_mixture_faults.py`, `verify_packing_faults.py`), and verifies a small run of it
-against one process of the program without the fault. A fault is caught if a comparison fails, and located if the
-finding names the right kind of tensor, module and kind of fault. "random" does the same with faults drawn at random
-over the lines that the runs execute (`verify_mutations.py`); those that stop the run are not counted. Whether their
-findings are right, and why one that is not caught is harmless, is judged by hand (`verify_judgments.json`). "clean"
-verifies random combinations of features without a fault in six layouts and three resumes. Results are written after
-each run; a table that was interrupted continues.
+"faults" puts one fault after the other into a copy of the checkout (`verify_faults.py`, `verify_mixture_faults.py`,
+`verify_packing_faults.py`, `verify_context_faults.py`), and verifies a small run of it against one process of the
+program without the fault. A fault is caught if a comparison fails, and located if the finding names the right kind of
+tensor, module and kind of fault. "random" does the same with faults drawn at random over the lines that the runs
+execute (`verify_mutations.py`); those that stop the run are not counted. Whether their findings are right, and why one
+that is not caught is harmless, is judged by hand (`verify_judgments.json`). "clean" verifies random combinations of
+features without a fault in six layouts and three resumes. Results are written after each run; a table that was
+interrupted continues.
 """
 
 from __future__ import annotations
@@ -33,11 +33,21 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from parallel import run_metadata
+from verify_context_faults import CONTEXT_FAULTS
 from verify_faults import FAULTS, Fault
 from verify_mixture_faults import MIXTURE_FAULTS
 from verify_mutations import RandomFault, random_faults
 from verify_packing_faults import PACKING_FAULTS
-from verify_runs import COUNTS, LAYOUTS, MIXTURE_RUNS, PACKING_RUNS, RUNS, combinations, shrunk
+from verify_runs import (
+    CONTEXT_RUNS,
+    COUNTS,
+    LAYOUTS,
+    MIXTURE_RUNS,
+    PACKING_RUNS,
+    RUNS,
+    combinations,
+    shrunk,
+)
 
 from megatron.cli import Parser, add_flags, make_config, run_command
 from megatron.commands.verify import train_rank
@@ -118,7 +128,7 @@ class Checkout:
     def verify(self, fault: Fault | RandomFault) -> Check | None:
         """Put a fault in, and verify. Returns the first check that failed, if any."""
         everywhere = isinstance(fault, Fault) and fault.everywhere
-        small = shrunk((RUNS | MIXTURE_RUNS | PACKING_RUNS)[fault.run])
+        small = shrunk((RUNS | MIXTURE_RUNS | PACKING_RUNS | CONTEXT_RUNS)[fault.run])
         self.number += 1
         folder = self.folder / str(self.number)
         folder.mkdir()
@@ -191,7 +201,7 @@ class Checkout:
 def fault_rows(config: BenchmarkConfig, done: list[dict[str, Any]], folder: Path) -> Iterator[dict[str, Any]]:
     """Yield what the verification of each fault of the table found."""
     checkout, names = Checkout(folder), {row["fault"] for row in done}
-    for fault in (*FAULTS, *MIXTURE_FAULTS, *PACKING_FAULTS):
+    for fault in (*FAULTS, *MIXTURE_FAULTS, *PACKING_FAULTS, *CONTEXT_FAULTS):
         if fault.name in names or not re.search(config.match, fault.name):
             continue
         failed = checkout.verify(fault)

@@ -58,6 +58,18 @@ PACKING_RUNS = {
     "t2 documents": f"{_DOCUMENTS} --tensor-model-parallel-size 2",
     "p2 documents": f"{_DOCUMENTS} --pipeline-model-parallel-size 2",
 }
+_C2 = "--context-parallel-size 2"
+_CONTEXT = f"{_C2} --position-embedding-type rope"
+# Runs of two processes for faults in context parallelism.
+CONTEXT_RUNS = {
+    "c2": _CONTEXT,
+    "c2 all-gather": f"{_CONTEXT} --cp-comm-type all_gather",
+    "c2 all-to-all": f"{_CONTEXT} --cp-comm-type a2a",
+    "c2 documents": f"{_DOCUMENTS} {_C2}",
+    "c2 documents all-to-all": f"{_DOCUMENTS} {_C2} --cp-comm-type a2a",
+    "c2 experts": f"{_SOFTMAX} {_C2}",
+    "c2 z-loss": f"{_EXPERTS} {_C2} --moe-z-loss-coeff 0.1",
+}
 
 # Alternatives of a feature, of which a run without a fault draws one.
 FEATURES = (

@@ -249,20 +249,22 @@ class _Attention(torch.autograd.Function):
         gathers: bool,
     ) -> Tensor:
         dtype = torch.promote_types(q.dtype, torch.float32)
-        # Heads come last in memory: so the next layer reads the output as it is, and nothing keeps a copy.
-        b, n, s, _ = q.shape
-        total = q.new_zeros(b, s, n, v.shape[-1], dtype=dtype).transpose(1, 2)
-        lse = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
+        total = lse = None
         keys_values = torch.cat((k, v), -1)
         for source, kv in (_gathered if gathers else _around)(keys_values, ring):
             for block in blocks(mask.spec, ring.rank, source, ring.size):
-                queries = slice(*block.queries)
-                tensors = q[:, :, queries], *_keys(kv, block, k)
+                tensors = _rows(q, block.queries), *_keys(kv, block, k)
                 if rules is None:
-                    part = partial_attention(*tensors, block.mask_bnst, causal=block.causal)
+                    part, part_lse = partial_attention(*tensors, block.mask_bnst, causal=block.causal)
                 else:
-                    part = scored_partial_attention(*tensors, pairs(block, mask.spec, ring, source), rules)
-                _join(total[:, :, queries], lse[:, :, queries], *part)
+                    part, part_lse = scored_partial_attention(
+                        *tensors, pairs(block, mask.spec, ring, source), rules
+                    )
+                if total is None or lse is None:
+                    total, lse = _first(part, part_lse, q, block.queries, dtype)
+                else:
+                    _join(_rows(total, block.queries), _rows(lse, block.queries), part, part_lse)
+        assert total is not None and lse is not None  # a query attends to itself
         if sinks_n is not None:
             total, lse = add_sinks(total, lse, sinks_n)
         out = total.to(q.dtype)
@@ -280,13 +282,12 @@ class _Attention(torch.autograd.Function):
         for source, kv in (_gathered if ctx.gathers else _around)(keys_values, ring):
             grad_kv = grads.of(source)
             for block in blocks(ctx.mask.spec, ring.rank, source, ring.size):
-                queries, keys = slice(*block.queries), slice(*block.keys)
                 tensors = (
-                    grad[:, :, queries],
-                    q[:, :, queries],
+                    _rows(grad, block.queries),
+                    _rows(q, block.queries),
                     *_keys(kv, block, k),
-                    out[:, :, queries],
-                    lse[:, :, queries],
+                    _rows(out, block.queries),
+                    _rows(lse, block.queries),
                 )
                 if rules is None:
                     block_grads = partial_attention_backward(*tensors, block.mask_bnst, causal=block.causal)
@@ -294,29 +295,53 @@ class _Attention(torch.autograd.Function):
                     block_pairs = pairs(block, ctx.mask.spec, ring, source)
                     block_grads = scored_partial_attention_backward(*tensors, block_pairs, rules)
                 block_q, block_k, block_v = block_grads
-                grad_q[:, :, queries] += block_q
-                grad_kv[:, :, keys, : k.shape[-1]] += block_k
-                grad_kv[:, :, keys, k.shape[-1] :] += block_v
+                _rows(grad_q, block.queries).add_(block_q)
+                grad_k, grad_v = _keys(grad_kv, block, k)
+                grad_k.add_(block_k)
+                grad_v.add_(block_v)
             grads.done(grad_kv)
         grad_k, grad_v = grads.local().to(k.dtype).split((k.shape[-1], v.shape[-1]), -1)
         grad_sinks = None if sinks_n is None else sinks_grad(grad, out, lse, sinks_n)
         return grad_q.to(q.dtype), grad_k, grad_v, grad_sinks, None, None, None, None
 
 
+def _rows(x: Tensor, positions: Range) -> Tensor:
+    """Some positions of [b, n, s, ...]."""
+    begin, end = positions
+    return x if end - begin == x.shape[2] else x.narrow(2, begin, end - begin)
+
+
 def _keys(kv: Tensor, block: Block, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of a block."""
-    d = k.shape[-1]
-    part = kv[:, :, slice(*block.keys)]
+    """Keys and values of a block, or what has their place."""
+    part, d = _rows(kv, block.keys), k.shape[-1]
     return part[..., :d], part[..., d:]
 
 
+def _first(
+    out: Tensor, out_lse: Tensor, q: Tensor, queries: Range, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Output and lse of all queries after the first part, which has some of them."""
+    if q.shape[2] == out.shape[2] and out.transpose(1, 2).is_contiguous():
+        return out.to(dtype), out_lse.to(dtype)
+    # Heads come last in memory: so the next layer reads the output as it is, and nothing keeps a copy.
+    b, n, s, _ = q.shape
+    total = q.new_zeros(b, s, n, out.shape[-1], dtype=dtype).transpose(1, 2)
+    lse = q.new_full((b, n, s), -torch.inf, dtype=dtype)
+    _rows(total, queries).copy_(out)
+    _rows(lse, queries).copy_(out_lse)
+    return total, lse
+
+
 def _join(total: Tensor, lse: Tensor, out: Tensor, out_lse: Tensor) -> None:
-    """Add a part's output and lse to those of the parts before, in place."""
-    joint = torch.logaddexp(lse, out_lse.to(lse.dtype))
-    # Rows that no part has keys for have the lse -inf, and exp(-inf - -inf) is not a number.
-    base = joint.clamp(min=torch.finfo(lse.dtype).min)
-    total.mul_((lse - base).exp().unsqueeze(-1)).add_(out * (out_lse - base).exp().unsqueeze(-1))
-    lse.copy_(joint)
+    """Join a part's output and lse with those of the parts before, in place.
+
+    Of two parts with the sums of exponentials a and b, the second has the weight b / (a + b) = sigmoid(log b - log a).
+    """
+    out_lse = out_lse.to(lse.dtype)
+    # Rows that no part has keys for have the lse -inf, and -inf - -inf is not a number.
+    share = torch.sigmoid(out_lse - lse).nan_to_num_(0.0)
+    total.lerp_(out.to(total.dtype), share.unsqueeze(-1))
+    lse.copy_(torch.logaddexp(lse, out_lse))
 
 
 def _around(kv: Tensor, ring: Axis) -> Iterator[tuple[int, Tensor]]:

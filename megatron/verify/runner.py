@@ -146,7 +146,7 @@ class Runs:
         groups = math.lcm(*(layout.dp * (layout.pp * per_stage if per_stage else 1) for layout in layouts))
         self.batch = unit * groups * math.ceil(MICROBATCHES / groups)
         # Parts that the runs of the reference's spread divide sums into.
-        self.parts = max(max(layout.tp, layout.dp, 2) for layout in layouts)
+        self.parts = max(max(layout.tp * layout.cp, layout.dp, 2) for layout in layouts)
         self.comparers: dict[bool, Comparer] = {}
 
     def comparer(self, drops: bool) -> Comparer:

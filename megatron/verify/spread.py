@@ -3,12 +3,15 @@
 A layout divides sums among ranks: of a row-parallel product over the hidden dimension, of a gradient over tokens and
 samples. With context parallelism it divides attention too, and rounds its parts in another way than one kernel does.
 Here each product sums in random order, in several parts, each rounded to the precision of the result, as if so many
-ranks had computed it. The spread of such runs is the rounding error to expect, with its growth through the model and
-the optimizer.
+ranks had computed it. So does each sum over rows, such as the gradient of a bias or of a norm's weight: sequence and
+context parallelism divide the rows of a microbatch, and every rank rounds its sum. The spread of such runs is the
+rounding error to expect, with its growth through the model and the optimizer.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -61,17 +64,24 @@ class DividedSums(Hook):
 
 
 class SumMode(TorchDispatchMode):
-    """Context in which products and sums are computed in another order."""
+    """Context in which products and sums are computed in another order.
+
+    Attributes:
+        last_sum: the newest sum in fp32, and its parts. If it is rounded to 16 bits, the parts are, and their sum.
+    """
 
     def __init__(self, generator: torch.Generator, parts: int) -> None:
         super().__init__()
         self.generator, self.parts = generator, parts
+        self.last_sum: tuple[Tensor, list[Tensor]] | None = None
         self.replacements: dict[Any, Callable[..., Any]] = {
             aten.mm.default: self._mm,
             aten.bmm.default: self._mm,
             aten.addmm.default: self._addmm,
             aten.addmm_.default: self._addmm_,
             aten.sum.dim_IntList: self._sum,
+            aten._to_copy.default: self._to_copy,
+            aten.native_layer_norm_backward.default: self._layer_norm_backward,
             ATTENTION: _attention,
             ATTENTION_BACKWARD: _attention_backward,
         }
@@ -87,13 +97,9 @@ class SumMode(TorchDispatchMode):
     def _mm(self, a: Tensor, b: Tensor) -> Tensor:
         if self.parts == 1:
             return (a.double() @ b.double()).to(a.dtype)
-        products = [
-            a.index_select(-1, piece) @ b.index_select(-2, piece) for piece in self._pieces(a.shape[-1])
-        ]
-        total = products[0]
-        for product in products[1:]:
-            total = total + product
-        return total
+        return _total(
+            [a.index_select(-1, piece) @ b.index_select(-2, piece) for piece in self._pieces(a.shape[-1])]
+        )
 
     def _addmm(self, x: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
         return beta * x + alpha * self._mm(a, b)
@@ -104,16 +110,51 @@ class SumMode(TorchDispatchMode):
     def _sum(
         self, x: Tensor, dim: list[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
     ) -> Tensor:
-        if self.parts == 1 or dim is None or len(dim) != 1 or not x.is_floating_point():
+        if self.parts == 1 or not dim or not x.is_floating_point():
             return aten.sum.dim_IntList(x, dim, keepdim, dtype=dtype)
+        longest = max(dim, key=lambda i: x.shape[i])
         parts = [
-            aten.sum.dim_IntList(x.index_select(dim[0], piece), dim, keepdim, dtype=dtype)
-            for piece in self._pieces(x.shape[dim[0]])
+            aten.sum.dim_IntList(x.index_select(longest, piece), dim, keepdim, dtype=dtype)
+            for piece in self._pieces(x.shape[longest])
         ]
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
+        total = _total(parts)
+        self.last_sum = total, parts
         return total
+
+    def _to_copy(self, x: Tensor, *, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
+        if self.last_sum is not None and x is self.last_sum[0] and dtype in (torch.bfloat16, torch.float16):
+            return _total([aten._to_copy.default(part, dtype=dtype, **options) for part in self.last_sum[1]])
+        return aten._to_copy.default(x, dtype=dtype, **options)
+
+    def _layer_norm_backward(
+        self,
+        grad: Tensor,
+        x: Tensor,
+        shape: list[int],
+        mean: Tensor,
+        inverse: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mask: list[bool],
+    ) -> tuple[Tensor | None, ...]:
+        function = functools.partial(aten.native_layer_norm_backward.default, weight=weight, bias=bias)
+        grad_x, *sums = function(grad, x, shape, mean, inverse, output_mask=mask)
+        rows = x.numel() // x.shape[-1]
+        if self.parts == 1 or rows < 2:
+            return grad_x, *sums
+        by_row = [t.reshape(rows, -1) for t in (grad, x, mean, inverse)]
+        parts = []
+        for piece in self._pieces(rows):
+            part_grad, part_x, *statistics = (t.index_select(0, piece) for t in by_row)
+            parts.append(function(part_grad, part_x, shape, *statistics, output_mask=[False, *mask[1:]])[1:])
+        return grad_x, *(
+            _total(list(part)) if part[0] is not None else None for part in zip(*parts, strict=True)
+        )
+
+
+def _total(parts: list[Tensor]) -> Tensor:
+    """The sum of parts, rounded to their precision after each."""
+    return functools.reduce(operator.add, parts)
 
 
 def _attention(

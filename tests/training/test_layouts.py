@@ -318,7 +318,7 @@ FEW_LAYOUTS = {
     ],
     "mtp tied": ["T2+SP", "P2", "P2V2", "P2 zb-h1", "P4", "D2+ZeRO", "everything"],
     "xavier": ["T2"],
-    "bf16": ["T2+SP", "P2V2", "P2D2 zb-v", "P2 zb-h1", "D2+ZeRO", "everything"],
+    "bf16": ["T2+SP", "P2V2", "P2D2 zb-v", "P2 zb-h1", "T2P2 zb-h1+SP", "D2+ZeRO", "everything"],
     "fp32 residual stream": ["P2V2", "everything"],
     "gradients in bf16": ["D2+ZeRO"],
     "muon of gradients in bf16": ["D2+ZeRO"],
@@ -385,7 +385,7 @@ FEW_CONTEXT_LAYOUTS = {
     "scores": ["C2", "C2 all-to-all", "C4 all-gather", "C4 two levels", "everything, C2"],
     "deepseek": ["C2", "C2 all-to-all", "C4 all-gather", "T2C2+SP"],
     "muon": ["C2D2+ZeRO"],
-    "bf16": ["C4", "T2C2+SP all-gather"],
+    "bf16": ["C2", "C4", "C2 all-to-all", "T2C2+SP", "T2C2+SP all-gather"],
     "documents": [
         "C2",
         "C2 all-to-all",

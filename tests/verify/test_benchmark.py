@@ -11,11 +11,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+from verify_context_faults import CONTEXT_FAULTS  # noqa: E402
 from verify_faults import FAULTS, Fault  # noqa: E402
 from verify_mixture_faults import MIXTURE_FAULTS  # noqa: E402
+from verify_packing_faults import PACKING_FAULTS  # noqa: E402
 
 
-@pytest.mark.parametrize("fault", (*FAULTS, *MIXTURE_FAULTS), ids=lambda fault: fault.name)
+@pytest.mark.parametrize(
+    "fault", (*FAULTS, *MIXTURE_FAULTS, *PACKING_FAULTS, *CONTEXT_FAULTS), ids=lambda fault: fault.name
+)
 def test_a_fault_fits(tmp_path: Path, fault: Fault) -> None:
     path = Path(fault.target.partition(":")[0].replace(".", "/") + ".py")
     (tmp_path / path.parent).mkdir(parents=True)

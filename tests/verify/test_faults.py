@@ -1,4 +1,4 @@
-"""Faults in mixtures of experts and in packed documents are found; findings name parameter or module, and ranks."""
+"""Faults in mixtures, packed documents and context parallelism are found; findings name the tensor and ranks."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ from megatron.verify.shrink import command_words
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+from verify_context_faults import CONTEXT_FAULTS  # noqa: E402
 from verify_mixture_faults import MIXTURE_FAULTS, Fault  # noqa: E402
 from verify_packing_faults import PACKING_FAULTS  # noqa: E402
-from verify_runs import MIXTURE_RUNS, PACKING_RUNS, shrunk  # noqa: E402
+from verify_runs import CONTEXT_RUNS, MIXTURE_RUNS, PACKING_RUNS, shrunk  # noqa: E402
 
 FAST = "gradients of the router not summed over tensor-parallel ranks"
 
@@ -70,11 +71,11 @@ def references() -> dict[str, dict[bool, Comparer]]:
     "fault",
     [
         pytest.param(fault, marks=() if fault.name == FAST else pytest.mark.slow, id=fault.name)
-        for fault in (*MIXTURE_FAULTS, *PACKING_FAULTS)
+        for fault in (*MIXTURE_FAULTS, *PACKING_FAULTS, *CONTEXT_FAULTS)
     ],
 )
 def test_a_fault_is_found(fault: Fault, references: dict[str, dict[bool, Comparer]], tmp_path: Path) -> None:
-    small = shrunk((MIXTURE_RUNS | PACKING_RUNS)[fault.run])
+    small = shrunk((MIXTURE_RUNS | PACKING_RUNS | CONTEXT_RUNS)[fault.run])
     runs = Runs(small, [small.layout], tmp_path, functools.partial(start, fault))
     runs.comparers = references.setdefault(fault.run, {})
     checks = Verification(runs, [small.layout], lambda check: None).run(quick=True)
