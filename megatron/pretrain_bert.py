@@ -59,7 +59,8 @@ def count_words(batch: BertBatch) -> Tensor:
 def count_words_and_pairs(batch: BertBatch) -> Tensor:
     import torch
 
-    return torch.cat((count_words(batch), batch.loss_mask.new_full((1,), batch.num_sequences)))
+    pairs = batch.loss_mask.new_full((1,), batch.num_sequences)
+    return torch.cat((count_words(batch), pairs if batch.pair_mask is None else batch.pair_mask.sum()[None]))
 
 
 def num_logits(batch: BertBatch) -> int:
@@ -87,7 +88,9 @@ def forward(
     losses_bp, order_b2 = out
     sums = [(losses_bp * batch.loss_mask).sum()]
     if order_b2 is not None:
-        sums.append(F.cross_entropy(order_b2.float(), batch.is_random, reduction="sum"))
+        order_loss = F.cross_entropy(order_b2.float(), batch.is_random, reduction="sum")
+        # A rank has the first token of all sequences or of none.
+        sums.append(order_loss if batch.pair_mask is None else order_loss * batch.pair_mask[0])
     return torch.stack(sums)
 
 

@@ -86,11 +86,25 @@ class ContextAttention:
         self.cp, self.heads, self.ring, self.gathers, self.inner = cp, heads, ring, gathers, inner
 
     def make_mask(self, spec: MaskSpec) -> ContextMask:
-        """The mask of the whole sequence from a spec with the documents of this rank's positions."""
-        if (ids_bs := spec.document_ids_bs) is not None:
-            ids = all_gather(ids_bs.t().contiguous(), self.cp).unflatten(0, (self.cp.size, -1))
-            spec = dataclasses.replace(spec, document_ids_bs=zigzag_restore(ids, self.cp.size).t())
-        return ContextMask(spec=spec, whole=self.inner.make_mask(spec) if self.ring.size == 1 else None)
+        """The mask of the whole sequence from a spec with the documents and the padding of this rank's positions."""
+        spec = dataclasses.replace(
+            spec,
+            document_ids_bs=self._whole(spec.document_ids_bs),
+            padding_mask_bs=self._whole(spec.padding_mask_bs),
+        )
+        if self.ring.size > 1:
+            return ContextMask(spec=spec, whole=None)
+        if spec.padding_mask_bs is not None:
+            assert not spec.causal and spec.window is None and spec.document_ids_bs is None
+            return ContextMask(spec=spec, whole=spec.padding_mask_bs.bool()[:, None, None])
+        return ContextMask(spec=spec, whole=self.inner.make_mask(spec))
+
+    def _whole(self, x_bs: Tensor | None) -> Tensor | None:
+        """The positions of all ranks in order."""
+        if x_bs is None:
+            return None
+        parts = all_gather(x_bs.t().contiguous(), self.cp).unflatten(0, (self.cp.size, -1))
+        return zigzag_restore(parts, self.cp.size).t()
 
     def attention(
         self,
@@ -182,7 +196,7 @@ def blocks(spec: MaskSpec, rank: int, source: int, size: int) -> Iterator[Block]
     Causal attention without other masks is the same work for every pair of ranks: half of all pairs of positions.
     """
     half = spec.length // (2 * size)
-    if spec.window is None and spec.document_ids_bs is None:
+    if spec.window is None and spec.document_ids_bs is None and spec.padding_mask_bs is None:
         both, first, second = (0, 2 * half), (0, half), (half, 2 * half)
         if not spec.causal or rank == source:
             yield Block(both, both, causal=spec.causal)
@@ -212,6 +226,8 @@ def pairs_mask(spec: MaskSpec, queries: Range, keys: Range) -> Tensor:
         mask_bst = mask_bst & (
             ids_bs[:, slice(*queries)].unsqueeze(2) == ids_bs[:, slice(*keys)].unsqueeze(1)
         )
+    if spec.padding_mask_bs is not None:
+        mask_bst = mask_bst & spec.padding_mask_bs.bool()[:, None, slice(*keys)]
     return mask_bst.unsqueeze(1)
 
 

@@ -30,8 +30,8 @@ def check_context_parallel(config: RunConfig, task: Task) -> None:
 
 def _obstacles(config: RunConfig, task: Task) -> Iterator[str]:
     model, parallel = config.model, config.parallel
-    if task.name != "GPT":
-        yield f"is for GPT, not {task.name}; leave it out"
+    if task.name not in ("GPT", "BERT", "BERT --bert-no-binary-head"):
+        yield f"is for the pretraining of GPT and BERT, not {task.name}; leave it out"
     device, backend = config.training.device, config.ops.ops_backend
     if model.attention_dropout > 0 and (
         device == "cuda" or (device == "auto" and torch.cuda.is_available()) or backend in ("plain", "layers")

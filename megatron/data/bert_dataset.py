@@ -8,6 +8,7 @@ import threading
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from megatron.data.batch import Batch, sequence_field
@@ -18,6 +19,7 @@ from megatron.data.config import DataConfig
 from megatron.data.dataset import Dataset
 from megatron.data.index_cache import IndexRequest, MappedArrays
 from megatron.data.indexed import IndexedDataset
+from megatron.data.zigzag import zigzag_ranges
 from megatron.errors import InputError
 from megatron.tokenizer import Tokenizer
 
@@ -34,6 +36,8 @@ class BertBatch(Batch):
         labels: int64 [batch, predictions], original tokens at `positions`.
         loss_mask: float32 [batch, predictions], 0 where a sample has fewer predictions, otherwise 1.
         is_random: int64 [batch], 1 if the segments were swapped.
+        pair_mask: float32 [batch], with context parallelism 1 on the rank of the first token, from which the order of
+            segments is predicted, and 0 on others.
     """
 
     tokentype_ids: Tensor = sequence_field(dim=1)
@@ -42,6 +46,26 @@ class BertBatch(Batch):
     labels: Tensor
     loss_mask: Tensor
     is_random: Tensor
+    pair_mask: Tensor | None = None
+
+    def divide(self, rank: int, size: int) -> BertBatch:
+        """Return a rank's positions of every sequence, and the predictions at these."""
+        first, second = zigzag_ranges(self.seq_length, rank, size)
+        at, half = self.positions, first[1] - first[0]
+        in_first, in_second = ((at >= begin) & (at < end) for begin, end in (first, second))
+        local = torch.where(in_first, at - first[0], at - second[0] + half)
+        is_here = (in_first | in_second) & (self.loss_mask > 0)
+        # One at least, as the heads compute on some rows.
+        count = min(max(int(is_here.sum(1).max()), 1), at.shape[1]) if len(at) else 0
+        order = is_here.int().argsort(dim=1, descending=True, stable=True)[:, :count]
+        here = is_here.gather(1, order)
+        return dataclasses.replace(
+            super().divide(rank, size),
+            positions=local.gather(1, order) * here,
+            labels=self.labels.gather(1, order) * here,
+            loss_mask=self.loss_mask.gather(1, order) * here,
+            pair_mask=self.loss_mask.new_full((len(at),), rank == 0),
+        )
 
 
 class BertSamples:

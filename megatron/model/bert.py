@@ -7,11 +7,13 @@ counts this rank's part of the vocabulary.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.data.zigzag import zigzag_shard
 from megatron.errors import InputError
 from megatron.model.bert_config import check_bert
 from megatron.model.config import ModelConfig
@@ -21,6 +23,7 @@ from megatron.model.mlp import input_init
 from megatron.model.transformer import LayerInputs, Norm, Transformer
 from megatron.model.variants import variant
 from megatron.model.vocabulary import OutputLayer
+from megatron.ops.attention import MaskSpec
 from megatron.ops.embedding import embedding
 from megatron.parallel.collectives import gather_sequence
 from megatron.parallel.parameters import parameter, zeros
@@ -109,10 +112,16 @@ class Bert(LanguageModel):
             hidden_sbh: output of the chunk before, unless this is the first.
             dropout_key: None drops nothing.
         """
-        mask_b11t = None if padding_mask_bs is None else padding_mask_bs.bool()[:, None, None]
-        position_ids_bs = torch.arange(tokens_bs.shape[1], device=tokens_bs.device).expand_as(tokens_bs)
+        cp, device = self.context.cp, tokens_bs.device
+        length = tokens_bs.shape[1] * cp.size
+        mask: Any = None if padding_mask_bs is None else padding_mask_bs.bool()[:, None, None]
+        if cp.size > 1:  # the keys are on other ranks
+            spec = MaskSpec(length=length, causal=False, padding_mask_bs=padding_mask_bs, device=device)
+            mask = self.context.ops.make_mask(spec)
+        positions_s = zigzag_shard(torch.arange(length, device=device), 0, cp.rank, cp.size)
+        position_ids_bs = positions_s.expand_as(tokens_bs)
         rotary = self.rotary(position_ids_bs)
-        inputs = LayerInputs(rotary=rotary, mask_bnst=mask_b11t, causal=False, dropout_key=dropout_key)
+        inputs = LayerInputs(rotary=rotary, mask_bnst=mask, causal=False, dropout_key=dropout_key)
         hidden_sbh = self.transform(self.encoder, tokens_bs, position_ids_bs, inputs, hidden_sbh, types_bs)
         if self.chunk.last and self.context.sequence_parallel:
             hidden_sbh = gather_sequence(hidden_sbh, self.context.tp)

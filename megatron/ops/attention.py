@@ -69,6 +69,7 @@ class MaskSpec:
         window: the key is at most this many positions earlier than the query, and if not `causal` as many later.
         document_ids_bs: the key is in the query's document. Ids do not decrease along s. With context parallelism
             those of this rank's positions.
+        padding_mask_bs: with context parallelism, of this rank's positions: 0 for keys that nothing attends to.
         slopes_n: no mask, but with context parallelism the bias of each head for a step back (ALiBi).
         device: that of the queries.
     """
@@ -77,6 +78,7 @@ class MaskSpec:
     causal: bool = True
     window: int | None = None
     document_ids_bs: Tensor | None = None
+    padding_mask_bs: Tensor | None = None
     slopes_n: Tensor | None = None
     device: torch.device
 

@@ -8,5 +8,7 @@ from megatron.parallel.config import ParallelConfig
 
 
 def length_multiple(config: ParallelConfig) -> int:
-    """Length to a multiple of which texts are padded: 8 for the matrix kernels, and the ranks that split s."""
-    return math.lcm(8, config.tensor_model_parallel_size if config.sequence_parallel else 1)
+    """Length to a multiple of which texts are padded: 8 for the matrix kernels, and the parts that ranks have of s."""
+    cp = config.context_parallel_size
+    chunks = 2 * cp if cp > 1 else 1
+    return math.lcm(8, chunks * (config.tensor_model_parallel_size if config.sequence_parallel else 1))

@@ -83,6 +83,8 @@ class PassCapture:
         if not isinstance(out, Tensor) or not out.is_floating_point() or _has_dispatched_rows(module):
             return
         dim = self._sequence_dim(out)
+        if dim is None and self.mesh.cp.size > 1:
+            return  # of BERT's heads, which each rank applies to its own predictions
         whole = self._gathered(out, dim)
         place = self._place(module, inputs, whole)
         index = self._add("activation", name, whole, place=place)

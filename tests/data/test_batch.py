@@ -9,6 +9,7 @@ from classification import write_vocab
 
 from megatron.data.batch import Batch
 from megatron.data.config import DataConfig
+from megatron.data.zigzag import zigzag_shard
 from megatron.finetuning.classification import ClassificationDataset, Example
 from megatron.tokenizer.bert import BertWordPieceTokenizer
 from megatron.variants.mock_data import MockBertDataset, MockGPTDataset
@@ -78,3 +79,29 @@ def test_missing_field_stays_missing(batches: dict[str, Batch]) -> None:
     batch = MockGPTDataset(samples=9, config=DataConfig(seq_length=8), vocab_size=50, seed=(1, 0)).collate([])
     for same_kind in (batch, batch.map(torch.ones_like), pickle.loads(pickle.dumps(batch))):  # noqa: S301
         assert same_kind.document_ids is None and "document_ids" not in dict(same_kind.items())
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_divide_the_predictions_of_bert_by_position(size: int) -> None:
+    """Every masked word and its label is on the rank of its position, once, and the pairs count on one rank."""
+    dataset = MockBertDataset(9, DataConfig(seq_length=64), vocab_size=50, seed=(1, 0))
+    batch = dataset.collate([dataset[i] for i in range(8)])
+    expected = {
+        (row, int(at), int(label))
+        for row in range(8)
+        for at, label, mask in zip(batch.positions[row], batch.labels[row], batch.loss_mask[row], strict=True)
+        if mask
+    }
+    found, pairs = [], torch.zeros(8)
+    index = torch.arange(batch.seq_length).expand_as(batch.tokens)
+    for rank in range(size):
+        part = batch.divide(rank, size)
+        where = zigzag_shard(index, 1, rank, size)
+        for row, column in part.loss_mask.nonzero().tolist():
+            local = part.positions[row, column]
+            found.append((row, int(where[row, local]), int(part.labels[row, column])))
+            assert part.tokens[row, local] == batch.tokens[row, where[row, local]]
+        pairs += part.pair_mask
+    assert sorted(found) == sorted(expected) and len(found) > 40
+    assert pairs.tolist() == [1.0] * 8
+    assert batch.divide(0, size).pair_mask.sum() == 8

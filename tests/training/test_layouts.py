@@ -35,7 +35,8 @@ LATENT = """
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.2"
 SHAPES = {
     "gpt2": "",
-    "bert": "",
+    "bert": DROPOUT,
+    "bert of one sentence": "--bert-no-binary-head --seq-length 32 --position-embedding-type rope",
     "llama": LLAMA,
     "qwen2": f"{LLAMA} --add-qkv-bias",
     "qwen3": f"{LLAMA} --qk-layernorm",
@@ -284,6 +285,7 @@ EXPERT_LAYOUTS = {
 LAYOUTS = DENSE_LAYOUTS | CONTEXT_LAYOUTS | EXPERT_LAYOUTS
 # The layouts that shapes of other models' parts are trained in.
 FEW_LAYOUTS = {
+    "bert of one sentence": [],
     "qwen2": ["T4"],
     "qwen3": ["T4"],
     "olmo2": ["T4", "T2P2+SP"],
@@ -378,6 +380,8 @@ FEW_CONTEXT_LAYOUTS = {
     "gpt2": list(CONTEXT_LAYOUTS),
     "llama": ["C2 all-to-all", "C4", "C4 all-gather", "T2C4+SP", "C2P2V2", "everything, C2"],
     "qwen3": ["T2C2+SP"],
+    "bert": ["C2", "C4 all-gather", "C2 all-to-all", "T2C2+SP", "C2P2V2", "C4 two levels"],
+    "bert of one sentence": ["C2"],
     "mtp": ["C2", "C4 all-gather", "T2C2+SP", "C2 all-to-all", "C2P2V2"],
     "bloom": ["C2", "C4 all-gather", "T2C2+SP", "C2 all-to-all"],
     "dropout": ["C2", "C2 all-to-all", "C4", "C4 all-gather", "C4 two levels", "C2P2V2"],
@@ -411,7 +415,10 @@ class Layouts:
         self.references, self.folder = references, folder
 
     def runs(self, shape: str, layout: str, flags: str = "") -> tuple[Runs, Layout]:
-        script, processes = "pretrain_bert" if shape == "bert" else "pretrain_gpt", LAYOUTS[layout][0]
+        script, processes = (
+            "pretrain_bert" if shape.startswith("bert") else "pretrain_gpt",
+            LAYOUTS[layout][0],
+        )
         config = parse(script, f"{FLAGS} {RUNS[shape]} {LAYOUTS[layout][1]} {flags}".split())
         parallel, size = config.parallel, config.training.micro_batch_size
         own = Layout.from_config(parallel, processes)
