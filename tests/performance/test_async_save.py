@@ -34,6 +34,7 @@ FLAGS = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 59 --num-layers 2 --hidden-size 32 --num-attention-heads 4
     --seq-length 16 --micro-batch-size 2 --train-iters 20 --lr 2e-3 --device cpu --ddp-bucket-size 3000
 """
+STRATEGY = "--data-parallel-sharding-strategy"
 
 
 def make_engine(mesh: Mesh, flags: str = "") -> Engine:
@@ -106,6 +107,8 @@ def save_three(root: str, flags: str, in_background: bool) -> None:
         (1, "--bf16"),
         (2, "--bf16 --tensor-model-parallel-size 2"),
         (2, "--use-distributed-optimizer --overlap-param-gather"),
+        (2, f"{STRATEGY} optim_grads_params --bf16 --overlap-param-gather"),
+        pytest.param(2, f"{STRATEGY} optim_grads --overlap-grad-reduce", marks=pytest.mark.slow),
     ],
 )
 def test_async_files_equal_sync_files(tmp_path: Path, processes: int, flags: str) -> None:

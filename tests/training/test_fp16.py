@@ -32,6 +32,10 @@ DYNAMIC = "--fp16 --loss-scale-window 2 --hysteresis 3"
 TP, PP, SP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--sequence-parallel"
 CHUNKS = "--num-layers-per-virtual-pipeline-stage"
 ZERO = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 5000"
+ZERO2, ZERO3 = (
+    f"--data-parallel-sharding-strategy {name} --overlap-grad-reduce --overlap-param-gather"
+    for name in ("optim_grads", "optim_grads_params")
+)
 # Far below the scale at which gradients overflow by themselves.
 SMALL = "--fp16 --initial-loss-scale 1024 --loss-scale-window 2 --hysteresis 2"
 # Iterations with an injected overflow, covering all cases that hysteresis distinguishes.
@@ -121,6 +125,9 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
         pytest.param(2, f"{TP} 2 {SP}", marks=pytest.mark.slow),
         pytest.param(2, f"{PP} 2 {CHUNKS} 1", marks=pytest.mark.slow),
         pytest.param(2, ZERO, marks=pytest.mark.slow),
+        pytest.param(2, ZERO2, marks=pytest.mark.slow),
+        pytest.param(2, f"{ZERO3} --recompute-granularity full", marks=pytest.mark.slow),
+        pytest.param(4, f"{ZERO3} {TP} 2 {SP}", marks=pytest.mark.slow),
         pytest.param(4, f"{TP} 2 {PP} 2", marks=pytest.mark.slow),
     ],
 )
@@ -158,8 +165,9 @@ def test_resumes_bit_for_bit_within_hysteresis(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_resume_bit_for_bit_within_hysteresis(tmp_path: Path) -> None:
-    assert_resumes_exactly(tmp_path, lambda flags: run_distributed(train, 2, flags), f"{TP} 2 {SP}")
+@pytest.mark.parametrize("layout", [f"{TP} 2 {SP}", f"{ZERO2} --async-save", f"{ZERO3} --async-save"])
+def test_two_processes_resume_bit_for_bit_within_hysteresis(tmp_path: Path, layout: str) -> None:
+    assert_resumes_exactly(tmp_path, lambda flags: run_distributed(train, 2, flags), layout)
 
 
 def test_an_overflow_at_the_lowest_scale_is_a_fault(tmp_path: Path) -> None:
