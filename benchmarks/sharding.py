@@ -7,7 +7,8 @@ AdamW and clipping, two microbatches per process and step. They differ in who sh
 against `fully_shard` that keeps parameters after forward, and `optim_grads_params` against `fully_shard` that frees
 them. Each process has one thread. The steps of all sides alternate; ratios are medians over the rounds. Losses are
 those of the steps before the first measured one. Memory and bytes are counted in a step of their own: every allocation
-of torch's CPU allocator on top of the tensors that live between steps, and every tensor passed to a collective.
+of torch's CPU allocator on top of the tensors that live between steps, and the whole tensors of all-gathers and
+reduce-scatters.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import itertools
 import json
+import math
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -31,12 +35,11 @@ sys.path.insert(0, str(ROOT))
 import torch
 import torch.distributed as dist
 from parallel import run_metadata
-from parallel_steps import COMMON, NO_DROPOUT, StepRunner, memory_trace, start_run
+from parallel_steps import COMMON, NO_DROPOUT, StepRunner, start_run
 from parallel_workers import Workers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.cli import Parser, add_flags, make_config, run_command
 from megatron.flags import Config, flag
@@ -52,6 +55,7 @@ OURS = "--data-parallel-sharding-strategy {} --overlap-grad-reduce --overlap-par
 COMPARED = {"optim_grads": ("fully_shard, parameters kept", False)}
 COMPARED["optim_grads_params"] = ("fully_shard", True)
 LR, WEIGHT_DECAY, LOSSES = 1e-4, 0.1, 4
+COLLECTIVES = {"c10d::_allgather_base_": "all-gather", "c10d::_reduce_scatter_base_": "reduce-scatter"}
 # Time of a step over that of `fully_shard`, and the largest difference of a loss, relative.
 GOAL, SAME = 1.10, 1e-5
 
@@ -65,21 +69,6 @@ class BenchmarkConfig(Config):
     output: str = flag(
         str(ROOT / "benchmarks/results/sharding.json"), "file to write the results to", metavar="FILE"
     )
-
-
-class BytesCounter(TorchDispatchMode):
-    """Counts the bytes of whole tensors passed to collectives, by operation of torch.distributed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes: collections.Counter[str] = collections.Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
-            tensors = [x for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, Tensor)]
-            name = func.overloadpacket.__name__.strip("_")
-            self.bytes[name] += max((x.numel() * x.element_size() for x in tensors), default=0)
-        return func(*args, **(kwargs or {}))
 
 
 def our_step(run: StepRunner) -> Tensor:
@@ -135,12 +124,9 @@ def measure(flags: str, frees: bool | None) -> Iterator[Any]:
         dist.all_reduce(losses)
         yield losses.tolist()
         run.wait()
-        with BytesCounter() as counter:
-            step()
-        run.wait()
         kept = live_bytes()
-        peak = kept + step_peak(step)
-        yield {"kept": kept, "peak": peak, "bytes": dict(counter.bytes)}
+        events = step_trace(step)
+        yield {"kept": kept, "peak": kept + peak_bytes(events), "bytes": collective_bytes(events)}
         while True:
             run.wait()
             begin = time.perf_counter()
@@ -161,15 +147,31 @@ def live_bytes() -> int:
     return sum(found.values())
 
 
-def step_peak(step: Callable[[], object]) -> int:
+def step_trace(step: Callable[[], object]) -> list[dict[str, Any]]:
+    """Events of torch's profiler for a step: allocations, releases, and operations with the shapes of their inputs."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True, record_shapes=True) as profile:
+        step()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        return json.loads(path.read_text())["traceEvents"]
+
+
+def peak_bytes(events: list[dict[str, Any]]) -> int:
     """Most bytes that a step has allocated at a time."""
-    events = memory_trace(step)
     changes = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]")
-    allocated = peak = 0
-    for _, change in changes:
-        allocated += change
-        peak = max(peak, allocated)
-    return peak
+    return max(itertools.accumulate(change for _, change in changes))
+
+
+def collective_bytes(events: list[dict[str, Any]]) -> dict[str, int]:
+    """Bytes of the whole fp32 tensors of a step's all-gathers and reduce-scatters."""
+    sums: collections.Counter[str] = collections.Counter()
+    for event in events:
+        if name := COLLECTIVES.get(event.get("name", "")):
+            assert "float" in event["args"]["Input type"]
+            sums[name] += 4 * max(math.prod(dims) for dims in event["args"]["Input Dims"] if dims)
+    return dict(sums)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
