@@ -80,6 +80,7 @@ from megatron.training.start import RESUME_NOTES
 from megatron.training.task import Task
 from megatron.variants import lr_decay
 from megatron.variants.auto_schedule import tuned
+from megatron.variants.auto_stages import with_auto_layout
 from megatron.variants.best_fit import BestFitDataset, load_or_build
 from megatron.variants.blend import ROUNDINGS, open_blend
 from megatron.variants.cyclic import cyclic
@@ -134,10 +135,12 @@ def run(config: RunConfig, task: Task, hooks: Sequence[Hook] = ()) -> int:
 
 
 def prepared(config: RunConfig, task: Task) -> tuple[RunConfig, Task]:
-    """Apply --mtp-num-layers and --loss-mean to a task, and --train-epochs to the length of its run."""
+    """Apply --mtp-num-layers and --loss-mean to a task, --train-epochs to the length of its run, and the automatic
+    --pipeline-model-parallel-layout."""
     check_variants(config.model)
     check_layers(config.model, task.name)
     check_context_parallel(config, task)
+    config = with_auto_layout(config)
     task = with_mtp(config, task)
     if config.plugin(LossMeanConfig).loss_mean == "microbatches":
         task = with_microbatch_means(task)

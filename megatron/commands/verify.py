@@ -105,6 +105,7 @@ def compare(config: VerifyConfig, command: Sequence[str]) -> int:
 
 def verify(config: VerifyConfig, command: list[str]) -> int:
     from megatron.training.layout import check_layout
+    from megatron.variants.auto_stages import with_auto_layout
     from megatron.verify.config import check_precision
     from megatron.verify.runner import STEPS, Runs, Verification
     from megatron.verify.shrink import shrink
@@ -113,6 +114,7 @@ def verify(config: VerifyConfig, command: list[str]) -> int:
     script, processes, flags = parse_command(command)
     run = parse(script, flags)
     check_precision(run)
+    run = with_auto_layout(run)
     parallel = run.parallel
     ranks = parallel.pipeline_model_parallel_size * math.lcm(
         parallel.tensor_model_parallel_size, parallel.expert_size

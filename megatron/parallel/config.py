@@ -45,7 +45,8 @@ class ParallelConfig(Config):
     pipeline_model_parallel_layout: str | None = flag(
         None,
         "parts of the model, first to last, separated by |: E embedding, t layer, m multi-token prediction, L loss; "
-        "t*3 and (tt|)*3 repeat. The interleaved schedule has several parts per stage",
+        "t*3 and (tt|)*3 repeat. The interleaved schedule has several parts per stage. auto: parts of equal work, by "
+        "counted operations; two for each stage with a --pipeline-schedule that has several",
     )
     account_for_embedding_in_pipeline_split: bool = flag(
         False, "count the embedding as a layer when layers are divided evenly among stages"
@@ -242,7 +243,8 @@ class ParallelConfig(Config):
     def _resolve_pipeline(self) -> None:
         stages, parts = self.pipeline_model_parallel_size, len(self.layout_parts)
         per_chunk = self.num_layers_per_virtual_pipeline_stage
-        chunked = per_chunk is not None or parts > stages
+        chosen = self.pipeline_model_parallel_layout == "auto" and self.pipeline_schedule in CHUNKED
+        chunked = per_chunk is not None or parts > stages or chosen
         schedule = self.pipeline_schedule or ("interleaved" if chunked else "1f1b")
         if (schedule in CHUNKED) != chunked and schedule not in V_SHAPED - CHUNKED:  # these go with both
             raise InputError(

@@ -9,6 +9,7 @@ from megatron.planner.dry_run import vocabulary
 from megatron.planner.layout import Job, Layout
 from megatron.training.config import RunConfig
 from megatron.training.layout import check_layout
+from megatron.variants.auto_stages import with_auto_layout
 
 
 def given_run(config: RunConfig, devices: int) -> tuple[Job, Layout]:
@@ -17,6 +18,7 @@ def given_run(config: RunConfig, devices: int) -> tuple[Job, Layout]:
     Raises:
         InputError: the run does not divide the devices, or has a layout that is not planned.
     """
+    config = with_auto_layout(config)
     check_layout(config, devices)
     model, parallel, training = config.model, config.parallel, config.training
     if parallel.pipeline_schedule not in ("1f1b", "interleaved"):

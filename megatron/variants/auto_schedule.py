@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from megatron.errors import InputError
 from megatron.flags import flag
 from megatron.model.config import ModelConfig
-from megatron.model.flops import attention_flops, joining_flops, layer_flops, vocabulary_flops
+from megatron.model.flops import attended_pairs, attention_flops, joining_flops, layer_flops, vocabulary_flops
 from megatron.parallel.schedules import (
     Backward,
     BackwardInput,
@@ -130,7 +130,7 @@ def counted_times(config: RunConfig, padded_vocab_size: int) -> Duration:
     parallel, model = config.parallel, config.model
     assert config.data.seq_length is not None
     costs = {
-        (rank, number): _part_flops(
+        (rank, number): part_flops(
             model,
             chunk.layers,
             config.data.seq_length,
@@ -149,7 +149,7 @@ def counted_times(config: RunConfig, padded_vocab_size: int) -> Duration:
     return duration
 
 
-def _part_flops(
+def part_flops(
     model: ModelConfig, layers: range, length: int, vocab_size: int | None, *, recompute: bool
 ) -> tuple[float, float, float]:
     """FLOPs of a part of the model for one sample: forward, gradients of inputs, gradients of weights.
@@ -160,7 +160,8 @@ def _part_flops(
     """
     depths = range(model.num_layers, model.num_all_layers) if vocab_size is not None else ()
     here = [*layers, *depths]
-    attention = len(here) * attention_flops(model, pairs=length * length)
+    pairs = attended_pairs(model, length, causal=False)
+    attention = sum(attention_flops(model, pairs=pairs[i]) for i in here)
     linear = sum(layer_flops(model, length, has_experts=model.all_expert_layers[i]) for i in here)
     head = 0.0
     if vocab_size is not None:

@@ -14,6 +14,7 @@ from megatron.errors import InputError
 from megatron.parallel.schedules import SCHEDULES, Backward, BackwardInput, BackwardWeight, Compute, Forward
 from megatron.parallel.schedules import one_forward_one_backward as one_f_one_b
 from megatron.variants.auto_schedule import best_schedule, counted_times, makespan, peak_chunks, tuned
+from megatron.variants.auto_stages import with_auto_layout
 from megatron.variants.schedules import gpipe
 from megatron.variants.zero_bubble import Duration, dualpipe_v, zb_h1, zb_h2, zb_v
 
@@ -109,8 +110,10 @@ LLAMA_1B = (
 def test_uneven_stages_are_faster_with_a_large_vocabulary() -> None:
     """Llama 3.2 1B, whose output layer for 128,256 tokens takes as long as two layers: a tenth and more in 1F1B."""
     times = []
-    for flags in ("", "--pipeline-model-parallel-layout Et*5|t*5|t*4|t*2,L"):
+    for flags in ("", "--pipeline-model-parallel-layout auto --vocab-size 128256"):
         config = parse_run_config(f"{LLAMA_1B} {flags}".split(), description="a test", defaults={})
+        config = with_auto_layout(config)
+        assert config.parallel.pipeline_model_parallel_layout == ("Et*5|t*5|t*4|t*2,L" if flags else None)
         duration = counted_times(config, 128_256)
         times.append(makespan(one_f_one_b(4, 1, 16), 4, duration, v_shaped=False))
     assert times[1] < 0.9 * times[0]
