@@ -176,7 +176,17 @@ ONE_DEVICE = (
 )
 # Layouts outside the planner's search, which has no formulas for GPipe or partial recomputation, and chooses which
 # stages are shorter.
-UNPLANNED_FLAGS = ("--expert", "--moe", "-layout", "--account-for", "zb-", "dualpipe", "breadth", "auto")
+UNPLANNED_FLAGS = (
+    "--expert",
+    "--moe",
+    "-layout",
+    "--account-for",
+    "zb-",
+    " v-",
+    "dualpipe",
+    "breadth",
+    "auto",
+)
 UNPLANNED = {
     "P2 gpipe",
     "P2 uneven",
