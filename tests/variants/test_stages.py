@@ -117,7 +117,7 @@ def resolved(flags: str) -> str | None:
 
 
 def test_the_automatic_layout_of_a_run() -> None:
-    """An output layer for 2048 tokens has the work of two to three layers, and one for 128,000 that of over a hundred."""
+    """An output layer for 2048 tokens has the work of two to three layers, one for 128,000 of a hundred."""
     pipeline = f"--pipeline-model-parallel-size 2 {AUTO}"
     assert resolved(pipeline) == "Et*5|t*3,L"
     assert resolved(f"{pipeline} --vocab-size 128000") == "Et*8|L"
