@@ -151,6 +151,7 @@ class RunCapture:
         if self.step - self.first <= self.steps:
             self.before = [master.clone() for master in self.engine.buffer.masters]
             self.passes.step, self.passes.samples = self.step, self._first_samples(batch)
+            self.passes.calls.clear()
             self.passes.loss_scale = float(self.engine.optimizer.loss_scale)
             self.add_value("metric", "loss denominators", batch.denominators, step=self.step)
         with uncompiled(self.engine.ops):

@@ -37,7 +37,8 @@ class PassCapture:
         self.microbatch: int | None = None
         self.seq_length = 0
         self.order = 0
-        self.calls: dict[tuple[str, str], int] = {}
+        # Of a microbatch, whose passes through several chunks may have a module in common.
+        self.calls: dict[tuple[int | None, str, str], int] = {}
         self.producers: dict[int, tuple[str, Tensor]] = {}
         self.readers: dict[str, set[str]] = {}
         self.running: list[str] = []
@@ -50,7 +51,7 @@ class PassCapture:
             return inner(module, batch, x, dropout_key)
         self.microbatch = self.samples[id(batch)]
         self.seq_length = batch.seq_length * self.mesh.cp.size
-        self.order, self.calls = 0, {}
+        self.order = 0
         try:
             with MaskRecorder(self):
                 out = inner(module, batch, x, dropout_key)
@@ -106,8 +107,9 @@ class PassCapture:
 
     def _add(self, kind: str, name: str, values: Tensor, *, place: Place | None = None) -> int:
         """Add a record of the current microbatch. Returns its index among those of the module."""
-        index = self.calls.get((kind, name), 0)
-        self.calls[kind, name] = index + 1
+        key = self.microbatch, kind, name
+        index = self.calls.get(key, 0)
+        self.calls[key] = index + 1
         self.order += 1
         self.writer.add(self._record(kind, name, index, place), values)
         return index

@@ -318,7 +318,7 @@ FEW_LAYOUTS = {
         "recomputed",
         "everything",
     ],
-    "mtp tied": ["T2+SP", "P2", "P2V2", "P2 zb-h1", "P4", "D2+ZeRO", "everything"],
+    "mtp tied": ["T2+SP", "P2", "P2V2", "P2 zb-h1", "P2 zb-v", "P4", "D2+ZeRO", "everything"],
     "xavier": ["T2"],
     "bf16": ["T2+SP", "P2V2", "P2D2 zb-v", "P2 zb-h1", "T2P2 zb-h1+SP", "D2+ZeRO", "everything"],
     "fp32 residual stream": ["P2V2", "everything"],
