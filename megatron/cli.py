@@ -139,7 +139,8 @@ def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field, scalar: 
     if spec.required and default is None:
         common["help"] += " (required)"
     elif default is not None and "default" not in spec.help:
-        common["help"] += f" (default: {default})"
+        shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
+        common["help"] += f" (default: {shown})"
     if spec.choices is not None:
         metavar: str | tuple[str, ...] = "{" + ",".join(map(str, spec.choices)) + "}"
     else:

@@ -91,6 +91,7 @@ RECORDS = {
     "numpy.dtype",
     "signal.Signals",
     "pathlib.PosixPath",
+    "_io.BytesIO",
     *(
         f"{DCP}metadata.{name}"
         for name in (

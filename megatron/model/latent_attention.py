@@ -20,7 +20,7 @@ NEEDED = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentAttentionConfig(Config):
-    """Widths of multi-head latent attention. They need `multi_latent_attention`."""
+    """Widths of multi-head latent attention. They need --multi-latent-attention."""
 
     multi_latent_attention: bool = flag(
         False, "attention whose keys and values come from a narrow latent; --qk-layernorm normalizes latents"
@@ -60,7 +60,7 @@ class LatentAttentionConfig(Config):
             if needed is False and value:
                 raise InputError(f"{name} and --multi-latent-attention exclude each other; drop one")
             if needed and value != needed:
-                raise InputError(f"{name}: {value} excludes --multi-latent-attention, which needs {needed}")
+                raise InputError(f"--multi-latent-attention needs {name} {needed}, not {value}")
         plain, rotated = self.qk_head_dim, self.qk_pos_emb_head_dim
         if rotated % 2:
             raise InputError(f"--qk-pos-emb-head-dim: {rotated} is odd, but RoPE rotates channels in pairs")

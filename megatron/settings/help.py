@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from typing import Any
 
-from megatron.cli import HelpFormatter, Parser
+from megatron.cli import HelpFormatter, Parser, summary
 from megatron.errors import InputError
+from megatron.flags import Config
+from megatron.model.latent_attention import LatentAttentionConfig
+from megatron.model.moe_config import MoEConfig
 from megatron.training.config import RunConfig
 
 # Flags that most runs give, in the order in which one decides on them.
@@ -19,6 +23,11 @@ FIRST = """
     --save --save-interval --load --log-interval --eval-interval
 """.split()
 ALL = "all"
+# Groups of flags that belong to other groups too: a config, and the first words of further flags.
+TOPICS: dict[str, tuple[type[Config], tuple[str, ...]]] = {
+    "moe": (MoEConfig, ("--moe-", "--expert-")),
+    "latent-attention": (LatentAttentionConfig, ()),
+}
 
 
 def add_help(parser: Parser) -> None:
@@ -51,6 +60,7 @@ def help_text(parser: Parser, group: str | None = None) -> str:
     if group == ALL:
         return parser.format_help()
     groups = {_dashed(g.title): g for g in parser._action_groups if g.description}
+    groups |= {name: _topic(parser, name) for name in TOPICS}
     formatter = HelpFormatter(parser.prog)
     formatter.add_usage(None, parser._actions, parser._mutually_exclusive_groups)
     if group is not None:
@@ -62,7 +72,7 @@ def help_text(parser: Parser, group: str | None = None) -> str:
         return formatter.format_help()
     formatter.add_text(parser.description)
     # Groups that only this entry point has are shown whole.
-    ours = {_dashed(name) for name in RunConfig.section_types()}
+    ours = {_dashed(name) for name in RunConfig.section_types()} | TOPICS.keys()
     for name in [name for name in groups if name not in ours]:
         _add_section(formatter, groups[name])
     formatter.start_section("flags that matter first")
@@ -74,6 +84,16 @@ def help_text(parser: Parser, group: str | None = None) -> str:
     formatter.end_section()
     formatter.add_text(f"--help GROUP lists the flags of a group, --help {ALL} lists all flags.")
     return formatter.format_help()
+
+
+def _topic(parser: Parser, name: str) -> argparse._ArgumentGroup:
+    """A group of `TOPICS`, which is not one of the parser's."""
+    config, words = TOPICS[name]
+    fields = {field.name for field in dataclasses.fields(config)}
+    group = argparse._ArgumentGroup(parser, name, summary(config))
+    actions = dict.fromkeys(parser.flags.values())
+    group._group_actions += [a for a in actions if a.dest in fields or a.option_strings[0].startswith(words)]
+    return group
 
 
 def _add_section(formatter: HelpFormatter, group: argparse._ArgumentGroup) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import io
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -283,11 +285,24 @@ def test_failed_export_leaves_no_files(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.rglob("*")] == ["empty"]
 
 
-def test_current_files_of_each_rank_are_named(tmp_path: Path) -> None:
-    """--ckpt-format torch has the names of torch_dist in the files of v3.0."""
-    folder = tmp_path / "iter_0000001" / "mp_rank_00"
-    folder.mkdir(parents=True)
-    model = {"decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight": torch.ones(2, 2)}
-    torch.save({"model": model, "checkpoint_version": 3.0}, folder / "model_optim_rng.pt")
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["mp_rank_00"],
+        ["mp_rank_00_000", "mp_rank_00_001"],
+        ["mp_rank_00_000_000", "mp_rank_00_000_001"],
+    ],
+)
+def test_current_files_of_each_rank_are_named(tmp_path: Path, names: list[str]) -> None:
+    """--ckpt-format torch has the names of torch_dist in the files of v3.0, and files of expert-parallel ranks."""
+    model = {
+        "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight": torch.ones(2, 2),
+        "decoder.layers.0.self_attention.linear_qkv._extra_state": io.BytesIO(b"state"),
+    }
+    args = argparse.Namespace(pipeline_model_parallel_size=1, expert_model_parallel_size=2)
+    for name in names:
+        folder = tmp_path / "iter_0000001" / name
+        folder.mkdir(parents=True)
+        torch.save({"args": args, "model": model, "checkpoint_version": 3.0}, folder / "model_optim_rng.pt")
     with pytest.raises(InputError, match="was saved by current Megatron-LM with --ckpt-format torch, which"):
         open_megatron(folder.parent, TokenizerConfig())

@@ -61,6 +61,14 @@ def test_help_of_a_group(parser: Parser, group: str) -> None:
     assert flags_in(text) == expected
 
 
+def test_help_of_topics(parser: Parser) -> None:
+    found = flags_in(help_text(parser, "moe"))
+    assert {"--num-experts", "--moe-router-topk", "--add-expert-bias", "--moe-per-layer-logging"} <= found
+    assert "--expert-model-parallel-size" in found and "--num-layers" not in found
+    text = help_text(parser, "latent-attention")
+    assert "--kv-lora-rank" in flags_in(text) and "They need --multi-latent-attention." in text
+
+
 def test_groups_together_have_all_flags(parser: Parser) -> None:
     found = set().union(*(flags_in(help_text(parser, name)) for name in RunConfig.section_types()))
     assert flags_in(help_text(parser, "all")) - found == {"--help", "--version", "--config"}

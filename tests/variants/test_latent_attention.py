@@ -135,11 +135,11 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
         ),
         (
             f"{LATENT} --position-embedding-type learned_absolute",
-            "--position-embedding-type: learned_absolute excludes --multi-latent-attention, which needs rope",
+            "--multi-latent-attention needs --position-embedding-type rope, not learned_absolute",
         ),
         (
             f"{LATENT} --rotary-percent 0.5",
-            "--rotary-percent: 0.5 excludes --multi-latent-attention, which needs 1.0",
+            "--multi-latent-attention needs --rotary-percent 1.0, not 0.5",
         ),
         (
             f"{LATENT} --add-qkv-bias",

@@ -49,6 +49,11 @@ def _read(left: dict[str, Any], fields: dict[str, Any], *, best_of_group: int) -
 
 def _write(model: ModelConfig, *, method: str) -> dict[str, Any]:
     width, shared = model.moe_ffn_hidden_size or 1, model.moe_shared_expert_intermediate_size or 0
+    if not shared or shared % width:
+        raise InputError(
+            f"--moe-shared-expert-intermediate-size: {shared or 'none'} is not a multiple of --moe-ffn-hidden-size "
+            f"{width}, which Hugging Face's DeepSeek models need"
+        )
     layers = model.expert_layers(model.num_layers)
     in_sequences = "seq_aux_loss" in model.moe_router_load_balancing_type
     return {

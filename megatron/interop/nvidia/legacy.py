@@ -172,7 +172,9 @@ def read_rank_files(folder: Path) -> RankFiles:
     paths: dict[tuple[int, int], Path] = {}
     # Folders with only shards of the distributed optimizer have the same names as those of stages.
     for path in sorted(path for name in MODEL_FILES for path in folder.glob(f"mp_rank_*/{name}")):
-        match = re.fullmatch(r"mp_rank_([0-9]{2,4})(?:_([0-9]{3,4}))?", path.parent.name)
+        match = re.fullmatch(r"mp_rank_([0-9]{2,4})(?:_([0-9]{3,4}))?(?:_([0-9]{3,4}))?", path.parent.name)
+        if match and match[3]:  # of an expert-parallel rank
+            raise _unsupported(folder)
         if match:
             paths.setdefault((int(match[1]), int(match[2] or 0)), path)
     if not paths:
@@ -188,6 +190,9 @@ def read_rank_files(folder: Path) -> RankFiles:
         content = read_torch_file(path)
         if not isinstance(content, dict) or not ({"model", "model0"} & content.keys()):
             raise InputError(f"{path}: is not a Megatron-LM checkpoint (it holds no 'model')")
+        model = content.get("model", content.get("model0"))
+        if isinstance(model, dict) and any(str(key).startswith(STACK) for key in model):
+            raise _unsupported(folder)
         ranks.contents[rank] = content
     args = read_flags(*ranks.first)
     for name, size in (("tensor", ranks.tensor), ("pipeline", ranks.stages)):
@@ -198,6 +203,14 @@ def read_rank_files(folder: Path) -> RankFiles:
                 f"written with {name}_model_parallel_size {said}; some are missing"
             )
     return ranks
+
+
+def _unsupported(folder: Path) -> InputError:
+    """The error for files of each rank that have the names of today's `torch_dist`."""
+    return InputError(
+        f"{folder}: was saved by current Megatron-LM with --ckpt-format torch, which is not supported; save it there "
+        "with --ckpt-format torch_dist"
+    )
 
 
 def model_chunks(path: Path, content: dict[str, Any]) -> Chunks:
@@ -259,11 +272,6 @@ def by_native_name(
                     unknown.append(f"{key} in {ranks.paths[t, p].parent.name}")
                 else:
                     found.setdefault(name, {})[t] = tensor
-    if any(key.startswith(STACK) for key in next(iter(chunks.values()))[0]):
-        raise InputError(
-            f"{ranks.folder}: was saved by current Megatron-LM with --ckpt-format torch, which is not supported; save "
-            "it there with --ckpt-format torch_dist"
-        )
     if unknown:
         raise InputError(f"{ranks.folder}: has unknown or duplicate tensors: {list_names(unknown)}")
     uneven = [name for name, shards in found.items() if len({shard.shape for shard in shards.values()}) > 1]
