@@ -16,9 +16,9 @@ from megatron.model.config import ModelConfig
 from megatron.parallel.parameters import ShardedParameter, named_parameters
 from megatron.parallel.slices import whole
 
-# Draws the router's initial values.
+# Seed of the router's initial values.
 SEED = 1234
-# Tensors of the dense MLP, by those of the experts.
+# The dense MLP's tensor, by the experts' tensor that copies it.
 DENSE = {"experts.weight1": "linear_fc1.weight", "experts.weight2": "linear_fc2.weight"}
 
 
@@ -26,7 +26,7 @@ def upcycled(checkpoint: Checkpoint, fields: dict[str, Any]) -> Checkpoint:
     """The weights of a dense GPT as a mixture of experts. Each layer's MLP is read once.
 
     Args:
-        fields: of the model's config: the experts and their router.
+        fields: fields of the model's config that describe the experts and their router.
 
     Raises:
         InputError: the checkpoint holds no dense GPT, or experts cannot be copies of its MLPs.

@@ -304,6 +304,7 @@ def check_expert_parallel(model: ModelConfig, parallel: ParallelConfig, seq_leng
     for name, value, divided, total in (
         ("--expert-model-parallel-size", size, "--num-experts", experts),
         ("--expert-tensor-parallel-size", parts, "--moe-ffn-hidden-size", model.moe_ffn_hidden_size or 0),
+        ("--expert-tensor-parallel-size", parts, "--hidden-size", model.add_expert_bias * model.hidden_size),
         (
             "--tensor-model-parallel-size",
             tp,

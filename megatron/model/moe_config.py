@@ -12,7 +12,7 @@ from megatron.flags import Config, either, flag, flag_name
 
 # Auxiliary losses by the tokens over which the load of the experts is taken.
 BALANCING_TYPES = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
-# Flags of `MoEConfig` that change how a layer is computed, but not what.
+# Flags of `MoEConfig` that change how a layer is computed, but not its result.
 COMPUTATION = (
     "moe_grouped_gemm",
     "moe_layer_recompute",
@@ -45,13 +45,15 @@ class MoEConfig(Config):
         False, "softmax over all experts, before the top-k, instead of over the chosen ones"
     )
     moe_router_num_groups: int | None = flag(None, "groups of experts, for --moe-router-group-topk", low=1)
-    moe_router_group_topk: int | None = flag(None, "groups of a token, those of the best experts", low=1)
+    moe_router_group_topk: int | None = flag(
+        None, "groups that the experts of a token are chosen from", low=1
+    )
     moe_router_topk_scaling_factor: float | None = flag(None, "factor of a token's expert weights", above=0)
     add_expert_bias: bool = flag(False, "biases of experts and router, as in gpt-oss")
     moe_router_dtype: str = flag("fp32", "precision of the router", choices=("fp32", "fp64"))
     moe_router_load_balancing_type: tuple[str, ...] = flag(
         ("aux_loss",),
-        "auxiliary losses: over the tokens of a microbatch of a replica, each sequence, or the global batch",
+        "auxiliary losses: with the load of a microbatch of a replica, of each sequence, or of the last global batch",
         choices=BALANCING_TYPES,
         nargs="+",
         metavar="TYPE",
@@ -68,7 +70,8 @@ class MoEConfig(Config):
     moe_router_bias_update_rate: float = flag(1e-3, "change of the expert bias in each step", low=0)
     moe_expert_capacity_factor: float | None = flag(
         None,
-        "tokens of a sequence that an expert takes, over their mean; the others are dropped (default: all are taken)",
+        "capacity of an expert in a sequence, as a multiple of the experts' mean load there; tokens beyond it are "
+        "dropped (default: no token is)",
         above=0,
     )
     moe_token_drop_policy: str = flag(
@@ -181,7 +184,7 @@ class MoEConfig(Config):
         """For each layer, true if its MLP is a mixture of experts.
 
         Raises:
-            InputError: --moe-layer-freq is not of a form that it has, or is for another number of layers.
+            InputError: --moe-layer-freq is malformed, is for another number of layers, or gives none of them experts.
         """
         if self.num_experts is None:
             return [False] * layers
@@ -195,10 +198,10 @@ class MoEConfig(Config):
 
 
 def layer_pattern(flag: str, value: str, layers: int, bit: Callable[[int, int], bool]) -> list[bool]:
-    """Parse the bits of a flag for each layer: a sum of lists, or a number N, for which `bit` has N and the layer.
+    """Parse a flag that has a bit for each layer: a sum of lists, or a number N, which means `bit(N, layer)`.
 
     Raises:
-        InputError: the value is not of a form that it has, or is for another number of layers.
+        InputError: the value is malformed, or for another number of layers.
     """
     text = value.replace(" ", "")
     if text.isdecimal() and int(text) > 0:

@@ -22,7 +22,7 @@ MAX_LAYERS = 4  # named in a warning
 
 
 class ExpertReport(Hook):
-    """Adds to every report means over the layers, and with --moe-per-layer-logging the values of each layer.
+    """Add means over the layers to every report, and with --moe-per-layer-logging the values of each layer.
 
     The sums of a layer stay on the device until then. They are sums over all tokens of the interval, so that the values
     do not depend on the layout.

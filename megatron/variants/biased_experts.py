@@ -64,6 +64,7 @@ class BiasedRouter(Router):
         self.bias = parameter(spec, zeros)
 
     def logits(self, x_sbh: Tensor) -> Tensor:
+        """[s, b, e] in the router's precision."""
         return super().logits(x_sbh) + self.bias.to(self.dtype)
 
 

@@ -13,8 +13,7 @@ NUM_EXPERTS, EXPERT_WIDTH = 8, 16
 
 
 def shrunk_experts(model: ModelConfig, num_layers: int, *, owners: int, parts: int) -> dict[str, Any]:
-    """Fewer and narrower experts, of which a token still chooses some; dense layers and layers of experts. Empty for a
-    dense model.
+    """Flags of fewer and narrower experts, with dense layers if the run has some. Empty for a dense model.
 
     Args:
         owners: groups of ranks that the experts are divided among.
@@ -59,7 +58,7 @@ def shrunk_windows(model: ModelConfig, num_layers: int, length: int) -> dict[str
 
 
 def shrunk_pattern(pattern: list[bool], num_layers: int) -> list[bool]:
-    """As many bits, evenly from a pattern; one of each kind that it has."""
+    """Pick `num_layers` bits evenly from a pattern, at least one of each kind that it has."""
     chosen = [pattern[i * (len(pattern) - 1) // max(num_layers - 1, 1)] for i in range(num_layers)]
     if len(set(chosen)) < len(set(pattern)):
         chosen[-1] = not chosen[-1]

@@ -260,6 +260,11 @@ def test_other_forms_are_refused(tmp_path: Path, kind: str, fields: dict, messag
             {"moe_shared_expert_gate": False},
             "qwen2_moe: --moe-shared-expert-gate is False here and True there",
         ),
+        (
+            DEEPSEEK[0],
+            {"moe_shared_expert_intermediate_size": None},
+            "--moe-shared-expert-intermediate-size: none is not a multiple of --moe-ffn-hidden-size",
+        ),
     ],
 )
 def test_models_without_a_family_are_refused(tmp_path: Path, kind: str, fields: dict, message: str) -> None:

@@ -59,7 +59,7 @@ def sorted_rows(
 ) -> tuple[Rows, list[int]]:
     """Rows of the copies whose `key` [n · k] is below `groups`, sorted by it, and the number of rows of each group.
 
-    With `capacity` each group has so many rows, the last of them zeros.
+    With `capacity` each group has that many rows, padded with zeros at its end.
     """
     key = key.clamp(max=groups)
     counts = count(key, groups + 1)[:groups].long()

@@ -56,7 +56,7 @@ class MoELayer(nn.Module):
         return out_sbh + self.shared_experts(x_sbh)
 
     def routed(self, x_sbh: Tensor, sequence_grad: Tensor | float | None) -> Tensor:
-        """Output of the experts that the router chooses; with --moe-shared-expert-overlap, and of the shared one."""
+        """Output of the chosen experts, [s, b, h]; with --moe-shared-expert-overlap the shared expert's is added."""
         tp, whole_sbh, shared = self.context.tp, x_sbh, []
 
         def meanwhile() -> None:

@@ -176,6 +176,12 @@ LAYOUTS = [
         f"{ETP} 2",
     ),
     (
+        3,
+        f"{EXPERTS} {ETP} 3 --add-expert-bias --moe-ffn-hidden-size 6",
+        f"{ETP}: 3 does not divide --hidden-size 32, as --num-experts needs; choose 1 or 2",
+        f"{ETP} 1",
+    ),
+    (
         4,
         f"{EXPERTS} {TP} 4 --moe-shared-expert-intermediate-size 6",
         f"{TP}: 4 does not divide --moe-shared-expert-intermediate-size 6, as --num-experts needs; choose 1, 2 or 3",
