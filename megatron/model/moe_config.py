@@ -45,9 +45,7 @@ class MoEConfig(Config):
         False, "softmax over all experts, before the top-k, instead of over the chosen ones"
     )
     moe_router_num_groups: int | None = flag(None, "groups of experts, for --moe-router-group-topk", low=1)
-    moe_router_group_topk: int | None = flag(
-        None, "groups that the experts of a token are chosen from", low=1
-    )
+    moe_router_group_topk: int | None = flag(None, "groups that a token's experts are chosen from", low=1)
     moe_router_topk_scaling_factor: float | None = flag(None, "factor of a token's expert weights", above=0)
     add_expert_bias: bool = flag(False, "biases of experts and router, as in gpt-oss")
     moe_router_dtype: str = flag("fp32", "precision of the router", choices=("fp32", "fp64"))
@@ -70,8 +68,7 @@ class MoEConfig(Config):
     moe_router_bias_update_rate: float = flag(1e-3, "change of the expert bias in each step", low=0)
     moe_expert_capacity_factor: float | None = flag(
         None,
-        "capacity of an expert in a sequence, as a multiple of the experts' mean load there; tokens beyond it are "
-        "dropped (default: no token is)",
+        "an expert's capacity in a sequence, over its mean load there; further tokens are dropped (default: none is)",
         above=0,
     )
     moe_token_drop_policy: str = flag(
