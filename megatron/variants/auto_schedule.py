@@ -1,13 +1,15 @@
 """--pipeline-schedule auto: the list of passes that takes the least time in the simulator, within a limit of memory.
 
 The search takes the named schedules and lists that a clock makes by several policies, as the automatic schedules of
-arXiv 2401.10241, section 3, and 2405.15362 do. The times of passes are counted in floating-point operations.
+arXiv 2401.10241, section 3, and 2405.15362 do. Then it changes the policies of some stages as long as that helps. It is
+deterministic, since all ranks must find the same list. The times of passes are counted in floating-point operations.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import random
 from collections.abc import Iterator, Sequence
 
 from megatron.errors import InputError
@@ -27,7 +29,20 @@ from megatron.parallel.schedules import (
 )
 from megatron.parallel.stages import split_layers
 from megatron.training.config import PluginConfig, RunConfig
-from megatron.variants.zero_bubble import Duration, candidates, dualpipe_v, lagging, zb_h1, zb_v
+from megatron.variants.half_memory import v_half, v_min
+from megatron.variants.zero_bubble import (
+    Duration,
+    Policy,
+    dualpipe_v,
+    lagging,
+    list_schedule,
+    policies,
+    zb_h1,
+    zb_v,
+)
+
+# The search changes the policies of some stages this many times, and fewer times where a step has many passes.
+MAX_CHANGES, MAX_PASSES = 100, 50_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,18 +82,37 @@ def best_schedule(
         transfer_time: as in `simulate`.
     """
     limit = chunks * (in_flight or stages)
-    found = [
-        (makespan(schedule, stages, duration, transfer_time=transfer_time, v_shaped=chunks == 2), i, schedule)
-        for i, schedule in enumerate(_lists(stages, chunks, microbatches, limit, duration))
+
+    def seconds(schedule: list[list[Compute]]) -> float:
+        return makespan(schedule, stages, duration, transfer_time=transfer_time, v_shaped=chunks == 2)
+
+    def by_policies(chosen: Sequence[Policy]) -> tuple[float, list[list[Compute]]]:
+        schedule = list_schedule(chosen, chunks, microbatches, duration)
+        return seconds(schedule), schedule
+
+    named = [
+        (seconds(schedule), schedule)
+        for schedule in _named(stages, chunks, microbatches, limit)
         if max(map(peak_chunks, schedule)) <= limit
     ]
-    return min(found)[2]
+    uniform = [
+        [policy] * stages
+        for room in range(limit, max(chunks, limit - 2 * chunks) - 1, -1)
+        for policy in policies(chunks, room)
+    ]
+    found = [(by_policies(chosen), chosen) for chosen in uniform]
+    (time, schedule), chosen = min(found, key=lambda one: one[0][0])
+    rng = random.Random(0)
+    for _ in range(min(MAX_CHANGES, MAX_PASSES // (stages * chunks * microbatches))):
+        changed = _changed(chosen, limit, chunks, rng)
+        other = by_policies(changed)
+        if other[0] <= time:
+            (time, schedule), chosen = other, changed
+    return min([*named, (time, schedule)], key=lambda one: one[0])[1]
 
 
-def _lists(
-    stages: int, chunks: int, microbatches: int, limit: int, duration: Duration
-) -> Iterator[list[list[Compute]]]:
-    """Named schedules, and those by policies. Some of the former exceed the limit."""
+def _named(stages: int, chunks: int, microbatches: int, limit: int) -> Iterator[list[list[Compute]]]:
+    """Schedules with a name, and others whose weight gradients lag. Some exceed the limit."""
     if chunks == 1:
         yield one_forward_one_backward(stages, chunks, microbatches)
         yield zb_h1(stages, chunks, microbatches)
@@ -88,12 +122,31 @@ def _lists(
                 lagging(microbatches, warmup, more - warmup)
                 for warmup in (min(2 * (stages - rank - 1), more) for rank in range(stages))
             ]
-    else:
-        yield zb_v(stages, chunks, microbatches)
-        if microbatches >= 2 * stages:
-            yield dualpipe_v(stages, chunks, microbatches)
-    for room in sorted({limit, max(limit - 1, chunks)}, reverse=True):
-        yield from candidates(stages, chunks, microbatches, (room,) * stages, duration)
+        return
+    yield zb_v(stages, chunks, microbatches)
+    yield v_half(stages, chunks, microbatches)
+    yield v_min(stages, chunks, microbatches)
+    if microbatches >= 2 * stages:
+        yield dualpipe_v(stages, chunks, microbatches)
+
+
+def _changed(chosen: Sequence[Policy], limit: int, chunks: int, rng: random.Random) -> list[Policy]:
+    """Policies that differ from the `chosen` ones on up to three stages."""
+    changed = list(chosen)
+    for rank in rng.sample(range(len(changed)), min(len(changed), rng.randint(1, 3))):
+        policy = changed[rank]
+        changed[rank] = dataclasses.replace(
+            policy,
+            **rng.choice(
+                (
+                    {"limit": min(limit, max(chunks, policy.limit + rng.choice((-2, -1, 1, 2))))},
+                    {"backward_first": not policy.backward_first},
+                    {"early_chunks": not policy.early_chunks},
+                    {"patience": rng.choice((0.0, 0.25, 0.5, 0.75, 1.0, 1.5))},
+                )
+            ),
+        )
+    return changed
 
 
 def peak_chunks(actions: Sequence[Compute]) -> int:

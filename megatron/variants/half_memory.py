@@ -93,7 +93,7 @@ def _blocks(stages: int, steps: tuple[tuple[int, ...], ...]) -> Iterator[Block]:
 
 def _repeat(block: Block, microbatches: int, limit: int) -> list[list[Compute]]:
     """The passes of each rank, in the order of a block that is repeated. Incomplete if they need more memory."""
-    policy = Policy(limits=(limit,) * len(block), patience=1.0)
+    policy = Policy(limit=limit, patience=1.0)
     ranks = [_BlockRank(rank, policy, times, microbatches) for rank, times in enumerate(block)]
     return run_ranks(ranks, microbatches, v_shaped=True)
 
@@ -109,7 +109,7 @@ class _BlockRank(Rank):
         self.order = [self.left[0]]
 
     def has_room(self, chunk: int) -> bool:
-        return self.held < self.policy.limits[self.rank]
+        return self.held < self.policy.limit
 
     def start(self, now: float, action: Compute) -> tuple[Compute, float]:
         if not isinstance(action, BackwardWeight):

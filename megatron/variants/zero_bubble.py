@@ -31,29 +31,29 @@ class Policy:
     """The choice that a stage makes among the passes that it could run next.
 
     Attributes:
-        limits: for each stage, the chunks of activations that it may hold, from forward until the weight gradients.
+        limit: chunks of activations that it may hold, from forward until the weight gradients.
         backward_first: prefers a backward pass to a forward pass.
         early_chunks: prefers the first chunk among backward passes; otherwise the last.
         patience: waits for a pass whose input arrives within this share of the time of the weight gradients that it
             could run meanwhile.
     """
 
-    limits: tuple[int, ...]
+    limit: int
     backward_first: bool = True
     early_chunks: bool = False
     patience: float = 0.5
 
 
 def list_schedule(
-    stages: int, chunks: int, microbatches: int, policy: Policy, duration: Duration, v_shaped: bool = False
+    policies: Sequence[Policy], chunks: int, microbatches: int, duration: Duration
 ) -> list[list[Compute]]:
-    """Run a pipeline against a clock: a stage that becomes free takes a pass by `policy`.
+    """Run a pipeline against a clock: a stage that becomes free takes a pass by its policy. Two chunks are V-shaped.
 
     Microbatches enter in order. A stage keeps room for one activation of each later chunk, so that the oldest
     microbatch always goes on: there is no deadlock.
     """
-    ranks = [Rank(rank, chunks, policy, duration) for rank in range(stages)]
-    return run_ranks(ranks, microbatches, v_shaped)
+    ranks = [Rank(rank, chunks, policy, duration) for rank, policy in enumerate(policies)]
+    return run_ranks(ranks, microbatches, v_shaped=chunks > 1)
 
 
 def run_ranks(ranks: Sequence[Rank], microbatches: int, v_shaped: bool) -> list[list[Compute]]:
@@ -112,7 +112,7 @@ class Rank:
         self.waiting[kind, chunk].extend((time, microbatch) for microbatch in range(microbatches))
 
     def has_room(self, chunk: int) -> bool:
-        return self.held < self.policy.limits[self.rank] - (self.chunks - 1 - chunk)
+        return self.held < self.policy.limit - (self.chunks - 1 - chunk)
 
     def choose(self, now: float) -> tuple[Compute | None, float | None]:
         """The pass that starts now, if any, and the time at which to ask again, if it is known."""
@@ -183,7 +183,10 @@ def zb_v(stages: int, chunks: int, microbatches: int) -> list[list[Compute]]:
     Two chunks per rank in the shape of a V; every rank holds `stages` microbatches of both at most.
     """
     assert chunks == 2
-    lists = candidates(stages, chunks, microbatches, (2 * stages,) * stages, one_and_two)
+    lists = [
+        list_schedule([policy] * stages, chunks, microbatches, one_and_two)
+        for policy in policies(chunks, 2 * stages)
+    ]
     return min(lists, key=lambda schedule: _makespan(schedule, stages, one_and_two, v_shaped=True))
 
 
@@ -240,17 +243,12 @@ def _dualpipe_rank(stages: int, rank: int, microbatches: int) -> list[Compute]:
     return [*actions, *weights]
 
 
-def candidates(
-    stages: int, chunks: int, microbatches: int, limits: tuple[int, ...], duration: Duration
-) -> Iterator[list[list[Compute]]]:
-    """Lists by all policies within the memory."""
+def policies(chunks: int, limit: int) -> Iterator[Policy]:
+    """Policies within a limit of memory, the same for all stages."""
     for backward_first, early_chunks, patience in itertools.product(
         (False, True), (False, True)[:chunks], (0.0, 0.5, 1.0)
     ):
-        policy = Policy(
-            limits=limits, backward_first=backward_first, early_chunks=early_chunks, patience=patience
-        )
-        yield list_schedule(stages, chunks, microbatches, policy, duration, v_shaped=chunks > 1)
+        yield Policy(limit=limit, backward_first=backward_first, early_chunks=early_chunks, patience=patience)
 
 
 def _makespan(
