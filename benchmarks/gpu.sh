@@ -20,7 +20,10 @@ train=(benchmarks/train.py --device cuda --precisions bf16 ${NANOGPT:+--nanogpt 
 parts=("$@")
 ((${#parts[@]})) || parts=(tests small 355m 1.3b 7b)
 
-name=$("$PYTHON" -c 'import torch; print(torch.cuda.get_device_name())') || fail "torch finds no GPU"
+# The last line is the name, or what is wrong.
+name=$("$PYTHON" -c 'import torch; print(torch.cuda.get_device_name())' 2>&1) ||
+  fail "torch finds no GPU (PYTHON=$PYTHON): ${name##*$'\n'}"
+name=${name##*$'\n'}
 results=benchmarks/results/$(tr '[:upper:] /' '[:lower:]--' <<<"$name").json
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT

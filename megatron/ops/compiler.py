@@ -63,7 +63,7 @@ class Compiler:
         self.compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Raises: TrainingFault: compiling fails, now or for new sizes."""
+        """Call a function, compiled. Raises TrainingFault if compiling fails, now or for new sizes."""
         compiled = self.compiled.get(function)
         is_known = compiled is not None
         if compiled is None:

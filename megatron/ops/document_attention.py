@@ -45,9 +45,7 @@ def make_block_mask(spec: MaskSpec) -> BlockMask | None:
     i = torch.arange(blocks, device=spec.device)
     later = i - i.unsqueeze(1)  # blocks by which the keys are later than the queries
     # A block has a pair that attends, and all of its pairs do.
-    attended_bij, full_bij = (
-        torch.ones(1, blocks, blocks, dtype=torch.bool, device=spec.device) for _ in "af"
-    )
+    attended_bij = full_bij = torch.ones(1, blocks, blocks, dtype=torch.bool, device=spec.device)
     if spec.causal:
         attended_bij, full_bij = attended_bij & (later <= 0), full_bij & (later < 0)
     if window is not None:
@@ -62,7 +60,6 @@ def make_block_mask(spec: MaskSpec) -> BlockMask | None:
         one = (first == last).unsqueeze(2) & (first == last).unsqueeze(1)
         full_bij = full_bij & one & (first.unsqueeze(2) == first.unsqueeze(1))
     if length % BLOCK:
-        full_bij = full_bij.clone()
         full_bij[:, -1], full_bij[:, :, -1] = False, False  # positions beyond the end
 
     def attends(b: Tensor, n: Tensor, s: Tensor, t: Tensor) -> Tensor:

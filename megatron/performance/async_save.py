@@ -88,6 +88,11 @@ class AsyncSaver(Saver):
             self.wait()
 
     def wait(self) -> None:
+        """Wait until the background checkpoint has been written, and log it.
+
+        Raises:
+            BaseException: `failure`.
+        """
         if self.writing is None:
             return
         self.writing.join()

@@ -105,7 +105,7 @@ def _check_cuda_graph(run: RunConfig) -> None:
 FP8_FORMATS = ("e4m3", "hybrid")
 # Recipes of Megatron-LM that torchao does not have for training on every GPU with FP8.
 OTHER_RECIPES = ("delayed", "mxfp8", "blockwise", "custom")
-# Scaled products need inner dimensions that are multiples of this, and so many columns of the second operand.
+# Scaled products need an inner dimension, and a number of columns of the second operand, that are multiples of this.
 FP8_MULTIPLE = 16
 
 

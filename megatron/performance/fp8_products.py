@@ -26,10 +26,7 @@ def recipe(name: str, *, gradients: str, emulate: bool) -> Float8LinearConfig:
         gradients: format of the output gradients, "e4m3" or "e5m2"; activations and weights are e4m3.
         emulate: compute products in fp32, of the operands rounded to FP8.
     """
-    if emulate:
-        # On CPUs layers are compiled with dynamic shapes, which would make torchao's constants inputs of the graph.
-        torch._dynamo.config.specialize_float = True
-    else:
+    if not emulate:
         # Changes no layer, and applies torchao's workaround for the code that Inductor generates (triton issue 11111).
         convert_to_float8_training(torch.nn.Identity())
     config = Float8LinearConfig.from_recipe_name(name)

@@ -2,7 +2,8 @@
 
 PYTHONPATH=.:tests python tests/gpu_path/golden.py [--check]
 
-Writes golden.json, and prints the numbers beside the goals; --check compares without writing.
+Writes golden.json, and prints the numbers beside the goals; --check compares without writing, and names the shapes
+whose numbers differ.
 """
 
 from __future__ import annotations
@@ -131,13 +132,29 @@ def main() -> int:
     found["compiled layers"] = {shape: measure_compiled(shape) for shape in SHAPES}
     print(table())
     if sys.argv[1:] == ["--check"]:
-        return int(found != json.loads(FILE.read_text(encoding="utf-8")))
+        golden = json.loads(FILE.read_text(encoding="utf-8"))
+        differ = differences(golden, found)
+        print("\n".join(differ) or f"all numbers are those of {FILE.name}")
+        return int(bool(differ))
     FILE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
+def differences(golden: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    """One line for each shape whose numbers are not the golden ones, or one for another version of torch."""
+    if golden["torch"] != found["torch"]:
+        return [f"{FILE.name} has the numbers of torch {golden['torch']}, and this is {found['torch']}"]
+    return [
+        f"{kind}, {shape}: {FILE.name} has {golden[kind].get(shape)}, found {numbers}"
+        for kind in ("shapes", "compiled layers")
+        for shape, numbers in found[kind].items()
+        if golden[kind].get(shape) != numbers
+    ]
+
+
 def table() -> str:
-    """Kernels and bytes of a layer of each shape, besides matrix products and attention, and the goals of GPT-2's."""
+    """Kernels and bytes of a layer of each shape, besides matrix products and attention, and the goals of compiled
+    ones."""
     rows = [f"{'':34}{'kernels':>10}{'goal':>8}{'GB':>8}{'over hand count':>18}{'goal':>6}"]
     for shape in SHAPES:
         for name, layer in (
@@ -148,7 +165,8 @@ def table() -> str:
             size = other_bytes(layer)
             ratio = size / hand_count(config_of(shape, 1))
             goal = "+".join(map(str, GOALS.values())) if name == "GPT-2, compiled" else ""
-            rows.append(f"{name:34}{counts:>10}{goal:>8}{size / 1e9:8.2f}{ratio:18.2f}{BYTES_GOAL:6}")
+            bytes_goal = BYTES_GOAL if name.endswith("compiled") else ""
+            rows.append(f"{name:34}{counts:>10}{goal:>8}{size / 1e9:8.2f}{ratio:18.2f}{bytes_goal:>6}")
     return "\n".join(rows)
 
 
