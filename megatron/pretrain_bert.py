@@ -90,7 +90,9 @@ def forward(
     if order_b2 is not None:
         order_loss = F.cross_entropy(order_b2.float(), batch.is_random, reduction="sum")
         # A rank has the first token of all sequences or of none.
-        sums.append(order_loss if batch.pair_mask is None else order_loss * batch.pair_mask[0])
+        sums.append(
+            order_loss if batch.pair_mask is None else order_loss * batch.pair_mask.sum().clamp(max=1)
+        )
     return torch.stack(sums)
 
 
