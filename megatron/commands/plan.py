@@ -36,21 +36,25 @@ from megatron.planner.explain import other_choices, takeaways, why_not
 from megatron.planner.layout import Job
 from megatron.planner.memory import fits
 from megatron.planner.models import VOCAB_SIZE, Published
+from megatron.planner.picture import write_picture
 from megatron.planner.presets import find_preset
 from megatron.planner.profiles import find_constants, generation, with_constants
 from megatron.planner.programs import OURS
+from megatron.planner.questions import fewest_gpus, longest_of_all
 from megatron.planner.report import (
     command,
     command_flags,
     details,
     dry_run_command,
     heading,
+    limits,
     table,
     tflops,
+    what_if,
 )
 from megatron.planner.search import Plan, SearchResult, make_plan, search
 from megatron.planner.simulate import Simulator
-from megatron.planner.trace import write_picture, write_trace
+from megatron.planner.trace import trace_events
 from megatron.tool import check_output_file, write_output_file
 
 NUM_PLANS = 10  # shown
@@ -88,6 +92,12 @@ class PlanConfig(Config):
     tokens: float | None = flag(
         None, "tokens to train on, such as 300e9; prints days and GPU-hours", above=0, high=1e18
     )
+    days: float | None = flag(
+        None,
+        "with --tokens, instead of --gpus: plan for the fewest GPUs that train within so many days",
+        above=0,
+        high=10**5,
+    )
     gpu_hour_price: float | None = flag(
         None, "with --tokens: dollars for an hour of one GPU; prints the cost", above=0, high=10**4
     )
@@ -110,25 +120,35 @@ class PlanConfig(Config):
     restart_minutes: float = flag(
         10.0, "minutes from a failure until training goes on from the last checkpoint", above=0, high=10**5
     )
+    longest_seq_length: bool = flag(
+        False, "also print the longest sample that fits the cluster in any layout"
+    )
+    what_if: bool = flag(
+        False, "also print what a network twice as fast, twice the memory and so on would bring"
+    )
     explain: bool = flag(False, "explain the plan with the takeaways of arXiv 2104.04473")
     json: str | None = flag(None, "write the plans and their predictions", metavar="FILE")
     trace: str | None = flag(
         None,
-        "write the best plan's timeline, for https://ui.perfetto.dev or chrome://tracing",
+        "write the predicted step of the best or the given layout, for https://ui.perfetto.dev: computation, "
+        "communication and memory of each stage",
         metavar="FILE",
     )
     picture: str | None = flag(None, "draw the best plan's schedule as .svg or .png", metavar="FILE")
     calibrate: str | None = flag(
         None,
-        "measure this machine's CPU for a minute or two, write a file for --cluster, and exit",
+        "measure this machine's GPUs or CPU for a minute or two, write a file for --cluster, and exit; under torchrun "
+        "also the network between machines",
         metavar="FILE",
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("gpu_hour_price", "gpu_watts"):
+        for name in ("gpu_hour_price", "gpu_watts", "days"):
             if getattr(self, name) is not None and self.tokens is None:
                 raise InputError(f"--{name.replace('_', '-')} needs --tokens")
+        if self.days is not None and (self.gpus is not None or self.cluster is not None):
+            raise InputError("--days: finds the number of GPUs; leave out --gpus and --cluster, or --days")
         if self.picture is not None and Path(self.picture).suffix not in (".svg", ".png"):
             raise InputError(f"--picture: {self.picture} must end with .svg or .png")
 
@@ -151,20 +171,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     if given < len(line):
         plan_given(config, args, line[given + 1 :])
         return
-    job, cluster = make_job(config, args), make_cluster(config)
+    job = make_job(config, args)
+    if config.days is not None:
+        cluster = cluster_for_days(config, job)
+    else:
+        cluster = make_cluster(config)
     check_precision(job.fp8_format, cluster.device)
     with tqdm(desc="layouts", unit="", leave=False, disable=not sys.stderr.isatty()) as bar:
         result = search(job, cluster, num_plans=NUM_PLANS, progress=lambda n: bar.update(n - bar.n))
     best = result.plans[0]
     name = find_preset(config.model)[0] if config.model else "model"
     print(f"{name}: {heading(job, cluster)}")
-    print(f"{result.timed:,} layouts fit and were timed; {result.too_large:,} do not fit\n")
+    print(
+        f"{result.layouts:,} layouts divide them: {result.timed:,} were simulated, {result.too_large:,} do not fit, "
+        "and the others are slower than those below\n"
+    )
     print(table(result, job, cluster))
     print(f"\nThe best: {best.layout}\n{details(best, cluster)}")
     print_notes(config, best, job, cluster)
-    print("\nSingle changes to it:")
-    for words, other in other_choices(best, job, cluster):
-        print(f"  {words:<26}{why_not(other, best, job, cluster)}")
+    if config.longest_seq_length:
+        length, layout = longest_of_all(job, cluster)
+        print(f"  longest sample that fits the cluster: {length:,} tokens, in {layout}")
+    print_changes(config, best, job, cluster)
     if config.explain:
         print("", *takeaways(best, job, cluster), sep="\n")
     flags = command_flags(best, job, cluster, config.tokens)
@@ -174,6 +202,34 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"{dry_run_command(flags, job, cluster)}"
     )
     write_files(config, result, job, cluster)
+
+
+def cluster_for_days(config: PlanConfig, job: Job) -> Cluster:
+    """The smallest cluster that trains on --tokens within --days.
+
+    Raises:
+        InputError: there is none, or the GPU is unknown.
+    """
+    assert config.tokens is not None and config.days is not None
+
+    def sized(gpus: int) -> Cluster:
+        return make_cluster(dataclasses.replace(config, gpus=gpus, days=None))
+
+    check_precision(job.fp8_format, sized(1).device)
+    cluster, _ = fewest_gpus(job, config.tokens, config.days * 86400, sized)
+    print(
+        f"{cluster.devices:,} GPUs are the fewest that train on {config.tokens:.6g} tokens in {config.days:g} days"
+    )
+    return cluster
+
+
+def print_changes(config: PlanConfig, plan: Plan, job: Job, cluster: Cluster) -> None:
+    """Print what fits in a plan's layout, and what single changes to it or to the cluster would bring."""
+    print(f"{limits(plan, job, cluster)}\n\nSingle changes to it:")
+    for words, other in other_choices(plan, job, cluster):
+        print(f"  {words:<26}{why_not(other, plan, job, cluster)}")
+    if config.what_if:
+        print(f"\n{what_if(plan, job, cluster)}")
 
 
 def print_notes(config: PlanConfig, plan: Plan, job: Job, cluster: Cluster) -> None:
@@ -228,7 +284,7 @@ def plan_given(config: PlanConfig, args: dict[str, Any], command: list[str]) -> 
 
     described = {f.name for f in dataclasses.fields(ModelConfig)} | {
         *("model", "global_batch_size", "seq_length", "fp8_format", "vocab_size", "explain"),
-        *("json", "trace", "picture"),
+        *("json", "picture", "days", "longest_seq_length"),
     }
     for name in described & set(args):
         raise InputError(
@@ -249,9 +305,9 @@ def plan_given(config: PlanConfig, args: dict[str, Any], command: list[str]) -> 
     if not fits(plan.memory, cluster):
         print("  note    it does not fit")
     print_notes(config, plan, job, cluster)
-    print("\nSingle changes to it:")
-    for words, other in other_choices(plan, job, cluster):
-        print(f"  {words:<26}{why_not(other, plan, job, cluster)}")
+    print_changes(config, plan, job, cluster)
+    if config.trace is not None:
+        write_trace(Simulator(job, layout, cluster, OURS), Path(config.trace))
 
 
 def make_job(config: PlanConfig, args: dict[str, Any]) -> Job:
@@ -347,6 +403,16 @@ def check_files(config: PlanConfig) -> None:
                 )
 
 
+def write_trace(simulator: Simulator, path: Path) -> None:
+    """Write the file of --trace.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    trace = {"traceEvents": trace_events(simulator), "displayTimeUnit": "ms"}
+    write_output_file("--trace", path, json.dumps(trace))
+
+
 def write_files(config: PlanConfig, result: SearchResult, job: Job, cluster: Cluster) -> None:
     """Write the files of --json, --trace and --picture.
 
@@ -365,6 +431,7 @@ def write_files(config: PlanConfig, result: SearchResult, job: Job, cluster: Clu
         ]
         record = {
             "devices": cluster.devices,
+            "layouts": result.layouts,
             "timed": result.timed,
             "too large": result.too_large,
             "plans": plans,

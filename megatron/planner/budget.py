@@ -45,6 +45,11 @@ def two_digits(value: float) -> str:
     )
 
 
+def percent(share: float) -> str:
+    """A share of at least 0 in percent, with at most two significant digits."""
+    return f"{100 * share:.0f}%" if share >= 0.0995 else f"{100 * share:.1f}%"
+
+
 def expenses(device_hours: float, price: float | None, watts: float | None) -> str:
     """Money at a price for an hour of a device, and energy at a power of a device, with what is known of them."""
     parts = []

@@ -22,21 +22,15 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from megatron.errors import InputError
-from megatron.model.config import ModelConfig
-from megatron.model.context import ModelContext
-from megatron.model.gpt import GPTModel
 from megatron.ops.backend import MIN_COMPILE_FLOPS, Ops, choose_ops
 from megatron.ops.config import OpsConfig
 from megatron.ops.cpu.malloc import keep_freed_memory
-from megatron.optim.buffer import ParamBuffer
 from megatron.optim.config import OptimizerConfig
-from megatron.optim.layout import lay_out
-from megatron.optim.optimizer import Optimizer, param_groups
-from megatron.parallel.config import ParallelConfig
-from megatron.parallel.mesh import Mesh
+from megatron.optim.optimizer import Optimizer
+from megatron.planner.calibrate_model import VOCAB_SIZE, build_model, checked, make_job, microbatch
 from megatron.planner.cluster import Cluster, Device, Efficiency, Link
 from megatron.planner.description import describe
-from megatron.planner.layout import Job, Layout
+from megatron.planner.layout import Layout
 from megatron.planner.memory import stage_parameters
 from megatron.planner.programs import OURS
 from megatron.planner.simulate import OPTIMIZER_BYTES, Simulator
@@ -49,23 +43,19 @@ MAX_SPREAD = 1.3  # ratio of the slowest to the fastest round above which a note
 MESSAGES = (1 << 14, 1 << 22)  # bytes of the all-reduces
 SIDE, COPIED = 1024, 1 << 24  # rows and columns of the square product; elements of the copy
 TOKENS, HIDDEN = 128, 1024  # shape for element-wise operations
-VOCAB_SIZE = 1024
-
-
-def _job(layers: int, hidden: int, heads: int, length: int) -> Job:
-    model = ModelConfig(
-        num_layers=layers, hidden_size=hidden, num_attention_heads=heads, max_position_embeddings=length
-    )
-    return Job(model, length, VOCAB_SIZE, global_batch_size=1)
-
-
 # Each model's time depends more on its constant than the other models' times do.
-JOBS = {"matmul": _job(2, 768, 12, 128), "attention": _job(2, 128, 2, 512), "launch": _job(2, 64, 1, 16)}
+JOBS = {
+    "matmul": make_job(2, 768, 12, 128),
+    "attention": make_job(2, 128, 2, 512),
+    "launch": make_job(2, 64, 1, 16),
+}
+# A larger model, to compare the result with.
+CHECKED = make_job(4, 512, 8, 256)
 FIT_STEPS = 100  # enough for the constants to converge
 
 
 def calibrate(path: Path) -> None:
-    """Measure this machine and write the file.
+    """Measure this machine, its GPUs if it has some, and write the file.
 
     Raises:
         InputError: the file cannot be written.
@@ -75,11 +65,18 @@ def calibrate(path: Path) -> None:
         path.touch()  # fail now rather than after a minute
     except OSError as error:
         raise InputError(f"--calibrate: {path} cannot be written ({error.strerror})") from None
+    if torch.cuda.is_available():
+        from megatron.planner.calibrate_gpu import calibrate_gpus
+
+        calibrate_gpus(path)
+        return
     print(f"measuring with {processes} single-threaded processes for a minute or two", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_measure, args=(processes, folder), nprocs=processes)
         seconds = json.loads((Path(folder) / "seconds").read_text())
     cluster = fit_cluster(seconds, processes)
+    one = dataclasses.replace(cluster, devices=1)
+    print(checked(seconds["check"], Simulator(CHECKED, Layout(), one, OURS).busiest[1]))
     path.write_text(f"# Made by megatron plan --calibrate.\n{describe(cluster)}", encoding="utf-8")
     print(f"{path}: for megatron plan --cluster")
 
@@ -201,25 +198,13 @@ def _memory_and_matmul(ops: Ops) -> dict[str, Callable[[], object]]:
 def _models(ops: Ops) -> dict[str, Callable[[], object]]:
     """A microbatch of each of `JOBS`, forward and backward, and an optimizer step of the largest."""
     runs: dict[str, Callable[[], object]] = {}
-    for name, job in JOBS.items():
-        with torch.device("meta"):
-            context = ModelContext(vocab_size=VOCAB_SIZE, padded_vocab_size=VOCAB_SIZE, ops=ops)
-            model = GPTModel(job.model, context)
-        config, parallel, mesh = OptimizerConfig(lr=1e-4), ParallelConfig(), Mesh(device=CPU)
-        groups = param_groups(config, mesh)
-        buckets = lay_out([model], groups, bucket_size=parallel.ddp_bucket_size)
-        buffer = ParamBuffer([model], buckets, mesh, parallel, dtype=torch.float32)
-        buffer.initialize(0)
-        runs[name] = functools.partial(_microbatch, model, torch.randint(VOCAB_SIZE, (1, job.seq_length)))
+    for name, job in {**JOBS, "check": CHECKED}.items():
+        model, buffer = build_model(job, ops, CPU, torch.float32)
+        runs[name] = functools.partial(microbatch, model, torch.randint(VOCAB_SIZE, (1, job.seq_length)))
         if name == "matmul":
-            optimizer = Optimizer(buffer, config)
+            optimizer = Optimizer(buffer, OptimizerConfig(lr=1e-4))
             runs["optimizer"] = functools.partial(optimizer.step, lr=1e-4, weight_decay=0.1)
     return runs
-
-
-def _microbatch(model: GPTModel, tokens: Tensor) -> None:
-    positions = torch.arange(tokens.shape[1]).unsqueeze(0)
-    model(tokens, positions, labels_bs=tokens).sum().backward()
 
 
 def _communication(ops: Ops) -> dict[str, Callable[[], object]]:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from megatron.planner.budget import percent
 from megatron.planner.cluster import Cluster
 from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import USABLE_MEMORY, fits, max_memory
@@ -16,6 +17,7 @@ from megatron.planner.search import (
     MICRO_BATCH_SIZES,
     Plan,
     can_sequence_parallel,
+    can_shard_parameters,
     can_tensor_parallel,
     divides_experts,
     make_plan,
@@ -33,8 +35,8 @@ PARTS = {
     "gradients": "data-parallel communication",
     "optimizer": "the optimizer step",
 }
-# Relative differences of step time below this count as equal.
-EQUAL_TIME = 0.002
+# Relative differences of step time below this count as equal: predictions do not tell such layouts apart.
+EQUAL_TIME = 0.01
 
 
 def other_choices(best: Plan, job: Job, cluster: Cluster) -> Iterator[tuple[str, Layout]]:
@@ -65,8 +67,9 @@ def other_choices(best: Plan, job: Job, cluster: Cluster) -> Iterator[tuple[str,
         ("full recomputation", {"recompute": "full"}),
         ("no sequence parallelism", {"sequence_parallel": False}),
         ("sequence parallelism", {"sequence_parallel": True}),
-        ("no distributed optimizer", {"distributed_optimizer": False}),
-        ("distributed optimizer", {"distributed_optimizer": True}),
+        ("no distributed optimizer", {"distributed_optimizer": False, "sharded_parameters": False}),
+        ("distributed optimizer", {"distributed_optimizer": True, "sharded_parameters": False}),
+        ("sharded parameters", {"distributed_optimizer": True, "sharded_parameters": True}),
     ]
     for words, change in changes:
         other = dataclasses.replace(layout, **change)
@@ -101,12 +104,14 @@ def _adjusted(layout: Layout, job: Job) -> Layout:
             dataclasses.replace(layout, chunks=v) for v in range(1, min(layout.chunks, MAX_CHUNKS) + 1)
         )
         chunks = max(other.chunks for other in fitting if other.splits_layers(job))
+    replicated = layout.replicas > 1
     return dataclasses.replace(
         layout,
         chunks=chunks,
-        sequence_parallel=layout.sequence_parallel and can_sequence_parallel(job, layout.tensor),
-        distributed_optimizer=layout.distributed_optimizer and layout.data > 1,
-        overlap_grad_reduce=layout.data > 1,
+        sequence_parallel=layout.sequence_parallel and can_sequence_parallel(job, layout),
+        distributed_optimizer=layout.distributed_optimizer and replicated,
+        sharded_parameters=layout.sharded_parameters and replicated and can_shard_parameters(job, layout),
+        overlap_grad_reduce=replicated,
     )
 
 
@@ -123,14 +128,14 @@ def slower_by(plan: Plan, best: Plan) -> str:
     """Say how much longer a plan's step takes than another's, and where most of the difference is."""
     slower = plan.step.seconds / best.step.seconds - 1
     if slower < -EQUAL_TIME:
-        return f"{-slower:.1%} faster; needs {plan.memory.total / 1e9:.0f} GB"
+        return f"{percent(-slower)} faster; needs {plan.memory.total / 1e9:.0f} GB"
     if slower < EQUAL_TIME:
         return f"as fast; needs {plan.memory.total / 1e9:.0f} GB"
     more = {name: getattr(plan.step, name) - getattr(best.step, name) for name in PARTS}
     worst = max(more, key=lambda name: more[name])
     recompute = plan.step.recompute - best.step.recompute
     reason = "recomputation" if recompute > 0.5 * more[worst] else PARTS[worst]
-    return f"{slower:.1%} slower: {reason}"
+    return f"{percent(slower)} slower: {reason}"
 
 
 def takeaways(best: Plan, job: Job, cluster: Cluster) -> list[str]:
@@ -143,22 +148,22 @@ def takeaways(best: Plan, job: Job, cluster: Cluster) -> list[str]:
     paragraphs = [
         f"Tensor parallelism within a node, pipeline parallelism across nodes (takeaway 1). NVLink joins "
         f"{cluster.per_domain} devices; T{t} {'stays' if t <= cluster.per_domain else 'is not'} within them, and its "
-        f"communication takes {share['tensor_parallel']:.1%} of the step"
+        f"communication takes {percent(share['tensor_parallel'])} of the step"
         + (f"; {p} stages share the layers." if p > 1 else "; the model needs no pipeline."),
         f"Model parallelism until the model fits, data parallelism beyond (takeaway 2). The model is split over "
         f"{t * p} devices and needs {best.memory.total / 1e9:.0f} GB of {usable:.0f} usable each; {d} replicas share "
-        f"the batch, and their communication takes {share['gradients']:.1%} of the step.",
+        f"the batch, and their communication takes {percent(share['gradients'])} of the step.",
     ]
     if p > 1:
-        bubble = f"{bubble_fraction(p, 1, m):.1%}"
+        bubble = f"{percent(bubble_fraction(p, 1, m))}"
         if layout.chunks > 1:
             bubble += (
-                f", which {layout.chunks} chunks per stage reduce to {bubble_fraction(p, layout.chunks, m):.1%} at "
-                f"{layout.chunks} times the transfers"
+                f", which {layout.chunks} chunks per stage reduce to "
+                f"{percent(bubble_fraction(p, layout.chunks, m))} at {layout.chunks} times the transfers"
             )
         paragraphs.append(
             f"The bubble (section 2.2): with {p} stages and {m} microbatches, (p - 1) / m = {bubble}; in simulation a "
-            f"stage idles for {share['bubble']:.1%} of the step."
+            f"stage idles for {percent(share['bubble'])} of the step."
         )
     paragraphs.append(
         f"The best microbatch size depends on the case (takeaway 3): larger microbatches make matrix products faster, "
@@ -166,8 +171,8 @@ def takeaways(best: Plan, job: Job, cluster: Cluster) -> list[str]:
         "replica."
     )
     paragraphs.append(
-        f"Recomputation (section 3.5): {share['recompute']:.1%} of the step. Without it the activations do not fit, or "
-        "only with a smaller, slower microbatch."
+        f"Recomputation (section 3.5): {percent(share['recompute'])} of the step. Without it the activations do not "
+        "fit, or only with a smaller, slower microbatch."
         if layout.recompute != "none"
         else "Recomputation (section 3.5): not needed, the activations fit."
     )

@@ -107,6 +107,10 @@ class Kernels:
     layout: Layout
     cluster: Cluster
     program: Program
+    chunks: dict[tuple[int, int, bool, bool], ForwardBackward] = dataclasses.field(
+        default_factory=dict, repr=False, compare=False
+    )
+    parts: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     def matmul(
         self, m: float, n: float, k: float, batch: float = 1, *, aligned: float = 1, fp8: bool = False
@@ -239,7 +243,7 @@ class Kernels:
     def _with_recomputation(self, layer: ForwardBackward) -> ForwardBackward:
         return ForwardBackward(layer.forward, layer.backward + self.recomputed(layer.forward))
 
-    @property
+    @functools.cached_property
     def _attention_block(self) -> ForwardBackward:
         """Attention, and the residual stream around it and the MLP."""
         model = self.job.model
@@ -384,6 +388,12 @@ class Kernels:
             Cost(host=max(0.0, backward * host - layers.backward.total)),
         )
 
+    @functools.cached_property
+    def end(self) -> ForwardBackward:
+        """Output layer and loss, also those of multi-token prediction."""
+        depths = self.job.model.mtp_num_layers
+        return self.head * (1 + depths) + self.joining * depths
+
     @property
     def joining(self) -> ForwardBackward:
         """Embedding and joining projection of a depth of multi-token prediction."""
@@ -392,12 +402,41 @@ class Kernels:
 
     def chunk(self, dense: int, experts: int, *, first: bool, last: bool) -> ForwardBackward:
         """A model chunk on one microbatch; the `first` has the embedding, the `last` the head."""
+        key = dense, experts, first, last
+        if key not in self.chunks:
+            self.chunks[key] = self._chunk(dense, experts, first, last)
+        return self.chunks[key]
+
+    def chunk_seconds(self, dense: int, experts: int, *, first: bool, last: bool) -> tuple[float, float]:
+        """Seconds of `chunk` forward and backward, with less arithmetic for the search."""
+        if any(self.program.host):
+            chunk = self.chunk(dense, experts, first=first, last=last)
+            return chunk.forward.total, chunk.backward.total
+        forward = backward = 0.0
+        for number, part in (
+            (dense, "layer"),
+            (experts, "expert_layer"),
+            (first, "embedding"),
+            (last, "end"),
+        ):
+            if number:
+                ahead, back = self._seconds(part)
+                forward, backward = forward + number * ahead, backward + number * back
+        return forward, backward
+
+    def _seconds(self, part: str) -> tuple[float, float]:
+        """Seconds of a property forward and backward."""
+        if part not in self.parts:
+            cost: ForwardBackward = getattr(self, part)
+            self.parts[part] = cost.forward.total, cost.backward.total
+        return self.parts[part]
+
+    def _chunk(self, dense: int, experts: int, first: bool, last: bool) -> ForwardBackward:
         chunk = self.layers(dense, experts)
         if first:
             chunk += self.embedding
         if last:
-            depths = self.job.model.mtp_num_layers
-            chunk += self.head * (1 + depths) + self.joining * depths
+            chunk += self.end
         return chunk
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import shlex
 
 from megatron.model.config import ModelConfig
 from megatron.model.flops import flops_per_sample
@@ -22,6 +23,14 @@ class Job:
     vocab_size: int
     global_batch_size: int
     fp8_format: str | None = None
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        """Hash, kept since jobs are keys of caches: a model's config has a hundred fields."""
+        return hash((self.model, self.seq_length, self.vocab_size, self.global_batch_size, self.fp8_format))
 
     @functools.cached_property
     def has_experts(self) -> tuple[bool, ...]:
@@ -107,18 +116,11 @@ class Layout:
 
         Others have the layers of one of these and fewer microbatches.
         """
-        stages = self.layers(job)
-        first = {sum(n for _, n in stages[stage]): stage for stage in reversed(range(1, self.pipeline - 1))}
-        return tuple(sorted({0, self.pipeline - 1, *first.values()}))
+        return _distinct_stages(job, self.pipeline, self.chunks)
 
     def layers(self, job: Job) -> tuple[tuple[tuple[int, int], ...], ...]:
         """Dense layers and those with experts of each chunk, by stage; the last has those of multi-token prediction."""
-        sizes = tuple(self.layers_per_chunk(job, stage) for stage in (0, None, self.pipeline - 1))
-        *stages, last = _split(job.has_experts, sizes, self.pipeline, self.chunks)
-        *chunks, (dense, experts) = last
-        depths = job.model.mtp_num_layers
-        added = (dense, experts + depths) if job.model.all_expert_layers[-1] else (dense + depths, experts)
-        return *stages, (*chunks, added)
+        return _stage_layers(job, self.pipeline, self.chunks)
 
     def layers_per_chunk(self, job: Job, stage: int | None = None) -> int:
         """Layers of the first chunk of the first stage, of the last chunk of the last one, or of all others.
@@ -133,9 +135,14 @@ class Layout:
         return longest - missing // 2 if stage == 0 else longest
 
     def splits_layers(self, job: Job) -> bool:
-        """Return True if every stage has layers, and with several chunks an equal number of them."""
+        """Return True if every stage has layers, and with several chunks all chunks equally many.
+
+        Of several chunks the first and the last may have one less, which leaves the embedding or the output layer alone
+        (2407.21783 section 3.3.2). Layers of multi-token prediction are not divided so.
+        """
         if self.chunks > 1:
-            return job.model.num_layers % (self.pipeline * self.chunks) == 0
+            missing = -job.model.num_layers % (self.pipeline * self.chunks)
+            return missing == 0 or (missing <= 2 and job.model.mtp_num_layers == 0)
         return self.layers_per_chunk(job, self.pipeline - 1) > 0
 
     def tensor_group(self, cluster: Cluster) -> Group:
@@ -171,16 +178,13 @@ class Layout:
             flags.append(f"--context-parallel-size {self.context}")
         if self.pipeline > 1:
             flags.append(f"--pipeline-model-parallel-size {self.pipeline}")
-        longest = self.layers_per_chunk(job)
-        for name, stage in (("first", 0), ("last", self.pipeline - 1)):
-            if (layers := self.layers_per_chunk(job, stage)) < longest:
-                flags.append(f"--decoder-{name}-pipeline-num-layers {layers}")
-        if self.chunks > 1:
-            flags.append(f"--num-layers-per-virtual-pipeline-stage {self.layers_per_chunk(job)}")
+        flags += self._layer_flags(job)
         if job.model.num_experts is not None:
             flags.append(f"--expert-model-parallel-size {self.expert}")
             flags.append(f"--expert-tensor-parallel-size {self.expert_tensor}")
-        if self.distributed_optimizer:
+        if self.sharded_parameters:
+            flags.append("--data-parallel-sharding-strategy optim_grads_params --overlap-param-gather")
+        elif self.distributed_optimizer:
             flags.append("--use-distributed-optimizer")
         if self.overlap_grad_reduce:
             flags.append("--overlap-grad-reduce")
@@ -191,6 +195,22 @@ class Layout:
             f"--global-batch-size {job.global_batch_size}",
         ]
         return flags
+
+    def _layer_flags(self, job: Job) -> list[str]:
+        """Flags that divide the layers among stages and chunks."""
+        first, longest, last = (self.layers_per_chunk(job, stage) for stage in (0, None, self.pipeline - 1))
+        if self.chunks == 1:
+            ends = {"first": first, "last": last}
+            return [
+                f"--decoder-{name}-pipeline-num-layers {layers}"
+                for name, layers in ends.items()
+                if layers < longest
+            ]
+        if first == last == longest:
+            return [f"--num-layers-per-virtual-pipeline-stage {longest}"]
+        middle = f"({'t' * longest}|)*{self.pipeline * self.chunks - 2}"
+        layout = f"E{'t' * first}|{middle}{'t' * last}L"
+        return [f"--pipeline-model-parallel-layout {shlex.quote(layout)}"]
 
     def __str__(self) -> str:
         parts = [
@@ -211,10 +231,29 @@ class Layout:
 
 
 @functools.lru_cache(maxsize=4096)
+def _stage_layers(job: Job, stages: int, chunks: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """`Layout.layers`."""
+    layout = Layout(pipeline=stages, chunks=chunks)
+    sizes = tuple(layout.layers_per_chunk(job, stage) for stage in (0, None, stages - 1))
+    *others, last = _split(job.has_experts, sizes, stages, chunks)
+    *before, (dense, experts) = last
+    depths = job.model.mtp_num_layers
+    added = (dense, experts + depths) if job.model.all_expert_layers[-1] else (dense + depths, experts)
+    return *others, (*before, added)
+
+
+@functools.lru_cache(maxsize=4096)
+def _distinct_stages(job: Job, stages: int, chunks: int) -> tuple[int, ...]:
+    """`Layout.distinct_stages`."""
+    layers = _stage_layers(job, stages, chunks)
+    first = {sum(n for _, n in layers[stage]): stage for stage in reversed(range(1, stages - 1))}
+    return tuple(sorted({0, stages - 1, *first.values()}))
+
+
 def _split(
     has_experts: tuple[bool, ...], sizes: tuple[int, ...], stages: int, chunks: int
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """`Layout.layers`. `sizes` are the layers in the first chunk, in those between and in the last."""
+    """Dense layers and those with experts by stage and chunk, for sizes of the first, other and last chunks."""
     first, middle, last = sizes
     found: list[list[tuple[int, int]]] = [[] for _ in range(stages)]
     begin = 0

@@ -42,6 +42,7 @@ def norm_parameters(model: ModelConfig, size: int) -> int:
     return size * (2 if model.normalization == "LayerNorm" else 1)
 
 
+@functools.lru_cache(maxsize=4096)
 def layer_parameters(job: Job, tensor: int, *, has_experts: bool = False) -> float:
     """Number of parameters of one layer on one of `tensor` ranks, without those of its experts."""
     model = job.model
@@ -115,11 +116,18 @@ def end_parameters(job: Job, tensor: int, *, first: bool, last: bool) -> float:
 
 def stage_parameters(job: Job, layout: Layout, stage: int) -> float:
     """Number of parameters of a stage on one rank."""
-    parameters = end_parameters(job, layout.tensor, first=stage == 0, last=stage == layout.pipeline - 1)
-    for dense, experts in layout.layers(job)[stage]:
-        parameters += dense * layer_parameters(job, layout.tensor)
-        parameters += experts * layer_parameters(job, layout.tensor, has_experts=True)
-    return parameters + stage_expert_parameters(job, layout, stage)
+    dense = _dense_parameters(job, layout.tensor, layout.pipeline, layout.chunks, stage)
+    return dense + stage_expert_parameters(job, layout, stage)
+
+
+@functools.lru_cache(maxsize=4096)
+def _dense_parameters(job: Job, tensor: int, pipeline: int, chunks: int, stage: int) -> float:
+    """Number of parameters of a stage on one rank without those of experts."""
+    parameters = end_parameters(job, tensor, first=stage == 0, last=stage == pipeline - 1)
+    for dense, experts in Layout(pipeline=pipeline, chunks=chunks).layers(job)[stage]:
+        parameters += dense * layer_parameters(job, tensor)
+        parameters += experts * layer_parameters(job, tensor, has_experts=True)
+    return parameters
 
 
 def stage_expert_parameters(job: Job, layout: Layout, stage: int) -> float:
@@ -267,19 +275,26 @@ def rotary_bytes(job: Job, layout: Layout) -> float:
     return 2 * 4 * layout.tokens(job) * job.model.rotary_channels if rope else 0
 
 
+def chunk_activations(job: Job, layout: Layout, element: int, stage: int, program: Program) -> float:
+    """Bytes that the layers of a chunk keep of a microbatch from forward to backward: the mean of a stage's chunks."""
+    dense, experts = (
+        sum(numbers) / layout.chunks for numbers in zip(*layout.layers(job)[stage], strict=True)
+    )
+    of_layer = functools.partial(layer_activations, job, layout, element, program, recompute=layout.recompute)
+    kept = dense * of_layer()
+    if experts:
+        kept += experts * of_layer(has_experts=True)
+    return kept + rotary_bytes(job, layout)
+
+
 def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program: Program) -> Memory:
     """Memory of each process of a stage at the peak of a step."""
     element = cluster.device.element
     parameters, owned = stage_parameters(job, layout, stage), owned_parameters(job, layout, stage)
     in_flight = max_in_flight(layout, layout.microbatches(job), stage)
-    dense, experts = (
-        sum(numbers) / layout.chunks for numbers in zip(*layout.layers(job)[stage], strict=True)
-    )
+    experts = sum(experts for _, experts in layout.layers(job)[stage])
     of_layer = functools.partial(layer_activations, job, layout, element, program)
-    kept = dense * of_layer(recompute=layout.recompute)
-    if experts:
-        kept += experts * of_layer(recompute=layout.recompute, has_experts=True)
-    activations = in_flight * (kept + rotary_bytes(job, layout))
+    activations = in_flight * chunk_activations(job, layout, element, stage, program)
     if layout.recompute == "full":  # the layer being recomputed
         activations += of_layer(recompute="none", has_experts=experts > 0)
     working = recomputed_experts(job, layout, element) if experts else 0.0

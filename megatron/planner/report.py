@@ -9,12 +9,13 @@ import textwrap
 
 from megatron.flags import flag_name
 from megatron.model.config import ModelConfig
-from megatron.planner.budget import two_digits
+from megatron.planner.budget import percent, two_digits
 from megatron.planner.cluster import Cluster
-from megatron.planner.explain import PARTS, slower_by
+from megatron.planner.explain import EQUAL_TIME, PARTS, slower_by
 from megatron.planner.layout import Job
 from megatron.planner.memory import USABLE_MEMORY, model_parameters
-from megatron.planner.search import Plan, SearchResult
+from megatron.planner.questions import largest_micro_batch, longest_sequence, other_clusters
+from megatron.planner.search import Plan, SearchResult, search
 from megatron.reports.flops import unused_parameters
 
 
@@ -49,11 +50,11 @@ def table(result: SearchResult, job: Job, cluster: Cluster) -> str:
     for number, plan in enumerate(result.plans, start=1):
         step = plan.step
         shares = (step.bubble, communication(plan), step.recompute)
-        percent = "".join(f"{100 * share / step.seconds:7.1f}%" for share in shares)
+        shown = "".join(f"{percent(share / step.seconds):>8}" for share in shares)
         used, free = plan.memory.total / 1e9, (usable - plan.memory.total) / 1e9
         speed = f"{two_digits(tflops(plan, job, cluster)):>8}{two_digits(step.seconds):>9}"
         reason = "" if number == 1 else f": {slower_by(plan, result.plans[0])}"
-        rows.append(f"{number:3}{speed}{percent}{used:8.1f}{free:6.1f}  {plan.layout}{reason}")
+        rows.append(f"{number:3}{speed}{shown}{used:8.1f}{free:6.1f}  {plan.layout}{reason}")
     return "\n".join(rows)
 
 
@@ -74,9 +75,8 @@ def details(plan: Plan, cluster: Cluster) -> str:
     """Breakdown of a plan's step time and memory."""
     step, memory = plan.step, plan.memory
     names = PARTS | {"ends": "embedding and output layer", "bubble": "bubble", "optimizer": "optimizer"}
-    time = ", ".join(
-        f"{words} {100 * getattr(step, name) / step.seconds:.1f}%" for name, words in names.items()
-    )
+    shares = {words: getattr(step, name) / step.seconds for name, words in names.items()}
+    time = ", ".join(f"{words} {percent(share)}" for words, share in shares.items() if share >= 0.0005)
     kinds = ", ".join(f"{f.name} {getattr(memory, f.name) / 1e9:.3g}" for f in dataclasses.fields(memory))
     usable = USABLE_MEMORY * cluster.device.memory
     return (
@@ -84,6 +84,29 @@ def details(plan: Plan, cluster: Cluster) -> str:
         f"  memory  {kinds}: {memory.total / 1e9:.1f} GB on the largest stage, {usable / 1e9:.1f} GB usable; "
         f"{(usable - memory.total) / 1e9:.1f} GB free"
     )
+
+
+def limits(plan: Plan, job: Job, cluster: Cluster) -> str:
+    """The longest sample and the largest microbatch that fit in a plan's layout."""
+    length, size = longest_sequence(job, plan.layout, cluster), largest_micro_batch(job, plan.layout, cluster)
+    if not length or not size:
+        return f"  limits  no sample of {job.seq_length:,} tokens fits in this layout"
+    return (
+        f"  limits  in this layout samples of up to {length:,} tokens fit, or microbatches of up to {size:,} of those "
+        f"of {job.seq_length:,} tokens"
+    )
+
+
+def what_if(plan: Plan, job: Job, cluster: Cluster) -> str:
+    """The speed of the best plan on clusters with faster links or more memory, over this plan."""
+    rows = ["What if (with the best layout of each):"]
+    for words, other in other_clusters(cluster):
+        best = search(job, other, num_plans=1, progress=lambda count: None).plans[0]
+        gain = plan.step.seconds / best.step.seconds - 1
+        change = "no faster" if gain < EQUAL_TIME else f"{percent(gain)} faster"
+        layout = "" if best.layout == plan.layout or gain < EQUAL_TIME else f": {best.layout}"
+        rows.append(f"  {words:<34}{change}{layout}")
+    return "\n".join(rows)
 
 
 def command_flags(plan: Plan, job: Job, cluster: Cluster, tokens: float | None) -> list[str]:

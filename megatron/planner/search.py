@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import itertools
+import math
 from collections.abc import Callable, Iterator
 
 from megatron.errors import InputError
 from megatron.planner.cluster import Cluster
+from megatron.planner.kernels import Kernels
 from megatron.planner.layout import Job, Layout
-from megatron.planner.memory import USABLE_MEMORY, Memory, fits, max_memory
+from megatron.planner.memory import USABLE_MEMORY, Memory, fits, max_memory, stage_parameters
 from megatron.planner.programs import OURS
 from megatron.planner.simulate import Simulator, Step
 
@@ -17,8 +20,8 @@ from megatron.planner.simulate import Simulator, Step
 MAX_CHUNKS, MICRO_BATCH_SIZES = 8, (1, 2, 4, 8, 16, 32)
 # Experts are shared by more ranks only within a node.
 EXPERT_TENSOR_SIZES = (1, 2, 4, 8)
-# Estimates may be in another order than the clock's results: this many times the layouts asked for are simulated.
-SIMULATED_PER_PLAN = 3
+# Longer parts of a sequence need no division: context parallelism is for long sequences.
+MIN_CONTEXT_TOKENS = 2048
 # For the smallest cluster: more replicas save hardly any memory.
 MAX_REPLICAS = 16
 
@@ -34,9 +37,16 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class SearchResult:
-    """The best plans, the fastest first, and how many layouts were timed or did not fit."""
+    """The best plans, the fastest first.
+
+    Attributes:
+        layouts: number of layouts that divide job and cluster.
+        timed: number of those simulated. The others are slower than the plans, by a lower bound of their time.
+        too_large: number of those found not to fit.
+    """
 
     plans: list[Plan]
+    layouts: int
     timed: int
     too_large: int
 
@@ -85,35 +95,58 @@ def pipeline_sizes(job: Job) -> list[int]:
     return [p for p in range(1, job.model.num_layers + 1) if Layout(pipeline=p).splits_layers(job)]
 
 
-def can_sequence_parallel(job: Job, tensor: int) -> bool:
-    """Return True if sequence parallelism is possible over `tensor` ranks."""
-    return tensor > 1 and job.seq_length % tensor == 0
+def can_sequence_parallel(job: Job, layout: Layout) -> bool:
+    """Return True if sequence parallelism is possible over the tensor-parallel ranks of a layout."""
+    chunks = 2 * layout.context if layout.context > 1 else 1  # of a sequence
+    return layout.tensor > 1 and job.seq_length % (layout.tensor * chunks) == 0
+
+
+def can_shard_parameters(job: Job, layout: Layout) -> bool:
+    """Return True if replicas may shard parameters: without a pipeline, and without experts, which are divided."""
+    return layout.pipeline == 1 and job.model.num_experts is None
+
+
+def context_sizes(job: Job, ranks: int) -> list[int]:
+    """Context-parallel sizes that divide `ranks` and leave each rank a long part of the sequence."""
+    sizes, c = [1], 2
+    while job.seq_length >= c * MIN_CONTEXT_TOKENS and ranks % c == 0 and job.seq_length % (2 * c) == 0:
+        sizes.append(c)
+        c *= 2
+    return sizes
 
 
 def shapes(job: Job, cluster: Cluster) -> Iterator[Layout]:
     """Yield the axis sizes, chunks and microbatch sizes that divide job and cluster."""
-    model = job.model
     for t, p in itertools.product(tensor_sizes(job, cluster), pipeline_sizes(job)):
-        if cluster.devices % (t * p):
+        ranks, rest = divmod(cluster.devices, t * p)
+        if rest:
             continue
-        data = cluster.devices // (t * p)
-        for b in MICRO_BATCH_SIZES:
-            if job.global_batch_size % (data * b):
+        for context, b in itertools.product(context_sizes(job, ranks), MICRO_BATCH_SIZES):
+            data = ranks // context
+            # Half the context-parallel ranks with half the microbatch have as many tokens and communicate less.
+            if job.global_batch_size % (data * b) or (context > 1 and b > 1):
                 continue
-            m = job.global_batch_size // (data * b)
-            max_chunks = MAX_CHUNKS if p > 1 and m % p == 0 else 1
-            chunks = [v for v in range(1, max_chunks + 1) if v == 1 or model.num_layers % (p * v) == 0]
-            for v, (expert, expert_tensor) in itertools.product(chunks, expert_sizes(job, data * t)):
-                yield Layout(
-                    tensor=t,
-                    pipeline=p,
-                    data=data,
-                    expert=expert,
-                    expert_tensor=expert_tensor,
-                    chunks=v,
-                    micro_batch_size=b,
-                    overlap_grad_reduce=data > 1,
-                )
+            axes = Layout(
+                tensor=t,
+                context=context,
+                pipeline=p,
+                data=data,
+                micro_batch_size=b,
+                overlap_grad_reduce=data * context > 1,
+            )
+            # Ranks share experts as they share the other layers, or not at all.
+            experts = [(e, parts) for e, parts in expert_sizes(job, ranks * t) if parts in (1, t)]
+            for v, (expert, parts) in itertools.product(chunk_numbers(job, axes), experts):
+                yield dataclasses.replace(axes, chunks=v, expert=expert, expert_tensor=parts)
+
+
+def chunk_numbers(job: Job, layout: Layout) -> list[int]:
+    """Numbers of chunks per stage that the layers and microbatches of a layout allow."""
+    p = layout.pipeline
+    most = MAX_CHUNKS if p > 1 and layout.microbatches(job) % p == 0 else 1
+    return [
+        v for v in range(1, most + 1) if v == 1 or dataclasses.replace(layout, chunks=v).splits_layers(job)
+    ]
 
 
 def variants(shape: Layout, job: Job) -> Iterator[Layout]:
@@ -121,47 +154,103 @@ def variants(shape: Layout, job: Job) -> Iterator[Layout]:
 
     Selective recomputation is left out: fused attention has no scores for it to save.
     """
-    parallel = (False, True) if can_sequence_parallel(job, shape.tensor) else (False,)
-    for recompute in ("none", "full"):
-        for sequence_parallel in parallel:
-            for sharded in (False, True) if shape.data > 1 else (False,):
-                yield dataclasses.replace(
-                    shape,
-                    recompute=recompute,
-                    sequence_parallel=sequence_parallel,
-                    distributed_optimizer=sharded,
-                )
+    parallel = (False, True) if can_sequence_parallel(job, shape) else (False,)
+    sharded = [(False, False)]
+    if shape.replicas > 1:
+        sharded.append((True, False))
+        if can_shard_parameters(job, shape):
+            sharded.append((True, True))
+    for recompute, sequence_parallel, (optimizer, parameters) in itertools.product(
+        ("none", "full"), parallel, sharded
+    ):
+        yield dataclasses.replace(
+            shape,
+            recompute=recompute,
+            sequence_parallel=sequence_parallel,
+            distributed_optimizer=optimizer,
+            sharded_parameters=parameters,
+        )
 
 
 def search(job: Job, cluster: Cluster, *, num_plans: int, progress: Callable[[int], object]) -> SearchResult:
     """Find the fastest layouts that fit; each shape counts with its fastest variant.
 
+    Layouts are simulated in the order of a lower bound of their time, until that of the next exceeds the time of the
+    plans found: the result is that of simulating all.
+
     Args:
-        progress: called after each shape with the number of layouts examined so far.
+        progress: called with the number of layouts examined so far.
 
     Raises:
         InputError: no layout divides the job, or none fits; the message names the smallest sufficient cluster.
     """
-    estimates: list[tuple[float, int, Layout]] = []
-    too_large = timed = 0
+    kernels: dict[tuple[object, ...], Kernels] = {}
+
+    def simulate(layout: Layout) -> Simulator:
+        key = kernels_key(layout)
+        if key not in kernels:
+            kernels[key] = Kernels(job, layout, cluster, OURS)
+        return Simulator(job, layout, cluster, OURS, kernels[key])
+
+    # Bounds of layouts without recomputation: with it they are slower, so only those that do not fit get it.
+    bounds: list[tuple[float, int, Layout, Layout]] = []
+    considered = too_large = timed = 0
     for shape in shapes(job, cluster):
-        best: tuple[float, Layout] | None = None
+        passes: dict[bool, float] = {}
         for layout in variants(shape, job):
-            if not fits(max_memory(job, layout, cluster, OURS), cluster):
-                too_large += 1
+            considered += 1
+            if layout.recompute != "none":
                 continue
-            timed += 1
-            seconds = Simulator(job, layout, cluster, OURS).estimate()
-            if best is None or seconds < best[0]:
-                best = (seconds, layout)
-        if best is not None:
-            estimates.append((best[0], len(estimates), best[1]))
-        progress(timed + too_large)
-    if not estimates:
+            if not layout.sharded_parameters and not weights_fit(job, layout, cluster):
+                too_large += 2
+                continue
+            simulator = simulate(layout)
+            if layout.sequence_parallel not in passes:
+                passes[layout.sequence_parallel] = simulator.pipeline_bound()
+            bound = passes[layout.sequence_parallel] + simulator.gradients() + simulator.optimizer()
+            bounds.append((bound, len(bounds), layout, shape))
+        progress(considered)
+    heapq.heapify(bounds)
+    best: dict[Layout, Plan] = {}
+    limit = math.inf
+    while bounds and bounds[0][0] < limit:
+        _, number, layout, shape = heapq.heappop(bounds)
+        memory = max_memory(job, layout, cluster, OURS)
+        if not fits(memory, cluster):
+            too_large += 1
+            if layout.recompute == "none":
+                again = dataclasses.replace(layout, recompute="full")
+                heapq.heappush(bounds, (simulate(again).lower_bound(), number, again, shape))
+            continue
+        timed += 1
+        plan = Plan(layout, simulate(layout).step(), memory)
+        if shape not in best or plan.step.seconds < best[shape].step.seconds:
+            best[shape] = plan
+            times = sorted(plan.step.seconds for plan in best.values())
+            limit = times[num_plans - 1] if len(times) >= num_plans else math.inf
+    if not best:
         raise InputError(_nothing_fits(job, cluster, too_large))
-    likely = [layout for _, _, layout in sorted(estimates)[: SIMULATED_PER_PLAN * num_plans]]
-    plans = sorted((make_plan(job, layout, cluster) for layout in likely), key=lambda plan: plan.step.seconds)
-    return SearchResult(plans[:num_plans], timed, too_large)
+    plans = sorted(best.values(), key=lambda plan: plan.step.seconds)
+    return SearchResult(plans[:num_plans], considered, timed, too_large)
+
+
+def weights_fit(job: Job, layout: Layout, cluster: Cluster) -> bool:
+    """Return False if the weights and gradients of a process alone exceed its memory."""
+    parameters = max(stage_parameters(job, layout, stage) for stage in layout.distinct_stages(job))
+    return parameters * (cluster.device.element + OURS.gradient) <= USABLE_MEMORY * cluster.device.memory
+
+
+def kernels_key(layout: Layout) -> tuple[object, ...]:
+    """The fields of a layout on which `Kernels` depends."""
+    return (
+        layout.tensor,
+        layout.context,
+        layout.expert,
+        layout.expert_tensor,
+        layout.micro_batch_size,
+        layout.sequence_parallel,
+        layout.recompute,
+    )
 
 
 def _nothing_fits(job: Job, cluster: Cluster, too_large: int) -> str:
@@ -208,7 +297,7 @@ def smallest_layout(job: Job, cluster: Cluster) -> Layout | None:
             data=data,
             expert=max(e for e, parts in expert_sizes(job, data * t) if parts == 1),
             recompute="full",
-            sequence_parallel=can_sequence_parallel(job, t),
+            sequence_parallel=can_sequence_parallel(job, Layout(tensor=t)),
             distributed_optimizer=data > 1,
         )
         fills_nodes = layout.processes <= cluster.per_node or layout.processes % cluster.per_node == 0

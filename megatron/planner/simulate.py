@@ -6,6 +6,8 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 
+import numpy as np
+
 from megatron.parallel.schedules import Compute, Forward, Timeline, simulate
 from megatron.planner.cluster import Cluster, Group
 from megatron.planner.kernels import ForwardBackward, Kernels
@@ -16,8 +18,8 @@ from megatron.planner.memory import (
     stage_expert_parameters,
     stage_parameters,
 )
+from megatron.planner.pipeline_clock import pipeline_makespan
 from megatron.planner.programs import Program
-from megatron.planner.schedule_costs import bubble_fraction, makespan
 
 # Bytes per parameter that an optimizer step reads and writes in fp32: the gradient twice (its norm comes first), and
 # master weight and two moments, each read and written.
@@ -60,15 +62,35 @@ class Step:
     optimizer: float
 
 
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """Communication among replicas in a step. Times are in seconds.
+
+    Attributes:
+        name: in words.
+        seconds: on the links.
+        hidden: part of it beside computation.
+        exposed: what it adds to the step: the rest, and what the hidden part takes from computation.
+        beside: the pass, forward or backward, beside which it runs for each microbatch; None at the end of the step.
+    """
+
+    name: str
+    seconds: float
+    hidden: float
+    exposed: float
+    beside: str | None = None
+
+
 class Simulator:
     """Durations of a job's computations in a layout, and of a step."""
 
-    def __init__(self, job: Job, layout: Layout, cluster: Cluster, program: Program) -> None:
+    def __init__(
+        self, job: Job, layout: Layout, cluster: Cluster, program: Program, kernels: Kernels | None = None
+    ) -> None:
         self.job, self.layout, self.cluster, self.program = job, layout, cluster, program
-        self.kernels = Kernels(job, layout, cluster, program)
+        self.kernels = kernels or Kernels(job, layout, cluster, program)
         self.microbatches = layout.microbatches(job)
-        self.stages = layout.distinct_stages(job)
-        self.costs: dict[tuple[int, int, bool, bool], ForwardBackward] = {}
+        self.stages, self.chunk_layers = layout.distinct_stages(job), layout.layers(job)
         # A microbatch's gradients of a chunk are read, and the accumulated gradients read and written.
         size = self._parameters / layout.chunks * (cluster.device.element + 2 * program.gradient)
         self.accumulation = size / self._stream_bandwidth
@@ -111,12 +133,9 @@ class Simulator:
 
     def chunk(self, rank: int, chunk: int) -> ForwardBackward:
         """Cost of a chunk on one microbatch, without transfers and gradient accumulation."""
-        dense, experts = self.layout.layers(self.job)[rank][chunk]
+        dense, experts = self.chunk_layers[rank][chunk]
         last = rank == self.layout.pipeline - 1 and chunk == self.layout.chunks - 1
-        key = dense, experts, rank == chunk == 0, last
-        if key not in self.costs:
-            self.costs[key] = self.kernels.chunk(dense, experts, first=key[2], last=last)
-        return self.costs[key]
+        return self.kernels.chunk(dense, experts, first=rank == chunk == 0, last=last)
 
     @functools.cached_property
     def layers(self) -> ForwardBackward:
@@ -124,8 +143,15 @@ class Simulator:
         return max((self._layers(stage) for stage in self.stages), key=lambda layers: layers.total)
 
     def _layers(self, stage: int) -> ForwardBackward:
-        dense, experts = (sum(numbers) for numbers in zip(*self.layout.layers(self.job)[stage], strict=True))
-        return self.kernels.layers(dense, experts)
+        dense, experts = (sum(numbers) for numbers in zip(*self.chunk_layers[stage], strict=True))
+        return self.kernels.chunk(dense, experts, first=False, last=False)
+
+    def chunk_seconds(self, rank: int, chunk: int) -> tuple[float, float]:
+        """Seconds of `chunk`, forward and backward, and of accumulating its gradients in backward."""
+        dense, experts = self.chunk_layers[rank][chunk]
+        last = rank == self.layout.pipeline - 1 and chunk == self.layout.chunks - 1
+        forward, backward = self.kernels.chunk_seconds(dense, experts, first=rank == chunk == 0, last=last)
+        return forward, backward + self.accumulation
 
     def duration(self, rank: int, action: Compute) -> float:
         """Seconds that a compute keeps a stage busy."""
@@ -152,9 +178,19 @@ class Simulator:
             return m * self.busiest[1]
         simulated = (WARMUP_GROUPS + 1) * stages + m % stages
         if m <= simulated:
-            return makespan(self.timeline(m))
-        longer, shorter = (makespan(self.timeline(n)) for n in (simulated, simulated - stages))
+            return self._makespan(m)
+        longer, shorter = self._makespan(simulated), self._makespan(simulated - stages)
         return longer + (m - simulated) / stages * (longer - shorter)
+
+    def _makespan(self, microbatches: int) -> float:
+        """Seconds of the schedule with so many microbatches: that of `timeline`."""
+        layout, blocking = self.layout, self.program.blocking_transfers
+        within, between = (self.transfer, 0.0) if blocking else (0.0, self.transfer)
+        durations = np.empty((2, layout.pipeline, layout.chunks))
+        for rank, chunk in np.ndindex(layout.pipeline, layout.chunks):
+            durations[:, rank, chunk] = self.chunk_seconds(rank, chunk)
+        shape = layout.pipeline, layout.chunks, microbatches
+        return pipeline_makespan(layout.schedule, shape, durations + within, between)
 
     @functools.cached_property
     def busiest(self) -> tuple[float, float]:
@@ -171,15 +207,34 @@ class Simulator:
         transfers = 2 * self.transfer if self.program.blocking_transfers else 0.0
         return ends, layers + ends + layout.chunks * (self.accumulation + transfers)
 
-    def estimate(self) -> float:
-        """Approximate `step().seconds`, with the bubble by its formula instead of the clock."""
-        m, layout = self.microbatches, self.layout
-        bubble = bubble_fraction(layout.pipeline, layout.chunks, m)
-        return m * self.busiest[1] * (1 + bubble) + self.gradients() + self.optimizer()
+    def lower_bound(self) -> float:
+        """Seconds that `step().seconds` is not below, without a simulation."""
+        return self.pipeline_bound() + self.gradients() + self.optimizer()
+
+    def pipeline_bound(self) -> float:
+        """Seconds that `pipeline_seconds` is not below.
+
+        A stage waits for the first microbatch to pass the stages before it, works, and these then end their backward
+        passes of the last microbatch.
+        """
+        layout, before, bound = self.layout, 0.0, 0.0
+        transfers = 2 * self.transfer
+        inside = transfers if self.program.blocking_transfers else 0.0
+        for rank in range(layout.pipeline):
+            chunks = [sum(self.chunk_seconds(rank, chunk)) for chunk in range(layout.chunks)]
+            bound = max(bound, before + self.microbatches * (sum(chunks) + layout.chunks * inside))
+            before += chunks[0] + transfers
+        return bound
 
     def gradients(self) -> float:
         """Exposed seconds of gradient reduction, of the tied embeddings' reduction, and of parameter all-gathers."""
-        return (self._gathered() if self.layout.sharded_parameters else self._reduced()) + self._tied()
+        return sum(exchange.exposed for exchange in self.exchanges())
+
+    def exchanges(self) -> list[Exchange]:
+        """Communication among replicas, and between the stages that hold the embedding."""
+        exchanges = self._sharded_exchanges() if self.layout.sharded_parameters else self._replica_exchanges()
+        tied = self._tied()
+        return [*exchanges, Exchange("tied embeddings", tied, 0.0, tied)] if tied else exchanges
 
     def _over_replicas(self, element: float) -> Iterator[tuple[float, Group]]:
         """Yield the bytes of the dense parameters and of the experts, with `element` bytes each, and their groups."""
@@ -189,39 +244,45 @@ class Simulator:
         if experts:
             yield experts * element, layout.expert_data_group(cluster)
 
-    def _reduced(self) -> float:
-        """`gradients` where each process holds its parameters: one reduction and, if it is sharded, one gather."""
+    def _replica_exchanges(self) -> list[Exchange]:
+        """`exchanges` of processes that hold all parameters: a reduction, and a gather for a sharded optimizer."""
         layout, cluster = self.layout, self.cluster
+        if layout.replicas == 1:
+            return []
         exchange = cluster.all_gather if layout.distributed_optimizer else cluster.all_reduce
-        reduce = sum(exchange(*message) for message in self._over_replicas(self.program.gradient))
-        gather = 0.0
+        seconds = sum(exchange(*message) for message in self._over_replicas(self.program.gradient))
+        hidden, exposed = self._overlapped(seconds) if layout.overlap_grad_reduce else (0.0, seconds)
+        exchanges = [Exchange("gradient reduction", seconds, hidden, exposed)]
         if layout.distributed_optimizer:
-            gather = sum(
-                cluster.all_gather(*message) for message in self._over_replicas(cluster.device.element)
+            messages = self._over_replicas(cluster.device.element)
+            seconds = sum(cluster.all_gather(*message) for message in messages)
+            # Beside forward but for the first layer's parameters, and what the gather takes from the SMs.
+            overlaps = layout.overlap_grad_reduce and self.program.parameter_overlap
+            hidden = min(self.layers.forward.total, seconds) if overlaps else 0.0
+            exchanges.append(
+                Exchange("parameter gather", seconds, hidden, seconds - (1 - self._sms) * hidden)
             )
-        if layout.overlap_grad_reduce and layout.replicas > 1:
-            reduce = self._exposed(reduce)
-            if self.program.parameter_overlap:
-                # The first layer's parameters, and what the gather takes from the SMs.
-                hidden = min(self.layers.forward.total, gather)
-                gather -= (1 - self._sms) * hidden
-        return reduce + gather
+        return exchanges
 
-    def _gathered(self) -> float:
-        """`gradients` where ranks hold parts of the parameters.
+    def _sharded_exchanges(self) -> list[Exchange]:
+        """`exchanges` of ranks that hold parts of the parameters.
 
         Each layer is gathered in forward and again in backward, and its gradients are reduced, for each microbatch,
         beside the computation of the layers before.
         """
-        cluster = self.cluster
+        cluster, m, layers = self.cluster, self.microbatches, self.layers
         gather = sum(cluster.all_gather(*message) for message in self._over_replicas(cluster.device.element))
         reduce = sum(cluster.all_gather(*message) for message in self._over_replicas(self.program.gradient))
-        layers = self.layers
-        exposed = 0.0
-        for seconds, compute in ((gather, layers.forward.total), (gather + reduce, layers.backward.total)):
+        exchanges = []
+        for kind, seconds, compute in (
+            ("forward", gather, layers.forward.total),
+            ("backward", gather + reduce, layers.backward.total),
+        ):
+            name = "parameter gather" if kind == "forward" else "parameter gather and gradient reduction"
             hidden = min(seconds, compute)
-            exposed += seconds - (1 - self._sms) * hidden
-        return self.microbatches * exposed
+            exposed = seconds - (1 - self._sms) * hidden
+            exchanges.append(Exchange(name, m * seconds, m * hidden, m * exposed, kind))
+        return exchanges
 
     def _tied(self) -> float:
         """Seconds of the reduction of the embedding table that the first and the last stage hold."""
@@ -238,8 +299,8 @@ class Simulator:
         """Share of a device that communication keeps busy."""
         return COMMUNICATION_SMS if self.cluster.device.sms > 1 else 0.0
 
-    def _exposed(self, reduce: float) -> float:
-        """Seconds that a reduction overlapped with the last backward of each chunk adds to the step.
+    def _overlapped(self, reduce: float) -> tuple[float, float]:
+        """Seconds of a reduction beside the last backward of each chunk, and those that it adds to the step.
 
         The embedding's gradient is complete only when backward ends. The rest is hidden on the links but not in memory
         bandwidth, which backward uses at the same time, nor on the SMs.
@@ -249,7 +310,7 @@ class Simulator:
         hidden = min(self.layers.backward.total, (1 - last) * reduce)
         halves = 1 if layout.distributed_optimizer else 2
         memory = halves * RING_ACCESSES * self.program.gradient * self._parameters / self._stream_bandwidth
-        return reduce - hidden + (memory / reduce + self._sms) * hidden
+        return hidden, reduce - hidden + (memory / reduce + self._sms) * hidden
 
     def optimizer(self) -> float:
         """Seconds of the update of this replica's share of the parameters."""
@@ -261,7 +322,7 @@ class Simulator:
     def recompute(self) -> float:
         """Seconds of recomputation of a microbatch on the stage of `layers`."""
         stage = max(self.stages, key=lambda stage: self._layers(stage).total)
-        dense, experts = (sum(numbers) for numbers in zip(*self.layout.layers(self.job)[stage], strict=True))
+        dense, experts = (sum(numbers) for numbers in zip(*self.chunk_layers[stage], strict=True))
         seconds = dense * self.kernels.recomputed(self.kernels.layer.forward).total
         if experts:
             seconds += experts * self.kernels.recomputed(self.kernels.expert_layer.forward).total

@@ -1,128 +1,162 @@
-"""Draw the predicted timeline of a step: a trace for Perfetto or chrome://tracing, and a picture."""
+"""The predicted step of a layout in Chrome's trace event format, for Perfetto.
+
+Every stage is a process of the trace, since all tensor-parallel ranks and replicas of a stage behave alike. Its threads
+are the streams of a GPU: computation, and each kind of communication. A counter shows its memory.
+"""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from collections.abc import Iterator
+from typing import Any
 
-from megatron.errors import InputError
-from megatron.parallel.schedules import Forward, Timeline
-from megatron.planner.schedule_costs import makespan
+from megatron.parallel.schedules import Compute, Forward
+from megatron.planner.kernels import Cost
+from megatron.planner.memory import chunk_activations, stage_memory
 from megatron.planner.simulate import Simulator
 
-# Groups of microbatches (one per stage) in a picture, at most; its width and the height of a row in points.
-MAX_GROUPS, WIDTH, ROW = 2, 1200, 22
-INK, BACKGROUND, IDLE = "#1f2937", "#f8fafc", "#e5e7eb"
-# One color per chunk, repeating.
-FORWARD = ("#2f6fb7", "#bcd7f5", "#6aa2dd", "#e3effb")
-BACKWARD = ("#2e8b57", "#bfe8cd", "#6cc08b", "#e4f6ea")
+Event = dict[str, Any]
+STREAMS = (
+    "computation",
+    "tensor parallelism",
+    "expert parallelism",
+    "context parallelism",
+    "pipeline transfers",
+    "data parallelism",
+)
+COMPUTATION, TENSOR, EXPERT, CONTEXT, PIPELINE, DATA = range(len(STREAMS))
+# Above so many layers of all passes together a pass is drawn as one layer.
+MAX_LAYERS = 50_000
+MICROSECONDS = 1e6
 
 
-def write_trace(simulator: Simulator, path: Path) -> None:
-    """Write a step of every stage in Chrome's trace event format, times in microseconds.
-
-    All tensor-parallel ranks and replicas of a stage behave alike and share a row.
-
-    Raises:
-        InputError: the file cannot be written.
-    """
-    layout = simulator.layout
+def trace_events(simulator: Simulator) -> list[Event]:
+    """The events of a step. Times are in microseconds, memory in GB."""
     timeline = simulator.timeline(simulator.microbatches)
-    each = layout.processes // layout.pipeline
-    events: list[dict[str, object]] = []
+    passes = sum(map(len, timeline))
+    layers = max(dense + experts for stage in simulator.chunk_layers for dense, experts in stage)
+    by_layer = passes * layers <= MAX_LAYERS
+    events: list[Event] = []
     for stage, row in enumerate(timeline):
-        name = f"stage {stage}: ranks {stage * each}-{(stage + 1) * each - 1}"
-        events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": stage, "args": {"name": name}})
+        events += _names(simulator, stage)
         for action, start, end in row:
-            kind = "forward" if isinstance(action, Forward) else "backward"
-            arguments = {"microbatch": action.microbatch, "chunk": action.chunk}
-            events.append(_event(f"{kind} {action.microbatch}", kind, stage, start, end, arguments))
-        end = row[-1][2]
-        for kind, seconds in (("gradients", simulator.gradients()), ("optimizer", simulator.optimizer())):
-            events.append(_event(kind, kind, stage, end, end + seconds, {}))
-            end += seconds
-    _write("--trace", path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+            events += _pass(simulator, stage, action, start, end, by_layer=by_layer)
+        events += _end_of_step(simulator, stage, row[-1][2], max(other[-1][2] for other in timeline))
+        events += _memory(simulator, stage, row)
+    return events
 
 
-def _event(name: str, kind: str, stage: int, start: float, end: float, arguments: dict[str, int]) -> dict:
-    times = {"ts": round(1e6 * start, 3), "dur": round(1e6 * (end - start), 3)}
-    return {"name": name, "cat": kind, "ph": "X", "pid": 0, "tid": stage, **times, "args": arguments}
+def _names(simulator: Simulator, stage: int) -> Iterator[Event]:
+    each = simulator.layout.processes // simulator.layout.pipeline
+    name = f"stage {stage}: ranks {stage * each}-{(stage + 1) * each - 1}"
+    yield {"name": "process_name", "ph": "M", "pid": stage, "args": {"name": name}}
+    yield {"name": "process_sort_index", "ph": "M", "pid": stage, "args": {"sort_index": stage}}
+    for number, stream in enumerate(STREAMS):
+        yield {"name": "thread_name", "ph": "M", "pid": stage, "tid": number, "args": {"name": stream}}
 
 
-def write_picture(simulator: Simulator, path: Path) -> None:
-    """Draw the schedule, one row per stage, idle time in gray; SVG or PNG by the file's suffix.
+def _slice(
+    name: str, kind: str, stage: int, stream: int, start: float, seconds: float, **arguments: object
+) -> Event:
+    times = {"ts": round(MICROSECONDS * start, 3), "dur": round(MICROSECONDS * seconds, 3)}
+    return {"name": name, "cat": kind, "ph": "X", "pid": stage, "tid": stream, **times, "args": arguments}
 
-    With many microbatches, it shows a step of the first ones only.
 
-    Raises:
-        InputError: the file cannot be written.
-        ImportError: matplotlib, needed for PNG, is missing.
+def _pass(
+    simulator: Simulator, stage: int, action: Compute, start: float, end: float, *, by_layer: bool
+) -> Iterator[Event]:
+    """A pass of a chunk: a slice of the whole, in it those of its layers and ends, and its communication."""
+    kind = "forward" if isinstance(action, Forward) else "backward"
+    arguments = {"microbatch": action.microbatch, "chunk": action.chunk}
+    yield _slice(f"{kind} {action.microbatch}", kind, stage, COMPUTATION, start, end - start, **arguments)
+    now = start
+    for name, cost in _parts(simulator, stage, action, by_layer=by_layer):
+        seconds = cost.matmul + cost.elementwise + cost.host
+        yield _slice(name, "layer", stage, COMPUTATION, now, seconds)
+        now += seconds
+        for stream, exposed in (
+            (TENSOR, cost.tensor_parallel),
+            (EXPERT, cost.expert_parallel),
+            (CONTEXT, cost.context_parallel),
+        ):
+            if exposed:
+                yield _slice(name, "communication", stage, stream, now, exposed)
+                now += exposed
+    if kind == "backward":
+        yield _slice("accumulation of gradients", "layer", stage, COMPUTATION, now, simulator.accumulation)
+    if simulator.transfer and _sends(simulator, stage, action):
+        # A program whose transfers block sends before the pass ends.
+        begin = end - simulator.transfer if simulator.program.blocking_transfers else end
+        yield _slice(f"{kind} {action.microbatch}", "transfer", stage, PIPELINE, begin, simulator.transfer)
+    for exchange in simulator.exchanges():
+        if exchange.beside == kind:
+            hidden = exchange.hidden / simulator.microbatches
+            yield _slice(exchange.name, "exchange", stage, DATA, start, hidden)
+
+
+def _parts(
+    simulator: Simulator, stage: int, action: Compute, *, by_layer: bool
+) -> Iterator[tuple[str, Cost]]:
+    """Names and costs of the parts of a pass, in the order in which it runs them."""
+    kernels, layout = simulator.kernels, simulator.layout
+    dense, experts = simulator.chunk_layers[stage][action.chunk]
+    forward = isinstance(action, Forward)
+    parts = []
+    if stage == action.chunk == 0:
+        parts.append(("embedding", kernels.embedding, 1))
+    kinds = (("layer", dense, 0), ("layer of experts", experts, 1))
+    for name, number, has_experts in kinds:
+        if number:
+            one = kernels.layers(1 - has_experts, has_experts)
+            parts.append((name, one, number) if by_layer else (f"{number} times {name}", one * number, 1))
+    if stage == layout.pipeline - 1 and action.chunk == layout.chunks - 1:
+        parts.append(("output layer and loss", kernels.end, 1))
+    for name, both, number in parts if forward else reversed(parts):
+        for _ in range(number):
+            yield name, both.forward if forward else both.backward
+
+
+def _sends(simulator: Simulator, stage: int, action: Compute) -> bool:
+    """Return True if the result of a pass goes to another stage."""
+    stages, chunks = simulator.layout.pipeline, simulator.layout.chunks
+    part = action.chunk * stages + stage + (1 if isinstance(action, Forward) else -1)
+    return stages > 1 and 0 <= part < stages * chunks
+
+
+def _end_of_step(simulator: Simulator, stage: int, end: float, last: float) -> Iterator[Event]:
+    """Communication among replicas after the last backward pass of a stage, and the optimizer.
+
+    A stage that ends before the `last` one is drawn as waiting for it: all take the optimizer step together.
     """
-    layout = simulator.layout
-    microbatches = min(simulator.microbatches, MAX_GROUPS * layout.pipeline)
-    timeline = simulator.timeline(microbatches)
-    title = (
-        f"{layout}: {microbatches} of {simulator.microbatches} microbatches, {1e3 * makespan(timeline):.0f} ms "
-        "without gradient reduction and optimizer"
-    )
-    if path.suffix == ".svg":
-        _write("--picture", path, svg(timeline, title))
-    else:
-        _write_png(timeline, title, path)
+    now = last
+    for exchange in simulator.exchanges():
+        hidden = 0.0 if exchange.beside else min(exchange.hidden, last)
+        yield _slice(exchange.name, "exchange", stage, DATA, now - hidden, hidden + exchange.exposed)
+        now += exchange.exposed
+    yield _slice("optimizer", "optimizer", stage, COMPUTATION, now, simulator.optimizer())
 
 
-def _boxes(timeline: Timeline) -> list[tuple[int, float, float, str]]:
-    """Stage, start, end and color of every compute."""
-    return [
-        (stage, start, end, (FORWARD if isinstance(action, Forward) else BACKWARD)[action.chunk % 4])
-        for stage, row in enumerate(timeline)
-        for action, start, end in row
-    ]
-
-
-def svg(timeline: Timeline, title: str) -> str:
-    """Return the picture as SVG."""
-    left, top, unit = 70, 40, WIDTH / makespan(timeline)
-    rows = len(timeline)
-    width, height = left + WIDTH + 20, top + rows * ROW + 16
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        'font-family="Helvetica, Arial, sans-serif" font-size="12" role="img">',
-        f"<title>{title}</title>",
-        f'<rect width="{width}" height="{height}" fill="{BACKGROUND}"/>',
-        f'<text x="16" y="24" font-size="15" fill="{INK}">{title}</text>',
-        f'<rect x="{left}" y="{top}" width="{WIDTH}" height="{rows * ROW}" fill="{IDLE}"/>',
-    ]
-    for stage in range(rows):
-        y = top + stage * ROW + 0.7 * ROW
-        parts.append(f'<text x="{left - 8}" y="{y:g}" text-anchor="end" fill="{INK}">stage {stage}</text>')
-    for stage, start, end, color in _boxes(timeline):
-        x, y = left + start * unit, top + stage * ROW
-        parts.append(
-            f'<rect x="{x:.2f}" y="{y}" width="{(end - start) * unit:.2f}" height="{ROW}" fill="{color}" '
-            f'stroke="{INK}" stroke-width="0.2"/>'
-        )
-    return "\n".join([*parts, "</svg>\n"])
-
-
-def _write_png(timeline: Timeline, title: str, path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    rows = len(timeline)
-    figure = Figure(figsize=(WIDTH / 80, 1.2 + rows * ROW / 80), layout="constrained")
-    axes = figure.subplots()
-    for stage, start, end, color in _boxes(timeline):
-        axes.barh(stage, end - start, left=start, height=1, color=color, edgecolor=INK, linewidth=0.2)
-    axes.set(title=title, xlabel="seconds", ylabel="stage", yticks=range(rows), facecolor=IDLE)
-    axes.set(xlim=(0, makespan(timeline)), ylim=(rows - 0.5, -0.5))
-    try:
-        figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise InputError(f"--picture: {path} cannot be written ({error.strerror})") from None
-
-
-def _write(flag: str, path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{flag}: {path} cannot be written ({error.strerror})") from None
+def _memory(simulator: Simulator, stage: int, row: list[tuple[Compute, float, float]]) -> Iterator[Event]:
+    """A counter of a stage's memory: what a step keeps all along, and activations from forward to backward."""
+    job, layout, program = simulator.job, simulator.layout, simulator.program
+    element = simulator.cluster.device.element
+    memory = stage_memory(job, layout, simulator.cluster, stage, program)
+    each = chunk_activations(job, layout, element, stage, program)
+    held = peak = 0
+    levels = [(0.0, 0)]
+    for action, start, end in row:
+        forward = isinstance(action, Forward)
+        held += 1 if forward else -1
+        peak = max(peak, held)
+        levels.append((start if forward else end, held))
+    # The rest of the activations at their peak: what a layer that runs needs, the logits, dropout masks.
+    rest = memory.activations - peak * each
+    states = memory.weights + memory.gradients + memory.master + memory.moments
+    for time, number in levels:
+        values = {"states": states, "kept activations": number * each, "working": rest if number else 0.0}
+        yield {
+            "name": "memory (GB)",
+            "ph": "C",
+            "pid": stage,
+            "ts": round(MICROSECONDS * time, 3),
+            "args": {name: round(value / 1e9, 4) for name, value in values.items()},
+        }

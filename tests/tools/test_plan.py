@@ -56,7 +56,7 @@ def test_a_named_model_is_planned(plan, tmp_path: Path):
 
     layout = plans[0]["layout"]
     events = json.loads(files["trace.json"].read_text())["traceEvents"]
-    assert {e["tid"] for e in events} == set(range(layout["pipeline"]))
+    assert {e["pid"] for e in events} == set(range(layout["pipeline"]))
     computes = [e for e in events if e.get("cat") in ("forward", "backward")]
     m = 512 // (layout["data"] * layout["micro_batch_size"])
     assert len(computes) == 2 * m * layout["chunks"] * layout["pipeline"]
@@ -103,6 +103,19 @@ def test_a_cluster_file(plan, tmp_path: Path):
     assert "2 laptop (one node, fp32)" in out
     assert "--nproc-per-node 2 --nnodes 1 \\" in out
     assert "--bf16" not in out
+
+
+def test_questions_are_answered(plan):
+    out = plan(f"{SMALL} --gpus 16 --what-if --longest-seq-length")
+    assert re.search(r"longest sample that fits the cluster: [\d,]+ tokens, in T\d", out)
+    assert re.search(
+        r"in this layout samples of up to [\d,]+ tokens fit, or microbatches of up to [\d,]+ of those", out
+    )
+    for words in ("network", "links within a node", "memory", "matrix products"):
+        assert re.search(rf"  {words} twice as \w+ +(no faster|[\d.]+% faster)", out)
+    out = plan(f"{SMALL} --tokens 1e11 --days 2")
+    assert re.match(r"\d+ GPUs are the fewest that train on 1e\+11 tokens in 2 days", out)
+    assert 1 < float(re.search(r" steps: ([\d.]+) days", out)[1]) <= 2
 
 
 def test_a_plan_with_fp8(plan):
@@ -224,6 +237,9 @@ def test_the_layout_of_a_command_is_predicted(plan):
         ),
         ("--gpus 1024 -- {} --no-such-flag", "--no-such-flag is not a flag"),
         ("--model 175b --gpu-watts 700", "--gpu-watts needs --tokens"),
+        ("--model 175b --days 7", "--days needs --tokens"),
+        ("--model 175b --days 7 --tokens 1e9 --gpus 8", "--days: finds the number of GPUs"),
+        ("--gpus 8 --longest-seq-length -- {}", "--longest-seq-length has no place before --"),
     ],
 )
 def test_bad_commands_are_refused(plan, flags: str, message: str):

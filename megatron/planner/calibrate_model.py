@@ -1,0 +1,55 @@
+"""Small GPTs that a calibration runs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.model.config import ModelConfig
+from megatron.model.context import ModelContext
+from megatron.model.gpt import GPTModel
+from megatron.ops.backend import Ops
+from megatron.optim.buffer import ParamBuffer
+from megatron.optim.config import OptimizerConfig
+from megatron.optim.layout import lay_out
+from megatron.optim.optimizer import param_groups
+from megatron.parallel.config import ParallelConfig
+from megatron.parallel.mesh import Mesh
+from megatron.planner.layout import Job
+
+VOCAB_SIZE = 1024
+
+
+def make_job(layers: int, hidden: int, heads: int, length: int) -> Job:
+    """A GPT and one sample for it."""
+    model = ModelConfig(
+        num_layers=layers, hidden_size=hidden, num_attention_heads=heads, max_position_embeddings=length
+    )
+    return Job(model, length, VOCAB_SIZE, global_batch_size=1)
+
+
+def build_model(job: Job, ops: Ops, device: torch.device, dtype: torch.dtype) -> tuple[GPTModel, ParamBuffer]:
+    """The model of a job with initial parameters."""
+    with torch.device("meta"):
+        context = ModelContext(vocab_size=job.vocab_size, padded_vocab_size=job.vocab_size, ops=ops)
+        model = GPTModel(job.model, context)
+    parallel, mesh = ParallelConfig(), Mesh(device=device)
+    groups = param_groups(OptimizerConfig(lr=1e-4), mesh)
+    buckets = lay_out([model], groups, bucket_size=parallel.ddp_bucket_size)
+    buffer = ParamBuffer([model], buckets, mesh, parallel, dtype=dtype)
+    buffer.initialize(0)
+    return model, buffer
+
+
+def microbatch(model: GPTModel, tokens: Tensor) -> None:
+    """Run a microbatch forward and backward."""
+    positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+    model(tokens, positions, labels_bs=tokens).sum().backward()
+
+
+def checked(measured: float, predicted: float) -> str:
+    """A line that compares a microbatch of a GPT with the prediction from what was measured."""
+    return (
+        f"check: forward and backward of a small GPT took {1e3 * measured:.3g} ms, predicted "
+        f"{1e3 * predicted:.3g} ms ({predicted / measured - 1:+.0%})"
+    )

@@ -1,0 +1,173 @@
+"""Questions around a plan: what fits, what faster links or more memory would bring, how many GPUs a deadline needs."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+
+from megatron.errors import InputError
+from megatron.planner.cluster import Cluster, Link
+from megatron.planner.layout import Job, Layout
+from megatron.planner.memory import fits, max_memory
+from megatron.planner.programs import OURS
+from megatron.planner.search import (
+    Plan,
+    can_sequence_parallel,
+    can_shard_parameters,
+    context_sizes,
+    expert_sizes,
+    pipeline_sizes,
+    search,
+    tensor_sizes,
+)
+
+# Bounds of the answers.
+MAX_LENGTH, MAX_MICRO_BATCH, MAX_GPUS = 2**24, 2**16, 10**6
+# Sequences are compared in steps of so many tokens, or of what the layout divides them into.
+LENGTH_STEP = 1024
+# More GPUs do not make each of them faster by more than this.
+MAX_SPEEDUP = 1.1
+
+
+def longest_sequence(job: Job, layout: Layout, cluster: Cluster) -> int:
+    """Tokens of the longest sample that fits in a layout, with as many samples in a step; 0 if none does."""
+    halves = 2 * layout.context if layout.context > 1 else 1
+    step = LENGTH_STEP
+    while step % (halves * layout.tensor):
+        step += LENGTH_STEP
+    return step * _most(
+        lambda steps: fits(max_memory(with_length(job, steps * step), layout, cluster, OURS), cluster),
+        MAX_LENGTH // step,
+    )
+
+
+def with_length(job: Job, seq_length: int) -> Job:
+    """A job with samples of another length."""
+    longest = max(seq_length, job.model.max_position_embeddings)
+    model = dataclasses.replace(job.model, max_position_embeddings=longest)
+    return dataclasses.replace(job, model=model, seq_length=seq_length)
+
+
+def largest_micro_batch(job: Job, layout: Layout, cluster: Cluster) -> int:
+    """The largest microbatch that fits in a layout with as many microbatches; 0 if a single sample does not."""
+
+    def does_fit(size: int) -> bool:
+        other = dataclasses.replace(layout, micro_batch_size=size)
+        batch = layout.data * size * layout.microbatches(job)
+        return fits(
+            max_memory(dataclasses.replace(job, global_batch_size=batch), other, cluster, OURS), cluster
+        )
+
+    return _most(does_fit, MAX_MICRO_BATCH)
+
+
+def _most(holds: Callable[[int], bool], limit: int) -> int:
+    """The largest number up to a limit for which a condition holds that does not hold again above it; 0 if none."""
+    below, above = 0, 1
+    while above <= limit and holds(above):
+        below, above = above, 2 * above
+    above = min(above, limit + 1)
+    while above - below > 1:
+        middle = (below + above) // 2
+        below, above = (middle, above) if holds(middle) else (below, middle)
+    return below
+
+
+def longest_of_all(job: Job, cluster: Cluster) -> tuple[int, Layout | None]:
+    """Tokens of the longest sample that fits in any layout with as many samples in a step, and that layout."""
+    best: tuple[int, Layout | None] = (0, None)
+    for layout in _frugal_layouts(job, cluster):
+        longer = with_length(job, best[0] + LENGTH_STEP)
+        if fits(max_memory(longer, layout, cluster, OURS), cluster):
+            length = longest_sequence(job, layout, cluster)
+            best = max(best, (length, layout), key=lambda found: found[0])
+    return best
+
+
+def _frugal_layouts(job: Job, cluster: Cluster) -> Iterator[Layout]:
+    """Yield the layouts of a cluster with every way to save memory and with single samples as microbatches."""
+    very_long = with_length(job, MAX_LENGTH)
+    for t, p in itertools.product(tensor_sizes(job, cluster), pipeline_sizes(job)):
+        ranks, rest = divmod(cluster.devices, t * p)
+        for context in [] if rest else context_sizes(very_long, ranks):
+            data = ranks // context
+            if job.global_batch_size % data:
+                continue
+            experts = [(e, parts) for e, parts in expert_sizes(job, ranks * t) if parts in (1, t)]
+            for expert, parts in experts:
+                layout = Layout(
+                    tensor=t,
+                    context=context,
+                    pipeline=p,
+                    data=data,
+                    expert=expert,
+                    expert_tensor=parts,
+                    recompute="full",
+                    distributed_optimizer=ranks > 1,
+                    overlap_grad_reduce=ranks > 1,
+                )
+                yield dataclasses.replace(
+                    layout,
+                    sequence_parallel=can_sequence_parallel(very_long, layout),
+                    sharded_parameters=ranks > 1 and can_shard_parameters(job, layout),
+                )
+
+
+def other_clusters(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
+    """Yield clusters that differ in one quantity, which is twice as large, with the change in words."""
+    device = cluster.device
+    if cluster.devices > cluster.per_domain:
+        yield "network twice as fast", dataclasses.replace(cluster, network=_faster(cluster.network))
+    if min(cluster.per_domain, cluster.devices) > 1:
+        yield "links within a node twice as fast", dataclasses.replace(cluster, link=_faster(cluster.link))
+    for words, change in (
+        ("memory twice as large", {"memory": 2 * device.memory}),
+        ("memory twice as fast", {"bandwidth": 2 * device.bandwidth}),
+        ("matrix products twice as fast", {"peak": 2 * device.peak, "fp8": device.fp8 and 2 * device.fp8}),
+    ):
+        yield words, dataclasses.replace(cluster, device=dataclasses.replace(device, **change))
+
+
+def _faster(link: Link) -> Link:
+    return dataclasses.replace(link, bandwidth=2 * link.bandwidth)
+
+
+def fewest_gpus(
+    job: Job, tokens: float, seconds: float, make_cluster: Callable[[int], Cluster]
+) -> tuple[Cluster, Plan]:
+    """The smallest cluster that trains on so many tokens in so many seconds, and its fastest plan.
+
+    Sizes are those that a layout and the global batch divide. Where a size is too slow by some factor, sizes that are
+    too slow even if every GPU becomes a tenth faster are skipped.
+
+    Raises:
+        InputError: no cluster up to a million GPUs does.
+    """
+    limit = seconds / (tokens / (job.global_batch_size * job.seq_length))
+    one = make_cluster(1)
+    least = job.flops() / (one.device.peak * one.efficiency.matmul) / limit
+    for size in cluster_sizes(job):
+        if size < least:
+            continue
+        try:
+            cluster = make_cluster(size)
+            plan = search(job, cluster, num_plans=1, progress=lambda count: None).plans[0]
+        except InputError:  # not whole nodes, or too small for the model
+            continue
+        if plan.step.seconds <= limit:
+            return cluster, plan
+        least = max(least, size * plan.step.seconds / limit / MAX_SPEEDUP)
+    raise InputError(
+        f"--days: no number of GPUs up to {MAX_GPUS:,} ends a step of {job.global_batch_size} samples within "
+        f"{limit:.2g} s; choose more days, or a larger --global-batch-size"
+    )
+
+
+def cluster_sizes(job: Job) -> list[int]:
+    """Numbers of devices that replicas of the batch and a model-parallel layout divide."""
+    batch = job.global_batch_size
+    replicas = [d for d in range(1, batch + 1) if batch % d == 0]
+    axes = itertools.product((1, 2, 4, 8), pipeline_sizes(job), context_sizes(job, 2**20))
+    ranks = {t * p * c for t, p, c in axes}
+    return sorted({d * r for d, r in itertools.product(replicas, ranks) if d * r <= MAX_GPUS})
