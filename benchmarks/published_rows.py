@@ -142,7 +142,9 @@ def _program(program: str, group: str, sharded: bool) -> str:
         if not sharded:
             return "megatron-core"
         return "torchtitan" if "torchtitan" in group else "llm-foundry"
-    if any(name in group for name in ("BLOOM", "JZ", "MT-NLG", "NeoX")):
+    if "BLOOM" in group:
+        return "megatron-deepspeed-bf16"
+    if any(name in group for name in ("JZ", "MT-NLG", "NeoX")):
         return "megatron-deepspeed"
     return program.replace("_", "-")
 
@@ -243,10 +245,15 @@ def _bridge_run(row: dict[str, Any]) -> Row:
         layouts = (layout,)
     else:
         layouts = tuple(dataclasses.replace(layout, recompute=recompute) for recompute in ("none", "full"))
+    if shape["kind"] == "moe" and split.get("ep") is None:
+        ranks = layout.replicas * tensor
+        sizes = [e for e in range(1, shape["experts"] + 1) if shape["experts"] % e == ranks % e == 0]
+        layouts = tuple(dataclasses.replace(x, expert=e) for x in layouts for e in sizes)
     profile = find_profile(program, sheet.name)
     if any(word in row.get("notes", "") for word in ("tokendrop", "tokens dropped")):
         # With a capacity the host does not wait for the numbers of rows.
-        profile = dataclasses.replace(profile, program=dataclasses.replace(profile.program, host=(0.0, 0.0)))
+        program = dataclasses.replace(profile.program, host=(0.0, 0.0), pipeline_host=None)
+        profile = dataclasses.replace(profile, program=program)
     kind = "mixtures" if shape["kind"] == "moe" else "dense"
     return Row(
         name=str(row["id"]),
@@ -273,7 +280,9 @@ def _bridge_program(row: dict[str, Any]) -> str:
         return "megatron-core" if release >= "25.09" else "nemo-2025"
     if "sliding_window" in row["model"]:
         return "gpt-oss"
-    return "megatron-core" if release >= "26.06" else "megatron-core-2025"
+    if release >= "26.06":
+        return "megatron-core"
+    return "megatron-core-2025" if row["gpu"].startswith("gb") else "megatron-core-2025-x86"
 
 
 def _model(shape: dict[str, Any], seq_length: int) -> ModelConfig:

@@ -378,7 +378,10 @@ class Kernels:
         layers = self.layer * dense
         if experts:
             layers += self.expert_layer * experts
-        host = dense * self.program.host[0] + experts * self.program.host[1]
+        each = self.program.host
+        if self.layout.pipeline > 1 and self.program.pipeline_host is not None:
+            each = self.program.pipeline_host
+        host = dense * each[0] + experts * each[1]
         if host == 0:
             return layers
         # Recomputation starts the kernels of forward again.
@@ -409,7 +412,7 @@ class Kernels:
 
     def chunk_seconds(self, dense: int, experts: int, *, first: bool, last: bool) -> tuple[float, float]:
         """Seconds of `chunk` forward and backward, with less arithmetic for the search."""
-        if any(self.program.host):
+        if any(self.program.host) or self.program.pipeline_host:
             chunk = self.chunk(dense, experts, first=first, last=last)
             return chunk.forward.total, chunk.backward.total
         forward = backward = 0.0

@@ -13,6 +13,8 @@ from megatron.planner.programs import (
     FSDP,
     MEGATRON_CORE,
     MEGATRON_CORE_2025,
+    MEGATRON_CORE_2025_X86,
+    MEGATRON_DEEPSPEED_BF16,
     NVIDIA_2021,
     Program,
 )
@@ -124,13 +126,13 @@ CONSTANTS = {
         link=0.593,
         network=0.723,
     ),
-    ("megatron-deepspeed", "A100"): _fit(
+    ("megatron-deepspeed-bf16", "A100"): _fit(
         DATA_SHEET_EFFICIENCY,
         ("bloom-0225-L72h14336a64-T4P12D8b2g2048",),
         errors=(0.08, 0.25),
-        matmul=0.735,
-        memory=0.699,
-        link=0.699,
+        matmul=0.761,
+        memory=0.701,
+        link=0.701,
     ),
     ("llm-foundry", "A100"): _fit(
         START, ("mpt-7b-a100-40gb-128-s2048-b18",), errors=(0.05, 0.25), matmul=0.728, memory=0.698
@@ -156,10 +158,12 @@ CONSTANTS = {
 NEAREST = {
     ("torchtitan", "A100"): ("llm-foundry", "A100"),
     ("megatron-core", "V100"): ("megatron-deepspeed", "V100"),
+    ("megatron-deepspeed", "A100"): ("megatron-deepspeed-bf16", "A100"),
 }
 PROGRAMS = {
     "nvidia-2021": NVIDIA_2021,
     "megatron-deepspeed": NVIDIA_2021,
+    "megatron-deepspeed-bf16": MEGATRON_DEEPSPEED_BF16,
     "llm-foundry": FSDP,
     "torchtitan": FSDP,
     "maxtext": FSDP,
@@ -167,6 +171,7 @@ PROGRAMS = {
     "megatron-core": MEGATRON_CORE,
     "nemo-2025": MEGATRON_CORE_2025,
     "megatron-core-2025": MEGATRON_CORE_2025,
+    "megatron-core-2025-x86": MEGATRON_CORE_2025_X86,
     "gpt-oss": MEGATRON_CORE,  # learned sinks, and experts with biases and a clamped activation
 }
 

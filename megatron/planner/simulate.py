@@ -249,8 +249,9 @@ class Simulator:
         layout, cluster = self.layout, self.cluster
         if layout.replicas == 1:
             return []
-        exchange = cluster.all_gather if layout.distributed_optimizer else cluster.all_reduce
-        seconds = sum(exchange(*message) for message in self._over_replicas(self.program.gradient))
+        scattered = layout.distributed_optimizer and not self.program.whole_gradients
+        exchange = cluster.all_gather if scattered else cluster.all_reduce
+        seconds = sum(exchange(*message) for message in self._over_replicas(self._reduced))
         hidden, exposed = self._overlapped(seconds) if layout.overlap_grad_reduce else (0.0, seconds)
         exchanges = [Exchange("gradient reduction", seconds, hidden, exposed)]
         if layout.distributed_optimizer:
@@ -272,7 +273,7 @@ class Simulator:
         """
         cluster, m, layers = self.cluster, self.microbatches, self.layers
         gather = sum(cluster.all_gather(*message) for message in self._over_replicas(cluster.device.element))
-        reduce = sum(cluster.all_gather(*message) for message in self._over_replicas(self.program.gradient))
+        reduce = sum(cluster.all_gather(*message) for message in self._over_replicas(self._reduced))
         exchanges = []
         for kind, seconds, compute in (
             ("forward", gather, layers.forward.total),
@@ -292,7 +293,12 @@ class Simulator:
             return 0.0
         table = job.padded_vocab_size(layout.tensor) / layout.tensor * job.model.hidden_size
         ends = cluster.group(2, layout.processes - layout.processes // layout.pipeline)
-        return cluster.all_reduce(self.program.gradient * table, ends)
+        return cluster.all_reduce(self._reduced * table, ends)
+
+    @property
+    def _reduced(self) -> int:
+        """Bytes of an element of a gradient on the links."""
+        return self.program.reduced or self.program.gradient
 
     @property
     def _sms(self) -> float:
@@ -309,7 +315,7 @@ class Simulator:
         last = end_parameters(self.job, layout.tensor, first=True, last=False) / self._parameters
         hidden = min(self.layers.backward.total, (1 - last) * reduce)
         halves = 1 if layout.distributed_optimizer else 2
-        memory = halves * RING_ACCESSES * self.program.gradient * self._parameters / self._stream_bandwidth
+        memory = halves * RING_ACCESSES * self._reduced * self._parameters / self._stream_bandwidth
         return hidden, reduce - hidden + (memory / reduce + self._sms) * hidden
 
     def optimizer(self) -> float:
