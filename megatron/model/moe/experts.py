@@ -97,7 +97,7 @@ class _Product(torch.autograd.Function):
         ctx.main_grad = main_grad(weight)
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         by_expert = weight.view(ctx.shape)
-        return _products(x, by_expert if transposed else by_expert.mT, counts, grouped, ops)
+        return _products(x, by_expert if transposed else by_expert.mT, counts, grouped)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -112,18 +112,17 @@ class _Product(torch.autograd.Function):
             _accumulate(target.view(ctx.shape), left, right, counts, ctx.grouped, ctx.ops)
         if ctx.needs_input_grad[0]:
             other = by_expert.mT if ctx.transposed else by_expert
-            grad_x = _products(grad, other, counts, ctx.grouped, ctx.ops)
+            grad_x = _products(grad, other, counts, ctx.grouped)
         return grad_x, grad_weight, None, None, None, None, None
 
 
-def _products(x: Tensor, matrices: Tensor, counts: Sequence[int], grouped: bool, ops: Ops) -> Tensor:
+def _products(x: Tensor, matrices: Tensor, counts: Sequence[int], grouped: bool) -> Tensor:
     """x Mₑ for the rows of each expert: x [m, a] and M [experts, a, b] to [m, b]."""
     if grouped:
         return F.grouped_mm(x, matrices, offs=_ends(counts, x.device))
     out = x.new_empty(len(x), matrices.shape[2])
     for rows, result, matrix in zip(x.split(counts), out.split(counts), matrices, strict=True):
-        if len(rows):
-            result.copy_(ops.matmul(rows, matrix.t(), None))
+        torch.mm(rows, matrix, out=result)
     return out
 
 
