@@ -40,6 +40,7 @@ from parallel_workers import Workers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from megatron.cli import Parser, add_flags, make_config, run_command
 from megatron.flags import Config, flag
@@ -140,9 +141,8 @@ def live_bytes() -> int:
     gc.collect()
     found: dict[int, int] = {}
     for x in gc.get_objects():
-        if issubclass(type(x), Tensor):  # isinstance would call __class__ of objects that warn
-            local = getattr(x, "_local_tensor", x)  # of a DTensor
-            storage = local.untyped_storage()
+        if type(x) in (Tensor, nn.Parameter, DTensor) and x.device.type == "cpu":
+            storage = getattr(x, "_local_tensor", x).untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
     return sum(found.values())
 
