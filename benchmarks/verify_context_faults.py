@@ -202,9 +202,9 @@ CONTEXT_FAULTS = (
     Fault(
         name="documents of the ranks one after the other, not in the order of the sequence",
         run="c2 documents",
-        target=f"{CONTEXT}.make_mask",
-        old="zigzag_restore(ids, self.cp.size)",
-        new="ids.flatten(0, 1)",
+        target=f"{CONTEXT}._whole",
+        old="zigzag_restore(parts, self.cp.size)",
+        new="parts.flatten(0, 1)",
         module=_OUTPUT,
         kind=".",
         like="#3608",

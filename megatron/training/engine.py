@@ -209,8 +209,9 @@ class Engine:
 
     def _to_device(self, batches: Iterable[Batch]) -> list[Batch]:
         """Copy this rank's part of batches to the mesh's device. From pinned memory this does not block the host."""
-        device, cp, prepare = self.mesh.device, self.mesh.cp, self.task.before_dividing
+        device, cp = self.mesh.device, self.mesh.cp
         if cp.size > 1:
+            prepare = self.task.before_dividing
             whole = batches if prepare is None else map(prepare, batches)
             batches = (batch.divide(cp.rank, cp.size) for batch in whole)
         return [batch.to(device, non_blocking=True) for batch in batches]
