@@ -23,8 +23,8 @@ CONSTANTS_FITTED = {
     ("llm-foundry", "A100"): ("matmul", "memory"),
     ("llm-foundry", "H100"): ("matmul", "memory"),
     ("torchtitan", "H100"): ("matmul", "memory"),
-    ("gpt-oss", "B200"): ("expert",),
-    ("gpt-oss", "B300"): ("expert",),
+    ("gpt-oss-2025", "B200"): ("expert",),
+    ("gpt-oss-2025", "B300"): ("expert",),
 }
 # Relative error of a row that weighs as much as a change of a constant by PRIOR from where the fit starts.
 ROW_ERROR, PRIOR, FIT_STEPS = 0.02, 0.15, 8

@@ -278,11 +278,10 @@ def _bridge_program(row: dict[str, Any]) -> str:
     release = row["source"].get("section", row["source"].get("tag", "v25.00")[1:])[:5]
     if row["model"]["kind"] == "dense":
         return "megatron-core" if release >= "25.09" else "nemo-2025"
-    if "sliding_window" in row["model"]:
-        return "gpt-oss"
+    name = "gpt-oss" if "sliding_window" in row["model"] else "megatron-core"
     if release >= "26.06":
-        return "megatron-core"
-    return "megatron-core-2025" if row["gpu"].startswith("gb") else "megatron-core-2025-x86"
+        return name
+    return f"{name}-2025" if row["gpu"].startswith("gb") else f"{name}-2025-x86"
 
 
 def _model(shape: dict[str, Any], seq_length: int) -> ModelConfig:

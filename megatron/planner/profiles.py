@@ -150,14 +150,19 @@ CONSTANTS = {
     ("nemo-2025", "B200"): _fit(
         START, ("378", "368"), errors=(0.05, 0.2), matmul=0.555, link=0.676, fp8=0.871
     ),
-    ("gpt-oss", "B200"): _fit(_B200.efficiency, ("128",), errors=(0.1, 0.15), expert=0.375),
-    ("gpt-oss", "B300"): _fit(_B300.efficiency, ("171",), errors=(0.1, 0.15), expert=0.308),
+    ("gpt-oss-2025", "B200"): _fit(_B200.efficiency, ("128",), errors=(0.1, 0.15), expert=0.403),
+    ("gpt-oss-2025", "B300"): _fit(_B300.efficiency, ("171",), errors=(0.1, 0.15), expert=0.331),
 }
 # A program without rows on a generation takes the constants of this one; by default Megatron-Core's, or on A100 those
 # of Megatron-LM in 2021.
 NEAREST = {
     ("torchtitan", "A100"): ("llm-foundry", "A100"),
     ("megatron-core", "V100"): ("megatron-deepspeed", "V100"),
+    **{
+        (program, kind): ("gpt-oss-2025", kind)
+        for program in ("gpt-oss", "gpt-oss-2025-x86")
+        for kind in ("B200", "B300")
+    },
     ("megatron-deepspeed", "A100"): ("megatron-deepspeed-bf16", "A100"),
 }
 PROGRAMS = {
@@ -172,7 +177,10 @@ PROGRAMS = {
     "nemo-2025": MEGATRON_CORE_2025,
     "megatron-core-2025": MEGATRON_CORE_2025,
     "megatron-core-2025-x86": MEGATRON_CORE_2025_X86,
-    "gpt-oss": MEGATRON_CORE,  # learned sinks, and experts with biases and a clamped activation
+    # Learned sinks, and experts with biases and a clamped activation.
+    "gpt-oss": MEGATRON_CORE,
+    "gpt-oss-2025": MEGATRON_CORE_2025,
+    "gpt-oss-2025-x86": MEGATRON_CORE_2025_X86,
 }
 
 
