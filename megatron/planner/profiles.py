@@ -86,15 +86,15 @@ def _fit(
 _H100 = _fit(
     START,
     ("280", "288", "352"),
-    errors=(0.05, 0.18),
+    errors=(0.05, 0.14),
     matmul=0.718,
     memory=0.701,
     link=0.705,
     fp8=1.02,
     expert=0.789,
 )
-_B200 = _fit(START, ("36", "25"), errors=(0.1, 0.22), matmul=0.581, link=0.727)
-_B300 = _fit(START, ("121", "194", "39", "24"), errors=(0.06, 0.12), matmul=0.86, link=0.935, fp8=0.801)
+_B200 = _fit(START, ("36", "25"), errors=(0.1, 0.21), matmul=0.581, link=0.727)
+_B300 = _fit(START, ("121", "194", "39", "24"), errors=(0.06, 0.08), matmul=0.86, link=0.935, fp8=0.801)
 _FLASH_2 = dataclasses.replace(START, attention=0.35)
 # No training run on MI300X is among the published ones, so these are shares that public tests of single operations
 # reach, and the errors are a guess. Products of large matrices: 620 of 1,307 TFLOP/s in bf16 and 990 of 2,615 in FP8
