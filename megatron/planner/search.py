@@ -22,8 +22,8 @@ MAX_CHUNKS, MICRO_BATCH_SIZES = 8, (1, 2, 4, 8, 16, 32)
 EXPERT_TENSOR_SIZES = (1, 2, 4, 8)
 # Longer parts of a sequence need no division: context parallelism is for long sequences.
 MIN_CONTEXT_TOKENS = 2048
-# For the smallest cluster: more replicas save hardly any memory.
-MAX_REPLICAS = 16
+# For the smallest cluster: more replicas save hardly any memory, unless they shard the parameters.
+MAX_REPLICAS, MAX_SHARDS = 16, 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,25 +283,32 @@ def _nothing_fits(job: Job, cluster: Cluster, too_large: int) -> str:
 def smallest_layout(job: Job, cluster: Cluster) -> Layout | None:
     """Return the layout with the fewest devices that holds the model, divides the batch and fills whole nodes.
 
-    It uses every way to save memory. More replicas shard the optimizer's state further, and nothing else.
+    It uses every way to save memory.
     """
-    found = []
-    sizes = [t for t in range(1, cluster.per_domain + 1) if can_tensor_parallel(job, t)]
-    # The experts of a mixture need replicas to be divided among.
-    most = max(MAX_REPLICAS, job.model.num_experts or 0)
-    replicas = [d for d in range(1, most + 1) if job.global_batch_size % d == 0]
-    for t, p, data in itertools.product(sizes, pipeline_sizes(job), replicas):
-        layout = Layout(
-            tensor=t,
-            pipeline=p,
-            data=data,
-            expert=max(e for e, parts in expert_sizes(job, data * t) if parts == 1),
-            recompute="full",
-            sequence_parallel=can_sequence_parallel(job, Layout(tensor=t)),
-            distributed_optimizer=data > 1,
-        )
-        fills_nodes = layout.processes <= cluster.per_node or layout.processes % cluster.per_node == 0
-        full_pipeline = dataclasses.replace(job, global_batch_size=data * p)
-        if fills_nodes and fits(max_memory(full_pipeline, layout, cluster, OURS), cluster):
-            found.append(layout)
-    return min(found, key=lambda layout: (layout.processes, layout.data), default=None)
+    by_size = sorted(_frugal_layouts(job, cluster), key=lambda layout: (layout.processes, layout.data))
+    return next((x for x in by_size if fits(max_memory(job, x, cluster, OURS), cluster)), None)
+
+
+def _frugal_layouts(job: Job, cluster: Cluster) -> Iterator[Layout]:
+    """Yield layouts of whole nodes with every way to save memory and with single samples as microbatches."""
+    most = cluster.nvlink_domain or 2 * cluster.per_node
+    sizes = [t for t in range(1, most + 1) if can_tensor_parallel(job, t)]
+    # More replicas shard the optimizer's state further, or the parameters; experts are divided among them.
+    some = max(MAX_REPLICAS, job.model.num_experts or 0)
+    axes = itertools.product(sizes, pipeline_sizes(job), context_sizes(job, MAX_SHARDS))
+    for t, p, context in axes:
+        shards = p == 1 and can_shard_parameters(job, Layout())
+        most = MAX_SHARDS if shards else some
+        for data in (d for d in range(1, most + 1) if job.global_batch_size % d == 0):
+            layout = Layout(
+                tensor=t,
+                context=context,
+                pipeline=p,
+                data=data,
+                expert=max(e for e, parts in expert_sizes(job, data * context * t) if parts == 1),
+                recompute="full",
+                distributed_optimizer=data * context > 1,
+                sharded_parameters=shards and data * context > 1,
+            )
+            if layout.processes <= cluster.per_node or layout.processes % cluster.per_node == 0:
+                yield dataclasses.replace(layout, sequence_parallel=can_sequence_parallel(job, layout))

@@ -23,7 +23,7 @@ from megatron.planner.memory import fits, max_memory
 from megatron.planner.models import MODELS
 from megatron.planner.profiles import find_constants, with_constants
 from megatron.planner.programs import OURS
-from megatron.planner.search import SearchResult, make_plan, search, shapes, variants
+from megatron.planner.search import SearchResult, make_plan, search, shapes, smallest_layout, variants
 from megatron.planner.simulate import Simulator
 
 # Random cases that are enumerated within a second.
@@ -150,11 +150,22 @@ def test_a_model_that_fits_nowhere_names_the_smallest_cluster():
         found(gpt, cluster(8))
 
 
-def test_the_smallest_cluster_divides_the_batch():
-    """The model fits with two replicas but not with one, and two replicas cannot divide seven samples."""
-    for batch, expected in ((8, "32 of them (T8 P2 D2, "), (7, "112 of them (T8 P2 D7, ")):
-        with pytest.raises(InputError, match="has " + re.escape(expected)):
-            found(job(2, 57344, 64, batch), cluster(8))
+@pytest.mark.parametrize("batch", [7, 8])
+def test_no_cluster_below_the_named_one_fits(batch: int):
+    """The message of every smaller cluster names the one that the search then plans."""
+    gpt = job(2, 57344, 64, batch)
+    for gpus in (8, 16, 24):
+        with pytest.raises(InputError, match=re.escape("has 32 of them (T16 P2 D1, ")):
+            found(gpt, cluster(gpus))
+    assert found(gpt, cluster(32)).plans
+
+
+def test_the_smallest_layout_divides_the_batch():
+    """The search plans as many devices as it has."""
+    gpt, machine = job(1, 40960, 320, 13 * 8), cluster(8)
+    smallest = smallest_layout(gpt, machine)
+    assert smallest is not None and gpt.global_batch_size % smallest.data == 0
+    assert found(gpt, cluster(smallest.processes)).plans
 
 
 def test_other_choices_divide_the_sequence():
