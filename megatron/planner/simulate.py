@@ -180,7 +180,8 @@ class Simulator:
         if m <= simulated:
             return self._makespan(m)
         longer, shorter = self._makespan(simulated), self._makespan(simulated - stages)
-        return longer + (m - simulated) / stages * (longer - shorter)
+        # A slow stage may not yet hold up the others in the simulated groups, but it does in the end.
+        return max(self.pipeline_bound(), longer + (m - simulated) / stages * (longer - shorter))
 
     def _makespan(self, microbatches: int) -> float:
         """Seconds of the schedule with so many microbatches: that of `timeline`."""
