@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import shlex
 
 from megatron.model.config import ModelConfig
@@ -11,6 +12,7 @@ from megatron.model.flops import flops_per_sample
 from megatron.parallel.schedules import Schedule, one_forward_one_backward
 from megatron.planner.cluster import Cluster, Group
 from megatron.tokenizer import padded_vocab_size
+from megatron.variants.auto_stages import stage_sizes
 from megatron.variants.schedules import interleaved
 
 
@@ -62,6 +64,8 @@ class Layout:
         tensor, context, pipeline, data: processes on each axis.
         expert, expert_tensor: groups of ranks that divide the experts of a stage, and ranks that share an expert.
         chunks: model chunks on each stage, above 1 only with the interleaved schedule.
+        balanced: stages of equal work (--pipeline-model-parallel-layout auto), not of equal numbers of layers; with one
+            chunk.
         recompute: "none", "selective" (attention) or "full" (whole layers, one at a time).
         sharded_parameters: ranks hold a part of the parameters and gradients, too, and gather a layer when they need it
             (FSDP, ZeRO-3).
@@ -76,6 +80,7 @@ class Layout:
     expert: int = 1
     expert_tensor: int = 1
     chunks: int = 1
+    balanced: bool = False
     micro_batch_size: int = 1
     recompute: str = "none"
     sequence_parallel: bool = False
@@ -116,10 +121,14 @@ class Layout:
 
         Others have the layers of one of these and fewer microbatches.
         """
+        if self.balanced:
+            return tuple(range(self.pipeline))
         return _distinct_stages(job, self.pipeline, self.chunks)
 
     def layers(self, job: Job) -> tuple[tuple[tuple[int, int], ...], ...]:
         """Dense layers and those with experts of each chunk, by stage; the last has those of multi-token prediction."""
+        if self.balanced:
+            return _balanced(job, self.tensor, self.pipeline, self.recompute == "full")
         return _stage_layers(job, self.pipeline, self.chunks)
 
     def layers_per_chunk(self, job: Job, stage: int | None = None) -> int:
@@ -198,6 +207,8 @@ class Layout:
 
     def _layer_flags(self, job: Job) -> list[str]:
         """Flags that divide the layers among stages and chunks."""
+        if self.balanced:
+            return ["--pipeline-model-parallel-layout auto"]
         first, longest, last = (self.layers_per_chunk(job, stage) for stage in (0, None, self.pipeline - 1))
         if self.chunks == 1:
             ends = {"first": first, "last": last}
@@ -220,6 +231,7 @@ class Layout:
             parts[0] += f" E{self.expert}" + f"T{self.expert_tensor}" * (self.expert_tensor > 1)
         if self.chunks > 1:
             parts.append(f"V{self.chunks}")
+        parts += ["stages of equal work"] * self.balanced
         parts.append(f"microbatch {self.micro_batch_size}")
         parts += ["sequence parallel"] * self.sequence_parallel
         if self.sharded_parameters:
@@ -228,6 +240,17 @@ class Layout:
             parts += ["distributed optimizer"] * self.distributed_optimizer
         parts += [f"{self.recompute} recomputation"] * (self.recompute != "none")
         return ", ".join(parts)
+
+
+@functools.lru_cache(maxsize=4096)
+def _balanced(job: Job, tensor: int, stages: int, recompute: bool) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """`Layout.layers` of stages of equal work."""
+    model, vocab_size = job.model, job.padded_vocab_size(tensor)
+    sizes = stage_sizes(model, job.seq_length, vocab_size, stages, 1, recompute=recompute)
+    ends = list(itertools.accumulate(sizes, initial=0))
+    has_experts = [list(job.has_experts[begin:end]) for begin, end in itertools.pairwise(ends)]
+    has_experts[-1] += [model.all_expert_layers[-1]] * model.mtp_num_layers
+    return tuple(((len(here) - sum(here), sum(here)),) for here in has_experts)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -234,6 +234,19 @@ def search(job: Job, cluster: Cluster, *, num_plans: int, progress: Callable[[in
     return SearchResult(plans[:num_plans], considered, timed, too_large)
 
 
+def with_faster_divisions(result: SearchResult, job: Job, cluster: Cluster) -> SearchResult:
+    """Give each plan stages of equal work in place of equal numbers of layers where that is faster and fits."""
+
+    def faster(plan: Plan) -> Plan:
+        if plan.layout.pipeline == 1 or plan.layout.chunks > 1:
+            return plan
+        other = make_plan(job, dataclasses.replace(plan.layout, balanced=True), cluster)
+        return other if other.step.seconds < plan.step.seconds and fits(other.memory, cluster) else plan
+
+    plans = sorted(map(faster, result.plans), key=lambda plan: plan.step.seconds)
+    return dataclasses.replace(result, plans=plans)
+
+
 def weights_fit(job: Job, layout: Layout, cluster: Cluster) -> bool:
     """Return False if the weights and gradients of a process alone exceed its memory."""
     parameters = max(stage_parameters(job, layout, stage) for stage in layout.distinct_stages(job))

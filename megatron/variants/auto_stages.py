@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from megatron.errors import InputError
+from megatron.model.config import ModelConfig
 from megatron.parallel.schedules import CHUNKED, V_SHAPED, part_of
 from megatron.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.training.config import RunConfig
@@ -37,7 +38,7 @@ def with_auto_layout(config: RunConfig) -> RunConfig:
 
 
 def balanced_layout(config: RunConfig, padded_vocab_size: int) -> str:
-    """The division by `balanced_sizes`, as a value of --pipeline-model-parallel-layout."""
+    """The division by `stage_sizes`, as a value of --pipeline-model-parallel-layout."""
     parallel, model, length = config.parallel, config.model, config.data.seq_length
     assert length is not None
     stages, schedule = parallel.pipeline_model_parallel_size, parallel.pipeline_schedule
@@ -47,18 +48,44 @@ def balanced_layout(config: RunConfig, padded_vocab_size: int) -> str:
             f"--pipeline-model-parallel-layout auto: {model.num_layers} layers (--num-layers) are too few for {parts} "
             f"parts of the model; choose at least {parts - 2}, or fewer stages"
         )
-    recompute = parallel.recompute_granularity == "full"
-    layers = [
-        sum(part_flops(model, range(i, i + 1), length, None, recompute=recompute))
-        for i in range(model.num_layers)
-    ]
-    head = sum(part_flops(model, range(0), length, padded_vocab_size, recompute=recompute))
-    sizes = balanced_sizes(layers, head, stages, parts // stages, v_shaped=schedule in V_SHAPED)
+    sizes = stage_sizes(
+        model,
+        length,
+        padded_vocab_size,
+        stages,
+        parts // stages,
+        v_shaped=schedule in V_SHAPED,
+        recompute=parallel.recompute_granularity == "full",
+    )
     names = [f"t*{size}" if size > 1 else "t" * size for size in sizes]
     depths = "m" * model.mtp_num_layers
     names[0] = f"E{names[0]}"
     names[-1] = ",".join(name for name in (names[-1], depths, "L") if name)
     return "|".join(names)
+
+
+def stage_sizes(
+    model: ModelConfig,
+    length: int,
+    padded_vocab_size: int,
+    stages: int,
+    chunks: int,
+    *,
+    v_shaped: bool = False,
+    recompute: bool = False,
+) -> list[int]:
+    """Layers of each part of a model, by `balanced_sizes` for its counted operations. The embedding has none.
+
+    Args:
+        length: of a sample.
+        recompute: backward runs the forward pass of layers again.
+    """
+    layers = [
+        sum(part_flops(model, range(i, i + 1), length, None, recompute=recompute))
+        for i in range(model.num_layers)
+    ]
+    head = sum(part_flops(model, range(0), length, padded_vocab_size, recompute=recompute))
+    return balanced_sizes(layers, head, stages, chunks, v_shaped=v_shaped)
 
 
 def balanced_sizes(

@@ -19,11 +19,19 @@ from megatron.planner.cluster import Cluster, cluster_from_data_sheet
 from megatron.planner.device_specs import data_sheet
 from megatron.planner.explain import other_choices, takeaways, why_not
 from megatron.planner.layout import Job, Layout
-from megatron.planner.memory import fits, max_memory
+from megatron.planner.memory import fits, max_memory, stage_parameters
 from megatron.planner.models import MODELS
 from megatron.planner.profiles import find_constants, with_constants
 from megatron.planner.programs import OURS
-from megatron.planner.search import SearchResult, make_plan, search, shapes, smallest_layout, variants
+from megatron.planner.search import (
+    SearchResult,
+    make_plan,
+    search,
+    shapes,
+    smallest_layout,
+    variants,
+    with_faster_divisions,
+)
 from megatron.planner.simulate import Simulator
 
 # Random cases that are enumerated within a second.
@@ -213,6 +221,29 @@ def test_llama_405b_is_as_fast_as_published():
     best = found(gpt, machine).plans[0]
     assert best.step.seconds == pytest.approx(seconds, rel=0.05)
     assert best.layout.context * best.layout.pipeline >= 16 and best.layout.tensor in (4, 8)
+
+
+def test_stages_of_equal_work_with_a_large_vocabulary():
+    """Llama 3.2 1B: the output layer for 128,256 tokens takes as long as two layers."""
+    big = llama_405b(16)
+    model = dataclasses.replace(
+        big.model,
+        num_layers=16,
+        hidden_size=2048,
+        num_attention_heads=32,
+        kv_channels=64,
+        ffn_hidden_size=8192,
+    )
+    gpt, machine = dataclasses.replace(big, model=model), cluster(4)
+    plain = Layout(pipeline=4)
+    even = SearchResult([make_plan(gpt, plain, machine)], 1, 1, 0)
+    (plan,) = with_faster_divisions(even, gpt, machine).plans
+    assert plan.layout == dataclasses.replace(plain, balanced=True)
+    assert plan.layout.layers(gpt) == (((5, 0),), ((5, 0),), ((4, 0),), ((2, 0),))
+    assert "--pipeline-model-parallel-layout auto" in plan.layout.flags(gpt)
+    assert plan.step.seconds < 0.9 * make_plan(gpt, plain, machine).step.seconds
+    parameters = [stage_parameters(gpt, plan.layout, stage) for stage in range(4)]
+    assert sum(parameters) == sum(stage_parameters(gpt, plain, stage) for stage in range(4))
 
 
 def test_a_cluster_that_no_layout_divides_is_told_what_would_fit():
