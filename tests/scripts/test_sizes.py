@@ -134,7 +134,7 @@ def test_a_long_context_fits_its_gpus(size: str, tmp_path: Path) -> None:
     subprocess.run(script, check=True, env=os.environ | {"PYTHON": sys.executable})
     memory = json.loads(file.read_text())["ranks"][0]["memory"]
     assert memory["peak"] / 1e9 == pytest.approx(LONG[size][-1], rel=0.02)
-    assert memory["activations"] / 1e9 == pytest.approx(22, rel=0.02)
+    assert memory["activations"] / 1e9 == pytest.approx(21, rel=0.02)
 
 
 @pytest.mark.slow
