@@ -1,7 +1,8 @@
 """Compare pipeline schedules with those of torch.distributed.pipelining, with simulated stages over gloo.
 
 Stages sleep instead of computing, so four processes do not need four cores. Forward, the gradient of a stage's input
-and those of its weights take equal times.
+and those of its weights take equal times. `compare_stages` compares even stages of a model with those of
+--pipeline-model-parallel-layout auto; its passes take times in proportion to their counted operations.
 """
 
 from __future__ import annotations
@@ -23,11 +24,16 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
+import megatron.plugins  # noqa: F401 (registers the divisions of layers)
+from megatron.arguments import parse_run_config
 from megatron.parallel.config import ParallelConfig
 from megatron.parallel.mesh import Mesh, init_mesh
 from megatron.parallel.pipeline import PipelineStage as OurStage
 from megatron.parallel.pipeline import WgradQueue, run_schedule
 from megatron.parallel.schedules import (
+    BackwardInput,
+    BackwardWeight,
+    Forward,
     one_and_two,
     one_forward_one_backward,
     part_of,
@@ -36,8 +42,10 @@ from megatron.parallel.schedules import (
 )
 from megatron.parallel.transfers import Transfers
 from megatron.planner.schedule_costs import makespan
+from megatron.variants.auto_schedule import counted_times
+from megatron.variants.auto_stages import with_auto_layout
 from megatron.variants.schedules import gpipe, interleaved
-from megatron.variants.zero_bubble import zb_h1, zb_v
+from megatron.variants.zero_bubble import Duration, zb_h1, zb_v
 
 STAGES = 4
 PASS = 0.06  # seconds per stage and microbatch of each of the three
@@ -87,29 +95,33 @@ class SleepingStage(nn.Module):
         return _Sleep.apply(x, self.seconds, self.seconds) + _Sleep.apply(self.weight, 0.0, self.seconds)
 
 
+# Seconds of forward, of the gradient of an input and of the gradients of weights.
+Seconds = tuple[float, float, float]
+
+
 class _SleepAndDefer(torch.autograd.Function):
     """`_Sleep` of an input, whose backward also calls `weights`."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, seconds: float, weights: Callable[[float], None]) -> Tensor:
+    def forward(ctx, x: Tensor, seconds: Seconds, weights: Callable[[float], None]) -> Tensor:
         ctx.seconds, ctx.weights = seconds, weights
-        time.sleep(seconds)
+        time.sleep(seconds[0])
         return x.clone()
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        time.sleep(ctx.seconds)
-        ctx.weights(ctx.seconds)
+        time.sleep(ctx.seconds[1])
+        ctx.weights(ctx.seconds[2])
         return grad.clone(), None, None
 
 
 class Stage(OurStage):
     """The sleeping model chunks of a rank, of which `last` is the model's last, if any."""
 
-    def __init__(self, chunks: int, last: int | None) -> None:
+    def __init__(self, seconds: Seconds, last: int | None) -> None:
         wgrads = WgradQueue()
         super().__init__(torch.float32, wgrads)
-        self.seconds, self.last = PASS / chunks, last
+        self.seconds, self.last = seconds, last
         self.x = torch.zeros(SHAPE, requires_grad=True)
         self.weights = wgrads.deferring(time.sleep)
 
@@ -132,7 +144,8 @@ def ours(name: str, microbatches: int, mesh: Mesh) -> Callable[[], None]:
     lists = SCHEDULES[name](STAGES, chunks, microbatches)
     actions = with_transfers(lists, STAGES, name == "zb-v")[mesh.pp.rank]
     last = chunks - 1 if parts[-1] == STAGES * chunks - 1 else None
-    stage, transfers = Stage(chunks, last), Transfers(mesh, scatter_gather=False)
+    seconds = PASS / chunks
+    stage, transfers = Stage((seconds, seconds, seconds), last), Transfers(mesh, scatter_gather=False)
 
     def run() -> None:
         run_schedule(stage, actions, transfers)
@@ -216,3 +229,71 @@ def _summary(microbatches: int, median: dict[tuple[int, str, str], float]) -> di
     gain = median[microbatches, "1f1b", "ours"] / median[microbatches, "interleaved", "ours"]
     print(f"m = {microbatches}: interleaved is {gain:.3f} times as fast as 1f1b", flush=True)
     return {**rows, "speed of interleaved / 1f1b": round(gain, 4)}
+
+
+# Llama 3.2 1B with sequences of 8,192 tokens: its output layer takes as long as two layers.
+LLAMA_1B = (
+    "--num-layers 16 --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 32 --group-query-attention "
+    "--num-query-groups 8 --swiglu --disable-bias-linear --seq-length 8192 --position-embedding-type rope "
+    f"--micro-batch-size 1 --global-batch-size 16 --train-samples 16 --lr 1e-3 --vocab-size 128256 "
+    f"--pipeline-model-parallel-size {STAGES}"
+)
+DIVISIONS = {"even": "", "auto": "--pipeline-model-parallel-layout auto"}
+
+
+def stage_times(division: str) -> tuple[str, Duration]:
+    """The layers of the stages of `LLAMA_1B`, and seconds of its passes; those of a layer are `PASS` in forward."""
+    flags = f"{LLAMA_1B} {DIVISIONS[division]}".split()
+    config = with_auto_layout(parse_run_config(flags, description="", defaults={}))
+    alone = parse_run_config(
+        f"{LLAMA_1B} --pipeline-model-parallel-size 16".split(), description="", defaults={}
+    )
+    layer = counted_times(alone, 128_256)(1, Forward(0, 0))
+    counted = counted_times(config, 128_256)
+    layout = config.parallel.pipeline_model_parallel_layout
+    return layout or "4 layers each", lambda rank, action: PASS / layer * counted(rank, action)
+
+
+def time_stages() -> Iterator[dict[str, float]]:
+    """Run 1F1B with 16 microbatches over both divisions once per round. Yields seconds of this rank by division."""
+    config = ParallelConfig(pipeline_model_parallel_size=STAGES, distributed_timeout_minutes=2)
+    with init_mesh(config, torch.device("cpu")) as mesh:
+        rank, transfers = mesh.pp.rank, Transfers(mesh, scatter_gather=False)
+        actions = with_transfers(one_forward_one_backward(STAGES, 1, 16), STAGES)[rank]
+        stages = {}
+        for division in DIVISIONS:
+            _, duration = stage_times(division)
+            forward, of_input, of_weights = (
+                duration(rank, kind(0, 0)) for kind in (Forward, BackwardInput, BackwardWeight)
+            )
+            stages[division] = Stage((forward, of_input, of_weights), 0 if rank == STAGES - 1 else None)
+        while True:
+            seconds = {}
+            for division, stage in stages.items():
+                dist.barrier()
+                begin = time.perf_counter()
+                run_schedule(stage, actions, transfers)
+                transfers.finish()
+                seconds[division] = time.perf_counter() - begin
+            yield seconds
+
+
+def compare_stages(rounds: int) -> dict[str, object]:
+    """Compare even stages with automatic ones, for a model with a large vocabulary."""
+    with Workers(time_stages, STAGES) as workers:
+        workers.next()  # the first use connects the ranks
+        measured = [workers.next() for _ in range(rounds)]
+    rows: dict[str, object] = {}
+    times = {}
+    for division in DIVISIONS:
+        layout, duration = stage_times(division)
+        times[division] = statistics.median(max(rank[division] for rank in ranks) for ranks in measured)
+        theory = makespan(simulate(one_forward_one_backward(STAGES, 1, 16), STAGES, duration))
+        rows[division] = {
+            "stages": layout,
+            "seconds": round(times[division], 4),
+            "time / theory": round(times[division] / theory, 4),
+        }
+    rows["time of auto / even"] = round(times["auto"] / times["even"], 4)
+    print(rows, flush=True)
+    return rows
