@@ -130,6 +130,11 @@ class RecordedGroup(dist.ProcessGroup):
 
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single  # before torch 2.13
 
+    def alltoall_base(
+        self, out: Tensor, x: Tensor, received: list[int], sent: list[int], options: Any = None
+    ) -> RecordedWork:
+        return self._call("all-to-all", [x], [out])
+
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> RecordedWork:
         return self._call("send", tensors, [], peer)
 

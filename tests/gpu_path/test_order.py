@@ -11,23 +11,24 @@ from collections.abc import Callable
 import pytest
 from gpu_path.order import Streams, disagreements
 from gpu_path.recorded_step import Call, Wait, record_steps
-from training.test_layouts import FLAGS, LAYOUTS, SHAPES
+from training.test_layouts import DENSE_LAYOUTS, FEW_CONTEXT_LAYOUTS, FEW_LAYOUTS, FLAGS, LAYOUTS, RUNS
 
 from megatron.arguments import parse_run_config
 from megatron.optim.grad_reducer import GradReducer
 from megatron.optim.param_gather import ParamGather
 from megatron.parallel import pipeline
 from megatron.parallel.schedules import Receive, Send
+from megatron.planner.fakes import BALANCED
 from megatron.pretrain_bert import bert
 from megatron.pretrain_gpt import GPT
 
-PARALLEL = [layout for layout, (processes, _) in LAYOUTS.items() if processes > 1]
 # By default those that have the most kinds of communication.
 FAST = {("gpt2", "T2P2"), ("gpt2", "P4V2"), ("llama", "T2D2+ZeRO")}
 CASES = [
     pytest.param(shape, layout, marks=() if (shape, layout) in FAST else pytest.mark.slow)
-    for shape in ("gpt2", "bert", "llama", "muon")
-    for layout in PARALLEL
+    for shape in ("gpt2", "bert", "llama", "muon", "mixture")
+    for layout in (*FEW_LAYOUTS.get(shape, DENSE_LAYOUTS), *FEW_CONTEXT_LAYOUTS[shape])
+    if LAYOUTS[layout][0] > 1
 ]
 
 
@@ -38,11 +39,13 @@ Fault = Callable[[pytest.MonkeyPatch], None]
 def record(shape: str, layout: str, more: str = "", fault: Fault | None = None) -> list[list[Call | Wait]]:
     """Events of every rank of a layout in one step; a `fault` is in rank 1 only."""
     processes, flags = LAYOUTS[layout]
-    config = parse_run_config(f"{FLAGS} {SHAPES[shape]} {flags} {more}".split(), description="", defaults={})
+    config = parse_run_config(f"{FLAGS} {RUNS[shape]} {flags} {more}".split(), description="", defaults={})
     task = bert(binary_head=True) if shape == "bert" else GPT
     ranks = []
     for rank in range(processes):
         with pytest.MonkeyPatch.context() as patch:
+            for (module, name), function in BALANCED.items():  # ranks exchange no values to route by
+                patch.setattr(module, name, function)
             if fault is not None and rank == 1:
                 fault(patch)
             ranks.append(record_steps(config, task, rank=rank, processes=processes).events)
