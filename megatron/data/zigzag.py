@@ -20,8 +20,8 @@ def zigzag_ranges(length: int, rank: int, size: int) -> list[tuple[int, int]]:
 
 def zigzag_shard(x: Tensor, dim: int, rank: int, size: int) -> Tensor:
     """The positions of a rank of `x`, whose dimension `dim` is the sequence."""
-    ranges = zigzag_ranges(x.shape[dim], rank, size)
-    return torch.cat([x.narrow(dim, begin, end - begin) for begin, end in ranges], dim)
+    parts = [x.narrow(dim, begin, end - begin) for begin, end in zigzag_ranges(x.shape[dim], rank, size)]
+    return torch.cat(parts, dim) if size > 1 else x
 
 
 def zigzag_restore(x: Tensor, size: int) -> Tensor:

@@ -38,6 +38,7 @@ from megatron.model.transformer import LayerInputs, Transformer
 from megatron.ops.backend import Ops, choose_ops
 from megatron.ops.config import OpsConfig
 from megatron.ops.rotary import rotary_angles
+from megatron.parallel.pipeline import WgradQueue
 from megatron.parallel.random import DropoutKey
 from megatron.parallel.stages import Chunk
 from megatron.performance.compiled_layer import device_keys, inductor_options
@@ -121,7 +122,7 @@ def run_layer(config: RunConfig, inner_compile: Callable[..., Any], *, causal: b
     layer = Transformer(model, context, Chunk(layers=range(1), first=True, last=False))
     products = make_products(config.plugin(Fp8Config), emulate=False)
     if products is not None:
-        stage: Any = types.SimpleNamespace(modules=[layer], context=context)
+        stage: Any = types.SimpleNamespace(modules=[layer], context=context, wgrads=WgradQueue())
         set_products(config, stage, products)
     flat(layer, torch.bfloat16)
     x = torch.empty(length, samples, model.hidden_size, dtype=torch.bfloat16, requires_grad=True)
