@@ -182,7 +182,7 @@ CONTEXT_FAULTS = (
     Fault(
         name="the ring attends across the borders of documents",
         run="c2 documents",
-        target=f"{ATTENTION}:blocks",
+        target="megatron.context_parallel.blocks:blocks",
         old="pairs_mask(spec, queries, keys)",
         new="pairs_mask(dataclasses.replace(spec, document_ids_bs=None), queries, keys)",
         module=_OUTPUT,

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.context_parallel.blocks import Block, Range, blocks, pairs
 from megatron.context_parallel.kernels import partial_attention, partial_attention_backward
-from megatron.data.zigzag import zigzag_ranges, zigzag_restore
+from megatron.data.zigzag import zigzag_restore
 from megatron.ops.attention import MaskSpec
 from megatron.ops.backend import Ops
 from megatron.ops.cpu.document_attention import scored_attention_by_document
 from megatron.ops.scored_attention import (
-    Pairs,
     ScoreRules,
     add_sinks,
     draw_words,
@@ -40,8 +40,6 @@ from megatron.parallel.collectives import (
 )
 from megatron.parallel.mesh import Axis
 
-Range = tuple[int, int]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ContextMask:
@@ -54,22 +52,6 @@ class ContextMask:
 
     spec: MaskSpec
     whole: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Block:
-    """Queries and keys of which some pairs attend.
-
-    Attributes:
-        queries, keys: ranges of the local positions.
-        causal: the two have the same positions, and later keys are left out.
-        mask_bnst: of the pairs that attend; None where all do, or all but later keys.
-    """
-
-    queries: Range
-    keys: Range
-    causal: bool = False
-    mask_bnst: Tensor | None = None
 
 
 class ContextAttention:
@@ -169,7 +151,7 @@ class ContextAttention:
         columns = received.split([row.shape[1] for row in rows], 1)
         return tuple(
             zigzag_restore(x.unflatten(0, (size, s)), size)
-            .unflatten(1, (b, -1, y.shape[3]))
+            .unflatten(1, (b, y.shape[1] // size, y.shape[3]))
             .permute(1, 2, 0, 3)
             for x, y in zip(columns, tensors, strict=True)
         )
@@ -187,62 +169,6 @@ class ContextAttention:
         # Heads come last in memory, as the next layer reads them.
         out_sbnd = received.view(size, s, b, heads, width).permute(1, 2, 0, 3, 4).flatten(2, 3)
         return out_sbnd.permute(1, 2, 0, 3)
-
-
-def blocks(spec: MaskSpec, rank: int, source: int, size: int) -> Iterator[Block]:
-    """The blocks of the queries of `rank` and the keys of `source`, two of `size` ranks; those that no mask allows are
-    left out.
-
-    Causal attention without other masks is the same work for every pair of ranks: half of all pairs of positions.
-    """
-    half = spec.length // (2 * size)
-    if spec.window is None and spec.document_ids_bs is None and spec.padding_mask_bs is None:
-        both, first, second = (0, 2 * half), (0, half), (half, 2 * half)
-        if not spec.causal or rank == source:
-            yield Block(both, both, causal=spec.causal)
-        elif source < rank:
-            yield Block(both, first)
-        else:
-            yield Block(second, both)
-        return
-    for i, queries in enumerate(zigzag_ranges(spec.length, rank, size)):
-        for j, keys in enumerate(zigzag_ranges(spec.length, source, size)):
-            if spec.causal and keys[0] > queries[0]:
-                continue
-            mask = pairs_mask(spec, queries, keys)
-            # A GPU would have to wait for the answer.
-            if mask.is_cuda or mask.any():
-                yield Block((i * half, (i + 1) * half), (j * half, (j + 1) * half), mask_bnst=mask)
-
-
-def pairs_mask(spec: MaskSpec, queries: Range, keys: Range) -> Tensor:
-    """[b or 1, 1, s, t], true where a query of a range of positions may attend to a key of another."""
-    position_s1 = torch.arange(*queries, device=spec.device).unsqueeze(1)
-    position_t = torch.arange(*keys, device=spec.device)
-    mask_bst = (position_s1 >= position_t if spec.causal else position_s1 >= 0).unsqueeze(0)
-    if spec.window is not None:
-        mask_bst = mask_bst & ((position_s1 - position_t).abs() <= spec.window)
-    if (ids_bs := spec.document_ids_bs) is not None:
-        mask_bst = mask_bst & (
-            ids_bs[:, slice(*queries)].unsqueeze(2) == ids_bs[:, slice(*keys)].unsqueeze(1)
-        )
-    if spec.padding_mask_bs is not None:
-        mask_bst = mask_bst & spec.padding_mask_bs.bool()[:, None, slice(*keys)]
-    return mask_bst.unsqueeze(1)
-
-
-def pairs(block: Block, spec: MaskSpec, ring: Axis, source: int) -> Pairs:
-    """The pairs of a block of this rank's queries and the keys of `source`, with their positions."""
-    query_s, key_t = (
-        torch.cat(
-            [
-                torch.arange(*part, dtype=torch.int32, device=spec.device)
-                for part in zigzag_ranges(spec.length, rank, ring.size)
-            ]
-        )[slice(*local)]
-        for rank, local in ((ring.rank, block.queries), (source, block.keys))
-    )
-    return Pairs(query_s=query_s, key_t=key_t, mask_bnst=block.mask_bnst, causal=block.causal)
 
 
 class _Attention(torch.autograd.Function):
@@ -280,7 +206,11 @@ class _Attention(torch.autograd.Function):
                     total, lse = _first(part, part_lse, q, block.queries, dtype)
                 else:
                     _join(_rows(total, block.queries), _rows(lse, block.queries), part, part_lse)
-        assert total is not None and lse is not None  # a query attends to itself
+        if total is None or lse is None:  # without sequences, since a query attends to itself
+            total, lse = (
+                q.new_empty(*q.shape[:3], v.shape[-1], dtype=dtype),
+                q.new_empty(q.shape[:3], dtype=dtype),
+            )
         if sinks_n is not None:
             total, lse = add_sinks(total, lse, sinks_n)
         out = total.to(q.dtype)

@@ -42,9 +42,8 @@ class GradReducer:
         # For each bucket, the number of parameters whose gradient is incomplete.
         self.num_incomplete = [len(bucket.flat_params) for bucket in buckets]
         self.reducing: dict[int, tuple[Tensor, list[Pending]]] = {}
-        self.started_earlier: list[
-            int
-        ] = []  # sharded buckets whose reduction started before the current unit
+        # Sharded buckets whose reduction started before the current unit.
+        self.started_earlier: list[int] = []
         # Gradients that are partial sums over an axis.
         self.partial: dict[Axis, list[Tensor]] = collections.defaultdict(list)
         for bucket, shard in zip(buckets, memory.shards, strict=True):

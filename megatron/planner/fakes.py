@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # registers t
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from megatron.context_parallel import attention as context_attention
-from megatron.context_parallel.attention import Block
+from megatron.context_parallel.blocks import Block
 from megatron.model.moe import dispatch, layer, router
 from megatron.model.moe_config import MoEConfig
 from megatron.ops import scored_attention

@@ -37,7 +37,7 @@ class PassCapture:
         self.microbatch: int | None = None
         self.seq_length = 0
         self.order = 0
-        # Of a microbatch, whose passes through several chunks may have a module in common.
+        # Counted by microbatch, since its passes through several chunks may call the same module.
         self.calls: dict[tuple[int | None, str, str], int] = {}
         self.producers: dict[int, tuple[str, Tensor]] = {}
         self.readers: dict[str, set[str]] = {}

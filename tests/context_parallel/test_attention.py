@@ -14,7 +14,8 @@ from distributed import run_distributed
 from torch import Tensor
 
 from megatron.context_parallel import attention as context_attention
-from megatron.context_parallel.attention import ContextAttention, blocks, split_axis
+from megatron.context_parallel.attention import ContextAttention, split_axis
+from megatron.context_parallel.blocks import blocks
 from megatron.context_parallel.kernels import (
     partial_attention,
     partial_attention_backward,
@@ -173,6 +174,26 @@ def test_a_divided_sequence_attends_as_a_whole_one(processes: int) -> None:
     run_distributed(
         check_grids, processes, [name for name, grid in GRIDS.items() if grid[0] == processes], rules
     )
+
+
+def check_empty(names: list[str]) -> None:
+    for name in names:
+        processes, heads, gathers, groups = GRIDS[name]
+        attention = grid(processes, heads, gathers)
+        spec = MaskSpec(length=32, window=5, device=CPU)
+        q, k, v = (
+            torch.randn(0, n, 32 // processes, WIDTH, requires_grad=True) for n in (HEADS, groups, groups)
+        )
+        out = attention.attention(
+            q, k, v, mask_bnst=attention.make_mask(spec), causal=True, dropout=0.0, softcap=1.0
+        )
+        out.sum().backward()
+        assert out.shape == q.shape and k.grad.shape == k.shape
+
+
+def test_a_batch_without_sequences() -> None:
+    """The last microbatch of a replica in evaluation may have none."""
+    run_distributed(check_empty, 2, [name for name, grid in GRIDS.items() if grid[0] == 2])
 
 
 def count_bytes(processes: int, heads: int, gathers: bool, groups: int) -> dict[str, Traffic]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.context_parallel.attention import blocks
+from megatron.context_parallel.blocks import blocks
 from megatron.data.zigzag import zigzag_ranges
 from megatron.ops.attention import MaskSpec
 from megatron.tokenizer.gpt2 import GPT2BPETokenizer
