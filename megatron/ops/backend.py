@@ -40,6 +40,7 @@ class Ops:
 
     Attributes:
         dgrad: (output gradient, Wᵀ, None) to the gradient of a linear layer's input; None computes it by `matmul`.
+        expert_rows: products of a mixture's experts are fastest with a multiple of so many rows.
         linear_cross_entropy: output layer and loss in one.
         make_mask: makes the mask that `attention` takes; None where it needs none besides `causal`.
         run: calls a differentiable function, such as a transformer layer, compiled as a whole or not.
@@ -60,6 +61,7 @@ class Ops:
     layer_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor] = layer_norm
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
     apply_rotary_emb: Callable[[Tensor, Tensor, Tensor], Tensor] = apply_rotary_emb
+    expert_rows: int = 1
     linear_cross_entropy: LinearCrossEntropy = dataclasses.field(default_factory=LinearCrossEntropy)
     run: CompileFn = eager
     communicate: CompileFn = eager

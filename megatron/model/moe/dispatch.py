@@ -34,12 +34,14 @@ class Rows:
         place: [n · k], the row of each copy; m for a copy that has none.
         copies: k.
         padded: there may be rows of zeros.
+        complete: every copy has a row.
     """
 
     source: Tensor
     place: Tensor
     copies: int
-    padded: bool = False
+    padded: bool
+    complete: bool
 
     def take(self, x_nh: Tensor) -> Tensor:
         """The rows, [m, h]."""
@@ -55,11 +57,11 @@ class Rows:
 
 
 def sorted_rows(
-    key: Tensor, groups: int, copies: int, *, capacity: int | None = None
+    key: Tensor, groups: int, copies: int, *, capacity: int | None = None, multiple: int = 1
 ) -> tuple[Rows, list[int]]:
     """Rows of the copies whose `key` [n · k] is below `groups`, sorted by it, and the number of rows of each group.
 
-    With `capacity` each group has that many rows, padded with zeros at its end.
+    A group has as many rows as copies, rounded up to a multiple of `multiple`, or `capacity` rows. Zeros fill its end.
     """
     key = key.clamp(max=groups)
     counts = count(key, groups + 1)[:groups].long()
@@ -67,17 +69,22 @@ def sorted_rows(
     rank = torch.arange(len(key), device=key.device)
     place = torch.empty_like(order)
     if capacity is None:
-        sizes = counts.tolist()
-        total = sum(sizes)
-        place[order] = rank
-        return Rows(order[:total], place.clamp(max=total), copies), sizes
-    total = groups * capacity
+        copies_of = counts.tolist()
+        sizes, placed = [-(-number // multiple) * multiple for number in copies_of], sum(copies_of)
+        complete = placed == len(key)
+        if sum(sizes) == placed:
+            place[order] = rank
+            rows = Rows(order[:placed], place.clamp(max=placed), copies, padded=False, complete=complete)
+            return rows, sizes
+        size = torch.tensor(sizes, device=key.device)
+    else:
+        sizes, complete, size = [capacity] * groups, False, torch.full_like(counts, capacity)
+    total, shift = sum(sizes), (size.cumsum(0) - size) - (counts.cumsum(0) - counts)
     group = key[order].clamp(max=groups - 1)  # of copies with a row
-    starts = counts.cumsum(0) - counts
-    place[order] = torch.where(key[order] < groups, group * capacity + rank - starts[group], total)
+    place[order] = torch.where(key[order] < groups, rank + shift[group], total)
     source = torch.full((total + 1,), len(key), device=key.device)
     source[place] = torch.arange(len(key), device=key.device)
-    return Rows(source[:total], place, copies, padded=True), [capacity] * groups
+    return Rows(source[:total], place, copies, padded=True, complete=complete), sizes
 
 
 class _Take(torch.autograd.Function):
@@ -113,7 +120,7 @@ def _take(x: Tensor, rows: Rows) -> Tensor:
 
 
 def _add(x: Tensor, rows: Rows) -> Tensor:
-    if rows.padded or len(rows.source) < len(rows.place):
+    if not rows.complete:
         x = _with_zero(x)
     by_token = x[rows.place].unflatten(0, (-1, rows.copies))
     return by_token.squeeze(1) if rows.copies == 1 else by_token.sum(1)
@@ -145,7 +152,10 @@ def by_all_to_all(
     owner, expert = indices_nk // local, indices_nk % local
     part = torch.arange(parts, device=x_nh.device)
     key = ((owner.unsqueeze(-1) * parts + part) * local + expert.unsqueeze(-1)).flatten()
-    rows, sizes = sorted_rows(key, axis.size * local, indices_nk.shape[1] * parts, capacity=capacity)
+    multiple = experts.row_multiple(len(key)) if axis.size == 1 else 1
+    rows, sizes = sorted_rows(
+        key, axis.size * local, indices_nk.shape[1] * parts, capacity=capacity, multiple=multiple
+    )
     x_mh = rows.take(x_nh)
     weights_m = rows.take_copies(weights_nk.unsqueeze(-1).expand(-1, -1, parts))
     if axis.size == 1:
@@ -161,7 +171,8 @@ def by_all_to_all(
     x_mh, weights_m = rows_there.wait(), weights_there.wait()
     # From the order of ranks, each with its rows by expert, to that of experts.
     expert_of_row = torch.arange(local, device=x_nh.device).repeat(axis.size)
-    regrouped, sizes = sorted_rows(expert_of_row.repeat_interleave(received_rl.flatten()), local, 1)
+    key = expert_of_row.repeat_interleave(received_rl.flatten())
+    regrouped, sizes = sorted_rows(key, local, 1, multiple=experts.row_multiple(len(key)))
     y_mh = experts(regrouped.take(x_mh), regrouped.take_copies(weights_m), sizes)
     return rows.add(Exchange(regrouped.add(y_mh), axis, received, sent).wait())
 
@@ -180,6 +191,7 @@ def by_all_gather(
     local, key = experts.local, indices_nk - experts.local.start
     key = key.masked_fill((key < 0) | (key >= len(local)), len(local)).flatten()
     capacity = None if capacity is None else capacity * axis.size
-    rows, sizes = sorted_rows(key, len(local), indices_nk.shape[1], capacity=capacity)
+    multiple = experts.row_multiple(len(key) // axis.size)
+    rows, sizes = sorted_rows(key, len(local), indices_nk.shape[1], capacity=capacity, multiple=multiple)
     y_nh = rows.add(experts(rows.take(x_nh), rows.take_copies(weights_nk), sizes))
     return reduce_scatter_sequence(y_nh, axis)

@@ -21,6 +21,9 @@ from megatron.ops.backend import Ops
 from megatron.parallel.parameters import main_grad, parameter
 from megatron.parallel.slices import GlobalSlice, Range, intersections
 
+# Rows of zeros are added where they are at most an eighth of an expert's rows, on average.
+MIN_MULTIPLES = 4
+
 
 class Experts(nn.Module):
     """MLPs without biases, each for the rows of its own expert.
@@ -65,6 +68,11 @@ class Experts(nn.Module):
         return self.product(
             x_mf * weights_m.unsqueeze(1).to(x_mf.dtype), self.weight2, counts, transposed=True
         )
+
+    def row_multiple(self, rows: int) -> int:
+        """The rows of each expert are padded to a multiple of this, if the experts of this rank have `rows` in all."""
+        multiple = self.ops.expert_rows
+        return multiple if rows >= MIN_MULTIPLES * multiple * len(self.local) else 1
 
     def product(
         self, x: Tensor, weight: Tensor, counts: Sequence[int] | Tensor, *, transposed: bool

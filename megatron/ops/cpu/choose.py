@@ -17,7 +17,13 @@ from megatron.ops.cpu.document_attention import (
     attention_with_dropout,
     make_document_mask,
 )
-from megatron.ops.cpu.linear import WGRAD_ROWS, accumulate_wgrad_by_size, has_onednn, matmul_by_size
+from megatron.ops.cpu.linear import (
+    EXPERT_ROWS,
+    WGRAD_ROWS,
+    accumulate_wgrad_by_size,
+    has_onednn,
+    matmul_by_size,
+)
 from megatron.ops.cpu.norm import compiled_layer_norm, compiled_rms_norm
 from megatron.ops.cpu.rotary import compiled_rotary_emb
 
@@ -43,6 +49,8 @@ def cpu_ops(dtype: torch.dtype, compiler: CompileFn | None) -> tuple[dict[str, A
         names["matmul"] = "oneDNN"
         if dtype == torch.float32:
             names["wgrad"] = f"unfused from {WGRAD_ROWS} tokens on"
+        else:
+            fields["expert_rows"] = EXPERT_ROWS
     if compiler is not None:
         fields["activation"] = functools.partial(compiled_activation, compiler)
         fields["apply_rotary_emb"] = functools.partial(compiled_rotary_emb, compiler)

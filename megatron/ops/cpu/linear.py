@@ -21,6 +21,9 @@ WGRAD_ROWS = 512
 MIN_WORK = 1 << 24
 # The same for a part of a weight gradient, against the fused addmm: 2.6 times for 2 M, 1.7 for 8 M, 1.4 for 34 M.
 MIN_WGRAD_WORK = 1 << 27
+# oneDNN generates code for each new number of rows, which takes as long as an expert's product in bf16. An expert's
+# number of rows changes at every step; rounded up to a multiple of 16 it takes few values.
+EXPERT_ROWS = 16
 # oneDNN keeps what it prepares for each number of rows. Prompts have so many lengths that a server's memory grew from
 # 0.6 to 1 GB in two minutes, so it gets only products of at most so many rows.
 MAX_DECODE_ROWS = 64

@@ -15,7 +15,7 @@ from megatron.model.context import ModelContext
 from megatron.model.moe.dispatch import Rows, by_all_gather, by_all_to_all, sorted_rows
 from megatron.model.moe.experts import Experts
 from megatron.model.moe.layer import dropped_copies
-from megatron.ops.backend import PLAIN
+from megatron.ops.backend import PLAIN, Ops
 from megatron.parallel.mesh import ALONE, init_mesh
 
 TOKENS, HIDDEN, WIDTH, EXPERTS, TOPK = 24, 32, 8, 8, 3
@@ -68,12 +68,12 @@ def expected() -> dict[str, Tensor]:
     return {"out": out.detach()} | dict(zip(("x", "weights", "weight1", "weight2"), grads, strict=True))
 
 
-def dispatched(flags: str, gathers: bool, capacity: int | None) -> dict[str, list]:
+def dispatched(flags: str, gathers: bool, capacity: int | None, ops: Ops = PLAIN) -> dict[str, list]:
     """Parts of this rank of output and gradients; the tokens are divided among the ranks."""
     config = config_of(f"{FLAGS} {flags}")
     with init_mesh(config.parallel, CPU) as mesh:
         sizes = {"vocab_size": 60, "padded_vocab_size": 64}
-        context = ModelContext.on_mesh(mesh, config.model, config.parallel, ops=PLAIN, **sizes)
+        context = ModelContext.on_mesh(mesh, config.model, config.parallel, ops=ops, **sizes)
         experts, axis, values = Experts(config.model, context).double(), context.expert, inputs()
         with torch.no_grad():
             for weight, whole in ((experts.weight1, "weight1"), (experts.weight2, "weight2")):
@@ -127,9 +127,11 @@ def test_ranks_compute_what_one_does(processes: int, flags: str, gathers: bool, 
     assert_dispatched(processes, flags, gathers, capacity)
 
 
-@pytest.mark.parametrize("capacity", [NO_CAPACITY, PADDED])
-def test_one_rank_computes_the_formula(capacity: int | None) -> None:
-    whole, result = expected(), dispatched("", False, capacity)
+@pytest.mark.parametrize(
+    ("capacity", "ops"), [(NO_CAPACITY, PLAIN), (PADDED, PLAIN), (NO_CAPACITY, Ops(expert_rows=2))]
+)
+def test_one_rank_computes_the_formula(capacity: int | None, ops: Ops) -> None:
+    whole, result = expected(), dispatched("", False, capacity, ops)
     for name, values in whole.items():
         found = torch.tensor(result[name], dtype=torch.float64)
         torch.testing.assert_close(found, values.view_as(found), rtol=1e-12, atol=1e-12)
@@ -160,12 +162,19 @@ def test_as_many_rows_as_copies_with_a_dropped_one() -> None:
     assert rows.add(torch.tensor([[1.0], [2], [100], [4], [8], [16]])).squeeze(1).tolist() == [5, 10, 16]
 
 
+def test_rows_of_each_expert_are_padded_to_a_multiple() -> None:
+    rows, sizes = sorted_rows(torch.tensor([1, 3, 3, 1, 4, 1]), 4, 2, multiple=2)
+    assert sizes == [0, 4, 0, 2] and taken(rows) == [10, 20, 30, 0, 10, 20]
+    values = torch.tensor([[1.0], [2], [4], [100], [8], [16]])
+    assert rows.add(values).squeeze(1).tolist() == [9, 18, 4]
+
+
 def test_taking_and_adding_are_transposes() -> None:
     """In their gradients too, dropped copies and padding included."""
     key = torch.tensor([0, 3, 1, 1, 2, 3, 0, 3])
     x, y = (torch.randn(n, 5, dtype=torch.float64, requires_grad=True) for n in (4, 9))
-    for capacity, length in ((None, 5), (2, 6), (3, 9)):
-        rows, _ = sorted_rows(key, 3, 2, capacity=capacity)
+    for capacity, multiple, length in ((None, 1, 5), (2, 1, 6), (3, 1, 9), (None, 3, 9)):
+        rows, _ = sorted_rows(key, 3, 2, capacity=capacity, multiple=multiple)
         assert torch.autograd.gradcheck(rows.take, (x,)) and torch.autograd.gradcheck(rows.add, (y[:length],))
         torch.testing.assert_close((rows.take(x) * y[:length]).sum(), (x * rows.add(y[:length])).sum())
 
