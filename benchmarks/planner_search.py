@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from megatron.cli import run_command
-from megatron.commands.plan import PlanConfig, make_cluster, make_job
+from megatron.commands.plan_inputs import PlanConfig, make_cluster, make_job
 from megatron.planner.search import search
 
 CASES = (

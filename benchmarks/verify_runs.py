@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 from megatron.commands.verify import parse
 from megatron.errors import InputError
+from megatron.verify.layouts import Layout
 from megatron.verify.runner import STEPS
-from megatron.verify.shrink import Layout, Shrunk, shrink
+from megatron.verify.shrink import Shrunk, shrink
 
 COMMON = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "

@@ -191,7 +191,7 @@ def _count(launcher: str, option: str) -> int | None:
 
 def other_layouts(config: VerifyConfig, own: Any, usual: Sequence[str] = DEFAULT_LAYOUTS) -> list[Any]:
     """The layouts to verify besides the run's own: those of the flags, or the usual ones."""
-    from megatron.verify.shrink import Layout
+    from megatron.verify.layouts import Layout
 
     found = []
     for text in config.layouts or usual:

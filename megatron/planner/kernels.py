@@ -11,6 +11,7 @@ import math
 
 from megatron.model.flops import attended_pairs, attention_linears
 from megatron.planner.cluster import Cluster
+from megatron.planner.costs import Cost, ForwardBackward
 from megatron.planner.layout import Job, Layout
 from megatron.planner.programs import Accesses, Program
 
@@ -27,76 +28,6 @@ SCORES = (2 * 12, 2 * 8)
 # Share of a product's speed that is left if rows of its operands are not a multiple of so many elements. Tensor cores
 # load 8 elements at once and on A100 do best with 64 (NVIDIA's "Matrix Multiplication Background", section 3).
 ALIGNMENT = ((8, 0.25), (32, 0.8))
-
-
-@dataclasses.dataclass(frozen=True)
-class Cost:
-    """Seconds by kind of work.
-
-    Attributes:
-        matmul: matrix products.
-        elementwise: operations bound by memory bandwidth.
-        tensor_parallel: communication of tensor parallelism that nothing hides.
-        expert_parallel: that of expert parallelism.
-        context_parallel: that of context parallelism.
-        host: waiting for the process that starts the kernels.
-    """
-
-    matmul: float = 0.0
-    elementwise: float = 0.0
-    tensor_parallel: float = 0.0
-    expert_parallel: float = 0.0
-    context_parallel: float = 0.0
-    host: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return (
-            self.matmul
-            + self.elementwise
-            + self.tensor_parallel
-            + self.expert_parallel
-            + self.context_parallel
-            + self.host
-        )
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(
-            self.matmul + other.matmul,
-            self.elementwise + other.elementwise,
-            self.tensor_parallel + other.tensor_parallel,
-            self.expert_parallel + other.expert_parallel,
-            self.context_parallel + other.context_parallel,
-            self.host + other.host,
-        )
-
-    def __mul__(self, times: float) -> Cost:
-        return Cost(
-            self.matmul * times,
-            self.elementwise * times,
-            self.tensor_parallel * times,
-            self.expert_parallel * times,
-            self.context_parallel * times,
-            self.host * times,
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class ForwardBackward:
-    """Costs of the forward and the backward pass."""
-
-    forward: Cost
-    backward: Cost
-
-    @property
-    def total(self) -> float:
-        return self.forward.total + self.backward.total
-
-    def __add__(self, other: ForwardBackward) -> ForwardBackward:
-        return ForwardBackward(self.forward + other.forward, self.backward + other.backward)
-
-    def __mul__(self, times: float) -> ForwardBackward:
-        return ForwardBackward(self.forward * times, self.backward * times)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,8 @@ import numpy as np
 
 from megatron.parallel.schedules import Compute, Forward, Timeline, simulate
 from megatron.planner.cluster import Cluster, Group
-from megatron.planner.kernels import ForwardBackward, Kernels
+from megatron.planner.costs import ForwardBackward
+from megatron.planner.kernels import Kernels
 from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import (
     end_parameters,

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron.parallel.schedules import Compute, Forward
-from megatron.planner.kernels import Cost
+from megatron.planner.costs import Cost
 from megatron.planner.memory import chunk_activations, stage_memory
 from megatron.planner.simulate import Simulator
 

@@ -19,8 +19,9 @@ from megatron.training.config import RunConfig
 from megatron.verify.compare import STATE_KINDS, Comparer, Comparison, Reference
 from megatron.verify.format import KINDS, Capture
 from megatron.verify.launch import Failure
+from megatron.verify.layouts import Layout
 from megatron.verify.locate import Finding, first_difference
-from megatron.verify.shrink import Layout, Shrunk, command_words, in_layout, one_process
+from megatron.verify.shrink import Shrunk, command_words, in_layout, one_process
 from megatron.verify.tolerance import Rounding
 
 # Steps of a run, and the step after which it saves.

@@ -9,7 +9,7 @@ from models import config_of
 from planner.test_memory import ONE_DEVICE
 from published import cluster
 
-from megatron.commands.plan import PlanConfig, make_job
+from megatron.commands.plan_inputs import PlanConfig, make_job
 from megatron.parallel.mesh import axis_sizes
 from megatron.parallel.recompute import NO_RECOMPUTE
 from megatron.planner.dry_run import DryRun

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.commands.plan import PlanConfig, make_job
+from megatron.commands.plan_inputs import PlanConfig, make_job
 from megatron.errors import InputError
 from megatron.planner.dense import DENSE
 from megatron.planner.memory import model_parameters

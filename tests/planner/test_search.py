@@ -10,7 +10,7 @@ from random import Random
 import pytest
 from published import cluster, job
 
-from megatron.commands.plan import PlanConfig, make_job
+from megatron.commands.plan_inputs import PlanConfig, make_job
 from megatron.errors import InputError
 from megatron.model.config import ModelConfig
 from megatron.parallel.config import ParallelConfig

@@ -10,8 +10,9 @@ import pytest
 from megatron.commands.verify import parse, start_run
 from megatron.verify.compare import Comparer, Reference
 from megatron.verify.format import KINDS, Capture
+from megatron.verify.layouts import Layout
 from megatron.verify.runner import Check, Runs, Verification
-from megatron.verify.shrink import ADAM_EPS, Layout, Shrunk
+from megatron.verify.shrink import ADAM_EPS, Shrunk
 from megatron.verify.tolerance import Rounding
 
 BATCH = 4

@@ -13,9 +13,10 @@ from megatron.commands.verify import VerifyConfig, other_layouts, parse
 from megatron.parallel.parameters import parameter, zeros
 from megatron.parallel.slices import GlobalSlice
 from megatron.verify.certificate import certificate
+from megatron.verify.layouts import Layout
 from megatron.verify.passes import PassCapture
 from megatron.verify.runner import STEPS, Check, Runs, Verification
-from megatron.verify.shrink import Layout, shrink
+from megatron.verify.shrink import shrink
 
 FLAGS = """
     --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --global-batch-size 4

@@ -8,15 +8,8 @@ from megatron.arguments import parse_run_config
 from megatron.errors import InputError
 from megatron.plugins import training_hooks  # noqa: F401 (importing it fills the registries)
 from megatron.pretrain_gpt import DEFAULTS
-from megatron.verify.shrink import (
-    Layout,
-    Shrunk,
-    command_words,
-    fitted_layout,
-    in_layout,
-    one_process,
-    shrink,
-)
+from megatron.verify.layouts import Layout, fitted_layout
+from megatron.verify.shrink import Shrunk, command_words, in_layout, one_process, shrink
 
 RUN = """
     --num-layers 48 --hidden-size 2048 --num-attention-heads 32 --seq-length 2048 --micro-batch-size 4

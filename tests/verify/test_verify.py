@@ -23,8 +23,9 @@ from megatron.training.stage import MeanLoss
 from megatron.variants import latent_attention
 from megatron.verify.format import CaptureWriter, Record
 from megatron.verify.launch import Failure, launch
+from megatron.verify.layouts import Layout
 from megatron.verify.runner import STEPS, Check, Runs, Verification
-from megatron.verify.shrink import LATENT_WIDTHS, Layout, command_words, shrink
+from megatron.verify.shrink import LATENT_WIDTHS, command_words, shrink
 
 FLAGS = """
     --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1
