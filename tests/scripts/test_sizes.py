@@ -15,6 +15,7 @@ from checkout import RUN, Checkout, commands
 
 from megatron.arguments import parse_run_config
 from megatron.model.context import ModelContext
+from megatron.model.flops import attended_pairs, attention_flops, flops_per_sample
 from megatron.pretrain_gpt import DEFAULTS, build_model
 from megatron.reports.flops import unused_parameters
 from megatron.training.config import RunConfig
@@ -52,6 +53,9 @@ MIXTURES = {
     "qwen3_30b_a3b": (30.5, 3.35, 128, 1, 16, 16, 1024, 56.3),
     "deepseek_v3": (671.0, 37.55, 256, 16, 64, 2048, 15360, 28.0),
 }
+# GFLOP of a token, with half of the square of attention: published TFLOP/s over tokens/s of Megatron-Core in bf16, on 8
+# H100 (Qwen3) and on 256 GB300 without multi-token prediction (DeepSeek-V3).
+PUBLISHED_GFLOP = {"qwen3_30b_a3b": 277 / 12.040, "deepseek_v3": 961 / 3.848}
 # Sequence length, tensor- and context-parallel size, GPUs, global batch, and GB of a rank. The first has layout and
 # batch of NVIDIA's published run on 64 H100 (NeMo 2).
 LONG = {
@@ -109,6 +113,12 @@ def test_a_mixture_has_its_published_layout(checkout: Checkout, size: str) -> No
     total = parameters(config, config.tokenizer.vocab_size + 1)
     assert total / 1e9 == pytest.approx(billions, abs=0.05)
     assert (total - unused_parameters(model)) / 1e9 == pytest.approx(active, abs=0.05)
+    if size in PUBLISHED_GFLOP:
+        length, vocabulary = config.data.seq_length, config.tokenizer.vocab_size + 1
+        flops = flops_per_sample(
+            model, seq_length=length, padded_vocab_size=vocabulary, num_logits=length
+        ) - 1.5 * attention_flops(model, pairs=sum(attended_pairs(model, length, causal=False)))
+        assert flops / length / 1e9 == pytest.approx(PUBLISHED_GFLOP[size], rel=0.005)
 
 
 @pytest.mark.parametrize("size", LONG)
