@@ -17,7 +17,7 @@ class LoadWarning(Hook):
         load, cores = os.getloadavg()[0], os.cpu_count() or 1
         if trainer.mesh.device.type == "cpu" and load > cores:
             trainer.log(
-                f"WARNING: the load of this machine is {load:.1f} on {cores} cores, so this run will be slow; stop "
+                f"warning: the load of this machine is {load:.1f} on {cores} cores, so this run will be slow; stop "
                 f"other programs, or lower --num-threads, now {torch.get_num_threads()}"
             )
         return nullcontext()

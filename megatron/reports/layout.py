@@ -23,6 +23,7 @@ def layout_line(engine: Engine) -> str:
     product = " x ".join(f"{name} {size}" for name, size in sizes.items() if name != "context" or size > 1)
     experts, parts = config.expert_model_parallel_size, config.expert_tp
     divided = f"experts: expert {experts} x tensor {parts} x data {mesh.expert_dp.size}"
+    stages = config.pipeline_model_parallel_layout
     instances = config.num_distributed_optimizer_instances
     sharded = SHARDED.get(config.data_parallel_sharding_strategy, "")
     used = [
@@ -33,6 +34,7 @@ def layout_line(engine: Engine) -> str:
             (f"{config.cp_comm_type} context parallelism", mesh.cp.size > 1),
             (f"{sharded}{f' in {instances} instances' if instances > 1 else ''}", mesh.dp_cp.size > 1),
             (f"{config.pipeline_schedule} schedule", mesh.pp.size > 1),
+            (f"stages {stages}", stages is not None),
             (f"{config.recompute_granularity} recomputation", config.recompute_granularity is not None),
         )
         if name and on

@@ -145,7 +145,7 @@ def load_checkpoint(trainer: Trainer, checkpoint: Checkpoint | None) -> None:
         engine.buffer.initialize(config.training.seed)
         return
     for fault in checkpoint.passed_over:
-        log(f"WARNING: skipped a damaged checkpoint: {fault}; resuming from the older {checkpoint.folder}")
+        log(f"warning: skipped a damaged checkpoint: {fault}; resuming from the older {checkpoint.folder}")
     for note in checkpoint.notes:
         log(f"--load: {note}")
     check_compatible(trainer, checkpoint)

@@ -150,6 +150,11 @@ def test_sizes_of_each_axis() -> None:
     assert microbatch_flops(config, mesh, 64) == pytest.approx(sample * 2 / (2 * 3))
     line = layout_line(types.SimpleNamespace(mesh=mesh, config=config))
     assert line == "tensor 2 x data 5 x pipeline 3 = 30 processes; 1f1b schedule"
+    config = config_of(
+        "--num-layers 4 --pipeline-model-parallel-size 3 --pipeline-model-parallel-layout Et|tt|tL"
+    )
+    line = layout_line(types.SimpleNamespace(mesh=mesh, config=config))
+    assert line.endswith("; 1f1b schedule; stages Et|tt|tL")
     replicas = Mesh(device=CPU, world=Axis(4, 5), dp=Axis(4, 5), dp_cp=Axis(4, 5))
     config = config_of("--use-distributed-optimizer")
     line = layout_line(types.SimpleNamespace(mesh=replicas, config=config))

@@ -21,7 +21,7 @@ def test_threads_and_load(pretrain, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "getloadavg", lambda: (9.5, 0, 0))
         out = pretrain(*TINY, "--num-threads", 3)
         assert torch.get_num_threads() == 3
-        assert "WARNING: the load of this machine is 9.5 on 4 cores, so this run will be slow; " in out
+        assert "warning: the load of this machine is 9.5 on 4 cores, so this run will be slow; " in out
         assert "lower --num-threads, now 3\n" in out
         monkeypatch.setattr(os, "getloadavg", lambda: (4.0, 0, 0))
         assert "WARNING" not in pretrain(*TINY)

@@ -66,7 +66,7 @@ def test_a_resumed_run_continues_bit_for_bit(pretrain, tmp_path: Path, precision
     assert "nothing is left to train; raise --train-iters or another --train-... length" in pretrain(*parts)
     newest, older = (tmp_path / "b" / name for name in ("iter_0000012", "iter_0000010"))
     (newest / "optimizer.safetensors").unlink()
-    warning = f"WARNING: skipped a damaged checkpoint: {newest}/optimizer.safetensors: is missing"
+    warning = f"warning: skipped a damaged checkpoint: {newest}/optimizer.safetensors: is missing"
     output = pretrain(*parts)
     assert warning in output and f"; resuming from the older {older}\n" in output
 
