@@ -64,7 +64,10 @@ BUFFER = "megatron.optim.buffer:ParamBuffer"
 _OTHER_MASK = "    import dataclasses\n    batch = dataclasses.replace(batch, loss_mask={})\n    out = model("
 _SUM = "missing sum|one rank's part"
 # The two steps of `ParamBuffer.sync_params` for a bucket.
-_COPY = "if not self.is_fp32:\n                shard.copy_(master)"
+_COPY = (
+    "if not self.is_fp32 and not self.buckets[index].group.optimizer.on_host:\n"
+    "                shard.copy_(master)"
+)
 _GATHER = (
     "if self.param_memory.sharded[index]:\n                self.gather.free(index)\n"
     "            else:\n                self.gather.start(index)"

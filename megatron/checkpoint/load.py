@@ -34,6 +34,7 @@ def load_into(checkpoint: Checkpoint, buffer: ParamBuffer, optimizer: Optimizer 
             f"{checkpoint.folder}: has no optimizer state (--no-save-optim); load it with "
             "--no-load-optim or --finetune"
         )
+    optimizer.finish()
     state = checkpoint.tensors["optimizer"]
     # A checkpoint of an fp32 model has no separate master weights.
     has_master = any(name.startswith("master/") for name in state.index)

@@ -73,9 +73,9 @@ class ParamBuffer:
         if self.is_fp32:
             self.masters = self.param_memory.shards
         else:
-            lengths = [bucket.shard[1] - bucket.shard[0] for bucket in buckets]
-            master = torch.zeros(sum(lengths), dtype=torch.float32, device=device)
-            self.masters = list(master.split(lengths))
+            sizes = [bucket.shard[1] - bucket.shard[0] for bucket in buckets]
+            allocate = [bucket.group.optimizer.allocate for bucket in buckets]
+            self.masters = [f(n, torch.float32, device) for f, n in zip(allocate, sizes, strict=True)]
         self.local_elements = sum(param.end - param.start for param in self.flat_params)
         mine = collections.Counter[Axis]()
         for bucket in buckets:
@@ -167,7 +167,7 @@ class ParamBuffer:
         gathered there.
         """
         for index, (shard, master) in enumerate(zip(self.param_memory.shards, self.masters, strict=True)):
-            if not self.is_fp32:
+            if not self.is_fp32 and not self.buckets[index].group.optimizer.on_host:
                 shard.copy_(master)
             if self.param_memory.sharded[index]:
                 self.gather.free(index)

@@ -69,6 +69,10 @@ class CommonConfig(Config):
         "loss scale cannot be lowered",
         choices=("stop", "skip"),
     )
+    cpu_offload_optimizer: bool = flag(
+        False,
+        "keep optimizer state and fp32 copies of weights in host memory; each step copies them in pieces",
+    )
     log_num_zeros_in_grad: bool = flag(False, "log the number of zero elements of the gradient")
     use_checkpoint_opt_param_scheduler: bool = flag(
         False,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from megatron.errors import InputError
 from megatron.flags import Config, flag
 from megatron.optim.spec import OptimizerSpec, Shard, StepInputs
 
@@ -48,6 +49,14 @@ class Muon(OptimizerSpec):
     """
 
     config_class = MuonConfig
+
+    @classmethod
+    def check(cls, config: Any) -> None:
+        if config.cpu_offload_optimizer and config.optimizer == "muon":
+            raise InputError(
+                "--cpu-offload-optimizer updates pieces of weights, and --optimizer muon needs whole matrices; use "
+                "adam, sgd or lion"
+            )
 
     def __init__(self, config: MuonConfig) -> None:
         self.config = config

@@ -31,6 +31,11 @@ def param_groups(
     """
     axes = {False: (mesh.tp, mesh.dp_cp), True: (mesh.expert, mesh.expert_dp)}
     level = SHARDING_STRATEGIES.index(sharding)
+    chosen = OPTIMIZERS[config.optimizer](config)
+    if config.cpu_offload_optimizer:
+        from megatron.optim.offload import Offloaded
+
+        chosen = Offloaded(chosen)
     return [
         ParamGroup(
             optimizer=optimizer,
@@ -43,7 +48,7 @@ def param_groups(
             shards_grads=level >= 2 and shards.size > 1,
             shards_params=level >= 3 and shards.size > 1,
         )
-        for optimizer in (*first, OPTIMIZERS[config.optimizer](config), Adam(config))
+        for optimizer in (*first, chosen, Adam(config))
         for decays in (True, False)
         for expert_parallel, (model_axis, replicas) in axes.items()
         # Counts are not summed by autograd, which so cannot tell when they are complete.
@@ -81,15 +86,14 @@ class Optimizer:
         names = dict.fromkeys(name for bucket in buffer.buckets for name in bucket.group.optimizer.state)
         self.state: dict[str, list[Tensor]] = {name: [] for name in names}
         self.groups: dict[ParamGroup, list[Shard]] = {bucket.group: [] for bucket in buffer.buckets}
-        for bucket, weight, grad in zip(buffer.buckets, buffer.masters, self.grads, strict=True):
-            kept = bucket.group.optimizer.state_dtypes
+        parts = zip(buffer.buckets, buffer.masters, self.grads, buffer.param_memory.shards, strict=True)
+        for bucket, weight, grad, param in parts:
+            optimizer, kept = bucket.group.optimizer, bucket.group.optimizer.state_dtypes
             for name, pieces in self.state.items():
-                pieces.append(
-                    torch.zeros(len(weight) if name in kept else 0, dtype=kept.get(name), device=device)
-                )
-            state = {name: self.state[name][-1] for name in kept}
-            shard = Shard(weight, grad, state)
-            self.groups[bucket.group] += bucket.group.optimizer.divide(shard, bucket, bucket.group.model_axis)
+                size = len(weight) if name in kept else 0
+                pieces.append(optimizer.allocate(size, kept.get(name, torch.float32), device))
+            shard = Shard(weight, grad, {name: self.state[name][-1] for name in kept}, param=param)
+            self.groups[bucket.group] += optimizer.divide(shard, bucket, bucket.group.model_axis)
 
     @property
     def steps(self) -> int:
@@ -107,6 +111,11 @@ class Optimizer:
         for rule in self.rules:
             scale = scale * rule.loss_scale
         return scale
+
+    def finish(self) -> None:
+        """Make the host wait until master weights and state in its memory have the values of the last step."""
+        for group in self.groups:
+            group.optimizer.finish()
 
     @torch.no_grad()
     def step(self, losses: Tensor | None = None, *, lr: float, weight_decay: float) -> dict[str, Tensor]:

@@ -39,11 +39,13 @@ class Shard:
         weight: fp32, updated in place.
         grad: fp32, summed over the global batch. A step may overwrite it.
         state: what the optimizer keeps, by name; of the weight's shape.
+        param: in the dtype that the model computes in; `weight` itself if that is fp32. `on_host` optimizers set it.
     """
 
     weight: Tensor
     grad: Tensor
     state: dict[str, Tensor]
+    param: Tensor | None = dataclasses.field(default=None, kw_only=True)
 
     def scaled_grad(self, inputs: StepInputs) -> Tensor:
         """Divide the gradient by `inputs.grad_scale`, in place; it becomes zero where `inputs.found_inf` is 1."""
@@ -61,12 +63,14 @@ class OptimizerSpec(ABC):
         config_class: its flags, each with a default. All optimizers' flags are on the command line.
         state: tensors that are kept beside each weight, by name: their dtype, as torch names it. They have the weight's
             shape, start at zero and are saved in checkpoints under these names.
+        on_host: master weights and state are in host memory.
         counts: the gradients are counts, which are summed in fp32 even with --grad-reduce-in-bf16. Each replica updates
             all of these parameters, which the model reads and checkpoints hold in fp32 (`parameters.master`).
     """
 
     config_class: ClassVar[type[Config]] = Config
     state: Mapping[str, str]
+    on_host: bool = False
     counts: bool = False
 
     @classmethod  # noqa: B027 (most optimizers need no check)
@@ -95,6 +99,15 @@ class OptimizerSpec(ABC):
     @abstractmethod
     def step(self, shards: Sequence[Any], inputs: StepInputs) -> None:
         """Update weights and state of what `divide` returned, in place, without waiting for the device."""
+
+    def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate zeros, [size], for master weights or state."""
+        import torch
+
+        return torch.zeros(size, dtype=dtype, device=device)
+
+    def finish(self) -> None:  # noqa: B027 (most optimizers need no wait)
+        """Make the host wait until what is `on_host` has the values of the last step."""
 
     @property
     def state_dtypes(self) -> dict[str, torch.dtype]:

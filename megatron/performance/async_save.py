@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from megatron.checkpoint.save import Saver, Snapshot, take_snapshot
 from megatron.errors import TrainingFault
+from megatron.ops.host_memory import host_zeros
 from megatron.parallel.apart import world_apart
 from megatron.parallel.collectives import host_max
 from megatron.performance.config import PerformanceConfig
@@ -114,8 +114,12 @@ class HostCopy:
     def __init__(self, snapshot: Snapshot, device: torch.device) -> None:
         """Allocate memory for snapshots like this one, whose tensors are on `device`."""
         self.device = device
+
+        def like(x: Tensor) -> Tensor:
+            return host_zeros(x.numel(), x.dtype, x.device).view(x.shape)
+
         self.tensors = {
-            kind: {prefix: [_host_memory(tensor) for tensor in parts] for prefix, parts in group.items()}
+            kind: {prefix: [like(tensor) for tensor in parts] for prefix, parts in group.items()}
             for kind, group in snapshot.tensors.items()
         }
 
@@ -128,14 +132,3 @@ class HostCopy:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return Snapshot(snapshot.state, self.tensors)
-
-
-def _host_memory(tensor: Tensor) -> Tensor:
-    """Allocate host memory for a copy of a tensor, pinned if that is on a GPU, with its pages touched."""
-    memory = torch.zeros(tensor.shape, dtype=tensor.dtype)
-    if tensor.is_cuda and memory.nbytes:
-        # torch's own pinned memory is rounded up to a power of two.
-        runtime = torch.cuda.cudart()
-        torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
-        weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
-    return memory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -85,6 +86,8 @@ def count_step(
         "activations": phases.peak - phases.live,
         "peak": counter.peak + other_batches,
     }
+    if counter.host_peak:
+        memory["in host memory"] = counter.host_peak
     axes = ("pp", "dp", *(("cp",) if mesh.cp.size > 1 else ()), "tp")
     return RankCost(
         rank=mesh.world.rank,
@@ -115,13 +118,16 @@ def _recording_sizes(batches: Iterator[Batch], batch_bytes: list[int]) -> Iterat
 
 
 def state_bytes(engine: Engine) -> dict[str, int]:
-    """Return the bytes of the state that a process keeps between iterations."""
+    """Return the bytes of the state that a process keeps on its device between iterations."""
     buffer, optimizer = engine.buffer, engine.optimizer
+    here = [not bucket.group.optimizer.on_host for bucket in buffer.buckets]
     masters = [] if buffer.is_fp32 else buffer.masters
     tensors = {
         "weights": [buffer.params],
         "gradients": [buffer.grads],
-        "master weights": masters,
-        "moments": [piece for pieces in optimizer.state.values() for piece in pieces],
+        "master weights": itertools.compress(masters, here),
+        "moments": [
+            piece for pieces in optimizer.state.values() for piece in itertools.compress(pieces, here)
+        ],
     }
     return {name: sum(x.numel() * x.element_size() for x in group) for name, group in tensors.items()}

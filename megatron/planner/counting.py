@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+import megatron.ops.host_memory
 import megatron.ops.linear  # noqa: F401 (registers an operation)
 from megatron.parallel.mesh import Heartbeat
 
@@ -47,7 +48,9 @@ class Counter(TorchDispatchMode):
     Attributes:
         live: bytes of the existing storages that were made within the block.
         peak: maximum of `live` so far.
-        traffic: by kind of communication and name of the axis.
+        host_live, host_peak: the same of host memory for what is copied from and to a device (`host_memory.py`).
+        traffic: by kind of communication and name of the axis; ("copy", "to device") and ("copy", "to host") are copies
+            between the two memories.
         flops: floating-point operations of matrix products and attention, by the formulas of torch.utils.flop_counter:
             attention without its causal mask, its backward with recomputed scores.
     """
@@ -57,6 +60,8 @@ class Counter(TorchDispatchMode):
         super().__init__()
         self.heartbeat = heartbeat
         self.live = self.peak = self.flops = 0
+        self.host_live = self.host_peak = 0
+        self.on_host: dict[int, tuple[weakref.ref, int]] = {}
         self.traffic: dict[tuple[str, str], Traffic] = {}
         self.storages: dict[int, tuple[weakref.ref, int]] = {}  # and their bytes
         self.holding = True
@@ -70,6 +75,11 @@ class Counter(TorchDispatchMode):
         if func is torch.ops.inductor.resize_storage_bytes_.default:
             self._resize(*args)
         out = func(*args, **kwargs)
+        if func is torch.ops.megatron.host_zeros.default:
+            self._hold_on_host(out)
+            return out
+        if func is torch.ops.aten.copy_.default and self.on_host:
+            self._copy(*args[:2])
         if func.namespace == "c10d":
             self._communicate(args)
         formula = FLOPS.get(func.overloadpacket)
@@ -97,13 +107,31 @@ class Counter(TorchDispatchMode):
         key = kind, axis.name
         self.traffic[key] = self.traffic.get(key, Traffic()) + Traffic(1, size)
 
+    def _copy(self, target: Tensor, source: Tensor) -> None:
+        """Count a copy between host and device."""
+        ends = [x.untyped_storage()._cdata in self.on_host for x in (target, source)]
+        if ends[0] != ends[1]:
+            key = "copy", "to host" if ends[0] else "to device"
+            size = target.numel() * target.element_size()
+            self.traffic[key] = self.traffic.get(key, Traffic()) + Traffic(1, size)
+
+    def _hold_on_host(self, out: Tensor) -> None:
+        storage = out.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        self.on_host[key] = weakref.ref(storage, functools.partial(self._release_on_host, key)), size
+        self.host_live += size
+        self.host_peak = max(self.host_peak, self.host_live)
+
+    def _release_on_host(self, key: int, _: weakref.ref) -> None:
+        self.host_live -= self.on_host.pop(key)[1]
+
     def _hold(self, out: Any) -> None:
         for tensor in tensors_of((out,)):
             if tensor.is_mkldnn:  # a weight reordered by oneDNN, internal to one product
                 continue
             storage = tensor.untyped_storage()
             key = storage._cdata
-            if key in self.storages:
+            if key in self.storages or key in self.on_host:
                 continue
             self.storages[key] = weakref.ref(storage, functools.partial(self._release, key)), 0
             self._set_size(key, storage.nbytes())

@@ -13,5 +13,6 @@ class ParamsNorm(Hook):
 
     def before_report(self, trainer: Trainer, interval: Interval) -> None:
         if trainer.config.plugin(ReportConfig).log_params_norm:
+            trainer.engine.optimizer.finish()
             buffer = trainer.engine.buffer
             interval.values["params norm"] = model_norm(buffer.masters, buffer.buckets, buffer.mesh).item()

@@ -149,6 +149,7 @@ class RunCapture:
     def _run_passes(self, inner: Any, batch: GlobalBatch, loss: MeanLoss) -> None:
         self.writer.flush()
         if self.step - self.first <= self.steps:
+            self.engine.optimizer.finish()
             self.before = [master.clone() for master in self.engine.buffer.masters]
             self.passes.step, self.passes.samples = self.step, self._first_samples(batch)
             self.passes.calls.clear()
@@ -218,6 +219,7 @@ class RunCapture:
             self.add_value("metric", name, value, step=step, sum_over=(*self.replicas, "pp"))
         for name, value in stats.items():
             self.add_value("metric", name, value, step=step)
+        self.engine.optimizer.finish()
         changes = [after - before for after, before in zip(buffer.masters, self.before, strict=True)]
         for param, part, begin in buffer.parts(changes):
             self._add_parameter("update", param, part, begin, step=step)
@@ -228,6 +230,7 @@ class RunCapture:
         """Add master weights, optimizer state and parameters after the last step."""
         step, buffer = self.trainer.state.iteration, self.engine.buffer
         buffer.gather.finish()
+        self.engine.optimizer.finish()
         for param, part, begin in () if buffer.is_fp32 else buffer.parts(buffer.masters):
             self._add_parameter("weight", param, part, begin, step=step)
         for state, shards in self.engine.optimizer.state.items():

@@ -138,9 +138,14 @@ TRAINING_FLAGS: tuple[NvidiaFlag, ...] = (
         "--fsdp-manual-registration",
     ),
     *accept("use --data-parallel-sharding-strategy optim_grads_params", "--use-torch-fsdp2"),
+    *rename("--cpu-offload-optimizer", "--optimizer-cpu-offload"),
     *accept(
-        "not implemented; --data-parallel-sharding-strategy shards the optimizer state",
-        "--optimizer-cpu-offload",
+        "--cpu-offload-optimizer keeps all state in host memory, and the GPU updates it",
+        "--optimizer-offload-fraction X",
+        "--overlap-cpu-optimizer-d2h-h2d",
+        "--use-torch-optimizer-for-cpu-offload",
+        "--no-pin-cpu-grads",
+        "--no-pin-cpu-params",
     ),
     *accept("models are always built on the meta device", "--init-model-with-meta-device"),
     *accept("the rank comes from the environment", "--local_rank N", "--local-rank N"),
@@ -180,7 +185,8 @@ TRAINING_FLAGS: tuple[NvidiaFlag, ...] = (
         "--decoupled-min-lr X",
         "--head-lr-mult X",
     ),
-    *refuse(_NOT_SUPPORTED, "--use-precision-aware-optimizer", "--iterations-to-skip N..."),
+    *accept("dtypes of state are chosen by other flags", "--use-precision-aware-optimizer"),
+    *refuse(_NOT_SUPPORTED, "--iterations-to-skip N..."),
     # Checkpoints.
     *accept(
         "checkpoints are always safetensors and JSON",
