@@ -4,6 +4,7 @@ The ranks form a grid of R x H: the H ranks of a group exchange heads for positi
 has n / H heads of the group's positions. Keys and values then meet the queries of the R groups: they travel around the
 ring of groups (arXiv 2310.01889), or each rank gathers them all. A part of the keys gives a partial softmax, and parts
 are joined by their log-sum-exp. The groups divide the sequence as R ranks do (`megatron/data/zigzag.py`).
+Documents are computed one at a time, except by a ring on a GPU, which has masks.
 
 Shapes in names: b batch, n query heads, g key/value heads (groups), s positions of this rank, t keys, d head width.
 """
@@ -17,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.blocks import Block, Range, blocks, pairs
+from megatron.context_parallel.blocks import Block, Range, blocks, pairs, pairs_mask
 from megatron.context_parallel.kernels import partial_attention, partial_attention_backward
-from megatron.data.zigzag import zigzag_restore
+from megatron.data.zigzag import Zigzag
 from megatron.ops.attention import MaskSpec
 from megatron.ops.backend import Ops
 from megatron.ops.cpu.document_attention import scored_attention_by_document
@@ -47,11 +48,15 @@ class ContextMask:
 
     Attributes:
         spec: of the whole sequence.
+        zigzag: division of the sequence by the ring.
         whole: the mask of `Ops.attention` for the whole sequence; None where the spec is not needed as one.
+        blocks: those of this rank's queries and the keys of each rank of the ring, if there is one.
     """
 
     spec: MaskSpec
-    whole: Any
+    zigzag: Zigzag
+    whole: Any = None
+    blocks: tuple[tuple[Block, ...], ...] = ()
 
 
 class ContextAttention:
@@ -69,24 +74,28 @@ class ContextAttention:
 
     def make_mask(self, spec: MaskSpec) -> ContextMask:
         """The mask of the whole sequence from a spec with the documents and the padding of this rank's positions."""
+        ring = self.ring
+        zigzag = Zigzag.of(spec.length, self.cp.size, documents=spec.document_ids_bs is not None)
         spec = dataclasses.replace(
             spec,
-            document_ids_bs=self._whole(spec.document_ids_bs),
-            padding_mask_bs=self._whole(spec.padding_mask_bs),
+            document_ids_bs=self._whole(spec.document_ids_bs, zigzag),
+            padding_mask_bs=self._whole(spec.padding_mask_bs, zigzag),
         )
-        if self.ring.size > 1:
-            return ContextMask(spec=spec, whole=None)
+        zigzag = dataclasses.replace(zigzag, size=ring.size)
+        if ring.size > 1:
+            of_sources = (blocks(spec, zigzag, ring.rank, source) for source in range(ring.size))
+            return ContextMask(spec=spec, zigzag=zigzag, blocks=tuple(map(tuple, of_sources)))
         if spec.padding_mask_bs is not None:
             assert not spec.causal and spec.window is None and spec.document_ids_bs is None
-            return ContextMask(spec=spec, whole=spec.padding_mask_bs.bool()[:, None, None])
-        return ContextMask(spec=spec, whole=self.inner.make_mask(spec))
+            return ContextMask(spec=spec, zigzag=zigzag, whole=spec.padding_mask_bs.bool()[:, None, None])
+        return ContextMask(spec=spec, zigzag=zigzag, whole=self.inner.make_mask(spec))
 
-    def _whole(self, x_bs: Tensor | None) -> Tensor | None:
+    def _whole(self, x_bs: Tensor | None, zigzag: Zigzag) -> Tensor | None:
         """The positions of all ranks in order."""
         if x_bs is None:
             return None
         parts = all_gather(x_bs.t().contiguous(), self.cp).unflatten(0, (self.cp.size, -1))
-        return zigzag_restore(parts, self.cp.size).t()
+        return zigzag.restore(parts).t()
 
     def attention(
         self,
@@ -119,7 +128,9 @@ class ContextAttention:
         causal: bool,
         rules: ScoreRules,
     ) -> Tensor:
-        q, k, v = self._to_positions(q_bnsd, k_bgsd, v_bgsd)
+        s, size = q_bnsd.shape[2], self.heads.size
+        group = dataclasses.replace(mask_bnst.zigzag, length=size * s, size=size)
+        q, k, v = self._to_positions(q_bnsd, k_bgsd, v_bgsd, zigzag=group)
         plain = rules == ScoreRules() and sinks_n is None
         if self.heads.size > 1:  # those of this rank
             begin, n = self.heads.rank * q.shape[1], q.shape[1]
@@ -129,18 +140,18 @@ class ContextAttention:
             )
             sinks_n = None if sinks_n is None else sinks_n[begin : begin + n]
         if self.ring.size > 1:
-            mask = dataclasses.replace(mask_bnst, spec=dataclasses.replace(mask_bnst.spec, causal=causal))
-            out = _Attention.apply(q, k, v, sinks_n, mask, None if plain else rules, self.ring, self.gathers)
+            rules_or_none = None if plain else rules
+            out = _Attention.apply(q, k, v, sinks_n, mask_bnst, rules_or_none, self.ring, self.gathers)
         elif plain:
             out = self.inner.attention(q, k, v, mask_bnst=mask_bnst.whole, causal=causal, dropout=0.0)
         else:
             out = scored_attention_by_document(
                 q, k, v, mask_bnst=mask_bnst.whole, causal=causal, rules=rules, sinks_n=sinks_n
             )
-        return self._to_heads(out, v_bgsd.shape[-1])
+        return self._to_heads(out, v_bgsd.shape[-1], group)
 
-    def _to_positions(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Each [b, n, s, d] to [b, n / H, H · s, d], by one all-to-all."""
+    def _to_positions(self, *tensors: Tensor, zigzag: Zigzag) -> tuple[Tensor, ...]:
+        """Each [b, n, s, d] to [b, n / H, H · s, d], by one all-to-all. `zigzag` divides the positions of the group."""
         size = self.heads.size
         if size == 1:
             return tensors
@@ -150,21 +161,22 @@ class ContextAttention:
         received = Exchange(torch.cat(rows, 1), self.heads, [s] * size, [s] * size).wait()
         columns = received.split([row.shape[1] for row in rows], 1)
         return tuple(
-            zigzag_restore(x.unflatten(0, (size, s)), size)
+            zigzag.restore(x.unflatten(0, (size, s)))
             .unflatten(1, (b, y.shape[1] // size, y.shape[3]))
             .permute(1, 2, 0, 3)
             for x, y in zip(columns, tensors, strict=True)
         )
 
-    def _to_heads(self, out_bnsd: Tensor, width: int) -> Tensor:
+    def _to_heads(self, out_bnsd: Tensor, width: int, zigzag: Zigzag) -> Tensor:
         """[b, n / H, H · s, d] back to [b, n, s, d]."""
         size = self.heads.size
         if size == 1:
             return out_bnsd
         b, heads, positions, _ = out_bnsd.shape
         s = positions // size
-        first, second = out_bnsd.permute(2, 0, 1, 3).flatten(1).unflatten(0, (2, size, -1)).unbind(0)
-        rows = torch.cat((first, second.flip(0)), 1).flatten(0, 1)
+        chunks = out_bnsd.permute(2, 0, 1, 3).flatten(1).unflatten(0, (zigzag.segments, 2, size, -1))
+        first, second = chunks.transpose(0, 2).unbind(1)  # each [H, segments, chunk, ...]
+        rows = torch.stack((first, second.flip(0)), 2).flatten(0, 3)
         received = Exchange(rows, self.heads, [s] * size, [s] * size).wait()
         # Heads come last in memory, as the next layer reads them.
         out_sbnd = received.view(size, s, b, heads, width).permute(1, 2, 0, 3, 4).flatten(2, 3)
@@ -194,18 +206,18 @@ class _Attention(torch.autograd.Function):
         total = lse = None
         keys_values = torch.cat((k, v), -1)
         for source, kv in (_gathered if gathers else _around)(keys_values, ring):
-            for block in blocks(mask.spec, ring.rank, source, ring.size):
-                tensors = _rows(q, block.queries), *_keys(kv, block, k)
+            for block in mask.blocks[source]:
+                tensors, ranks = (_queries(q, block), *_keys(kv, block, k)), (ring.rank, source)
                 if rules is None:
-                    part, part_lse = partial_attention(*tensors, block.mask_bnst, causal=block.causal)
+                    mask_bnst = pairs_mask(block, mask.spec, mask.zigzag, *ranks)
+                    part, part_lse = partial_attention(*tensors, mask_bnst, causal=block.causal)
                 else:
-                    part, part_lse = scored_partial_attention(
-                        *tensors, pairs(block, mask.spec, ring, source), rules
-                    )
+                    block_pairs = pairs(block, mask.spec, mask.zigzag, *ranks)
+                    part, part_lse = scored_partial_attention(*tensors, block_pairs, _rules(rules, block))
                 if total is None or lse is None:
-                    total, lse = _first(part, part_lse, q, block.queries, dtype)
+                    total, lse = _first(part, part_lse, q, block, dtype)
                 else:
-                    _join(_rows(total, block.queries), _rows(lse, block.queries), part, part_lse)
+                    _join(_queries(total, block), _queries(lse, block), part, part_lse)
         if total is None or lse is None:  # without sequences, since a query attends to itself
             total, lse = (
                 q.new_empty(*q.shape[:3], v.shape[-1], dtype=dtype),
@@ -221,27 +233,32 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks_n, out, lse = ctx.saved_tensors
-        ring, rules, dtype = ctx.ring, ctx.rules, lse.dtype
+        ring, rules, mask, dtype = ctx.ring, ctx.rules, ctx.mask, lse.dtype
         grad_q = torch.zeros_like(q, dtype=dtype)
         keys_values = torch.cat((k, v), -1)
         grads = (_GatheredGrads if ctx.gathers else _GradsAround)(keys_values, ring, dtype)
         for source, kv in (_gathered if ctx.gathers else _around)(keys_values, ring):
             grad_kv = grads.of(source)
-            for block in blocks(ctx.mask.spec, ring.rank, source, ring.size):
+            for block in mask.blocks[source]:
                 tensors = (
-                    _rows(grad, block.queries),
-                    _rows(q, block.queries),
+                    _queries(grad, block),
+                    _queries(q, block),
                     *_keys(kv, block, k),
-                    _rows(out, block.queries),
-                    _rows(lse, block.queries),
+                    _queries(out, block),
+                    _queries(lse, block),
                 )
+                ranks = ring.rank, source
                 if rules is None:
-                    block_grads = partial_attention_backward(*tensors, block.mask_bnst, causal=block.causal)
+                    mask_bnst = pairs_mask(block, mask.spec, mask.zigzag, *ranks)
+                    block_grads = partial_attention_backward(*tensors, mask_bnst, causal=block.causal)
                 else:
-                    block_pairs = pairs(block, ctx.mask.spec, ring, source)
-                    block_grads = scored_partial_attention_backward(*tensors, block_pairs, rules)
+                    block_pairs, block_rules = (
+                        pairs(block, mask.spec, mask.zigzag, *ranks),
+                        _rules(rules, block),
+                    )
+                    block_grads = scored_partial_attention_backward(*tensors, block_pairs, block_rules)
                 block_q, block_k, block_v = block_grads
-                _rows(grad_q, block.queries).add_(block_q)
+                _queries(grad_q, block).add_(block_q)
                 grad_k, grad_v = _keys(grad_kv, block, k)
                 grad_k.add_(block_k)
                 grad_v.add_(block_v)
@@ -251,30 +268,43 @@ class _Attention(torch.autograd.Function):
         return grad_q.to(q.dtype), grad_k, grad_v, grad_sinks, None, None, None, None
 
 
-def _rows(x: Tensor, positions: Range) -> Tensor:
-    """Some positions of [b, n, s, ...]."""
-    begin, end = positions
-    return x if end - begin == x.shape[2] else x.narrow(2, begin, end - begin)
+def _queries(x: Tensor, block: Block) -> Tensor:
+    """The queries of a block in [b, n, s, ...]."""
+    return _rows(x, block.sequences, block.queries)
 
 
 def _keys(kv: Tensor, block: Block, k: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values of a block, or what has their place."""
-    part, d = _rows(kv, block.keys), k.shape[-1]
+    part, d = _rows(kv, block.sequences, block.keys), k.shape[-1]
     return part[..., :d], part[..., d:]
 
 
+def _rows(x: Tensor, sequences: Range | None, rows: Range) -> Tensor:
+    """Some rows of some sequences, or of all, in [b, n, s, ...]."""
+    for dim, part in ((0, sequences), (2, rows)):
+        if part is not None and part[1] - part[0] < x.shape[dim]:
+            x = x.narrow(dim, part[0], part[1] - part[0])
+    return x
+
+
+def _rules(rules: ScoreRules, block: Block) -> ScoreRules:
+    """The rules for the sequences of a block."""
+    first = 0 if block.sequences is None else block.sequences[0]
+    return dataclasses.replace(rules, first_row=rules.first_row + first)
+
+
 def _first(
-    out: Tensor, out_lse: Tensor, q: Tensor, queries: Range, dtype: torch.dtype
+    out: Tensor, out_lse: Tensor, q: Tensor, block: Block, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Output and lse of all queries after the first part, which has some of them."""
-    if q.shape[2] == out.shape[2] and out.transpose(1, 2).is_contiguous():
+    """Output and lse of all queries after the first block, which has some of them."""
+    if q.shape[:3] == out.shape[:3] and out.transpose(1, 2).is_contiguous():
         return out.to(dtype), out_lse.to(dtype)
     # Heads come last in memory: so the next layer reads the output as it is, and nothing keeps a copy.
     b, n, s, _ = q.shape
     total = q.new_zeros(b, s, n, out.shape[-1], dtype=dtype).transpose(1, 2)
     lse = q.new_full((b, n, s), -torch.inf, dtype=dtype)
-    _rows(total, queries).copy_(out)
-    _rows(lse, queries).copy_(out_lse)
+    _queries(total, block).copy_(out)
+    _queries(lse, block).copy_(out_lse)
     return total, lse
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.data.zigzag import zigzag_shard
+from megatron.data.zigzag import Zigzag
 
 BatchT = TypeVar("BatchT", bound="Batch")
 
@@ -43,6 +43,11 @@ class Batch:
     def seq_length(self) -> int:
         return self.tokens.shape[1]
 
+    @property
+    def has_documents(self) -> bool:
+        """True if attention keeps documents apart."""
+        return False
+
     def items(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and tensor of each field that is not None."""
         for field in dataclasses.fields(self):
@@ -57,7 +62,8 @@ class Batch:
     def divide(self: BatchT, rank: int, size: int) -> BatchT:
         """Return the part of a rank of context parallelism: its positions of every sequence."""
         dims = {field.name: field.metadata.get("sequence_dim") for field in dataclasses.fields(self)}
-        parts = {n: zigzag_shard(x, dim, rank, size) for n, x in self.items() if (dim := dims[n]) is not None}
+        zigzag = Zigzag.of(self.seq_length, size, documents=self.has_documents)
+        parts = {n: zigzag.shard(x, dim, rank) for n, x in self.items() if (dim := dims[n]) is not None}
         return dataclasses.replace(self, **parts)
 
     def to(self: BatchT, device: torch.device, *, non_blocking: bool = False) -> BatchT:

@@ -19,7 +19,7 @@ from megatron.data.config import DataConfig
 from megatron.data.dataset import Dataset
 from megatron.data.index_cache import IndexRequest, MappedArrays
 from megatron.data.indexed import IndexedDataset
-from megatron.data.zigzag import zigzag_ranges
+from megatron.data.zigzag import Zigzag
 from megatron.errors import InputError
 from megatron.tokenizer import Tokenizer
 
@@ -50,7 +50,7 @@ class BertBatch(Batch):
 
     def divide(self, rank: int, size: int) -> BertBatch:
         """Return a rank's positions of every sequence, and the predictions at these."""
-        first, second = zigzag_ranges(self.seq_length, rank, size)
+        first, second = Zigzag(self.seq_length, size).ranges(rank)
         at, half = self.positions, first[1] - first[0]
         in_first, in_second = ((at >= begin) & (at < end) for begin, end in (first, second))
         local = torch.where(in_first, at - first[0], at - second[0] + half)

@@ -37,6 +37,10 @@ class GPTBatch(Batch):
     position_ids: Tensor = sequence_field(dim=1)
     document_ids: Tensor | None = sequence_field(dim=1, default=None)
 
+    @property
+    def has_documents(self) -> bool:
+        return self.document_ids is not None
+
 
 def ltor_batch(
     text: np.ndarray, eod: int | None, config: DataConfig, starts: np.ndarray | None = None

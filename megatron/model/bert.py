@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.data.zigzag import zigzag_shard
+from megatron.data.zigzag import Zigzag
 from megatron.errors import InputError
 from megatron.model.bert_config import check_bert
 from megatron.model.config import ModelConfig
@@ -118,7 +118,7 @@ class Bert(LanguageModel):
         if cp.size > 1:  # the keys are on other ranks
             spec = MaskSpec(length=length, causal=False, padding_mask_bs=padding_mask_bs, device=device)
             mask = self.context.ops.make_mask(spec)
-        positions_s = zigzag_shard(torch.arange(length, device=device), 0, cp.rank, cp.size)
+        positions_s = Zigzag(length, cp.size).shard(torch.arange(length, device=device), 0, cp.rank)
         position_ids_bs = positions_s.expand_as(tokens_bs)
         rotary = self.rotary(position_ids_bs)
         inputs = LayerInputs(rotary=rotary, mask_bnst=mask, causal=False, dropout_key=dropout_key)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.data.zigzag import zigzag_shard
+from megatron.data.zigzag import Zigzag
 from megatron.parallel.mesh import ALONE, Axis
 from megatron.parallel.slices import Block, GlobalSlice
 
@@ -60,11 +60,13 @@ class DropoutKey:
         seed: the run's seed.
         sample: index of the microbatch's first sample in the whole run.
         layer: number of the layer in the whole model; None outside of the layers.
+        documents: attention keeps documents apart, which decides how ranks divide the positions.
     """
 
     seed: int
     sample: int
     layer: int | None = None
+    documents: bool = False
 
     def at_layer(self, layer: int) -> DropoutKey:
         """The key within a layer."""
@@ -88,7 +90,8 @@ class DropoutKey:
         if cp.size == 1:
             return F.dropout(x, p)
         whole = x.new_empty(len(x) * cp.size, *x.shape[1:]).bernoulli_(1 - p)
-        return x * zigzag_shard(whole, 0, cp.rank, cp.size).div_(1 - p)
+        zigzag = Zigzag.of(len(whole), cp.size, documents=self.documents)
+        return x * zigzag.shard(whole, 0, cp.rank).div_(1 - p)
 
 
 def dropout(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.data.zigzag import Zigzag
 from megatron.ops.activation import activation
 from megatron.ops.backend import Ops
 from megatron.ops.compiler import CompileFn, Compiler, eager
@@ -88,11 +89,10 @@ class CounterKey(DropoutKey):
         words = self.words if in_layer else self.words[0]
         # Inductor computes with plain indices in too few bits. `|` makes this an ordinary number of 64 bits.
         index = torch.arange(x.numel(), device=x.device).view(x.shape) | 0
-        if cp.size > 1:  # the second half follows the first in the whole after the chunks of the other ranks
-            half, width = len(x) // 2, x[0].numel()
-            rows = torch.arange(len(x), device=x.device).view(-1, *[1] * (x.dim() - 1))
-            between = (2 * (cp.size - 1 - cp.rank)) * half
-            index = index + (cp.rank * half + torch.where(rows < half, 0, between)) * width
+        if cp.size > 1:
+            rows = torch.arange(len(x), device=x.device).view(-1, *[1] * (x.dim() - 1)) | 0
+            zigzag = Zigzag.of(len(x) * cp.size, cp.size, documents=self.documents)
+            index = index + (zigzag.positions(cp.rank, rows) - rows) * x[0].numel()
         counter = (index + (rank or 0) * x.numel()) ^ words[0]
         bits, _ = philox(counter, words.new_full((), SITES.index(site)), words[1])
         kept, shape = bits >= round(p * 2**32), x.shape
@@ -109,7 +109,10 @@ def device_keys(keys: list[DropoutKey], layers: int, device: torch.device) -> li
     if device.type == "cuda":
         words = words.pin_memory()
     words = words.to(device, non_blocking=True)
-    return [CounterKey(key.seed, key.sample, words=part) for key, part in zip(keys, words, strict=True)]
+    return [
+        CounterKey(key.seed, key.sample, documents=key.documents, words=part)
+        for key, part in zip(keys, words, strict=True)
+    ]
 
 
 def philox(c0: Tensor, c1: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:

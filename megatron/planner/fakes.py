@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from megatron.context_parallel import attention as context_attention
 from megatron.context_parallel.blocks import Block
+from megatron.data.zigzag import Zigzag
 from megatron.model.moe import dispatch, layer, router
 from megatron.model.moe_config import MoEConfig
 from megatron.ops import scored_attention
@@ -221,9 +222,10 @@ def _kept_pairs(rules: ScoreRules, b: int, n: int, pairs: Pairs) -> Tensor:
     return torch.empty(b, n, len(pairs.query_s), len(pairs.key_t), dtype=torch.bool)
 
 
-def _without_documents(spec: MaskSpec, rank: int, source: int, size: int) -> Iterator[Block]:
+def _without_documents(spec: MaskSpec, zigzag: Zigzag, rank: int, source: int) -> Iterator[Block]:
     """`blocks` of a sequence that is one document, since their lengths are in the data."""
-    return blocks(dataclasses.replace(spec, document_ids_bs=None), rank, source, size)
+    spec = dataclasses.replace(spec, document_ids_bs=None)
+    return blocks(spec, Zigzag(zigzag.length, zigzag.size), rank, source)
 
 
 choose_experts, dropped_copies, start_all_to_all, blocks = (

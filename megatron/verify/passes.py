@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.data.batch import Batch
-from megatron.data.zigzag import zigzag_ranges, zigzag_restore
+from megatron.data.zigzag import Zigzag
 from megatron.parallel.collectives import all_gather, all_reduce_sum
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.parameters import named_parameters
@@ -35,7 +35,7 @@ class PassCapture:
         self.step, self.loss_scale = 0, 1.0
         self.samples: dict[int, int] = {}
         self.microbatch: int | None = None
-        self.seq_length = 0
+        self.zigzag = Zigzag(0, 1)  # of the microbatch that is in forward
         self.order = 0
         # Counted by microbatch, since its passes through several chunks may call the same module.
         self.calls: dict[tuple[int | None, str, str], int] = {}
@@ -50,7 +50,8 @@ class PassCapture:
         if id(batch) not in self.samples:
             return inner(module, batch, x, dropout_key)
         self.microbatch = self.samples[id(batch)]
-        self.seq_length = batch.seq_length * self.mesh.cp.size
+        size = self.mesh.cp.size
+        self.zigzag = Zigzag.of(batch.seq_length * size, size, documents=batch.has_documents)
         self.order = 0
         try:
             with MaskRecorder(self):
@@ -131,7 +132,7 @@ class PassCapture:
     def _sequence_dim(self, out: Tensor) -> int | None:
         """The dimension of an activation that context parallelism divides: [s, b, h], [b, n, s, d] or [b, s]."""
         dim = {2: 1, 3: 0, 4: 2}.get(out.ndim)
-        local, tp = self.seq_length // self.mesh.cp.size, self.mesh.tp.size
+        local, tp = self.zigzag.length // self.mesh.cp.size, self.mesh.tp.size
         if self.mesh.cp.size == 1 or dim is None:
             return None
         return dim if out.shape[dim] == local or (out.ndim == 3 and out.shape[0] * tp == local) else None
@@ -142,8 +143,8 @@ class PassCapture:
             return x
         cp, moved = self.mesh.cp, x.detach().movedim(dim, 0)
         parts = all_gather(moved.contiguous().unsqueeze(0), cp)
-        is_whole = x.shape[dim] * cp.size == self.seq_length
-        return (zigzag_restore(parts, cp.size) if is_whole else parts.flatten(0, 1)).movedim(0, dim)
+        is_whole = x.shape[dim] * cp.size == self.zigzag.length
+        return (self.zigzag.restore(parts) if is_whole else parts.flatten(0, 1)).movedim(0, dim)
 
     def _place(self, module: nn.Module, inputs: tuple, out: Tensor) -> Place | None:
         """Place of a module's output in the output of the whole module, as far as its weight or the batch tells it."""
@@ -164,12 +165,12 @@ class PassCapture:
             ):
                 whole = (*shape[:-1], spec.shape[0])
                 return Place(shape=whole, dim=out.ndim - 1, ranges=spec.ranges, local_shape=shape)
-        length = self.seq_length
+        length = self.zigzag.length
         if tp.size > 1 and out.ndim == 3 and shape[0] * tp.size == length:
             ranges = tuple(
                 part
                 for rank in range(self.mesh.cp.size)
-                for part in cut(zigzag_ranges(length, rank, self.mesh.cp.size), tp.rank, tp.size)
+                for part in cut(self.zigzag.ranges(rank), tp.rank, tp.size)
             )
             return Place(shape=(length, *shape[1:]), dim=0, ranges=ranges, local_shape=shape)
         return None

@@ -22,7 +22,7 @@ from megatron.context_parallel.kernels import (
     plain_partial_attention,
     plain_partial_attention_backward,
 )
-from megatron.data.zigzag import zigzag_shard
+from megatron.data.zigzag import Zigzag
 from megatron.ops.attention import MaskSpec
 from megatron.ops.backend import PLAIN
 from megatron.ops.scored_attention import ScoreRules, kept_pairs, whole_pairs
@@ -119,11 +119,12 @@ def compare(
 ) -> dict[str, float]:
     """Largest difference of outputs and gradients from dense attention, by mask."""
     attention, length = grid(processes, heads, gathers), 32
-    cp = attention.cp.rank, attention.cp.size
+    rank, size = attention.cp.rank, attention.cp.size
     found = {}
     for name in MASKS:
         torch.manual_seed(1)
         spec = make_spec(name, length)
+        zigzag = Zigzag.of(length, size, documents=spec.document_ids_bs is not None)
         shapes = [(BATCH, n, length, WIDTH) for n in (HEADS, groups, groups, HEADS)]
         *inputs, grad = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
         rules = rules_of(rule, spec.causal)
@@ -131,12 +132,12 @@ def compare(
         expected = [x.clone().requires_grad_() for x in (*inputs, *sinks)]
         out = dense(*expected[:3], spec, rules, expected[3] if sinks else None)
         out.backward(grad)
-        local = [zigzag_shard(x, 2, *cp).to(dtype).requires_grad_() for x in inputs]
+        local = [zigzag.shard(x, 2, rank).to(dtype).requires_grad_() for x in inputs]
         local_sinks = [x.to(dtype).requires_grad_() for x in sinks]
         ids = spec.document_ids_bs
         mine = dataclasses.replace(
             spec,
-            document_ids_bs=None if ids is None else zigzag_shard(ids, 1, *cp),
+            document_ids_bs=None if ids is None else zigzag.shard(ids, 1, rank),
             slopes_n=rules.slopes_n,
         )
         with mock.patch.object(context_attention, "draw_words", lambda _, words=rules.words: words):
@@ -148,9 +149,9 @@ def compare(
                 softcap=rules.softcap,
                 sinks_n=local_sinks[0] if sinks else None,
             )
-        result.backward(zigzag_shard(grad, 2, *cp).to(dtype))
+        result.backward(zigzag.shard(grad, 2, rank).to(dtype))
         pairs = [(result, out), *((a.grad, b.grad) for a, b in zip(local, expected, strict=False))]
-        differences = [float((a.double() - zigzag_shard(b, 2, *cp)).abs().max().detach()) for a, b in pairs]
+        differences = [float((a.double() - zigzag.shard(b, 2, rank)).abs().max().detach()) for a, b in pairs]
         for x, whole in zip(local_sinks, expected[3:], strict=True):  # each rank has its queries' part
             differences.append(
                 float((all_reduce_sum(x.grad.double(), attention.cp) - whole.grad).abs().max())
@@ -247,7 +248,7 @@ def test_causal_work_is_equal_on_all_ranks(size: int) -> None:
 
     def pairs(rank: int, source: int) -> float:
         count = 0.0
-        for block in blocks(spec, rank, source, size):
+        for block in blocks(spec, Zigzag(4096, size), rank, source):
             square = (block.queries[1] - block.queries[0]) * (block.keys[1] - block.keys[0])
             count += square / 2 if block.causal else square
         return count

@@ -9,7 +9,7 @@ from classification import write_vocab
 
 from megatron.data.batch import Batch
 from megatron.data.config import DataConfig
-from megatron.data.zigzag import zigzag_shard
+from megatron.data.zigzag import Zigzag
 from megatron.finetuning.classification import ClassificationDataset, Example
 from megatron.tokenizer.bert import BertWordPieceTokenizer
 from megatron.variants.mock_data import MockBertDataset, MockGPTDataset
@@ -96,7 +96,7 @@ def test_ranks_divide_the_predictions_of_bert_by_position(size: int) -> None:
     index = torch.arange(batch.seq_length).expand_as(batch.tokens)
     for rank in range(size):
         part = batch.divide(rank, size)
-        where = zigzag_shard(index, 1, rank, size)
+        where = Zigzag(batch.seq_length, size).shard(index, 1, rank)
         for row, column in part.loss_mask.nonzero().tolist():
             local = part.positions[row, column]
             found.append((row, int(where[row, local]), int(part.labels[row, column])))

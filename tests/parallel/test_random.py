@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from megatron.data.zigzag import zigzag_shard
+from megatron.data.zigzag import Zigzag
 from megatron.parallel.mesh import ALONE, Axis
 from megatron.parallel.parameters import normal, xavier_uniform
 from megatron.parallel.random import TILE, DropoutKey, dropout, stable_hash
@@ -102,13 +102,18 @@ def test_dropout_is_a_function_of_seed_sample_and_location() -> None:
 
 @pytest.mark.parametrize("counts", [False, True], ids=["drawn", "by counter"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_that_divide_a_sequence_drop_their_positions_of_it(size: int, counts: bool) -> None:
-    key, x = DropoutKey(7, 11), torch.randn(32, 3, 8)
+@pytest.mark.parametrize("documents", [False, True])
+def test_ranks_that_divide_a_sequence_drop_their_positions_of_it(
+    size: int, counts: bool, documents: bool
+) -> None:
+    key, x = DropoutKey(7, 11, documents=documents), torch.randn(32, 3, 8)
+    zigzag = Zigzag.of(32, size, documents=documents)
+    assert zigzag.segments == 1 + documents
     if counts:
         (key,) = device_keys([key], 1, torch.device("cpu"))
     key = key.at_layer(0)
     expected = dropout(x, 0.3, key, "mlp", 0, ALONE)
     assert 0.5 < (expected != 0).float().mean() < 0.9
     for rank in range(size):
-        part = dropout(zigzag_shard(x, 0, rank, size), 0.3, key, "mlp", 0, Axis(rank, size))
-        torch.testing.assert_close(part, zigzag_shard(expected, 0, rank, size))
+        part = dropout(zigzag.shard(x, 0, rank), 0.3, key, "mlp", 0, Axis(rank, size))
+        torch.testing.assert_close(part, zigzag.shard(expected, 0, rank))
