@@ -1,9 +1,10 @@
-"""Compare the planner's predictions for this CPU with measured steps, in layouts of two single-threaded processes.
+"""Compare the planner's predictions for this CPU with measured steps of every layout that the tests train.
 
-    python benchmarks/planner_cpu.py [--turns 3] [--rounds 3]
+    python benchmarks/planner_cpu.py [--layouts T2 D2 ...] [--precisions fp32 bf16] [--rounds 3]
 
-Calibrations as by `tools/plan.py --calibrate` alternate with measurements, because the speed of a shared machine
-changes from minute to minute. Run this on an otherwise idle machine.
+Runs have single-threaded processes, one on each of two cores or one alone. Calibrations as by `tools/plan.py
+--calibrate` come before and after each group of layouts, because the speed of a shared machine changes from minute to
+minute; a prediction is the mean by both. Run this on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -11,44 +12,80 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import statistics
 import sys
-import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from parallel import run_metadata
-from parallel_steps import PP, SPEED, TP, time_steps
+from parallel_steps import COMMON, FULL, NO_DROPOUT, PP, TP, time_steps
 from parallel_workers import Workers
 
 from megatron.arguments import parse_run_config
 from megatron.cli import Parser, add_flags, make_config, run_command
+from megatron.errors import InputError
 from megatron.flags import Config, flag
-from megatron.planner.calibrate import calibrate
+from megatron.planner.calibrate import measure_cpu
 from megatron.planner.cluster import Cluster
-from megatron.planner.description import read_cluster
+from megatron.planner.given import given_run
 from megatron.planner.layout import Job, Layout
 from megatron.planner.programs import OURS
 from megatron.planner.simulate import Simulator
 from megatron.pretrain_gpt import DEFAULTS
 
-RUNS = {
-    "T2": (TP, Layout(tensor=2)),
-    "P2": (PP, Layout(pipeline=2)),
-    "D2": ("", Layout(data=2)),
-    "P2V2": (f"{PP} --num-layers-per-virtual-pipeline-stage 1", Layout(pipeline=2, chunks=2)),
+MODEL = f"""
+    {COMMON} {NO_DROPOUT} --device cpu --num-layers 4 --hidden-size 512 --num-attention-heads 8
+    --seq-length 256 --vocab-size 2047 --micro-batch-size 1 --global-batch-size 8
+"""
+CP, SHARDED = "--context-parallel-size 2 --cp-comm-type", "--data-parallel-sharding-strategy"
+MIXTURE = (
+    "--disable-bias-linear --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 1024 --moe-grouped-gemm"
+)
+# Processes and flags by name.
+LAYOUTS = {
+    "one": (1, ""),
+    "one, selective recomputation": (1, "--recompute-granularity selective"),
+    "one, full recomputation": (1, FULL),
+    "one, mixture": (1, MIXTURE),
+    "T2": (2, TP),
+    "T2+SP": (2, f"{TP} --sequence-parallel"),
+    "T2+SP, full recomputation": (2, f"{TP} --sequence-parallel {FULL}"),
+    "E2": (2, f"{MIXTURE} --expert-model-parallel-size 2"),
+    "D2": (2, ""),
+    "D2, distributed optimizer": (2, "--use-distributed-optimizer"),
+    "D2, ZeRO-2": (2, f"{SHARDED} optim_grads"),
+    "D2, ZeRO-3": (2, f"{SHARDED} optim_grads_params"),
+    "P2": (2, PP),
+    "P2V2": (2, f"{PP} --num-layers-per-virtual-pipeline-stage 1"),
+    "P2, zb-h1": (2, f"{PP} --pipeline-schedule zb-h1"),
+    "P2, zb-v": (2, f"{PP} --pipeline-schedule zb-v"),
+    "C2, p2p": (2, f"{CP} p2p"),
+    "C2, all_gather": (2, f"{CP} all_gather"),
+    "C2, a2a": (2, f"{CP} a2a"),
 }
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# Runs that are kept in memory at the same time, and rounds of a calibration.
+GROUP, CALIBRATION_ROUNDS = 4, 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchmarkConfig(Config):
     """Options of the benchmark."""
 
-    turns: int = flag(3, "number of calibrations, each followed by measurements", low=1)
-    rounds: int = flag(3, "measured steps per layout and calibration", low=1)
+    layouts: tuple[str, ...] = flag(
+        tuple(LAYOUTS), "layouts to measure", choices=tuple(LAYOUTS), nargs="+", metavar="NAME"
+    )
+    precisions: tuple[str, ...] = flag(
+        tuple(PRECISIONS), "precisions to measure", choices=tuple(PRECISIONS), nargs="+"
+    )
+    rounds: int = flag(3, "measured steps of each layout", low=1)
     flags: str = flag("", "flags of pretrain_gpt.py that change the measured model")
     output: str = flag(
         str(ROOT / "benchmarks/results/planner_cpu.json"), "file to write the results to", metavar="FILE"
@@ -60,57 +97,94 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__)
     add_flags(parser, BenchmarkConfig, "benchmark")
     config = make_config(BenchmarkConfig, vars(parser.parse_args(argv)))
-    flags = f"{SPEED} {config.flags}"
-    turns = []
+    metadata, begin = run_metadata("planner_cpu.py", argv), time.perf_counter()
+    names = planned(config)
+    rows: list[dict[str, object]] = []
+    for precision in config.precisions:
+        for row in compare(config, names, precision):
+            rows.append(row)
+            print(
+                f"{precision}, {row['layout']}: {row['measured']} s, predicted {row['predicted']} s "
+                f"({row['error']:+.1%})",
+                flush=True,
+            )
+    results = metadata | {
+        "flags": " ".join(f"{MODEL} {config.flags}".split()),
+        "minutes": round((time.perf_counter() - begin) / 60, 1),
+        "steps": rows,
+    }
+    Path(config.output).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    errors = {f"{row['precision']}, {row['layout']}": float(str(row["error"])) for row in rows}
+    print(f"mean absolute error: {statistics.mean(map(abs, errors.values())):.1%}")
+    worst = max(errors, key=lambda name: abs(errors[name]))
+    print(f"largest error: {errors[worst]:+.1%} ({worst})")
+
+
+def given(flags: str, name: str) -> tuple[Job, Layout]:
+    """Return the job and the layout of a run. Raises InputError if the planner has no words for it."""
+    processes, more = LAYOUTS[name]
+    run = parse_run_config(f"{flags} {more}".split(), description="", defaults=DEFAULTS)
+    return given_run(run, processes)
+
+
+def planned(config: BenchmarkConfig) -> list[str]:
+    """Return the layouts that the planner knows; print the others."""
+    names = []
+    for name in config.layouts:
+        try:
+            given(f"{MODEL} {config.flags}", name)
+        except InputError as error:
+            print(f"{name}: {error}", flush=True)
+        else:
+            names.append(name)
+    return names
+
+
+def compare(config: BenchmarkConfig, layouts: Sequence[str], precision: str) -> Iterator[dict[str, object]]:
+    """Yield measured and predicted seconds of a step of each layout, in groups between two calibrations."""
+    flags = f"{MODEL} {config.flags} {'--bf16' if precision == 'bf16' else ''}"
+    for processes in (1, 2):
+        names = [name for name in layouts if LAYOUTS[name][0] == processes]
+        before: Cluster | None = None
+        for group in (names[i : i + GROUP] for i in range(0, len(names), GROUP)):
+            before = before or calibrate(processes, precision)
+            seconds = measure(flags, group, config.rounds)
+            after = calibrate(processes, precision)
+            for name in group:
+                job, layout = given(flags, name)
+                steps = [Simulator(job, layout, cluster, OURS).step() for cluster in (before, after)]
+                predicted = [step.seconds for step in steps]
+                mean = math.sqrt(math.prod(predicted))
+                yield {
+                    "precision": precision,
+                    "layout": name,
+                    "measured": round(seconds[name], 4),
+                    "predicted": round(mean, 4),
+                    "error": round(mean / seconds[name] - 1, 4),
+                    "by calibration": [round(x, 4) for x in predicted],
+                }
+            before = after
+
+
+def calibrate(processes: int, precision: str) -> Cluster:
+    """Measure so many processes of this machine."""
+    return measure_cpu(processes, PRECISIONS[precision], rounds=CALIBRATION_ROUNDS)[0]
+
+
+def measure(flags: str, names: Sequence[str], rounds: int) -> dict[str, float]:
+    """Return the median seconds per step of each layout. Their steps take turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in names}
     with contextlib.ExitStack() as stack:
-        path = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "here.yaml"
-        workers = {
-            name: stack.enter_context(Workers(time_steps, 2, f"{flags} {more}"))
-            for name, (more, _) in RUNS.items()
-        }
+        workers = {}
+        for name in names:
+            processes, more = LAYOUTS[name]
+            workers[name] = stack.enter_context(Workers(time_steps, processes, f"{flags} {more}"))
         for run in workers.values():
             run.next()
-        for _ in range(config.turns):
-            calibrate(path)
-            measured = measure(workers, config.rounds)
-            cluster = read_cluster(path)
-            predicted = {name: predict(flags, layout, cluster) for name, (_, layout) in RUNS.items()}
-            turns.append({name: {"measured": measured[name], "predicted": predicted[name]} for name in RUNS})
-            print({name: f"{errors(turns[-1:])[name]:+.1%}" for name in RUNS}, flush=True)
-    results = run_metadata("planner_cpu.py", argv) | {
-        "flags": " ".join(flags.split()),
-        "seconds": turns,
-        "predicted / measured - 1": errors(turns),
-    }
-    print(f"median over the turns: { {name: f'{error:+.1%}' for name, error in errors(turns).items()} }")
-    Path(config.output).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-
-
-def errors(turns: list[dict[str, dict[str, float]]]) -> dict[str, float]:
-    """Return the relative error of the prediction for each layout, the median over the turns."""
-    return {
-        name: round(
-            statistics.median(turn[name]["predicted"] / turn[name]["measured"] for turn in turns) - 1, 4
-        )
-        for name in RUNS
-    }
-
-
-def measure(workers: dict[str, Workers], rounds: int) -> dict[str, float]:
-    """Return the median seconds per step of each layout."""
-    seconds: dict[str, list[float]] = {name: [] for name in workers}
-    for _ in range(rounds):
-        for name, run in workers.items():
-            seconds[name].append(run.next()[0])
-    return {name: round(statistics.median(times), 4) for name, times in seconds.items()}
-
-
-def predict(flags: str, layout: Layout, cluster: Cluster) -> float:
-    """Predict the seconds per step of the run that the flags describe."""
-    run = parse_run_config(flags.split(), description="", defaults=DEFAULTS)
-    job = Job(run.model, run.data.seq_length, run.tokenizer.vocab_size + 1, run.training.global_batch_size)
-    whole = dataclasses.replace(layout, micro_batch_size=run.training.micro_batch_size)
-    return round(Simulator(job, whole, cluster, OURS).step().seconds, 4)
+        for _ in range(rounds):
+            for name, run in workers.items():
+                seconds[name].append(run.next()[0])
+    return {name: statistics.median(times) for name, times in seconds.items()}
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 One single-threaded process per core, at least two, measure at the same time, because cores share memory bandwidth. The
 efficiencies of matrix products and attention and the launch overhead are fitted to the times of three small models.
+gloo's collectives are measured one by one: its all-gathers and reduce-scatters take as long as its all-reduces.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import os
 import statistics
 import tempfile
@@ -27,6 +29,8 @@ from megatron.ops.config import OpsConfig
 from megatron.ops.cpu.malloc import keep_freed_memory
 from megatron.optim.config import OptimizerConfig
 from megatron.optim.optimizer import Optimizer
+from megatron.parallel.collectives import all_gather, all_reduce_sum, start_all_to_all, start_reduce_scatter
+from megatron.parallel.mesh import Axis
 from megatron.planner.calibrate_model import VOCAB_SIZE, build_model, checked, make_job, microbatch
 from megatron.planner.cluster import Cluster, Device, Efficiency, Link
 from megatron.planner.description import describe
@@ -37,21 +41,25 @@ from megatron.planner.simulate import OPTIMIZER_BYTES, Simulator
 from megatron.preprocessing.workers import available_cores
 
 CPU = torch.device("cpu")
-# Measurements alternate in rounds, because a machine's speed may change within a minute; seconds of each per round.
-ROUNDS, SECONDS = 8, 0.7
+# Measurements alternate in rounds, because a machine's speed may change within a minute; seconds of each per round,
+# and of each communication.
+ROUNDS, SECONDS, COMMUNICATION_SECONDS = 8, 0.7, 0.25
 MAX_SPREAD = 1.3  # ratio of the slowest to the fastest round above which a note is printed
-MESSAGES = (1 << 14, 1 << 22)  # bytes of the all-reduces
+MESSAGES = (1 << 16, 1 << 22)  # bytes of the communication
 SIDE, COPIED = 1024, 1 << 24  # rows and columns of the square product; elements of the copy
 TOKENS, HIDDEN = 128, 1024  # shape for element-wise operations
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 # Each model's time depends more on its constant than the other models' times do.
 JOBS = {
-    "matmul": make_job(2, 768, 12, 128),
+    "matmul": make_job(2, 768, 12, 256),
+    "accumulate": make_job(2, 768, 12, 64),
     "attention": make_job(2, 128, 2, 512),
     "launch": make_job(2, 64, 1, 16),
 }
 # A larger model, to compare the result with.
 CHECKED = make_job(4, 512, 8, 256)
-FIT_STEPS = 100  # enough for the constants to converge
+FIT_STEPS = 250  # enough for the constants to converge
+MAX_RATIO = 20.0  # of the speeds of accumulating gradients and of the optimizer
 
 
 def calibrate(path: Path) -> None:
@@ -71,42 +79,74 @@ def calibrate(path: Path) -> None:
         calibrate_gpus(path)
         return
     print(f"measuring with {processes} single-threaded processes for a minute or two", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_measure, args=(processes, folder), nprocs=processes)
-        seconds = json.loads((Path(folder) / "seconds").read_text())
-    cluster = fit_cluster(seconds, processes)
+    cluster, check = measure_cpu(processes, torch.float32, rounds=ROUNDS, verbose=True)
     one = dataclasses.replace(cluster, devices=1)
-    print(checked(seconds["check"], Simulator(CHECKED, Layout(), one, OURS).busiest[1]))
+    print(checked(check, Simulator(CHECKED, Layout(), one, OURS).busiest[1]))
     path.write_text(f"# Made by megatron plan --calibrate.\n{describe(cluster)}", encoding="utf-8")
     print(f"{path}: for megatron plan --cluster")
 
 
-def fit_cluster(seconds: dict[str, float], processes: int) -> Cluster:
-    """Return the cluster for which the planner predicts the measured seconds."""
+def measure_cpu(
+    processes: int, dtype: torch.dtype, *, rounds: int, verbose: bool = False
+) -> tuple[Cluster, float]:
+    """Measure so many single-threaded processes, for about ten seconds a round.
+
+    Returns:
+        The cluster of these processes, and the seconds of a microbatch of `CHECKED`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_measure, args=(processes, folder, dtype, rounds, verbose), nprocs=processes)
+        seconds = json.loads((Path(folder) / "seconds").read_text())
+    return fit_cluster(seconds, processes, dtype), seconds["check"]
+
+
+def fit_cluster(seconds: dict[str, float], processes: int, dtype: torch.dtype = torch.float32) -> Cluster:
+    """Return the cluster for which the planner predicts the seconds measured in `dtype`."""
     copy = 2 * 4 * COPIED / seconds["copy"]
     # The planner's accesses of a norm, an addition and GELU.
     elements = TOKENS * HIDDEN * ((2 + 3 + 3) + 4 * (2 + 3))
     parameters = stage_parameters(JOBS["matmul"], Layout(), 0)
+    # In bf16 the optimizer also writes the parameters from their master weights.
+    optimizer_bytes = OPTIMIZER_BYTES + (2 if dtype == torch.bfloat16 else 0)
     efficiency = Efficiency(
         matmul=1.0,
-        memory=min(1.0, 4 * elements / seconds["elementwise"] / copy),
-        stream=min(1.0, OPTIMIZER_BYTES * parameters / seconds["optimizer"] / copy),
+        memory=min(1.0, dtype.itemsize * elements / seconds["elementwise"] / copy),
+        stream=min(1.0, optimizer_bytes * parameters / seconds["optimizer"] / copy),
         link=1.0,
         attention=1.0,
         network=1.0,
         launch=1e-5,
+        # Each core computes and communicates.
+        beside=1.0,
     )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / processes
-    device = Device("cpu", "fp32", 2 * SIDE**3 / seconds["square"], 1, memory, copy)
+    precision = "bf16" if dtype == torch.bfloat16 else "fp32"
+    device = Device("cpu", precision, 2 * SIDE**3 / seconds["square"], 1, memory, copy)
     unused = Link(1.0, 0.0)
     cluster = _fit(Cluster(device, processes, processes, unused, unused, efficiency), seconds)
-    # A line through a small and a large all-reduce, each of which is a reduce-scatter and an all-gather.
-    small, large = ((seconds[f"reduce {size}"] - seconds["before"]) / 2 for size in MESSAGES)
+    return cluster if processes == 1 else _with_communication(cluster, seconds)
+
+
+def _with_communication(cluster: Cluster, seconds: dict[str, float]) -> Cluster:
+    """Fit a line to the all-reduces, each of which is a reduce-scatter and an all-gather, and compare the others."""
+    processes = cluster.devices
+    taken = {
+        name: [seconds[f"{name} {size}"] - seconds["before"] for size in MESSAGES] for name in COLLECTIVES
+    }
+    small, large = (time / 2 for time in taken["all_reduce"])
     sent = (processes - 1) / processes
     bandwidth = sent * (MESSAGES[1] - MESSAGES[0]) / max(large - small, 1e-9)
     latency = (small - sent * MESSAGES[0] / bandwidth - cluster.efficiency.launch) / (processes - 1)
     link = Link(bandwidth, max(latency, 1e-7))
-    return dataclasses.replace(cluster, link=link, network=link)
+    cluster = dataclasses.replace(cluster, link=link, network=link)
+    everyone, pair = cluster.group(processes, 1), cluster.group(2, 1)
+    ratios = {}
+    for name in ("all_gather", "reduce_scatter", "all_to_all", "send"):
+        formula = getattr(cluster, name)
+        group = pair if name == "send" else everyone
+        times = (formula(size, group) / max(t, 1e-7) for size, t in zip(MESSAGES, taken[name], strict=True))
+        ratios[name] = math.sqrt(math.prod(times))
+    return dataclasses.replace(cluster, efficiency=dataclasses.replace(cluster.efficiency, **ratios))
 
 
 def _fit(cluster: Cluster, seconds: dict[str, float]) -> Cluster:
@@ -115,36 +155,49 @@ def _fit(cluster: Cluster, seconds: dict[str, float]) -> Cluster:
         for name, job in JOBS.items():
             slower = seconds[name] / Simulator(job, Layout(), cluster, OURS).busiest[1]
             old = getattr(cluster.efficiency, name)
-            new = old * slower if name == "launch" else min(1.0, old / slower)
+            new = old * slower if name == "launch" else old / slower
+            if name == "accumulate":
+                new = min(max(new, 1 / MAX_RATIO), MAX_RATIO)
             efficiency = dataclasses.replace(cluster.efficiency, **{name: new})
             cluster = dataclasses.replace(cluster, efficiency=efficiency)
-    return cluster
+    # Products of a model may be faster than the square one: then these have the peak.
+    device, efficiency = cluster.device, cluster.efficiency
+    faster = max(1.0, efficiency.matmul, efficiency.attention)
+    return dataclasses.replace(
+        cluster,
+        device=dataclasses.replace(device, peak=device.peak * faster),
+        efficiency=dataclasses.replace(
+            efficiency, matmul=efficiency.matmul / faster, attention=efficiency.attention / faster
+        ),
+    )
 
 
-def _measure(rank: int, processes: int, folder: str) -> None:
+def _measure(rank: int, processes: int, folder: str, dtype: torch.dtype, rounds: int, verbose: bool) -> None:
     """Measure on one process; the first writes the means of all."""
     keep_freed_memory()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     store = dist.FileStore(f"{folder}/store", processes)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=processes)
-    ops = choose_ops(OpsConfig(), work=MIN_COMPILE_FLOPS, dtype=torch.float32, device=CPU)
-    runs = _memory_and_matmul(ops) | _models(ops) | _communication(ops)
+    ops = choose_ops(OpsConfig(), work=MIN_COMPILE_FLOPS, dtype=dtype, device=CPU)
+    runs = _memory_and_matmul(ops, dtype) | _models(ops, dtype)
+    if processes > 1:
+        runs |= _communication(ops, dtype, rank, processes)
     seconds: dict[str, list[float]] = {name: [] for name in runs}
-    rounds: list[float] = []  # seconds of the largest model
-    for i in range(ROUNDS):
+    largest: list[float] = []  # seconds of the largest model, by round
+    for i in range(rounds):
         for name, run in runs.items():
             dist.barrier()
-            times = _time(run)
+            times = _time(run, COMMUNICATION_SECONDS if name.split()[0] in COLLECTIVES else SECONDS)
             seconds[name] += times
             if name == "matmul":
-                rounds.append(statistics.median(times))
-        if rank == 0:
-            print(f"  {i + 1} of {ROUNDS} rounds", flush=True)
-    if rank == 0 and max(rounds) > MAX_SPREAD * min(rounds):
+                largest.append(statistics.median(times))
+        if rank == 0 and verbose:
+            print(f"  {i + 1} of {rounds} rounds", flush=True)
+    if rank == 0 and max(largest) > MAX_SPREAD * min(largest):
         print(
-            f"note: the slowest round took {max(rounds) / min(rounds):.1f} times as long as the fastest; this machine "
-            "is busy with other work, and predictions may be off by as much"
+            f"note: the slowest round took {max(largest) / min(largest):.1f} times as long as the fastest; this "
+            "machine is busy with other work, and predictions may be off by as much"
         )
     # Peaks are the fastest measurement, everything else the median.
     typical = [
@@ -159,11 +212,11 @@ def _measure(rank: int, processes: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def _time(run: Callable[[], object]) -> list[float]:
-    """Return the seconds of each call, after a warm-up, for about `SECONDS` altogether."""
+def _time(run: Callable[[], object], seconds: float) -> list[float]:
+    """Return the seconds of each call, after a warm-up, for about `seconds` altogether."""
     begin = time.perf_counter()
     run()
-    count = torch.tensor(SECONDS / (time.perf_counter() - begin))
+    count = torch.tensor(seconds / (time.perf_counter() - begin))
     # Equally many on each process: the calls may communicate.
     dist.all_reduce(count, dist.ReduceOp.MIN)
     times = []
@@ -174,14 +227,16 @@ def _time(run: Callable[[], object]) -> list[float]:
     return times
 
 
-def _memory_and_matmul(ops: Ops) -> dict[str, Callable[[], object]]:
+def _memory_and_matmul(ops: Ops, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
     """A copy larger than any cache, element-wise operations, and a product of square matrices."""
     large, other = torch.randn(2, COPIED)
     n, h = TOKENS, HIDDEN
-    stream, middle = torch.randn(n, h, requires_grad=True), torch.randn(n, 4 * h, requires_grad=True)
-    weight, bias = torch.ones(h, requires_grad=True), torch.zeros(h, requires_grad=True)
-    to_stream, to_middle = torch.randn(n, h), torch.randn(n, 4 * h)
-    a, b = torch.randn(2, SIDE, SIDE)
+    make = functools.partial(torch.randn, dtype=dtype)
+    stream, middle = make(n, h, requires_grad=True), make(n, 4 * h, requires_grad=True)
+    weight = torch.ones(h, dtype=dtype, requires_grad=True)
+    bias = torch.zeros(h, dtype=dtype, requires_grad=True)
+    to_stream, to_middle = make(n, h), make(n, 4 * h)
+    a, b = make(2, SIDE, SIDE)
 
     def elementwise() -> None:
         outputs = ops.layer_norm(stream, weight, bias, 1e-5) + to_stream, ops.activation(middle, "gelu_tanh")
@@ -195,11 +250,11 @@ def _memory_and_matmul(ops: Ops) -> dict[str, Callable[[], object]]:
     }
 
 
-def _models(ops: Ops) -> dict[str, Callable[[], object]]:
+def _models(ops: Ops, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
     """A microbatch of each of `JOBS`, forward and backward, and an optimizer step of the largest."""
     runs: dict[str, Callable[[], object]] = {}
     for name, job in {**JOBS, "check": CHECKED}.items():
-        model, buffer = build_model(job, ops, CPU, torch.float32)
+        model, buffer = build_model(job, ops, CPU, dtype)
         runs[name] = functools.partial(microbatch, model, torch.randint(VOCAB_SIZE, (1, job.seq_length)))
         if name == "matmul":
             optimizer = Optimizer(buffer, OptimizerConfig(lr=1e-4))
@@ -207,14 +262,37 @@ def _models(ops: Ops) -> dict[str, Callable[[], object]]:
     return runs
 
 
-def _communication(ops: Ops) -> dict[str, Callable[[], object]]:
-    """All-reduces, each after a matrix product so that waiting for slower processes counts; and that product alone."""
-    x, weight = torch.randn(TOKENS, HIDDEN), torch.randn(4 * HIDDEN, HIDDEN)
+def _communication(
+    ops: Ops, dtype: torch.dtype, rank: int, processes: int
+) -> dict[str, Callable[[], object]]:
+    """Each of `COLLECTIVES` after a matrix product, so that waiting for slower processes counts, and that product."""
+    x, weight = torch.randn(TOKENS, HIDDEN, dtype=dtype), torch.randn(4 * HIDDEN, HIDDEN, dtype=dtype)
+    axis = Axis(rank, processes)
 
-    def run(message: Tensor | None) -> None:
+    def run(communicate: Callable[[], object] | None) -> None:
         ops.matmul(x, weight, None)
-        if message is not None:
-            dist.all_reduce(message)
+        if communicate is not None:
+            communicate()
 
-    messages = {f"reduce {size}": torch.zeros(size // 4) for size in MESSAGES}
-    return {name: functools.partial(run, message) for name, message in {"before": None, **messages}.items()}
+    runs: dict[str, Callable[[], object]] = {"before": functools.partial(run, None)}
+    for size in MESSAGES:
+        rows = torch.zeros(processes, size // dtype.itemsize // processes, dtype=dtype)
+        for name in COLLECTIVES:
+            runs[f"{name} {size}"] = functools.partial(run, functools.partial(_communicate, name, rows, axis))
+    return runs
+
+
+def _communicate(name: str, rows: Tensor, axis: Axis) -> None:
+    """Run one of `COLLECTIVES` over [processes, n]. Transfers go from each even rank to the next."""
+    if name == "all_reduce":
+        all_reduce_sum(rows, axis)
+    elif name == "all_gather":
+        all_gather(rows[:1], axis)
+    elif name == "reduce_scatter":
+        start_reduce_scatter(rows, axis).wait()
+    elif name == "all_to_all":
+        start_all_to_all(rows, axis, [1] * axis.size, [1] * axis.size).wait()
+    elif axis.rank % 2:
+        dist.recv(rows, axis.rank - 1)
+    elif axis.rank + 1 < axis.size:
+        dist.send(rows, axis.rank + 1)

@@ -63,6 +63,11 @@ class Efficiency:
         attention_backward: speed of fused attention in backward over that in forward.
         fp8: share of the FP8 peak that a large matrix product reaches, over `matmul`.
         expert: speed of the grouped products of experts over that of others.
+        accumulate: speed of accumulating gradients over that of other passes over all parameters.
+        all_gather, reduce_scatter: speed of these over that of half an all-reduce, which the formulas give.
+        all_to_all, send: speed of these over the formulas'.
+        beside: share of a device that communication takes from computation beside it: 20 of the 132 SMs of an H100
+            saturate its links (2412.19437 section 3.2.2).
     """
 
     matmul: float
@@ -75,6 +80,12 @@ class Efficiency:
     attention_backward: float = 1.0
     fp8: float = 1.0
     expert: float = 1.0
+    accumulate: float = 1.0
+    all_gather: float = 1.0
+    reduce_scatter: float = 1.0
+    all_to_all: float = 1.0
+    send: float = 1.0
+    beside: float = 0.1515
 
 
 # `matmul`, `memory` (`stream` equals it) and `link` are fitted to three rows of 2104.04473 table 1: 1.7B (data
@@ -148,10 +159,18 @@ class Cluster:
 
     def all_reduce(self, size: float, group: Group) -> float:
         """Seconds to sum `size` bytes over a group by a ring: a reduce-scatter and an all-gather."""
-        return 2 * self.all_gather(size, group)
+        return 2 * self._ring(size, group)
 
     def all_gather(self, size: float, group: Group) -> float:
-        """Seconds to all-gather or reduce-scatter `size` bytes (the whole tensor) over a group.
+        """Seconds to all-gather `size` bytes (the whole tensor) over a group."""
+        return self._ring(size, group) / self.efficiency.all_gather
+
+    def reduce_scatter(self, size: float, group: Group) -> float:
+        """Seconds to reduce-scatter `size` bytes (the whole tensor) over a group."""
+        return self._ring(size, group) / self.efficiency.reduce_scatter
+
+    def _ring(self, size: float, group: Group) -> float:
+        """Seconds of a ring through which `size` bytes pass once.
 
         A ring of g ranks sends (g - 1) / g of the tensor over each link in g - 1 steps (Patarasuk and Yuan 2009).
         Rings that leave a domain use the adapters of all members in that domain.
@@ -178,16 +197,18 @@ class Cluster:
         if outside:
             seconds = max(seconds, outside / self._outside)
         latency = self.network.latency if outside else self.link.latency
-        return self.efficiency.launch + latency + size * seconds
+        return (self.efficiency.launch + latency + size * seconds) / self.efficiency.all_to_all
 
     def send(self, size: float, group: Group) -> float:
         """Seconds to send `size` bytes to the next rank of a group.
 
         In a group of several domains some neighbors are in different ones, and the slowest determine the speed.
         """
-        if group.per_domain < group.size:
-            return self.efficiency.launch + self.network.latency + size / self._outside
-        return self.efficiency.launch + self.link.latency + size / self._inside
+        crosses = group.per_domain < group.size
+        latency, bandwidth = (
+            (self.network.latency, self._outside) if crosses else (self.link.latency, self._inside)
+        )
+        return (self.efficiency.launch + latency + size / bandwidth) / self.efficiency.send
 
 
 def device_from_data_sheet(sheet: DataSheet) -> Device:

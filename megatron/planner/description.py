@@ -34,7 +34,11 @@ UNITS: dict[str, dict[str, float]] = {
     "time": {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0},
 }  # fmt: skip
 SHARES = ("matmul", "memory", "stream", "link", "attention", "network")  # fields of `Efficiency`
-RATIOS = ("attention_backward", "fp8", "expert")  # and those that compare two speeds
+# And those that compare two speeds, or may be above 1.
+RATIOS = (
+    *("attention_backward", "fp8", "expert", "accumulate"),
+    *("all_gather", "reduce_scatter", "all_to_all", "send", "beside"),
+)
 EXAMPLES = {"memory": "80 GB", "speed": "600 GB/s", "arithmetic": "312 TFLOP/s", "time": "5 us"}
 
 

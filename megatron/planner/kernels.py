@@ -149,11 +149,13 @@ class Kernels:
         groups = heads if model.multi_latent_attention else model.kv_heads_per_rank(layout.tensor)
         size = self.tokens * groups * (model.kv_channels + model.value_channels) * cluster.device.element
         group, attention = layout.context_group(cluster), self.attention
-        exposed = (
-            max(0.0, cluster.send(bytes_, group) - seconds / layout.context)
-            for bytes_, seconds in ((size, attention.forward.total), (2 * size, attention.backward.total))
-        )
-        return ForwardBackward(*(Cost(context_parallel=steps * seconds) for seconds in exposed))
+        costs = []
+        for bytes_, compute in ((size, attention.forward.total), (2 * size, attention.backward.total)):
+            seconds = cluster.send(bytes_, group)
+            hidden = min(seconds, compute / layout.context)
+            exposed = seconds - (1 - cluster.efficiency.beside) * hidden
+            costs.append(Cost(context_parallel=steps * exposed))
+        return ForwardBackward(*costs)
 
     @functools.cached_property
     def layer(self) -> ForwardBackward:
@@ -195,7 +197,7 @@ class Kernels:
             self.layer_linear(n, model.hidden_size, fc1)
             + self.layer_linear(n, ffn, model.hidden_size)
             + self.elementwise(n * (fc1 + ffn) / 2, self.program.mlp)
-            + self.tensor_parallel(plain=(2, 2), sequence_parallel=(2, 3))
+            + self.tensor_parallel(plain=(2, 2), sequence_parallel=(1, 2), scatters=(1, 1))
         )
 
     @property
@@ -253,46 +255,57 @@ class Kernels:
         for inputs, outputs, split in before:
             rows = self.tokens if split else self.local_tokens
             total += self.layer_linear(rows, inputs, outputs / t if split else outputs)
-        total += self.tensor_parallel(plain=(2, 0), sequence_parallel=(1, 1))  # of the output
+        total += self.tensor_parallel(
+            plain=(2, 0), sequence_parallel=(0, 1), scatters=(1, 0)
+        )  # of the output
         queries = model.q_lora_rank if model.multi_latent_attention else None
-        total += self.tensor_parallel(plain=(0, 2), sequence_parallel=(1, 2), width=queries)
+        total += self.tensor_parallel(plain=(0, 2), sequence_parallel=(1, 1), scatters=(0, 1), width=queries)
         if model.multi_latent_attention:  # the latent of keys and values is not gathered again
             width = model.kv_lora_rank + model.qk_pos_emb_head_dim
-            total += self.tensor_parallel(plain=(0, 2), sequence_parallel=(1, 1), width=width)
+            total += self.tensor_parallel(
+                plain=(0, 2), sequence_parallel=(1, 0), scatters=(0, 1), width=width
+            )
         return total
 
     def recomputed(self, layer: Cost) -> Cost:
         """Part of the forward cost of a layer that backward repeats.
 
-        Fused attention keeps no scores: there selective recomputation is what the program makes of it.
+        Fused attention keeps no scores, except on a CPU: there selective recomputation is what the program makes of it.
         """
         if self.layout.recompute == "selective":
-            return layer * self.program.selective if self.program.fused_attention else self.attention.forward
+            keeps_scores = not self.program.fused_attention or self.cluster.device.name == "cpu"
+            return self.attention.forward if keeps_scores else layer * self.program.selective
         return layer if self.layout.recompute == "full" else Cost()
 
     def tensor_parallel(
-        self, plain: tuple[int, int], sequence_parallel: tuple[int, int], width: int | None = None
+        self,
+        plain: tuple[int, int],
+        sequence_parallel: tuple[int, int],
+        scatters: tuple[int, int] = (0, 0),
+        width: int | None = None,
     ) -> ForwardBackward:
-        """Communication of tensor parallelism, as numbers of all-gathers of [s, b, width] in forward and in backward.
+        """Communication of tensor parallelism over [s, b, width], whose width is by default h.
 
-        The width is by default h.
-
-        An all-reduce counts as two. Sequence parallelism gathers the input of a product again in backward (2205.05198
-        section 4.2.2).
+        Args:
+            plain: halves of all-reduces in forward and in backward.
+            sequence_parallel, scatters: all-gathers and reduce-scatters with sequence parallelism, which gathers the
+                input of a product again in backward (2205.05198 section 4.2.2).
         """
         size = self.tokens * (width or self.job.model.hidden_size) * self.cluster.device.element
-        seconds = self.cluster.all_gather(size, self.layout.tensor_group(self.cluster))
-        seconds *= 1 - self.program.tensor_overlap
-        forward, backward = sequence_parallel if self.layout.sequence_parallel else plain
-        return ForwardBackward(
-            Cost(tensor_parallel=forward * seconds), Cost(tensor_parallel=backward * seconds)
-        )
+        cluster, group = self.cluster, self.layout.tensor_group(self.cluster)
+        halves = (number * cluster.all_reduce(size, group) / 2 for number in plain)
+        if self.layout.sequence_parallel:
+            gather, scatter = cluster.all_gather(size, group), cluster.reduce_scatter(size, group)
+            counts = zip(sequence_parallel, scatters, strict=True)
+            halves = (gathers * gather + reduces * scatter for gathers, reduces in counts)
+        exposed = 1 - self.program.tensor_overlap
+        return ForwardBackward(*(Cost(tensor_parallel=exposed * seconds) for seconds in halves))
 
     @functools.cached_property
     def embedding(self) -> ForwardBackward:
         """Embedding on the first stage: lookup, and the sum over tensor-parallel ranks."""
         lookup = self.elementwise(self.local_tokens * self.job.model.hidden_size, EMBEDDING)
-        return lookup + self.tensor_parallel(plain=(2, 0), sequence_parallel=(1, 1))
+        return lookup + self.tensor_parallel(plain=(2, 0), sequence_parallel=(0, 1), scatters=(1, 0))
 
     @functools.cached_property
     def head(self) -> ForwardBackward:
@@ -301,8 +314,8 @@ class Kernels:
         columns = self.job.padded_vocab_size(self.layout.tensor) / self.layout.tensor
         head = self.linear(n, model.hidden_size, columns) + self.elementwise(n * columns, self.program.logits)
         # A program that computes the gradients with the losses does not gather the input again.
-        again = 1 if self.program.chunked_logits else 2
-        return head + self.tensor_parallel(plain=(0, 2), sequence_parallel=(1, again))
+        again = 0 if self.program.chunked_logits else 1
+        return head + self.tensor_parallel(plain=(0, 2), sequence_parallel=(1, again), scatters=(0, 1))
 
     def layers(self, dense: int, experts: int) -> ForwardBackward:
         """So many layers of each kind on one microbatch. A GPU waits for its host if it is faster."""

@@ -30,8 +30,6 @@ WARMUP_GROUPS = 2
 # Memory accesses per element of a ring reduce-scatter or all-gather: it arrives and is read; then it is added to
 # another one, which is read, or stored.
 RING_ACCESSES = 3
-# Share of a GPU's SMs that communication keeps busy: 20 of 132 saturate its links (2412.19437 section 3.2.2).
-COMMUNICATION_SMS = 20 / 132
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +92,7 @@ class Simulator:
         self.stages, self.chunk_layers = layout.distinct_stages(job), layout.layers(job)
         # A microbatch's gradients of a chunk are read, and the accumulated gradients read and written.
         size = self._parameters / layout.chunks * (cluster.device.element + 2 * program.gradient)
-        self.accumulation = size / self._stream_bandwidth
+        self.accumulation = size / (self._stream_bandwidth * cluster.efficiency.accumulate)
         self.transfer = self._transfer()
 
     @property
@@ -252,7 +250,7 @@ class Simulator:
         if layout.replicas == 1:
             return []
         scattered = layout.distributed_optimizer and not self.program.whole_gradients
-        exchange = cluster.all_gather if scattered else cluster.all_reduce
+        exchange = cluster.reduce_scatter if scattered else cluster.all_reduce
         seconds = sum(exchange(*message) for message in self._over_replicas(self._reduced))
         hidden, exposed = self._overlapped(seconds) if layout.overlap_grad_reduce else (0.0, seconds)
         exchanges = [Exchange("gradient reduction", seconds, hidden, exposed)]
@@ -263,7 +261,12 @@ class Simulator:
             overlaps = layout.overlap_grad_reduce and self.program.parameter_overlap
             hidden = min(self.layers.forward.total, seconds) if overlaps else 0.0
             exchanges.append(
-                Exchange("parameter gather", seconds, hidden, seconds - (1 - self._sms) * hidden)
+                Exchange(
+                    "parameter gather",
+                    seconds,
+                    hidden,
+                    seconds - (1 - self.cluster.efficiency.beside) * hidden,
+                )
             )
         return exchanges
 
@@ -275,7 +278,7 @@ class Simulator:
         """
         cluster, m, layers = self.cluster, self.microbatches, self.layers
         gather = sum(cluster.all_gather(*message) for message in self._over_replicas(cluster.device.element))
-        reduce = sum(cluster.all_gather(*message) for message in self._over_replicas(self._reduced))
+        reduce = sum(cluster.reduce_scatter(*message) for message in self._over_replicas(self._reduced))
         exchanges = []
         for kind, seconds, compute in (
             ("forward", gather, layers.forward.total),
@@ -283,7 +286,7 @@ class Simulator:
         ):
             name = "parameter gather" if kind == "forward" else "parameter gather and gradient reduction"
             hidden = min(seconds, compute)
-            exposed = seconds - (1 - self._sms) * hidden
+            exposed = seconds - (1 - self.cluster.efficiency.beside) * hidden
             exchanges.append(Exchange(name, m * seconds, m * hidden, m * exposed, kind))
         return exchanges
 
@@ -302,11 +305,6 @@ class Simulator:
         """Bytes of an element of a gradient on the links."""
         return self.program.reduced or self.program.gradient
 
-    @property
-    def _sms(self) -> float:
-        """Share of a device that communication keeps busy."""
-        return COMMUNICATION_SMS if self.cluster.device.sms > 1 else 0.0
-
     def _overlapped(self, reduce: float) -> tuple[float, float]:
         """Seconds of a reduction beside the last backward of each chunk, and those that it adds to the step.
 
@@ -318,7 +316,7 @@ class Simulator:
         hidden = min(self.layers.backward.total, (1 - last) * reduce)
         halves = 1 if layout.distributed_optimizer else 2
         memory = halves * RING_ACCESSES * self._reduced * self._parameters / self._stream_bandwidth
-        return hidden, reduce - hidden + (memory / reduce + self._sms) * hidden
+        return hidden, reduce - hidden + (memory / reduce + self.cluster.efficiency.beside) * hidden
 
     def optimizer(self) -> float:
         """Seconds of the update of this replica's share of the parameters."""
