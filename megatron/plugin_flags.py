@@ -17,7 +17,7 @@ from megatron.interop.nvidia.flags import add_nvidia_flags
 from megatron.interop.nvidia.loss_mean import LossMeanConfig
 from megatron.interop.other_names import FLAG_NAMES
 from megatron.parallel.schedules import CHUNKED, SCHEDULES, SPLIT, V_SHAPED
-from megatron.performance.config import Fp8Config, PerformanceConfig
+from megatron.performance.config import Fp8Config, OffloadConfig, PerformanceConfig
 from megatron.planner.config import DryRunConfig
 from megatron.recipes.config import (
     ExitConfig,
@@ -67,6 +67,7 @@ PLUGIN_CONFIGS.update(
         "old checkpoints": RetentionConfig,
         "best checkpoint": SaveBestConfig,
         "performance": PerformanceConfig,
+        "activations": OffloadConfig,
         "pipeline schedule": AutoScheduleConfig,
         "low precision": Fp8Config,
         "reports": ReportConfig,

@@ -35,6 +35,7 @@ from megatron.interop.nvidia.loss_mean import LossMeanConfig, with_microbatch_me
 from megatron.ops.backend import LAYER_OPS
 from megatron.optim.schedule import LR_DECAYS
 from megatron.parallel.stages import LAYER_SPLITS
+from megatron.performance.activation_offload import offload_activations
 from megatron.performance.async_save import AsyncSaving
 from megatron.performance.compiled_layer import layer_ops
 from megatron.performance.config import PerformanceConfig
@@ -108,7 +109,7 @@ LAYER_SPLITS.update(
 )
 BATCH_CHECKS[:] = [check_full_groups, check_schedule, check_depths]
 OPS_HOOKS[:] = [context_parallel_ops]
-MODEL_HOOKS[:] = [check_model_memory, use_fp8]
+MODEL_HOOKS[:] = [check_model_memory, use_fp8, offload_activations]
 FIRST_OPTIMIZERS[:] = [Frozen, ExpertBias, LastLoad]
 RESUME_NOTES[:] = [resume_notes]
 START_CHECKS[:] = [check_gloo_on_gpu, check_same_everywhere, check_same_data]

@@ -684,6 +684,7 @@ def test_help_is_grouped_and_complete() -> None:
         "old checkpoints",
         "best checkpoint",
         "performance",
+        "activations",
         "pipeline schedule",
         "low precision",
         "reports",

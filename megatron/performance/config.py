@@ -102,6 +102,52 @@ def _check_cuda_graph(run: RunConfig) -> None:
             raise InputError(f"--cuda-graph{why}")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OffloadConfig(PluginConfig):
+    """Activations in host memory."""
+
+    cpu_offload_activations: bool = flag(
+        False,
+        "copy the activations of layers to host memory after their forward, and back ahead of their backward; those of "
+        "the model's last layer stay, since its backward follows at once",
+    )
+    cpu_offload_activations_num_layers: int | None = flag(
+        None,
+        "with --cpu-offload-activations: offload only the first N layers of each model chunk (default: all)",
+        low=1,
+    )
+
+    def check(self, run: RunConfig) -> None:
+        number = self.cpu_offload_activations_num_layers
+        if not self.cpu_offload_activations:
+            if number is not None:
+                raise InputError(
+                    f"--cpu-offload-activations-num-layers: {number} needs --cpu-offload-activations"
+                )
+            return
+        if number is not None and number > run.model.num_layers:
+            raise InputError(
+                f"--cpu-offload-activations-num-layers: {number} is above --num-layers {run.model.num_layers}"
+            )
+        if run.parallel.recompute_granularity == "full":
+            raise InputError(
+                "--cpu-offload-activations and --recompute-granularity full exclude each other: recomputed layers keep "
+                "only their inputs; leave one out"
+            )
+        if run.plugin(PerformanceConfig).cuda_graph:
+            raise InputError(
+                "--cpu-offload-activations and --cuda-graph exclude each other: a graph keeps its activations; leave "
+                "one out"
+            )
+
+    def num_layers(self, layers: int, *, last: bool) -> int:
+        """Number of first layers to offload of a model chunk with this many layers; `last` if the loss follows."""
+        if not self.cpu_offload_activations:
+            return 0
+        number = self.cpu_offload_activations_num_layers
+        return layers - last if number is None else min(number, layers)
+
+
 FP8_FORMATS = ("e4m3", "hybrid")
 # Recipes of Megatron-LM that torchao does not have for training on every GPU with FP8.
 OTHER_RECIPES = ("delayed", "mxfp8", "blockwise", "custom")

@@ -30,6 +30,7 @@ from megatron.optim.optimizer import param_groups
 from megatron.parallel.mesh import Mesh, axis_sizes, world_size
 from megatron.parallel.stages import split_layers
 from megatron.parallel.transfers import MAX_PENDING_SENDS
+from megatron.performance.activation_offload import offload_activations
 from megatron.performance.config import Fp8Config
 from megatron.performance.fp8 import make_products, set_products
 from megatron.planner.config import DryRunConfig
@@ -223,6 +224,7 @@ class DryRun:
                 )
                 if products is not None:
                     set_products(self.config, model, products)
+                offload_activations(self.config, model, mesh.device)
                 engine = Engine(self.config, self.task, mesh, model, phases)
                 return count_step(
                     engine, phases, self.batches(), simulated=self.simulated, microbatches=self.microbatches

@@ -21,7 +21,8 @@ from megatron.interop.nvidia.training_flags import TRAINING_FLAGS
 OURS_ALONE = frozenset(
     "--add-expert-bias --attn-logit-softcapping --final-logit-softcapping --sandwich-norm "
     "--activation-function --add-attention-bias --add-mlp-bias --bf16-optimizer-states --capture "
-    "--capture-megabytes --capture-steps --check-weight-replicas-interval --cpu-offload-optimizer --cuda-graph "
+    "--capture-megabytes --capture-steps --check-weight-replicas-interval --cpu-offload-activations "
+    "--cpu-offload-activations-num-layers --cpu-offload-optimizer --cuda-graph "
     "--data-order "
     "--device --dry-run --dry-run-json --dry-run-ranks --eval-on-start --eval-tasks --eval-tasks-data "
     "--freeze --hang-timeout --keep-last --lion-beta1 --lion-beta2 --log-format --log-level --loss-mean "

@@ -138,7 +138,16 @@ TRAINING_FLAGS: tuple[NvidiaFlag, ...] = (
         "--fsdp-manual-registration",
     ),
     *accept("use --data-parallel-sharding-strategy optim_grads_params", "--use-torch-fsdp2"),
-    *rename("--cpu-offload-optimizer", "--optimizer-cpu-offload"),
+    *rename("--cpu-offload-optimizer", "--optimizer-cpu-offload", "--offload-optimizer-states"),
+    *rename("--cpu-offload-activations", "--cpu-offloading"),
+    *rename(
+        "--cpu-offload-activations --cpu-offload-activations-num-layers", "--cpu-offloading-num-layers N"
+    ),
+    *accept(
+        "use --cpu-offload-activations, which offloads what whole layers save",
+        "--fine-grained-activation-offloading",
+        "--offload-modules NAME...",
+    ),
     *accept(
         "--cpu-offload-optimizer keeps all state in host memory, and the GPU updates it",
         "--optimizer-offload-fraction X",

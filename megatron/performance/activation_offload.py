@@ -1,0 +1,236 @@
+"""Activations of layers in host memory between forward and backward (--cpu-offload-activations).
+
+What a layer saves for backward is copied to the host while the next layer computes, and its memory is free after that.
+When the backward of a layer begins, the activations of the layer before it start to come back. Copies are on streams
+of their own; two layers' activations are on the device at once. vDNN (arXiv 1602.08124) did this for convolutions.
+
+Hooks of autograd do it, so that the model knows nothing of it, compiled or not. Whole storages are copied, once for all
+views that a layer saves, and the views come back with the same strides.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatron.model.transformer import LayerInputs, Transformer, TransformerLayer
+from megatron.ops.host_memory import PASSED, CopyQueue, Event, host_zeros, point_of
+from megatron.performance.config import OffloadConfig
+from megatron.training.config import RunConfig
+from megatron.training.stage import StageModel
+
+# Storages of fewer bytes stay on the device: masks of small batches, statistics of norms.
+MIN_BYTES = 1 << 20
+
+
+def offload_activations(config: RunConfig, model: StageModel, device: torch.device) -> None:
+    """Replace the forward passes of the layers of a model whose activations are to be offloaded."""
+    offload = config.plugin(OffloadConfig)
+    if not offload.cpu_offload_activations:
+        return
+    copies = HostCopies(device)
+    for chunk, module in zip(model.chunks, model.modules, strict=True):
+        for transformer in (m for m in module.modules() if isinstance(m, Transformer)):
+            layers = [layer for layer in transformer.layers.values() if isinstance(layer, TransformerLayer)]
+            OffloadedLayers(layers, offload.num_layers(len(layers), last=chunk.last), copies)
+
+
+@dataclasses.dataclass(eq=False)
+class Activation:
+    """A storage that a layer saves.
+
+    Attributes:
+        flat: [elements] all of it, on the device; None while it is on the host only.
+        on_host: its copy, of the same shape.
+    """
+
+    flat: Tensor | None
+    on_host: Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """A tensor that autograd saves: a view of an activation."""
+
+    activation: Activation
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+
+
+@dataclasses.dataclass(eq=False)
+class Pass:
+    """The activations of one forward pass of a layer.
+
+    Attributes:
+        before: the pass of the layer before it in the same chunk and microbatch.
+        activations: by storage; none if they stay on the device, or after backward has begun to use them.
+        is_leaving: the copies to the host have started, and the tensors on the device still exist.
+        is_coming: the tensors exist on the device again.
+        ready: end of the last copies.
+    """
+
+    before: Pass | None
+    activations: dict[int, Activation] = dataclasses.field(default_factory=dict)
+    is_leaving: bool = False
+    is_coming: bool = False
+    ready: Event = PASSED
+
+
+class HostCopies:
+    """Copies of activations to the host and back, and the memory for them, which is reused."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.to_host, self.to_device = CopyQueue(device), CopyQueue(device)
+        self.leaving: Pass | None = None
+        # Memory that is free, by size and dtype, with the point after which it may be overwritten.
+        self.free: dict[tuple[int, torch.dtype], list[tuple[Tensor, Event]]] = collections.defaultdict(list)
+
+    def leave(self, done: Pass) -> None:
+        """Start to copy the activations of a pass, which has just ended, to the host.
+
+        Those of the pass that left before are freed on the device: their copies had the time of this pass.
+        """
+        self._free_leaving()
+        pairs, after = [], [point_of(self.device)]
+        for activation in done.activations.values():
+            assert activation.flat is not None
+            activation.on_host, event = self._memory_for(activation.flat)
+            after.append(event)
+            pairs.append((activation.on_host, activation.flat))
+        if pairs:
+            done.ready = self.to_host.copy(pairs, after)
+            done.is_leaving, self.leaving = True, done
+
+    def come(self, wanted: Pass | None) -> None:
+        """Start to copy the activations of a pass back, unless they are on the device."""
+        if wanted is None or wanted.is_coming or not wanted.activations:
+            return
+        wanted.is_coming = True
+        if wanted.is_leaving:  # still here
+            self.leaving, wanted.is_leaving = None, False
+        else:
+            pairs = []
+            for activation in wanted.activations.values():
+                assert activation.on_host is not None
+                activation.flat = torch.empty_like(activation.on_host, device=self.device)
+                pairs.append((activation.flat, activation.on_host))
+            wanted.ready = self.to_device.copy(pairs, [point_of(self.device)])
+        for activation in wanted.activations.values():
+            x, activation.on_host = activation.on_host, None
+            assert x is not None
+            self.free[x.numel(), x.dtype].append((x, wanted.ready))
+
+    def wait(self, wanted: Pass) -> None:
+        """Let the current stream wait until the activations of a pass are on the device."""
+        self.come(wanted)
+        if wanted.activations:
+            wanted.ready.wait()
+            wanted.activations = {}  # now the graph of autograd alone holds them, which frees each after its use
+
+    def _free_leaving(self) -> None:
+        if self.leaving is not None:
+            self.leaving.ready.wait()
+            self.leaving.is_leaving = False
+            for activation in self.leaving.activations.values():
+                activation.flat = None
+            self.leaving = None
+
+    def _memory_for(self, x: Tensor) -> tuple[Tensor, Event]:
+        free = self.free[x.numel(), x.dtype]
+        return free.pop() if free else (host_zeros(x.numel(), x.dtype, self.device), PASSED)
+
+
+class OffloadedLayers:
+    """The layers of one model chunk, of which the first ones' activations go to the host."""
+
+    def __init__(self, layers: Sequence[TransformerLayer], num_offloaded: int, copies: HostCopies) -> None:
+        """Replace the forward passes of `layers`."""
+        self.layers, self.num_offloaded, self.copies = layers, num_offloaded, copies
+        self.last: Pass | None = None
+        for index, layer in enumerate(layers):
+            layer.forward = self._forward(index, layer.forward)  # type: ignore[method-assign]
+
+    def _forward(self, index: int, forward: Any) -> Any:
+        def run(x: Tensor, inputs: LayerInputs) -> Tensor:
+            if not torch.is_grad_enabled():
+                return forward(x, inputs)
+            this = self.last = Pass(before=self.last if index > 0 else None)
+            if index < self.num_offloaded:
+                out = self._run_offloaded(index, forward, this, x, inputs)
+            else:
+                out = forward(x, inputs)
+            self.copies.leave(this)
+            if out.requires_grad:
+                out.register_hook(lambda _: self._begin_backward(this))
+            return out
+
+        return run
+
+    def _run_offloaded(self, index: int, forward: Any, this: Pass, x: Tensor, inputs: LayerInputs) -> Tensor:
+        kept = {storage_of(t) for t in kept_tensors(self.layers[index], inputs)}
+
+        def pack(x: Tensor) -> Tensor | View:
+            key = storage_of(x)
+            if (
+                key in kept
+                or x.device.type != self.copies.device.type
+                or x.untyped_storage().nbytes() < MIN_BYTES
+            ):
+                return x
+            if key not in this.activations:
+                elements = x.untyped_storage().nbytes() // x.element_size()
+                this.activations[key] = Activation(x.detach().as_strided((elements,), (1,), 0))
+            return View(this.activations[key], x.dtype, x.shape, x.stride(), x.storage_offset())
+
+        def unpack(saved: Tensor | View) -> Tensor:
+            if isinstance(saved, Tensor):
+                return saved
+            self.copies.wait(this)
+            flat = saved.activation.flat
+            assert flat is not None
+            return flat.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
+
+        with saved_tensors_hooks(pack, unpack):
+            return forward(x, inputs)
+
+    def _begin_backward(self, this: Pass) -> None:
+        self.copies.come(this)
+        self.copies.come(this.before)
+
+
+def storage_of(x: Tensor) -> int:
+    """A key of a tensor's storage."""
+    return x.untyped_storage()._cdata
+
+
+def kept_tensors(layer: TransformerLayer, inputs: LayerInputs) -> Iterator[Tensor]:
+    """Tensors that stay on the device: parameters with their gradients, and what other layers read too."""
+    for p in layer.parameters():
+        yield p
+        yield from (
+            x for x in (p.grad, getattr(p, "main_grad", None), getattr(p, "master", None)) if x is not None
+        )
+    yield from tensors_in(inputs)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Tensors in a value, its fields and elements."""
+    if isinstance(value, Tensor):
+        yield value
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))
+    elif isinstance(value, list | tuple):
+        for element in value:
+            yield from tensors_in(element)
+    elif hasattr(value, "as_tuple"):  # a mask of FlexAttention
+        yield from tensors_in(value.as_tuple())
