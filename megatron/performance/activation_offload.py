@@ -1,8 +1,11 @@
 """Activations of layers in host memory between forward and backward (--cpu-offload-activations).
 
-What a layer saves for backward is copied to the host while the next layer computes, and its memory is free after that.
-When the backward of a layer begins, the activations of the layer before it start to come back. Copies are on streams
-of their own; two layers' activations are on the device at once. vDNN (arXiv 1602.08124) did this for convolutions.
+What a layer saves for backward is copied to the host while later layers compute, and its memory is free after that.
+Backward brings it back in the opposite order, while later layers' backward computes. Copies are on streams of their
+own. vDNN (arXiv 1602.08124) did this for convolutions.
+
+If all layers are offloaded, a copy has the time of the next layer. If only N of L are, it has that of L/N layers: the
+first N leave one after the other until the chunk ends, and never are more than L - N + 2 layers on the device.
 
 Hooks of autograd do it, so that the model knows nothing of it, compiled or not. Whole storages are copied, once for all
 views that a layer saves, and the views come back with the same strides.
@@ -70,14 +73,14 @@ class Pass:
     """The activations of one forward pass of a layer.
 
     Attributes:
-        before: the pass of the layer before it in the same chunk and microbatch.
+        comes_with: passes of earlier layers that start to come back when the backward of this one begins.
         activations: by storage; none if they stay on the device, or after backward has begun to use them.
         is_leaving: the copies to the host have started, and the tensors on the device still exist.
         is_coming: the tensors exist on the device again.
         ready: end of the last copies.
     """
 
-    before: Pass | None
+    comes_with: tuple[Pass, ...] = ()
     activations: dict[int, Activation] = dataclasses.field(default_factory=dict)
     is_leaving: bool = False
     is_coming: bool = False
@@ -90,16 +93,12 @@ class HostCopies:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.to_host, self.to_device = CopyQueue(device), CopyQueue(device)
-        self.leaving: Pass | None = None
-        # Memory that is free, by size and dtype, with the point after which it may be overwritten.
+        self.leaving: list[Pass] = []
+        # Memory of the host that is free, by size and dtype, with the point after which it may be overwritten.
         self.free: dict[tuple[int, torch.dtype], list[tuple[Tensor, Event]]] = collections.defaultdict(list)
 
     def leave(self, done: Pass) -> None:
-        """Start to copy the activations of a pass, which has just ended, to the host.
-
-        Those of the pass that left before are freed on the device: their copies had the time of this pass.
-        """
-        self._free_leaving()
+        """Start to copy the activations of a pass, which has just ended, to the host."""
         pairs, after = [], [point_of(self.device)]
         for activation in done.activations.values():
             assert activation.flat is not None
@@ -108,15 +107,15 @@ class HostCopies:
             pairs.append((activation.on_host, activation.flat))
         if pairs:
             done.ready = self.to_host.copy(pairs, after)
-            done.is_leaving, self.leaving = True, done
+            done.is_leaving = True
 
-    def come(self, wanted: Pass | None) -> None:
+    def come(self, wanted: Pass) -> None:
         """Start to copy the activations of a pass back, unless they are on the device."""
-        if wanted is None or wanted.is_coming or not wanted.activations:
+        if wanted.is_coming or not wanted.activations:
             return
         wanted.is_coming = True
         if wanted.is_leaving:  # still here
-            self.leaving, wanted.is_leaving = None, False
+            wanted.is_leaving = False
         else:
             pairs = []
             for activation in wanted.activations.values():
@@ -136,13 +135,13 @@ class HostCopies:
             wanted.ready.wait()
             wanted.activations = {}  # now the graph of autograd alone holds them, which frees each after its use
 
-    def _free_leaving(self) -> None:
-        if self.leaving is not None:
-            self.leaving.ready.wait()
-            self.leaving.is_leaving = False
-            for activation in self.leaving.activations.values():
+    def free_after_copy(self, left: Pass) -> None:
+        """Let the current stream wait for the copies of a pass to the host, and free its memory on the device."""
+        if left.is_leaving:
+            left.ready.wait()
+            left.is_leaving = False
+            for activation in left.activations.values():
                 activation.flat = None
-            self.leaving = None
 
     def _memory_for(self, x: Tensor) -> tuple[Tensor, Event]:
         free = self.free[x.numel(), x.dtype]
@@ -155,7 +154,11 @@ class OffloadedLayers:
     def __init__(self, layers: Sequence[TransformerLayer], num_offloaded: int, copies: HostCopies) -> None:
         """Replace the forward passes of `layers`."""
         self.layers, self.num_offloaded, self.copies = layers, num_offloaded, copies
-        self.last: Pass | None = None
+        # By index of a layer, those whose memory is freed when its forward has ended.
+        self.freed_after: dict[int, list[int]] = collections.defaultdict(list)
+        for index in range(num_offloaded):
+            self.freed_after[last_overlapped(index, num_offloaded, len(layers))].append(index)
+        self.passes: list[Pass] = []
         for index, layer in enumerate(layers):
             layer.forward = self._forward(index, layer.forward)  # type: ignore[method-assign]
 
@@ -163,12 +166,20 @@ class OffloadedLayers:
         def run(x: Tensor, inputs: LayerInputs) -> Tensor:
             if not torch.is_grad_enabled():
                 return forward(x, inputs)
-            this = self.last = Pass(before=self.last if index > 0 else None)
+            if index == 0:
+                self.passes = []
+            freed = tuple(self.passes[i] for i in self.freed_after[index])
+            this = Pass(comes_with=freed)
+            self.passes.append(this)
             if index < self.num_offloaded:
                 out = self._run_offloaded(index, forward, this, x, inputs)
             else:
                 out = forward(x, inputs)
+            # Those of the last layer of another chunk, if it is offloaded.
+            for left in (*self.copies.leaving, *freed):
+                self.copies.free_after_copy(left)
             self.copies.leave(this)
+            self.copies.leaving = [this] if index == len(self.layers) - 1 else []
             if out.requires_grad:
                 out.register_hook(lambda _: self._begin_backward(this))
             return out
@@ -204,7 +215,13 @@ class OffloadedLayers:
 
     def _begin_backward(self, this: Pass) -> None:
         self.copies.come(this)
-        self.copies.come(this.before)
+        for earlier in reversed(this.comes_with):
+            self.copies.come(earlier)
+
+
+def last_overlapped(index: int, num_offloaded: int, num_layers: int) -> int:
+    """Index of the last layer whose forward overlaps with the copies of layer `index` of the first `num_offloaded`."""
+    return max(index + 1, -(-(index + 1) * num_layers // num_offloaded) - 1)
 
 
 def storage_of(x: Tensor) -> int:

@@ -134,14 +134,14 @@ def activations_are_not_awaited(patch: Patch) -> None:
 
 
 def activations_are_freed_at_once(patch: Patch) -> None:
-    free = HostCopies._free_leaving
+    free = HostCopies.free_after_copy
 
-    def without_waiting(self: HostCopies) -> None:
-        if self.leaving is not None:
-            self.leaving.ready = PASSED
-        free(self)
+    def without_waiting(self: HostCopies, left: Pass) -> None:
+        if left.is_leaving:
+            left.ready = PASSED
+        free(self, left)
 
-    patch.setattr(HostCopies, "_free_leaving", without_waiting)
+    patch.setattr(HostCopies, "free_after_copy", without_waiting)
 
 
 @pytest.mark.parametrize(

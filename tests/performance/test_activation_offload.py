@@ -13,7 +13,7 @@ from models import CPU, config_of
 from megatron.errors import InputError
 from megatron.parallel.mesh import Mesh, init_mesh
 from megatron.performance import activation_offload
-from megatron.performance.activation_offload import HostCopies
+from megatron.performance.activation_offload import HostCopies, last_overlapped
 from megatron.planner.dry_run import DryRun, longest_batch
 from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import layer_activations
@@ -46,22 +46,27 @@ def is_same(a: Engine, b: Engine) -> bool:
     return torch.equal(a.buffer.params, b.buffer.params) and all(map(torch.equal, *moments))
 
 
+TWO = "--cpu-offload-activations-num-layers 2"
+
+
 @pytest.mark.parametrize(
-    "flags",
+    ("flags", "layers"),
     [
-        "--hidden-dropout 0.1 --attention-dropout 0.1",
-        f"{LLAMA} --bf16",
-        f"{LLAMA} --bf16 --recompute-granularity selective --reset-attention-mask",
-        f"{MIXTURE} --bf16",
-        f"{MIXTURE} --moe-layer-recompute",
-        f"{LLAMA} --mtp-num-layers 1",
-        pytest.param(f"{LLAMA} --ops-backend layers --bf16", marks=pytest.mark.slow),
-        pytest.param(
-            "--ops-backend layers --hidden-dropout 0.1 --attention-dropout 0", marks=pytest.mark.slow
+        ("--hidden-dropout 0.1 --attention-dropout 0.1", ""),
+        (f"{LLAMA} --bf16 --recompute-granularity selective --reset-attention-mask", TWO),
+        (f"{MIXTURE} --bf16", ""),
+        (f"{LLAMA} --mtp-num-layers 1", TWO),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (f"{LLAMA} --bf16", TWO),
+                (f"{MIXTURE} --moe-layer-recompute", TWO),
+                (f"{LLAMA} --ops-backend layers --bf16", ""),
+                ("--ops-backend layers --hidden-dropout 0.1 --attention-dropout 0", TWO),
+            )
         ),
     ],
 )
-@pytest.mark.parametrize("layers", ["", "--cpu-offload-activations-num-layers 2"])
 def test_same_bits(monkeypatch: pytest.MonkeyPatch, flags: str, layers: str) -> None:
     monkeypatch.setattr(activation_offload, "MIN_BYTES", 256)
     copied: list[int] = []
@@ -95,7 +100,7 @@ def test_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = trained(f"{LLAMA} {OFFLOAD}")
     (copies,) = made
     sizes = {key: len(free) for key, free in copies.free.items()}
-    assert sizes and copies.leaving is None
+    assert sizes
     train(engine, longest_batch(engine.config, GPT, 60), 2, 3)
     assert sizes == {key: len(free) for key, free in copies.free.items()}
     gc.collect()
@@ -130,24 +135,36 @@ def test_two_ranks(flags: str) -> None:
     assert run_distributed(compare, 2, flags) == [True, True]
 
 
-SHAPE = "--num-layers 8 --hidden-size 1024 --num-attention-heads 8 --seq-length 2048 --device cuda --bf16"
+SHAPE = "--hidden-size 512 --num-attention-heads 4 --seq-length 1024 --device cuda --bf16"
 
 
 def test_memory_by_formula() -> None:
-    """Of eight layers, two layers' activations are on the device at the peak, or all that are not offloaded."""
+    """The layers that are not offloaded, and one more, are on the device at the peak."""
     here, *offloaded = (
         DryRun.from_config(config_of(f"{SHAPE} {LLAMA} {flags}"), GPT, 1).count(0)
-        for flags in ("", OFFLOAD, f"{OFFLOAD} --cpu-offload-activations-num-layers 5")
+        for flags in ("", OFFLOAD, f"{OFFLOAD} --cpu-offload-activations-num-layers 2")
     )
-    layer = offloaded[0].memory["in host memory"] // 7
-    for cost, number, kept in zip(offloaded, (7, 5), (2, 3), strict=True):
+    layer = offloaded[0].memory["in host memory"] // 3
+    for cost, number, kept in zip(offloaded, (3, 2), (2, 3), strict=True):
         assert cost.memory["in host memory"] == number * layer
         for way in ("to device", "to host"):
             assert cost.traffic["copy", way].bytes == number * layer
-        assert here.memory["activations"] - cost.memory["activations"] == (8 - kept) * layer
-    job = Job(config_of(f"{SHAPE} {LLAMA}").model, 2048, vocab_size=60, global_batch_size=2)
+        assert here.memory["activations"] - cost.memory["activations"] == (4 - kept) * layer
+    job = Job(config_of(f"{SHAPE} {LLAMA}").model, 1024, vocab_size=60, global_batch_size=2)
     planned = layer_activations(job, Layout(micro_batch_size=2), 2, OURS, recompute="none")
     assert layer == pytest.approx(planned, rel=0.005)
+
+
+@pytest.mark.parametrize("layers", range(1, 10))
+def test_copies_have_equal_time(layers: int) -> None:
+    """Copy i of N has ended at the latest after (i + 1) L / N layers, when so many are due at an even pace."""
+    for number in range(1, layers + 1):
+        ends = [last_overlapped(i, number, layers) for i in range(number)]
+        assert all(end > i for i, end in enumerate(ends)) and ends == sorted(ends)
+        assert ends[-1] == max(layers - 1, number)
+        for layer in range(layers):
+            on_device = min(layer + 1, number) - sum(end < layer for end in ends)
+            assert on_device + max(0, layer + 1 - number) <= layers - number + 2
 
 
 @pytest.mark.parametrize(
