@@ -16,7 +16,7 @@ from megatron.planner.profiles import CONSTANTS, START, Constants
 CONSTANTS_FITTED = {
     ("megatron-core", "H100"): ("matmul", "memory", "link", "fp8", "expert"),
     ("megatron-core", "B200"): ("matmul", "link"),
-    ("megatron-core", "B300"): ("matmul", "link", "fp8"),
+    ("megatron-core", "B300"): ("matmul", "link"),
     ("nemo-2025", "B200"): ("matmul", "link", "fp8"),
     ("megatron-deepspeed", "V100"): ("matmul", "memory", "link", "network"),
     ("megatron-deepspeed-bf16", "A100"): ("matmul", "memory", "link"),
@@ -27,13 +27,13 @@ CONSTANTS_FITTED = {
     ("gpt-oss-2025", "B300"): ("expert",),
 }
 # Relative error of a row that weighs as much as a change of a constant by PRIOR from where the fit starts.
-ROW_ERROR, PRIOR, FIT_STEPS = 0.02, 0.15, 8
+ROW_ERROR, PRIOR, FIT_STEPS = 0.02, 0.15, 12
 
 
 def print_fits(rows: Sequence[Row]) -> None:
     """Fit the constants of each profile to its rows and print them.
 
-    There are about as many rows as constants, so each constant is also held near its start.
+    There are about as many rows as constants, so each of several constants is also held near its start.
     """
     by_name = {row.name: row for row in rows}
     for key, names in CONSTANTS_FITTED.items():
@@ -67,8 +67,9 @@ def fit_rows(rows: Sequence[Row], start: Efficiency, names: Sequence[str]) -> di
     for _ in range(FIT_STEPS):
         now = errors(logs)
         slopes = np.stack([(errors(logs + step) - now) / 0.01 for step in 0.01 * np.eye(len(names))], axis=1)
-        system = np.concatenate([slopes / ROW_ERROR, np.eye(len(names)) / PRIOR])
-        target = -np.concatenate([now / ROW_ERROR, logs / PRIOR])
+        prior = PRIOR if len(names) > 1 else math.inf
+        system = np.concatenate([slopes / ROW_ERROR, np.eye(len(names)) / prior])
+        target = -np.concatenate([now / ROW_ERROR, logs / prior])
         logs += np.linalg.lstsq(system, target, rcond=None)[0].clip(-0.2, 0.2)
         logs = np.minimum(logs, [0.3 if name == "fp8" else -math.log(getattr(start, name)) for name in names])
     efficiency = moved(start, names, logs)

@@ -22,6 +22,7 @@ from megatron.planner.device_specs import DataSheet, data_sheet
 from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import fits, max_memory
 from megatron.planner.profiles import Profile, find_profile, with_constants
+from megatron.planner.programs import MEGATRON_CORE
 from megatron.planner.simulate import Simulator
 
 # Name in the planner, GPUs that NVLink joins (64 of the 72 of an NVL72), and GB/s of a GPU's network adapter.
@@ -53,6 +54,7 @@ class Row:
         seconds: of a step; None if it ran out of memory.
         layouts: the published layout, or several if the row leaves something open.
         offload: activations are kept in the host's memory.
+        recomputes_experts: it may recompute whole mixtures, if nothing says otherwise.
         exact: the row states everything that the planner needs, and the planner has everything it states.
     """
 
@@ -65,6 +67,7 @@ class Row:
     seconds: float | None
     exact: bool
     offload: bool = False
+    recomputes_experts: bool = True
 
     @property
     def fitted(self) -> bool:
@@ -212,7 +215,11 @@ def _bridge_run(row: dict[str, Any]) -> Row:
         device = dataclasses.replace(device, fp8=FP4[gpu] * 1e15)
     cluster = dataclasses.replace(cluster, device=device)
     job = Job(
-        _model(shape, row["seq_length"]), row["seq_length"], shape["vocab"], row["global_batch_size"], fp8
+        _model(row["model_name"], shape, row["seq_length"]),
+        row["seq_length"],
+        shape["vocab"],
+        row["global_batch_size"],
+        fp8,
     )
     # Ranks that share a replica are those of the expert axis, so the source's counts of replicas differ.
     tensor, pipeline, context = split["tp"], split["pp"], split["cp"]
@@ -250,11 +257,18 @@ def _bridge_run(row: dict[str, Any]) -> Row:
         sizes = [e for e in range(1, shape["experts"] + 1) if shape["experts"] % e == ranks % e == 0]
         layouts = tuple(dataclasses.replace(x, expert=e) for x in layouts for e in sizes)
     profile = find_profile(program, sheet.name)
+    if program == "automodel":  # its table names DeepEP
+        profile = dataclasses.replace(
+            profile, program=dataclasses.replace(profile.program, expert_copies_once=True)
+        )
     if any(word in row.get("notes", "") for word in ("tokendrop", "tokens dropped")):
         # With a capacity the host does not wait for the numbers of rows.
         program = dataclasses.replace(profile.program, host=(0.0, 0.0), pipeline_host=None)
         profile = dataclasses.replace(profile, program=program)
-    kind = "mixtures" if shape["kind"] == "moe" else "dense"
+    kind, release = "mixtures" if shape["kind"] == "moe" else "dense", _release(row)
+    if kind == "mixtures" and release >= "26.02":
+        program = dataclasses.replace(profile.program, **_recipe(row))
+        profile = dataclasses.replace(profile, program=program)
     return Row(
         name=str(row["id"]),
         group=f"{gpu.upper()} {profile.name} {kind} {'BF16' if fp8 is None else 'FP8'}",
@@ -265,7 +279,41 @@ def _bridge_run(row: dict[str, Any]) -> Row:
         seconds=row["step_time_s"],
         exact=shape["kind"] == "dense" and len(layouts) == 1 and not sharded,
         offload=bool(sharded) and gpu.startswith("gb"),
+        # NVIDIA's recipes since then recompute some modules only: mla_up_proj, moe_act, layernorm, the dense mlp.
+        recomputes_experts=not "25.11" <= release < "99",
     )
+
+
+def _release(row: dict[str, Any]) -> str:
+    """Year and month of the release of NeMo or Megatron Bridge that a row is of; "" for other programs."""
+    if not any(name in row["program"] for name in ("Megatron-Core", "Megatron-Bridge")):
+        return ""
+    return row["source"].get("section", row["source"].get("tag", "v25.00")[1:])[:5]
+
+
+def _recipe(row: dict[str, Any]) -> dict[str, Any]:
+    """Properties of the program by Megatron Bridge's recipes for mixtures (scripts/performance/configs).
+
+    The dispatcher is alltoall for Qwen3 235B on x86, which on H100 runs beside other work, and for gpt-oss in bf16 but
+    with 8 expert ranks on B300; otherwise HybridEP. CUDA graphs of the router, and partly of attention, are those of
+    the program of 2026.
+    """
+    gpu, name = row["gpu"].partition("-")[0], row["model_name"]
+    bf16, rack = row["precision"] == "BF16", gpu.startswith("gb")
+    large, oss = "235B" in name, "OSS" in name
+    once = rack if large else not (oss and bf16) or (gpu == "b300" and row["layout"]["ep"] == 8)
+    properties: dict[str, Any] = {"expert_copies_once": once}
+    if large and gpu == "h100":
+        properties["expert_overlap"] = MEGATRON_CORE.expert_overlap
+    graphs = {
+        "30B": gpu != "h100" or bf16,
+        "235B": rack,
+        "DeepSeek": gpu == "gb200" or (gpu == "gb300" and bf16),
+        "OSS": gpu.endswith("b300"),
+    }
+    if any(captured for part, captured in graphs.items() if part in name):
+        properties |= {"host": MEGATRON_CORE.host, "pipeline_host": None}
+    return properties
 
 
 def _bridge_program(row: dict[str, Any]) -> str:
@@ -284,7 +332,7 @@ def _bridge_program(row: dict[str, Any]) -> str:
     return f"{name}-2025" if row["gpu"].startswith("gb") else f"{name}-2025-x86"
 
 
-def _model(shape: dict[str, Any], seq_length: int) -> ModelConfig:
+def _model(name: str, shape: dict[str, Any], seq_length: int) -> ModelConfig:
     """The model of a row of published-runs-bridge.jsonl."""
     fields: dict[str, Any] = {
         "num_layers": shape["layers"],
@@ -301,6 +349,8 @@ def _model(shape: dict[str, Any], seq_length: int) -> ModelConfig:
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
     }
+    if "Qwen3" in name.replace("-", ""):
+        fields["qk_layernorm"] = True
     if shape["kv_heads"] != shape["heads"]:
         fields |= {"group_query_attention": True, "num_query_groups": shape["kv_heads"]}
     if shape.get("attention") == "MLA":
@@ -340,7 +390,8 @@ def predict(row: Row) -> tuple[Layout, float, bool]:
     choices = []
     for layout, recomputed in itertools.product(row.layouts, (False, True)):
         job = row.job
-        if recomputed and (job.model.num_experts is None or layout.recompute == "full"):
+        mixture = job.model.num_experts is not None and row.recomputes_experts
+        if recomputed and (not mixture or layout.recompute == "full"):
             continue
         if recomputed:
             job = dataclasses.replace(job, model=dataclasses.replace(job.model, moe_layer_recompute=True))

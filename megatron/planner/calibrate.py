@@ -45,7 +45,7 @@ CPU = torch.device("cpu")
 # and of each communication.
 ROUNDS, SECONDS, COMMUNICATION_SECONDS = 8, 0.7, 0.25
 MAX_SPREAD = 1.3  # ratio of the slowest to the fastest round above which a note is printed
-MESSAGES = (1 << 16, 1 << 22)  # bytes of the communication
+MESSAGES = (1 << 16, 1 << 23)  # bytes of the communication
 SIDE, COPIED = 1024, 1 << 24  # rows and columns of the square product; elements of the copy
 TOKENS, HIDDEN = 128, 1024  # shape for element-wise operations
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")

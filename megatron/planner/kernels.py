@@ -84,11 +84,13 @@ class Kernels:
         backward = matmul(tokens, inputs, outputs) + matmul(outputs, inputs, tokens)
         return ForwardBackward(Cost(matmul=matmul(tokens, outputs, inputs)), Cost(matmul=backward))
 
-    def layer_linear(self, tokens: float, inputs: float, outputs: float, batch: float = 1) -> ForwardBackward:
+    def layer_linear(
+        self, tokens: float, inputs: float, outputs: float, batch: float = 1, *, cast: float | None = None
+    ) -> ForwardBackward:
         """`linear` within a transformer layer. With --fp8-format each of its three products casts both operands."""
         if self.job.fp8_format is None:
             return self.linear(tokens, inputs, outputs, batch)
-        cast = self.program.fp8_cast
+        cast = self.program.fp8_cast if cast is None else cast
         weights = 0 if self.program.fp8_weights_kept else inputs * outputs
         casts = self.elementwise(tokens * inputs + weights, (cast, cast))
         casts += self.elementwise(tokens * outputs, (0, 2 * cast))
@@ -181,8 +183,20 @@ class Kernels:
         """Attention, and the residual stream around it and the MLP."""
         model = self.job.model
         heads = model.num_attention_heads * (model.kv_channels + model.value_channels) / 2
+        n = self.tokens
+        rotated = (model.num_attention_heads / self.layout.tensor) * model.kv_channels
+        if model.multi_latent_attention:
+            rotated += (
+                model.num_attention_heads / self.layout.tensor * (model.kv_channels + model.value_channels)
+            )
+        else:
+            rotated += model.kv_heads_per_rank(self.layout.tensor) * model.kv_channels
+        rope = model.position_embedding_type == "rope"
+        normed = model.qk_layernorm and not model.multi_latent_attention
         return (
-            self.projections
+            self.elementwise(n * rotated, self.program.rotary if rope else (0, 0))
+            + self.elementwise(n * rotated, self.program.qk_norm if normed else (0, 0))
+            + self.projections
             + self.attention
             + self.context_parallel
             + self.elementwise(self.local_tokens * model.hidden_size, self.program.residual)
@@ -229,8 +243,8 @@ class Kernels:
         """Products of `local` experts with so many rows each: grouped ones, or one after the other."""
         model = self.job.model
         batch, times = (local, 1.0) if model.moe_grouped_gemm else (1.0, local)
-        products = self.layer_linear(rows, model.hidden_size, fc1, batch)
-        products += self.layer_linear(rows, ffn, model.hidden_size, batch)
+        linear = functools.partial(self.layer_linear, batch=batch, cast=self.program.expert_cast)
+        products = linear(rows, model.hidden_size, fc1) + linear(rows, ffn, model.hidden_size)
         return products * (times / self.cluster.efficiency.expert)
 
     def expert_parallel(self, rows: float) -> ForwardBackward:
@@ -241,8 +255,10 @@ class Kernels:
             seconds = cluster.all_gather(self.tokens / layout.tensor * group.size * width, group)
         else:
             if self.program.expert_copies_once:
-                rows *= distinct_ranks(model.moe_router_topk, layout.expert) / model.moe_router_topk
-            seconds = cluster.all_to_all(rows * width, group)
+                copies = self.tokens / layout.tensor * width
+                seconds = cluster.dispatch(copies, model.moe_router_topk, group)
+            else:
+                seconds = cluster.all_to_all(rows * width, group)
         seconds *= 1 - self.program.expert_overlap
         return ForwardBackward(Cost(expert_parallel=2 * seconds), Cost(expert_parallel=2 * seconds))
 
@@ -252,9 +268,13 @@ class Kernels:
         model, t = self.job.model, self.layout.tensor
         *before, (inputs, h, _) = attention_linears(model, t)
         total = self.layer_linear(self.tokens, inputs / t, h)
+        again = model.multi_latent_attention and self.program.latent_recompute
         for inputs, outputs, split in before:
             rows = self.tokens if split else self.local_tokens
-            total += self.layer_linear(rows, inputs, outputs / t if split else outputs)
+            linear = self.layer_linear(rows, inputs, outputs / t if split else outputs)
+            total += linear
+            if again and split and self.layout.recompute != "full":
+                total += ForwardBackward(Cost(), linear.forward)
         total += self.tensor_parallel(
             plain=(2, 0), sequence_parallel=(0, 1), scatters=(1, 0)
         )  # of the output
@@ -385,8 +405,3 @@ class Kernels:
         if last:
             chunk += self.end
         return chunk
-
-
-def distinct_ranks(topk: int, ranks: int) -> float:
-    """Expected number of ranks among which a token's `topk` experts are, if each is as likely on any of them."""
-    return ranks * (1 - (1 - 1 / ranks) ** topk)

@@ -184,16 +184,16 @@ def layer_activations(
     residual = job.residual_element(element)
     if recompute == "full":
         return residual * tokens * h / ranks
-    # FP8 products may keep their inputs in FP8.
-    kept = 1 if job.fp8_format and program.fp8_inputs_kept else element
+    kept = input_bytes(job, element, program)
     width = (model.moe_shared_expert_intermediate_size or 0) if has_experts else model.ffn_hidden_size
     ffn = width * (element * (2 if model.gated else 1) + kept) / t
     masks = 2 if model.hidden_dropout else 0
     replicated = tokens * h * (2 * residual + 2 * kept + masks) / ranks
-    sharded = tokens * (element * attention_elements(model, t) + ffn)
+    sharded = tokens * (element * attention_elements(model, t, latents_only=program.latent_recompute) + ffn)
     if has_experts:
         replicated += tokens * h * element * model.moe_shared_expert_gate / ranks
-        sharded += 0 if model.moe_layer_recompute else tokens / t * routed_activations(model, layout, element)
+        routed = routed_activations(model, layout, element, program, kept)
+        sharded += 0 if model.moe_layer_recompute else tokens / t * routed
     if program.fused_attention and recompute == "selective":
         return (replicated + sharded) * (1 - program.selective)
     if program.fused_attention or recompute == "selective":
@@ -202,24 +202,33 @@ def layer_activations(
     return replicated + sharded + scores * (2 * element + (1 if model.attention_dropout else 0))
 
 
-def routed_activations(model: ModelConfig, layout: Layout, element: int) -> float:
+def input_bytes(job: Job, element: int, program: Program) -> int:
+    """Bytes of an element of a product's input that is kept for backward: FP8 products may keep it in FP8."""
+    return 1 if job.fp8_format and program.fp8_inputs_kept else element
+
+
+def routed_activations(
+    model: ModelConfig, layout: Layout, element: int, program: Program, kept: int
+) -> float:
     """Bytes that the router and the experts keep of a token.
 
-    Of each row of an expert these are its input, the hidden layer before and after the activation and after its
-    product with the router's weight, and indices and weights. The router keeps its scores in fp32.
+    Of each row of an expert these are its input, the hidden layer before and after the activation and, where that is
+    another operation, after its product with the router's weight, and indices and weights. The router keeps its scores
+    in fp32. Inputs of products have `kept` bytes an element.
     """
     experts, topk, ffn = model.num_experts or 0, model.moe_router_topk, model.moe_ffn_hidden_size or 0
-    hidden = (ffn / layout.expert_tensor) * (4 if model.gated else 3)
+    fc1, products = (2 if model.gated else 1), any(program.weighted)
+    hidden = (ffn / layout.expert_tensor) * (element * (fc1 + products) + kept)
     rows = topk * layout.expert_tensor
     exchanged = layout.expert * layout.expert_tensor > 1
-    row = element * (model.hidden_size + hidden) + (2 if exchanged else 1) * INDEX_BYTES
+    row = kept * model.hidden_size + hidden + (2 if exchanged else 1) * INDEX_BYTES
     weighted = model.moe_router_score_function == "sigmoid" or model.moe_router_pre_softmax
     losses = len([x for x in model.moe_aux_loss_coeff if x > 0])
     scores = weighted + (losses > 0) + losses + (2 if model.moe_z_loss_coeff is not None else 0)
     return rows * row + topk * WEIGHT_BYTES + experts * 4 * scores
 
 
-def recomputed_experts(job: Job, layout: Layout, element: int) -> float:
+def recomputed_experts(job: Job, layout: Layout, element: int, program: Program) -> float:
     """Bytes that backward needs for the experts of one layer beyond what layers keep.
 
     These are what --moe-layer-recompute recomputes, and with fully recomputed layers, which keep little themselves, the
@@ -228,18 +237,20 @@ def recomputed_experts(job: Job, layout: Layout, element: int) -> float:
     model, tokens = job.model, layout.tokens(job) / layout.tensor
     hidden = (model.moe_ffn_hidden_size or 0) / layout.expert_tensor * (3 if model.gated else 2)
     rows = model.moe_router_topk * layout.expert_tensor
-    kept = routed_activations(model, layout, element) if model.moe_layer_recompute else 0
+    kept = 0.0
+    if model.moe_layer_recompute:
+        kept = routed_activations(model, layout, element, program, input_bytes(job, element, program))
     gradients = element * rows * (2 * model.hidden_size + hidden) if layout.recompute == "full" else 0
     return tokens * (kept + gradients)
 
 
-def attention_elements(model: ModelConfig, tensor: int) -> float:
+def attention_elements(model: ModelConfig, tensor: int, *, latents_only: bool = False) -> float:
     """Elements that attention keeps of a token on one of `tensor` ranks, except scores.
 
     These are the fused QKV projection's output, kept whole while a view of it is alive, and the weighted sums.
     """
     if model.multi_latent_attention:
-        return latent_attention_elements(model, tensor)
+        return latent_attention_elements(model, tensor, latents_only=latents_only)
     heads = model.num_attention_heads * model.kv_channels / tensor
     groups = model.kv_heads_per_rank(tensor)
     kv = groups * model.kv_channels
@@ -254,19 +265,16 @@ def attention_elements(model: ModelConfig, tensor: int) -> float:
     return kept
 
 
-def latent_attention_elements(model: ModelConfig, tensor: int) -> float:
-    """`attention_elements` with latent attention.
+def latent_attention_elements(model: ModelConfig, tensor: int, *, latents_only: bool = False) -> float:
+    """`attention_elements` with latent attention. With `latents_only` backward recomputes what the latents give.
 
     These are the latents before and after their norms, the shared key, queries and keys, the output of the projection
     to keys and values, and the weighted sums, which the kernel writes as the output projection reads them.
     """
     heads = model.num_attention_heads / tensor
     latents = (2 if model.qk_layernorm else 1) * ((model.q_lora_rank or 0) + model.kv_lora_rank)
-    return (
-        latents
-        + model.qk_pos_emb_head_dim
-        + heads * (2 * model.kv_channels + model.qk_head_dim + 2 * model.v_head_dim)
-    )
+    projected = 0 if latents_only else 2 * model.kv_channels + model.qk_head_dim + model.v_head_dim
+    return latents + model.qk_pos_emb_head_dim + heads * (projected + model.v_head_dim)
 
 
 def rotary_bytes(job: Job, layout: Layout) -> float:
@@ -297,7 +305,7 @@ def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program
     activations = in_flight * chunk_activations(job, layout, element, stage, program)
     if layout.recompute == "full":  # the layer being recomputed
         activations += of_layer(recompute="none", has_experts=experts > 0)
-    working = recomputed_experts(job, layout, element) if experts else 0.0
+    working = recomputed_experts(job, layout, element, program) if experts else 0.0
     tokens = layout.tokens(job)
     hidden = tokens * job.model.hidden_size / (layout.tensor if layout.sequence_parallel else 1)
     if stage == 0 and job.model.hidden_dropout:  # the embeddings' dropout masks (2205.05198 section 4.3)

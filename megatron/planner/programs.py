@@ -20,6 +20,9 @@ class Program:
         scores: accesses of an attention score, without fused attention.
         residual: accesses of an element of the residual stream: norms, dropout, additions.
         heads: accesses of an element of the attention heads: biases, transposes.
+        rotary: accesses of an element of queries and keys by RoPE; with latent attention also of the values, which are
+            written anew with the keys.
+        qk_norm: those by QK normalization.
         mlp: accesses of an element of the MLP's hidden layer: bias and activation.
         rows: accesses of an element of the experts' inputs and outputs.
         regrouped: those of regrouping the rows of other ranks by expert.
@@ -31,11 +34,14 @@ class Program:
         whole_gradients: gradients are all-reduced even if the optimizer is sharded.
         blocking_transfers: a stage does not compute while it sends or receives.
         fp8_cast: accesses of an element of an FP8 product's operand, in elements of bf16, to convert it.
+        expert_cast: the same for products of experts, if other: nothing is fused with these casts.
         fp8_weights_kept: weights are converted once a step, not for each microbatch.
         fp8_inputs_kept: FP8 products keep their inputs in FP8 for backward.
         selective: share of a layer's forward pass, and of what it keeps, that selective recomputation repeats with
             fused attention.
         tensor_overlap: share of tensor-parallel communication that runs beside matrix products.
+        latent_recompute: backward recomputes the up-projections of latent attention, of which only the latents are kept
+            (mla_up_proj among the modules that NVIDIA's recipes recompute).
         expert_copies_once: a token is sent once to a rank that has several of its experts (DeepEP, HybridEP).
         expert_overlap: share of the all-to-alls of experts that runs beside other work.
         parameter_overlap: the distributed optimizer's parameters are gathered during the next forward pass.
@@ -56,13 +62,17 @@ class Program:
     gradient: int
     blocking_transfers: bool
     logits: Accesses = (10, 8)
+    rotary: Accesses = (2, 2)
+    qk_norm: Accesses = (2, 3)
     reduced: int | None = None
     whole_gradients: bool = False
     fp8_cast: float = 1.45
+    expert_cast: float | None = None
     fp8_weights_kept: bool = False
     fp8_inputs_kept: bool = False
     selective: float = 0.0
     tensor_overlap: float = 0.0
+    latent_recompute: bool = False
     expert_copies_once: bool = False
     expert_overlap: float = 0.0
     parameter_overlap: bool = False
@@ -126,27 +136,35 @@ _NO_BIAS = dataclasses.replace(
     OURS, residual=(10, 12), heads=(2, 8), mlp=(2, 3), logits=(10, 8), chunked_logits=False
 )
 # Megatron-Core with Transformer Engine as NVIDIA's recipes of 2025 run it: gradients in bf16, parameters gathered
-# during forward, half of the tensor-parallel collectives beside products; casts to FP8, the product with the router's
-# weights and grouping by expert within other kernels. Without a capacity the host waits for the numbers of rows: 9 ms
-# a layer, by a run whose GPU has a quarter of that to do.
+# during forward, half of the tensor-parallel collectives beside products; casts to FP8 within the kernels before, but
+# those of experts' rows, which one kernel reads and writes in two layouts (4 bytes for two casts); the product with the
+# router's weights within the activation. Recipes recompute the up-projections of latent attention. Without a capacity
+# the host waits for the numbers of rows: 9 ms a layer, by a run whose GPU has a quarter of that to do.
 MEGATRON_CORE_2025 = dataclasses.replace(
     _NO_BIAS,
-    regrouped=(0, 0),
     weighted=(0, 0),
     gradient=2,
     fp8_cast=0.5,
+    expert_cast=1.0,
     fp8_weights_kept=True,
     fp8_inputs_kept=True,
     tensor_overlap=0.5,
     parameter_overlap=True,
+    latent_recompute=True,
     host=(0.0, 0.009),
 )
 # The same on hosts with x86 processors. In a pipeline, where the host cannot run ahead over several microbatches, each
 # layer of experts takes about 16 ms in every run whose GPU has less to do: Qwen3 30B and 235B on H100 and B300.
 MEGATRON_CORE_2025_X86 = dataclasses.replace(MEGATRON_CORE_2025, pipeline_host=(0.0, 0.0156))
-# The same from the summer of 2026: HybridEP, and CUDA graphs of parts of the layers.
+# The same from the summer of 2026: HybridEP, which groups rows by expert, fused grouped MLPs (cutedsl), and CUDA graphs
+# of parts of the layers.
 MEGATRON_CORE = dataclasses.replace(
-    MEGATRON_CORE_2025, expert_copies_once=True, expert_overlap=0.6, host=(0.0, 0.002)
+    MEGATRON_CORE_2025,
+    regrouped=(0, 0),
+    expert_cast=None,
+    expert_copies_once=True,
+    expert_overlap=0.6,
+    host=(0.0, 0.002),
 )
 # Sharded parameters (FSDP) in PyTorch. torchtitan's selective recomputation repeats every second product.
 FSDP = dataclasses.replace(_NO_BIAS, selective=0.5)

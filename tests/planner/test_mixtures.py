@@ -16,7 +16,13 @@ from megatron.planner.dry_run import DryRun
 from megatron.planner.explain import other_choices
 from megatron.planner.kernels import Kernels
 from megatron.planner.layout import Job, Layout
-from megatron.planner.memory import model_parameters, owned_parameters, stage_memory, stage_parameters
+from megatron.planner.memory import (
+    layer_activations,
+    model_parameters,
+    owned_parameters,
+    stage_memory,
+    stage_parameters,
+)
 from megatron.planner.programs import OURS
 from megatron.planner.search import expert_sizes, search
 from megatron.planner.simulate import Simulator
@@ -122,6 +128,35 @@ def test_an_all_to_all_sends_to_other_nodes_by_its_own_adapter() -> None:
     assert machine.all_to_all(16e9, machine.group(8, 1)) == pytest.approx(14e9 / (300e9 * share), rel=1e-3)
     assert machine.all_to_all(16e9, machine.group(16, 1)) == pytest.approx(8e9 / (25e9 * share), rel=1e-3)
     assert machine.all_to_all(16e9, machine.group(1, 1)) == 0
+
+
+def test_a_token_is_dispatched_once_to_each_node_and_rank() -> None:
+    """Two experts on two nodes of eight: 1.5 nodes of which half is the rank's own, and 1.94 ranks."""
+    machine = cluster(16)
+    share = machine.efficiency.link
+    outside = 2 * (1 - 0.5**2) / 2 * 16e9 / (25e9 * share)
+    assert machine.dispatch(16e9, 2, machine.group(16, 1)) == pytest.approx(outside, rel=1e-3)
+    inside = 8 * (1 - (7 / 8) ** 2) * 7 / 8 * 16e9 / (300e9 * share)
+    assert machine.dispatch(16e9, 2, machine.group(8, 1)) == pytest.approx(inside, rel=1e-3)
+    assert machine.dispatch(16e9, 2, machine.group(1, 1)) == 0
+
+
+def test_latent_attention_may_keep_its_latents_alone() -> None:
+    """Backward then repeats the two up-projections, whose outputs are most of what attention keeps."""
+    job = make_job(PlanConfig(model="deepseek-v3"), {})
+    model, layout, machine = job.model, Layout(data=256, pipeline=8, expert=32), cluster(2048)
+    latents = dataclasses.replace(OURS, latent_recompute=True)
+    whole, kept = (layer_activations(job, layout, 2, x, recompute="none") for x in (OURS, latents))
+    projected = 128 * (2 * 192 + 128 + 128)
+    assert whole - kept == 2 * job.seq_length * projected
+    once, twice = (Kernels(job, layout, machine, x).projections for x in (OURS, latents))
+    linear = Kernels(job, layout, machine, OURS).layer_linear
+    again = sum(
+        linear(job.seq_length, rank, 128 * width).forward.total
+        for rank, width in ((model.q_lora_rank, 192), (model.kv_lora_rank, 256))
+    )
+    assert twice.forward == once.forward
+    assert twice.backward.total - once.backward.total == pytest.approx(again)
 
 
 def test_communication_is_that_of_a_dry_run() -> None:
