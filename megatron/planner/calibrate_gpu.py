@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -92,18 +93,21 @@ class Place:
             )
 
 
-def calibrate_gpus(path: Path) -> None:
-    """Measure the GPUs of this machine, or as one process of a torchrun, and write the file."""
+def calibrate_gpus(path: Path, kind: str = "cuda", sizes: Sizes | None = None) -> None:
+    """Measure the GPUs of this machine, or as one process of a torchrun, and write the file.
+
+    Args:
+        kind: kind of device; on "cpu" two processes stand in for GPUs.
+    """
+    sizes = sizes or Sizes()
     if "RANK" in os.environ:
         rank, processes, per_node = (int(os.environ[x]) for x in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-        work(rank, processes, per_node, "env://", str(path), "cuda", Sizes())
+        work(rank, processes, per_node, "env://", str(path), kind, sizes)
         return
-    gpus = torch.cuda.device_count()
-    rendezvous = f"file://{path.resolve()}.rendezvous"
-    try:
-        mp.spawn(work, args=(gpus, gpus, rendezvous, str(path), "cuda", Sizes()), nprocs=gpus)
-    finally:
-        Path(f"{path}.rendezvous").unlink(missing_ok=True)
+    devices = torch.cuda.device_count() if kind == "cuda" else 2
+    with tempfile.TemporaryDirectory() as folder:  # a file of an earlier run would end the rendezvous at once
+        rendezvous = f"file://{folder}/rendezvous"
+        mp.spawn(work, args=(devices, devices, rendezvous, str(path), kind, sizes), nprocs=devices)
 
 
 def work(

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import socket
+import types
 from pathlib import Path
 
 import pytest
 import torch
 import torch.multiprocessing as mp
 
-from megatron.planner.calibrate_gpu import Gpu, Place, Sizes, fit_gpus, work
+from megatron.planner.calibrate_gpu import (
+    Gpu,
+    Place,
+    Sizes,
+    calibrate_gpus,
+    describe_gpu,
+    fit_gpus,
+    precision,
+    work,
+)
 from megatron.planner.calibrate_model import make_job
 from megatron.planner.cluster import Cluster, Device, Efficiency, Link, cluster_from_data_sheet
 from megatron.planner.description import read_cluster
@@ -123,6 +134,55 @@ def check_output(out: str, path: Path, group: str | None) -> Cluster:
 def test_a_calibration_runs_on_a_process_of_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     work(0, 1, 1, f"file://{tmp_path}/store", f"{tmp_path}/here.yaml", "cpu", TINY)
     assert check_output(capsys.readouterr().out, tmp_path / "here.yaml", None).devices == 1
+
+
+def test_a_process_of_a_torchrun_takes_its_place_from_the_environment(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    places = {
+        "RANK": 0,
+        "WORLD_SIZE": 1,
+        "LOCAL_WORLD_SIZE": 1,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    for name, value in places.items():
+        monkeypatch.setenv(name, str(value))
+    calibrate_gpus(tmp_path / "here.yaml", "cpu", TINY)
+    assert check_output(capsys.readouterr().out, tmp_path / "here.yaml", None).devices == 1
+
+
+def test_a_gpu_is_described_by_its_properties(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that torch knows, and the precision of one with bf16 and of one without."""
+    properties = types.SimpleNamespace(
+        name="Tesla V100-SXM2-32GB", total_memory=34072559616, multi_processor_count=80
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    device = torch.device("cuda", 0)
+    gpu = describe_gpu(device)
+    assert gpu == Gpu("Tesla V100-SXM2-32GB", 34072559616.0, 80)
+    machine = cluster_from_data_sheet(data_sheet("v100", where=""), 8)
+    machine = dataclasses.replace(machine, efficiency=REACHED)
+    found = fit_gpus(times(machine, SIZES, Place(0, 8, 8)), Place(0, 8, 8), gpu, SIZES)
+    assert found.device.precision == "fp16" and found.device.memory == gpu.memory
+    assert vars(found.efficiency) == pytest.approx(vars(REACHED) | {"network": 1.0}, rel=1e-6)
+    for has_bf16, dtype in ((True, torch.bfloat16), (False, torch.float16)):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, x=has_bf16: x)
+        assert precision(device) == dtype
+
+
+@pytest.mark.slow
+def test_a_machine_is_measured_by_a_process_for_each_device(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    calibrate_gpus(tmp_path / "here.yaml", "cpu", TINY)
+    machine = check_output(capfd.readouterr().out, tmp_path / "here.yaml", "node")
+    assert (machine.devices, machine.per_node) == (2, 2)
 
 
 @pytest.mark.slow
