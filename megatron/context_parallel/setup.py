@@ -40,8 +40,8 @@ def _obstacles(config: RunConfig, task: Task) -> Iterator[str]:
             f"with --attention-dropout {model.attention_dropout} needs dropout by position, which attention has on a "
             "CPU with --ops-backend auto or compile; use --attention-dropout 0"
         )
-    if model.moe_expert_capacity_factor is not None:
-        yield "has no --moe-expert-capacity-factor; leave it out"
+    if model.moe_expert_capacity_factor is not None and config.data.reset_attention_mask:
+        yield "has no --moe-expert-capacity-factor with --reset-attention-mask; leave one out"
     heads, tp = parallel.context_grid[0], parallel.tensor_model_parallel_size
     queries, groups = model.num_attention_heads // tp, model.kv_heads_per_rank(tp)
     if queries % heads or groups % heads:

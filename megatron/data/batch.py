@@ -26,12 +26,15 @@ class Batch:
 
     Attributes:
         tokens: int64 [sequences, seq], token ids.
+        document_ids: int64 [sequences, seq], only with --reset-attention-mask: number of documents that end before each
+            token. A token attends to earlier tokens of its own document only.
         loss_grad: fp32 [terms], in training the gradient of each of the losses' sums: loss scale over denominator.
         sequence_grad: fp32 scalar, in training that of losses which are a mean over sequences: loss scale over their
             number in the global batch.
     """
 
     tokens: Tensor = sequence_field(dim=1)
+    document_ids: Tensor | None = sequence_field(dim=1, default=None)
     loss_grad: Tensor | None = None
     sequence_grad: Tensor | None = None
 
@@ -42,11 +45,6 @@ class Batch:
     @property
     def seq_length(self) -> int:
         return self.tokens.shape[1]
-
-    @property
-    def has_documents(self) -> bool:
-        """True if attention keeps documents apart."""
-        return False
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and tensor of each field that is not None."""
@@ -62,7 +60,7 @@ class Batch:
     def divide(self: BatchT, rank: int, size: int) -> BatchT:
         """Return the part of a rank of context parallelism: its positions of every sequence."""
         dims = {field.name: field.metadata.get("sequence_dim") for field in dataclasses.fields(self)}
-        zigzag = Zigzag.of(self.seq_length, size, documents=self.has_documents)
+        zigzag = Zigzag.of(self.seq_length, size, documents=self.document_ids is not None)
         parts = {n: zigzag.shard(x, dim, rank) for n, x in self.items() if (dim := dims[n]) is not None}
         return dataclasses.replace(self, **parts)
 

@@ -28,18 +28,11 @@ class GPTBatch(Batch):
         loss_mask: float32 [batch, seq], weight of each prediction. With --eod-mask-loss it is 0 where the input is an
             end-of-document token.
         position_ids: int64 [batch, seq]. With --reset-position-ids they restart at 0 in each document.
-        document_ids: int64 [batch, seq], only with --reset-attention-mask: number of documents that end before each
-            token. A token attends to earlier tokens of its own document only.
     """
 
     labels: Tensor = sequence_field(dim=1)
     loss_mask: Tensor = sequence_field(dim=1)
     position_ids: Tensor = sequence_field(dim=1)
-    document_ids: Tensor | None = sequence_field(dim=1, default=None)
-
-    @property
-    def has_documents(self) -> bool:
-        return self.document_ids is not None
 
 
 def ltor_batch(

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Least positions of a chunk with more than two segments: kernels of attention take blocks of about so many queries.
-MIN_CHUNK = 64
+MIN_CHUNK = 64  # with more than two segments; kernels of attention take blocks of about so many queries
 
 
 @dataclasses.dataclass(frozen=True)

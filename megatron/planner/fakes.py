@@ -121,11 +121,12 @@ def balanced_drops(
     capacity: int,
     config: MoEConfig,
     axis: Axis,
+    cp: Axis,
 ) -> Tensor:
     """Copies that are dropped if each rank of `axis` drops equally many."""
     weights_nk = torch.ones_like(indices_nk, dtype=weights_nk.dtype)
-    dropped_copies(weights_nk, indices_nk, shape, capacity, config, axis)  # communicates
-    return dropped_copies(weights_nk, indices_nk, shape, capacity // axis.size, config, ALONE)
+    dropped_copies(weights_nk, indices_nk, shape, capacity, config, axis, cp)  # communicates
+    return dropped_copies(weights_nk, indices_nk, shape, capacity // axis.size, config, ALONE, ALONE)
 
 
 def _exchanged_sizes(sizes_rl: Tensor, axis: Axis, *arguments: Any) -> Pending:

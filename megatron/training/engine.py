@@ -140,10 +140,8 @@ class Engine:
         microbatches = [dataclasses.replace(batch, **grads) for batch in microbatches]
         seed, size = self.config.training.seed, self.config.training.micro_batch_size
         first = [(i * self.mesh.dp.size + self.mesh.dp.rank) * size for i in range(num_microbatches)]
-        keys = [
-            DropoutKey(seed, consumed_samples + i, documents=batch.has_documents)
-            for i, batch in zip(first, microbatches, strict=True)
-        ]
+        documents = microbatches[0].document_ids is not None
+        keys = [DropoutKey(seed, consumed_samples + i, documents=documents) for i in first]
         if self.ops.device_keys is not None:
             keys = self.ops.device_keys(keys, self.config.model.num_all_layers, self.mesh.device)
         return GlobalBatch(microbatches, denominators, keys)

@@ -51,7 +51,7 @@ class PassCapture:
             return inner(module, batch, x, dropout_key)
         self.microbatch = self.samples[id(batch)]
         size = self.mesh.cp.size
-        self.zigzag = Zigzag.of(batch.seq_length * size, size, documents=batch.has_documents)
+        self.zigzag = Zigzag.of(batch.seq_length * size, size, documents=batch.document_ids is not None)
         self.order = 0
         try:
             with MaskRecorder(self):

@@ -38,8 +38,9 @@ NO_DROPOUT = "--attention-dropout 0"
             "divides the heads of a rank by 4, which has 4 query heads and 2 query groups",
         ),
         (
-            f"2 {NO_DROPOUT} --num-experts 4 --disable-bias-linear --moe-expert-capacity-factor 1",
-            "has no --moe-expert-capacity-factor",
+            f"2 {NO_DROPOUT} --num-experts 4 --disable-bias-linear --moe-expert-capacity-factor 1 "
+            "--reset-attention-mask",
+            "has no --moe-expert-capacity-factor with --reset-attention-mask",
         ),
         (f"2 {NO_DROPOUT} --loss-mean microbatches", "needs --loss-mean tokens"),
         (f"2 {NO_DROPOUT} --eval-tasks PPL --eval-tasks-data FILE", "excludes --eval-tasks"),

@@ -398,6 +398,8 @@ FEW_CONTEXT_LAYOUTS = {
         "C4 two levels",
         "everything, C2",
     ],
+    "capacity": ["C2", "T2C2+SP"],
+    "capacity by position": ["C4", "T2C2+SP"],
     "mixture": ["C4", "T2C2+SP", *(name for name in EXPERT_LAYOUTS if CP in EXPERT_LAYOUTS[name][1])],
 }
 FAST = {

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from megatron.data.zigzag import Zigzag
 from megatron.model.config import ModelConfig
 from megatron.model.context import ModelContext
 from megatron.model.mlp import MLP, input_init
@@ -72,7 +73,8 @@ class MoELayer(nn.Module):
         capacity = None
         if self.config.moe_expert_capacity_factor is not None:
             taken = expert_capacity(self.config, x_sbh.shape[0] * axis.size)
-            dropped = dropped_copies(weights_nk, indices_nk, x_sbh.shape[:2], taken, self.config, axis)
+            shape, cp = x_sbh.shape[:2], self.context.cp
+            dropped = dropped_copies(weights_nk, indices_nk, shape, taken, self.config, axis, cp)
             indices_nk = indices_nk.masked_fill(dropped, self.config.num_experts)
             record = self.router.record
             if record is not None and sequence_grad is not None and torch.is_grad_enabled():
@@ -132,6 +134,7 @@ def dropped_copies(
     capacity: int,
     config: MoEConfig,
     axis: Axis,
+    cp: Axis,
 ) -> Tensor:
     """True for each token and expert [n, k] beyond the expert's `capacity` for the sequence.
 
@@ -139,17 +142,19 @@ def dropped_copies(
 
     Args:
         shape: positions of this rank, and sequences.
-        axis: ranks that hold the other parts of each sequence.
+        axis: ranks that hold the other parts of each sequence, those of `cp` among them.
     """
     (s, b), experts = shape, config.num_experts
     # By sequence, position and expert: the weight of the expert, or -1.
     used = weights_nk.new_full((s * b, experts or 0), -1.0).scatter_(1, indices_nk, weights_nk).view(s, b, -1)
-    used = all_gather(used, axis)
+    zigzag = Zigzag(s * axis.size, cp.size)
+    used = zigzag.restore(all_gather(used, axis).unflatten(0, (cp.size, -1)))
     if config.moe_token_drop_policy == "position":
         rank = (used >= 0).cumsum(0) - 1
     else:
         order = used.sort(dim=0, descending=True, stable=True).indices
         positions = torch.arange(len(used), device=used.device).view(-1, 1, 1).expand_as(order)
         rank = torch.empty_like(order).scatter_(0, order, positions)
-    mine = rank[axis.rank * s : (axis.rank + 1) * s].flatten(0, 1)
+    rank, begin = zigzag.shard(rank, 0, cp.rank), axis.rank * s % (len(rank) // cp.size)
+    mine = rank[begin : begin + s].flatten(0, 1)
     return mine.gather(1, indices_nk) >= capacity

@@ -11,12 +11,14 @@ from distributed import run_distributed
 from models import CPU, config_of
 from torch import Tensor
 
+from megatron.data.zigzag import Zigzag
 from megatron.model.context import ModelContext
+from megatron.model.moe import layer
 from megatron.model.moe.dispatch import Rows, by_all_gather, by_all_to_all, sorted_rows
 from megatron.model.moe.experts import Experts
 from megatron.model.moe.layer import dropped_copies
 from megatron.ops.backend import PLAIN, Ops
-from megatron.parallel.mesh import ALONE, init_mesh
+from megatron.parallel.mesh import ALONE, Axis, init_mesh
 
 TOKENS, HIDDEN, WIDTH, EXPERTS, TOPK = 24, 32, 8, 8, 3
 FLAGS = f"--swiglu --disable-bias-linear --num-experts {EXPERTS} --moe-ffn-hidden-size {WIDTH}"
@@ -193,11 +195,40 @@ def test_of_equal_weights_the_first_tokens_are_kept() -> None:
     assert find_dropped(torch.tensor([[0.2], [0.5], [0.2]]), "probs") == [False, False, True]
 
 
-def find_dropped(weights: Tensor, policy: str) -> list[bool]:
-    """For three tokens of a sequence that choose one expert, which takes two."""
-    config: Any = config_of(
+@pytest.mark.parametrize("policy", ["probs", "position"])
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("cp", [2, 4])
+def test_ranks_that_divide_a_sequence_drop_the_same_copies(
+    cp: int, tp: int, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens of one expert, with equal weights, of which a rank has a chunk from either half of the sequence."""
+    length, zigzag, config = 32, Zigzag(32, cp), capacity_config(policy)
+    weights = torch.randint(1, 4, (length, 1)) / 4
+    indices = torch.randint(config.num_experts, (length, 1))
+    whole = dropped_copies(weights, indices, (length, 1), 3, config, ALONE, ALONE)
+    assert 0 < whole.sum() < length
+    used = torch.full((length, 1, config.num_experts), -1.0)
+    used.squeeze(1).scatter_(1, indices, weights)
+    # Context-parallel ranks one after the other, and within each its tensor-parallel ones.
+    gathered = torch.cat([zigzag.shard(used, 0, rank) for rank in range(cp)])
+    monkeypatch.setattr(layer, "all_gather", lambda x, axis: gathered)
+    for rank in range(cp * tp):
+        of_rank, s = Axis(rank // tp, cp), length // (cp * tp)
+        part = slice(rank % tp * s, rank % tp * s + s)
+        mine = [zigzag.shard(x, 0, of_rank.rank)[part] for x in (weights, indices, whole)]
+        found = dropped_copies(*mine[:2], (s, 1), 3, config, Axis(rank, cp * tp), of_rank)
+        assert torch.equal(found, mine[2])
+
+
+def capacity_config(policy: str) -> Any:
+    return config_of(
         f"{FLAGS} --moe-router-topk 1 --moe-router-pre-softmax --moe-expert-capacity-factor 1 "
         f"--moe-token-drop-policy {policy}"
     ).model
+
+
+def find_dropped(weights: Tensor, policy: str) -> list[bool]:
+    """For three tokens of a sequence that choose one expert, which takes two."""
+    config = capacity_config(policy)
     indices = torch.zeros(3, 1, dtype=torch.int64)
-    return dropped_copies(weights, indices, (3, 1), 2, config, ALONE).flatten().tolist()
+    return dropped_copies(weights, indices, (3, 1), 2, config, ALONE, ALONE).flatten().tolist()

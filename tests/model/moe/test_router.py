@@ -51,7 +51,7 @@ def test_choice_of_experts_and_rows(seed: int) -> None:
         # NVIDIA's capacity is that of all tokens of a rank; with one sequence it is ours.
         tokens = len(logits)
         capacity = expert_capacity(settings, tokens)
-        dropped = dropped_copies(weights, indices, (tokens, 1), capacity, settings, ALONE)
+        dropped = dropped_copies(weights, indices, (tokens, 1), capacity, settings, ALONE, ALONE)
         kept = torch.zeros(tokens, case["experts"], dtype=torch.int64).scatter_(1, indices, (~dropped).long())
         assert kept.tolist() == case["kept"], number
 
