@@ -49,7 +49,7 @@ def blocks(spec: MaskSpec, zigzag: Zigzag, rank: int, source: int) -> Iterator[B
     """
     ids_bs, rows, step = spec.document_ids_bs, zigzag.length // zigzag.size, zigzag.chunk
     if ids_bs is not None and ids_bs.is_cuda:
-        step = max(step, rows // MAX_BLOCKS)
+        step = max(step, -(-rows // MAX_BLOCKS))
     for sequences, span, masked in _spans(spec):
         queries, keys = (
             (rows_before(zigzag, r, span[0]), rows_before(zigzag, r, span[1])) for r in (rank, source)
