@@ -38,19 +38,14 @@ from megatron.settings.help import add_help
 from megatron.settings.shorthands import ShorthandConfig, expand_shorthands
 from megatron.settings.tokenizer import expand_tokenizer
 from megatron.training.config import PLUGIN_CONFIGS
-from megatron.variants.auto_schedule import AutoScheduleConfig, best_schedule
-from megatron.variants.half_memory import v_half, v_min
-from megatron.variants.schedules import breadth_first, gpipe, interleaved
-from megatron.variants.zero_bubble import dualpipe_v, zb_h1, zb_h2, zb_v
+from megatron.variants.auto_schedule import AutoScheduleConfig
+from megatron.variants.named_schedules import NAMED, SPLIT_BACKWARD, V_SHAPES, WITH_CHUNKS
 from megatron.verify.config import CaptureConfig
 
-SCHEDULES.update({"gpipe": gpipe, "interleaved": interleaved, "breadth-first": breadth_first})
-SCHEDULES.update({"zb-h1": zb_h1, "zb-h2": zb_h2})
-SCHEDULES.update({"zb-v": zb_v, "v-half": v_half, "v-min": v_min, "dualpipe-v": dualpipe_v})
-SCHEDULES.update({"auto": best_schedule})
-V_SHAPED.update({"auto", "zb-v", "v-half", "v-min", "dualpipe-v"})
-CHUNKED.update({"interleaved", "breadth-first", *V_SHAPED - {"auto"}})
-SPLIT.update({"zb-h1", "zb-h2", *V_SHAPED})
+SCHEDULES.update(NAMED)
+V_SHAPED.update(V_SHAPES)
+CHUNKED.update(WITH_CHUNKS)
+SPLIT.update(SPLIT_BACKWARD)
 OTHER_NAMES.update(FLAG_NAMES)
 DATA_ORDERS.update({"head": head_split_bounds})
 PLUGIN_CONFIGS.update(

@@ -32,10 +32,10 @@ from megatron.planner.cluster import Cluster
 from megatron.planner.explain import other_choices, takeaways, why_not
 from megatron.planner.layout import Job
 from megatron.planner.memory import fits
+from megatron.planner.our_program import simulator_of
 from megatron.planner.picture import write_picture
 from megatron.planner.presets import find_preset
 from megatron.planner.profiles import find_constants, generation
-from megatron.planner.programs import OURS
 from megatron.planner.questions import fewest_gpus, longest_of_all
 from megatron.planner.report import (
     command,
@@ -211,7 +211,7 @@ def plan_given(config: PlanConfig, args: dict[str, Any], command: list[str]) -> 
     print_notes(config, plan, job, cluster)
     print_changes(config, plan, job, cluster)
     if config.trace is not None:
-        write_trace(Simulator(job, layout, cluster, OURS), Path(config.trace))
+        write_trace(simulator_of(job, layout, cluster), Path(config.trace))
 
 
 def check_files(config: PlanConfig) -> None:
@@ -246,7 +246,7 @@ def write_files(config: PlanConfig, result: SearchResult, job: Job, cluster: Clu
     Raises:
         InputError: a file cannot be written.
     """
-    simulator = Simulator(job, result.plans[0].layout, cluster, OURS)
+    simulator = simulator_of(job, result.plans[0].layout, cluster)
     if config.json is not None:
         plans = [
             {

@@ -35,7 +35,7 @@ from megatron.planner.calibrate_model import VOCAB_SIZE, build_model, checked, m
 from megatron.planner.cluster import Cluster, Device, Efficiency, Link
 from megatron.planner.description import describe
 from megatron.planner.layout import Layout
-from megatron.planner.memory import stage_parameters
+from megatron.planner.parameters import stage_parameters
 from megatron.planner.programs import OURS
 from megatron.planner.simulate import OPTIMIZER_BYTES, Simulator
 from megatron.preprocessing.workers import available_cores

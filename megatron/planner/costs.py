@@ -59,17 +59,28 @@ class Cost:
 
 @dataclasses.dataclass(frozen=True)
 class ForwardBackward:
-    """Costs of the forward and the backward pass."""
+    """Costs of the forward and the backward pass.
+
+    Attributes:
+        weights: seconds of `backward` that are products for weight gradients, which a split backward pass runs later.
+    """
 
     forward: Cost
     backward: Cost
+    weights: float = 0.0
 
     @property
     def total(self) -> float:
         return self.forward.total + self.backward.total
 
     def __add__(self, other: ForwardBackward) -> ForwardBackward:
-        return ForwardBackward(self.forward + other.forward, self.backward + other.backward)
+        weights = self.weights + other.weights
+        return ForwardBackward(self.forward + other.forward, self.backward + other.backward, weights)
 
     def __mul__(self, times: float) -> ForwardBackward:
-        return ForwardBackward(self.forward * times, self.backward * times)
+        return ForwardBackward(self.forward * times, self.backward * times, self.weights * times)
+
+    @property
+    def whole(self) -> ForwardBackward:
+        """The same, with a backward pass that is never split."""
+        return dataclasses.replace(self, weights=0.0)

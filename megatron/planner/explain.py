@@ -9,8 +9,8 @@ from typing import Any
 from megatron.planner.budget import percent
 from megatron.planner.cluster import Cluster
 from megatron.planner.layout import Job, Layout
-from megatron.planner.memory import USABLE_MEMORY, fits, max_memory
-from megatron.planner.programs import OURS
+from megatron.planner.memory import USABLE_MEMORY, fits
+from megatron.planner.our_program import memory_of
 from megatron.planner.schedule_costs import bubble_fraction
 from megatron.planner.search import (
     MAX_CHUNKS,
@@ -119,7 +119,7 @@ def _adjusted(layout: Layout, job: Job) -> Layout:
 
 def why_not(other: Layout, best: Plan, job: Job, cluster: Cluster) -> str:
     """Say how much slower another layout is than the best and why, or that it does not fit."""
-    memory = max_memory(job, other, cluster, OURS)
+    memory = memory_of(job, other, cluster)
     if not fits(memory, cluster):
         usable = USABLE_MEMORY * cluster.device.memory
         return f"does not fit: needs {memory.total / 1e9:.0f} GB of {usable / 1e9:.0f}"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from megatron.errors import InputError
 from megatron.parallel.stages import split_layers
 from megatron.performance.config import Fp8Config
+from megatron.planner.division import even_sizes
 from megatron.planner.dry_run import vocabulary
 from megatron.planner.layout import Job, Layout
 from megatron.training.config import RunConfig
 from megatron.training.layout import check_layout
-from megatron.variants.auto_stages import with_auto_layout
+from megatron.variants.auto_schedule import AutoScheduleConfig
+from megatron.variants.auto_stages import AUTO, with_auto_layout
 
 
 def given_run(config: RunConfig, devices: int) -> tuple[Job, Layout]:
@@ -18,24 +22,14 @@ def given_run(config: RunConfig, devices: int) -> tuple[Job, Layout]:
     Raises:
         InputError: the run does not divide the devices, or has a layout that is not planned.
     """
+    balanced = config.parallel.pipeline_model_parallel_layout == AUTO
     config = with_auto_layout(config)
     check_layout(config, devices)
     model, parallel, training = config.model, config.parallel, config.training
-    if parallel.pipeline_schedule not in ("1f1b", "interleaved"):
-        raise InputError(
-            f"--pipeline-schedule: {parallel.pipeline_schedule} is not planned; a dry run counts it"
-        )
+    schedule = parallel.pipeline_schedule if parallel.pipeline_model_parallel_size > 1 else None
     if parallel.context_parallel_size > 1 and parallel.cp_comm_type != "p2p":
         raise InputError(f"--cp-comm-type: {parallel.cp_comm_type} is not planned; a dry run counts it")
     sharding = parallel.data_parallel_sharding_strategy
-    if sharding == "optim_grads" or (
-        sharding == "optim_grads_params" and parallel.pipeline_model_parallel_size > 1
-    ):
-        raise InputError(f"--data-parallel-sharding-strategy: {sharding} is not planned; a dry run counts it")
-    if (instances := parallel.num_distributed_optimizer_instances) > 1:
-        raise InputError(
-            f"--num-distributed-optimizer-instances: {instances} is not planned; a dry run counts it"
-        )
     if parallel.recompute_method == "block":
         raise InputError("--recompute-method: block is not planned; a dry run counts it")
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
@@ -49,13 +43,19 @@ def given_run(config: RunConfig, devices: int) -> tuple[Job, Layout]:
         expert=parallel.expert_model_parallel_size,
         expert_tensor=(parallel.expert_tensor_parallel_size or tensor) if model.num_experts else 1,
         chunks=len(split_layers(parallel, model.num_layers)[0]),
+        pipeline_schedule=None if schedule in ("1f1b", "interleaved") else schedule,
+        in_flight=config.plugin(AutoScheduleConfig).pipeline_microbatches_in_flight,
+        balanced=balanced,
+        division=None if balanced else _division(config),
         micro_batch_size=training.micro_batch_size,
         recompute=parallel.recompute_granularity or "none",
         sequence_parallel=parallel.sequence_parallel,
         distributed_optimizer=parallel.use_distributed_optimizer,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         scatter_gather=parallel.scatter_gather_tensors_in_pipeline,
+        sharded_gradients=sharding == "optim_grads",
         sharded_parameters=sharding == "optim_grads_params",
+        instances=parallel.num_distributed_optimizer_instances,
     )
     job = Job(
         model,
@@ -64,15 +64,16 @@ def given_run(config: RunConfig, devices: int) -> tuple[Job, Layout]:
         training.global_batch_size or training.micro_batch_size * data,
         config.plugin(Fp8Config).fp8_format,
     )
-    sizes = [
-        sum(dense + experts for dense, experts in stage)
-        - (model.mtp_num_layers if number == pipeline - 1 else 0)
-        for number, stage in enumerate(layout.layers(job))
-    ]
-    ours = [sum(len(chunk.layers) for chunk in stage) for stage in split_layers(parallel, model.num_layers)]
-    if sizes != ours:
-        raise InputError(
-            f"--pipeline-model-parallel-size: stages of {', '.join(map(str, ours))} layers are not planned; a dry run "
-            "counts them"
-        )
+    if layout.division == even_sizes(job, dataclasses.replace(layout.parts, sizes=None)):
+        layout = dataclasses.replace(layout, division=None)
     return job, layout
+
+
+def _division(config: RunConfig) -> tuple[int, ...] | None:
+    """Layers of each part of the model, first to last; None if they are those of an even division."""
+    parallel, num_layers = config.parallel, config.model.num_layers
+    if parallel.pipeline_model_parallel_size == 1 or parallel.layer_split == "even":
+        return None
+    chunks = [chunk.layers for stage in split_layers(parallel, num_layers) for chunk in stage]
+    sizes = tuple(len(layers) for layers in sorted(chunks, key=lambda layers: (layers.start, layers.stop)))
+    return None if len(set(sizes)) == 1 else sizes

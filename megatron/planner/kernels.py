@@ -41,7 +41,9 @@ class Kernels:
     chunks: dict[tuple[int, int, bool, bool], ForwardBackward] = dataclasses.field(
         default_factory=dict, repr=False, compare=False
     )
-    parts: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    parts: dict[str, tuple[float, float, float]] = dataclasses.field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def matmul(
         self, m: float, n: float, k: float, batch: float = 1, *, aligned: float = 1, fp8: bool = False
@@ -81,8 +83,9 @@ class Kernels:
         `batch` such layers are computed in one grouped product.
         """
         matmul = functools.partial(self.matmul, batch=batch, aligned=self.aligned(inputs, outputs), fp8=fp8)
-        backward = matmul(tokens, inputs, outputs) + matmul(outputs, inputs, tokens)
-        return ForwardBackward(Cost(matmul=matmul(tokens, outputs, inputs)), Cost(matmul=backward))
+        weights = matmul(outputs, inputs, tokens)
+        backward = matmul(tokens, inputs, outputs) + weights
+        return ForwardBackward(Cost(matmul=matmul(tokens, outputs, inputs)), Cost(matmul=backward), weights)
 
     def layer_linear(
         self, tokens: float, inputs: float, outputs: float, batch: float = 1, *, cast: float | None = None
@@ -100,7 +103,8 @@ class Kernels:
         """Operations that read and write each of `elements` as often as `accesses` says."""
         device = self.cluster.device
         speed = device.bandwidth * self.cluster.efficiency.memory / device.element
-        return ForwardBackward(*(Cost(elementwise=elements * times / speed) for times in accesses))
+        forward, backward = (Cost(elementwise=elements * times / speed) for times in accesses)
+        return ForwardBackward(forward, backward)
 
     @property
     def tokens(self) -> float:
@@ -151,13 +155,14 @@ class Kernels:
         groups = heads if model.multi_latent_attention else model.kv_heads_per_rank(layout.tensor)
         size = self.tokens * groups * (model.kv_channels + model.value_channels) * cluster.device.element
         group, attention = layout.context_group(cluster), self.attention
-        costs = []
+        costs: list[Cost] = []
         for bytes_, compute in ((size, attention.forward.total), (2 * size, attention.backward.total)):
             seconds = cluster.send(bytes_, group)
             hidden = min(seconds, compute / layout.context)
             exposed = seconds - (1 - cluster.efficiency.beside) * hidden
             costs.append(Cost(context_parallel=steps * exposed))
-        return ForwardBackward(*costs)
+        forward, backward = costs
+        return ForwardBackward(forward, backward)
 
     @functools.cached_property
     def layer(self) -> ForwardBackward:
@@ -173,10 +178,10 @@ class Kernels:
             layer += self.mlp(model.moe_shared_expert_intermediate_size)
         layer = self._with_recomputation(layer)
         again = routed.forward if model.moe_layer_recompute else Cost()
-        return ForwardBackward(layer.forward, layer.backward + again)
+        return dataclasses.replace(layer, backward=layer.backward + again)
 
     def _with_recomputation(self, layer: ForwardBackward) -> ForwardBackward:
-        return ForwardBackward(layer.forward, layer.backward + self.recomputed(layer.forward))
+        return dataclasses.replace(layer, backward=layer.backward + self.recomputed(layer.forward))
 
     @functools.cached_property
     def _attention_block(self) -> ForwardBackward:
@@ -228,7 +233,7 @@ class Kernels:
         experts = self.experts(rows / local, fc1, ffn, local)
         other_ranks = layout.expert * layout.expert_tensor > 1
         return (
-            self.linear(tokens, h, model.num_experts)
+            self.linear(tokens, h, model.num_experts).whole
             + self.elementwise(tokens * model.num_experts, SCORES)
             + experts
             + self.elementwise(rows * (fc1 + ffn) / 2, self.program.mlp)
@@ -245,6 +250,8 @@ class Kernels:
         batch, times = (local, 1.0) if model.moe_grouped_gemm else (1.0, local)
         linear = functools.partial(self.layer_linear, batch=batch, cast=self.program.expert_cast)
         products = linear(rows, model.hidden_size, fc1) + linear(rows, ffn, model.hidden_size)
+        # Grouped products for weight gradients do not wait in a split backward pass.
+        products = products.whole if model.moe_grouped_gemm else products
         return products * (times / self.cluster.efficiency.expert)
 
     def expert_parallel(self, rows: float) -> ForwardBackward:
@@ -319,7 +326,8 @@ class Kernels:
             counts = zip(sequence_parallel, scatters, strict=True)
             halves = (gathers * gather + reduces * scatter for gathers, reduces in counts)
         exposed = 1 - self.program.tensor_overlap
-        return ForwardBackward(*(Cost(tensor_parallel=exposed * seconds) for seconds in halves))
+        forward, backward = (Cost(tensor_parallel=exposed * seconds) for seconds in halves)
+        return ForwardBackward(forward, backward)
 
     @functools.cached_property
     def embedding(self) -> ForwardBackward:
@@ -332,7 +340,9 @@ class Kernels:
         """Output layer and fp32 cross entropy on the last stage."""
         model, n = self.job.model, self.tokens
         columns = self.job.padded_vocab_size(self.layout.tensor) / self.layout.tensor
-        head = self.linear(n, model.hidden_size, columns) + self.elementwise(n * columns, self.program.logits)
+        head = self.linear(n, model.hidden_size, columns).whole + self.elementwise(
+            n * columns, self.program.logits
+        )
         # A program that computes the gradients with the losses does not gather the input again.
         again = 0 if self.program.chunked_logits else 1
         return head + self.tensor_parallel(plain=(0, 2), sequence_parallel=(1, again), scatters=(0, 1))
@@ -374,12 +384,14 @@ class Kernels:
             self.chunks[key] = self._chunk(dense, experts, first, last)
         return self.chunks[key]
 
-    def chunk_seconds(self, dense: int, experts: int, *, first: bool, last: bool) -> tuple[float, float]:
-        """Seconds of `chunk` forward and backward, with less arithmetic for the search."""
+    def chunk_seconds(
+        self, dense: int, experts: int, *, first: bool, last: bool
+    ) -> tuple[float, float, float]:
+        """Seconds of `chunk` forward, backward, and of its weight gradients, with less arithmetic for the search."""
         if any(self.program.host) or self.program.pipeline_host:
             chunk = self.chunk(dense, experts, first=first, last=last)
-            return chunk.forward.total, chunk.backward.total
-        forward = backward = 0.0
+            return chunk.forward.total, chunk.backward.total, chunk.weights
+        forward = backward = weights = 0.0
         for number, part in (
             (dense, "layer"),
             (experts, "expert_layer"),
@@ -387,15 +399,16 @@ class Kernels:
             (last, "end"),
         ):
             if number:
-                ahead, back = self._seconds(part)
+                ahead, back, late = self._seconds(part)
                 forward, backward = forward + number * ahead, backward + number * back
-        return forward, backward
+                weights += number * late
+        return forward, backward, weights
 
-    def _seconds(self, part: str) -> tuple[float, float]:
-        """Seconds of a property forward and backward."""
+    def _seconds(self, part: str) -> tuple[float, float, float]:
+        """Seconds of a property forward, backward, and of the latter's weight gradients."""
         if part not in self.parts:
             cost: ForwardBackward = getattr(self, part)
-            self.parts[part] = cost.forward.total, cost.backward.total
+            self.parts[part] = cost.forward.total, cost.backward.total, cost.weights
         return self.parts[part]
 
     def _chunk(self, dense: int, experts: int, first: bool, last: bool) -> ForwardBackward:

@@ -9,14 +9,23 @@ import dataclasses
 import functools
 
 from megatron.model.config import ModelConfig
-from megatron.model.flops import attention_linears, mlp_weights
+from megatron.model.flops import attention_linears
 from megatron.ops.config import LOGITS_CHUNK_BYTES, LOGITS_PIECE_BYTES
 from megatron.planner.cluster import Cluster
+from megatron.planner.held import UNLIMITED, Held, counted_microbatches, most_held
 from megatron.planner.layout import Job, Layout
+from megatron.planner.parameters import (
+    end_parameters,
+    largest_layer,
+    owned_parameters,
+    stage_parameters,
+)
 from megatron.planner.programs import Program
 
 # Share of a device's memory that a model can use. The rest is for the driver, NCCL's buffers and fragmentation.
 USABLE_MEMORY = 0.92
+# Transfers that a stage has under way at once, as in megatron/parallel/transfers.py.
+MAX_PENDING_SENDS = 4
 ADAM_MOMENTS = 8  # bytes per parameter: two means in fp32
 INDEX_BYTES = 16  # of a row of an expert: its token, and the row of a token's copy
 WEIGHT_BYTES = 4 + 8 + 4  # of a token's copy: its weight, its expert, and the weight of its row
@@ -35,125 +44,6 @@ class Memory:
     @property
     def total(self) -> float:
         return self.weights + self.gradients + self.master + self.moments + self.activations
-
-
-def norm_parameters(model: ModelConfig, size: int) -> int:
-    """Number of parameters of a norm over `size` channels."""
-    return size * (2 if model.normalization == "LayerNorm" else 1)
-
-
-@functools.lru_cache(maxsize=4096)
-def layer_parameters(job: Job, tensor: int, *, has_experts: bool = False) -> float:
-    """Number of parameters of one layer on one of `tensor` ranks, without those of its experts."""
-    model = job.model
-    h, heads, ffn = model.hidden_size, model.num_attention_heads * model.kv_channels, model.ffn_hidden_size
-    kv = 2 * model.kv_heads_per_rank(tensor) * tensor * model.kv_channels
-    fc1 = ffn * (2 if model.gated else 1)
-    sharded, replicated = h * fc1 + ffn * h, (4 if model.sandwich_norm else 2) * norm_parameters(model, h)
-    if has_experts:
-        sharded = mlp_weights(model, model.moe_shared_expert_intermediate_size or 0)
-        vectors = model.moe_router_enable_expert_bias + uses_last_load(model) + model.add_expert_bias
-        replicated += (model.num_experts or 0) * (h + vectors) + h * model.moe_shared_expert_gate
-    for inputs, outputs, split in attention_linears(model, tensor):
-        sharded += inputs * outputs if split else 0
-        replicated += 0 if split else inputs * outputs
-    if model.softmax_type == "learnable":
-        sharded += model.num_attention_heads
-    attention_bias = model.add_bias_linear or model.add_attention_bias
-    if (attention_bias or model.add_qkv_bias) and not model.multi_latent_attention:
-        sharded += heads + kv
-    if attention_bias:
-        replicated += h
-    if model.add_bias_linear or model.add_mlp_bias:
-        sharded += fc1
-        replicated += h
-    if model.multi_latent_attention and model.qk_layernorm:
-        replicated += norm_parameters(model, model.kv_lora_rank + (model.q_lora_rank or 0))
-    elif model.qk_layernorm_all_heads:
-        sharded += heads + kv // 2
-    elif model.qk_layernorm:
-        replicated += 2 * norm_parameters(model, model.kv_channels)
-    return sharded / tensor + replicated
-
-
-def uses_last_load(model: ModelConfig) -> bool:
-    """True if the router keeps the load of the last global batch."""
-    return "global_aux_loss" in model.moe_router_load_balancing_type
-
-
-def expert_parameters(job: Job, layout: Layout) -> float:
-    """Number of parameters of the experts of one layer on one rank."""
-    model = job.model
-    if model.num_experts is None or model.moe_ffn_hidden_size is None:
-        return 0
-    each = mlp_weights(model, model.moe_ffn_hidden_size)
-    if model.add_expert_bias:
-        each += model.moe_ffn_hidden_size * (2 if model.gated else 1) + model.hidden_size
-    total = model.num_experts * each
-    return total / (layout.expert * layout.expert_tensor)
-
-
-def end_parameters(job: Job, tensor: int, *, first: bool, last: bool) -> float:
-    """Number of parameters beside the layers on one rank: embeddings if `first`, final norm and head if `last`."""
-    model, table = job.model, job.padded_vocab_size(tensor) / tensor * job.model.hidden_size
-    parameters = 0.0
-    if first:
-        parameters += table
-        if model.position_embedding_type == "learned_absolute":
-            parameters += model.max_position_embeddings * model.hidden_size
-        if model.embed_layernorm:
-            parameters += norm_parameters(model, model.hidden_size)
-    if last:
-        parameters += norm_parameters(model, model.hidden_size)
-        if not first or model.untie_embeddings_and_output_weights:
-            parameters += table
-        if not first and model.untie_embeddings_and_output_weights and model.mtp_num_layers:
-            parameters += table  # a copy of the word embeddings
-        joining = 2 * model.hidden_size**2 + 3 * norm_parameters(model, model.hidden_size)
-        parameters += model.mtp_num_layers * joining
-    return parameters
-
-
-def stage_parameters(job: Job, layout: Layout, stage: int) -> float:
-    """Number of parameters of a stage on one rank."""
-    dense = _dense_parameters(job, layout.tensor, layout.pipeline, layout.chunks, stage)
-    return dense + stage_expert_parameters(job, layout, stage)
-
-
-@functools.lru_cache(maxsize=4096)
-def _dense_parameters(job: Job, tensor: int, pipeline: int, chunks: int, stage: int) -> float:
-    """Number of parameters of a stage on one rank without those of experts."""
-    parameters = end_parameters(job, tensor, first=stage == 0, last=stage == pipeline - 1)
-    for dense, experts in Layout(pipeline=pipeline, chunks=chunks).layers(job)[stage]:
-        parameters += dense * layer_parameters(job, tensor)
-        parameters += experts * layer_parameters(job, tensor, has_experts=True)
-    return parameters
-
-
-def stage_expert_parameters(job: Job, layout: Layout, stage: int) -> float:
-    """Number of parameters of the experts of a stage on one rank."""
-    return sum(experts for _, experts in layout.layers(job)[stage]) * expert_parameters(job, layout)
-
-
-def largest_layer(job: Job, layout: Layout, stage: int) -> float:
-    """Number of parameters of the largest layer of a stage on one rank."""
-    if any(experts for _, experts in layout.layers(job)[stage]):
-        return layer_parameters(job, layout.tensor, has_experts=True) + expert_parameters(job, layout)
-    return layer_parameters(job, layout.tensor)
-
-
-def owned_parameters(job: Job, layout: Layout, stage: int) -> float:
-    """Number of parameters of a stage whose optimizer state one rank holds."""
-    parameters = stage_parameters(job, layout, stage)
-    if not (layout.distributed_optimizer or layout.sharded_parameters):
-        return parameters
-    experts = stage_expert_parameters(job, layout, stage)
-    return (parameters - experts) / layout.shards + experts / max(1, layout.expert_data // layout.instances)
-
-
-def model_parameters(job: Job) -> float:
-    """Number of parameters of the whole model: for GPT-2's shape 2104.04473 equation 2, plus the final norm."""
-    return stage_parameters(job, Layout(), 0)
 
 
 def max_in_flight(layout: Layout, microbatches: int, stage: int) -> int:
@@ -186,7 +76,9 @@ def layer_activations(
         return residual * tokens * h / ranks
     kept = input_bytes(job, element, program)
     width = (model.moe_shared_expert_intermediate_size or 0) if has_experts else model.ffn_hidden_size
-    ffn = width * (element * (2 if model.gated else 1) + kept) / t
+    # Layers that are not compiled also keep the activation of the gate.
+    hidden = (2 if model.gated else 1) + (model.gated and not program.compiled)
+    ffn = width * (element * hidden + kept) / t
     masks = 2 if model.hidden_dropout else 0
     replicated = tokens * h * (2 * residual + 2 * kept + masks) / ranks
     sharded = tokens * (element * attention_elements(model, t, latents_only=program.latent_recompute) + ffn)
@@ -194,6 +86,10 @@ def layer_activations(
         replicated += tokens * h * element * model.moe_shared_expert_gate / ranks
         routed = routed_activations(model, layout, element, program, kept)
         sharded += 0 if model.moe_layer_recompute else tokens / t * routed
+    if program.fused_attention:
+        # In fp32 the logarithm of each row's sum of exponentials, and statistics of both norms.
+        sharded += 4 * tokens * model.num_attention_heads / t
+        replicated += 4 * tokens * 2 * (2 if model.normalization == "LayerNorm" else 1) / ranks
     if program.fused_attention and recompute == "selective":
         return (replicated + sharded) * (1 - program.selective)
     if program.fused_attention or recompute == "selective":
@@ -283,11 +179,11 @@ def rotary_bytes(job: Job, layout: Layout) -> float:
     return 2 * 4 * layout.tokens(job) * job.model.rotary_channels if rope else 0
 
 
-def chunk_activations(job: Job, layout: Layout, element: int, stage: int, program: Program) -> float:
-    """Bytes that the layers of a chunk keep of a microbatch from forward to backward: the mean of a stage's chunks."""
-    dense, experts = (
-        sum(numbers) / layout.chunks for numbers in zip(*layout.layers(job)[stage], strict=True)
-    )
+def chunk_activations(
+    job: Job, layout: Layout, element: int, stage: int, chunk: int, program: Program
+) -> float:
+    """Bytes that the layers of a chunk keep of a microbatch from forward to backward."""
+    dense, experts = layout.layers(job)[stage][chunk]
     of_layer = functools.partial(layer_activations, job, layout, element, program, recompute=layout.recompute)
     kept = dense * of_layer()
     if experts:
@@ -295,48 +191,184 @@ def chunk_activations(job: Job, layout: Layout, element: int, stage: int, progra
     return kept + rotary_bytes(job, layout)
 
 
+def waiting_bytes(job: Job, layout: Layout, element: int, stage: int, chunk: int) -> float:
+    """Bytes that a chunk keeps of a microbatch from a split backward pass to its weight gradients.
+
+    These are the inputs of its linear layers, gathered along the sequence, and the gradients of their outputs. Grouped
+    products of experts do not wait.
+    """
+    model, t, tokens = job.model, layout.tensor, layout.tokens(job)
+    dense, experts = layout.layers(job)[stage][chunk]
+    *before, (inputs, h, _) = attention_linears(model, t)
+    attention = tokens * (inputs / t + h)
+    for inputs, outputs, split in before:
+        rows = tokens if split or not layout.sequence_parallel else tokens / t
+        attention += rows * (inputs + outputs / (t if split else 1))
+
+    def mlp(rows: float, ffn: float) -> float:
+        return rows * (2 * h + ffn * (3 if model.gated else 2))
+
+    total = (dense + experts) * attention + dense * mlp(tokens, model.ffn_hidden_size / t)
+    if experts:
+        total += (
+            experts
+            * mlp(tokens, (model.moe_shared_expert_intermediate_size or 0) / t)
+            * (model.moe_shared_expert_intermediate_size is not None)
+        )
+        if not model.moe_grouped_gemm:
+            rows = tokens / t * model.moe_router_topk * layout.expert_tensor
+            total += experts * mlp(rows, (model.moe_ffn_hidden_size or 0) / layout.expert_tensor)
+    return element * total
+
+
+def kept_activations(
+    job: Job, layout: Layout, element: int, stage: int, program: Program
+) -> tuple[float, float, float]:
+    """Bytes that a stage keeps of its microbatches, and how many it holds of the first and of the last chunk.
+
+    The interleaved schedule has many passes; its numbers follow from a formula, as those of 1F1B do.
+    """
+    m, chunks = layout.microbatches(job), range(layout.chunks)
+    of_chunk = [chunk_activations(job, layout, element, stage, chunk, program) for chunk in chunks]
+    if layout.schedule_name in ("1f1b", "interleaved"):
+        in_flight = max_in_flight(layout, m, stage)
+        first = layout.pipeline if layout.chunks == 1 else 2 * layout.pipeline - 1
+        kept = in_flight * sum(of_chunk) / layout.chunks
+        # The layers of multi-token prediction have one microbatch in flight.
+        if stage == layout.last_stage and job.model.mtp_num_layers:
+            experts = job.model.all_expert_layers[-1]
+            layer = layer_activations(
+                job, layout, element, program, recompute=layout.recompute, has_experts=experts
+            )
+            kept -= job.model.mtp_num_layers * (in_flight / layout.chunks - 1) * layer
+        return kept, min(m, first), 1
+    if layout.schedule_name in UNLIMITED:
+        return m * sum(of_chunk), m, m
+    counted = counted_microbatches(layout.schedule_name, layout.pipeline, m)
+    held = most_held(layout.schedule(job), layout.pipeline, layout.chunks, counted)[stage]
+    of_chunk += [
+        waiting_bytes(job, layout, element, stage, chunk) if layout.splits_backward else 0.0
+        for chunk in chunks
+    ]
+
+    def kept_at(moment: Held) -> float:
+        return sum(number * bytes_ for number, bytes_ in zip(moment, of_chunk, strict=True))
+
+    most = max(held, key=kept_at)
+    return kept_at(most), most[0], most[layout.chunks - 1]
+
+
+def backward_of_a_layer(job: Job, layout: Layout, element: int) -> float:
+    """Bytes of the gradients with which backward of a dense layer begins.
+
+    The gradient of the output, gathered along the sequence, and of the activation function's output; then those of its
+    output and its input. The kept activations are all still there.
+    """
+    model, tokens, t = job.model, layout.tokens(job), layout.tensor
+    whole, ffn = tokens * model.hidden_size, tokens * model.ffn_hidden_size / t
+    local = whole / t if layout.sequence_parallel else whole
+    gathered = whole if layout.sequence_parallel else 0.0
+    return element * (local + max(gathered + ffn, ffn * (2 if model.gated else 1)))
+
+
+def transfer_buffers(job: Job, layout: Layout, element: int) -> float:
+    """Bytes of what a stage has received and of what it still sends."""
+    if layout.pipeline == 1:
+        return 0.0
+    hidden = layout.tokens(job) * job.model.hidden_size * job.residual_element(element)
+    buffers = MAX_PENDING_SENDS + (1 if layout.chunks == 1 else 2)
+    return buffers * hidden / (layout.tensor if layout.sequence_parallel else 1)
+
+
 def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program: Program) -> Memory:
     """Memory of each process of a stage at the peak of a step."""
     element = cluster.device.element
-    parameters, owned = stage_parameters(job, layout, stage), owned_parameters(job, layout, stage)
-    in_flight = max_in_flight(layout, layout.microbatches(job), stage)
+    owned = owned_parameters(job, layout, stage)
+    kept, first, last = kept_activations(job, layout, element, stage, program)
     experts = sum(experts for _, experts in layout.layers(job)[stage])
     of_layer = functools.partial(layer_activations, job, layout, element, program)
-    activations = in_flight * chunk_activations(job, layout, element, stage, program)
-    if layout.recompute == "full":  # the layer being recomputed
-        activations += of_layer(recompute="none", has_experts=experts > 0)
+    activations = kept
     working = recomputed_experts(job, layout, element, program) if experts else 0.0
+    # Transfers and gradients within a layer are known of this program only.
+    if program.chunked_logits:
+        activations += transfer_buffers(job, layout, element)
+        working = working or backward_of_a_layer(job, layout, element)
+    if layout.recompute == "full":  # the layer being recomputed, whose input is kept
+        working += of_layer(recompute="none", has_experts=experts > 0) - of_layer(recompute="full")
     tokens = layout.tokens(job)
     hidden = tokens * job.model.hidden_size / (layout.tensor if layout.sequence_parallel else 1)
     if stage == 0 and job.model.hidden_dropout:  # the embeddings' dropout masks (2205.05198 section 4.3)
-        first = layout.pipeline if layout.chunks == 1 else 2 * layout.pipeline - 1
-        activations += min(layout.microbatches(job), first) * hidden
-    if stage == layout.pipeline - 1:
+        activations += first * hidden
+    of_units, of_ends = sharded_units(job, layout, stage, element, program)
+    working += of_units
+    if stage == layout.last_stage:
         residual = job.residual_element(element)
-        activations += hidden * (residual + element)  # the final norm's input and output
+        # The final norm's input, and its output or, after the loss, the output's gradient.
+        activations += hidden * (residual + element) * last
         # Multi-token prediction: the embedding, both norms' outputs joined, the final norm's input and output, and
-        # the gradient of that output. Its layers have one microbatch in flight.
-        layer = of_layer(recompute=layout.recompute, has_experts=job.model.all_expert_layers[-1])
-        others = in_flight / layout.chunks - 1
-        activations += job.model.mtp_num_layers * (hidden * (residual + 5 * element) - others * layer)
-        logits = tokens * job.padded_vocab_size(layout.tensor) / layout.tensor
-        chunk, piece = logits, logits  # and a piece in fp32
-        if program.chunked_logits:
-            chunk = min(logits, LOGITS_CHUNK_BYTES["cuda"] / element)
-            piece = min(logits, LOGITS_PIECE_BYTES["cuda"] / element)
-        working = max(working, element * chunk + 4 * piece)  # the loss comes before backward of the layers
-    activations += working
-    weights = gradients = parameters
-    if layout.sharded_parameters:  # of one layer all gradients, and the weights of this and the next
-        layer = largest_layer(job, layout, stage)
-        weights, gradients = owned + 2 * layer, owned + layer
+        # the gradient of that output.
+        activations += job.model.mtp_num_layers * hidden * (residual + 5 * element)
+        # The loss comes before backward of the layers.
+        working = max(working, loss_working(job, layout, element, program) + of_ends)
+    weights = gradients = stage_parameters(job, layout, stage)
+    if layout.sharded_gradients or layout.sharded_parameters:
+        gradients = owned
+    if layout.sharded_parameters:
+        weights = owned
     return Memory(
         weights=element * weights,
         gradients=program.gradient * gradients,
         master=0 if element == 4 else 4 * owned,
         moments=ADAM_MOMENTS * owned,
-        activations=activations,
+        activations=activations + working,
     )
+
+
+def sharded_units(
+    job: Job, layout: Layout, stage: int, element: int, program: Program
+) -> tuple[float, float]:
+    """Bytes of whole gradients and parameters that ranks which shard them need, in backward of a layer and in the loss.
+
+    The units are those of docs/parallelism.md. Backward has a layer's gradients, those of the unit before it if their
+    reduction overlaps, and two layers' parameters. The output layer is in use from the loss to the end of backward, and
+    so is the embedding if it shares its table.
+    """
+    if not (layout.sharded_gradients or layout.sharded_parameters):
+        return 0.0, 0.0
+    model, layer = job.model, largest_layer(job, layout, stage)
+    shared = model.mtp_num_layers > 0 or not model.untie_embeddings_and_output_weights
+    first, last = stage == 0, stage == layout.last_stage
+    embedding = end_parameters(job, layout.tensor, first=True, last=False) if first else 0.0
+    ends = end_parameters(job, layout.tensor, first=first, last=last)
+    before = layer
+    if first and not shared:
+        ends, before = ends - embedding, embedding
+    weight = element if layout.sharded_parameters else 0
+    of_layer = layer * (program.gradient + 2 * weight)
+    if not program.chunked_logits:  # the units of other programs are not known
+        return of_layer, of_layer
+    reduced = program.gradient * before * layout.overlap_grad_reduce
+    in_loss = ends * (weight + program.gradient) + reduced
+    # The output layer's gradient is complete, and reduced, before backward of the layers.
+    in_use = ends * (weight + program.gradient * (first and shared))
+    in_use += 0.0 if last else reduced
+    return in_use + of_layer, in_loss
+
+
+def loss_working(job: Job, layout: Layout, element: int, program: Program) -> float:
+    """Bytes that the output layer and the loss need.
+
+    These are the logits, the input, gathered along the sequence, and its gradient, whole and reduced; layers that are
+    not compiled have pieces in fp32, too.
+    """
+    tokens = layout.tokens(job)
+    logits = tokens * job.padded_vocab_size(layout.tensor) / layout.tensor
+    if not program.chunked_logits:
+        return (element + 4) * logits
+    chunk = min(logits, LOGITS_CHUNK_BYTES["cuda"] / element)
+    piece = 0.0 if program.compiled else 2 * 4 * min(logits, LOGITS_PIECE_BYTES["cuda"] / element)
+    hidden = (3 if layout.sequence_parallel else 2) * tokens * job.model.hidden_size
+    return element * (chunk + hidden) + piece
 
 
 def max_memory(job: Job, layout: Layout, cluster: Cluster, program: Program) -> Memory:

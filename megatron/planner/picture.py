@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron.errors import InputError
-from megatron.parallel.schedules import Forward, Timeline
+from megatron.parallel.schedules import BackwardWeight, Compute, Forward, Timeline
 from megatron.planner.schedule_costs import makespan
 from megatron.planner.simulate import Simulator
 
@@ -15,6 +15,7 @@ INK, BACKGROUND, IDLE = "#1f2937", "#f8fafc", "#e5e7eb"
 # One color per chunk, repeating.
 FORWARD = ("#2f6fb7", "#bcd7f5", "#6aa2dd", "#e3effb")
 BACKWARD = ("#2e8b57", "#bfe8cd", "#6cc08b", "#e4f6ea")
+WEIGHTS = ("#b7791f", "#f6e0b5", "#d9a441", "#fbf0d9")
 
 
 def write_picture(simulator: Simulator, path: Path) -> None:
@@ -45,10 +46,16 @@ def write_picture(simulator: Simulator, path: Path) -> None:
 def _boxes(timeline: Timeline) -> list[tuple[int, float, float, str]]:
     """Stage, start, end and color of every compute."""
     return [
-        (stage, start, end, (FORWARD if isinstance(action, Forward) else BACKWARD)[action.chunk % 4])
+        (stage, start, end, _colors(action)[action.chunk % 4])
         for stage, row in enumerate(timeline)
         for action, start, end in row
     ]
+
+
+def _colors(action: Compute) -> tuple[str, ...]:
+    if isinstance(action, BackwardWeight):
+        return WEIGHTS
+    return FORWARD if isinstance(action, Forward) else BACKWARD
 
 
 def svg(timeline: Timeline, title: str) -> str:

@@ -11,7 +11,19 @@ import functools
 
 import numpy as np
 
-from megatron.parallel.schedules import BackwardWeight, Forward, Schedule, part_of, simulate
+from megatron.parallel.schedules import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Compute,
+    Forward,
+    Schedule,
+    part_of,
+    simulate,
+)
+
+# Kinds of passes, in the order of their durations.
+KINDS: tuple[type[Compute], ...] = (Forward, Backward, BackwardInput, BackwardWeight)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +32,7 @@ class Wave:
 
     Attributes:
         ranks: its stage.
-        durations: index of its duration in an array [forward or backward, stage, chunk].
+        durations: index of its duration in an array [kind of pass, stage, chunk].
         needed: index of the result that it waits for.
         result: index of its result.
         moved: 1 if its result goes to another stage, else 0.
@@ -34,45 +46,63 @@ class Wave:
 
 
 @functools.lru_cache(maxsize=512)
-def waves(schedule: Schedule, stages: int, chunks: int, microbatches: int) -> tuple[Wave, ...]:
-    """The passes of a schedule whose backward passes are whole, in an order in which all that they need is done.
+def waves(
+    schedule: Schedule, stages: int, chunks: int, microbatches: int, v_shaped: bool
+) -> tuple[Wave, ...]:
+    """The passes of a schedule, in an order in which all that they need is done.
 
     Result number (direction, part, microbatch) is that of a pass. Before the first part and after the last one are
-    results that are there from the start.
+    results that are there from the start. The last number is that of weight gradients, for which nothing waits.
     """
-    timeline = simulate(schedule(stages, chunks, microbatches), stages, lambda rank, action: 1.0)
+    lists = schedule(stages, chunks, microbatches)
+    timeline = simulate(lists, stages, lambda rank, action: 1.0, v_shaped=v_shaped)
     by_start: dict[float, list[tuple[int, int, int, int, int]]] = {}
     parts = stages * chunks
     for rank, row in enumerate(timeline):
         for action, start, _ in row:
-            assert not isinstance(action, BackwardWeight)
-            forward = isinstance(action, Forward)
-            part = part_of(rank, action.chunk, stages)
-            after = part + (1 if forward else -1)
-            direction = 0 if forward else 1
-            results = (direction * (parts + 2) + 1) * microbatches + action.microbatch
-            needed = results + (part - (1 if forward else -1)) * microbatches
-            moved = 0 <= after < parts and after % stages != rank
-            duration = (direction * stages + rank) * chunks + action.chunk
-            line = rank, duration, needed, results + part * microbatches, int(moved)
+            duration = (KINDS.index(type(action)) * stages + rank) * chunks + action.chunk
+            if isinstance(action, BackwardWeight):
+                line = rank, duration, action.microbatch, num_results(stages, chunks, microbatches) - 1, 0
+            else:
+                forward = isinstance(action, Forward)
+                part, step = part_of(rank, action.chunk, stages, v_shaped), 1 if forward else -1
+                results = ((0 if forward else parts + 2) + 1) * microbatches + action.microbatch
+                needed = results + (part - step) * microbatches
+                moved = 0 <= part + step < parts and _rank_of(part + step, stages, v_shaped) != rank
+                line = rank, duration, needed, results + part * microbatches, int(moved)
             by_start.setdefault(start, []).append(line)
     return tuple(Wave(*np.array(by_start[start]).T) for start in sorted(by_start))
 
 
+def num_results(stages: int, chunks: int, microbatches: int) -> int:
+    """Number of results in `waves`."""
+    return 2 * (stages * chunks + 2) * microbatches + 1
+
+
+def _rank_of(part: int, stages: int, v_shaped: bool) -> int:
+    chunk, place = divmod(part, stages)
+    return stages - 1 - place if v_shaped and chunk % 2 else place
+
+
 def pipeline_makespan(
-    schedule: Schedule, shape: tuple[int, int, int], durations: np.ndarray, transfer: float
+    schedule: Schedule,
+    shape: tuple[int, int, int],
+    durations: np.ndarray,
+    transfer: float,
+    *,
+    v_shaped: bool = False,
 ) -> float:
     """Seconds from the first start to the last end of a schedule.
 
     Args:
         shape: stages, chunks per stage and microbatches.
-        durations: seconds [2, stages, chunks] of a forward and of a backward pass.
+        durations: seconds [4, stages, chunks] of each of `KINDS`.
         transfer: seconds from the end of a pass to the arrival of its result at another stage.
     """
     stages, chunks, microbatches = shape
     seconds = durations.reshape(-1)
-    free, arrivals = np.zeros(stages), np.zeros(2 * (stages * chunks + 2) * microbatches)
-    for wave in waves(schedule, stages, chunks, microbatches):
+    free, arrivals = np.zeros(stages), np.zeros(num_results(stages, chunks, microbatches))
+    for wave in waves(schedule, stages, chunks, microbatches, v_shaped):
         start = np.maximum(free[wave.ranks], arrivals[wave.needed])
         end = start + seconds[wave.durations]
         free[wave.ranks] = end

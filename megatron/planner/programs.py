@@ -45,6 +45,7 @@ class Program:
         expert_copies_once: a token is sent once to a rank that has several of its experts (DeepEP, HybridEP).
         expert_overlap: share of the all-to-alls of experts that runs beside other work.
         parameter_overlap: the distributed optimizer's parameters are gathered during the next forward pass.
+        compiled: layers are compiled as a whole.
         host: seconds that a process needs to start the kernels of a dense layer, and of one with experts, in forward
             and backward together. A GPU that is faster waits.
         pipeline_host: the same in a pipeline, if it differs.
@@ -78,6 +79,7 @@ class Program:
     parameter_overlap: bool = False
     host: tuple[float, float] = (0.0, 0.0)
     pipeline_host: tuple[float, float] | None = None
+    compiled: bool = True
 
 
 # Accesses as (forward; backward), as `tests/gpu_path/golden.py` counts them in a compiled layer of GPT-2 with dropout.

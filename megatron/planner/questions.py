@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from megatron.errors import InputError
 from megatron.planner.cluster import Cluster, Link
 from megatron.planner.layout import Job, Layout
-from megatron.planner.memory import fits, max_memory
-from megatron.planner.programs import OURS
+from megatron.planner.memory import fits
+from megatron.planner.our_program import memory_of
 from megatron.planner.search import (
     Plan,
     can_sequence_parallel,
@@ -37,7 +37,7 @@ def longest_sequence(job: Job, layout: Layout, cluster: Cluster) -> int:
     while step % (halves * layout.tensor):
         step += LENGTH_STEP
     return step * _most(
-        lambda steps: fits(max_memory(with_length(job, steps * step), layout, cluster, OURS), cluster),
+        lambda steps: fits(memory_of(with_length(job, steps * step), layout, cluster), cluster),
         MAX_LENGTH // step,
     )
 
@@ -55,9 +55,7 @@ def largest_micro_batch(job: Job, layout: Layout, cluster: Cluster) -> int:
     def does_fit(size: int) -> bool:
         other = dataclasses.replace(layout, micro_batch_size=size)
         batch = layout.data * size * layout.microbatches(job)
-        return fits(
-            max_memory(dataclasses.replace(job, global_batch_size=batch), other, cluster, OURS), cluster
-        )
+        return fits(memory_of(dataclasses.replace(job, global_batch_size=batch), other, cluster), cluster)
 
     return _most(does_fit, MAX_MICRO_BATCH)
 
@@ -79,7 +77,7 @@ def longest_of_all(job: Job, cluster: Cluster) -> tuple[int, Layout | None]:
     best: tuple[int, Layout | None] = (0, None)
     for layout in _frugal_layouts(job, cluster):
         longer = with_length(job, best[0] + LENGTH_STEP)
-        if fits(max_memory(longer, layout, cluster, OURS), cluster):
+        if fits(memory_of(longer, layout, cluster), cluster):
             length = longest_sequence(job, layout, cluster)
             best = max(best, (length, layout), key=lambda found: found[0])
     return best

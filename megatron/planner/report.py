@@ -13,7 +13,9 @@ from megatron.planner.budget import percent, two_digits
 from megatron.planner.cluster import Cluster
 from megatron.planner.explain import EQUAL_TIME, PARTS, slower_by
 from megatron.planner.layout import Job
-from megatron.planner.memory import USABLE_MEMORY, model_parameters
+from megatron.planner.memory import USABLE_MEMORY
+from megatron.planner.our_program import needs_uncompiled_layers
+from megatron.planner.parameters import model_parameters
 from megatron.planner.questions import largest_micro_batch, longest_sequence, other_clusters
 from megatron.planner.search import Plan, SearchResult, search
 from megatron.reports.flops import unused_parameters
@@ -118,6 +120,8 @@ def command_flags(plan: Plan, job: Job, cluster: Cluster, tokens: float | None) 
         if (value := getattr(job.model, f.name)) != f.default and f.name not in derived_fields(job.model)
     ]
     flags = [*model, f"--seq-length {job.seq_length}", *plan.layout.flags(job)]
+    if needs_uncompiled_layers(plan.layout, cluster):
+        flags.append("--no-torch-compile")
     if precision != "fp32":
         flags.append(f"--{precision}")
     if job.fp8_format is not None:

@@ -12,7 +12,9 @@ from megatron.errors import InputError
 from megatron.planner.cluster import Cluster
 from megatron.planner.kernels import Kernels
 from megatron.planner.layout import Job, Layout
-from megatron.planner.memory import USABLE_MEMORY, Memory, fits, max_memory, stage_parameters
+from megatron.planner.memory import USABLE_MEMORY, Memory, fits
+from megatron.planner.our_program import memory_of, our_program, simulator_of
+from megatron.planner.parameters import stage_parameters
 from megatron.planner.programs import OURS
 from megatron.planner.simulate import Simulator, Step
 
@@ -53,8 +55,8 @@ class SearchResult:
 
 def make_plan(job: Job, layout: Layout, cluster: Cluster) -> Plan:
     """Predict one layout."""
-    step = Simulator(job, layout, cluster, OURS).step()
-    return Plan(layout, step, max_memory(job, layout, cluster, OURS))
+    step = simulator_of(job, layout, cluster).step()
+    return Plan(layout, step, memory_of(job, layout, cluster))
 
 
 def tensor_sizes(job: Job, cluster: Cluster) -> list[int]:
@@ -189,8 +191,8 @@ def search(job: Job, cluster: Cluster, *, num_plans: int, progress: Callable[[in
     def simulate(layout: Layout) -> Simulator:
         key = kernels_key(layout)
         if key not in kernels:
-            kernels[key] = Kernels(job, layout, cluster, OURS)
-        return Simulator(job, layout, cluster, OURS, kernels[key])
+            kernels[key] = Kernels(job, layout, cluster, our_program(job, layout, cluster))
+        return Simulator(job, layout, cluster, kernels[key].program, kernels[key])
 
     # Bounds of layouts without recomputation: with it they are slower, so only those that do not fit get it.
     bounds: list[tuple[float, int, Layout, Layout]] = []
@@ -215,7 +217,7 @@ def search(job: Job, cluster: Cluster, *, num_plans: int, progress: Callable[[in
     limit = math.inf
     while bounds and bounds[0][0] < limit:
         _, number, layout, shape = heapq.heappop(bounds)
-        memory = max_memory(job, layout, cluster, OURS)
+        memory = memory_of(job, layout, cluster)
         if not fits(memory, cluster):
             too_large += 1
             if layout.recompute == "none":
@@ -263,6 +265,7 @@ def kernels_key(layout: Layout) -> tuple[object, ...]:
         layout.micro_batch_size,
         layout.sequence_parallel,
         layout.recompute,
+        layout.splits_backward,
     )
 
 
@@ -299,7 +302,7 @@ def smallest_layout(job: Job, cluster: Cluster) -> Layout | None:
     It uses every way to save memory.
     """
     by_size = sorted(_frugal_layouts(job, cluster), key=lambda layout: (layout.processes, layout.data))
-    return next((x for x in by_size if fits(max_memory(job, x, cluster, OURS), cluster)), None)
+    return next((x for x in by_size if fits(memory_of(job, x, cluster), cluster)), None)
 
 
 def _frugal_layouts(job: Job, cluster: Cluster) -> Iterator[Layout]:

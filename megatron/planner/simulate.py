@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 
 import numpy as np
 
-from megatron.parallel.schedules import Compute, Forward, Timeline, simulate
-from megatron.planner.cluster import Cluster, Group
+from megatron.parallel.schedules import Compute, Timeline, simulate
+from megatron.planner.cluster import Cluster
 from megatron.planner.costs import ForwardBackward
+from megatron.planner.exchanges import Exchange, Replicas
 from megatron.planner.kernels import Kernels
 from megatron.planner.layout import Job, Layout
-from megatron.planner.memory import (
-    end_parameters,
-    owned_parameters,
-    stage_expert_parameters,
-    stage_parameters,
-)
-from megatron.planner.pipeline_clock import pipeline_makespan
+from megatron.planner.parameters import owned_parameters, stage_expert_parameters, stage_parameters
+from megatron.planner.pipeline_clock import KINDS, pipeline_makespan
 from megatron.planner.programs import Program
 
 # Bytes per parameter that an optimizer step reads and writes in fp32: the gradient twice (its norm comes first), and
 # master weight and two moments, each read and written.
 OPTIMIZER_BYTES = 4 * (2 + 2 * 3)
-# Groups of microbatches (one per stage) after which every further group takes the same time.
-WARMUP_GROUPS = 2
-# Memory accesses per element of a ring reduce-scatter or all-gather: it arrives and is read; then it is added to
-# another one, which is read, or stored.
-RING_ACCESSES = 3
+# Groups of microbatches (one per stage) after which every further group takes the same time, by schedule, and for
+# those that are not named.
+WARMUP_GROUPS, MORE_GROUPS = {"1f1b": 2, "interleaved": 2}, 5
+# Forward passes of all stages.
+MAX_WHOLE = 2048
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,25 +54,6 @@ class Step:
     bubble: float
     gradients: float
     optimizer: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Exchange:
-    """Communication among replicas in a step. Times are in seconds.
-
-    Attributes:
-        name: in words.
-        seconds: on the links.
-        hidden: part of it beside computation.
-        exposed: what it adds to the step: the rest, and what the hidden part takes from computation.
-        beside: the pass, forward or backward, beside which it runs for each microbatch; None at the end of the step.
-    """
-
-    name: str
-    seconds: float
-    hidden: float
-    exposed: float
-    beside: str | None = None
 
 
 class Simulator:
@@ -132,9 +108,9 @@ class Simulator:
 
     def chunk(self, rank: int, chunk: int) -> ForwardBackward:
         """Cost of a chunk on one microbatch, without transfers and gradient accumulation."""
-        dense, experts = self.chunk_layers[rank][chunk]
-        last = rank == self.layout.pipeline - 1 and chunk == self.layout.chunks - 1
-        return self.kernels.chunk(dense, experts, first=rank == chunk == 0, last=last)
+        (dense, experts), layout = self.chunk_layers[rank][chunk], self.layout
+        first, last = layout.is_first(rank, chunk), layout.is_last(rank, chunk)
+        return self.kernels.chunk(dense, experts, first=first, last=last)
 
     @functools.cached_property
     def layers(self) -> ForwardBackward:
@@ -145,38 +121,55 @@ class Simulator:
         dense, experts = (sum(numbers) for numbers in zip(*self.chunk_layers[stage], strict=True))
         return self.kernels.chunk(dense, experts, first=False, last=False)
 
-    def chunk_seconds(self, rank: int, chunk: int) -> tuple[float, float]:
-        """Seconds of `chunk`, forward and backward, and of accumulating its gradients in backward."""
-        dense, experts = self.chunk_layers[rank][chunk]
-        last = rank == self.layout.pipeline - 1 and chunk == self.layout.chunks - 1
-        forward, backward = self.kernels.chunk_seconds(dense, experts, first=rank == chunk == 0, last=last)
-        return forward, backward + self.accumulation
+    def chunk_seconds(self, rank: int, chunk: int) -> tuple[float, float, float]:
+        """Seconds of `chunk` forward and backward, and those of backward for weight gradients.
+
+        Backward accumulates gradients, and passes include what they wait for exchanges among replicas.
+        """
+        (dense, experts), layout = self.chunk_layers[rank][chunk], self.layout
+        first, last = layout.is_first(rank, chunk), layout.is_last(rank, chunk)
+        forward, backward, weights = self.kernels.chunk_seconds(dense, experts, first=first, last=last)
+        forward, backward = forward + self.beside["forward"], backward + self.beside["backward"]
+        return forward, backward + self.accumulation, weights + self.accumulation * self._split_share
+
+    @functools.cached_property
+    def _split_share(self) -> float:
+        """Share of the gradients that wait in a split backward pass: all but those of grouped experts."""
+        if not self.job.model.moe_grouped_gemm:
+            return 1.0
+        experts = stage_expert_parameters(self.job, self.layout, self._largest_stage)
+        return 1 - experts / self._parameters
+
+    def pass_seconds(self, rank: int, chunk: int) -> tuple[float, float, float, float]:
+        """Seconds that each of `pipeline_clock.KINDS` keeps a stage busy."""
+        transfer = self.transfer if self.program.blocking_transfers else 0.0
+        forward, backward, weights = self.chunk_seconds(rank, chunk)
+        return forward + transfer, backward + transfer, backward - weights + transfer, weights
 
     def duration(self, rank: int, action: Compute) -> float:
         """Seconds that a compute keeps a stage busy."""
-        transfer = self.transfer if self.program.blocking_transfers else 0.0
-        chunk = self.chunk(rank, action.chunk)
-        if isinstance(action, Forward):
-            return chunk.forward.total + transfer
-        return chunk.backward.total + self.accumulation + transfer
+        return self.pass_seconds(rank, action.chunk)[KINDS.index(type(action))]
 
     def timeline(self, microbatches: int) -> Timeline:
         """Start and end of each rank's computes, by the schedule's action lists."""
         layout = self.layout
-        schedule = layout.schedule(layout.pipeline, layout.chunks, microbatches)
+        schedule = layout.schedule(self.job)(layout.pipeline, layout.chunks, microbatches)
         transfer = 0.0 if self.program.blocking_transfers else self.transfer
-        return simulate(schedule, layout.pipeline, self.duration, transfer)
+        return simulate(schedule, layout.pipeline, self.duration, transfer, layout.v_shaped)
 
     def pipeline_seconds(self) -> float:
         """Seconds from the first forward to the last backward.
 
         Of many microbatches only the first groups are simulated: after `WARMUP_GROUPS` each further one adds the same.
+        The automatic schedule is simulated whole, and so is ZB-V up to `MAX_WHOLE` passes: its lists do not repeat.
         """
         m, stages = self.microbatches, self.layout.pipeline
         if stages == 1:
-            return m * self.busiest[1]
-        simulated = (WARMUP_GROUPS + 1) * stages + m % stages
-        if m <= simulated:
+            return m * (self.busiest[1] + sum(self.beside.values()))
+        name = self.layout.schedule_name
+        simulated = (WARMUP_GROUPS.get(name, MORE_GROUPS) + 1) * stages + m % stages
+        whole = name == "auto" or (name == "zb-v" and m * stages * self.layout.chunks <= MAX_WHOLE)
+        if m <= simulated or whole:
             return self._makespan(m)
         longer, shorter = self._makespan(simulated), self._makespan(simulated - stages)
         # A slow stage may not yet hold up the others in the simulated groups, but it does in the end.
@@ -184,13 +177,13 @@ class Simulator:
 
     def _makespan(self, microbatches: int) -> float:
         """Seconds of the schedule with so many microbatches: that of `timeline`."""
-        layout, blocking = self.layout, self.program.blocking_transfers
-        within, between = (self.transfer, 0.0) if blocking else (0.0, self.transfer)
-        durations = np.empty((2, layout.pipeline, layout.chunks))
+        layout = self.layout
+        between = 0.0 if self.program.blocking_transfers else self.transfer
+        durations = np.empty((len(KINDS), layout.pipeline, layout.chunks))
         for rank, chunk in np.ndindex(layout.pipeline, layout.chunks):
-            durations[:, rank, chunk] = self.chunk_seconds(rank, chunk)
-        shape = layout.pipeline, layout.chunks, microbatches
-        return pipeline_makespan(layout.schedule, shape, durations + within, between)
+            durations[:, rank, chunk] = self.pass_seconds(rank, chunk)
+        shape, schedule = (layout.pipeline, layout.chunks, microbatches), layout.schedule(self.job)
+        return pipeline_makespan(schedule, shape, durations, between, v_shaped=layout.v_shaped)
 
     @functools.cached_property
     def busiest(self) -> tuple[float, float]:
@@ -201,7 +194,7 @@ class Simulator:
             0.0,  # a stage in the middle, if first and last have less work
             *(
                 sum(self.chunk(rank, chunk).total for chunk in range(layout.chunks)) - layers
-                for rank in {0, layout.pipeline - 1}
+                for rank in {0, layout.last_stage}
             ),
         )
         transfers = 2 * self.transfer if self.program.blocking_transfers else 0.0
@@ -209,114 +202,53 @@ class Simulator:
 
     def lower_bound(self) -> float:
         """Seconds that `step().seconds` is not below, without a simulation."""
-        return self.pipeline_bound() + self.gradients() + self.optimizer()
+        return self.pipeline_bound() + self.end_of_step() + self.optimizer()
 
     def pipeline_bound(self) -> float:
         """Seconds that `pipeline_seconds` is not below.
 
         A stage waits for the first microbatch to pass the stages before it, works, and these then end their backward
-        passes of the last microbatch.
+        passes of the last microbatch. If backward passes are split, a stage may end with weight gradients, so that the
+        others do not wait.
         """
         layout, before, bound = self.layout, 0.0, 0.0
         transfers = 2 * self.transfer
         inside = transfers if self.program.blocking_transfers else 0.0
         for rank in range(layout.pipeline):
-            chunks = [sum(self.chunk_seconds(rank, chunk)) for chunk in range(layout.chunks)]
-            bound = max(bound, before + self.microbatches * (sum(chunks) + layout.chunks * inside))
-            before += chunks[0] + transfers
+            chunks = [self.chunk_seconds(rank, chunk) for chunk in range(layout.chunks)]
+            work = sum(forward + backward for forward, backward, _ in chunks)
+            bound = max(bound, before + self.microbatches * (work + layout.chunks * inside))
+            forward, backward, _ = chunks[0]
+            before += forward + self.transfer if layout.splits_backward else forward + backward + transfers
         return bound
 
     def gradients(self) -> float:
         """Exposed seconds of gradient reduction, of the tied embeddings' reduction, and of parameter all-gathers."""
         return sum(exchange.exposed for exchange in self.exchanges())
 
+    def end_of_step(self) -> float:
+        """The part of `gradients` after the last pass; the other part is in the passes."""
+        return sum(exchange.exposed for exchange in self.exchanges() if exchange.beside is None)
+
     def exchanges(self) -> list[Exchange]:
         """Communication among replicas, and between the stages that hold the embedding."""
-        exchanges = self._sharded_exchanges() if self.layout.sharded_parameters else self._replica_exchanges()
-        tied = self._tied()
-        return [*exchanges, Exchange("tied embeddings", tied, 0.0, tied)] if tied else exchanges
+        return self._exchanges
 
-    def _over_replicas(self, element: float) -> Iterator[tuple[float, Group]]:
-        """Yield the bytes of the dense parameters and of the experts, with `element` bytes each, and their groups."""
-        layout, cluster = self.layout, self.cluster
-        experts = stage_expert_parameters(self.job, layout, self._largest_stage)
-        yield (self._parameters - experts) * element, layout.data_group(cluster)
-        if experts:
-            yield experts * element, layout.expert_data_group(cluster)
+    @functools.cached_property
+    def _exchanges(self) -> list[Exchange]:
+        stage = self._largest_stage
+        of_stage = (self.job, self.layout, self.cluster, self.program, stage, self.layers, self.microbatches)
+        return Replicas(*of_stage).exchanges()
 
-    def _replica_exchanges(self) -> list[Exchange]:
-        """`exchanges` of processes that hold all parameters: a reduction, and a gather for a sharded optimizer."""
-        layout, cluster = self.layout, self.cluster
-        if layout.replicas == 1:
-            return []
-        scattered = layout.distributed_optimizer and not self.program.whole_gradients
-        exchange = cluster.reduce_scatter if scattered else cluster.all_reduce
-        seconds = sum(exchange(*message) for message in self._over_replicas(self._reduced))
-        hidden, exposed = self._overlapped(seconds) if layout.overlap_grad_reduce else (0.0, seconds)
-        exchanges = [Exchange("gradient reduction", seconds, hidden, exposed)]
-        if layout.distributed_optimizer:
-            messages = self._over_replicas(cluster.device.element)
-            seconds = sum(cluster.all_gather(*message) for message in messages)
-            # Beside forward but for the first layer's parameters, and what the gather takes from the SMs.
-            overlaps = layout.overlap_grad_reduce and self.program.parameter_overlap
-            hidden = min(self.layers.forward.total, seconds) if overlaps else 0.0
-            exchanges.append(
-                Exchange(
-                    "parameter gather",
-                    seconds,
-                    hidden,
-                    seconds - (1 - self.cluster.efficiency.beside) * hidden,
-                )
-            )
-        return exchanges
-
-    def _sharded_exchanges(self) -> list[Exchange]:
-        """`exchanges` of ranks that hold parts of the parameters.
-
-        Each layer is gathered in forward and again in backward, and its gradients are reduced, for each microbatch,
-        beside the computation of the layers before.
-        """
-        cluster, m, layers = self.cluster, self.microbatches, self.layers
-        gather = sum(cluster.all_gather(*message) for message in self._over_replicas(cluster.device.element))
-        reduce = sum(cluster.reduce_scatter(*message) for message in self._over_replicas(self._reduced))
-        exchanges = []
-        for kind, seconds, compute in (
-            ("forward", gather, layers.forward.total),
-            ("backward", gather + reduce, layers.backward.total),
-        ):
-            name = "parameter gather" if kind == "forward" else "parameter gather and gradient reduction"
-            hidden = min(seconds, compute)
-            exposed = seconds - (1 - self.cluster.efficiency.beside) * hidden
-            exchanges.append(Exchange(name, m * seconds, m * hidden, m * exposed, kind))
-        return exchanges
-
-    def _tied(self) -> float:
-        """Seconds of the reduction of the embedding table that the first and the last stage hold."""
-        job, layout, cluster = self.job, self.layout, self.cluster
-        copied = job.model.mtp_num_layers or not job.model.untie_embeddings_and_output_weights
-        if layout.pipeline == 1 or not copied:
-            return 0.0
-        table = job.padded_vocab_size(layout.tensor) / layout.tensor * job.model.hidden_size
-        ends = cluster.group(2, layout.processes - layout.processes // layout.pipeline)
-        return cluster.all_reduce(self._reduced * table, ends)
-
-    @property
-    def _reduced(self) -> int:
-        """Bytes of an element of a gradient on the links."""
-        return self.program.reduced or self.program.gradient
-
-    def _overlapped(self, reduce: float) -> tuple[float, float]:
-        """Seconds of a reduction beside the last backward of each chunk, and those that it adds to the step.
-
-        The embedding's gradient is complete only when backward ends. The rest is hidden on the links but not in memory
-        bandwidth, which backward uses at the same time, nor on the SMs.
-        """
-        layout = self.layout
-        last = end_parameters(self.job, layout.tensor, first=True, last=False) / self._parameters
-        hidden = min(self.layers.backward.total, (1 - last) * reduce)
-        halves = 1 if layout.distributed_optimizer else 2
-        memory = halves * RING_ACCESSES * self._reduced * self._parameters / self._stream_bandwidth
-        return hidden, reduce - hidden + (memory / reduce + self.cluster.efficiency.beside) * hidden
+    @functools.cached_property
+    def beside(self) -> dict[str, float]:
+        """Exposed seconds of the exchanges beside each forward and backward pass of a chunk."""
+        passes = self.microbatches * self.layout.chunks
+        seconds = {"forward": 0.0, "backward": 0.0}
+        for exchange in self.exchanges():
+            if exchange.beside is not None:
+                seconds[exchange.beside] += exchange.exposed / passes
+        return seconds
 
     def optimizer(self) -> float:
         """Seconds of the update of this replica's share of the parameters."""
@@ -339,10 +271,11 @@ class Simulator:
         """Predict a step."""
         layout, m = self.layout, self.microbatches
         pipeline, (ends, busy) = self.pipeline_seconds(), self.busiest
+        end_of_step = self.end_of_step()
         layers = (self.layers.forward + self.layers.backward) * m
         gradients, optimizer = self.gradients(), self.optimizer()
         return Step(
-            seconds=pipeline + gradients + optimizer,
+            seconds=pipeline + end_of_step + optimizer,
             matmul=layers.matmul,
             elementwise=layers.elementwise + self.accumulation * layout.chunks * m,
             tensor_parallel=layers.tensor_parallel,
@@ -352,7 +285,7 @@ class Simulator:
             recompute=self.recompute() * m,
             ends=ends * m,
             transfers=2 * layout.chunks * m * self.transfer if self.program.blocking_transfers else 0.0,
-            bubble=pipeline - m * busy,
+            bubble=pipeline - m * busy - (gradients - end_of_step),
             gradients=gradients,
             optimizer=optimizer,
         )

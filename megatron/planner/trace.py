@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.parallel.schedules import Compute, Forward
+from megatron.parallel.schedules import Backward, BackwardInput, BackwardWeight, Compute, Forward
 from megatron.planner.costs import Cost
-from megatron.planner.memory import chunk_activations, stage_memory
+from megatron.planner.memory import chunk_activations, stage_memory, waiting_bytes
 from megatron.planner.simulate import Simulator
 
 Event = dict[str, Any]
@@ -65,12 +65,16 @@ def _pass(
     simulator: Simulator, stage: int, action: Compute, start: float, end: float, *, by_layer: bool
 ) -> Iterator[Event]:
     """A pass of a chunk: a slice of the whole, in it those of its layers and ends, and its communication."""
-    kind = "forward" if isinstance(action, Forward) else "backward"
     arguments = {"microbatch": action.microbatch, "chunk": action.chunk}
+    if isinstance(action, BackwardWeight):
+        name = f"weight gradients {action.microbatch}"
+        yield _slice(name, "weight gradients", stage, COMPUTATION, start, end - start, **arguments)
+        return
+    kind = "forward" if isinstance(action, Forward) else "backward"
     yield _slice(f"{kind} {action.microbatch}", kind, stage, COMPUTATION, start, end - start, **arguments)
     now = start
-    for name, cost in _parts(simulator, stage, action, by_layer=by_layer):
-        seconds = cost.matmul + cost.elementwise + cost.host
+    for name, cost, late in _parts(simulator, stage, action, by_layer=by_layer):
+        seconds = cost.matmul + cost.elementwise + cost.host - late
         yield _slice(name, "layer", stage, COMPUTATION, now, seconds)
         now += seconds
         for stream, exposed in (
@@ -81,7 +85,7 @@ def _pass(
             if exposed:
                 yield _slice(name, "communication", stage, stream, now, exposed)
                 now += exposed
-    if kind == "backward":
+    if isinstance(action, Backward):
         yield _slice("accumulation of gradients", "layer", stage, COMPUTATION, now, simulator.accumulation)
     if simulator.transfer and _sends(simulator, stage, action):
         # A program whose transfers block sends before the pass ends.
@@ -89,37 +93,43 @@ def _pass(
         yield _slice(f"{kind} {action.microbatch}", "transfer", stage, PIPELINE, begin, simulator.transfer)
     for exchange in simulator.exchanges():
         if exchange.beside == kind:
-            hidden = exchange.hidden / simulator.microbatches
-            yield _slice(exchange.name, "exchange", stage, DATA, start, hidden)
+            passes = simulator.microbatches * simulator.layout.chunks
+            seconds = min(end - start, (exchange.hidden + exchange.exposed) / passes)
+            yield _slice(exchange.name, "exchange", stage, DATA, start, seconds)
 
 
 def _parts(
     simulator: Simulator, stage: int, action: Compute, *, by_layer: bool
-) -> Iterator[tuple[str, Cost]]:
-    """Names and costs of the parts of a pass, in the order in which it runs them."""
+) -> Iterator[tuple[str, Cost, float]]:
+    """Names and costs of the parts of a pass, in the order in which it runs them, and seconds that it leaves for later.
+
+    A split backward pass leaves weight gradients.
+    """
     kernels, layout = simulator.kernels, simulator.layout
     dense, experts = simulator.chunk_layers[stage][action.chunk]
-    forward = isinstance(action, Forward)
+    forward, split = isinstance(action, Forward), isinstance(action, BackwardInput)
     parts = []
-    if stage == action.chunk == 0:
+    if layout.is_first(stage, action.chunk):
         parts.append(("embedding", kernels.embedding, 1))
     kinds = (("layer", dense, 0), ("layer of experts", experts, 1))
     for name, number, has_experts in kinds:
         if number:
             one = kernels.layers(1 - has_experts, has_experts)
             parts.append((name, one, number) if by_layer else (f"{number} times {name}", one * number, 1))
-    if stage == layout.pipeline - 1 and action.chunk == layout.chunks - 1:
+    if layout.is_last(stage, action.chunk):
         parts.append(("output layer and loss", kernels.end, 1))
     for name, both, number in parts if forward else reversed(parts):
         for _ in range(number):
-            yield name, both.forward if forward else both.backward
+            yield name, both.forward if forward else both.backward, both.weights if split else 0.0
 
 
 def _sends(simulator: Simulator, stage: int, action: Compute) -> bool:
     """Return True if the result of a pass goes to another stage."""
-    stages, chunks = simulator.layout.pipeline, simulator.layout.chunks
-    part = action.chunk * stages + stage + (1 if isinstance(action, Forward) else -1)
-    return stages > 1 and 0 <= part < stages * chunks
+    layout, forward = simulator.layout, isinstance(action, Forward)
+    if layout.v_shaped and stage == layout.pipeline - 1 and action.chunk == (0 if forward else 1):
+        return False  # to the other chunk of this stage
+    part = layout.parts.of(stage, action.chunk) + (1 if forward else -1)
+    return layout.pipeline > 1 and 0 <= part < layout.parts.number
 
 
 def _end_of_step(simulator: Simulator, stage: int, end: float, last: float) -> Iterator[Event]:
@@ -129,7 +139,9 @@ def _end_of_step(simulator: Simulator, stage: int, end: float, last: float) -> I
     """
     now = last
     for exchange in simulator.exchanges():
-        hidden = 0.0 if exchange.beside else min(exchange.hidden, last)
+        if exchange.beside is not None:
+            continue
+        hidden = min(exchange.hidden, last)
         yield _slice(exchange.name, "exchange", stage, DATA, now - hidden, hidden + exchange.exposed)
         now += exchange.exposed
     yield _slice("optimizer", "optimizer", stage, COMPUTATION, now, simulator.optimizer())
@@ -140,19 +152,26 @@ def _memory(simulator: Simulator, stage: int, row: list[tuple[Compute, float, fl
     job, layout, program = simulator.job, simulator.layout, simulator.program
     element = simulator.cluster.device.element
     memory = stage_memory(job, layout, simulator.cluster, stage, program)
-    each = chunk_activations(job, layout, element, stage, program)
-    held = peak = 0
-    levels = [(0.0, 0)]
+    chunks = range(layout.chunks)
+    each = [chunk_activations(job, layout, element, stage, chunk, program) for chunk in chunks]
+    waiting = [waiting_bytes(job, layout, element, stage, chunk) for chunk in chunks]
+    held = peak = 0.0
+    levels = [(0.0, 0.0)]
     for action, start, end in row:
-        forward = isinstance(action, Forward)
-        held += 1 if forward else -1
+        kept, late, forward = each[action.chunk], waiting[action.chunk], isinstance(action, Forward)
+        if forward:
+            held += kept
+        elif isinstance(action, BackwardWeight):
+            held -= late
+        else:
+            held -= kept - (late if isinstance(action, BackwardInput) else 0.0)
         peak = max(peak, held)
         levels.append((start if forward else end, held))
     # The rest of the activations at their peak: what a layer that runs needs, the logits, dropout masks.
-    rest = memory.activations - peak * each
+    rest = max(0.0, memory.activations - peak)
     states = memory.weights + memory.gradients + memory.master + memory.moments
-    for time, number in levels:
-        values = {"states": states, "kept activations": number * each, "working": rest if number else 0.0}
+    for time, kept in levels:
+        values = {"states": states, "kept activations": kept, "working": rest if kept > 0 else 0.0}
         yield {
             "name": "memory (GB)",
             "ph": "C",

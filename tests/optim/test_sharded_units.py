@@ -15,14 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from megatron.data.gpt_dataset import GPTBatch
-from megatron.errors import InputError
 from megatron.model.context import ModelContext
 from megatron.model.gpt import GPTModel
 from megatron.optim.units import units_of
 from megatron.parallel.mesh import Mesh, init_mesh
 from megatron.parallel.parameters import named_parameters
 from megatron.planner.dry_run import DryRun
-from megatron.planner.given import given_run
 from megatron.pretrain_gpt import GPT
 
 STRATEGY = "--data-parallel-sharding-strategy"
@@ -78,7 +76,7 @@ def test_bytes_of_instances_by_formula(strategy: str) -> None:
     assert cost.memory["gradients"] == (4 * n if strategy == "optim" else 4 * n // 2)
 
 
-def test_units_of_a_model_and_refused_flags() -> None:
+def test_units_of_a_model() -> None:
     config = config_of(LLAMA).model
     with torch.device("meta"):
         model = GPTModel(config, ModelContext(vocab_size=60, padded_vocab_size=64))
@@ -86,8 +84,6 @@ def test_units_of_a_model_and_refused_flags() -> None:
     with torch.device("meta"):
         tied = GPTModel(config_of("").model, ModelContext(vocab_size=60, padded_vocab_size=64))
     assert [unit.kind for unit in units_of(tied)] == ["ends", *["layer"] * 4]
-    with pytest.raises(InputError, match=r"^--data-parallel-sharding-strategy: optim_grads is not planned"):
-        given_run(config_of(f"{STRATEGY} optim_grads --global-batch-size 4"), 2)
 
 
 STEPS, LR = 4, 1e-3

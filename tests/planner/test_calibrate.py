@@ -11,7 +11,7 @@ import torch
 from megatron.planner.calibrate import COLLECTIVES, COPIED, HIDDEN, JOBS, MESSAGES, SIDE, TOKENS, fit_cluster
 from megatron.planner.cluster import Cluster, Device, Efficiency, Link
 from megatron.planner.layout import Layout
-from megatron.planner.memory import stage_parameters
+from megatron.planner.parameters import stage_parameters
 from megatron.planner.programs import OURS
 from megatron.planner.simulate import Simulator
 

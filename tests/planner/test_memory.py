@@ -20,16 +20,9 @@ from megatron.parallel.recompute import NO_RECOMPUTE, Recompute
 from megatron.parallel.stages import split_layers
 from megatron.planner.dry_run import DryRun
 from megatron.planner.layout import Job, Layout
-from megatron.planner.memory import (
-    fits,
-    layer_activations,
-    max_in_flight,
-    max_memory,
-    model_parameters,
-    stage_memory,
-    stage_parameters,
-)
+from megatron.planner.memory import fits, layer_activations, max_in_flight, max_memory, stage_memory
 from megatron.planner.models import A100_MODELS, MODELS
+from megatron.planner.parameters import model_parameters, stage_parameters
 from megatron.planner.programs import NVIDIA_2021, OURS
 from megatron.planner.schedule_costs import peak_in_flight
 from megatron.pretrain_gpt import GPT
@@ -90,7 +83,7 @@ def test_the_gradient_of_a_large_embedding_takes_no_memory_of_its_own(recompute:
 def test_microbatches_in_flight_match_the_schedules():
     for layout in (Layout(pipeline=p, chunks=v) for p in (2, 3, 4, 8) for v in (1, 2, 3)):
         for m in (layout.pipeline, 3 * layout.pipeline):
-            schedule = layout.schedule(layout.pipeline, layout.chunks, m)
+            schedule = layout.schedule(job(24, 64, 2, m))(layout.pipeline, layout.chunks, m)
             assert [max_in_flight(layout, m, p) for p in range(layout.pipeline)] == [
                 peak_in_flight(actions) for actions in schedule
             ]
@@ -113,8 +106,12 @@ def test_a_chunk_of_the_logits(micro_batch_size: int):
         stage_memory(small, layout, cluster(1), 0, dataclasses.replace(OURS, chunked_logits=chunked))
         for chunked in (True, False)
     )
-    held = min(2 * logits, LOGITS_CHUNK_BYTES["cuda"]) + 2 * min(2 * logits, LOGITS_PIECE_BYTES["cuda"])
+    # The gradient of the output layer's input is there with the chunk, and once more where ranks sum it.
+    held = min(2 * logits, LOGITS_CHUNK_BYTES["cuda"]) + 2 * 2 * micro_batch_size * small.seq_length * 64
     assert all_of_them.activations - chunk.activations == 6 * logits - held
+    compiled = dataclasses.replace(OURS, compiled=False)
+    pieces = stage_memory(small, layout, cluster(1), 0, compiled).activations - chunk.activations
+    assert pieces == 2 * 2 * min(2 * logits, LOGITS_PIECE_BYTES["cuda"])
 
 
 def test_bytes_of_a_parameter():

@@ -16,13 +16,8 @@ from megatron.planner.dry_run import DryRun
 from megatron.planner.explain import other_choices
 from megatron.planner.kernels import Kernels
 from megatron.planner.layout import Job, Layout
-from megatron.planner.memory import (
-    layer_activations,
-    model_parameters,
-    owned_parameters,
-    stage_memory,
-    stage_parameters,
-)
+from megatron.planner.memory import layer_activations, stage_memory
+from megatron.planner.parameters import model_parameters, owned_parameters, stage_parameters
 from megatron.planner.programs import OURS
 from megatron.planner.search import expert_sizes, search
 from megatron.planner.simulate import Simulator

@@ -7,7 +7,7 @@ import pytest
 from megatron.commands.plan_inputs import PlanConfig, make_job
 from megatron.errors import InputError
 from megatron.planner.dense import DENSE
-from megatron.planner.memory import model_parameters
+from megatron.planner.parameters import model_parameters
 from megatron.planner.presets import ALIASES, NAMED, find_preset
 
 # Billions of parameters, by model cards, papers and the Hugging Face Hub's counts of the checkpoints' tensors.

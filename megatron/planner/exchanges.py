@@ -1,0 +1,186 @@
+"""Communication among replicas in a step: gradients, parameters, and tied embeddings."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from megatron.planner.cluster import Cluster, Group
+from megatron.planner.costs import ForwardBackward
+from megatron.planner.layout import Job, Layout
+from megatron.planner.parameters import end_parameters, stage_expert_parameters, stage_parameters
+from megatron.planner.programs import Program
+
+# Memory accesses per element of a ring reduce-scatter or all-gather: it arrives and is read; then it is added to
+# another one, which is read, or stored.
+RING_ACCESSES = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """Communication among replicas in a step. Times are in seconds.
+
+    Attributes:
+        name: in words.
+        seconds: on the links.
+        hidden: part of it beside computation.
+        exposed: what it adds to the step: the rest, and what the hidden part takes from computation.
+        beside: the pass, forward or backward, beside which it runs for each microbatch; None at the end of the step.
+    """
+
+    name: str
+    seconds: float
+    hidden: float
+    exposed: float
+    beside: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Replicas:
+    """The replicas of a stage.
+
+    Attributes:
+        stage: the one with the most parameters.
+        layers: cost of its layers on one microbatch.
+        microbatches: number in a step.
+    """
+
+    job: Job
+    layout: Layout
+    cluster: Cluster
+    program: Program
+    stage: int
+    layers: ForwardBackward
+    microbatches: int
+
+    def exchanges(self) -> list[Exchange]:
+        """Communication among replicas, and between the stages that hold the embedding."""
+        layout = self.layout
+        if layout.replicas == 1:
+            exchanges = []
+        elif layout.sharded_parameters:
+            exchanges = self._sharded_parameters()
+        elif layout.sharded_gradients:
+            exchanges = [*self._sharded_gradients(), self._parameter_gather()]
+        else:
+            exchanges = [
+                *self._reduction(),
+                *([self._parameter_gather()] if layout.distributed_optimizer else []),
+            ]
+        tied = self._tied()
+        return [*exchanges, Exchange("tied embeddings", tied, 0.0, tied)] if tied else exchanges
+
+    @property
+    def parameters(self) -> float:
+        return stage_parameters(self.job, self.layout, self.stage)
+
+    def _messages(self, element: float, *, whole: bool = False) -> Iterator[tuple[float, Group]]:
+        """Yield the bytes of the dense parameters and of the experts, with `element` bytes each, and their groups.
+
+        These are the groups of ranks that shard them; if `whole`, of all that hold the same ones.
+        """
+        layout, cluster = self.layout, self.cluster
+        experts = stage_expert_parameters(self.job, layout, self.stage)
+        dense = (self.parameters - experts) * element
+        yield dense, layout.data_group(cluster) if whole else layout.shard_group(cluster)
+        if experts:
+            group = layout.expert_data_group(cluster) if whole else layout.expert_shard_group(cluster)
+            yield experts * element, group
+
+    def _gather(self, element: float) -> float:
+        """Seconds of an all-gather of all parameters of a stage by the ranks that shard them."""
+        return sum(self.cluster.all_gather(*message) for message in self._messages(element))
+
+    def _reduce_scatter(self) -> float:
+        """Seconds of a reduce-scatter of all gradients of a stage by the ranks that shard them."""
+        return sum(self.cluster.reduce_scatter(*message) for message in self._messages(self._reduced))
+
+    def _over_instances(self) -> list[Exchange]:
+        """The sum of the shards' gradients over the instances, which nothing hides."""
+        layout, cluster = self.layout, self.cluster
+        if layout.instances == 1:
+            return []
+        dense, *experts = (size for size, _ in self._messages(self._reduced))
+        seconds = cluster.all_reduce(dense / layout.shards, layout.instance_group(cluster))
+        for size in experts:
+            seconds += cluster.all_reduce(size / layout.expert_shards, layout.expert_instance_group(cluster))
+        return [Exchange("gradient reduction over instances", seconds, 0.0, seconds)]
+
+    def _reduction(self) -> list[Exchange]:
+        """Reduction of gradients after the last microbatch by processes that hold all of them."""
+        layout, cluster = self.layout, self.cluster
+        scattered = layout.distributed_optimizer and not self.program.whole_gradients
+        exchange = cluster.reduce_scatter if scattered else cluster.all_reduce
+        whole = not layout.distributed_optimizer
+        seconds = sum(exchange(*message) for message in self._messages(self._reduced, whole=whole))
+        hidden, exposed = (
+            self._overlapped(seconds) if layout.overlap_grad_reduce and seconds else (0.0, seconds)
+        )
+        return [Exchange("gradient reduction", seconds, hidden, exposed), *self._over_instances()]
+
+    def _parameter_gather(self) -> Exchange:
+        """The updated parameters, once a step.
+
+        Beside forward but for the first layer's parameters, and what the gather takes from the SMs.
+        """
+        seconds = self._gather(self.cluster.device.element)
+        overlaps = self.layout.overlap_grad_reduce and self.program.parameter_overlap
+        hidden = min(self.layers.forward.total, seconds) if overlaps else 0.0
+        return Exchange(
+            "parameter gather", seconds, hidden, seconds - (1 - self.cluster.efficiency.beside) * hidden
+        )
+
+    def _sharded_gradients(self) -> list[Exchange]:
+        """Gradients that each microbatch reduces, layer by layer, beside the backward pass of the layer before."""
+        seconds = self._reduce_scatter()
+        overlapped = self.layers.backward.total if self.layout.overlap_grad_reduce else 0.0
+        return [self._beside("gradient reduction", "backward", seconds, overlapped), *self._over_instances()]
+
+    def _sharded_parameters(self) -> list[Exchange]:
+        """Exchanges of ranks that hold parts of the parameters.
+
+        Each layer is gathered in forward and again in backward, and its gradients are reduced, for each microbatch,
+        beside the computation of the layers before.
+        """
+        gather, reduce = self._gather(self.cluster.device.element), self._reduce_scatter()
+        name = "parameter gather and gradient reduction"
+        return [
+            self._beside("parameter gather", "forward", gather, self.layers.forward.total),
+            self._beside(name, "backward", gather + reduce, self.layers.backward.total),
+            *self._over_instances(),
+        ]
+
+    def _beside(self, name: str, kind: str, seconds: float, compute: float) -> Exchange:
+        """An exchange of each microbatch beside so many seconds of computation."""
+        hidden = min(seconds, compute)
+        exposed, m = seconds - (1 - self.cluster.efficiency.beside) * hidden, self.microbatches
+        return Exchange(name, m * seconds, m * hidden, m * exposed, kind)
+
+    def _tied(self) -> float:
+        """Seconds of the reduction of the embedding table that the first and the last stage hold."""
+        job, layout, cluster = self.job, self.layout, self.cluster
+        copied = job.model.mtp_num_layers or not job.model.untie_embeddings_and_output_weights
+        if layout.pipeline == 1 or layout.v_shaped or not copied:
+            return 0.0
+        table = job.padded_vocab_size(layout.tensor) / layout.tensor * job.model.hidden_size
+        ends = cluster.group(2, layout.processes - layout.processes // layout.pipeline)
+        return cluster.all_reduce(self._reduced * table, ends)
+
+    @property
+    def _reduced(self) -> int:
+        """Bytes of an element of a gradient on the links."""
+        return self.program.reduced or self.program.gradient
+
+    def _overlapped(self, reduce: float) -> tuple[float, float]:
+        """Seconds of a reduction beside the last backward of each chunk, and those that it adds to the step.
+
+        The embedding's gradient is complete only when backward ends. The rest is hidden on the links but not in memory
+        bandwidth, which backward uses at the same time, nor on the SMs.
+        """
+        layout = self.layout
+        last = end_parameters(self.job, layout.tensor, first=True, last=False) / self.parameters
+        hidden = min(self.layers.backward.total, (1 - last) * reduce)
+        halves = 1 if layout.distributed_optimizer else 2
+        bandwidth = self.cluster.device.bandwidth * self.cluster.efficiency.stream
+        memory = halves * RING_ACCESSES * self._reduced * self.parameters / bandwidth
+        return hidden, reduce - hidden + (memory / reduce + self.cluster.efficiency.beside) * hidden

@@ -1,0 +1,56 @@
+"""Activations that a pipeline schedule holds, counted from its lists of passes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from megatron.parallel.schedules import BackwardInput, BackwardWeight, Compute, Forward, Schedule
+
+# Numbers of microbatches held by each chunk from forward to backward, then from there to its weight gradients.
+Held = tuple[int, ...]
+# Groups of microbatches (one per stage) after which no further one raises what a stage holds.
+GROUPS = 4
+# Schedules that hold all microbatches of a step.
+UNLIMITED = ("gpipe", "breadth-first")
+
+
+def counted_microbatches(name: str, stages: int, microbatches: int) -> int:
+    """Number of microbatches whose passes hold as much as those of a whole step.
+
+    The automatic schedule depends on their number, and some schedules hold all of them.
+    """
+    return microbatches if name in (*UNLIMITED, "auto") else min(microbatches, GROUPS * stages)
+
+
+@functools.lru_cache(maxsize=1024)
+def most_held(
+    schedule: Schedule, stages: int, chunks: int, microbatches: int
+) -> tuple[tuple[Held, ...], ...]:
+    """The most that each stage holds during a pass: no other moment has as many of every kind."""
+    return tuple(_largest(_moments(row, chunks)) for row in schedule(stages, chunks, microbatches))
+
+
+def _moments(actions: Sequence[Compute], chunks: int) -> set[Held]:
+    """Return the numbers that a stage holds at each moment. A pass holds what it frees until it ends."""
+    held, moments = [0] * (2 * chunks), set()
+    for action in actions:
+        if isinstance(action, Forward):
+            held[action.chunk] += 1
+        moments.add(tuple(held))
+        if isinstance(action, BackwardWeight):
+            held[chunks + action.chunk] -= 1
+        elif not isinstance(action, Forward):
+            held[action.chunk] -= 1
+            held[chunks + action.chunk] += isinstance(action, BackwardInput)
+        moments.add(tuple(held))
+    return moments
+
+
+def _largest(moments: set[Held]) -> tuple[Held, ...]:
+    """Moments that no other one equals or exceeds in every number."""
+    kept: list[Held] = []
+    for moment in sorted(moments, key=sum, reverse=True):
+        if not any(all(a <= b for a, b in zip(moment, other, strict=True)) for other in kept):
+            kept.append(moment)
+    return tuple(kept)
