@@ -184,6 +184,7 @@ def plan_given(config: PlanConfig, args: dict[str, Any], command: list[str]) -> 
     import megatron.plugins  # noqa: F401 (registers plug-ins; needs torch)
     from megatron.arguments import parse_run_config
     from megatron.planner.given import given_run
+    from megatron.planner.host_copies import with_offload
     from megatron.pretrain_gpt import DEFAULTS
 
     described = {f.name for f in dataclasses.fields(ModelConfig)} | {
@@ -200,16 +201,23 @@ def plan_given(config: PlanConfig, args: dict[str, Any], command: list[str]) -> 
     run = parse_run_config([*flags, "--world-size", str(cluster.devices)], description="", defaults=DEFAULTS)
     job, layout = given_run(run, cluster.devices)
     check_precision(job.fp8_format, cluster.device)
-    plan = make_plan(job, layout, cluster)
+    plan, copies = with_offload(make_plan(job, layout, cluster), run, job, cluster)
+    if copies is not None and config.trace is not None:
+        raise InputError(
+            "--trace: offload to host memory is not drawn; leave out --trace, or --cpu-offload-..."
+        )
     print(f"given layout: {heading(job, cluster)}\n{plan.layout}")
     print(
         f"  step    {two_digits(plan.step.seconds)} s, {two_digits(tflops(plan, job, cluster))} TFLOP/s a GPU\n"
         f"{details(plan, cluster)}"
     )
+    if copies is not None:
+        print(copies)
     if not fits(plan.memory, cluster):
         print("  note    it does not fit")
     print_notes(config, plan, job, cluster)
-    print_changes(config, plan, job, cluster)
+    if copies is None:
+        print_changes(config, plan, job, cluster)
     if config.trace is not None:
         write_trace(simulator_of(job, layout, cluster), Path(config.trace))
 

@@ -128,7 +128,7 @@ PIPELINE, CHUNKS = "--pipeline-model-parallel-size 2", "--num-layers-per-virtual
         f"{PIPELINE} --pipeline-schedule zb-h1",
         f"{PIPELINE} {CHUNKS}",
         f"{PIPELINE} {CHUNKS} --pipeline-schedule zb-v --bf16 {LLAMA}",
-        f"{PIPELINE} {CHUNKS} --pipeline-schedule dualpipe-v",
+        f"{PIPELINE} {CHUNKS} --pipeline-schedule v-min",
     ],
 )
 def test_two_ranks(flags: str) -> None:
