@@ -27,7 +27,7 @@ def given_run(config: RunConfig, devices: int) -> tuple[Job, Layout]:
     check_layout(config, devices)
     model, parallel, training = config.model, config.parallel, config.training
     schedule = parallel.pipeline_schedule if parallel.pipeline_model_parallel_size > 1 else None
-    if parallel.context_parallel_size > 1 and parallel.cp_comm_type != "p2p":
+    if parallel.cp_comm_type == "a2a+p2p":
         raise InputError(f"--cp-comm-type: {parallel.cp_comm_type} is not planned; a dry run counts it")
     sharding = parallel.data_parallel_sharding_strategy
     if parallel.recompute_method == "block":
@@ -56,6 +56,7 @@ def given_run(config: RunConfig, devices: int) -> tuple[Job, Layout]:
         sharded_gradients=sharding == "optim_grads",
         sharded_parameters=sharding == "optim_grads_params",
         instances=parallel.num_distributed_optimizer_instances,
+        context_exchange=parallel.cp_comm_type if parallel.context_parallel_size > 1 else "p2p",
     )
     job = Job(
         model,

@@ -142,10 +142,11 @@ class Kernels:
 
     @functools.cached_property
     def context_parallel(self) -> ForwardBackward:
-        """Communication of one layer's keys and values around the ring of context-parallel ranks.
+        """Communication of one layer's attention between context-parallel ranks.
 
-        While a rank computes with one part it sends it on and receives the next. In backward the gradients travel with
-        the keys and values.
+        In a ring a rank sends a part of the keys and values on while it computes with it; in backward the gradients
+        travel with them. Gathered keys and values come before attention, in backward too, and a reduce-scatter sums
+        their gradients in fp32. An exchange of heads for positions moves queries, keys, values and outputs.
         """
         layout, model, cluster = self.layout, self.job.model, self.cluster
         steps = layout.context - 1
@@ -153,16 +154,29 @@ class Kernels:
             return ForwardBackward(Cost(), Cost())
         heads = model.num_attention_heads / layout.tensor
         groups = heads if model.multi_latent_attention else model.kv_heads_per_rank(layout.tensor)
-        size = self.tokens * groups * (model.kv_channels + model.value_channels) * cluster.device.element
-        group, attention = layout.context_group(cluster), self.attention
+        element, group = cluster.device.element, layout.context_group(cluster)
+        size = self.tokens * groups * (model.kv_channels + model.value_channels) * element
+        if layout.context_exchange == "a2a":
+            queries, outputs = (
+                self.tokens * heads * width * element for width in (model.kv_channels, model.value_channels)
+            )
+            seconds = cluster.all_to_all(queries + size, group) + cluster.all_to_all(outputs, group)
+            return ForwardBackward(Cost(context_parallel=seconds), Cost(context_parallel=seconds))
+        if layout.context_exchange == "all_gather":
+            whole = layout.context * size
+            gather = cluster.all_gather(whole, group)
+            reduce = cluster.reduce_scatter(4 / element * whole, group)
+            return ForwardBackward(Cost(context_parallel=gather), Cost(context_parallel=gather + reduce))
+        attention = self.attention
         costs: list[Cost] = []
-        for bytes_, compute in ((size, attention.forward.total), (2 * size, attention.backward.total)):
+        sums = 4 / element * size  # of gradients, in fp32
+        for bytes_, compute in ((size, attention.forward.total), (size + sums, attention.backward.total)):
             seconds = cluster.send(bytes_, group)
             hidden = min(seconds, compute / layout.context)
             exposed = seconds - (1 - cluster.efficiency.beside) * hidden
             costs.append(Cost(context_parallel=steps * exposed))
-        forward, backward = costs
-        return ForwardBackward(forward, backward)
+        last = Cost(context_parallel=cluster.send(sums, group))  # back to the rank of the keys
+        return ForwardBackward(costs[0], costs[1] + last)
 
     @functools.cached_property
     def layer(self) -> ForwardBackward:

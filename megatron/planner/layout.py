@@ -38,6 +38,7 @@ class Layout:
             (FSDP, ZeRO-3).
         instances: groups of replicas that each hold the whole optimizer state, and whatever else is sharded (hybrid
             sharding).
+        context_exchange: --cp-comm-type: "p2p", "all_gather" or "a2a".
     """
 
     tensor: int = 1
@@ -60,6 +61,7 @@ class Layout:
     sharded_gradients: bool = False
     sharded_parameters: bool = False
     instances: int = 1
+    context_exchange: str = "p2p"
 
     @property
     def processes(self) -> int:
@@ -196,6 +198,8 @@ class Layout:
             flags.append("--sequence-parallel")
         if self.context > 1:
             flags.append(f"--context-parallel-size {self.context}")
+        if self.context_exchange != "p2p":
+            flags.append(f"--cp-comm-type {self.context_exchange}")
         if self.pipeline > 1:
             flags.append(f"--pipeline-model-parallel-size {self.pipeline}")
         flags += self._layer_flags(job)

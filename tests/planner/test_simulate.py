@@ -7,13 +7,19 @@ import json
 from pathlib import Path
 
 import pytest
+from models import config_of
+from planner.test_memory import ONE_DEVICE
 from published import cluster, job
 
+from megatron.planner.cluster import Link
+from megatron.planner.dry_run import DryRun
+from megatron.planner.given import given_run
 from megatron.planner.kernels import Kernels
 from megatron.planner.layout import Layout
 from megatron.planner.programs import NVIDIA_2021, OURS
 from megatron.planner.schedule_costs import makespan
 from megatron.planner.simulate import Simulator
+from megatron.pretrain_gpt import GPT
 
 
 @pytest.mark.parametrize("program", [OURS, NVIDIA_2021])
@@ -177,3 +183,23 @@ def test_accesses_are_those_of_a_compiled_layer(direction: str) -> None:
     accesses = OURS.residual[at] + OURS.heads[at] + 4 * OURS.mlp[at]
     # The backward of a gated activation has more accesses than that of GELU.
     assert counted == pytest.approx(accesses * 1024 * 8 * 1024 * 2, rel=0.04)
+
+
+@pytest.mark.parametrize(
+    "kind", ["p2p", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("all_gather", "a2a"))]
+)
+def test_context_parallelism_sends_what_a_dry_run_counts(kind: str) -> None:
+    """With links so slow that nothing is hidden, at 1 GB/s and without latency."""
+    config = config_of(
+        f"{ONE_DEVICE} --device cuda --dry-run --context-parallel-size 2 --cp-comm-type {kind}"
+    )
+    job, layout = given_run(config, 2)
+    assert layout.context_exchange == kind
+    traffic = DryRun.from_config(config, GPT, 2).count(0).traffic
+    machine = cluster(2)
+    efficiency = dataclasses.replace(machine.efficiency, link=1.0, launch=0.0, beside=1.0)
+    machine = dataclasses.replace(machine, link=Link(1e9, 0.0), efficiency=efficiency)
+    sent = {name: counted.bytes for (name, axis), counted in traffic.items() if axis == "context-parallel"}
+    # A rank keeps its half of what is gathered, scattered or exchanged.
+    expected = sum(bytes_ / (1 if name == "shift" else 2) for name, bytes_ in sent.items()) / 1e9
+    assert Simulator(job, layout, machine, OURS).step().context_parallel == pytest.approx(expected)

@@ -232,8 +232,9 @@ def test_the_layout_of_a_command_is_predicted(plan):
             "--recompute-method: block is",
         ),
         (
-            "--gpus 1024 -- {} --context-parallel-size 2 --cp-comm-type all_gather",
-            "--cp-comm-type: all_gather is not planned",
+            "--gpus 1024 -- {} --context-parallel-size 4 --cp-comm-type a2a+p2p "
+            "--hierarchical-context-parallel-sizes 2 2",
+            "--cp-comm-type: a2a+p2p is not planned",
         ),
         ("--gpus 1024 -- {} --no-such-flag", "--no-such-flag is not a flag"),
         ("--model 175b --gpu-watts 700", "--gpu-watts needs --tokens"),
