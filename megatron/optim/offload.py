@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.errors import InputError
 from megatron.ops.host_memory import CopyQueue, Event, host_zeros, point_of
 from megatron.optim.spec import OptimizerSpec, Shard, StepInputs
 
@@ -66,6 +67,13 @@ class Offloaded(OptimizerSpec):
     on_host = True
 
     def __init__(self, inner: OptimizerSpec) -> None:
+        """Raises `InputError` if the optimizer does more than to update elements."""
+        for name in ("arrange", "divide", "prepare"):
+            if getattr(type(inner), name) is not getattr(OptimizerSpec, name):
+                raise InputError(
+                    f"--cpu-offload-optimizer updates pieces of weights, and {type(inner).__name__} has a `{name}` of "
+                    "its own; leave the flag out"
+                )
         self.inner, self.state, self.counts = inner, inner.state, inner.counts
         self.num_pieces = self.slot_size = 0
         self.slots: list[Slot] = []

@@ -19,6 +19,7 @@ from megatron.optim import offload
 from megatron.parallel.mesh import Mesh, init_mesh
 from megatron.planner.dry_run import DryRun, longest_batch
 from megatron.pretrain_gpt import GPT
+from megatron.recipes.freeze import Frozen
 from megatron.training.build import build_engine
 from megatron.training.engine import Engine
 
@@ -174,3 +175,8 @@ def test_bytes_by_formula() -> None:
 def test_needs_an_optimizer_of_elements() -> None:
     with pytest.raises(InputError, match="--optimizer muon needs whole matrices"):
         config_of(f"{OFFLOAD} --optimizer muon")
+
+
+def test_an_optimizer_with_its_own_division_is_refused() -> None:
+    with pytest.raises(InputError, match="Frozen has a `prepare` of its own"):
+        offload.Offloaded(Frozen(config_of("")))
