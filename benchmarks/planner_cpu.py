@@ -65,14 +65,14 @@ LAYOUTS = {
     "P2": (2, PP),
     "P2V2": (2, f"{PP} --num-layers-per-virtual-pipeline-stage 1"),
     "P2, zb-h1": (2, f"{PP} --pipeline-schedule zb-h1"),
-    "P2, zb-v": (2, f"{PP} --pipeline-schedule zb-v"),
+    "P2, zb-v": (2, f"{PP} --pipeline-schedule zb-v --num-layers-per-virtual-pipeline-stage 1"),
     "C2, p2p": (2, f"{CP} p2p"),
     "C2, all_gather": (2, f"{CP} all_gather"),
     "C2, a2a": (2, f"{CP} a2a"),
 }
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Runs that are kept in memory at the same time, and rounds of a calibration.
-GROUP, CALIBRATION_ROUNDS = 4, 2
+GROUP, CALIBRATION_ROUNDS = 5, 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

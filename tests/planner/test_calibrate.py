@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +17,8 @@ from megatron.planner.layout import Layout
 from megatron.planner.parameters import stage_parameters
 from megatron.planner.programs import OURS
 from megatron.planner.simulate import Simulator
+
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def measured(machine: Cluster) -> dict[str, float]:
@@ -74,3 +79,14 @@ def test_the_fit_recovers_the_constants_of_a_machine(
     assert vars(found.link) == pytest.approx(vars(link), rel=1e-6)
     assert (found.device.peak, found.device.bandwidth) == pytest.approx((1e11, 2e10))
     assert (found.devices, found.nodes) == (processes, 1)
+
+
+def test_the_benchmark_runs_layouts_that_the_planner_knows() -> None:
+    program = (
+        "import planner_cpu; config = planner_cpu.BenchmarkConfig(); "
+        "assert planner_cpu.planned(config) == list(config.layouts) == list(planner_cpu.LAYOUTS)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT / "benchmarks", capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
