@@ -4,7 +4,8 @@ r"""Evaluate a trained GPT: perplexity on WikiText or any text, or accuracy on L
     megatron evaluate --load my/run --task LAMBADA --valid-data lambada_test.jsonl --strict-lambada
 
 `torchrun -m megatron evaluate` starts several processes. Those beyond --tensor-model-parallel-size times
---pipeline-model-parallel-size form further replicas of the model, among which the samples are divided.
+--context-parallel-size times --pipeline-model-parallel-size form further replicas of the model, among which the samples
+are divided.
 """
 
 from __future__ import annotations
@@ -24,10 +25,9 @@ from tqdm import tqdm
 from megatron import __version__
 from megatron.cli import Parser, add_flags, make_config, run_command
 from megatron.errors import InputError
-from megatron.evaluation.config import ZeroShotConfig
+from megatron.evaluation.config import ZeroShotConfig, ZeroShotModelConfig
 from megatron.evaluation.tasks import ZeroShotTask, make_task, read_file
 from megatron.evaluation.zero_shot import by_context, evaluate
-from megatron.inference.config import InferenceConfig
 from megatron.inference.load import build_gpt, find_any_checkpoint
 from megatron.inference.stages import Stages
 from megatron.model.gpt import GPTModel
@@ -40,12 +40,12 @@ from megatron.tool import check_output_file, write_output_file
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__)
     add_flags(parser, ZeroShotConfig, "task")
-    add_flags(parser, InferenceConfig, "model")
+    add_flags(parser, ZeroShotModelConfig, "model")
     add_flags(parser, TokenizerFlags, "tokenizer (default: the one saved with the checkpoint)")
     parser.add_argument("--output-path", type=Path, metavar="FILE", help="JSON file to write")
     args = vars(parser.parse_args(argv))
     config, chosen = make_config(ZeroShotConfig, args), tokenizer_config(args)
-    inference, output = make_config(InferenceConfig, args), args["output_path"]
+    inference, output = make_config(ZeroShotModelConfig, args), args["output_path"]
     check_output_file("--output-path", output)
     files = [read_file(path, "--valid-data") for path in config.valid_data]
 
@@ -54,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         # With the padding of the vocabulary as in training, so that perplexities equal those of validation.
         model, tokenizer = build_gpt(checkpoint, inference, chosen, mesh, as_trained=True)
         with raise_on_all_ranks(mesh.world, InputError):
-            task = make_task(config.task, files, tokenizer, config, length=seq_length(config, model))
+            length = seq_length(config, model, mesh.cp.size)
+            task = make_task(config.task, files, tokenizer, config, length=length)
         for note in task.notes if mesh.is_first else ():
             print(f"note: {note}", file=sys.stderr)
         stages = Stages([model], mesh)
@@ -106,17 +107,23 @@ def run(stages: Stages, task: ZeroShotTask, micro_batch_size: int, by_position: 
         )
 
 
-def seq_length(config: ZeroShotConfig, model: GPTModel) -> int:
-    """The length of the model's input.
+def seq_length(config: ZeroShotConfig, model: GPTModel, ranks: int) -> int:
+    """The length of the model's input, which `ranks` divide.
 
     Raises:
-        InputError: it is longer than the model's position embeddings.
+        InputError: it is longer than the model's position embeddings, or the ranks cannot divide it.
     """
     longest = model.config.max_position_embeddings
     learned = model.config.position_embedding_type == "learned_absolute"
     if config.seq_length is not None and config.seq_length > longest and learned:
         raise InputError(f"--seq-length: {config.seq_length} is longer than the model's context of {longest}")
-    return config.seq_length or longest
+    length = config.seq_length or longest
+    if ranks > 1 and length % (2 * ranks):
+        raise InputError(
+            f"--seq-length: {length} is not a multiple of {2 * ranks}, twice --context-parallel-size; use "
+            f"{max(length // (2 * ranks), 1) * 2 * ranks}"
+        )
+    return length
 
 
 def computed_by(stages: Stages, task: ZeroShotTask, config: ZeroShotConfig) -> dict[str, Any]:

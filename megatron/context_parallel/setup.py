@@ -9,7 +9,9 @@ import torch
 
 from megatron.context_parallel.attention import ContextAttention, split_axis
 from megatron.errors import InputError
+from megatron.model.config import ModelConfig
 from megatron.ops.backend import Ops
+from megatron.parallel.config import ParallelConfig
 from megatron.parallel.mesh import ALONE, Mesh, join
 from megatron.training.config import RunConfig
 from megatron.training.task import Task
@@ -42,6 +44,11 @@ def _obstacles(config: RunConfig, task: Task) -> Iterator[str]:
         )
     if model.moe_expert_capacity_factor is not None and config.data.reset_attention_mask:
         yield "has no --moe-expert-capacity-factor with --reset-attention-mask; leave one out"
+    yield from heads_obstacle(model, parallel)
+
+
+def heads_obstacle(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
+    """Yield the reason if the ranks that exchange heads for positions do not divide the heads."""
     heads, tp = parallel.context_grid[0], parallel.tensor_model_parallel_size
     queries, groups = model.num_attention_heads // tp, model.kv_heads_per_rank(tp)
     if queries % heads or groups % heads:
@@ -53,13 +60,18 @@ def _obstacles(config: RunConfig, task: Task) -> Iterator[str]:
 
 def context_parallel_ops(config: RunConfig, mesh: Mesh, ops: Ops) -> Ops:
     """The operations of a run with the attention of context parallelism. Every process must take part."""
+    return with_context_parallel(config.parallel, mesh, ops)
+
+
+def with_context_parallel(parallel: ParallelConfig, mesh: Mesh, ops: Ops) -> Ops:
+    """`ops` with the attention of context parallelism, if there is any. Every process must take part."""
     if mesh.cp.size == 1:
         return ops
-    size, _ = config.parallel.context_grid
+    size, _ = parallel.context_grid
     heads, ring = (
         join(ranks, mesh.cp.name, mesh) if len(ranks) > 1 else ALONE for ranks in split_axis(mesh.cp, size)
     )
-    gathers = config.parallel.cp_comm_type == "all_gather"
+    gathers = parallel.cp_comm_type == "all_gather"
     attention = ContextAttention(mesh.cp, heads, ring, gathers=gathers, inner=ops)
     return dataclasses.replace(
         ops,

@@ -6,6 +6,8 @@ import dataclasses
 
 from megatron.errors import InputError
 from megatron.flags import Config, flag
+from megatron.inference.config import InferenceConfig
+from megatron.parallel.config import ParallelConfig
 from megatron.training.config import PluginConfig, RunConfig
 
 TASKS = ("WIKITEXT103", "LAMBADA", "PPL")
@@ -60,6 +62,30 @@ class ZeroShotConfig(Config):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ZeroShotModelConfig(InferenceConfig):
+    """A checkpoint saved in any layout, and the layout to evaluate it in."""
+
+    context_parallel_size: int = flag(1, "ranks that divide each sequence", low=1)
+    cp_comm_type: str = flag(
+        "p2p",
+        "communication of attention with context parallelism, as in training",
+        choices=("p2p", "all_gather", "a2a", "a2a+p2p"),
+    )
+    hierarchical_context_parallel_sizes: tuple[int, ...] | None = flag(
+        None, "with --cp-comm-type a2a+p2p: ranks of a group, and number of groups", low=1, nargs="+"
+    )
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        return dataclasses.replace(
+            super().parallel,
+            context_parallel_size=self.context_parallel_size,
+            cp_comm_type=self.cp_comm_type,
+            hierarchical_context_parallel_sizes=self.hierarchical_context_parallel_sizes,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalTasksConfig(PluginConfig):
     """Evaluation before the first iteration, and zero-shot tasks during the training of a GPT."""
 
@@ -100,9 +126,4 @@ class EvalTasksConfig(PluginConfig):
         if self.eval_tasks and run.parallel.v_shaped:
             raise InputError(
                 f"--eval-tasks does not go with --pipeline-schedule {run.parallel.pipeline_schedule}; leave it out"
-            )
-        if self.eval_tasks and run.parallel.context_parallel_size > 1:
-            raise InputError(
-                f"--context-parallel-size: {run.parallel.context_parallel_size} excludes --eval-tasks; run the tasks "
-                "with the command megatron evaluate"
             )

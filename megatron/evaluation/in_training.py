@@ -88,7 +88,7 @@ def metric_of(task: ZeroShotTask) -> EvalMetric[ZeroShotBatch]:
     """Return the metric of a zero-shot task, for batches of `zero_shot.make_batches`."""
 
     def count(batch: ZeroShotBatch) -> Tensor:
-        return batch.tokens.new_full((1,), zero_shot.count(batch, task))
+        return zero_shot.count(batch, task).unsqueeze(0)
 
     def forward(
         model: GPTModel, batch: ZeroShotBatch, hidden: Tensor | None, dropout_key: DropoutKey | None
@@ -97,7 +97,8 @@ def metric_of(task: ZeroShotTask) -> EvalMetric[ZeroShotBatch]:
         out = zero_shot.forward(run, batch, task)
         if model.output_layer is None:
             return out
-        total = zero_shot.total(out, batch, task, vocab_size=model.context.vocab_size, tp=model.context.tp)
+        context = model.context
+        total = zero_shot.total(out, batch, task, vocab_size=context.vocab_size, tp=context.tp, cp=context.cp)
         return total.unsqueeze(0)
 
     return EvalMetric(names=(task.name,), denominators=count, forward=forward)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron.data.batch import Batch, sequence_field
 from megatron.data.samplers import sequential
+from megatron.data.zigzag import Zigzag
 from megatron.evaluation.tasks import Sample, ZeroShotTask
 from megatron.inference.stages import Stages
 from megatron.parallel.collectives import all_gather, all_reduce_sum
@@ -34,12 +35,31 @@ class ZeroShotBatch(Batch):
     Attributes:
         tokens, position_ids, labels: int64 [b, s].
         rows, positions: int64 [n], the coordinates of the scored tokens in `labels`.
+        contexts: int64 [n], their positions in the whole sequence, of which a rank of context parallelism has a part.
+        scored: int64 [b], number of scored tokens of each sample; 0 on all but one of the ranks that divide a sequence.
     """
 
     position_ids: Tensor = sequence_field(dim=1)
     labels: Tensor = sequence_field(dim=1)
     rows: Tensor
     positions: Tensor
+    contexts: Tensor
+    scored: Tensor
+
+    def divide(self, rank: int, size: int) -> ZeroShotBatch:
+        """Return a rank's positions of every sequence, and the scored tokens at these."""
+        place = torch.full((self.seq_length,), -1)
+        local = torch.arange(self.seq_length // size)
+        place[Zigzag(self.seq_length, size).positions(rank, local)] = local
+        positions = place[self.positions]
+        here = positions >= 0
+        return dataclasses.replace(
+            super().divide(rank, size),
+            rows=self.rows[here],
+            positions=positions[here],
+            contexts=self.contexts[here],
+            scored=self.scored if rank == 0 else torch.zeros_like(self.scored),
+        )
 
 
 def make_batches(
@@ -70,14 +90,17 @@ def _stack(samples: Sequence[Sample], multiple: int, longest: int) -> ZeroShotBa
     tokens_bs = np.zeros((len(samples), length + 1), np.int64)
     for row, sample in enumerate(samples):
         tokens_bs[row, : len(sample.tokens)] = sample.tokens
-    rows = np.repeat(np.arange(len(samples)), [sample.scored for sample in samples])
-    positions = [np.arange(n - s.scored, n) for n, s in zip(lengths, samples, strict=True)]
+    scored = torch.tensor([sample.scored for sample in samples])
+    ends = zip(lengths, samples, strict=True)
+    positions = torch.from_numpy(np.concatenate([np.arange(end - s.scored, end) for end, s in ends]))
     return ZeroShotBatch(
         tokens=torch.from_numpy(tokens_bs[:, :-1]),
         position_ids=torch.arange(length).expand(len(samples), length),
         labels=torch.from_numpy(tokens_bs[:, 1:]),
-        rows=torch.from_numpy(rows),
-        positions=torch.from_numpy(np.concatenate(positions)),
+        rows=torch.arange(len(samples)).repeat_interleave(scored),
+        positions=positions,
+        contexts=positions,
+        scored=scored,
     )
 
 
@@ -88,8 +111,10 @@ def forward(model: Callable[..., T], batch: ZeroShotBatch, task: ZeroShotTask) -
     return model(batch.tokens, batch.position_ids, labels_bs=batch.labels)
 
 
-def total(out: Tensor, batch: ZeroShotBatch, task: ZeroShotTask, *, vocab_size: int, tp: Axis) -> Tensor:
-    """Sum a batch to an fp64 scalar.
+def total(
+    out: Tensor, batch: ZeroShotBatch, task: ZeroShotTask, *, vocab_size: int, tp: Axis, cp: Axis
+) -> Tensor:
+    """Sum this rank's share of a batch to an fp64 scalar.
 
     The sum is over the losses `out` [b, s] of scored tokens, or counts the samples for which all scored tokens are the
     most probable ones by their logits `out` [n, v].
@@ -100,13 +125,13 @@ def total(out: Tensor, batch: ZeroShotBatch, task: ZeroShotTask, *, vocab_size: 
     logits_vn = all_gather(out.t().contiguous(), tp)[:vocab_size]
     wrong_n = logits_vn.argmax(0) != batch.labels[batch.rows, batch.positions]
     zeros_b = torch.zeros(batch.num_sequences, dtype=torch.float64, device=out.device)
-    right_b = zeros_b.index_add(0, batch.rows, wrong_n.double()) == 0
-    return (zeros_b.index_fill(0, batch.rows, 1.0) * right_b).sum()
+    right_b = all_reduce_sum(zeros_b.index_add(0, batch.rows, wrong_n.double()), cp) == 0
+    return (right_b & (batch.scored > 0)).double().sum()
 
 
-def count(batch: ZeroShotBatch, task: ZeroShotTask) -> int:
-    """Return a batch's share of `task.count`."""
-    return batch.num_sequences if task.greedy and len(batch.rows) else len(batch.rows)
+def count(batch: ZeroShotBatch, task: ZeroShotTask) -> Tensor:
+    """Return a batch's share of `task.count`, int64 []."""
+    return ((batch.scored > 0) if task.greedy else batch.scored).sum()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,18 +176,19 @@ def evaluate(
         by_position: fp64 [2, task.length] of zeros, to receive the sum of the losses (nats) at each position of a
             window, and the number of tokens scored there. Only of tasks that sum losses.
     """
-    mesh = stages.mesh
+    mesh, cp = stages.mesh, stages.mesh.cp
     totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)
-    for batch in make_batches(task, micro_batch_size=micro_batch_size, dp=mesh.dp):
-        batch = batch.to(mesh.device)
+    multiple = 2 * cp.size if cp.size > 1 else 1
+    for whole in make_batches(task, micro_batch_size=micro_batch_size, dp=mesh.dp, multiple=multiple):
+        batch = whole.divide(cp.rank, cp.size).to(mesh.device)
         out = forward(stages, batch, task)
         if out is not None:
-            totals[0] += total(out, batch, task, vocab_size=stages.vocab_size, tp=mesh.tp)
+            totals[0] += total(out, batch, task, vocab_size=stages.vocab_size, tp=mesh.tp, cp=cp)
             totals[1] += count(batch, task)
             if by_position is not None:
                 losses_n = out[batch.rows, batch.positions].double()
                 sums_2n = torch.stack((losses_n, torch.ones_like(losses_n)))
-                by_position.index_add_(1, batch.positions, sums_2n)
+                by_position.index_add_(1, batch.contexts, sums_2n)
         advance()
     stages.transfers.finish()
     if by_position is not None:

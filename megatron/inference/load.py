@@ -18,6 +18,7 @@ from megatron.checkpoint.checkpoint import (
 from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.formats import FORMATS
 from megatron.checkpoint.tokenizer import saved_tokenizer
+from megatron.context_parallel.setup import heads_obstacle, with_context_parallel
 from megatron.errors import InputError
 from megatron.inference.config import InferenceConfig
 from megatron.interop.formats import EXTERNAL_FORMATS
@@ -84,6 +85,8 @@ def build_gpt(
         )
     check_tensor_parallel(model_settings, mesh.tp.size, mesh.tp.size)
     check_expert_parallel(model_settings, config.parallel, 0)
+    for reason in heads_obstacle(model_settings, config.parallel):
+        raise InputError(f"--context-parallel-size: {mesh.cp.size} {reason}")
     (chunk,) = split_layers(config.parallel, model_settings.num_layers)[mesh.pp.rank]
     loaded = _tokenizer(checkpoint, tokenizer)
     check_vocabulary(checkpoint, loaded.vocab_size)
@@ -101,7 +104,7 @@ def build_gpt(
         config.parallel,
         vocab_size=loaded.vocab_size,
         padded_vocab_size=padded,
-        ops=inference_ops(dtype, mesh.device),
+        ops=with_context_parallel(config.parallel, mesh, inference_ops(dtype, mesh.device)),
     )
     # Without memory: load_weights checks the shapes before it allocates.
     with torch.device("meta"):

@@ -43,7 +43,6 @@ NO_DROPOUT = "--attention-dropout 0"
             "has no --moe-expert-capacity-factor with --reset-attention-mask",
         ),
         (f"2 {NO_DROPOUT} --loss-mean microbatches", "needs --loss-mean tokens"),
-        (f"2 {NO_DROPOUT} --eval-tasks PPL --eval-tasks-data FILE", "excludes --eval-tasks"),
         (f"4 {NO_DROPOUT} --cp-comm-type a2a+p2p", "--hierarchical-context-parallel-sizes need each other"),
         (
             f"4 {NO_DROPOUT} --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 4",

@@ -120,7 +120,7 @@ def task_results(flags: str, files: list[str]) -> list[float]:
 
 
 def test_layouts_agree(files: list[str]) -> None:
-    """Tensor and sequence parallelism; interleaved stages with replicas, the last of which gets fewer samples."""
+    """Parts of layers and of sequences; interleaved stages with replicas, the last of which gets fewer samples."""
     expected = task_results("", files)
     assert min(expected) > 0  # some last words are predicted
     for processes, flags in (
@@ -130,6 +130,7 @@ def test_layouts_agree(files: list[str]) -> None:
             "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --use-distributed-optimizer "
             "--overlap-param-gather",
         ),
+        (2, "--context-parallel-size 2 --attention-dropout 0"),
     ):
         for found in run_distributed(task_results, processes, f"{flags} --micro-batch-size 3", files):
             assert found == pytest.approx(expected, rel=1e-5)

@@ -99,28 +99,33 @@ def test_equals_nvidia_metrics(shared: Path, tmp_path: Path, capsys: pytest.Capt
 
 
 # All axes at once, and an argmax over vocabulary shards.
-LAYOUTS = [("WIKITEXT103", 2, 2, 2), ("LAMBADA", 2, 1, 2)]
+LAYOUTS = [("WIKITEXT103", 2, 2, 2, ""), ("LAMBADA", 2, 1, 2, ""), ("LAMBADA", 1, 1, 1, "p2p")]
 SLOW_LAYOUTS = [
-    (task, *sizes) for task in ("WIKITEXT103", "LAMBADA") for sizes in ((2, 1, 1), (1, 2, 1), (1, 1, 2))
+    (task, *sizes)
+    for task in ("WIKITEXT103", "LAMBADA")
+    for sizes in ((2, 1, 1, ""), (1, 2, 1, ""), (1, 1, 2, ""), (1, 2, 1, "all_gather"), (1, 1, 2, "a2a"))
 ]
 
 
 @pytest.mark.parametrize(
-    ("task", "tp", "pp", "dp"),
+    ("task", "tp", "pp", "dp", "cp_comm_type"),
     LAYOUTS + [pytest.param(*layout, marks=pytest.mark.slow) for layout in SLOW_LAYOUTS],
 )
 def test_layouts_equal_nvidia_metrics(
-    task: str, tp: int, pp: int, dp: int, shared: Path, native: Path, tmp_path: Path
+    task: str, tp: int, pp: int, dp: int, cp_comm_type: str, shared: Path, native: Path, tmp_path: Path
 ) -> None:
     """Tensor-parallel layouts load NVIDIA's checkpoint, others the native one."""
     load: list[object] = ["--load", native]
     if tp > 1:
         load = ["--load", shared / "vectors" / "eval-v2.5" / "after200_tp1", *tokenizer_flags(shared)]
     load += ["--tensor-model-parallel-size", tp, "--pipeline-model-parallel-size", pp, "--device", "cpu"]
+    cp = 2 if cp_comm_type else 1
+    if cp_comm_type:
+        load += ["--context-parallel-size", cp, "--cp-comm-type", cp_comm_type]
     output = tmp_path / "result.json"
-    run_distributed(run, tp * pp * dp, *load, *tasks(shared)[task], "--output-path", output)
+    run_distributed(run, tp * pp * dp * cp, *load, *tasks(shared)[task], "--output-path", output)
     found = json.loads(output.read_text())
-    assert found["computed"]["processes"] == tp * pp * dp
+    assert found["computed"]["processes"] == tp * pp * dp * cp
     if task == "LAMBADA":
         assert found["results"] == {"number correct": 2, "total examples": 400, "avg accuracy": 0.005}
     else:
@@ -281,10 +286,12 @@ def test_vocabulary_padding_is_never_predicted() -> None:
         labels=labels,
         rows=torch.arange(2),
         positions=torch.zeros(2).long(),
+        contexts=torch.zeros(2).long(),
+        scored=torch.ones(2).long(),
     )
     task = types.SimpleNamespace(greedy=True)
-    assert zero_shot.total(logits, batch, task, vocab_size=3, tp=ALONE) == 2
-    assert zero_shot.total(logits, batch, task, vocab_size=4, tp=ALONE) == 0
+    assert zero_shot.total(logits, batch, task, vocab_size=3, tp=ALONE, cp=ALONE) == 2
+    assert zero_shot.total(logits, batch, task, vocab_size=4, tp=ALONE, cp=ALONE) == 0
 
 
 def test_vocabulary_padding_is_kept_as_trained(native: Path) -> None:
