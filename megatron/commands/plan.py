@@ -48,7 +48,7 @@ from megatron.planner.report import (
     tflops,
     what_if,
 )
-from megatron.planner.search import Plan, SearchResult, make_plan, search, with_faster_divisions
+from megatron.planner.search import Plan, SearchResult, make_plan, search, with_automatic_schedules
 from megatron.planner.simulate import Simulator
 from megatron.planner.trace import trace_events
 from megatron.tool import check_output_file, write_output_file
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_precision(job.fp8_format, cluster.device)
     with tqdm(desc="layouts", unit="", leave=False, disable=not sys.stderr.isatty()) as bar:
         result = search(job, cluster, num_plans=NUM_PLANS, progress=lambda n: bar.update(n - bar.n))
-    result = with_faster_divisions(result, job, cluster)
+    result = with_automatic_schedules(result, job, cluster)
     best = result.plans[0]
     name = find_preset(config.model)[0] if config.model else "model"
     print(f"{name}: {heading(job, cluster)}")

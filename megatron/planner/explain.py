@@ -21,6 +21,7 @@ from megatron.planner.search import (
     can_tensor_parallel,
     divides_experts,
     make_plan,
+    schedules,
 )
 
 # Fields of `Step` in words.
@@ -37,6 +38,13 @@ PARTS = {
 }
 # Relative differences of step time below this count as equal: predictions do not tell such layouts apart.
 EQUAL_TIME = 0.01
+# Fields of a layout whose replicas shard nothing but the optimizer state.
+UNSHARDED: dict[str, Any] = {
+    "distributed_optimizer": True,
+    "sharded_gradients": False,
+    "sharded_parameters": False,
+    "instances": 1,
+}
 
 
 def other_choices(best: Plan, job: Job, cluster: Cluster) -> Iterator[tuple[str, Layout]]:
@@ -61,16 +69,21 @@ def other_choices(best: Plan, job: Job, cluster: Cluster) -> Iterator[tuple[str,
         (f"E{2 * e} of T{parts // 2}", {"expert": 2 * e, "expert_tensor": parts // 2}),
         (f"E{e // 2} of T{2 * parts}", {"expert": e // 2, "expert_tensor": 2 * parts}),
         ("no interleaving", {"chunks": 1}),
+        ("1F1B or interleaving", {"pipeline_schedule": None, "overlap_grad_reduce": True}),
+        ("schedule zb-h1", {"pipeline_schedule": "zb-h1", "chunks": 1}),
+        ("schedule zb-v", {"pipeline_schedule": "zb-v", "chunks": 2, "balanced": False}),
         ("stages of equal numbers of layers", {"balanced": False}),
+        ("stages of equal work", {"balanced": True, "chunks": 1}),
         (f"microbatch {2 * b}", {"micro_batch_size": 2 * b}),
         (f"microbatch {b // 2}", {"micro_batch_size": b // 2}),
         ("no recomputation", {"recompute": "none"}),
         ("full recomputation", {"recompute": "full"}),
         ("no sequence parallelism", {"sequence_parallel": False}),
         ("sequence parallelism", {"sequence_parallel": True}),
-        ("no distributed optimizer", {"distributed_optimizer": False, "sharded_parameters": False}),
-        ("distributed optimizer", {"distributed_optimizer": True, "sharded_parameters": False}),
-        ("sharded parameters", {"distributed_optimizer": True, "sharded_parameters": True}),
+        ("no distributed optimizer", UNSHARDED | {"distributed_optimizer": False}),
+        ("distributed optimizer", UNSHARDED),
+        ("sharded gradients", UNSHARDED | {"sharded_gradients": True}),
+        ("sharded parameters", UNSHARDED | {"sharded_parameters": True}),
     ]
     for words, change in changes:
         other = dataclasses.replace(layout, **change)
@@ -98,22 +111,31 @@ def _divides(layout: Layout, job: Job, cluster: Cluster) -> bool:
 
 def _adjusted(layout: Layout, job: Job) -> Layout:
     """Reduce the chunks to what layers and microbatches allow, and drop options without effect."""
-    p = layout.pipeline
-    chunks = 1
-    if p > 1 and layout.microbatches(job) % p == 0:
+    p, chunks = layout.pipeline, 1
+    if p > 1:
         fitting = (
             dataclasses.replace(layout, chunks=v) for v in range(1, min(layout.chunks, MAX_CHUNKS) + 1)
         )
-        chunks = max(other.chunks for other in fitting if other.splits_layers(job))
+        possible = [other.chunks for other in fitting if layout.pipeline_schedule in schedules(job, other)]
+        if not possible:
+            layout, possible = dataclasses.replace(layout, pipeline_schedule=None), [1]
+        chunks = max(possible)
+    if p == 1:
+        layout = dataclasses.replace(layout, pipeline_schedule=None)
     replicated = layout.replicas > 1
+    shards = replicated and can_shard_parameters(job, layout)
+    sharded = shards and (layout.sharded_gradients or layout.sharded_parameters)
+    divides = layout.replicas % layout.instances == 0 and layout.replicas > layout.instances
     return dataclasses.replace(
         layout,
         chunks=chunks,
-        balanced=layout.balanced and p > 1,
+        balanced=layout.balanced and p > 1 and chunks == 1,
         sequence_parallel=layout.sequence_parallel and can_sequence_parallel(job, layout),
         distributed_optimizer=layout.distributed_optimizer and replicated,
-        sharded_parameters=layout.sharded_parameters and replicated and can_shard_parameters(job, layout),
-        overlap_grad_reduce=replicated,
+        sharded_gradients=layout.sharded_gradients and shards,
+        sharded_parameters=layout.sharded_parameters and shards,
+        instances=layout.instances if sharded and divides else 1,
+        overlap_grad_reduce=replicated and not layout.splits_backward,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from megatron.parallel.schedules import Schedule, one_forward_one_backward
 from megatron.planner.cluster import Cluster, Group
@@ -105,7 +106,7 @@ class Layout:
         """Tokens of a microbatch on a process of a context-parallel group."""
         return self.micro_batch_size * job.seq_length / self.context
 
-    @property
+    @functools.cached_property
     def parts(self) -> Parts:
         """Division of the layers among stages and chunks."""
         return Parts(self.pipeline, self.chunks, self.v_shaped, self.division)

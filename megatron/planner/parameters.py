@@ -106,6 +106,8 @@ def _dense_parameters(job: Job, tensor: int, parts: Parts, stage: int) -> float:
 
 def stage_expert_parameters(job: Job, layout: Layout, stage: int) -> float:
     """Number of parameters of the experts of a stage on one rank."""
+    if job.model.num_experts is None:
+        return 0.0
     return sum(experts for _, experts in layout.layers(job)[stage]) * expert_parameters(job, layout)
 
 

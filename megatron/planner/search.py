@@ -7,8 +7,10 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from megatron.errors import InputError
+from megatron.model.flops import layer_flops, vocabulary_flops
 from megatron.planner.cluster import Cluster
 from megatron.planner.kernels import Kernels
 from megatron.planner.layout import Job, Layout
@@ -20,6 +22,8 @@ from megatron.planner.simulate import Simulator, Step
 
 # Larger numbers of chunks per stage, and other microbatch sizes, gain nothing.
 MAX_CHUNKS, MICRO_BATCH_SIZES = 8, (1, 2, 4, 8, 16, 32)
+# Stages up to which V-shaped schedules, and stages of equal work, are tried; forward passes of the schedule auto.
+MAX_V_STAGES, MAX_EQUAL_STAGES, MAX_AUTO_PASSES = 16, 32, 1024
 # Experts are shared by more ranks only within a node.
 EXPERT_TENSOR_SIZES = (1, 2, 4, 8)
 # Longer parts of a sequence need no division: context parallelism is for long sequences.
@@ -104,8 +108,11 @@ def can_sequence_parallel(job: Job, layout: Layout) -> bool:
 
 
 def can_shard_parameters(job: Job, layout: Layout) -> bool:
-    """Return True if replicas may shard parameters: without a pipeline, and without experts, which are divided."""
-    return layout.pipeline == 1 and job.model.num_experts is None
+    """Return True if replicas may shard gradients and parameters: without experts, which are divided.
+
+    Schedules that split backward passes compute a layer's gradients in several passes.
+    """
+    return job.model.num_experts is None and not layout.splits_backward
 
 
 def context_sizes(job: Job, ranks: int) -> list[int]:
@@ -144,34 +151,74 @@ def shapes(job: Job, cluster: Cluster) -> Iterator[Layout]:
 
 def chunk_numbers(job: Job, layout: Layout) -> list[int]:
     """Numbers of chunks per stage that the layers and microbatches of a layout allow."""
-    p = layout.pipeline
-    most = MAX_CHUNKS if p > 1 and layout.microbatches(job) % p == 0 else 1
-    return [
-        v for v in range(1, most + 1) if v == 1 or dataclasses.replace(layout, chunks=v).splits_layers(job)
-    ]
+    numbers = range(1, MAX_CHUNKS + 1) if layout.pipeline > 1 else (1,)
+    return [v for v in numbers if schedules(job, dataclasses.replace(layout, chunks=v))]
 
 
-def variants(shape: Layout, job: Job) -> Iterator[Layout]:
-    """Yield a shape with and without each way to save memory.
+def schedules(job: Job, shape: Layout) -> list[str | None]:
+    """Names of the schedules that a shape allows; None for 1F1B or the interleaved one.
+
+    V-shaped ones are left out on many stages, where their lists take seconds to make. GPipe and breadth-first are never
+    faster than 1F1B and the interleaved schedule; auto is tried for the plans found.
+    """
+    p, m = shape.pipeline, shape.microbatches(job)
+    if p == 1:
+        return [None]
+    names: list[str | None] = []
+    if shape.splits_layers(job) and (shape.chunks == 1 or m % p == 0):
+        names.append(None)
+    if shape.chunks == 1:
+        return names + ["zb-h1", "zb-h2"] * len(names)
+    if shape.chunks == 2 and p <= MAX_V_STAGES and job.model.num_layers % (2 * p) == 0:
+        names += ["zb-v", "v-half", "v-min", *["dualpipe-v"] * (m >= 2 * p)]
+    return names
+
+
+def gains_by_division(job: Job, shape: Layout) -> bool:
+    """Return True if stages of equal work may be faster: if the layers do not divide, or the output layer is large."""
+    model, p = job.model, shape.pipeline
+    if shape.chunks > 1 or not 1 < p <= MAX_EQUAL_STAGES:
+        return False
+    head = vocabulary_flops(model, job.padded_vocab_size(shape.tensor), job.seq_length)
+    layer = layer_flops(model, job.seq_length, has_experts=model.num_experts is not None)
+    return model.num_layers % p > 0 or model.mtp_num_layers > 0 or head > layer / 2
+
+
+def shardings(job: Job, shape: Layout, cluster: Cluster) -> list[dict[str, Any]]:
+    """Fields of the ways to shard over the replicas: each less memory, and more communication, than the one before.
+
+    Parameters are also sharded within an NVLink domain only (hybrid sharding).
+    """
+    if shape.replicas == 1:
+        return [{}]
+    optimizer = {"distributed_optimizer": True}
+    found: list[dict[str, Any]] = [{}, optimizer]
+    if can_shard_parameters(job, shape):
+        found.append(optimizer | {"sharded_gradients": True})
+        within = shape.data_group(cluster).per_domain
+        if 1 < within < shape.replicas and shape.replicas % within == 0:
+            instances = shape.replicas // within
+            found.append(optimizer | {"sharded_parameters": True, "instances": instances})
+        found.append(optimizer | {"sharded_parameters": True})
+    return found
+
+
+def variants(shape: Layout, job: Job, cluster: Cluster) -> Iterator[Layout]:
+    """Yield a shape with each schedule, with and without stages of equal work and each way to save memory.
 
     Selective recomputation is left out: fused attention has no scores for it to save.
     """
     parallel = (False, True) if can_sequence_parallel(job, shape) else (False,)
-    sharded = [(False, False)]
-    if shape.replicas > 1:
-        sharded.append((True, False))
-        if can_shard_parameters(job, shape):
-            sharded.append((True, True))
-    for recompute, sequence_parallel, (optimizer, parameters) in itertools.product(
-        ("none", "full"), parallel, sharded
-    ):
-        yield dataclasses.replace(
-            shape,
-            recompute=recompute,
-            sequence_parallel=sequence_parallel,
-            distributed_optimizer=optimizer,
-            sharded_parameters=parameters,
-        )
+    divisions = (False, True) if gains_by_division(job, shape) else (False,)
+    for name, balanced in itertools.product(schedules(job, shape), divisions):
+        scheduled = dataclasses.replace(shape, pipeline_schedule=name, balanced=balanced)
+        if scheduled.splits_backward:  # weight gradients are complete only at the end of a step
+            scheduled = dataclasses.replace(scheduled, overlap_grad_reduce=False)
+        ways = shardings(job, scheduled, cluster)
+        for recompute, sequence_parallel, sharded in itertools.product(("none", "full"), parallel, ways):
+            yield dataclasses.replace(
+                scheduled, recompute=recompute, sequence_parallel=sequence_parallel, **sharded
+            )
 
 
 def search(job: Job, cluster: Cluster, *, num_plans: int, progress: Callable[[int], object]) -> SearchResult:
@@ -194,23 +241,24 @@ def search(job: Job, cluster: Cluster, *, num_plans: int, progress: Callable[[in
             kernels[key] = Kernels(job, layout, cluster, our_program(job, layout, cluster))
         return Simulator(job, layout, cluster, kernels[key].program, kernels[key])
 
-    # Bounds of layouts without recomputation: with it they are slower, so only those that do not fit get it.
+    # Bounds of layouts without recomputation: with it they are slower, so only those that do not fit get it. Layouts of
+    # a shape that differ in the order of passes alone have the same bound.
     bounds: list[tuple[float, int, Layout, Layout]] = []
     considered = too_large = timed = 0
     for shape in shapes(job, cluster):
-        passes: dict[bool, float] = {}
-        for layout in variants(shape, job):
+        found: dict[Layout, float] = {}
+        for layout in variants(shape, job, cluster):
             considered += 1
             if layout.recompute != "none":
                 continue
-            if not layout.sharded_parameters and not weights_fit(job, layout, cluster):
+            key = _without_order(layout)
+            if key not in found:
+                fitting = weights_fit(job, layout, cluster)
+                found[key] = simulate(layout).lower_bound() if fitting else math.inf
+            if found[key] == math.inf:
                 too_large += 2
-                continue
-            simulator = simulate(layout)
-            if layout.sequence_parallel not in passes:
-                passes[layout.sequence_parallel] = simulator.pipeline_bound()
-            bound = passes[layout.sequence_parallel] + simulator.gradients() + simulator.optimizer()
-            bounds.append((bound, len(bounds), layout, shape))
+            else:
+                bounds.append((found[key], len(bounds), layout, shape))
         progress(considered)
     heapq.heapify(bounds)
     best: dict[Layout, Plan] = {}
@@ -236,14 +284,32 @@ def search(job: Job, cluster: Cluster, *, num_plans: int, progress: Callable[[in
     return SearchResult(plans[:num_plans], considered, timed, too_large)
 
 
-def with_faster_divisions(result: SearchResult, job: Job, cluster: Cluster) -> SearchResult:
-    """Give each plan stages of equal work in place of equal numbers of layers where that is faster and fits."""
+def _without_order(layout: Layout) -> Layout:
+    """The layout with the first schedule of the kinds of its passes, on which `lower_bound` does not depend further."""
+    if not layout.splits_backward:
+        return layout
+    return dataclasses.replace(layout, pipeline_schedule="zb-v" if layout.v_shaped else "zb-h1")
+
+
+def with_automatic_schedules(result: SearchResult, job: Job, cluster: Cluster) -> SearchResult:
+    """Give each plan the schedule auto where it is faster and fits.
+
+    Its search for a list takes long, so it is left out where its lower bound exceeds the plan's time, and in steps of
+    many passes.
+    """
 
     def faster(plan: Plan) -> Plan:
-        if plan.layout.pipeline == 1 or plan.layout.chunks > 1:
+        layout = plan.layout
+        kinds = layout.chunks == 1 or (layout.chunks == 2 and layout.v_shaped)
+        passes = layout.pipeline * layout.chunks * layout.microbatches(job)
+        sharded = layout.sharded_gradients or layout.sharded_parameters
+        if layout.pipeline == 1 or not kinds or sharded or passes > MAX_AUTO_PASSES:
             return plan
-        other = make_plan(job, dataclasses.replace(plan.layout, balanced=True), cluster)
-        return other if other.step.seconds < plan.step.seconds and fits(other.memory, cluster) else plan
+        other = dataclasses.replace(layout, pipeline_schedule="auto", overlap_grad_reduce=False)
+        if simulator_of(job, other, cluster).lower_bound() >= plan.step.seconds:
+            return plan
+        found = make_plan(job, other, cluster)
+        return found if found.step.seconds < plan.step.seconds and fits(found.memory, cluster) else plan
 
     plans = sorted(map(faster, result.plans), key=lambda plan: plan.step.seconds)
     return dataclasses.replace(result, plans=plans)
@@ -251,8 +317,11 @@ def with_faster_divisions(result: SearchResult, job: Job, cluster: Cluster) -> S
 
 def weights_fit(job: Job, layout: Layout, cluster: Cluster) -> bool:
     """Return False if the weights and gradients of a process alone exceed its memory."""
+    if layout.sharded_parameters:
+        return True
     parameters = max(stage_parameters(job, layout, stage) for stage in layout.distinct_stages(job))
-    return parameters * (cluster.device.element + OURS.gradient) <= USABLE_MEMORY * cluster.device.memory
+    gradient = 0 if layout.sharded_gradients else OURS.gradient
+    return parameters * (cluster.device.element + gradient) <= USABLE_MEMORY * cluster.device.memory
 
 
 def kernels_key(layout: Layout) -> tuple[object, ...]:
@@ -313,7 +382,7 @@ def _frugal_layouts(job: Job, cluster: Cluster) -> Iterator[Layout]:
     some = max(MAX_REPLICAS, job.model.num_experts or 0)
     axes = itertools.product(sizes, pipeline_sizes(job), context_sizes(job, MAX_SHARDS))
     for t, p, context in axes:
-        shards = p == 1 and can_shard_parameters(job, Layout())
+        shards = can_shard_parameters(job, Layout())
         most = MAX_SHARDS if shards else some
         for data in (d for d in range(1, most + 1) if job.global_batch_size % d == 0):
             layout = Layout(

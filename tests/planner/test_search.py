@@ -19,11 +19,11 @@ from megatron.planner.cluster import Cluster, cluster_from_data_sheet
 from megatron.planner.device_specs import data_sheet
 from megatron.planner.explain import other_choices, takeaways, why_not
 from megatron.planner.layout import Job, Layout
-from megatron.planner.memory import fits, max_memory
+from megatron.planner.memory import fits
 from megatron.planner.models import MODELS
+from megatron.planner.our_program import memory_of, simulator_of
 from megatron.planner.parameters import stage_parameters
 from megatron.planner.profiles import find_constants, with_constants
-from megatron.planner.programs import OURS
 from megatron.planner.search import (
     SearchResult,
     make_plan,
@@ -31,12 +31,10 @@ from megatron.planner.search import (
     shapes,
     smallest_layout,
     variants,
-    with_faster_divisions,
 )
-from megatron.planner.simulate import Simulator
 
 # Random cases that are enumerated within a second.
-QUICK = (1, 2, 4, 7, 8)
+QUICK = (2, 7)
 EXPERTS = {"num_experts": 8, "moe_ffn_hidden_size": 1024, "moe_grouped_gemm": True, "add_bias_linear": False}
 
 
@@ -68,9 +66,9 @@ def check_search(seed: int) -> None:
     gpt, machine = random_case(seed)
     every: dict[Layout, float] = {}
     for shape in shapes(gpt, machine):
-        for layout in variants(shape, gpt):
-            if fits(max_memory(gpt, layout, machine, OURS), machine):
-                seconds = Simulator(gpt, layout, machine, OURS).step().seconds
+        for layout in variants(shape, gpt, machine):
+            if fits(memory_of(gpt, layout, machine), machine):
+                seconds = simulator_of(gpt, layout, machine).step().seconds
                 every[shape] = min(seconds, every.get(shape, seconds))
     if not every:
         with pytest.raises(InputError, match="no layout fits"):
@@ -111,7 +109,7 @@ def test_plans_fit_and_divide():
         assert fits(plan.memory, machine)
         assert layout.splits_layers(gpt)
         assert gpt.global_batch_size % (layout.data * layout.micro_batch_size) == 0
-        if layout.chunks > 1:
+        if layout.chunks > 1 and not layout.v_shaped:
             assert layout.microbatches(gpt) % layout.pipeline == 0
 
 
@@ -237,8 +235,12 @@ def test_stages_of_equal_work_with_a_large_vocabulary():
     )
     gpt, machine = dataclasses.replace(big, model=model), cluster(4)
     plain = Layout(pipeline=4)
-    even = SearchResult([make_plan(gpt, plain, machine)], 1, 1, 0)
-    (plan,) = with_faster_divisions(even, gpt, machine).plans
+    candidates = [
+        layout
+        for layout in variants(plain, gpt, machine)
+        if layout.recompute == "none" and not layout.splits_backward
+    ]
+    plan = min((make_plan(gpt, layout, machine) for layout in candidates), key=lambda plan: plan.step.seconds)
     assert plan.layout == dataclasses.replace(plain, balanced=True)
     assert plan.layout.layers(gpt) == (((5, 0),), ((5, 0),), ((4, 0),), ((2, 0),))
     assert "--pipeline-model-parallel-layout auto" in plan.layout.flags(gpt)
