@@ -73,7 +73,7 @@ START = Efficiency(
 )
 # Blackwell's share in FP8 over that in bf16, by the fitted runs of "nemo-2025" in both precisions. The runs that other
 # programs' constants are fitted to are in FP8 alone.
-BLACKWELL = dataclasses.replace(START, fp8=0.872)
+BLACKWELL = dataclasses.replace(START, fp8=0.874)
 _A100 = Constants(DATA_SHEET_EFFICIENCY, ("1.7b", "18.4b", "1t"), errors=(0.1, 0.25))
 
 
@@ -90,14 +90,14 @@ _H100 = _fit(
     START,
     ("280", "288", "352"),
     errors=(0.05, 0.13),
-    matmul=0.721,
+    matmul=0.724,
     memory=0.701,
-    link=0.706,
-    fp8=1.022,
-    expert=0.791,
+    link=0.705,
+    fp8=1.017,
+    expert=0.79,
 )
-_B200 = _fit(BLACKWELL, ("36", "25"), errors=(0.08, 0.18), matmul=0.628, link=0.742)
-_B300 = _fit(BLACKWELL, ("121", "194", "39", "24"), errors=(0.05, 0.09), matmul=0.812, link=0.995)
+_B200 = _fit(BLACKWELL, ("36", "25"), errors=(0.08, 0.18), matmul=0.627, link=0.742)
+_B300 = _fit(BLACKWELL, ("121", "194", "39", "24"), errors=(0.05, 0.09), matmul=0.811, link=0.995)
 _FLASH_2 = dataclasses.replace(START, attention=0.35)
 # No training run on MI300X is among the published ones, so these are shares that public tests of single operations
 # reach, and the errors are a guess. Products of large matrices: 620 of 1,307 TFLOP/s in bf16 and 990 of 2,615 in FP8
@@ -106,7 +106,7 @@ _FLASH_2 = dataclasses.replace(START, attention=0.35)
 # Links: RCCL's all-reduce over 8 GPUs reaches about 304 of 448 GB/s. Attention: FlashAttention 2's share on an H100.
 _MI300X = Constants(
     dataclasses.replace(
-        _FLASH_2, matmul=0.474, memory=0.63, stream=0.63, link=0.68, network=0.7, fp8=0.8, expert=0.789
+        _FLASH_2, matmul=0.474, memory=0.63, stream=0.63, link=0.68, network=0.7, fp8=0.8, expert=0.79
     ),
     fitted=(),
     errors=(0.25, 0.4),
@@ -151,7 +151,7 @@ CONSTANTS = {
     ("megatron-core", "B300"): _B300,
     ("megatron-core", "MI300X"): _MI300X,
     ("nemo-2025", "B200"): _fit(
-        START, ("378", "368"), errors=(0.05, 0.2), matmul=0.556, link=0.676, fp8=0.872
+        START, ("378", "368"), errors=(0.05, 0.2), matmul=0.556, link=0.675, fp8=0.874
     ),
     ("gpt-oss-2025", "B200"): _fit(_B200.efficiency, ("128",), errors=(0.1, 0.15), expert=0.369),
     ("gpt-oss-2025", "B300"): _fit(_B300.efficiency, ("171",), errors=(0.1, 0.15), expert=0.352),
