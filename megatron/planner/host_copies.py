@@ -5,22 +5,23 @@ from __future__ import annotations
 import dataclasses
 
 from megatron.errors import InputError
-from megatron.ops.config import LOGITS_CHUNK_BYTES, LOGITS_PIECE_BYTES
 from megatron.optim.offload import NUM_SLOTS, PIECE_SIZE
 from megatron.performance.config import OffloadConfig
 from megatron.planner.cluster import Cluster
 from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import (
     Memory,
-    largest_layer,
+    backward_of_a_layer,
     layer_activations,
+    loss_working,
     max_in_flight,
-    owned_parameters,
+    recomputed_experts,
+    sharded_units,
     stage_memory,
 )
-from megatron.planner.programs import OURS
+from megatron.planner.our_program import our_program, simulator_of
+from megatron.planner.parameters import largest_layer, owned_parameters
 from megatron.planner.search import Plan
-from megatron.planner.simulate import Simulator
 from megatron.training.config import RunConfig
 
 # Bytes/s in each direction of a device's link to its host, by the beginning of the planner's name: NVLink-C2C, PCIe of
@@ -120,7 +121,8 @@ class Stage:
         self, job: Job, layout: Layout, cluster: Cluster, stage: int, offload: OffloadConfig
     ) -> None:
         self.job, self.layout, self.cluster, self.stage = job, layout, cluster, stage
-        self.whole = stage_memory(job, layout, cluster, stage, OURS)
+        self.program = our_program(job, layout, cluster)
+        self.whole = stage_memory(job, layout, cluster, stage, self.program)
         self.state = self.whole.master + self.whole.moments
         self.chunks = layout.layers(job)[stage]
         numbers = []
@@ -132,7 +134,8 @@ class Stage:
         self.layers, self.leaving = (sum(column) for column in zip(*numbers, strict=True))
         element, recompute = cluster.device.element, layout.recompute
         kept = sum(
-            number * layer_activations(job, layout, element, OURS, recompute=recompute, has_experts=experts)
+            number
+            * layer_activations(job, layout, element, self.program, recompute=recompute, has_experts=experts)
             for chunk in self.chunks
             for experts, number in zip((False, True), chunk, strict=True)
         )
@@ -141,21 +144,16 @@ class Stage:
         self.held = self.in_flight * self.leaving * self.layer
 
     @property
-    def loss_bytes(self) -> float:
-        """Bytes that the loss needs for a chunk of logits, and for a piece in fp32."""
-        element = self.cluster.device.element
-        tensor = self.layout.tensor
-        logits = self.layout.tokens(self.job) * self.job.padded_vocab_size(tensor) / tensor
-        chunk, piece = (x["cuda"] / element for x in (LOGITS_CHUNK_BYTES, LOGITS_PIECE_BYTES))
-        return element * min(logits, chunk) + 4 * min(logits, piece)
-
-    @property
-    def gradient_bytes(self) -> float:
-        """Bytes of the gradients with which backward of a layer begins: of its output, and in its MLP."""
-        model, t = self.job.model, self.layout.tensor
-        ffn = model.ffn_hidden_size * (2 if model.gated else 1) / t
-        hidden = model.hidden_size / (t if self.layout.sequence_parallel else 1)
-        return self.cluster.device.element * self.layout.tokens(self.job) * (hidden + ffn)
+    def working(self) -> tuple[float, float]:
+        """Bytes that backward of a layer and the loss need beside what layers keep, as in `stage_memory`."""
+        job, layout, element, program = self.job, self.layout, self.cluster.device.element, self.program
+        has_experts = any(experts for _, experts in self.chunks)
+        of_units, of_ends = sharded_units(job, layout, self.stage, element, program)
+        backward = recomputed_experts(job, layout, element, program) if has_experts else 0.0
+        backward = of_units + (backward or backward_of_a_layer(job, layout, element))
+        if self.stage < layout.pipeline - 1:
+            return backward, 0.0
+        return backward, loss_working(job, layout, element, program) + of_ends
 
     def memory(self, *, offload_state: bool) -> Memory:
         """Memory of the device. `moments` has the pieces that the optimizer updates."""
@@ -171,16 +169,15 @@ class Stage:
             # When backward begins, a layer comes back before those that stayed have been freed. If none stayed, two
             # come back, and in a pipeline the last layer of another microbatch is still there.
             here = 1 if self.leaving < self.layers else 2 + (self.in_flight > 1)
-            more = here * self.layer
-            if self.stage == self.layout.pipeline - 1:  # the memory of the loss is free by then
-                more = max(0.0, more - max(0.0, self.loss_bytes - self.gradient_bytes))
+            backward, loss = self.working
+            more = max(loss, backward + here * self.layer) - max(loss, backward)
             saved = max(0.0, self.held - more)
             memory = dataclasses.replace(memory, activations=memory.activations - saved)
         return memory
 
     def waits(self, bandwidth: float) -> float:
         """Seconds that the passes of a microbatch wait for copies: those beyond the time of the chunk's layers."""
-        kernels = Simulator(self.job, self.layout, self.cluster, OURS).kernels
+        kernels = simulator_of(self.job, self.layout, self.cluster).kernels
         waits = 0.0
         for (dense, experts), (_, leaving) in zip(self.chunks, self.numbers, strict=True):
             cost = kernels.chunk(dense, experts, first=False, last=False)

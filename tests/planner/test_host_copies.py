@@ -43,7 +43,7 @@ PIPELINE = "--pipeline-model-parallel-size 2"
     ],
 )
 def test_memory_matches_a_dry_run(layout: str, flags: str, ranks: int) -> None:
-    """Bytes that offload saves of each stage, within 1.5% of the stage's memory; the bytes on the host within 0.1%."""
+    """Bytes that offload saves of each stage, within 0.6% of the stage's memory; the bytes on the host within 0.2%."""
     batch = "--global-batch-size 16"
     runs = [config_of(f"{SHAPE} {layout} {batch} {more}") for more in ("", flags)]
     job, planned = given_run(runs[1], ranks)
@@ -55,9 +55,9 @@ def test_memory_matches_a_dry_run(layout: str, flags: str, ranks: int) -> None:
         stage = Stage(job, planned, cluster(ranks), number, offload)
         memory = stage.memory(offload_state=state)
         saved = whole.memory["peak"] - less.memory["peak"]
-        assert stage.whole.total - memory.total == pytest.approx(saved, abs=0.015 * whole.memory["peak"])
+        assert stage.whole.total - memory.total == pytest.approx(saved, abs=0.006 * whole.memory["peak"])
         on_host = stage.held + (stage.state if state else 0)
-        assert on_host == pytest.approx(less.memory["in host memory"], rel=0.001)
+        assert on_host == pytest.approx(less.memory["in host memory"], rel=0.002)
 
 
 def test_the_copies_of_8b() -> None:
