@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from megatron.arguments import AFTER_COMMAND_LINE, BEFORE_COMMAND_LINE, PARSER_EXTENSIONS
 from megatron.cli import OTHER_NAMES
+from megatron.data.samplers import SAMPLE_ORDERS
 from megatron.data.split import DATA_ORDERS
 from megatron.evaluation.config import EvalTasksConfig
 from megatron.faults.config import FaultsConfig
@@ -39,6 +40,7 @@ from megatron.settings.shorthands import ShorthandConfig, expand_shorthands
 from megatron.settings.tokenizer import expand_tokenizer
 from megatron.training.config import PLUGIN_CONFIGS
 from megatron.variants.auto_schedule import AutoScheduleConfig
+from megatron.variants.cyclic import cyclic
 from megatron.variants.named_schedules import NAMED, SPLIT_BACKWARD, V_SHAPES, WITH_CHUNKS
 from megatron.verify.config import CaptureConfig
 
@@ -47,6 +49,7 @@ V_SHAPED.update(V_SHAPES)
 CHUNKED.update(WITH_CHUNKS)
 SPLIT.update(SPLIT_BACKWARD)
 OTHER_NAMES.update(FLAG_NAMES)
+SAMPLE_ORDERS.update({"cyclic": cyclic})
 DATA_ORDERS.update({"head": head_split_bounds})
 PLUGIN_CONFIGS.update(
     {

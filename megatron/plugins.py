@@ -17,7 +17,6 @@ from megatron.context_parallel.setup import check_context_parallel, context_para
 from megatron.data.bert_dataset import BertDatasetBuilder
 from megatron.data.build import MOCK_DATA, SOURCES
 from megatron.data.gpt_dataset import PACKINGS, GPTDatasetBuilder
-from megatron.data.samplers import SAMPLE_ORDERS
 from megatron.evaluation.in_training import EvalOnStart, EvalTasks
 from megatron.faults.file_limit import raise_file_limit
 from megatron.faults.gloo_on_gpu import check_gloo_on_gpu
@@ -84,7 +83,6 @@ from megatron.variants.auto_schedule import tuned
 from megatron.variants.auto_stages import with_auto_layout
 from megatron.variants.best_fit import BestFitDataset, load_or_build
 from megatron.variants.blend import ROUNDINGS, open_blend
-from megatron.variants.cyclic import cyclic
 from megatron.variants.data_phases import open_phases
 from megatron.variants.layer_pattern import check_layers
 from megatron.variants.mock_data import mock_bert, mock_gpt
@@ -97,7 +95,6 @@ from megatron.verify.capture import Capturing
 ROUNDINGS.update({"head": HeadBlendRounding()})
 SOURCES[:] = [open_phases, open_blend]
 MOCK_DATA.update({GPTDatasetBuilder: mock_gpt, BertDatasetBuilder: mock_bert})
-SAMPLE_ORDERS.update({"cyclic": cyclic})
 PACKINGS.update({"best-fit": (BestFitDataset, load_or_build)})
 FORMATS.update(EXTERNAL_FORMATS)
 LAYER_OPS[:] = [layer_ops]

@@ -184,10 +184,11 @@ def check_architecture(checkpoint: Checkpoint, config: ModelConfig, *, finetune:
         texts.append(f"{flag} (checkpoint: {saved}, given: {given})")
     if others or (rope and not finetune):
         hint = "" if others else "; RoPE may change with --finetune, which starts from the weights alone"
-        raise InputError(f"--load: {checkpoint.folder} holds another model: {'; '.join(others + rope)}{hint}")
+        refused = "; ".join(others if finetune else others + rope)
+        raise InputError(f"--load: {checkpoint.folder} holds another model: {refused}{hint}")
     length, original = before.max_position_embeddings, config.rope_scaling_original_length
     if config.use_rope_scaling and not before.use_rope_scaling and length != original:
-        rope.append(f"the checkpoint was trained on {length} positions, not on the given {original}")
+        rope.append(f"checkpoint trained on {length} positions; --rope-scaling-original-length is {original}")
     return rope
 
 

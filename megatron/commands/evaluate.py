@@ -71,9 +71,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         print("-" * len(line), line, "-" * len(line), sep="\n")
         ranges = [] if sums is None else by_context(sums)
         for part in ranges:
-            print(
-                f"{part.first:>9,} to {part.last:>9,} tokens of context: loss {part.loss:.4f} ({part.tokens:,} tokens)"
-            )
+            if part.first == part.last:
+                tokens = f"{part.first:>23,} token{'s' * (part.first > 1)}"
+            else:
+                tokens = f"{part.first:>9,} to {part.last:>9,} tokens"
+            print(f"{tokens} of context: loss {part.loss:.4f} ({part.tokens:,} tokens)")
         if output is not None:
             record = {
                 "task": task.name,

@@ -27,6 +27,7 @@ from typing import Any
 from megatron import plugin_flags  # noqa: F401 (registers the flags of plug-ins)
 from megatron.arguments import parse_run_config
 from megatron.cli import Parser, add_flags, make_config, run_command
+from megatron.data.config import DataConfig
 from megatron.errors import InputError, TrainingFault
 from megatron.flags import Config, flag
 from megatron.training.config import RunConfig
@@ -43,10 +44,11 @@ class VerifyConfig(Config):
 
     layouts: tuple[str, ...] | None = flag(
         None,
-        "layouts to verify besides the run's own, by tensor-, pipeline-, data-, expert- and expert-tensor-parallel "
-        "sizes (default: those of t2 p2 d2 t2d2 that --max-processes allows; with experts t2 p2 d2e2 t2d2e2 t2d2e4et1)",
+        "layouts to verify besides the run's own, by tensor-, context-, pipeline-, data-, expert- and "
+        "expert-tensor-parallel sizes (default: those of t2 p2 d2 t2d2 that --max-processes allows; with experts t2 p2 "
+        "d2e2 t2d2e2 t2d2e4et1)",
         nargs="+",
-        metavar="tNpNdNeNetN",
+        metavar="tNcNpNdNeNetN",
     )
     processes: int | None = flag(
         None,
@@ -117,7 +119,7 @@ def verify(config: VerifyConfig, command: list[str]) -> int:
     run = with_auto_layout(run)
     parallel = run.parallel
     ranks = parallel.pipeline_model_parallel_size * math.lcm(
-        parallel.tensor_model_parallel_size, parallel.expert_size
+        parallel.tensor_model_parallel_size * parallel.context_parallel_size, parallel.expert_size
     )
     check_layout(run, config.processes or processes or ranks)
     shrunk = shrink(run, config.processes or processes or 2 * ranks, config.max_processes, STEPS)
@@ -150,7 +152,7 @@ def verify(config: VerifyConfig, command: list[str]) -> int:
             checks.append(convert(verification.saved, folder / "converted"))
             report(checks[-1])
     missing = [
-        "the data files: all runs read the same synthetic data",
+        not_read(run.data),
         "the sizes of the real run, and rounding at these sizes",
         "warm-up and decay of the learning rate",
         f"devices other than this CPU; the run has --device {run.training.device}",
@@ -158,6 +160,12 @@ def verify(config: VerifyConfig, command: list[str]) -> int:
     if config.quick:
         missing.append("other layouts and resumes, which --quick leaves out")
     return write(config, shlex.join(command), changes, checks, missing, begin)
+
+
+def not_read(data: DataConfig) -> str:
+    """The data of a run, for the list of what is not covered."""
+    packing = "" if data.packing == "concatenated" else f" and --packing {data.packing}"
+    return f"the data files{packing}: all runs read the same synthetic data"
 
 
 def parse_command(command: Sequence[str]) -> tuple[str, int | None, list[str]]:

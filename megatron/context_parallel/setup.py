@@ -54,7 +54,8 @@ def heads_obstacle(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str
     if queries % heads or groups % heads:
         yield (
             f"with --cp-comm-type {parallel.cp_comm_type} divides the heads of a rank by {heads}, which has {queries} "
-            f"query heads and {groups} query groups; use --cp-comm-type p2p, or smaller groups with a2a+p2p"
+            f"query head{'s' * (queries > 1)} and {groups} query group{'s' * (groups > 1)}; use --cp-comm-type p2p, or "
+            "smaller groups with a2a+p2p"
         )
 
 

@@ -30,5 +30,5 @@ def single(total: int, *, consumed: int, **layout: int) -> Iterator[range]:
     return sequential(range(consumed, total), drop_last=True, **layout)
 
 
-# Orders of the training data, by --dataloader-type, with the arguments of `single`. `megatron.plugins` adds to them.
+# Orders of the training data by --dataloader-type, with the arguments of `single`. `megatron.plugin_flags` adds some.
 SAMPLE_ORDERS: dict[str, Callable[..., Iterator[Sequence[int]]]] = {"single": single}

@@ -168,7 +168,8 @@ class ModelConfig(MoEConfig, LatentAttentionConfig):
             value = getattr(self, field.name)
             for prefix, needed in NEEDS.items():
                 if field.name.startswith(prefix) and value != field.default and not getattr(self, needed):
-                    raise InputError(f"{flag_name(field)}: {value} needs --{needed.replace('_', '-')}")
+                    given = "" if isinstance(value, bool) else f": {value}"
+                    raise InputError(f"{flag_name(field)}{given} needs --{needed.replace('_', '-')}")
         _ = self.windows  # checks their flags
 
     def _resolve_experts(self) -> None:

@@ -201,7 +201,9 @@ def layer_pattern(flag: str, value: str, layers: int, bit: Callable[[int, int], 
         InputError: the value is malformed, or for another number of layers.
     """
     text = value.replace(" ", "")
-    if text.isdecimal() and int(text) > 0:
+    if text.isdecimal():
+        if int(text) == 0:
+            raise InputError(f"{flag}: {value} must be at least 1, or a pattern such as '[0]*1+[1]*26'")
         return [bit(int(text), layer) for layer in range(layers)]
     repeated = re.fullmatch(r"\((.*)\)(?:\*(\d{1,5}))?", text)
     text, times = (repeated[1], int(repeated[2] or 1)) if repeated else (text, 1)

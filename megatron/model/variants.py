@@ -27,6 +27,8 @@ def variant(part: type[Layer], config: ModelConfig) -> type[Layer]:
     found = {name: VARIANTS[name][part] for name in config.variants if part in VARIANTS[name]}
     best = max(found.values(), key=lambda kind: len(kind.__mro__), default=part)
     if not all(issubclass(best, kind) for kind in found.values()):
-        flags = " and ".join(f"--{name.replace('_', '-')}" for name in found)
+        values = ((name, getattr(config, name)) for name in found)
+        given = ((name, f" {value}" if isinstance(value, str) else "") for name, value in values)
+        flags = " and ".join(f"--{name.replace('_', '-')}{value}" for name, value in given)
         raise InputError(f"{flags} exclude each other; leave one of them out")
     return best

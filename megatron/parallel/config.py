@@ -231,12 +231,15 @@ class ParallelConfig(Config):
     def _check_context(self) -> None:
         sizes, cp = self.hierarchical_context_parallel_sizes, self.context_parallel_size
         if (sizes is not None) != (self.cp_comm_type == "a2a+p2p"):
+            pair = f"2 {cp // 2}, the groups that exchange heads and the ring" if cp % 2 == 0 else f"1 {cp}"
             raise InputError(
-                "--cp-comm-type a2a+p2p and --hierarchical-context-parallel-sizes need each other"
+                f"--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes, such as {pair}"
+                if sizes is None
+                else "--hierarchical-context-parallel-sizes needs --cp-comm-type a2a+p2p; add it or drop the sizes"
             )
         if sizes is not None and (len(sizes) != 2 or sizes[0] * sizes[1] != cp):
             raise InputError(
-                f"--hierarchical-context-parallel-sizes: {' '.join(map(str, sizes))} are not two sizes whose product "
+                f"--hierarchical-context-parallel-sizes: {' '.join(map(str, sizes))} must be two sizes whose product "
                 f"is --context-parallel-size {cp}"
             )
 

@@ -39,6 +39,8 @@ def split_phases(values: Sequence[str], flag: str) -> list[DataPhase]:
     """
     phases = [DataPhase(0, ())]
     for value in values:
+        if value.lower().startswith("from=") and not value.startswith("from="):
+            raise InputError(f"{flag}: {value} begins no phase; write from={value[5:]}")
         if (border := PHASE.fullmatch(value)) is None:
             phases[-1] = dataclasses.replace(phases[-1], words=(*phases[-1].words, value))
             continue
@@ -131,7 +133,8 @@ def check_phases(config: DataConfig) -> None:
                 f"{first} needs --dataloader-type single: cyclic reads all data again in every epoch"
             )
         for phase in phases:
-            prefixes, weights = parse_blend(phase.words, flag)
+            place = f"{flag}: the phase from={phase.start}" if phase.start else f"{flag}: the first phase"
+            prefixes, weights = parse_blend(phase.words, place)
             twice = [prefix for prefix in prefixes if prefixes.count(prefix) > 1]
             if twice:
                 raise InputError(f"{flag}: {twice[0]} is given twice in a phase; add up its weights")

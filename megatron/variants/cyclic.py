@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import torch
-
 from megatron.errors import InputError
 
 
@@ -34,6 +32,8 @@ def cyclic(
             f"--dataloader-type cyclic: the {consumed} consumed samples are not a multiple of {step} "
             f"(--micro-batch-size times data-parallel size); resume with the sizes of the previous run"
         )
+    import torch  # not above: the command line, which imports no torch, registers this order
+
     bucket = per_epoch // dp_size
     while True:
         generator = torch.Generator().manual_seed(epoch)

@@ -34,6 +34,8 @@ ACTIVATIONS.update(activations.ACTIVATIONS)
 
 
 def check_variants(config: ModelConfig) -> None:
-    """Raise `InputError` if flags of a model exclude each other, before a run starts."""
+    """Raise `InputError` if flags of a model exclude each other or do not fit together, before a run starts."""
     for part in {part for table in VARIANTS.values() for part in table}:
         variant(part, config)
+    if config.use_rope_scaling:
+        ROPE_SCALINGS[config.rope_scaling_type](config)

@@ -39,6 +39,8 @@ MIN_VOCAB, LOSS_SCALE = 128, 4096.0
 ADAM_EPS = 1e-3
 # Largest --clip-grad, so that clipping acts on small models too.
 CLIP_GRAD = 0.5
+# Fields of the data files, in whose place runs read synthetic data.
+DATA_FIELDS = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "split")
 # Sections of plug-ins that change what a step computes; those of the others get their defaults.
 KEPT_PLUGINS = ("loss", "freezing", "loss scale", "spikes")
 
@@ -88,6 +90,7 @@ def shrink(config: RunConfig, processes: int, most: int, steps: int) -> Shrunk:
     if model.num_experts is not None:
         # The rounding of 16-bit values changes the choice of experts, for which there is no bound.
         training = dataclasses.replace(training, bf16=False, fp16=False)
+    no_files: dict[str, Any] = dict.fromkeys(DATA_FIELDS)
     small = dataclasses.replace(
         config,
         model=model,
@@ -96,11 +99,7 @@ def shrink(config: RunConfig, processes: int, most: int, steps: int) -> Shrunk:
             seq_length=_seq_length(config, layout),
             mock_data=True,
             packing="concatenated",
-            data_path=None,
-            train_data_path=None,
-            valid_data_path=None,
-            test_data_path=None,
-            split=None,
+            **no_files,
             num_workers=0,
         ),
         tokenizer=_small_tokenizer(config, layout.tp),
@@ -266,7 +265,7 @@ def _changes(config: RunConfig, small: RunConfig, processes: int, layout: Layout
     for old, new in zip(config.sections, small.sections, strict=True):
         for field in dataclasses.fields(old):
             a, b = getattr(old, field.name), getattr(new, field.name)
-            if "flag" in field.metadata and a != b:
+            if "flag" in field.metadata and a != b and field.name not in (*DATA_FIELDS, "packing"):
                 changes.append(f"{flag_name(field)}: {_shown(a)} to {_shown(b)}")
     return changes
 

@@ -43,10 +43,17 @@ NO_DROPOUT = "--attention-dropout 0"
             "has no --moe-expert-capacity-factor with --reset-attention-mask",
         ),
         (f"2 {NO_DROPOUT} --loss-mean microbatches", "needs --loss-mean tokens"),
-        (f"4 {NO_DROPOUT} --cp-comm-type a2a+p2p", "--hierarchical-context-parallel-sizes need each other"),
+        (
+            f"4 {NO_DROPOUT} --cp-comm-type a2a+p2p",
+            "^--cp-comm-type a2a.p2p needs --hierarchical-context-parallel-sizes, such as 2 2, the groups",
+        ),
+        (
+            f"4 {NO_DROPOUT} --hierarchical-context-parallel-sizes 2 2",
+            "^--hierarchical-context-parallel-sizes needs --cp-comm-type a2a.p2p; add it or drop",
+        ),
         (
             f"4 {NO_DROPOUT} --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 4",
-            "2 4 are not two sizes whose product is --context-parallel-size 4",
+            "2 4 must be two sizes whose product is --context-parallel-size 4",
         ),
     ],
 )

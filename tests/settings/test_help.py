@@ -114,3 +114,11 @@ def test_help_does_not_import_torch(module: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("usage: command ")
+
+
+def test_orders_of_plug_ins_are_choices_before_torch_is_imported() -> None:
+    code = "from megatron.arguments import run_parser; from megatron import plugin_flags; import sys\n"
+    code += "from megatron.settings.help import help_text\n"
+    code += "print(help_text(run_parser('', {}), 'data')); assert 'torch' not in sys.modules"
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert "--dataloader-type {single,cyclic}" in out

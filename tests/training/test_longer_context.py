@@ -180,10 +180,10 @@ def test_what_may_not_change_is_refused(
         pretrain(*base, *LLAMA, "--seq-length", 16, "--rotary-base", 5000)
     with pytest.raises(InputError, match=r"another model: --rotary-percent \(checkpoint: 1.0, given: 0.5\)$"):
         pretrain(*base, *LLAMA, *LONG, "--rotary-percent", 0.5)
-    with pytest.raises(InputError, match=r"--num-query-groups .*; --rotary-base \(checkpoint: 1.*0\)$"):
+    with pytest.raises(InputError, match=r"another model: --num-query-groups \([^;]*\)$"):
         pretrain(*base, *LLAMA, *LONG, "--num-query-groups", 4, "--rotary-base", 5000)
     out = pretrain(*base, *LLAMA, *LONG, *YARN[:-1], 32)
-    assert "; the checkpoint was trained on 16 positions, not on the given 32" in out
+    assert "; checkpoint trained on 16 positions; --rope-scaling-original-length is 32" in out
     # Without --finetune the checkpoint's RoPE wins, and the run goes on with its optimizer, longer samples, other data.
     out = pretrain(
         *[*RUN, "--load", first, "--train-iters", 8, "--use-checkpoint-args", "--seq-length", 32],

@@ -179,7 +179,7 @@ def test_loss_of_capped_logits(padded: int) -> None:
     [
         (
             "--multi-latent-attention --position-embedding-type rope --softmax-type learnable",
-            "--multi-latent-attention and --softmax-type exclude each other; leave one of them out",
+            "--multi-latent-attention and --softmax-type learnable exclude each other; leave one of them out",
         ),
         ("--rotary-interleaved", "--rotary-interleaved needs --position-embedding-type rope"),
         ("--sandwich-norm --norm-after", "--norm-after and --sandwich-norm exclude each other"),

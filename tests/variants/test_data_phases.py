@@ -96,7 +96,12 @@ def test_parse() -> None:
             "--valid-data-path: from=8 begins a phase of the training data; give one",
         ),
         ({"data_path": "a from=8 1 b 1 b"}, "b is given twice in a phase; add up its weights"),
-        ({"data_path": "a from=8 1 b 0 c"}, "--data-path: the weight of c is 0"),
+        ({"data_path": "a from=8 1 b 0 c"}, "--data-path: the phase from=8: the weight of c is 0"),
+        (
+            {"data_path": "1 a 2 from=8 b"},
+            "--data-path: the first phase: 3 values; weights and prefixes come in",
+        ),
+        ({"data_path": "a From=8 b"}, "--data-path: From=8 begins no phase; write from=8"),
         ({"data_path": "a from=8 b", "dataloader_type": "cyclic"}, "from=8 needs --dataloader-type single"),
         ({"data_path": "a from=8 b c", "data_order": "head"}, "a phase needs weights"),
     ],

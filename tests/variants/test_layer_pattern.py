@@ -90,12 +90,16 @@ def test_layers_with_rope(flags: str, expected: list) -> None:
             "--no-rope-freq: 'x' is neither a number nor a pattern such as '[0]*1+[1]*26'",
         ),
         (
+            f"{ROPE} --no-rope-freq 0",
+            "--no-rope-freq: 0 must be at least 1, or a pattern such as '[0]*1+[1]*26'",
+        ),
+        (
             f"{ROPE} --multi-latent-attention --no-rope-freq 2",
             "--no-rope-freq: 2 needs attention without --multi-latent-attention",
         ),
         (
             "--window-size 5,0 --position-embedding-type alibi",
-            "--position-embedding-type and --window-size exclude each other; leave one of them out",
+            "--position-embedding-type alibi and --window-size 5,0 exclude each other; leave one of them out",
         ),
         (
             f"{ROPE} --window-size 5,0 --mtp-num-layers 1",

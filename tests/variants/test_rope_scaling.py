@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.arguments import parse_run_config
 from megatron.errors import InputError
 from megatron.model.config import ModelConfig
+from megatron.plugins import prepared
+from megatron.pretrain_gpt import DEFAULTS, GPT
 from megatron.variants.rope_scaling import Scaling
 
 
@@ -55,3 +58,36 @@ def test_linear_scaling_has_only_a_factor(flags: dict[str, Any], message: str) -
     )
     with pytest.raises(InputError, match=message):
         Scaling.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("llama3 --rope-scaling-attention-factor 1.2", "--rope-scaling-attention-factor: 1.2 needs"),
+        ("linear --rope-scaling-turns 1 4", "--rope-scaling-turns has no meaning with"),
+        ("yarn --rope-scaling-turns 4 1", "--rope-scaling-turns: 4.0 1.0: the first is larger"),
+        (
+            "linear --no-yarn-correction-range-round-to-int",
+            "--no-yarn-correction-range-round-to-int needs --rope-scaling-type yarn",
+        ),
+    ],
+)
+def test_errors_come_with_the_config(flags: str, message: str) -> None:
+    words = f"{RUN} --position-embedding-type rope --use-rope-scaling --rope-scaling-type {flags}".split()
+    with pytest.raises(InputError, match=f"^{message}"):
+        prepared(parse_run_config(words, description="", defaults=DEFAULTS), GPT)
+
+
+def test_flags_without_effect_are_refused_as_the_user_wrote_them() -> None:
+    with pytest.raises(
+        InputError, match=r"^--no-yarn-correction-range-round-to-int needs --use-rope-scaling$"
+    ):
+        parse_run_config(
+            f"{RUN} --no-yarn-correction-range-round-to-int".split(), description="", defaults=DEFAULTS
+        )
+
+
+RUN = """
+    --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --mock-data --micro-batch-size 1
+    --global-batch-size 1 --train-iters 1 --lr 1e-3 --tokenizer-type NullTokenizer --vocab-size 59
+"""

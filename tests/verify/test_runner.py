@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from megatron.commands.verify import VerifyConfig, other_layouts, parse
+from megatron.data.zigzag import Zigzag
 from megatron.parallel.parameters import parameter, zeros
 from megatron.parallel.slices import GlobalSlice
 from megatron.verify.certificate import certificate
@@ -72,7 +73,7 @@ def test_rows_of_a_weight_place_the_output_of_a_product_only(inputs: torch.Tenso
     module = nn.Module()
     module.weight = parameter(GlobalSlice((16, 8), 0, ((0, 8),)), zeros)
     capture = PassCapture.__new__(PassCapture)
-    capture.mesh, capture.seq_length = SimpleNamespace(tp=SimpleNamespace(size=2)), 4
+    capture.mesh, capture.zigzag = SimpleNamespace(tp=SimpleNamespace(size=2)), Zigzag(4, 1)
     place = capture._place(module, (inputs,), torch.zeros(4, 2, 8))
     assert (place and place.dim) == dim
     # The losses of two sequences of eight tokens.
@@ -84,5 +85,5 @@ def test_a_split_vector_does_not_place_an_output() -> None:
     module = nn.Module()
     module.weight = parameter(GlobalSlice((16,), 0, ((0, 8),)), zeros)
     capture = PassCapture.__new__(PassCapture)
-    capture.mesh, capture.seq_length = SimpleNamespace(tp=SimpleNamespace(size=2)), 4
+    capture.mesh, capture.zigzag = SimpleNamespace(tp=SimpleNamespace(size=2)), Zigzag(4, 1)
     assert capture._place(module, (torch.zeros(1, 1, 4, 8),), torch.zeros(1, 1, 4, 8)) is None

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.commands import verify as command
-from megatron.commands.verify import main, parse, parse_command, train_rank
+from megatron.commands.verify import main, not_read, parse, parse_command, train_rank
+from megatron.data.config import DataConfig
 from megatron.errors import InputError
 from megatron.optim.grad_reducer import GradReducer
 from megatron.parallel.collectives import local_shard
@@ -225,3 +226,26 @@ def test_a_capture_without_a_rank_is_refused(tmp_path: Path) -> None:
 def test_layouts_have_names() -> None:
     layouts = Layout(), Layout(2), Layout(2, 1, 4), Layout(2, 1, 2, 4, 1)
     assert [str(layout) for layout in layouts] == ["one process", "t2", "t2d4", "t2d2e4et1"]
+
+
+def test_the_default_processes_include_context_parallelism(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two replicas of a model whose sequences two ranks divide, in as many processes as are allowed."""
+
+    class Started(Exception):
+        pass
+
+    def start(*arguments: object) -> None:
+        raise Started
+
+    monkeypatch.setattr("megatron.verify.runner.Runs", start)
+    words = ["--output", str(tmp_path), "--quick", "--max-processes", "2", "--"]
+    with pytest.raises(Started):
+        main([*words, "pretrain_gpt.py", *FLAGS.split(), "--context-parallel-size", "2"])
+    assert "verifying pretrain_gpt in c2, of 2 processes" in capsys.readouterr().out
+
+
+def test_data_that_is_not_read_is_not_covered() -> None:
+    assert not_read(DataConfig(seq_length=8)).endswith("files: all runs read the same synthetic data")
+    assert " and --packing best-fit: " in not_read(DataConfig(seq_length=8, packing="best-fit"))

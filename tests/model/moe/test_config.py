@@ -106,7 +106,7 @@ FLAGS = [
         "allgather",
         "--moe-shared-expert-overlap needs --moe-token-dispatcher-type alltoall",
     ),
-    (f"{EXPERTS} --moe-layer-freq 0", "--moe-layer-freq: '0' is neither a number nor a pattern such as"),
+    (f"{EXPERTS} --moe-layer-freq 0", "--moe-layer-freq: 0 must be at least 1, or a pattern such as"),
     (
         f"{EXPERTS} --moe-layer-freq [1]*x",
         "--moe-layer-freq: '[1]*x' is neither a number nor a pattern such as",
