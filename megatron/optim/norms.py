@@ -29,7 +29,7 @@ def model_sum(
     for bucket, shard in zip(buckets, shards, strict=True):
         sums = found.setdefault((bucket.group.model_axis, bucket.group.shard_axis), [total])
         sums += [
-            measure(shard[begin - bucket.shard[0] : end - bucket.shard[0]]).double().to(mesh.device)
+            measure(shard[begin - bucket.shard[0] : end - bucket.shard[0]]).double()
             for begin, end in bucket.counted
         ]
     # Every rank of a stage has the same axes, but some stages may have no experts.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.optim.norms import model_norm
+from megatron.optim.norms import flat_norm, model_sum
 from megatron.reports.config import ReportConfig
 from megatron.training.loop import Hook, Trainer
 from megatron.training.report import Interval
@@ -15,4 +15,8 @@ class ParamsNorm(Hook):
         if trainer.config.plugin(ReportConfig).log_params_norm:
             trainer.engine.optimizer.finish()
             buffer = trainer.engine.buffer
-            interval.values["params norm"] = model_norm(buffer.masters, buffer.buckets, buffer.mesh).item()
+            device = buffer.mesh.device  # master weights may be in host memory
+            square = model_sum(
+                buffer.masters, buffer.buckets, buffer.mesh, lambda x: flat_norm(x).square().to(device)
+            )
+            interval.values["params norm"] = square.sqrt().float().item()
