@@ -40,7 +40,7 @@ NOT_ARCHITECTURE = frozenset(
     "moe_router_load_balancing_type moe_token_drop_policy moe_z_loss_coeff mtp_loss_scaling_factor".split()
 ).union(COMPUTATION)
 # Beginnings of fields that may differ with --finetune too: a model can learn longer sequences with another RoPE.
-ROPE_FIELDS = ("rotary_base", "use_rope_scaling", "rope_scaling_", "mscale")
+ROPE_FIELDS = ("rotary_base", "use_rope_scaling", "rope_scaling_", "yarn_", "mscale")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,6 +167,8 @@ def is_architecture(field: str, config: ModelConfig) -> bool:
     """True for a field of the config that the weights fix: it cannot change when they are loaded."""
     # Only learned position embeddings limit the sequence length.
     has_positions = config.position_embedding_type == "learned_absolute"
+    if field.startswith(ROPE_FIELDS) and config.position_embedding_type != "rope":
+        return False
     return field not in NOT_ARCHITECTURE and (has_positions or field != "max_position_embeddings")
 
 

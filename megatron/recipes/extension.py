@@ -33,8 +33,9 @@ class Extension(Hook):
             if len(datasets) > 1:
                 trainer.datasets["train"] = JoinedDataset(datasets)
                 trainer.log(
-                    f"the run was started for {state.train_samples:,} samples and extended to {samples:,}; the order "
-                    f"of the training data stays, and after {len(datasets[0]):,} samples it starts again, shuffled anew"
+                    f"the run was started for {state.train_samples:,} samples and extended to {samples:,}, which "
+                    f"does not change the order of the first {len(datasets[0]):,}; after them the training data is "
+                    "shuffled anew"
                 )
         yield
 

@@ -60,7 +60,10 @@ def _with_checkpoint_args(given: dict[str, Any], config: CheckpointConfig) -> di
     kept = {name: value for name, value in vars(model).items() if is_architecture(name, model)}
     # With --finetune what is given of RoPE wins.
     fixed = {k: v for k, v in kept.items() if not (config.finetune and k.startswith(ROPE_FIELDS))}
-    free = vars(model) | {"seq_length": checkpoint.state["config"].get("data", {}).get("seq_length")}
+    # Flags of RoPE that a model without it was trained with have no effect, and would be refused.
+    unused = ROPE_FIELDS if model.position_embedding_type != "rope" else ()
+    free = {name: value for name, value in vars(model).items() if not name.startswith(unused)}
+    free |= {"seq_length": checkpoint.state["config"].get("data", {}).get("seq_length")}
     if "seq_length" in given:
         del free["max_position_embeddings"]  # follows from --seq-length
     if given.get("tokenizer_type", tokenizer.tokenizer_type) == tokenizer.tokenizer_type:

@@ -110,9 +110,15 @@ def check_layers(config: ModelConfig, task: str) -> None:
         InputError: they have impossible values, or the task or other flags exclude them.
     """
     has_rope(config)
-    if config.rotary_interleaved and config.position_embedding_type != "rope":
+    for name in ("rotary_interleaved", "use_rope_scaling", "rotary_base", "rotary_base_local"):
+        value = getattr(config, name)
+        if value != getattr(ModelConfig, name) and config.position_embedding_type != "rope":
+            given = f"--{name.replace('_', '-')}" + ("" if isinstance(value, bool) else f": {value}")
+            raise InputError(f"{given} needs --position-embedding-type rope; add it or leave the flag out")
+    if config.window_size is not None and set(config.windows) == {None}:
+        frequency = config.window_attn_skip_freq
         raise InputError(
-            "--rotary-interleaved needs --position-embedding-type rope; add it or leave the flag out"
+            f"--window-attn-skip-freq: {frequency} gives no layer a window; drop it and --window-size"
         )
     for name in ("window_size", "no_rope_freq", "final_logit_softcapping"):
         value, flag = getattr(config, name), f"--{name.replace('_', '-')}"

@@ -499,3 +499,8 @@ def test_training_from_a_huggingface_model(tmp_path: Path, pretrain: Callable[..
     assert "  loss " in pretrain(*STEP, *IDS, "--load", folder, "--finetune", *shape)
     with pytest.raises(InputError, match=r"holds another model: --num-layers \(checkpoint: 2, given: 3\)"):
         pretrain(*STEP, *IDS, "--load", folder, "--finetune", *shape, "--num-layers", 3)
+
+
+def test_periodic_windows_are_a_number(tmp_path: Path) -> None:
+    config = model_config(open_huggingface(save_hf(tmp_path, "gemma2")))
+    assert config.window_attn_skip_freq == "2" and config.windows[0] is not None

@@ -44,7 +44,7 @@ def test_an_extension_keeps_the_order_of_the_data(
     data = ["--data-path", *([0.5, corpus, 0.5, corpus] if blend else [corpus])]
     run = [*TINY, *data, "--save", tmp_path / "a", "--load", tmp_path / "a"]
     pretrain(*run, "--train-iters", 5)
-    line = "the run was started for 20 samples and extended to 120; the order of the training data stays, and after "
+    line = "the run was started for 20 samples and extended to 120, which does not change the order of "
     out = pretrain(*run, "--train-iters", 30)
     assert line in out and " (120 samples x " in out
     pretrain(*run, "--train-iters", 60, "--exit-interval", 40)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.checkpoint import model_config
+from megatron.checkpoint.checkpoint import differences, model_config
 from megatron.checkpoint.find import find_checkpoint
 from megatron.commands.convert_checkpoint import main as convert
 from megatron.commands.evaluate import main as evaluate
@@ -22,6 +23,7 @@ from megatron.data.gpt_dataset import build_gpt_datasets
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.errors import InputError
 from megatron.inference.conversion import largest_difference, our_logits, their_logits
+from megatron.model.config import ModelConfig
 
 IDS = 120
 RUN = f"""
@@ -209,3 +211,18 @@ def test_nvidias_format_of_export_has_no_rope(
 ) -> None:
     with pytest.raises(InputError, match=r"Megatron-LM v2\.5 supports only"):
         convert(["--from", "native", "--to", "megatron", "--load", str(first), "--save", str(tmp_path / "n")])
+
+
+def test_flags_of_rope_without_rope_are_no_part_of_a_model() -> None:
+    """Runs that gave them before they were refused can be resumed without them."""
+    sizes: dict[str, Any] = {
+        "num_layers": 1,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 8,
+    }
+    plain, based = ModelConfig(**sizes), ModelConfig(**sizes, rotary_base=5e5, use_rope_scaling=True)
+    assert differences(plain, based, is_bert=False) == []
+    rope = [dataclasses.replace(config, position_embedding_type="rope") for config in (plain, based)]
+    flags = [flag for flag, _, _ in differences(*rope, is_bert=False)]
+    assert flags == ["--rotary-base", "--use-rope-scaling"]

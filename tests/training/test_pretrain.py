@@ -133,7 +133,7 @@ def test_a_change_of_the_batch_size(pretrain, tmp_path: Path) -> None:
     """With --train-iters the number of iterations stays, with --train-samples the number of samples."""
     run = [*TINY, "--save", tmp_path / "a", "--load", tmp_path / "a", "--metrics-path", tmp_path / "a.jsonl"]
     pretrain(*run, "--exit-interval", 6)
-    line = "the run was started for 96 samples and extended to 144; the order of the training data stays, "
+    line = "the run was started for 96 samples and extended to 144, which does not change the order of "
     assert line in pretrain(*run, "--global-batch-size", 16)
     assert records(tmp_path / "a.jsonl")[-1]["iteration"] == 12
     assert records(tmp_path / "a.jsonl")[-1]["consumed samples"] == 6 * 8 + 6 * 16

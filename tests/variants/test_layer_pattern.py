@@ -102,6 +102,22 @@ def test_layers_with_rope(flags: str, expected: list) -> None:
             "--position-embedding-type alibi and --window-size 5,0 exclude each other; leave one of them out",
         ),
         (
+            "--use-rope-scaling",
+            "--use-rope-scaling needs --position-embedding-type rope; add it or leave the flag out",
+        ),
+        (
+            "--rotary-base 500000",
+            "--rotary-base: 500000.0 needs --position-embedding-type rope; add it or leave the flag out",
+        ),
+        (
+            "--window-size 5,0 --rotary-base-local 100",
+            "--rotary-base-local: 100.0 needs --position-embedding-type rope; add it or leave the flag out",
+        ),
+        (
+            "--window-size 5,0 --window-attn-skip-freq 1",
+            "--window-attn-skip-freq: 1 gives no layer a window; drop it and --window-size",
+        ),
+        (
             f"{ROPE} --window-size 5,0 --mtp-num-layers 1",
             "--window-size: 5,0 excludes --mtp-num-layers; drop one",
         ),

@@ -253,8 +253,16 @@ def _read_windows(left: dict[str, Any], family: Family, fields: dict[str, Any]) 
         raise InputError(f"sliding_window: {window!r} is not a positive integer; sliding attention needs one")
     if window >= fields["max_position_embeddings"] and fields.get("rotary_base_local") is None:
         return {}
-    skipped = None if all(windowed) else layer_freq(windowed)
+    skipped = None if all(windowed) else _skip_freq(windowed)
     return {"window_size": f"{window - 1},0", "window_attn_skip_freq": skipped}
+
+
+def _skip_freq(windowed: list[bool]) -> str:
+    """The shortest --window-attn-skip-freq for layers of which some have no window."""
+    period = windowed.index(False) + 1
+    if windowed == [(layer + 1) % period != 0 for layer in range(len(windowed))]:
+        return str(period)
+    return layer_freq(windowed)
 
 
 def _windows_to_config(family: Family, model: ModelConfig) -> dict[str, Any]:
