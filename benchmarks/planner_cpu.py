@@ -108,12 +108,12 @@ def main(argv: Sequence[str] | None = None) -> None:
                 f"({row['error']:+.1%})",
                 flush=True,
             )
-    results = metadata | {
-        "flags": " ".join(f"{MODEL} {config.flags}".split()),
-        "minutes": round((time.perf_counter() - begin) / 60, 1),
-        "steps": rows,
-    }
-    Path(config.output).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+            results = metadata | {
+                "flags": " ".join(f"{MODEL} {config.flags}".split()),
+                "minutes": round((time.perf_counter() - begin) / 60, 1),
+                "steps": rows,
+            }
+            Path(config.output).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     errors = {f"{row['precision']}, {row['layout']}": float(str(row["error"])) for row in rows}
     print(f"mean absolute error: {statistics.mean(map(abs, errors.values())):.1%}")
     worst = max(errors, key=lambda name: abs(errors[name]))

@@ -49,6 +49,7 @@ from megatron.planner.report import (
     what_if,
 )
 from megatron.planner.search import Plan, SearchResult, make_plan, search, with_automatic_schedules
+from megatron.planner.shape import parse_shape
 from megatron.planner.simulate import Simulator
 from megatron.planner.trace import trace_events
 from megatron.tool import check_output_file, write_output_file
@@ -80,8 +81,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         cluster = make_cluster(config)
     check_precision(job.fp8_format, cluster.device)
+    among = None if config.layout is None else [parse_shape(config.layout, job, cluster)]
     with tqdm(desc="layouts", unit="", leave=False, disable=not sys.stderr.isatty()) as bar:
-        result = search(job, cluster, num_plans=NUM_PLANS, progress=lambda n: bar.update(n - bar.n))
+        result = search(
+            job, cluster, num_plans=NUM_PLANS, progress=lambda n: bar.update(n - bar.n), among=among
+        )
     result = with_automatic_schedules(result, job, cluster)
     best = result.plans[0]
     name = find_preset(config.model)[0] if config.model else "model"
@@ -189,7 +193,7 @@ def plan_given(config: PlanConfig, args: dict[str, Any], command: list[str]) -> 
 
     described = {f.name for f in dataclasses.fields(ModelConfig)} | {
         *("model", "global_batch_size", "seq_length", "fp8_format", "vocab_size", "explain"),
-        *("json", "picture", "days", "longest_seq_length"),
+        *("json", "picture", "days", "layout", "longest_seq_length"),
     }
     for name in described & set(args):
         raise InputError(

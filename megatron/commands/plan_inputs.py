@@ -18,6 +18,7 @@ from megatron.planner.layout import Job
 from megatron.planner.models import VOCAB_SIZE, Published
 from megatron.planner.presets import find_preset
 from megatron.planner.profiles import find_constants, with_constants
+from megatron.planner.shape import given_devices
 
 A100_80GB = "a100-80gb"
 
@@ -49,6 +50,13 @@ class PlanConfig(Config):
     )
     vocab_size: int | None = flag(
         None, f"size of the vocabulary, before padding (default: that of --model, or {VOCAB_SIZE})", low=1
+    )
+    layout: str | None = flag(
+        None,
+        "plan these sizes instead of searching for the best, such as T8P8D4V12b1: tensor-, context- (C), pipeline-, "
+        "data- and expert-parallel (E) sizes, chunks of a stage, microbatch size; the fastest schedule, sharding and "
+        "recomputation that fit (default of D: what --gpus leaves; of others: 1)",
+        metavar="SIZES",
     )
     tokens: float | None = flag(
         None, "tokens to train on, such as 300e9; prints days and GPU-hours", above=0, high=1e18
@@ -110,6 +118,8 @@ class PlanConfig(Config):
                 raise InputError(f"--{name.replace('_', '-')} needs --tokens")
         if self.days is not None and (self.gpus is not None or self.cluster is not None):
             raise InputError("--days: finds the number of GPUs; leave out --gpus and --cluster, or --days")
+        if self.layout is not None and self.days is not None:
+            raise InputError("--days: finds the layout; leave out --layout, or --days")
         if self.picture is not None and Path(self.picture).suffix not in (".svg", ".png"):
             raise InputError(f"--picture: {self.picture} must end with .svg or .png")
 
@@ -167,7 +177,8 @@ def make_cluster(config: PlanConfig) -> Cluster:
                     f"{name}: contradicts --cluster, whose file describes the devices; leave out one of the two"
                 )
         return read_cluster(Path(config.cluster))
-    gpus = config.gpus or (find_preset(config.model)[1].gpus if config.model else None)
+    gpus = config.gpus or (given_devices(config.layout) if config.layout else None)
+    gpus = gpus or (find_preset(config.model)[1].gpus if config.model else None)
     if gpus is None:
         raise InputError(
             f"--gpus or --cluster is required with --model {config.model}"

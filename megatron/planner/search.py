@@ -6,7 +6,7 @@ import dataclasses
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from megatron.errors import InputError
@@ -221,7 +221,14 @@ def variants(shape: Layout, job: Job, cluster: Cluster) -> Iterator[Layout]:
             )
 
 
-def search(job: Job, cluster: Cluster, *, num_plans: int, progress: Callable[[int], object]) -> SearchResult:
+def search(
+    job: Job,
+    cluster: Cluster,
+    *,
+    num_plans: int,
+    progress: Callable[[int], object],
+    among: Iterable[Layout] | None = None,
+) -> SearchResult:
     """Find the fastest layouts that fit; each shape counts with its fastest variant.
 
     Layouts are simulated in the order of a lower bound of their time, until that of the next exceeds the time of the
@@ -229,6 +236,7 @@ def search(job: Job, cluster: Cluster, *, num_plans: int, progress: Callable[[in
 
     Args:
         progress: called with the number of layouts examined so far.
+        among: shapes to choose from; None for all `shapes`.
 
     Raises:
         InputError: no layout divides the job, or none fits; the message names the smallest sufficient cluster.
@@ -245,7 +253,7 @@ def search(job: Job, cluster: Cluster, *, num_plans: int, progress: Callable[[in
     # a shape that differ in the order of passes alone have the same bound.
     bounds: list[tuple[float, int, Layout, Layout]] = []
     considered = too_large = timed = 0
-    for shape in shapes(job, cluster):
+    for shape in shapes(job, cluster) if among is None else among:
         found: dict[Layout, float] = {}
         for layout in variants(shape, job, cluster):
             considered += 1

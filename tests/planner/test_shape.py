@@ -1,0 +1,52 @@
+"""Layouts given as letters and sizes."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.commands import plan
+from megatron.errors import InputError
+from megatron.planner.layout import Layout
+from megatron.planner.shape import given_devices, parse_sizes
+
+LLAMA = ["--model", "llama3-70b", "--gpu", "h100"]
+
+
+def test_sizes_of_a_layout() -> None:
+    sizes = parse_sizes("T8P8D4V12b1")
+    assert Layout(**sizes) == Layout(tensor=8, pipeline=8, data=4, chunks=12)
+    assert given_devices("T8P8D4V12b1") == 256 and given_devices("T8 P8") is None
+    assert parse_sizes("T2 C4 E8 b2") == {"tensor": 2, "context": 4, "expert": 8, "micro_batch_size": 2}
+
+
+@pytest.mark.parametrize("text", ["", "8", "T", "T8T4", "T8x2", "t8", "T0", "T8-P8"])
+def test_other_texts_are_refused(text: str) -> None:
+    with pytest.raises(InputError, match=r"is not a layout such as T8P8D4V12b1"):
+        parse_sizes(text)
+
+
+def test_a_given_layout_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the schedule, sharding and recomputation that are fastest; the GPUs follow from the sizes."""
+    plan.main([*LLAMA, "--layout", "T8P4D8V5b1"])
+    out = capsys.readouterr().out
+    assert "The best: T8 P4 D8, V5, microbatch 1, sequence parallel" in out and "256 " in out
+    assert "--num-layers-per-virtual-pipeline-stage 4" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("T8P4D8 --gpus 512", "takes 256 GPUs, and the cluster has 512"),
+        ("T7 --gpus 7", "T7 does not divide the heads"),
+        ("T8P64V3D1", "80 layers in 512 microbatches do not divide into P64 x V3"),
+        ("T8P4D8b5", "D8 x b5 does not divide --global-batch-size"),
+        ("T8C3D1", "--seq-length 8192 is not a multiple of 2 x 3"),
+        ("T8E2D1", "E2 does not divide the experts"),
+        ("T8D1", "does not fit: it needs [0-9]+ GB of the [0-9]+ that are usable"),
+        ("T8D1 --days 3 --tokens 1e9", "leave out --layout, or --days"),
+    ],
+)
+def test_what_cannot_be_is_one_line(words: str, message: str) -> None:
+    with pytest.raises(InputError, match=message) as error:
+        plan.main([*LLAMA, "--layout", *words.split()])
+    assert "\n" not in str(error.value)
