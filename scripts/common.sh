@@ -40,6 +40,7 @@ run_interruptible() {
   show "$@"
   (trap - INT && exec "$@") <&0 & # by default a background job ignores Ctrl-C and has no stdin
   child=$!
+  ((interrupted != 143)) || kill -TERM "$child" 2>/dev/null || true # it came before the child was known
   # A signal interrupts the wait, not the command.
   signaled=1
   while ((signaled)); do

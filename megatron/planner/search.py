@@ -241,44 +241,53 @@ def search(
     Raises:
         InputError: no layout divides the job, or none fits; the message names the smallest sufficient cluster.
     """
-    kernels: dict[tuple[object, ...], Kernels] = {}
+    found: dict[tuple[object, ...], tuple[Kernels, float]] = {}
+    experts = sum(job.model.all_expert_layers)
+    dense = len(job.model.all_expert_layers) - experts
+
+    def kernels_of(layout: Layout) -> tuple[Kernels, float]:
+        """The times of a layout's operations, and of a microbatch in the whole model."""
+        key = kernels_key(layout)
+        if key not in found:
+            kernels = Kernels(job, layout, cluster, our_program(job, layout, cluster))
+            forward, backward, _ = kernels.chunk_seconds(dense, experts, first=True, last=True)
+            found[key] = kernels, forward + backward
+        return found[key]
 
     def simulate(layout: Layout) -> Simulator:
-        key = kernels_key(layout)
-        if key not in kernels:
-            kernels[key] = Kernels(job, layout, cluster, our_program(job, layout, cluster))
-        return Simulator(job, layout, cluster, kernels[key].program, kernels[key])
+        kernels, _ = kernels_of(layout)
+        return Simulator(job, layout, cluster, kernels.program, kernels)
 
-    # Bounds of layouts without recomputation: with it they are slower, so only those that do not fit get it. Layouts of
-    # a shape that differ in the order of passes alone have the same bound.
-    bounds: list[tuple[float, int, Layout, Layout]] = []
+    def mean_bound(layout: Layout) -> float:
+        return layout.microbatches(job) * kernels_of(layout)[1] / layout.pipeline
+
+    # Bounds of layouts without recomputation: with it they are slower, so only those that do not fit get it. A bound is
+    # at first that of the stages' mean work, and made close only for layouts that may be among the fastest.
+    bounds: list[tuple[float, int, bool, Layout, Layout]] = []
     considered = too_large = timed = 0
     for shape in shapes(job, cluster) if among is None else among:
-        found: dict[Layout, float] = {}
         for layout in variants(shape, job, cluster):
             considered += 1
-            if layout.recompute != "none":
-                continue
-            key = _without_order(layout)
-            if key not in found:
-                fitting = weights_fit(job, layout, cluster)
-                found[key] = simulate(layout).lower_bound() if fitting else math.inf
-            if found[key] == math.inf:
-                too_large += 2
-            else:
-                bounds.append((found[key], len(bounds), layout, shape))
+            if layout.recompute == "none":
+                bounds.append((mean_bound(layout), len(bounds), False, layout, shape))
         progress(considered)
     heapq.heapify(bounds)
     best: dict[Layout, Plan] = {}
     limit = math.inf
     while bounds and bounds[0][0] < limit:
-        _, number, layout, shape = heapq.heappop(bounds)
+        _, number, is_close, layout, shape = heapq.heappop(bounds)
+        if not is_close:
+            if weights_fit(job, layout, cluster):
+                heapq.heappush(bounds, (simulate(layout).lower_bound(), number, True, layout, shape))
+            else:
+                too_large += 2
+            continue
         memory = memory_of(job, layout, cluster)
         if not fits(memory, cluster):
             too_large += 1
             if layout.recompute == "none":
                 again = dataclasses.replace(layout, recompute="full")
-                heapq.heappush(bounds, (simulate(again).lower_bound(), number, again, shape))
+                heapq.heappush(bounds, (simulate(again).lower_bound(), number, True, again, shape))
             continue
         timed += 1
         plan = Plan(layout, simulate(layout).step(), memory)
@@ -290,13 +299,6 @@ def search(
         raise InputError(_nothing_fits(job, cluster, too_large))
     plans = sorted(best.values(), key=lambda plan: plan.step.seconds)
     return SearchResult(plans[:num_plans], considered, timed, too_large)
-
-
-def _without_order(layout: Layout) -> Layout:
-    """The layout with the first schedule of the kinds of its passes, on which `lower_bound` does not depend further."""
-    if not layout.splits_backward:
-        return layout
-    return dataclasses.replace(layout, pipeline_schedule="zb-v" if layout.v_shaped else "zb-h1")
 
 
 def with_automatic_schedules(result: SearchResult, job: Job, cluster: Cluster) -> SearchResult:

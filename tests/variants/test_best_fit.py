@@ -228,5 +228,5 @@ def test_other_programs_take_a_run_with_it() -> None:
     config = parse_run_config(flags.split(), description="", defaults=DEFAULTS)
     small = shrink(config, 1, 1, 2)
     assert small.config.data.packing == "concatenated"
-    assert "--packing: best-fit to concatenated" in small.changes
+    assert not any("packing" in change for change in small.changes)
     assert longest_batch(config, GPT, 60).tokens.shape == (2, 16)
