@@ -22,7 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from planner_fits import print_fits
-from published_rows import Row, predict, read_rows
+from predict_row import predict
+from published_rows import Row, read_rows
 
 from megatron.cli import Parser, add_flags, make_config, run_command
 from megatron.errors import InputError

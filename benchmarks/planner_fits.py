@@ -7,7 +7,8 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from published_rows import Row, predict
+from predict_row import predict
+from published_rows import Row
 
 from megatron.planner.cluster import Efficiency
 from megatron.planner.profiles import CONSTANTS, START, Constants

@@ -20,10 +20,8 @@ from megatron.planner.cluster import (
 )
 from megatron.planner.device_specs import DataSheet, data_sheet
 from megatron.planner.layout import Job, Layout
-from megatron.planner.memory import fits, max_memory
 from megatron.planner.profiles import Profile, find_profile, with_constants
 from megatron.planner.programs import MEGATRON_CORE
-from megatron.planner.simulate import Simulator
 
 # Name in the planner, GPUs that NVLink joins (64 of the 72 of an NVL72), and GB/s of a GPU's network adapter.
 GPUS = {
@@ -379,32 +377,3 @@ def _model(name: str, shape: dict[str, Any], seq_length: int) -> ModelConfig:
         if dense:
             fields["moe_layer_freq"] = f"[0]*{dense}+[1]*{shape['layers'] - dense}"
     return ModelConfig(**fields)
-
-
-def predict(row: Row) -> tuple[Layout, float, bool]:
-    """The layout of a row, the predicted seconds of its step, and whether it fits the memory.
-
-    Of the choices that a row leaves open it is the fastest that fits, or the one that needs the least memory.
-    """
-    program = row.profile.program
-    choices = []
-    for layout, recomputed in itertools.product(row.layouts, (False, True)):
-        job = row.job
-        mixture = job.model.num_experts is not None and row.recomputes_experts
-        if recomputed and (not mixture or layout.recompute == "full"):
-            continue
-        if recomputed:
-            job = dataclasses.replace(job, model=dataclasses.replace(job.model, moe_layer_recompute=True))
-        memory = max_memory(job, layout, row.cluster, program)
-        if row.offload:
-            memory = dataclasses.replace(memory, activations=0.0)
-        choices.append((not fits(memory, row.cluster), memory.total, job, layout))
-    fitting = [choice for choice in choices if not choice[0]]
-    if not fitting:
-        fitting = [min(choices, key=lambda choice: choice[1])]
-    timed = (
-        (Simulator(job, layout, row.cluster, program).step().seconds, number, layout, too_large)
-        for number, (too_large, _, job, layout) in enumerate(fitting)
-    )
-    seconds, _, layout, too_large = min(timed, key=lambda choice: choice[:2])
-    return layout, seconds, not too_large

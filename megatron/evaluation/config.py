@@ -7,7 +7,7 @@ import dataclasses
 from megatron.errors import InputError
 from megatron.flags import Config, flag
 from megatron.inference.config import InferenceConfig
-from megatron.parallel.config import ParallelConfig
+from megatron.parallel.config import CP_COMM_TYPES, ParallelConfig
 from megatron.training.config import PluginConfig, RunConfig
 
 TASKS = ("WIKITEXT103", "LAMBADA", "PPL")
@@ -69,7 +69,7 @@ class ZeroShotModelConfig(InferenceConfig):
     cp_comm_type: str = flag(
         "p2p",
         "communication of attention with context parallelism, as in training",
-        choices=("p2p", "all_gather", "a2a", "a2a+p2p"),
+        choices=CP_COMM_TYPES,
     )
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = flag(
         None, "with --cp-comm-type a2a+p2p: ranks of a group, and number of groups", low=1, nargs="+"

@@ -10,6 +10,7 @@ from megatron.flags import Config, flag
 from megatron.parallel.schedules import CHUNKED, SCHEDULES, SPLIT, V_SHAPED
 
 # Sharding strategies; each shards more than the one before. These are ZeRO 0 to 3 (arXiv 1910.02054).
+CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
@@ -62,7 +63,7 @@ class ParallelConfig(Config):
         "communication of attention with context parallelism: keys and values go around a ring of the ranks (p2p), "
         "every rank gathers them (all_gather), the ranks exchange heads for positions (a2a), or those of a group do, "
         "and the groups form a ring (a2a+p2p)",
-        choices=("p2p", "all_gather", "a2a", "a2a+p2p"),
+        choices=CP_COMM_TYPES,
     )
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = flag(
         None, "with --cp-comm-type a2a+p2p: ranks of a group, and number of groups", low=1, nargs="+"

@@ -12,15 +12,14 @@ from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import USABLE_MEMORY, fits
 from megatron.planner.our_program import memory_of
 from megatron.planner.schedule_costs import bubble_fraction
-from megatron.planner.search import (
+from megatron.planner.search import Plan, make_plan
+from megatron.planner.space import (
     MAX_CHUNKS,
     MICRO_BATCH_SIZES,
-    Plan,
     can_sequence_parallel,
     can_shard_parameters,
     can_tensor_parallel,
     divides_experts,
-    make_plan,
     schedules,
 )
 

@@ -11,14 +11,13 @@ from megatron.planner.cluster import Cluster, Link
 from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import fits
 from megatron.planner.our_program import memory_of
-from megatron.planner.search import (
-    Plan,
+from megatron.planner.search import Plan, search
+from megatron.planner.space import (
     can_sequence_parallel,
     can_shard_parameters,
     context_sizes,
     expert_sizes,
     pipeline_sizes,
-    search,
     tensor_sizes,
 )
 

@@ -7,10 +7,8 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 from megatron.errors import InputError
-from megatron.model.flops import layer_flops, vocabulary_flops
 from megatron.planner.cluster import Cluster
 from megatron.planner.kernels import Kernels
 from megatron.planner.layout import Job, Layout
@@ -19,15 +17,20 @@ from megatron.planner.our_program import memory_of, our_program, simulator_of
 from megatron.planner.parameters import stage_parameters
 from megatron.planner.programs import OURS
 from megatron.planner.simulate import Simulator, Step
+from megatron.planner.space import (
+    can_sequence_parallel,
+    can_shard_parameters,
+    can_tensor_parallel,
+    context_sizes,
+    expert_sizes,
+    pipeline_sizes,
+    shapes,
+    tensor_sizes,
+    variants,
+)
 
-# Larger numbers of chunks per stage, and other microbatch sizes, gain nothing.
-MAX_CHUNKS, MICRO_BATCH_SIZES = 8, (1, 2, 4, 8, 16, 32)
-# Stages up to which V-shaped schedules, and stages of equal work, are tried; forward passes of the schedule auto.
-MAX_V_STAGES, MAX_EQUAL_STAGES, MAX_AUTO_PASSES = 16, 32, 1024
-# Experts are shared by more ranks only within a node.
-EXPERT_TENSOR_SIZES = (1, 2, 4, 8)
-# Longer parts of a sequence need no division: context parallelism is for long sequences.
-MIN_CONTEXT_TOKENS = 2048
+# Forward passes of a step up to which the schedule auto is tried.
+MAX_AUTO_PASSES = 1024
 # For the smallest cluster: more replicas save hardly any memory, unless they shard the parameters.
 MAX_REPLICAS, MAX_SHARDS = 16, 1024
 
@@ -61,164 +64,6 @@ def make_plan(job: Job, layout: Layout, cluster: Cluster) -> Plan:
     """Predict one layout."""
     step = simulator_of(job, layout, cluster).step()
     return Plan(layout, step, memory_of(job, layout, cluster))
-
-
-def tensor_sizes(job: Job, cluster: Cluster) -> list[int]:
-    """Tensor-parallel sizes that divide model and cluster, up to two nodes or an NVLink domain.
-
-    A size beyond one node is included to show its cost: the links between nodes are too slow for communication in every
-    layer (2104.04473 section 5.4.1).
-    """
-    sizes = range(1, min(cluster.nvlink_domain or 2 * cluster.per_node, cluster.devices) + 1)
-    return [t for t in sizes if cluster.devices % t == 0 and can_tensor_parallel(job, t)]
-
-
-def can_tensor_parallel(job: Job, tensor: int) -> bool:
-    """Return True if so many ranks can share every layer."""
-    model, shared = job.model, job.model.moe_shared_expert_intermediate_size or 0
-    routes = model.num_experts is None or job.seq_length % tensor == 0
-    return model.can_split(tensor) and shared % tensor == 0 and routes
-
-
-def expert_sizes(job: Job, ranks: int) -> list[tuple[int, int]]:
-    """Expert-parallel and expert-tensor-parallel sizes that divide the experts and the `ranks` of a stage."""
-    model = job.model
-    if model.num_experts is None or model.moe_ffn_hidden_size is None:
-        return [(1, 1)]
-    sizes = [e for e in range(1, model.num_experts + 1) if model.num_experts % e == 0]
-    parts = [t for t in EXPERT_TENSOR_SIZES if model.moe_ffn_hidden_size % t == 0]
-    return [(e, t) for e in sizes for t in parts if ranks % (e * t) == 0]
-
-
-def divides_experts(layout: Layout, job: Job) -> bool:
-    """Return True if the ranks of a stage can divide its experts so."""
-    sizes = expert_sizes(job, layout.replicas * layout.tensor)
-    return (layout.expert, layout.expert_tensor) in sizes
-
-
-def pipeline_sizes(job: Job) -> list[int]:
-    """Numbers of stages that leave every stage a layer."""
-    return [p for p in range(1, job.model.num_layers + 1) if Layout(pipeline=p).splits_layers(job)]
-
-
-def can_sequence_parallel(job: Job, layout: Layout) -> bool:
-    """Return True if sequence parallelism is possible over the tensor-parallel ranks of a layout."""
-    chunks = 2 * layout.context if layout.context > 1 else 1  # of a sequence
-    return layout.tensor > 1 and job.seq_length % (layout.tensor * chunks) == 0
-
-
-def can_shard_parameters(job: Job, layout: Layout) -> bool:
-    """Return True if replicas may shard gradients and parameters: without experts, which are divided.
-
-    Schedules that split backward passes compute a layer's gradients in several passes.
-    """
-    return job.model.num_experts is None and not layout.splits_backward
-
-
-def context_sizes(job: Job, ranks: int) -> list[int]:
-    """Context-parallel sizes that divide `ranks` and leave each rank a long part of the sequence."""
-    sizes, c = [1], 2
-    while job.seq_length >= c * MIN_CONTEXT_TOKENS and ranks % c == 0 and job.seq_length % (2 * c) == 0:
-        sizes.append(c)
-        c *= 2
-    return sizes
-
-
-def shapes(job: Job, cluster: Cluster) -> Iterator[Layout]:
-    """Yield the axis sizes, chunks and microbatch sizes that divide job and cluster."""
-    for t, p in itertools.product(tensor_sizes(job, cluster), pipeline_sizes(job)):
-        ranks, rest = divmod(cluster.devices, t * p)
-        if rest:
-            continue
-        for context, b in itertools.product(context_sizes(job, ranks), MICRO_BATCH_SIZES):
-            data = ranks // context
-            # Half the context-parallel ranks with half the microbatch have as many tokens and communicate less.
-            if job.global_batch_size % (data * b) or (context > 1 and b > 1):
-                continue
-            axes = Layout(
-                tensor=t,
-                context=context,
-                pipeline=p,
-                data=data,
-                micro_batch_size=b,
-                overlap_grad_reduce=data * context > 1,
-            )
-            # Ranks share experts as they share the other layers, or not at all.
-            experts = [(e, parts) for e, parts in expert_sizes(job, ranks * t) if parts in (1, t)]
-            for v, (expert, parts) in itertools.product(chunk_numbers(job, axes), experts):
-                yield dataclasses.replace(axes, chunks=v, expert=expert, expert_tensor=parts)
-
-
-def chunk_numbers(job: Job, layout: Layout) -> list[int]:
-    """Numbers of chunks per stage that the layers and microbatches of a layout allow."""
-    numbers = range(1, MAX_CHUNKS + 1) if layout.pipeline > 1 else (1,)
-    return [v for v in numbers if schedules(job, dataclasses.replace(layout, chunks=v))]
-
-
-def schedules(job: Job, shape: Layout) -> list[str | None]:
-    """Names of the schedules that a shape allows; None for 1F1B or the interleaved one.
-
-    V-shaped ones are left out on many stages, where their lists take seconds to make. GPipe and breadth-first are never
-    faster than 1F1B and the interleaved schedule; auto is tried for the plans found.
-    """
-    p, m = shape.pipeline, shape.microbatches(job)
-    if p == 1:
-        return [None]
-    names: list[str | None] = []
-    if shape.splits_layers(job) and (shape.chunks == 1 or m % p == 0):
-        names.append(None)
-    if shape.chunks == 1:
-        return names + ["zb-h1", "zb-h2"] * len(names)
-    if shape.chunks == 2 and p <= MAX_V_STAGES and job.model.num_layers % (2 * p) == 0:
-        names += ["zb-v", "v-half", "v-min", *["dualpipe-v"] * (m >= 2 * p)]
-    return names
-
-
-def gains_by_division(job: Job, shape: Layout) -> bool:
-    """Return True if stages of equal work may be faster: if the layers do not divide, or the output layer is large."""
-    model, p = job.model, shape.pipeline
-    if shape.chunks > 1 or not 1 < p <= MAX_EQUAL_STAGES:
-        return False
-    head = vocabulary_flops(model, job.padded_vocab_size(shape.tensor), job.seq_length)
-    layer = layer_flops(model, job.seq_length, has_experts=model.num_experts is not None)
-    return model.num_layers % p > 0 or model.mtp_num_layers > 0 or head > layer / 2
-
-
-def shardings(job: Job, shape: Layout, cluster: Cluster) -> list[dict[str, Any]]:
-    """Fields of the ways to shard over the replicas: each less memory, and more communication, than the one before.
-
-    Parameters are also sharded within an NVLink domain only (hybrid sharding).
-    """
-    if shape.replicas == 1:
-        return [{}]
-    optimizer = {"distributed_optimizer": True}
-    found: list[dict[str, Any]] = [{}, optimizer]
-    if can_shard_parameters(job, shape):
-        found.append(optimizer | {"sharded_gradients": True})
-        within = shape.data_group(cluster).per_domain
-        if 1 < within < shape.replicas and shape.replicas % within == 0:
-            instances = shape.replicas // within
-            found.append(optimizer | {"sharded_parameters": True, "instances": instances})
-        found.append(optimizer | {"sharded_parameters": True})
-    return found
-
-
-def variants(shape: Layout, job: Job, cluster: Cluster) -> Iterator[Layout]:
-    """Yield a shape with each schedule, with and without stages of equal work and each way to save memory.
-
-    Selective recomputation is left out: fused attention has no scores for it to save.
-    """
-    parallel = (False, True) if can_sequence_parallel(job, shape) else (False,)
-    divisions = (False, True) if gains_by_division(job, shape) else (False,)
-    for name, balanced in itertools.product(schedules(job, shape), divisions):
-        scheduled = dataclasses.replace(shape, pipeline_schedule=name, balanced=balanced)
-        if scheduled.splits_backward:  # weight gradients are complete only at the end of a step
-            scheduled = dataclasses.replace(scheduled, overlap_grad_reduce=False)
-        ways = shardings(job, scheduled, cluster)
-        for recompute, sequence_parallel, sharded in itertools.product(("none", "full"), parallel, ways):
-            yield dataclasses.replace(
-                scheduled, recompute=recompute, sequence_parallel=sequence_parallel, **sharded
-            )
 
 
 def search(

@@ -11,7 +11,7 @@ from megatron.planner.cluster import Cluster
 from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import USABLE_MEMORY, fits
 from megatron.planner.our_program import memory_of
-from megatron.planner.search import can_tensor_parallel, divides_experts, schedules, variants
+from megatron.planner.space import can_tensor_parallel, divides_experts, schedules, variants
 
 # Letters of the axes, chunks per stage and microbatch size, with the fields of `Layout`.
 LETTERS = {

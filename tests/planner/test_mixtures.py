@@ -19,8 +19,9 @@ from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import layer_activations, stage_memory
 from megatron.planner.parameters import model_parameters, owned_parameters, stage_parameters
 from megatron.planner.programs import OURS
-from megatron.planner.search import expert_sizes, search
+from megatron.planner.search import search
 from megatron.planner.simulate import Simulator
+from megatron.planner.space import expert_sizes
 from megatron.pretrain_gpt import GPT
 from megatron.reports.flops import exact_flops_per_sample, unused_parameters
 

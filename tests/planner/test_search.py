@@ -24,14 +24,8 @@ from megatron.planner.models import MODELS
 from megatron.planner.our_program import memory_of, simulator_of
 from megatron.planner.parameters import stage_parameters
 from megatron.planner.profiles import find_constants, with_constants
-from megatron.planner.search import (
-    SearchResult,
-    make_plan,
-    search,
-    shapes,
-    smallest_layout,
-    variants,
-)
+from megatron.planner.search import SearchResult, make_plan, search, smallest_layout
+from megatron.planner.space import shapes, variants
 
 # Random cases that are enumerated within a second.
 QUICK = (2, 7)
