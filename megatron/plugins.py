@@ -87,6 +87,7 @@ from megatron.variants.data_phases import open_phases
 from megatron.variants.layer_pattern import check_layers
 from megatron.variants.mock_data import mock_bert, mock_gpt
 from megatron.variants.multi_token_prediction import with_mtp
+from megatron.variants.padding_free import check_padding_free
 from megatron.variants.registry import check_variants  # and fills the registry of the model's variants
 from megatron.variants.schedules import check_full_groups, check_schedule
 from megatron.variants.stages import check_depths, counted_split, layout_split, uneven_split, virtual_split
@@ -138,6 +139,7 @@ def prepared(config: RunConfig, task: Task) -> tuple[RunConfig, Task]:
     check_variants(config.model)
     check_layers(config.model, task.name)
     check_context_parallel(config, task)
+    check_padding_free(config)
     config = with_auto_layout(config)
     task = with_mtp(config, task)
     if config.plugin(LossMeanConfig).loss_mean == "microbatches":

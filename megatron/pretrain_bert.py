@@ -59,7 +59,7 @@ def count_words(batch: BertBatch) -> Tensor:
 def count_words_and_pairs(batch: BertBatch) -> Tensor:
     import torch
 
-    pairs = batch.loss_mask.new_full((1,), batch.num_sequences)
+    pairs = batch.loss_mask.new_full((1,), len(batch.is_random))
     return torch.cat((count_words(batch), pairs if batch.pair_mask is None else batch.pair_mask.sum()[None]))
 
 
@@ -82,17 +82,18 @@ def forward(
         labels_bp=batch.labels,
         loss_grad_bp=None if batch.loss_grad is None else batch.loss_mask * batch.loss_grad[0],
         dropout_key=dropout_key,
+        position_ids_bs=batch.position_ids,
+        document_ids_bs=batch.document_ids,
+        first_tokens_bd=batch.first_tokens,
     )
     if model.output_layer is None:
         return out
     losses_bp, order_b2 = out
     sums = [(losses_bp * batch.loss_mask).sum()]
     if order_b2 is not None:
-        order_loss = F.cross_entropy(order_b2.float(), batch.is_random, reduction="sum")
-        # A rank has the first token of all sequences or of none.
-        sums.append(
-            order_loss if batch.pair_mask is None else order_loss * batch.pair_mask.sum().clamp(max=1)
-        )
+        reduction = "sum" if batch.pair_mask is None else "none"
+        order_loss = F.cross_entropy(order_b2.float(), batch.is_random, reduction=reduction)
+        sums.append(order_loss if batch.pair_mask is None else (order_loss * batch.pair_mask).sum())
     return torch.stack(sums)
 
 

@@ -40,9 +40,9 @@ WITHOUT = """
     rampup_batch_size eval_interval eval_iters skip_train save_interval save_best finetune
     load_optim save_optim use_checkpoint_args use_checkpoint_opt_param_scheduler data_path train_data_path
     valid_data_path test_data_path split mock_data data_cache_path data_order dataloader_type packing reset_position_ids
-    reset_attention_mask eod_mask_loss mask_prob short_seq_prob bert_binary_head lr_decay_samples lr_warmup_samples
-    lr_wsd_decay_samples eval_tasks eval_tasks_data overlapping_eval strict_lambada dry_run world_size dry_run_ranks
-    dry_run_json loss_mean
+    reset_attention_mask eod_mask_loss mask_prob short_seq_prob bert_binary_head padding_free lr_decay_samples
+    lr_warmup_samples lr_wsd_decay_samples eval_tasks eval_tasks_data overlapping_eval strict_lambada dry_run world_size
+    dry_run_ranks dry_run_json loss_mean
 """.split()
 
 

@@ -26,8 +26,8 @@ class Batch:
 
     Attributes:
         tokens: int64 [sequences, seq], token ids.
-        document_ids: int64 [sequences, seq], only with --reset-attention-mask: number of documents that end before each
-            token. A token attends to earlier tokens of its own document only.
+        document_ids: int64 [sequences, seq], with --reset-attention-mask and --padding-free: number of documents that
+            end before each token. A token attends to tokens of its own document only.
         loss_grad: fp32 [terms], in training the gradient of each of the losses' sums: loss scale over denominator.
         sequence_grad: fp32 scalar, in training that of losses which are a mean over sequences: loss scale over their
             number in the global batch.
@@ -45,6 +45,10 @@ class Batch:
     @property
     def seq_length(self) -> int:
         return self.tokens.shape[1]
+
+    def work(self, num_logits: int) -> dict[tuple[int, int], int]:
+        """Number of sequences by length and number of positions that are projected to the vocabulary."""
+        return {(self.seq_length, num_logits): self.num_sequences}
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and tensor of each field that is not None."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import threading
@@ -26,7 +27,10 @@ from megatron.tokenizer import Tokenizer
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BertBatch(Batch):
-    """Batch of BERT. Sequences are as long as the longest sample needs.
+    """Batch of BERT. Sequences are as long as the longest sample needs, one for each sample.
+
+    With --padding-free there is one sequence, in which the samples are documents, and b counts samples only in
+    `is_random` and `pair_mask`. Positions are those in the sequence. Padding at its end is a document of its own.
 
     Attributes:
         tokens: int64 [batch, seq], with masked words.
@@ -38,6 +42,8 @@ class BertBatch(Batch):
         is_random: int64 [batch], 1 if the segments were swapped.
         pair_mask: float32 [batch], with context parallelism 1 on the rank of the first token, from which the order of
             segments is predicted, and 0 on others.
+        position_ids: int64 [1, seq], with --padding-free positions in the sample.
+        first_tokens: int64 [1, samples], with --padding-free positions of the samples' first tokens.
     """
 
     tokentype_ids: Tensor = sequence_field(dim=1)
@@ -47,24 +53,38 @@ class BertBatch(Batch):
     loss_mask: Tensor
     is_random: Tensor
     pair_mask: Tensor | None = None
+    position_ids: Tensor | None = sequence_field(dim=1, default=None)
+    first_tokens: Tensor | None = None
+
+    def work(self, num_logits: int) -> dict[tuple[int, int], int]:
+        """Number of sequences by length and number of positions that are projected to the vocabulary; of documents
+        with --padding-free, and all projected positions apart."""
+        if self.document_ids is None:
+            return super().work(num_logits)
+        lengths = self.document_ids.unique_consecutive(return_counts=True)[1].tolist()
+        return {(0, num_logits): 1, **collections.Counter((length, 0) for length in lengths)}
 
     def divide(self, rank: int, size: int) -> BertBatch:
         """Return a rank's positions of every sequence, and the predictions at these."""
-        first, second = Zigzag(self.seq_length, size).ranges(rank)
-        at, half = self.positions, first[1] - first[0]
-        in_first, in_second = ((at >= begin) & (at < end) for begin, end in (first, second))
-        local = torch.where(in_first, at - first[0], at - second[0] + half)
-        is_here = (in_first | in_second) & (self.loss_mask > 0)
+        zigzag = Zigzag.of(self.seq_length, size, documents=self.document_ids is not None)
+        rows = torch.arange(self.seq_length // size)
+        row_of = torch.full((self.seq_length,), -1)  # -1 for the positions of other ranks
+        row_of[zigzag.positions(rank, rows)] = rows
+        at, local = self.positions, row_of[self.positions]
+        is_here = (local >= 0) & (self.loss_mask > 0)
         # One at least, as the heads compute on some rows.
         count = min(max(int(is_here.sum(1).max()), 1), at.shape[1]) if len(at) else 0
         order = is_here.int().argsort(dim=1, descending=True, stable=True)[:, :count]
         here = is_here.gather(1, order)
+        first = self.first_tokens
+        first_local = row_of[torch.zeros_like(self.is_random) if first is None else first].view(-1)
         return dataclasses.replace(
             super().divide(rank, size),
             positions=local.gather(1, order) * here,
             labels=self.labels.gather(1, order) * here,
             loss_mask=self.loss_mask.gather(1, order) * here,
-            pair_mask=self.loss_mask.new_full((len(at),), rank == 0),
+            pair_mask=(first_local >= 0).to(self.loss_mask.dtype),
+            first_tokens=None if first is None else first_local.clamp(min=0).unsqueeze(0),
         )
 
 
@@ -73,14 +93,47 @@ class BertSamples:
 
     Attributes:
         rules: for the maximum sequence length.
-        length_multiple: a batch is as long as its longest sample, rounded up to a multiple of this.
+        length_multiple: a batch is as long as its longest sample, or with `padding_free` as all samples together,
+            rounded up to a multiple of this.
+        padding_free: lay the samples of a batch end to end.
     """
 
-    def __init__(self, rules: SampleRules, length_multiple: int) -> None:
-        self.rules, self.length_multiple = rules, length_multiple
+    def __init__(self, rules: SampleRules, length_multiple: int, *, padding_free: bool = False) -> None:
+        self.rules, self.length_multiple, self.padding_free = rules, length_multiple, padding_free
 
     def collate(self, samples: Sequence[dict[str, np.ndarray]]) -> BertBatch:
         """Make a batch of samples."""
+        return self._packed(samples) if self.padding_free else self._padded(samples)
+
+    def _packed(self, samples: Sequence[dict[str, np.ndarray]]) -> BertBatch:
+        lengths = np.array([sample["padding_mask"].sum() for sample in samples], dtype=np.int64)
+        ends = lengths.cumsum()
+        used = int(lengths.sum())
+        shape = 1, max(-(-used // self.length_multiple), 1) * self.length_multiple
+        first = ends - lengths
+        fields: dict[str, np.ndarray] = {
+            "tokens": np.full(shape, self.rules.pad, dtype=np.int64),
+            "tokentype_ids": np.zeros(shape, dtype=np.int64),
+            "position_ids": np.zeros(shape, dtype=np.int64),
+            "document_ids": np.full(shape, len(samples), dtype=np.int64),
+            "first_tokens": first[None],
+            "is_random": np.array([sample["is_random"] for sample in samples], dtype=np.int64),
+        }
+        fields["position_ids"][0, :used] = np.arange(used) - np.repeat(first, lengths)
+        fields["document_ids"][0, :used] = np.repeat(np.arange(len(samples)), lengths)
+        whole = {
+            key: np.concatenate(
+                [s[key][:n] for s, n in zip(samples, lengths, strict=True)] or [np.zeros(0, np.int64)]
+            )
+            for key in ("text", "types", "labels", "loss_mask")
+        }
+        fields["tokens"][0, :used], fields["tokentype_ids"][0, :used] = whole["text"], whole["types"]
+        fields["positions"] = np.flatnonzero(whole["loss_mask"])[None]
+        fields["labels"] = whole["labels"][fields["positions"]]
+        fields["loss_mask"] = np.ones(fields["positions"].shape, dtype=np.float32)
+        return BertBatch.from_arrays(fields)
+
+    def _padded(self, samples: Sequence[dict[str, np.ndarray]]) -> BertBatch:
         longest = max((int(sample["padding_mask"].sum()) for sample in samples), default=1)
         length = min(-(-longest // self.length_multiple) * self.length_multiple, self.rules.seq_length)
 
@@ -119,8 +172,9 @@ class BertDataset(BertSamples):
         rules: SampleRules,
         seed: int,
         length_multiple: int = 8,
+        padding_free: bool = False,
     ) -> None:
-        super().__init__(rules, length_multiple)
+        super().__init__(rules, length_multiple, padding_free=padding_free)
         self.tokens = tokens
         self.index = index
         self.seed = seed
@@ -133,8 +187,9 @@ class BertDataset(BertSamples):
 
     def __reduce__(
         self,
-    ) -> tuple[type[BertDataset], tuple[IndexedDataset, MappedArrays, SampleRules, int, int]]:
-        return BertDataset, (self.tokens, self.index, self.rules, self.seed, self.length_multiple)
+    ) -> tuple[type[BertDataset], tuple[IndexedDataset, MappedArrays, SampleRules, int, int, bool]]:
+        how = self.length_multiple, self.padding_free
+        return BertDataset, (self.tokens, self.index, self.rules, self.seed, *how)
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         """Return sample `i`, from `build_sample`.
@@ -178,7 +233,8 @@ class BertDatasetBuilder:
         )
         rules = SampleRules.of(config, self.tokenizer)
         index = load_or_build(request, cut_rules)
-        return BertDataset(request.dataset, index, rules, self.seed, self.length_multiple)
+        how = self.length_multiple, config.padding_free
+        return BertDataset(request.dataset, index, rules, self.seed, *how)
 
 
 def build_bert_datasets(

@@ -9,7 +9,7 @@ from megatron.data.split import DATA_ORDERS, parse_split
 from megatron.errors import InputError
 from megatron.flags import Config, flag, flag_name
 
-BERT_FIELDS = ("mask_prob", "short_seq_prob", "bert_binary_head")
+BERT_FIELDS = ("mask_prob", "short_seq_prob", "bert_binary_head", "padding_free")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,6 +82,10 @@ class DataConfig(Config):
         True,
         "BERT: no sentence-order prediction: one segment per sample, and a model without that head",
         name="--bert-no-binary-head",
+    )
+    padding_free: bool = flag(
+        False,
+        "BERT: lay the samples of a microbatch end to end in one sequence, without padding between them",
     )
 
     def __post_init__(self) -> None:

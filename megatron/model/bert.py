@@ -59,14 +59,14 @@ class LMHead(nn.Module):
 
 
 class Pooler(nn.Module):
-    """tanh of a dense layer on the first position, [s, b, h] to [b, h]."""
+    """tanh of a dense layer on first positions, [b, h] to [b, h]."""
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
         self.dense = Linear(config, context, config.hidden_size)
 
-    def forward(self, x_sbh: Tensor) -> Tensor:
-        return torch.tanh(self.dense(x_sbh[0]))
+    def forward(self, x_bh: Tensor) -> Tensor:
+        return torch.tanh(self.dense(x_bh))
 
 
 class Bert(LanguageModel):
@@ -102,6 +102,9 @@ class Bert(LanguageModel):
         types_bs: Tensor,
         hidden_sbh: Tensor | None,
         dropout_key: DropoutKey | None,
+        *,
+        position_ids_bs: Tensor | None = None,
+        document_ids_bs: Tensor | None = None,
     ) -> Tensor:
         """Hidden states after this chunk's layers, [s, b, h]; with sequence parallelism this rank's part of s, but all
         of it after the last chunk.
@@ -111,15 +114,24 @@ class Bert(LanguageModel):
             types_bs: 0 for the first sentence, 1 for the second.
             hidden_sbh: output of the chunk before, unless this is the first.
             dropout_key: None drops nothing.
+            position_ids_bs: by default 0 for the first token of each row, 1 for the next, ...
+            document_ids_bs: if given, positions attend only within their own document, and there is no padding mask.
         """
         cp, device = self.context.cp, tokens_bs.device
         length = tokens_bs.shape[1] * cp.size
         mask: Any = None if padding_mask_bs is None else padding_mask_bs.bool()[:, None, None]
-        if cp.size > 1:  # the keys are on other ranks
-            spec = MaskSpec(length=length, causal=False, padding_mask_bs=padding_mask_bs, device=device)
+        if cp.size > 1 or document_ids_bs is not None:  # with cp the keys are on other ranks
+            spec = MaskSpec(
+                length=length,
+                causal=False,
+                document_ids_bs=document_ids_bs,
+                padding_mask_bs=padding_mask_bs,
+                device=device,
+            )
             mask = self.context.ops.make_mask(spec)
-        positions_s = Zigzag(length, cp.size).shard(torch.arange(length, device=device), 0, cp.rank)
-        position_ids_bs = positions_s.expand_as(tokens_bs)
+        if position_ids_bs is None:
+            positions_s = Zigzag(length, cp.size).shard(torch.arange(length, device=device), 0, cp.rank)
+            position_ids_bs = positions_s.expand_as(tokens_bs)
         rotary = self.rotary(position_ids_bs)
         inputs = LayerInputs(rotary=rotary, mask_bnst=mask, causal=False, dropout_key=dropout_key)
         hidden_sbh = self.transform(self.encoder, tokens_bs, position_ids_bs, inputs, hidden_sbh, types_bs)
@@ -166,6 +178,9 @@ class BertModel(Bert):
         labels_bp: Tensor | None = None,
         loss_grad_bp: Tensor | None = None,
         dropout_key: DropoutKey | None = None,
+        position_ids_bs: Tensor | None = None,
+        document_ids_bs: Tensor | None = None,
+        first_tokens_bd: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """Logits of the two heads, [b, p, v] and [b, 2]; with labels, the former's losses in fp32, [b, p], instead.
         Without a binary head the second is None. A chunk that is not the last returns its hidden states.
@@ -173,17 +188,30 @@ class BertModel(Bert):
         Args:
             positions_bp: masked positions, which alone are projected to the vocabulary; by default all, so p is s.
             loss_grad_bp: gradient of each of these losses, if it is known.
+            first_tokens_bd: positions of the first tokens of d documents, each of which has an order, so that the
+                second result is [b d, 2]; by default the first of each row.
 
         The other arguments are those of `encode`.
         """
-        hidden_sbh = self.encode(tokens_bs, padding_mask_bs, types_bs, hidden_sbh, dropout_key)
+        hidden_sbh = self.encode(
+            tokens_bs,
+            padding_mask_bs,
+            types_bs,
+            hidden_sbh,
+            dropout_key,
+            position_ids_bs=position_ids_bs,
+            document_ids_bs=document_ids_bs,
+        )
         if self.output_layer is None or self.lm_head is None:
             return hidden_sbh
         masked_pbh = hidden_sbh if positions_bp is None else at_positions(hidden_sbh, positions_bp)
         masked_pbh = self.lm_head(masked_pbh)
         order_b2 = None
         if self.binary_head is not None and self.pooler is not None:
-            order_b2 = self.binary_head(self.pooler(hidden_sbh))
+            first_bh = hidden_sbh[0]
+            if first_tokens_bd is not None:
+                first_bh = at_positions(hidden_sbh, first_tokens_bd).transpose(0, 1).flatten(0, 1)
+            order_b2 = self.binary_head(self.pooler(first_bh))
         if labels_bp is not None:
             return self.output_layer(masked_pbh, self.word_table, labels_bp, loss_grad_bp), order_b2
         logits_pbv = self.output_layer(masked_pbh, self.word_table)
@@ -216,7 +244,7 @@ class BertClassifier(Bert):
         hidden_sbh = self.encode(tokens_bs, padding_mask_bs, types_bs, hidden_sbh, dropout_key)
         if self.classification_head is None or self.pooler is None:
             return hidden_sbh
-        pooled_bh = dropout(self.pooler(hidden_sbh), self.config.hidden_dropout, dropout_key, "pooled")
+        pooled_bh = dropout(self.pooler(hidden_sbh[0]), self.config.hidden_dropout, dropout_key, "pooled")
         return self.classification_head(pooled_bh)
 
 

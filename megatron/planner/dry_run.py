@@ -127,6 +127,7 @@ def longest_batch(config: RunConfig, task: Task, vocab_size: int) -> Batch:
         config.data,
         mock_data=True,
         packing="concatenated",
+        padding_free=False,  # with it a microbatch costs no more
         split=None,
         data_path=None,
         train_data_path=None,

@@ -130,7 +130,7 @@ class Engine:
             whole = list(itertools.islice(batches, num_microbatches))
             microbatches = self._to_device(whole)
         for batch in whole:
-            self.samples[batch.seq_length, self.task.num_logits(batch)] += batch.num_sequences
+            self.samples.update(batch.work(self.task.num_logits(batch)))
         denominators = torch.stack([self.task.loss_denominators(batch) for batch in microbatches]).sum(0)
         # A loss without a single position is 0, not 0/0.
         denominators = all_reduce_sum(denominators, self.mesh.dp_cp).clamp(min=1)

@@ -76,7 +76,7 @@ class MockBertDataset(BertSamples):
             mask=3,
             continues=np.zeros(vocab_size, dtype=bool),
         )
-        super().__init__(rules, length_multiple)
+        super().__init__(rules, length_multiple, padding_free=config.padding_free)
         self.seed = seed
 
     def __len__(self) -> int:

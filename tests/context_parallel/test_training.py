@@ -5,21 +5,16 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from distributed import run_distributed
 from models import CPU, config_of, engine_of
-from torch import Tensor
+from twenty_steps import assert_same_steps, train_engine
 
 from megatron.data.gpt_dataset import GPTBatch
-from megatron.optim.layout import FlatParam
 from megatron.parallel.mesh import Mesh, init_mesh
-from megatron.training.engine import Engine
-from megatron.verify.assemble import local_index
-from megatron.verify.capture import parameter_place
 
-STEPS, SAMPLES, LENGTH = 20, 4, 32
+SAMPLES, LENGTH = 4, 32
 # Every second layer has a window. Eight heads share four groups, which two by two ranks or four can exchange.
 # The first step of Adam divides a gradient by its absolute value: --adam-eps keeps rounding from choosing the sign of
 # the step where a gradient is nearly 0.
@@ -73,9 +68,6 @@ LAYOUTS = {
     ),
 }
 
-# Parts of tensors: name of the parameter, indices in the flat whole tensor, and values.
-Parts = list[tuple[str, np.ndarray, np.ndarray]]
-
 
 def batches(step: int) -> list[GPTBatch]:
     """The samples of a global batch, one a microbatch; every second batch has documents.
@@ -109,45 +101,14 @@ def train(flags: str) -> dict[str, Any]:
     """Train a rank. Returns its share of the losses, and its parts of the gradients of each step and of the weights."""
     config = config_of(flags)
     with init_mesh(config.parallel, CPU) as mesh:
-        return train_engine(engine_of(mesh, config), mesh)
-
-
-def train_engine(engine: Engine, mesh: Mesh) -> dict[str, Any]:
-    losses, grads = [], []
-    for step in range(STEPS):
-        mine = batches(step)[mesh.dp.rank :: mesh.dp.size]
-        batch = engine.next_global_batch(iter(mine), len(mine), step * SAMPLES)
-        share = engine.forward_backward(batch)
-        engine.reduce_gradients()
-        losses.append(share.sum().double().item() / mesh.tp.size)
-        grads.append([part_of(*part) for part in engine.buffer.parts(engine.optimizer.grads)])
-        engine.optimizer.step(share, lr=2e-3, weight_decay=0.1)
-    engine.buffer.gather.finish()
-    weights = [part_of(*part) for part in engine.buffer.held_params()]
-    return {"losses": np.array(losses), "gradients": grads, "weights": weights}
-
-
-def part_of(param: FlatParam, values: Tensor, begin: int) -> tuple[str, np.ndarray, np.ndarray]:
-    index, valid = local_index(parameter_place(param.shard_spec, (begin, begin + values.numel())))
-    return param.name, index[valid].numpy(), values.detach()[valid].numpy()  # a copy
+        return train_engine(engine_of(mesh, config), mesh, batches, SAMPLES)
 
 
 @functools.cache
 def one_process(model: str) -> dict[str, Any]:
     """The same of one process."""
     mesh = Mesh(device=CPU)
-    return train_engine(engine_of(mesh, config_of(MODELS[model])), mesh)
-
-
-def assert_equal(ranks: list[Parts], reference: Parts, tolerance: float) -> None:
-    """The parts of all ranks are those of the whole tensors, relative to the norms of these, and leave nothing out."""
-    whole = {name: values for name, _, values in reference}
-    missing = {name: np.ones(len(values), dtype=bool) for name, values in whole.items()}
-    for name, index, values in (part for parts in ranks for part in parts):
-        difference = np.linalg.norm(values - whole[name][index]) / np.linalg.norm(whole[name])
-        assert difference < tolerance, f"{name}: {difference}"
-        missing[name][index] = False
-    assert not any(left.any() for left in missing.values())
+    return train_engine(engine_of(mesh, config_of(MODELS[model])), mesh, batches, SAMPLES)
 
 
 @pytest.mark.slow
@@ -156,8 +117,4 @@ def test_twenty_steps_are_those_of_one_process(layout: str) -> None:
     model, processes, flags = LAYOUTS[layout]
     reference = one_process(model)
     ranks = run_distributed(train, processes, f"{MODELS[model]} {flags}")
-    losses = sum(rank["losses"] for rank in ranks)
-    np.testing.assert_allclose(losses, reference["losses"], rtol=1e-5)
-    for step, grads in enumerate(reference["gradients"]):
-        assert_equal([rank["gradients"][step] for rank in ranks], grads, 1e-4 if step else 1e-5)
-    assert_equal([rank["weights"] for rank in ranks], reference["weights"], 1e-4)
+    assert_same_steps(ranks, reference)

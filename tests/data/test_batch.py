@@ -44,7 +44,7 @@ def same(ours: Batch, theirs: Batch) -> bool:
     ("name", "fields", "sequences"),
     [
         ("gpt", {"labels", "loss_mask", "position_ids"}, 2),
-        ("bert", {"tokentype_ids", "padding_mask"}, 2),
+        ("bert", {"tokentype_ids", "padding_mask", "position_ids"}, 2),
         ("classification", {"tokentype_ids", "padding_mask"}, 4),
     ],
 )
