@@ -31,7 +31,6 @@ from megatron.planner.budget import Failures, expenses, two_digits
 from megatron.planner.cluster import Cluster
 from megatron.planner.explain import other_choices, takeaways, why_not
 from megatron.planner.layout import Job
-from megatron.planner.memory import fits
 from megatron.planner.our_program import simulator_of
 from megatron.planner.picture import write_picture
 from megatron.planner.presets import find_preset
@@ -67,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = vars(parser.parse_args(line[:given]))
     config = make_config(PlanConfig, args)
     if config.calibrate is not None:
+        check_output_file("--calibrate", Path(config.calibrate))
         from megatron.planner.calibrate import calibrate
 
         calibrate(Path(config.calibrate))
@@ -135,7 +135,7 @@ def print_changes(config: PlanConfig, plan: Plan, job: Job, cluster: Cluster) ->
     """Print what fits in a plan's layout, and what single changes to it or to the cluster would bring."""
     print(f"{limits(plan, job, cluster)}\n\nSingle changes to it:")
     for words, other in other_choices(plan, job, cluster):
-        print(f"  {words:<26}{why_not(other, plan, job, cluster)}")
+        print(f"  {words:<34}{why_not(other, plan, job, cluster)}")
     if config.what_if:
         print(f"\n{what_if(plan, job, cluster)}")
 
@@ -171,12 +171,7 @@ def print_notes(config: PlanConfig, plan: Plan, job: Job, cluster: Cluster) -> N
             config.checkpoint_seconds,
             config.restart_minutes * 60,
         )
-        interval = failures.best_interval
-        print(
-            f"  a failure every {failures.between / 3600:.2g} hours; a checkpoint every {interval / 60:.2g} minutes "
-            f"({max(1, round(interval / plan.step.seconds)):,} steps) loses the least and leaves "
-            f"{failures.goodput(interval):.0%} of the time for training"
-        )
+        print(f"  {failures.advice(plan.step.seconds)}")
 
 
 def plan_given(config: PlanConfig, args: dict[str, Any], command: list[str]) -> None:
@@ -200,8 +195,7 @@ def plan_given(config: PlanConfig, args: dict[str, Any], command: list[str]) -> 
             f"--{name.replace('_', '-')} has no place before --: the command after it says what to plan"
         )
     cluster = make_cluster(config)
-    scripts = [i for i, word in enumerate(command) if word.endswith(".py")]
-    flags = [*(command[scripts[-1] + 1 :] if scripts else command), "--dry-run"]
+    flags = [*training_flags(command), "--dry-run"]
     run = parse_run_config([*flags, "--world-size", str(cluster.devices)], description="", defaults=DEFAULTS)
     job, layout = given_run(run, cluster.devices)
     check_precision(job.fp8_format, cluster.device)
@@ -213,17 +207,32 @@ def plan_given(config: PlanConfig, args: dict[str, Any], command: list[str]) -> 
     print(f"given layout: {heading(job, cluster)}\n{plan.layout}")
     print(
         f"  step    {two_digits(plan.step.seconds)} s, {two_digits(tflops(plan, job, cluster))} TFLOP/s a GPU\n"
-        f"{details(plan, cluster)}"
+        f"{details(plan, cluster, waits=0.0 if copies is None else copies.waits)}"
     )
     if copies is not None:
         print(copies)
-    if not fits(plan.memory, cluster):
-        print("  note    it does not fit")
     print_notes(config, plan, job, cluster)
     if copies is None:
         print_changes(config, plan, job, cluster)
     if config.trace is not None:
         write_trace(simulator_of(job, layout, cluster), Path(config.trace))
+
+
+def training_flags(command: list[str]) -> list[str]:
+    """Flags of pretrain_gpt.py in a command, which may be those flags alone.
+
+    Raises:
+        InputError: it starts another program, whose flags or model would be others.
+    """
+    if not command or command[0].startswith("-"):
+        return command
+    programs = [i for i, word in enumerate(command) if Path(word).name in ("pretrain_gpt.py", "pretrain-gpt")]
+    if not programs:
+        raise InputError(
+            f"-- {command[0]}: only commands of pretrain_gpt.py are planned; give its flags, or the command that "
+            "starts it"
+        )
+    return command[programs[0] + 1 :]
 
 
 def check_files(config: PlanConfig) -> None:

@@ -177,16 +177,15 @@ def make_cluster(config: PlanConfig) -> Cluster:
                     f"{name}: contradicts --cluster, whose file describes the devices; leave out one of the two"
                 )
         return read_cluster(Path(config.cluster))
-    gpus = config.gpus or (given_devices(config.layout) if config.layout else None)
-    gpus = gpus or (find_preset(config.model)[1].gpus if config.model else None)
+    in_layout = given_devices(config.layout) if config.layout else None
+    gpus = config.gpus or in_layout or (find_preset(config.model)[1].gpus if config.model else None)
     if gpus is None:
-        raise InputError(
-            f"--gpus or --cluster is required with --model {config.model}"
-            if config.model
-            else "--gpus or --cluster is required without --model"
-        )
+        model = f"with --model {config.model}" if config.model else "without --model"
+        size = f", or D in --layout {config.layout}," if config.layout else ""
+        raise InputError(f"--gpus or --cluster{size} is required {model}")
     sheet = data_sheet(config.gpu or A100_80GB, where="--gpu")
-    return with_constants(cluster_from_data_sheet(sheet, gpus), find_constants(sheet.name))
+    where = "--gpus" if config.gpus or not in_layout else f"--layout {config.layout}"
+    return with_constants(cluster_from_data_sheet(sheet, gpus, where=where), find_constants(sheet.name))
 
 
 def check_precision(fp8_format: str | None, device: Device) -> None:

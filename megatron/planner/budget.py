@@ -35,6 +35,18 @@ class Failures:
         failures = (interval / 2 + self.restart) / self.between
         return max(0.0, (1 - checkpoints) * (1 - failures))
 
+    def advice(self, step: float) -> str:
+        """The best interval between checkpoints and what it leaves for training, with steps of so many seconds."""
+        interval = self.best_interval
+        between = f"a failure every {two_digits(self.between / 3600)} hours"
+        if not (goodput := self.goodput(interval)):
+            return f"{between}, too soon after a restart for training to make progress"
+        return (
+            f"{between}; a checkpoint every {two_digits(interval / 60)} minutes "
+            f"({two_digits(max(1, round(interval / step)))} steps) loses the least and leaves {goodput:.0%} of the "
+            "time for training"
+        )
+
 
 def two_digits(value: float) -> str:
     """A positive number with two significant digits: predictions are not known better."""
@@ -43,6 +55,11 @@ def two_digits(value: float) -> str:
         if value < 100
         else f"{float(f'{value:.2g}'):,.0f}"
     )
+
+
+def many(count: int, one: str, more: str | None = None) -> str:
+    """A number of things, in the singular or the plural."""
+    return f"{count:,} {one if count == 1 else more or one + 's'}"
 
 
 def percent(share: float) -> str:

@@ -245,8 +245,11 @@ def device_from_data_sheet(sheet: DataSheet) -> Device:
     )
 
 
-def cluster_from_data_sheet(sheet: DataSheet, devices: int) -> Cluster:
+def cluster_from_data_sheet(sheet: DataSheet, devices: int, *, where: str = "--gpus") -> Cluster:
     """Return a cluster of `devices` GPUs in the standard nodes (DGX) or racks (NVL72) for them.
+
+    Args:
+        where: flag that gives their number, for errors.
 
     Raises:
         InputError: there is no standard node for more than 8 of them, or the GPUs do not fill whole nodes.
@@ -262,7 +265,7 @@ def cluster_from_data_sheet(sheet: DataSheet, devices: int) -> Cluster:
         if devices % per_node:
             below = devices // per_node * per_node
             raise InputError(
-                f"--gpus: {devices} {sheet.name} do not fill nodes of {per_node}; choose {below} or "
+                f"{where}: {devices} {sheet.name} do not fill nodes of {per_node}; choose {below} or "
                 f"{below + per_node}"
             )
         if sheet.rack is not None:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.planner.budget import percent
+from megatron.planner.budget import many, percent
 from megatron.planner.cluster import Cluster
 from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import USABLE_MEMORY, fits
@@ -68,7 +68,7 @@ def other_choices(best: Plan, job: Job, cluster: Cluster) -> Iterator[tuple[str,
         (f"E{2 * e} of T{parts // 2}", {"expert": 2 * e, "expert_tensor": parts // 2}),
         (f"E{e // 2} of T{2 * parts}", {"expert": e // 2, "expert_tensor": 2 * parts}),
         ("no interleaving", {"chunks": 1}),
-        ("1F1B or interleaving", {"pipeline_schedule": None, "overlap_grad_reduce": True}),
+        ("1F1B or interleaving", {"pipeline_schedule": None}),
         ("schedule zb-h1", {"pipeline_schedule": "zb-h1", "chunks": 1}),
         ("schedule zb-v", {"pipeline_schedule": "zb-v", "chunks": 2, "balanced": False}),
         ("stages of equal numbers of layers", {"balanced": False}),
@@ -83,13 +83,18 @@ def other_choices(best: Plan, job: Job, cluster: Cluster) -> Iterator[tuple[str,
         ("distributed optimizer", UNSHARDED),
         ("sharded gradients", UNSHARDED | {"sharded_gradients": True}),
         ("sharded parameters", UNSHARDED | {"sharded_parameters": True}),
+        ("overlapped gradient reduction", {"overlap_grad_reduce": True}),
     ]
+    # A layout that cannot overlap the reduction does not say if another should.
+    overlap = layout.overlap_grad_reduce or layout.replicas == 1 or layout.splits_backward
+    seen = [layout]
     for words, change in changes:
-        other = dataclasses.replace(layout, **change)
+        other = dataclasses.replace(layout, **{"overlap_grad_reduce": overlap} | change)
         if not _divides(other, job, cluster):
             continue
         other = _adjusted(other, job)
-        if other != layout:
+        if other not in seen:
+            seen.append(other)
             yield words, other
 
 
@@ -134,7 +139,7 @@ def _adjusted(layout: Layout, job: Job) -> Layout:
         sharded_gradients=layout.sharded_gradients and shards,
         sharded_parameters=layout.sharded_parameters and shards,
         instances=layout.instances if sharded and divides else 1,
-        overlap_grad_reduce=replicated and not layout.splits_backward,
+        overlap_grad_reduce=layout.overlap_grad_reduce and replicated and not layout.splits_backward,
     )
 
 
@@ -174,8 +179,9 @@ def takeaways(best: Plan, job: Job, cluster: Cluster) -> list[str]:
         f"communication takes {percent(share['tensor_parallel'])} of the step"
         + (f"; {p} stages share the layers." if p > 1 else "; the model needs no pipeline."),
         f"Model parallelism until the model fits, data parallelism beyond (takeaway 2). The model is split over "
-        f"{t * p} devices and needs {best.memory.total / 1e9:.0f} GB of {usable:.0f} usable each; {d} replicas share "
-        f"the batch, and their communication takes {percent(share['gradients'])} of the step.",
+        f"{many(t * p, 'device')} and needs {best.memory.total / 1e9:.0f} GB of {usable:.0f} usable each; "
+        f"{many(d, 'replica')} share the batch, and their communication takes {percent(share['gradients'])} of the "
+        "step.",
     ]
     if p > 1:
         bubble = f"{percent(bubble_fraction(p, 1, m))}"
@@ -190,8 +196,8 @@ def takeaways(best: Plan, job: Job, cluster: Cluster) -> list[str]:
         )
     paragraphs.append(
         f"The best microbatch size depends on the case (takeaway 3): larger microbatches make matrix products faster, "
-        f"but fewer of them make the bubble larger. Here {layout.micro_batch_size} is best, with {m} microbatches per "
-        "replica."
+        f"but fewer of them make the bubble larger. Here {layout.micro_batch_size} is best, with "
+        f"{many(m, 'microbatch', 'microbatches')} per replica."
     )
     paragraphs.append(
         f"Recomputation (section 3.5): {percent(share['recompute'])} of the step. Without it the activations do not "

@@ -54,11 +54,15 @@ class HostCopies:
     waits: float
 
     def __str__(self) -> str:
-        optimizer, activations = (size / self.bandwidth for size in (self.optimizer, self.activations))
+        copies = ", ".join(
+            f"{words} {size / 1e9:.3g} GB in {size / self.bandwidth:.2g} s"
+            for words, size in (("optimizer", self.optimizer), ("activations", self.activations))
+            if size
+        )
+        waits = f"; passes wait {self.waits:.2g} s" if self.activations else ""
         return (
             f"  host    {self.memory / 1e9:.3g} GB in host memory; copies in each direction, at "
-            f"{self.bandwidth / 1e9:.3g} GB/s: optimizer {self.optimizer / 1e9:.3g} GB in {optimizer:.2g} s, "
-            f"activations {self.activations / 1e9:.3g} GB in {activations:.2g} s; passes wait {self.waits:.2g} s"
+            f"{self.bandwidth / 1e9:.3g} GB/s: {copies or 'none'}{waits}"
         )
 
 

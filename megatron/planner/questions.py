@@ -22,7 +22,7 @@ from megatron.planner.space import (
 )
 
 # Bounds of the answers.
-MAX_LENGTH, MAX_MICRO_BATCH, MAX_GPUS = 2**24, 2**16, 10**6
+MAX_LENGTH, MAX_MICRO_BATCH, MAX_GPUS = 2**30, 2**16, 10**6
 # Sequences are compared in steps of so many tokens, or of what the layout divides them into.
 LENGTH_STEP = 1024
 # More GPUs do not make each of them faster by more than this.

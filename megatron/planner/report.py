@@ -9,7 +9,7 @@ import textwrap
 
 from megatron.flags import flag_name
 from megatron.model.config import ModelConfig
-from megatron.planner.budget import percent, two_digits
+from megatron.planner.budget import many, percent, two_digits
 from megatron.planner.cluster import Cluster
 from megatron.planner.explain import EQUAL_TIME, PARTS, slower_by
 from megatron.planner.layout import Job
@@ -73,18 +73,27 @@ def tflops(plan: Plan, job: Job, cluster: Cluster) -> float:
     return job.flops() / plan.step.seconds / cluster.devices / 1e12
 
 
-def details(plan: Plan, cluster: Cluster) -> str:
-    """Breakdown of a plan's step time and memory."""
+def details(plan: Plan, cluster: Cluster, waits: float = 0.0) -> str:
+    """Breakdown of a plan's step time and memory; `waits` are seconds of the step for copies of activations."""
     step, memory = plan.step, plan.memory
-    names = PARTS | {"ends": "embedding and output layer", "bubble": "bubble", "optimizer": "optimizer"}
+    names = PARTS | {
+        "ends": "embedding and output layer",
+        "host": "waiting for the host",
+        "transfers": "transfers between stages",
+        "bubble": "bubble",
+        "optimizer": "optimizer",
+    }
     shares = {words: getattr(step, name) / step.seconds for name, words in names.items()}
+    shares["waiting for copies of activations"] = waits / step.seconds
     time = ", ".join(f"{words} {percent(share)}" for words, share in shares.items() if share >= 0.0005)
     kinds = ", ".join(f"{f.name} {getattr(memory, f.name) / 1e9:.3g}" for f in dataclasses.fields(memory))
     usable = USABLE_MEMORY * cluster.device.memory
+    free = (usable - memory.total) / 1e9
+    rest = f"{free:.1f} GB free" if free >= 0 else f"it does not fit: {-free:.1f} GB too many"
     return (
         f"  time    {time}\n"
         f"  memory  {kinds}: {memory.total / 1e9:.1f} GB on the largest stage, {usable / 1e9:.1f} GB usable; "
-        f"{(usable - memory.total) / 1e9:.1f} GB free"
+        f"{rest}"
     )
 
 
@@ -94,8 +103,8 @@ def limits(plan: Plan, job: Job, cluster: Cluster) -> str:
     if not length or not size:
         return f"  limits  no sample of {job.seq_length:,} tokens fits in this layout"
     return (
-        f"  limits  in this layout samples of up to {length:,} tokens fit, or microbatches of up to {size:,} of those "
-        f"of {job.seq_length:,} tokens"
+        f"  limits  in this layout samples of up to {length:,} tokens fit, or microbatches of up to "
+        f"{many(size, 'sample')} of {job.seq_length:,} tokens"
     )
 
 

@@ -285,7 +285,7 @@ class Simulator:
             recompute=self.recompute() * m,
             ends=ends * m,
             transfers=2 * layout.chunks * m * self.transfer if self.program.blocking_transfers else 0.0,
-            bubble=pipeline - m * busy - (gradients - end_of_step),
+            bubble=max(0.0, pipeline - m * busy - (gradients - end_of_step)),
             gradients=gradients,
             optimizer=optimizer,
         )

@@ -21,6 +21,16 @@ def test_the_best_interval_loses_the_least(factor: float):
     assert failures.goodput(best) > failures.goodput(factor * best)
 
 
+def test_advice():
+    often = Failures(between=100_000, checkpoint=20, restart=300)
+    assert often.advice(1.5) == (
+        "a failure every 28 hours; a checkpoint every 33 minutes (1,300 steps) loses the least and leaves 98% of the "
+        "time for training"
+    )
+    never = Failures(between=200, checkpoint=20, restart=300)
+    assert never.advice(1.5).endswith("too soon after a restart for training to make progress")
+
+
 def test_expenses():
     assert expenses(1000, 2.5, None) == "$2,500 at $2.5 for a GPU-hour"
     assert expenses(1000, None, 1400.0) == "1.4 MWh at 1400 W a GPU"

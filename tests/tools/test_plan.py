@@ -109,7 +109,8 @@ def test_questions_are_answered(plan):
     out = plan(f"{SMALL} --gpus 16 --what-if --longest-seq-length")
     assert re.search(r"longest sample that fits the cluster: [\d,]+ tokens, in T\d", out)
     assert re.search(
-        r"in this layout samples of up to [\d,]+ tokens fit, or microbatches of up to [\d,]+ of those", out
+        r"in this layout samples of up to [\d,]+ tokens fit, or microbatches of up to [\d,]+ samples? of 512 tokens",
+        out,
     )
     for words in ("network", "links within a node", "memory", "matrix products"):
         assert re.search(rf"  {words} twice as \w+ +(no faster|[\d.]+% faster)", out)
@@ -163,6 +164,12 @@ def test_a_plan_with_fp8(plan):
         ("--model 7b", "--model: '7b' may be one of .*llama2-7b, .*mistral-7b, qwen2.5-7b; choose one"),
         ("--model lama3-9b", "--model: 'lama3-9b' is not a known model; close are .*llama3-8b"),
         ("--model llama3-8b", "--gpus or --cluster is required with --model llama3-8b"),
+        (
+            f"{SMALL} --layout T2P8V2",
+            "--gpus or --cluster, or D in --layout T2P8V2, is required without --model",
+        ),
+        (f"{SMALL} --layout T3P2D2", "--layout T3P2D2: 12 a100-80gb do not fill nodes of 8; choose 8 or 16"),
+        (f"--calibrate {ROOT}", "--calibrate: .* cannot be written: it is a directory"),
     ],
 )
 def test_bad_input(plan, flags: str, message: str):
@@ -219,6 +226,20 @@ def test_the_layout_of_a_command_is_predicted(plan):
     )
 
 
+def test_single_changes_change_something(plan):
+    """A command with one stage has no schedule to change, and keeps its choice about the overlap of reductions."""
+    command = LLAMA_70B.replace(
+        "--pipeline-model-parallel-size 8 --num-layers-per-virtual-pipeline-stage 2 ", ""
+    )
+    for overlap in ("--overlap-grad-reduce", ""):
+        flags = command.replace("--overlap-grad-reduce", overlap)
+        out = plan(f"--gpu h100 --gpus 64 -- torchrun --nproc-per-node 8 pretrain_gpt.py {flags}")
+        assert "usable; it does not fit: " in out and " GB too many" in out
+        changes = out.split("Single changes to it:\n")[1]
+        assert not re.search("schedule|stages|interleaving|  distributed optimizer|no recomputation", changes)
+        assert ("overlapped gradient reduction " in changes) == (not overlap)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -236,6 +257,11 @@ def test_the_layout_of_a_command_is_predicted(plan):
             "--hierarchical-context-parallel-sizes 2 2",
             "--cp-comm-type: a2a+p2p is not planned",
         ),
+        (
+            "--gpus 1024 -- pretrain_bert.py {}",
+            "-- pretrain_bert.py: only commands of pretrain_gpt.py are planned",
+        ),
+        ("--gpus 1024 -- bash train.sh {}", "-- bash: only commands of pretrain_gpt.py are planned"),
         ("--gpus 1024 -- {} --no-such-flag", "--no-such-flag is not a flag"),
         ("--model 175b --gpu-watts 700", "--gpu-watts needs --tokens"),
         ("--model 175b --days 7", "--days needs --tokens"),
