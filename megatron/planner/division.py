@@ -39,6 +39,12 @@ class Parts:
         return self.stages * self.chunks
 
 
+@functools.lru_cache(maxsize=4096)
+def make_parts(stages: int, chunks: int, v_shaped: bool, sizes: tuple[int, ...] | None) -> Parts:
+    """Parts that are one object if they are equal, so that caches find them by identity."""
+    return Parts(stages, chunks, v_shaped, sizes)
+
+
 def even_sizes(job: Job, parts: Parts) -> tuple[int, ...] | None:
     """`nearly_even`, or None if that is no division that this program trains.
 

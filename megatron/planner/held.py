@@ -9,8 +9,9 @@ from megatron.parallel.schedules import BackwardInput, BackwardWeight, Compute, 
 
 # Numbers of microbatches held by each chunk from forward to backward, then from there to its weight gradients.
 Held = tuple[int, ...]
-# Groups of microbatches (one per stage) after which no further one raises what a stage holds.
-GROUPS = 4
+# Groups of microbatches (one per stage) after which no further one raises what a stage holds, by schedule, and for
+# those that are not named. ZB-H1's and ZB-H2's stages repeat their passes after one and two.
+GROUPS, MORE_GROUPS = {"zb-h1": 2, "zb-h2": 3}, 4
 # Schedules that hold all microbatches of a step.
 UNLIMITED = ("gpipe", "breadth-first")
 
@@ -20,15 +21,23 @@ def counted_microbatches(name: str, stages: int, microbatches: int) -> int:
 
     The automatic schedule depends on their number, and some schedules hold all of them.
     """
-    return microbatches if name in (*UNLIMITED, "auto") else min(microbatches, GROUPS * stages)
+    if name in (*UNLIMITED, "auto"):
+        return microbatches
+    return min(microbatches, GROUPS.get(name, MORE_GROUPS) * stages)
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=4096)
 def most_held(
-    schedule: Schedule, stages: int, chunks: int, microbatches: int
-) -> tuple[tuple[Held, ...], ...]:
-    """The most that each stage holds during a pass: no other moment has as many of every kind."""
-    return tuple(_largest(_moments(row, chunks)) for row in schedule(stages, chunks, microbatches))
+    schedule: Schedule, stages: int, chunks: int, microbatches: int, stage: int
+) -> tuple[Held, ...]:
+    """The most that a stage holds during a pass: no other moment has as many of every kind."""
+    return _largest(_moments(_passes(schedule, stages, chunks, microbatches)[stage], chunks))
+
+
+@functools.lru_cache(maxsize=16)
+def _passes(schedule: Schedule, stages: int, chunks: int, microbatches: int) -> Sequence[Sequence[Compute]]:
+    """The passes of all stages, which `most_held` asks for one stage after the other."""
+    return schedule(stages, chunks, microbatches)
 
 
 def _moments(actions: Sequence[Compute], chunks: int) -> set[Held]:

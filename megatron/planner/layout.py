@@ -14,6 +14,7 @@ from megatron.planner.division import (
     division_flags,
     equal_work,
     even_sizes,
+    make_parts,
     stage_layers,
 )
 from megatron.planner.job import Job
@@ -109,7 +110,7 @@ class Layout:
     @functools.cached_property
     def parts(self) -> Parts:
         """Division of the layers among stages and chunks."""
-        return Parts(self.pipeline, self.chunks, self.v_shaped, self.division)
+        return make_parts(self.pipeline, self.chunks, self.v_shaped, self.division)
 
     def divided(self, job: Job) -> Parts:
         """`parts`, with the layers of each if stages have equal work."""

@@ -245,7 +245,7 @@ def kept_activations(
     if layout.schedule_name in UNLIMITED:
         return m * sum(of_chunk), m, m
     counted = counted_microbatches(layout.schedule_name, layout.pipeline, m)
-    held = most_held(layout.schedule(job), layout.pipeline, layout.chunks, counted)[stage]
+    held = most_held(layout.schedule(job), layout.pipeline, layout.chunks, counted, stage)
     of_chunk += [
         waiting_bytes(job, layout, element, stage, chunk) if layout.splits_backward else 0.0
         for chunk in chunks
@@ -283,7 +283,6 @@ def transfer_buffers(job: Job, layout: Layout, element: int) -> float:
 def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program: Program) -> Memory:
     """Memory of each process of a stage at the peak of a step."""
     element = cluster.device.element
-    owned = owned_parameters(job, layout, stage)
     kept, first, last = kept_activations(job, layout, element, stage, program)
     experts = sum(experts for _, experts in layout.layers(job)[stage])
     of_layer = functools.partial(layer_activations, job, layout, element, program)
@@ -310,6 +309,13 @@ def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program
         activations += job.model.mtp_num_layers * hidden * (residual + 5 * element)
         # The loss comes before backward of the layers.
         working = max(working, loss_working(job, layout, element, program) + of_ends)
+    state = stage_state(job, layout, element, stage, program)
+    return dataclasses.replace(state, activations=activations + working)
+
+
+def stage_state(job: Job, layout: Layout, element: int, stage: int, program: Program) -> Memory:
+    """Memory of each process of a stage without activations."""
+    owned = owned_parameters(job, layout, stage)
     weights = gradients = stage_parameters(job, layout, stage)
     if layout.sharded_gradients or layout.sharded_parameters:
         gradients = owned
@@ -320,7 +326,7 @@ def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program
         gradients=program.gradient * gradients,
         master=0 if element == 4 else 4 * owned,
         moments=ADAM_MOMENTS * owned,
-        activations=activations + working,
+        activations=0.0,
     )
 
 

@@ -89,26 +89,39 @@ def end_parameters(job: Job, tensor: int, *, first: bool, last: bool) -> float:
 
 def stage_parameters(job: Job, layout: Layout, stage: int) -> float:
     """Number of parameters of a stage on one rank."""
-    parts = layout.divided(job)
-    return _dense_parameters(job, layout.tensor, parts, stage) + stage_expert_parameters(job, layout, stage)
+    dense, layers = _dense_parameters(job, layout.tensor, layout.divided(job))[stage]
+    return dense + layers * expert_parameters(job, layout) if layers else dense
 
 
 @functools.lru_cache(maxsize=4096)
-def _dense_parameters(job: Job, tensor: int, parts: Parts, stage: int) -> float:
-    """Number of parameters of a stage on one rank without those of experts."""
-    ends = {parts.of(stage, chunk) for chunk in range(parts.chunks)}
-    parameters = end_parameters(job, tensor, first=0 in ends, last=parts.number - 1 in ends)
-    for dense, experts in stage_layers(job, parts)[stage]:
-        parameters += dense * layer_parameters(job, tensor)
-        parameters += experts * layer_parameters(job, tensor, has_experts=True)
-    return parameters
+def _dense_parameters(job: Job, tensor: int, parts: Parts) -> tuple[tuple[float, int], ...]:
+    """Number of parameters of each stage on one rank without those of experts, and its number of layers with these."""
+    found = []
+    for stage, chunks in enumerate(stage_layers(job, parts)):
+        ends = {parts.of(stage, chunk) for chunk in range(parts.chunks)}
+        parameters = end_parameters(job, tensor, first=0 in ends, last=parts.number - 1 in ends)
+        for dense, experts in chunks:
+            parameters += dense * layer_parameters(job, tensor)
+            parameters += experts * layer_parameters(job, tensor, has_experts=True)
+        found.append((parameters, sum(experts for _, experts in chunks)))
+    return tuple(found)
 
 
 def stage_expert_parameters(job: Job, layout: Layout, stage: int) -> float:
     """Number of parameters of the experts of a stage on one rank."""
     if job.model.num_experts is None:
         return 0.0
-    return sum(experts for _, experts in layout.layers(job)[stage]) * expert_parameters(job, layout)
+    _, layers = _dense_parameters(job, layout.tensor, layout.divided(job))[stage]
+    return layers * expert_parameters(job, layout)
+
+
+def largest_stage(job: Job, layout: Layout) -> int:
+    """The stage with the most parameters, of `layout.distinct_stages`."""
+    experts, sizes = (
+        expert_parameters(job, layout),
+        _dense_parameters(job, layout.tensor, layout.divided(job)),
+    )
+    return max(layout.distinct_stages(job), key=lambda stage: sizes[stage][0] + sizes[stage][1] * experts)
 
 
 def largest_layer(job: Job, layout: Layout, stage: int) -> float:

@@ -9,19 +9,18 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 
 from megatron.errors import InputError
+from megatron.planner.bounds import Bounds
 from megatron.planner.cluster import Cluster
-from megatron.planner.kernels import Kernels
 from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import USABLE_MEMORY, Memory, fits
-from megatron.planner.our_program import memory_of, our_program, simulator_of
-from megatron.planner.parameters import stage_parameters
-from megatron.planner.programs import OURS
-from megatron.planner.simulate import Simulator, Step
+from megatron.planner.our_program import fits_memory, memory_of, simulator_of, state_fits
+from megatron.planner.simulate import Step
 from megatron.planner.space import (
     can_sequence_parallel,
     can_shard_parameters,
     can_tensor_parallel,
     context_sizes,
+    count_variants,
     expert_sizes,
     pipeline_sizes,
     shapes,
@@ -86,56 +85,42 @@ def search(
     Raises:
         InputError: no layout divides the job, or none fits; the message names the smallest sufficient cluster.
     """
-    found: dict[tuple[object, ...], tuple[Kernels, float]] = {}
-    experts = sum(job.model.all_expert_layers)
-    dense = len(job.model.all_expert_layers) - experts
-
-    def kernels_of(layout: Layout) -> tuple[Kernels, float]:
-        """The times of a layout's operations, and of a microbatch in the whole model."""
-        key = kernels_key(layout)
-        if key not in found:
-            kernels = Kernels(job, layout, cluster, our_program(job, layout, cluster))
-            forward, backward, _ = kernels.chunk_seconds(dense, experts, first=True, last=True)
-            found[key] = kernels, forward + backward
-        return found[key]
-
-    def simulate(layout: Layout) -> Simulator:
-        kernels, _ = kernels_of(layout)
-        return Simulator(job, layout, cluster, kernels.program, kernels)
-
-    def mean_bound(layout: Layout) -> float:
-        return layout.microbatches(job) * kernels_of(layout)[1] / layout.pipeline
-
-    # Bounds of layouts without recomputation: with it they are slower, so only those that do not fit get it. A bound is
-    # at first that of the stages' mean work, and made close only for layouts that may be among the fastest.
-    bounds: list[tuple[float, int, bool, Layout, Layout]] = []
+    bounds = Bounds(job, cluster)
+    # Layouts without recomputation: with it they are slower, so only those that do not fit get it. Each comes up with
+    # ever closer bounds, so that those of most are not computed.
+    queue: list[tuple[float, int, str, Layout, Layout]] = []
     considered = too_large = timed = 0
+    numbers = itertools.count()
+
+    def push(seconds: float, kind: str, layout: Layout, shape: Layout) -> None:
+        heapq.heappush(queue, (seconds, next(numbers), kind, layout, shape))
+
     for shape in shapes(job, cluster) if among is None else among:
-        for layout in variants(shape, job, cluster):
-            considered += 1
-            if layout.recompute == "none":
-                bounds.append((mean_bound(layout), len(bounds), False, layout, shape))
+        considered += count_variants(shape, job, cluster)
+        push(bounds.of_shape(shape), "shape", shape, shape)
         progress(considered)
-    heapq.heapify(bounds)
     best: dict[Layout, Plan] = {}
     limit = math.inf
-    while bounds and bounds[0][0] < limit:
-        _, number, is_close, layout, shape = heapq.heappop(bounds)
-        if not is_close:
-            if weights_fit(job, layout, cluster):
-                heapq.heappush(bounds, (simulate(layout).lower_bound(), number, True, layout, shape))
+    while queue and queue[0][0] < limit:
+        _, _, kind, layout, shape = heapq.heappop(queue)
+        if kind == "shape":
+            for variant in variants(shape, job, cluster, ("none",)):
+                push(bounds.of_pipeline(variant), "pipeline", variant, shape)
+            continue
+        if kind == "pipeline":
+            if state_fits(job, layout, cluster):
+                push(bounds.of_step(layout), "step", layout, shape)
             else:
                 too_large += 2
             continue
-        memory = memory_of(job, layout, cluster)
-        if not fits(memory, cluster):
+        if not fits_memory(job, layout, cluster):
             too_large += 1
             if layout.recompute == "none":
                 again = dataclasses.replace(layout, recompute="full")
-                heapq.heappush(bounds, (simulate(again).lower_bound(), number, True, again, shape))
+                push(bounds.of_step(again), "step", again, shape)
             continue
         timed += 1
-        plan = Plan(layout, simulate(layout).step(), memory)
+        plan = Plan(layout, bounds.simulator(layout).step(), memory_of(job, layout, cluster))
         if shape not in best or plan.step.seconds < best[shape].step.seconds:
             best[shape] = plan
             times = sorted(plan.step.seconds for plan in best.values())
@@ -168,29 +153,6 @@ def with_automatic_schedules(result: SearchResult, job: Job, cluster: Cluster) -
 
     plans = sorted(map(faster, result.plans), key=lambda plan: plan.step.seconds)
     return dataclasses.replace(result, plans=plans)
-
-
-def weights_fit(job: Job, layout: Layout, cluster: Cluster) -> bool:
-    """Return False if the weights and gradients of a process alone exceed its memory."""
-    if layout.sharded_parameters:
-        return True
-    parameters = max(stage_parameters(job, layout, stage) for stage in layout.distinct_stages(job))
-    gradient = 0 if layout.sharded_gradients else OURS.gradient
-    return parameters * (cluster.device.element + gradient) <= USABLE_MEMORY * cluster.device.memory
-
-
-def kernels_key(layout: Layout) -> tuple[object, ...]:
-    """The fields of a layout on which `Kernels` depends."""
-    return (
-        layout.tensor,
-        layout.context,
-        layout.expert,
-        layout.expert_tensor,
-        layout.micro_batch_size,
-        layout.sequence_parallel,
-        layout.recompute,
-        layout.splits_backward,
-    )
 
 
 def _nothing_fits(job: Job, cluster: Cluster, too_large: int) -> str:

@@ -13,7 +13,12 @@ from megatron.planner.costs import ForwardBackward
 from megatron.planner.exchanges import Exchange, Replicas
 from megatron.planner.kernels import Kernels
 from megatron.planner.layout import Job, Layout
-from megatron.planner.parameters import owned_parameters, stage_expert_parameters, stage_parameters
+from megatron.planner.parameters import (
+    largest_stage,
+    owned_parameters,
+    stage_expert_parameters,
+    stage_parameters,
+)
 from megatron.planner.pipeline_clock import KINDS, pipeline_makespan
 from megatron.planner.programs import Program
 
@@ -83,7 +88,7 @@ class Simulator:
 
     @functools.cached_property
     def _largest_stage(self) -> int:
-        return max(self.stages, key=lambda stage: stage_parameters(self.job, self.layout, stage))
+        return largest_stage(self.job, self.layout)
 
     def _transfer(self) -> float:
         """Seconds from one stage to the next.
@@ -122,14 +127,18 @@ class Simulator:
         return self.kernels.chunk(dense, experts, first=False, last=False)
 
     def chunk_seconds(self, rank: int, chunk: int) -> tuple[float, float, float]:
+        """`chunk_alone`, with what passes wait for exchanges among replicas."""
+        forward, backward, weights = self.chunk_alone(rank, chunk)
+        return forward + self.beside["forward"], backward + self.beside["backward"], weights
+
+    def chunk_alone(self, rank: int, chunk: int) -> tuple[float, float, float]:
         """Seconds of `chunk` forward and backward, and those of backward for weight gradients.
 
-        Backward accumulates gradients, and passes include what they wait for exchanges among replicas.
+        Backward accumulates gradients.
         """
         (dense, experts), layout = self.chunk_layers[rank][chunk], self.layout
         first, last = layout.is_first(rank, chunk), layout.is_last(rank, chunk)
         forward, backward, weights = self.kernels.chunk_seconds(dense, experts, first=first, last=last)
-        forward, backward = forward + self.beside["forward"], backward + self.beside["backward"]
         return forward, backward + self.accumulation, weights + self.accumulation * self._split_share
 
     @functools.cached_property
@@ -204,8 +213,8 @@ class Simulator:
         """Seconds that `step().seconds` is not below, without a simulation."""
         return self.pipeline_bound() + self.end_of_step() + self.optimizer()
 
-    def pipeline_bound(self) -> float:
-        """Seconds that `pipeline_seconds` is not below.
+    def pipeline_bound(self, *, exchanges: bool = True) -> float:
+        """Seconds that `pipeline_seconds` is not below, or would not be without what runs beside the passes.
 
         A stage waits for the first microbatch to pass the stages before it, works, and these then end their backward
         passes of the last microbatch. If backward passes are split, a stage may end with weight gradients, so that the
@@ -214,12 +223,19 @@ class Simulator:
         layout, before, bound = self.layout, 0.0, 0.0
         transfers = 2 * self.transfer
         inside = transfers if self.program.blocking_transfers else 0.0
+        found: dict[tuple[object, ...], tuple[float, float]] = {}  # the stages in the middle are alike
         for rank in range(layout.pipeline):
-            chunks = [self.chunk_seconds(rank, chunk) for chunk in range(layout.chunks)]
-            work = sum(forward + backward for forward, backward, _ in chunks)
-            bound = max(bound, before + self.microbatches * (work + layout.chunks * inside))
-            forward, backward, _ = chunks[0]
-            before += forward + self.transfer if layout.splits_backward else forward + backward + transfers
+            key = self.chunk_layers[rank], rank == 0, rank == layout.last_stage
+            if key not in found:
+                seconds = self.chunk_seconds if exchanges else self.chunk_alone
+                chunks = [seconds(rank, chunk) for chunk in range(layout.chunks)]
+                work = self.microbatches * sum(forward + back + inside for forward, back, _ in chunks)
+                forward, backward, _ = chunks[0]
+                wait = forward + self.transfer if layout.splits_backward else forward + backward + transfers
+                found[key] = work, wait
+            work, wait = found[key]
+            bound = max(bound, before + work)
+            before += wait
         return bound
 
     def gradients(self) -> float:

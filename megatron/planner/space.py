@@ -161,19 +161,33 @@ def shardings(job: Job, shape: Layout, cluster: Cluster) -> list[dict[str, Any]]
     return found
 
 
-def variants(shape: Layout, job: Job, cluster: Cluster) -> Iterator[Layout]:
+def variants(
+    shape: Layout, job: Job, cluster: Cluster, recomputes: tuple[str, ...] = ("none", "full")
+) -> Iterator[Layout]:
     """Yield a shape with each schedule, with and without stages of equal work and each way to save memory.
 
     Selective recomputation is left out: fused attention has no scores for it to save.
     """
     parallel = (False, True) if can_sequence_parallel(job, shape) else (False,)
+    for scheduled in with_schedules(shape, job):
+        ways = shardings(job, scheduled, cluster)
+        for recompute, sequence_parallel, sharded in itertools.product(recomputes, parallel, ways):
+            yield dataclasses.replace(
+                scheduled, recompute=recompute, sequence_parallel=sequence_parallel, **sharded
+            )
+
+
+def with_schedules(shape: Layout, job: Job) -> Iterator[Layout]:
+    """Yield a shape with each schedule, with and without stages of equal work."""
     divisions = (False, True) if gains_by_division(job, shape) else (False,)
     for name, balanced in itertools.product(schedules(job, shape), divisions):
         scheduled = dataclasses.replace(shape, pipeline_schedule=name, balanced=balanced)
         if scheduled.splits_backward:  # weight gradients are complete only at the end of a step
             scheduled = dataclasses.replace(scheduled, overlap_grad_reduce=False)
-        ways = shardings(job, scheduled, cluster)
-        for recompute, sequence_parallel, sharded in itertools.product(("none", "full"), parallel, ways):
-            yield dataclasses.replace(
-                scheduled, recompute=recompute, sequence_parallel=sequence_parallel, **sharded
-            )
+        yield scheduled
+
+
+def count_variants(shape: Layout, job: Job, cluster: Cluster) -> int:
+    """Number of `variants`."""
+    ways = sum(len(shardings(job, scheduled, cluster)) for scheduled in with_schedules(shape, job))
+    return 2 * (1 + can_sequence_parallel(job, shape)) * ways

@@ -19,6 +19,7 @@ from megatron.parallel.mesh import Axis
 from megatron.parallel.recompute import NO_RECOMPUTE, Recompute
 from megatron.parallel.stages import split_layers
 from megatron.planner.dry_run import DryRun
+from megatron.planner.held import counted_microbatches, most_held
 from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import fits, layer_activations, max_in_flight, max_memory, stage_memory
 from megatron.planner.models import A100_MODELS, MODELS
@@ -29,6 +30,7 @@ from megatron.pretrain_gpt import GPT
 from megatron.reports.flops import exact_flops_per_sample
 from megatron.training.config import RunConfig
 from megatron.variants.multi_token_prediction import with_mtp
+from megatron.variants.named_schedules import NAMED, V_SHAPES
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -314,3 +316,13 @@ def test_flops_of_every_layout_match_a_dry_run(shape: str, name: str):
         latents = sum(inputs * outputs for inputs, outputs, split in attention_linears(model) if not split)
         expected += model.num_layers * passes * 2 * s * (t - 1) * latents
     assert counted == expected * gpt.global_batch_size / layout.data
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v"])
+def test_further_groups_of_microbatches_hold_no_more(name: str):
+    """A stage holds as much in the counted microbatches as in twice as many."""
+    for stages in (2, 3, 6):
+        chunks, counted = (2 if name in V_SHAPES else 1), counted_microbatches(name, stages, 1000)
+        for stage in range(stages):
+            fewer, more = (most_held(NAMED[name], stages, chunks, m, stage) for m in (counted, 2 * counted))
+            assert set(fewer) == set(more)
