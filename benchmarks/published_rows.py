@@ -349,6 +349,8 @@ def _model(name: str, shape: dict[str, Any], seq_length: int) -> ModelConfig:
     }
     if "Qwen3" in name.replace("-", ""):
         fields["qk_layernorm"] = True
+    if shape.get("sliding_window"):  # in every second layer (2508.10925 section 2.3)
+        fields |= {"window_size": f"{shape['sliding_window'] - 1},0", "window_attn_skip_freq": "2"}
     if shape["kv_heads"] != shape["heads"]:
         fields |= {"group_query_attention": True, "num_query_groups": shape["kv_heads"]}
     if shape.get("attention") == "MLA":
@@ -374,6 +376,8 @@ def _model(name: str, shape: dict[str, Any], seq_length: int) -> ModelConfig:
         }
         if shape["shared_expert_ffn"]:
             fields["moe_shared_expert_intermediate_size"] = shape["shared_expert_ffn"]
+        if name.startswith("DeepSeek"):  # node-limited routing (2412.19437 section 4.2)
+            fields |= {"moe_router_num_groups": 8, "moe_router_group_topk": 4}
         if dense:
             fields["moe_layer_freq"] = f"[0]*{dense}+[1]*{shape['layers'] - dense}"
     return ModelConfig(**fields)

@@ -10,6 +10,7 @@ import math
 
 from megatron.errors import InputError
 from megatron.planner.device_specs import DataSheet
+from megatron.planner.routing import Routing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,8 +200,8 @@ class Cluster:
         latency = self.network.latency if outside else self.link.latency
         return (self.efficiency.launch + latency + size * seconds) / self.efficiency.all_to_all
 
-    def dispatch(self, size: float, topk: int, group: Group) -> float:
-        """Seconds for each rank to send its `size` bytes of tokens to the ranks that have their `topk` experts.
+    def dispatch(self, size: float, routing: Routing, group: Group) -> float:
+        """Seconds for each rank to send its `size` bytes of tokens to the ranks that have their experts.
 
         A token is sent once to each other domain that needs it, over the rank's own network adapter, and there once to
         each rank that does (2412.19437 section 3.2.2; DeepEP, HybridEP).
@@ -208,9 +209,9 @@ class Cluster:
         if group.size == 1:
             return 0.0
         domains, inside = group.size / group.per_domain, (group.per_domain - 1) / group.per_domain
-        outside = distinct(topk, domains) * (domains - 1) / domains
+        outside = routing.distinct(domains) * (domains - 1) / domains
         seconds = max(
-            distinct(topk, group.size) * inside / self._inside, outside / self._outside if outside else 0.0
+            routing.distinct(group.size) * inside / self._inside, outside / self._outside if outside else 0.0
         )
         latency = self.network.latency if outside else self.link.latency
         return (self.efficiency.launch + latency + size * seconds) / self.efficiency.all_to_all
@@ -225,11 +226,6 @@ class Cluster:
             (self.network.latency, self._outside) if crosses else (self.link.latency, self._inside)
         )
         return (self.efficiency.launch + latency + size / bandwidth) / self.efficiency.send
-
-
-def distinct(topk: int, places: float) -> float:
-    """Expected number of places among which a token's `topk` experts are, if each is as likely at any of them."""
-    return places * (1 - (1 - 1 / places) ** topk)
 
 
 def device_from_data_sheet(sheet: DataSheet) -> Device:

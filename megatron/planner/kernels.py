@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 from megatron.model.flops import attended_pairs, attention_linears
 from megatron.planner.costs import Cost, ForwardBackward
 from megatron.planner.operations import Operations
+from megatron.planner.routing import Routing, busiest
 
 # Fused attention computes scores in square blocks of this side, those on the diagonal in full.
 ATTENTION_BLOCK = 128
@@ -151,7 +153,7 @@ class Kernels(Operations):
 
     @property
     def routed(self) -> ForwardBackward:
-        """Router and experts of one layer, whose tokens are divided evenly. Their products are small.
+        """Router and experts of one layer on the rank whose experts have the most rows, for which the others wait.
 
         Without sequence parallelism each tensor-parallel rank routes a part of the sequence, and gathers the outputs.
         """
@@ -160,6 +162,7 @@ class Kernels(Operations):
         h, tokens = model.hidden_size, self.tokens / layout.tensor
         ffn, local = model.moe_ffn_hidden_size / layout.expert_tensor, model.num_experts / layout.expert
         fc1, rows = ffn * (2 if model.gated else 1), tokens * model.moe_router_topk * layout.expert_tensor
+        rows *= self.busiest
         experts = self.experts(rows / local, fc1, ffn, local)
         other_ranks = layout.expert * layout.expert_tensor > 1
         return (
@@ -174,11 +177,22 @@ class Kernels(Operations):
             + self.tensor_parallel(plain=(1, 1), sequence_parallel=(0, 0))
         )
 
+    @property
+    def busiest(self) -> float:
+        """Rows of the busiest rank over the mean. The ranks that divide the experts route the tokens of all of them."""
+        model, layout = self.job.model, self.layout
+        tokens = self.tokens / layout.tensor * layout.expert * layout.expert_tensor
+        return busiest(tokens, model.moe_router_topk, model.num_experts or 1, layout.expert)
+
     def experts(self, rows: float, fc1: float, ffn: float, local: float) -> ForwardBackward:
         """Products of `local` experts with so many rows each: grouped ones, or one after the other."""
         model = self.job.model
         batch, times = (local, 1.0) if model.moe_grouped_gemm else (1.0, local)
-        linear = functools.partial(self.layer_linear, batch=batch, cast=self.program.expert_cast)
+        # An expert is chosen by each token with a small probability, so the variance of its rows is about their number.
+        spread = math.sqrt(rows) if model.num_experts != model.moe_router_topk else 0.0
+        linear = functools.partial(
+            self.layer_linear, batch=batch, cast=self.program.expert_cast, spread=spread
+        )
         products = linear(rows, model.hidden_size, fc1) + linear(rows, ffn, model.hidden_size)
         # Grouped products for weight gradients do not wait in a split backward pass.
         products = products.whole if model.moe_grouped_gemm else products
@@ -193,7 +207,7 @@ class Kernels(Operations):
         else:
             if self.program.expert_copies_once:
                 copies = self.tokens / layout.tensor * width
-                seconds = cluster.dispatch(copies, model.moe_router_topk, group)
+                seconds = cluster.dispatch(copies, Routing.of(model), group) * self.busiest
             else:
                 seconds = cluster.all_to_all(rows * width, group)
         seconds *= 1 - self.program.expert_overlap

@@ -10,6 +10,7 @@ from megatron.planner.cluster import Cluster
 from megatron.planner.costs import Cost, ForwardBackward
 from megatron.planner.layout import Job, Layout
 from megatron.planner.programs import Accesses, Program
+from megatron.planner.routing import mean_tiles
 
 # Output tiles of large matrix products, and the overhead of filling the pipeline and writing a tile, in elements of the
 # inner dimension. NVIDIA's guide "Matrix Multiplication Background" has the first tile and shows the speed growing
@@ -30,13 +31,22 @@ class Operations:
     program: Program
 
     def matmul(
-        self, m: float, n: float, k: float, batch: float = 1, *, aligned: float = 1, fp8: bool = False
+        self,
+        m: float,
+        n: float,
+        k: float,
+        batch: float = 1,
+        *,
+        aligned: float = 1,
+        fp8: bool = False,
+        spread: float = 0.0,
     ) -> float:
         """Seconds of `batch` products of [m, k] and [k, n], which are in FP8 if `fp8`.
 
         Tiles run in waves over the SMs and the last wave may be nearly empty; the tile shape with the smaller loss is
         used. Products with a small inner dimension are bound by memory bandwidth. `aligned` is the share of the speed
-        that the operands' rows leave.
+        that the operands' rows leave. `spread` is the standard deviation of `m` among the products, each of which has
+        tiles of its own.
         """
         device, efficiency = self.cluster.device, self.cluster.efficiency
         peak, element = (device.fp8, 1) if fp8 else (device.peak, device.element)
@@ -45,7 +55,8 @@ class Operations:
         compute = 2 * batch * m * n * k / (peak * share * aligned)
         if device.sms > 1:
             area = min(
-                math.ceil(batch * math.ceil(m / x) * math.ceil(n / y) / device.sms) * x * y for x, y in TILES
+                math.ceil(batch * mean_tiles(m, x, spread) * math.ceil(n / y) / device.sms) * x * y
+                for x, y in TILES
             )
             compute *= area * device.sms / (batch * m * n) * (1 + TILE_OVERHEAD / k)
         size = batch * (element * (m * k + k * n) + device.element * m * n)
@@ -60,28 +71,43 @@ class Operations:
         )
 
     def linear(
-        self, tokens: float, inputs: float, outputs: float, batch: float = 1, *, fp8: bool = False
+        self,
+        tokens: float,
+        inputs: float,
+        outputs: float,
+        batch: float = 1,
+        *,
+        fp8: bool = False,
+        spread: float = 0.0,
     ) -> ForwardBackward:
         """A layer with weight [outputs, inputs]; backward computes the gradients of the input and of the weight.
 
-        `batch` such layers are computed in one grouped product.
+        `batch` such layers are computed in one grouped product, and `spread` is the standard deviation of their tokens.
         """
         matmul = functools.partial(self.matmul, batch=batch, aligned=self.aligned(inputs, outputs), fp8=fp8)
         weights = matmul(outputs, inputs, tokens)
-        backward = matmul(tokens, inputs, outputs) + weights
-        return ForwardBackward(Cost(matmul=matmul(tokens, outputs, inputs)), Cost(matmul=backward), weights)
+        backward = matmul(tokens, inputs, outputs, spread=spread) + weights
+        forward = matmul(tokens, outputs, inputs, spread=spread)
+        return ForwardBackward(Cost(matmul=forward), Cost(matmul=backward), weights)
 
     def layer_linear(
-        self, tokens: float, inputs: float, outputs: float, batch: float = 1, *, cast: float | None = None
+        self,
+        tokens: float,
+        inputs: float,
+        outputs: float,
+        batch: float = 1,
+        *,
+        cast: float | None = None,
+        spread: float = 0.0,
     ) -> ForwardBackward:
         """`linear` within a transformer layer. With --fp8-format each of its three products casts both operands."""
         if self.job.fp8_format is None:
-            return self.linear(tokens, inputs, outputs, batch)
+            return self.linear(tokens, inputs, outputs, batch, spread=spread)
         cast = self.program.fp8_cast if cast is None else cast
         weights = 0 if self.program.fp8_weights_kept else inputs * outputs
         casts = self.elementwise(tokens * inputs + weights, (cast, cast))
         casts += self.elementwise(tokens * outputs, (0, 2 * cast))
-        return self.linear(tokens, inputs, outputs, batch, fp8=True) + casts * batch
+        return self.linear(tokens, inputs, outputs, batch, fp8=True, spread=spread) + casts * batch
 
     def elementwise(self, elements: float, accesses: Accesses) -> ForwardBackward:
         """Operations that read and write each of `elements` as often as `accesses` says."""

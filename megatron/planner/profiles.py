@@ -90,14 +90,14 @@ _H100 = _fit(
     START,
     ("280", "288", "352"),
     errors=(0.05, 0.13),
-    matmul=0.724,
-    memory=0.701,
-    link=0.705,
-    fp8=1.017,
-    expert=0.79,
+    matmul=0.727,
+    memory=0.704,
+    link=0.7,
+    fp8=1.013,
+    expert=0.886,
 )
-_B200 = _fit(BLACKWELL, ("36", "25"), errors=(0.08, 0.18), matmul=0.627, link=0.742)
-_B300 = _fit(BLACKWELL, ("121", "194", "39", "24"), errors=(0.05, 0.09), matmul=0.811, link=0.995)
+_B200 = _fit(BLACKWELL, ("36", "25"), errors=(0.08, 0.18), matmul=0.63, link=0.751)
+_B300 = _fit(BLACKWELL, ("121", "194", "39", "24"), errors=(0.05, 0.09), matmul=0.814, link=0.973)
 _FLASH_2 = dataclasses.replace(START, attention=0.35)
 # No training run on MI300X is among the published ones, so these are shares that public tests of single operations
 # reach, and the errors are a guess. Products of large matrices: 620 of 1,307 TFLOP/s in bf16 and 990 of 2,615 in FP8
@@ -106,7 +106,7 @@ _FLASH_2 = dataclasses.replace(START, attention=0.35)
 # Links: RCCL's all-reduce over 8 GPUs reaches about 304 of 448 GB/s. Attention: FlashAttention 2's share on an H100.
 _MI300X = Constants(
     dataclasses.replace(
-        _FLASH_2, matmul=0.474, memory=0.63, stream=0.63, link=0.68, network=0.7, fp8=0.8, expert=0.79
+        _FLASH_2, matmul=0.474, memory=0.63, stream=0.63, link=0.68, network=0.7, fp8=0.8, expert=0.886
     ),
     fitted=(),
     errors=(0.25, 0.4),
@@ -153,8 +153,8 @@ CONSTANTS = {
     ("nemo-2025", "B200"): _fit(
         START, ("378", "368"), errors=(0.05, 0.2), matmul=0.556, link=0.675, fp8=0.874
     ),
-    ("gpt-oss-2025", "B200"): _fit(_B200.efficiency, ("128",), errors=(0.1, 0.15), expert=0.369),
-    ("gpt-oss-2025", "B300"): _fit(_B300.efficiency, ("171",), errors=(0.1, 0.15), expert=0.352),
+    ("gpt-oss-2025", "B200"): _fit(_B200.efficiency, ("128",), errors=(0.1, 0.15), expert=0.36),
+    ("gpt-oss-2025", "B300"): _fit(_B300.efficiency, ("171",), errors=(0.1, 0.15), expert=0.343),
 }
 # A program without rows on a generation takes the constants of this one; by default Megatron-Core's, or on A100 those
 # of Megatron-LM in 2021.

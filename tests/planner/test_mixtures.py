@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 
+import numpy as np
 import pytest
 from models import config_of
 from planner.test_memory import ONE_DEVICE
@@ -19,6 +22,7 @@ from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import layer_activations, stage_memory
 from megatron.planner.parameters import model_parameters, owned_parameters, stage_parameters
 from megatron.planner.programs import OURS
+from megatron.planner.routing import Routing, busiest, mean_tiles
 from megatron.planner.search import search
 from megatron.planner.simulate import Simulator
 from megatron.planner.space import expert_sizes
@@ -131,10 +135,57 @@ def test_a_token_is_dispatched_once_to_each_node_and_rank() -> None:
     machine = cluster(16)
     share = machine.efficiency.link
     outside = 2 * (1 - 0.5**2) / 2 * 16e9 / (25e9 * share)
-    assert machine.dispatch(16e9, 2, machine.group(16, 1)) == pytest.approx(outside, rel=1e-3)
+    assert machine.dispatch(16e9, Routing(2), machine.group(16, 1)) == pytest.approx(outside, rel=1e-3)
     inside = 8 * (1 - (7 / 8) ** 2) * 7 / 8 * 16e9 / (300e9 * share)
-    assert machine.dispatch(16e9, 2, machine.group(8, 1)) == pytest.approx(inside, rel=1e-3)
-    assert machine.dispatch(16e9, 2, machine.group(1, 1)) == 0
+    assert machine.dispatch(16e9, Routing(2), machine.group(8, 1)) == pytest.approx(inside, rel=1e-3)
+    assert machine.dispatch(16e9, Routing(2), machine.group(1, 1)) == 0
+
+
+def test_node_limited_routing_sends_to_fewer_nodes() -> None:
+    """DeepSeek-V3's 8 experts in 4 of 8 groups, on 8 nodes: 3.6 nodes in place of 5.25 (2412.19437 section 2.1.2)."""
+    free, limited, machine = Routing(8), Routing(8, 8, 4), cluster(64)
+    assert free.distinct(8) == pytest.approx(8 * (1 - (7 / 8) ** 8))
+    assert limited.distinct(8) == pytest.approx(4 * (1 - (3 / 4) ** 8))
+    everyone = machine.group(64, 1)
+    seconds = [machine.dispatch(16e9, routing, everyone) for routing in (limited, free)]
+    assert seconds[0] / seconds[1] == pytest.approx(limited.distinct(8) / free.distinct(8), rel=1e-3)
+    job = make_job(PlanConfig(model="deepseek-v3"), {})
+    assert Routing.of(job.model) == limited
+    for nodes in (2, 4, 16, 64):
+        assert limited.distinct(nodes) < free.distinct(nodes)
+    assert Routing(8, 8, 8).distinct(5) == Routing(8).distinct(5)
+
+
+@pytest.mark.parametrize("places", [1, 2, 4, 8])
+def test_distinct_places_are_those_of_every_choice(places: int) -> None:
+    """Two of four groups of two experts, and three draws among these: every choice is as likely."""
+    numbers = [
+        len({expert * places // 8 for expert in experts})
+        for groups in itertools.combinations(range(4), 2)
+        for experts in itertools.product([2 * group + half for group in groups for half in (0, 1)], repeat=3)
+    ]
+    assert Routing(3, 4, 2).distinct(places) == pytest.approx(np.mean(numbers))
+
+
+def test_the_busiest_rank_has_as_many_rows_as_in_random_draws() -> None:
+    """4 of 64 experts for each of 2,048 tokens, on 2, 8 or 64 ranks."""
+    random = np.random.default_rng(0)
+    counts = np.zeros((40, 64))
+    for count in counts:
+        experts = random.random((2048, 64)).argpartition(4, axis=1)[:, :4]
+        count += np.bincount(experts.ravel(), minlength=64)
+    for ranks in (2, 8, 64):
+        most = counts.reshape(40, ranks, -1).sum(-1).max(-1).mean() * ranks / (2048 * 4)
+        assert busiest(2048, 4, 64, ranks) == pytest.approx(most, abs=0.01)
+    assert busiest(2048, 4, 64, 1) == busiest(2048, 4, 4, 4) == 1
+
+
+def test_a_random_number_of_rows_fills_half_a_tile_more() -> None:
+    rows = np.random.default_rng(0).normal(1024, 32, 100_000)
+    assert mean_tiles(1024, 128, 32) == pytest.approx(8.5)
+    assert mean_tiles(1000, 128, 32) == pytest.approx(np.ceil((rows - 24) / 128).mean(), abs=0.01)
+    assert mean_tiles(1000, 128, 0) == 8
+    assert mean_tiles(20, 128, math.sqrt(20)) == pytest.approx(1, abs=1e-4)
 
 
 def test_latent_attention_may_keep_its_latents_alone() -> None:
@@ -164,7 +215,9 @@ def test_communication_is_that_of_a_dry_run() -> None:
     counted = cost.traffic["all-to-all", "expert-parallel"]
     assert counted.bytes == passes * (4 * rows * 256 * 2 + 2 * rows * 4 + 4 * 2 * 8)
     machine = cluster(4)
-    seconds = machine.all_to_all(rows * 256 * 2, layout.expert_group(machine))
+    # The planner's is that of the rank whose experts have the most rows.
+    most = busiest(2 * 64 * 2, 2, 4, 2)
+    seconds = machine.all_to_all(most * rows * 256 * 2, layout.expert_group(machine))
     step = Simulator(job, layout, machine, OURS).step()
     assert step.expert_parallel == pytest.approx(passes * 4 * seconds)
 

@@ -42,11 +42,11 @@ ROW = {
 @needs_rows
 @pytest.mark.slow
 def test_errors_over_published_runs_do_not_grow(command: Callable) -> None:
-    out = command("benchmarks/planner.py", "--rows", *map(str, FILES), "--limit", "8.5").stdout
+    out = command("benchmarks/planner.py", "--rows", *map(str, FILES), "--limit", "8.4").stdout
     means = {
         name: float(value) for name, value in re.findall(r"(dense|mixtures|not fitted) ([\d.]+)% \(", out)
     }
-    assert means["dense"] < 6.9 and means["mixtures"] < 12.5 and means["not fitted"] < 9.1
+    assert means["dense"] < 6.85 and means["mixtures"] < 12.15 and means["not fitted"] < 8.95
     verdicts = re.search(r"memory verdicts ([\d.]+)% right", out)
     assert verdicts and float(verdicts[1]) > 96.5
 
