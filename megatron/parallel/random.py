@@ -11,12 +11,14 @@ import dataclasses
 import hashlib
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.cores import own_cores
 from megatron.data.zigzag import Zigzag
 from megatron.parallel.mesh import ALONE, Axis
 from megatron.parallel.slices import Block, GlobalSlice
@@ -36,20 +38,31 @@ Draw = Callable[[np.random.Generator, tuple[int, int]], np.ndarray]
 
 
 def fill_tiles_(draw: Draw, tensor: Tensor, shard: GlobalSlice, seed: int, name: str) -> None:
-    """Fill `tensor`, a slice of the parameter `name`, a vector or matrix, with tiles that `draw` gives."""
+    """Fill `tensor`, a slice of the parameter `name`, a vector or matrix, with tiles that `draw` gives.
+
+    Threads draw them, since numpy leaves the interpreter to others meanwhile.
+    """
     rows, columns = shard.shape[0], math.prod(shard.shape[1:])
     matrix = tensor.view(tensor.shape[0], -1)
-    for local, whole in shard.blocks():
-        for i in range(whole.rows[0] // TILE * TILE, whole.rows[1], TILE):
-            for j in range(whole.columns[0] // TILE * TILE, whole.columns[1], TILE):
-                tile_key = stable_hash("init", seed, name, i // TILE, j // TILE, bits=128)
-                generator = np.random.Generator(np.random.Philox(key=tile_key))
-                tile = Block((i, min(i + TILE, rows)), (j, min(j + TILE, columns)))
-                values = torch.from_numpy(draw(generator, tile.shape))
-                part = tile.intersect(whole)
-                assert part is not None
-                inside = part.translated(tile, Block((0, 0), (0, 0)))
-                matrix[part.translated(whole, local).index] = values[inside.index]
+
+    def fill(local: Block, whole: Block, i: int, j: int) -> None:
+        tile_key = stable_hash("init", seed, name, i // TILE, j // TILE, bits=128)
+        generator = np.random.Generator(np.random.Philox(key=tile_key))
+        tile = Block((i, min(i + TILE, rows)), (j, min(j + TILE, columns)))
+        values = torch.from_numpy(draw(generator, tile.shape))
+        part = tile.intersect(whole)
+        assert part is not None
+        inside = part.translated(tile, Block((0, 0), (0, 0)))
+        matrix[part.translated(whole, local).index] = values[inside.index]
+
+    tiles = [
+        (local, whole, i, j)
+        for local, whole in shard.blocks()
+        for i in range(whole.rows[0] // TILE * TILE, whole.rows[1], TILE)
+        for j in range(whole.columns[0] // TILE * TILE, whole.columns[1], TILE)
+    ]
+    with ThreadPoolExecutor(max(1, min(len(tiles), own_cores()))) as pool:
+        list(pool.map(fill, *zip(*tiles, strict=True)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from megatron.cores import available_cores
 from megatron.errors import InputError
 from megatron.ops.backend import MIN_COMPILE_FLOPS, Ops, choose_ops
 from megatron.ops.config import OpsConfig
@@ -38,7 +39,6 @@ from megatron.planner.layout import Layout
 from megatron.planner.parameters import stage_parameters
 from megatron.planner.programs import OURS
 from megatron.planner.simulate import OPTIMIZER_BYTES, Simulator
-from megatron.preprocessing.workers import available_cores
 
 CPU = torch.device("cpu")
 # Measurements alternate in rounds, because a machine's speed may change within a minute; seconds of each per round,

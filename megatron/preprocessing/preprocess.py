@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.cores import available_cores
 from megatron.data.indexed_writer import IndexedDatasetWriter, best_dtype
 from megatron.errors import InputError
 from megatron.flags import Config, flag
@@ -34,7 +35,7 @@ from megatron.preprocessing.progress import Progress
 from megatron.preprocessing.report import Output, Report
 from megatron.preprocessing.resume import ProgressFile, Saved
 from megatron.preprocessing.shards import SUFFIX, Shard, ShardRecord, fingerprint, parse_shard
-from megatron.preprocessing.workers import available_cores, map_in_order
+from megatron.preprocessing.workers import map_in_order
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.config import TokenizerConfig
 from megatron.tokenizer.record import TokenizerRecord, describe_tokenizer, write_tokenizer

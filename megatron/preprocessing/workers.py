@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import os
 import signal
 from collections.abc import Callable, Generator, Iterable
 from multiprocessing import resource_tracker
@@ -18,11 +17,6 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 MAX_IN_FLIGHT = 4  # items per worker
-
-
-def available_cores() -> int:
-    """Return the number of CPU cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def map_in_order(

@@ -76,7 +76,7 @@ def operands(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def three_products(fp8: Fp8Products, x: Tensor, weight: Tensor, bias: Tensor, grad: Tensor) -> list[Tensor]:
     """Output, gradient of the input, and a sum of ones and the gradient of the weight."""
-    main_grad = torch.ones(weight.shape)
+    main_grad = torch.ones(weight.shape, device=weight.device)
     fp8.accumulate_wgrad(main_grad, grad.t(), x)
     return [fp8.matmul(x, weight, bias), fp8.dgrad(grad, weight.t(), None), main_grad]
 
